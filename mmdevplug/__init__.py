@@ -1,0 +1,34 @@
+"""Train any OpenMMLab model on any PyTorch accelerator by inheriting one base config.
+
+Importing this package registers its parts with MMEngine and does nothing else; torch and the
+vendors' packages are imported when they are first needed.
+"""
+
+from importlib import import_module
+
+from mmengine.registry import HOOKS, MODEL_WRAPPERS, RUNNERS, STRATEGIES
+
+from .paths import base_config
+from .registry import ACCELERATORS, register_lazily
+from .version import __version__
+
+register_lazily(RUNNERS, 'mmdevplug.runner')
+register_lazily(MODEL_WRAPPERS, 'mmdevplug.model')
+register_lazily(HOOKS, 'mmdevplug.hooks')
+register_lazily(STRATEGIES, 'mmdevplug.strategy')
+
+_LAZY = {
+    'available_accelerators': 'mmdevplug.device',
+    'get_accelerator': 'mmdevplug.device',
+    'DeviceDistributedDataParallel': 'mmdevplug.model',
+    'DeviceHook': 'mmdevplug.hooks',
+    'DeviceRunner': 'mmdevplug.runner',
+}
+
+__all__ = ['ACCELERATORS', '__version__', 'base_config', *_LAZY]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -1,0 +1,21 @@
+"""An explicit patch for scripts that call ``Runner.from_cfg`` and so ignore ``runner_type``.
+
+``custom_imports = dict(imports=['mmdevplug.autopatch'])`` in a config, or
+``import mmdevplug.autopatch`` in a script, makes ``mmengine.runner.Runner.from_cfg`` build a
+:class:`mmdevplug.DeviceRunner`. Subclasses of Runner are left alone.
+"""
+
+from typing import Any
+
+from mmengine.runner import Runner
+
+from .runner import DeviceRunner
+
+_from_cfg = Runner.from_cfg.__func__
+
+
+def _build_device_runner(cls: type, cfg: Any) -> Runner:
+    return DeviceRunner.from_cfg(cfg) if cls is Runner else _from_cfg(cls, cfg)
+
+
+Runner.from_cfg = classmethod(_build_device_runner)

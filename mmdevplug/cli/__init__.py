@@ -1,0 +1,1 @@
+"""The command ``mmdevplug`` and the scripts in ``tools/``."""

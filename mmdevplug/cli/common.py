@@ -1,0 +1,105 @@
+"""What the training and the testing script share."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Callable, List, Optional
+
+from mmengine.config import Config, DictAction
+
+from mmdevplug.dist.launch import LAUNCHERS
+from mmdevplug.errors import DevPlugError
+from mmdevplug.paths import base_config
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that OpenMMLab's scripts have in common, and ours."""
+    parser.add_argument('--work-dir', help='the folder for logs, checkpoints and results')
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        help='override settings of the config: key=value, key="[a,b]"',
+    )
+    parser.add_argument(
+        '--launcher', choices=LAUNCHERS, default='none', help='how the processes were started'
+    )
+    parser.add_argument(
+        '--accelerator', help='lay the base config of this accelerator over CONFIG'
+    )
+    # Passed by torch.distributed.launch; torchrun and we use the environment variable.
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=None)
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """Load a config and apply the common arguments.
+
+    Args:
+        args (argparse.Namespace): With the arguments of :func:`add_common_arguments`.
+
+    Returns:
+        Config: Ready for ``RUNNERS.build``.
+    """
+    if not Path(args.config).is_file():
+        raise DevPlugError(
+            f'CONFIG {args.config!r} is no file. Give the path of a config, e.g. '
+            f'configs/digits/digits_cpu.py.'
+        )
+    if args.local_rank is not None:
+        os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    cfg = Config.fromfile(args.config)
+    if args.accelerator:
+        overlay_accelerator(cfg, args.accelerator)
+    cfg.setdefault('runner_type', 'DeviceRunner')
+    cfg.setdefault('accelerator', dict(type='auto', backend='auto'))
+    cfg.launcher = args.launcher
+    if args.cfg_options:
+        cfg.merge_from_dict(args.cfg_options)
+        _take_backend_from(args.cfg_options, cfg)
+    if args.work_dir is not None:
+        cfg.work_dir = args.work_dir
+    elif cfg.get('work_dir') is None:
+        cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
+    return cfg
+
+
+def overlay_accelerator(cfg: Config, name: str) -> None:
+    """Lay the base config of an accelerator over a config that knows nothing of it.
+
+    Args:
+        cfg (Config): Changed in place.
+        name (str): Name of a base config, or of any other accelerator, which gets that of
+            ``'auto'`` with its name.
+    """
+    try:
+        base = Config.fromfile(base_config(name))
+    except DevPlugError:
+        # An accelerator without a file of its own; an unknown name is refused by the runner.
+        base = Config.fromfile(base_config('auto'))
+        base.accelerator.type = name
+    for key, value in base.items():
+        cfg[key] = value
+
+
+def _take_backend_from(options: dict, cfg: Config) -> None:
+    """Let a backend named on the command line win over the one that a base config forces."""
+    named = options.get('env_cfg.dist_cfg.backend')
+    if named is not None and 'accelerator.backend' not in options:
+        accelerator = cfg.accelerator
+        accelerator = dict(type=accelerator) if isinstance(accelerator, str) else accelerator
+        cfg.accelerator = dict(accelerator, backend=named)
+
+
+def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] = None) -> int:
+    """Run a script; our own refusals end it with one message instead of a traceback.
+
+    Returns:
+        int: The exit status.
+    """
+    try:
+        main(argv)
+    except DevPlugError as error:
+        print(f'mmdevplug: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
+        return 1
+    return 0

@@ -1,0 +1,38 @@
+"""The command ``mmdevplug``."""
+
+import sys
+from importlib import import_module
+from typing import List, Optional
+
+from .common import run
+
+COMMANDS = {
+    'train': 'train a model: mmdevplug train CONFIG [--accelerator NAME] [--nproc N] ...',
+    'test': 'test a model: mmdevplug test CONFIG CHECKPOINT [--accelerator NAME] ...',
+}
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Run a command.
+
+    Args:
+        argv (List[str], optional): The command and its arguments; the command line when None.
+
+    Returns:
+        int: The exit status.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in COMMANDS:
+        return run(import_module(f'mmdevplug.cli.{argv[0]}').main, argv[1:])
+    asked_for_help = argv[:1] in (['-h'], ['--help'])
+    stream = sys.stdout if asked_for_help else sys.stderr
+    if argv and not asked_for_help:
+        print(f'mmdevplug: {argv[0]!r} is no command.', file=stream)
+    print('Commands, each with --help of its own:', file=stream)
+    for name, help_ in COMMANDS.items():
+        print(f'  {name:8}{help_}', file=stream)
+    return 0 if asked_for_help else 2
+
+
+if __name__ == '__main__':
+    sys.exit(main())

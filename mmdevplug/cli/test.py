@@ -1,0 +1,52 @@
+"""Testing: ``tools/test.py``."""
+
+import argparse
+import sys
+from typing import List, Optional
+
+from mmengine.config import Config
+from mmengine.registry import RUNNERS
+
+from mmdevplug.errors import DevPlugError
+
+from .common import add_common_arguments, load_config, run
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of OpenMMLab's ``tools/test.py``, and ``--accelerator``."""
+    parser = argparse.ArgumentParser(prog='mmdevplug test', description='Test a model')
+    parser.add_argument('config', help='path of the config')
+    parser.add_argument('checkpoint', help='path or address of the checkpoint')
+    add_common_arguments(parser)
+    parser.add_argument('--out', help='a .pkl file for the predictions')
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    """Test.
+
+    Args:
+        argv (List[str], optional): Arguments; those of the command line when None.
+
+    Raises:
+        DevPlugError: If something is wrong with the config, the devices or the launch.
+    """
+    args = build_parser().parse_args(argv)
+    cfg = load_config(args)
+    cfg.load_from = args.checkpoint
+    cfg.resume = False
+    if args.out:
+        _dump_predictions(cfg, args.out)
+    RUNNERS.build(cfg).test()
+
+
+def _dump_predictions(cfg: Config, path: str) -> None:
+    if not path.endswith(('.pkl', '.pickle')):
+        raise DevPlugError(f'--out {path!r}: expected a file name that ends in .pkl or .pickle.')
+    evaluators = cfg.test_evaluator
+    evaluators = list(evaluators) if isinstance(evaluators, (list, tuple)) else [evaluators]
+    cfg.test_evaluator = [*evaluators, dict(type='DumpResults', out_file_path=path)]
+
+
+if __name__ == '__main__':
+    sys.exit(run(main))

@@ -1,0 +1,90 @@
+"""Training: ``tools/train.py``, and what every process of ``mmdevplug train`` runs."""
+
+import argparse
+import logging
+import sys
+from typing import List, Optional
+
+from mmengine.config import Config
+from mmengine.logging import print_log
+from mmengine.registry import RUNNERS
+
+from mmdevplug.errors import DevPlugError
+
+from .common import add_common_arguments, load_config, run
+from .launch import launch
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of OpenMMLab's ``tools/train.py``, and two more."""
+    parser = argparse.ArgumentParser(prog='mmdevplug train', description='Train a model')
+    parser.add_argument('config', help='path of the config')
+    add_common_arguments(parser)
+    parser.add_argument(
+        '--resume',
+        nargs='?',
+        const='auto',
+        help='resume from a checkpoint; from the newest in the work dir if no path is given',
+    )
+    parser.add_argument('--amp', action='store_true', help='train with mixed precision')
+    parser.add_argument(
+        '--auto-scale-lr', action='store_true', help='scale the learning rate with the batch'
+    )
+    parser.add_argument(
+        '--nproc', type=int, default=None, help='start this many processes on this host'
+    )
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    """Train.
+
+    Args:
+        argv (List[str], optional): Arguments; those of the command line when None.
+
+    Raises:
+        DevPlugError: If something is wrong with the config, the devices or the launch.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(argv)
+    if args.nproc is not None and args.launcher == 'none':
+        launch('mmdevplug.cli.train', argv, args)
+        return
+    cfg = load_config(args)
+    if args.amp:
+        _use_amp(cfg)
+    if args.auto_scale_lr:
+        _scale_lr(cfg)
+    if args.resume == 'auto':
+        cfg.resume, cfg.load_from = True, None
+    elif args.resume is not None:
+        cfg.resume, cfg.load_from = True, args.resume
+    RUNNERS.build(cfg).train()
+
+
+def _use_amp(cfg: Config) -> None:
+    kind = cfg.optim_wrapper.get('type', 'OptimWrapper')
+    if kind == 'AmpOptimWrapper':
+        print_log('AMP is enabled in the config already.', 'current', logging.WARNING)
+        return
+    if kind != 'OptimWrapper':
+        raise DevPlugError(
+            f"--amp needs optim_wrapper.type='OptimWrapper' to replace, but found {kind!r}. "
+            f'Choose a mixed-precision wrapper in the config instead.'
+        )
+    cfg.optim_wrapper.type = 'AmpOptimWrapper'
+    cfg.optim_wrapper.loss_scale = 'dynamic'
+
+
+def _scale_lr(cfg: Config) -> None:
+    found = cfg.get('auto_scale_lr')
+    if not found or 'base_batch_size' not in found:
+        raise DevPlugError(
+            f'--auto-scale-lr needs auto_scale_lr=dict(base_batch_size=...) in the config, but '
+            f'found auto_scale_lr={found!r}. Add the batch size that the learning rate is for.'
+        )
+    cfg.auto_scale_lr.enable = True
+
+
+if __name__ == '__main__':
+    sys.exit(run(main))

@@ -1,0 +1,32 @@
+"""Accelerators: what a family of devices can do. Knows nothing of the rest of the package."""
+
+from .base import Accelerator
+from .cpu import CPUAccelerator
+from .cuda import CUDAAccelerator
+from .detection import (
+    available_accelerators,
+    choose_accelerator,
+    current_accelerator,
+    get_accelerator,
+    set_current_accelerator,
+)
+from .gcu import S60Accelerator, T20Accelerator
+from .probe import probe_device
+from .torch_native import TorchNativeAccelerator
+from .xla import XLAAccelerator
+
+__all__ = [
+    'Accelerator',
+    'CPUAccelerator',
+    'CUDAAccelerator',
+    'S60Accelerator',
+    'T20Accelerator',
+    'TorchNativeAccelerator',
+    'XLAAccelerator',
+    'available_accelerators',
+    'choose_accelerator',
+    'current_accelerator',
+    'get_accelerator',
+    'probe_device',
+    'set_current_accelerator',
+]

@@ -1,0 +1,207 @@
+"""The interface that the rest of the package knows a family of devices by."""
+
+import os
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any, List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from mmdevplug.errors import AcceleratorError
+
+
+class Accelerator(ABC):
+    """One family of devices, eager unless a subclass says otherwise.
+
+    A subclass names its device type and overrides what differs. Device indices are local to this
+    process; memory is in bytes.
+
+    Attributes:
+        name (str): What a user asks for, e.g. ``'gcu'``.
+        device_type (str): What ``torch.device`` takes, e.g. ``'xla'`` for a T20 GCU.
+        lazy (bool): Whether operations run only when they are materialized.
+        native_backend (str, optional): The vendor's backend of ``torch.distributed``.
+        visible_devices_env (str, optional): The environment variable that limits the devices a
+            process sees. It is read, never changed.
+    """
+
+    name: str = ''
+    device_type: str = ''
+    lazy: bool = False
+    native_backend: Optional[str] = None
+    visible_devices_env: Optional[str] = None
+    #: Whether gloo reads and writes tensors of this family as they are.
+    gloo_takes_tensors: bool = False
+    #: Several ranks may share one device without being told (true of the CPU alone).
+    shares_devices: bool = False
+
+    # presence ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """Whether this process can use at least one device.
+
+        Raises:
+            AcceleratorError: If the vendor's package is installed but cannot be imported.
+        """
+
+    def is_preferred(self) -> bool:
+        """Whether automatic detection may choose this family when it is available."""
+        return True
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """The number of devices this process sees."""
+
+    def requirement(self) -> str:
+        """What has to be present for :meth:`is_available` to be true, for error messages."""
+        return f'a PyTorch build with {self.device_type} support and a visible device'
+
+    def device_name(self, device: torch.device) -> str:
+        """The product name of a device, or its type where the vendor tells none."""
+        return self.device_type
+
+    # devices ----------------------------------------------------------------------------------
+
+    def device(self, local_rank: int = 0) -> torch.device:
+        """The device of a local rank.
+
+        A process that sees exactly one device takes index 0 whatever its local rank, as under
+        launchers that mask the devices.
+
+        Args:
+            local_rank (int): Index of this process among those of its host.
+
+        Returns:
+            torch.device: A device with an index.
+
+        Raises:
+            AcceleratorError: If there is no such device.
+        """
+        count = self.device_count()
+        if count == 1 and local_rank >= 0:
+            return torch.device(self.device_type, 0)
+        if not 0 <= local_rank < count:
+            raise AcceleratorError(
+                f'LOCAL_RANK={local_rank} asks for {self.device_type}:{local_rank}, but this '
+                f'process sees {count} {self.name} device(s), indices 0 to {count - 1} '
+                f'({self.describe_visibility()}). Start at most {count} processes on this host, '
+                f'or make more devices visible.'
+            )
+        return torch.device(self.device_type, local_rank)
+
+    @abstractmethod
+    def set_device(self, device: torch.device) -> None:
+        """Make ``device`` the current one of this process."""
+
+    @abstractmethod
+    def synchronize(self, device: Optional[torch.device] = None) -> None:
+        """Wait until the device has done what was asked of it."""
+
+    def materialize(self, device: Optional[torch.device] = None) -> None:
+        """Run what a lazy device has recorded; nothing to do on an eager one."""
+
+    def describe_visibility(self) -> str:
+        """The visible-devices variable and its value, for messages."""
+        if self.visible_devices_env is None:
+            return 'no variable limits the devices seen'
+        value = os.environ.get(self.visible_devices_env)
+        if value is None:
+            return f'{self.visible_devices_env} is not set'
+        return f'{self.visible_devices_env}={value!r}'
+
+    # copies -----------------------------------------------------------------------------------
+
+    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
+        """Copy tensors of one device to the host in one call.
+
+        Args:
+            tensors (Sequence[Tensor]): Tensors of any shapes and dtypes.
+
+        Returns:
+            List[Tensor]: CPU tensors with the same shapes and dtypes.
+        """
+        return [tensor.detach().cpu() for tensor in tensors]
+
+    def copy_to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy device tensors into existing host tensors, converting dtypes as ``copy_`` does."""
+        for source, target in zip(sources, targets):
+            target.copy_(source.detach())
+
+    def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy host tensors into existing device tensors of the same shapes, in one call."""
+        for source, target in zip(sources, targets):
+            target.copy_(source)
+
+    # memory -----------------------------------------------------------------------------------
+
+    def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
+        """Bytes in use on a device, or None where the vendor tells nothing."""
+        return None
+
+    def max_memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
+        """The largest number of bytes in use so far, or None where the vendor tells nothing."""
+        return None
+
+    def empty_cache(self) -> None:
+        """Return cached memory to the device."""
+
+    # random numbers and mixed precision -------------------------------------------------------
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generators of all devices of this family that this process sees."""
+
+    def autocast(
+        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
+    ) -> AbstractContextManager:
+        """The mixed-precision context of this family.
+
+        Args:
+            dtype (torch.dtype, optional): bfloat16 or float16. Defaults to the family's own.
+            enabled (bool): Defaults to True.
+        """
+        return torch.autocast(self.device_type, dtype=dtype, enabled=enabled, **kwargs)
+
+    def grad_scaler(self, **kwargs: Any) -> Any:
+        """The gradient scaler for float16, with the arguments of ``torch.cuda.amp.GradScaler``.
+
+        Raises:
+            AcceleratorError: If the family has none.
+        """
+        raise AcceleratorError(
+            f'accelerator {self.name!r} has no gradient scaler; train in bfloat16, which needs '
+            f'none, or without mixed precision.'
+        )
+
+    # collectives ------------------------------------------------------------------------------
+
+    def default_backend(self) -> str:
+        """The backend of torch.distributed when a config names none."""
+        from torch import distributed as torch_dist
+
+        native = self.native_backend
+        present = native is not None and hasattr(torch_dist.Backend, native.upper())
+        if present and (native != 'nccl' or torch_dist.is_nccl_available()):
+            return native
+        return 'gloo'
+
+    def takes_tensors(self, backend: str) -> bool:
+        """Whether a collective works on this family's tensors as they are.
+
+        Args:
+            backend (str): A name, or one for each device type: ``'cpu:gloo,cuda:nccl'``.
+        """
+        if ':' in backend:
+            by_device = dict(part.split(':', 1) for part in backend.split(','))
+            backend = by_device.get(self.device_type, '')
+        if backend == 'gloo':
+            return self.gloo_takes_tensors
+        return backend == self.native_backend
+
+    def ddp_device_ids(self, device: torch.device) -> Optional[List[int]]:
+        """What PyTorch's DDP wants as ``device_ids``: None where it takes no such list."""
+        return None
+
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}(name={self.name!r}, device_type={self.device_type!r})'

@@ -1,0 +1,154 @@
+"""Choosing the accelerator: the config, then the environment, then what is present."""
+
+import os
+import warnings
+from typing import Any, Iterator, List, Mapping, NamedTuple, Optional, Union
+
+from mmdevplug.errors import AcceleratorError
+from mmdevplug.registry import ACCELERATORS
+
+from .base import Accelerator
+from .torch_native import TorchNativeAccelerator, privateuse1_name
+
+ENVIRONMENT_VARIABLE = 'MMDEVPLUG_ACCELERATOR'
+
+#: The order in which detection looks: vendors' cards first, the CPU last.
+DETECTION_ORDER = ('gcu', 'npu', 'mlu', 'musa', 'hpu', 'xla', 'cuda', 'xpu', 'mps', 'cpu')
+
+AcceleratorConfig = Union[str, Mapping[str, Any], Accelerator, None]
+
+
+class Choice(NamedTuple):
+    """An accelerator and the reason for it."""
+
+    accelerator: Accelerator
+    reason: str
+
+
+_current: Optional[Accelerator] = None
+
+
+def choose_accelerator(config: AcceleratorConfig = None) -> Choice:
+    """Choose an accelerator and say why.
+
+    Args:
+        config (str, dict or Accelerator, optional): A name, or a dict with ``type`` and the
+            arguments of that accelerator. None, ``'auto'`` and a dict without ``type`` leave the
+            choice to ``MMDEVPLUG_ACCELERATOR`` and then to detection. Defaults to None.
+
+    Returns:
+        Choice: The accelerator and a phrase that says what decided.
+
+    Raises:
+        AcceleratorError: If the accelerator is unknown, not usable or broken.
+    """
+    if isinstance(config, Accelerator):
+        return Choice(config, 'given as an object')
+    options = {'type': config} if isinstance(config, str) else dict(config or {})
+    name = options.pop('type', None) or 'auto'
+    if name != 'auto':
+        return Choice(
+            _build_usable(name, options, 'accelerator.type'), f'accelerator.type={name!r}'
+        )
+    name = os.environ.get(ENVIRONMENT_VARIABLE, '').strip() or 'auto'
+    if name != 'auto':
+        accelerator = _build_usable(name, options, ENVIRONMENT_VARIABLE)
+        return Choice(accelerator, f'environment variable {ENVIRONMENT_VARIABLE}={name}')
+    return _detect()
+
+
+def get_accelerator(config: AcceleratorConfig = 'auto') -> Accelerator:
+    """Get an accelerator by name, config or detection.
+
+    Args:
+        config (str, dict or Accelerator, optional): As in :func:`choose_accelerator`.
+            Defaults to ``'auto'``.
+
+    Returns:
+        Accelerator: An accelerator with at least one device.
+
+    Raises:
+        AcceleratorError: If it is unknown, not usable or broken; the message lists what there is.
+
+    Examples:
+        >>> get_accelerator('cpu').device(local_rank=1)
+        device(type='cpu')
+    """
+    return choose_accelerator(config).accelerator
+
+
+def available_accelerators() -> List[str]:
+    """The names of the accelerators that this process can use, in order of preference.
+
+    A vendor's package that is installed but broken is warned about and left out.
+    """
+    return [accelerator.name for accelerator in _usable_accelerators()]
+
+
+def set_current_accelerator(accelerator: Optional[Accelerator]) -> None:
+    """Remember the accelerator of this process, for parts that are built without being told."""
+    global _current
+    _current = accelerator
+
+
+def current_accelerator() -> Accelerator:
+    """The accelerator set for this process, or else the one that detection finds."""
+    return _current if _current is not None else get_accelerator('auto')
+
+
+def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
+    if name in ACCELERATORS.module_dict:
+        try:
+            return ACCELERATORS.build(dict(type=name, **options))
+        except TypeError as error:
+            raise AcceleratorError(
+                f'accelerator=dict(type={name!r}, ...) has an option it does not take: {error}. '
+                f'Given: {sorted(options)}.'
+            ) from error
+    if name == privateuse1_name() or 'package' in options:
+        return TorchNativeAccelerator(type=name, **options)
+    raise AcceleratorError(
+        f'{origin} names the accelerator {name!r}, which is unknown. Known: '
+        f'{", ".join(sorted(ACCELERATORS.module_dict))}; usable here: '
+        f'{", ".join(available_accelerators())}. Correct the name; for a device that a vendor '
+        f'registers with PyTorch under that name, import its package first: '
+        f"accelerator=dict(type={name!r}, package='torch_{name}')."
+    )
+
+
+def _build_usable(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
+    accelerator = _build(name, options, origin)
+    if not accelerator.is_available():
+        raise AcceleratorError(
+            f'{origin} names the accelerator {name!r}, but no such device can be used: it needs '
+            f'{accelerator.requirement()} ({accelerator.describe_visibility()}). Usable here: '
+            f'{", ".join(available_accelerators())}.'
+        )
+    return accelerator
+
+
+def _usable_accelerators() -> Iterator[Accelerator]:
+    """Yield every usable accelerator in the order of detection."""
+    names = list(DETECTION_ORDER)
+    private = privateuse1_name()
+    if private is not None and private not in names:
+        names.insert(0, private)
+    registered = [name for name in ACCELERATORS.module_dict if name not in names]
+    for name in registered + names:
+        try:
+            accelerator = _build(name, {}, 'detection')
+            usable = accelerator.is_available() and accelerator.device_count() > 0
+        except AcceleratorError as error:
+            # Said aloud: training on the CPU beside a broken card is what nobody wants.
+            warnings.warn(str(error), stacklevel=3)
+            continue
+        if usable:
+            yield accelerator
+
+
+def _detect() -> Choice:
+    for accelerator in _usable_accelerators():
+        if accelerator.is_preferred():
+            count = accelerator.device_count()
+            return Choice(accelerator, f'detected: {count} {accelerator.name} device(s)')
+    raise AcceleratorError('no accelerator is usable, not even the CPU; reinstall torch.')

@@ -1,0 +1,115 @@
+"""Enflame GCU: two generations with one name.
+
+- T20, ``torch_gcu 1.10``: lazy devices that PyTorch calls ``xla:<index>``.
+- S60, ``torch_gcu 2.5`` and later: eager devices of PyTorch's PrivateUse1, ``gcu:<index>``.
+
+Neither card was at hand when this was written: both paths are tested on stand-ins that follow the
+vendor's published interface.
+"""
+
+from typing import Any, List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from mmdevplug.errors import AcceleratorError
+from mmdevplug.registry import ACCELERATORS
+
+from .base import Accelerator
+from .torch_native import TorchNativeAccelerator
+from .vendor import import_vendor
+
+
+class T20Accelerator(Accelerator):
+    """The lazy generation. One process sees all cards of its host."""
+
+    name = 'gcu'
+    device_type = 'xla'
+    lazy = True
+    visible_devices_env = 'TOPS_VISIBLE_DEVICES'
+
+    @property
+    def _torch_gcu(self) -> Any:
+        return import_vendor('torch_gcu')
+
+    def requirement(self) -> str:
+        return "the vendor's package torch_gcu"
+
+    def is_available(self) -> bool:
+        return self._torch_gcu is not None and self._torch_gcu.is_available()
+
+    def device_count(self) -> int:
+        return 0 if self._torch_gcu is None else self._torch_gcu.device_count()
+
+    def device_name(self, device: torch.device) -> str:
+        return self._torch_gcu.get_device_name(device.index)
+
+    def device(self, local_rank: int = 0) -> torch.device:
+        return self._torch_gcu.gcu_device(super().device(local_rank).index)
+
+    def set_device(self, device: torch.device) -> None:
+        self._torch_gcu.set_device(device.index)
+
+    def synchronize(self, device: Optional[torch.device] = None) -> None:
+        self.materialize(device)
+        self._torch_gcu.synchronize(device)
+
+    def materialize(self, device: Optional[torch.device] = None) -> None:
+        # The default mode waits for the graph before: two graphs in flight need more memory
+        # than a card may have.
+        self._torch_gcu.sync_lived_tensor(device=device)
+
+    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
+        # One graph for all of them; each copy then finds its data ready.
+        self._torch_gcu.unlazy([tensor.detach() for tensor in tensors])
+        return super().to_host(tensors)
+
+    def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for source, target in zip(sources, targets):
+            # Exchanging the data instead of copying it keeps the transfer out of the graph.
+            target.data = source.detach().to(target.dtype).to(target.device)
+
+    def autocast(self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any):
+        return self._torch_gcu.amp.autocast(
+            enabled=enabled, dtype=dtype or torch.float16, **kwargs
+        )
+
+    def grad_scaler(self, **kwargs: Any) -> Any:
+        return self._torch_gcu.amp.GradScaler(**kwargs)
+
+
+class S60Accelerator(TorchNativeAccelerator):
+    """The eager generation, an ordinary PrivateUse1 device."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            type='gcu',
+            package='torch_gcu',
+            native_backend='eccl',
+            visible_devices_env='TOPS_VISIBLE_DEVICES',
+        )
+
+
+@ACCELERATORS.register_module(name='gcu')
+def build_gcu(generation: Optional[str] = None) -> Accelerator:
+    """Build the accelerator of the GCU generation that is installed.
+
+    Args:
+        generation (str, optional): ``'t20'`` or ``'s60'``; found out from what is installed when
+            None. Defaults to None.
+
+    Returns:
+        Accelerator: :class:`T20Accelerator` or :class:`S60Accelerator`.
+
+    Raises:
+        AcceleratorError: If ``generation`` is another word or ``torch_gcu`` cannot be imported.
+    """
+    if generation not in (None, 't20', 's60'):
+        raise AcceleratorError(
+            f"accelerator.generation={generation!r}: expected 't20' (lazy, xla:<index>), 's60' "
+            f'(eager, gcu:<index>), or nothing to take what is installed.'
+        )
+    if generation is None:
+        import_vendor('torch_gcu')
+        generation = 's60' if hasattr(torch, 'gcu') else 't20'
+    return S60Accelerator() if generation == 's60' else T20Accelerator()

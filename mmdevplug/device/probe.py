@@ -1,0 +1,49 @@
+"""Trying a device before a model is built on it."""
+
+import torch
+
+from mmdevplug.errors import AcceleratorError
+
+from .base import Accelerator
+
+#: Of the largest expected value; devices that multiply in bfloat16 or TF32 stay well below it.
+RELATIVE_TOLERANCE = 1e-2
+
+
+def probe_device(accelerator: Accelerator, device: torch.device) -> None:
+    """Run one small computation on a device and compare it with the CPU.
+
+    Args:
+        accelerator (Accelerator): The family of the device.
+        device (torch.device): The device to try.
+
+    Raises:
+        AcceleratorError: If the device cannot be used or computes something else; it names the
+            device, the count of devices and the visible-devices variable.
+    """
+    host = torch.linspace(-1.0, 1.0, 64).reshape(8, 8)
+    expected = host @ host.t() + 1.0
+    try:
+        accelerator.set_device(device)
+        test_tensor = host.to(device)
+        computed = accelerator.to_host([test_tensor @ test_tensor.t() + 1.0])[0]
+    except Exception as error:
+        raise AcceleratorError(
+            f'device {device} failed its first operation with {type(error).__name__}: {error}. '
+            f'{_circumstances(accelerator)}'
+        ) from error
+    difference = (computed - expected).abs().max().item()
+    # Written so that NaN fails as well.
+    if not difference <= RELATIVE_TOLERANCE * expected.abs().max().item():
+        raise AcceleratorError(
+            f'device {device} computes a matrix product that differs from the CPU by '
+            f'{difference:.3g}. {_circumstances(accelerator)}'
+        )
+
+
+def _circumstances(accelerator: Accelerator) -> str:
+    return (
+        f'This process sees {accelerator.device_count()} {accelerator.name} device(s) '
+        f'({accelerator.describe_visibility()}). Check the driver and that no other process '
+        f'holds the device, or choose another accelerator with accelerator=dict(type=...).'
+    )

@@ -1,0 +1,130 @@
+"""Eager devices that PyTorch knows by a module ``torch.<type>``: one class for all of them."""
+
+from typing import Any, Dict, NamedTuple, Optional
+
+import torch
+
+from mmdevplug.errors import AcceleratorError
+from mmdevplug.registry import ACCELERATORS
+
+from .base import Accelerator
+from .vendor import import_vendor
+
+
+class Family(NamedTuple):
+    """What cannot be asked of ``torch.<type>`` itself."""
+
+    package: Optional[str]
+    native_backend: Optional[str]
+    visible_devices_env: Optional[str]
+
+
+FAMILIES: Dict[str, Family] = {
+    'npu': Family('torch_npu', 'hccl', 'ASCEND_RT_VISIBLE_DEVICES'),
+    'mlu': Family('torch_mlu', 'cncl', 'MLU_VISIBLE_DEVICES'),
+    'musa': Family('torch_musa', 'mccl', 'MUSA_VISIBLE_DEVICES'),
+    'xpu': Family(None, 'xccl', 'ZE_AFFINITY_MASK'),
+    'hpu': Family('habana_frameworks.torch', 'hccl', 'HABANA_VISIBLE_MODULES'),
+    'mps': Family(None, None, None),
+}
+
+
+def privateuse1_name() -> Optional[str]:
+    """The name that a vendor gave to PyTorch's PrivateUse1 device, None if none did."""
+    get_name = getattr(torch._C, '_get_privateuse1_backend_name', None)
+    name = get_name() if get_name is not None else 'privateuseone'
+    return None if name == 'privateuseone' else name
+
+
+class TorchNativeAccelerator(Accelerator):
+    """A device type with a module ``torch.<type>``, also one that nobody has heard of.
+
+    Args:
+        type (str): The device type, e.g. ``'npu'`` or the name given to PrivateUse1.
+        package (str, optional): The vendor's package, imported before the device is looked for.
+        native_backend (str, optional): The vendor's backend of torch.distributed.
+        visible_devices_env (str, optional): The variable that limits the visible devices.
+    """
+
+    def __init__(
+        self,
+        type: str,
+        package: Optional[str] = None,
+        native_backend: Optional[str] = None,
+        visible_devices_env: Optional[str] = None,
+    ) -> None:
+        known = FAMILIES.get(type, Family(None, None, None))
+        self.name = self.device_type = type
+        self.package = package or known.package
+        self.native_backend = native_backend or known.native_backend
+        self.visible_devices_env = visible_devices_env or known.visible_devices_env
+
+    def requirement(self) -> str:
+        if self.package is not None:
+            return f'the package {self.package}'
+        return f'a PyTorch that has torch.{self.device_type}'
+
+    def _module(self) -> Any:
+        """``torch.<type>``, after the vendor's package was imported; None if there is none."""
+        if self.package is not None:
+            import_vendor(self.package)
+        return getattr(torch, self.device_type, None)
+
+    def is_available(self) -> bool:
+        module = self._module()
+        return module is not None and module.is_available()
+
+    def device_count(self) -> int:
+        module = self._module()
+        return module.device_count() if module is not None else 0
+
+    def _call(self, function: str, *args: Any, default: Any = None) -> Any:
+        """Call ``torch.<type>.<function>`` where the vendor has it."""
+        found = getattr(self._module(), function, None)
+        return default if found is None else found(*args)
+
+    def device_name(self, device: torch.device) -> str:
+        return self._call('get_device_name', device, default=self.device_type)
+
+    def set_device(self, device: torch.device) -> None:
+        self._call('set_device', device)
+
+    def synchronize(self, device: Optional[torch.device] = None) -> None:
+        # torch.mps.synchronize takes no device.
+        self._call('synchronize', *([] if device is None or self.name == 'mps' else [device]))
+
+    def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
+        return self._call('memory_allocated', *([] if device is None else [device]))
+
+    def max_memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
+        return self._call('max_memory_allocated', *([] if device is None else [device]))
+
+    def empty_cache(self) -> None:
+        self._call('empty_cache')
+
+    def manual_seed(self, seed: int) -> None:
+        seed_all = 'manual_seed' if self.name == 'mps' else 'manual_seed_all'
+        self._call(seed_all, seed)
+
+    def grad_scaler(self, **kwargs: Any) -> Any:
+        vendor = getattr(getattr(self._module(), 'amp', None), 'GradScaler', None)
+        if vendor is not None:
+            return vendor(**kwargs)
+        if hasattr(torch.amp, 'GradScaler'):
+            return torch.amp.GradScaler(self.device_type, **kwargs)
+        raise AcceleratorError(
+            f'neither torch.{self.device_type}.amp nor torch.amp of torch {torch.__version__} has '
+            f'a GradScaler; train {self.name!r} in bfloat16, which needs none.'
+        )
+
+
+def _register(name: str) -> None:
+    def build(**kwargs: Any) -> TorchNativeAccelerator:
+        return TorchNativeAccelerator(type=name, **kwargs)
+
+    build.__name__ = f'build_{name}'
+    ACCELERATORS.register_module(name=name, module=build)
+
+
+for _name in FAMILIES:
+    _register(_name)

@@ -1,0 +1,37 @@
+"""Importing vendors' packages: absent is an answer, broken is an error."""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Optional
+
+from mmdevplug.errors import AcceleratorError
+
+
+def import_vendor(package: str) -> Optional[ModuleType]:
+    """Import a vendor's package if it is installed.
+
+    Args:
+        package (str): Name of the package, e.g. ``'torch_npu'``.
+
+    Returns:
+        ModuleType, optional: The module, or None if no such package is installed.
+
+    Raises:
+        AcceleratorError: If the package is there but its import fails.
+    """
+    if package in sys.modules:
+        return sys.modules[package]
+    if find_spec(package.split('.')[0]) is None:
+        return None
+    try:
+        return import_module(package)
+    except Exception as error:
+        # Vendors' packages fail in many ways: a missing driver, a library of another version.
+        raise AcceleratorError(
+            f'the package {package!r} is installed for {sys.executable} but `import {package}` '
+            f'fails with {type(error).__name__}: {error}. Mend the installation (driver, version '
+            f'of torch), or choose another accelerator with accelerator=dict(type=...) or '
+            f'MMDEVPLUG_ACCELERATOR.'
+        ) from error

@@ -1,0 +1,146 @@
+"""TPUs and whatever else torch_xla drives: lazy devices."""
+
+import os
+from typing import Any, List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from mmdevplug.registry import ACCELERATORS
+
+from .base import Accelerator
+from .vendor import import_vendor
+
+
+@ACCELERATORS.register_module(name='xla')
+class XLAAccelerator(Accelerator):
+    """Devices of torch_xla, through PJRT.
+
+    Operations are recorded and run when :meth:`materialize` is called, so what counts is how
+    often that happens: tensors travel in batched calls, never one by one.
+    """
+
+    name = 'xla'
+    device_type = 'xla'
+    lazy = True
+    _chosen_by_torch_xla = False
+
+    @property
+    def visible_devices_env(self) -> str:  # type: ignore[override]
+        on_cpu = os.environ.get('PJRT_DEVICE', '').upper() == 'CPU'
+        return 'CPU_NUM_DEVICES' if on_cpu else 'TPU_VISIBLE_CHIPS'
+
+    def requirement(self) -> str:
+        return 'the package torch_xla, of the same release as torch'
+
+    def is_available(self) -> bool:
+        return import_vendor('torch_xla') is not None
+
+    def is_preferred(self) -> bool:
+        # torch_xla falls back to the host's CPU, where plain PyTorch is the better choice unless
+        # the user asked for PJRT.
+        from torch_xla._internal import tpu
+
+        asked_for = 'PJRT_DEVICE' in os.environ and not XLAAccelerator._chosen_by_torch_xla
+        return asked_for or tpu.num_available_chips() > 0
+
+    def device_count(self) -> int:
+        import torch_xla.runtime as xr
+
+        if 'PJRT_DEVICE' not in os.environ:
+            # The call below writes torch_xla's own default there.
+            XLAAccelerator._chosen_by_torch_xla = True
+        self._join_host()
+        return xr.addressable_device_count()
+
+    @staticmethod
+    def _join_host() -> None:
+        """Share the chips of a TPU host among its processes, before the runtime starts."""
+        import torch_xla.runtime as xr
+
+        local_world_size = int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
+        if xr.device_type() == 'TPU' and local_world_size > 1:
+            from torch_xla._internal import pjrt
+
+            pjrt.initialize_multiprocess(int(os.environ['LOCAL_RANK']), local_world_size)
+
+    def device_name(self, device: torch.device) -> str:
+        import torch_xla.core.xla_model as xm
+
+        return xm.xla_device_hw(device)
+
+    def set_device(self, device: torch.device) -> None:
+        import torch_xla
+
+        torch_xla._XLAC._xla_set_default_device(str(device))
+
+    def synchronize(self, device: Optional[torch.device] = None) -> None:
+        import torch_xla.core.xla_model as xm
+
+        self.materialize(device)
+        xm.wait_device_ops([str(device)] if device is not None else [])
+
+    def materialize(self, device: Optional[torch.device] = None) -> None:
+        import torch_xla
+
+        # torch_xla's own `sync` knows the default device alone.
+        default = torch_xla._XLAC._xla_get_default_device()
+        if device is None or str(device) == default:
+            torch_xla.sync()
+            return
+        torch_xla._XLAC._xla_set_default_device(str(device))
+        try:
+            torch_xla.sync()
+        finally:
+            torch_xla._XLAC._xla_set_default_device(default)
+
+    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
+        import torch_xla
+
+        if not tensors:
+            return []
+        return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
+
+    def copy_to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for fetched, target in zip(self.to_host(sources), targets):
+            target.copy_(fetched)
+
+    def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        import torch_xla.core.xla_model as xm
+
+        if not targets:
+            return
+        sources = [
+            source.detach().to(target.dtype).contiguous()
+            for source, target in zip(sources, targets)
+        ]
+        for sent, target in zip(
+            xm.send_cpu_data_to_device(list(sources), targets[0].device), targets
+        ):
+            # Exchanging the data instead of copying it keeps the transfer out of the graph.
+            target.data = sent
+
+    def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
+        return self._memory_info(device).get('bytes_used')
+
+    def max_memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
+        return self._memory_info(device).get('peak_bytes_used')
+
+    @staticmethod
+    def _memory_info(device: Optional[torch.device]) -> dict:
+        import torch_xla.core.xla_model as xm
+
+        try:
+            return dict(xm.get_memory_info(device or xm.xla_device()))
+        except RuntimeError as error:
+            if 'UNIMPLEMENTED' not in str(error):
+                raise
+            return {}  # PJRT's CPU client keeps no statistics.
+
+    def manual_seed(self, seed: int) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(seed)
+
+    def autocast(self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any):
+        return torch.autocast('xla', dtype=dtype or torch.bfloat16, enabled=enabled, **kwargs)

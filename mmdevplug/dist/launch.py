@@ -1,0 +1,256 @@
+"""The launch variables: read, checked and, where a launcher leaves them out, filled in."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+from typing import Mapping, NamedTuple, Optional
+
+from mmdevplug.errors import LaunchError
+
+LAUNCHERS = ('none', 'pytorch', 'slurm', 'mpi')
+DEFAULT_PORT = 29500  # torch.distributed's own
+
+
+class LaunchEnv(NamedTuple):
+    """How this process was started.
+
+    Attributes:
+        launcher (str): One of :data:`LAUNCHERS`.
+        rank (int): Index of this process among all, 0 to ``world_size - 1``.
+        local_rank (int): Index of this process among those of its host.
+        world_size (int): Number of processes.
+        local_world_size (int, optional): Number of processes on this host, where known.
+        master_addr (str): Host name or address of rank 0.
+        master_port (int): Port of rank 0.
+    """
+
+    launcher: str = 'none'
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: Optional[int] = 1
+    master_addr: str = '127.0.0.1'
+    master_port: int = DEFAULT_PORT
+
+    @property
+    def single_host(self) -> bool:
+        """Whether all processes are known to run on this host."""
+        return self.local_world_size == self.world_size
+
+    def describe(self) -> str:
+        """Name this process for a message."""
+        return f'rank {self.rank} of {self.world_size} on host {socket.gethostname()}'
+
+    def export(self) -> None:
+        """Write the variables that MMEngine and torch.distributed read."""
+        os.environ.update(
+            RANK=str(self.rank),
+            LOCAL_RANK=str(self.local_rank),
+            WORLD_SIZE=str(self.world_size),
+            MASTER_ADDR=self.master_addr,
+            MASTER_PORT=str(self.master_port),
+        )
+
+
+def read_launch_env(
+    launcher: str, environ: Optional[Mapping[str, str]] = None, port: Optional[int] = None
+) -> LaunchEnv:
+    """Read the variables of a launcher and check that they agree.
+
+    Args:
+        launcher (str): ``'pytorch'`` (torchrun), ``'slurm'``, ``'mpi'`` (Open MPI) or ``'none'``.
+        environ (Mapping, optional): Defaults to ``os.environ``.
+        port (int, optional): The master's port, instead of ``MASTER_PORT``. Defaults to None.
+
+    Returns:
+        LaunchEnv: The checked values.
+
+    Raises:
+        LaunchError: If a variable is missing, not a number or contradicts another.
+    """
+    environ = os.environ if environ is None else environ
+    if launcher == 'none':
+        return LaunchEnv()
+    readers = {'pytorch': _read_pytorch, 'slurm': _read_slurm, 'mpi': _read_mpi}
+    if launcher not in readers:
+        raise LaunchError(
+            f'launcher={launcher!r} is unknown; expected one of {", ".join(LAUNCHERS)}. Pass '
+            f'--launcher pytorch under torchrun, slurm under srun, mpi under mpirun.'
+        )
+    env = readers[launcher](environ)
+    if port is not None:
+        env = env._replace(master_port=int(port))
+    _check(env)
+    return env
+
+
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    launcher: str,
+    default: Optional[int] = None,
+    required: bool = True,
+) -> Optional[int]:
+    value = environ.get(name)
+    if value is None:
+        if not required or default is not None:
+            return default
+        raise LaunchError(
+            f'{name} is not set, but launcher={launcher!r} expects a number there. Start the job '
+            f'with {_HOW_TO_START[launcher]}, or pass --launcher none for a single process.'
+        )
+    if re.fullmatch(r'\d+', value.strip()) is None:
+        raise LaunchError(
+            f'{name}={value!r}: expected a number of 0 or more. It is set by '
+            f'{_HOW_TO_START[launcher]}; unset a value left over from another job: unset {name}'
+        )
+    return int(value)
+
+
+_HOW_TO_START = {
+    'pytorch': 'torchrun (tools/dist_train.sh)',
+    'slurm': 'srun (tools/slurm_train.sh)',
+    'mpi': 'mpirun',
+}
+
+
+def _port(environ: Mapping[str, str], launcher: str) -> int:
+    port = _number(environ, 'MASTER_PORT', launcher, default=DEFAULT_PORT)
+    if not 0 < port < 65536:
+        raise LaunchError(
+            f'MASTER_PORT={port}: expected a port from 1 to 65535. Set MASTER_PORT to a free one.'
+        )
+    return port
+
+
+def _address(environ: Mapping[str, str], launcher: str) -> str:
+    address = environ.get('MASTER_ADDR', '').strip()
+    if not address:
+        raise LaunchError(
+            f'MASTER_ADDR is not set, but launcher={launcher!r} needs the address of rank 0. Set '
+            f'it on every rank, e.g. MASTER_ADDR=127.0.0.1 on a single host.'
+        )
+    return address
+
+
+def _read_pytorch(environ: Mapping[str, str]) -> LaunchEnv:
+    return LaunchEnv(
+        launcher='pytorch',
+        rank=_number(environ, 'RANK', 'pytorch'),
+        local_rank=_number(environ, 'LOCAL_RANK', 'pytorch'),
+        world_size=_number(environ, 'WORLD_SIZE', 'pytorch'),
+        local_world_size=_number(environ, 'LOCAL_WORLD_SIZE', 'pytorch', required=False),
+        master_addr=_address(environ, 'pytorch'),
+        master_port=_port(environ, 'pytorch'),
+    )
+
+
+def _read_slurm(environ: Mapping[str, str]) -> LaunchEnv:
+    rank = _number(environ, 'SLURM_PROCID', 'slurm')
+    world_size = _number(environ, 'SLURM_NTASKS', 'slurm')
+    local_world_size = _slurm_local_world_size(environ, world_size)
+    # Some installations leave SLURM_LOCALID out; tasks are then dealt out host by host.
+    default = rank % local_world_size if local_world_size else None
+    return LaunchEnv(
+        launcher='slurm',
+        rank=rank,
+        local_rank=_number(environ, 'SLURM_LOCALID', 'slurm', default=default),
+        world_size=world_size,
+        local_world_size=local_world_size,
+        master_addr=environ.get('MASTER_ADDR') or _slurm_first_host(environ),
+        master_port=_port(environ, 'slurm'),
+    )
+
+
+def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> Optional[int]:
+    if environ.get('SLURM_NNODES') == '1':
+        return world_size
+    # '4' or '4(x2)' when all hosts run as many tasks; other forms ('4,3') leave it unknown.
+    per_host = re.fullmatch(r'(\d+)(\(x\d+\))?', environ.get('SLURM_TASKS_PER_NODE', ''))
+    return int(per_host.group(1)) or None if per_host else None
+
+
+def _slurm_first_host(environ: Mapping[str, str]) -> str:
+    hosts = environ.get('SLURM_NODELIST')
+    if not hosts:
+        raise LaunchError(
+            "neither MASTER_ADDR nor SLURM_NODELIST is set, but launcher='slurm' takes the "
+            'address of rank 0 from them. Start the job with srun (tools/slurm_train.sh), or set '
+            'MASTER_ADDR to the host of rank 0.'
+        )
+    if shutil.which('scontrol') is None:
+        if re.fullmatch(r'[\w.-]+', hosts):
+            return hosts  # a single name needs no expansion
+        raise LaunchError(
+            f'SLURM_NODELIST={hosts!r} has to be expanded with scontrol, which is not on PATH. '
+            f'Set MASTER_ADDR to the host of rank 0.'
+        )
+    done = subprocess.run(['scontrol', 'show', 'hostname', hosts], capture_output=True)
+    names = done.stdout.decode().split()
+    if done.returncode or not names:
+        raise LaunchError(
+            f'`scontrol show hostname {hosts}` names no host: {done.stderr.decode().strip()}. '
+            f'Set MASTER_ADDR to the host of rank 0.'
+        )
+    return names[0]
+
+
+def _read_mpi(environ: Mapping[str, str]) -> LaunchEnv:
+    prefix = 'OMPI_COMM_WORLD_'
+    return LaunchEnv(
+        launcher='mpi',
+        rank=_number(environ, f'{prefix}RANK', 'mpi'),
+        local_rank=_number(environ, f'{prefix}LOCAL_RANK', 'mpi'),
+        world_size=_number(environ, f'{prefix}SIZE', 'mpi'),
+        local_world_size=_number(environ, f'{prefix}LOCAL_SIZE', 'mpi', required=False),
+        master_addr=_address(environ, 'mpi'),
+        master_port=_port(environ, 'mpi'),
+    )
+
+
+_NAMES = {
+    'pytorch': ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'),
+    'slurm': ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID', 'SLURM_TASKS_PER_NODE'),
+    'mpi': tuple(
+        f'OMPI_COMM_WORLD_{part}' for part in ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE')
+    ),
+}
+
+
+def _check(env: LaunchEnv) -> None:
+    rank, world_size, local_rank, local_world_size = _NAMES[env.launcher]
+    remedy = (
+        f'These variables come from {_HOW_TO_START[env.launcher]}; a value left over from another '
+        f'job contradicts them: unset {rank} {world_size} {local_rank} {local_world_size}, and '
+        f'start again.'
+    )
+    if env.world_size < 1:
+        raise LaunchError(f'{world_size}={env.world_size}: expected 1 or more. {remedy}')
+    if env.rank >= env.world_size:
+        raise LaunchError(
+            f'{rank}={env.rank} and {world_size}={env.world_size} disagree: expected a rank from '
+            f'0 to {env.world_size - 1}. {remedy}'
+        )
+    if env.local_world_size is None:
+        return
+    if not 1 <= env.local_world_size <= env.world_size:
+        raise LaunchError(
+            f'{local_world_size}={env.local_world_size} and {world_size}={env.world_size} '
+            f'disagree: expected 1 to {env.world_size} processes on this host. {remedy}'
+        )
+    if env.local_rank >= env.local_world_size:
+        raise LaunchError(
+            f'{local_rank}={env.local_rank} and {local_world_size}={env.local_world_size} '
+            f'disagree: expected a local rank from 0 to {env.local_world_size - 1}. {remedy}'
+        )
+
+
+def read_local_rank() -> int:
+    """The local rank that a launcher or MMEngine wrote into the environment.
+
+    Raises:
+        LaunchError: If it is missing or not a number.
+    """
+    return _number(os.environ, 'LOCAL_RANK', 'pytorch')

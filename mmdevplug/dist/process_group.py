@@ -1,0 +1,245 @@
+"""Starting torch.distributed on any accelerator, for every launcher of MMEngine."""
+
+import os
+import socket
+from datetime import timedelta
+from numbers import Real
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple
+
+import torch
+from torch import distributed as torch_dist
+
+from mmdevplug.device import (
+    Accelerator,
+    choose_accelerator,
+    current_accelerator,
+    probe_device,
+    set_current_accelerator,
+)
+from mmdevplug.device.detection import AcceleratorConfig, Choice
+from mmdevplug.errors import LaunchError
+
+from .agreement import raise_on_any_rank
+from .backend import resolve_backend, with_host_backend
+from .failure import watch_for_failures
+from .launch import LaunchEnv, read_launch_env, read_local_rank
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # as torch.distributed has it for gloo
+
+
+class DeviceContext(NamedTuple):
+    """Where this process computes and how it talks to the others.
+
+    Attributes:
+        accelerator (Accelerator): The family of devices.
+        reason (str): What decided on it.
+        device (torch.device): The device of this rank.
+        env (LaunchEnv): How this process was started.
+        backend (str, optional): The backend of the process group, None for a single process.
+        timeout (timedelta): The timeout of the process group.
+    """
+
+    accelerator: Accelerator
+    reason: str
+    device: torch.device
+    env: LaunchEnv
+    backend: Optional[str] = None
+    timeout: timedelta = DEFAULT_TIMEOUT
+
+    def describe(self) -> str:
+        """One line for the log."""
+        line = (
+            f'accelerator {self.accelerator.name!r} ({self.reason}): device {self.device} '
+            f'({self.accelerator.device_name(self.device)})'
+        )
+        return line if self.backend is None else f'{line}, backend {self.backend!r}'
+
+
+_context: Optional[DeviceContext] = None
+
+
+def device_context() -> Optional[DeviceContext]:
+    """What :func:`init_device` set up in this process, None before that."""
+    return _context
+
+
+def rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.device]:
+    """The accelerator and the device of this rank, also under a stock runner.
+
+    Args:
+        config (str, dict or Accelerator, optional): See
+            :func:`mmdevplug.device.choose_accelerator`. Defaults to None: what
+            :func:`init_device` set up, or else what detection finds.
+    """
+    if _context is not None and config is None:
+        return _context.accelerator, _context.device
+    accelerator = current_accelerator() if config is None else choose_accelerator(config)[0]
+    distributed = torch_dist.is_available() and torch_dist.is_initialized()
+    # The CPU has room for every rank, so a missing LOCAL_RANK is nothing to stop for.
+    alone = accelerator.shares_devices or not distributed
+    device = accelerator.device(0 if alone else read_local_rank())
+    accelerator.set_device(device)
+    set_current_accelerator(accelerator)
+    return accelerator, device
+
+
+def init_device(
+    launcher: str = 'none',
+    accelerator: AcceleratorConfig = None,
+    forced_backend: Optional[str] = None,
+    backend: Optional[str] = None,
+    timeout: Optional[Real] = None,
+    port: Optional[int] = None,
+    init_backend: str = 'torch',
+    **kwargs: Any,
+) -> DeviceContext:
+    """Choose the accelerator, try this rank's device and start the process group.
+
+    All ranks go through the same stages and meet after each of them, so an error of one rank
+    ends all of them at once. A process group that exists already is used as it is.
+
+    Args:
+        launcher (str): ``'pytorch'``, ``'slurm'``, ``'mpi'`` or ``'none'``.
+        accelerator (str, dict or Accelerator, optional): See
+            :func:`mmdevplug.device.choose_accelerator`. Defaults to None.
+        forced_backend (str, optional): A backend that wins over ``backend``; see
+            :func:`mmdevplug.dist.backend.resolve_backend`. Defaults to None.
+        backend (str, optional): The backend of ``env_cfg.dist_cfg``. Defaults to None.
+        timeout (int or float, optional): In seconds, as in MMEngine. Defaults to None: 1800.
+        port (int, optional): The port of rank 0. Defaults to None: ``MASTER_PORT``.
+        init_backend (str): ``'torch'``, or ``'deepspeed'``, which uses the same process group.
+        **kwargs: Passed on to ``torch.distributed.init_process_group``.
+
+    Returns:
+        DeviceContext: Also to be had from :func:`device_context`.
+
+    Raises:
+        AcceleratorError: If an accelerator or a device cannot be used.
+        LaunchError: If the launch variables or the backend are wrong.
+        DevPlugError: If another rank failed.
+    """
+    global _context
+    wait = _timeout(timeout)
+    if init_backend not in ('torch', 'deepspeed'):
+        raise LaunchError(
+            f"env_cfg.dist_cfg.init_backend={init_backend!r}: expected 'torch' or 'deepspeed'. "
+            f'Remove the key.'
+        )
+    env = read_launch_env(launcher, port=port)
+    exists = torch_dist.is_available() and torch_dist.is_initialized()
+    store = None
+    if launcher != 'none' and not exists:
+        env.export()
+        store = _rendezvous(env, wait)
+
+    def prepare() -> Tuple[Choice, torch.device]:
+        choice = choose_accelerator(accelerator)
+        device = choice.accelerator.device(env.local_rank)
+        probe_device(choice.accelerator, device)
+        return choice, device
+
+    (chosen, reason), device = _together(prepare, store, env, 'device check', wait)
+    name = None
+    if exists:
+        name = torch_dist.get_backend()
+    elif launcher != 'none':
+        name = _together(
+            lambda: resolve_backend(chosen, forced_backend, backend), store, env, 'backend', wait
+        )
+        _use_loopback(env, name)
+        torch_dist.init_process_group(
+            with_host_backend(name, chosen),
+            store=store,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=wait,
+            **kwargs,
+        )
+    if store is not None and env.world_size > 1:
+        watch_for_failures(store, env)
+    set_current_accelerator(chosen)
+    _context = DeviceContext(chosen, reason, device, env, name, wait)
+    return _context
+
+
+def _together(
+    function: Callable[[], Any], store: Any, env: LaunchEnv, stage: str, timeout: timedelta
+) -> Any:
+    """Call a function and raise on every rank if it raises on any."""
+    result, error = None, None
+    try:
+        result = function()
+    except Exception as caught:
+        error = caught
+    if store is None:
+        if error is not None:
+            raise error
+        return result
+    raise_on_any_rank(store, env, stage, error, timeout)
+    return result
+
+
+def _timeout(seconds: Optional[Real]) -> timedelta:
+    if seconds is None:
+        return DEFAULT_TIMEOUT
+    if isinstance(seconds, timedelta):
+        return seconds
+    if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds > 0:
+        raise LaunchError(
+            f'env_cfg.dist_cfg.timeout={seconds!r}: expected a number of seconds above 0, e.g. '
+            f'dist_cfg=dict(timeout=1800).'
+        )
+    return timedelta(seconds=float(seconds))
+
+
+def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Any:
+    """Get the store that all ranks share, before any backend is chosen."""
+    try:
+        store, _, _ = next(torch_dist.rendezvous('env://', timeout=timeout))
+    except (RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f'{env.describe()} cannot reach the store at MASTER_ADDR={env.master_addr!r} '
+            f'MASTER_PORT={env.master_port} within {timeout.total_seconds():.0f} s: {error}. '
+            f'Check that rank 0 runs there, that all {env.world_size} ranks were started with '
+            f'the same values, and that the port is free and not behind a firewall.'
+        ) from error
+    store.set_timeout(timeout)
+    return store
+
+
+def _use_loopback(env: LaunchEnv, backend: str) -> None:
+    """Keep gloo of a single-host job on the loopback interface.
+
+    By itself gloo looks up the host's name, which fails on many machines and otherwise listens on
+    a network that the job does not need.
+    """
+    if 'gloo' not in backend or not env.single_host or 'GLOO_SOCKET_IFNAME' in os.environ:
+        return
+    loopback = [name for _, name in socket.if_nameindex() if name in ('lo', 'lo0')]
+    if loopback:
+        os.environ['GLOO_SOCKET_IFNAME'] = loopback[0]
+
+
+def accelerator_options(value: Any) -> Dict[str, Any]:
+    """Bring the config key ``accelerator`` into one form.
+
+    Args:
+        value (str, dict or None): A name, or a dict with ``type``, ``backend``, ``hook`` and the
+            accelerator's own options.
+
+    Returns:
+        dict: With plain values.
+
+    Raises:
+        LaunchError: If it is neither.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return dict(type=value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise LaunchError(
+        f"accelerator={value!r}: expected a name such as 'gcu' or a dict such as "
+        f"dict(type='gcu', backend='gloo')."
+    )

@@ -1,0 +1,1 @@
+"""Worked examples: what the configs outside ``_base_`` build."""

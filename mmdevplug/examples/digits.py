@@ -1,0 +1,122 @@
+"""Handwritten digits: 1,797 real images of 8 by 8 pixels, which come with scikit-learn."""
+
+from typing import Any, Dict, List, Optional, Sequence, Union
+
+import numpy as np
+import torch
+from mmengine.dataset import BaseDataset
+from mmengine.evaluator import BaseMetric
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, METRICS, MODELS
+from torch import Tensor, nn
+
+
+@DATASETS.register_module()
+class DigitsDataset(BaseDataset):
+    """scikit-learn's digits, every fifth of them set aside for testing.
+
+    An item is ``dict(inputs=image, labels=digit)``: a float32 array of shape (1, 8, 8) with values
+    from 0 to 1, and an integer.
+
+    Args:
+        split (str): ``'train'`` (1,437 images) or ``'test'`` (360 images).
+        **kwargs: See :class:`mmengine.dataset.BaseDataset`.
+    """
+
+    METAINFO = dict(classes=tuple('0123456789'))
+
+    def __init__(self, split: str = 'train', **kwargs: Any) -> None:
+        if split not in ('train', 'test'):
+            raise ValueError(f"split={split!r}: expected 'train' or 'test'.")
+        self.split = split
+        super().__init__(**kwargs)
+
+    def load_data_list(self) -> List[Dict[str, Any]]:
+        """Read the images."""
+        from sklearn.datasets import load_digits
+
+        images, labels = load_digits(return_X_y=True)
+        images = (images / 16.0).astype(np.float32).reshape(-1, 1, 8, 8)
+        for_test = np.arange(len(labels)) % 5 == 0
+        chosen = for_test if self.split == 'test' else ~for_test
+        return [
+            dict(inputs=image, labels=int(label))
+            for image, label in zip(images[chosen], labels[chosen])
+        ]
+
+    def prepare_data(self, idx: int) -> Dict[str, Any]:
+        """Get an item without the index that MMEngine adds."""
+        data = self.get_data_info(idx)
+        return dict(inputs=data['inputs'], labels=data['labels'])
+
+
+@MODELS.register_module()
+class DigitsClassifier(BaseModel):
+    """Two convolutions and a linear layer.
+
+    Args:
+        channels (int): Channels after the first convolution. Defaults to 32.
+        norm (bool): Whether batch normalization follows each convolution. Defaults to True.
+        data_preprocessor (dict, optional): See BaseModel.
+        init_cfg (dict or list, optional): See BaseModel.
+    """
+
+    def __init__(
+        self,
+        channels: int = 32,
+        norm: bool = True,
+        data_preprocessor: Optional[Dict] = None,
+        init_cfg: Optional[Union[Dict, List]] = None,
+    ) -> None:
+        super().__init__(data_preprocessor, init_cfg)
+        self.backbone = nn.Sequential(
+            *self._block(1, channels, norm),
+            *self._block(channels, 2 * channels, norm),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+        )
+        self.head = nn.Linear(2 * channels * 16, 10)
+
+    @staticmethod
+    def _block(inputs: int, outputs: int, norm: bool) -> List[nn.Module]:
+        layers: List[nn.Module] = [nn.Conv2d(inputs, outputs, 3, padding=1, bias=not norm)]
+        if norm:
+            layers.append(nn.BatchNorm2d(outputs))
+        return [*layers, nn.ReLU()]
+
+    def forward(
+        self, inputs: Tensor, labels: Optional[Tensor] = None, mode: str = 'tensor'
+    ) -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Tensor]]]:
+        """Classify a batch.
+
+        Args:
+            inputs (Tensor): Images of shape (N, 1, 8, 8).
+            labels (Tensor, optional): Digits of shape (N,).
+            mode (str): ``'loss'``, ``'predict'`` or ``'tensor'``.
+
+        Returns:
+            The losses; a dict for each image; or scores of shape (N, 10).
+        """
+        scores = self.head(self.backbone(inputs))
+        if mode == 'loss':
+            return dict(loss=nn.functional.cross_entropy(scores, labels))
+        if mode == 'predict':
+            digits = scores.argmax(dim=1).unbind()
+            return [dict(pred=d, label=label) for d, label in zip(digits, labels.unbind())]
+        return scores
+
+
+@METRICS.register_module()
+class DigitsAccuracy(BaseMetric):
+    """The share of images classified rightly, in percent."""
+
+    def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
+        """Compare a batch."""
+        pairs = torch.stack(
+            [torch.stack([sample['pred'].cpu(), sample['label'].cpu()]) for sample in data_samples]
+        )
+        self.results.extend((pairs[:, 0] == pairs[:, 1]).tolist())
+
+    def compute_metrics(self, results: List[bool]) -> Dict[str, float]:
+        """Compute the accuracy of all batches of all ranks."""
+        return dict(accuracy=100.0 * sum(results) / len(results))

@@ -1,0 +1,5 @@
+"""Hooks."""
+
+from .device_hook import DeviceHook
+
+__all__ = ['DeviceHook']

@@ -1,0 +1,156 @@
+"""Checks that everything is on this rank's device, and keeps lazy devices moving."""
+
+from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
+
+import torch
+from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.registry import HOOKS
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mmdevplug.dist import rank_device
+from mmdevplug.errors import ModelError
+from mmdevplug.model import describe_misplaced, misplaced_tensors, move_module
+from mmdevplug.model.move import same_device
+
+
+@HOOKS.register_module()
+class DeviceHook(Hook):
+    """Check devices before a run; materialize after every training iteration on a lazy device.
+
+    It runs before the hooks that read losses, because reading a value that is not materialized
+    yet costs an execution of its own.
+
+    Args:
+        on_mismatch (str): What to do about parameters, buffers, optimizer state or a data
+            preprocessor that is not on this rank's device: ``'repair'`` moves them and warns,
+            ``'error'`` refuses to run. Defaults to ``'repair'``.
+    """
+
+    priority = 'HIGHEST'
+
+    def __init__(self, on_mismatch: str = 'repair') -> None:
+        if on_mismatch not in ('repair', 'error'):
+            raise ModelError(
+                f"DeviceHook.on_mismatch={on_mismatch!r}: expected 'repair' or 'error'."
+            )
+        self.on_mismatch = on_mismatch
+        self._logged = False
+
+    def before_run(self, runner: Any) -> None:
+        """Check, repair or refuse, and log the device map once.
+
+        Args:
+            runner (Runner): The runner.
+
+        Raises:
+            ModelError: If something is on another device and ``on_mismatch='error'``.
+        """
+        _, device = rank_device()
+        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        optimizers = _optimizers(runner.optim_wrapper)
+        found = {**misplaced_tensors(model, device), **_misplaced_state(optimizers, device)}
+        if found:
+            told = (
+                f'not on {device}, the device of rank {runner.rank}: {describe_misplaced(found)}.'
+            )
+            if self.on_mismatch == 'error':
+                raise ModelError(
+                    f'{told} Build the model before the runner moves it and leave its parts '
+                    f"where they are, or set DeviceHook's on_mismatch='repair'."
+                )
+            runner.logger.warning(f'{told} Moved there.')
+            self._repair(runner.model, model, optimizers, device)
+        if not self._logged:
+            runner.logger.info(f'Device map: {_device_map(model, optimizers)}')
+            self._logged = True
+
+    @staticmethod
+    def _repair(
+        wrapper: nn.Module, model: nn.Module, optimizers: List[Optimizer], device: torch.device
+    ) -> None:
+        before = list(model.named_parameters())
+        move_module(model, device)
+        after = dict(model.named_parameters())
+        replaced = {id(old): after[name] for name, old in before if after[name] is not old}
+        if replaced and getattr(wrapper, 'staging', None) is not None:
+            wrapper.restart_staging()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group['params'] = [replaced.get(id(p), p) for p in group['params']]
+            for parameter in [p for p in optimizer.state if id(p) in replaced]:
+                optimizer.state[replaced[id(parameter)]] = optimizer.state.pop(parameter)
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if _belongs_on_device(value) and not same_device(value.device, device):
+                        state[name] = value.to(device)
+
+    def after_train_iter(
+        self,
+        runner: Any,
+        batch_idx: int,
+        data_batch: Optional[Union[dict, tuple, list]] = None,
+        outputs: Optional[dict] = None,
+    ) -> None:
+        """Materialize, also after an iteration that only accumulated gradients.
+
+        Args:
+            runner (Runner): The runner.
+            batch_idx (int): Index of the batch in the loop.
+            data_batch (dict or tuple or list, optional): The batch.
+            outputs (dict, optional): What ``train_step`` returned.
+        """
+        accelerator, device = rank_device()
+        accelerator.materialize(device)
+
+
+def _optimizers(optim_wrapper: Any) -> List[Optimizer]:
+    """The optimizers that are built already."""
+    if isinstance(optim_wrapper, OptimWrapperDict):
+        return [wrapper.optimizer for wrapper in optim_wrapper.values()]
+    return [optim_wrapper.optimizer] if isinstance(optim_wrapper, OptimWrapper) else []
+
+
+def _belongs_on_device(value: Any) -> bool:
+    # Adam and its kin count steps in a tensor without dimensions, on the host by design.
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _state(optimizers: List[Optimizer]) -> Iterator[Tuple[str, Tensor]]:
+    for optimizer in optimizers:
+        kind = type(optimizer).__name__
+        for index, state in enumerate(optimizer.state.values()):
+            for name, value in state.items():
+                if _belongs_on_device(value):
+                    yield f'{kind} state {name} of parameter {index}', value
+
+
+def _misplaced_state(optimizers: List[Optimizer], device: torch.device) -> Dict[str, torch.device]:
+    found = {
+        name: value.device
+        for name, value in _state(optimizers)
+        if not same_device(value.device, device)
+    }
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group['params']):
+                if not same_device(parameter.device, device):
+                    name = f'{type(optimizer).__name__} parameter {index} of group {number}'
+                    found[name] = parameter.device
+    return found
+
+
+def _device_map(model: nn.Module, optimizers: List[Optimizer]) -> str:
+    parts = []
+    for kind, tensors in (
+        ('parameters', list(model.parameters())),
+        ('buffers', list(model.buffers())),
+        ('optimizer state', [value for _, value in _state(optimizers)]),
+    ):
+        for device in sorted({str(tensor.device) for tensor in tensors}):
+            here = [tensor for tensor in tensors if str(tensor.device) == device]
+            size = sum(tensor.numel() * tensor.element_size() for tensor in here)
+            parts.append(f'{device} holds {len(here)} {kind} ({size / 2**20:.1f} MB)')
+    return '; '.join(parts)

@@ -1,0 +1,100 @@
+"""From a bare model to one that trains on this rank's device."""
+
+from typing import Any, Dict, Mapping, Optional
+
+from mmengine.model import convert_sync_batchnorm, revert_sync_batchnorm
+from mmengine.registry import MODEL_WRAPPERS
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mmdevplug.dist import DeviceContext, broadcast_tensors
+
+from .checkpoint import safe_loading
+from .move import materialize_predictions, move_module, weights_on_host
+
+WRAPPER = 'DeviceDistributedDataParallel'
+
+
+def place_model(
+    model: nn.Module,
+    context: DeviceContext,
+    model_wrapper_cfg: Optional[Mapping[str, Any]] = None,
+    sync_bn: Optional[str] = None,
+    find_unused_parameters: bool = False,
+) -> nn.Module:
+    """Move a model to this rank's device, and wrap it if there is a process group.
+
+    Args:
+        model (nn.Module): The bare model.
+        context (DeviceContext): Where this process computes.
+        model_wrapper_cfg (dict, optional): As in MMEngine's config. Defaults to None.
+        sync_bn (str, optional): ``'torch'`` or ``'mmcv'``, as in MMEngine's config.
+        find_unused_parameters (bool): Read when there is no ``model_wrapper_cfg``.
+
+    Returns:
+        nn.Module: The model, wrapped in a distributed job.
+    """
+    accelerator, device = context.accelerator, context.device
+    if context.backend is None:
+        model = move_module(revert_sync_batchnorm(model), device)
+        if accelerator.lazy:
+            materialize_predictions(model, accelerator, device)
+        return model
+    if sync_bn is not None:
+        model = convert_sync_batchnorm(model, sync_bn)
+    cfg = wrapper_config(model_wrapper_cfg, find_unused_parameters)
+    defaults: Dict[str, Any] = dict(module=model)
+    if cfg['type'] != WRAPPER:
+        # A wrapper of somebody else's, which expects what MMEngine's runner gives it.
+        move_module(model, device)
+        device_ids = accelerator.ddp_device_ids(device)
+        if device_ids is not None and issubclass(
+            MODEL_WRAPPERS.get(cfg['type']) if isinstance(cfg['type'], str) else cfg['type'],
+            DistributedDataParallel,
+        ):
+            defaults['device_ids'] = device_ids
+    return MODEL_WRAPPERS.build(cfg, default_args=defaults)
+
+
+def wrapper_config(
+    model_wrapper_cfg: Optional[Mapping[str, Any]], find_unused_parameters: bool = False
+) -> Dict[str, Any]:
+    """Decide on the model wrapper.
+
+    MMEngine's and PyTorch's own wrappers are replaced by ours, which takes the same arguments and
+    leaves averaging to PyTorch where PyTorch can do it; any other is kept.
+
+    Args:
+        model_wrapper_cfg (dict, optional): ``model_wrapper_cfg`` of the config.
+        find_unused_parameters (bool): The config key of that name, which MMEngine reads when
+            there is no ``model_wrapper_cfg``.
+
+    Returns:
+        dict: A config for ``MODEL_WRAPPERS.build``.
+    """
+    if model_wrapper_cfg is None:
+        # `broadcast_buffers` as MMEngine's runner has it.
+        return dict(
+            type=WRAPPER, broadcast_buffers=False, find_unused_parameters=find_unused_parameters
+        )
+    cfg = dict(model_wrapper_cfg)
+    kind = cfg.get('type', 'MMDistributedDataParallel')
+    name = kind.rsplit('.', 1)[-1] if isinstance(kind, str) else kind.__name__
+    replaced = (WRAPPER, 'MMDistributedDataParallel', 'DistributedDataParallel')
+    cfg['type'] = WRAPPER if name in replaced else kind
+    return cfg
+
+
+def initialize_weights(model: nn.Module, context: DeviceContext) -> None:
+    """Initialize weights on the host, send them to the device, and make all ranks equal.
+
+    Args:
+        model (nn.Module): The bare model, on its device; without ``init_weights`` it is left.
+        context (DeviceContext): Where this process computes.
+    """
+    if not hasattr(model, 'init_weights'):
+        return
+    with weights_on_host(model, context.accelerator), safe_loading('named in init_cfg'):
+        model.init_weights()
+    if context.backend is not None:
+        broadcast_tensors([*model.parameters(), *model.buffers()], context.accelerator)

@@ -1,0 +1,3 @@
+from .device_distributed import DeviceDistributedDataParallel
+
+__all__ = ['DeviceDistributedDataParallel']

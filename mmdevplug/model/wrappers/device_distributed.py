@@ -1,0 +1,256 @@
+"""The model wrapper: data parallel training on any device."""
+
+import inspect
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+from mmengine.model import (
+    MMDistributedDataParallel,
+    detect_anomalous_params,
+    is_model_wrapper,
+)
+from mmengine.optim import OptimWrapper
+from mmengine.registry import MODEL_WRAPPERS
+from torch import Tensor, distributed as torch_dist, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mmdevplug.device import Accelerator
+from mmdevplug.device.detection import AcceleratorConfig
+from mmdevplug.dist import GradientStaging, broadcast_tensors, fail_together, rank_device
+from mmdevplug.errors import LaunchError, ModelError
+
+from ..loss_check import check_loss
+from ..move import materialize_predictions, move_module
+
+#: On the host, small buckets start to travel earlier, and gradients that are views of a bucket
+#: need no copy.
+CPU_DEFAULTS = dict(gradient_as_bucket_view=True, bucket_cap_mb=5)
+
+
+@MODEL_WRAPPERS.register_module()
+class DeviceDistributedDataParallel(MMDistributedDataParallel):
+    """Data parallel training on whatever device this rank has.
+
+    The module is moved to its device first. Then PyTorch's DDP averages the gradients where the
+    backend takes the device's tensors (CPU, CUDA, a vendor's own backend); elsewhere they are
+    staged on the host at the end of backward, with the same results. ``train_step``,
+    ``val_step``, ``test_step``, ``module`` and the keys of ``state_dict`` are those of
+    :class:`mmengine.model.MMDistributedDataParallel`.
+
+    Args:
+        module (nn.Module): The model, on any device.
+        accelerator (str, dict or Accelerator, optional): Defaults to None: the one of this
+            process, or else what detection finds.
+        device_ids (list, optional): Accepted from runners and configs that pass it, and replaced
+            by what the device takes.
+        output_device (int or torch.device, optional): As ``device_ids``.
+        broadcast_buffers (bool): Whether rank 0's buffers are sent to all ranks at the beginning
+            of a forward pass. Defaults to True, as in PyTorch.
+        find_unused_parameters (bool): Needed by PyTorch's DDP if parameters go unused; host
+            staging finds them by itself. Defaults to False.
+        process_group (ProcessGroup, optional): Defaults to None: all ranks.
+        bucket_cap_mb (int, optional): Size of a message in MB. Defaults to None: 5 on the CPU, 8
+            for host staging, and PyTorch's own elsewhere.
+        detect_anomalous_params (bool): See MMDistributedDataParallel. Defaults to False.
+        **kwargs: Other arguments of PyTorch's DDP. They have no effect on host staging.
+
+    Raises:
+        ModelError: If the model is wrapped already or has nothing to train.
+        LaunchError: If no process group exists.
+        AcceleratorError: If the device cannot be used.
+    """
+
+    #: The averaging by way of the host; None where PyTorch's DDP averages.
+    staging: Optional[GradientStaging] = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        accelerator: AcceleratorConfig = None,
+        device_ids: Optional[List] = None,
+        output_device: Optional[Union[int, torch.device]] = None,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        process_group: Any = None,
+        bucket_cap_mb: Optional[int] = None,
+        detect_anomalous_params: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        _check_module(module)
+        _check_options(kwargs)
+        _check_process_group()
+        chosen, device = rank_device(accelerator)
+        options = dict(
+            broadcast_buffers=broadcast_buffers,
+            find_unused_parameters=find_unused_parameters,
+            process_group=process_group,
+        )
+        if bucket_cap_mb is not None:
+            kwargs['bucket_cap_mb'] = bucket_cap_mb
+        if chosen.takes_tensors(torch_dist.get_backend(process_group)):
+            move_module(module, device)
+            if chosen.name == 'cpu':
+                kwargs = {**CPU_DEFAULTS, **kwargs}
+            super().__init__(module, device_ids=chosen.ddp_device_ids(device), **options, **kwargs)
+        else:
+            self._init_staging(module, chosen, device, bucket_cap_mb, **options)
+        self.accelerator = chosen
+        self.detect_anomalous_params = detect_anomalous_params
+        self._loss_checked = False
+        if chosen.lazy:
+            materialize_predictions(module, chosen, device)
+
+    def _init_staging(
+        self,
+        module: nn.Module,
+        accelerator: Accelerator,
+        device: torch.device,
+        bucket_cap_mb: Optional[int],
+        **options: Any,
+    ) -> None:
+        """Set up what PyTorch's DDP would, less the reducer."""
+        nn.Module.__init__(self)
+        group = options['process_group']
+        # Before the move: on the host it takes no copy between devices.
+        broadcast_tensors([*module.parameters(), *module.buffers()], accelerator, group)
+        self.module = move_module(module, device)
+        # The names of DDP's own attributes, for `no_sync` and for code that looks at them.
+        self.device = device
+        self.device_type = device.type
+        self.device_ids = self.output_device = None
+        self.process_group = group if group is not None else torch_dist.group.WORLD
+        self.broadcast_buffers = options['broadcast_buffers']
+        self.find_unused_parameters = options['find_unused_parameters']
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._bucket_size = (
+            {} if bucket_cap_mb is None else {'bucket_bytes': int(bucket_cap_mb * 2**20)}
+        )
+        self.accelerator = accelerator
+        # After the move, which may have made new parameters.
+        self.restart_staging()
+
+    def restart_staging(self) -> None:
+        """Stage the gradients of the parameters that the module has now."""
+        self.staging = GradientStaging(
+            _trainable(self.module),
+            self.accelerator,
+            self.device,
+            self.process_group,
+            **self._bucket_size,
+        )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module; see :meth:`torch.nn.parallel.DistributedDataParallel.forward`."""
+        if self.staging is None:
+            return super().forward(*inputs, **kwargs)
+        if self.broadcast_buffers and self.require_forward_param_sync:
+            with torch.no_grad():
+                broadcast_tensors(
+                    list(self.module.buffers()), self.accelerator, self.process_group
+                )
+        outputs = self.module(*inputs, **kwargs)
+        synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = synchronize
+        if torch.is_grad_enabled():
+            self.staging.prepare(outputs, synchronize)
+        return outputs
+
+    def train_step(
+        self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper
+    ) -> Dict[str, Tensor]:
+        """Run forward, backward and the parameters' update.
+
+        On a lazy device the iteration is materialized twice: with host staging at the end of
+        backward, and here.
+
+        Args:
+            data (dict or tuple or list): A batch from the data loader.
+            optim_wrapper (OptimWrapper): Updates the parameters.
+
+        Returns:
+            Dict[str, Tensor]: Tensors for the log.
+
+        Raises:
+            ModelError: If the loss depends on none of the model's parameters.
+            RankFailedError: If another rank failed.
+        """
+        with fail_together('training'):
+            with optim_wrapper.optim_context(self):
+                data = self.module.data_preprocessor(data, training=True)
+                losses = self._run_forward(data, mode='loss')
+            parsed_loss, log_vars = self.module.parse_losses(losses)
+            if not self._loss_checked:
+                check_loss(parsed_loss, self.module)
+                self._loss_checked = True
+            optim_wrapper.update_params(parsed_loss)
+            if self.detect_anomalous_params:
+                detect_anomalous_params(parsed_loss, model=self)
+            self.accelerator.materialize(next(self.module.parameters()).device)
+        return log_vars
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Register a communication hook with PyTorch's DDP.
+
+        Raises:
+            ModelError: Under host staging, which has no buckets on the device to give to a hook.
+        """
+        self._refuse_under_staging('register_comm_hook')
+        super().register_comm_hook(state, hook)
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Train with uneven inputs; see :meth:`torch.nn.parallel.DistributedDataParallel.join`.
+
+        Raises:
+            ModelError: Under host staging.
+        """
+        self._refuse_under_staging('join')
+        return super().join(*args, **kwargs)
+
+    def _refuse_under_staging(self, method: str) -> None:
+        if self.staging is not None:
+            raise ModelError(
+                f"{method}() needs PyTorch's DDP, but gradients on {self.device} travel through "
+                f'the host, because backend {torch_dist.get_backend(self.process_group)!r} does '
+                f'not take {self.device_type} tensors. Remove the call, or use the native '
+                f'backend of the device.'
+            )
+
+
+def _check_module(module: nn.Module) -> None:
+    if is_model_wrapper(module):
+        raise ModelError(
+            f'the model is wrapped already, in {type(module).__name__}; expected the bare model. '
+            f'Pass model.module, or remove the model_wrapper_cfg that wraps it a second time.'
+        )
+    if not _trainable(module):
+        total = sum(1 for _ in module.parameters())
+        raise ModelError(
+            f'{type(module).__name__} has no parameter that requires a gradient ({total} '
+            f'parameters, all frozen); expected at least one. Unfreeze part of the model '
+            f'(frozen_stages, requires_grad), or run it without a launcher.'
+        )
+
+
+def _check_options(kwargs: Dict[str, Any]) -> None:
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    unknown = sorted(set(kwargs) - set(known))
+    if unknown:
+        raise TypeError(
+            f'model_wrapper_cfg has {", ".join(unknown)}, which neither '
+            f'DeviceDistributedDataParallel nor the DistributedDataParallel of torch '
+            f'{torch.__version__} takes. Remove it.'
+        )
+
+
+def _check_process_group() -> None:
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        raise LaunchError(
+            'DeviceDistributedDataParallel needs a process group and there is none. Use '
+            "runner_type='DeviceRunner' with --launcher pytorch, or call "
+            'mmdevplug.dist.init_device(launcher=...) before the model is wrapped.'
+        )
+
+
+def _trainable(module: nn.Module) -> Sequence[Tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]

@@ -1,0 +1,25 @@
+"""Registries, and how the package's parts enter MMEngine's without being imported.
+
+MMEngine's registries import their ``locations`` at the first look-up. Adding ours to that list
+keeps ``import mmdevplug`` free of torch and of every vendor package.
+"""
+
+from importlib import import_module
+
+from mmengine.registry import Registry
+
+ACCELERATORS = Registry('accelerator', scope='mmdevplug', locations=['mmdevplug.device'])
+
+
+def register_lazily(registry: Registry, location: str) -> None:
+    """Let ``registry`` import ``location`` at its first look-up.
+
+    Args:
+        registry (Registry): One of MMEngine's root registries.
+        location (str): A module that registers into ``registry`` when it is imported.
+    """
+    if registry._imported:
+        # The list of locations was read already, so torch is loaded and an import costs little.
+        import_module(location)
+    elif location not in registry._locations:
+        registry._locations.append(location)

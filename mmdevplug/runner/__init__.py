@@ -1,0 +1,5 @@
+"""Runners."""
+
+from .device_runner import DeviceRunner
+
+__all__ = ['DeviceRunner']

@@ -1,0 +1,85 @@
+"""Single-device and data parallel training for MMEngine's FlexibleRunner."""
+
+from typing import Any, Callable, Dict, Optional, Union
+
+from mmengine._strategy import DDPStrategy
+from mmengine.model import is_model_wrapper
+from mmengine.registry import STRATEGIES
+from torch import nn
+
+from mmdevplug.dist import init_device
+from mmdevplug.dist.process_group import accelerator_options
+from mmdevplug.model.checkpoint import read_checkpoint
+from mmdevplug.model.placing import place_model
+
+
+@STRATEGIES.register_module()
+class DeviceStrategy(DDPStrategy):
+    """What :class:`mmdevplug.DeviceRunner` does, for ``FlexibleRunner``.
+
+    It serves single processes and distributed jobs alike. In a single process on a lazy device
+    add ``dict(type='DeviceHook')`` to ``custom_hooks``: it materializes every iteration before
+    other hooks read the losses.
+
+    Args:
+        accelerator (str or dict, optional): As the key ``accelerator`` of DeviceRunner. A dict
+            without ``backend`` means ``backend='auto'``, because FlexibleRunner asks for nccl
+            when a config says nothing. Defaults to None: detection.
+        **kwargs: See :class:`mmengine._strategy.DDPStrategy`.
+
+    Examples:
+        >>> FlexibleRunner(model=..., strategy=dict(type='DeviceStrategy', accelerator='xla'))
+    """
+
+    def __init__(self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any) -> None:
+        self._accelerator_cfg = accelerator_options(accelerator)
+        self._forced_backend = self._accelerator_cfg.pop('backend', 'auto')
+        super().__init__(**kwargs)
+
+    def _setup_env(
+        self, *, launcher: Optional[str] = None, dist_cfg: Optional[dict] = None, **kwargs: Any
+    ) -> None:
+        # Before MMEngine's own, which is skipped when a process group exists. A single process
+        # has a device to choose and to try, too.
+        self.device_context = init_device(
+            launcher or 'none',
+            self._accelerator_cfg,
+            forced_backend=self._forced_backend,
+            **(dist_cfg or {}),
+        )
+        super()._setup_env(launcher=launcher or 'none', dist_cfg=dist_cfg, **kwargs)
+        self.device_context.accelerator.manual_seed(self._seed)
+
+    def _wrap_model(self, model: nn.Module) -> nn.Module:
+        if is_model_wrapper(model):
+            return model
+        self.logger.info(self.device_context.describe())
+        return place_model(model, self.device_context, self.model_wrapper, self.sync_bn)
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        *,
+        map_location: Union[str, Callable] = 'cpu',
+        strict: bool = False,
+        revise_keys: list = [(r'^module.', '')],  # noqa: B006  MMEngine's signature
+        callback: Optional[Callable] = None,
+    ) -> dict:
+        """Load a checkpoint without running code from it.
+
+        See :meth:`mmengine._strategy.SingleDeviceStrategy.load_checkpoint`; the default location
+        is the host.
+        """
+        self.logger.info(f'Load checkpoint from {filename}')
+        checkpoint = read_checkpoint(
+            filename, 'cpu' if map_location == 'default' else map_location
+        )
+        if callback is not None:
+            callback(checkpoint)
+        state_dict = checkpoint.pop('state_dict')
+        self.load_model_state_dict(state_dict, strict=strict, revise_keys=revise_keys)
+        return checkpoint
+
+    def convert_model(self, model: nn.Module) -> nn.Module:
+        """Leave layers to :func:`mmdevplug.model.placing.place_model`."""
+        return model

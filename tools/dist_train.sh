@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Usage: tools/dist_train.sh CONFIG NUM_DEVICES [arguments of train.py]
+# Environment: NNODES, NODE_RANK, PORT, MASTER_ADDR for several hosts; PYTHON for the interpreter.
+set -euo pipefail
+
+if [ $# -lt 2 ]; then
+    echo "Usage: $0 CONFIG NUM_DEVICES [arguments of train.py]" >&2
+    exit 2
+fi
+CONFIG=$1
+NUM_DEVICES=$2
+PYTHON=${PYTHON:-python}
+TOOLS=$(cd "$(dirname "$0")" && pwd)
+# So that a checkout works without being installed.
+export PYTHONPATH="$(dirname "$TOOLS")${PYTHONPATH:+:$PYTHONPATH}"
+
+"$PYTHON" -m mmdevplug.cli.launch "$NUM_DEVICES" "$CONFIG" "${@:3}"
+exec "$PYTHON" -m torch.distributed.run \
+    --nnodes="${NNODES:-1}" \
+    --node_rank="${NODE_RANK:-0}" \
+    --master_addr="${MASTER_ADDR:-127.0.0.1}" \
+    --master_port="${PORT:-29500}" \
+    --nproc_per_node="$NUM_DEVICES" \
+    "$TOOLS/train.py" "$CONFIG" --launcher pytorch "${@:3}"
