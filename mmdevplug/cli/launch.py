@@ -55,10 +55,24 @@ def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
         raise SystemExit(counted.returncode)
     command = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=1']
     command += [f'--nproc_per_node={args.nproc}', '--master_addr=127.0.0.1']
-    command += [f'--master_port={free_port()}', '-m', module, *argv, '--launcher', 'pytorch']
+    command += [f'--master_port={free_port()}', '-m', module]
+    # torchrun would take --nproc for an abbreviation of its own options.
+    command += [*_without(argv, '--nproc'), '--launcher', 'pytorch']
     status = subprocess.run(command).returncode
     if status:
         raise SystemExit(status)
+
+
+def _without(argv: List[str], option: str) -> List[str]:
+    """Remove ``option VALUE`` and ``option=VALUE``."""
+    kept: List[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == option:
+            next(words)
+        elif not word.startswith(f'{option}='):
+            kept.append(word)
+    return kept
 
 
 def free_port() -> int:

@@ -17,7 +17,9 @@ from .launch import launch
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of OpenMMLab's ``tools/train.py``, and two more."""
-    parser = argparse.ArgumentParser(prog='mmdevplug train', description='Train a model')
+    parser = argparse.ArgumentParser(
+        prog='mmdevplug train', description='Train a model', allow_abbrev=False
+    )
     parser.add_argument('config', help='path of the config')
     add_common_arguments(parser)
     parser.add_argument(

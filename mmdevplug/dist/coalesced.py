@@ -5,11 +5,12 @@ from typing import Any, Iterator, List, Sequence
 import torch
 from torch import Tensor, distributed as torch_dist
 
-from mmdevplug.device import Accelerator
+from mmdevplug.device import Accelerator, CPUAccelerator
 
 from .backend import HOST_BACKENDS
 
 MESSAGE_BYTES = 64 << 20
+_HOST = CPUAccelerator()
 
 
 def broadcast_tensors(
@@ -28,17 +29,20 @@ def broadcast_tensors(
         src (int): The rank whose tensors are taken. Defaults to 0.
     """
     backend = torch_dist.get_backend(group)
-    takes_host_tensors = any(name in backend for name in HOST_BACKENDS)
-    for part in _parts([tensor.detach() for tensor in tensors]):
-        _broadcast(part, accelerator, takes_host_tensors, group, src)
+    through_host = any(name in backend for name in HOST_BACKENDS)
+    tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
+    on_host = [tensor for tensor in tensors if tensor.device.type == 'cpu']
+    on_device = [tensor for tensor in tensors if tensor.device.type != 'cpu']
+    for part in _parts(on_host):
+        _broadcast(part, _HOST, through_host, group, src)
+    for part in _parts(on_device):
+        _broadcast(part, accelerator, through_host, group, src)
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[List[Tensor]]:
     part: List[Tensor] = []
     size = 0
     for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
         bytes_ = tensor.numel() * tensor.element_size()
         if part and size + bytes_ > MESSAGE_BYTES:
             yield part
@@ -52,15 +56,15 @@ def _parts(tensors: Sequence[Tensor]) -> Iterator[List[Tensor]]:
 def _broadcast(
     tensors: List[Tensor],
     accelerator: Accelerator,
-    on_host: bool,
+    through_host: bool,
     group: Any,
     src: int,
 ) -> None:
     here = torch_dist.get_rank() == src
-    device = torch.device('cpu') if on_host else tensors[0].device
+    device = torch.device('cpu') if through_host else tensors[0].device
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if here:
-        values = accelerator.to_host(tensors) if on_host else tensors
+        values = accelerator.to_host(tensors) if through_host else tensors
         message = torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in values])
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
