@@ -5,7 +5,7 @@ default_scope = 'mmengine'
 model = dict(
     type='DigitsClassifier',
     init_cfg=[
-        dict(type='Kaiming', layer='Conv2d', nonlinearity='relu'),
+        dict(type='Kaiming', layer='Conv2d'),
         dict(type='Normal', layer='Linear', std=0.01),
     ],
 )
@@ -36,7 +36,7 @@ val_cfg = dict()
 test_cfg = dict()
 
 optim_wrapper = dict(
-    type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02, momentum=0.9, weight_decay=5e-3)
+    type='OptimWrapper', optimizer=dict(type='SGD', lr=0.03, momentum=0.9, weight_decay=1e-2)
 )
 param_scheduler = dict(
     type='CosineAnnealingLR',

@@ -1,0 +1,69 @@
+"""A stand-in for an eager accelerator that PyTorch knows only as PrivateUse1.
+
+``card.install('zeta', count=4)`` builds the extension once (about 30 s), gives PrivateUse1 that
+name and registers ``torch.zeta``. A process can install one name. As a module named in
+``custom_imports``, ``fakecard_from_env`` installs the name in the variable ``FAKECARD_NAME``.
+"""
+
+import os
+import tempfile
+import types
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import load
+
+
+def build():
+    """Compile the extension, or load it if it was compiled before."""
+    default = Path(tempfile.gettempdir()) / f'fakecard-{os.getuid()}-{torch.__version__}'
+    folder = os.environ.get('FAKECARD_BUILD', str(default))
+    os.makedirs(folder, exist_ok=True)
+    source = str(Path(__file__).with_name('fakecard.cpp'))
+    flags = ['-O1', '-std=c++20']
+    return load('fakecard', [source], build_directory=folder, extra_cflags=flags, verbose=False)
+
+
+def install(name, count=4):
+    """Make ``count`` devices of type ``name``.
+
+    Args:
+        name (str): The name that PrivateUse1 gets.
+        count (int): Number of devices, at most 16. Defaults to 4.
+
+    Returns:
+        module: ``torch.<name>``.
+    """
+    card = build()
+    card.install()
+    card.set_count(count)
+    torch.utils.rename_privateuse1_backend(name)
+    torch._register_device_module(name, _device_module(card, name))
+    torch.utils.generate_methods_for_privateuse1_backend(
+        for_tensor=True, for_module=True, for_storage=True
+    )
+    return getattr(torch, name)
+
+
+def _device_module(card, name):
+    def index(device):
+        if device is None:
+            return card.current_device()
+        return device if isinstance(device, int) else torch.device(device).index or 0
+
+    module = types.ModuleType(f'torch.{name}')
+    module.is_available = lambda: card.device_count() > 0
+    module.device_count = card.device_count
+    module.current_device = card.current_device
+    module.set_device = lambda device: card.set_device(index(device))
+    module.get_device_name = lambda device=None: 'fakecard'
+    module.synchronize = lambda device=None: None
+    module.empty_cache = lambda: None
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = module.manual_seed = lambda seed: None
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    module.memory_allocated = lambda device=None: card.memory_allocated(index(device))
+    module.max_memory_allocated = module.memory_allocated
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    return module

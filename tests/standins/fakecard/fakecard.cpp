@@ -1,0 +1,231 @@
+// A pretend accelerator: PrivateUse1, up to 16 device indices, host memory, CPU kernels through
+// the fallback.
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/extension.h>
+#include <torch/library.h>
+
+#include <cstdlib>
+static constexpr auto kCard = c10::DeviceType::PrivateUse1;
+static int g_count = 4;
+static thread_local int g_current = 0;
+static size_t g_bytes[16] = {0};
+struct Block {
+  void* p;
+  size_t n;
+  int d;
+};
+static void drop(void* ctx) {
+  auto* b = static_cast<Block*>(ctx);
+  g_bytes[b->d] -= b->n;
+  std::free(b->p);
+  delete b;
+}
+struct CardAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t n) override {
+    void* p = nullptr;
+    if (n) TORCH_CHECK(posix_memalign(&p, 64, n) == 0, "fakecard: out of memory");
+    auto* b = new Block{p, n, g_current};
+    g_bytes[g_current] += n;
+    return {p, b, &drop, c10::Device(kCard, static_cast<c10::DeviceIndex>(g_current))};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* d, const void* s, std::size_t n) const override { std::memcpy(d, s, n); }
+};
+static CardAllocator g_alloc;
+REGISTER_ALLOCATOR(kCard, &g_alloc);
+struct CardGuard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kCard; }
+  c10::Device exchangeDevice(c10::Device d) const override {
+    auto o = getDevice();
+    setDevice(d);
+    return o;
+  }
+  c10::Device getDevice() const override {
+    return c10::Device(kCard, static_cast<c10::DeviceIndex>(g_current));
+  }
+  void setDevice(c10::Device d) const override {
+    int i = d.has_index() ? d.index() : g_current;
+    TORCH_CHECK(i >= 0 && i < g_count, "fakecard: no device ", i, ", there are ", g_count);
+    g_current = i;
+  }
+  void uncheckedSetDevice(c10::Device d) const noexcept override {
+    if (d.has_index()) g_current = d.index();
+  }
+  c10::Stream getStream(c10::Device d) const override {
+    return c10::Stream(c10::Stream::DEFAULT, d);
+  }
+  c10::Stream getNewStream(c10::Device d, int) const override {
+    return c10::Stream(c10::Stream::DEFAULT, d);
+  }
+  c10::Stream exchangeStream(c10::Stream s) const override { return s; }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return static_cast<c10::DeviceIndex>(g_count);
+  }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex,
+              const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, CardGuard);
+struct CardHooks final : at::PrivateUse1HooksInterface {
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isAvailable() const override { return g_count > 0; }
+  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(g_count); }
+  void setCurrentDevice(c10::DeviceIndex d) const override {
+    CardGuard().setDevice(c10::Device(kCard, d));
+  }
+  c10::DeviceIndex getCurrentDevice() const override {
+    return static_cast<c10::DeviceIndex>(g_current);
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override {
+    auto o = g_current;
+    g_current = d;
+    return static_cast<c10::DeviceIndex>(o);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override {
+    auto o = g_current;
+    if (d >= 0) g_current = d;
+    return static_cast<c10::DeviceIndex>(o);
+  }
+  bool isPinnedPtr(const void*) const override { return false; }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return c10::GetAllocator(c10::kCPU);
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    static at::Generator g = at::detail::createCPUGenerator();
+    return g;
+  }
+};
+static CardHooks g_hooks;
+static at::Tensor e_mf(c10::SymIntArrayRef s, std::optional<at::ScalarType> t,
+                       std::optional<at::Layout>, std::optional<at::Device> d, std::optional<bool>,
+                       std::optional<at::MemoryFormat> m) {
+  c10::DeviceGuard g(d.value_or(c10::Device(kCard, g_current)));
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(s), &g_alloc,
+                                   c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   c10::dtype_or_default(t), m);
+}
+static at::Tensor e_st(c10::SymIntArrayRef s, c10::SymIntArrayRef st,
+                       std::optional<at::ScalarType> t, std::optional<at::Layout>,
+                       std::optional<at::Device> d, std::optional<bool>) {
+  c10::DeviceGuard g(d.value_or(c10::Device(kCard, g_current)));
+  return at::detail::empty_strided_generic(
+      C10_AS_INTARRAYREF_SLOW(s), C10_AS_INTARRAYREF_SLOW(st), &g_alloc,
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(t));
+}
+static at::Tensor as_cpu(const at::Tensor& t) {  // the same memory seen as a CPU tensor
+  if (t.is_cpu()) return t;
+  return at::from_blob(t.data_ptr(), t.sizes(), t.strides(),
+                       at::TensorOptions().dtype(t.scalar_type()).device(at::kCPU));
+}
+static at::Tensor copy_from(const at::Tensor& s, const at::Tensor& d, bool) {
+  as_cpu(d).copy_(as_cpu(s));
+  return d;
+}
+static at::Tensor copy_resize(const at::Tensor& s, const at::Tensor& d) {
+  at::native::resize_(d, s.sizes(), std::nullopt);
+  as_cpu(d).copy_(as_cpu(s));
+  return d;
+}
+static at::Scalar item(const at::Tensor& t) { return as_cpu(t).item(); }
+static at::Tensor strided(const at::Tensor& t, at::IntArrayRef s, at::IntArrayRef st,
+                          std::optional<int64_t> o) {
+  return at::cpu::as_strided(t, s, st, o);
+}
+static const at::Tensor& resize(const at::Tensor& t, c10::SymIntArrayRef s,
+                                std::optional<at::MemoryFormat> m) {
+  return at::native::resize_(t, C10_AS_INTARRAYREF_SLOW(s), m);
+}
+static at::Tensor& set_st(at::Tensor& t, at::Storage st, int64_t o, at::IntArrayRef s,
+                          at::IntArrayRef r) {
+  return at::cpu::set_(t, st, o, s, r);
+}
+static at::Tensor& set_plain(at::Tensor& t, at::Storage st) {
+  auto n = static_cast<int64_t>(st.nbytes() / t.itemsize());
+  return at::cpu::set_(t, st, 0, {n}, {1});
+}
+static at::Tensor view(const at::Tensor& t, c10::SymIntArrayRef s) {
+  return at::native::view(t, C10_AS_INTARRAYREF_SLOW(s));
+}
+static at::Tensor to_card(const at::Tensor& c, c10::Device d) { return c.defined() ? c.to(d) : c; }
+static at::Tensor conv(const at::Tensor& x, const at::Tensor& w,
+                       const std::optional<at::Tensor>& b, c10::SymIntArrayRef st,
+                       c10::SymIntArrayRef p, c10::SymIntArrayRef dl, bool tr,
+                       c10::SymIntArrayRef op, c10::SymInt g) {
+  std::optional<at::Tensor> bb;
+  if (b && b->defined()) bb = as_cpu(*b);
+  return to_card(at::convolution(as_cpu(x), as_cpu(w), bb, C10_AS_INTARRAYREF_SLOW(st),
+                                 C10_AS_INTARRAYREF_SLOW(p), C10_AS_INTARRAYREF_SLOW(dl), tr,
+                                 C10_AS_INTARRAYREF_SLOW(op), g.expect_int()),
+                 x.device());
+}
+static std::tuple<at::Tensor, at::Tensor, at::Tensor> conv_back(
+    const at::Tensor& gy, const at::Tensor& x, const at::Tensor& w, c10::SymIntArrayRef st,
+    c10::SymIntArrayRef p, c10::SymIntArrayRef dl, bool tr, c10::SymIntArrayRef op, c10::SymInt g,
+    std::array<bool, 3> mask) {
+  auto bias = at::IntArrayRef();
+  std::vector<int64_t> bs{tr ? w.size(1) * g.expect_int() : w.size(0)};
+  bias = bs;
+  auto r =
+      at::convolution_backward(as_cpu(gy), as_cpu(x), as_cpu(w), bias, C10_AS_INTARRAYREF_SLOW(st),
+                               C10_AS_INTARRAYREF_SLOW(p), C10_AS_INTARRAYREF_SLOW(dl), tr,
+                               C10_AS_INTARRAYREF_SLOW(op), g.expect_int(), mask);
+  return {to_card(std::get<0>(r), x.device()), to_card(std::get<1>(r), x.device()),
+          to_card(std::get<2>(r), x.device())};
+}
+// The fallback would update copies of the running statistics.
+static std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
+    const at::Tensor& x, const std::optional<at::Tensor>& w, const std::optional<at::Tensor>& b,
+    const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var, bool training,
+    double momentum, double eps) {
+  auto host = [](const std::optional<at::Tensor>& t) {
+    return t && t->defined() ? std::optional<at::Tensor>(as_cpu(*t)) : std::nullopt;
+  };
+  auto r = at::native_batch_norm(as_cpu(x), host(w), host(b), host(mean), host(var), training,
+                                 momentum, eps);
+  return {to_card(std::get<0>(r), x.device()), to_card(std::get<1>(r), x.device()),
+          to_card(std::get<2>(r), x.device())};
+}
+static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* st) {
+  at::native::cpu_fallback(op, st);
+}
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", e_mf);
+  m.impl("empty_strided", e_st);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_resize);
+  m.impl("_local_scalar_dense", item);
+  m.impl("as_strided", strided);
+  m.impl("resize_", resize);
+  m.impl("set_.source_Storage_storage_offset", set_st);
+  m.impl("set_.source_Storage", set_plain);
+  m.impl("view", view);
+  m.impl("native_batch_norm", batch_norm);
+  m.impl("convolution_overrideable", conv);
+  m.impl("convolution_backward_overrideable", conv_back);
+}
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("install", [] { at::RegisterPrivateUse1HooksInterface(&g_hooks); });
+  m.def("device_count", [] { return g_count; });
+  m.def("set_count", [](int n) { g_count = n; });
+  m.def("current_device", [] { return g_current; });
+  m.def("set_device", [](int i) {
+    CardGuard().setDevice(c10::Device(kCard, static_cast<c10::DeviceIndex>(i)));
+  });
+  m.def("memory_allocated", [](int i) { return g_bytes[i]; });
+}
