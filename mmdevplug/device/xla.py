@@ -78,7 +78,7 @@ class XLAAccelerator(Accelerator):
         import torch_xla.core.xla_model as xm
 
         self.materialize(device)
-        xm.wait_device_ops([str(device)] if device is not None else [])
+        xm.wait_device_ops()
 
     def materialize(self, device: Optional[torch.device] = None) -> None:
         import torch_xla

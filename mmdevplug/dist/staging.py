@@ -1,9 +1,9 @@
 """Averaging gradients through the host, for devices whose tensors the backend refuses.
 
 The figures that shaped this: on a lazy device every copy made during backward costs a graph
-execution, so nothing is touched until backward has ended. Then one materialization, one batched
-fetch, an all-reduce of flat buckets on the host, and one batched send for each bucket, which
-overlaps with the all-reduce of the next.
+execution, so nothing is touched until backward has ended. Then there is one materialization, and
+for each bucket one batched fetch, one all-reduce on the host and one batched send, where the
+all-reduce of a bucket overlaps with the fetch of the next and the send of the one before.
 """
 
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
@@ -119,37 +119,30 @@ class GradientStaging:
             used = torch.tensor(self._used, dtype=torch.int32)
             agreed = torch_dist.all_reduce(used, group=self.group, async_op=True)
             self.accelerator.materialize(self.device)
-            local = [i for i, is_used in enumerate(self._used) if is_used]
-            self._refuse_sparse(local)
-            fetched = self._fetch(local)
+            self._refuse_sparse()
             agreed.wait()
             buckets = self._plan(tuple(bool(count) for count in used.tolist()))
-            works = [self._reduce(bucket, fetched) for bucket in buckets]
+            works = [self._reduce(bucket) for bucket in buckets]
             for bucket, work in zip(buckets, works):
                 work.wait()
                 self._send(bucket)
         self._used = [False] * len(self.parameters)
 
-    def _refuse_sparse(self, indices: Sequence[int]) -> None:
-        for index in indices:
-            if self.parameters[index].grad.is_sparse:
+    def _refuse_sparse(self) -> None:
+        for name, parameter, used in zip(self.names, self.parameters, self._used):
+            if used and parameter.grad.is_sparse:
                 raise ModelError(
-                    f'parameter {self.names[index]!r} has a sparse gradient, which cannot be '
+                    f'parameter {name!r} has a sparse gradient, which cannot be '
                     f'averaged through the host; build its module with sparse=False.'
                 )
 
-    def _fetch(self, indices: Sequence[int]) -> Dict[int, Tensor]:
-        gradients = [self.parameters[i].grad for i in indices]
-        if self.accelerator.lazy:
-            gradients = self.accelerator.to_host(gradients)
-        return dict(zip(indices, gradients))
-
-    def _reduce(self, bucket: Bucket, fetched: Dict[int, Tensor]) -> Any:
-        for index, view in zip(bucket.indices, bucket.views):
-            if index in fetched:
-                view.copy_(fetched[index])
-            else:
-                view.zero_()
+    def _reduce(self, bucket: Bucket) -> Any:
+        """Fetch a bucket and begin to add it up; the next is fetched meanwhile."""
+        here = [place for place, index in enumerate(bucket.indices) if self._used[index]]
+        if len(here) < len(bucket.indices):
+            bucket.flat.zero_()
+        gradients = [self.parameters[bucket.indices[place]].grad for place in here]
+        self.accelerator.copy_to_host(gradients, [bucket.views[place] for place in here])
         bucket.flat.div_(self.world_size)
         return torch_dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 

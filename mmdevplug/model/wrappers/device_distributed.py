@@ -243,6 +243,19 @@ def _check_options(kwargs: Dict[str, Any]) -> None:
         )
 
 
+def _rename_buffer_option(
+    options: Dict[str, Any], accelerator: Accelerator, module: nn.Module
+) -> Dict[str, Any]:
+    """Ask DDP for equal buffers at the start, whether or not they are sent at each forward."""
+    options = dict(options)
+    if 'forward_sync_buffers' in inspect.signature(DistributedDataParallel.__init__).parameters:
+        options['forward_sync_buffers'] = options.pop('broadcast_buffers')
+    elif not options['broadcast_buffers']:
+        # Without this, older releases leave the buffers of each rank as they are.
+        broadcast_tensors(list(module.buffers()), accelerator, options['process_group'])
+    return options
+
+
 def _check_process_group() -> None:
     if not (torch_dist.is_available() and torch_dist.is_initialized()):
         raise LaunchError(
