@@ -91,6 +91,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             move_module(module, device)
             if chosen.name == 'cpu':
                 kwargs = {**CPU_DEFAULTS, **kwargs}
+            options = _rename_buffer_option(options, chosen, module)
             super().__init__(module, device_ids=chosen.ddp_device_ids(device), **options, **kwargs)
         else:
             self._init_staging(module, chosen, device, bucket_cap_mb, **options)

@@ -13,12 +13,13 @@ os.environ.setdefault('PJRT_DEVICE', 'CPU')
 _visible = os.environ.get('TOPS_VISIBLE_DEVICES')
 os.environ['CPU_NUM_DEVICES'] = str(len(_visible.split(',')) if _visible else 8)
 
-import torch
-import torch_xla
-import torch_xla.core.xla_model as xm
-import torch_xla.runtime as xr
+# After the variables, which torch_xla reads when it is imported.
+import torch  # noqa: E402
+import torch_xla  # noqa: E402
+import torch_xla.core.xla_model as xm  # noqa: E402
+import torch_xla.runtime as xr  # noqa: E402
 
-from . import amp
+from . import amp  # noqa: E402
 
 __version__ = '1.10.0+2.5.136'
 __all__ = ['amp', 'calls']
