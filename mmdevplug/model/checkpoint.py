@@ -7,16 +7,21 @@ told of, and MMEngine 0.10 tells it of none, so resuming fails on torch 2.6 and 
 
 import os
 import pickle
+import re
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any, Dict, Iterator, List, Tuple
 
 import numpy as np
 import torch
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader
+from mmengine.utils import digit_version
 
 from mmdevplug.errors import DevPlugError
+
+#: Older releases have no list of allowed classes, or none in which a class has another name.
+_TAKES_RENAMED_CLASSES = digit_version(torch.__version__) >= digit_version('2.6.0')
 
 
 def _multiarray() -> Any:
@@ -41,6 +46,14 @@ def allowed_classes() -> List[Any]:
     ]
 
 
+def _method_of_history_buffer(owner: Any, name: str) -> Any:
+    """Stand in for ``getattr``, by which a log buffer's statistics were pickled."""
+    method = vars(HistoryBuffer).get(name)
+    if owner is not HistoryBuffer or name.startswith('_') or not callable(method):
+        raise pickle.UnpicklingError(f'getattr({owner!r}, {name!r}) is not allowed.')
+    return method
+
+
 @contextmanager
 def safe_loading(filename: str) -> Iterator[None]:
     """Let ``torch.load`` accept MMEngine's own classes and nothing else.
@@ -52,7 +65,7 @@ def safe_loading(filename: str) -> Iterator[None]:
         DevPlugError: If the file holds other classes; the first is named.
     """
     try:
-        if hasattr(torch.serialization, 'safe_globals'):
+        if _TAKES_RENAMED_CLASSES:
             # Names as older and newer NumPy write them.
             multiarray = _multiarray()
             renamed = [
@@ -60,6 +73,7 @@ def safe_loading(filename: str) -> Iterator[None]:
                 for function in (multiarray._reconstruct, multiarray.scalar)
                 for module in ('numpy.core.multiarray', 'numpy._core.multiarray')
             ]
+            renamed.append((_method_of_history_buffer, 'builtins.getattr'))
             with torch.serialization.safe_globals([*allowed_classes(), *renamed]):
                 yield
         else:
@@ -67,9 +81,15 @@ def safe_loading(filename: str) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         raise DevPlugError(
             f'checkpoint {filename} holds objects that could run code when they are loaded, and '
-            f'is refused: {str(error).splitlines()[0]} Load it where you trust it and save its '
+            f'is refused: {_first_refused(error)}. Load it where you trust it and save its '
             f'state_dict alone.'
         ) from error
+
+
+def _first_refused(error: pickle.UnpicklingError) -> str:
+    """The class that PyTorch's unpickler names, without its advice to trust the file."""
+    named = re.search(r'GLOBAL (\S+)|(\S+) is not allowed', str(error))
+    return ' '.join(filter(None, named.groups())) if named else str(error).splitlines()[0]
 
 
 def read_checkpoint(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
@@ -90,9 +110,8 @@ def read_checkpoint(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
     with safe_loading(filename):
         if not os.path.isfile(filename):
             return CheckpointLoader.load_checkpoint(filename, map_location)
-        if hasattr(torch.serialization, 'safe_globals'):
+        if _TAKES_RENAMED_CLASSES:
             return torch.load(filename, map_location=map_location, weights_only=True)
-        # torch before 2.5 has no list of allowed classes.
         return torch.load(filename, map_location=map_location, pickle_module=_restricted_pickle())
 
 
@@ -107,11 +126,16 @@ def _restricted_pickle() -> Any:
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
+            if (module, name) in (('builtins', 'getattr'), ('__builtin__', 'getattr')):
+                return _method_of_history_buffer
             if (module, name) in allowed or _is_plain(module, name):
                 return super().find_class(module, name)
             raise pickle.UnpicklingError(f'{module}.{name} is not allowed.')
 
-    return SimpleNamespace(Unpickler=Unpickler, load=lambda f, **k: Unpickler(f, **k).load())
+    restricted = ModuleType('restricted_pickle')
+    restricted.Unpickler = Unpickler
+    restricted.load = lambda file, **options: Unpickler(file, **options).load()
+    return restricted
 
 
 _PLAIN: Tuple[Tuple[str, str], ...] = (

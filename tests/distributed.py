@@ -1,0 +1,110 @@
+"""Running a function in several processes of one job, each with its launch variables."""
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from multiprocessing.connection import wait
+
+# Processes are forked from a server that has imported these already and started no thread.
+PRELOAD = ['torch', 'mmengine.runner', 'mmdevplug.runner', 'mmdevplug.strategy', 'tests.jobs']
+if 'PJRT_DEVICE' in os.environ:
+    PRELOAD.append('torch_xla')
+
+_context = multiprocessing.get_context('forkserver')
+_context.set_forkserver_preload(PRELOAD)
+
+
+def free_port():
+    """A free port of the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(('127.0.0.1', 0))
+        return probe.getsockname()[1]
+
+
+def launch_variables(rank, world_size, port):
+    """What torchrun sets on a single host."""
+    numbers = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size)
+    variables = {name: str(number) for name, number in numbers.items()}
+    return dict(variables, MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1')
+
+
+def _work(connection, environ, function, args):
+    os.environ.update({name: value for name, value in environ.items() if value is not None})
+    for name in [name for name, value in environ.items() if value is None]:
+        os.environ.pop(name, None)
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        connection.send(('ok', function(*args)))
+    except BaseException as error:
+        connection.send(('error', (type(error).__name__, str(error), traceback.format_exc())))
+    connection.close()
+
+
+class RanksFailed(AssertionError):
+    """Some ranks raised.
+
+    Attributes:
+        errors (dict): For each rank that raised: type name, message, traceback.
+    """
+
+    def __init__(self, errors):
+        self.errors = errors
+        told = [f'rank {rank}: {trace}' for rank, (_, _, trace) in errors.items()]
+        super().__init__('\n'.join(told))
+
+
+def run_ranks(function, world_size, *args, timeout=240, environ=None, environ_of=None):
+    """Call ``function(*args)`` in every rank of a job.
+
+    Args:
+        function (callable): A function of a module.
+        world_size (int): Number of processes; 0 for one process without launch variables.
+        timeout (float): Seconds until all must have ended.
+        environ (dict, optional): More variables for all ranks; None removes one.
+        environ_of (dict, optional): The same for single ranks.
+
+    Returns:
+        list: What each rank returned.
+
+    Raises:
+        RanksFailed: If any rank raised.
+        AssertionError: If a rank hangs or dies.
+    """
+    port = free_port()
+    ranks = {}
+    for rank in range(max(world_size, 1)):
+        variables = launch_variables(rank, world_size, port) if world_size else {}
+        variables.update(environ or {})
+        variables.update((environ_of or {}).get(rank, {}))
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=_work, args=(theirs, variables, function, args))
+        process.start()
+        theirs.close()
+        ranks[rank] = (process, ours)
+    results, errors = {}, {}
+    deadline = time.monotonic() + timeout
+    pending = {connection: rank for rank, (_, connection) in ranks.items()}
+    try:
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            assert ready, f'ranks {sorted(pending.values())} hang after {timeout} s'
+            for connection in ready:
+                rank = pending.pop(connection)
+                try:
+                    kind, value = connection.recv()
+                except EOFError:
+                    kind, value = 'error', ('Died', 'the process died', 'the process died')
+                (results if kind == 'ok' else errors)[rank] = value
+        for process, _ in ranks.values():
+            process.join(30)
+    finally:
+        for process, _ in ranks.values():
+            if process.is_alive():
+                process.kill()
+    if errors:
+        raise RanksFailed(errors)
+    return [results[rank] for rank in sorted(results)]

@@ -1,0 +1,65 @@
+"""DeviceHook finds what is on another device, and repairs or refuses."""
+
+import logging
+
+import pytest
+import torch
+from mmengine.registry import RUNNERS
+
+from tests.distributed import RanksFailed, run_ranks
+from tests.jobs import PLAIN, digits_config, install_card
+
+
+def train_with_misplaced_parts(work_dir, on_mismatch):
+    install_card('zeta')
+    cfg = digits_config('zeta', work_dir, **PLAIN)
+    cfg.accelerator.hook = dict(on_mismatch=on_mismatch)
+    runner = RUNNERS.build(cfg)
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    runner.logger.addHandler(handler)
+    model = getattr(runner.model, 'module', runner.model)
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().cpu())
+    model.data_preprocessor._device = torch.device('cpu')
+    runner.train()
+    devices = {str(value.device) for value in model.state_dict().values()}
+    states = {
+        str(value.device)
+        for state in runner.optim_wrapper.optimizer.state.values()
+        for value in state.values()
+    }
+    return devices | states, messages
+
+
+@pytest.mark.parametrize('ranks', [0, 2])
+def test_repairs(tmp_path, ranks):
+    for rank, (devices, messages) in enumerate(
+        run_ranks(train_with_misplaced_parts, ranks, tmp_path, 'repair')
+    ):
+        assert devices == {f'zeta:{rank}'}
+        if rank == 0:
+            told = [message for message in messages if message.startswith('not on zeta:0')]
+            assert len(told) == 1
+            assert 'head.weight on cpu' in told[0]
+            assert 'data_preprocessor (data preprocessor) on cpu' in told[0]
+            maps = [message for message in messages if message.startswith('Device map')]
+            assert len(maps) == 1
+            assert 'zeta:0 holds' in maps[0]
+            assert 'cpu' not in maps[0]
+
+
+def test_refuses(tmp_path):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(train_with_misplaced_parts, 2, tmp_path, 'error')
+    for kind, message, _ in raised.value.errors.values():
+        assert kind == 'ModelError'
+        assert 'head.weight on cpu' in message
+
+
+def test_unknown_option():
+    from mmdevplug import DeviceHook
+    from mmdevplug.errors import ModelError
+
+    with pytest.raises(ModelError, match="'repiar'"):
+        DeviceHook(on_mismatch='repiar')

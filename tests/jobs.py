@@ -1,0 +1,80 @@
+"""Jobs that tests run in the processes of a job: small trainings of real parts."""
+
+import os
+from pathlib import Path
+
+import torch
+from mmengine.config import Config
+from mmengine.registry import RUNNERS
+
+import mmdevplug
+
+ROOT = Path(__file__).parents[1]
+
+
+def digits_config(accelerator, work_dir, **options):
+    """The digits example on an accelerator, for this process's launch variables."""
+    cfg = Config.fromfile(str(ROOT / 'configs' / 'digits' / 'digits.py'))
+    cfg.merge_from_dict({key.replace('__', '.'): value for key, value in options.items()})
+    name = (
+        accelerator
+        if Path(mmdevplug.base_config('cpu')).with_name(f'{accelerator}.py').exists()
+        else 'auto'
+    )
+    base = Config.fromfile(mmdevplug.base_config(name))
+    base.accelerator.type = accelerator
+    for key, value in base.items():
+        cfg.setdefault(key, value)
+    cfg.work_dir = str(work_dir)
+    cfg.launcher = 'pytorch' if 'RANK' in os.environ else 'none'
+    return cfg
+
+
+def install_card(accelerator):
+    """Install the PrivateUse1 stand-in unless the name is that of a real device."""
+    if accelerator not in ('cpu', 'xla', 'gcu', 'cuda'):
+        import card
+
+        card.install(accelerator)
+
+
+def train_digits(accelerator, work_dir, global_batch=128, **options):
+    """Train the digits example.
+
+    Returns:
+        dict: ``accuracy`` in percent, ``weights`` (name → host tensor), ``device``, ``wrapper``.
+    """
+    install_card(accelerator)
+    options['train_dataloader__batch_size'] = global_batch // int(os.environ.get('WORLD_SIZE', 1))
+    runner = RUNNERS.build(digits_config(accelerator, work_dir, **options))
+    runner.train()
+    model = getattr(runner.model, 'module', runner.model)
+    accuracy = runner.message_hub.log_scalars.get('val/accuracy')
+    return dict(
+        accuracy=None if accuracy is None else float(accuracy.current()),
+        weights=weights_of(model),
+        device=str(next(model.parameters()).device),
+        wrapper=type(runner.model).__name__,
+        staged=getattr(runner.model, 'staging', None) is not None,
+    )
+
+
+#: Without batch normalization, whose statistics depend on how a batch is split.
+PLAIN = dict(
+    model__norm=False,
+    train_cfg__max_epochs=2,
+    train_cfg__val_interval=100,
+    default_hooks__checkpoint__interval=100,
+)
+
+
+def weights_of(model):
+    """The state dict as arrays, which travel between processes by value."""
+    return {name: value.cpu().numpy() for name, value in model.state_dict().items()}
+
+
+def largest_difference(one, other):
+    """Between two dicts of tensors or arrays."""
+    assert one.keys() == other.keys()
+    pairs = [(torch.as_tensor(one[k]).double(), torch.as_tensor(other[k]).double()) for k in one]
+    return max((a - b).abs().max().item() for a, b in pairs)

@@ -1,0 +1,28 @@
+"""Our wrapper trains as PyTorch's DDP does, over DDP itself and over host staging."""
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.model.parity import SCENARIOS, compare_all
+
+#: Half precision is summed in float32 on the way, so its last bit may differ.
+TOLERANCE = {'mixed_dtypes': 2e-2}
+
+
+@pytest.fixture(scope='module')
+def differences():
+    jobs = {}
+
+    def of(accelerator, ranks):
+        if (accelerator, ranks) not in jobs:
+            jobs[accelerator, ranks] = run_ranks(compare_all, ranks, accelerator)
+        return jobs[accelerator, ranks]
+
+    return of
+
+
+@pytest.mark.parametrize('scenario', SCENARIOS)
+@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('zeta', 2), ('zeta', 3)])
+def test_trains_as_ddp(differences, accelerator, ranks, scenario):
+    for found in differences(accelerator, ranks):
+        assert found[scenario] <= TOLERANCE.get(scenario, 1e-6)

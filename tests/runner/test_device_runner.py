@@ -1,0 +1,185 @@
+"""DeviceRunner beside MMEngine's: checkpoints, resume, autopatch, FlexibleRunner."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import RUNNERS
+from mmengine.runner import Runner
+
+from tests.distributed import run_ranks
+from tests.jobs import PLAIN, digits_config, install_card, largest_difference, weights_of
+
+THREE_EPOCHS = {**PLAIN, 'train_cfg__max_epochs': 3, 'default_hooks__checkpoint__interval': 1}
+
+
+def train(accelerator, work_dir, epochs, resume):
+    install_card(accelerator)
+    cfg = digits_config(accelerator, work_dir, **THREE_EPOCHS)
+    cfg.train_dataloader.batch_size = 64
+    cfg.resume = resume
+    runner = RUNNERS.build(cfg)
+    if epochs < 3:
+        runner.train_loop._max_epochs = epochs
+    runner.train()
+    return weights_of(runner.model.module)
+
+
+def test_resume_goes_on_as_if_never_stopped(tmp_path):
+    whole = run_ranks(train, 2, 'cpu', tmp_path / 'whole', 3, False)
+    run_ranks(train, 2, 'zeta', tmp_path / 'parts', 2, False)
+    assert (tmp_path / 'parts' / 'epoch_2.pth').is_file()
+    # Saved by a card, resumed on the CPU.
+    resumed = run_ranks(train, 2, 'cpu', tmp_path / 'parts', 3, True)
+    assert largest_difference(whole[0], resumed[0]) <= 1e-5
+    assert largest_difference(resumed[0], resumed[1]) == 0.0
+
+
+def test_stock_mmengine_loads_our_checkpoint(tmp_path, monkeypatch):
+    run_ranks(train, 2, 'zeta', tmp_path, 3, False)
+    cfg = digits_config('cpu', tmp_path / 'stock', **PLAIN)
+    cfg.runner_type = 'Runner'
+    cfg.load_from = str(tmp_path / 'epoch_3.pth')
+    # What stock MMEngine needs on torch 2.6 and later to read any of its own checkpoints.
+    monkeypatch.setenv('TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD', '1')
+    runner = Runner.from_cfg(cfg)
+    assert runner.test()['accuracy'] > 50.0
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.mkdir, (os.environ['MALICIOUS_FOLDER'],)
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
+    from mmdevplug.errors import DevPlugError
+    from mmdevplug.model.checkpoint import _restricted_pickle, read_checkpoint
+
+    folder = tmp_path / 'made by the checkpoint'
+    monkeypatch.setenv('MALICIOUS_FOLDER', str(folder))
+    path = tmp_path / 'malicious.pth'
+    torch.save(dict(state_dict={}, payload=Malicious()), path)
+    with pytest.raises(DevPlugError, match='refused'):
+        read_checkpoint(str(path))
+    # The way of older releases of PyTorch.
+    with pytest.raises(pickle.UnpicklingError, match='mkdir'):
+        torch.load(path, pickle_module=_restricted_pickle(), weights_only=False)
+    assert not folder.exists()
+
+
+def test_older_pytorch_reads_our_checkpoints_too(tmp_path):
+    from mmdevplug.model.checkpoint import _restricted_pickle, read_checkpoint
+
+    run_ranks(train, 2, 'cpu', tmp_path, 3, False)
+    path = tmp_path / 'epoch_3.pth'
+    new = read_checkpoint(str(path))
+    old = torch.load(path, pickle_module=_restricted_pickle(), weights_only=False)
+    assert new.keys() == old.keys()
+    assert largest_difference(new['state_dict'], old['state_dict']) == 0.0
+
+
+def dump_config(work_dir):
+    cfg = digits_config('cpu', work_dir, **PLAIN)
+    RUNNERS.build(cfg)
+
+
+def test_the_dumped_config_builds_our_runner_by_itself(tmp_path):
+    run_ranks(dump_config, 0, tmp_path)
+    (dumped,) = tmp_path.glob('*.py')
+    script = (
+        'from mmengine.config import Config; from mmengine.registry import RUNNERS\n'
+        f'cfg = Config.fromfile({str(dumped)!r}); cfg.log_level = "ERROR"\n'
+        'print(type(RUNNERS.build(cfg)).__module__)'
+    )
+    environ = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
+    printed = subprocess.run(
+        [sys.executable, '-c', script], env=environ, capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.splitlines()[-1] == 'mmdevplug.runner.device_runner'
+
+
+def autopatched(work_dir):
+    import mmdevplug.autopatch  # noqa: F401
+
+    cfg = digits_config('cpu', work_dir, **PLAIN)
+    cfg.pop('runner_type')
+
+    class OwnRunner(Runner):
+        pass
+
+    return [type(cls.from_cfg(cfg)).__name__ for cls in (Runner, OwnRunner)]
+
+
+def test_autopatch_replaces_runner_and_no_subclass(tmp_path):
+    assert run_ranks(autopatched, 0, tmp_path) == [['DeviceRunner', 'OwnRunner']]
+
+
+def train_flexible(accelerator, work_dir):
+    from mmengine.runner import FlexibleRunner
+
+    install_card(accelerator)
+    cfg = digits_config(accelerator, work_dir, **PLAIN)
+    cfg.train_dataloader.batch_size = 64 if 'RANK' in os.environ else 128
+    cfg.strategy = dict(type='DeviceStrategy', accelerator=accelerator)
+    cfg.custom_hooks = [dict(type='DeviceHook')]
+    cfg.env_cfg = dict(dist_cfg=dict(backend='nccl'))  # as every OpenMMLab config has it
+    runner = FlexibleRunner.from_cfg(cfg)
+    runner.train()
+    model = getattr(runner.model, 'module', runner.model)
+    return type(runner.model).__name__, str(next(model.parameters()).device), weights_of(model)
+
+
+@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('zeta', 2), ('zeta', 0)])
+def test_flexible_runner(tmp_path, accelerator, ranks):
+    from tests.runner.test_digits import train_plain_digits
+
+    (expected,) = run_ranks(train_plain_digits, 0, 'cpu', tmp_path / 'expected')
+    for rank, (name, device, weights) in enumerate(
+        run_ranks(train_flexible, ranks, accelerator, tmp_path)
+    ):
+        assert name == ('DeviceDistributedDataParallel' if ranks else 'DigitsClassifier')
+        assert device == ('cpu' if accelerator == 'cpu' else f'zeta:{rank}')
+        assert largest_difference(weights, expected['weights']) <= 1e-4
+
+
+def one_log(work_dir):
+    cfg = digits_config('cpu', work_dir, **PLAIN)
+    RUNNERS.build(cfg)
+
+
+def test_one_log_line_says_which_accelerator_and_why(tmp_path):
+    run_ranks(one_log, 2, tmp_path)
+    (log,) = tmp_path.glob('*/*.log')
+    lines = [line for line in log.read_text().splitlines() if "accelerator 'cpu'" in line]
+    assert len(lines) == 1
+    assert "accelerator.type='cpu'" in lines[0]
+    assert "backend 'gloo'" in lines[0]
+
+
+def wrapped_twice_by_config(work_dir):
+    cfg = digits_config('cpu', work_dir, **PLAIN)
+    cfg.model_wrapper_cfg = dict(type='MMDistributedDataParallel')
+    runner = RUNNERS.build(cfg)
+    try:
+        runner.wrap_model(cfg.model_wrapper_cfg, runner.model)
+    except TypeError as error:
+        return str(error)
+    return ''
+
+
+def test_a_wrapped_model_and_a_wrapper_config(tmp_path):
+    for message in run_ranks(wrapped_twice_by_config, 2, tmp_path):
+        assert 'model has been wrapped' in message
+
+
+def test_configs_are_left_as_they_are(tmp_path):
+    cfg = digits_config('cpu', tmp_path, **PLAIN)
+    before = cfg.pretty_text
+    RUNNERS.build(cfg)
+    assert cfg.pretty_text == before
+    assert isinstance(cfg, Config)

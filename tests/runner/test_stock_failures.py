@@ -1,0 +1,116 @@
+"""What stops MMEngine on a device it does not name; each with its counterpart of ours."""
+
+import pytest
+import torch
+from mmengine.registry import RUNNERS
+from mmengine.runner import Runner
+from torch import distributed as torch_dist, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed import RanksFailed, run_ranks
+from tests.jobs import (
+    PLAIN,
+    digits_config,
+    install_card,
+    largest_difference,
+    train_digits,
+    weights_of,
+)
+
+#: What people put into their configs to keep `device_ids` away.
+SEED_WRAPPER = dict(
+    type='MMDistributedDataParallel', find_unused_parameters=False, broadcast_buffers=False
+)
+
+cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason='is about machines without CUDA')
+
+
+def run_stock(work_dir, wrapper, group_exists):
+    """MMEngine's own runner on the digits example over gloo."""
+    if group_exists:
+        torch_dist.init_process_group('gloo')
+    cfg = digits_config('cpu', work_dir, **PLAIN)
+    cfg.runner_type = 'Runner'
+    cfg.env_cfg = dict(dist_cfg=dict(backend='gloo'))
+    if wrapper is not None:
+        cfg.model_wrapper_cfg = dict(wrapper)
+    RUNNERS.build(cfg).train()
+
+
+def run_ours(work_dir, wrapper, accelerator='cpu'):
+    """The same with our runner."""
+    install_card(accelerator)
+    cfg = digits_config(accelerator, work_dir, **PLAIN)
+    cfg.env_cfg = dict(dist_cfg=dict(backend='gloo'))
+    if wrapper is not None:
+        cfg.model_wrapper_cfg = dict(wrapper)
+    runner = RUNNERS.build(cfg)
+    runner.train()
+    return str(next(runner.model.parameters()).device), runner.model.device_ids
+
+
+@cpu_only
+def test_stock_sets_a_cuda_device_without_cuda(tmp_path):
+    with pytest.raises(RanksFailed, match='_cuda_setDevice'):
+        run_ranks(run_stock, 2, tmp_path, None, False)
+
+
+@cpu_only
+@pytest.mark.parametrize('wrapper', [None, SEED_WRAPPER])
+def test_stock_passes_device_ids_for_a_model_on_the_cpu(tmp_path, wrapper):
+    with pytest.raises(RanksFailed, match='device_ids') as raised:
+        run_ranks(run_stock, 2, tmp_path, wrapper, True)
+    assert raised.value.errors[1][0] == 'ValueError'
+    assert 'device_ids [1]' in raised.value.errors[1][1]
+
+
+@pytest.mark.parametrize('wrapper', [None, SEED_WRAPPER, dict(SEED_WRAPPER, device_ids=[1])])
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_ours_trains_whatever_the_config_passes(tmp_path, accelerator, wrapper):
+    found = run_ranks(run_ours, 2, tmp_path, wrapper, accelerator)
+    for rank, (device, device_ids) in enumerate(found):
+        assert device == ('cpu' if accelerator == 'cpu' else f'zeta:{rank}')
+        assert device_ids is None
+
+
+def wrap_card_model_in_ddp():
+    install_card('zeta')
+    torch_dist.init_process_group('gloo')
+    DistributedDataParallel(nn.Linear(2, 2).to('zeta:0'))
+
+
+def test_gloo_refuses_the_tensors_of_a_card(tmp_path):
+    with pytest.raises(RanksFailed, match='No backend type associated with device type zeta'):
+        run_ranks(wrap_card_model_in_ddp, 2)
+
+
+def stock_with_our_wrapper(work_dir, accelerator):
+    """MMEngine's runner, where the model's wrapper alone is ours."""
+    import mmdevplug
+    from mmdevplug.dist import init_device
+
+    install_card(accelerator)
+    init_device('pytorch', accelerator)
+    cfg = digits_config(accelerator, work_dir, **PLAIN)
+    cfg.pop('accelerator')
+    cfg.runner_type = 'Runner'
+    cfg.custom_imports = dict(imports=['mmdevplug'])
+    cfg.model_wrapper_cfg = dict(type='DeviceDistributedDataParallel', broadcast_buffers=False)
+    cfg.train_dataloader.batch_size = 64
+    runner = RUNNERS.build(cfg)
+    assert type(runner) is Runner
+    assert isinstance(runner.model, mmdevplug.DeviceDistributedDataParallel)
+    runner.train()
+    return weights_of(runner.model.module)
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_stock_runner_with_our_wrapper_alone(tmp_path, accelerator):
+    weights = run_ranks(stock_with_our_wrapper, 2, tmp_path, accelerator)
+    expected = run_ranks(train_plain, 2, accelerator, tmp_path)[0]['weights']
+    assert largest_difference(weights[0], weights[1]) == 0.0
+    assert largest_difference(weights[0], expected) <= 1e-4
+
+
+def train_plain(accelerator, work_dir):
+    return train_digits(accelerator, work_dir, **PLAIN)
