@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
@@ -18,14 +19,23 @@ from tests.jobs import PLAIN, digits_config, install_card, largest_difference, w
 THREE_EPOCHS = {**PLAIN, 'train_cfg__max_epochs': 3, 'default_hooks__checkpoint__interval': 1}
 
 
+class StopAfter(Hook):
+    """Ends training early, as an interrupted job does, with the schedule of the whole."""
+
+    def __init__(self, epochs):
+        self.epochs = epochs
+
+    def after_train_epoch(self, runner):
+        runner.train_loop.stop_training = runner.epoch + 1 >= self.epochs
+
+
 def train(accelerator, work_dir, epochs, resume):
     install_card(accelerator)
     cfg = digits_config(accelerator, work_dir, **THREE_EPOCHS)
     cfg.train_dataloader.batch_size = 64
     cfg.resume = resume
     runner = RUNNERS.build(cfg)
-    if epochs < 3:
-        runner.train_loop._max_epochs = epochs
+    runner.register_hook(StopAfter(epochs))
     runner.train()
     return weights_of(runner.model.module)
 

@@ -1,0 +1,72 @@
+# `make help` lists the targets. Everything is installed into virtual environments of its own.
+VENV ?= .venv
+VENV_XLA ?= .venv-xla
+PYTHON ?= python3
+
+BIN := $(VENV)/bin
+BIN_XLA := $(VENV_XLA)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PIP_XLA := $(BIN_XLA)/python -m pip --disable-pip-version-check
+
+# Files in the environments that say they are complete; touching setup.py installs again.
+STAMP := $(VENV)/.installed
+STAMP_XLA := $(VENV_XLA)/.installed
+
+TRAIN_DIR := work_dirs/demo
+
+# For read_base(), MMEngine looks for configs where packages are installed, and an editable install
+# leaves none there.
+SITE := import sysconfig; print(sysconfig.get_paths()["purelib"])
+link = ln -sfn "$(CURDIR)/mmdevplug" "$$($(1)/python -c '$(SITE)')/mmdevplug"
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-xla demo test test-xla test-cuda lint benchmark clean
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+
+install: $(STAMP)  ## Make $(VENV), with torch 2.13
+
+$(STAMP): setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --upgrade pip "setuptools<81" wheel
+	$(PIP) install torch==2.13.0
+	$(PIP) install --no-build-isolation -e ".[examples,dev]"
+	$(call link,$(BIN))
+	touch $@
+
+install-xla: $(STAMP_XLA)  ## Make $(VENV_XLA), with torch_xla 2.9
+
+# The three in one command: apart, the newest torchvision would replace torch.
+$(STAMP_XLA): setup.py
+	$(PYTHON) -m venv $(VENV_XLA)
+	$(PIP_XLA) install --upgrade pip "setuptools<81" wheel
+	$(PIP_XLA) install torch==2.9.0 torch_xla==2.9.0 torchvision==0.24.0
+	$(PIP_XLA) install --no-build-isolation -e ".[examples,dev]"
+	$(call link,$(BIN_XLA))
+	touch $@
+
+demo: install  ## Train a digits classifier in 2 processes, test it and draw a report
+	$(BIN)/mmdevplug train configs/digits/digits_cpu.py --nproc 2 --work-dir $(TRAIN_DIR)
+	$(BIN)/python demo/digits_report.py $(TRAIN_DIR)
+
+lint: install  ## Check style and that the package is Python 3.8
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/vermin -t=3.8- --no-tips mmdevplug tools demo
+
+test: lint  ## Run the tests that need neither torch_xla nor a GPU
+	$(BIN)/python -m pytest -m "not cuda and not xla"
+
+test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
+	$(BIN_XLA)/python -m pytest -m xla
+
+test-cuda: install  ## Run the tests that need a GPU
+	$(BIN)/python -m pytest -m cuda
+
+benchmark: install  ## Measure the averaging of gradients on the CPU
+	$(BIN)/python benchmarks/grad_sync.py --device cpu
+
+clean:  ## Remove the environments and what was built or trained
+	rm -rf $(VENV) $(VENV_XLA) build dist *.egg-info work_dirs .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

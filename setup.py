@@ -1,0 +1,96 @@
+"""Packaging, in OpenMMLab's manner: the configs and the tools travel inside the package."""
+
+import shutil
+from pathlib import Path
+from typing import Any, Dict
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+# What `mim` looks for in an installed package, where it is present.
+FOR_MIM = ('configs', 'tools', 'model-index.yml')
+
+INSTALL_REQUIRES = [
+    # Any torch from 1.10 on is needed too and left out on purpose: accelerators come with a torch
+    # of their vendor's, and asking for plain `torch` may replace it.
+    'mmengine>=0.10.0,<1.0',
+    # MMEngine imports pkg_resources, which setuptools 81 removed.
+    'setuptools<81',
+]
+
+EXTRAS_REQUIRE = {
+    'xla': ['torch==2.9.0', 'torch_xla==2.9.0', 'torchvision==0.24.0'],
+    'examples': ['scikit-learn', 'matplotlib'],
+    'dev': [
+        'pytest',
+        'pytest-timeout',
+        'ruff',
+        'vermin',
+        'pre-commit',
+        'pre-commit-hooks',
+        'ninja',
+    ],
+}
+
+
+def read_version() -> str:
+    """Read the version without importing the package, which would need MMEngine."""
+    found: Dict[str, Any] = {}
+    exec((ROOT / 'mmdevplug' / 'version.py').read_text(encoding='utf-8'), found)
+    return found['__version__']
+
+
+class BuildWithMim(build_py):
+    """Copies what `mim` wants into ``mmdevplug/.mim`` of the build."""
+
+    def run(self) -> None:
+        """Build; an editable install needs no copies."""
+        super().run()
+        if getattr(self, 'editable_mode', False):
+            return
+        target = Path(self.build_lib) / 'mmdevplug' / '.mim'
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        for name in FOR_MIM:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(
+                    source, target / name, ignore=shutil.ignore_patterns('__pycache__', '*.pyc')
+                )
+            elif source.is_file():
+                shutil.copy2(source, target / name)
+
+
+if __name__ == '__main__':
+    setup(
+        name='mmdevplug',
+        version=read_version(),
+        description='Train any OpenMMLab model on any PyTorch accelerator',
+        long_description=(ROOT / 'README.md').read_text(encoding='utf-8'),
+        long_description_content_type='text/markdown',
+        keywords='OpenMMLab, MMEngine, PyTorch, accelerator, distributed training, XLA, GCU',
+        license='Apache-2.0',
+        classifiers=[
+            'Development Status :: 3 - Alpha',
+            'Operating System :: POSIX',
+            'Programming Language :: Python :: 3',
+            'Programming Language :: Python :: 3.8',
+            'Programming Language :: Python :: 3.9',
+            'Programming Language :: Python :: 3.10',
+            'Programming Language :: Python :: 3.11',
+            'Programming Language :: Python :: 3.12',
+            'Topic :: Scientific/Engineering :: Artificial Intelligence',
+        ],
+        python_requires='>=3.8',
+        packages=find_packages(include=['mmdevplug', 'mmdevplug.*']),
+        # `mmdevplug/configs` is a link to `configs`: files without packages, some for read_base().
+        package_data={'mmdevplug': ['configs/**/*.py']},
+        include_package_data=False,
+        install_requires=INSTALL_REQUIRES,
+        extras_require=EXTRAS_REQUIRE,
+        entry_points={'console_scripts': ['mmdevplug = mmdevplug.cli.main:main']},
+        cmdclass={'build_py': BuildWithMim},
+        zip_safe=False,
+    )

@@ -1,0 +1,195 @@
+"""When one rank is wrong, all ranks end, and every message names that rank."""
+
+import os
+
+import pytest
+import torch
+from mmengine.registry import RUNNERS
+from torch import distributed as torch_dist, nn
+
+from tests.distributed import RanksFailed, run_ranks
+from tests.jobs import PLAIN, digits_config, install_card
+
+
+def errors_of(function, world_size, *args, **kwargs):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(function, world_size, *args, **kwargs)
+    return raised.value.errors
+
+
+# before the model is built ---------------------------------------------------------------------
+
+
+def init(accelerator='cpu', backend=None, timeout=30):
+    from mmdevplug.dist import init_device
+
+    if accelerator not in ('cpu', 'nowhere'):
+        install_card(accelerator)
+    context = init_device('pytorch', accelerator, forced_backend=backend, timeout=timeout)
+    return context.backend, str(context.device), os.environ.get('GLOO_SOCKET_IFNAME')
+
+
+def test_process_group_on_the_loopback_interface():
+    assert run_ranks(init, 2) == [('gloo', 'cpu', 'lo')] * 2
+
+
+def test_a_card_for_each_local_rank_and_gloo_between_them():
+    assert [found[:2] for found in run_ranks(init, 3, 'zeta')] == [
+        ('gloo', f'zeta:{rank}') for rank in range(3)
+    ]
+
+
+def test_unknown_accelerator_ends_all_ranks_with_what_there_is():
+    for kind, message, _ in errors_of(init, 2, 'nowhere').values():
+        assert kind == 'AcceleratorError'
+        assert "'nowhere'" in message
+        assert 'usable here: cpu' in message
+
+
+def init_where_rank_1_has_another_name(rank_1):
+    from mmdevplug.dist import init_device
+
+    return init_device('pytorch', rank_1 if os.environ['RANK'] == '1' else 'cpu', timeout=30)
+
+
+def test_one_rank_without_its_device_ends_all_with_its_name():
+    errors = errors_of(init_where_rank_1_has_another_name, 3, 'npu')
+    assert sorted(errors) == [0, 1, 2]
+    assert errors[1][0] == 'AcceleratorError'
+    assert 'torch_npu' in errors[1][1]
+    for rank in (0, 2):
+        kind, message, _ = errors[rank]
+        assert kind == 'RankFailedError'
+        assert '1 of 3 ranks failed' in message
+        assert 'rank 1 of 3' in message
+        assert 'torch_npu' in message
+
+
+def init_with_broken_card_on_rank_1():
+    from mmdevplug.device import CPUAccelerator
+    from mmdevplug.dist import init_device
+
+    class Broken(CPUAccelerator):
+        def to_host(self, tensors):
+            return [tensor * float('nan') for tensor in tensors]
+
+    return init_device('pytorch', Broken() if os.environ['RANK'] == '1' else 'cpu', timeout=30)
+
+
+def test_a_device_that_computes_wrongly_is_found_before_training():
+    errors = errors_of(init_with_broken_card_on_rank_1, 2)
+    assert 'differs from the CPU' in errors[1][1]
+    assert 'rank 1 of 2' in errors[0][1]
+
+
+def test_more_ranks_than_devices():
+    errors = errors_of(init, 5, 'zeta')
+    assert sorted(errors) == [0, 1, 2, 3, 4]
+    assert 'zeta:4' in errors[4][1]
+    assert '4 zeta device(s)' in errors[4][1]
+    assert 'rank 4 of 5' in errors[0][1]
+
+
+def test_nccl_on_the_cpu_is_refused_on_all_ranks():
+    for kind, message, _ in errors_of(init, 2, 'cpu', 'nccl').values():
+        assert kind == 'LaunchError'
+        assert "'nccl'" in message
+        assert "'gloo'" in message
+
+
+def test_a_rank_that_never_comes():
+    # Two ranks are announced, one is started.
+    variables = dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
+    ((kind, message, _),) = errors_of(
+        init, 1, 'cpu', None, 3, environ=variables, timeout=60
+    ).values()
+    assert kind in ('LaunchError', 'RankFailedError')
+    assert 'MASTER_PORT' in message or '1 of 2 ranks arrived' in message
+
+
+@pytest.mark.parametrize(
+    ('variable', 'value'),
+    [('LOCAL_RANK', None), ('LOCAL_RANK', 'two'), ('RANK', '7'), ('WORLD_SIZE', '0')],
+)
+def test_bad_launch_variables_name_themselves(variable, value):
+    environ = {variable: value}
+    for kind, message, _ in errors_of(init, 1, environ=environ).values():
+        assert kind == 'LaunchError'
+        assert variable in message
+
+
+# while training --------------------------------------------------------------------------------
+
+
+class RaisesLater(nn.Module):
+    """Wraps a model's forward: one rank raises at its third call."""
+
+    def __init__(self, model, rank):
+        super().__init__()
+        self.calls = 0
+        self.forward_of_model = model.forward
+        model.forward = self.raise_at_third
+        self.rank = rank
+
+    def raise_at_third(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == 3 and torch_dist.get_rank() == self.rank:
+            raise ValueError('the third batch is bad')
+        return self.forward_of_model(*args, **kwargs)
+
+
+def train_with_bad_rank(accelerator, work_dir, bad_rank):
+    install_card(accelerator)
+    cfg = digits_config(accelerator, work_dir, **PLAIN)
+    cfg.env_cfg = dict(dist_cfg=dict(timeout=60))
+    runner = RUNNERS.build(cfg)
+    RaisesLater(runner.model.module, bad_rank)
+    runner.train()
+
+
+@pytest.mark.parametrize(
+    ('accelerator', 'bad_rank'), [('cpu', 1), ('cpu', 0), ('zeta', 1), ('zeta', 0)]
+)
+def test_an_error_in_forward_names_its_rank_on_all_ranks(tmp_path, accelerator, bad_rank):
+    errors = errors_of(train_with_bad_rank, 3, accelerator, tmp_path, bad_rank, timeout=120)
+    assert sorted(errors) == [0, 1, 2]
+    assert errors[bad_rank][:2] == ('ValueError', 'the third batch is bad')
+    for rank in set(errors) - {bad_rank}:
+        kind, message, _ = errors[rank]
+        assert kind == 'RankFailedError'
+        assert f'rank {bad_rank} of 3' in message
+        assert 'the third batch is bad' in message
+
+
+def train_with_detached_loss(accelerator, work_dir):
+    install_card(accelerator)
+    cfg = digits_config(accelerator, work_dir, **PLAIN)
+    runner = RUNNERS.build(cfg)
+    forward = runner.model.module.forward
+    runner.model.module.forward = lambda *args, **kwargs: {
+        name: loss.detach() for name, loss in forward(*args, **kwargs).items()
+    }
+    runner.train()
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_a_loss_that_reaches_no_parameter(tmp_path, accelerator):
+    for kind, message, _ in errors_of(train_with_detached_loss, 2, accelerator, tmp_path).values():
+        assert kind == 'ModelError'
+        assert 'loss.requires_grad is False' in message
+
+
+def die_without_a_word():
+    from mmdevplug.dist import fail_together
+
+    init(timeout=60)
+    with fail_together('training'):
+        if torch_dist.get_rank() == 1:
+            os._exit(9)
+        torch_dist.all_reduce(torch.ones(1))
+
+
+def test_a_killed_rank_is_no_riddle():
+    errors = errors_of(die_without_a_word, 2)
+    assert errors[0][0] == 'RankFailedError'
+    assert 'which left no message' in errors[0][1]

@@ -1,0 +1,228 @@
+"""What ``import mmdevplug`` does in a fresh process: registers everything, imports little."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmdevplug.device.torch_native import FAMILIES
+
+ROOT = Path(__file__).parents[1]
+VENDORS = sorted(
+    {'torch_xla', 'torch_gcu', *(f.package.split('.')[0] for f in FAMILIES.values() if f.package)}
+)
+PARTS = [
+    ('RUNNERS', 'DeviceRunner', 'mmdevplug.runner'),
+    ('MODEL_WRAPPERS', 'DeviceDistributedDataParallel', 'mmdevplug.model'),
+    ('HOOKS', 'DeviceHook', 'mmdevplug.hooks'),
+    ('STRATEGIES', 'DeviceStrategy', 'mmdevplug.strategy'),
+]
+LOOK_UPS = '\n'.join(
+    f'from mmengine.registry import {registry}\n'
+    f'found = {registry}.get({name!r})\n'
+    f'assert found is not None, {name!r}\n'
+    f'from {module} import {name}\n'
+    f'assert found is {name}'
+    for registry, name, module in PARTS
+)
+
+
+def run(code, *paths):
+    """Run code in a fresh process and give what it printed."""
+    done = subprocess.run(
+        [sys.executable, '-W', 'error::ImportWarning', '-c', code],
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join([*map(str, paths), str(ROOT)])},
+        cwd=str(ROOT),
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode().split()
+
+
+# what is imported ----------------------------------------------------------------------------
+
+NEW_MODULES = """
+import sys
+import mmengine
+before = set(sys.modules)
+import mmdevplug
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_import_brings_neither_torch_nor_a_vendors_package(tmp_path):
+    # Where they are installed they could be imported, so they are.
+    for package in VENDORS:
+        (tmp_path / f'{package}.py').write_text('raise SystemExit("imported too early")')
+    found = {name.split('.')[0] for name in run(NEW_MODULES, tmp_path)}
+    assert found.isdisjoint({'torch', 'torchvision', 'mmcv', *VENDORS})
+
+
+def test_import_brings_none_of_the_parts():
+    found = run(NEW_MODULES)
+    assert 'mmdevplug' in found
+    assert set(found).isdisjoint(module for _, _, module in PARTS)
+    assert not [name for name in found if name.startswith('mmdevplug.device')]
+
+
+def test_import_sets_no_environment_variable():
+    changed = """
+import os
+import mmengine
+before = dict(os.environ)
+import mmdevplug
+print(*[name for name in os.environ if os.environ[name] != before.get(name)])
+"""
+    assert run(changed) == []
+
+
+def test_import_leaves_stock_classes_alone():
+    assert (
+        run("""
+from mmengine.runner import Runner
+from mmengine.model import MMDistributedDataParallel
+from mmengine.dist import utils
+def state():
+    members = [vars(Runner), vars(MMDistributedDataParallel), vars(utils)]
+    return [{name: id(value) for name, value in m.items()} for m in members]
+before = state()
+import mmdevplug
+from mmengine.registry import RUNNERS
+RUNNERS.get('DeviceRunner')
+mmdevplug.DeviceHook, mmdevplug.DeviceDistributedDataParallel, mmdevplug.get_accelerator('cpu')
+assert state() == before
+assert RUNNERS.get('Runner') is Runner
+""")
+        == []
+    )
+
+
+# look-ups ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'first',
+    [
+        '',
+        'import torch',
+        'import mmengine.runner',
+        'import mmengine.runner, mmengine.model, mmengine.hooks, mmengine._strategy',
+        "from mmengine.registry import RUNNERS; RUNNERS.get('Runner')",
+        "from mmengine.registry import HOOKS; HOOKS.get('IterTimerHook')",
+        "from mmengine.registry import STRATEGIES; STRATEGIES.get('SingleDeviceStrategy')",
+        "from mmengine.registry import MODEL_WRAPPERS; MODEL_WRAPPERS.get('DataParallel')",
+    ],
+    ids=[
+        'nothing',
+        'torch',
+        'runner',
+        'all-parts',
+        'runners-asked',
+        'hooks-asked',
+        'strategies-asked',
+        'wrappers-asked',
+    ],
+)
+def test_parts_are_found_after_the_import_alone(first):
+    run(f'{first}\nimport mmdevplug\n{LOOK_UPS}')
+
+
+@pytest.mark.parametrize(('registry', 'name', 'module'), PARTS)
+def test_each_part_is_found_as_the_first_one(registry, name, module):
+    code = f"""
+import mmdevplug
+from mmengine.registry import {registry}
+print({registry}.get({name!r}).__module__)
+"""
+    assert run(code)[-1].startswith(module)
+
+
+def test_parts_are_found_under_the_scope_of_another_package():
+    run("""
+from mmengine.registry import RUNNERS, DefaultScope, Registry
+import mmdevplug
+CHILD = Registry('runner', parent=RUNNERS, scope='mmother')
+DefaultScope.get_instance('mmother', scope_name='mmother')
+with CHILD.switch_scope_and_registry('mmother') as registry:
+    assert registry is CHILD
+    assert registry.get('DeviceRunner') is mmdevplug.DeviceRunner
+""")
+
+
+def test_stock_parts_are_still_found():
+    run("""
+import mmdevplug
+from mmengine.registry import HOOKS, MODEL_WRAPPERS, RUNNERS, STRATEGIES
+import mmengine.runner, mmengine.model, mmengine.hooks, mmengine._strategy
+assert RUNNERS.get('Runner') is mmengine.runner.Runner
+assert HOOKS.get('CheckpointHook') is mmengine.hooks.CheckpointHook
+assert STRATEGIES.get('DDPStrategy') is mmengine._strategy.DDPStrategy
+wrapper = MODEL_WRAPPERS.get('MMDistributedDataParallel')
+assert wrapper is mmengine.model.MMDistributedDataParallel
+""")
+
+
+def test_second_import_registers_nothing_twice():
+    run(f"""
+import importlib, mmdevplug
+importlib.reload(mmdevplug)
+from mmengine.registry import RUNNERS
+assert RUNNERS._locations.count('mmdevplug.runner') == 1
+{LOOK_UPS}
+importlib.reload(mmdevplug)
+""")
+
+
+# names ---------------------------------------------------------------------------------------
+
+
+def test_every_exported_name_is_there():
+    assert (
+        run("""
+import mmdevplug
+missing = [name for name in mmdevplug.__all__ if getattr(mmdevplug, name, None) is None]
+assert not missing, missing
+from mmdevplug import *
+assert get_accelerator('cpu').name == 'cpu'
+assert 'cpu' in available_accelerators()
+assert DeviceRunner.__name__ == 'DeviceRunner'
+""")
+        == []
+    )
+
+
+def test_exported_names_are_those_of_their_modules():
+    run("""
+import sys
+import mmdevplug
+for name, module in [
+    ('get_accelerator', 'mmdevplug.device'),
+    ('available_accelerators', 'mmdevplug.device'),
+    ('DeviceHook', 'mmdevplug.hooks'),
+    ('DeviceDistributedDataParallel', 'mmdevplug.model'),
+    ('DeviceRunner', 'mmdevplug.runner'),
+]:
+    value = getattr(mmdevplug, name)
+    assert value is getattr(sys.modules[module], name), name
+""")
+
+
+def test_unknown_name_is_an_attribute_error():
+    run("""
+import mmdevplug
+try:
+    mmdevplug.get_acelerator
+except AttributeError as error:
+    assert str(error) == "module 'mmdevplug' has no attribute 'get_acelerator'"
+else:
+    raise SystemExit('found')
+assert not hasattr(mmdevplug, 'torch')
+try:
+    from mmdevplug import nothing_of_the_kind
+except ImportError:
+    pass
+else:
+    raise SystemExit('imported')
+""")

@@ -1,0 +1,154 @@
+"""Real lazy devices: torch_xla on PJRT's CPU client."""
+
+import os
+
+import pytest
+
+from tests.distributed import RanksFailed, run_ranks
+from tests.jobs import PLAIN, digits_config, largest_difference, train_digits
+from tests.model.parity import SCENARIOS, compare_all
+
+pytestmark = pytest.mark.xla
+
+#: Half precision is summed in float32 on the way, so its last bit may differ; XLA's own kernels
+#: round differently from PyTorch's.
+TOLERANCE = {'mixed_dtypes': 2e-2}
+
+
+def test_devices_of_one_process():
+    run_ranks(look_at_devices, 0, environ=dict(CPU_NUM_DEVICES='4'))
+
+
+def look_at_devices():
+    import torch
+
+    from mmdevplug.device import get_accelerator
+    from mmdevplug.device.probe import probe_device
+    from mmdevplug.errors import AcceleratorError
+
+    accelerator = get_accelerator('xla')
+    assert accelerator.lazy
+    assert accelerator.device_count() == 4
+    assert accelerator.device(3) == torch.device('xla', 3)
+    with pytest.raises(AcceleratorError, match='CPU_NUM_DEVICES'):
+        accelerator.device(4)
+    for index in range(4):
+        probe_device(accelerator, accelerator.device(index))
+    host = [torch.randn(3, 2), torch.ones(4, dtype=torch.int64), torch.randn(2).bfloat16()]
+    sent = [torch.empty_like(value, device='xla:3') for value in host]
+    accelerator.copy_to_device(host, sent)
+    fetched = accelerator.to_host(sent)
+    assert all(torch.equal(one, other) for one, other in zip(host, fetched))
+    assert {str(value.device) for value in sent} == {'xla:3'}
+    assert accelerator.memory_allocated() is None  # PJRT's CPU client keeps no statistics
+
+
+def detect():
+    from mmdevplug.device import available_accelerators, choose_accelerator
+
+    return choose_accelerator().accelerator.name, available_accelerators()
+
+
+def test_detection_prefers_xla_only_where_pjrt_was_asked_for():
+    assert run_ranks(detect, 0)[0] == ('xla', ['xla', 'cpu'])
+    assert run_ranks(detect, 0, environ=dict(PJRT_DEVICE=None))[0][0] == 'cpu'
+
+
+@pytest.fixture(scope='module')
+def differences():
+    return run_ranks(compare_all, 2, 'xla', environ=dict(CPU_NUM_DEVICES='2'))
+
+
+@pytest.mark.parametrize('scenario', SCENARIOS)
+def test_trains_as_ddp_on_the_cpu(differences, scenario):
+    for found in differences:
+        assert found[scenario] <= TOLERANCE.get(scenario, 1e-5)
+
+
+def wrap_in_ddp():
+    from torch import distributed as torch_dist, nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch_dist.init_process_group('gloo')
+    device = f'xla:{os.environ["LOCAL_RANK"]}'
+    DistributedDataParallel(nn.Linear(2, 2).to(device))
+
+
+def test_stock_ddp_refuses_tensors_of_a_lazy_device():
+    with pytest.raises(RanksFailed, match='invalid tensor type') as raised:
+        run_ranks(wrap_in_ddp, 2, environ=dict(CPU_NUM_DEVICES='2'))
+    assert 'xla' in raised.value.errors[1][1]
+
+
+@pytest.mark.parametrize('ranks', [0, 2])
+def test_accuracy(tmp_path, ranks):
+    results = run_ranks(train_digits, ranks, 'xla', tmp_path, environ=dict(CPU_NUM_DEVICES='2'))
+    assert results[0]['accuracy'] >= 97.0
+    assert [result['device'] for result in results] == ['xla:0', 'xla:1'][: len(results)]
+
+
+def train_plain(accelerator, work_dir):
+    return train_digits(accelerator, work_dir, **PLAIN)
+
+
+def test_weights_equal_those_of_one_process_on_the_cpu(tmp_path):
+    (expected,) = run_ranks(train_plain, 0, 'cpu', tmp_path / 'cpu')
+    for result in run_ranks(
+        train_plain, 2, 'xla', tmp_path / 'xla', environ=dict(CPU_NUM_DEVICES='2')
+    ):
+        assert largest_difference(result['weights'], expected['weights']) <= 1e-4
+
+
+def count_executions(work_dir, accumulative_counts):
+    """Executions and compilations of each iteration after the first epoch."""
+    import torch_xla.debug.metrics as metrics
+    from mmengine.hooks import Hook
+    from mmengine.registry import RUNNERS
+
+    class Counts(Hook):
+        priority = 'LOWEST'
+
+        def __init__(self):
+            self.seen = []
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            found = [metrics.metric_data(name) for name in ('ExecuteTime', 'CompileTime')]
+            self.seen.append([data[0] if data else 0 for data in found])
+
+    cfg = digits_config('xla', work_dir, **PLAIN)
+    cfg.model.norm = True
+    cfg.train_cfg.max_epochs = 4
+    cfg.train_dataloader.batch_size = 64
+    cfg.default_hooks.logger.interval = 5
+    cfg.optim_wrapper.accumulative_counts = accumulative_counts
+    runner = RUNNERS.build(cfg)
+    counts = Counts()
+    runner.register_hook(counts)
+    runner.train()
+    after_warm_up = counts.seen[11:]
+    executions = [b[0] - a[0] for a, b in zip(after_warm_up, after_warm_up[1:])]
+    return executions, after_warm_up[-1][1] - after_warm_up[0][1]
+
+
+def test_two_executions_an_iteration_and_no_recompilation(tmp_path):
+    # A real run of MMEngine's, with its logging and a scheduler that changes the rate each time.
+    for executions, compilations in run_ranks(
+        count_executions, 2, tmp_path, 1, environ=dict(CPU_NUM_DEVICES='2')
+    ):
+        assert len(executions) >= 30
+        assert set(executions) == {2}
+        assert compilations == 0
+
+
+def test_one_execution_in_a_single_process(tmp_path):
+    ((executions, compilations),) = run_ranks(count_executions, 0, tmp_path, 1)
+    assert set(executions) == {1}
+    assert compilations == 0
+
+
+def test_accumulation_adds_no_execution(tmp_path):
+    for executions, compilations in run_ranks(
+        count_executions, 2, tmp_path, 2, environ=dict(CPU_NUM_DEVICES='2')
+    ):
+        assert set(executions) == {1, 2}
+        assert compilations == 0
