@@ -59,7 +59,7 @@ test: lint  ## Run the tests that need neither torch_xla nor a GPU
 	$(BIN)/python -m pytest -m "not cuda and not xla"
 
 test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
-	$(BIN_XLA)/python -m pytest -m xla
+	PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest -m xla
 
 test-cuda: install  ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m cuda

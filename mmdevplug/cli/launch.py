@@ -7,7 +7,7 @@ import sys
 from typing import List, Optional
 
 from mmdevplug.device import choose_accelerator
-from mmdevplug.dist.process_group import accelerator_options
+from mmdevplug.device.detection import accelerator_options
 from mmdevplug.errors import DevPlugError, LaunchError
 
 from .common import add_common_arguments, load_config, run

@@ -85,7 +85,7 @@ class Accelerator(ABC):
         if not 0 <= local_rank < count:
             raise AcceleratorError(
                 f'LOCAL_RANK={local_rank} asks for {self.device_type}:{local_rank}, but this '
-                f'process sees {count} {self.name} device(s), indices 0 to {count - 1} '
+                f'process sees {count} {self.name} device(s), counted from 0 '
                 f'({self.describe_visibility()}). Start at most {count} processes on this host, '
                 f'or make more devices visible.'
             )
@@ -99,8 +99,16 @@ class Accelerator(ABC):
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         """Wait until the device has done what was asked of it."""
 
-    def materialize(self, device: Optional[torch.device] = None) -> None:
-        """Run what a lazy device has recorded; nothing to do on an eager one."""
+    def materialize(
+        self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
+    ) -> None:
+        """Run what a lazy device has recorded; nothing to do on an eager one.
+
+        Args:
+            device (torch.device, optional): Defaults to None: the current one.
+            wanted (Sequence[Tensor]): Tensors that are about to be fetched, which a device may
+                have to be told of so that fetching them costs no execution of its own.
+        """
 
     def describe_visibility(self) -> str:
         """The visible-devices variable and its value, for messages."""
@@ -126,7 +134,9 @@ class Accelerator(ABC):
 
     def copy_to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy device tensors into existing host tensors, converting dtypes as ``copy_`` does."""
-        for source, target in zip(sources, targets):
+        # A lazy device reads many tensors in one call; an eager one needs no copy in between.
+        fetched = self.to_host(sources) if self.lazy else sources
+        for source, target in zip(fetched, targets):
             target.copy_(source.detach())
 
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

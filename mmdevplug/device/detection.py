@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from typing import Any, Iterator, List, Mapping, NamedTuple, Optional, Union
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Union
 
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
@@ -44,7 +44,7 @@ def choose_accelerator(config: AcceleratorConfig = None) -> Choice:
     """
     if isinstance(config, Accelerator):
         return Choice(config, 'given as an object')
-    options = {'type': config} if isinstance(config, str) else dict(config or {})
+    options = accelerator_options(config)
     name = options.pop('type', None) or 'auto'
     if name != 'auto':
         return Choice(
@@ -55,6 +55,30 @@ def choose_accelerator(config: AcceleratorConfig = None) -> Choice:
         accelerator = _build_usable(name, options, ENVIRONMENT_VARIABLE)
         return Choice(accelerator, f'environment variable {ENVIRONMENT_VARIABLE}={name}')
     return _detect()
+
+
+def accelerator_options(config: Union[str, Mapping[str, Any], None]) -> Dict[str, Any]:
+    """Bring the config key ``accelerator`` into one form.
+
+    Args:
+        config (str, dict or None): A name, or a dict with ``type`` and options.
+
+    Returns:
+        dict: A copy.
+
+    Raises:
+        AcceleratorError: If it is neither.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, str):
+        return dict(type=config)
+    if isinstance(config, Mapping):
+        return dict(config)
+    raise AcceleratorError(
+        f"accelerator={config!r}: expected a name such as 'gcu' or a dict such as "
+        f"dict(type='gcu', backend='gloo')."
+    )
 
 
 def get_accelerator(config: AcceleratorConfig = 'auto') -> Accelerator:
@@ -97,16 +121,19 @@ def current_accelerator() -> Accelerator:
 
 
 def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
+    build = None
     if name in ACCELERATORS.module_dict:
+        build = ACCELERATORS.build
+    elif name == privateuse1_name() or 'package' in options:
+        build = _build_native
+    if build is not None:
         try:
-            return ACCELERATORS.build(dict(type=name, **options))
+            return build(dict(type=name, **options))
         except TypeError as error:
             raise AcceleratorError(
                 f'accelerator=dict(type={name!r}, ...) has an option it does not take: {error}. '
                 f'Given: {sorted(options)}.'
             ) from error
-    if name == privateuse1_name() or 'package' in options:
-        return TorchNativeAccelerator(type=name, **options)
     raise AcceleratorError(
         f'{origin} names the accelerator {name!r}, which is unknown. Known: '
         f'{", ".join(sorted(ACCELERATORS.module_dict))}; usable here: '
@@ -116,9 +143,29 @@ def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
     )
 
 
+def _build_native(options: Mapping[str, Any]) -> Accelerator:
+    return TorchNativeAccelerator(**options)
+
+
+def _is_usable(accelerator: Accelerator) -> bool:
+    """Whether there is a device; a driver that raises instead of answering is an error."""
+    try:
+        return accelerator.is_available() and accelerator.device_count() > 0
+    except AcceleratorError:
+        raise
+    except Exception as error:
+        # Vendors' drivers fail in many ways when they are asked for their devices.
+        raise AcceleratorError(
+            f'accelerator {accelerator.name!r} fails when asked for its devices, with '
+            f'{type(error).__name__}: {error} ({accelerator.describe_visibility()}). Check the '
+            f'driver, or choose another accelerator with accelerator=dict(type=...) or '
+            f'{ENVIRONMENT_VARIABLE}.'
+        ) from error
+
+
 def _build_usable(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
     accelerator = _build(name, options, origin)
-    if not accelerator.is_available():
+    if not _is_usable(accelerator):
         raise AcceleratorError(
             f'{origin} names the accelerator {name!r}, but no such device can be used: it needs '
             f'{accelerator.requirement()} ({accelerator.describe_visibility()}). Usable here: '
@@ -137,7 +184,7 @@ def _usable_accelerators() -> Iterator[Accelerator]:
     for name in registered + names:
         try:
             accelerator = _build(name, {}, 'detection')
-            usable = accelerator.is_available() and accelerator.device_count() > 0
+            usable = _is_usable(accelerator)
         except AcceleratorError as error:
             # Said aloud: training on the CPU beside a broken card is what nobody wants.
             warnings.warn(str(error), stacklevel=3)

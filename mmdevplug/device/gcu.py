@@ -54,14 +54,16 @@ class T20Accelerator(Accelerator):
         self.materialize(device)
         self._torch_gcu.synchronize(device)
 
-    def materialize(self, device: Optional[torch.device] = None) -> None:
+    def materialize(
+        self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
+    ) -> None:
         # The default mode waits for the graph before: two graphs in flight need more memory
         # than a card may have.
         self._torch_gcu.sync_lived_tensor(device=device)
 
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
         # One graph for all of them; each copy then finds its data ready.
-        self._torch_gcu.unlazy([tensor.detach() for tensor in tensors])
+        self._torch_gcu.unlazy(list(tensors))
         return super().to_host(tensors)
 
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -21,18 +21,19 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> None:
         AcceleratorError: If the device cannot be used or computes something else; it names the
             device, the count of devices and the visible-devices variable.
     """
-    host = torch.linspace(-1.0, 1.0, 64).reshape(8, 8)
+    # Named in full, since a user may have changed the defaults.
+    host = torch.linspace(-1.0, 1.0, 64, device='cpu', dtype=torch.float32).reshape(8, 8)
     expected = host @ host.t() + 1.0
     try:
         accelerator.set_device(device)
         test_tensor = host.to(device)
         computed = accelerator.to_host([test_tensor @ test_tensor.t() + 1.0])[0]
+        difference = (computed - expected).abs().max().item()
     except Exception as error:
         raise AcceleratorError(
             f'device {device} failed its first operation with {type(error).__name__}: {error}. '
             f'{_circumstances(accelerator)}'
         ) from error
-    difference = (computed - expected).abs().max().item()
     # Written so that NaN fails as well.
     if not difference <= RELATIVE_TOLERANCE * expected.abs().max().item():
         raise AcceleratorError(
@@ -42,8 +43,12 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> None:
 
 
 def _circumstances(accelerator: Accelerator) -> str:
+    try:
+        count = str(accelerator.device_count())
+    except Exception as error:  # a driver that has just failed may fail again
+        count = f'an unknown number ({error}) of'
     return (
-        f'This process sees {accelerator.device_count()} {accelerator.name} device(s) '
+        f'This process sees {count} {accelerator.name} device(s) '
         f'({accelerator.describe_visibility()}). Check the driver and that no other process '
         f'holds the device, or choose another accelerator with accelerator=dict(type=...).'
     )

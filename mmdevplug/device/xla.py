@@ -1,6 +1,7 @@
 """TPUs and whatever else torch_xla drives: lazy devices."""
 
 import os
+import sys
 from typing import Any, List, Optional, Sequence
 
 import torch
@@ -34,6 +35,9 @@ class XLAAccelerator(Accelerator):
         return 'the package torch_xla, of the same release as torch'
 
     def is_available(self) -> bool:
+        if 'torch_xla' not in sys.modules and 'PJRT_DEVICE' not in os.environ:
+            # The import below writes torch_xla's own default there.
+            XLAAccelerator._chosen_by_torch_xla = True
         return import_vendor('torch_xla') is not None
 
     def is_preferred(self) -> bool:
@@ -47,9 +51,6 @@ class XLAAccelerator(Accelerator):
     def device_count(self) -> int:
         import torch_xla.runtime as xr
 
-        if 'PJRT_DEVICE' not in os.environ:
-            # The call below writes torch_xla's own default there.
-            XLAAccelerator._chosen_by_torch_xla = True
         self._join_host()
         return xr.addressable_device_count()
 
@@ -80,9 +81,15 @@ class XLAAccelerator(Accelerator):
         self.materialize(device)
         xm.wait_device_ops()
 
-    def materialize(self, device: Optional[torch.device] = None) -> None:
+    def materialize(
+        self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
+    ) -> None:
         import torch_xla
 
+        for tensor in wanted:
+            # A view (accumulated gradients often are) is recorded only when it is looked at.
+            if torch._is_functional_tensor(tensor):
+                torch._sync(tensor)
         # torch_xla's own `sync` knows the default device alone.
         default = torch_xla._XLAC._xla_get_default_device()
         if device is None or str(device) == default:
@@ -99,11 +106,8 @@ class XLAAccelerator(Accelerator):
 
         if not tensors:
             return []
-        return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
-
-    def copy_to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        for fetched, target in zip(self.to_host(sources), targets):
-            target.copy_(fetched)
+        fetched = torch_xla._XLAC._xla_get_cpu_tensors(list(tensors))
+        return [tensor.detach() for tensor in fetched]
 
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         import torch_xla.core.xla_model as xm

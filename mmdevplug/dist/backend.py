@@ -1,5 +1,6 @@
 """Which backend of torch.distributed carries the messages of an accelerator."""
 
+import re
 from typing import List, Optional
 
 from torch import distributed as torch_dist
@@ -10,9 +11,9 @@ from mmdevplug.errors import LaunchError
 #: These carry host tensors.
 HOST_BACKENDS = ('gloo', 'mpi', 'ucc')
 
-#: MMEngine sends its own messages in tensors of the right device under these, and in host tensors
+#: Under these MMEngine sends its own messages in tensors of that device type, and in host tensors
 #: under all others.
-KNOWN_TO_MMENGINE = ('nccl', 'hccl', 'cncl', 'mccl', 'smddp')
+KNOWN_TO_MMENGINE = dict(nccl='cuda', smddp='cuda', hccl='npu', cncl='mlu', mccl='musa')
 
 
 def available_backends() -> List[str]:
@@ -49,23 +50,37 @@ def check_backend(backend: str, accelerator: Accelerator, origin: str) -> str:
             f'{", ".join(available_backends())}.'
         )
     backend = backend.lower()
-    names = [part.split(':', 1)[-1] for part in backend.split(',')]
+    names = _names(backend, origin)
+    available = available_backends()
     # Gloo works everywhere: where it does not take the tensors, they are staged on the host.
     if not (set(names) & set(HOST_BACKENDS) or accelerator.takes_tensors(backend)):
-        wanted = [accelerator.native_backend] if accelerator.native_backend else []
+        wanted = [name for name in (accelerator.native_backend, 'gloo') if name in available]
         raise LaunchError(
             f'{origin}={backend!r}, but {backend!r} does not work on accelerator '
             f'{accelerator.name!r} ({accelerator.device_type} tensors); expected '
-            f'{" or ".join(repr(name) for name in wanted + ["gloo"])}. Set '
+            f'{" or ".join(map(repr, wanted))}. Available here: {", ".join(available)}. Set '
             f"accelerator=dict(type={accelerator.name!r}, backend='gloo') in the config."
         )
-    if not set(names) <= set(available_backends()):
+    if not set(names) <= set(available):
         raise LaunchError(
             f'{origin}={backend!r} is not available in this PyTorch; available: '
-            f'{", ".join(available_backends())}. Install the package that brings it, or set '
+            f'{", ".join(available)}. Install the package that brings it, or set '
             f"accelerator=dict(type={accelerator.name!r}, backend='gloo') in the config."
         )
     return backend
+
+
+def _names(backend: str, origin: str) -> List[str]:
+    """The backends in a name, or in one for each device type: ``'cpu:gloo,cuda:nccl'``."""
+    parts = backend.split(',')
+    if len(parts) == 1 and ':' not in backend:
+        return parts
+    if any(re.fullmatch(r'\w+:\w+', part) is None for part in parts):
+        raise LaunchError(
+            f"{origin}={backend!r}: expected a name, e.g. 'gloo', or one for each device type, "
+            f"e.g. 'cpu:gloo,cuda:nccl'."
+        )
+    return [part.split(':')[1] for part in parts]
 
 
 def resolve_backend(
@@ -108,6 +123,7 @@ def with_host_backend(backend: str, accelerator: Accelerator) -> str:
     Returns:
         str: What ``init_process_group`` takes, e.g. ``'cpu:gloo,xpu:xccl'``.
     """
-    if ':' in backend or backend in HOST_BACKENDS or backend in KNOWN_TO_MMENGINE:
+    known = KNOWN_TO_MMENGINE.get(backend) == accelerator.device_type
+    if ':' in backend or backend in HOST_BACKENDS or known:
         return backend
     return f'cpu:gloo,{accelerator.device_type}:{backend}'

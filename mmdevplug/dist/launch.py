@@ -5,7 +5,7 @@ import re
 import shutil
 import socket
 import subprocess
-from typing import Mapping, NamedTuple, Optional
+from typing import Any, Mapping, NamedTuple, Optional
 
 from mmdevplug.errors import LaunchError
 
@@ -81,7 +81,7 @@ def read_launch_env(
         )
     env = readers[launcher](environ)
     if port is not None:
-        env = env._replace(master_port=int(port))
+        env = env._replace(master_port=_check_port(port, 'env_cfg.dist_cfg.port'))
     _check(env)
     return env
 
@@ -117,12 +117,15 @@ _HOW_TO_START = {
 
 
 def _port(environ: Mapping[str, str], launcher: str) -> int:
-    port = _number(environ, 'MASTER_PORT', launcher, default=DEFAULT_PORT)
-    if not 0 < port < 65536:
+    return _check_port(_number(environ, 'MASTER_PORT', launcher, DEFAULT_PORT), 'MASTER_PORT')
+
+
+def _check_port(port: Any, origin: str) -> int:
+    if re.fullmatch(r'\d+', str(port)) is None or not 0 < int(port) < 65536:
         raise LaunchError(
-            f'MASTER_PORT={port}: expected a port from 1 to 65535. Set MASTER_PORT to a free one.'
+            f'{origin}={port!r}: expected a port from 1 to 65535. Set {origin} to a free one.'
         )
-    return port
+    return int(port)
 
 
 def _address(environ: Mapping[str, str], launcher: str) -> str:
@@ -159,7 +162,7 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnv:
         local_rank=_number(environ, 'SLURM_LOCALID', 'slurm', default=default),
         world_size=world_size,
         local_world_size=local_world_size,
-        master_addr=environ.get('MASTER_ADDR') or _slurm_first_host(environ),
+        master_addr=environ.get('MASTER_ADDR', '').strip() or _slurm_first_host(environ),
         master_port=_port(environ, 'slurm'),
     )
 
@@ -234,6 +237,11 @@ def _check(env: LaunchEnv) -> None:
             f'0 to {env.world_size - 1}. {remedy}'
         )
     if env.local_world_size is None:
+        if env.local_rank >= env.world_size:
+            raise LaunchError(
+                f'{local_rank}={env.local_rank} and {world_size}={env.world_size} disagree: '
+                f'expected a local rank from 0 to {env.world_size - 1}. {remedy}'
+            )
         return
     if not 1 <= env.local_world_size <= env.world_size:
         raise LaunchError(

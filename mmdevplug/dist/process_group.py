@@ -4,7 +4,7 @@ import os
 import socket
 from datetime import timedelta
 from numbers import Real
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
 from torch import distributed as torch_dist
@@ -218,28 +218,3 @@ def _use_loopback(env: LaunchEnv, backend: str) -> None:
     loopback = [name for _, name in socket.if_nameindex() if name in ('lo', 'lo0')]
     if loopback:
         os.environ['GLOO_SOCKET_IFNAME'] = loopback[0]
-
-
-def accelerator_options(value: Any) -> Dict[str, Any]:
-    """Bring the config key ``accelerator`` into one form.
-
-    Args:
-        value (str, dict or None): A name, or a dict with ``type``, ``backend``, ``hook`` and the
-            accelerator's own options.
-
-    Returns:
-        dict: With plain values.
-
-    Raises:
-        LaunchError: If it is neither.
-    """
-    if value is None:
-        return {}
-    if isinstance(value, str):
-        return dict(type=value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise LaunchError(
-        f"accelerator={value!r}: expected a name such as 'gcu' or a dict such as "
-        f"dict(type='gcu', backend='gloo')."
-    )

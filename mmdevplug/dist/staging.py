@@ -6,7 +6,7 @@ for each bucket one batched fetch, one all-reduce on the host and one batched se
 all-reduce of a bucket overlaps with the fetch of the next and the send of the one before.
 """
 
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist, nn
@@ -118,11 +118,16 @@ class GradientStaging:
         with torch.no_grad():
             used = torch.tensor(self._used, dtype=torch.int32)
             agreed = torch_dist.all_reduce(used, group=self.group, async_op=True)
-            self.accelerator.materialize(self.device)
             self._refuse_sparse()
+            gradients = [
+                parameter.grad if used else None
+                for parameter, used in zip(self.parameters, self._used)
+            ]
+            wanted = [gradient for gradient in gradients if gradient is not None]
+            self.accelerator.materialize(self.device, wanted)
             agreed.wait()
             buckets = self._plan(tuple(bool(count) for count in used.tolist()))
-            works = [self._reduce(bucket) for bucket in buckets]
+            works = [self._reduce(bucket, gradients) for bucket in buckets]
             for bucket, work in zip(buckets, works):
                 work.wait()
                 self._send(bucket)
@@ -136,13 +141,15 @@ class GradientStaging:
                     f'averaged through the host; build its module with sparse=False.'
                 )
 
-    def _reduce(self, bucket: Bucket) -> Any:
+    def _reduce(self, bucket: Bucket, gradients: Sequence[Optional[Tensor]]) -> Any:
         """Fetch a bucket and begin to add it up; the next is fetched meanwhile."""
         here = [place for place, index in enumerate(bucket.indices) if self._used[index]]
         if len(here) < len(bucket.indices):
             bucket.flat.zero_()
-        gradients = [self.parameters[bucket.indices[place]].grad for place in here]
-        self.accelerator.copy_to_host(gradients, [bucket.views[place] for place in here])
+        self.accelerator.copy_to_host(
+            [gradients[bucket.indices[place]] for place in here],
+            [bucket.views[place] for place in here],
+        )
         bucket.flat.div_(self.world_size)
         return torch_dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 

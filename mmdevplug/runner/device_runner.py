@@ -9,8 +9,8 @@ from mmengine.runner import Runner
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
+from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import fail_together, init_device
-from mmdevplug.dist.process_group import accelerator_options
 from mmdevplug.hooks import DeviceHook
 from mmdevplug.model.checkpoint import read_checkpoint
 from mmdevplug.model.placing import initialize_weights, place_model

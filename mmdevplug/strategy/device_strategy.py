@@ -7,8 +7,8 @@ from mmengine.model import is_model_wrapper
 from mmengine.registry import STRATEGIES
 from torch import nn
 
+from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import init_device
-from mmdevplug.dist.process_group import accelerator_options
 from mmdevplug.model.checkpoint import read_checkpoint
 from mmdevplug.model.placing import place_model
 

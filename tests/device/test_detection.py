@@ -182,7 +182,8 @@ import os
 import card
 card.install('zeta', count=3)
 from mmdevplug.device import available_accelerators, choose_accelerator
-assert available_accelerators() == ['zeta', 'cpu'], available_accelerators()
+names = available_accelerators()
+assert (names[0], names[-1], names.count('zeta')) == ('zeta', 'cpu', 1), names
 for config in (None, 'auto', dict(type='auto')):
     choice = choose_accelerator(config)
     assert (choice.accelerator.name, choice.reason) == ('zeta', 'detected: 3 zeta device(s)')

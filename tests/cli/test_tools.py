@@ -1,0 +1,134 @@
+"""The scripts in tools/ and the command mmdevplug, as a user runs them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.distributed import free_port
+from tests.jobs import ROOT
+
+CONFIG = 'configs/digits/digits_cpu.py'
+SHORT = ['--cfg-options', 'train_cfg.max_epochs=2', 'train_cfg.val_interval=2']
+STANDIN = str(ROOT / 'tests' / 'standins' / 'fakecard')
+
+
+def run(*command, **environ):
+    paths = os.pathsep.join([str(ROOT), STANDIN])
+    env = dict(os.environ, PYTHONPATH=paths, PYTHON=sys.executable, OMP_NUM_THREADS='1')
+    env.update(environ)
+    return subprocess.run(
+        list(command), cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+    )
+
+
+def mmdevplug(*arguments, **environ):
+    return run(sys.executable, '-m', 'mmdevplug.cli.main', *arguments, **environ)
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    """Two ranks through dist_train.sh."""
+    folder = tmp_path_factory.mktemp('trained')
+    done = run(
+        'bash', 'tools/dist_train.sh', CONFIG, '2', '--work-dir', str(folder), *SHORT,
+        'default_hooks.checkpoint.interval=1',
+        PORT=str(free_port()),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_dist_train_writes_checkpoints(trained):
+    assert (trained / 'last_checkpoint').read_text().endswith('epoch_2.pth')
+
+
+def test_train_resumes_from_the_newest_checkpoint(trained):
+    options = ['--cfg-options', 'train_cfg.max_epochs=3']
+    done = run(
+        sys.executable, 'tools/train.py', CONFIG, '--work-dir', str(trained), '--resume', *options
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'resumed epoch: 2' in done.stdout + done.stderr
+
+
+def test_test_and_dist_test_print_the_metric(trained):
+    checkpoint = str(trained / 'epoch_2.pth')
+    if not os.path.isfile(checkpoint):  # the resumed run above keeps the newest alone
+        checkpoint = (trained / 'last_checkpoint').read_text()
+    work_dir = ['--work-dir', str(trained / 'test')]
+    out = str(trained / 'predictions.pkl')
+    one = run(sys.executable, 'tools/test.py', CONFIG, checkpoint, *work_dir, '--out', out)
+    two = run(
+        'bash', 'tools/dist_test.sh', CONFIG, checkpoint, '2', *work_dir, PORT=str(free_port())
+    )
+    for done in (one, two):
+        assert done.returncode == 0, done.stderr
+        assert 'accuracy: ' in done.stdout + done.stderr
+    assert os.path.getsize(out) > 0
+
+
+@pytest.mark.parametrize('devices', ['9', '0', 'many'])
+def test_dist_train_refuses_a_number_before_starting_processes(tmp_path, devices):
+    config = tmp_path / 'zeta.py'
+    config.write_text(
+        f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}, '
+        "__import__('mmdevplug').base_config('auto')]\n"
+        "custom_imports = dict(imports=['fakecard_from_env', 'mmdevplug.examples.digits'])\n"
+    )
+    done = run(
+        'bash', 'tools/dist_train.sh', str(config), devices, '--accelerator', 'zeta',
+        FAKECARD_NAME='zeta',
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert f'NUM_DEVICES={devices}' in done.stderr.replace("'", '')
+    assert 'Traceback' not in done.stderr
+    if devices == '9':
+        assert '4 zeta device(s)' in done.stderr
+
+
+def test_train_overlays_a_base_config_on_an_untouched_config(tmp_path):
+    config = tmp_path / 'plain.py'
+    # As OpenMMLab's configs are: nccl, and no word of another accelerator.
+    config.write_text(
+        f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}]\n'
+        "env_cfg = dict(dist_cfg=dict(backend='nccl'))\n"
+    )
+    done = mmdevplug(
+        'train', str(config), '--accelerator', 'cpu', '--nproc', '2',
+        '--work-dir', str(tmp_path), '--auto-scale-lr', *SHORT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout + done.stderr
+    assert "backend 'gloo'" in printed
+    assert 'LR is set based on batch size of 128' in printed
+
+
+def test_a_backend_on_the_command_line_wins_and_is_refused_on_the_cpu(tmp_path):
+    options = ['--cfg-options', 'env_cfg.dist_cfg.backend=nccl']
+    done = mmdevplug(
+        'train', CONFIG, '--accelerator', 'cpu', '--nproc', '2', '--work-dir', str(tmp_path),
+        *options,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "'nccl' does not work on accelerator 'cpu'" in done.stderr
+    assert 'mmdevplug: LaunchError' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'told'),
+    [
+        (['train', 'no_such_config.py'], "'no_such_config.py' is no file"),
+        (['train', CONFIG, '--accelerator', 'tpuu'], "'tpuu', which is unknown"),
+        (['train', CONFIG, '--launcher', 'pytorch'], 'RANK is not set'),
+        (['test', CONFIG, 'no_such.pth'], 'no_such.pth can not be found'),
+        (['trian', CONFIG], "'trian' is no command"),
+    ],
+)
+def test_bad_arguments_are_answered(tmp_path, arguments, told):
+    done = mmdevplug(
+        *arguments, *(['--work-dir', str(tmp_path)] if arguments[0] != 'trian' else [])
+    )
+    assert done.returncode != 0
+    assert told in done.stderr
