@@ -68,8 +68,7 @@ class T20Accelerator(Accelerator):
 
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         for source, target in zip(sources, targets):
-            # Exchanging the data instead of copying it keeps the transfer out of the graph.
-            target.data = source.detach().to(target.dtype).to(target.device)
+            target.copy_(source.detach().to(target.dtype).to(target.device))
 
     def autocast(self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any):
         return self._torch_gcu.amp.autocast(

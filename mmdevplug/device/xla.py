@@ -121,8 +121,9 @@ class XLAAccelerator(Accelerator):
         for sent, target in zip(
             xm.send_cpu_data_to_device(list(sources), targets[0].device), targets
         ):
-            # Exchanging the data instead of copying it keeps the transfer out of the graph.
-            target.data = sent
+            # Not `target.data = sent`: with updates still to be run, torch_xla then computes on
+            # stale values. A copy between tensors of one device costs no execution.
+            target.copy_(sent)
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._memory_info(device).get('bytes_used')
