@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: tools/slurm_train.sh PARTITION JOB_NAME CONFIG [arguments of train.py]
-# Environment: DEVICES (in all), DEVICES_PER_NODE, CPUS_PER_TASK, GRES (e.g. gpu:8), SRUN_ARGS,
-# PYTHON for the interpreter.
+# Environment: DEVICES or GPUS (in all), DEVICES_PER_NODE or GPUS_PER_NODE, CPUS_PER_TASK,
+# GRES (e.g. gpu:8), SRUN_ARGS, PYTHON for the interpreter.
 set -euo pipefail
 
 if [ $# -lt 3 ]; then
@@ -11,8 +11,8 @@ fi
 PARTITION=$1
 JOB_NAME=$2
 CONFIG=$3
-DEVICES=${DEVICES:-8}
-DEVICES_PER_NODE=${DEVICES_PER_NODE:-8}
+DEVICES=${DEVICES:-${GPUS:-8}}
+DEVICES_PER_NODE=${DEVICES_PER_NODE:-${GPUS_PER_NODE:-8}}
 TOOLS=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH="$(dirname "$TOOLS")${PYTHONPATH:+:$PYTHONPATH}"
 

@@ -2,12 +2,17 @@
 
 import json
 import logging
+from collections import Counter
 from datetime import timedelta
 from typing import Any, Optional
 
 from mmdevplug.errors import RankFailedError
 
 from .launch import LaunchEnv
+
+
+#: How often this process met the others, by stage; equal on all ranks.
+_meetings: Counter = Counter()
 
 
 def raise_on_any_rank(
@@ -20,7 +25,7 @@ def raise_on_any_rank(
     Args:
         store (torch.distributed.Store): A store that all ranks share.
         env (LaunchEnv): How this process was started.
-        stage (str): What was being done; the name must be used once per job.
+        stage (str): What was being done.
         error (Exception, optional): This rank's error, None if all went well.
         timeout (timedelta): How long to wait for the slowest rank.
 
@@ -32,7 +37,9 @@ def raise_on_any_rank(
         if error is not None:
             raise error
         return
-    prefix = f'mmdevplug/{stage}'
+    # A store outlives a process group: a second meeting must not find the first one's marks.
+    _meetings[stage] += 1
+    prefix = f'mmdevplug/{stage}/{_meetings[stage]}'
     if error is not None:
         ticket = store.add(f'{prefix}/failures', 1)
         report = {'who': env.describe(), 'message': str(error)}

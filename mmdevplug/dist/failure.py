@@ -23,8 +23,7 @@ POLL_SECONDS = 0.5
 GRACE_SECONDS = 5.0
 
 _COMMUNICATION = re.compile(
-    r'gloo|connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|nccl|hccl|eccl|'
-    r'socket|processgroup|TCPStore',
+    r'gloo|connection (closed|reset|refused) by peer|nccl|hccl|eccl|processgroup|tcpstore',
     re.IGNORECASE,
 )
 
@@ -56,7 +55,8 @@ class FailureWatch:
     def _poll(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
             try:
-                if not self._store.check(['mmdevplug/failure/report']):
+                # Not `check`, which the PyTorch of older cards does not have.
+                if not self._store.add('mmdevplug/failure/count', 0):
                     continue
                 self._report = json.loads(self._store.get('mmdevplug/failure/report'))
                 self._seen.set()

@@ -116,7 +116,7 @@ def init_device(
     Raises:
         AcceleratorError: If an accelerator or a device cannot be used.
         LaunchError: If the launch variables or the backend are wrong.
-        DevPlugError: If another rank failed.
+        RankFailedError: If another rank failed.
     """
     global _context
     wait = _timeout(timeout)
@@ -140,7 +140,7 @@ def init_device(
 
     (chosen, reason), device = _together(prepare, store, env, 'device check', wait)
     name = None
-    if exists:
+    if launcher != 'none' and exists:
         name = torch_dist.get_backend()
     elif launcher != 'none':
         name = _together(

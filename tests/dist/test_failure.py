@@ -193,3 +193,21 @@ def test_a_killed_rank_is_no_riddle():
     errors = errors_of(die_without_a_word, 2)
     assert errors[0][0] == 'RankFailedError'
     assert 'which left no message' in errors[0][1]
+
+
+def init_twice():
+    first = init()
+    torch_dist.destroy_process_group()
+    second = init()
+    return first == second
+
+
+def test_a_second_process_group_over_the_same_launch(tmp_path):
+    # As under torchrun, whose store outlives the process group of its workers.
+    agent = torch_dist.TCPStore('127.0.0.1', 0, is_master=True)
+    environ = dict(
+        MASTER_PORT=str(agent.port),
+        TORCHELASTIC_USE_AGENT_STORE='True',
+        TORCHELASTIC_RESTART_COUNT='0',
+    )
+    assert run_ranks(init_twice, 2, environ=environ) == [True, True]
