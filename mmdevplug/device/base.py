@@ -83,9 +83,10 @@ class Accelerator(ABC):
         if count == 1 and local_rank >= 0:
             return torch.device(self.device_type, 0)
         if not 0 <= local_rank < count:
+            indices = f', indices 0 to {count - 1}' if count else ''
             raise AcceleratorError(
                 f'LOCAL_RANK={local_rank} asks for {self.device_type}:{local_rank}, but this '
-                f'process sees {count} {self.name} device(s), counted from 0 '
+                f'process sees {count} {self.name} device(s){indices} '
                 f'({self.describe_visibility()}). Start at most {count} processes on this host, '
                 f'or make more devices visible.'
             )

@@ -243,7 +243,7 @@ def test_cuda_index_beyond_the_count_is_refused(monkeypatch):
         CUDAAccelerator().device(2)
     message = str(caught.value)
     assert message.startswith('LOCAL_RANK=2 asks for cuda:2')
-    assert 'sees 2 cuda device(s), counted from 0' in message
+    assert 'sees 2 cuda device(s), indices 0 to 1' in message
     assert "CUDA_VISIBLE_DEVICES='4,5'" in message
 
 
