@@ -6,7 +6,9 @@ from tests.distributed import run_ranks
 from tests.jobs import PLAIN, largest_difference, train_digits
 
 
-@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 0), ('cpu', 2), ('zeta', 2)])
+@pytest.mark.parametrize(
+    ('accelerator', 'ranks'), [('cpu', 0), ('cpu', 2), ('zeta', 0), ('zeta', 2)]
+)
 def test_accuracy(tmp_path, accelerator, ranks):
     results = run_ranks(train_digits, ranks, accelerator, tmp_path)
     assert results[0]['accuracy'] >= 97.0
