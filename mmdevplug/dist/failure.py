@@ -7,6 +7,7 @@ their own collective fail.
 
 import atexit
 import json
+import logging
 import re
 import sys
 import threading
@@ -53,17 +54,17 @@ class FailureWatch:
         self._thread.join(timeout=GRACE_SECONDS)
 
     def _poll(self) -> None:
-        while not self._stopped.wait(POLL_SECONDS):
-            try:
-                # Not `check`, which the PyTorch of older cards does not have.
-                if not self._store.add('mmdevplug/failure/count', 0):
-                    continue
-                self._report = json.loads(self._store.get('mmdevplug/failure/report'))
-                self._seen.set()
-                self._store.add('mmdevplug/failure/seen', 1)
-            except RuntimeError:
-                pass  # The store ended with its rank; the main thread meets that by itself.
-            return
+        try:
+            # Not `check`, which the PyTorch of older cards does not have.
+            while not self._store.add('mmdevplug/failure/count', 0):
+                if self._stopped.wait(POLL_SECONDS):
+                    return
+            self._report = json.loads(self._store.get('mmdevplug/failure/report'))
+            self._seen.set()
+            self._store.add('mmdevplug/failure/seen', 1)
+        except RuntimeError as error:
+            # The store ended with its rank, which the main thread meets by itself.
+            logging.getLogger(__name__).debug('no more failure reports: %s', error)
 
     def tell(self, error: Exception, stage: str) -> None:
         """Leave this rank's error for the others and give them time to read it."""
