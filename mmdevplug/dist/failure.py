@@ -55,13 +55,13 @@ class FailureWatch:
 
     def _poll(self) -> None:
         try:
-            # Not `check`, which the PyTorch of older cards does not have.
-            while not self._store.add('mmdevplug/failure/count', 0):
-                if self._stopped.wait(POLL_SECONDS):
+            while not self._stopped.wait(POLL_SECONDS):
+                # Not `check`, which the PyTorch of older cards does not have.
+                if self._store.add('mmdevplug/failure/count', 0):
+                    self._report = json.loads(self._store.get('mmdevplug/failure/report'))
+                    self._seen.set()
+                    self._store.add('mmdevplug/failure/seen', 1)
                     return
-            self._report = json.loads(self._store.get('mmdevplug/failure/report'))
-            self._seen.set()
-            self._store.add('mmdevplug/failure/seen', 1)
         except RuntimeError as error:
             # The store ended with its rank, which the main thread meets by itself.
             logging.getLogger(__name__).debug('no more failure reports: %s', error)
