@@ -56,6 +56,7 @@ class DeviceContext(NamedTuple):
 
 
 _context: Optional[DeviceContext] = None
+_groups = 0  # process groups made in this process, as many on every rank
 
 
 def device_context() -> Optional[DeviceContext]:
@@ -118,7 +119,7 @@ def init_device(
         LaunchError: If the launch variables or the backend are wrong.
         RankFailedError: If another rank failed.
     """
-    global _context
+    global _context, _groups
     wait = _timeout(timeout)
     if init_backend not in ('torch', 'deepspeed'):
         raise LaunchError(
@@ -147,9 +148,12 @@ def init_device(
             lambda: resolve_backend(chosen, forced_backend, backend), store, env, 'backend', wait
         )
         _use_loopback(env, name)
+        # torchrun's store outlives a process group; a second one would read the first's addresses.
+        _groups += 1
+        fresh = torch_dist.PrefixStore(f'mmdevplug/group/{_groups}', store)
         torch_dist.init_process_group(
             with_host_backend(name, chosen),
-            store=store,
+            store=fresh,
             rank=env.rank,
             world_size=env.world_size,
             timeout=wait,
