@@ -10,7 +10,6 @@ from mmdevplug.errors import RankFailedError
 
 from .launch import LaunchEnv
 
-
 #: How often this process met the others, by stage; equal on all ranks.
 _meetings: Counter = Counter()
 

@@ -15,7 +15,7 @@ import time
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, Optional
 
-from mmdevplug.errors import RankFailedError
+from mmdevplug.errors import DevPlugError, RankFailedError
 
 from .launch import LaunchEnv
 
@@ -116,7 +116,8 @@ def fail_together(stage: str) -> Iterator[None]:
     except Exception as error:
         if _watch is None or getattr(error, '_mmdevplug_told', False):
             raise
-        if isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error)):
+        lost = isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error))
+        if lost and not isinstance(error, DevPlugError):  # ours may well name a backend
             raise _explain(_watch, error) from error
         error._mmdevplug_told = True
         _watch.tell(error, stage)

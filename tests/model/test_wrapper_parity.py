@@ -5,8 +5,9 @@ import pytest
 from tests.distributed import run_ranks
 from tests.model.parity import SCENARIOS, compare_all
 
-#: Half precision is summed in float32 on the way, so its last bit may differ.
-TOLERANCE = {'mixed_dtypes': 2e-2}
+#: Half precision is summed in float32 on the way, so its last bit may differ. A third of a sum is
+#: not the sum of thirds, which normalization over a batch of three enlarges.
+TOLERANCE = {'mixed_dtypes': 2e-2, 'buffers': 5e-6, 'own_buffers': 5e-6}
 
 
 @pytest.fixture(scope='module')

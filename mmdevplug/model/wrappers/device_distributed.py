@@ -17,10 +17,16 @@ from torch.nn.parallel import DistributedDataParallel
 from mmdevplug.device import Accelerator
 from mmdevplug.device.detection import AcceleratorConfig
 from mmdevplug.dist import GradientStaging, broadcast_tensors, fail_together, rank_device
+from mmdevplug.dist.comm_hooks import BucketAveraging
+from mmdevplug.dist.compression import make_compression
+from mmdevplug.dist.finite import FinitePolicy
+from mmdevplug.dist.signature import check_same_model
 from mmdevplug.errors import LaunchError, ModelError
+from mmdevplug.optim import log_norms
 
 from ..loss_check import check_loss
 from ..move import materialize_predictions, move_module
+from ..norm_layers import convert_norm_layers
 
 #: On the host, small buckets start to travel earlier, and gradients that are views of a bucket
 #: need no copy.
@@ -52,10 +58,21 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         bucket_cap_mb (int, optional): Size of a message in MB. Defaults to None: 5 on the CPU, 8
             for host staging, and PyTorch's own elsewhere.
         detect_anomalous_params (bool): See MMDistributedDataParallel. Defaults to False.
+        grad_compression (str or dict): What travels instead of gradients: ``'none'``, ``'bf16'``,
+            ``'fp16'`` or ``'powersgd'``, or a dict with that as ``type`` and options of PyTorch's
+            ``PowerSGDState``. Defaults to ``'none'``.
+        hierarchy (str or bool): Whether host staging averages in the shared memory of each host
+            first, and then between hosts. ``'auto'``: where several ranks share a host and each
+            host has as many. Defaults to ``'auto'``.
+        nonfinite_grads (str, optional): What all ranks do when one has NaN or infinite gradients:
+            ``'stop'`` with its rank and parameters, ``'skip'`` the update, or ``'ignore'``. A
+            gradient scaler, which skips by itself, has precedence. Defaults to None: ``'stop'``
+            where gradients pass through the host, at no cost; ``'ignore'`` elsewhere.
         **kwargs: Other arguments of PyTorch's DDP. They have no effect on host staging.
 
     Raises:
-        ModelError: If the model is wrapped already or has nothing to train.
+        ModelError: If the model is wrapped already, has nothing to train, or is not the same on
+            all ranks, or if an option has a value that it cannot have.
         LaunchError: If no process group exists.
         AcceleratorError: If the device cannot be used.
     """
@@ -74,12 +91,19 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         process_group: Any = None,
         bucket_cap_mb: Optional[int] = None,
         detect_anomalous_params: bool = False,
+        grad_compression: Union[str, Dict] = 'none',
+        hierarchy: Union[str, bool] = 'auto',
+        nonfinite_grads: Optional[str] = None,
         **kwargs: Any,
     ) -> None:
         _check_module(module)
         _check_options(kwargs)
+        _check_hierarchy(hierarchy)
         _check_process_group()
         chosen, device = rank_device(accelerator)
+        takes_tensors = chosen.takes_tensors(torch_dist.get_backend(process_group))
+        check_same_model(module, process_group, device)
+        convert_norm_layers(module, chosen, device)
         options = dict(
             broadcast_buffers=broadcast_buffers,
             find_unused_parameters=find_unused_parameters,
@@ -87,15 +111,32 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         )
         if bucket_cap_mb is not None:
             kwargs['bucket_cap_mb'] = bucket_cap_mb
-        if chosen.takes_tensors(torch_dist.get_backend(process_group)):
+        through_host = device.type == 'cpu' or not takes_tensors
+        averaging = dict(
+            compression=make_compression(grad_compression, _trainable(module)),
+            policy=FinitePolicy(
+                nonfinite_grads or ('stop' if through_host else 'ignore'), process_group, device
+            ),
+        )
+        if takes_tensors:
             move_module(module, device)
             if chosen.name == 'cpu':
                 kwargs = {**CPU_DEFAULTS, **kwargs}
             options = _rename_buffer_option(options, chosen, module)
             super().__init__(module, device_ids=chosen.ddp_device_ids(device), **options, **kwargs)
         else:
-            self._init_staging(module, chosen, device, bucket_cap_mb, **options)
+            averaging['hierarchy'] = hierarchy
+            if bucket_cap_mb is not None:
+                averaging['bucket_bytes'] = int(bucket_cap_mb * 2**20)
+            self._init_staging(module, chosen, device, **options)
         self.accelerator = chosen
+        self.policy = averaging['policy']
+        self._averaging = averaging
+        if not takes_tensors:
+            self.restart_staging()  # After the move, which may have made new parameters.
+        self._hook_is_due = takes_tensors and (
+            through_host or self.policy.active or averaging['compression'] is not None
+        )
         self.detect_anomalous_params = detect_anomalous_params
         self._loss_checked = False
         if chosen.lazy:
@@ -106,7 +147,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         module: nn.Module,
         accelerator: Accelerator,
         device: torch.device,
-        bucket_cap_mb: Optional[int],
         **options: Any,
     ) -> None:
         """Set up what PyTorch's DDP would, less the reducer."""
@@ -124,12 +164,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self.find_unused_parameters = options['find_unused_parameters']
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self._bucket_size = (
-            {} if bucket_cap_mb is None else {'bucket_bytes': int(bucket_cap_mb * 2**20)}
-        )
-        self.accelerator = accelerator
-        # After the move, which may have made new parameters.
-        self.restart_staging()
 
     def restart_staging(self) -> None:
         """Stage the gradients of the parameters that the module has now."""
@@ -138,12 +172,17 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             self.accelerator,
             self.device,
             self.process_group,
-            **self._bucket_size,
+            **self._averaging,
         )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; see :meth:`torch.nn.parallel.DistributedDataParallel.forward`."""
         if self.staging is None:
+            if self._hook_is_due:
+                averaging = BucketAveraging(
+                    _trainable(self.module), self.process_group, **self._averaging
+                )
+                self.register_comm_hook(None, averaging.hook)
             return super().forward(*inputs, **kwargs)
         if self.broadcast_buffers and self.require_forward_param_sync:
             with torch.no_grad():
@@ -184,19 +223,24 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             if not self._loss_checked:
                 check_loss(parsed_loss, self.module)
                 self._loss_checked = True
+            self.policy.suspend(_has_scaler(optim_wrapper))
             optim_wrapper.update_params(parsed_loss)
             if self.detect_anomalous_params:
                 detect_anomalous_params(parsed_loss, model=self)
             self.accelerator.materialize(next(self.module.parameters()).device)
+            log_norms(optim_wrapper)
         return log_vars
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Register a communication hook with PyTorch's DDP.
+        """Register a communication hook with PyTorch's DDP, in the place of ours.
+
+        ``grad_compression`` and ``nonfinite_grads`` are without effect then.
 
         Raises:
             ModelError: Under host staging, which has no buckets on the device to give to a hook.
         """
         self._refuse_under_staging('register_comm_hook')
+        self._hook_is_due = False  # DDP takes only one.
         super().register_comm_hook(state, hook)
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,6 +260,13 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
                 f'not take {self.device_type} tensors. Remove the call, or use the native '
                 f'backend of the device.'
             )
+
+
+def _has_scaler(optim_wrapper: Any) -> bool:
+    """Whether a gradient scaler skips the updates that overflow."""
+    wrappers = optim_wrapper.values() if hasattr(optim_wrapper, 'values') else [optim_wrapper]
+    scalers = [getattr(wrapper, 'loss_scaler', None) for wrapper in wrappers]
+    return any(scaler is not None and scaler.is_enabled() for scaler in scalers)
 
 
 def _check_module(module: nn.Module) -> None:
@@ -255,6 +306,13 @@ def _rename_buffer_option(
         # Without this, older releases leave the buffers of each rank as they are.
         broadcast_tensors(list(module.buffers()), accelerator, options['process_group'])
     return options
+
+
+def _check_hierarchy(hierarchy: Union[str, bool]) -> None:
+    if hierarchy not in ('auto', True, False):
+        raise ModelError(
+            f"model_wrapper_cfg.hierarchy={hierarchy!r}: expected 'auto', True or False."
+        )
 
 
 def _check_process_group() -> None:
