@@ -1,0 +1,148 @@
+"""Which batch normalization a model gets: the values of ``sync_bn``."""
+
+import logging
+from typing import Dict, Optional, Tuple
+
+import torch
+from mmengine.logging import print_log
+from mmengine.model import convert_sync_batchnorm, revert_sync_batchnorm
+from mmengine.model.utils import _BatchNormXd
+from torch import distributed as torch_dist, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mmdevplug.device import Accelerator
+from mmdevplug.errors import ModelError
+
+from .sync_bn import DeviceSyncBatchNorm, prepare_statistics_group
+
+SYNC_BN = {
+    None: 'the synchronized layers of the model are made to work, others stay as they are',
+    'auto': "all layers are synchronized, by PyTorch's own layer where that works",
+    'torch': "as 'auto'",
+    'exact': 'all layers are synchronized, by ours',
+    'per_rank': 'no layer is synchronized: each rank normalizes with its own statistics',
+    'mmcv': "all layers become mmcv's",
+}
+
+SYNCHRONIZED = (nn.SyncBatchNorm, DeviceSyncBatchNorm)
+
+
+def check_sync_bn(sync_bn: Optional[str]) -> None:
+    """Refuse a value of ``sync_bn`` that is none.
+
+    Raises:
+        ModelError: With a list of all values.
+    """
+    if sync_bn is None or (isinstance(sync_bn, str) and sync_bn in SYNC_BN):
+        return
+    listed = '; '.join(f'{value!r}: {meaning}' for value, meaning in SYNC_BN.items())
+    raise ModelError(f'sync_bn={sync_bn!r} is unknown. Choose one of these: {listed}.')
+
+
+def convert_norm_layers(
+    module: nn.Module,
+    accelerator: Accelerator,
+    device: torch.device,
+    sync_bn: Optional[str] = None,
+) -> nn.Module:
+    """Give a model the batch normalization that was asked for; called by all ranks of a job.
+
+    Layers keep their identity, with parameters, buffers, hooks and flags; they only change their
+    class.
+
+    Args:
+        module (nn.Module): The bare model; changed in place.
+        accelerator (Accelerator): The accelerator of this process.
+        device (torch.device): Where the model will compute.
+        sync_bn (str, optional): ``'auto'`` or ``'torch'``, ``'exact'``, ``'per_rank'``,
+            ``'mmcv'``; see :data:`SYNC_BN`. Defaults to None: only layers that are synchronized
+            already are looked at.
+
+    Returns:
+        nn.Module: The model.
+
+    Raises:
+        ModelError: If ``sync_bn`` is something else, or mmcv lacks its layer.
+    """
+    check_sync_bn(sync_bn)
+    if sync_bn == 'mmcv':
+        return _convert_to_mmcv(module)
+    if sync_bn == 'per_rank':
+        for layer in _layers(module, SYNCHRONIZED).values():
+            _change_class(layer, _BatchNormXd)
+        return revert_sync_batchnorm(module)  # what is left of mmcv's
+    kinds = SYNCHRONIZED if sync_bn is None else (_BatchNorm,)
+    layers = {
+        name: layer
+        for name, layer in _layers(module, kinds).items()
+        if not isinstance(layer, DeviceSyncBatchNorm)
+    }
+    if not layers:
+        return module
+    if sync_bn != 'exact' and torch_sync_bn_works(accelerator, device):
+        for layer in layers.values():
+            if not isinstance(layer, nn.SyncBatchNorm):
+                _change_class(layer, nn.SyncBatchNorm)
+        return module
+    prepare_statistics_group()
+    for name, layer in layers.items():
+        _change_class(layer, DeviceSyncBatchNorm)
+        layer.layer_name, layer.accelerator = name, accelerator
+    return module
+
+
+def torch_sync_bn_works(accelerator: Accelerator, device: torch.device) -> bool:
+    """Whether PyTorch's own layer works here, found out by trying it; called by all ranks.
+
+    Args:
+        accelerator (Accelerator): The accelerator of this process.
+        device (torch.device): Where to try it.
+    """
+    if accelerator.lazy or not accelerator.takes_tensors(torch_dist.get_backend()):
+        return False
+    # It keeps a list of device types, and calls operations that few devices have.
+    inputs = torch.ones(2, 1, device=device, requires_grad=True)
+    try:
+        nn.SyncBatchNorm(1).to(device)(inputs).sum().backward()
+    except (ValueError, RuntimeError, AttributeError):
+        return False
+    return True
+
+
+def _layers(module: nn.Module, kinds: Tuple[type, ...]) -> Dict[str, nn.Module]:
+    """The batch normalizations of some kinds, less those that do more than normalize."""
+    found = {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
+    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, DeviceSyncBatchNorm.forward)
+    others = [name for name, part in found.items() if type(part).forward not in known]
+    if others:
+        print_log(
+            f'{", ".join(others)}: of a class with a forward() of its own '
+            f'({type(found[others[0]]).__name__}), which batch normalization of another kind '
+            f'would leave out; kept as it is.',
+            logger='current',
+            level=logging.WARNING,
+        )
+    return {name: part for name, part in found.items() if name not in others}
+
+
+def _change_class(layer: nn.Module, cls: type) -> None:
+    """Turn a batch normalization into another.
+
+    A new layer in its place would have to be put at every place that holds the old one.
+    """
+    layer.__class__ = cls
+    wanted = vars(cls(1))
+    for name, value in wanted.items():
+        vars(layer).setdefault(name, value)
+    if 'process_group' not in wanted:
+        vars(layer).pop('process_group', None)
+
+
+def _convert_to_mmcv(module: nn.Module) -> nn.Module:
+    try:
+        return convert_sync_batchnorm(module, 'mmcv')
+    except ImportError as error:
+        raise ModelError(
+            f"sync_bn='mmcv' needs mmcv with its compiled operations, which cannot be imported: "
+            f"{error}. Install mmcv (not mmcv-lite), or set sync_bn='auto'."
+        ) from error

@@ -1,0 +1,370 @@
+"""Synchronized batch normalization on any device.
+
+PyTorch's own works on a few types of devices. This one computes with ordinary operations, and its
+statistics travel through the host where the backend does not take the device's tensors.
+"""
+
+import time
+from contextlib import contextmanager
+from typing import Any, Iterator, Optional, Tuple
+
+import torch
+from torch import Tensor, distributed as torch_dist
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mmdevplug.device import Accelerator
+from mmdevplug.dist import device_context, rank_device
+from mmdevplug.dist.backend import HOST_BACKENDS
+from mmdevplug.dist.process_group import DEFAULT_TIMEOUT
+from mmdevplug.dist.traffic import TRAFFIC, Cost, all_reduce_bytes
+from mmdevplug.errors import ModelError
+
+#: Statistics of these are computed in float32.
+HALF = (torch.float16, torch.bfloat16)
+
+#: What the exchanges that ran a lazy device's graph have cost this process so far.
+LAZY_EXCHANGES = Cost()
+
+_statistics_group: Tuple[Any, Any] = (None, None)  # that of all ranks, and ours
+
+
+class DeviceSyncBatchNorm(_BatchNorm):
+    """Batch normalization over the batches of all ranks, on any device.
+
+    Batches may differ in size and may be empty on some ranks. In eval mode, and with one rank,
+    this is ordinary batch normalization. Statistics are float32 where the input has half
+    precision; the output has the input's dtype. Gradients of weight and bias are those of this
+    rank's batch, as in PyTorch: the model wrapper averages them.
+
+    On a lazy device each forward pass in training mode costs one graph execution, and so does
+    each backward pass that reaches the input.
+
+    It is no subclass of :class:`torch.nn.SyncBatchNorm`, because PyTorch's DDP refuses models on
+    the CPU that have one.
+
+    Args:
+        *args: Of ordinary batch normalization: ``num_features``, ``eps``, ``momentum``,
+            ``affine``, ``track_running_stats``.
+        process_group (ProcessGroup, optional): The ranks whose batches count. Defaults to None:
+            all.
+        **kwargs: As ``args``.
+
+    Shape:
+        - Input: (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W)
+        - Output: the same
+
+    Raises:
+        ModelError: In training mode, on every rank, if the batches of all ranks together hold one
+            value per channel; on this rank, if the input has other channels.
+    """
+
+    #: Copies between device and host; None for that of this process.
+    accelerator: Optional[Accelerator] = None
+    #: The name in the model, for messages.
+    layer_name: str = ''
+
+    def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.process_group = process_group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize a batch.
+
+        Args:
+            input (Tensor): Of shape (N, C) or (N, C, ...).
+
+        Returns:
+            Tensor: Of the same shape and dtype.
+        """
+        group = _group_of(self.process_group) if self.training else None
+        if group is None:
+            return self._normalize_alone(input)
+        self._check_input_dim(input)
+        exchange = StatisticsExchange(self._accelerator(), group, input.device)
+        with torch.no_grad():
+            local, count = local_statistics(input)
+            combined, total = exchange.combine(local, count, self.eps)
+            self._check_total(total)
+            mean, invstd, unbiased = combined.unbind()
+            if self.track_running_stats:
+                self._update_running(mean, unbiased, total)
+        return _Normalize.apply(
+            input, self.weight, self.bias, mean, invstd, max(total, 1), exchange
+        )
+
+    def _normalize_alone(self, input: Tensor) -> Tensor:
+        frozen = not self.training and self.running_mean is not None
+        if not (frozen and torch.is_grad_enabled() and self._accelerator().lazy):
+            return _BatchNorm.forward(self, input)
+        # In operations of its own, because torch_xla has no gradient of batch normalization in
+        # eval mode.
+        invstd = (self.running_var + self.eps).rsqrt()
+        return _normalize(input, self.weight, self.bias, self.running_mean, invstd)
+
+    def _accelerator(self) -> Accelerator:
+        return rank_device()[0] if self.accelerator is None else self.accelerator
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2 or input.shape[1] != self.num_features:
+            raise ModelError(
+                f'{self._describe()} got an input of shape {tuple(input.shape)}; expected '
+                f'(N, {self.num_features}, ...). Look at the layer before it.'
+            )
+
+    def _describe(self) -> str:
+        return f'{type(self).__name__} {self.layer_name!r}'
+
+    def _check_total(self, total: int) -> None:
+        # Nothing at all is let through, as ordinary batch normalization does.
+        if total == 1:
+            raise ModelError(
+                f'{self._describe()}: the batches of all ranks together hold 1 value per '
+                f'channel; expected at least 2 to compute a variance from. Increase the batch '
+                f'size, set drop_last=True in the sampler or data loader, or keep this layer in '
+                f'eval mode.'
+            )
+
+    def _update_running(self, mean: Tensor, unbiased: Tensor, total: int) -> None:
+        self.num_batches_tracked.add_(1)
+        if total == 0:
+            return
+        # The count is a tensor: reading it would run a lazy device's graph, and as a number that
+        # is another one each time it would have the graph compiled anew.
+        momentum = (
+            self.num_batches_tracked.to(mean.dtype).reciprocal()
+            if self.momentum is None
+            else self.momentum
+        )
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.add_(((new - running.to(new.dtype)) * momentum).to(running.dtype))
+
+
+class StatisticsExchange:
+    """The way of one layer's statistics to the other ranks and back.
+
+    Args:
+        accelerator (Accelerator): Copies between device and host.
+        group (ProcessGroup): The ranks.
+        device (torch.device): Where the statistics are computed and wanted.
+    """
+
+    def __init__(self, accelerator: Accelerator, group: Any, device: torch.device) -> None:
+        self.accelerator = accelerator
+        self.group = group
+        self.device = device
+        self.world_size = torch_dist.get_world_size(group)
+        taken = device.type == 'cpu' or accelerator.takes_tensors(torch_dist.get_backend(group))
+        self.through_host = not taken
+
+    def combine(self, local: Tensor, count: int, eps: float) -> Tuple[Tensor, int]:
+        """Gather and combine the statistics of all ranks.
+
+        Args:
+            local (Tensor): Mean and sum of squared deviations of this rank, of shape (2, C).
+            count (int): The number of values per channel that they are of.
+            eps (float): Added to the variance.
+
+        Returns:
+            Tuple[Tensor, int]: Mean, 1 / sqrt(variance + eps) and unbiased variance, of shape
+            (3, C), and the number of values per channel on all ranks.
+        """
+        size = (local.numel() + 1) * local.element_size()
+        with self._recorded(size * (self.world_size - 1)):
+            fetched = self._fetch(local)
+            message = torch.cat([fetched.new_full((1,), count), fetched.reshape(-1)])
+            rows = message.new_empty(self.world_size, message.numel())
+            torch_dist.all_gather(list(rows.unbind()), message, group=self.group)
+            statistics = rows[:, 1:].view(self.world_size, 2, -1)
+            mean, squares = combine_statistics(rows[:, :1], statistics[:, 0], statistics[:, 1])
+            total = int(rows[:, 0].sum().item())
+            invstd = (squares / max(total, 1) + eps).rsqrt()
+            combined = torch.stack([mean, invstd, squares / max(total - 1, 1)])
+            return self._send(combined), total
+
+    def average(self, local: Tensor, total: int) -> Tensor:
+        """Add up over all ranks and divide by a number.
+
+        Args:
+            local (Tensor): Of any shape.
+            total (int): What to divide by.
+
+        Returns:
+            Tensor: A new one of the same shape.
+        """
+        with self._recorded(
+            all_reduce_bytes(local.numel() * local.element_size(), self.world_size)
+        ):
+            sums = self._fetch(local) / total
+            torch_dist.all_reduce(sums, group=self.group)
+            return self._send(sums)
+
+    def _fetch(self, tensor: Tensor) -> Tensor:
+        if not self.through_host:
+            return tensor
+        self.accelerator.materialize(self.device, [tensor])
+        return self.accelerator.to_host([tensor])[0]
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        if not self.through_host:
+            return tensor
+        sent = torch.empty_like(tensor, device=self.device)
+        self.accelerator.copy_to_device([tensor], [sent])
+        return sent
+
+    @contextmanager
+    def _recorded(self, sent: float) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        TRAFFIC.record('sync_bn', sent=sent, seconds=seconds, waited=seconds)
+        if self.through_host and self.accelerator.lazy:
+            LAZY_EXCHANGES.messages += 1
+            LAZY_EXCHANGES.seconds += seconds
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalize with statistics that depend on the inputs of all ranks.
+
+    The gradient is that of Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network
+    Training by Reducing Internal Covariate Shift", 2015, section 3, with the sums taken over all
+    ranks.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Optional[Tensor],
+        bias: Optional[Tensor],
+        mean: Tensor,
+        invstd: Tensor,
+        total: int,
+        exchange: StatisticsExchange,
+    ) -> Tensor:
+        ctx.save_for_backward(inputs, weight, mean, invstd)
+        ctx.total, ctx.exchange = total, exchange
+        return _normalize(inputs, weight, bias, mean, invstd)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_outputs: Tensor) -> Tuple[Optional[Tensor], ...]:
+        inputs, weight, mean, invstd = ctx.saved_tensors
+        wants_inputs, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_outputs = grad_outputs.to(mean.dtype)
+        sums = _sum_products(grad_outputs, inputs, mean)
+        grad_weight = (sums[1] * invstd).to(weight.dtype) if wants_weight else None
+        grad_bias = sums[0] if wants_bias else None
+        if not wants_inputs:
+            return None, grad_weight, grad_bias, None, None, None, None
+        averages = ctx.exchange.average(sums, ctx.total)
+        slope = _per_channel(averages[1] * invstd * invstd, inputs)
+        grad_inputs = (inputs.to(mean.dtype) - _per_channel(mean, inputs)).mul_(slope)
+        grad_inputs = (grad_outputs - grad_inputs).sub_(_per_channel(averages[0], inputs))
+        grad_inputs.mul_(_per_channel(_scale(invstd, weight), inputs))
+        return grad_inputs.to(inputs.dtype), grad_weight, grad_bias, None, None, None, None
+
+
+def local_statistics(inputs: Tensor) -> Tuple[Tensor, int]:
+    """The statistics of this rank's batch; zeros if it is empty.
+
+    Args:
+        inputs (Tensor): Of shape (N, C) or (N, C, ...).
+
+    Returns:
+        Tuple[Tensor, int]: Mean and sum of squared deviations from it, of shape (2, C), and the
+        number of values per channel.
+    """
+    dtype = torch.float32 if inputs.dtype in HALF else inputs.dtype
+    channels = inputs.shape[1]
+    count = inputs.numel() // max(channels, 1)
+    if count == 0:
+        return torch.zeros(2, channels, dtype=dtype, device=inputs.device), 0
+    values = inputs.detach().to(dtype)
+    mean = values.mean(_all_but_channels(inputs))
+    deviations = values - _per_channel(mean, inputs)
+    return torch.stack([mean, (deviations * deviations).sum(_all_but_channels(inputs))]), count
+
+
+def combine_statistics(counts: Tensor, means: Tensor, squares: Tensor) -> Tuple[Tensor, Tensor]:
+    """Combine means and sums of squared deviations of several samples.
+
+    Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", Stanford STAN-CS-79-773, 1979, for many samples at once. A difference of large
+    sums, in which float32 loses the variance, does not occur in it.
+
+    Args:
+        counts (Tensor): Sizes of the samples, of shape (R, 1); 0 for an empty one.
+        means (Tensor): Of shape (R, C).
+        squares (Tensor): Sums of squared deviations from these means, of shape (R, C).
+
+    Returns:
+        Tuple[Tensor, Tensor]: Mean and sum of squared deviations of all together, of shape (C,).
+    """
+    shares = counts / counts.sum().clamp(min=1)
+    mean = (shares * means).sum(0)
+    return mean, (squares + counts * (means - mean) ** 2).sum(0)
+
+
+def prepare_statistics_group() -> None:
+    """Make a process group for statistics alone, unless there is one; called by all ranks.
+
+    In the group of the gradients, ranks whose graphs differ (unused parameters) may issue
+    statistics and gradients in another order, and statistics wait for large messages.
+    """
+    global _statistics_group
+    world = torch_dist.group.WORLD
+    backend = torch_dist.get_backend()
+    if _statistics_group[0] is world or not any(name in backend for name in HOST_BACKENDS):
+        return
+    # A lost rank shows here at once, and in the making of a group only after the timeout.
+    torch_dist.all_reduce(torch.zeros(1))
+    context = device_context()
+    timeout = DEFAULT_TIMEOUT if context is None else context.timeout
+    _statistics_group = (world, torch_dist.new_group(timeout=timeout))
+
+
+def _group_of(process_group: Any) -> Any:
+    """The group that a layer's statistics travel in; None where there is nobody else."""
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        return None
+    if process_group is None:
+        process_group = torch_dist.group.WORLD
+        if _statistics_group[0] is process_group:
+            process_group = _statistics_group[1]
+    return process_group if torch_dist.get_world_size(process_group) > 1 else None
+
+
+def _all_but_channels(inputs: Tensor) -> Tuple[int, ...]:
+    return (0, *range(2, inputs.dim()))
+
+
+def _per_channel(values: Tensor, inputs: Tensor) -> Tensor:
+    """Give one value per channel a shape that broadcasts against the inputs'."""
+    return values.view(1, -1, *[1] * (inputs.dim() - 2))
+
+
+def _scale(invstd: Tensor, weight: Optional[Tensor]) -> Tensor:
+    return invstd if weight is None else invstd * weight.to(invstd.dtype)
+
+
+def _normalize(
+    inputs: Tensor,
+    weight: Optional[Tensor],
+    bias: Optional[Tensor],
+    mean: Tensor,
+    invstd: Tensor,
+) -> Tensor:
+    # Centred first: with a large mean, scaled inputs and shift would cancel out.
+    outputs = inputs.to(mean.dtype) - _per_channel(mean, inputs)
+    outputs.mul_(_per_channel(_scale(invstd, weight), inputs))
+    if bias is not None:
+        outputs.add_(_per_channel(bias.to(mean.dtype), inputs))
+    return outputs.to(inputs.dtype)
+
+
+def _sum_products(grad_outputs: Tensor, inputs: Tensor, mean: Tensor) -> Tensor:
+    """Sums of the gradient and of its products with the centred inputs, of shape (2, C)."""
+    centred = inputs.to(mean.dtype) - _per_channel(mean, inputs)
+    dims = _all_but_channels(inputs)
+    return torch.stack([grad_outputs.sum(dims), (grad_outputs * centred).sum(dims)])

@@ -1,0 +1,350 @@
+"""Synchronized batch normalization: numerics, conversion, refusals, and trainings."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from mmdevplug.errors import ModelError
+from mmdevplug.model.norm_layers import SYNC_BN, check_sync_bn, convert_norm_layers
+from tests.distributed import RanksFailed, run_ranks
+from tests.jobs import PLAIN, install_card, largest_difference, train_digits
+from tests.model.sync_bn_cases import CASES, compare, run_all
+
+JOBS = [('cpu', 2), ('cpu', 3), ('zeta', 2)]
+
+
+@pytest.fixture(scope='module')
+def found():
+    jobs = {}
+
+    def of(accelerator, ranks):
+        if (accelerator, ranks) not in jobs:
+            jobs[accelerator, ranks] = run_ranks(run_all, ranks, accelerator)
+        return jobs[accelerator, ranks]
+
+    return of
+
+
+@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize(('accelerator', 'ranks'), JOBS)
+def test_ranks_together_compute_what_one_process_does(found, accelerator, ranks, name):
+    compare(name, [result[name] for result in found(accelerator, ranks)], ranks)
+
+
+def start(accelerator):
+    from mmdevplug.dist import init_device
+
+    install_card(accelerator)
+    return init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
+
+
+# conversion -------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Layers of several kinds, one of them at two places, one frozen and one with a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.plain = nn.BatchNorm2d(3, eps=1e-3, momentum=0.3)
+        self.part = nn.Sequential(nn.Conv2d(3, 3, 1), nn.SyncBatchNorm(3), nn.BatchNorm2d(3))
+        self.again = self.part[1]
+        self.untracked = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+        self.group = nn.GroupNorm(1, 3)
+        self.part[2].eval()
+        self.plain.requires_grad_(False)
+        self.calls = []
+        self.plain.register_forward_hook(lambda *_: self.calls.append(1))
+
+    def forward(self, inputs):
+        outputs = self.part(self.plain(inputs))
+        return self.untracked(self.again(outputs).flatten(2))
+
+
+def convert(accelerator, sync_bn):
+    context = start(accelerator)
+    model = Layers()
+    before = dict(model.state_dict(keep_vars=True))
+    flags = {name: part.training for name, part in model.named_modules()}
+    converted = convert_norm_layers(model, context.accelerator, context.device, sync_bn)
+    after = converted.state_dict(keep_vars=True)
+    assert list(after) == list(before)
+    assert all(after[name] is value for name, value in before.items())
+    assert not converted.plain.weight.requires_grad
+    assert converted.part[1].weight.requires_grad
+    assert {name: part.training for name, part in converted.named_modules()} == flags
+    assert converted.again is converted.part[1]
+    assert (converted.plain.eps, converted.plain.momentum) == (1e-3, 0.3)
+    copy.deepcopy(converted)  # as MMEngine's EMA does
+    # Asking a second time, as the wrapper does, changes nothing.
+    kinds = [type(part) for part in converted.modules()]
+    convert_norm_layers(converted, context.accelerator, context.device)
+    assert [type(part) for part in converted.modules()] == kinds
+    converted.to(context.device)(torch.randn(2, 3, 4, 4).to(context.device)).sum().backward()
+    assert converted.calls == [1]
+    names = {name: type(part).__name__ for name, part in converted.named_modules() if name}
+    return names, getattr(converted.part[1], 'layer_name', None)
+
+
+OURS, ORDINARY = 'DeviceSyncBatchNorm', '_BatchNormXd'
+#: What becomes of the ordinary layers, and of the synchronized one.
+KINDS = {
+    None: (None, OURS),
+    'auto': (OURS, OURS),
+    'torch': (OURS, OURS),
+    'exact': (OURS, OURS),
+    'per_rank': (None, ORDINARY),
+}
+
+
+@pytest.mark.parametrize('sync_bn', KINDS)
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_conversion(accelerator, sync_bn):
+    ordinary, synchronized = KINDS[sync_bn]
+    for names, layer_name in run_ranks(convert, 2, accelerator, sync_bn):
+        assert names['plain'] == (ordinary or 'BatchNorm2d')
+        assert names['part.2'] == (ordinary or 'BatchNorm2d')
+        assert names['untracked'] == (ordinary or 'BatchNorm1d')
+        assert names['part.1'] == synchronized
+        assert names['part.0'] == 'Conv2d'
+        assert names['group'] == 'GroupNorm'
+        assert layer_name == ('part.1' if synchronized == OURS else None)
+
+
+def place_with_mmcv():
+    from mmdevplug.model.placing import place_model
+
+    context = start('cpu')
+    try:
+        from mmcv.ops import SyncBatchNorm  # noqa: F401
+    except ImportError:
+        with pytest.raises(ModelError, match=r"sync_bn='mmcv' needs mmcv.*sync_bn='auto'"):
+            place_model(Layers(), context, sync_bn='mmcv')
+        return None
+    converted = place_model(Layers(), context, sync_bn='mmcv').module
+    return type(converted.plain).__module__
+
+
+def test_mmcv_converts_or_says_what_is_missing():
+    assert run_ranks(place_with_mmcv, 1) in ([None], ['mmcv.ops.sync_bn'])
+
+
+@pytest.mark.parametrize('value', ['sync', True, 3])
+def test_unknown_values_are_refused_with_a_list(value):
+    with pytest.raises(ModelError) as raised:
+        check_sync_bn(value)
+    assert f'sync_bn={value!r}' in str(raised.value)
+    assert all(repr(known) in str(raised.value) for known in SYNC_BN)
+
+
+def place_in_single_process(sync_bn):
+    from mmdevplug.dist import init_device
+    from mmdevplug.model.placing import place_model
+
+    context = init_device('none', 'cpu')
+    with pytest.raises(ModelError, match="sync_bn='sync'"):
+        place_model(Layers(), context, sync_bn='sync')
+    model = place_model(Layers(), context, sync_bn=sync_bn)
+    return [type(model.plain).__name__, type(model.part[1]).__name__]
+
+
+@pytest.mark.parametrize('sync_bn', [None, 'auto', 'exact', 'per_rank'])
+def test_single_process_has_ordinary_layers(sync_bn):
+    assert run_ranks(place_in_single_process, 0, sync_bn) == [['BatchNorm2d', '_BatchNormXd']]
+
+
+class NormAndActivation(nn.BatchNorm2d):
+    def forward(self, inputs):
+        return super().forward(inputs).relu()
+
+
+def convert_special():
+    context = start('cpu')
+    model = nn.Sequential(NormAndActivation(2), nn.BatchNorm2d(2))
+    convert_norm_layers(model, context.accelerator, context.device, 'auto')
+    return [type(layer).__name__ for layer in model]
+
+
+def test_layers_that_do_more_than_normalize_are_kept():
+    assert run_ranks(convert_special, 2) == [['NormAndActivation', OURS]] * 2
+
+
+# what ranks do together --------------------------------------------------------------------------
+
+
+def one_value(accelerator):
+    context = start(accelerator)
+    from torch import distributed as torch_dist
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.SyncBatchNorm(3))).to(context.device)
+    convert_norm_layers(model, context.accelerator, context.device)
+    size = 1 if torch_dist.get_rank() == 1 else 0
+    model(torch.zeros(size, 2).to(context.device))
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_one_value_per_channel_is_refused_on_all_ranks(accelerator):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(one_value, 2, accelerator)
+    assert sorted(raised.value.errors) == [0, 1]
+    for kind, message, _ in raised.value.errors.values():
+        assert kind == 'ModelError'
+        assert "'1.0'" in message
+        assert 'hold 1 value per channel; expected at least 2' in message
+
+
+def wrong_channels():
+    context = start('cpu')
+    model = nn.Sequential(nn.SyncBatchNorm(3))
+    convert_norm_layers(model, context.accelerator, context.device)
+    with pytest.raises(ModelError, match=r"'0' got an input of shape \(4, 2\).*\(N, 3, \.\.\.\)"):
+        model(torch.zeros(4, 2))
+
+
+def test_other_channels_are_refused():
+    run_ranks(wrong_channels, 2)
+
+
+def in_groups():
+    from torch import distributed as torch_dist
+
+    context = start('cpu')
+    pair, single = torch_dist.new_group([0, 1]), torch_dist.new_group([2])
+    rank = torch_dist.get_rank()
+    layer = nn.SyncBatchNorm(1, process_group=single if rank == 2 else pair)
+    convert_norm_layers(layer, context.accelerator, context.device)
+    layer(torch.full((2, 1), float(rank)))
+    return layer.running_mean.item(), layer.running_var.item()
+
+
+def test_layers_keep_their_process_group():
+    first, second, third = run_ranks(in_groups, 3)
+    # Ranks 0 and 1 hold the values 0, 0, 1, 1; rank 2 holds 2, 2.
+    assert first == second == pytest.approx((0.1 * 0.5, 0.9 + 0.1 / 3))
+    assert third == pytest.approx((0.1 * 2, 0.9))
+
+
+WIDTH = 600  # fills the first message of PyTorch's DDP, of 1 MB
+
+
+class Detour(nn.Module):
+    """Normalization between two layers, whose order is another on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.SyncBatchNorm(WIDTH)
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs, swapped):
+        first, last = (self.other, self.one) if swapped else (self.one, self.other)
+        return last(self.norm(first(inputs)))
+
+
+def take_detours(accelerator):
+    from torch import distributed as torch_dist
+
+    from mmdevplug import DeviceDistributedDataParallel
+
+    context = start(accelerator)
+    rank = torch_dist.get_rank()
+    wrapper = DeviceDistributedDataParallel(Detour(), bucket_cap_mb=1)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        inputs = torch.randn(6, WIDTH, generator=generator).to(context.device).requires_grad_()
+        wrapper(inputs, rank == 1).square().mean().backward()
+    return {name: p.grad.cpu().numpy() for name, p in wrapper.module.named_parameters()}
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_statistics_do_not_mix_with_gradients_where_ranks_differ(accelerator):
+    first, second = run_ranks(take_detours, 2, accelerator)
+    assert largest_difference(first, second) == 0.0
+    assert all(0 < abs(gradient).max() < 10 for gradient in first.values())
+
+
+def count_traffic():
+    from mmdevplug.dist.traffic import TRAFFIC
+
+    context = start('cpu')
+    model = nn.Sequential(nn.SyncBatchNorm(5))
+    convert_norm_layers(model, context.accelerator, context.device)
+    inputs = torch.randn(4, 5, requires_grad=True)
+    outputs = model(inputs)
+    forward = TRAFFIC.take()['sync_bn']
+    outputs.sum().backward()
+    backward = TRAFFIC.take()['sync_bn']
+    model.eval()(inputs)
+    return [
+        (cost.messages, cost.sent, cost.seconds > 0, cost.waited == cost.seconds)
+        for cost in (forward, backward)
+    ], TRAFFIC.take()
+
+
+def test_costs_are_recorded():
+    for (forward, backward), in_eval in run_ranks(count_traffic, 3):
+        # Two values per channel and the count to two ranks; two values per channel around a ring.
+        assert forward == (1, 2 * 4 * 11, True, True)
+        assert backward == (1, 2 * 4 * 10 * 2 / 3, True, True)
+        assert in_eval == {}
+
+
+# trainings --------------------------------------------------------------------------------------
+
+
+class Net(nn.Sequential):
+    def __init__(self, norm):
+        torch.manual_seed(0)
+        super().__init__(nn.Conv2d(1, 3, 3), norm(3), nn.ReLU(), nn.Conv2d(3, 2, 3), norm(2))
+
+
+def averaged_gradients(norm):
+    """Gradients in PyTorch's own process group, as under MMEngine's runner."""
+    import os
+
+    from torch import distributed as torch_dist
+
+    from mmdevplug import DeviceDistributedDataParallel
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(6, 1, 8, 8, generator=generator)
+    model = Net(norm)
+    if 'RANK' in os.environ:
+        torch_dist.init_process_group('gloo')
+        model = DeviceDistributedDataParallel(model, accelerator='cpu')
+        inputs = inputs.split(3)[torch_dist.get_rank()]
+    model(inputs).relu().mean().backward()
+    return {name.replace('module.', ''): p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def test_stock_process_group_with_our_wrapper():
+    (expected,) = run_ranks(averaged_gradients, 0, nn.BatchNorm2d)
+    for gradients in run_ranks(averaged_gradients, 2, nn.SyncBatchNorm):
+        assert largest_difference(gradients, expected) <= 1e-6
+
+
+def train_normalized(accelerator, work_dir, sync_bn=None):
+    """Two epochs of the digits example with batch normalization; the same global batches."""
+    options = dict(PLAIN, model__norm=True)
+    return train_digits(accelerator, work_dir, sync_bn=sync_bn, **options)
+
+
+@pytest.fixture(scope='module')
+def single_process_weights(tmp_path_factory):
+    (result,) = run_ranks(train_normalized, 0, 'cpu', tmp_path_factory.mktemp('single'))
+    return result['weights']
+
+
+@pytest.mark.parametrize(('accelerator', 'sync_bn'), [('cpu', 'auto'), ('zeta', 'auto')])
+def test_trains_as_one_process(tmp_path, single_process_weights, accelerator, sync_bn):
+    for result in run_ranks(train_normalized, 2, accelerator, tmp_path, sync_bn):
+        assert largest_difference(result['weights'], single_process_weights) <= 1e-4
+
+
+def test_each_rank_by_itself_trains_otherwise(tmp_path, single_process_weights):
+    # That the comparison above can fail.
+    for result in run_ranks(train_normalized, 2, 'cpu', tmp_path, 'per_rank'):
+        assert largest_difference(result['weights'], single_process_weights) > 1e-3
