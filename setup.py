@@ -26,6 +26,7 @@ EXTRAS_REQUIRE = {
     'dev': [
         'pytest',
         'pytest-timeout',
+        'tensorboard',
         'ruff',
         'vermin',
         'pre-commit',

@@ -1,5 +1,6 @@
 """Hooks."""
 
+from .communication_hook import CommunicationHook
 from .device_hook import DeviceHook
 
-__all__ = ['DeviceHook']
+__all__ = ['CommunicationHook', 'DeviceHook']

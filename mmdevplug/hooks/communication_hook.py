@@ -1,0 +1,213 @@
+"""What the averaging of gradients costs: in every log line, and as a picture in the end."""
+
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Union
+
+from mmengine.dist import get_world_size, is_main_process
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+from mmdevplug.dist.messages import gather_json
+from mmdevplug.dist.traffic import TRAFFIC, Cost
+
+#: What is kept of each iteration: milliseconds and megabytes.
+KEPT = ('iteration', 'hidden', 'waited', 'sent', 'shared')
+MOST_POINTS = 4096
+
+
+class History:
+    """Figures of many iterations in little memory: neighbours are averaged when there are many.
+
+    Attributes:
+        every (int): How many iterations a point stands for.
+        points (Dict[str, List[float]]): The averages, oldest first.
+        count (int): Number of iterations.
+    """
+
+    def __init__(self) -> None:
+        self.every = 1
+        self.count = 0
+        self.points: Dict[str, List[float]] = {name: [] for name in KEPT}
+        self.totals = dict.fromkeys(KEPT, 0.0)
+        self._pending: List[Dict[str, float]] = []
+
+    def append(self, figures: Dict[str, float]) -> None:
+        """Add the figures of an iteration."""
+        self.count += 1
+        for name in KEPT:
+            self.totals[name] += figures[name]
+        self._pending.append(figures)
+        if len(self._pending) < self.every:
+            return
+        for name, values in self.points.items():
+            values.append(sum(each[name] for each in self._pending) / self.every)
+        self._pending = []
+        if len(self.points['sent']) >= MOST_POINTS:
+            self.every *= 2
+            for name, values in self.points.items():
+                self.points[name] = [(a + b) / 2 for a, b in zip(values[::2], values[1::2])]
+
+    def means(self) -> Dict[str, float]:
+        """The average of an iteration."""
+        return {name: total / max(1, self.count) for name, total in self.totals.items()}
+
+
+@HOOKS.register_module()
+class CommunicationHook(Hook):
+    """Log bytes, time and overlap of the communication of each training iteration.
+
+    The scalars are ``comm/mb`` (MB that this rank sent, or exchanged in memory shared with other
+    ranks of its host), ``comm/ms`` (milliseconds from the start
+    of the first message to the end of the last) and ``comm/overlap`` (the part of that time in
+    which this rank went on computing or copying, 0 to 1). They are in the log line, the JSON log
+    and whatever other backends the visualizer has. At the end of training the log has a table of
+    all ranks, and ``communication.png`` lies beside it.
+
+    Args:
+        picture (bool): Whether to draw. Defaults to True.
+    """
+
+    priority = 'NORMAL'
+
+    def __init__(self, picture: bool = True) -> None:
+        self.picture = picture
+        self.history = History()
+        self._last: Optional[float] = None
+
+    def before_train(self, runner: Any) -> None:
+        """Forget what was sent before training, e.g. the initial weights."""
+        TRAFFIC.take()
+        self._last = time.perf_counter()
+
+    def after_train_iter(
+        self,
+        runner: Any,
+        batch_idx: int,
+        data_batch: Optional[Union[dict, tuple, list]] = None,
+        outputs: Optional[dict] = None,
+    ) -> None:
+        """Log the iteration; see :meth:`mmengine.hooks.Hook.after_train_iter`."""
+        now = time.perf_counter()
+        cost = _sum(TRAFFIC.take())
+        if not cost.messages and not self.history.count:
+            return  # Nothing of this job's communication can be seen from here.
+        runner.message_hub.update_scalars(
+            {
+                'train/comm/mb': (cost.sent + cost.shared) / 2**20,
+                'train/comm/ms': cost.seconds * 1e3,
+                'train/comm/overlap': cost.overlap,
+            }
+        )
+        waited = min(cost.waited, cost.seconds) * 1e3
+        self.history.append(
+            dict(
+                iteration=(now - (self._last or now)) * 1e3,
+                hidden=cost.seconds * 1e3 - waited,
+                waited=waited,
+                sent=cost.sent / 2**20,
+                shared=cost.shared / 2**20,
+            )
+        )
+        self._last = now
+
+    def after_train(self, runner: Any) -> None:
+        """Log the table of all ranks and draw; all ranks take part.
+
+        Args:
+            runner (Runner): The runner.
+        """
+        if get_world_size() == 1:
+            return
+        ranks = gather_json(dict(self.history.means(), count=self.history.count))
+        if not is_main_process() or not ranks[0]['count']:
+            return
+        runner.logger.info(_table(ranks))
+        if self.picture:
+            path = Path(runner.log_dir) / 'communication.png'
+            draw(self.history, ranks, path)
+            runner.logger.info(f'Communication drawn in {path}')
+
+
+def _sum(costs: Dict[str, Cost]) -> Cost:
+    total = Cost()
+    for cost in costs.values():
+        total.messages += cost.messages
+        total.sent += cost.sent
+        total.shared += cost.shared
+        total.seconds += cost.seconds
+        total.waited += cost.waited
+    return total
+
+
+def _overlap(figures: Dict[str, float]) -> float:
+    total = figures['hidden'] + figures['waited']
+    return figures['hidden'] / total if total else 0.0
+
+
+def _table(ranks: List[Dict[str, float]]) -> str:
+    """A line for each rank; of many ranks the first, and those that waited least and most."""
+    lines = [f'Communication, mean of {ranks[0]["count"]} iterations:']
+    heads = ('iteration ms', 'comm ms', 'waited ms', 'MB sent', 'MB shared')
+    lines.append('  rank' + ''.join(f'{head:>14}' for head in heads))
+    order = sorted(range(len(ranks)), key=lambda rank: ranks[rank]['waited'])
+    shown = range(len(ranks)) if len(ranks) <= 16 else sorted({0, *order[:4], *order[-4:]})
+    for rank in shown:
+        found = ranks[rank]
+        lines.append(
+            f'{rank:6}{found["iteration"]:14.1f}{found["hidden"] + found["waited"]:14.1f}'
+            f'{found["waited"]:14.1f}{found["sent"]:14.2f}{found["shared"]:14.2f}'
+        )
+    lines.append(f'Overlap on rank 0: {_overlap(ranks[0]):.0%}.')
+    least, median = order[0], order[len(order) // 2]
+    if 2 * ranks[least]['waited'] < ranks[median]['waited']:
+        lines.append(f'Rank {least} waited least by far: it is the one that the others wait for.')
+    return '\n'.join(lines)
+
+
+def draw(history: History, ranks: List[Dict[str, float]], path: Path) -> None:
+    """Draw time and bytes of each iteration on rank 0, and the waiting of each rank.
+
+    Args:
+        history (History): Of rank 0.
+        ranks (List[Dict[str, float]]): The means of each rank.
+        path (Path): A PNG file to write.
+    """
+    # Not pyplot, which keeps state and picks a window system.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(11, 7), constrained_layout=True)
+    FigureCanvasAgg(figure)
+    time_axes, wait_axes, sent_axes, text_axes = figure.subplots(
+        2, 2, gridspec_kw=dict(width_ratios=[3, 1], height_ratios=[2, 1])
+    ).flat
+    points, means = history.points, history.means()
+    x = [(index + 1) * history.every for index in range(len(points['sent']))]
+    time_axes.plot(x, points['iteration'], color='0.4', linewidth=1, label='whole iteration')
+    time_axes.stackplot(
+        x,
+        points['waited'],
+        points['hidden'],
+        labels=['communication waited for', 'communication hidden'],
+        colors=['#d1495b', '#8fb8de'],
+    )
+    # The first iterations compile and connect, and would flatten all others.
+    highest = sorted(points['iteration'])[int(0.98 * (len(x) - 1))] if x else 1.0
+    time_axes.set(ylabel='ms', title='Rank 0', ylim=(0, 1.3 * max(highest, 1e-3)))
+    time_axes.legend(loc='upper right', fontsize=8)
+    for name, color in (('sent', '#30638e'), ('shared', '#edae49')):
+        sent_axes.plot(x, points[name], color=color, label=name)
+    sent_axes.set(xlabel='iteration', ylabel='MB', ylim=(0, None))
+    sent_axes.legend(loc='upper right', fontsize=8)
+    wait_axes.barh(range(len(ranks)), [rank['waited'] for rank in ranks], color='#d1495b')
+    wait_axes.set(xlabel='ms waited', ylabel='rank', title='All ranks')
+    wait_axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    wait_axes.invert_yaxis()
+    text_axes.axis('off')
+    lines = [f'{name}: {means[name]:.1f} ms' for name in KEPT[:3]]
+    lines += [f'{name}: {means[name]:.2f} MB' for name in KEPT[3:]]
+    lines.append(f'overlap: {_overlap(means):.0%}')
+    text_axes.text(0, 1, 'Mean, rank 0\n' + '\n'.join(lines), va='top', family='monospace')
+    figure.savefig(str(path), dpi=100)
