@@ -6,7 +6,7 @@ vendors' packages are imported when they are first needed.
 
 from importlib import import_module
 
-from mmengine.registry import HOOKS, MODEL_WRAPPERS, RUNNERS, STRATEGIES
+from mmengine.registry import HOOKS, MODEL_WRAPPERS, OPTIM_WRAPPERS, RUNNERS, STRATEGIES
 
 from .paths import base_config
 from .registry import ACCELERATORS, register_lazily
@@ -15,6 +15,7 @@ from .version import __version__
 register_lazily(RUNNERS, 'mmdevplug.runner')
 register_lazily(MODEL_WRAPPERS, 'mmdevplug.model')
 register_lazily(HOOKS, 'mmdevplug.hooks')
+register_lazily(OPTIM_WRAPPERS, 'mmdevplug.optim')
 register_lazily(STRATEGIES, 'mmdevplug.strategy')
 
 _LAZY = {

@@ -17,6 +17,8 @@ PARTS = [
     ('RUNNERS', 'DeviceRunner', 'mmdevplug.runner'),
     ('MODEL_WRAPPERS', 'DeviceDistributedDataParallel', 'mmdevplug.model'),
     ('HOOKS', 'DeviceHook', 'mmdevplug.hooks'),
+    ('OPTIM_WRAPPERS', 'DeviceOptimWrapper', 'mmdevplug.optim'),
+    ('OPTIM_WRAPPERS', 'DeviceAmpOptimWrapper', 'mmdevplug.optim'),
     ('STRATEGIES', 'DeviceStrategy', 'mmdevplug.strategy'),
 ]
 LOOK_UPS = '\n'.join(

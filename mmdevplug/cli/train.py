@@ -66,16 +66,18 @@ def main(argv: Optional[List[str]] = None) -> None:
 
 def _use_amp(cfg: Config) -> None:
     kind = cfg.optim_wrapper.get('type', 'OptimWrapper')
-    if kind == 'AmpOptimWrapper':
+    # New-style configs hold classes.
+    name = kind.rsplit('.', 1)[-1] if isinstance(kind, str) else kind.__name__
+    if name in ('AmpOptimWrapper', 'DeviceAmpOptimWrapper'):
         print_log('AMP is enabled in the config already.', 'current', logging.WARNING)
         return
-    if kind != 'OptimWrapper':
+    if name not in ('OptimWrapper', 'DeviceOptimWrapper'):
         raise DevPlugError(
             f"--amp needs optim_wrapper.type='OptimWrapper' to replace, but found {kind!r}. "
             f'Choose a mixed-precision wrapper in the config instead.'
         )
+    # The runner takes the one for its device, with the precision that suits it.
     cfg.optim_wrapper.type = 'AmpOptimWrapper'
-    cfg.optim_wrapper.loss_scale = 'dynamic'
 
 
 def _scale_lr(cfg: Config) -> None:

@@ -3,7 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -140,6 +140,21 @@ class Accelerator(ABC):
         for source, target in zip(fetched, targets):
             target.copy_(source.detach())
 
+    def start_copy_to_host(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> Optional[Callable[[], None]]:
+        """As :meth:`copy_to_host`, but may return before the data are there.
+
+        Returns:
+            Callable or None: Waits for the data; None if they are there.
+        """
+        self.copy_to_host(sources, targets)
+        return None
+
+    def pins_memory(self) -> bool:
+        """Whether copies are faster from and to page-locked host memory."""
+        return False
+
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy host tensors into existing device tensors of the same shapes, in one call."""
         for source, target in zip(sources, targets):
@@ -163,15 +178,23 @@ class Accelerator(ABC):
     def manual_seed(self, seed: int) -> None:
         """Seed the generators of all devices of this family that this process sees."""
 
+    @property
+    def amp_dtype(self) -> torch.dtype:
+        """What mixed precision casts to unless told otherwise: PyTorch's own choice."""
+        chosen = getattr(torch, 'get_autocast_dtype', None)
+        # Older releases have float16 for whatever is not the CPU.
+        return torch.float16 if chosen is None else chosen(self.device_type)
+
     def autocast(
         self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
     ) -> AbstractContextManager:
         """The mixed-precision context of this family.
 
         Args:
-            dtype (torch.dtype, optional): bfloat16 or float16. Defaults to the family's own.
+            dtype (torch.dtype, optional): bfloat16 or float16. Defaults to :attr:`amp_dtype`.
             enabled (bool): Defaults to True.
         """
+        dtype = dtype or self.amp_dtype
         return torch.autocast(self.device_type, dtype=dtype, enabled=enabled, **kwargs)
 
     def grad_scaler(self, **kwargs: Any) -> Any:
@@ -184,6 +207,11 @@ class Accelerator(ABC):
             f'accelerator {self.name!r} has no gradient scaler; train in bfloat16, which needs '
             f'none, or without mixed precision.'
         )
+
+    def _torch_grad_scaler(self, **kwargs: Any) -> Any:
+        """PyTorch's scaler for any device, None in releases before it."""
+        scaler = getattr(getattr(torch, 'amp', None), 'GradScaler', None)
+        return None if scaler is None else scaler(self.device_type, **kwargs)
 
     # collectives ------------------------------------------------------------------------------
 

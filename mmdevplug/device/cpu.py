@@ -1,6 +1,6 @@
 """The host itself."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 
@@ -18,6 +18,7 @@ class CPUAccelerator(Accelerator):
     native_backend = 'mpi'
     gloo_takes_tensors = True
     shares_devices = True
+    amp_dtype = torch.bfloat16  # type: ignore[assignment]
 
     def default_backend(self) -> str:
         return 'gloo'
@@ -37,3 +38,7 @@ class CPUAccelerator(Accelerator):
 
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         pass
+
+    def grad_scaler(self, **kwargs: Any) -> Any:
+        scaler = self._torch_grad_scaler(**kwargs)
+        return super().grad_scaler(**kwargs) if scaler is None else scaler

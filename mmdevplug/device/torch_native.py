@@ -1,8 +1,10 @@
 """Eager devices that PyTorch knows by a module ``torch.<type>``: one class for all of them."""
 
-from typing import Any, Dict, NamedTuple, Optional
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence
 
 import torch
+from torch import Tensor
 
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
@@ -93,6 +95,24 @@ class TorchNativeAccelerator(Accelerator):
         # torch.mps.synchronize takes no device.
         self._call('synchronize', *([] if device is None or self.name == 'mps' else [device]))
 
+    def pins_memory(self) -> bool:
+        try:
+            torch.empty(1, pin_memory=True)
+        except (RuntimeError, NotImplementedError):
+            return False
+        return hasattr(self._module(), 'Event')
+
+    def start_copy_to_host(
+        self, sources: Sequence[Tensor], targets: Sequence[Tensor]
+    ) -> Optional[Callable[[], None]]:
+        if not all(target.is_pinned() for target in targets) or not self.pins_memory():
+            return super().start_copy_to_host(sources, targets)
+        for source, target in zip(sources, targets):
+            target.copy_(source.detach(), non_blocking=True)
+        copied = self._module().Event()
+        copied.record()
+        return copied.synchronize
+
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._call('memory_allocated', *([] if device is None else [device]))
 
@@ -106,12 +126,32 @@ class TorchNativeAccelerator(Accelerator):
         seed_all = 'manual_seed' if self.name == 'mps' else 'manual_seed_all'
         self._call(seed_all, seed)
 
+    def autocast(
+        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
+    ) -> AbstractContextManager:
+        """See :meth:`Accelerator.autocast`.
+
+        Raises:
+            AcceleratorError: If PyTorch cannot cast on this device.
+        """
+        try:
+            return super().autocast(dtype, enabled, **kwargs)
+        except (AssertionError, RuntimeError) as error:
+            if not enabled:
+                return nullcontext()  # what cannot be on is off
+            raise AcceleratorError(
+                f'torch {torch.__version__} has no mixed precision for accelerator '
+                f'{self.name!r}: {error}. Expected a vendor package that offers it; train '
+                f"without, with optim_wrapper.type='OptimWrapper'."
+            ) from error
+
     def grad_scaler(self, **kwargs: Any) -> Any:
         vendor = getattr(getattr(self._module(), 'amp', None), 'GradScaler', None)
         if vendor is not None:
             return vendor(**kwargs)
-        if hasattr(torch.amp, 'GradScaler'):
-            return torch.amp.GradScaler(self.device_type, **kwargs)
+        scaler = self._torch_grad_scaler(**kwargs)
+        if scaler is not None:
+            return scaler
         raise AcceleratorError(
             f'neither torch.{self.device_type}.amp nor torch.amp of torch {torch.__version__} has '
             f'a GradScaler; train {self.name!r} in bfloat16, which needs none.'

@@ -103,8 +103,8 @@ class FinitePolicy:
         device (torch.device, optional): See :func:`mmdevplug.dist.messages.gather_json`.
 
     Attributes:
-        active (bool): Set to False while a gradient scaler is in charge, whose search for the
-            right scale makes gradients overflow on purpose.
+        suspended (bool): Whether a gradient scaler is in charge, whose search for the right scale
+            makes gradients overflow on purpose.
         skipped (int): How many updates were skipped so far.
     """
 
@@ -115,12 +115,13 @@ class FinitePolicy:
         self._device = device
         self.policy = policy
         self.group = group
-        self.active = policy != 'ignore'
+        self.suspended = False
         self.skipped = 0
 
-    def suspend(self, suspended: bool) -> None:
-        """Leave the search to a gradient scaler, or take it up again."""
-        self.active = self.policy != 'ignore' and not suspended
+    @property
+    def active(self) -> bool:
+        """Whether gradients that are not finite are to be answered."""
+        return self.policy != 'ignore' and not self.suspended
 
     def settle(self, found_here: Sequence[str]) -> None:
         """Tell all ranks what was found, and stop or return to skip the update.

@@ -28,14 +28,21 @@ class Reduction:
         group (ProcessGroup, optional): Defaults to None: all ranks.
         compression (Compression, optional): What is sent instead of the values themselves.
             Defaults to None.
+        pin_memory (bool): Whether to allocate page-locked memory. Defaults to False.
 
     Attributes:
         sent (float): Bytes that this rank has sent so far.
         shared (float): Bytes that it has exchanged in shared memory so far.
     """
 
-    def __init__(self, group: Any = None, compression: Optional[Compression] = None) -> None:
+    def __init__(
+        self,
+        group: Any = None,
+        compression: Optional[Compression] = None,
+        pin_memory: bool = False,
+    ) -> None:
         self.group = group
+        self._pin_memory = pin_memory
         self.compression = compression
         self.world_size = torch_dist.get_world_size(group)
         self.sent = self.shared = 0.0
@@ -46,7 +53,10 @@ class Reduction:
         Args:
             sizes (Dict[torch.dtype, int]): For each dtype the number of elements.
         """
-        return {dtype: torch.empty(size, dtype=dtype) for dtype, size in sizes.items()}
+        return {
+            dtype: torch.empty(size, dtype=dtype, pin_memory=self._pin_memory)
+            for dtype, size in sizes.items()
+        }
 
     def begin(self) -> None:
         """Wait until the memory may be written to."""
@@ -153,7 +163,7 @@ class TwoLevelReduction(Reduction):
         for number in others:
             share.add_(peers[number][spans[own]])
         self._scale(share, check)
-        if self._between is not None:
+        if self._between is not None and share.numel():  # as many on all hosts
             before = self._between.sent
             yield from self._between.add_up(Bucket(share, [share], bucket.number))
             self.sent += self._between.sent - before
@@ -180,7 +190,10 @@ class TwoLevelReduction(Reduction):
 
 
 def make_reduction(
-    group: Any = None, compression: Optional[Compression] = None, hierarchy: Any = 'auto'
+    group: Any = None,
+    compression: Optional[Compression] = None,
+    hierarchy: Any = 'auto',
+    pin_memory: bool = False,
 ) -> Reduction:
     """Choose how buckets are averaged; the same on all ranks.
 
@@ -188,10 +201,13 @@ def make_reduction(
         group (ProcessGroup, optional): Defaults to None: all ranks.
         compression (Compression, optional): Defaults to None.
         hierarchy (str or bool): Whether to average inside hosts first. ``'auto'``: where several
-            ranks share a host, and each host has as many. Defaults to ``'auto'``.
+            ranks share a host, and each host has as many, and the device does not copy faster
+            from and to page-locked memory, which cannot be shared. Defaults to ``'auto'``.
+        pin_memory (bool): Whether the device copies faster from and to page-locked memory.
+            Defaults to False.
     """
-    flat = Reduction(group, compression)
-    if hierarchy is False or flat.world_size == 1:
+    flat = Reduction(group, compression, pin_memory)
+    if hierarchy is False or flat.world_size == 1 or (pin_memory and hierarchy == 'auto'):
         return flat
     if compression is not None and not compression.works_on_parts:
         return flat

@@ -7,7 +7,7 @@ at a time. On an eager device a bucket sets off as soon as backward has filled i
 """
 
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist, nn
@@ -81,6 +81,10 @@ class GradientStaging:
         policy (FinitePolicy, optional): What to do about NaN. Defaults to None: ``'stop'``.
         overlap (bool, optional): Whether buckets set off during backward. Defaults to None: on
             eager devices.
+
+    Attributes:
+        finite (bool): Whether the last averages were finite, the same on all ranks; looked for
+            unless the policy is ``'ignore'`` and no gradient scaler is in charge.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class GradientStaging:
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
+        self._ids = {id(parameter) for parameter in self.parameters}
         self.accelerator = accelerator
         self.device = device
         self.group = group
@@ -111,6 +116,7 @@ class GradientStaging:
         self._late: Dict[Tuple[int, ...], List[Bucket]] = {}
         self._repeating = [False] * count
         self._armed = False
+        self.finite = True
         self._begin_iteration()
         # Nodes of the autograd graph live only as long as somebody holds them.
         self._nodes = [self._watch(index) for index in range(count)]
@@ -127,12 +133,17 @@ class GradientStaging:
         for parameter in self.parameters:
             dtype = _dtype_on_the_wire(parameter)
             sizes[dtype] = sizes.get(dtype, 0) + _numel_on_the_wire(parameter)
-        reduction = make_reduction(self.group, compression, hierarchy)
+        pin_memory = self.accelerator.pins_memory()
+        reduction = make_reduction(self.group, compression, hierarchy, pin_memory)
         memory = reduction.allocate(sizes)
         if memory is None:  # The ranks of a host cannot share memory.
-            reduction = make_reduction(self.group, compression, hierarchy=False)
+            reduction = make_reduction(self.group, compression, False, pin_memory)
             memory = reduction.allocate(sizes)
         return reduction, memory
+
+    def covers(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether all of these parameters are among those whose gradients are averaged here."""
+        return self._ids.issuperset(map(id, parameters))
 
     # when ---------------------------------------------------------------------------------------
 
@@ -226,7 +237,8 @@ class GradientStaging:
         if copied is not None:
             yield
             copied()
-        return (yield from self.reduction.average(bucket, self.policy.active))
+        check = self.policy.active or self.policy.suspended
+        return (yield from self.reduction.average(bucket, check))
 
     def _dense_gradient(self, index: int) -> Tensor:
         gradient = self.parameters[index].grad
@@ -251,6 +263,7 @@ class GradientStaging:
             if again:
                 self._repeat(again)
             bad = self._land(used)
+            self.finite = all(flight.finite for flight in self._flights)
             self.reduction.end()
             found = names_of_nonfinite(self._gradients_here(bad))
             self._record()
@@ -293,7 +306,8 @@ class GradientStaging:
         bad = []
         for flight in self._flights:
             self._complete(flight)
-            if flight.finite:
+            # A gradient scaler looks for itself.
+            if flight.finite or self.policy.suspended:
                 self._send(flight.bucket, used)
             else:
                 bad.append(flight.bucket)

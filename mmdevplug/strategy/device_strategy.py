@@ -3,14 +3,23 @@
 from typing import Any, Callable, Dict, Optional, Union
 
 from mmengine._strategy import DDPStrategy
+from mmengine.dist import is_main_process
 from mmengine.model import is_model_wrapper
+from mmengine.optim import BaseOptimWrapper
 from mmengine.registry import STRATEGIES
 from torch import nn
+from torch.optim import Optimizer
 
 from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import init_device
 from mmdevplug.model.checkpoint import read_checkpoint
 from mmdevplug.model.placing import place_model
+from mmdevplug.optim import (
+    adapt_optim_wrapper_cfg,
+    check_optimizers,
+    join_consolidation,
+    serve_autocast,
+)
 
 
 @STRATEGIES.register_module()
@@ -49,12 +58,35 @@ class DeviceStrategy(DDPStrategy):
         )
         super()._setup_env(launcher=launcher or 'none', dist_cfg=dist_cfg, **kwargs)
         self.device_context.accelerator.manual_seed(self._seed)
+        serve_autocast(self.device_context.accelerator)
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         if is_model_wrapper(model):
             return model
         self.logger.info(self.device_context.describe())
         return place_model(model, self.device_context, self.model_wrapper, self.sync_bn)
+
+    def build_optim_wrapper(
+        self,
+        optim_wrapper: Union[Optimizer, BaseOptimWrapper, dict],
+        model: Optional[nn.Module] = None,
+    ) -> BaseOptimWrapper:
+        """Build the optimizer wrapper that suits the device.
+
+        See :meth:`mmdevplug.DeviceRunner.build_optim_wrapper`.
+        """
+        cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
+        built = super().build_optim_wrapper(cfg, model)
+        check_optimizers(built, self.device_context)
+        return built
+
+    def save_checkpoint(
+        self, filename: str, *, save_optimizer: bool = True, **kwargs: Any
+    ) -> None:
+        """Save a checkpoint; see :meth:`mmengine._strategy.DDPStrategy.save_checkpoint`."""
+        if save_optimizer and not is_main_process() and hasattr(self, 'optim_wrapper'):
+            join_consolidation(self.optim_wrapper)
+        super().save_checkpoint(filename, save_optimizer=save_optimizer, **kwargs)
 
     def load_checkpoint(
         self,

@@ -129,9 +129,25 @@ def test_cpu_autocast_computes_in_bfloat16():
     assert (a @ a).dtype == torch.float32
 
 
-def test_cpu_has_no_gradient_scaler_and_says_what_to_do():
+def test_family_without_a_gradient_scaler_says_what_to_do(monkeypatch):
+    with pytest.raises(AcceleratorError, match="'xla' has no gradient scaler.*bfloat16"):
+        XLAAccelerator().grad_scaler()
+    # As on releases before torch 2.3.
+    monkeypatch.delattr(torch.amp, 'GradScaler')
     with pytest.raises(AcceleratorError, match="'cpu' has no gradient scaler.*bfloat16"):
         CPUAccelerator().grad_scaler()
+
+
+def test_cpu_takes_the_gradient_scaler_of_pytorch():
+    scaler = CPUAccelerator().grad_scaler(init_scale=8.0)
+    assert scaler.is_enabled()
+    assert scaler.get_scale() == 8.0
+
+
+def test_precision_of_each_family():
+    assert CPUAccelerator().amp_dtype == XLAAccelerator().amp_dtype == torch.bfloat16
+    assert T20Accelerator().amp_dtype == torch.float16
+    assert CUDAAccelerator().amp_dtype == torch.get_autocast_dtype('cuda')
 
 
 DTYPES = [

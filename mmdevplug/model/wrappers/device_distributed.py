@@ -22,7 +22,7 @@ from mmdevplug.dist.compression import make_compression
 from mmdevplug.dist.finite import FinitePolicy
 from mmdevplug.dist.signature import check_same_model
 from mmdevplug.errors import LaunchError, ModelError
-from mmdevplug.optim import log_norms
+from mmdevplug.optim import log_norms, trust_averages
 
 from ..loss_check import check_loss
 from ..move import materialize_predictions, move_module
@@ -223,7 +223,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             if not self._loss_checked:
                 check_loss(parsed_loss, self.module)
                 self._loss_checked = True
-            self.policy.suspend(_has_scaler(optim_wrapper))
+            self.policy.suspended = _has_scaler(optim_wrapper)
+            trust_averages(optim_wrapper, self.staging)
             optim_wrapper.update_params(parsed_loss)
             if self.detect_anomalous_params:
                 detect_anomalous_params(parsed_loss, model=self)

@@ -1,0 +1,97 @@
+"""From MMEngine's optimizer wrappers in a config to those that the device needs."""
+
+import copy
+from typing import Any, Iterator, Optional, Type
+
+from mmengine.config import Config
+from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.registry import OPTIM_WRAPPERS
+from torch.optim import Optimizer
+
+from mmdevplug.device import Accelerator
+from mmdevplug.dist import DeviceContext
+from mmdevplug.errors import ModelError
+
+from .autocast import mmengine_serves
+from .device_amp_optim_wrapper import DeviceAmpOptimWrapper
+from .device_optim_wrapper import DeviceOptimWrapper
+
+try:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+except ImportError:  # as MMEngine does, for builds of PyTorch without it
+    ZeroRedundancyOptimizer = None
+
+
+def adapt_optim_wrapper_cfg(cfg: Any, accelerator: Accelerator) -> Any:
+    """Replace MMEngine's wrappers in a config by ours where the device needs it.
+
+    ``OptimWrapper`` is replaced on lazy devices, and ``AmpOptimWrapper`` where MMEngine's refuses
+    the device, also in the parts of a config for several optimizers. Any other wrapper is kept.
+
+    Args:
+        cfg (dict, Config or OptimWrapper): As MMEngine's ``build_optim_wrapper`` takes it.
+        accelerator (Accelerator): The accelerator in use.
+
+    Returns:
+        dict, Config or OptimWrapper: A copy of a config; anything else as it is.
+    """
+    if not isinstance(cfg, (dict, Config)):
+        return cfg
+    cfg = copy.copy(cfg)
+    # Without a type MMEngine takes OptimWrapper; a config for several has no optimizer here.
+    kind = cfg.get('type', 'OptimWrapper' if 'optimizer' in cfg else None)
+    replacement = _replacement(kind, accelerator)
+    if replacement is not None:
+        cfg['type'] = replacement
+    for key, value in cfg.items():
+        if isinstance(value, dict) and _replacement(value.get('type'), accelerator) is not None:
+            cfg[key] = adapt_optim_wrapper_cfg(value, accelerator)
+    return cfg
+
+
+def _replacement(kind: Any, accelerator: Accelerator) -> Optional[Type[OptimWrapper]]:
+    found = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
+    if found is OptimWrapper and accelerator.lazy:
+        return DeviceOptimWrapper
+    if found is AmpOptimWrapper and not mmengine_serves(accelerator):
+        return DeviceAmpOptimWrapper
+    return None
+
+
+def check_optimizers(optim_wrapper: OptimWrapper, context: DeviceContext) -> None:
+    """Refuse optimizers that cannot work with the process group.
+
+    Args:
+        optim_wrapper (OptimWrapper): What was built.
+        context (DeviceContext): Where this process computes.
+
+    Raises:
+        ModelError: If parameters would have to be broadcast by a backend that does not take them.
+    """
+    if context.backend is None or context.accelerator.takes_tensors(context.backend):
+        return
+    for optimizer in _sharded_optimizers(optim_wrapper):
+        inner = type(optimizer.optim).__name__
+        raise ModelError(
+            f"optim_wrapper.optimizer.type='{type(optimizer).__name__}' broadcasts parameters on "
+            f'{context.device}, but backend {context.backend!r} does not take '
+            f'{context.device.type} tensors. Use optimizer=dict(type={inner!r}, ...) itself, or '
+            f'the native backend of the device.'
+        )
+
+
+def join_consolidation(optim_wrapper: OptimWrapper) -> None:
+    """Take part in collecting the state of sharded optimizers, on ranks that save no checkpoint.
+
+    MMEngine asks for the state on the rank that saves it alone, which would wait for the others.
+    """
+    for optimizer in _sharded_optimizers(optim_wrapper):
+        optimizer.consolidate_state_dict()
+
+
+def _sharded_optimizers(optim_wrapper: Any) -> Iterator[Optimizer]:
+    several = isinstance(optim_wrapper, OptimWrapperDict)
+    for wrapper in optim_wrapper.values() if several else [optim_wrapper]:
+        optimizer = getattr(wrapper, 'optimizer', None)
+        if ZeroRedundancyOptimizer is not None and isinstance(optimizer, ZeroRedundancyOptimizer):
+            yield optimizer

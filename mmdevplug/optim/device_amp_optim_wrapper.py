@@ -1,0 +1,202 @@
+"""Mixed precision on any device."""
+
+import logging
+import math
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, Optional, Union
+
+import torch
+from mmengine.dist import all_reduce, get_world_size
+from mmengine.logging import print_log
+from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.registry import OPTIM_WRAPPERS
+from torch import nn
+
+from mmdevplug.dist import GradientStaging, rank_device
+from mmdevplug.errors import ModelError
+
+from .autocast import serve_autocast
+from .device_optim_wrapper import DeviceOptimWrapper
+
+
+@OPTIM_WRAPPERS.register_module()
+class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
+    """MMEngine's mixed precision on any device.
+
+    Losses are scaled in float16 alone. Gradients are averaged before they are unscaled and
+    clipped, and all ranks skip a step together when any of them found an overflow.
+
+    Args:
+        loss_scale (str, float or dict): ``'dynamic'``, a fixed scale, or arguments of the
+            gradient scaler, as in :class:`mmengine.optim.AmpOptimWrapper`. bfloat16 needs none:
+            what is given then is ignored with a warning. Defaults to ``'dynamic'``.
+        dtype (str or torch.dtype, optional): ``'bfloat16'`` or ``'float16'``. Defaults to None:
+            that of the accelerator, bfloat16 on the CPU and XLA and float16 on a T20 GCU.
+        use_fsdp (bool): Only False, the default, works here.
+        **kwargs: See :class:`mmengine.optim.OptimWrapper`.
+
+    Raises:
+        ModelError: If an argument has a value that does not work.
+        AcceleratorError: If ``dtype`` is float16 and the accelerator has no gradient scaler.
+    """
+
+    #: What has averaged the gradients on the host, where it saw whether they are finite.
+    averaging: Optional[GradientStaging] = None
+
+    def __init__(
+        self,
+        loss_scale: Union[str, float, Dict[str, Any]] = 'dynamic',
+        dtype: Optional[Union[str, torch.dtype]] = None,
+        use_fsdp: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        # Not AmpOptimWrapper's, which asserts that there is a device of MMEngine's list.
+        OptimWrapper.__init__(self, **kwargs)
+        self.accelerator, self.device = rank_device()
+        serve_autocast(self.accelerator)
+        if use_fsdp:
+            raise ModelError(
+                f'optim_wrapper.use_fsdp={use_fsdp!r}: expected False on accelerator '
+                f"{self.accelerator.name!r}. PyTorch's sharded gradient scaler is for CUDA; "
+                f'remove the key, and use data parallel training.'
+            )
+        self.cast_dtype = _read_dtype(dtype, self.valid_dtypes) or self.accelerator.amp_dtype
+        options = _read_loss_scale(loss_scale)
+        self._scale_update_param = options['init_scale'] if _is_number(loss_scale) else None
+        self.loss_scaler = self._build_scaler(loss_scale, options)
+
+    def _build_scaler(self, loss_scale: Any, options: Dict[str, Any]) -> Any:
+        if self.cast_dtype != torch.float16:
+            if loss_scale != 'dynamic':
+                print_log(
+                    f'optim_wrapper.loss_scale={loss_scale!r} is ignored: {self.cast_dtype} needs '
+                    f'no loss scaling. Remove the key.',
+                    'current',
+                    logging.WARNING,
+                )
+            return _no_scaler()
+        try:
+            return self.accelerator.grad_scaler(**options)
+        except (AssertionError, TypeError) as error:
+            raise ModelError(
+                f'optim_wrapper.loss_scale={loss_scale!r}: the gradient scaler of accelerator '
+                f'{self.accelerator.name!r} refuses it: {error}. Expected arguments are '
+                f'init_scale, growth_factor > 1, backoff_factor < 1 and growth_interval.'
+            ) from error
+
+    def step(self, **kwargs: Any) -> None:
+        """Unscale, clip, and update the parameters unless a gradient of any rank overflowed.
+
+        Args:
+            **kwargs: Passed to :meth:`torch.optim.Optimizer.step`.
+        """
+        known = self._overflow_is_known()
+        if self.loss_scaler.is_enabled():
+            self.loss_scaler.unscale_(self.optimizer)
+            if not known:
+                self._agree_on_overflow()
+        if self.clip_grad_kwargs:
+            self._clip_grad()
+        if not known:
+            self.loss_scaler.step(self.optimizer, **kwargs)
+        elif self.averaging.finite:
+            # The scaler would read from the device what is known already.
+            self.optimizer.step(**kwargs)
+        self.loss_scaler.update(self._scale_update_param)
+
+    def _overflow_is_known(self) -> bool:
+        if self.averaging is None or not self.loss_scaler.is_enabled():
+            return False
+        groups = self.optimizer.param_groups
+        return self.averaging.covers(
+            parameter
+            for group in groups
+            for parameter in group['params']
+            if parameter.grad is not None
+        )
+
+    def _agree_on_overflow(self) -> None:
+        """Make all ranks skip a step if one has to.
+
+        Averaged gradients overflow on all ranks alike; those that a model keeps for itself on
+        each rank do not.
+        """
+        states = getattr(self.loss_scaler, '_per_optimizer_states', {})
+        found = list(states[id(self.optimizer)]['found_inf_per_device'].values()) if states else []
+        # The scaler is about to read them, which by itself would run the graph for them alone.
+        self.accelerator.materialize(self.device, found)
+        if get_world_size() == 1:
+            return
+        mine = max([float(value) for value in self.accelerator.to_host(found)], default=0.0)
+        agreed = torch.tensor(mine)
+        all_reduce(agreed, op='max')
+        if float(agreed) > mine:
+            for value in found:
+                value.fill_(float(agreed))
+
+    @contextmanager
+    def optim_context(self, model: nn.Module) -> Iterator[None]:
+        """Cast inside, and skip the averaging of gradients while they accumulate.
+
+        Args:
+            model (nn.Module): The model, wrapped or not.
+        """
+        with OptimWrapper.optim_context(self, model):
+            with self.accelerator.autocast(dtype=self.cast_dtype):
+                yield
+
+    def state_dict(self) -> dict:
+        """The optimizer's state and, where losses are scaled, ``loss_scaler``."""
+        state_dict = super().state_dict()
+        if not state_dict['loss_scaler']:
+            # An enabled scaler, of MMEngine's or ours, refuses to load an empty state.
+            del state_dict['loss_scaler']
+        return state_dict
+
+
+def trust_averages(optim_wrapper: Any, averaging: Optional[GradientStaging]) -> None:
+    """Tell optimizer wrappers who knows of an overflow, so that they need not ask the device.
+
+    Args:
+        optim_wrapper (OptimWrapper or OptimWrapperDict): Wrappers of any kind.
+        averaging (GradientStaging, optional): None where the device has to be asked.
+    """
+    several = isinstance(optim_wrapper, OptimWrapperDict)
+    for wrapper in optim_wrapper.values() if several else [optim_wrapper]:
+        if isinstance(wrapper, DeviceAmpOptimWrapper):
+            wrapper.averaging = averaging
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _read_dtype(dtype: Any, valid: Any) -> Optional[torch.dtype]:
+    named = getattr(torch, dtype) if isinstance(dtype, str) and dtype in valid else dtype
+    if named is not None and named not in [getattr(torch, name) for name in valid]:
+        raise ModelError(
+            f'optim_wrapper.dtype={dtype!r}: expected one of {", ".join(map(repr, valid))}, or '
+            f"nothing to take the accelerator's own. 'bfloat16' and 'float16' are the two that "
+            f'save anything.'
+        )
+    return named
+
+
+def _read_loss_scale(loss_scale: Any) -> Dict[str, Any]:
+    """The arguments of the gradient scaler."""
+    if isinstance(loss_scale, str) and loss_scale == 'dynamic':
+        return {}
+    if isinstance(loss_scale, dict):
+        return dict(loss_scale)
+    if _is_number(loss_scale) and math.isfinite(loss_scale) and loss_scale > 0:
+        return dict(init_scale=float(loss_scale))
+    raise ModelError(
+        f"optim_wrapper.loss_scale={loss_scale!r}: expected 'dynamic', a number above 0, or a "
+        f'dict of arguments such as dict(init_scale=512.0). Correct the key.'
+    )
+
+
+def _no_scaler() -> Any:
+    """A scaler that is switched off, for code that asks the wrapper for one."""
+    newer = getattr(getattr(torch, 'amp', None), 'GradScaler', None)
+    return (newer or torch.cuda.amp.GradScaler)(enabled=False)

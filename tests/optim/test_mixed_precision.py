@@ -1,0 +1,292 @@
+"""Mixed precision where MMEngine offers none: scaling, refusals, autocast in models."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from mmengine.config import ConfigDict
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from mmengine.registry import OPTIM_WRAPPERS
+from torch import nn
+
+from mmdevplug.device import get_accelerator
+from mmdevplug.errors import ModelError
+from mmdevplug.optim import (
+    DeviceAmpOptimWrapper,
+    DeviceOptimWrapper,
+    adapt_optim_wrapper_cfg,
+)
+from tests.distributed import RanksFailed, run_ranks
+from tests.jobs import ROOT, largest_difference
+from tests.optim.scenarios import cast_inside, install_card_once, train
+
+SCALED = dict(type='AmpOptimWrapper', dtype='float16', loss_scale=dict(init_scale=256.0))
+
+
+# overflow ---------------------------------------------------------------------------------------
+
+
+def overflow(accelerator, work_dir, clip):
+    optim_wrapper = dict(SCALED, clip_grad=dict(max_norm=0.2)) if clip else SCALED
+    return train(
+        accelerator, work_dir, optim_wrapper, watch=True,
+        train_cfg__max_epochs=1, model__type='OverflowingClassifier',
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize('clip', [False, True])
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_all_ranks_skip_the_step_in_which_one_overflowed(tmp_path, accelerator, clip):
+    first, second = run_ranks(overflow, 2, accelerator, tmp_path, clip)
+    for result in (first, second):
+        assert result['wrapper'] == 'DeviceAmpOptimWrapper'
+        assert result['unchanged'] == [5]
+        assert result['scales'] == [256.0] * 5 + [128.0] * 6
+    assert largest_difference(first['weights'], second['weights']) == 0.0
+    if clip:
+        assert [not torch.tensor(norm).isfinite() for norm in first['norms']].index(True) == 5
+
+
+def scale_what_nobody_averages(accelerator, overflows_on):
+    """Parameters that every rank keeps for itself."""
+    from mmdevplug.dist import init_device
+
+    install_card_once(accelerator)
+    context = init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).to(context.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = DeviceAmpOptimWrapper(
+        optimizer=optimizer, dtype='float16', loss_scale=dict(init_scale=8.0)
+    )
+    before = model.weight.detach().cpu().clone()
+    loss = model(torch.ones(1, 3, device=context.device)).sum()
+    wrapper.update_params(loss * float('inf') if context.env.rank == overflows_on else loss)
+    return torch.equal(before, model.weight.detach().cpu()), wrapper.loss_scaler.get_scale()
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_ranks_agree_on_an_overflow_of_one_of_them(accelerator):
+    assert run_ranks(scale_what_nobody_averages, 2, accelerator, 0) == [(True, 4.0)] * 2
+    assert run_ranks(scale_what_nobody_averages, 2, accelerator, None) == [(False, 8.0)] * 2
+
+
+# the wrapper ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_cpu():
+    from mmdevplug.device import set_current_accelerator
+
+    set_current_accelerator(get_accelerator('cpu'))
+    yield
+    set_current_accelerator(None)
+
+
+def build(**kwargs):
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    cfg = dict(type='DeviceAmpOptimWrapper', optimizer=optimizer, **kwargs)
+    return OPTIM_WRAPPERS.build(cfg)
+
+
+def test_loss_scale_means_what_it_means_in_mmengine(on_cpu):
+    def scale_after_a_step(**kwargs):
+        wrapper = build(dtype='float16', **kwargs)
+        weight = wrapper.optimizer.param_groups[0]['params'][0]
+        wrapper.update_params(weight.sum())
+        return wrapper.loss_scaler.get_scale()
+
+    assert scale_after_a_step() == scale_after_a_step(loss_scale='dynamic') == 2.0**16
+    assert scale_after_a_step(loss_scale=512.0) == 512.0
+    growing = dict(init_scale=4.0, growth_interval=1, growth_factor=4.0)
+    assert scale_after_a_step(loss_scale=growing) == 16.0
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', torch.bfloat16, None])
+def test_bfloat16_scales_nothing_and_says_what_it_ignores(on_cpu, dtype):
+    messages = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    from mmengine.logging import MMLogger
+
+    logger = MMLogger.get_current_instance()
+    logger.addHandler(handler)
+    try:
+        wrapper = build(dtype=dtype)
+        assert messages == []
+        build(dtype=dtype, loss_scale=512.0)
+    finally:
+        logger.removeHandler(handler)
+    assert len(messages) == 1
+    assert 'optim_wrapper.loss_scale=512.0 is ignored' in messages[0]
+    assert isinstance(wrapper, AmpOptimWrapper)
+    assert wrapper.cast_dtype == torch.bfloat16
+    assert wrapper.loss_scaler.get_scale() == 1.0
+    assert 'loss_scaler' not in wrapper.state_dict()
+    # Either way across a change of precision.
+    scaled = build(dtype='float16', loss_scale=64.0)
+    scaled.load_state_dict(wrapper.state_dict())
+    wrapper.load_state_dict(scaled.state_dict())
+    assert scaled.loss_scaler.get_scale() == 64.0
+
+
+@pytest.mark.parametrize(
+    ('kwargs', 'told'),
+    [
+        (dict(dtype='float8'), r"optim_wrapper.dtype='float8': expected one of 'float16'"),
+        (dict(dtype=torch.int8), r'optim_wrapper.dtype=torch.int8'),
+        (dict(dtype=16), r'optim_wrapper.dtype=16'),
+        (dict(loss_scale='static'), r"optim_wrapper.loss_scale='static': expected 'dynamic'"),
+        (dict(loss_scale=0.0), r'optim_wrapper.loss_scale=0.0'),
+        (dict(loss_scale=float('nan')), r'optim_wrapper.loss_scale=nan'),
+        (dict(loss_scale=True), r'optim_wrapper.loss_scale=True'),
+        (dict(loss_scale=None), r'optim_wrapper.loss_scale=None'),
+        (dict(dtype='float16', loss_scale=dict(scale=2.0)), r"'scale'.*init_scale"),
+        (dict(dtype='float16', loss_scale=dict(growth_factor=0.5)), r'growth_factor > 1'),
+        (dict(use_fsdp=True), r'optim_wrapper.use_fsdp=True: expected False'),
+    ],
+)
+def test_invalid_values_are_refused_with_key_value_and_what_is_expected(on_cpu, kwargs, told):
+    with pytest.raises(ModelError, match=told):
+        build(**kwargs)
+
+
+# what a config becomes --------------------------------------------------------------------------
+
+
+class Lazy:
+    """As far as the config is concerned."""
+
+    lazy = True
+    device_type = 'xla'
+
+
+@pytest.mark.parametrize('kind', ['OptimWrapper', 'mmengine.OptimWrapper', OptimWrapper, None])
+def test_plain_wrapper_is_replaced_on_lazy_devices_alone(kind):
+    cfg = ConfigDict(optimizer=dict(type='SGD', lr=0.1))
+    if kind is not None:
+        cfg.type = kind
+    assert adapt_optim_wrapper_cfg(cfg, Lazy)['type'] is DeviceOptimWrapper
+    assert adapt_optim_wrapper_cfg(cfg, get_accelerator('cpu')) == cfg
+    assert cfg.get('type') == kind
+
+
+@pytest.mark.parametrize('kind', ['AmpOptimWrapper', AmpOptimWrapper])
+def test_mixed_precision_is_replaced_where_mmengine_refuses_it(kind):
+    cfg = dict(type=kind, optimizer=dict(type='SGD', lr=0.1))
+    for accelerator in (Lazy, get_accelerator('cpu')):
+        assert adapt_optim_wrapper_cfg(cfg, accelerator)['type'] is DeviceAmpOptimWrapper
+
+
+def test_parts_of_a_config_for_several_optimizers_are_replaced_and_others_kept():
+    cfg = ConfigDict(
+        constructor='SomeConstructor',
+        generator=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1)),
+        discriminator=dict(type='AmpOptimWrapper', optimizer=dict(type='SGD', lr=0.1)),
+        critic=dict(type='ApexOptimWrapper', optimizer=dict(type='SGD', lr=0.1)),
+        paramwise_cfg=dict(norm_decay_mult=0.0),
+    )
+    found = adapt_optim_wrapper_cfg(cfg, Lazy)
+    assert 'type' not in found
+    assert found['generator']['type'] is DeviceOptimWrapper
+    assert found['discriminator']['type'] is DeviceAmpOptimWrapper
+    assert found['critic'] == cfg['critic']
+    assert cfg.generator.type == 'OptimWrapper'
+    built = OptimWrapper(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    assert adapt_optim_wrapper_cfg(built, Lazy) is built
+
+
+def shard_optimizer(work_dir):
+    optimizer = dict(type='ZeroRedundancyOptimizer', optimizer_type='Adam', lr=0.01)
+    return train('zeta', work_dir, dict(optimizer=optimizer))
+
+
+def test_sharded_optimizer_is_refused_under_host_staging(tmp_path):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(shard_optimizer, 2, tmp_path)
+    assert len(raised.value.errors) == 2
+    for kind, message, _ in raised.value.errors.values():
+        assert kind == 'ModelError'
+        assert "optim_wrapper.optimizer.type='ZeroRedundancyOptimizer'" in message
+        assert "optimizer=dict(type='Adam'" in message
+
+
+# autocast inside models -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(('accelerator', 'own'), [('cpu', 'bfloat16'), ('zeta', 'float16')])
+def test_autocast_inside_a_model(tmp_path, accelerator, own):
+    (found,) = run_ranks(cast_inside, 0, accelerator, tmp_path)
+    assert found == [
+        f'torch.{name}' for name in (own, 'float32', 'bfloat16', 'bfloat16', 'float32')
+    ]
+
+
+def autocast_elsewhere():
+    from mmengine.runner.amp import autocast
+
+    from mmdevplug.device import set_current_accelerator
+    from mmdevplug.optim import serve_autocast
+
+    install_card_once('zeta')
+    with pytest.raises(ValueError, match='cuda or cpu'), autocast(device_type='zeta'):
+        pass
+    accelerator = get_accelerator('zeta')
+    set_current_accelerator(accelerator)
+    serve_autocast(accelerator)
+    serve_autocast(accelerator)
+    with autocast(device_type='zeta', dtype=torch.bfloat16):
+        assert torch.is_autocast_enabled('zeta')
+        assert torch.get_autocast_dtype('zeta') == torch.bfloat16
+    # A device that is not the accelerator's is MMEngine's business.
+    with autocast(device_type='cpu'):
+        assert torch.is_autocast_enabled('cpu')
+        assert not torch.is_autocast_enabled('zeta')
+    with pytest.raises(ValueError, match='cuda or cpu'), autocast(device_type='xpu'):
+        pass
+    with pytest.raises(KeyError), autocast():
+        raise KeyError
+    assert not torch.is_autocast_enabled('zeta')
+    # Where the vendor offers none, it can be switched off but not on.
+    del torch.zeta.get_amp_supported_dtype
+    with autocast(enabled=False):
+        pass
+    from mmdevplug.errors import AcceleratorError
+
+    with pytest.raises(AcceleratorError, match="optim_wrapper.type='OptimWrapper'"), autocast():
+        pass
+
+
+def test_autocast_of_other_devices_stays_as_it_was():
+    run_ranks(autocast_elsewhere, 0)
+
+
+# the command line -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_amp_on_the_command_line(tmp_path, accelerator):
+    config = tmp_path / 'plain.py'
+    imports = ['mmdevplug.examples.digits'] + ['fakecard_from_env'] * (accelerator == 'zeta')
+    config.write_text(
+        f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}]\n'
+        f'custom_imports = dict(imports={imports})\n'
+    )
+    standin = ROOT / 'tests' / 'standins' / 'fakecard'
+    environ = dict(os.environ, OMP_NUM_THREADS='1', FAKECARD_NAME='zeta')
+    environ['PYTHONPATH'] = os.pathsep.join([str(ROOT), str(standin)])
+    done = subprocess.run(
+        [
+            sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config), '--amp',
+            '--accelerator', accelerator, '--nproc', '2', '--work-dir', str(tmp_path),
+            '--cfg-options', 'train_cfg.max_epochs=1', 'model.channels=8',
+        ],
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (checkpoint,) = tmp_path.glob('epoch_1.pth')
+    saved = torch.load(checkpoint, map_location='cpu', weights_only=False)['optimizer']
+    assert ('loss_scaler' in saved) == (accelerator == 'zeta')

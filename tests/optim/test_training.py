@@ -1,0 +1,90 @@
+"""Clipping, accumulation and mixed precision give the weights and the log of one process."""
+
+import numpy as np
+import pytest
+
+from tests.distributed import run_ranks
+from tests.jobs import largest_difference
+from tests.optim.scenarios import SCENARIOS, train, train_all
+
+
+@pytest.fixture(scope='module')
+def expected(tmp_path_factory):
+    (found,) = run_ranks(train_all, 0, 'cpu', tmp_path_factory.mktemp('single'))
+    return found
+
+
+@pytest.fixture(scope='module', params=['cpu', 'zeta'])
+def found(request, tmp_path_factory):
+    return run_ranks(train_all, 2, request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_scenarios_differ_from_each_other(expected):
+    weights = [scenario['weights'] for scenario in expected.values()]
+    for one, other in zip(weights, weights[1:]):
+        assert largest_difference(one, other) > 1e-3
+
+
+@pytest.mark.parametrize('scenario', SCENARIOS)
+def test_weights_equal_those_of_one_process(expected, found, scenario):
+    for result in found:
+        assert (
+            largest_difference(result[scenario]['weights'], expected[scenario]['weights']) <= 1e-5
+        )
+
+
+def test_bfloat16_comes_close_to_one_process_and_is_not_float32(expected, found):
+    casted = expected['bfloat16']['weights']
+    assert largest_difference(casted, expected['clip_by_norm']['weights']) > 1e-4
+    for result in found:
+        assert result['bfloat16']['wrapper'] == 'DeviceAmpOptimWrapper'
+        assert largest_difference(result['bfloat16']['weights'], casted) <= 5e-3
+
+
+@pytest.mark.parametrize('scenario', [name for name in SCENARIOS if name != 'clip_by_value'])
+def test_logged_norm_is_that_of_its_iteration(expected, found, scenario):
+    first, second = (result[scenario]['norms'] for result in found)
+    if scenario == 'accumulation':
+        assert first is None
+        return
+    assert len(first) == (6 if 'accumulation' in scenario else 22)
+    np.testing.assert_allclose(first, expected[scenario]['norms'], rtol=1e-4)
+    np.testing.assert_array_equal(first, second)
+
+
+def train_sharded(work_dir, optimizer):
+    optim_wrapper = dict(optimizer=dict(optimizer, lr=0.01))
+    options = dict(default_hooks__checkpoint__interval=1, train_cfg__max_epochs=1)
+    first = train('cpu', work_dir, optim_wrapper, **options)
+    # The state is collected from all ranks for the checkpoint, and shared out again.
+    options['train_cfg__max_epochs'] = 2
+    return first, train('cpu', work_dir, optim_wrapper, resume=True, **options)
+
+
+def test_sharded_optimizer_equals_the_plain_one(tmp_path):
+    sharded = dict(type='ZeroRedundancyOptimizer', optimizer_type='Adam')
+    plain = run_ranks(train_sharded, 2, tmp_path / 'plain', dict(type='Adam'))
+    for result, other in zip(run_ranks(train_sharded, 2, tmp_path / 'zero', sharded), plain):
+        for one, two in zip(result, other):
+            assert largest_difference(one['weights'], two['weights']) <= 1e-6
+        assert largest_difference(result[0]['weights'], result[1]['weights']) > 1e-3
+
+
+def train_with_scaler(work_dir, epochs, resume=False):
+    optim_wrapper = dict(
+        type='AmpOptimWrapper',
+        dtype='float16',
+        loss_scale=dict(init_scale=64.0, growth_interval=4),
+    )
+    return train(
+        'cpu', work_dir, optim_wrapper, watch=True, resume=resume,
+        train_cfg__max_epochs=epochs, default_hooks__checkpoint__interval=1,
+    )  # fmt: skip
+
+
+def test_resuming_restores_the_loss_scale(tmp_path):
+    (whole,) = run_ranks(train_with_scaler, 0, tmp_path / 'whole', 2)
+    (half,) = run_ranks(train_with_scaler, 0, tmp_path / 'halves', 1)
+    (rest,) = run_ranks(train_with_scaler, 0, tmp_path / 'halves', 2, True)
+    assert half['scales'] + rest['scales'] == whole['scales']
+    assert whole['scales'][10] == 64.0 * 2**2
