@@ -16,17 +16,17 @@ from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
 from .base import Accelerator
+from .lazy import LazyAccelerator
 from .torch_native import TorchNativeAccelerator
 from .vendor import import_vendor
 
 
-class T20Accelerator(Accelerator):
+class T20Accelerator(LazyAccelerator):
     """The lazy generation. One process sees all cards of its host."""
 
     name = 'gcu'
-    device_type = 'xla'
-    lazy = True
     visible_devices_env = 'TOPS_VISIBLE_DEVICES'
+    amp_dtype = torch.float16  # type: ignore[assignment]
 
     @property
     def _torch_gcu(self) -> Any:
@@ -50,6 +50,15 @@ class T20Accelerator(Accelerator):
     def set_device(self, device: torch.device) -> None:
         self._torch_gcu.set_device(device.index)
 
+    def current_device(self) -> torch.device:
+        return torch.device(self.device_type, self._torch_gcu.current_device())
+
+    def rng_state(self, device: torch.device) -> Optional[int]:
+        return None  # The vendor's package offers no function for it.
+
+    def set_rng_state(self, state: int, device: torch.device) -> None:
+        pass
+
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         self.materialize(device)
         self._torch_gcu.synchronize(device)
@@ -72,7 +81,7 @@ class T20Accelerator(Accelerator):
 
     def autocast(self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any):
         return self._torch_gcu.amp.autocast(
-            enabled=enabled, dtype=dtype or torch.float16, **kwargs
+            enabled=enabled, dtype=dtype or self.amp_dtype, **kwargs
         )
 
     def grad_scaler(self, **kwargs: Any) -> Any:

@@ -2,19 +2,19 @@
 
 import os
 import sys
-from typing import Any, List, Optional, Sequence
+from typing import List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from mmdevplug.registry import ACCELERATORS
 
-from .base import Accelerator
+from .lazy import LazyAccelerator
 from .vendor import import_vendor
 
 
 @ACCELERATORS.register_module(name='xla')
-class XLAAccelerator(Accelerator):
+class XLAAccelerator(LazyAccelerator):
     """Devices of torch_xla, through PJRT.
 
     Operations are recorded and run when :meth:`materialize` is called, so what counts is how
@@ -22,8 +22,7 @@ class XLAAccelerator(Accelerator):
     """
 
     name = 'xla'
-    device_type = 'xla'
-    lazy = True
+    amp_dtype = torch.bfloat16  # type: ignore[assignment]
     _chosen_by_torch_xla = False
 
     @property
@@ -74,6 +73,11 @@ class XLAAccelerator(Accelerator):
         import torch_xla
 
         torch_xla._XLAC._xla_set_default_device(str(device))
+
+    def current_device(self) -> torch.device:
+        import torch_xla
+
+        return torch.device(torch_xla._XLAC._xla_get_default_device())
 
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         import torch_xla.core.xla_model as xm
@@ -147,5 +151,17 @@ class XLAAccelerator(Accelerator):
 
         xm.set_rng_state(seed)
 
-    def autocast(self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any):
-        return torch.autocast('xla', dtype=dtype or torch.bfloat16, enabled=enabled, **kwargs)
+    def rng_state(self, device: torch.device) -> int:
+        import torch_xla.core.xla_model as xm
+
+        return xm.get_rng_state(str(device))
+
+    def set_rng_state(self, state: int, device: torch.device) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.set_rng_state(state, str(device))
+
+    def keep_apart(self, tensors: Sequence[Tensor]) -> None:
+        import torch_xla.core.xla_model as xm
+
+        xm.optimization_barrier_(list(tensors))

@@ -14,6 +14,10 @@ from mmdevplug.dist import rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.model import describe_misplaced, misplaced_tensors, move_module
 from mmdevplug.model.move import same_device
+from mmdevplug.optim import log_norms
+
+from .metric_results import MetricResults
+from .sync_bn_cost import SyncBNCost
 
 
 @HOOKS.register_module()
@@ -21,7 +25,8 @@ class DeviceHook(Hook):
     """Check devices before a run; materialize after every training iteration on a lazy device.
 
     It runs before the hooks that read losses, because reading a value that is not materialized
-    yet costs an execution of its own.
+    yet costs an execution of its own. In validation it brings the results that metrics keep to the
+    host, batch by batch.
 
     Args:
         on_mismatch (str): What to do about parameters, buffers, optimizer state or a data
@@ -38,6 +43,7 @@ class DeviceHook(Hook):
             )
         self.on_mismatch = on_mismatch
         self._logged = False
+        self._sync_bn_cost = SyncBNCost()
 
     def before_run(self, runner: Any) -> None:
         """Check, repair or refuse, and log the device map once.
@@ -87,6 +93,14 @@ class DeviceHook(Hook):
                     if _belongs_on_device(value) and not same_device(value.device, device):
                         state[name] = value.to(device)
 
+    def before_train(self, runner: Any) -> None:
+        """Let optimizer wrappers wait for the end of the iteration with what they log.
+
+        Args:
+            runner (Runner): The runner.
+        """
+        log_norms(runner.optim_wrapper)
+
     def after_train_iter(
         self,
         runner: Any,
@@ -104,6 +118,22 @@ class DeviceHook(Hook):
         """
         accelerator, device = rank_device()
         accelerator.materialize(device)
+        log_norms(runner.optim_wrapper)
+        self._sync_bn_cost.after_iteration(runner)
+
+    def before_val_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Note what the metrics hold already."""
+        self._results = MetricResults(runner.val_loop.evaluator)
+
+    def after_val_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Bring what the metrics keep of this batch to the host."""
+        self._results.fetch_new(rank_device()[0])
+
+    def before_test_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`before_val_iter`."""
+        self._results = MetricResults(runner.test_loop.evaluator)
+
+    after_test_iter = after_val_iter
 
 
 def _optimizers(optim_wrapper: Any) -> List[Optimizer]:

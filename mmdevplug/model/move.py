@@ -148,7 +148,21 @@ def materialize_predictions(
     """
 
     def materialize(*_: object) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not _in_training_step:
             accelerator.materialize(device)
 
     module.register_forward_hook(materialize)
+
+
+_in_training_step = False
+
+
+@contextmanager
+def training_step() -> Iterator[None]:
+    """Leave forward passes without gradients to the graph of the training step around them."""
+    global _in_training_step
+    before, _in_training_step = _in_training_step, True
+    try:
+        yield
+    finally:
+        _in_training_step = before

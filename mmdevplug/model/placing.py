@@ -2,7 +2,7 @@
 
 from typing import Any, Dict, Mapping, Optional
 
-from mmengine.model import convert_sync_batchnorm, revert_sync_batchnorm
+from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,8 +11,19 @@ from mmdevplug.dist import DeviceContext, broadcast_tensors
 
 from .checkpoint import safe_loading
 from .move import materialize_predictions, move_module, weights_on_host
+from .norm_layers import check_sync_bn, convert_norm_layers
 
 WRAPPER = 'DeviceDistributedDataParallel'
+SEPARATE_WRAPPER = 'DeviceSeparateDistributedDataParallel'
+
+#: Wrappers of MMEngine's and PyTorch's, and ours, which take the same arguments.
+REPLACED_BY = {
+    'MMDistributedDataParallel': WRAPPER,
+    'DistributedDataParallel': WRAPPER,
+    'MMSeparateDistributedDataParallel': SEPARATE_WRAPPER,
+    WRAPPER: WRAPPER,
+    SEPARATE_WRAPPER: SEPARATE_WRAPPER,
+}
 
 
 def place_model(
@@ -28,23 +39,24 @@ def place_model(
         model (nn.Module): The bare model.
         context (DeviceContext): Where this process computes.
         model_wrapper_cfg (dict, optional): As in MMEngine's config. Defaults to None.
-        sync_bn (str, optional): ``'torch'`` or ``'mmcv'``, as in MMEngine's config.
+        sync_bn (str, optional): See :func:`mmdevplug.model.norm_layers.convert_norm_layers`; in a
+            single process no layer is synchronized.
         find_unused_parameters (bool): Read when there is no ``model_wrapper_cfg``.
 
     Returns:
         nn.Module: The model, wrapped in a distributed job.
     """
+    check_sync_bn(sync_bn)
     accelerator, device = context.accelerator, context.device
     if context.backend is None:
         model = move_module(revert_sync_batchnorm(model), device)
         if accelerator.lazy:
             materialize_predictions(model, accelerator, device)
         return model
-    if sync_bn is not None:
-        model = convert_sync_batchnorm(model, sync_bn)
+    model = convert_norm_layers(model, accelerator, device, sync_bn)
     cfg = wrapper_config(model_wrapper_cfg, find_unused_parameters)
     defaults: Dict[str, Any] = dict(module=model)
-    if cfg['type'] != WRAPPER:
+    if cfg['type'] not in REPLACED_BY:
         # A wrapper of somebody else's, which expects what MMEngine's runner gives it.
         move_module(model, device)
         device_ids = accelerator.ddp_device_ids(device)
@@ -80,8 +92,7 @@ def wrapper_config(
     cfg = dict(model_wrapper_cfg)
     kind = cfg.get('type', 'MMDistributedDataParallel')
     name = kind.rsplit('.', 1)[-1] if isinstance(kind, str) else kind.__name__
-    replaced = (WRAPPER, 'MMDistributedDataParallel', 'DistributedDataParallel')
-    cfg['type'] = WRAPPER if name in replaced else kind
+    cfg['type'] = REPLACED_BY.get(name, kind)
     return cfg
 
 

@@ -2,19 +2,29 @@
 
 from typing import Any, Callable, Dict, List, Optional, Union
 
+from mmengine.dist import is_main_process
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
+from torch.optim import Optimizer
 
 from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import fail_together, init_device
-from mmdevplug.hooks import DeviceHook
+from mmdevplug.hooks import CommunicationHook, DeviceHook
 from mmdevplug.model.checkpoint import read_checkpoint
 from mmdevplug.model.placing import initialize_weights, place_model
+from mmdevplug.optim import (
+    adapt_optim_wrapper_cfg,
+    check_optimizers,
+    join_consolidation,
+    serve_autocast,
+)
 
+from .compiling import keep_from_tracing
 from .config import prepare_config
 
 
@@ -31,8 +41,9 @@ class DeviceRunner(Runner):
         accelerator (str or dict, optional): ``dict(type='gcu', backend='gloo')``: the accelerator
             (see :func:`mmdevplug.get_accelerator`), and a backend that wins over
             ``env_cfg.dist_cfg``: a name, or ``'auto'`` to use that of ``env_cfg`` only where it
-            suits the device. ``hook=dict(...)`` holds arguments of :class:`DeviceHook`. Defaults
-            to None: the key ``accelerator`` of ``cfg``.
+            suits the device. ``hook=dict(...)`` holds arguments of :class:`DeviceHook`, and
+            ``monitor=False`` leaves out :class:`CommunicationHook`. Defaults to None: the key
+            ``accelerator`` of ``cfg``.
         **kwargs: See :class:`mmengine.runner.Runner`.
 
     Examples:
@@ -49,6 +60,7 @@ class DeviceRunner(Runner):
             accelerator = cfg.get('accelerator')
         self._accelerator_cfg = accelerator_options(accelerator)
         self._hook_cfg = self._accelerator_cfg.pop('hook', {})
+        self._monitored = self._accelerator_cfg.pop('monitor', True)
         # MMEngine's default asks for nccl, which nobody asked for.
         kwargs.setdefault('env_cfg', {})
         super().__init__(*args, **kwargs)
@@ -79,6 +91,7 @@ class DeviceRunner(Runner):
         if self.device_context.backend is not None:
             # What runs is what the log shows.
             env_cfg['dist_cfg'] = dict(dist_cfg, backend=self.device_context.backend)
+        serve_autocast(self.device_context.accelerator)
         super().setup_env(env_cfg)
 
     def set_randomness(
@@ -97,10 +110,13 @@ class DeviceRunner(Runner):
     def register_hooks(
         self, default_hooks: Optional[Dict] = None, custom_hooks: Optional[List] = None
     ) -> None:
-        """Register hooks as MMEngine does, and a :class:`DeviceHook` if there is none."""
+        """Register hooks as MMEngine does, and ours where there are none of their kind."""
         super().register_hooks(default_hooks, custom_hooks)
         if not any(isinstance(hook, DeviceHook) for hook in self._hooks):
             self.register_hook(DeviceHook(**self._hook_cfg))
+        present = any(isinstance(hook, CommunicationHook) for hook in self._hooks)
+        if self._monitored and self.device_context.env.world_size > 1 and not present:
+            self.register_hook(CommunicationHook())
 
     # the model ----------------------------------------------------------------------------------
 
@@ -130,7 +146,44 @@ class DeviceRunner(Runner):
         model = self.model.module if is_model_wrapper(self.model) else self.model
         initialize_weights(model, self.device_context)
 
+    def _maybe_compile(self, target: str) -> None:
+        """Compile as MMEngine does, if the config says so, but not our own functions."""
+        if self.cfg.get('compile'):
+            keep_from_tracing()
+        super()._maybe_compile(target)
+
+    # the optimizer ------------------------------------------------------------------------------
+
+    def build_optim_wrapper(
+        self, optim_wrapper: Union[Optimizer, OptimWrapper, Dict]
+    ) -> Union[OptimWrapper, OptimWrapperDict]:
+        """Build the optimizer wrapper that suits the device.
+
+        Args:
+            optim_wrapper (OptimWrapper or dict): See
+                :meth:`mmengine.runner.Runner.build_optim_wrapper`. ``OptimWrapper`` becomes
+                :class:`mmdevplug.optim.DeviceOptimWrapper` on a lazy device, and
+                ``AmpOptimWrapper`` becomes :class:`mmdevplug.optim.DeviceAmpOptimWrapper` where
+                MMEngine's own refuses the device.
+
+        Returns:
+            OptimWrapper or OptimWrapperDict: As built by MMEngine.
+
+        Raises:
+            ModelError: If the optimizer cannot work with the process group.
+        """
+        cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
+        built = super().build_optim_wrapper(cfg)
+        check_optimizers(built, self.device_context)
+        return built
+
     # checkpoints --------------------------------------------------------------------------------
+
+    def save_checkpoint(self, *args: Any, save_optimizer: bool = True, **kwargs: Any) -> None:
+        """Save a checkpoint; see :meth:`mmengine.runner.Runner.save_checkpoint`."""
+        if save_optimizer and not is_main_process():
+            join_consolidation(self.optim_wrapper)
+        super().save_checkpoint(*args, save_optimizer=save_optimizer, **kwargs)
 
     def load_checkpoint(
         self,

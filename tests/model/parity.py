@@ -224,10 +224,6 @@ SCENARIOS = {
 }
 
 
-#: PyTorch's checkpointing asks for `torch.xla`, which torch_xla does not provide.
-NOT_ON = {'xla': ('checkpointed', 'checkpointed_reentrant')}
-
-
 def compare_all(accelerator):
     """Run every scenario under PyTorch's DDP on the CPU and under ours on an accelerator.
 
@@ -246,11 +242,9 @@ def compare_all(accelerator):
     rank = torch_dist.get_rank()
     found = {}
     for name, scenario in SCENARIOS.items():
-        if name in NOT_ON.get(accelerator, ()):
-            continue
         expected = scenario(DistributedDataParallel, torch.device('cpu'), rank)
         actual = scenario(DeviceDistributedDataParallel, context.device, rank)
-        if accelerator == 'xla':
+        if context.accelerator.lazy:
             # torch_xla keeps the biased variance, PyTorch the unbiased one.
             for state in (expected, actual):
                 state.pop('3.running_var', None)

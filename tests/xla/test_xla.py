@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import PLAIN, ROOT, digits_config, largest_difference, train_digits
-from tests.model.parity import NOT_ON, SCENARIOS, compare_all
+from tests.model.parity import SCENARIOS, compare_all
 
 pytestmark = pytest.mark.xla
 
@@ -68,7 +68,7 @@ def differences():
     return run_ranks(compare_all, 2, 'xla', environ=dict(CPU_NUM_DEVICES='2'))
 
 
-@pytest.mark.parametrize('scenario', [name for name in SCENARIOS if name not in NOT_ON['xla']])
+@pytest.mark.parametrize('scenario', SCENARIOS)
 def test_trains_as_ddp_on_the_cpu(differences, scenario):
     for found in differences:
         assert found[scenario] <= TOLERANCE.get(scenario, 1e-5)

@@ -1,3 +1,4 @@
 from .device_distributed import DeviceDistributedDataParallel
+from .separate_distributed import DeviceSeparateDistributedDataParallel
 
-__all__ = ['DeviceDistributedDataParallel']
+__all__ = ['DeviceDistributedDataParallel', 'DeviceSeparateDistributedDataParallel']

@@ -1,0 +1,165 @@
+"""What the lazy families share: the module ``torch.<type>``, which their packages do not bring.
+
+PyTorch asks a module of that name for the random-number state when a checkpointed segment of a
+model is run a second time, and fails where there is none.
+"""
+
+import warnings
+from abc import abstractmethod
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Iterator, List, Optional, Sequence, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from .base import Accelerator
+
+DeviceLike = Union[int, str, torch.device, None]
+STATE_BYTES = 8
+
+
+class LazyAccelerator(Accelerator):
+    """A family whose operations run when they are materialized."""
+
+    device_type = 'xla'
+    lazy = True
+
+    def device(self, local_rank: int = 0) -> torch.device:
+        """See :meth:`Accelerator.device`; gives PyTorch its module at the first call."""
+        provide_device_module(self)
+        return super().device(local_rank)
+
+    @abstractmethod
+    def current_device(self) -> torch.device:
+        """The device that :meth:`set_device` chose last."""
+
+    @abstractmethod
+    def rng_state(self, device: torch.device) -> Optional[int]:
+        """The state of a device's generator, below 2**64, without running anything.
+
+        Returns:
+            int, optional: None if the vendor does not tell.
+        """
+
+    @abstractmethod
+    def set_rng_state(self, state: int, device: torch.device) -> None:
+        """Put a device's generator into a state that :meth:`rng_state` told."""
+
+    def keep_apart(self, tensors: Sequence[Tensor]) -> None:
+        """Let the compiler not recognize what is computed from these tensors from now on.
+
+        Else it finds that a checkpointed segment is computed twice, and keeps the first result
+        until backward, with all the memory that checkpointing should save.
+        """
+
+
+def provide_device_module(accelerator: LazyAccelerator) -> None:
+    """Register ``torch.<type>`` unless there is one.
+
+    Args:
+        accelerator (LazyAccelerator): Answers what the module is asked.
+    """
+    # Releases without this function keep the states of CUDA devices alone, and ask for no module.
+    register = getattr(torch, '_register_device_module', None)
+    if register is not None and not hasattr(torch, accelerator.device_type):
+        register(accelerator.device_type, DeviceModule(accelerator))
+
+
+class DeviceModule(ModuleType):
+    """The functions that PyTorch's checkpointing, ``fork_rng`` and autocast call.
+
+    Args:
+        accelerator (LazyAccelerator): Answers them.
+    """
+
+    #: PyTorch keeps the random-number states of modules that say this.
+    _initialized = True
+
+    def __init__(self, accelerator: LazyAccelerator) -> None:
+        super().__init__(f'torch.{accelerator.device_type}', 'Provided by mmdevplug.')
+        self._accelerator = accelerator
+
+    def _device(self, device: DeviceLike) -> torch.device:
+        if device is None:
+            return self._accelerator.current_device()
+        if isinstance(device, int):
+            return torch.device(self._accelerator.device_type, device)
+        device = torch.device(device)
+        return device if device.index is not None else self._accelerator.current_device()
+
+    def is_available(self) -> bool:
+        return self._accelerator.is_available()
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return self._accelerator.device_count()
+
+    def current_device(self) -> int:
+        return self._accelerator.current_device().index
+
+    def set_device(self, device: DeviceLike) -> None:
+        self._accelerator.set_device(self._device(device))
+
+    @contextmanager
+    def device(self, device: DeviceLike) -> Iterator[None]:
+        """Make a device the current one for a while."""
+        before = self._accelerator.current_device()
+        self.set_device(device)
+        try:
+            yield
+        finally:
+            self.set_device(before)
+
+    def synchronize(self, device: DeviceLike = None) -> None:
+        self._accelerator.synchronize(self._device(device))
+
+    def manual_seed(self, seed: int) -> None:
+        self._accelerator.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: DeviceLike = None) -> Tensor:
+        """The state as 8 bytes, or none where the vendor does not tell it."""
+        state = self._accelerator.rng_state(self._device(device))
+        if state is None:
+            warnings.warn(
+                f'accelerator {self._accelerator.name!r} does not tell the state of its random '
+                f'numbers: dropout inside a checkpointed segment (with_cp, '
+                f'activation_checkpointing) drops other elements when the segment is run again, '
+                f'and its gradients are wrong. Expected: no dropout there. Set its rate to 0, or '
+                f'checkpoint other segments.',
+                stacklevel=2,
+            )
+            return torch.empty(0, dtype=torch.uint8)
+        return torch.tensor(list(state.to_bytes(STATE_BYTES, 'little')), dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: DeviceLike = None) -> None:
+        """Restore what :meth:`get_rng_state` returned.
+
+        PyTorch calls it without a device just before it runs a checkpointed segment again.
+        """
+        if device is None:
+            self._keep_next_module_apart()
+        if state.numel():
+            number = int.from_bytes(bytes(state.tolist()), 'little')
+            self._accelerator.set_rng_state(number, self._device(device))
+
+    def _keep_next_module_apart(self) -> None:
+        def keep_apart(_: nn.Module, inputs: Tuple[Any, ...]) -> None:
+            handle.remove()
+            kind = self._accelerator.device_type
+            tensors = [x for x in inputs if isinstance(x, Tensor) and x.device.type == kind]
+            if tensors:
+                self._accelerator.keep_apart(tensors)
+
+        handle = register_module_forward_pre_hook(keep_apart)
+
+    def get_amp_supported_dtype(self) -> List[torch.dtype]:
+        return [torch.bfloat16, torch.float16]

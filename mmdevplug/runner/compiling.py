@@ -1,0 +1,20 @@
+"""Letting ``torch.compile`` look at the model alone."""
+
+#: What makes collectives, checks and copies, and no graph worth compiling.
+UNTRACED = ('device', 'dist', 'hooks', 'model', 'optim')
+
+
+def keep_from_tracing() -> None:
+    """Tell ``torch.compile`` to pass over this package's own functions.
+
+    MMEngine compiles ``train_step``. The compiler would trace the averaging of gradients and the
+    checks inside it, and break its graphs there; the model and the optimizer that these call are
+    compiled all the same.
+    """
+    import torch._dynamo
+
+    # PyTorch 2.0 and 2.1 call it by its old name.
+    rules = getattr(torch._dynamo, 'trace_rules', None) or torch._dynamo.skipfiles
+    if not any('mmdevplug' in folder for folder in rules.SKIP_DIRS):
+        for part in UNTRACED:
+            rules.add(f'mmdevplug.{part}')

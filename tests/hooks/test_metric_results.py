@@ -1,0 +1,58 @@
+"""Results of metrics on their way to the host."""
+
+from collections import defaultdict, namedtuple
+from types import SimpleNamespace
+
+import torch
+from mmengine.structures import InstanceData
+
+from tests.distributed import run_ranks
+from tests.jobs import install_card
+
+Pair = namedtuple('Pair', 'scores label')
+
+
+def fetch(accelerator_name):
+    from mmdevplug.device import get_accelerator
+    from mmdevplug.hooks.metric_results import MetricResults
+
+    install_card(accelerator_name)
+    accelerator = get_accelerator(accelerator_name)
+    device = accelerator.device(1)
+    shared = torch.arange(3.0, device=device)
+    old = [torch.zeros(1, device=device)]
+    metric = SimpleNamespace(results=old)
+    results = MetricResults(SimpleNamespace(metrics=[metric, SimpleNamespace(results=None)]))
+    boxes = InstanceData(boxes=torch.ones(2, 4, device=device), labels=torch.tensor([1, 2]))
+    nested = defaultdict(list, boxes=boxes, pair=Pair(shared, 3), again=[shared, ('a', None)])
+    metric.results.append(nested)
+    results.fetch_new(accelerator)
+    first, new = metric.results
+    return dict(
+        same_list=metric.results is old,
+        before=first.device.type,
+        types=[type(new).__name__, type(new['pair']).__name__, type(new['boxes']).__name__],
+        devices={
+            tensor.device.type
+            for tensor in (new['boxes'].boxes, new['boxes'].labels, new['pair'].scores)
+        },
+        values=[new['boxes'].boxes.sum().item(), new['pair'].scores.tolist(), new['pair'].label],
+        shared=new['pair'].scores is new['again'][0],
+        rest=new['again'][1],
+        source=boxes.boxes.device.type,
+    )
+
+
+def test_nested_results_keep_their_shape():
+    assert run_ranks(fetch, 0, 'zeta') == [
+        dict(
+            same_list=True,
+            before='zeta',  # of an earlier batch
+            types=['defaultdict', 'Pair', 'InstanceData'],
+            devices={'cpu'},
+            values=[8.0, [0.0, 1.0, 2.0], 3],
+            shared=True,
+            rest=('a', None),
+            source='zeta',
+        )
+    ]

@@ -1,0 +1,166 @@
+"""Segments of a model that run a second time during backward, on torch_xla and on the T20 path."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.model.parity import compare_all
+
+pytestmark = pytest.mark.xla
+
+STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
+KINDS = (None, 'reentrant', 'non-reentrant')
+
+
+def segment_gradients(kind, probability, seed=7):
+    """Gradients of a checkpointed segment, executions until they were on the host, and barriers.
+
+    Args:
+        kind (str, optional): How the segment is checkpointed; None if it is not.
+        probability (float): Of dropout inside and after the segment.
+        seed (int): Of the device's random numbers.
+    """
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as metrics
+    from torch import nn
+    from torch.utils.checkpoint import checkpoint
+
+    from mmdevplug.dist import rank_device
+
+    accelerator, device = rank_device()
+    torch.manual_seed(0)
+    segment = nn.Sequential(
+        nn.Linear(8, 8), nn.Tanh(), nn.Dropout(probability), nn.Linear(8, 8), nn.Tanh()
+    ).to(device)
+    inputs = torch.randn(4, 8).to(device).requires_grad_()
+    torch.xla.manual_seed(seed)
+    accelerator.synchronize(device)
+    before = (metrics.metric_data('ExecuteTime') or [0])[0]
+    if kind is None:
+        outputs = segment(inputs)
+    else:
+        outputs = checkpoint(segment, inputs, use_reentrant=kind == 'reentrant')
+    outputs = nn.functional.dropout(outputs, probability)
+    outputs.square().sum().backward()
+    gradients = [inputs.grad, *(p.grad for p in segment.parameters())]
+    barriers = 0
+    if accelerator.name == 'xla':
+        barriers = torch_xla._XLAC._get_xla_tensors_hlo(gradients).count('opt-barrier(')
+    fetched = accelerator.to_host(gradients)
+    xm.wait_device_ops()
+    executions = metrics.metric_data('ExecuteTime')[0] - before
+    return [gradient.numpy() for gradient in fetched], executions, barriers
+
+
+def all_kinds(accelerator, probability):
+    from mmdevplug.dist import init_device
+
+    init_device('none', accelerator)
+    return {kind: segment_gradients(kind, probability) for kind in KINDS}
+
+
+@pytest.mark.parametrize('probability', [0.0, 0.5])
+def test_gradients_and_executions_are_those_without_checkpointing(probability):
+    (found,) = run_ranks(all_kinds, 0, 'xla', probability, environ=dict(CPU_NUM_DEVICES='2'))
+    expected, executions, barriers = found[None]
+    assert barriers == 0
+    for kind in KINDS[1:]:
+        gradients, count, barriers = found[kind]
+        assert max(abs(a - b).max() for a, b in zip(gradients, expected)) <= 1e-6
+        assert count == executions == 1
+        # Without one, the compiler would undo the checkpointing.
+        assert barriers == 1
+
+
+def other_seed():
+    from mmdevplug.dist import init_device
+
+    init_device('none', 'xla')
+    return [segment_gradients('reentrant', 0.5, seed)[0] for seed in (7, 8)]
+
+
+def test_dropout_draws_from_the_seed():
+    # Else the test above would compare gradients without dropout.
+    ((one, other),) = run_ranks(other_seed, 0)
+    assert max(abs(a - b).max() for a, b in zip(one, other)) > 1e-2
+
+
+def use_the_module():
+    import torch
+
+    from mmdevplug.device import get_accelerator
+
+    accelerator = get_accelerator('xla')
+    accelerator.device(0)
+    module = torch.xla
+    accelerator.device(1)
+    assert torch.xla is module  # registered once
+    found = dict(count=module.device_count(), available=module.is_available())
+    module.set_device(1)
+    with module.device(0):
+        inside = module.current_device()
+        module.set_rng_state(module.get_rng_state('xla:1'), 0)
+    states = [module.get_rng_state(index).tolist() for index in (0, 1)]
+    with torch.random.fork_rng(devices=[0, 1], device_type='xla'):
+        module.manual_seed(3)
+        torch.rand(2, device='xla:1')
+    after = [module.get_rng_state(index).tolist() for index in (0, 1)]
+    found.update(inside=inside, outside=module.current_device())
+    return dict(found, equal=states[0] == states[1], restored=after == states)
+
+
+def test_the_module_that_pytorch_is_given():
+    (found,) = run_ranks(use_the_module, 0, environ=dict(CPU_NUM_DEVICES='2'))
+    assert found == dict(count=2, available=True, inside=0, outside=1, equal=True, restored=True)
+
+
+def nothing_at_import():
+    import torch
+    import torch_xla  # noqa: F401
+
+    import mmdevplug.device
+
+    mmdevplug.device.available_accelerators()
+    return hasattr(torch, 'xla')
+
+
+def test_no_module_before_a_device_is_used():
+    assert run_ranks(nothing_at_import, 0) == [False]
+
+
+def on_t20(function, *args):
+    sys.path.insert(0, STANDIN)
+    return function(*args)
+
+
+def t20_gradients():
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        found = all_kinds('gcu', 0.0)
+    return found, [str(warning.message) for warning in caught]
+
+
+def test_t20_checkpoints_without_dropout_and_says_so():
+    ((found, warned),) = run_ranks(on_t20, 0, t20_gradients)
+    expected = found[None][0]
+    for kind in KINDS[1:]:
+        gradients = found[kind][0]
+        assert max(abs(a - b).max() for a, b in zip(gradients, expected)) <= 1e-6
+    assert any("accelerator 'gcu' does not tell" in message for message in warned)
+
+
+@pytest.fixture(scope='module')
+def t20_differences():
+    return run_ranks(on_t20, 2, compare_all, 'gcu')
+
+
+@pytest.mark.parametrize('scenario', ['checkpointed', 'checkpointed_reentrant'])
+def test_t20_trains_as_ddp_on_the_cpu(t20_differences, scenario):
+    for found in t20_differences:
+        assert found[scenario] <= 1e-5
