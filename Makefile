@@ -20,7 +20,7 @@ SITE := import sysconfig; print(sysconfig.get_paths()["purelib"])
 link = ln -sfn "$(CURDIR)/mmdevplug" "$$($(1)/python -c '$(SITE)')/mmdevplug"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-xla demo test test-xla test-cuda lint benchmark clean
+.PHONY: help install install-xla demo test test-xla test-cuda lint benchmark docs-features clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -66,6 +66,11 @@ test-cuda: install  ## Run the tests that need a GPU
 
 benchmark: install  ## Measure the averaging of gradients on the CPU
 	$(BIN)/python benchmarks/grad_sync.py --device cpu
+
+docs-features: install install-xla  ## Measure the features on every device, write docs/*/features.md
+	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla"
+	MMDEVPLUG_RESULTS=docs/features PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest tests/features -m xla
+	$(BIN)/python docs/feature_table.py
 
 clean:  ## Remove the environments and what was built or trained
 	rm -rf $(VENV) $(VENV_XLA) build dist *.egg-info work_dirs .pytest_cache .ruff_cache

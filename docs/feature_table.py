@@ -1,0 +1,152 @@
+"""Write ``docs/en/features.md`` and ``docs/zh_cn/features.md`` from what the tests measured.
+
+The tests in ``tests/features`` write one JSON file for each kind of device; see the text below for
+the commands.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Dict, List
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS / 'features'
+
+COMMANDS = """```bash
+MMDEVPLUG_RESULTS=docs/features python -m pytest tests/features -m "not cuda and not xla"
+MMDEVPLUG_RESULTS=docs/features PJRT_DEVICE=CPU python -m pytest tests/features -m xla
+python docs/feature_table.py
+```"""
+
+LANGUAGES: Dict[str, Dict[str, Any]] = dict(
+    en=dict(
+        title='title',
+        heading='# Features on every device',
+        intro="""\
+Each cell is the largest difference of any weight after 20 iterations from the same training in
+one process on the CPU, with the same global batch of 64. The job has 2 ranks and gloo. Averaged
+weights (EMA), buffers and the figures of validations count as weights. A test fails where the
+difference is above the tolerance.""",
+        columns=dict(
+            cpu='CPU',
+            xla='torch_xla',
+            gcu='GCU T20 (stand-in)',
+            zeta='PrivateUse1 card (stand-in)',
+        ),
+        feature='feature',
+        tolerance='tolerance',
+        refused='refused',
+        absent='no',
+        failed='**fails**',
+        notes="""\
+- *refused*: the runner stops on all ranks and says why. `ZeroRedundancyOptimizer` broadcasts
+  parameters on the device, and gloo takes no tensors of these devices.
+- *no*: `torch.compile` is for devices that its compiler knows; it was tried on the CPU alone. The
+  row has the backend `aot_eager`; a test of its own has `inductor`.
+- The stand-ins are described in [tests/standins](../../tests/standins/README.md). torch_xla runs
+  on PJRT's CPU client.
+- Mixed precision: from float32, the CPU's own bfloat16 weights are 2e-2 away, too.
+- Compression: the reference sends nothing, so the difference is what compression loses.
+- torch_xla: what a checkpointed segment computes again is kept apart from what it computed first
+  by an optimization barrier, else the compiler would merge the two and save no memory. PJRT's CPU
+  compiler removes the barrier and saves none.""",
+        measured='Measured with {}.',
+        again='To measure again',
+    ),
+    zh_cn=dict(
+        title='title_zh',
+        heading='# 各设备上的功能',
+        intro="""\
+每格是训练 20 次迭代后,任一权重与“CPU 单进程、相同全局批大小(64)”训练结果的最大差值。作业为 2 个
+rank,使用 gloo。平均权重(EMA)、缓冲区和验证指标同样计入。差值超过容差时测试失败。""",
+        columns=dict(
+            cpu='CPU',
+            xla='torch_xla',
+            gcu='GCU T20(替身)',
+            zeta='PrivateUse1 卡(替身)',
+        ),
+        feature='功能',
+        tolerance='容差',
+        refused='拒绝',
+        absent='无',
+        failed='**失败**',
+        notes="""\
+- *拒绝*:runner 在所有 rank 上停止并说明原因。`ZeroRedundancyOptimizer` 在设备上广播参数,而 gloo
+  不接受这些设备的张量。
+- *无*:`torch.compile` 只用于其编译器支持的设备,仅在 CPU 上试过。该行使用后端 `aot_eager`;另有
+  单独的测试使用 `inductor`。
+- 替身的说明见 [tests/standins](../../tests/standins/README.md)。torch_xla 运行在 PJRT 的 CPU
+  客户端上。
+- 混合精度:CPU 自身的 bfloat16 权重与 float32 也相差 2e-2。
+- 压缩:参考训练不发送任何数据,因此差值就是压缩的损失。
+- torch_xla:检查点段的重新计算与首次计算之间有一道优化屏障,否则编译器会合并两者而不节省内存。
+  PJRT 的 CPU 编译器会去掉这道屏障,因此不节省内存。""",
+        measured='测量环境:{}。',
+        again='重新测量',
+    ),
+)
+
+
+def load() -> Dict[str, Dict[str, Any]]:
+    """The columns that were measured, by accelerator."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob('*.json'))]
+    return {column['accelerator']: column for column in found}
+
+
+def render(columns: Dict[str, Dict[str, Any]], texts: Dict[str, Any]) -> str:
+    """The page in one language."""
+    shown = [name for name in texts['columns'] if name in columns]
+    titles = [texts['columns'][name] for name in shown]
+    lines = [
+        _line([texts['feature'], *titles, texts['tolerance']]),
+        _line(['---'] * (len(shown) + 2)),
+    ]
+    for row in columns[shown[0]]['rows']:
+        cells = [columns[name]['rows'][row] for name in shown]
+        lines.append(
+            _line(
+                [
+                    cells[0][texts['title']],
+                    *(_cell(cell, texts) for cell in cells),
+                    f'{cells[0]["tolerance"]:.0e}',
+                ]
+            )
+        )
+    versions = '; '.join(
+        f'{texts["columns"][name]}: torch {columns[name]["torch"]}' for name in shown
+    )
+    return '\n\n'.join(
+        [
+            texts['heading'],
+            texts['intro'],
+            '\n'.join(lines),
+            texts['measured'].format(versions),
+            texts['notes'],
+            f'## {texts["again"]}',
+            COMMANDS,
+        ]
+    )
+
+
+def _line(cells: List[str]) -> str:
+    return f'| {" | ".join(cells)} |'
+
+
+def _cell(cell: Dict[str, Any], texts: Dict[str, Any]) -> str:
+    if cell['status'] == 'trained':
+        within = cell['difference'] <= cell['tolerance']
+        figure = f'{cell["difference"]:.0e}' if cell['difference'] else '0'
+        return figure if within else f'**{figure}**'
+    return texts[cell['status']]
+
+
+def main() -> None:
+    """Write both pages."""
+    columns = load()
+    for language, texts in LANGUAGES.items():
+        path = DOCS / language / 'features.md'
+        path.write_text(render(columns, texts) + '\n')
+        print(f'wrote {path}')
+
+
+if __name__ == '__main__':
+    main()

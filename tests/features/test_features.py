@@ -1,0 +1,182 @@
+"""The feature table: each row on each kind of device, in 2 ranks, beside one process on the CPU.
+
+With ``MMDEVPLUG_RESULTS=<folder>`` the figures are written there as JSON, one file for each kind
+of device; ``docs/feature_table.py`` makes the documentation's table of them.
+"""
+
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.features.rows import ROWS, train_rows
+from tests.jobs import largest_difference
+
+T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
+
+ACCELERATORS = [
+    'cpu',
+    'zeta',
+    pytest.param('xla', marks=pytest.mark.xla),
+    pytest.param('gcu', marks=pytest.mark.xla),
+]
+
+
+def train_on(accelerator, names, work_dir):
+    if accelerator == 'gcu':
+        sys.path.insert(0, T20_STANDIN)
+    return train_rows(names, accelerator, work_dir)
+
+
+@pytest.fixture(scope='module')
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('reference')
+    (found,) = run_ranks(train_rows, 0, list(ROWS), 'cpu', folder, True)
+    return found
+
+
+@pytest.fixture(scope='module')
+def columns(tmp_path_factory, reference):
+    """For an accelerator: what each rank found of each row, trained in one pair of processes."""
+    trained = {}
+
+    def of(accelerator):
+        if accelerator not in trained:
+            names = [name for name, row in ROWS.items() if accelerator not in row.absent_on]
+            environ = dict(CPU_NUM_DEVICES='2') if accelerator == 'xla' else {}
+            folder = tmp_path_factory.mktemp(accelerator)
+            trained[accelerator] = run_ranks(
+                train_on, 2, accelerator, names, folder, environ=environ, timeout=280
+            )
+            _write(accelerator, trained[accelerator], reference)
+        return trained[accelerator]
+
+    return of
+
+
+def _cell(name, accelerator, ranks, reference):
+    row = ROWS[name]
+    cell = dict(title=row.title, title_zh=row.title_zh, tolerance=row.tolerance)
+    if accelerator in row.absent_on:
+        return dict(cell, status='absent')
+    found = [rank[name] for rank in ranks]
+    if any('error' in one for one in found):
+        refused = accelerator in row.refused_on
+        return dict(cell, status='refused' if refused else 'failed')
+    difference = max(
+        largest_difference(one['weights'], reference[name]['weights']) for one in found
+    )
+    return dict(cell, status='trained', difference=difference)
+
+
+def _write(accelerator, ranks, reference):
+    folder = os.environ.get('MMDEVPLUG_RESULTS')
+    if not folder:
+        return
+    column = dict(
+        accelerator=accelerator,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        rows={name: _cell(name, accelerator, ranks, reference) for name in ROWS},
+    )
+    path = Path(folder) / f'{accelerator}.json'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(column, indent=1, ensure_ascii=False) + '\n')
+
+
+def rows(condition):
+    return [name for name, row in ROWS.items() if condition(row)]
+
+
+@pytest.mark.parametrize('accelerator', ACCELERATORS)
+@pytest.mark.parametrize('name', ROWS)
+def test_weights_are_those_of_one_process(columns, reference, name, accelerator):
+    row = ROWS[name]
+    if accelerator in row.absent_on + row.refused_on:
+        pytest.skip(f'{row.title} is not for {accelerator}')
+    expected = reference[name]
+    assert 'error' not in expected, expected
+    for found in columns(accelerator):
+        assert 'error' not in found[name], found[name]['error']
+        difference = largest_difference(found[name]['weights'], expected['weights'])
+        assert difference <= row.tolerance
+
+
+@pytest.mark.parametrize('accelerator', ACCELERATORS)
+@pytest.mark.parametrize('name', rows(lambda row: row.refused_on))
+def test_refused_by_all_ranks(columns, name, accelerator):
+    if accelerator not in ROWS[name].refused_on:
+        pytest.skip(f'{ROWS[name].title} works on {accelerator}')
+    for found in columns(accelerator):
+        kind, message = found[name].get('error', (None, 'trained'))
+        assert kind == 'ModelError', message
+        assert 'ZeroRedundancyOptimizer' in message
+
+
+@pytest.mark.parametrize('accelerator', ACCELERATORS)
+def test_ranks_end_with_equal_weights(columns, accelerator):
+    one, other = columns(accelerator)
+    for name in one:
+        if 'error' not in one[name]:
+            assert largest_difference(one[name]['weights'], other[name]['weights']) == 0.0, name
+
+
+@pytest.mark.parametrize('accelerator', ACCELERATORS)
+def test_unused_parameters_are_named(columns, accelerator):
+    for found in columns(accelerator):
+        told = [text for text in found['anomalous']['told'] if 'computational graph' in text]
+        assert any('branches.2.weight' in text for text in told)
+        assert not any('head' in text for text in told)
+
+
+@pytest.mark.parametrize('accelerator', ACCELERATORS)
+def test_wrappers(columns, accelerator):
+    for found in columns(accelerator):
+        assert found['sgd']['wrapper'] == 'DeviceDistributedDataParallel'
+        assert found['anomalous']['wrapper'] == 'DeviceDistributedDataParallel'
+        assert found['gan']['wrapper'] == 'DeviceSeparateDistributedDataParallel'
+
+
+def test_rows_train_something_of_their_own(reference):
+    """A row that equals plain SGD would show nothing."""
+    plain = reference['sgd']['weights']
+    same = {
+        name
+        for name, found in reference.items()
+        if found['weights'].keys() == plain.keys()
+        and largest_difference(found['weights'], plain) == 0.0
+    }
+    assert same - {'sgd'} == {
+        'activation_checkpointing',
+        'checkpoint',
+        'checkpoint_reentrant',
+        'compile',
+        'grad_bf16',
+        'grad_fp16',
+        'grad_powersgd',
+        'zero',
+    }
+
+
+@pytest.mark.parametrize('accelerator', ACCELERATORS)
+@pytest.mark.parametrize('name', [name for name in ROWS if name.startswith('grad_')])
+def test_gradients_are_compressed(columns, reference, name, accelerator):
+    """Equal weights would mean that nothing was."""
+    for found in columns(accelerator):
+        assert 'error' not in found[name], found[name]['error']
+        expected = reference['sgd']['weights']
+        assert largest_difference(found[name]['weights'], expected) >= 1e-4
+
+
+@pytest.mark.parametrize('accelerator', ACCELERATORS)
+def test_validations_saw_every_sample(columns, accelerator):
+    for found in columns(accelerator):
+        weights = found['collect_results']['weights']
+        for number in (0, 1):
+            for mode in ('cpu', 'gpu'):
+                assert weights[f'val{number}/{mode}/samples'] == 101
