@@ -2,6 +2,7 @@
 
     python benchmarks/grad_sync.py --device cpu
     PJRT_DEVICE=CPU python benchmarks/grad_sync.py --device xla
+    python benchmarks/grad_sync.py --hosts 2 --rate 1gbit --compression none bf16 --plot wire.png
 
 The ways take turns in the same processes, so that a machine that slows down slows all of them. A
 figure is the median over the rounds; ratios are what travels between machines.
@@ -11,172 +12,172 @@ figure is the median over the rounds; ratios are what travels between machines.
   gradients must be in hand before the optimizer runs (lazy devices alone).
 - stock: ``MMDistributedDataParallel`` as MMEngine's runner builds it, where it works.
 - naive: PyTorch's DDP with a communication hook that copies each 1 MB bucket to the host, averages
-  it and sends it back, as soon as it is ready.
-- ours: ``DeviceDistributedDataParallel`` with its defaults.
+  it and sends it back, as soon as it is ready; parameter by parameter on the card, where DDP
+  refuses.
+- ours: ``DeviceDistributedDataParallel`` with its defaults; ours-bf16 and so on with compressed
+  gradients, ours-hierarchy and ours-flat with and without adding up within a host first.
+
+The physical floor of a setting is the step that averages nothing, and one after the other the
+copies from and to the device and 2·G·(N−1)/N bytes on the wire, with the bandwidth of copies and
+of plain TCP streams measured in the same rounds, by all ranks at once. Whatever hides
+communication behind backward, or sends less than all bits, or stays off loopback, may go below it.
+
+With ``--hosts`` the ranks run in network namespaces (see ``hosts.py``), which needs root.
 """
 
 import argparse
+import contextlib
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
-import time
-from typing import Any, Callable, Dict, List
+from pathlib import Path
+from typing import Any, ContextManager, Dict, List, Optional
+
+from floor import Floor, floor_of, wire_bytes
+from hosts import Hosts, HostsError, available, run_ranks
 
 WAYS = ('none', 'split', 'stock', 'naive', 'ours')
+WORKER = Path(__file__).with_name('grad_ways.py')
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--device', choices=('cpu', 'xla'), default='cpu')
-    parser.add_argument('--ranks', type=int, nargs='+', default=[2, 4])
+    parser.add_argument('--device', choices=('cpu', 'xla', 'card'), default='cpu')
+    parser.add_argument('--ranks', type=int, nargs='+', default=[2, 4], help='on all hosts')
+    parser.add_argument('--hosts', type=int, default=1, help='network namespaces; 1 for none')
+    parser.add_argument('--rate', help="of each host's link, e.g. 1gbit; not limited without it")
+    parser.add_argument(
+        '--compression',
+        nargs='+',
+        choices=('none', 'bf16', 'fp16', 'powersgd'),
+        default=['none'],
+        help='ours with each of these as well',
+    )
+    parser.add_argument('--hierarchy', action='store_true', help='ours with and without, too')
     parser.add_argument('--layers', type=int, nargs='+', default=None)
     parser.add_argument('--width', type=int, default=None)
     parser.add_argument('--rounds', type=int, default=7)
     parser.add_argument('--steps', type=int, default=5, help='steps in a round')
     parser.add_argument('--json', help='write the figures to this file')
+    parser.add_argument('--plot', help='draw them into this file (PNG); needs matplotlib')
     args = parser.parse_args()
     # Width 1024 and 12 layers are 50 MB of gradients.
-    args.width = args.width or {'cpu': 1024, 'xla': 512}[args.device]
-    args.layers = args.layers or {'cpu': [8, 12, 32], 'xla': [8, 32]}[args.device]
+    args.width = args.width or {'xla': 512}.get(args.device, 1024)
+    args.layers = args.layers or {'xla': [8, 32]}.get(args.device, [8, 12, 32])
+    _check(parser, args)
     return args
 
 
-def start(args: argparse.Namespace, ranks: int, layers: int) -> Dict[str, Any]:
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.rate is not None and args.hosts == 1:
+        parser.error(f'--rate {args.rate} limits links between hosts; give --hosts 2 or more')
+    odd = [ranks for ranks in args.ranks if ranks % args.hosts]
+    if odd:
+        parser.error(f'--ranks {odd} cannot be shared out among {args.hosts} hosts evenly')
+    if args.hierarchy and args.device == 'cpu':
+        parser.error(
+            '--hierarchy is for host staging: --device card or xla; on the CPU DDP averages'
+        )
+    if args.hosts > 1 and not available().possible:
+        parser.error(f'--hosts {args.hosts}: {available().reason}')
+
+
+def start(args: argparse.Namespace, hosts: Optional[Hosts], ranks: int, layers: int) -> Any:
     """Run one setting in ``ranks`` processes and return rank 0's figures."""
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        port = probe.getsockname()[1]
-    settings = json.dumps(dict(vars(args), ranks=ranks, layers=layers))
-    workers = []
-    for rank in range(ranks):
-        env = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
-        env.update(LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
-        env.update(OMP_NUM_THREADS='1', GRAD_SYNC_WORKER=settings)
-        if args.device == 'xla':
-            env.setdefault('PJRT_DEVICE', 'CPU')
-            env.setdefault('CPU_NUM_DEVICES', str(ranks))
-        output = subprocess.PIPE if rank == 0 else None
-        workers.append(subprocess.Popen([sys.executable, __file__], env=env, stdout=output))
-    printed = workers[0].communicate()[0].decode()
-    if any(worker.wait() for worker in workers):
-        raise SystemExit(f'{ranks} ranks, {layers} layers: a rank failed; see above.')
+    per_host = ranks // args.hosts
+    environ = dict(
+        GRAD_SYNC_WORKER=json.dumps(dict(vars(args), ranks=ranks, layers=layers)),
+        PYTHONWARNINGS='ignore::FutureWarning',
+        # Hosts in namespaces have no names, of which every connection would warn.
+        TORCH_CPP_LOG_LEVEL='ERROR',
+    )
+    if args.device == 'xla':
+        environ['PJRT_DEVICE'] = os.environ.get('PJRT_DEVICE', 'CPU')
+        environ['CPU_NUM_DEVICES'] = str(per_host)
+    try:
+        printed = run_ranks([sys.executable, str(WORKER)], per_host, hosts, environ)[0]
+    except HostsError as error:
+        raise SystemExit(f'{ranks} ranks, {layers} layers: {error}') from error
     return json.loads(printed.splitlines()[-1])
 
 
-def work(settings: Dict[str, Any]) -> None:
-    """Measure all ways in this rank's process."""
-    import torch
-    from torch import distributed as torch_dist, nn
-
-    from mmdevplug.dist import init_device
-
-    torch.set_num_threads(1)
-    context = init_device('pytorch', settings['device'], forced_backend='gloo')
-    width = settings['width']
-    inputs = torch.randn(64, width, device='cpu').to(context.device)
-
-    def build() -> nn.Module:
-        torch.manual_seed(0)
-        layers = [(nn.Linear(width, width), nn.ReLU()) for _ in range(settings['layers'])]
-        return nn.Sequential(*[part for layer in layers for part in layer])
-
-    def stepper(way: str, model: nn.Module) -> Callable[[], None]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-        def step() -> None:
-            model(inputs).square().mean().backward()
-            if way == 'split':
-                context.accelerator.materialize(context.device)
-            optimizer.step()
-            optimizer.zero_grad()
-            context.accelerator.materialize(context.device)
-
-        return step
-
-    models = wrap_all(build, context)
-    steppers = {way: stepper(way, model) for way, model in models.items()}
-    times: Dict[str, List[float]] = {way: [] for way in steppers}
-    for number in range(settings['rounds'] + 1):  # the first is for warming up
-        for way, step in steppers.items():
-            context.accelerator.synchronize(context.device)
-            torch_dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(settings['steps']):
-                step()
-            context.accelerator.synchronize(context.device)
-            if number:
-                times[way].append((time.perf_counter() - begin) / settings['steps'] * 1e3)
-    agree = difference(models, context)
-    if torch_dist.get_rank() == 0:
-        print(json.dumps(dict(times=times, difference=agree)), flush=True)
-    torch_dist.barrier()
+def head_line() -> str:
+    heads = ''.join(f'{way:>10}' for way in WAYS)
+    return (
+        f'{"ranks":>5}{"layers":>7}{"MB":>6}{heads}{"ours/none":>11}{"ours/split":>11}'
+        f'{"stock/ours":>11}{"naive/ours":>11}{"difference":>12}'
+    )
 
 
-def wrap_all(build: Callable[[], Any], context: Any) -> Dict[str, Any]:
-    """One model for each way that works on this device."""
-    import torch
-    from mmengine.model import MMDistributedDataParallel
-    from torch import distributed as torch_dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    from mmdevplug import DeviceDistributedDataParallel
-
-    def average_bucket(_, bucket):
-        host = bucket.buffer().cpu()
-        torch_dist.all_reduce(host)
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(host.div_(torch_dist.get_world_size()).to(context.device))
-        return future
-
-    models = {'none': build().to(context.device)}
-    if context.accelerator.lazy:
-        models['split'] = build().to(context.device)
-    if context.device.type == 'cpu':
-        models['stock'] = MMDistributedDataParallel(build(), broadcast_buffers=False)
-    naive = dict(bucket_cap_mb=1, broadcast_buffers=False, init_sync=False)
-    models['naive'] = DistributedDataParallel(build().to(context.device), **naive)
-    models['naive'].register_comm_hook(None, average_bucket)
-    models['ours'] = DeviceDistributedDataParallel(build(), broadcast_buffers=False)
-    return models
+def table_row(found: Dict[str, Any]) -> str:
+    ms = found['median_ms']
+    row = f'{found["ranks"]:5}{found["layers"]:7}{found["bytes"] / 2**20:6.0f}'
+    row += ''.join(f'{ms[way]:10.1f}' if way in ms else f'{"-":>10}' for way in WAYS)
+    row += f'{ms["ours"] / ms["none"]:11.2f}'
+    row += f'{ms["ours"] / ms["split"]:11.2f}' if 'split' in ms else f'{"-":>11}'
+    row += f'{ms["stock"] / ms["ours"]:11.2f}' if 'stock' in ms else f'{"-":>11}'
+    return row + f'{ms["naive"] / ms["ours"]:11.2f}{found["difference"]:12.1e}'
 
 
-def difference(models: Dict[str, Any], context: Any) -> float:
-    """The largest difference between weights trained the naive way and ours."""
-    pairs = zip(models['naive'].parameters(), models['ours'].parameters())
-    return max((one.cpu() - other.cpu()).abs().max().item() for one, other in pairs)
+def floor_lines(found: Dict[str, Any], hosts: int) -> List[str]:
+    """The physical floor and how far from it each of our ways is."""
+    floor, ms = Floor(**found['floor']), found['median_ms']
+    parts = f'none {floor.compute:.1f}'
+    if floor.to_host or floor.to_device:
+        parts += f' + to host {floor.to_host:.1f} + to device {floor.to_device:.1f}'
+    megabytes = wire_bytes(found['bytes'], found['ranks']) / 1e6
+    parts += f' + wire {floor.wire:.1f} ({megabytes:.0f} MB at {found["wire_mb_s"]:.0f} MB/s)'
+    lines = [f'      floor {floor.total:.1f} = {parts}']
+    between = 1 < hosts < found['ranks']
+    if between:
+        lines[0] += f'; {floor.total_between_hosts:.1f} with the ranks of a host as one'
+    for way in [way for way in ms if way.startswith('ours')]:
+        line = f'      {way:<15}{ms[way]:10.1f}   {way}/floor {ms[way] / floor.total:.2f}'
+        if between:
+            line += f' and {ms[way] / floor.total_between_hosts:.2f}'
+        if way != 'ours':
+            line += f'   ours/{way} {ms["ours"] / ms[way]:.2f}'
+        lines.append(line)
+    return lines
+
+
+def summarize(args: argparse.Namespace, found: Any, ranks: int, layers: int) -> Dict[str, Any]:
+    ms = {name: statistics.median(values) for name, values in found['times'].items()}
+    size = layers * (args.width + 1) * args.width * 4
+    probes = {name: ms.pop(name, 0.0) for name in ('wire', 'to_host', 'to_device')}
+    stream = found['stream_bytes']
+    floor = floor_of({**ms, **probes}, size, args.hosts, ranks, stream)
+    # floor's `none` is rank 0's, like the figures of the ways that it is compared with.
+    setting = dict(ranks=ranks, layers=layers, hosts=args.hosts, rate=args.rate, bytes=size)
+    wire_mb_s = stream / probes['wire'] / 1e3
+    return dict(found, **setting, median_ms=ms, floor=floor._asdict(), wire_mb_s=wire_mb_s)
 
 
 def main() -> None:
     args = parse_args()
-    heads = ''.join(f'{way:>10}' for way in WAYS)
-    print(f'device {args.device}, width {args.width}, ms a step, median of {args.rounds} rounds')
-    print(f'{"ranks":>5}{"layers":>7}{"MB":>6}{heads}{"ours/none":>11}{"ours/split":>11}{"stock/ours":>11}'
-          f'{"naive/ours":>11}{"difference":>12}')  # fmt: skip
+    where = f', {args.hosts} hosts at {args.rate or "any rate"}' if args.hosts > 1 else ''
+    title = f'device {args.device}, width {args.width}, ms a step'
+    print(f'{title}, median of {args.rounds} rounds{where}')
+    print(head_line())
     results = []
-    for ranks in args.ranks:
-        for layers in args.layers:
-            found = start(args, ranks, layers)
-            ms = {way: statistics.median(values) for way, values in found['times'].items()}
-            megabytes = layers * (args.width + 1) * args.width * 4 / 2**20
-            row = f'{ranks:5}{layers:7}{megabytes:6.0f}'
-            row += ''.join(f'{ms[way]:10.1f}' if way in ms else f'{"-":>10}' for way in WAYS)
-            row += f'{ms["ours"] / ms["none"]:11.2f}'
-            row += f'{ms["ours"] / ms["split"]:11.2f}' if 'split' in ms else f'{"-":>11}'
-            row += f'{ms["stock"] / ms["ours"]:11.2f}' if 'stock' in ms else f'{"-":>11}'
-            row += f'{ms["naive"] / ms["ours"]:11.2f}{found["difference"]:12.1e}'
-            print(row, flush=True)
-            results.append(dict(found, ranks=ranks, layers=layers, median_ms=ms))
+    make: ContextManager = contextlib.nullcontext()
+    if args.hosts > 1:
+        make = Hosts(args.hosts, args.rate)
+    with make as hosts:
+        for ranks in args.ranks:
+            for layers in args.layers:
+                found = summarize(args, start(args, hosts, ranks, layers), ranks, layers)
+                print('\n'.join([table_row(found), *floor_lines(found, args.hosts)]), flush=True)
+                results.append(found)
     if args.json:
         with open(args.json, 'w', encoding='utf-8') as file:
             json.dump(results, file, indent=1)
+    if args.plot:
+        from bars import draw
+
+        draw(results, f'{args.device}{where}', args.plot)
 
 
 if __name__ == '__main__':
-    worker = os.environ.get('GRAD_SYNC_WORKER')
-    if worker:
-        work(json.loads(worker))
-    else:
-        main()
+    main()

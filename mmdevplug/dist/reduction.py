@@ -76,8 +76,12 @@ class Reduction:
         yield from self.add_up(bucket)
         return check and is_poisoned(bucket.flat)
 
+    def results(self, bucket: Bucket) -> List[Tensor]:
+        """Where the averages of a bucket are, for each gradient in its shape, until :meth:`end`."""
+        return bucket.views
+
     def end(self) -> None:
-        """Tell that all buckets of an iteration have been read."""
+        """Tell that the averages of an iteration have been read."""
 
     def add_up(self, bucket: Bucket) -> Generator[None, None, None]:
         """Add up a bucket over all ranks, in place."""
@@ -172,9 +176,26 @@ class TwoLevelReduction(Reduction):
         added = self._meet(self._added, not_finite)
         yield
         added.wait()
-        for number in others:
-            flat[spans[number]] = peers[number][spans[number]]
         return bool(not_finite.item())
+
+    def results(self, bucket: Bucket) -> List[Tensor]:
+        """See :meth:`Reduction.results`: in the memory of whoever has added them up."""
+        peers = self._same_part(bucket.flat)
+        spans = _spans(bucket.flat.numel(), len(peers))
+        found, start = [], 0
+        for view in bucket.views:
+            end = start + view.numel() * (2 if view.is_complex() else 1)
+            owners = [i for i, s in enumerate(spans) if s.start < end and start < s.stop]
+            if len(owners) == 1:
+                found.append(_in_other_memory(view, bucket.flat, peers[owners[0]], start, end))
+            else:
+                # The parts of others come here, where nobody reads them any more.
+                for i in set(owners) - {self.hosts.local_rank}:
+                    part = slice(max(start, spans[i].start), min(end, spans[i].stop))
+                    bucket.flat[part] = peers[i][part]
+                found.append(view)
+            start = end
+        return found
 
     @staticmethod
     def _meet(group: Any, told: Optional[Tensor] = None) -> Any:
@@ -246,6 +267,15 @@ def _global_rank(group: Any, rank: int) -> int:
     if group is None or group is torch_dist.group.WORLD:
         return rank
     return torch_dist.get_global_rank(group, rank)
+
+
+def _in_other_memory(view: Tensor, flat: Tensor, other: Tensor, start: int, end: int) -> Tensor:
+    """What ``view`` would be if it were a part of ``other`` and not of ``flat``."""
+    if other.data_ptr() == flat.data_ptr():
+        return view
+    if view.is_complex():
+        return torch.view_as_complex(other[start:end].view(*view.shape, 2))
+    return other[start:end].view(view.shape)
 
 
 def _spans(size: int, parts: int) -> List[slice]:

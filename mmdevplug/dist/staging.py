@@ -20,10 +20,15 @@ from .finite import FinitePolicy, names_of_nonfinite
 from .reduction import Reduction, Steps, make_reduction
 from .traffic import TRAFFIC
 
-#: A bucket is an eighth of all gradients, within these bounds: what is copied at a time needs
-#: little memory, and messages are neither many nor small.
+#: A message on a lazy device, where all gradients are there at the same time.
+BUCKET_BYTES = 8 << 20
+#: On an eager device a bucket is an eighth of all gradients, but no less than this, so that most
+#: of them set off before backward ends.
 BUCKET_PARTS = 8
-LEAST_BUCKET_BYTES, MOST_BUCKET_BYTES = 256 << 10, 8 << 20
+LEAST_BUCKET_BYTES = 256 << 10
+#: What a lazy device fetches at a time needs host memory for a moment: at most this part of all
+#: gradients, or the largest of them.
+FETCHED_PARTS = 4
 
 #: Half precision is summed in float32: gloo of older releases lacks it, and it loses bits.
 _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
@@ -74,8 +79,8 @@ class GradientStaging:
         accelerator (Accelerator): Copies between device and host.
         device (torch.device): The device of the parameters.
         group (ProcessGroup, optional): Defaults to None: all ranks.
-        bucket_bytes (int, optional): Size of a message. Defaults to None: an eighth of all
-            gradients, 256 KB to 8 MB.
+        bucket_bytes (int, optional): Size of a message. Defaults to None: 8 MB, and on an eager
+            device no more than an eighth of all gradients.
         compression (Compression, optional): What is sent instead of the values. Defaults to None.
         hierarchy (str or bool): See :func:`mmdevplug.dist.reduction.make_reduction`.
         policy (FinitePolicy, optional): What to do about NaN. Defaults to None: ``'stop'``.
@@ -107,6 +112,7 @@ class GradientStaging:
         self.group = group
         self.policy = FinitePolicy('stop', group) if policy is None else policy
         self.overlap = not accelerator.lazy if overlap is None else overlap
+        self._bytes = sum(p.numel() * p.element_size() for p in self.parameters)
         self.bucket_bytes = bucket_bytes or self._default_bucket_bytes()
         self.reduction, self._memory = self._allocate(compression, hierarchy)
         count = len(self.parameters)
@@ -122,8 +128,9 @@ class GradientStaging:
         self._nodes = [self._watch(index) for index in range(count)]
 
     def _default_bucket_bytes(self) -> int:
-        size = sum(p.numel() * p.element_size() for p in self.parameters)
-        return max(LEAST_BUCKET_BYTES, min(MOST_BUCKET_BYTES, size // BUCKET_PARTS))
+        if not self.overlap:
+            return BUCKET_BYTES
+        return max(LEAST_BUCKET_BYTES, min(BUCKET_BYTES, self._bytes // BUCKET_PARTS))
 
     def _allocate(
         self, compression: Optional[Compression], hierarchy: Any
@@ -223,15 +230,28 @@ class GradientStaging:
         gradients = [self._dense_gradient(bucket.indices[place]) for place in here]
         if len(here) < len(bucket.indices):
             bucket.flat.zero_()
-        copied = self.accelerator.start_copy_to_host(
-            gradients, [bucket.views[place] for place in here]
-        )
+        copied = self._fetch(gradients, [bucket.views[place] for place in here])
         begin = time.perf_counter()
         self._flights.append(Flight(bucket, self._average(bucket, copied)))
         for flight in self._flights:
             if not flight.landed:
                 flight.advance()
         self._busy += time.perf_counter() - begin
+
+    def _fetch(
+        self, gradients: Sequence[Tensor], views: Sequence[Tensor]
+    ) -> Optional[Callable[[], None]]:
+        if not self.accelerator.lazy:
+            return self.accelerator.start_copy_to_host(gradients, views)
+        most, first, size = self._bytes // FETCHED_PARTS, 0, 0
+        for end, view in enumerate(views):
+            bytes_ = view.numel() * view.element_size()
+            if size + bytes_ > most and end > first:
+                self.accelerator.copy_to_host(gradients[first:end], views[first:end])
+                first, size = end, 0
+            size += bytes_
+        self.accelerator.copy_to_host(gradients[first:], views[first:])
+        return None
 
     def _average(self, bucket: Bucket, copied: Optional[Callable[[], None]]) -> Steps:
         if copied is not None:
@@ -321,7 +341,7 @@ class GradientStaging:
 
     def _send(self, bucket: Bucket, used: Sequence[bool]) -> None:
         sources, targets = [], []
-        for index, view in zip(bucket.indices, bucket.views):
+        for index, view in zip(bucket.indices, self.reduction.results(bucket)):
             if not used[index]:
                 continue
             parameter = self.parameters[index]

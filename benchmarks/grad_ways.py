@@ -1,0 +1,156 @@
+"""A rank of ``grad_sync.py``: builds a model for each way to average, and times them in turn."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import torch
+from floor import Probes, slowest
+from mmengine.model import MMDistributedDataParallel
+from torch import distributed as torch_dist, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mmdevplug import DeviceDistributedDataParallel
+from mmdevplug.dist import init_device
+
+CARDS = Path(__file__).parents[1] / 'tests' / 'standins' / 'fakecard'
+#: The name that the stand-in for an eager card gets.
+CARD = 'zeta'
+
+
+def start_device(name: str) -> Any:
+    """The process group and this rank's device; ``'card'`` is the stand-in."""
+    if name == 'card':
+        sys.path.insert(0, str(CARDS))
+        import card
+
+        card.install(CARD, count=int(os.environ['LOCAL_WORLD_SIZE']))
+        name = CARD
+    return init_device('pytorch', name, forced_backend='gloo')
+
+
+def options_of_ours(settings: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
+    """For each of our ways what the wrapper is told."""
+    ways: Dict[str, Dict[str, Any]] = {'ours': {}}
+    for compression in settings['compression']:
+        if compression != 'none':
+            ways[f'ours-{compression}'] = dict(grad_compression=compression)
+    if settings['hierarchy']:
+        ways['ours-flat'] = dict(hierarchy=False)
+        ways['ours-hierarchy'] = dict(hierarchy=True)
+    return ways
+
+
+def wrap_all(
+    build: Callable[[], nn.Module], context: Any, ours: Dict[str, Dict[str, Any]]
+) -> Dict[str, nn.Module]:
+    """One model for each way that works on this device."""
+    models = {'none': build().to(context.device)}
+    if context.accelerator.lazy:
+        models['split'] = build().to(context.device)
+    if context.device.type == 'cpu':
+        models['stock'] = MMDistributedDataParallel(build(), broadcast_buffers=False)
+    naive = average_parameters if context.device.type == CARD else average_buckets
+    models['naive'] = naive(build().to(context.device))
+    for way, options in ours.items():
+        models[way] = DeviceDistributedDataParallel(build(), broadcast_buffers=False, **options)
+    return models
+
+
+def average_buckets(model: nn.Module) -> nn.Module:
+    """PyTorch's DDP with a hook that takes each bucket through the host."""
+
+    def average(_, bucket):
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(average_on_host(bucket.buffer()))
+        return future
+
+    options = dict(bucket_cap_mb=1, broadcast_buffers=False, init_sync=False)
+    wrapped = DistributedDataParallel(model, **options)
+    wrapped.register_comm_hook(None, average)
+    return wrapped
+
+
+def average_parameters(model: nn.Module) -> nn.Module:
+    """The same by hand, parameter by parameter, for a device that DDP refuses to use with gloo."""
+
+    def average(parameter):
+        parameter.grad.copy_(average_on_host(parameter.grad))
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+    return model
+
+
+def average_on_host(gradients: torch.Tensor) -> torch.Tensor:
+    host = gradients.cpu()
+    torch_dist.all_reduce(host)
+    return host.div_(torch_dist.get_world_size()).to(gradients.device)
+
+
+def difference(models: Dict[str, nn.Module], way: str) -> float:
+    """The largest difference between weights trained the naive way and another."""
+    pairs = zip(models['naive'].parameters(), models[way].parameters())
+    return max((one.cpu() - other.cpu()).abs().max().item() for one, other in pairs)
+
+
+def work(settings: Dict[str, Any]) -> None:
+    """Measure all ways in this rank's process; rank 0 prints the figures."""
+    torch.set_num_threads(1)
+    context = start_device(settings['device'])
+    accelerator, device = context.accelerator, context.device
+    width = settings['width']
+    inputs = torch.randn(64, width, device='cpu').to(device)
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [(nn.Linear(width, width), nn.ReLU()) for _ in range(settings['layers'])]
+        return nn.Sequential(*[part for layer in layers for part in layer])
+
+    def stepper(way: str, model: nn.Module) -> Callable[[], None]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+        def step() -> None:
+            model(inputs).square().mean().backward()
+            if way == 'split':
+                accelerator.materialize(device)
+            optimizer.step()
+            optimizer.zero_grad()
+            accelerator.materialize(device)
+
+        return step
+
+    ours = options_of_ours(settings)
+    models = wrap_all(build, context, ours)
+    probes = Probes(list(models['none'].parameters()), context)
+    steppers = {way: stepper(way, model) for way, model in models.items()}
+    probe_steps = probes.steps()
+    times: Dict[str, List[float]] = {name: [] for name in [*steppers, *probe_steps]}
+    for number in range(settings['rounds'] + 1):  # the first is for warming up
+        for name, step in {**steppers, **probe_steps}.items():
+            accelerator.synchronize(device)
+            torch_dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(settings['steps']):
+                step()
+            accelerator.synchronize(device)
+            spent = (time.perf_counter() - begin) / settings['steps'] * 1e3
+            if name in probe_steps:
+                # What is averaged has to wait for the slowest rank's copies and bytes.
+                spent = slowest(spent)
+            if number:
+                times[name].append(spent)
+    probes.close()
+    differences = {way: difference(models, way) for way in ours}
+    if torch_dist.get_rank() == 0:
+        found = dict(times=times, difference=differences.pop('ours'))
+        found.update(compressed_difference=differences, stream_bytes=probes.stream_bytes)
+        print(json.dumps(found), flush=True)
+    torch_dist.barrier()
+
+
+if __name__ == '__main__':
+    work(json.loads(os.environ['GRAD_SYNC_WORKER']))
