@@ -28,7 +28,7 @@ BUCKET_PARTS = 8
 LEAST_BUCKET_BYTES = 256 << 10
 #: What a lazy device fetches at a time needs host memory for a moment: at most this part of all
 #: gradients, or the largest of them.
-FETCHED_PARTS = 4
+FETCHED_PARTS = 5
 
 #: Half precision is summed in float32: gloo of older releases lacks it, and it loses bits.
 _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
