@@ -8,6 +8,7 @@ from torch import Tensor, distributed as torch_dist
 from mmdevplug.device import Accelerator, CPUAccelerator
 
 from .backend import HOST_BACKENDS
+from .messages import global_rank
 
 MESSAGE_BYTES = 64 << 20
 _HOST = CPUAccelerator()
@@ -26,7 +27,7 @@ def broadcast_tensors(
             lie on the accelerator's device or on the host.
         accelerator (Accelerator): Copies between device and host.
         group (ProcessGroup, optional): Defaults to None: all ranks.
-        src (int): The rank whose tensors are taken. Defaults to 0.
+        src (int): The rank of the group whose tensors are taken. Defaults to 0.
     """
     backend = torch_dist.get_backend(group)
     through_host = any(name in backend for name in HOST_BACKENDS)
@@ -60,7 +61,7 @@ def _broadcast(
     group: Any,
     src: int,
 ) -> None:
-    here = torch_dist.get_rank() == src
+    here = torch_dist.get_rank(group) == src
     device = torch.device('cpu') if through_host else tensors[0].device
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if here:
@@ -68,7 +69,7 @@ def _broadcast(
         message = torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in values])
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    torch_dist.broadcast(message, src, group=group)
+    torch_dist.broadcast(message, global_rank(group, src), group=group)
     if here:
         return
     received = [

@@ -36,6 +36,13 @@ def gather_json(value: Any, group: Any = None, device: Optional[torch.device] = 
     ]
 
 
+def global_rank(group: Any, rank: int) -> int:
+    """What a rank of a group is called in the whole job."""
+    if group is None or group is torch_dist.group.WORLD:
+        return rank
+    return torch_dist.get_global_rank(group, rank)
+
+
 def _all_gather(tensor: torch.Tensor, world_size: int, group: Any) -> List[torch.Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(world_size)]
     torch_dist.all_gather(gathered, tensor, group=group)

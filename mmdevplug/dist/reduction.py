@@ -6,13 +6,16 @@ time, and since all ranks take the same steps in the same order, no rank waits f
 """
 
 import inspect
+import logging
 from typing import Any, Dict, Generator, List, Optional, Sequence
 
 import torch
+from mmengine.logging import print_log
 from torch import Tensor, distributed as torch_dist
 
 from .compression import Bucket, Compression
 from .finite import is_poisoned, poison, scale_and_check
+from .messages import global_rank
 from .process_group import DEFAULT_TIMEOUT, device_context
 from .shared_memory import Hosts, find_hosts, share_slots
 from .traffic import all_reduce_bytes
@@ -232,15 +235,25 @@ def make_reduction(
         return flat
     if compression is not None and not compression.works_on_parts:
         return flat
+    if not _groups_can_be_made(flat.world_size):
+        return flat
     hosts = find_hosts(group)
     if not hosts.even or hosts.local_world_size == 1:
+        if hierarchy is True and torch_dist.get_rank(group) == 0:
+            print_log(
+                f'model_wrapper_cfg.hierarchy=True is without effect: the hosts run '
+                f'{", ".join(str(len(ranks)) for ranks in hosts.ranks)} rank(s); expected as many '
+                f'on each, and more than one. All ranks average in one ring.',
+                'current',
+                logging.WARNING,
+            )
         return flat
     return TwoLevelReduction(group, compression, hosts)
 
 
 def _groups(hosts: Hosts, group: Any) -> Any:
     """Two groups of this rank's host, and one of its counterparts on all hosts."""
-    everywhere = [_global_rank(group, rank) for rank in range(torch_dist.get_world_size(group))]
+    everywhere = [global_rank(group, rank) for rank in range(torch_dist.get_world_size(group))]
     locals_, counterparts = [], None
     for _ in range(2):
         members = [[everywhere[rank] for rank in ranks] for ranks in hosts.ranks]
@@ -254,19 +267,23 @@ def _groups(hosts: Hosts, group: Any) -> Any:
     return locals_, counterparts
 
 
+def _groups_can_be_made(world_size: int) -> bool:
+    """Whether the ranks of a group can make groups among themselves."""
+    return _makes_groups_alone() or world_size == torch_dist.get_world_size()
+
+
+def _makes_groups_alone() -> bool:
+    """Whether ranks that are no members may stay away when a group is made."""
+    return 'use_local_synchronization' in inspect.signature(torch_dist.new_group).parameters
+
+
 def _new_group(members: Sequence[Sequence[int]], mine: int) -> Any:
     """Make this rank's group; in older releases all ranks take part in making all groups."""
     context = device_context()
     options = dict(backend='gloo', timeout=context.timeout if context else DEFAULT_TIMEOUT)
-    if 'use_local_synchronization' in inspect.signature(torch_dist.new_group).parameters:
+    if _makes_groups_alone():
         return torch_dist.new_group(list(members[mine]), use_local_synchronization=True, **options)
     return [torch_dist.new_group(list(ranks), **options) for ranks in members][mine]
-
-
-def _global_rank(group: Any, rank: int) -> int:
-    if group is None or group is torch_dist.group.WORLD:
-        return rank
-    return torch_dist.get_global_rank(group, rank)
 
 
 def _in_other_memory(view: Tensor, flat: Tensor, other: Tensor, start: int, end: int) -> Tensor:

@@ -151,6 +151,32 @@ def flat_train(accelerator):
     return train(accelerator, hierarchy=False)
 
 
+def train_in_pairs():
+    from torch import distributed as torch_dist
+
+    context = start('zeta')
+    pairs = [torch_dist.new_group([0, 2]), torch_dist.new_group([1, 3])]
+    wrapper = wrap(net(64), process_group=pairs[rank() % 2])
+    inputs = torch.full((4, 64), float(rank())).to(context.device)
+    wrapper(inputs).sum().backward()
+    torch_dist.barrier()  # Rank 0 holds the store, and its pair may be done first.
+    return type(wrapper.staging.reduction).__name__, gradients(wrapper)['0.bias']
+
+
+def plain_gradient(number):
+    module = net(64)
+    module(torch.full((4, 64), float(number))).sum().backward()
+    return module[0].bias.grad.numpy()
+
+
+def test_a_group_of_some_ranks_averages_by_itself():
+    for number, (kind, found) in enumerate(run_ranks(train_in_pairs, 4)):
+        assert kind == 'TwoLevelReduction'
+        pair = (number % 2, number % 2 + 2)
+        expected = sum(plain_gradient(other) for other in pair) / 2
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
 def limited_train(accelerator, log_dir):
     MMLogger.get_instance('limited', log_file=str(log_dir / f'{rank()}.log'))
     if rank() == 1:

@@ -216,6 +216,7 @@ def in_groups():
     layer = nn.SyncBatchNorm(1, process_group=single if rank == 2 else pair)
     convert_norm_layers(layer, context.accelerator, context.device)
     layer(torch.full((2, 1), float(rank)))
+    torch_dist.barrier()  # Rank 0 holds the store, and the groups do not end together.
     return layer.running_mean.item(), layer.running_var.item()
 
 
