@@ -12,6 +12,9 @@ PRELOAD = ['torch', 'mmengine.runner', 'mmdevplug.runner', 'mmdevplug.strategy',
 if 'PJRT_DEVICE' in os.environ:
     PRELOAD.append('torch_xla')
 
+#: How long a rank that is done waits for the others.
+LINGER_SECONDS = 20
+
 _context = multiprocessing.get_context('forkserver')
 _context.set_forkserver_preload(PRELOAD)
 
@@ -39,6 +42,9 @@ def _work(connection, environ, function, args):
     torch.set_num_threads(1)
     try:
         connection.send(('ok', function(*args)))
+        # Rank 0 holds the store: it must not end while others still set up. One that fails ends at
+        # once, so that others notice.
+        connection.poll(LINGER_SECONDS)
     except BaseException as error:
         connection.send(('error', (type(error).__name__, str(error), traceback.format_exc())))
     connection.close()
@@ -99,6 +105,9 @@ def run_ranks(function, world_size, *args, timeout=240, environ=None, environ_of
                 except EOFError:
                     kind, value = 'error', ('Died', 'the process died', 'the process died')
                 (results if kind == 'ok' else errors)[rank] = value
+            if errors or not pending:
+                for rank in results:
+                    ranks[rank][1].close()
         for process, _ in ranks.values():
             process.join(30)
     finally:
