@@ -63,7 +63,11 @@ def test_nccl_on_the_cpu_is_refused_with_key_accelerator_and_remedy(nccl, origin
     assert "accelerator=dict(type='cpu', backend='gloo')" in message
 
 
-def test_other_vendors_backend_is_refused_with_the_cards_own():
+def test_other_vendors_backend_is_refused_with_those_that_work_here(monkeypatch):
+    with pytest.raises(LaunchError, match=r"accelerator 'zeta'.*expected 'gloo'\."):
+        check_backend('hccl', CARD, 'accelerator.backend')
+    listed = [*torch_dist.Backend.backend_list, 'zccl']
+    monkeypatch.setattr(torch_dist.Backend, 'backend_list', listed)
     with pytest.raises(LaunchError, match="accelerator 'zeta'.*expected 'zccl' or 'gloo'"):
         check_backend('hccl', CARD, 'accelerator.backend')
 
