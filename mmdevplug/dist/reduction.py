@@ -80,7 +80,7 @@ class Reduction:
         return check and is_poisoned(bucket.flat)
 
     def results(self, bucket: Bucket) -> List[Tensor]:
-        """Where the averages of a bucket are, for each gradient in its shape, until :meth:`end`."""
+        """Where a bucket's averages are until :meth:`end`, for each gradient in its shape."""
         return bucket.views
 
     def end(self) -> None:
