@@ -4,6 +4,8 @@ Every message names the variable or key, the value found, the value expected and
 do, so that one line on one rank is enough to mend a job.
 """
 
+from typing import Any, Optional
+
 
 class DevPlugError(RuntimeError):
     """Base class: catch this to tell our refusals from failures of the libraries below."""
@@ -21,5 +23,33 @@ class ModelError(DevPlugError):
     """A model cannot be placed on a device or trained in parallel as it stands."""
 
 
+class CheckpointError(DevPlugError):
+    """A checkpoint cannot be written or read."""
+
+
+class DeviceOutOfMemoryError(DevPlugError):
+    """A device, or the host, has no memory left for what a run does."""
+
+
 class RankFailedError(DevPlugError):
-    """Another rank failed; this rank stops because of it."""
+    """Another rank failed; this rank stops because of it.
+
+    Attributes:
+        brief (str, optional): What to print where another rank prints the whole message.
+    """
+
+    brief: Optional[str] = None
+
+    def one_line(self) -> str:
+        """What to print instead of a traceback."""
+        return f'{type(self).__name__}: {self.brief or self}'
+
+
+def first_line(error: Any) -> str:
+    """What happened, without the frames of C++ that PyTorch adds.
+
+    Args:
+        error (Exception or str): Any; its type if it says nothing.
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

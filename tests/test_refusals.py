@@ -61,7 +61,7 @@ def test_local_rank_beyond_the_world_is_refused_where_the_host_is_unknown():
 
 
 def test_blank_address_under_slurm_leaves_it_to_the_node_list():
-    environ = dict(SLURM_PROCID='0', SLURM_LOCALID='0', SLURM_NTASKS='1', SLURM_NNODES='1')
+    environ = dict(SLURM_PROCID='0', SLURM_LOCALID='0', SLURM_NTASKS='2', SLURM_NNODES='2')
     environ.update(MASTER_ADDR=' ', SLURM_NODELIST='node3', PATH='')
     assert read_launch_env('slurm', environ).master_addr == 'node3'
 

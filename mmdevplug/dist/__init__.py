@@ -2,22 +2,28 @@
 
 from .backend import available_backends, check_backend, resolve_backend
 from .coalesced import broadcast_tensors
-from .failure import fail_together
+from .failure import before_abort, fail_together
+from .heartbeat import enter_phase
 from .launch import LaunchEnv, read_launch_env
 from .process_group import DeviceContext, device_context, init_device, rank_device
 from .staging import GradientStaging
+from .waiting import run_on_main, wait_for_everyone
 
 __all__ = [
     'DeviceContext',
     'GradientStaging',
     'LaunchEnv',
     'available_backends',
+    'before_abort',
     'broadcast_tensors',
     'check_backend',
     'device_context',
+    'enter_phase',
     'fail_together',
     'init_device',
     'rank_device',
     'read_launch_env',
     'resolve_backend',
+    'run_on_main',
+    'wait_for_everyone',
 ]

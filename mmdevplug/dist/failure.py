@@ -1,102 +1,462 @@
-"""When one rank fails: the others learn who it was and why.
+"""When one rank fails or is gone: the others learn who it was and what it did, and end.
 
 A rank that fails leaves a report in the store and waits a moment. On every other rank a thread
 looks for such a report, so the name of the culprit has arrived before the lost connection makes
-their own collective fail.
+their own collective fail. The thread beats, too (see :mod:`.heartbeat`), and one neighbour notices
+when a rank does no more.
 """
 
 import atexit
 import json
 import logging
+import os
 import re
 import sys
 import threading
 import time
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
-from mmdevplug.errors import DevPlugError, RankFailedError
+from mmengine.logging import MMLogger
 
+from mmdevplug.errors import DevPlugError, RankFailedError, first_line
+
+from .heartbeat import (
+    BEAT_SECONDS,
+    DESCRIBED,
+    ENDED,
+    FAILED,
+    LOST,
+    RUNNING,
+    SILENT_SECONDS,
+    AwakeClock,
+    Heartbeat,
+    list_ranks,
+)
+from .hints import network_hint
 from .launch import LaunchEnv
 
-POLL_SECONDS = 0.5
+DEFAULT_HEARTBEAT_TIMEOUT = 60.0
 #: How long a failing rank waits for the others to read its report, and they for it to appear.
 GRACE_SECONDS = 5.0
+#: How long the main thread may go on after another rank's failure is known.
+STOP_SECONDS = 15.0
+#: How long the functions of `before_abort` may take together.
+ABORT_SECONDS = 10.0
+_TICK = 0.5
+#: So many ranks look for the culprit at once; the others wait for what these report.
+_DETECTIVES = 16
 
 _COMMUNICATION = re.compile(
-    r'gloo|connection (closed|reset|refused) by peer|nccl|hccl|eccl|processgroup|tcpstore',
+    r'gloo|connection (closed|reset|refused) by peer|nccl|hccl|eccl|processgroup|tcpstore'
+    r'|broken pipe',
     re.IGNORECASE,
 )
 
 _watch: Optional['FailureWatch'] = None
+_armed = 0
+_before_abort: List[Callable[[], Any]] = []
 
 
 class FailureWatch:
-    """Looks for the failure reports of other ranks.
+    """Beats, and looks for the failures of other ranks.
+
+    Args:
+        store (torch.distributed.Store): The store that all ranks share, for the main thread.
+        own (torch.distributed.Store): A connection to it that only this object uses.
+        env (LaunchEnv): How this process was started.
+        heartbeat_timeout (float): After how many seconds of silence a rank is given up.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        own: Any,
+        env: LaunchEnv,
+        heartbeat_timeout: float = DEFAULT_HEARTBEAT_TIMEOUT,
+    ) -> None:
+        self.store, self.env = store, env
+        self.heartbeat_timeout = heartbeat_timeout
+        self.own = own
+        self._clock = AwakeClock(2 * _TICK)
+        self.heartbeat = Heartbeat(own, env, self._clock)
+        self._neighbour = (env.rank + 1) % env.world_size
+        self._reported = threading.Event()
+        self._report: Dict[str, Any] = {}
+        self._report_at = 0.0
+        self._answered = 0.0
+        self._ending = False  # the main thread ends by itself
+        self._store_error: Optional[str] = None
+        self._stopped, self._wake = threading.Event(), threading.Event()
+        self.stop_wanted: Optional[str] = None  # why all ranks are to stop, see `request_stop`
+        self._to_publish: Optional[str] = None
+        self._beating = threading.Thread(target=self._beat, name='mmdevplug-beat', daemon=True)
+        self._guarding = threading.Thread(target=self._guard, name='mmdevplug-guard', daemon=True)
+        self._beating.start()
+        self._guarding.start()
+
+    def stop(self) -> None:
+        """End the threads before the interpreter does, which would not wait for them."""
+        self._stopped.set()
+        self._wake.set()
+        self._beating.join(timeout=GRACE_SECONDS)
+        self._guarding.join(timeout=GRACE_SECONDS)
+
+    # the thread that beats ----------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        # Many ranks ask one store.
+        pause = min(BEAT_SECONDS, max(_TICK, self.env.world_size / 512))
+        next_beat, beats, events = 0.0, 0, 0
+        try:
+            while not self._stopped.is_set():
+                due = time.monotonic() >= next_beat or self._wake.is_set()
+                if due or self.heartbeat.is_outdated():
+                    next_beat = time.monotonic() + BEAT_SECONDS
+                    self._wake.clear()
+                    self.heartbeat.publish()
+                    self._look_at_others(beats)
+                    beats += 1
+                self._publish_request()
+                found = self.own.add('events', 0)
+                if found != events:
+                    events = found
+                    self._read_events()
+                self._answered = self._clock.now
+                self._wake.wait(pause)
+            if self.heartbeat.state == RUNNING:
+                self.heartbeat.state = ENDED
+            self.heartbeat.publish()
+        except RuntimeError as error:
+            # The store ended with its rank, which the main thread meets by itself.
+            self._store_error = str(error)
+            logging.getLogger(__name__).debug('the store is gone: %s', error)
+
+    def _look_at_others(self, beats: int) -> None:
+        """Look at one neighbour always, and sometimes at rank 0, whose store may go with it."""
+        self.heartbeat.read(self._neighbour)
+        if self.env.rank and beats % max(1, self.env.world_size // 64) == 0:
+            self.heartbeat.read(0)
+        seen = self.heartbeat.seen.get(self._neighbour)
+        silence = self.heartbeat.silence(self._neighbour)
+        if seen is None or seen.beat.state == ENDED or not _armed or self._reported.is_set():
+            return
+        if silence > self.heartbeat_timeout:
+            silent = self.silent_among(self._others())
+            if self._neighbour in silent:
+                self.accuse(
+                    silent,
+                    f'no sign of life for {silence:.0f} s (accelerator.heartbeat_timeout='
+                    f'{self.heartbeat_timeout:g}): the process hangs, or its host or the link to '
+                    f'it is down',
+                )
+
+    def _others(self) -> List[int]:
+        return [rank for rank in range(self.env.world_size) if rank != self.env.rank]
+
+    def _read_events(self) -> None:
+        if not self._reported.is_set() and self.own.add('failure/there', 0):
+            self._report = json.loads(self.own.get('failure/report'))
+            self._report_at = self._clock.now
+            self._reported.set()
+            self.own.add('failure/seen', 1)
+        if self.stop_wanted is None and self.own.add('stop/there', 0):
+            self.stop_wanted = json.loads(self.own.get('stop/why'))
+
+    # the thread that watches the clock ----------------------------------------------------------
+
+    def _guard(self) -> None:
+        while not self._stopped.wait(_TICK):
+            now = self._clock.tick()
+            if not _armed:
+                # Silence outside of what all ranks do together is nobody's business.
+                self._answered = max(self._answered, now - _TICK)
+                self._report_at = max(self._report_at, now)
+                continue
+            silence = now - self._answered
+            if self._reported.is_set() and not self._ending:
+                if now - self._report_at > STOP_SECONDS:
+                    abort(str(self._stops_because(self._report['text'])))
+            elif silence > self.heartbeat_timeout:
+                abort(str(self.store_lost(self._store_error or 'it does not answer', silence)))
+
+    # what the main thread asks ------------------------------------------------------------------
+
+    def report(self, text: str, readers: int) -> bool:
+        """Leave a report for the others and give them time to read it.
+
+        Args:
+            text (str): What happened, as the end of a sentence.
+            readers (int): How many ranks will read it, this one included.
+
+        Returns:
+            bool: Whether this rank was the first to report.
+        """
+        if self.own.add('failure/count', 1) > 1:
+            return False  # Another rank was first; one name is enough.
+        told = {'by': self.env.rank, 'host': self.heartbeat.host, 'text': text[:4000]}
+        self.own.set('failure/report', json.dumps(told))
+        self.own.add('failure/there', 1)
+        self.own.add('events', 1)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and threading.current_thread() is not self._beating:
+            if self.own.add('failure/seen', 0) >= readers:
+                break
+            time.sleep(_TICK / 5)
+        return True
+
+    def tell(self, error: Exception, stage: str) -> None:
+        """Leave this rank's own error for the others."""
+        self._set_state(FAILED)
+        text = f'{self.env.describe()} failed in {stage}: {type(error).__name__}: {error}'
+        try:
+            self.report(text, self.env.world_size)
+        except RuntimeError:
+            # Without the store nothing can be told; the error itself is about to be raised.
+            print(f'{self.env.describe()} cannot reach the store.', file=sys.stderr)
+
+    def accuse(self, ranks: List[int], of: str, alive: bool = False) -> RankFailedError:
+        """Report ranks that cannot report themselves.
+
+        Returns:
+            RankFailedError: To raise on this rank.
+        """
+        text = f'{self.heartbeat.describe_all(ranks)}: {of}'
+        if self.report(text, self.env.world_size - (0 if alive else len(ranks))):
+            return self._stops_because(text)
+        # Another rank has said the same, and one long message is enough.
+        beats = threading.current_thread() is self._beating
+        if beats:
+            self._read_events()
+        return self.peer_failure(wait=0 if beats else GRACE_SECONDS) or self._stops_because(text)
+
+    def silent_among(self, ranks: Iterable[int]) -> List[int]:
+        """The ranks whose beat stands still while two or three should have come."""
+        ranks = list(ranks)
+        for rank in ranks:
+            self.heartbeat.read(rank)
+        self._stopped.wait(SILENT_SECONDS)
+        seen = {rank: self.heartbeat.read(rank) for rank in ranks}
+        enough = SILENT_SECONDS - 2 * _TICK
+        return [
+            rank
+            for rank, last in seen.items()
+            if last and last.beat.state == RUNNING and self.heartbeat.silence(rank) >= enough
+        ]
+
+    def peer_failure(self, wait: float = 0.0) -> Optional[RankFailedError]:
+        """What another rank reported, waiting a moment for it; None if nothing came."""
+        self._reported.wait(wait)
+        if not self._report or self._report['by'] == self.env.rank:
+            return None
+        error = self._stops_because(self._report['text'])
+        if self._report['host'] == self.heartbeat.host:
+            # Ranks of one host mostly share a terminal, where one long message is enough.
+            error.brief = f'{self.env.describe()} stops too; see rank {self._report["by"]}.'
+        return error
+
+    def _stops_because(self, text: str) -> RankFailedError:
+        return RankFailedError(f'{self.env.describe()} stops because of {text}')
+
+    def store_lost(self, error: Any, silence: float = 0.0) -> RankFailedError:
+        """What to say when the store does not answer any more."""
+        found = self.peer_failure()
+        if found is not None:
+            return found
+        by_agent = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
+        holder = 'torchrun on the host of rank 0' if by_agent else 'rank 0'
+        waited = f' for {silence:.0f} s' if silence >= 1 else ''
+        return self._stops_because(
+            f'{self.heartbeat.describe(0)}: the store at {self.env.master_addr}:'
+            f'{self.env.master_port}, which {holder} holds, has not answered{waited} '
+            f'({first_line(error)}). That process was killed (out of memory, SIGKILL), or its '
+            f'host or the link to it is down; look at its log and at the kernel log of its host.'
+        )
+
+    def end(self) -> None:
+        """Note that the main thread is about to raise and needs no other end."""
+        self._set_state(LOST)
+
+    def _set_state(self, state: str) -> None:
+        self._ending = True
+        self.heartbeat.state = state
+        self._wake.set()
+
+    def explain(self, error: RuntimeError) -> RankFailedError:
+        """Find out why a connection was lost."""
+        try:
+            return self._find_culprit(error)
+        except RuntimeError as lost:
+            return self.store_lost(lost)
+
+    def _find_culprit(self, error: RuntimeError) -> RankFailedError:
+        self._set_state(LOST)
+        if self.own.add('failure/lost', 1) > _DETECTIVES:
+            self._reported.wait(2 * SILENT_SECONDS)
+        found = self.peer_failure(wait=_TICK)
+        if found is not None:
+            return found
+        others = self._others()
+        gone = self.gone_among(others)
+        if gone:
+            return self.accuse(gone, GONE)
+        before = {rank: seen.beat.progress for rank, seen in self.heartbeat.seen.items()}
+        silent = self.silent_among(others)
+        found = self.peer_failure()
+        if found is not None:
+            return found
+        if silent:
+            return self.accuse(silent, GONE)
+        seen = {rank: self.heartbeat.seen[rank].beat for rank in others if rank in before}
+        ended = [rank for rank, beat in seen.items() if beat.state == ENDED]
+        if ended:
+            return self.accuse(ended, 'it ended while the others went on')
+        still = {
+            rank: beat.progress
+            for rank, beat in seen.items()
+            if beat.state == RUNNING and beat.progress == before[rank]
+        }
+        if still:
+            slowest = [rank for rank in still if still[rank] == min(still.values())]
+            return self.accuse(
+                slowest,
+                'the process is alive but stands still there, while other ranks waited for it '
+                'longer than env_cfg.dist_cfg.timeout, or lost the connection to it'
+                + network_hint(self.env),
+                alive=True,
+            )
+        return RankFailedError(
+            f'{self.env.describe()} lost the connection to another rank, which left no message: '
+            f'{first_line(error)}. All ranks are alive, so the network is at fault, or a rank '
+            f"waits longer than env_cfg.dist_cfg.timeout; look at the end of the other ranks' "
+            f'logs and at the kernel log.{network_hint(self.env)}'
+        )
+
+    def gone_among(self, ranks: Iterable[int]) -> List[int]:
+        """The ranks whose processes were on this host and have ended without a word."""
+        ranks = list(ranks)
+        for rank in ranks:
+            self.heartbeat.read(rank)
+        return [rank for rank in ranks if self.heartbeat.is_gone(rank)]
+
+    # stopping on purpose ------------------------------------------------------------------------
+
+    def request_stop(self, why: str) -> None:
+        """Ask all ranks to stop soon; may be called by a signal handler."""
+        # The thread publishes it: a handler must not wait for a connection or a lock in use.
+        self._to_publish = why
+
+    def _publish_request(self) -> None:
+        if self._to_publish is None:
+            return
+        why, self._to_publish = self._to_publish, None
+        if self.own.add('stop/count', 1) == 1:
+            self.own.set('stop/why', json.dumps(why))
+            self.own.add('stop/there', 1)
+            self.own.add('events', 1)
+
+
+GONE = (
+    'the process is gone and left no message. It was killed (out of memory, SIGKILL) or its host '
+    'is down; look at the end of its log and at the kernel log of its host'
+)
+
+
+def watch_for_failures(
+    store: Any, own: Any, env: LaunchEnv, heartbeat_timeout: float = DEFAULT_HEARTBEAT_TIMEOUT
+) -> None:
+    """Begin to beat and to look for failures of other ranks, once in a process.
 
     Args:
         store (torch.distributed.Store): The store that all ranks share.
+        own (torch.distributed.Store): A second connection to it.
         env (LaunchEnv): How this process was started.
+        heartbeat_timeout (float): After how many seconds of silence a rank is given up.
     """
-
-    def __init__(self, store: Any, env: LaunchEnv) -> None:
-        self._store = store
-        self._env = env
-        self._seen = threading.Event()
-        self._stopped = threading.Event()
-        self._report: Dict[str, Any] = {}
-        self._thread = threading.Thread(target=self._poll, name='mmdevplug-failure', daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread before the interpreter does, which would not wait for it."""
-        self._stopped.set()
-        self._thread.join(timeout=GRACE_SECONDS)
-
-    def _poll(self) -> None:
-        try:
-            while not self._stopped.wait(POLL_SECONDS):
-                # Not `check`, which the PyTorch of older cards does not have.
-                if self._store.add('mmdevplug/failure/count', 0):
-                    self._report = json.loads(self._store.get('mmdevplug/failure/report'))
-                    self._seen.set()
-                    self._store.add('mmdevplug/failure/seen', 1)
-                    return
-        except RuntimeError as error:
-            # The store ended with its rank, which the main thread meets by itself.
-            logging.getLogger(__name__).debug('no more failure reports: %s', error)
-
-    def tell(self, error: Exception, stage: str) -> None:
-        """Leave this rank's error for the others and give them time to read it."""
-        message = f'{type(error).__name__}: {error}'
-        report = {'rank': self._env.rank, 'who': self._env.describe(), 'stage': stage}
-        try:
-            if self._store.add('mmdevplug/failure/count', 1) > 1:
-                return  # Another rank was first; one name is enough.
-            self._store.set(
-                'mmdevplug/failure/report', json.dumps({**report, 'message': message[:2000]})
-            )
-            deadline = time.monotonic() + GRACE_SECONDS
-            while time.monotonic() < deadline:
-                if self._store.add('mmdevplug/failure/seen', 0) >= self._env.world_size:
-                    return
-                time.sleep(POLL_SECONDS / 5)
-        except RuntimeError:
-            # Without the store nothing can be told; the error itself is about to be raised.
-            print(f'{self._env.describe()} cannot reach the store.', file=sys.stderr)
-
-    def peer_failure(self) -> Optional[Dict[str, Any]]:
-        """The report of the rank that failed first, waiting a moment for it; None if none came."""
-        self._seen.wait(GRACE_SECONDS)
-        return self._report if self._report.get('rank', self._env.rank) != self._env.rank else None
-
-
-def watch_for_failures(store: Any, env: LaunchEnv) -> None:
-    """Begin to look for failures of other ranks, once in a process."""
     global _watch
     if _watch is None:
-        _watch = FailureWatch(store, env)
+        _watch = FailureWatch(store, own, env, heartbeat_timeout)
         atexit.register(_watch.stop)
+        _shorten_tracebacks()
+    _watch.heartbeat_timeout = heartbeat_timeout
+
+
+def _shorten_tracebacks() -> None:
+    """Print one line for the failure of another rank, whose own traceback is the one to read."""
+    before = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        if isinstance(error, RankFailedError):
+            print(f'mmdevplug: {error.one_line()}', file=sys.stderr, flush=True)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def current_watch() -> Optional[FailureWatch]:
+    """The watch of this process, None in a single process."""
+    return _watch
+
+
+@contextmanager
+def armed() -> Iterator[None]:
+    """Give other ranks up while they are silent inside this, and only there."""
+    global _armed
+    _armed += 1
+    try:
+        yield
+    finally:
+        _armed -= 1
+
+
+def before_abort(callback: Callable[[], Any]) -> None:
+    """Register a function to be called before a hanging process is ended.
+
+    Args:
+        callback (callable): Called without arguments, from another thread than the main one, which
+            may hang anywhere. All of them together have a few seconds.
+
+    Examples:
+        >>> before_abort(lambda: None)
+    """
+    _before_abort.append(callback)
+
+
+def abort(message: str) -> None:
+    """End this process, whatever its main thread does.
+
+    Args:
+        message (str): Goes to the log and to the standard error.
+    """
+    say(f'RankFailedError: {message}', logging.ERROR)
+    ending = threading.Thread(target=_run_callbacks, name='mmdevplug-abort', daemon=True)
+    ending.start()
+    ending.join(ABORT_SECONDS)
+    # A collective that hangs in the driver or in the kernel cannot be called off.
+    os._exit(1)
+
+
+def _run_callbacks() -> None:
+    for callback in _before_abort:
+        try:
+            callback()
+        except Exception as error:
+            print(f'mmdevplug: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
+    logging.shutdown()
+
+
+def say(text: str, level: int = logging.WARNING) -> None:
+    """Write to the log, and to the standard error where this rank's log is not shown."""
+    logger = MMLogger.get_current_instance() if MMLogger._instance_dict else None
+    if logger is not None:
+        logger.log(level, text)
+    shown = logger is not None and any(
+        type(handler) is logging.StreamHandler and handler.level <= level
+        for handler in logger.handlers
+    )
+    if not shown:
+        print(f'mmdevplug: {text}', file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -109,30 +469,73 @@ def fail_together(stage: str) -> Iterator[None]:
     Raises:
         RankFailedError: In place of an error of communication, if another rank failed or is gone.
     """
-    try:
-        yield
-    except RankFailedError:
-        raise
-    except Exception as error:
-        if _watch is None or getattr(error, '_mmdevplug_told', False):
+    with armed():
+        try:
+            yield
+        except RankFailedError:
             raise
-        lost = isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error))
-        if lost and not isinstance(error, DevPlugError):  # ours may well name a backend
-            raise _explain(_watch, error) from error
-        error._mmdevplug_told = True
-        _watch.tell(error, stage)
-        raise
+        except Exception as error:
+            if _watch is None or getattr(error, '_mmdevplug_told', False):
+                raise
+            if _armed > 1:
+                # Whoever is around this may have more to say about the error.
+                error._mmdevplug_stage = getattr(error, '_mmdevplug_stage', stage)
+                raise
+            lost = isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error))
+            if lost and not isinstance(error, DevPlugError):  # ours may well name a backend
+                raise _watch.explain(error) from error
+            error._mmdevplug_told = True
+            _watch.tell(error, getattr(error, '_mmdevplug_stage', stage))
+            raise
 
 
-def _explain(watch: FailureWatch, error: RuntimeError) -> RankFailedError:
-    me = watch._env.describe()
-    report = watch.peer_failure()
-    if report is None:
-        return RankFailedError(
-            f'{me} lost the connection to another rank, which left no message: {error}. It was '
-            f'killed (out of memory, SIGKILL) or waits longer than env_cfg.dist_cfg.timeout; look '
-            f"at the end of the other ranks' logs and at the kernel log."
-        )
+# for those that wait in the store ----------------------------------------------------------------
+
+
+def current_job() -> Optional[Tuple[Any, LaunchEnv]]:
+    """The store and this process's place in the job, None where there is no watch."""
+    return None if _watch is None else (_watch.store, _watch.env)
+
+
+def raise_if_another_failed(wait: float = 0.0) -> None:
+    """Raise if another rank has reported a failure.
+
+    Args:
+        wait (float): For how many seconds to wait for a report.
+
+    Raises:
+        RankFailedError: With the report.
+    """
+    found = None if _watch is None else _watch.peer_failure(wait)
+    if found is not None:
+        _watch.end()
+        raise found
+
+
+def gone_among(ranks: List[int]) -> List[int]:
+    """See :meth:`FailureWatch.gone_among`."""
+    return [] if _watch is None else _watch.gone_among(ranks)
+
+
+def blame(env: LaunchEnv, ranks: List[int], why: str, alive: bool = False) -> RankFailedError:
+    """Report ranks that did not come, and return what to raise."""
+    if _watch is not None:
+        return _watch.accuse(ranks, why, alive)
+    return RankFailedError(f'{env.describe()} stops because of {describe_ranks(ranks)}: {why}')
+
+
+def describe_ranks(ranks: List[int]) -> str:
+    """Name ranks and what they were last seen doing."""
+    if _watch is None:
+        return list_ranks([f'rank {rank}' for rank in ranks[:DESCRIBED]], len(ranks))
+    return _watch.heartbeat.describe_all(ranks)
+
+
+def store_lost(env: LaunchEnv, error: Exception, stage: str) -> RankFailedError:
+    """What to raise when the store is gone while something is waited for."""
+    if _watch is not None:
+        return _watch.store_lost(error)
     return RankFailedError(
-        f'{me} stops because {report["who"]} failed in {report["stage"]}: {report["message"]}'
+        f'{env.describe()} lost the store of the job while it waited in {stage!r}: '
+        f'{first_line(error)}. Look at the log of rank 0.'
     )

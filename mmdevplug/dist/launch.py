@@ -9,6 +9,9 @@ from typing import Any, Mapping, NamedTuple, Optional
 
 from mmdevplug.errors import LaunchError
 
+from .loopback import LOOPBACK
+from .stale import stale_variables
+
 LAUNCHERS = ('none', 'pytorch', 'slurm', 'mpi')
 DEFAULT_PORT = 29500  # torch.distributed's own
 
@@ -44,7 +47,12 @@ class LaunchEnv(NamedTuple):
         return f'rank {self.rank} of {self.world_size} on host {socket.gethostname()}'
 
     def export(self) -> None:
-        """Write the variables that MMEngine and torch.distributed read."""
+        """Write the variables that MMEngine and torch.distributed read, and drop stale ones."""
+        for name in stale_variables(self.launcher):
+            # With TORCHELASTIC_USE_AGENT_STORE of an ended job no rank would hold the store.
+            del os.environ[name]
+        if self.local_world_size is not None:
+            os.environ['LOCAL_WORLD_SIZE'] = str(self.local_world_size)
         os.environ.update(
             RANK=str(self.rank),
             LOCAL_RANK=str(self.local_rank),
@@ -101,12 +109,23 @@ def _number(
             f'{name} is not set, but launcher={launcher!r} expects a number there. Start the job '
             f'with {_HOW_TO_START[launcher]}, or pass --launcher none for a single process.'
         )
-    if re.fullmatch(r'\d+', value.strip()) is None:
+    digits = value.strip()
+    # PyTorch counts ranks in 32 bits, and Python refuses to read thousands of digits.
+    if re.fullmatch('[0-9]{1,10}', digits) is None or int(digits) > _MOST:
         raise LaunchError(
-            f'{name}={value!r}: expected a number of 0 or more. It is set by '
+            f'{name}={shortened(value)}: expected a number of 0 or more. It is set by '
             f'{_HOW_TO_START[launcher]}; unset a value left over from another job: unset {name}'
         )
-    return int(value)
+    return int(digits)
+
+
+_MOST = 2**31 - 1
+
+
+def shortened(value: Any) -> str:
+    """A value for a message: in quotes, and cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f'{text[:60]}... ({len(text)} characters)'
 
 
 _HOW_TO_START = {
@@ -116,14 +135,15 @@ _HOW_TO_START = {
 }
 
 
-def _port(environ: Mapping[str, str], launcher: str) -> int:
-    return _check_port(_number(environ, 'MASTER_PORT', launcher, DEFAULT_PORT), 'MASTER_PORT')
+def _port(environ: Mapping[str, str], launcher: str, default: int = DEFAULT_PORT) -> int:
+    return _check_port(_number(environ, 'MASTER_PORT', launcher, default), 'MASTER_PORT')
 
 
 def _check_port(port: Any, origin: str) -> int:
-    if re.fullmatch(r'\d+', str(port)) is None or not 0 < int(port) < 65536:
+    if re.fullmatch('[0-9]{1,5}', str(port)) is None or not 0 < int(port) < 65536:
         raise LaunchError(
-            f'{origin}={port!r}: expected a port from 1 to 65535. Set {origin} to a free one.'
+            f'{origin}={shortened(port)}: expected a port from 1 to 65535. Set {origin} to a free '
+            f'one.'
         )
     return int(port)
 
@@ -162,20 +182,42 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnv:
         local_rank=_number(environ, 'SLURM_LOCALID', 'slurm', default=default),
         world_size=world_size,
         local_world_size=local_world_size,
-        master_addr=environ.get('MASTER_ADDR', '').strip() or _slurm_first_host(environ),
-        master_port=_port(environ, 'slurm'),
+        master_addr=environ.get('MASTER_ADDR', '').strip()
+        or (LOOPBACK if local_world_size == world_size else slurm_first_host(environ)),
+        master_port=_port(environ, 'slurm', slurm_port(environ)),
     )
+
+
+def slurm_port(environ: Mapping[str, str]) -> int:
+    """A port that two jobs of Slurm on one host are unlikely to share.
+
+    Args:
+        environ (Mapping): With ``SLURM_JOB_ID``; without it the port of torch.distributed.
+    """
+    job = _number(environ, 'SLURM_JOB_ID', 'slurm', required=False)
+    # Below the ports that systems hand out by themselves.
+    return DEFAULT_PORT if job is None else 15000 + job % 15000
 
 
 def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> Optional[int]:
     if environ.get('SLURM_NNODES') == '1':
         return world_size
     # '4' or '4(x2)' when all hosts run as many tasks; other forms ('4,3') leave it unknown.
-    per_host = re.fullmatch(r'(\d+)(\(x\d+\))?', environ.get('SLURM_TASKS_PER_NODE', ''))
+    per_host = re.fullmatch(
+        r'([0-9]{1,9})(\(x[0-9]{1,9}\))?', environ.get('SLURM_TASKS_PER_NODE', '')
+    )
     return int(per_host.group(1)) or None if per_host else None
 
 
-def _slurm_first_host(environ: Mapping[str, str]) -> str:
+def slurm_first_host(environ: Mapping[str, str]) -> str:
+    """The host of rank 0 in a job of Slurm.
+
+    Args:
+        environ (Mapping): With ``SLURM_NODELIST``.
+
+    Raises:
+        LaunchError: If it cannot be told.
+    """
     hosts = environ.get('SLURM_NODELIST')
     if not hosts:
         raise LaunchError(
@@ -229,6 +271,12 @@ def _check(env: LaunchEnv) -> None:
         f'job contradicts them: unset {rank} {world_size} {local_rank} {local_world_size}, and '
         f'start again.'
     )
+    address = env.master_addr
+    if not address.isprintable() or ' ' in address or len(address) > 255:
+        raise LaunchError(
+            f'MASTER_ADDR={shortened(address)}: expected the name or the address of the host of '
+            f'rank 0, e.g. MASTER_ADDR=127.0.0.1 on a single host. Correct it.'
+        )
     if env.world_size < 1:
         raise LaunchError(f'{world_size}={env.world_size}: expected 1 or more. {remedy}')
     if env.rank >= env.world_size:
@@ -262,3 +310,46 @@ def read_local_rank() -> int:
         LaunchError: If it is missing or not a number.
     """
     return _number(os.environ, 'LOCAL_RANK', 'pytorch')
+
+
+def restart_count(environ: Optional[Mapping[str, str]] = None) -> int:
+    """How often torchrun has restarted this job's workers; 0 without torchrun.
+
+    Args:
+        environ (Mapping, optional): Defaults to None: ``os.environ``.
+
+    Raises:
+        LaunchError: If ``TORCHELASTIC_RESTART_COUNT`` is not a number.
+    """
+    environ = os.environ if environ is None else environ
+    return _number(environ, 'TORCHELASTIC_RESTART_COUNT', 'pytorch', default=0)
+
+
+REQUEUED = 'SLURM_RESTART_COUNT'
+
+
+def restarts(launcher: str, environ: Optional[Mapping[str, str]] = None) -> int:
+    """How often this job was started again, by torchrun or by Slurm.
+
+    Args:
+        launcher (str): How this process was started.
+        environ (Mapping, optional): Defaults to None: ``os.environ``.
+
+    Raises:
+        LaunchError: If a count is not a number.
+
+    Examples:
+        >>> restarts('slurm', {'SLURM_RESTART_COUNT': '1'})
+        1
+    """
+    environ = os.environ if environ is None else environ
+    count = restart_count(environ) if launcher == 'pytorch' else 0
+    if launcher not in ('pytorch', 'slurm') or REQUEUED not in environ:
+        return count
+    found = environ[REQUEUED]
+    if re.fullmatch(r'\d+', found, re.ASCII) is None:
+        raise LaunchError(
+            f'{REQUEUED}={found!r}: expected a number of 0 or more, as Slurm sets it. Remove it: '
+            f'unset {REQUEUED}'
+        )
+    return count + int(found)

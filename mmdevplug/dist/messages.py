@@ -22,18 +22,32 @@ def gather_json(value: Any, group: Any = None, device: Optional[torch.device] = 
         list: The values in the order of ranks; tuples have become lists.
     """
     world_size = torch_dist.get_world_size(group)
-    backend = torch_dist.get_backend(group)
-    if any(name in backend for name in HOST_BACKENDS):
-        device = torch.device('cpu')
-    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
-    sizes = _all_gather(torch.tensor([data.numel()], device=device), world_size, group)
+    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
+    data = on_backend(text, device, group)
+    sizes = _all_gather(torch.tensor([data.numel()], device=data.device), world_size, group)
     longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=data.device)
     padded[: data.numel()] = data
     messages = _all_gather(padded, world_size, group)
     return [
         json.loads(bytes(message[: int(size)].tolist())) for message, size in zip(messages, sizes)
     ]
+
+
+def on_backend(
+    tensor: torch.Tensor, device: Optional[torch.device], group: Any = None
+) -> torch.Tensor:
+    """Move a host tensor to where the backend takes it.
+
+    Args:
+        tensor (Tensor): On the host.
+        device (torch.device, optional): The device of this rank; None for the host.
+        group (ProcessGroup, optional): Defaults to None: all ranks.
+    """
+    backend = torch_dist.get_backend(group)
+    if device is None or any(name in backend for name in HOST_BACKENDS):
+        return tensor
+    return tensor.to(device)
 
 
 def global_rank(group: Any, rank: int) -> int:

@@ -2,9 +2,10 @@
 
 import os
 import socket
+from contextlib import nullcontext
 from datetime import timedelta
 from numbers import Real
-from typing import Any, Callable, NamedTuple, Optional, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Tuple, Union
 
 import torch
 from torch import distributed as torch_dist
@@ -21,10 +22,14 @@ from mmdevplug.errors import LaunchError
 
 from .agreement import raise_on_any_rank
 from .backend import resolve_backend, with_host_backend
-from .failure import watch_for_failures
-from .launch import LaunchEnv, read_launch_env, read_local_rank
+from .failure import DEFAULT_HEARTBEAT_TIMEOUT, watch_for_failures
+from .heartbeat import BEAT_SECONDS, enter_phase
+from .launch import LaunchEnv, read_launch_env, read_local_rank, restart_count
+from .loopback import is_loopback, loopback_store
+from .stale import AGENT_VARIABLES, stale_variables_hidden, unset_line
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # as torch.distributed has it for gloo
+Timeout = Optional[Union[Real, timedelta]]
 
 
 class DeviceContext(NamedTuple):
@@ -92,6 +97,7 @@ def init_device(
     timeout: Optional[Real] = None,
     port: Optional[int] = None,
     init_backend: str = 'torch',
+    heartbeat_timeout: Optional[Real] = None,
     **kwargs: Any,
 ) -> DeviceContext:
     """Choose the accelerator, try this rank's device and start the process group.
@@ -109,6 +115,8 @@ def init_device(
         timeout (int or float, optional): In seconds, as in MMEngine. Defaults to None: 1800.
         port (int, optional): The port of rank 0. Defaults to None: ``MASTER_PORT``.
         init_backend (str): ``'torch'``, or ``'deepspeed'``, which uses the same process group.
+        heartbeat_timeout (int or float, optional): After how many seconds without a sign of life
+            a rank is given up and the others end, at most ``timeout``. Defaults to None: 60.
         **kwargs: Passed on to ``torch.distributed.init_process_group``.
 
     Returns:
@@ -120,7 +128,8 @@ def init_device(
         RankFailedError: If another rank failed.
     """
     global _context, _groups
-    wait = _timeout(timeout)
+    wait = to_timeout(timeout)
+    silence = _heartbeat_timeout(heartbeat_timeout, wait)
     if init_backend not in ('torch', 'deepspeed'):
         raise LaunchError(
             f"env_cfg.dist_cfg.init_backend={init_backend!r}: expected 'torch' or 'deepspeed'. "
@@ -131,7 +140,10 @@ def init_device(
     store = None
     if launcher != 'none' and not exists:
         env.export()
+        enter_phase('set-up')
         store = _rendezvous(env, wait)
+        if env.world_size > 1:
+            watch_for_failures(store, _second_connection(env, wait), env, silence)
 
     def prepare() -> Tuple[Choice, torch.device]:
         choice = choose_accelerator(accelerator)
@@ -139,7 +151,9 @@ def init_device(
         probe_device(choice.accelerator, device)
         return choice, device
 
-    (chosen, reason), device = _together(prepare, store, env, 'device check', wait)
+    # Without a launcher the variables stay as they are, but no vendor's package must read them.
+    with stale_variables_hidden('none') if launcher == 'none' else nullcontext():
+        (chosen, reason), device = _together(prepare, store, env, 'device check', wait)
     name = None
     if launcher != 'none' and exists:
         name = torch_dist.get_backend()
@@ -159,8 +173,6 @@ def init_device(
             timeout=wait,
             **kwargs,
         )
-    if store is not None and env.world_size > 1:
-        watch_for_failures(store, env)
     set_current_accelerator(chosen)
     _context = DeviceContext(chosen, reason, device, env, name, wait)
     return _context
@@ -183,32 +195,84 @@ def _together(
     return result
 
 
-def _timeout(seconds: Optional[Real]) -> timedelta:
+def to_timeout(
+    seconds: Timeout, default: timedelta = DEFAULT_TIMEOUT, name: str = 'env_cfg.dist_cfg.timeout'
+) -> timedelta:
+    """Check a timeout.
+
+    Args:
+        seconds (float or timedelta, optional): In seconds; None for the default.
+        default (timedelta): Defaults to that of gloo.
+        name (str): What to call it in the message.
+
+    Raises:
+        LaunchError: If it is no time.
+    """
     if seconds is None:
-        return DEFAULT_TIMEOUT
+        return default
     if isinstance(seconds, timedelta):
         return seconds
     if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds > 0:
         raise LaunchError(
-            f'env_cfg.dist_cfg.timeout={seconds!r}: expected a number of seconds above 0, e.g. '
+            f'{name}={seconds!r}: expected a number of seconds above 0, e.g. '
             f'dist_cfg=dict(timeout=1800).'
         )
     return timedelta(seconds=float(seconds))
 
 
+def _heartbeat_timeout(seconds: Optional[Real], timeout: timedelta) -> float:
+    shortest = 3 * BEAT_SECONDS
+    if seconds is None:
+        seconds = DEFAULT_HEARTBEAT_TIMEOUT
+    elif isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= shortest:
+        raise LaunchError(
+            f'accelerator.heartbeat_timeout={seconds!r}: expected a number of seconds, '
+            f'{shortest:g} or more. Remove the key for {DEFAULT_HEARTBEAT_TIMEOUT:g}.'
+        )
+    return max(shortest, min(float(seconds), timeout.total_seconds()))
+
+
+def _first_sentence(error: Exception) -> str:
+    """What happened, without PyTorch's list of C++ frames."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return lines[0].rstrip('. ') + '.'
+
+
+_HELD_BY_TORCHRUN = (
+    ' TORCHELASTIC_USE_AGENT_STORE=True says that torchrun holds the store; if torchrun did not '
+    f'start this process, remove what it left: {unset_line(AGENT_VARIABLES)}'
+)
+
+
 def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Any:
     """Get the store that all ranks share, before any backend is chosen."""
+    attempt = restart_count()
+    by_agent = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
+    held = None
+    if env.rank == 0 and env.single_host and is_loopback(env.master_addr) and not by_agent:
+        held = loopback_store(env.master_port, env.master_addr, timeout)
     try:
         store, _, _ = next(torch_dist.rendezvous('env://', timeout=timeout))
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f'{env.describe()} cannot reach the store at MASTER_ADDR={env.master_addr!r} '
-            f'MASTER_PORT={env.master_port} within {timeout.total_seconds():.0f} s: {error}. '
-            f'Check that rank 0 runs there, that all {env.world_size} ranks were started with '
-            f'the same values, and that the port is free and not behind a firewall.'
+            f'MASTER_PORT={env.master_port} within {timeout.total_seconds():.0f} s: '
+            f'{_first_sentence(error)} Check that rank 0 runs there, that all {env.world_size} '
+            f'ranks were started with the same values, and that the port is free and not behind a '
+            f'firewall.' + (_HELD_BY_TORCHRUN if by_agent else '')
         ) from error
+    del held  # The store above is another name of it.
     store.set_timeout(timeout)
-    return store
+    # torchrun's store outlives its workers: what a failed attempt left there must not be read.
+    return torch_dist.PrefixStore(f'mmdevplug/attempt/{attempt}', store)
+
+
+def _second_connection(env: LaunchEnv, timeout: timedelta) -> Any:
+    """A connection to the store that is free while the main thread waits in the other one."""
+    store = torch_dist.TCPStore(
+        env.master_addr, env.master_port, timeout=timeout, wait_for_workers=False
+    )
+    return torch_dist.PrefixStore(f'mmdevplug/watch/{restart_count()}', store)
 
 
 def _use_loopback(env: LaunchEnv, backend: str) -> None:

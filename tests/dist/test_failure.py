@@ -1,6 +1,8 @@
 """When one rank is wrong, all ranks end, and every message names that rank."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from mmengine.registry import RUNNERS
 from torch import distributed as torch_dist, nn
 
 from tests.distributed import RanksFailed, run_ranks
-from tests.jobs import PLAIN, digits_config, install_card
+from tests.jobs import PLAIN, ROOT, digits_config, install_card
 
 
 def errors_of(function, world_size, *args, **kwargs):
@@ -192,7 +194,8 @@ def die_without_a_word():
 def test_a_killed_rank_is_no_riddle():
     errors = errors_of(die_without_a_word, 2)
     assert errors[0][0] == 'RankFailedError'
-    assert 'which left no message' in errors[0][1]
+    assert 'rank 1 of 2' in errors[0][1]
+    assert 'the process is gone and left no message' in errors[0][1]
 
 
 def init_twice():
@@ -207,7 +210,39 @@ def test_a_second_process_group_over_the_same_launch(tmp_path):
     agent = torch_dist.TCPStore('127.0.0.1', 0, is_master=True)
     environ = dict(
         MASTER_PORT=str(agent.port),
+        TORCHELASTIC_RUN_ID='none',
+        TORCHELASTIC_MAX_RESTARTS='0',
         TORCHELASTIC_USE_AGENT_STORE='True',
         TORCHELASTIC_RESTART_COUNT='0',
     )
     assert run_ranks(init_twice, 2, environ=environ) == [True, True]
+
+
+# what a user sees --------------------------------------------------------------------------------
+
+
+def train_under_torchrun(folder, what, **options):
+    """Exit status and output of ``mmdevplug train --nproc 3`` in which rank 1 has an accident."""
+    accident = dict(type='Accident', what=what, rank=1, iteration=7, pause=0.2)
+    config = folder / 'accident.py'
+    config.write_text(
+        f"_base_ = ['{ROOT}/configs/digits/digits.py']\n"
+        f"custom_imports = dict(imports=['mmdevplug.examples.digits', 'tests.dist.accidents'])\n"
+        f'custom_hooks = [{accident!r}]\n'
+        f'env_cfg = dict(dist_cfg={options!r})\n'
+    )
+    command = [sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config)]
+    command += ['--accelerator', 'cpu', '--nproc', '3', '--work-dir', str(folder / 'work')]
+    environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_torchrun_shows_one_message_with_the_name_of_a_killed_rank(tmp_path):
+    status, output = train_under_torchrun(tmp_path, 'kill')
+    assert status != 0
+    assert 'Traceback' not in output
+    assert output.count('because of rank 1 of 3 on host') == 1
+    assert "in 'train: " in output
+    # One line of each rank that is left.
+    assert 1 <= output.count('RankFailedError') <= 2

@@ -1,0 +1,86 @@
+"""A store that other hosts cannot reach, for jobs that stay on one host."""
+
+import ipaddress
+import socket
+from datetime import timedelta
+from typing import Any, NamedTuple, Optional
+
+from torch import distributed as torch_dist
+
+from mmdevplug.errors import LaunchError
+
+LOOPBACK = '127.0.0.1'
+_BACKLOG = 4096
+
+
+class HeldStore(NamedTuple):
+    """A store and the port it listens on.
+
+    Attributes:
+        port (int): The port.
+        store (TCPStore, optional): None if this PyTorch opens its ports by itself.
+    """
+
+    port: int
+    store: Optional[Any]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address can be reached from this host alone.
+
+    Examples:
+        >>> is_loopback('localhost'), is_loopback('127.0.0.1'), is_loopback('10.0.0.1')
+        (True, True, False)
+    """
+    if address == 'localhost':
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False  # A name, which may be known on other hosts.
+
+
+def loopback_store(
+    port: int, address: str = LOOPBACK, timeout: timedelta = timedelta(minutes=30)
+) -> HeldStore:
+    """Make the store of a single-host job, which others in this process get by its port.
+
+    Args:
+        port (int): 0 for a free one.
+        address (str): One that :func:`is_loopback` knows. Defaults to 127.0.0.1.
+        timeout (timedelta): The timeout of the store's operations.
+
+    Returns:
+        HeldStore: The store listens for as long as this lives.
+
+    Raises:
+        LaunchError: If the port is taken.
+    """
+    address = LOOPBACK if address == 'localhost' else address
+    listener = socket.socket(socket.AF_INET6 if ':' in address else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+        listener.listen(_BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise LaunchError(
+            f'MASTER_PORT={port}: rank 0 cannot listen on {address}:{port}: {error}. Expected a '
+            f'free port; another job may use this one. Choose another: PORT=... '
+            f'tools/dist_train.sh, or mmdevplug train --nproc N, which finds one by itself.'
+        ) from error
+    port = listener.getsockname()[1]
+    if 'master_listen_fd' not in (torch_dist.TCPStore.__init__.__doc__ or ''):
+        listener.close()  # An older PyTorch listens by itself, on all interfaces.
+        return HeldStore(port, None)
+    # The store closes the socket.
+    store = torch_dist.TCPStore(
+        address,
+        port,
+        None,
+        True,
+        timeout=timeout,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+    return HeldStore(port, store)

@@ -1,0 +1,15 @@
+"""What the config's key ``accelerator`` may hold besides arguments of the accelerator."""
+
+from typing import Any, Dict
+
+#: The runner's own options and their defaults.
+RUNNER_OPTIONS: Dict[str, Any] = dict(
+    backend=None,
+    heartbeat_timeout=None,
+    hook={},
+    memory=True,
+    monitor=True,
+    on_nan=None,
+    preemption=True,
+    safe_checkpoints=True,
+)

@@ -1,0 +1,47 @@
+"""What goes wrong in the jobs of tests: a hook for a rank that dies, hangs or is asked to stop."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+
+@HOOKS.register_module()
+class Accident(Hook):
+    """After an iteration something happens to one rank.
+
+    Args:
+        what (str): ``'kill'``, ``'hang'``, ``'raise'``, or the name of a signal.
+        rank (int): To whom.
+        iteration (int): After which iteration.
+        note (str, optional): A folder where each rank leaves a file after each iteration.
+        pause (float): Seconds that each iteration takes longer.
+    """
+
+    priority = 'VERY_LOW'
+
+    def __init__(self, what='', rank=1, iteration=7, note=None, pause=0.0):
+        self.what, self.iteration = what, iteration
+        self.mine = int(os.environ.get('RANK', 0)) == rank
+        self.note, self.pause = note, pause
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        time.sleep(self.pause)
+        done = runner.iter + 1
+        if self.note is not None:
+            Path(self.note, os.environ.get('RANK', '0')).write_text(f'{os.getpid()} {done}')
+        if self.mine and done == self.iteration:
+            self.happen()
+
+    def happen(self):
+        if self.what == 'kill':
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.what == 'hang':
+            time.sleep(3600)
+        elif self.what == 'raise':
+            raise ValueError('the seventh batch is bad')
+        elif self.what:
+            os.kill(os.getpid(), getattr(signal, self.what))

@@ -1,0 +1,164 @@
+"""Links that are cut and hosts that vanish: no hang, and a message that names rank and host."""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.hosts import PORT, Hosts, available, launch_variables
+from tests.jobs import ROOT
+
+STEPS = 150
+HEARTBEAT_TIMEOUT = 6
+#: Two beats, a second look, the end of the process, and a busy machine.
+ENOUGH = 90
+
+
+def work():
+    """A rank: average again and again, and note how far it is."""
+    import torch
+    from torch import distributed as torch_dist
+
+    from mmdevplug.dist import enter_phase, init_device, wait_for_everyone
+    from mmdevplug.dist.failure import fail_together
+
+    torch.set_num_threads(1)
+    note = os.environ['NOTE']
+    init_device('pytorch', 'cpu', timeout=300, heartbeat_timeout=HEARTBEAT_TIMEOUT)
+    with fail_together('training'):
+        for step in range(STEPS):
+            enter_phase(f'train: iteration {step + 1}')
+            value = torch.ones(1)
+            torch_dist.all_reduce(value)
+            assert value == torch_dist.get_world_size()
+            with open(note, 'w') as file:
+                file.write(json.dumps(step + 1))
+            time.sleep(0.1)
+        wait_for_everyone('end of training')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _possible():
+    possible, reason = available()
+    if not possible:
+        pytest.skip(f'no hosts in network namespaces: {reason}')
+
+
+class Job:
+    """One rank on each of two hosts, in the middle of training."""
+
+    def __init__(self, hosts, folder):
+        self.hosts, self.folder, self.ranks = hosts, folder, []
+
+    def start(self):
+        command = [sys.executable, '-c', 'from tests.dist.test_network_faults import work; work()']
+        for host in range(self.hosts.count):
+            environ = dict(os.environ, **launch_variables(host, 0, 1, self.hosts, PORT))
+            environ.update(PYTHONPATH=str(ROOT), NOTE=str(self.folder / f'note{host}'))
+            with open(self.folder / f'out{host}', 'w') as output:
+                line = self.hosts.command(host, command)
+                self.ranks.append(
+                    subprocess.Popen(line, env=environ, stdout=output, stderr=output)
+                )
+        deadline = time.monotonic() + 120
+        while min(self.step(host) for host in range(self.hosts.count)) < 5:
+            assert time.monotonic() < deadline, self.told(0)
+            time.sleep(0.1)
+        time.sleep(4)  # for each to have read what the other does
+
+    def step(self, host):
+        note = self.folder / f'note{host}'
+        text = note.read_text() if note.exists() else ''
+        return json.loads(text) if text else 0
+
+    def told(self, host):
+        return (self.folder / f'out{host}').read_text()
+
+    def link(self, host, state):
+        subprocess.check_call(
+            ['ip', '-n', self.hosts._switch, 'link', 'set', f'port{host}', state]
+        )
+
+    def statuses(self):
+        deadline = time.monotonic() + ENOUGH
+        return [rank.wait(max(0.1, deadline - time.monotonic())) for rank in self.ranks]
+
+
+@contextlib.contextmanager
+def job(folder):
+    with Hosts(2) as hosts:
+        running = Job(hosts, folder)
+        try:
+            running.start()
+            yield running
+        finally:
+            for rank in running.ranks:
+                rank.kill()
+                rank.wait()
+
+
+def check_blamed(told, rank):
+    lines = [line for line in told.splitlines() if 'RankFailedError' in line]
+    assert len(lines) == 1, told
+    assert f'because of rank {rank} of 2 on host' in lines[0]
+    assert "in 'train: iteration" in lines[0]
+    assert 'Traceback' not in told
+
+
+def test_a_link_that_comes_back_soon(tmp_path):
+    with job(tmp_path) as running:
+        running.link(1, 'down')
+        time.sleep(2)
+        running.link(1, 'up')
+        assert running.statuses() == [0, 0], running.told(0) + running.told(1)
+        assert [running.step(host) for host in range(2)] == [STEPS, STEPS]
+
+
+def test_a_link_that_is_cut_for_good(tmp_path):
+    with job(tmp_path) as running:
+        running.link(1, 'down')
+        assert running.statuses() == [1, 1]
+        check_blamed(running.told(0), 1)
+        assert 'no sign of life' in running.told(0)
+        # That host cannot reach the store, and says so.
+        check_blamed(running.told(1), 0)
+        assert f'10.0.0.1:{PORT}' in running.told(1)
+        assert max(running.step(host) for host in range(2)) < STEPS
+
+
+@pytest.mark.parametrize('gone', [0, 1])
+def test_a_host_that_vanishes(tmp_path, gone):
+    with job(tmp_path) as running:
+        # First the link: a process that is killed would say goodbye by it.
+        running.link(gone, 'down')
+        running.ranks[gone].kill()
+        statuses = running.statuses()
+        assert statuses[gone] == -9
+        assert statuses[1 - gone] == 1
+        check_blamed(running.told(1 - gone), gone)
+
+
+def test_the_process_that_holds_the_store_is_killed(tmp_path):
+    with job(tmp_path) as running:
+        running.ranks[0].kill()
+        assert running.statuses() == [-9, 1]
+        check_blamed(running.told(1), 0)
+
+
+def test_packets_that_are_dropped(tmp_path):
+    if shutil.which('iptables') is None:
+        pytest.skip('no iptables on PATH')
+    with job(tmp_path) as running:
+        for chain in ('INPUT', 'OUTPUT'):
+            drop = ['iptables', '-A', chain, '-p', 'tcp', '-j', 'DROP']
+            done = subprocess.run(running.hosts.command(1, drop), capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f'iptables does not work in a namespace here: {done.stderr.strip()}')
+        assert running.statuses() == [1, 1]
+        check_blamed(running.told(0), 1)
+        check_blamed(running.told(1), 0)
