@@ -18,6 +18,10 @@ INSTALL_REQUIRES = [
     'mmengine>=0.10.0,<1.0',
     # MMEngine imports pkg_resources, which setuptools 81 removed.
     'setuptools<81',
+    'psutil',
+    # For `mmdevplug doctor`; MMEngine needs both as well.
+    'rich',
+    'matplotlib',
 ]
 
 EXTRAS_REQUIRE = {
@@ -26,6 +30,7 @@ EXTRAS_REQUIRE = {
     'dev': [
         'pytest',
         'pytest-timeout',
+        'pytest-xdist',
         'tensorboard',
         'ruff',
         'vermin',

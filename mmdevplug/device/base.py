@@ -170,6 +170,10 @@ class Accelerator(ABC):
         """The largest number of bytes in use so far, or None where the vendor tells nothing."""
         return None
 
+    def memory_total(self, device: torch.device) -> Optional[int]:
+        """Bytes that a device has, or None where the vendor tells nothing."""
+        return None
+
     def empty_cache(self) -> None:
         """Return cached memory to the device."""
 
@@ -177,6 +181,16 @@ class Accelerator(ABC):
 
     def manual_seed(self, seed: int) -> None:
         """Seed the generators of all devices of this family that this process sees."""
+
+    def save_rng(self, device: torch.device) -> Optional[bytes]:
+        """The state of a device's generator, None where the vendor does not tell it.
+
+        It is to be used on a device of the same family alone.
+        """
+        return None
+
+    def load_rng(self, state: bytes, device: torch.device) -> None:
+        """Put a device's generator into a state that :meth:`save_rng` returned."""
 
     @property
     def amp_dtype(self) -> torch.dtype:

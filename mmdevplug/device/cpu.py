@@ -1,5 +1,6 @@
 """The host itself."""
 
+import os
 from typing import Any, Optional
 
 import torch
@@ -38,6 +39,9 @@ class CPUAccelerator(Accelerator):
 
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         pass
+
+    def memory_total(self, device: torch.device) -> int:
+        return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
     def grad_scaler(self, **kwargs: Any) -> Any:
         scaler = self._torch_grad_scaler(**kwargs)

@@ -43,11 +43,20 @@ class CUDAAccelerator(Accelerator):
     def max_memory_allocated(self, device: Optional[torch.device] = None) -> int:
         return torch.cuda.max_memory_allocated(device)
 
+    def memory_total(self, device: torch.device) -> int:
+        return torch.cuda.get_device_properties(device).total_memory
+
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
     def manual_seed(self, seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
+
+    def save_rng(self, device: torch.device) -> bytes:
+        return torch.cuda.get_rng_state(device).numpy().tobytes()
+
+    def load_rng(self, state: bytes, device: torch.device) -> None:
+        torch.cuda.set_rng_state(torch.tensor(list(state), dtype=torch.uint8), device)
 
     def grad_scaler(self, **kwargs: Any) -> Any:
         return torch.cuda.amp.GradScaler(**kwargs)

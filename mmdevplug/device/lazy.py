@@ -47,6 +47,13 @@ class LazyAccelerator(Accelerator):
     def set_rng_state(self, state: int, device: torch.device) -> None:
         """Put a device's generator into a state that :meth:`rng_state` told."""
 
+    def save_rng(self, device: torch.device) -> Optional[bytes]:
+        state = self.rng_state(device)
+        return None if state is None else state.to_bytes(STATE_BYTES, 'little')
+
+    def load_rng(self, state: bytes, device: torch.device) -> None:
+        self.set_rng_state(int.from_bytes(state, 'little'), device)
+
     def keep_apart(self, tensors: Sequence[Tensor]) -> None:
         """Let the compiler not recognize what is computed from these tensors from now on.
 

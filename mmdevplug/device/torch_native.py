@@ -119,12 +119,29 @@ class TorchNativeAccelerator(Accelerator):
     def max_memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._call('max_memory_allocated', *([] if device is None else [device]))
 
+    def memory_total(self, device: torch.device) -> Optional[int]:
+        if self.name == 'mps':
+            return self._call('recommended_max_memory')
+        free_and_total = self._call('mem_get_info', device)
+        if free_and_total is not None:
+            return free_and_total[1]
+        return getattr(self._call('get_device_properties', device), 'total_memory', None)
+
     def empty_cache(self) -> None:
         self._call('empty_cache')
 
     def manual_seed(self, seed: int) -> None:
         seed_all = 'manual_seed' if self.name == 'mps' else 'manual_seed_all'
         self._call(seed_all, seed)
+
+    def save_rng(self, device: torch.device) -> Optional[bytes]:
+        # torch.mps.get_rng_state takes no device.
+        state = self._call('get_rng_state', *([] if self.name == 'mps' else [device]))
+        return None if state is None else bytes(state.cpu().tolist())
+
+    def load_rng(self, state: bytes, device: torch.device) -> None:
+        told = torch.tensor(list(state), dtype=torch.uint8)
+        self._call('set_rng_state', told, *([] if self.name == 'mps' else [device]))
 
     def autocast(
         self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any

@@ -135,6 +135,9 @@ class XLAAccelerator(LazyAccelerator):
     def max_memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._memory_info(device).get('peak_bytes_used')
 
+    def memory_total(self, device: torch.device) -> Optional[int]:
+        return self._memory_info(device).get('bytes_limit')
+
     @staticmethod
     def _memory_info(device: Optional[torch.device]) -> dict:
         import torch_xla.core.xla_model as xm

@@ -7,9 +7,9 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mmdevplug.checkpoint.reading import safe_loading
 from mmdevplug.dist import DeviceContext, broadcast_tensors
 
-from .checkpoint import safe_loading
 from .move import materialize_predictions, move_module, weights_on_host
 from .norm_layers import check_sync_bn, convert_norm_layers
 

@@ -1,21 +1,37 @@
 """The runner: the one place where the pieces meet."""
 
+import os
 from typing import Any, Callable, Dict, List, Optional, Union
 
 from mmengine.dist import is_main_process
+from mmengine.hooks import CheckpointHook, Hook
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
-from mmengine.runner import Runner
+from mmengine.runner import BaseLoop, Priority, Runner
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from mmdevplug.checkpoint.collecting import collect_checkpoint
+from mmdevplug.checkpoint.finding import check_file, find_good_checkpoint, mark_start
+from mmdevplug.checkpoint.host_copy import HostCopy
+from mmdevplug.checkpoint.reading import read_checkpoint, trust_classes
+from mmdevplug.checkpoint.writing import join, write_checkpoint
+from mmdevplug.data import make_resumable
 from mmdevplug.device.detection import accelerator_options
-from mmdevplug.dist import fail_together, init_device
-from mmdevplug.hooks import CommunicationHook, DeviceHook
-from mmdevplug.model.checkpoint import read_checkpoint
+from mmdevplug.dist import (
+    enter_phase,
+    fail_together,
+    init_device,
+    run_on_main,
+    wait_for_everyone,
+)
+from mmdevplug.dist.launch import restarts
+from mmdevplug.hooks import SafeCheckpointHook
+from mmdevplug.hooks.defaults import missing_hooks, split_options
 from mmdevplug.model.placing import initialize_weights, place_model
 from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
@@ -26,6 +42,7 @@ from mmdevplug.optim import (
 
 from .compiling import keep_from_tracing
 from .config import prepare_config
+from .out_of_memory import explain_out_of_memory
 
 
 @RUNNERS.register_module()
@@ -41,9 +58,13 @@ class DeviceRunner(Runner):
         accelerator (str or dict, optional): ``dict(type='gcu', backend='gloo')``: the accelerator
             (see :func:`mmdevplug.get_accelerator`), and a backend that wins over
             ``env_cfg.dist_cfg``: a name, or ``'auto'`` to use that of ``env_cfg`` only where it
-            suits the device. ``hook=dict(...)`` holds arguments of :class:`DeviceHook`, and
-            ``monitor=False`` leaves out :class:`CommunicationHook`. Defaults to None: the key
-            ``accelerator`` of ``cfg``.
+            suits the device. ``hook=dict(...)`` and ``memory=dict(...)`` hold arguments of
+            :class:`DeviceHook` and :class:`MemoryHook`; ``memory=False``, ``monitor=False`` and
+            ``preemption=False`` leave out the latter, :class:`CommunicationHook` and
+            :class:`PreemptionHook`. ``safe_checkpoints=False`` leaves MMEngine's
+            ``CheckpointHook`` as it is, ``on_nan='stop'`` stops at a loss that is not finite, and
+            ``heartbeat_timeout`` is that of :func:`mmdevplug.dist.init_device`. Defaults to None:
+            the key ``accelerator`` of ``cfg``.
         **kwargs: See :class:`mmengine.runner.Runner`.
 
     Examples:
@@ -58,9 +79,7 @@ class DeviceRunner(Runner):
         cfg = kwargs.get('cfg')
         if accelerator is None and cfg is not None:
             accelerator = cfg.get('accelerator')
-        self._accelerator_cfg = accelerator_options(accelerator)
-        self._hook_cfg = self._accelerator_cfg.pop('hook', {})
-        self._monitored = self._accelerator_cfg.pop('monitor', True)
+        self._accelerator_cfg, self._options = split_options(accelerator_options(accelerator))
         # MMEngine's default asks for nccl, which nobody asked for.
         kwargs.setdefault('env_cfg', {})
         super().__init__(*args, **kwargs)
@@ -82,20 +101,26 @@ class DeviceRunner(Runner):
             DevPlugError: If the accelerator, the launch variables or the backend are wrong, on
                 this rank or another.
         """
-        options = dict(self._accelerator_cfg)
-        forced = options.pop('backend', None)
         dist_cfg = dict(env_cfg.get('dist_cfg') or {})
         self.device_context = init_device(
-            self._launcher, options, forced_backend=forced, **dist_cfg
+            self._launcher,
+            self._accelerator_cfg,
+            forced_backend=self._options['backend'],
+            heartbeat_timeout=self._options['heartbeat_timeout'],
+            **dist_cfg,
         )
         if self.device_context.backend is not None:
             # What runs is what the log shows.
             env_cfg['dist_cfg'] = dict(dist_cfg, backend=self.device_context.backend)
         serve_autocast(self.device_context.accelerator)
+        trust_classes(self.cfg.get('checkpoint_classes') or [])
         super().setup_env(env_cfg)
 
     def set_randomness(
-        self, seed: Optional[int], diff_rank_seed: bool = False, deterministic: bool = False
+        self,
+        seed: Optional[int] = None,
+        diff_rank_seed: bool = False,
+        deterministic: bool = False,
     ) -> None:
         """Seed as MMEngine does, and the accelerator's own generators too."""
         super().set_randomness(seed, diff_rank_seed, deterministic)
@@ -112,11 +137,9 @@ class DeviceRunner(Runner):
     ) -> None:
         """Register hooks as MMEngine does, and ours where there are none of their kind."""
         super().register_hooks(default_hooks, custom_hooks)
-        if not any(isinstance(hook, DeviceHook) for hook in self._hooks):
-            self.register_hook(DeviceHook(**self._hook_cfg))
-        present = any(isinstance(hook, CommunicationHook) for hook in self._hooks)
-        if self._monitored and self.device_context.env.world_size > 1 and not present:
-            self.register_hook(CommunicationHook())
+        world_size = self.device_context.env.world_size
+        for hook in missing_hooks(self._options, world_size, self._hooks):
+            self.register_hook(hook)
 
     # the model ----------------------------------------------------------------------------------
 
@@ -177,13 +200,124 @@ class DeviceRunner(Runner):
         check_optimizers(built, self.device_context)
         return built
 
+    # data ---------------------------------------------------------------------------------------
+
+    @staticmethod
+    def build_dataloader(
+        dataloader: Union[DataLoader, Dict],
+        seed: Optional[int] = None,
+        diff_rank_seed: bool = False,
+    ) -> DataLoader:
+        """Build a data loader that can begin in the middle of an epoch.
+
+        See :meth:`mmengine.runner.Runner.build_dataloader`.
+        """
+        loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
+        make_resumable(loader, seed)
+        return loader
+
+    def build_train_loop(self, loop: Union[BaseLoop, Dict]) -> BaseLoop:
+        """Build the loop; see :meth:`mmengine.runner.Runner.build_train_loop`."""
+        # Before an iteration-based loop begins to read from it.
+        make_resumable(self._train_dataloader, self.seed)
+        return super().build_train_loop(loop)
+
     # checkpoints --------------------------------------------------------------------------------
 
-    def save_checkpoint(self, *args: Any, save_optimizer: bool = True, **kwargs: Any) -> None:
-        """Save a checkpoint; see :meth:`mmengine.runner.Runner.save_checkpoint`."""
+    def register_hook(
+        self, hook: Union[Hook, Dict], priority: Optional[Union[str, int, Priority]] = None
+    ) -> None:
+        """Register a hook, :class:`SafeCheckpointHook` in the place of MMEngine's own.
+
+        See :meth:`mmengine.runner.Runner.register_hook`.
+        """
+        kind = hook.get('type') if isinstance(hook, dict) else None
+        if self._options['safe_checkpoints'] and kind in ('CheckpointHook', CheckpointHook):
+            hook = dict(hook, type=SafeCheckpointHook)
+        super().register_hook(hook, priority)
+
+    def save_checkpoint(
+        self,
+        out_dir: str,
+        filename: str,
+        file_client_args: Optional[Dict] = None,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        meta: Optional[Dict] = None,
+        by_epoch: bool = True,
+        backend_args: Optional[Dict] = None,
+    ) -> None:
+        """Save a checkpoint, whole or not at all.
+
+        See :meth:`mmengine.runner.Runner.save_checkpoint`. Tensors leave the device in one call.
+
+        Raises:
+            CheckpointError: If the file cannot be written; one of that name is as it was.
+        """
         if save_optimizer and not is_main_process():
             join_consolidation(self.optim_wrapper)
-        super().save_checkpoint(*args, save_optimizer=save_optimizer, **kwargs)
+        if not is_main_process():
+            return
+        if file_client_args is not None:
+            super().save_checkpoint(
+                out_dir,
+                filename,
+                file_client_args,
+                save_optimizer,
+                save_param_scheduler,
+                meta,
+                by_epoch,
+            )
+            return
+        checkpoint = collect_checkpoint(self, save_optimizer, save_param_scheduler, meta, by_epoch)
+        on_host = HostCopy(self.device_context.accelerator)(checkpoint)
+        write_checkpoint(on_host, join(out_dir, filename, backend_args), backend_args)
+
+    save_checkpoint.collects_as_mmengine = True  # type: ignore[attr-defined]
+
+    def load_or_resume(self) -> None:
+        """Load or resume; see :meth:`mmengine.runner.Runner.load_or_resume`.
+
+        A job that torchrun or Slurm has started again resumes by itself from what it has saved.
+        Where a checkpoint is looked for, the newest that is whole is taken, and those that are not
+        are named in the log.
+
+        Raises:
+            CheckpointError: If no checkpoint is whole.
+        """
+        if self._has_loaded:
+            return
+        found = run_on_main('finding the checkpoint to resume from', self._find_checkpoint)
+        if found is not None:
+            self._resume = True  # what MMEngine's EMAHook asks for
+            self.resume(found)
+            self._has_loaded = True
+        elif self._load_from is not None:
+            super().load_or_resume()
+        elif self._resume:
+            self.logger.info(
+                f'No checkpoint in {self.work_dir} yet: training starts from scratch.'
+            )
+
+    def _find_checkpoint(self) -> Optional[str]:
+        count = restarts(self._launcher)
+        if count > 0:
+            found = find_good_checkpoint(self.work_dir, only_this_run=True)
+            self.logger.info(
+                f'This is restart {count} of this job, '
+                + ('which has saved nothing yet.' if found is None else f'resuming from {found}.')
+            )
+            if found is not None:
+                return found
+        else:
+            mark_start(self.work_dir)
+        if not self._resume:
+            return None
+        if self._load_from is None:
+            return find_good_checkpoint(self.work_dir)
+        if os.path.isfile(self._load_from):
+            check_file(self._load_from)
+        return self._load_from
 
     def load_checkpoint(
         self,
@@ -236,15 +370,19 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all of them with its name."""
-        with fail_together('train'):
-            return super().train()
+        with fail_together('train'), explain_out_of_memory(self, 'train'):
+            enter_phase('data preparation')
+            model = super().train()
+            wait_for_everyone('end of training')
+        enter_phase('after training')
+        return model
 
     def val(self) -> dict:
         """Validate; see :meth:`train`."""
-        with fail_together('val'):
+        with fail_together('val'), explain_out_of_memory(self, 'val'):
             return super().val()
 
     def test(self) -> dict:
         """Test; see :meth:`train`."""
-        with fail_together('test'):
+        with fail_together('test'), explain_out_of_memory(self, 'test'):
             return super().test()

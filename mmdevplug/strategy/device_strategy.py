@@ -10,9 +10,10 @@ from mmengine.registry import STRATEGIES
 from torch import nn
 from torch.optim import Optimizer
 
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import init_device
-from mmdevplug.model.checkpoint import read_checkpoint
+from mmdevplug.hooks.defaults import split_options
 from mmdevplug.model.placing import place_model
 from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
@@ -41,8 +42,10 @@ class DeviceStrategy(DDPStrategy):
     """
 
     def __init__(self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any) -> None:
-        self._accelerator_cfg = accelerator_options(accelerator)
-        self._forced_backend = self._accelerator_cfg.pop('backend', 'auto')
+        found = accelerator_options(accelerator)
+        # FlexibleRunner asks for nccl when a config says nothing.
+        found.setdefault('backend', 'auto')
+        self._accelerator_cfg, self._options = split_options(found)
         super().__init__(**kwargs)
 
     def _setup_env(
@@ -53,7 +56,8 @@ class DeviceStrategy(DDPStrategy):
         self.device_context = init_device(
             launcher or 'none',
             self._accelerator_cfg,
-            forced_backend=self._forced_backend,
+            forced_backend=self._options['backend'],
+            heartbeat_timeout=self._options['heartbeat_timeout'],
             **(dist_cfg or {}),
         )
         super()._setup_env(launcher=launcher or 'none', dist_cfg=dist_cfg, **kwargs)

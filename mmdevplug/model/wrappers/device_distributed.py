@@ -1,5 +1,6 @@
 """The model wrapper: data parallel training on any device."""
 
+import copy
 import inspect
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -231,6 +232,34 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             self.accelerator.materialize(next(self.module.parameters()).device)
             log_norms(optim_wrapper)
         return log_vars
+
+    def rehearse(self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper) -> None:
+        """Let PyTorch's DDP arrange its buckets, as the first backward pass of a run does.
+
+        They are put into the order in which gradients became ready, and the order decides how the
+        values of more than two ranks are added up. A resumed run has to add up its first gradients
+        as the uninterrupted one did. What this pass computes is dropped; the caller restores the
+        random states.
+
+        Args:
+            data (dict or tuple or list): A batch; it is copied.
+            optim_wrapper (OptimWrapper): Casts as in training.
+        """
+        if self.staging is not None or torch_dist.get_world_size(self.process_group) <= 2:
+            return  # Staging never changes its buckets, and two values add up the same either way.
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        with optim_wrapper.optim_context(self):
+            data = self.module.data_preprocessor(copy.deepcopy(data), training=True)
+            losses = self._run_forward(data, mode='loss')
+        self.module.parse_losses(losses)[0].backward()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Register a communication hook with PyTorch's DDP, in the place of ours.

@@ -65,5 +65,11 @@ def _device_module(card, name):
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.memory_allocated = lambda device=None: card.memory_allocated(index(device))
     module.max_memory_allocated = module.memory_allocated
+    module.set_limit = card.set_limit
+    module.mem_get_info = lambda device=None: (
+        (card.memory_limit() - card.memory_allocated(index(device)), card.memory_limit())
+        if card.memory_limit()
+        else None
+    )
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module

@@ -18,6 +18,7 @@ static constexpr auto kCard = c10::DeviceType::PrivateUse1;
 static int g_count = 4;
 static thread_local int g_current = 0;
 static size_t g_bytes[16] = {0};
+static size_t g_limit = 0;  // bytes that each device has; 0: as many as the host
 struct Block {
   void* p;
   size_t n;
@@ -32,6 +33,9 @@ static void drop(void* ctx) {
 struct CardAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
     void* p = nullptr;
+    TORCH_CHECK_WITH(OutOfMemoryError, g_limit == 0 || g_bytes[g_current] + n <= g_limit,
+                     "fakecard out of memory. Tried to allocate ", n >> 20, ".00 MiB. Device ",
+                     g_current, " has a total capacity of ", g_limit >> 20, ".00 MiB");
     if (n) TORCH_CHECK(posix_memalign(&p, 64, n) == 0, "fakecard: out of memory");
     auto* b = new Block{p, n, g_current};
     g_bytes[g_current] += n;
@@ -238,5 +242,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [](int i) {
     CardGuard().setDevice(c10::Device(kCard, static_cast<c10::DeviceIndex>(i)));
   });
+  m.def("set_limit", [](size_t n) { g_limit = n; });
+  m.def("memory_limit", [] { return g_limit; });
   m.def("memory_allocated", [](int i) { return g_bytes[i]; });
 }

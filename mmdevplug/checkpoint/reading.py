@@ -9,16 +9,17 @@ import os
 import pickle
 import re
 from contextlib import contextmanager
+from functools import partial
 from types import ModuleType
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 import numpy as np
 import torch
 from mmengine.logging import HistoryBuffer
 from mmengine.runner import CheckpointLoader
-from mmengine.utils import digit_version
+from mmengine.utils import digit_version, get_object_from_string
 
-from mmdevplug.errors import DevPlugError
+from mmdevplug.errors import CheckpointError, DevPlugError
 
 #: Older releases have no list of allowed classes, or none in which a class has another name.
 _TAKES_RENAMED_CLASSES = digit_version(torch.__version__) >= digit_version('2.6.0')
@@ -37,6 +38,7 @@ def allowed_classes() -> List[Any]:
     ]
     multiarray = _multiarray()
     return [
+        *_trusted,
         HistoryBuffer,
         np.ndarray,
         np.dtype,
@@ -54,36 +56,75 @@ def _method_of_history_buffer(owner: Any, name: str) -> Any:
     return method
 
 
+_trusted: List[Any] = []
+
+
+def trust_classes(names: Sequence[str]) -> None:
+    """Let checkpoints hold objects of more classes, which is for whoever knows these.
+
+    Args:
+        names (Sequence[str]): Dotted names, e.g. ``['my_package.BoxCoder']``. Loading a file may
+            then create such objects and call their ``__setstate__``.
+
+    Raises:
+        CheckpointError: If there is no such class.
+    """
+    for name in names:
+        found = get_object_from_string(name) if isinstance(name, str) else None
+        if not isinstance(found, type):
+            raise CheckpointError(
+                f'checkpoint_classes={list(names)!r}: {name!r} is no class that can be imported; '
+                f"expected dotted names, e.g. checkpoint_classes=['my_package.MyClass']."
+            )
+        if found not in _trusted:
+            _trusted.append(found)
+
+
 @contextmanager
 def safe_loading(filename: str) -> Iterator[None]:
-    """Let ``torch.load`` accept MMEngine's own classes and nothing else.
+    """Let ``torch.load`` accept MMEngine's own classes and nothing else, whoever calls it.
 
     Args:
         filename (str): The checkpoint, for messages.
 
     Raises:
-        DevPlugError: If the file holds other classes; the first is named.
+        CheckpointError: If the file holds other classes; the first is named.
     """
+    load, opened = torch.load, []
+    torch.load = partial(_load_safely, load, opened)
     try:
-        if _TAKES_RENAMED_CLASSES:
-            # Names as older and newer NumPy write them.
-            multiarray = _multiarray()
-            renamed = [
-                (function, f'{module}.{function.__name__}')
-                for function in (multiarray._reconstruct, multiarray.scalar)
-                for module in ('numpy.core.multiarray', 'numpy._core.multiarray')
-            ]
-            renamed.append((_method_of_history_buffer, 'builtins.getattr'))
-            with torch.serialization.safe_globals([*allowed_classes(), *renamed]):
-                yield
-        else:
-            yield
+        yield
     except pickle.UnpicklingError as error:
-        raise DevPlugError(
-            f'checkpoint {filename} holds objects that could run code when they are loaded, and '
-            f'is refused: {_first_refused(error)}. Load it where you trust it and save its '
-            f'state_dict alone.'
+        refused = _first_refused(error)
+        raise CheckpointError(
+            f'checkpoint {opened[-1] if opened else filename} holds objects that could run code '
+            f'when they are loaded, and is refused: {refused}. If you trust the file and this is '
+            f"a class, set checkpoint_classes=['{refused.split()[0]}'] in the config; or load it "
+            f'where you trust it and save its state_dict alone.'
         ) from error
+    finally:
+        torch.load = load
+
+
+def _load_safely(
+    load: Any, opened: List[str], file: Any, map_location: Any = None, **kwargs: Any
+) -> Any:
+    """``torch.load`` with a list of allowed classes, whatever the caller or a variable asks."""
+    if isinstance(file, (str, os.PathLike)):
+        opened.append(str(file))
+    options = {name: kwargs[name] for name in ('mmap',) if name in kwargs}
+    if not _TAKES_RENAMED_CLASSES:
+        return load(file, map_location=map_location, pickle_module=_restricted_pickle())
+    # Names as older and newer NumPy write them.
+    multiarray = _multiarray()
+    renamed = [
+        (function, f'{module}.{function.__name__}')
+        for function in (multiarray._reconstruct, multiarray.scalar)
+        for module in ('numpy.core.multiarray', 'numpy._core.multiarray')
+    ]
+    renamed.append((_method_of_history_buffer, 'builtins.getattr'))
+    with torch.serialization.safe_globals([*allowed_classes(), *renamed]):
+        return load(file, map_location=map_location, weights_only=True, **options)
 
 
 def _first_refused(error: pickle.UnpicklingError) -> str:
@@ -103,16 +144,23 @@ def read_checkpoint(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
         dict: The checkpoint.
 
     Raises:
-        DevPlugError: If the file holds classes other than MMEngine's own.
+        CheckpointError: If the file holds classes other than MMEngine's own, or is no checkpoint.
         FileNotFoundError: If there is no such file.
     """
     filename = os.path.expanduser(str(filename))
-    with safe_loading(filename):
-        if not os.path.isfile(filename):
-            return CheckpointLoader.load_checkpoint(filename, map_location)
-        if _TAKES_RENAMED_CLASSES:
-            return torch.load(filename, map_location=map_location, weights_only=True)
-        return torch.load(filename, map_location=map_location, pickle_module=_restricted_pickle())
+    try:
+        with safe_loading(filename):
+            if not os.path.isfile(filename):
+                return CheckpointLoader.load_checkpoint(filename, map_location)
+            return torch.load(filename, map_location=map_location)
+    except (RuntimeError, EOFError, ValueError) as error:
+        if isinstance(error, DevPlugError) or not os.path.isfile(filename):
+            raise
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f'checkpoint {filename} cannot be read: {reason}. It is truncated, damaged or no '
+            f'checkpoint of PyTorch; take the one before it.'
+        ) from error
 
 
 def _restricted_pickle() -> Any:

@@ -1,0 +1,1 @@
+"""Checkpoints: collected, written, found, read, and continued from."""

@@ -1,0 +1,115 @@
+"""Writing checkpoints, whole or not at all."""
+
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Dict, Iterator, Optional
+
+import torch
+from mmengine.fileio import LocalBackend, get_file_backend, join_path
+from mmengine.runner.checkpoint import save_checkpoint
+
+from mmdevplug import files
+from mmdevplug.errors import CheckpointError, first_line
+from mmdevplug.files import UNFINISHED, PathLike
+
+
+@contextmanager
+def replacing(path: PathLike) -> Iterator[Path]:
+    """Write a file of a run; see :func:`mmdevplug.files.replacing`.
+
+    Raises:
+        CheckpointError: If it cannot be written. What was at ``path`` before is still there.
+    """
+    folder = Path(path).parent
+    try:
+        with files.replacing(path) as unfinished:
+            yield unfinished
+    except (OSError, RuntimeError) as error:
+        # PyTorch's writer reports what the disk says as RuntimeError.
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f'cannot write {path}: {type(error).__name__}: {first_line(error)} '
+            f'({describe_room(folder)}). What was saved before is untouched. Make room or mend '
+            f'the permissions, or choose another folder: default_hooks.checkpoint.out_dir or '
+            f'--work-dir.'
+        ) from error
+
+
+def write_text(text: str, path: PathLike) -> None:
+    """Write a small file; see :func:`replacing`."""
+    with replacing(path) as unfinished:
+        unfinished.write_text(text, encoding='utf-8')
+
+
+def write_checkpoint(
+    checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict[str, Any]] = None
+) -> None:
+    """Write a checkpoint of host tensors.
+
+    Args:
+        checkpoint (dict): What to save.
+        path (str): A local path, or an address that MMEngine's file backends know; those store
+            whole objects or nothing by themselves.
+        backend_args (dict, optional): See :func:`mmengine.fileio.get_file_backend`.
+
+    Raises:
+        CheckpointError: If it cannot be written.
+    """
+    if not is_local(path, backend_args):
+        save_checkpoint(checkpoint, path, backend_args=backend_args)
+        return
+    make_folder(os.path.dirname(path))
+    with replacing(path) as unfinished:
+        # Straight into the file: MMEngine makes two copies of all of it in memory before.
+        torch.save(checkpoint, str(unfinished))
+
+
+def is_local(path: str, backend_args: Optional[Dict[str, Any]] = None) -> bool:
+    """Whether a path is on a file system of this host."""
+    return isinstance(get_file_backend(path, backend_args=backend_args), LocalBackend)
+
+
+def join(folder: str, name: str, backend_args: Optional[Dict[str, Any]] = None) -> str:
+    """Join a folder, local or remote, and a file's name."""
+    return str(join_path(str(folder), name, backend_args=backend_args))
+
+
+def make_folder(folder: PathLike) -> None:
+    """Make a folder unless it exists.
+
+    Raises:
+        CheckpointError: If that is not possible.
+    """
+    try:
+        os.makedirs(str(folder) or '.', exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f'cannot make the folder {folder}: {error}. Mend the permissions, or choose another '
+            f'one: default_hooks.checkpoint.out_dir or --work-dir.'
+        ) from error
+
+
+def remove_unfinished(folder: PathLike) -> int:
+    """Remove what killed processes left half-written in a folder.
+
+    To be called by one process of a job, before any of them writes.
+
+    Returns:
+        int: How many files there were.
+    """
+    left = list(Path(folder).glob(f'*{UNFINISHED}*'))
+    for path in left:
+        path.unlink()
+    return len(left)
+
+
+def describe_room(folder: PathLike) -> str:
+    """Free space of a folder's file system, for messages."""
+    try:
+        free = shutil.disk_usage(str(folder)).free
+    except OSError as error:
+        return f'{folder}: {error.strerror}'
+    return f'{free / 2**20:.0f} MB are free there'

@@ -1,0 +1,62 @@
+"""The hooks that a runner has without being told, and how ``accelerator`` changes that."""
+
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
+
+from mmengine.hooks import Hook
+
+from mmdevplug.dist.options import RUNNER_OPTIONS
+
+from .communication_hook import CommunicationHook
+from .device_hook import DeviceHook
+from .loss_check_hook import LossCheckHook, check_on_nan
+from .memory_hook import MemoryHook
+from .phase_hook import PhaseHook
+from .preemption_hook import PreemptionHook
+
+
+def split_options(accelerator: Mapping[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """Tell the arguments of the accelerator from those of the runner.
+
+    Args:
+        accelerator (Mapping): The config's key of that name.
+
+    Returns:
+        tuple: A dict for the accelerator, and one for the runner, with defaults.
+
+    Raises:
+        DevPlugError: If one of the runner's has an unknown value.
+    """
+    device = {key: value for key, value in accelerator.items() if key not in RUNNER_OPTIONS}
+    runner = dict(RUNNER_OPTIONS)
+    runner.update((key, accelerator[key]) for key in RUNNER_OPTIONS if key in accelerator)
+    check_on_nan(runner['on_nan'])
+    return device, runner
+
+
+def missing_hooks(
+    options: Mapping[str, Any], world_size: int, present: Sequence[Hook]
+) -> List[Hook]:
+    """The hooks that a runner is to have and has not.
+
+    Args:
+        options (Mapping): The runner's, from :func:`split_options`.
+        world_size (int): Number of ranks.
+        present (Sequence[Hook]): Those that it has.
+
+    Returns:
+        List[Hook]: To be registered.
+    """
+    several, memory = world_size > 1, options['memory']
+    wanted = [
+        (DeviceHook, True, lambda: DeviceHook(**options['hook'])),
+        (CommunicationHook, several and options['monitor'], CommunicationHook),
+        (MemoryHook, memory is not False, lambda: MemoryHook.from_option(memory)),
+        (LossCheckHook, options['on_nan'] == 'stop', LossCheckHook),
+        (PhaseHook, several, PhaseHook),
+        (PreemptionHook, options['preemption'], PreemptionHook),
+    ]
+    return [
+        build()
+        for kind, is_wanted, build in wanted
+        if is_wanted and not any(isinstance(hook, kind) for hook in present)
+    ]

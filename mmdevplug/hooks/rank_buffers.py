@@ -1,0 +1,70 @@
+"""Buffers that each rank has for itself, such as running statistics that are not synchronized."""
+
+import hashlib
+from typing import List, Optional
+
+import torch
+from mmengine.dist import get_world_size
+from torch import Tensor, distributed as torch_dist, nn
+
+from mmdevplug.device import Accelerator
+from mmdevplug.dist.messages import gather_json, on_backend
+
+#: Of one rank; more than that is no statistics, and would make a checkpoint too large.
+MOST_BYTES = 64 * 2**20
+
+
+def gather_buffers(
+    model: nn.Module, accelerator: Accelerator, device: torch.device
+) -> Optional[List[Tensor]]:
+    """Collect the buffers of all ranks where they differ; all ranks take part.
+
+    Args:
+        model (nn.Module): The bare model.
+        accelerator (Accelerator): The family of its device.
+        device (torch.device): The device of this rank.
+
+    Returns:
+        List[Tensor] or None: For each rank the bytes of its buffers, one after the other; None if
+        they are the same on all ranks, or too large.
+    """
+    if get_world_size() == 1:
+        return None
+    mine = _pack(model, accelerator)
+    digest = hashlib.sha256(mine.numpy().tobytes()).hexdigest()
+    found = gather_json([mine.numel(), digest], device=device)
+    same = all(each == found[0] for each in found)
+    if same or max(size for size, _ in found) > MOST_BYTES:
+        return None
+    if any(size != mine.numel() for size, _ in found):
+        return None  # ranks whose buffers have other shapes
+    sent = on_backend(mine, device)
+    gathered = [torch.empty_like(sent) for _ in found]
+    torch_dist.all_gather(gathered, sent)
+    return [each.cpu() for each in gathered]
+
+
+def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) -> bool:
+    """Put back what :func:`gather_buffers` collected on this rank.
+
+    Returns:
+        bool: Whether the model has buffers of that size.
+    """
+    buffers = list(model.buffers())
+    sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+    if sum(sizes) != packed.numel():
+        return False
+    values = [
+        # A copy, because a view needs an aligned start.
+        part.clone().view(buffer.dtype).reshape(buffer.shape)
+        for part, buffer in zip(packed.split(sizes), buffers)
+    ]
+    with torch.no_grad():
+        accelerator.copy_to_device(values, buffers)
+    return True
+
+
+def _pack(model: nn.Module, accelerator: Accelerator) -> Tensor:
+    host = accelerator.to_host(list(model.buffers()))
+    parts = [value.contiguous().reshape(-1).view(torch.uint8) for value in host]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,343 @@
+"""Checkpoints that survive a kill or a full disk, and from which training goes on exactly."""
+
+import hashlib
+import io
+import os
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+from mmengine.dist import is_main_process
+from mmengine.hooks import CheckpointHook
+from mmengine.registry import HOOKS
+
+from mmdevplug.checkpoint.random_states import random_state, set_random_state
+from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.writing import (
+    is_local,
+    join,
+    make_folder,
+    remove_unfinished,
+    write_checkpoint,
+)
+from mmdevplug.dist import rank_device, run_on_main
+
+from .checkpoint_saving import CheckpointFile, CheckpointSaver
+from .exact_resume import (
+    KEY,
+    VERSION,
+    Position,
+    Resumption,
+    capture,
+    current_position,
+    observe,
+)
+
+
+@HOOKS.register_module()
+class SafeCheckpointHook(CheckpointHook):
+    """MMEngine's checkpoints, written so that none is ever lost.
+
+    A checkpoint is written under another name, flushed to the disk and renamed; then
+    ``last_checkpoint`` moves to it, and only then outdated ones are removed. When a write fails
+    there are as many good checkpoints as before. Besides what MMEngine saves, the file holds the
+    random states of all ranks and the position in the data, under the key ``mmdevplug``, which
+    MMEngine ignores: training resumes as if it had not been interrupted, also in the middle of an
+    epoch.
+
+    Args:
+        *args: See :class:`mmengine.hooks.CheckpointHook`.
+        async_save (bool): Whether a thread of rank 0 writes while training goes on; training
+            waits only for a copy in host memory. Errors are raised at the next checkpoint, and at
+            the end. Defaults to False.
+        timeout (float, optional): Seconds that the other ranks wait for rank 0 to write. Defaults
+            to None: the timeout of the process group.
+        on_error (str): What follows if a checkpoint cannot be written: ``'stop'`` ends training
+            on all ranks, ``'continue'`` warns and tries again at the next one. The last
+            checkpoint of all stops in any case. Defaults to ``'stop'``.
+        **kwargs: See :class:`mmengine.hooks.CheckpointHook`.
+
+    Examples:
+        >>> default_hooks = dict(
+        ...     checkpoint=dict(type='SafeCheckpointHook', interval=1, async_save=True))
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        async_save: bool = False,
+        timeout: Optional[float] = None,
+        on_error: str = 'stop',
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._saver = CheckpointSaver(async_save, timeout, on_error, self.backend_args)
+        self._position: Optional[Position] = None
+        self._exact: Optional[Dict] = None
+        self._loaded: Optional[Dict] = None
+        self._resumption: Optional[Resumption] = None
+        self._warned_of_accumulation = False
+
+    # resuming -----------------------------------------------------------------------------------
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict) -> None:
+        """Keep what MMEngine does not look at; see :class:`mmengine.hooks.Hook`."""
+        found = checkpoint.get(KEY)
+        if found is None:
+            return
+        if found['version'] != VERSION:
+            runner.logger.warning(
+                f'The checkpoint holds states of version {found["version"]!r} for exact resuming, '
+                f'expected {VERSION}. Resuming as MMEngine does; to go on exactly, use the '
+                f'release of mmdevplug that saved it.'
+            )
+            return
+        self._loaded = dict(found, iter=checkpoint['meta']['iter'])
+
+    def before_train(self, runner: Any) -> None:
+        """Prepare the folder, and continue where a resumed run has stopped.
+
+        Args:
+            runner (Runner): The runner.
+
+        Raises:
+            CheckpointError: If the folder cannot be written to.
+        """
+        run_on_main(
+            'preparing the folder of checkpoints',
+            lambda: self._prepare(runner),
+            self._saver.timeout,
+        )
+        super().before_train(runner)
+        observe(runner.train_loop.dataloader)
+        loaded, self._loaded = self._loaded, None
+        # A checkpoint that was only loaded from starts training at iteration 0.
+        if loaded is not None and loaded['iter'] == runner.iter > 0:
+            self._resumption = Resumption(runner, loaded)
+            self._resumption.prepare()
+            self._position = Position(loaded['epoch'], loaded['batch'], loaded['validated'])
+            self._resumption.validate_if_due()
+
+    def _prepare(self, runner: Any) -> None:
+        folder = self.out_dir or runner.work_dir
+        if is_local(str(folder), self.backend_args):
+            if self.out_dir is not None and str(folder) != runner.work_dir:
+                # As MMEngine's hook is about to name it.
+                folder = os.path.join(folder, os.path.basename(runner.work_dir.rstrip(os.sep)))
+            make_folder(folder)
+            left = remove_unfinished(folder)
+            if left:
+                runner.logger.info(f'Removed {left} unfinished checkpoint(s) from {folder}.')
+
+    def before_train_epoch(self, runner: Any) -> None:
+        """Restore random states; see :class:`mmengine.hooks.Hook`."""
+        if self._resumption is not None:
+            self._resumption.begin_epoch()
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """Let DDP arrange its buckets as they were; see :class:`mmengine.hooks.Hook`."""
+        if self._resumption is None:
+            return
+        self._resumption = None
+        rehearse = getattr(runner.model, 'rehearse', None)
+        if rehearse is None:
+            return
+        accelerator, device = rank_device()
+        state = random_state(accelerator, device)
+        rehearse(data_batch, runner.optim_wrapper)
+        set_random_state(state, accelerator, device)
+
+    # the position -------------------------------------------------------------------------------
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Optional[dict] = None
+    ) -> None:
+        """Save if it is time to; see :class:`mmengine.hooks.CheckpointHook`."""
+        self._position = current_position(runner, batch_idx)
+        super().after_train_iter(runner, batch_idx, data_batch, outputs)
+
+    def after_train_epoch(self, runner: Any) -> None:
+        """Save if it is time to; see :class:`mmengine.hooks.CheckpointHook`."""
+        if not hasattr(runner.train_loop, 'dataloader_iterator'):
+            self._position = Position(runner.epoch + 1, -1)
+        super().after_train_epoch(runner)
+
+    def after_val_epoch(self, runner: Any, metrics: Optional[Dict[str, float]] = None) -> None:
+        """Save the best checkpoint; see :class:`mmengine.hooks.CheckpointHook`."""
+        if self._position is not None:
+            self._position = self._position._replace(validated=True)
+        super().after_val_epoch(runner, metrics)
+
+    # saving -------------------------------------------------------------------------------------
+
+    def save_now(self, runner: Any) -> str:
+        """Save at the end of an iteration that no interval asked for.
+
+        The file is removed after the next checkpoint of the ordinary kind.
+
+        Args:
+            runner (Runner): The runner.
+
+        Returns:
+            str: Where.
+
+        Raises:
+            CheckpointError: If it could not be written, whatever ``on_error``.
+        """
+        step = runner.iter + 1
+        meta = dict(epoch=runner.epoch, iter=step)
+        path = join(self.out_dir, f'interrupted_iter_{step}.pth', self.backend_args)
+        runner.message_hub.update_info('interrupted_ckpt', path)
+        self._save(runner, CheckpointFile(path, [], is_last=True), meta, self._options())
+        self._saver.finish()
+        return path
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict) -> None:
+        """Add what exact resuming needs, on rank 0."""
+        if self._exact is not None and 'optimizer' in checkpoint:
+            checkpoint[KEY] = self._exact
+
+    def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
+        self._warn_of_accumulation(runner, meta['iter'])
+        path = join(self.out_dir, self.filename_tmpl.format(step), self.backend_args)
+        hub = runner.message_hub
+        outdated = []
+        before = None
+        if self.max_keep_ckpts > 0:
+            before = list(self.keep_ckpt_ids)
+            if not before or before[-1] != step:
+                kept = [*before, step][-self.max_keep_ckpts :]
+                outdated = [
+                    join(self.out_dir, self.filename_tmpl.format(old), self.backend_args)
+                    for old in before
+                    if old not in kept
+                ]
+                self.keep_ckpt_ids.extend([step])
+                hub.update_info('keep_ckpt_ids', kept)
+        if 'interrupted_ckpt' in hub.runtime_info:
+            outdated.append(hub.get_info('interrupted_ckpt'))
+            hub.pop_info('interrupted_ckpt')
+        last_before, self.last_ckpt = self.last_ckpt, path
+        hub.update_info('last_ckpt', path)
+        if not self._save(
+            runner, CheckpointFile(path, outdated, is_last=True), meta, self._options()
+        ):
+            self.last_ckpt = last_before
+            hub.update_info('last_ckpt', last_before)
+            if before is not None:
+                self.keep_ckpt_ids.clear()
+                self.keep_ckpt_ids.extend(before)
+                hub.update_info('keep_ckpt_ids', before)
+
+    def _save_best_checkpoint(self, runner: Any, metrics: dict) -> None:
+        if not self.save_best:
+            return
+        if self.by_epoch:
+            kind, step = 'epoch', runner.epoch
+        else:
+            kind, step = 'iter', runner.iter
+        meta = dict(epoch=runner.epoch, iter=runner.iter)
+        if 'auto' in self.key_indicators:
+            self._init_rule(self.rules, [next(iter(metrics))])
+        saved_any = False
+        for key, rule in zip(self.key_indicators, self.rules):
+            saved_any |= self._save_if_best(runner, metrics, key, rule, (kind, step), meta)
+        # Once more, so that the newest checkpoint knows of the best score and its file.
+        if saved_any and self.last_ckpt is not None:
+            self._save_checkpoint_with_step(runner, step, dict(meta))
+
+    def _save_if_best(
+        self,
+        runner: Any,
+        metrics: dict,
+        key: str,
+        rule: str,
+        when: Tuple[str, int],
+        meta: dict,
+    ) -> bool:
+        single = len(self.key_indicators) == 1
+        score_key = 'best_score' if single else f'best_score_{key}'
+        path_key = 'best_ckpt' if single else f'best_ckpt_{key}'
+        hub = runner.message_hub
+        score, best = metrics[key], self.init_value_map[rule]
+        if score_key in hub.runtime_info:
+            best = hub.get_info(score_key)
+        if score is None or not self.is_better_than[key](score, best):
+            return False
+        previous = self.best_ckpt_path if single else self.best_ckpt_path_dict[key]
+        name = f'best_{key}_{self.filename_tmpl.format(when[1])}'.replace('/', '_')
+        path = join(self.out_dir, name, self.backend_args)
+        hub.update_info(score_key, score)
+        hub.update_info(path_key, path)
+        outdated = [previous] if previous and previous != path else []
+        options = dict(save_optimizer=False, save_param_scheduler=False, by_epoch=False)
+        if not self._save(
+            runner, CheckpointFile(path, outdated, is_last=False), dict(meta), options
+        ):
+            hub.update_info(score_key, best)
+            hub.update_info(path_key, previous)
+            return False
+        if single:
+            self.best_ckpt_path = path
+        else:
+            self.best_ckpt_path_dict[key] = path
+        runner.logger.info(
+            f'The best checkpoint with {score:0.4f} {key} at {when[1]} {when[0]} is saved to '
+            f'{name}.'
+        )
+        return True
+
+    def after_train(self, runner: Any) -> None:
+        """Wait for what is being written, and publish; see MMEngine's hook.
+
+        Args:
+            runner (Runner): The runner.
+
+        Raises:
+            CheckpointError: If the last checkpoint could not be written.
+        """
+        self._saver.finish()
+        super().after_train(runner)
+
+    def _options(self) -> Dict[str, Any]:
+        return dict(
+            save_optimizer=self.save_optimizer,
+            save_param_scheduler=self.save_param_scheduler,
+            by_epoch=self.by_epoch,
+            **self.args,
+        )
+
+    def _save(self, runner: Any, file: CheckpointFile, meta: dict, options: dict) -> bool:
+        self._exact = None
+        if options['save_optimizer'] and self._position is not None:
+            self._exact = capture(runner, self._position)
+        return self._saver.save(runner, file, meta, options)
+
+    def _publish_model(self, runner: Any, ckpt_path: str) -> None:
+        if not is_main_process() or not ckpt_path:
+            return
+        checkpoint = read_checkpoint(ckpt_path)
+        removed = [key for key in checkpoint if key not in self.published_keys]
+        published = {key: checkpoint[key] for key in checkpoint if key not in removed}
+        path = f'{os.path.splitext(ckpt_path)[0]}-{_digest(published)}.pth'
+        write_checkpoint(published, path, self.backend_args)
+        runner.logger.info(f'{ckpt_path} is published without {removed} as {path}.')
+
+    def _warn_of_accumulation(self, runner: Any, iteration: int) -> None:
+        counts = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
+        if self._warned_of_accumulation or counts <= 1 or not iteration % counts:
+            return
+        if iteration >= (runner.max_iters or 0):
+            return
+        self._warned_of_accumulation = True
+        runner.logger.warning(
+            f'This checkpoint is of iteration {iteration}, in the middle of '
+            f'accumulative_counts={counts}: gradients are not saved, so resuming from it loses '
+            f'those of {iteration % counts} iteration(s). Choose an interval that is a multiple '
+            f'of {counts}.'
+        )
+
+
+def _digest(checkpoint: dict) -> str:
+    with io.BytesIO() as file:
+        torch.save(checkpoint, file)
+        return hashlib.sha256(file.getvalue()).hexdigest()[:8]

@@ -1,0 +1,135 @@
+"""Runs whose processes are killed again and again, by a plan that a seed decides."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import torch
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+from mmdevplug import files
+from mmdevplug.checkpoint.finding import check_file
+from mmdevplug.checkpoint.reading import read_checkpoint
+
+#: Where a process may die: at the end of an iteration, or in the middle of saving.
+PLACES = ('iteration', 'half written', 'written', 'flushed', 'renamed', 'pointed')
+
+
+def make_plan(seed, kills, world_size, horizon):
+    """Decide who is killed when.
+
+    Returns:
+        list: For each attempt ``dict(ranks, place, after)``; ``after`` counts iterations, or
+        checkpoints for the places inside of saving.
+    """
+    chance = random.Random(seed)
+    plan = []
+    for number in range(kills):
+        place = 'iteration' if chance.random() < 0.5 else chance.choice(PLACES[1:])
+        everyone = chance.random() < 0.25
+        ranks = list(range(world_size)) if everyone else [chance.randrange(world_size)]
+        if place != 'iteration':
+            ranks = sorted({0, *ranks}) if everyone else [0]  # rank 0 writes
+        after = chance.randint(1, horizon if place == 'iteration' else max(1, horizon // 4))
+        plan.append(dict(number=number, ranks=ranks, place=place, after=after))
+    return plan
+
+
+def _kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@HOOKS.register_module(force=True)
+class KillByPlan(Hook):
+    """Kills its own process as the plan says for this attempt, and looks at all checkpoints first.
+
+    Args:
+        plan (str): A JSON file with the list of :func:`make_plan`.
+    """
+
+    priority = 'LOWEST'
+
+    def __init__(self, plan):
+        self.folder = Path(plan).parent
+        attempt = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
+        plans = json.loads(Path(plan).read_text())
+        self.plan = plans[attempt] if attempt < len(plans) else None
+        self.iterations = 0
+
+    def before_train(self, runner):
+        if runner.rank == 0:
+            look_at_checkpoints(runner.work_dir)
+        if self.plan is None or runner.rank not in self.plan['ranks']:
+            self.plan = None
+        elif self.plan['place'] != 'iteration' and runner.rank == 0:
+            die_while_saving(self.plan['place'], self.plan['after'], self.note)
+
+    def note(self):
+        with open(self.folder / 'kills.txt', 'a') as file:
+            file.write(json.dumps(self.plan) + '\n')
+            file.flush()
+            os.fsync(file.fileno())
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.iterations += 1
+        if self.plan is None:
+            return
+        others_follow = self.plan['place'] != 'iteration' and runner.rank != 0
+        if (self.plan['place'] == 'iteration' or others_follow) and self.iterations == self.plan[
+            'after'
+        ]:
+            if runner.rank == self.plan['ranks'][0] or others_follow:
+                self.note()
+            _kill()
+
+
+def look_at_checkpoints(work_dir):
+    """Read every checkpoint there is; one that cannot be read ends the run with an error."""
+    seen = 0
+    for path in sorted(Path(work_dir).glob('*.pth')):
+        check_file(path)
+        read_checkpoint(str(path))
+        seen += 1
+    with open(Path(work_dir) / 'looked.txt', 'a') as file:
+        file.write(f'{seen}\n')
+
+
+def die_while_saving(place, after, note):
+    """Kill this process inside the ``after``-th checkpoint that it writes from now on."""
+    count = [0]
+    save, flush, replace = torch.save, files._flush, os.replace
+    is_checkpoint = ['.pth' + files.UNFINISHED]
+
+    def ends():
+        note()
+        _kill()
+
+    def dying_save(value, path, *args, **kwargs):
+        if is_checkpoint[0] in str(path):
+            count[0] += 1
+        if count[0] < after or is_checkpoint[0] not in str(path):
+            return save(value, path, *args, **kwargs)
+        save(value, path, *args, **kwargs)
+        if place == 'half written':
+            os.truncate(path, os.path.getsize(path) // 2)
+        if place in ('half written', 'written'):
+            ends()
+        return None
+
+    def dying_flush(path):
+        flush(path)
+        if count[0] >= after and place == 'flushed' and is_checkpoint[0] in str(path):
+            ends()
+
+    def dying_replace(source, target, *args, **kwargs):
+        replace(source, target, *args, **kwargs)
+        if count[0] >= after:
+            if place == 'renamed' and str(target).endswith('.pth'):
+                ends()
+            if place == 'pointed' and str(target).endswith('last_checkpoint'):
+                ends()
+
+    torch.save, files._flush, os.replace = dying_save, dying_flush, dying_replace

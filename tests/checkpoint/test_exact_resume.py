@@ -1,0 +1,182 @@
+"""A run that is killed and resumed ends with the same bits as one that is not."""
+
+import pytest
+
+from tests.checkpoint.training import SAMPLES, train
+from tests.distributed import RanksFailed, run_ranks
+from tests.jobs import largest_difference
+
+EVERY_THIRD = dict(interval=3, by_epoch=False, save_best='auto', rule='less', max_keep_ckpts=2)
+EMA = dict(type='EMAHook', momentum=0.1)
+#: Several buckets, which PyTorch's DDP rearranges after the first backward pass.
+SEVERAL_BUCKETS = dict(
+    model=dict(type='NoisyModel', width=64),
+    model_wrapper_cfg=dict(type='DeviceDistributedDataParallel', bucket_cap_mb=0.01),
+)
+
+
+def interrupted(world_size, work_dir, die_at, options, resumed_options=None, rank=0):
+    """Train until a rank dies, then resume."""
+    dies = dict(options, custom_hooks=[EMA, dict(type='DieAt', iteration=die_at, rank=rank)])
+    with pytest.raises(RanksFailed):
+        run_ranks(_train, world_size, work_dir, dies)
+    return run_ranks(_train, world_size, work_dir, dict(resumed_options or options, resume=True))
+
+
+def _train(work_dir, options):
+    return train(work_dir, **options)
+
+
+def uninterrupted(world_size, work_dir, options):
+    return run_ranks(_train, world_size, work_dir, options)
+
+
+def assert_equal_bits(one, other):
+    assert len(one) == len(other)
+    for mine, theirs in zip(one, other):
+        assert largest_difference(mine['weights'], theirs['weights']) == 0.0
+        assert largest_difference(mine['ema'], theirs['ema']) == 0.0
+        for name in ('iter', 'lr', 'draws', 'best'):
+            assert mine[name] == theirs[name], name
+
+
+@pytest.mark.parametrize(
+    ('by_epoch', 'die_at', 'workers'),
+    # In the middle of an epoch of 13 batches, at its end, and just after a checkpoint.
+    [(True, 20, 0), (True, 26, 2), (True, 9, 0), (False, 10, 2), (False, 12, 0)],
+)
+def test_a_single_process(tmp_path, by_epoch, die_at, workers):
+    options = dict(
+        by_epoch=by_epoch, train_dataloader__num_workers=workers, checkpoint=EVERY_THIRD
+    )
+    expected = uninterrupted(0, tmp_path / 'whole', options)
+    assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', die_at, options))
+
+
+@pytest.mark.parametrize('world_size', [2, 4])
+@pytest.mark.parametrize('by_epoch', [True, False])
+def test_several_ranks(tmp_path, world_size, by_epoch):
+    options = dict(by_epoch=by_epoch, checkpoint=EVERY_THIRD, **SEVERAL_BUCKETS)
+    expected = uninterrupted(world_size, tmp_path / 'whole', options)
+    # Since the last validation each rank has running statistics of its own.
+    got = interrupted(world_size, tmp_path / 'killed', 10, options, rank=world_size - 1)
+    assert_equal_bits(expected, got)
+
+
+@pytest.mark.parametrize('async_save', [False, True])
+def test_between_epochs_with_validation_pending(tmp_path, async_save):
+    options = dict(
+        checkpoint=dict(interval=1, save_best='auto', rule='less', async_save=async_save),
+        # Its steps depend on the validation that the killed run has not come to.
+        param_scheduler=[
+            dict(type='ReduceOnPlateauLR', monitor='loss_error', rule='less', patience=0)
+        ],
+    )
+    expected = uninterrupted(0, tmp_path / 'whole', options)
+    work_dir = tmp_path / 'killed'
+    dies = dict(options, custom_hooks=[EMA, dict(type='DieBeforeVal', epoch=2)])
+    with pytest.raises(RanksFailed):
+        run_ranks(_train, 0, work_dir, dies)
+    got = run_ranks(_train, 0, work_dir, dict(options, resume=True))
+    assert_equal_bits(expected, got)
+
+
+def test_a_seed_that_nobody_chose(tmp_path):
+    """The resumed run finds a new seed at its start, and goes back to the one it had."""
+    options = dict(checkpoint=EVERY_THIRD, randomness={}, by_epoch=False)
+    first = run_ranks(_train, 2, tmp_path, options)
+    # From its 21st iteration, the last checkpoint but one.
+    (tmp_path / 'iter_24.pth').unlink()
+    again = run_ranks(_train, 2, tmp_path, dict(options, resume=True))
+    assert_equal_bits(first, again)
+
+
+def test_pytorchs_own_sampler(tmp_path):
+    """It shuffles by the generator that the model's dropout uses too."""
+    options = dict(
+        checkpoint=EVERY_THIRD, train_dataloader__sampler=dict(type='GlobalRandomSampler')
+    )
+    expected = uninterrupted(0, tmp_path / 'whole', options)
+    assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', 20, options))
+
+
+def test_gradients_that_accumulate(tmp_path):
+    options = dict(
+        checkpoint=dict(interval=4, by_epoch=False),
+        optim_wrapper__accumulative_counts=2,
+        by_epoch=False,
+    )
+    expected = uninterrupted(0, tmp_path / 'whole', options)
+    assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', 10, options))
+
+
+def test_mixed_precision(tmp_path):
+    options = dict(
+        checkpoint=EVERY_THIRD,
+        optim_wrapper__type='AmpOptimWrapper',
+        optim_wrapper__dtype='float16',
+        optim_wrapper__loss_scale=dict(init_scale=256.0, growth_interval=5),
+        by_epoch=False,
+    )
+    expected = uninterrupted(0, tmp_path / 'whole', options)
+    assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', 10, options))
+
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_an_eager_card(tmp_path, world_size):
+    options = dict(accelerator='zeta', checkpoint=EVERY_THIRD, by_epoch=False)
+    expected = uninterrupted(world_size, tmp_path / 'whole', options)
+    assert_equal_bits(expected, interrupted(world_size, tmp_path / 'killed', 10, options))
+
+
+def seen_samples(work_dir, options):
+    """The samples that this rank trains on from its start, by their index in the dataset."""
+    from mmengine.hooks import Hook
+
+    from tests.checkpoint.training import build
+
+    seen = []
+
+    class Notes(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            seen.append((batch_idx, data_batch['targets'][:, 0].tolist()))
+
+    runner = build(work_dir, **options)
+    runner.register_hook(Notes())
+    runner.train()
+    return seen
+
+
+def test_no_sample_twice_and_none_left_out(tmp_path):
+    options = dict(length=1, checkpoint=EVERY_THIRD)
+    whole = run_ranks(seen_samples, 2, tmp_path / 'whole', options)
+    with pytest.raises(RanksFailed):
+        run_ranks(
+            seen_samples,
+            2,
+            tmp_path / 'killed',
+            dict(options, custom_hooks=[dict(type='DieAt', iteration=4)]),
+        )
+    rest = run_ranks(seen_samples, 2, tmp_path / 'killed', dict(options, resume=True))
+    assert [batches[3:] for batches in whole] == rest
+    samples = [x for batches in whole for _, batch in batches for x in batch]
+    assert len(samples) == len(set(samples)) == SAMPLES // 8 * 8
+
+
+def test_other_world_sizes_go_on_after_the_same_samples(tmp_path):
+    options = dict(length=1, checkpoint=dict(interval=2, by_epoch=False))
+    whole = run_ranks(seen_samples, 2, tmp_path / 'whole', options)
+    with pytest.raises(RanksFailed):
+        run_ranks(
+            seen_samples,
+            2,
+            tmp_path / 'killed',
+            dict(options, custom_hooks=[dict(type='DieAt', iteration=3)]),
+        )
+    (rest,) = run_ranks(seen_samples, 1, tmp_path / 'killed', dict(options, resume=True))
+    # Two batches of each of two ranks are four of a single one.
+    assert rest[0][0] == 4
+    before = {x for batches in whole for _, batch in batches[:2] for x in batch}
+    after = [x for _, batch in rest for x in batch]
+    assert not before & set(after)
+    assert len(before) + len(after) == SAMPLES

@@ -1,0 +1,303 @@
+"""Writing, finding and reading checkpoints: whole or not at all."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from mmdevplug import files
+from mmdevplug.checkpoint import finding
+from mmdevplug.checkpoint.background import Background
+from mmdevplug.checkpoint.finding import (
+    check_file,
+    find_good_checkpoint,
+    mark_start,
+    read_pointer,
+    write_pointer,
+)
+from mmdevplug.checkpoint.host_copy import HostCopy
+from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.writing import UNFINISHED, remove_unfinished, write_checkpoint
+from mmdevplug.device import get_accelerator
+from mmdevplug.errors import CheckpointError, DevPlugError
+
+
+def save(path, number=0, age=0):
+    """A checkpoint, ``age`` seconds old."""
+    write_checkpoint(dict(meta=dict(iter=number), state_dict=dict(w=torch.rand(400))), str(path))
+    then = time.time() - age
+    os.utime(path, (then, then))
+    return str(path)
+
+
+# writing ----------------------------------------------------------------------------------------
+
+
+def test_what_was_there_stays_until_the_new_is_whole(tmp_path, monkeypatch):
+    path = tmp_path / 'a.pth'
+    save(path, 1)
+    order = []
+    replace, flush = os.replace, files._flush
+    monkeypatch.setattr(
+        files, '_flush', lambda file: (order.append(f'flush {file.name[:5]}'), flush(file))
+    )
+    monkeypatch.setattr(
+        os, 'replace', lambda a, b: (order.append(f'rename {a[-20:-8]}'), replace(a, b))
+    )
+    save(path, 2)
+    assert [step.split()[0] for step in order] == ['flush', 'rename', 'flush']
+    assert order[0] == 'flush a.pth'
+    assert read_checkpoint(str(path))['meta']['iter'] == 2
+    assert os.listdir(tmp_path) == ['a.pth']
+
+
+@pytest.mark.parametrize('what', [KeyboardInterrupt, OSError('disk'), RuntimeError('unexpected')])
+def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch, what):
+    path = tmp_path / 'a.pth'
+    save(path, 1)
+
+    def fail(value, file):
+        with open(file, 'wb') as opened:
+            opened.write(b'half')
+        raise what
+
+    monkeypatch.setattr(torch, 'save', fail)
+    with pytest.raises(KeyboardInterrupt if what is KeyboardInterrupt else CheckpointError):
+        save(path, 2)
+    monkeypatch.undo()
+    assert read_checkpoint(str(path))['meta']['iter'] == 1
+    assert os.listdir(tmp_path) == ['a.pth']
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MB."""
+    folder = tmp_path / 'disk'
+    folder.mkdir()
+    mounted = subprocess.run(
+        ['mount', '-t', 'tmpfs', '-o', 'size=1m', 'tmpfs', str(folder)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip(f'mounting a small file system needs root: {mounted.stderr.decode().strip()}')
+    yield folder
+    subprocess.run(['umount', '-l', str(folder)], check=True)
+
+
+def test_a_full_disk(small_disk):
+    path = small_disk / 'a.pth'
+    save(path, 1)
+    with pytest.raises(CheckpointError) as raised:
+        write_checkpoint(dict(w=torch.rand(1_000_000)), str(path))
+    assert str(path) in str(raised.value)
+    assert 'MB are free' in str(raised.value)
+    assert '--work-dir' in str(raised.value)
+    assert os.listdir(small_disk) == ['a.pth']
+    assert read_checkpoint(str(path))['meta']['iter'] == 1
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A folder that not even root can write to, with a checkpoint in it."""
+    folder = tmp_path / 'folder'
+    folder.mkdir()
+    save(folder / 'a.pth', 1)
+    bound = subprocess.run(['mount', '--bind', folder, folder], capture_output=True)
+    if bound.returncode:
+        pytest.skip(f'mounting read-only needs root: {bound.stderr.decode().strip()}')
+    subprocess.run(['mount', '-o', 'remount,ro,bind', folder], check=True)
+    yield folder
+    subprocess.run(['umount', '-l', str(folder)], check=True)
+
+
+def test_a_read_only_folder(read_only):
+    with pytest.raises(CheckpointError, match=r'Read-only file system|cannot be opened'):
+        save(read_only / 'a.pth', 2)
+    assert read_checkpoint(str(read_only / 'a.pth'))['meta']['iter'] == 1
+    with pytest.raises(CheckpointError, match='cannot make the folder'):
+        save(read_only / 'deeper' / 'a.pth', 2)
+
+
+def test_a_killed_writer_leaves_the_old_file_and_one_to_remove(tmp_path):
+    path = tmp_path / 'a.pth'
+    save(path, 1)
+    script = (
+        'import torch, sys\n'
+        'from mmdevplug import files\n'
+        'from mmdevplug.checkpoint import writing\n'
+        'def flush(path): print("written", flush=True); sys.stdin.read()\n'
+        'files._flush = flush\n'
+        f'writing.write_checkpoint(dict(meta=dict(iter=2)), {str(path)!r})'
+    )
+    process = subprocess.Popen(
+        [sys.executable, '-c', script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b'written\n'
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    names = sorted(os.listdir(tmp_path))
+    assert len(names) == 2
+    assert UNFINISHED in names[1]
+    assert read_checkpoint(str(path))['meta']['iter'] == 1
+    assert remove_unfinished(tmp_path) == 1
+    assert os.listdir(tmp_path) == ['a.pth']
+
+
+# finding ----------------------------------------------------------------------------------------
+
+
+def three(tmp_path):
+    paths = [save(tmp_path / f'iter_{n}.pth', n, age=100 - n) for n in (1, 2, 3)]
+    write_pointer(tmp_path, paths[-1])
+    return paths
+
+
+@pytest.mark.parametrize('sixteenth', range(16))
+def test_a_truncated_newest_file(tmp_path, sixteenth, monkeypatch):
+    told = []
+    monkeypatch.setattr(finding, 'print_log', lambda text, *_: told.append(text))
+    paths = three(tmp_path)
+    os.truncate(paths[2], os.path.getsize(paths[2]) * sixteenth // 16)
+    assert find_good_checkpoint(tmp_path) == paths[1]
+    assert len(told) == 1
+    assert told[0].startswith(f'Cannot resume: {paths[2]} ')
+
+
+def test_a_flipped_bit_which_pytorch_would_not_notice(tmp_path):
+    paths = three(tmp_path)
+    tensor = read_checkpoint(paths[2])['state_dict']['w'].numpy().tobytes()
+    with open(paths[2], 'r+b') as file:
+        where = file.read().index(tensor) + 801
+        file.seek(where)
+        file.write(bytes([tensor[801] ^ 4]))
+    read_checkpoint(paths[2])
+    with pytest.raises(CheckpointError, match=r'iter_3.pth is damaged: .*'):
+        check_file(paths[2])
+    assert find_good_checkpoint(tmp_path) == paths[1]
+
+
+def test_all_damaged(tmp_path):
+    for path in three(tmp_path):
+        os.truncate(path, 100)
+    with pytest.raises(CheckpointError, match=r'none of the 3 .*iter_3.*iter_2.*iter_1'):
+        find_good_checkpoint(tmp_path)
+
+
+def test_no_pointer_an_empty_one_and_one_to_nowhere(tmp_path):
+    paths = three(tmp_path)
+    pointer = tmp_path / 'last_checkpoint'
+    for text in (None, '', 'elsewhere/iter_9.pth', '\x00\x01'):
+        pointer.unlink()
+        if text is not None:
+            pointer.write_text(text)
+        assert find_good_checkpoint(tmp_path) == paths[2], text
+        write_pointer(tmp_path, paths[2])
+    assert read_pointer(tmp_path) == paths[2]
+
+
+def test_the_pointer_decides_before_the_date(tmp_path):
+    paths = three(tmp_path)
+    write_pointer(tmp_path, paths[0])
+    assert find_good_checkpoint(tmp_path) == paths[0]
+
+
+def test_a_folder_that_was_moved(tmp_path):
+    (tmp_path / 'a').mkdir()
+    three(tmp_path / 'a')
+    shutil.move(tmp_path / 'a', tmp_path / 'b')
+    assert find_good_checkpoint(tmp_path / 'b') == str(tmp_path / 'b' / 'iter_3.pth')
+
+
+def test_nothing_saved_yet(tmp_path):
+    assert find_good_checkpoint(tmp_path) is None
+    save(tmp_path / 'best_accuracy_epoch_3.pth')
+    (tmp_path / 'notes.pth').write_text('')
+    assert find_good_checkpoint(tmp_path) is None
+
+
+def test_only_what_this_run_has_saved(tmp_path):
+    paths = three(tmp_path)
+    assert find_good_checkpoint(tmp_path, only_this_run=True) is None
+    mark_start(tmp_path)
+    assert find_good_checkpoint(tmp_path, only_this_run=True) is None
+    new = save(tmp_path / 'iter_4.pth', 4, age=-5)
+    assert find_good_checkpoint(tmp_path, only_this_run=True) == new
+    assert find_good_checkpoint(tmp_path) == paths[2]
+
+
+# reading ----------------------------------------------------------------------------------------
+
+
+class Surprise:
+    def __reduce__(self):
+        return os.mkdir, (os.environ['SURPRISE'],)
+
+
+def test_a_class_that_is_not_allowed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv('SURPRISE', str(tmp_path / 'made'))
+    path = tmp_path / 'a.pth'
+    torch.save(dict(meta=Surprise()), path)
+    with pytest.raises(DevPlugError, match='mkdir'):
+        read_checkpoint(str(path))
+    assert not (tmp_path / 'made').exists()
+
+
+# copying ----------------------------------------------------------------------------------------
+
+
+def test_a_kept_copy_does_not_change_with_the_original():
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = dict(a=weight, b=[weight, weight.t()], c=(1, dict(x=[2])), d=torch.tensor(3))
+    copier = HostCopy(get_accelerator('cpu'), keep=True)
+    copied = copier(state)
+    expected = weight.clone()
+    weight += 1
+    state['c'][1]['x'].append(3)
+    assert torch.equal(copied['a'], expected)
+    assert copied['b'][0] is copied['a']
+    assert torch.equal(copied['b'][1], expected.t())
+    assert copied['c'] == (1, dict(x=[2]))
+    again = copier(state)
+    # The memory of the first copy is used again.
+    assert again['a'].data_ptr() == copied['a'].data_ptr()
+    assert torch.equal(again['a'], weight)
+
+
+def test_host_tensors_are_not_copied_when_training_waits():
+    weight = torch.rand(3)
+    state = torch.nn.Linear(2, 2).state_dict()
+    state['w'] = weight
+    copied = HostCopy(get_accelerator('cpu'))(state)
+    assert copied['w'].data_ptr() == weight.data_ptr()
+    assert copied._metadata == state._metadata
+
+
+# in the background ------------------------------------------------------------------------------
+
+
+def test_errors_of_the_background_are_raised_once():
+    background = Background()
+
+    def fail():
+        raise CheckpointError('the disk is full')
+
+    background.start(fail)
+    with pytest.raises(CheckpointError, match='full'):
+        background.join()
+    assert background.join()
+    background.start(fail)
+    with pytest.raises(CheckpointError, match='full'):
+        background.start(lambda: None)
+
+
+def test_one_after_the_other():
+    background, order = Background(), []
+    background.start(lambda: (time.sleep(0.2), order.append(1)))
+    background.start(lambda: order.append(2))
+    assert order[0] == 1
+    assert background.join()
+    assert order == [1, 2]

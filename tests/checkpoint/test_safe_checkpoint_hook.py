@@ -1,0 +1,341 @@
+"""SafeCheckpointHook in the place of MMEngine's own."""
+
+import os
+
+import pytest
+import torch
+from mmengine.hooks import CheckpointHook, Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import Runner
+
+from mmdevplug.checkpoint import writing
+from mmdevplug.checkpoint.finding import check_file
+from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.errors import CheckpointError
+from mmdevplug.hooks import SafeCheckpointHook
+from tests.checkpoint.training import build, config, train
+from tests.distributed import RanksFailed, run_ranks
+from tests.jobs import largest_difference
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.glob('*.pth'))
+
+
+OPTIONS = [
+    dict(interval=1),
+    dict(interval=2, max_keep_ckpts=1),
+    dict(interval=1, max_keep_ckpts=2, save_best='auto', rule='less'),
+    dict(interval=1, max_keep_ckpts=1, save_best=['loss_error'], rule='less', save_last=False),
+    dict(interval=5, by_epoch=False, max_keep_ckpts=3),
+    dict(interval=1, save_begin=3, save_optimizer=False),
+    dict(interval=2, filename_tmpl='state_{}.pth', save_param_scheduler=False),
+    dict(interval=1, max_keep_ckpts=1, published_keys=['meta', 'state_dict']),
+]
+
+
+def both(work_dir, options):
+    """The files and what the message hub knows, with MMEngine's hook and with ours."""
+    os.environ['TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'] = '1'  # MMEngine's way to publish needs it
+    found = []
+    for kind in ('CheckpointHook', 'SafeCheckpointHook'):
+        folder = work_dir / kind
+        cfg = dict(
+            default_hooks__checkpoint=dict(options, type=kind),
+            accelerator__safe_checkpoints=False,
+        )
+        runner = build(folder, **cfg)
+        assert any(type(hook).__name__ == kind for hook in runner.hooks)
+        runner.train()
+        info = {
+            name: value
+            for name, value in runner.message_hub.runtime_info.items()
+            if 'ckpt' in name or 'best' in name
+        }
+        last = (folder / 'last_checkpoint').read_text()
+        told = without_folder(dict(info, pointer=last), str(folder))
+        found.append((sorted(name.split('-')[0] for name in names_in(folder)), told))
+    return found
+
+
+def without_folder(info, folder):
+    return {name: str(value).replace(folder, '') for name, value in info.items()}
+
+
+@pytest.mark.parametrize('options', OPTIONS, ids=str)
+def test_the_same_files_as_mmengines(tmp_path, options):
+    ((stock, ours),) = run_ranks(both, 0, tmp_path, options)
+    assert ours == stock
+
+
+def replaced(work_dir):
+    kinds = []
+    for accelerator in (dict(type='cpu'), dict(type='cpu', safe_checkpoints=False)):
+        cfg = config(work_dir)
+        cfg['default_hooks']['checkpoint'] = dict(type='CheckpointHook', interval=1)
+        cfg['accelerator'] = accelerator
+        runner = _build(cfg)
+        kinds += [type(h).__name__ for h in runner.hooks if isinstance(h, CheckpointHook)]
+    cfg['default_hooks'].pop('checkpoint')
+    cfg['accelerator'] = dict(type='cpu')
+    runner = _build(cfg)
+    kinds += [type(h).__name__ for h in runner.hooks if isinstance(h, CheckpointHook)]
+    return kinds
+
+
+def _build(cfg):
+    from mmengine.config import Config
+
+    from mmdevplug.runner import DeviceRunner
+
+    return DeviceRunner.from_cfg(Config(cfg))
+
+
+def test_mmengines_hook_is_replaced_unless_told_otherwise(tmp_path):
+    assert run_ranks(replaced, 0, tmp_path) == [
+        ['SafeCheckpointHook', 'CheckpointHook', 'SafeCheckpointHook']
+    ]
+
+
+# failures ---------------------------------------------------------------------------------------
+
+
+@HOOKS.register_module(force=True)
+class FullDisk(Hook):
+    """From one checkpoint on, and for some of them, no write succeeds."""
+
+    def __init__(self, first, last=1 << 30):
+        self.first, self.last = first, last
+
+    def before_train(self, runner):
+        count = [0]
+        save = torch.save
+
+        def failing(value, path, *args, **kwargs):
+            if writing.UNFINISHED in str(path):
+                count[0] += 1
+                if self.first <= count[0] <= self.last:
+                    with open(path, 'wb') as file:
+                        file.write(b'half')
+                    raise OSError(28, 'No space left on device')
+            return save(value, path, *args, **kwargs)
+
+        torch.save = failing
+
+
+def train_on_full_disk(work_dir, checkpoint, disk, **options):
+    result = train(
+        work_dir,
+        by_epoch=False,
+        checkpoint=dict(checkpoint, interval=6, by_epoch=False),
+        custom_hooks=[dict(type='FullDisk', **disk)],
+        **options,
+    )
+    return result['iter']
+
+
+@pytest.mark.parametrize('async_save', [False, True])
+def test_no_room_ends_all_ranks_and_keeps_what_there_was(tmp_path, async_save):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(
+            train_on_full_disk,
+            3,
+            tmp_path,
+            dict(async_save=async_save, max_keep_ckpts=2),
+            dict(first=3),
+        )
+    errors = raised.value.errors
+    assert sorted(errors) == [0, 1, 2]
+    assert errors[0][0] == 'CheckpointError'
+    assert 'No space left on device' in errors[0][1]
+    assert 'iter_18.pth' in errors[0][1]
+    for rank in (1, 2):
+        assert errors[rank][0] == 'RankFailedError'
+        assert 'rank 0 of 3' in errors[rank][1]
+        assert 'No space left on device' in errors[rank][1]
+    assert names_in(tmp_path) == ['iter_12.pth', 'iter_6.pth']
+    assert (tmp_path / 'last_checkpoint').read_text().endswith('iter_12.pth')
+    for name in names_in(tmp_path):
+        check_file(tmp_path / name)
+    assert not list(tmp_path.glob(f'*{writing.UNFINISHED}*'))
+
+
+@pytest.mark.parametrize('async_save', [False, True])
+def test_training_may_go_on_without_room(tmp_path, async_save):
+    checkpoint = dict(on_error='continue', max_keep_ckpts=2, async_save=async_save)
+    result = run_ranks(train_on_full_disk, 2, tmp_path, checkpoint, dict(first=2, last=3))
+    assert result == [24, 24]
+    # The second and third failed; the first was kept until the fourth was there.
+    assert names_in(tmp_path) == ['iter_24.pth', 'iter_6.pth']
+    hub = read_checkpoint(str(tmp_path / 'iter_24.pth'))['message_hub']['runtime_info']
+    assert hub['last_ckpt'].endswith('iter_24.pth')
+
+
+@pytest.mark.parametrize('async_save', [False, True])
+def test_the_last_of_all_has_to_be_written(tmp_path, async_save):
+    with pytest.raises(RanksFailed, match='No space left'):
+        run_ranks(
+            train_on_full_disk,
+            1,
+            tmp_path,
+            dict(on_error='continue', async_save=async_save),
+            dict(first=4),
+        )
+    assert names_in(tmp_path) == ['iter_12.pth', 'iter_18.pth', 'iter_6.pth']
+
+
+@pytest.mark.parametrize(
+    'options', [dict(on_error='never mind'), dict(timeout=0), dict(timeout=-1.5)], ids=str
+)
+def test_bad_options_name_themselves(options):
+    with pytest.raises(CheckpointError, match=f'SafeCheckpointHook.{next(iter(options))}='):
+        SafeCheckpointHook(**options)
+
+
+def resume_from(work_dir, path):
+    return train(work_dir, resume=True, load_from=path)['iter']
+
+
+def test_a_named_checkpoint_that_is_damaged_is_refused(tmp_path):
+    run_ranks(train, 0, tmp_path / 'first', timeout=100)
+    path = tmp_path / 'first' / 'epoch_4.pth'
+    os.truncate(path, os.path.getsize(path) // 2)
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(resume_from, 2, tmp_path / 'second', str(path))
+    assert raised.value.errors[0][0] == 'CheckpointError'
+    assert str(path) in raised.value.errors[0][1]
+    assert 'rank 0 of 2' in raised.value.errors[1][1]
+
+
+def test_a_newest_file_that_is_damaged_costs_one_interval(tmp_path):
+    whole = run_ranks(train, 2, tmp_path)
+    path = tmp_path / 'epoch_4.pth'
+    os.truncate(path, os.path.getsize(path) // 3)
+    again = run_ranks(train_resumed, 2, tmp_path)
+    assert largest_difference(whole[0]['weights'], again[0]['weights']) == 0.0
+    logs = ''.join(log.read_text() for log in tmp_path.glob('*/*.log'))
+    assert f'Cannot resume: {path}' in logs
+
+
+def train_resumed(work_dir):
+    return train(work_dir, resume=True)
+
+
+# other runners and files ------------------------------------------------------------------------
+
+
+def stock(work_dir, resume):
+    os.environ['TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'] = '1'  # MMEngine's own files need it as well
+    from mmengine.config import Config
+
+    cfg = config(work_dir)
+    for key in ('runner_type', 'accelerator'):
+        cfg.pop(key)
+    cfg['default_hooks']['checkpoint'] = dict(type='CheckpointHook', interval=1)
+    cfg['resume'] = resume
+    cfg['env_cfg'] = dict(dist_cfg=dict(backend='gloo'))
+    runner = Runner.from_cfg(Config(cfg))
+    start = []
+
+    class Notes(Hook):
+        def before_train_epoch(self, runner):
+            start.append(runner.epoch)
+
+    runner.register_hook(Notes())
+    runner.train()
+    return start, {n: v.numpy() for n, v in runner.model.state_dict().items()}
+
+
+def test_stock_mmengine_resumes_from_ours_and_we_from_its(tmp_path):
+    ((_, expected),) = run_ranks(stock, 0, tmp_path / 'stock', False)
+    ours = run_ranks(train, 0, tmp_path / 'ours')[0]
+    # One run of each starts with the same random numbers and sees the same batches.
+    assert largest_difference(ours['weights'], expected) == 0.0
+    for folder, resume in (('ours', stock), ('stock', None)):
+        (tmp_path / folder / 'epoch_4.pth').unlink()
+        (tmp_path / folder / 'last_checkpoint').write_text(str(tmp_path / folder / 'epoch_3.pth'))
+        if resume is stock:
+            ((start, _),) = run_ranks(stock, 0, tmp_path / folder, True)
+            assert start == [3]
+        else:
+            (found,) = run_ranks(train_resumed, 0, tmp_path / folder)
+            assert found['iter'] == 52
+
+
+def flexible(work_dir, die):
+    from mmengine.config import Config
+    from mmengine.runner import FlexibleRunner
+
+    cfg = config(work_dir)
+    for key in ('runner_type', 'accelerator', 'launcher'):
+        cfg.pop(key)
+    cfg['strategy'] = dict(type='DeviceStrategy', accelerator='cpu')
+    cfg['default_hooks']['checkpoint'] = dict(type='SafeCheckpointHook', interval=1)
+    cfg['custom_hooks'] = [dict(type='DieAt', iteration=30)] if die else []
+    cfg['resume'] = not die
+    runner = FlexibleRunner.from_cfg(Config(cfg))
+    runner.train()
+    return runner.train_loop.iter
+
+
+def test_flexible_runner(tmp_path):
+    with pytest.raises(RanksFailed):
+        run_ranks(flexible, 0, tmp_path, True)
+    assert names_in(tmp_path) == ['epoch_1.pth', 'epoch_2.pth']
+    assert 'mmdevplug' in read_checkpoint(str(tmp_path / 'epoch_2.pth'))
+    assert run_ranks(flexible, 0, tmp_path, False) == [52]
+    assert not list(tmp_path.glob(f'*{writing.UNFINISHED}*'))
+
+
+class Box:
+    def __init__(self):
+        self.size = 3
+
+
+def read_with_box(path, trusted):
+    from mmdevplug.checkpoint.reading import trust_classes
+
+    trust_classes(trusted)
+    return type(read_checkpoint(path)['box']).__name__
+
+
+def test_a_class_that_the_user_trusts(tmp_path):
+    path = str(tmp_path / 'a.pth')
+    torch.save(dict(box=Box()), path)
+    name = f'{Box.__module__}.Box'
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(read_with_box, 0, path, [])
+    assert f"checkpoint_classes=['{name}']" in raised.value.errors[0][1]
+    assert run_ranks(read_with_box, 0, path, [name]) == ['Box']
+    for wrong in ('os.mkdir', 'nowhere.Box', 'nowhere', 3):
+        with pytest.raises(RanksFailed, match='checkpoint_classes='):
+            run_ranks(read_with_box, 0, path, [wrong])
+
+
+def test_nothing_is_left_of_killed_writers(tmp_path):
+    for name in ('epoch_1.pth', 'last_checkpoint'):
+        (tmp_path / f'{name}{writing.UNFINISHED}123').write_text('half')
+    run_ranks(train, 2, tmp_path)
+    assert not list(tmp_path.glob(f'*{writing.UNFINISHED}*'))
+
+
+def test_out_dir_that_cannot_be_made(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(train_into, 2, tmp_path / 'work', str(tmp_path / 'file' / 'deeper'))
+    assert 'cannot make the folder' in raised.value.errors[0][1]
+    assert 'rank 0 of 2' in raised.value.errors[1][1]
+
+
+def train_into(work_dir, out_dir):
+    return train(work_dir, checkpoint=dict(interval=1, out_dir=out_dir))
+
+
+def test_another_folder(tmp_path):
+    run_ranks(train_into, 0, tmp_path / 'work', str(tmp_path / 'files'))
+    assert names_in(tmp_path / 'files' / 'work') == [f'epoch_{n}.pth' for n in (1, 2, 3, 4)]
+    assert run_ranks(train_again_into, 0, tmp_path / 'work', str(tmp_path / 'files')) == [52]
+
+
+def train_again_into(work_dir, out_dir):
+    return train(work_dir, checkpoint=dict(interval=1, out_dir=out_dir), resume=True)['iter']

@@ -1,0 +1,163 @@
+"""Jobs that are killed again and again come to the same end, through torchrun's restarts.
+
+SIGKILL hits one rank or all, at the end of random iterations and at every step of saving a
+checkpoint. ``MMDEVPLUG_KILLS`` says how often, 18 times by default; `make test-kills` does it 54
+times.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+
+from mmdevplug.checkpoint.finding import check_file
+from mmdevplug.checkpoint.reading import read_checkpoint
+from tests.checkpoint.killing import PLACES, make_plan
+from tests.checkpoint.training import config
+
+ROOT = Path(__file__).resolve().parents[2]
+SEED = int(os.environ.get('MMDEVPLUG_SEED', '0'))
+SCALE = float(os.environ.get('MMDEVPLUG_KILLS', '18')) / 54
+
+
+def run_job(folder, world_size, kills, accelerator='cpu', length=48, **options):
+    """Train under torchrun's agent.
+
+    Returns:
+        tuple: The last checkpoint, the kills that happened, and what was printed.
+    """
+    folder.mkdir()
+    plan = make_plan(SEED + world_size, kills, world_size, horizon=10)
+    (folder / 'plan.json').write_text(json.dumps(plan))
+    cfg = config(folder / 'work', accelerator, by_epoch=False, length=length, **options)
+    cfg['custom_imports'] = dict(
+        imports=['tests.checkpoint.training', 'tests.checkpoint.killing'],
+        allow_failed_imports=False,
+    )
+    cfg['custom_hooks'].append(dict(type='KillByPlan', plan=str(folder / 'plan.json')))
+    cfg['val_cfg'] = cfg['val_dataloader'] = cfg['val_evaluator'] = None
+    cfg['train_cfg'].pop('val_interval')
+    Config(cfg).dump(str(folder / 'config.py'))
+    environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
+    command = [sys.executable, '-m', 'tests.checkpoint.elastic', str(folder / 'config.py')]
+    command += [str(world_size), str(kills)]
+    done = subprocess.run(
+        command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=1200
+    )
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0, printed[-6000:]
+    noted = folder / 'kills.txt'
+    lines = noted.read_text().splitlines() if kills else []
+    # When all ranks are killed, more than one may have noted it.
+    happened = list({kill['number']: kill for kill in map(json.loads, lines)}.values())
+    last = (folder / 'work' / 'last_checkpoint').read_text()
+    assert last.endswith(f'iter_{length}.pth')
+    for path in (folder / 'work').glob('*.pth'):
+        check_file(path)
+    return read_checkpoint(last), happened, printed
+
+
+def assert_equal_bits(one, other):
+    """Weights, averaged weights and the optimizer's state."""
+    for key in ('state_dict', 'ema_state_dict'):
+        assert one[key].keys() == other[key].keys()
+        for name, value in one[key].items():
+            assert torch.equal(value, other[key][name]), (key, name)
+    for index, state in one['optimizer']['state'].items():
+        for name, value in state.items():
+            assert torch.equal(value, other['optimizer']['state'][index][name]), (index, name)
+
+
+def report(world_size, accelerator, happened, folder, capsys):
+    looked = (folder / 'work' / 'looked.txt').read_text().split()
+    places = {
+        place: sum(kill['place'] == place for kill in happened)
+        for place in PLACES
+        if any(kill['place'] == place for kill in happened)
+    }
+    everyone = sum(len(kill['ranks']) == world_size for kill in happened)
+    with capsys.disabled():
+        print(
+            f'\n{len(happened)} kills of {world_size} {accelerator} rank(s), {everyone} of them '
+            f'of all ranks: {places}; {sum(map(int, looked))} checkpoints read after kills, all '
+            f'whole.'
+        )
+
+
+CHECKPOINT = dict(interval=3, by_epoch=False, max_keep_ckpts=3)
+
+#: World size, kills, whether the background writes.
+JOBS = [(2, 30, False), (2, 8, True), (4, 16, False)]
+
+
+@pytest.fixture(scope='module')
+def jobs(tmp_path_factory):
+    """For each of JOBS: a run that nothing happens to, one that is killed, and its folder."""
+    folder = tmp_path_factory.mktemp('jobs')
+
+    def run(number, kills_wanted):
+        world_size, kills, async_save = JOBS[number]
+        kills = round(kills * SCALE)
+        return run_job(
+            folder / f'{number}-{kills_wanted}',
+            world_size,
+            kills if kills_wanted else 0,
+            length=6 * kills + 12,
+            checkpoint=dict(CHECKPOINT, async_save=async_save),
+            model=dict(type='NoisyModel', width=32),
+            model_wrapper_cfg=dict(type='DeviceDistributedDataParallel', bucket_cap_mb=0.002),
+        )
+
+    # Two at a time: a job that starts again mostly waits.
+    with ThreadPoolExecutor(2) as pool:
+        started = {
+            (number, kills): pool.submit(run, number, kills)
+            for kills in (True, False)
+            for number in range(len(JOBS))
+        }
+    return folder, {key: job.result() for key, job in started.items()}
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize('number', range(len(JOBS)), ids=[str(job) for job in JOBS])
+def test_killed_again_and_again(jobs, capsys, number):
+    folder, results = jobs
+    world_size, kills, _ = JOBS[number]
+    expected, _, _ = results[number, False]
+    got, happened, _ = results[number, True]
+    assert_equal_bits(got, expected)
+    report(world_size, 'cpu', happened, folder / f'{number}-True', capsys)
+    # A rank may end with its killed neighbour before its own turn comes.
+    assert len(happened) >= round(kills * SCALE) * 0.9
+
+
+def test_a_restart_before_the_first_checkpoint_keeps_what_was_loaded(tmp_path, monkeypatch):
+    options = dict(length=6, checkpoint=CHECKPOINT)
+    run_job(tmp_path / 'pretrained', 2, 0, **options)
+    options['load_from'] = str(tmp_path / 'pretrained' / 'work' / 'iter_6.pth')
+    options['resume'] = False
+    expected, _, _ = run_job(tmp_path / 'whole', 2, 0, **options)
+    kill = dict(number=0, ranks=[1], place='iteration', after=2)
+    monkeypatch.setattr(sys.modules[__name__], 'make_plan', lambda *_, **__: [kill])
+    got, happened, printed = run_job(tmp_path / 'killed', 2, 1, **options)
+    assert happened == [kill]
+    assert_equal_bits(got, expected)
+
+
+@pytest.mark.xla
+@pytest.mark.timeout(1500)
+def test_killed_again_and_again_on_lazy_devices(tmp_path, capsys):
+    kills = 4
+    options = dict(checkpoint=CHECKPOINT, length=24)
+    expected, _, _ = run_job(tmp_path / 'whole', 2, 0, 'xla', **options)
+    got, happened, _ = run_job(tmp_path / 'killed', 2, kills, 'xla', **options)
+    report(2, 'xla', happened, tmp_path / 'killed', capsys)
+    assert len(happened) >= kills * 0.6
+    for name, value in got['state_dict'].items():
+        assert (value.double() - expected['state_dict'][name].double()).abs().max() < 1e-5, name

@@ -1,0 +1,193 @@
+"""Runs that are interrupted and resumed, and what they end with."""
+
+import os
+import random
+
+import numpy as np
+import torch
+from mmengine.dataset import BaseDataset
+from mmengine.evaluator import BaseMetric
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.registry import DATA_SAMPLERS, DATASETS, HOOKS, METRICS, MODELS, RUNNERS
+from torch import nn
+from torch.utils.data import RandomSampler
+
+from tests.jobs import install_card, weights_of
+
+SAMPLES = 52
+
+
+@DATASETS.register_module(force=True)
+class NoisyDataset(BaseDataset):
+    """Samples to which noise of all three generators is added when they are loaded."""
+
+    def load_data_list(self):
+        generator = torch.Generator().manual_seed(3)
+        inputs = torch.randn(SAMPLES, 8, generator=generator)
+        targets = inputs[:, :2].sin() * 2
+        return [dict(inputs=x.numpy(), targets=y.numpy()) for x, y in zip(inputs, targets)]
+
+    def prepare_data(self, idx):
+        data = self.get_data_info(idx)
+        noise = np.random.rand() + random.random() + torch.rand(1).item()
+        return dict(inputs=data['inputs'] * np.float32(1 + 0.1 * noise), targets=data['targets'])
+
+
+@MODELS.register_module(force=True)
+class NoisyModel(BaseModel):
+    """A small network with dropout and batch normalization; some layers, for several buckets."""
+
+    def __init__(self, width=16, dropout=0.2, norm=True, **kwargs):
+        super().__init__(**kwargs)
+        self.net = nn.Sequential(
+            nn.Linear(8, width),
+            *([nn.BatchNorm1d(width)] if norm else []),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(width, width),
+            nn.Tanh(),
+            nn.Linear(width, 2),
+        )
+
+    def forward(self, inputs, targets=None, mode='tensor'):
+        outputs = self.net(inputs)
+        if mode == 'loss':
+            return dict(loss=nn.functional.mse_loss(outputs, targets))
+        if mode == 'predict':
+            errors = (outputs - targets).abs().mean(dim=1)
+            return [dict(error=error) for error in errors.unbind()]
+        return outputs
+
+
+@METRICS.register_module(force=True)
+class MeanError(BaseMetric):
+    """The mean absolute error."""
+
+    def process(self, data_batch, data_samples):
+        self.results += [float(sample['error']) for sample in data_samples]
+
+    def compute_metrics(self, results):
+        return dict(loss_error=sum(results) / len(results))
+
+
+@HOOKS.register_module(force=True)
+class DieAt(Hook):
+    """Ends the process without a word at the end of an iteration, or once it has begun to save."""
+
+    priority = 'LOWEST'
+
+    def __init__(self, iteration, rank=0):
+        self.iteration, self.rank = iteration, rank
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 == self.iteration and runner.rank == self.rank:
+            os._exit(9)
+
+
+@HOOKS.register_module(force=True)
+class DieBeforeVal(Hook):
+    """Ends the process between an epoch and its validation."""
+
+    def __init__(self, epoch):
+        self.epoch = epoch
+
+    def before_val(self, runner):
+        if runner.epoch == self.epoch:
+            os._exit(9)
+
+
+@DATA_SAMPLERS.register_module(force=True)
+class GlobalRandomSampler(RandomSampler):
+    """PyTorch's, as MMEngine builds samplers."""
+
+    def __init__(self, dataset, seed=None, shuffle=True):
+        super().__init__(dataset)
+
+
+def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=None, **changes):
+    """A config; ``length`` is in epochs or in iterations."""
+    loader = dict(
+        batch_size=4,
+        num_workers=0,
+        drop_last=True,
+        collate_fn=dict(type='default_collate'),
+        sampler=dict(type='DefaultSampler' if by_epoch else 'InfiniteSampler', shuffle=True),
+        dataset=dict(type='NoisyDataset'),
+    )
+    train_cfg = dict(by_epoch=True, max_epochs=length or 4, val_interval=1)
+    if not by_epoch:
+        train_cfg = dict(by_epoch=False, max_iters=length or 24, val_interval=6)
+    cfg = dict(
+        runner_type='DeviceRunner',
+        accelerator=dict(type=accelerator),
+        work_dir=str(work_dir),
+        launcher='pytorch' if 'RANK' in os.environ else 'none',
+        default_scope='mmengine',
+        model=dict(type='NoisyModel'),
+        train_dataloader=loader,
+        val_dataloader=dict(
+            loader, drop_last=False, sampler=dict(type='DefaultSampler', shuffle=False)
+        ),
+        val_evaluator=dict(type='MeanError'),
+        train_cfg=train_cfg,
+        val_cfg=dict(),
+        optim_wrapper=dict(
+            type='OptimWrapper',
+            optimizer=dict(type='AdamW', lr=0.02),
+            clip_grad=dict(max_norm=1.0),
+        ),
+        param_scheduler=[
+            dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=8),
+            dict(
+                type='CosineAnnealingLR',
+                by_epoch=by_epoch,
+                T_max=length or (4 if by_epoch else 24),
+            ),
+        ],
+        default_hooks=dict(
+            logger=dict(type='LoggerHook', interval=5),
+            checkpoint=dict(type='SafeCheckpointHook', **(checkpoint or dict(interval=1))),
+        ),
+        custom_hooks=[dict(type='EMAHook', momentum=0.1)],
+        randomness=dict(seed=5, diff_rank_seed=True),
+        env_cfg=dict(dist_cfg=dict(timeout=60)),
+        log_level='WARNING',
+    )
+    for key, value in changes.items():
+        target = cfg
+        *path, last = key.split('__')
+        for part in path:
+            target = target[part]
+        target[last] = value
+    return cfg
+
+
+def build(work_dir, accelerator='cpu', **options):
+    """A runner."""
+    from mmengine.config import Config
+
+    install_card(accelerator)
+    return RUNNERS.build(Config(config(work_dir, accelerator, **options)))
+
+
+def train(work_dir, accelerator='cpu', **options):
+    """Train.
+
+    Returns:
+        dict: ``weights`` and ``ema`` (name to array), ``iter``, ``lr``, ``draws`` of the
+        generators after training.
+    """
+    runner = build(work_dir, accelerator, **options)
+    runner.train()
+    model = getattr(runner.model, 'module', runner.model)
+    ema = [hook.ema_model for hook in runner.hooks if hasattr(hook, 'ema_model')]
+    best = runner.message_hub.runtime_info.get('best_score')
+    return dict(
+        weights=weights_of(model),
+        ema=weights_of(ema[0]) if ema else {},
+        iter=runner.iter,
+        lr=runner.optim_wrapper.get_lr()['lr'],
+        draws=[random.random(), float(np.random.rand()), torch.rand(1).item()],
+        best=None if best is None else float(best),
+    )

@@ -1,0 +1,159 @@
+"""Trainings that leak, and some that only look like it."""
+
+import os
+import re
+from pathlib import Path
+
+import torch
+from mmengine.dataset import BaseDataset
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, HOOKS, MODELS, RUNNERS
+from torch import nn
+
+from tests.jobs import install_card
+
+#: Little enough that a leak is found soon: a sample every 5 iterations, told from 100 on.
+SOON = dict(sample_interval=5, warmup=20, growth_mb=4)
+ITERATIONS = 140
+
+
+@DATASETS.register_module(force=True)
+class Ones(BaseDataset):
+    """As many equal samples as one asks for."""
+
+    def load_data_list(self):
+        return [dict(inputs=torch.ones(8)) for _ in range(64)]
+
+    def prepare_data(self, idx):
+        return dict(inputs=self.get_data_info(idx)['inputs'])
+
+
+@MODELS.register_module(force=True)
+class Small(BaseModel):
+    """A layer; the loss is huge or not finite when the hook ``Spoil`` says so.
+
+    Args:
+        hidden (int): A width, for the memory that a batch takes.
+    """
+
+    def __init__(self, hidden=16):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        self.factor = 1.0
+
+    def forward(self, inputs, mode='tensor'):
+        outputs = self.net(inputs)
+        if mode == 'loss':
+            return dict(loss=(outputs**2).mean(), loss_aux=outputs.detach().mean() * self.factor)
+        return outputs
+
+
+@HOOKS.register_module(force=True)
+class KeepLosses(Hook):
+    """Keeps each loss with the graph that computed it, as a list of losses for a plot does."""
+
+    def __init__(self):
+        self.losses = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        model = getattr(runner.model, 'module', runner.model)
+        batch = torch.ones(256, 8, device=next(model.parameters()).device)
+        self.losses.append(model.net(batch).mean())
+
+
+@HOOKS.register_module(force=True)
+class KeepTensors(Hook):
+    """Puts tensors into a list of the class: for ever, or a number of them.
+
+    Args:
+        most (int, optional): Where the list ends growing. Defaults to None: nowhere.
+    """
+
+    def __init__(self, most=None):
+        self.most = most
+        self.kept = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if self.most is None or len(self.kept) < self.most:
+            device = next(runner.model.parameters()).device
+            self.kept.append(torch.zeros(300, 300, device=device) + 1)
+
+
+@HOOKS.register_module(force=True)
+class CacheThatSettles(Hook):
+    """Asks a cache for keys of which fewer and fewer are new."""
+
+    def __init__(self):
+        self.cache = {}
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        key = int(100 * (1 - 0.97**runner.iter))
+        self.cache.setdefault(key, torch.ones(600, 600))
+
+
+def config(work_dir, accelerator='cpu', hooks=(), iterations=ITERATIONS, **options):
+    """A config; ``options`` are of ``accelerator``, those of the model are in ``model``."""
+    model = options.pop('model', {})
+    batch_size = options.pop('batch_size', 2)
+    checkpoint_interval = options.pop('checkpoint_interval', 10**6)
+    loader = dict(
+        batch_size=batch_size,
+        num_workers=0,
+        collate_fn=dict(type='default_collate'),
+        sampler=dict(type='InfiniteSampler', shuffle=True),
+        dataset=dict(type='Ones'),
+    )
+    return dict(
+        runner_type='DeviceRunner',
+        accelerator=dict(dict(type=accelerator), **options),
+        work_dir=str(work_dir),
+        launcher='pytorch' if 'RANK' in os.environ else 'none',
+        default_scope='mmengine',
+        model=dict(dict(type='Small'), **model),
+        train_dataloader=loader,
+        train_cfg=dict(by_epoch=False, max_iters=iterations, val_interval=10**6),
+        optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='Adam', lr=1e-3)),
+        default_hooks=dict(
+            logger=dict(type='LoggerHook', interval=10),
+            checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=checkpoint_interval),
+        ),
+        log_processor=dict(by_epoch=False),
+        custom_hooks=[dict(hook) for hook in hooks],
+        randomness=dict(seed=1),
+        env_cfg=dict(dist_cfg=dict(timeout=60)),
+    )
+
+
+def build(*args, **kwargs):
+    """A runner."""
+    from mmengine.config import Config
+
+    cfg = config(*args, **kwargs)
+    install_card(cfg['accelerator']['type'])
+    return RUNNERS.build(Config(cfg))
+
+
+def log_of(work_dir):
+    """The text log of the only run in a folder."""
+    (path,) = Path(work_dir).glob('*/*.log')
+    return path.read_text()
+
+
+def train_and_read_log(work_dir, *args, **kwargs):
+    """Train, and return the log."""
+    build(work_dir, *args, **kwargs).train()
+    return log_of(work_dir)
+
+
+def warnings_of(log):
+    """What was said of growing memory."""
+    return re.findall(r'Memory of rank \d+ keeps growing: .*', log)
+
+
+def train_all(work_dir, accelerator, cases):
+    """Train once for each case, in this process; return logs."""
+    return {
+        name: train_and_read_log(Path(work_dir) / name, accelerator, **options)
+        for name, options in cases.items()
+    }

@@ -1,0 +1,181 @@
+"""A signal to any rank: all ranks finish the same iteration, save and end."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import _context, free_port, launch_variables
+from tests.jobs import digits_config
+
+
+def train(environ, accelerator, work_dir, output, options):
+    """A rank, with the exit status that training gives it."""
+    os.environ.update(environ)
+    output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    from mmengine.registry import RUNNERS
+
+    import tests.dist.accidents  # noqa: F401  registers a hook
+
+    batch = 96 // int(environ.get('WORLD_SIZE', 1))
+    cfg = digits_config(
+        accelerator, work_dir, train_dataloader__batch_size=batch, train_cfg__val_interval=100
+    )
+    cfg.merge_from_dict({key.replace('__', '.'): value for key, value in options.items()})
+    RUNNERS.build(cfg).train()
+
+
+class Job:
+    """The ranks of a training, each a process of its own."""
+
+    def __init__(self, folder, world_size, accelerator='cpu', **options):
+        self.folder, self.notes = folder, folder / 'notes'
+        self.notes.mkdir()
+        port, self.ranks = free_port(), []
+        accident = dict(type='Accident', note=str(self.notes), pause=0.05)
+        options.setdefault('custom_hooks', [accident])
+        for rank in range(max(world_size, 1)):
+            environ = launch_variables(rank, world_size, port) if world_size else {}
+            args = (environ, accelerator, str(folder), str(folder / f'out{rank}'), options)
+            process = _context.Process(target=train, args=args)
+            process.start()
+            self.ranks.append(process)
+
+    def wait_for_iteration(self, iteration, rank=0):
+        deadline = time.monotonic() + 180
+        while self.done(rank) < iteration:
+            assert self.ranks[rank].is_alive(), self.output(rank)
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def done(self, rank):
+        note = self.notes / str(rank)
+        words = note.read_text().split() if note.exists() else []
+        return int(words[1]) if len(words) == 2 else 0
+
+    def signal(self, rank, number):
+        os.kill(self.ranks[rank].pid, number)
+
+    def output(self, rank):
+        return (self.folder / f'out{rank}').read_text()
+
+    def end(self):
+        try:
+            for process in self.ranks:
+                process.join(120)
+            assert not any(process.is_alive() for process in self.ranks)
+        finally:
+            for process in self.ranks:
+                process.kill()
+        return [process.exitcode for process in self.ranks]
+
+    def checkpoint(self):
+        return Path((self.folder / 'last_checkpoint').read_text())
+
+
+def check_saved(job, stopped):
+    assert str(stopped) in job.checkpoint().name
+    saved = torch.load(job.checkpoint(), weights_only=False)
+    assert saved['meta']['iter'] == stopped
+    lines = [line for line in job.output(0).splitlines() if 'Stopped after iteration' in line]
+    assert len(lines) == 1
+    assert f'Stopped after iteration {stopped} ' in lines[0]
+    assert '--resume' in lines[0]
+
+
+@pytest.mark.parametrize(('signalled', 'number'), [(1, signal.SIGTERM), (0, signal.SIGUSR1)])
+def test_all_ranks_stop_after_the_same_iteration(tmp_path, signalled, number):
+    job = Job(tmp_path, 3)
+    job.wait_for_iteration(3)
+    job.signal(signalled, number)
+    assert job.end() == [0, 0, 0]
+    (stopped,) = {job.done(rank) for rank in range(3)}
+    assert 3 < stopped < 16 * 14
+    check_saved(job, stopped)
+    assert number.name in job.output(0)
+    assert f'rank {signalled} of 3' in job.output(0)
+
+
+def test_accumulated_gradients_keep_ranks_together(tmp_path):
+    job = Job(tmp_path, 2, optim_wrapper__accumulative_counts=4)
+    job.wait_for_iteration(3)
+    job.signal(1, signal.SIGTERM)
+    assert job.end() == [0, 0]
+    (stopped,) = {job.done(rank) for rank in range(2)}
+    check_saved(job, stopped)
+
+
+def test_a_single_process_stops_at_once(tmp_path):
+    job = Job(tmp_path, 0)
+    job.wait_for_iteration(3)
+    job.signal(0, signal.SIGTERM)
+    assert job.end() == [0]
+    check_saved(job, job.done(0))
+
+
+def test_mmengines_checkpoint_hook_saves_too(tmp_path):
+    job = Job(tmp_path, 0, accelerator__safe_checkpoints=False)
+    job.wait_for_iteration(3)
+    job.signal(0, signal.SIGTERM)
+    assert job.end() == [0]
+    assert job.checkpoint().name == f'iter_{job.done(0)}.pth'
+    check_saved(job, job.done(0))
+
+
+def test_training_that_resumes_goes_on_from_there(tmp_path):
+    job = Job(tmp_path, 0)
+    job.wait_for_iteration(3)
+    job.signal(0, signal.SIGTERM)
+    assert job.end() == [0]
+    stopped = job.done(0)
+    again = tmp_path / 'again'
+    again.mkdir()
+    second = Job(again, 0, resume=True, load_from=str(job.checkpoint()), train_cfg__max_epochs=2)
+    assert second.end() == [0]
+    assert f'iter: {stopped}' in second.output(0)
+
+
+def test_a_second_sigterm_ends_at_once(tmp_path):
+    accident = dict(type='Accident', note=str(tmp_path / 'notes'), what='hang', rank=0)
+    job = Job(tmp_path, 0, custom_hooks=[accident])
+    job.wait_for_iteration(7)
+    job.signal(0, signal.SIGTERM)
+    time.sleep(4)
+    assert job.ranks[0].is_alive()
+    job.signal(0, signal.SIGTERM)
+    assert job.end() == [-signal.SIGTERM]
+
+
+def test_without_the_hook_a_signal_ends_the_process(tmp_path):
+    job = Job(tmp_path, 0, accelerator__preemption=False)
+    job.wait_for_iteration(3)
+    job.signal(0, signal.SIGTERM)
+    assert job.end() == [-signal.SIGTERM]
+    assert not (tmp_path / 'last_checkpoint').exists()
+
+
+def test_handlers_are_put_back():
+    from mmdevplug.hooks import PreemptionHook
+
+    before = signal.getsignal(signal.SIGTERM)
+    hook = PreemptionHook()
+    hook.before_train(None)
+    assert signal.getsignal(signal.SIGTERM) != before
+    hook.after_train(None)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.xla
+def test_on_xla(tmp_path):
+    job = Job(tmp_path, 2, 'xla')
+    job.wait_for_iteration(3)
+    job.signal(1, signal.SIGTERM)
+    assert job.end() == [0, 0]
+    (stopped,) = {job.done(rank) for rank in range(2)}
+    check_saved(job, stopped)

@@ -1,0 +1,113 @@
+"""Checkpoints on lazy devices: resumed there, and taken from one kind of device to another."""
+
+import pytest
+
+from tests.checkpoint.training import train
+from tests.distributed import RanksFailed, run_ranks
+from tests.jobs import largest_difference
+
+pytestmark = pytest.mark.xla
+
+EVERY_THIRD = dict(interval=3, by_epoch=False)
+#: Dropout draws other numbers on other devices.
+MODEL = dict(type='NoisyModel', dropout=0.0)
+TWO_DEVICES = dict(CPU_NUM_DEVICES='2')
+
+
+def run(world_size, work_dir, **options):
+    return run_ranks(_train, world_size, work_dir, options, environ=TWO_DEVICES)
+
+
+def _train(work_dir, options):
+    return train(work_dir, **dict(dict(by_epoch=False, checkpoint=EVERY_THIRD), **options))
+
+
+def interrupted(world_size, work_dir, first, second, **options):
+    """Train on one device until a rank dies, and go on on another."""
+    with pytest.raises(RanksFailed):
+        run(
+            world_size,
+            work_dir,
+            accelerator=first,
+            custom_hooks=[
+                dict(type='EMAHook', momentum=0.1),
+                dict(type='DieAt', iteration=10),
+            ],
+            **options,
+        )
+    return run(world_size, work_dir, accelerator=second, resume=True, **options)
+
+
+@pytest.mark.parametrize(('world_size', 'async_save'), [(0, False), (2, True)])
+def test_interrupted_and_resumed(tmp_path, world_size, async_save):
+    options = dict(checkpoint=dict(EVERY_THIRD, async_save=async_save))
+    whole = run(world_size, tmp_path / 'whole', accelerator='xla', **options)
+    again = interrupted(world_size, tmp_path / 'killed', 'xla', 'xla', **options)
+    for expected, found in zip(whole, again):
+        # With dropout: the state of the device's generator is saved too.
+        assert largest_difference(expected['weights'], found['weights']) < 1e-5
+        assert largest_difference(expected['ema'], found['ema']) < 1e-5
+        assert expected['draws'] == found['draws']
+        assert expected['lr'] == found['lr']
+
+
+@pytest.mark.parametrize(
+    ('first', 'second', 'world_size'), [('xla', 'cpu', 0), ('xla', 'cpu', 2), ('cpu', 'xla', 2)]
+)
+def test_from_one_device_to_another(tmp_path, first, second, world_size):
+    # torch_xla keeps the biased variance in the running statistics.
+    options = dict(model=dict(MODEL, norm=False))
+    whole = run(world_size, tmp_path / 'whole', accelerator='cpu', **options)
+    moved = interrupted(world_size, tmp_path / 'moved', first, second, **options)
+    for expected, found in zip(whole, moved):
+        assert largest_difference(expected['weights'], found['weights']) < 1e-4
+        assert largest_difference(expected['ema'], found['ema']) < 1e-4
+        assert found['iter'] == 24
+
+
+def count_executions(work_dir, hooks):
+    """Executions of each iteration that saves, and of each that does not."""
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as metrics
+    from mmengine.hooks import Hook
+
+    from tests.checkpoint.training import build
+
+    seen = []
+
+    class Counts(Hook):
+        priority = 'LOWEST'
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            xm.wait_device_ops()
+            data = metrics.metric_data('ExecuteTime')
+            seen.append(data[0] if data else 0)
+
+    runner = build(
+        work_dir,
+        'xla',
+        by_epoch=False,
+        checkpoint=EVERY_THIRD,
+        custom_hooks=hooks,
+        val_cfg=None,
+        val_dataloader=None,
+        val_evaluator=None,
+        train_cfg=dict(by_epoch=False, max_iters=24),
+    )
+    runner.register_hook(Counts())
+    runner.train()
+    steps = [b - a for a, b in zip(seen, seen[1:])]
+    saving = [step for index, step in enumerate(steps, 2) if index % 3 == 0]
+    return saving[2:], [step for index, step in enumerate(steps, 2) if index % 3][4:]
+
+
+@pytest.mark.parametrize(
+    ('hooks', 'most'),
+    # The average of weights is computed with the next iteration, or when it is saved.
+    [([], 2), ([dict(type='EMAHook', momentum=0.1)], 3)],
+    ids=['plain', 'ema'],
+)
+def test_executions_of_an_iteration_that_saves(tmp_path, hooks, most):
+    for saving, others in run_ranks(count_executions, 2, tmp_path, hooks, environ=TWO_DEVICES):
+        assert max(saving) <= most
+        assert set(others) == {2}

@@ -1,0 +1,14 @@
+"""Seeds on a lazy device."""
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.runner.random_jobs import check, draw
+
+pytestmark = pytest.mark.xla
+
+
+@pytest.mark.parametrize('flexible', [False, True])
+def test_ranks_workers_and_samplers(tmp_path, flexible):
+    environ = dict(CPU_NUM_DEVICES='2')
+    check(run_ranks(draw, 2, str(tmp_path), 'xla', flexible, environ=environ))
