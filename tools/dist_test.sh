@@ -16,10 +16,15 @@ TOOLS=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH="$(dirname "$TOOLS")${PYTHONPATH:+:$PYTHONPATH}"
 
 "$PYTHON" -m mmdevplug.cli.launch "$NUM_DEVICES" "$CONFIG" "${@:4}"
-exec "$PYTHON" -m torch.distributed.run \
+if [ "${NNODES:-1}" = 1 ]; then
+    # Left over from another job, these would be waited for.
+    MASTER_ADDR=127.0.0.1
+    NODE_RANK=0
+fi
+exec "$PYTHON" -m mmdevplug.cli.agent \
     --nnodes="${NNODES:-1}" \
     --node_rank="${NODE_RANK:-0}" \
-    --master_addr="${MASTER_ADDR:-127.0.0.1}" \
+    --master_addr="$MASTER_ADDR" \
     --master_port="${PORT:-29500}" \
     --nproc_per_node="$NUM_DEVICES" \
     "$TOOLS/test.py" "$CONFIG" "$CHECKPOINT" --launcher pytorch "${@:4}"

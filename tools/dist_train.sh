@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Usage: tools/dist_train.sh CONFIG NUM_DEVICES [arguments of train.py]
-# Environment: NNODES, NODE_RANK, PORT, MASTER_ADDR for several hosts; PYTHON for the interpreter.
+# Environment: NNODES, NODE_RANK, PORT, MASTER_ADDR for several hosts; MAX_RESTARTS for how often
+# failed processes are started again, which then resume; PYTHON for the interpreter.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then
@@ -15,10 +16,16 @@ TOOLS=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH="$(dirname "$TOOLS")${PYTHONPATH:+:$PYTHONPATH}"
 
 "$PYTHON" -m mmdevplug.cli.launch "$NUM_DEVICES" "$CONFIG" "${@:3}"
-exec "$PYTHON" -m torch.distributed.run \
+if [ "${NNODES:-1}" = 1 ]; then
+    # Left over from another job, these would be waited for.
+    MASTER_ADDR=127.0.0.1
+    NODE_RANK=0
+fi
+exec "$PYTHON" -m mmdevplug.cli.agent \
     --nnodes="${NNODES:-1}" \
     --node_rank="${NODE_RANK:-0}" \
-    --master_addr="${MASTER_ADDR:-127.0.0.1}" \
+    --master_addr="$MASTER_ADDR" \
     --master_port="${PORT:-29500}" \
     --nproc_per_node="$NUM_DEVICES" \
+    --max_restarts="${MAX_RESTARTS:-0}" \
     "$TOOLS/train.py" "$CONFIG" --launcher pytorch "${@:3}"

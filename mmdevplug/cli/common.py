@@ -8,7 +8,8 @@ from typing import Callable, List, Optional
 
 from mmengine.config import Config, DictAction
 
-from mmdevplug.dist.launch import LAUNCHERS
+from mmdevplug.dist.launch import LAUNCHERS, LaunchEnv, read_launch_env
+from mmdevplug.dist.stale import describe_stale, forget_stale_variables
 from mmdevplug.errors import DevPlugError
 from mmdevplug.paths import base_config
 
@@ -46,14 +47,14 @@ def load_config(args: argparse.Namespace) -> Config:
             f'CONFIG {args.config!r} is no file. Give the path of a config, e.g. '
             f'configs/digits/digits_cpu.py.'
         )
-    if args.local_rank is not None:
-        os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     cfg = Config.fromfile(args.config)
     if args.accelerator:
         overlay_accelerator(cfg, args.accelerator)
     cfg.setdefault('runner_type', 'DeviceRunner')
     cfg.setdefault('accelerator', dict(type='auto', backend='auto'))
     cfg.launcher = args.launcher
+    if getattr(args, 'timeout', None) is not None:
+        cfg.merge_from_dict({'env_cfg.dist_cfg.timeout': args.timeout})
     if args.cfg_options:
         cfg.merge_from_dict(args.cfg_options)
         _take_backend_from(args.cfg_options, cfg)
@@ -91,6 +92,28 @@ def _take_backend_from(options: dict, cfg: Config) -> None:
         cfg.accelerator = dict(accelerator, backend=named)
 
 
+def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
+    """Read the launch variables before anything else does, and ignore an earlier job's.
+
+    Args:
+        args (argparse.Namespace): With the arguments of :func:`add_common_arguments`.
+
+    Returns:
+        LaunchEnv: How this process was started.
+
+    Raises:
+        LaunchError: If a variable is missing or contradicts another, or if torchrun runs this
+            process although no launcher was named.
+    """
+    stale = forget_stale_variables(args.launcher)
+    if stale:
+        told = describe_stale(args.launcher, stale)
+        print(f'mmdevplug: {told}', file=sys.stderr, flush=True)
+    if args.local_rank is not None:
+        os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    return read_launch_env(args.launcher)
+
+
 def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] = None) -> int:
     """Run a script; our own refusals end it with one message instead of a traceback.
 
@@ -100,6 +123,7 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
     try:
         main(argv)
     except DevPlugError as error:
-        print(f'mmdevplug: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
+        told = getattr(error, 'brief', None) or error  # another rank of this host prints it all
+        print(f'mmdevplug: {type(error).__name__}: {told}', file=sys.stderr, flush=True)
         return 1
     return 0

@@ -4,10 +4,10 @@ import sys
 from importlib import import_module
 from typing import List, Optional
 
-from .common import run
-
 COMMANDS = {
     'train': 'train a model: mmdevplug train CONFIG [--accelerator NAME] [--nproc N] ...',
+    'launch-config': 'write a launch file for what is present: mmdevplug launch-config ...',
+    'doctor': 'look for what keeps a training from working: mmdevplug doctor [--nproc N] ...',
     'test': 'test a model: mmdevplug test CONFIG CHECKPOINT [--accelerator NAME] ...',
 }
 
@@ -22,15 +22,20 @@ def main(argv: Optional[List[str]] = None) -> int:
         int: The exit status.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ['doctor']:
+        # Apart, because it also has to work where torch cannot be imported.
+        return import_module('mmdevplug.cli.doctor').main(argv[1:])
     if argv and argv[0] in COMMANDS:
-        return run(import_module(f'mmdevplug.cli.{argv[0]}').main, argv[1:])
+        from .common import run
+
+        return run(import_module(f'mmdevplug.cli.{argv[0].replace("-", "_")}').main, argv[1:])
     asked_for_help = argv[:1] in (['-h'], ['--help'])
     stream = sys.stdout if asked_for_help else sys.stderr
     if argv and not asked_for_help:
         print(f'mmdevplug: {argv[0]!r} is no command.', file=stream)
     print('Commands, each with --help of its own:', file=stream)
     for name, help_ in COMMANDS.items():
-        print(f'  {name:8}{help_}', file=stream)
+        print(f'  {name:15}{help_}', file=stream)
     return 0 if asked_for_help else 2
 
 

@@ -9,7 +9,7 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
 
-from .common import add_common_arguments, load_config, run
+from .common import add_common_arguments, check_launch_variables, load_config, run
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,6 +32,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         DevPlugError: If something is wrong with the config, the devices or the launch.
     """
     args = build_parser().parse_args(argv)
+    check_launch_variables(args)
     cfg = load_config(args)
     cfg.load_from = args.checkpoint
     cfg.resume = False

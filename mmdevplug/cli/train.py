@@ -11,8 +11,9 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
 
-from .common import add_common_arguments, load_config, run
+from .common import add_common_arguments, check_launch_variables, load_config, run
 from .launch import launch
+from .launch_settings import add_launch_arguments, starts_processes
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,9 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         '--auto-scale-lr', action='store_true', help='scale the learning rate with the batch'
     )
-    parser.add_argument(
-        '--nproc', type=int, default=None, help='start this many processes on this host'
-    )
+    parser.add_argument('--launch', metavar='FILE', help='a file of mmdevplug launch-config')
+    add_launch_arguments(parser)
     return parser
 
 
@@ -49,9 +49,10 @@ def main(argv: Optional[List[str]] = None) -> None:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
-    if args.nproc is not None and args.launcher == 'none':
+    if starts_processes(args):
         launch('mmdevplug.cli.train', argv, args)
         return
+    check_launch_variables(args)
     cfg = load_config(args)
     if args.amp:
         _use_amp(cfg)

@@ -1,0 +1,81 @@
+"""torchrun with its store on the loopback interface, for jobs on one host.
+
+By itself torchrun's store listens on every interface of the host and answers whoever connects.
+PyTorch gives one store to all who ask for the same port in one process, so a store that listens on
+loopback already is the one that torchrun takes.
+
+    python -m mmdevplug.cli.agent --nproc_per_node 2 --master_port 0 train.py ...
+"""
+
+import sys
+from argparse import Namespace
+from typing import Any, List, Optional
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.run import parse_args, run
+
+from mmdevplug.dist.launch import DEFAULT_PORT
+from mmdevplug.dist.loopback import LOOPBACK, is_loopback, loopback_store
+from mmdevplug.errors import LaunchError
+
+
+@record
+def main(argv: Optional[List[str]] = None) -> None:
+    """Run torchrun.
+
+    Args:
+        argv (List[str], optional): torchrun's arguments. ``--master_port 0`` takes a free port of
+            a single host. Defaults to None: those of the command line.
+
+    Raises:
+        LaunchError: If the port is taken.
+    """
+    args = parse_args(argv)
+    # Kept for as long as torchrun runs.
+    store = _hold_store(args)
+    run(args)
+    del store
+
+
+def _hold_store(args: Namespace) -> Any:
+    """Make the store that torchrun is going to take, if all of the job is on this host."""
+    single_host = str(args.nnodes) in ('1', '1:1')
+    if not single_host or args.rdzv_backend != 'static' or args.rdzv_endpoint:
+        return None
+    if args.standalone or not is_loopback(args.master_addr):
+        return None
+    args.master_addr = LOOPBACK
+    store = loopback_store(DEFAULT_PORT if args.master_port is None else args.master_port)
+    args.master_port = store.port
+    return store
+
+
+def describe_failure(error: ChildFailedError) -> str:
+    """One line in place of torchrun's table and traceback."""
+    rank, first = error.get_first_failure()
+    how = (
+        f'was ended by {first.signal_name()}'
+        if first.exitcode < 0
+        else (f'ended with exit status {first.exitcode}')
+    )
+    return f'rank {rank} (pid {first.pid}) {how} before the others; its own message is above.'
+
+
+def _main() -> int:
+    try:
+        main()
+    except ChildFailedError as error:
+        print(f'mmdevplug: {describe_failure(error)}', file=sys.stderr, flush=True)
+    except LaunchError as error:
+        print(f'mmdevplug: LaunchError: {error}', file=sys.stderr, flush=True)
+    except SignalException as error:
+        print(f'mmdevplug: ended by {error.sigval.name}.', file=sys.stderr, flush=True)
+        return 128 + error.sigval
+    else:
+        return 0
+    return 1
+
+
+if __name__ == '__main__':
+    sys.exit(_main())

@@ -1,0 +1,338 @@
+"""Hundreds of missing, stale and contradictory launch variables, drawn by chance with a seed.
+
+Each start either succeeds with the values it was given, or is refused with a message that names a
+variable. None hangs, none dies and none ends with an error that is not ours.
+"""
+
+import json
+import os
+import random
+import re
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.distributed import PRELOAD, free_port
+from tests.jobs import ROOT
+
+CASES = 520
+WORKERS = 6
+#: How long ranks wait for one another here.
+TIMEOUT = 1
+#: Far beyond that, so that a busy machine is no failure.
+HANGS_AFTER = 60
+SCRIPT_CASES = 32
+
+VALUES = (
+    '', ' ', ' 2', '0', '1', '2', '3', '-1', 'abc', '99999999', '99999999999', '1.5', '0x1', '+1',
+    '9' * 5000, '２', '²', 'ünï', '\udcff', '1\n2', 'None', 'True', '70000', '1e3', '1_0',
+)  # fmt: skip
+HOSTS = (
+    '', ' ', '127.0.0.1', ' 127.0.0.1 ', 'localhost', '::1', '256.1.1.1', '127.0.0.9', '0', 'ünï',
+    'no such host', 'nohost.invalid', '\udcff', 'x' * 300, '127.0.0.1:29500', '-', '[', 'a b',
+)  # fmt: skip
+NODELISTS = ('', 'node[1-2]', 'a,b', '127.0.0.1', '[', '$(touch hacked)', '-h', 'ünï')
+TASKS = ('', '1', '2', '4', '1(x2)', '2(x1)', '0', '-1', '1,2', 'x', '9' * 5000)
+
+AGENT = dict(
+    TORCHELASTIC_RUN_ID='none',
+    TORCHELASTIC_RESTART_COUNT='0',
+    TORCHELASTIC_MAX_RESTARTS='0',
+    TORCHELASTIC_USE_AGENT_STORE='False',
+)
+
+
+def valid_variables(launcher, rank, world_size):
+    """What the launcher of a job on one host sets."""
+    rank, world_size = str(rank), str(world_size)
+    address = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT='PORT')
+    if launcher == 'pytorch':
+        names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE')
+    elif launcher == 'mpi':
+        names = ('RANK', 'LOCAL_RANK', 'SIZE', 'LOCAL_SIZE')
+        names = tuple(f'OMPI_COMM_WORLD_{name}' for name in names)
+    elif launcher == 'slurm':
+        names = tuple(
+            f'SLURM_{name}' for name in ('PROCID', 'LOCALID', 'NTASKS', 'TASKS_PER_NODE')
+        )
+        address.update(SLURM_NODELIST='127.0.0.1', SLURM_NNODES='1', SLURM_JOB_ID='77')
+    else:
+        return {}
+    return dict(zip(names, (rank, rank, world_size, world_size)), **address)
+
+
+def values_for(name):
+    if name == 'MASTER_ADDR':
+        return HOSTS
+    return {'SLURM_NODELIST': NODELISTS, 'SLURM_TASKS_PER_NODE': TASKS}.get(name, VALUES)
+
+
+def draw_case(number):
+    """One combination of variables, the same each time."""
+    chance = random.Random(number)
+    launcher = chance.choice(('none', 'pytorch', 'pytorch', 'slurm', 'mpi'))
+    # Two ranks wait for one that is absent; more of these would take too long.
+    rank, world_size = chance.choice([(0, 1)] * 14 + [(0, 2), (1, 2)])
+    own = valid_variables(launcher, rank, world_size)
+    environ = dict(own)
+    if chance.random() < 0.5:
+        other = chance.choice([name for name in ('pytorch', 'slurm', 'mpi') if name != launcher])
+        stale = valid_variables(other, 3, 8)
+        if other == 'pytorch':
+            stale.update(AGENT, GROUP_RANK='3', ROLE_RANK='3', TORCHELASTIC_USE_AGENT_STORE='True')
+        picked = chance.sample(sorted(stale), chance.randint(1, len(stale)))
+        environ = {**{name: stale[name] for name in picked}, **own}
+    if launcher == 'pytorch' and chance.random() < 0.4:
+        environ.update(AGENT)
+    names = sorted({*environ, *AGENT, 'LOCAL_WORLD_SIZE', 'RANK'})
+    changed = chance.sample(names, chance.choice((0, 1, 1, 2, 3)))
+    for name in changed:
+        if chance.random() < 0.3:
+            environ.pop(name, None)
+        else:
+            environ[name] = chance.choice(values_for(name))
+    return dict(number=number, launcher=launcher, environ=environ)
+
+
+def clean_environment():
+    """Without any launcher's variables."""
+    pattern = re.compile(
+        r'(SLURM|OMPI|TORCHELASTIC|GROUP|ROLE)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_'
+    )
+    return {name: value for name, value in os.environ.items() if not pattern.match(name)}
+
+
+# through init_device -------------------------------------------------------------------------
+
+
+def start(case):
+    """In a process of its own: start and say what came of it."""
+    from mmdevplug.dist import init_device
+    from mmdevplug.errors import DevPlugError
+
+    try:
+        context = init_device(case['launcher'], 'cpu', timeout=TIMEOUT)
+    except DevPlugError as error:
+        return dict(kind='refused', type=type(error).__name__, message=str(error))
+    except BaseException as error:
+        return dict(kind='crashed', message=f'{type(error).__name__}: {error}')
+    env = context.env
+    return dict(kind='started', values=[env.rank, env.local_rank, env.world_size])
+
+
+def run_script(case):
+    """In a process of its own that has imported everything: ``python tools/train.py ...``."""
+    sys.argv = [
+        'tools/train.py', 'configs/digits/digits_cpu.py', '--launcher', case['launcher'],
+        '--timeout', str(TIMEOUT), '--work-dir', os.path.join(case['folder'], 'work'),
+        '--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=5',
+    ]  # fmt: skip
+    path = os.path.join(case['folder'], 'stderr')
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
+    status = 0
+    try:
+        runpy.run_path('tools/train.py', run_name='__main__')
+    except SystemExit as ended:
+        status = ended.code
+    except BaseException:
+        traceback.print_exc()
+        status = 'crashed'
+    sys.stderr.flush()
+    with open(path, errors='replace') as file:
+        return dict(kind='script', status=status, told=file.read()[-20000:])
+
+
+def in_fork(case, port):
+    """Run :func:`start` or the script in a fork of this process, which has no threads."""
+    environ = {name: value.replace('PORT', str(port)) for name, value in case['environ'].items()}
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 1)
+        os.dup2(devnull, 2)
+        os.environ.update(environ)
+        outcome = run_script(case) if 'folder' in case else start(case)
+        os.write(writing, json.dumps(outcome).encode())
+        os._exit(0)
+    os.close(writing)
+    deadline = time.monotonic() + HANGS_AFTER
+    received = b''
+    while select.select([reading], [], [], max(0, deadline - time.monotonic()))[0]:
+        part = os.read(reading, 65536)
+        received += part
+        if not part:
+            break
+    else:
+        os.kill(child, signal.SIGKILL)
+    os.close(reading)
+    _, status = os.waitpid(child, 0)
+    if received:
+        return json.loads(received)
+    return dict(kind='died or hangs', message=f'status {status}')
+
+
+def main(first, folder):
+    """Run every so manieth case; one line of JSON for each."""
+    import torch
+
+    for module in PRELOAD:
+        __import__(module)
+    torch.set_num_threads(1)
+    for number in range(first, CASES + SCRIPT_CASES, WORKERS):
+        case = draw_case(number)
+        if number >= CASES:
+            case['folder'] = os.path.join(folder, str(number))
+            os.mkdir(case['folder'])
+        print(json.dumps(dict(in_fork(case, free_port()), number=number)), flush=True)
+
+
+@pytest.fixture(scope='module')
+def everything(tmp_path_factory):
+    """What came of each case."""
+    folder = str(tmp_path_factory.mktemp('fuzz'))
+    code = (
+        'import sys; from tests.cli.test_launch_fuzz import main; '
+        'main(int(sys.argv[1]), sys.argv[2])'
+    )
+    env = dict(clean_environment(), PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
+    workers = [
+        subprocess.Popen(
+            [sys.executable, '-c', code, str(first), folder], env=env, cwd=str(ROOT),
+            stdout=subprocess.PIPE, text=True,
+        )
+        for first in range(WORKERS)
+    ]  # fmt: skip
+    try:
+        with ThreadPoolExecutor(WORKERS) as pool:
+            printed = list(pool.map(lambda worker: worker.communicate(timeout=280)[0], workers))
+    finally:
+        for worker in workers:
+            worker.kill()
+    found = [json.loads(line) for text in printed for line in text.splitlines()]
+    return {outcome['number']: outcome for outcome in found}
+
+
+@pytest.fixture
+def outcomes(everything):
+    """Of those through init_device."""
+    return {number: found for number, found in everything.items() if number < CASES}
+
+
+def of_kind(outcomes, kind):
+    return {number: found for number, found in outcomes.items() if found['kind'] == kind}
+
+
+def test_every_case_ends_in_a_start_or_a_refusal(outcomes):
+    assert len(outcomes) == CASES >= 500
+    strange = {
+        number: (outcome, draw_case(number))
+        for number, outcome in outcomes.items()
+        if outcome['kind'] not in ('started', 'refused')
+    }
+    assert strange == {}
+    assert len(of_kind(outcomes, 'started')) > 100
+    assert len(of_kind(outcomes, 'refused')) > 100
+
+
+RANK_NAMES = {
+    'pytorch': ('RANK', 'LOCAL_RANK', 'WORLD_SIZE'),
+    'slurm': ('SLURM_PROCID', 'SLURM_LOCALID', 'SLURM_NTASKS'),
+    'mpi': tuple(f'OMPI_COMM_WORLD_{name}' for name in ('RANK', 'LOCAL_RANK', 'SIZE')),
+}
+
+
+def test_what_starts_has_the_values_it_was_given(outcomes):
+    for number, outcome in of_kind(outcomes, 'started').items():
+        case = draw_case(number)
+        expected = [0, 0, 1]
+        if case['launcher'] != 'none':
+            found = [case['environ'].get(name) for name in RANK_NAMES[case['launcher']]]
+            expected = [0 if value is None else int(value) for value in found]
+        assert outcome['values'] == expected, case
+
+
+def test_a_single_process_starts_among_any_leftovers(outcomes):
+    for number, outcome in outcomes.items():
+        case = draw_case(number)
+        if case['launcher'] == 'none':
+            assert outcome['kind'] == 'started', case
+
+
+def test_valid_variables_of_one_rank_start_among_any_leftovers(outcomes):
+    """Only what was drawn at random may be the reason of a refusal."""
+    checked = 0
+    for number, outcome in outcomes.items():
+        case = draw_case(number)
+        own = valid_variables(case['launcher'], 0, 1)
+        if own and all(case['environ'].get(name) == value for name, value in own.items()):
+            read = set(own) | set(AGENT) | {'LOCAL_WORLD_SIZE'}
+            drawn = {
+                name: case['environ'][name] for name in read - set(own) if name in case['environ']
+            }
+            if not drawn:
+                assert outcome['kind'] == 'started', (case, outcome)
+                checked += 1
+    assert checked > 10
+
+
+def test_refusals_name_a_variable_that_is_wrong(outcomes):
+    for number, outcome in of_kind(outcomes, 'refused').items():
+        case = draw_case(number)
+        named = set(re.findall(r'[A-Z]+(?:_[A-Z]+)+|RANK', outcome['message']))
+        wrong = wrong_variables(case)
+        assert named & wrong, (case, outcome)
+        assert len(outcome['message']) < 3000
+
+
+def wrong_variables(case):
+    """What differs from a job of one rank that the launcher would start."""
+    own = valid_variables(case['launcher'], 0, 1)
+    environ = case['environ']
+    wrong = {name for name in {*own, *environ} if environ.get(name) != own.get(name)}
+    # Two ranks that wait for each other are told where and for how many.
+    return wrong | {'MASTER_ADDR', 'MASTER_PORT'} if outcome_waits(case) else wrong
+
+
+def outcome_waits(case):
+    names = RANK_NAMES[case['launcher']]
+    return case['environ'].get(names[2]) != '1'
+
+
+# through the script --------------------------------------------------------------------------
+
+
+def test_the_script_trains_or_refuses_in_one_message(everything):
+    found = [(draw_case(number), everything[number]) for number in everything if number >= CASES]
+    assert len(found) == SCRIPT_CASES >= 30
+    trained = 0
+    for case, outcome in found:
+        assert outcome['kind'] == 'script', (case, outcome)
+        if outcome['status'] == 0:
+            trained += 1
+            continue
+        assert outcome['status'] == 1, (case, outcome)
+        told = outcome['told']
+        assert 'Traceback' not in told, (case, told)
+        (message,) = re.findall(r'^mmdevplug: \w+Error: .*', told, re.MULTILINE)
+        named = set(re.findall(r'[A-Z]+(?:_[A-Z]+)+|RANK', message))
+        assert named & wrong_variables(case), (case, told)
+    assert 5 < trained < SCRIPT_CASES - 5
+
+
+def test_the_script_itself_refuses_with_status_and_message():
+    env = dict(clean_environment(), PYTHONPATH=str(ROOT), RANK='ünï', LOCAL_RANK='abc')
+    command = [sys.executable, 'tools/train.py', 'configs/digits/digits_cpu.py']
+    done = subprocess.run(
+        [*command, '--launcher', 'pytorch'], cwd=str(ROOT), env=env, capture_output=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.decode().startswith("mmdevplug: LaunchError: RANK='ünï': expected a number")

@@ -1,0 +1,172 @@
+"""Failed workers are started again and go on where they were: on one host and on two."""
+
+import ipaddress
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hosts import INTERFACE, Hosts, available
+from mmdevplug.dist.launch import restarts
+from mmdevplug.errors import LaunchError
+from tests.distributed import free_port
+from tests.jobs import ROOT
+
+TRAIN = [sys.executable, '-m', 'mmdevplug.cli.main', 'train']
+
+
+def environment(**changes):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith('SLURM')}
+    return dict(kept, PYTHONPATH=str(ROOT), PYTHON=sys.executable, OMP_NUM_THREADS='1', **changes)
+
+
+def write_config(folder, hooks):
+    """Three epochs of few iterations, a checkpoint after each, and hooks that make trouble."""
+    path = folder / 'job.py'
+    path.write_text(
+        f'_base_ = [{str(ROOT / "configs/digits/digits_cpu.py")!r}]\n'
+        "custom_imports = dict(imports=['mmdevplug', 'mmdevplug.examples.digits', "
+        "'tests.launch_hooks'])\n"
+        f'custom_hooks = {hooks!r}\n'
+        'train_cfg = dict(max_epochs=3, val_interval=9)\n'
+        'train_dataloader = dict(batch_size=100)\n'
+        'default_hooks = dict(checkpoint=dict(interval=1), logger=dict(interval=1))\n'
+    )
+    return str(path)
+
+
+def epochs_of(work_dir):
+    """Which epochs the job logged, by start of the job, in order."""
+    starts = []
+    for folder in sorted(path for path in Path(work_dir).iterdir() if path.is_dir()):
+        (log,) = folder.glob('*.log')
+        lines = [line for line in log.read_text().splitlines() if 'Epoch(train)' in line]
+        numbers = [
+            int(line.split('Epoch(train)')[1].split('[')[1].split(']')[0]) for line in lines
+        ]
+        starts.append(sorted(set(numbers)))
+    return starts
+
+
+@pytest.fixture(scope='module')
+def restarted(tmp_path_factory):
+    """Three ranks on one host; the second is killed in its second epoch."""
+    folder = tmp_path_factory.mktemp('restarted')
+    hooks = [
+        dict(type='NoteListeners', path=str(folder / 'sockets.json'), iteration=2),
+        # Four iterations in an epoch of three ranks.
+        dict(type='KillOnce', rank=1, iteration=6),
+    ]
+    done = subprocess.run(
+        [*TRAIN, write_config(folder, hooks), '--nproc', '3', '--max-restarts', '1',
+         '--work-dir', str(folder / 'work')],
+        cwd=str(ROOT), env=environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    return folder, done
+
+
+def test_a_killed_rank_is_restarted_and_the_job_goes_on(restarted):
+    folder, done = restarted
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout + done.stderr
+    assert printed.count('This is restart 1 of this job') == 1
+    assert epochs_of(folder / 'work') == [[1, 2], [2, 3]]
+
+
+def test_a_job_on_one_host_listens_on_loopback_alone(restarted):
+    found = json.loads((restarted[0] / 'sockets.json').read_text())
+    assert len({pid for pid, _, _ in found['sockets']}) >= 3  # gloo of each rank
+    assert found['agent'] in [pid for pid, _, _ in found['sockets']]  # torchrun's store
+    open_to_others = [
+        address
+        for _, address, _ in found['sockets']
+        if not ipaddress.ip_address(address).is_loopback
+    ]
+    assert open_to_others == []
+
+
+def test_a_job_whose_restarts_are_used_up_names_the_rank_in_one_line(tmp_path):
+    hooks = [dict(type='KillOnce', rank=0, iteration=1)]
+    done = subprocess.run(
+        ['bash', 'tools/dist_train.sh', write_config(tmp_path, hooks), '1', '--work-dir',
+         str(tmp_path / 'work')],
+        cwd=str(ROOT),
+        env=environment(PORT=str(free_port()), NODE_RANK='3', MASTER_ADDR='10.9.9.9'),
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith('mmdevplug: rank 0')]
+    assert 'was ended by SIGKILL' in line
+    assert 'Traceback' not in done.stderr
+
+
+@pytest.fixture
+def hosts():
+    found = available()
+    if not found.possible:
+        pytest.skip(found.reason)
+    with Hosts(2) as made:
+        yield made
+
+
+def test_a_killed_rank_on_one_of_two_hosts_is_restarted(tmp_path, hosts):
+    """The first host starts with the script, the second from a launch file."""
+    config = write_config(tmp_path, [dict(type='KillOnce', rank=2, iteration=5)])
+    common = ['--work-dir', str(tmp_path / 'work')]
+    launch_file = tmp_path / 'launch.yaml'
+    launch_file.write_text(
+        f'nproc: 2\nnnodes: 2\nmaster_addr: {hosts.address}\nmax_restarts: 1\n'
+        f'env: {{GLOO_SOCKET_IFNAME: {INTERFACE}}}\n'
+    )
+    script = environment(
+        NNODES='2', NODE_RANK='0', MASTER_ADDR=hosts.address, MAX_RESTARTS='1',
+        GLOO_SOCKET_IFNAME=INTERFACE,
+    )  # fmt: skip
+    commands = [
+        (['bash', 'tools/dist_train.sh', config, '2', *common], script),
+        ([*TRAIN, config, '--launch', str(launch_file), '--node-rank', '1', *common], None),
+    ]
+    jobs = [
+        subprocess.Popen(
+            hosts.command(host, command), cwd=str(ROOT), env=env or environment(),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for host, (command, env) in enumerate(commands)
+    ]  # fmt: skip
+    try:
+        printed = [job.communicate(timeout=280)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+    assert [job.returncode for job in jobs] == [0, 0], printed
+    starts = epochs_of(tmp_path / 'work')
+    assert [min(start) for start in starts] == [1, starts[0][-1]]
+    assert starts[-1][-1] == 3
+
+
+# how often --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('launcher', 'environ', 'count'),
+    [
+        ('pytorch', dict(TORCHELASTIC_RESTART_COUNT='2'), 2),
+        ('slurm', dict(SLURM_RESTART_COUNT='1'), 1),
+        ('pytorch', dict(TORCHELASTIC_RESTART_COUNT='1', SLURM_RESTART_COUNT='1'), 2),
+        ('slurm', dict(TORCHELASTIC_RESTART_COUNT='2'), 0),
+        ('none', dict(TORCHELASTIC_RESTART_COUNT='2', SLURM_RESTART_COUNT='1'), 0),
+        ('pytorch', dict(TORCHELASTIC_RESTART_COUNT='0'), 0),
+        ('pytorch', {}, 0),
+    ],
+)
+def test_restarts_are_counted_where_they_happen(launcher, environ, count):
+    assert restarts(launcher, environ) == count
+
+
+@pytest.mark.parametrize('value', ['', 'x', '-1'])
+def test_a_requeue_count_that_is_no_number_is_refused(value):
+    with pytest.raises(LaunchError, match='^SLURM_RESTART_COUNT='):
+        restarts('slurm', dict(SLURM_RESTART_COUNT=value))

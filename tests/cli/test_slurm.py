@@ -1,0 +1,102 @@
+"""The scripts for Slurm; stand-ins for srun, sbatch and scontrol start real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.jobs import ROOT
+
+STANDINS = ROOT / 'tests' / 'standins' / 'slurm'
+SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
+
+
+@pytest.fixture
+def environ(tmp_path):
+    path = os.pathsep.join([str(STANDINS), os.environ['PATH']])
+    return dict(
+        os.environ, PATH=path, PYTHON=sys.executable, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1',
+        FAKE_SLURM_LOG=str(tmp_path / 'slurm.log'), DEVICES='2', DEVICES_PER_NODE='2',
+    )  # fmt: skip
+
+
+def run(environ, *command):
+    return subprocess.run(
+        list(command), cwd=str(ROOT), env=environ, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_a_job_trains_in_all_tasks(tmp_path, environ):
+    leftovers = dict(TORCHELASTIC_USE_AGENT_STORE='True', LOCAL_WORLD_SIZE='7', RANK='3')
+    done = run(
+        dict(environ, SLURM_JOB_ID='4242', GRES='gpu:2', **leftovers), 'bash',
+        'tools/slurm_train.sh', 'part', 'name', 'configs/digits/digits_cpu.py', '--work-dir',
+        str(tmp_path / 'work'), *SHORT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / 'work' / 'last_checkpoint').exists()
+    assert 'rank  iteration ms' in done.stdout + done.stderr
+    called = (tmp_path / 'slurm.log').read_text()
+    for option in ('-p part', '--ntasks=2', '--gres=gpu:2', '--signal=USR1@60'):
+        assert option in called
+    assert 'scontrol' not in called  # A job on one host meets on loopback.
+
+
+WAITS = """
+import os, pathlib, signal, sys
+here = pathlib.Path(sys.argv[1])
+def save(*_):
+    (here / ('saved' + os.environ['SLURM_PROCID'])).touch()
+    sys.exit(int(sys.argv[2]))
+signal.signal(signal.SIGUSR1, save)
+(here / ('ready' + os.environ['SLURM_PROCID'])).touch()
+while True:
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize('status', [0, 3])
+def test_a_job_out_of_time_saves_and_goes_back_to_the_queue(tmp_path, environ, status):
+    environ = dict(environ, SLURM_JOB_ID='4242', SLURM_NTASKS='2')
+    job = subprocess.Popen(
+        ['bash', str(ROOT / 'tools' / 'slurm_job.sh'), sys.executable, '-c', WAITS, str(tmp_path),
+         str(status)],
+        env=environ,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob('ready*'))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=60) == status
+    finally:
+        job.kill()
+    assert len(list(tmp_path.glob('saved*'))) == 2
+    # One that failed to save would fail again.
+    requeued = 'scontrol requeue 4242' in (tmp_path / 'slurm.log').read_text()
+    assert requeued == (status == 0)
+
+
+def test_a_batch_job_asks_for_the_warning_and_the_queue(tmp_path, environ):
+    done = run(
+        dict(environ, BATCH='1'), 'bash', 'tools/slurm_train.sh', 'part', 'name', 'no_such.py',
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "'no_such.py' is no file" in done.stderr  # The tasks were started.
+    first, second = (tmp_path / 'slurm.log').read_text().splitlines()
+    assert first.startswith('sbatch -p part --job-name=name --ntasks=2')
+    assert '--requeue' in first
+    assert '--signal=B:USR1@60' in first
+    assert second.startswith('srun --kill-on-bad-exit=1')
+
+
+def test_wrong_usage_starts_nothing(tmp_path, environ):
+    for script in ('slurm_train.sh', 'slurm_test.sh'):
+        done = run(environ, 'bash', f'tools/{script}', 'part', 'name')
+        assert done.returncode == 2
+        assert 'Usage:' in done.stderr
+    assert not (tmp_path / 'slurm.log').exists()
