@@ -1,0 +1,128 @@
+"""``mmdevplug doctor``: what is wrong here, why it matters, and the command that mends it."""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+from rich.console import Console
+
+from mmdevplug.doctor.examination import Wanted, examine
+from mmdevplug.doctor.files import check_writable
+from mmdevplug.doctor.findings import Finding, count_levels, exit_status
+from mmdevplug.doctor.report import print_report
+from mmdevplug.errors import DevPlugError, LaunchError
+from mmdevplug.files import write_text
+from mmdevplug.version import __version__
+
+#: Of the JSON file; changes when a key changes its meaning or goes.
+SCHEMA = 1
+MOST_RANKS = 256
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of ``mmdevplug doctor``."""
+    parser = argparse.ArgumentParser(
+        prog='mmdevplug doctor',
+        description='Look for what keeps a training from working here. Nothing is trained and '
+        'nothing is written but the files asked for. The exit status is 1 if there is an error.',
+        allow_abbrev=False,
+    )
+    parser.add_argument('--nproc', type=int, help='test collectives between so many processes')
+    parser.add_argument('--config', help='also look at this config and build its model')
+    parser.add_argument('--accelerator', help='look at this one alone, e.g. cuda, xla, gcu')
+    parser.add_argument('--json', help='a file for the findings')
+    parser.add_argument('--html', help='a file for the findings, to be read in a browser')
+    parser.add_argument('--work-dir', help="where checkpoints would go (default: the config's)")
+    parser.add_argument('--timeout', type=float, default=120.0, help='of a collective, in seconds')
+    parser.add_argument('--largest-mb', type=float, default=16.0, help='of a message')
+    parser.add_argument('--rounds', type=int, default=5, help='of which the median is taken')
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    """Examine, print, and write the files that were asked for.
+
+    Args:
+        argv (List[str], optional): Arguments; those of the command line when None.
+
+    Returns:
+        int: 1 if there is an error, else 0.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser().parse_args(argv)
+    try:
+        _check(args)
+        return _examine(args, argv)
+    except DevPlugError as error:
+        print(f'mmdevplug: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
+        return 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what cannot be done before anything is begun."""
+    for option in ('json', 'html'):
+        if getattr(args, option) is not None:
+            check_writable(getattr(args, option), f'--{option}')
+    if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
+        raise LaunchError(f'--nproc {args.nproc}: expected 1 to {MOST_RANKS} processes.')
+    for option in ('timeout', 'largest_mb', 'rounds'):
+        if not 0 < getattr(args, option) < float('inf'):
+            raise LaunchError(
+                f'--{option.replace("_", "-")} {getattr(args, option):g}: expected a number '
+                f'above 0.'
+            )
+
+
+def _examine(args: argparse.Namespace, argv: List[str]) -> int:
+    wanted = Wanted(
+        config=args.config,
+        accelerator=args.accelerator,
+        ranks=args.nproc,
+        timeout=args.timeout,
+        largest_mb=args.largest_mb,
+        rounds=args.rounds,
+        work_dir=args.work_dir or _default_work_dir(args.config),
+    )
+    progress = Console(stderr=True)
+    findings = examine(wanted, lambda section: progress.print(f'looking at {section} ...'))
+    print_report(findings, Console())
+    if args.json is not None:
+        write_text(json.dumps(as_dict(findings), indent=1), args.json)
+    if args.html is not None:
+        # It draws pictures, which takes a moment to import.
+        from mmdevplug.doctor.page import render
+
+        command = ' '.join(map(shlex.quote, ['mmdevplug', 'doctor', *argv]))
+        write_text(render(findings, command), args.html)
+    return exit_status(findings)
+
+
+def _default_work_dir(config: Optional[str]) -> str:
+    return str(Path('work_dirs') / Path(config).stem) if config is not None else 'work_dirs'
+
+
+def as_dict(findings: List[Finding]) -> Dict[str, Any]:
+    """What the JSON file holds.
+
+    Args:
+        findings (List[Finding]): In the order of sections.
+
+    Returns:
+        dict: ``schema``, ``mmdevplug`` (the version), ``exit_status``, ``counts`` (for each
+        level) and ``findings``, each with ``section``, ``level``, ``found``, ``why``, ``remedy``
+        and ``data``.
+    """
+    return dict(
+        schema=SCHEMA,
+        mmdevplug=__version__,
+        exit_status=exit_status(findings),
+        counts=count_levels(findings),
+        findings=[finding.as_dict() for finding in findings],
+    )
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What ``mmdevplug doctor`` looks at, one module for each section of its report."""

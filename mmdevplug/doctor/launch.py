@@ -1,0 +1,126 @@
+"""Section *launch*: the variables of launchers, what contradicts what, what an old job left."""
+
+import os
+from typing import Iterator, List, Mapping, Optional
+
+from mmdevplug.dist.launch import LaunchEnv, read_launch_env
+from mmdevplug.dist.stale import stale_variables, unset_line
+from mmdevplug.errors import LaunchError
+
+from .findings import Finding
+
+SECTION = 'launch'
+
+#: What is printed; no other variable's value is, because some hold secrets.
+SHOWN = (
+    'RANK',
+    'LOCAL_RANK',
+    'WORLD_SIZE',
+    'LOCAL_WORLD_SIZE',
+    'GROUP_RANK',
+    'ROLE_RANK',
+    'ROLE_WORLD_SIZE',
+    'MASTER_ADDR',
+    'MASTER_PORT',
+    'TORCHELASTIC_RUN_ID',
+    'TORCHELASTIC_RESTART_COUNT',
+    'TORCHELASTIC_MAX_RESTARTS',
+    'TORCHELASTIC_USE_AGENT_STORE',
+    'SLURM_JOB_ID',
+    'SLURM_PROCID',
+    'SLURM_LOCALID',
+    'SLURM_NTASKS',
+    'SLURM_NNODES',
+    'SLURM_TASKS_PER_NODE',
+    'SLURM_NODELIST',
+    'OMPI_COMM_WORLD_RANK',
+    'OMPI_COMM_WORLD_SIZE',
+    'OMPI_COMM_WORLD_LOCAL_RANK',
+    'OMPI_COMM_WORLD_LOCAL_SIZE',
+    'MMDEVPLUG_ACCELERATOR',
+    'PJRT_DEVICE',
+    'CUDA_VISIBLE_DEVICES',
+    'GLOO_SOCKET_IFNAME',
+    'NCCL_SOCKET_IFNAME',
+    'OMP_NUM_THREADS',
+)
+
+#: What a launcher of several processes sets and nobody else.
+MARKS = {'slurm': 'SLURM_PROCID', 'mpi': 'OMPI_COMM_WORLD_RANK'}
+
+
+def examine(environ: Optional[Mapping[str, str]] = None) -> List[Finding]:
+    """Look at the variables.
+
+    Args:
+        environ (Mapping, optional): Defaults to None: ``os.environ``.
+    """
+    environ = os.environ if environ is None else environ
+    shown = [f'{name}={environ[name]}' for name in SHOWN if name in environ]
+    findings = [Finding(SECTION, 'note', f'set: {" ".join(shown)}')] if shown else []
+    findings += _left_over(environ)
+    for launcher, mark in MARKS.items():
+        if mark in environ:
+            findings += _under(launcher, environ)
+    if not any(finding.level in ('error', 'warning') for finding in findings):
+        findings.append(Finding(SECTION, 'ok', 'no launch variable contradicts another'))
+    return findings
+
+
+def _left_over(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """What is set in a shell that starts single processes."""
+    stale = stale_variables('none', environ)
+    if not stale:
+        return
+    named = ' '.join(f'{name}={value}' if name in SHOWN else name for name, value in stale.items())
+    problem = _contradiction('pytorch', environ)
+    yield Finding(
+        SECTION,
+        'warning',
+        f'left over from an earlier job: {named}'
+        + (f". As torchrun's they are wrong, too: {problem}" if problem else ''),
+        'scripts that read them take a single process for one of several, and wait for the others '
+        'for ever.',
+        unset_line(stale),
+        dict(stale=list(stale)),
+    )
+
+
+def _under(launcher: str, environ: Mapping[str, str]) -> Iterator[Finding]:
+    problem = _contradiction(launcher, environ)
+    if problem:
+        yield Finding(
+            SECTION,
+            'error',
+            f'--launcher {launcher} is refused here: {problem}',
+            'every process of the job would be refused.',
+            unset_line(_named_in(problem, environ)),
+        )
+        return
+    env: LaunchEnv = read_launch_env(launcher, environ)
+    yield Finding(
+        SECTION,
+        'ok',
+        f'--launcher {launcher}: {env.describe()}, MASTER_ADDR={env.master_addr} '
+        f'MASTER_PORT={env.master_port}',
+    )
+    if env.world_size > 1:
+        yield Finding(
+            SECTION,
+            'note',
+            f'this shell is one of {env.world_size} tasks of {launcher}',
+            'each of them starts a training of its own unless it is told of the launcher.',
+            f'python tools/train.py CONFIG --launcher {launcher}',
+        )
+
+
+def _contradiction(launcher: str, environ: Mapping[str, str]) -> str:
+    try:
+        read_launch_env(launcher, environ)
+    except LaunchError as error:
+        return str(error)
+    return ''
+
+
+def _named_in(problem: str, environ: Mapping[str, str]) -> List[str]:
+    return [name for name in SHOWN if name in environ and name in problem] or ['RANK']

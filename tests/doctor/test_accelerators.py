@@ -1,0 +1,109 @@
+"""Families of devices: absent, broken, hanging, wrong, and right."""
+
+import pytest
+
+from mmdevplug.doctor import accelerators
+
+from .running import environment, the
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Let children find packages of a folder and the stand-in card."""
+
+    def use(*paths, **environ):
+        for name, value in environment(*paths, **environ).items():
+            monkeypatch.setenv(name, value)
+
+    return use
+
+
+def config(folder, *imports, accelerator='cpu', **options):
+    path = folder / 'card.py'
+    options = dict(options, type=accelerator)
+    path.write_text(
+        f'custom_imports = dict(imports={list(imports)!r}, allow_failed_imports=False)\n'
+        f'accelerator = {options!r}\n'
+    )
+    return str(path)
+
+
+def examine(name=None, path=None, seconds=60):
+    return accelerators.examine(dict(accelerator=name, config=path), seconds)
+
+
+def test_every_device_of_a_card_is_tried(tmp_path, children):
+    children(FAKECARD_NAME='zeta')
+    path = config(tmp_path, 'fakecard_from_env', accelerator='zeta')
+    findings = examine('zeta', path)
+    listed = the(findings, 'ok', 'zeta: 4 device(s)')
+    assert [one['device'] for one in listed.data['devices']] == [f'zeta:{i}' for i in range(4)]
+    for index in range(4):
+        probed = the(findings, 'ok', f'zeta:{index} computes matmul, convolution, reduction')
+        assert 'tolerance 0.01' in probed.found
+    assert "training here uses 'zeta'" in findings[-1].found
+    assert all(finding.level == 'ok' for finding in findings)
+
+
+def test_all_families_are_looked_at_and_the_absent_ones_named(tmp_path, children):
+    (tmp_path / 'torch_npu.py').write_text('raise ImportError("libascendcl.so: not found")')
+    (tmp_path / 'torch_gcu.py').write_text('import os; os.abort()')
+    children(tmp_path)
+    findings = examine()
+    assert 'libascendcl.so' in the(findings, 'error', 'torch_npu').found
+    aborted = the(findings, 'error', 'gcu: looking for devices', 'SIGABRT').found
+    assert 'torch_gcu.py", line 1' in aborted
+    absent = the(findings, 'note', 'not there: ').found
+    assert 'musa (needs the package torch_musa)' in absent
+    assert 'npu' not in absent
+    assert the(findings, 'ok', 'cpu computes')
+
+
+def test_package_that_hangs_is_given_up(tmp_path, children):
+    (tmp_path / 'torch_musa.py').write_text('import time; time.sleep(1000)')
+    children(tmp_path)
+    found = the(examine('musa', seconds=20), 'error', 'musa: looking for devices')
+    assert 'gave no answer for 20 s' in found.found
+
+
+WRONG = """
+from mmdevplug.device import CPUAccelerator
+from mmdevplug.registry import ACCELERATORS
+
+@ACCELERATORS.register_module(name='rusty')
+class Rusty(CPUAccelerator):
+    name = 'rusty'
+    def to_host(self, tensors):
+        if tensors[0].ndim == 4:
+            raise RuntimeError('no kernel for this card')
+        return [tensor * {factor} for tensor in super().to_host(tensors)]
+"""
+
+
+@pytest.mark.parametrize('factor', [1.1, float('nan')])
+def test_device_that_computes_something_else(tmp_path, children, factor):
+    (tmp_path / 'rusty.py').write_text(WRONG.format(factor=f'float("{factor}")'))
+    children(tmp_path)
+    findings = examine('rusty', config(tmp_path, 'rusty', accelerator='rusty'))
+    found = the(findings, 'error', 'computes wrongly').found
+    for word in ('matmul differs', 'softmax backward differs', 'no kernel for this card'):
+        assert word in found
+
+
+def test_card_that_was_asked_for_and_is_not_there(children):
+    children(CUDA_VISIBLE_DEVICES='')
+    found = the(examine('cuda'), 'error', 'cuda: no device')
+    assert "CUDA_VISIBLE_DEVICES=''" in found.found
+    assert found.remedy == 'unset CUDA_VISIBLE_DEVICES'
+
+
+def test_hidden_devices_are_a_warning(children):
+    children(CUDA_VISIBLE_DEVICES='-1')
+    findings = accelerators.examine(dict(accelerator=None, config=None))
+    assert the(findings, 'warning', 'cuda').remedy == 'unset CUDA_VISIBLE_DEVICES'
+
+
+def test_name_that_no_family_has(children):
+    children()
+    findings = examine('tpuu')
+    assert "'tpuu', which is unknown" in the(findings, 'error', 'choice').found

@@ -1,0 +1,223 @@
+"""Jobs of real processes: right, wrong, failing, hanging and killed."""
+
+import json
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+from torch import distributed as torch_dist
+
+from mmdevplug.doctor import comm_job
+from mmdevplug.doctor.collectives import SIZED
+from mmdevplug.doctor.progress import Progress
+from mmdevplug.doctor.rank import Measure, run_rank
+from mmdevplug.doctor.setting import Setting
+from tests.distributed import free_port, run_ranks
+from tests.jobs import ROOT
+
+from .running import environment, the
+
+SMALL = Measure(largest=16 << 10, rounds=2, timeout=60)
+
+
+def look(accelerator, spoilt=None):
+    if accelerator == 'zeta':
+        import card
+
+        card.install('zeta')
+    if spoilt is not None:
+        spoil(*spoilt)
+    env_rank = Progress(0, 1)
+    return run_rank('pytorch', Setting(accelerator=accelerator), SMALL, env_rank)
+
+
+def spoil(name, rank):
+    """Let a collective of one rank arrive with a wrong value."""
+    original = getattr(torch_dist, name)
+
+    def spoilt(tensor, *args, **kwargs):
+        original(tensor, *args, **kwargs)
+        if torch_dist.get_rank() == rank:
+            tensor[-1] += 1
+
+    setattr(torch_dist, name, spoilt)
+
+
+@pytest.mark.parametrize(('accelerator', 'where'), [('cpu', 'cpu'), ('zeta', 'zeta:{}')])
+def test_every_collective_is_right_and_timed(accelerator, where):
+    everyone = run_ranks(look, 3, accelerator)
+    assert everyone[0] == everyone[1] == everyone[2]
+    results = everyone[0]
+    assert results['passed']
+    assert results['devices'] == [where.format(rank) for rank in range(3)]
+    assert results['tensors_on'] == 'cpu'
+    checks = {check['name']: check for check in results['checks']}
+    assert checks.keys() == {*SIZED, 'barrier', 'all_gather_object'}
+    for name, check in checks.items():
+        assert check['status'] == 'pass', check
+        sizes = [point['bytes'] for point in check['points']]
+        assert sizes == ([1 << 10, 16 << 10] if name in SIZED else [0])
+        assert all(point['seconds'] > 0 for point in check['points'])
+    assert {one['address'] for one in results['listening']} <= {'127.0.0.1', '::1'}
+    assert {'rank 0', 'rank 1', 'rank 2'} <= {one['who'] for one in results['listening']}
+
+
+@pytest.mark.parametrize('spoilt', [('scatter', 1), ('all_to_all_single', 2)])
+def test_wrong_value_on_one_rank_is_a_failure_on_all(spoilt):
+    for results in run_ranks(look, 3, 'cpu', spoilt):
+        assert not results['passed']
+        (failed,) = [check for check in results['checks'] if check['status'] == 'fail']
+        assert failed['name'] in (spoilt[0], 'all_to_all')
+        assert f'rank {spoilt[1]} holds' in failed['problems'][0]
+    (error,) = [f for f in comm_job._outcomes(results) if f.level == 'error'][:1]
+    assert f'rank {spoilt[1]} holds' in error.found
+
+
+def test_result_on_another_device_is_a_failure():
+    (results,) = run_ranks(look_at_misplaced, 1)
+    assert 'is on cpu, expected zeta:0' in results[0]
+
+
+def look_at_misplaced():
+    import card
+
+    from mmdevplug.device import get_accelerator
+    from mmdevplug.doctor.collectives import Case, Peers, problems
+
+    card.install('zeta')
+    accelerator = get_accelerator('zeta')
+    device = accelerator.device(0)
+    host = torch.ones(3)
+
+    class Context:
+        pass
+
+    context = Context()
+    context.accelerator, context.device = accelerator, device
+    case = Case(lambda: None, lambda: None, lambda: [(host, host)], device)
+    return list(problems(case, Peers(context, 0, 1, device)))
+
+
+# failures ---------------------------------------------------------------------------------------
+
+ON_RANK_1 = "import os, time\nif os.environ.get('RANK') == '1':\n    {}\n"
+
+
+def run_job(folder, monkeypatch, what, timeout=15):
+    (folder / 'trouble.py').write_text(ON_RANK_1.format(what))
+    config = folder / 'trouble_config.py'
+    config.write_text("custom_imports = dict(imports=['trouble'], allow_failed_imports=False)\n")
+    monkeypatch.setenv('PYTHONPATH', environment(folder)['PYTHONPATH'])
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    options = dict(config=str(config), accelerator='cpu')
+    job = comm_job.run_job(3, options, largest_mb=0.01, rounds=1, timeout=timeout)
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert left == []
+    assert not [p for p in psutil.process_iter() if str(config) in _words(p)]
+    return comm_job.examine(job, 3, timeout)
+
+
+def _words(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []  # it has ended
+
+
+@pytest.mark.parametrize(
+    ('what', 'told'),
+    [
+        ("raise ValueError('the card is on fire')", ['rank 1 failed', 'the card is on fire']),
+        ('os._exit(3)', ['rank 1', 'exit status 3']),
+        ('os.kill(os.getpid(), 9)', ['rank 1', 'SIGKILL']),
+        ('time.sleep(1000)', ['rank 1 hangs in', 'loading the config', '15 s']),
+    ],
+)
+def test_rank_that_fails_or_hangs_is_named_and_nothing_is_left_over(
+    tmp_path, monkeypatch, what, told
+):
+    found = the(run_job(tmp_path, monkeypatch, what), 'error').found
+    for word in told:
+        assert word in found
+
+
+def test_rank_that_stops_in_the_middle_is_named(tmp_path, monkeypatch):
+    # From its own thread, when the collectives have begun.
+    stop = (
+        'import signal, threading\n'
+        '    from mmdevplug.doctor import progress\n'
+        '    at = progress.Progress.at\n'
+        '    def stop(self, stage):\n'
+        '        at(self, stage)\n'
+        "        if stage.startswith('scatter'):\n"
+        '            os.kill(os.getpid(), signal.SIGSTOP)\n'
+        '    progress.Progress.at = stop'
+    )
+    found = the(run_job(tmp_path, monkeypatch, stop), 'error').found
+    assert "rank 1 hangs in 'scatter" in found
+
+
+def test_more_ranks_than_devices_are_refused(tmp_path, monkeypatch):
+    config = tmp_path / 'zeta.py'
+    config.write_text("custom_imports = dict(imports=['fakecard_from_env'])\n")
+    for name, value in environment(FAKECARD_NAME='zeta', FAKECARD_COUNT='2').items():
+        monkeypatch.setenv(name, value)
+    options = dict(config=str(config), accelerator='zeta')
+    findings = comm_job.examine(comm_job.run_job(3, options, 0.01, 1, 30), 3, 30)
+    errors = [f.found for f in findings if f.level == 'error']
+    assert any('rank 2 failed' in f and 'sees 2 zeta device(s)' in f for f in errors)
+
+
+# the tool ---------------------------------------------------------------------------------------
+
+
+def test_tool_under_torchrun(tmp_path):
+    results = tmp_path / 'results.json'
+    command = [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2']
+    command += [f'--master_port={free_port()}', 'tools/comm_test.py', '--accelerator', 'cpu']
+    command += ['--largest-mb', '0.01', '--rounds', '1', '--json', str(results)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('gradient averaging') == 1  # rank 0 speaks
+    assert json.loads(results.read_text())['passed']
+
+
+def test_tool_under_mpi_and_a_rank_that_never_comes(tmp_path):
+    """Open MPI's variables, set by hand."""
+    port = free_port()
+    for present, status, timeout in ((2, 0, '60'), (1, 1, '5')):
+        command = [sys.executable, 'tools/comm_test.py', '--launcher', 'mpi']
+        command += ['--accelerator', 'cpu', '--largest-mb', '0.01', '--rounds', '1']
+        ranks = [
+            subprocess.Popen(
+                [*command, '--timeout', timeout],
+                cwd=ROOT,
+                env=environment(
+                    OMPI_COMM_WORLD_RANK=str(rank),
+                    OMPI_COMM_WORLD_LOCAL_RANK=str(rank),
+                    OMPI_COMM_WORLD_SIZE='2',
+                    OMPI_COMM_WORLD_LOCAL_SIZE='2',
+                    MASTER_ADDR='127.0.0.1',
+                    MASTER_PORT=str(port),
+                ),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(present)
+        ]
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [status] * present, outputs
+    assert 'all 2 ranks were started' in outputs[0][1]
+
+
+@pytest.mark.parametrize('option', ['--rounds', '--timeout', '--largest-mb'])
+def test_impossible_numbers_are_refused(option):
+    command = [sys.executable, 'tools/comm_test.py', option, '0']
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f'{option} 0: expected a number above 0' in done.stderr

@@ -1,0 +1,97 @@
+"""Versions that do not go together, and packages that cannot be imported."""
+
+import pytest
+
+from mmdevplug.doctor import versions
+from mmdevplug.doctor.isolated import Death, run_isolated
+
+from .running import examined, the
+
+GOOD = dict(
+    python='3.11.7', torch='2.9.0+cpu', numpy='2.4.6', mmengine='0.10.7', setuptools='80.9.0'
+)
+
+
+def levels(**changed):
+    installed = {k: v for k, v in {**GOOD, **changed}.items() if v is not None}
+    return [(f.level, f.found, f.remedy) for f in versions.check_rules(installed)]
+
+
+def test_versions_that_go_together_are_no_error():
+    assert [level for level, _, _ in levels(torch_xla='2.9.0', torchvision='0.24.0')] == ['note']
+
+
+@pytest.mark.parametrize(
+    ('changed', 'level', 'named', 'remedy'),
+    [
+        (dict(python='3.7.1'), 'error', '3.7.1', 'virtual environment'),
+        (dict(torch='1.9.1'), 'error', '1.9.1', '1.10 or later'),
+        (dict(mmengine='0.9.0'), 'error', '0.9.0', 'pip install "mmengine>=0.10.0,<1.0"'),
+        (dict(torch_xla='2.8.1'), 'error', '2.8.1', 'pip install "torch_xla==2.9.*"'),
+        (dict(torchvision='0.23.0'), 'error', '0.23.0', '"torchvision==0.24.*"'),
+        (dict(torch='1.13.1', torchvision='0.13.1'), 'error', '0.13.1', '"torchvision==0.14.*"'),
+        (dict(torch='2.2.2'), 'error', 'numpy 2.4.6 beside torch 2.2.2', '"numpy<2"'),
+        (dict(setuptools='81.0.0'), 'warning', '81.0.0', 'pip install "setuptools<81"'),
+        (dict(setuptools=None), 'warning', 'not installed', 'pip install "setuptools<81"'),
+        (dict(mmcv='2.2.0', mmdet='3.3.0'), 'error', '2.2.0', '"mmcv>=2.0.0,<2.2.0"'),
+        ({'mmcv': '2.1.0', 'mmcv-lite': '2.1.0'}, 'error', '2.1.0', 'pip uninstall'),
+    ],
+)
+def test_versions_that_do_not(changed, level, named, remedy):
+    worst = [found for found in levels(**changed) if found[0] != 'note']
+    assert len(worst) >= 1
+    assert any(
+        found[0] == level and named in found[1] and remedy in found[2] for found in worst
+    ), worst
+
+
+def broken(folder, name, line):
+    package = folder / name
+    package.mkdir()
+    (package / '__init__.py').write_text(line)
+    return package
+
+
+@pytest.mark.parametrize(
+    ('line', 'told'),
+    [
+        ('raise OSError("libc10_cuda.so: cannot open shared object file")', 'libc10_cuda.so'),
+        ('import os; os.abort()', 'SIGABRT'),
+        ('import sys; sys.exit(7)', 'exit status 7'),
+    ],
+)
+def test_packages_behind_a_broken_one_are_still_tried(tmp_path, monkeypatch, line, told):
+    broken(tmp_path, 'torchvision', line)
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=':')
+    found = list(run_isolated(versions.__name__, ['json', 'torchvision', 'csv'], {}, 60))
+    assert [getattr(told, 'level', 'died') for told in found] in (
+        ['ok', 'error', 'ok'],
+        ['ok', 'died', 'ok'],
+    )
+    described = found[1].describe() if isinstance(found[1], Death) else found[1].found
+    assert told in described
+    assert 'import torchvision' in described
+
+
+def test_broken_torch_is_a_finding_and_no_traceback(tmp_path):
+    broken(tmp_path, 'torch', 'raise OSError("libcudart.so.12: no such file")')
+    done, report = examined(tmp_path, paths=[tmp_path])
+    assert done.returncode == 1
+    assert report['exit_status'] == 1
+    (error,) = [f for f in report['findings'] if f['level'] == 'error' and 'torch' in f['found']]
+    assert 'libcudart.so.12' in error['found']
+    assert 'import torch' in error['remedy']
+    assert {f['section'] for f in report['findings']} == {'versions'}
+
+
+def test_mmcv_without_operators(tmp_path, monkeypatch):
+    package = broken(tmp_path, 'mmcv', '')
+    (package / 'ops').mkdir()
+    (package / 'ops' / '__init__.py').write_text('import mmcv._ext')
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=':')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tasks = versions.modules_to_try()
+    assert tasks[tasks.index('mmcv') + 1] == 'mmcv.ops'
+    found = list(run_isolated(versions.__name__, ['mmcv', 'mmcv.ops'], {}, 60))
+    assert the(found, 'ok').found == 'import mmcv works'
+    assert 'MMCV_WITH_OPS=1' in the(found, 'error', 'import mmcv.ops', 'mmcv._ext').remedy
