@@ -14,13 +14,16 @@ STAMP_XLA := $(VENV_XLA)/.installed
 
 TRAIN_DIR := work_dirs/demo
 
+# Files of tests that run at a time: most of a test is waiting.
+WORKERS ?= 2
+
 # For read_base(), MMEngine looks for configs where packages are installed, and an editable install
 # leaves none there.
 SITE := import sysconfig; print(sysconfig.get_paths()["purelib"])
 link = ln -sfn "$(CURDIR)/mmdevplug" "$$($(1)/python -c '$(SITE)')/mmdevplug"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-xla demo test test-xla test-cuda lint benchmark docs-features clean
+.PHONY: help install install-xla demo test test-xla test-kills test-cuda lint benchmark docs-features clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -56,10 +59,13 @@ lint: install  ## Check style and that the package is Python 3.8
 	$(BIN)/vermin -t=3.8- --no-tips mmdevplug tools demo
 
 test: lint  ## Run the tests that need neither torch_xla nor a GPU
-	$(BIN)/python -m pytest -m "not cuda and not xla"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not cuda and not xla"
 
 test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
-	PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest -m xla
+	PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest -n $(WORKERS) --dist loadfile -m xla
+
+test-kills: install  ## Kill jobs 54 times (make test does it 18 times), compare the bits
+	MMDEVPLUG_KILLS=54 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla"
 
 test-cuda: install  ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m cuda
