@@ -9,8 +9,14 @@ import sys
 import time
 
 import pytest
+import torch
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
 
-from benchmarks.hosts import PORT, Hosts, available, launch_variables
+from benchmarks.hosts import INTERFACE, PORT, Hosts, available, launch_variables
+from mmdevplug.checkpoint.reading import read_checkpoint
+from tests.checkpoint.training import train
+from tests.distributed import run_ranks
 from tests.jobs import ROOT
 
 STEPS = 150
@@ -42,6 +48,31 @@ def work():
         wait_for_everyone('end of training')
 
 
+@HOOKS.register_module(force=True)
+class Slowly(Hook):
+    """Notes each iteration, where it is asked to, and takes a moment."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if 'NOTE' in os.environ:
+            with open(os.environ['NOTE'], 'w') as file:
+                file.write(json.dumps(runner.iter + 1))
+            time.sleep(0.1)
+
+
+def train_slowly(work_dir, resume=False):
+    """A rank of a real training run."""
+    train(
+        work_dir,
+        by_epoch=False,
+        length=STEPS,
+        checkpoint=dict(interval=10, by_epoch=False),
+        accelerator__heartbeat_timeout=HEARTBEAT_TIMEOUT,
+        env_cfg__dist_cfg__timeout=300,
+        custom_hooks=[dict(type='EMAHook', momentum=0.1), dict(type='Slowly')],
+        resume=resume,
+    )
+
+
 @pytest.fixture(scope='module', autouse=True)
 def _possible():
     possible, reason = available()
@@ -55,11 +86,14 @@ class Job:
     def __init__(self, hosts, folder):
         self.hosts, self.folder, self.ranks = hosts, folder, []
 
-    def start(self):
-        command = [sys.executable, '-c', 'from tests.dist.test_network_faults import work; work()']
+    def start(self, call='work()'):
+        script = f'from tests.dist.test_network_faults import *; {call}'
+        command, self.ranks = [sys.executable, '-c', script], []
         for host in range(self.hosts.count):
             environ = dict(os.environ, **launch_variables(host, 0, 1, self.hosts, PORT))
-            environ.update(PYTHONPATH=str(ROOT), NOTE=str(self.folder / f'note{host}'))
+            note = self.folder / f'note{host}'
+            note.unlink(missing_ok=True)
+            environ.update(PYTHONPATH=str(ROOT), NOTE=str(note))
             with open(self.folder / f'out{host}', 'w') as output:
                 line = self.hosts.command(host, command)
                 self.ranks.append(
@@ -90,11 +124,11 @@ class Job:
 
 
 @contextlib.contextmanager
-def job(folder):
+def job(folder, *call):
     with Hosts(2) as hosts:
         running = Job(hosts, folder)
         try:
-            running.start()
+            running.start(*call)
             yield running
         finally:
             for rank in running.ranks:
@@ -131,6 +165,22 @@ def test_a_link_that_is_cut_for_good(tmp_path):
         assert max(running.step(host) for host in range(2)) < STEPS
 
 
+def test_training_goes_on_when_the_link_is_back(tmp_path):
+    cut, whole = tmp_path / 'cut', tmp_path / 'whole'
+    with job(tmp_path, f'train_slowly({str(cut)!r})') as running:
+        running.link(1, 'down')
+        assert running.statuses() == [1, 1]
+        assert max(running.step(host) for host in range(2)) < STEPS
+        running.link(1, 'up')
+        running.start(f'train_slowly({str(cut)!r}, resume=True)')
+        assert running.statuses() == [0, 0], running.told(0) + running.told(1)
+    run_ranks(train_slowly, 2, str(whole))
+    got, expected = (read_checkpoint(str(run / f'iter_{STEPS}.pth')) for run in (cut, whole))
+    for key in ('state_dict', 'ema_state_dict'):
+        for name, value in expected[key].items():
+            assert torch.equal(got[key][name], value), (key, name)
+
+
 @pytest.mark.parametrize('gone', [0, 1])
 def test_a_host_that_vanishes(tmp_path, gone):
     with job(tmp_path) as running:
@@ -150,15 +200,29 @@ def test_the_process_that_holds_the_store_is_killed(tmp_path):
         check_blamed(running.told(1), 0)
 
 
-def test_packets_that_are_dropped(tmp_path):
+def drop_by_firewall(hosts, host):
+    """Throw away what a host receives and sends, by rules of its firewall."""
     if shutil.which('iptables') is None:
         pytest.skip('no iptables on PATH')
+    for chain in ('INPUT', 'OUTPUT'):
+        drop = ['iptables', '-A', chain, '-p', 'tcp', '-j', 'DROP']
+        done = subprocess.run(hosts.command(host, drop), capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f'iptables does not work in a namespace here: {done.stderr.strip()}')
+
+
+def misdirect(hosts, host):
+    """Send what is for a host to a network card that is nowhere; the link stays up."""
+    for other in set(range(hosts.count)) - {host}:
+        address = hosts.address_of(host)
+        line = ['ip', 'neigh', 'replace', address, 'dev', INTERFACE, 'nud', 'permanent']
+        subprocess.check_call(hosts.command(other, [*line, 'lladdr', '02:00:00:00:00:00']))
+
+
+@pytest.mark.parametrize('drop', [drop_by_firewall, misdirect])
+def test_packets_that_are_dropped(tmp_path, drop):
     with job(tmp_path) as running:
-        for chain in ('INPUT', 'OUTPUT'):
-            drop = ['iptables', '-A', chain, '-p', 'tcp', '-j', 'DROP']
-            done = subprocess.run(running.hosts.command(1, drop), capture_output=True, text=True)
-            if done.returncode:
-                pytest.skip(f'iptables does not work in a namespace here: {done.stderr.strip()}')
+        drop(running.hosts, 1)
         assert running.statuses() == [1, 1]
         check_blamed(running.told(0), 1)
         check_blamed(running.told(1), 0)

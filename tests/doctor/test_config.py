@@ -260,7 +260,9 @@ def test_checkpoints_in_the_middle_of_an_accumulation():
 )
 def test_state_of_an_optimizer(optimizer, factor):
     cfg = Config(dict(optim_wrapper=dict(optimizer=optimizer)))
-    assert config_model.state_factor(cfg) == factor
+    found, why_not = config_model.state_factor(cfg)
+    assert found == factor
+    assert ('LBFGS' in why_not) == (factor is None)
 
 
 def test_model_larger_than_the_device_is_built_without_memory(examine):

@@ -108,6 +108,8 @@ def config(work_dir, accelerator='cpu', hooks=(), iterations=ITERATIONS, **optio
         runner_type='DeviceRunner',
         accelerator=dict(dict(type=accelerator), **options),
         work_dir=str(work_dir),
+        # Runs of one process that begin in the same second would share a log otherwise.
+        experiment_name=Path(work_dir).name,
         launcher='pytorch' if 'RANK' in os.environ else 'none',
         default_scope='mmengine',
         model=dict(dict(type='Small'), **model),
