@@ -3,12 +3,13 @@
     python benchmarks/checkpoint.py --device cpu
     PJRT_DEVICE=CPU python benchmarks/checkpoint.py --device xla
 
-In one process a model trains under the same runner with each hook in turn: MMEngine's, ours, and
-ours with ``async_save=True``. Two figures for each, medians of the saves:
+In one process a model trains under the same runner with each hook in turn, several times over:
+MMEngine's, ours, and ours with ``async_save=True``. Two figures for each, medians of all saves:
 
 - stall: how long the hook keeps the training loop at an iteration that saves.
-- cost: the stall, and by how much the iterations until the next save are slower than those of a
-  run that saves nothing: what writing in the background takes away from training.
+- cost: by how much the time from one save to the next is longer than in a run that saves nothing:
+  the stall, and what writing in the background takes away from training. It is the difference of
+  two long times, so on a noisy machine it is good to some percent of these (``of``).
 
 A checkpoint is as large as the weights and twice that for AdamW's state. The files go to a folder
 that is removed afterwards (``--folder``); a plain write and flush of as many bytes is timed in the
@@ -21,6 +22,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
@@ -37,6 +39,7 @@ from mmdevplug.hooks import SafeCheckpointHook
 from mmdevplug.runner import DeviceRunner
 
 WIDTH = 512
+WAYS = ('none', 'mmengine', 'ours', 'background')
 
 
 @MODELS.register_module()
@@ -100,8 +103,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--device', choices=('cpu', 'xla', 'cuda'), default='cpu')
     parser.add_argument('--megabytes', type=int, nargs='+', default=[10, 100, 500])
-    parser.add_argument('--saves', type=int, default=5)
-    parser.add_argument('--interval', type=int, default=0, help='iterations; 0: about 3 s')
+    parser.add_argument('--saves', type=int, default=3, help='that count, in each run')
+    parser.add_argument('--rounds', type=int, default=3, help='runs of each kind')
+    parser.add_argument('--interval', type=int, default=0, help='iterations; 0: about 1 s')
     parser.add_argument('--folder', help='where to write; a temporary folder by default')
     return parser.parse_args()
 
@@ -182,8 +186,8 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
     folder = tempfile.mkdtemp(dir=args.folder)
-    print(f'device {args.device}, {args.saves} saves each, ms, medians')
-    print(f"{'MB':>5}{'':14}{'stall':>9}{'cost':>9}  stall / MMEngine's  cost / MMEngine's")
+    print(f'device {args.device}, {args.rounds * args.saves} saves each, ms, medians')
+    print(f"{'MB':>5}{'':14}{'stall':>9}  stall / MMEngine's{'cost':>9}{'of':>9}")
     try:
         for megabytes in args.megabytes:
             layers = max(1, round(megabytes * 2**20 / 3 / 4 / WIDTH**2))
@@ -197,18 +201,21 @@ def measure(args: argparse.Namespace, megabytes: int, layers: int, folder: str) 
     interval = args.interval
     if not interval:
         _, probe = run('none', argparse.Namespace(**{**vars(args), 'saves': 2}), layers, 8, folder)
-        interval = max(8, int(3.0 / (statistics.median(probe) / 8)))
-    _, free = run('none', args, layers, interval, folder)
-    without = statistics.median(free)
-    base: Dict[str, float] = {}
-    for way in ('mmengine', 'ours', 'background'):
-        stalls, stretches = run(way, args, layers, interval, folder)
-        stall = statistics.median(stalls) * 1e3
-        cost = (statistics.median(stretches) - without) * 1e3
-        base = base or dict(stall=stall, cost=cost)
+        interval = max(8, int(8 / statistics.median(probe)))
+    stalls: Dict[str, List[float]] = defaultdict(list)
+    stretches: Dict[str, List[float]] = defaultdict(list)
+    for _ in range(args.rounds):
+        for way in WAYS:
+            stalled, stretched = run(way, args, layers, interval, folder)
+            stalls[way] += stalled
+            stretches[way] += stretched
+    free = statistics.median(stretches['none'])
+    stock = statistics.median(stalls['mmengine'])
+    for way in WAYS[1:]:
+        stall, stretch = statistics.median(stalls[way]), statistics.median(stretches[way])
         print(
-            f'{megabytes:5} {way:13}{stall:9.1f}{cost:9.1f}{stall / base["stall"]:19.2f}'
-            f'{cost / base["cost"]:19.2f}',
+            f'{megabytes:5} {way:13}{stall * 1e3:9.1f}{stall / stock:20.2f}'
+            f'{(stretch - free) * 1e3:9.1f}{free * 1e3:9.0f}',
             flush=True,
         )
     plain = statistics.median(time_plain_write(megabytes << 20, folder) for _ in range(5))

@@ -1,12 +1,16 @@
 """Copying nested states to the host in one call, into memory that is used again."""
 
 import copy
-from typing import Any, Callable, Dict, List
+import mmap
+from itertools import accumulate
+from typing import Any, Callable, Dict, List, Sequence
 
 import torch
 from torch import Tensor
 
 from mmdevplug.device import Accelerator
+
+_ALIGNMENT = 64  # bytes, as PyTorch has it
 
 
 class HostCopy:
@@ -77,13 +81,30 @@ class HostCopy:
             for kept, tensor in zip(self._memory, tensors)
         )
         if not same:
-            self._memory = [
-                torch.empty_like(tensor, memory_format=torch.contiguous_format)
-                for tensor in tensors
-            ]
+            self._memory = _allocate_like(tensors)
         for kept, tensor in zip(self._memory, tensors):
             kept.copy_(tensor)
         return list(self._memory)
+
+
+def _allocate_like(tensors: Sequence[Tensor]) -> List[Tensor]:
+    """Memory apart from malloc's heap, each tensor with a storage of its own.
+
+    In the heap it would fill the gaps that gradients leave after each iteration; these would then
+    be at its end, and glibc returns a free end to the system and asks for it again each time.
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    room = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+    pool = mmap.mmap(-1, max(1, sum(room)))
+    offsets = [0, *accumulate(room)]
+    return [
+        torch.frombuffer(pool, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(
+            tensor.shape
+        )
+        if tensor.numel()
+        else torch.empty_like(tensor)
+        for tensor, offset in zip(tensors, offsets)
+    ]
 
 
 def _place(tensor: Tensor) -> Any:

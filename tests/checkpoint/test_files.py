@@ -267,6 +267,17 @@ def test_a_kept_copy_does_not_change_with_the_original():
     assert torch.equal(again['a'], weight)
 
 
+def test_tensors_of_a_kept_copy_can_be_saved_one_by_one():
+    kinds = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64]
+    state = {str(kind): torch.ones(3, 5, dtype=kind) for kind in kinds}
+    state.update(empty=torch.zeros(0, 4), number=torch.tensor(2.0), flipped=torch.rand(4, 2).t())
+    copied = HostCopy(get_accelerator('cpu'), keep=True)(state)
+    for name, tensor in copied.items():
+        assert torch.equal(tensor, state[name])
+        # Whoever saves one of them does not save the others with it.
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 def test_host_tensors_are_not_copied_when_training_waits():
     weight = torch.rand(3)
     state = torch.nn.Linear(2, 2).state_dict()
