@@ -1,6 +1,18 @@
-"""Which tests run where."""
+"""Which tests run where, and in which environment."""
+
+import os
 
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def _environment_as_before():
+    """Put variables back, such as those that a process group exports."""
+    before = dict(os.environ)
+    yield
+    for name in set(os.environ) - set(before):
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -175,6 +175,8 @@ def meet(store: Any, env: LaunchEnv, prefix: str, stage: str, timeout: timedelta
         wait.mark()
         store.add(f'{prefix}/arrived', 1)
         wait.until(f'{prefix}/arrived', env.world_size, timeout)
+    # Whoever came too late finds all arrivals, of ranks that have given up.
+    failure.raise_if_another_failed()
 
 
 def raise_on_any_rank(
