@@ -132,7 +132,8 @@ def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
         except TypeError as error:
             raise AcceleratorError(
                 f'accelerator=dict(type={name!r}, ...) has an option it does not take: {error}. '
-                f'Given: {sorted(options)}.'
+                f'Given: {sorted(options)}. Correct the name or remove it; README.md lists the '
+                f'options of training.'
             ) from error
     raise AcceleratorError(
         f'{origin} names the accelerator {name!r}, which is unknown. Known: '

@@ -223,6 +223,12 @@ def test_unknown_name_is_refused_with_those_there_are():
     assert "accelerator=dict(type='nvidia', package='torch_nvidia')" in message
 
 
+def test_an_option_that_is_misspelt_is_named_with_what_to_do():
+    message = refusal(dict(type='cpu', heartbet_timeout=3))
+    assert "['heartbet_timeout']" in message
+    assert 'Correct the name or remove it' in message
+
+
 def test_unknown_name_in_the_environment_is_refused_with_the_variable(monkeypatch):
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, 'nvidia')
     assert refusal(None).startswith("MMDEVPLUG_ACCELERATOR names the accelerator 'nvidia'")
