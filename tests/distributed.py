@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -15,15 +16,25 @@ if 'PJRT_DEVICE' in os.environ:
 #: How long a rank that is done waits for the others.
 LINGER_SECONDS = 20
 
+_ports = random.SystemRandom()
 _context = multiprocessing.get_context('forkserver')
 _context.set_forkserver_preload(PRELOAD)
 
 
 def free_port():
-    """A free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(('127.0.0.1', 0))
-        return probe.getsockname()[1]
+    """A free port of the loopback interface.
+
+    Below those that the kernel hands out, so that no connection of another test takes it before
+    the job listens there.
+    """
+    while True:
+        port = _ports.randrange(15_000, 32_000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(('127.0.0.1', port))
+            except OSError:
+                continue
+        return port
 
 
 def launch_variables(rank, world_size, port):
@@ -33,7 +44,7 @@ def launch_variables(rank, world_size, port):
     return dict(variables, MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1')
 
 
-def _work(connection, environ, function, args):
+def _work(connection, environ, function, args, together=False):
     os.environ.update({name: value for name, value in environ.items() if value is not None})
     for name in [name for name, value in environ.items() if value is None]:
         os.environ.pop(name, None)
@@ -47,6 +58,8 @@ def _work(connection, environ, function, args):
         connection.poll(LINGER_SECONDS)
     except BaseException as error:
         connection.send(('error', (type(error).__name__, str(error), traceback.format_exc())))
+        if together:
+            connection.poll(LINGER_SECONDS)
     connection.close()
 
 
@@ -63,7 +76,9 @@ class RanksFailed(AssertionError):
         super().__init__('\n'.join(told))
 
 
-def run_ranks(function, world_size, *args, timeout=240, environ=None, environ_of=None):
+def run_ranks(
+    function, world_size, *args, timeout=240, environ=None, environ_of=None, together=False
+):
     """Call ``function(*args)`` in every rank of a job.
 
     Args:
@@ -72,6 +87,8 @@ def run_ranks(function, world_size, *args, timeout=240, environ=None, environ_of
         timeout (float): Seconds until all must have ended.
         environ (dict, optional): More variables for all ranks; None removes one.
         environ_of (dict, optional): The same for single ranks.
+        together (bool): Every rank raises by itself, so one that does waits for the others, which
+            may still be setting up.
 
     Returns:
         list: What each rank returned.
@@ -87,7 +104,9 @@ def run_ranks(function, world_size, *args, timeout=240, environ=None, environ_of
         variables.update(environ or {})
         variables.update((environ_of or {}).get(rank, {}))
         ours, theirs = _context.Pipe()
-        process = _context.Process(target=_work, args=(theirs, variables, function, args))
+        process = _context.Process(
+            target=_work, args=(theirs, variables, function, args, together)
+        )
         process.start()
         theirs.close()
         ranks[rank] = (process, ours)
@@ -105,8 +124,8 @@ def run_ranks(function, world_size, *args, timeout=240, environ=None, environ_of
                 except EOFError:
                     kind, value = 'error', ('Died', 'the process died', 'the process died')
                 (results if kind == 'ok' else errors)[rank] = value
-            if errors or not pending:
-                for rank in results:
+            if not pending or (errors and not together):
+                for rank in [*results, *errors]:
                     ranks[rank][1].close()
         for process, _ in ranks.values():
             process.join(30)

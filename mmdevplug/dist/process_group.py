@@ -165,14 +165,20 @@ def init_device(
         # torchrun's store outlives a process group; a second one would read the first's addresses.
         _groups += 1
         fresh = torch_dist.PrefixStore(f'mmdevplug/group/{_groups}', store)
-        torch_dist.init_process_group(
-            with_host_backend(name, chosen),
-            store=fresh,
-            rank=env.rank,
-            world_size=env.world_size,
-            timeout=wait,
-            **kwargs,
-        )
+
+        def start() -> None:
+            torch_dist.init_process_group(
+                with_host_backend(name, chosen),
+                store=fresh,
+                rank=env.rank,
+                world_size=env.world_size,
+                timeout=wait,
+                **kwargs,
+            )
+
+        # PyTorch lets one rank leave while others still connect: an error of rank 0 just after
+        # would take the store from them.
+        _together(start, store, env, 'process group', wait)
     set_current_accelerator(chosen)
     _context = DeviceContext(chosen, reason, device, env, name, wait)
     return _context

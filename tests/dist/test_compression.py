@@ -154,6 +154,6 @@ def wrap_with(value):
 
 def test_a_wrong_value_is_refused_on_all_ranks():
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(wrap_with, 2, 'int8')
+        run_ranks(wrap_with, 2, 'int8', together=True)
     assert sorted(raised.value.errors) == [0, 1]
     assert all("grad_compression='int8'" in error[1] for error in raised.value.errors.values())

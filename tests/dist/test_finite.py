@@ -47,7 +47,7 @@ def train(accelerator, policy, bad_step=2, steps=5, value=float('nan'), left_out
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_stop_names_rank_and_parameter_on_all_ranks(accelerator, value):
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(train, 2, accelerator, 'stop', 2, 5, value)
+        run_ranks(train, 2, accelerator, 'stop', 2, 5, value, together=True)
     errors = raised.value.errors
     assert sorted(errors) == [0, 1]
     count = '1 NaN, 0 Inf of 32' if value != value else '0 NaN, 1 Inf of 32'

@@ -20,7 +20,7 @@ from tests.distributed import (
 
 def errors_of(function, world_size, *args):
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(function, world_size, *args)
+        run_ranks(function, world_size, *args, together=True)
     return raised.value.errors
 
 

@@ -51,7 +51,7 @@ TOLD = {
 @pytest.mark.parametrize('change', TOLD)
 def test_the_first_difference_is_named_on_all_ranks(accelerator, change):
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(wrap_different, 3, accelerator, change)
+        run_ranks(wrap_different, 3, accelerator, change, together=True)
     errors = raised.value.errors
     assert sorted(errors) == [0, 1, 2]
     for kind, message, _ in errors.values():

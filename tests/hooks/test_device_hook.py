@@ -51,7 +51,7 @@ def test_repairs(tmp_path, ranks):
 
 def test_refuses(tmp_path):
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(train_with_misplaced_parts, 2, tmp_path, 'error')
+        run_ranks(train_with_misplaced_parts, 2, tmp_path, 'error', together=True)
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'ModelError'
         assert 'head.weight on cpu' in message

@@ -178,7 +178,7 @@ def wrap_frozen(context):
 )
 def test_models_that_are_refused(wrap, told):
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(in_job, 2, 'zeta', wrap)
+        run_ranks(in_job, 2, 'zeta', wrap, together=True)
     assert sorted(raised.value.errors) == [0, 1]
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'ModelError'

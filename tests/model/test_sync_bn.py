@@ -187,7 +187,7 @@ def one_value(accelerator):
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 def test_one_value_per_channel_is_refused_on_all_ranks(accelerator):
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(one_value, 2, accelerator)
+        run_ranks(one_value, 2, accelerator, together=True)
     assert sorted(raised.value.errors) == [0, 1]
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'ModelError'

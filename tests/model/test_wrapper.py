@@ -18,13 +18,13 @@ def in_job(accelerator, check):
     return check(context)
 
 
-def run(accelerator, check, world_size=2):
-    return run_ranks(in_job, world_size, accelerator, check)
+def run(accelerator, check, world_size=2, **options):
+    return run_ranks(in_job, world_size, accelerator, check, **options)
 
 
 def refused(accelerator, check):
     with pytest.raises(RanksFailed) as raised:
-        run(accelerator, check)
+        run(accelerator, check, together=True)
     assert sorted(raised.value.errors) == [0, 1]
     return raised.value.errors[1][:2]
 

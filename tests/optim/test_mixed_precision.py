@@ -206,7 +206,7 @@ def shard_optimizer(work_dir):
 
 def test_sharded_optimizer_is_refused_under_host_staging(tmp_path):
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(shard_optimizer, 2, tmp_path)
+        run_ranks(shard_optimizer, 2, tmp_path, together=True)
     assert len(raised.value.errors) == 2
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'ModelError'

@@ -52,14 +52,14 @@ def run_ours(work_dir, wrapper, accelerator='cpu'):
 @cpu_only
 def test_stock_sets_a_cuda_device_without_cuda(tmp_path):
     with pytest.raises(RanksFailed, match='_cuda_setDevice'):
-        run_ranks(run_stock, 2, tmp_path, None, False)
+        run_ranks(run_stock, 2, tmp_path, None, False, together=True)
 
 
 @cpu_only
 @pytest.mark.parametrize('wrapper', [None, SEED_WRAPPER])
 def test_stock_passes_device_ids_for_a_model_on_the_cpu(tmp_path, wrapper):
     with pytest.raises(RanksFailed, match='device_ids') as raised:
-        run_ranks(run_stock, 2, tmp_path, wrapper, True)
+        run_ranks(run_stock, 2, tmp_path, wrapper, True, together=True)
     assert raised.value.errors[1][0] == 'ValueError'
     assert 'device_ids [1]' in raised.value.errors[1][1]
 

@@ -149,7 +149,7 @@ def test_float16_without_a_scaler_is_refused(tmp_path):
     with pytest.raises(RanksFailed) as raised:
         run_ranks(
             train, 2, 'xla', tmp_path, dict(type='AmpOptimWrapper', dtype='float16'),
-            environ=dict(CPU_NUM_DEVICES='2'),
+            environ=dict(CPU_NUM_DEVICES='2'), together=True,
         )  # fmt: skip
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'AcceleratorError'
@@ -171,7 +171,7 @@ def shard_optimizer(work_dir):
 
 def test_sharded_optimizer_is_refused_under_host_staging(tmp_path):
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(shard_optimizer, 2, tmp_path, environ=dict(CPU_NUM_DEVICES='2'))
+        run_ranks(shard_optimizer, 2, tmp_path, environ=dict(CPU_NUM_DEVICES='2'), together=True)
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'ModelError'
         assert "optimizer=dict(type='Adam'" in message

@@ -34,7 +34,7 @@ def test_half_precision(kind):
 
 def test_bad_gradients_are_named():
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(train, 2, 'xla', 'stop')
+        run_ranks(train, 2, 'xla', 'stop', together=True)
     assert sorted(raised.value.errors) == [0, 1]
     for _, message, _ in raised.value.errors.values():
         assert 'rank 1: 2.weight (1 NaN, 0 Inf of 32)' in message

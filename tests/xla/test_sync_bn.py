@@ -16,11 +16,12 @@ pytestmark = pytest.mark.xla
 TWO_DEVICES = dict(CPU_NUM_DEVICES='2')
 
 
-def on_two(accelerator, function, *args):
+def on_two(accelerator, function, *args, **options):
     """Run a function in two ranks, which get the name of the accelerator first."""
     if accelerator == 'xla':
-        return run_ranks(function, 2, 'xla', *args, environ=TWO_DEVICES)
-    return [result for result, _ in run_ranks(with_standin, 2, function, 'gcu', *args)]
+        return run_ranks(function, 2, 'xla', *args, environ=TWO_DEVICES, **options)
+    found = run_ranks(with_standin, 2, function, 'gcu', *args, **options)
+    return [result for result, _ in found]
 
 
 @pytest.fixture(scope='module')
@@ -44,7 +45,7 @@ def test_ranks_together_compute_what_one_process_does(found, accelerator, name):
 @pytest.mark.parametrize('accelerator', ['xla', 'gcu'])
 def test_one_value_per_channel_is_refused_on_all_ranks(accelerator):
     with pytest.raises(RanksFailed) as raised:
-        on_two(accelerator, one_value)
+        on_two(accelerator, one_value, together=True)
     assert sorted(raised.value.errors) == [0, 1]
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'ModelError'

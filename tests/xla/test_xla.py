@@ -85,7 +85,7 @@ def wrap_in_ddp():
 
 def test_stock_ddp_refuses_tensors_of_a_lazy_device():
     with pytest.raises(RanksFailed, match='invalid tensor type') as raised:
-        run_ranks(wrap_in_ddp, 2, environ=dict(CPU_NUM_DEVICES='2'))
+        run_ranks(wrap_in_ddp, 2, environ=dict(CPU_NUM_DEVICES='2'), together=True)
     assert 'xla' in raised.value.errors[1][1]
 
 
