@@ -25,8 +25,10 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
+    # One model over several devices.
+    'placement': ['accelerate>=1.0', 'safetensors'],
     'xla': ['torch==2.9.0', 'torch_xla==2.9.0', 'torchvision==0.24.0'],
-    'examples': ['scikit-learn', 'matplotlib'],
+    'examples': ['scikit-learn', 'matplotlib', 'accelerate>=1.0', 'transformers', 'peft'],
     'dev': [
         'pytest',
         'pytest-timeout',
@@ -37,6 +39,10 @@ EXTRAS_REQUIRE = {
         'pre-commit',
         'pre-commit-hooks',
         'ninja',
+        # Real models to plan and to train.
+        'mmsegmentation==1.2.2',
+        'mmdet==3.3.0',
+        'ftfy',
     ],
 }
 

@@ -23,6 +23,14 @@ class ModelError(DevPlugError):
     """A model cannot be placed on a device or trained in parallel as it stands."""
 
 
+class PlacementError(ModelError):
+    """A model cannot be spread over the devices that were asked for."""
+
+
+class DeviceMismatchError(ModelError):
+    """An operation got operands of different devices."""
+
+
 class CheckpointError(DevPlugError):
     """A checkpoint cannot be written or read."""
 

@@ -15,7 +15,7 @@ from tests.jobs import PLAIN, ROOT, digits_config, install_card
 
 def errors_of(function, world_size, *args, **kwargs):
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(function, world_size, *args, together=True, **kwargs)
+        run_ranks(function, world_size, *args, **kwargs)
     return raised.value.errors
 
 
