@@ -1,0 +1,21 @@
+"""Spreading one model over several devices: measuring it, and planning what goes where."""
+
+from .devices import parse_devices, parse_max_memory, parse_size, probe_capacities
+from .dispatch import dispatch
+from .plan import DevicePlan, PlannedBlock
+from .planning import STRATEGIES, plan
+from .sizes import ModuleSizes, module_sizes
+
+__all__ = [
+    'STRATEGIES',
+    'DevicePlan',
+    'ModuleSizes',
+    'PlannedBlock',
+    'dispatch',
+    'module_sizes',
+    'parse_devices',
+    'parse_max_memory',
+    'parse_size',
+    'plan',
+    'probe_capacities',
+]

@@ -1,0 +1,245 @@
+"""A model as a sequence of blocks: what is put on a device as one."""
+
+import re
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+
+from torch import Tensor, nn
+
+from .sizes import ModuleSizes, all_modules, class_or_own, named_tensors, prefixes
+from .whole import WholeModules
+
+
+@dataclass
+class Unit:
+    """A module that is not split, or a tensor that a split module holds itself.
+
+    Attributes:
+        name (str): Of the module or tensor.
+        kind (str): The class, ``'Parameter'`` or ``'Buffer'``.
+        holds (bool): Whether it has parameters.
+        owner (str, optional): Of a tensor: the module that holds it.
+    """
+
+    name: str
+    kind: str
+    holds: bool
+    owner: Optional[str] = None
+
+
+@dataclass
+class Group:
+    """Units that share a device.
+
+    Attributes:
+        units (List[Unit]): In order of execution.
+        bytes (int): What they hold together.
+        traffic (int): Bytes that enter the first of them.
+        depth (int): How many modules the cut before it splits.
+    """
+
+    units: List[Unit] = field(default_factory=list)
+    bytes: int = 0
+    traffic: int = 0
+    depth: int = 0
+
+    @property
+    def label(self) -> str:
+        """The names, shortened."""
+        names = [unit.name or 'the whole model' for unit in self.units if unit.holds]
+        names = names or [unit.name for unit in self.units]
+        more = f' with {len(names) - 2} more' if len(names) > 2 else ''
+        return ' and '.join(names[:2]) + more
+
+
+def find_units(model: nn.Module, whole: WholeModules) -> List[Unit]:
+    """Cut a model into units, in order of registration.
+
+    Args:
+        model (nn.Module): Any.
+        whole (WholeModules): What must not be split.
+    """
+
+    def walk(name: str, module: nn.Module) -> Iterator[Unit]:
+        children = {key: child for key, child in module._modules.items() if child is not None}
+        if not children or (name, module) in whole:
+            yield Unit(name, type(module).__name__, _holds(module))
+            return
+        prefix = f'{name}.' if name else ''
+        for kind, place in (('Parameter', module._parameters), ('Buffer', module._buffers)):
+            for key, tensor in place.items():
+                if tensor is not None:
+                    yield Unit(prefix + key, kind, kind == 'Parameter', name)
+        for key, child in children.items():
+            yield from walk(prefix + key, child)
+
+    return list(walk('', model))
+
+
+def _holds(module: nn.Module) -> bool:
+    """Whether there is a parameter inside a module."""
+    return any(tensor is not None for tensor in module._parameters.values()) or any(
+        child is not None and _holds(child) for child in module._modules.values()
+    )
+
+
+def order_units(units: List[Unit], calls: Mapping[str, int]) -> List[Unit]:
+    """Sort modules by when they run first; each tensor goes before the first module beside it.
+
+    Args:
+        units (List[Unit]): In order of registration.
+        calls (Mapping[str, int]): When a module, or one inside it, ran first; empty to keep the
+            order of registration.
+    """
+    modules = [unit for unit in units if unit.owner is None]
+    when: Dict[str, int] = {}
+    latest = -1
+    for unit in modules:
+        # What is never called stays behind what is registered before it.
+        latest = calls.get(unit.name, latest)
+        when[unit.name] = latest
+    modules.sort(key=lambda unit: when[unit.name])
+    first_inside: Dict[str, str] = {}
+    for unit in modules:
+        for prefix in prefixes(unit.name):
+            first_inside.setdefault(prefix, unit.name)
+    before: Dict[str, List[Unit]] = {}
+    for unit in units:
+        if unit.owner is not None:
+            before.setdefault(first_inside[unit.owner], []).append(unit)
+    return [u for module in modules for u in [*before.get(module.name, []), module]]
+
+
+def group_units(
+    units: List[Unit],
+    sizes: ModuleSizes,
+    shared: Iterable[List[str]] = (),
+    traffic: Mapping[str, int] = MappingProxyType({}),
+) -> List[Group]:
+    """Gather what has to share a device.
+
+    A tensor of a split module goes with the module after it; a module without parameters with the
+    group before it; and units that share a tensor with the first of them.
+
+    Args:
+        units (List[Unit]): In order of execution.
+        sizes (ModuleSizes): Of the model.
+        shared (Iterable[List[str]]): From :func:`shared_names`.
+        traffic (Mapping[str, int]): Bytes that enter each module, where measured.
+    """
+    raw: List[List[Unit]] = []
+    pending: List[Unit] = []
+    for unit in units:
+        pending.append(unit)
+        if unit.owner is not None:
+            continue
+        if any(u.holds for u in pending) or not raw:
+            raw.append(pending)
+        else:
+            raw[-1] += pending
+        pending = []
+    if len(raw) > 1 and not any(u.holds for u in raw[0]):
+        raw[:2] = [raw[0] + raw[1]]
+    joined = _join_shared(raw, shared)
+    groups = []
+    for index, found in enumerate(joined):
+        first = next((u for u in found if u.owner is None), found[0])
+        group = Group(found, sum(sizes[u.name] for u in found), traffic.get(first.name, 0))
+        if index:
+            group.depth = _common_depth(joined[index - 1][-1].name, found[0].name)
+        groups.append(group)
+    return groups
+
+
+def _common_depth(one: str, other: str) -> int:
+    depth = 0
+    for mine, theirs in zip(one.split('.'), other.split('.')):
+        if mine != theirs:
+            break
+        depth += 1
+    return depth
+
+
+def _join_shared(raw: List[List[Unit]], shared: Iterable[List[str]]) -> List[List[Unit]]:
+    """Join the lists of units that hold the same tensor to the first of them."""
+    index_of = {unit.name: index for index, units in enumerate(raw) for unit in units}
+    parent = list(range(len(raw)))
+
+    def root(index: int) -> int:
+        while parent[index] != index:
+            index = parent[index]
+        return index
+
+    for names in shared:
+        places = sorted({root(_covering(name, index_of)) for name in names})
+        for place in places[1:]:
+            parent[place] = places[0]
+    joined: Dict[int, List[Unit]] = {}
+    for index, units in enumerate(raw):
+        joined.setdefault(root(index), []).extend(units)
+    return [joined[index] for index in sorted(joined)]
+
+
+def _covering(name: str, known: Mapping[str, Any]) -> Any:
+    """The value of a name or of the nearest module around it."""
+    for prefix in reversed(prefixes(name)):
+        if prefix in known:
+            return known[prefix]
+    raise KeyError(name)
+
+
+def shared_names(
+    model: nn.Module, tensors: Optional[List[Tuple[str, Tensor]]] = None
+) -> List[List[str]]:
+    """Names of each tensor that has several, and of those that transformers will tie.
+
+    Args:
+        model (nn.Module): Any.
+        tensors (list, optional): From :func:`named_tensors`, if there is one already.
+    """
+    tensors = named_tensors(model) if tensors is None else tensors
+    first: Dict[int, str] = {}
+    shared: Dict[str, List[str]] = {}
+    for name, tensor in tensors:
+        known = first.setdefault(id(tensor), name)
+        if known is not name:
+            shared.setdefault(known, [known]).append(name)
+    found = list(shared.values())
+    for prefix, module in all_modules(model):
+        if class_or_own(module, '_tied_weights_keys'):
+            for pair in _declared_ties(module):
+                names = [name for name, _ in tensors]
+                found.append(_matching(pair, f'{prefix}.' if prefix else '', names))
+    return [names for names in found if len(names) > 1]
+
+
+def _declared_ties(module: nn.Module) -> Iterator[Tuple[str, ...]]:
+    """What ``_tied_weights_keys`` of transformers declares, where the config turns it on."""
+    keys = class_or_own(module, '_tied_weights_keys')
+    if not getattr(getattr(module, 'config', None), 'tie_word_embeddings', False):
+        return
+    if isinstance(keys, Mapping):
+        yield from keys.items()
+        return
+    # Before transformers 5: a list of names that are tied to the input embeddings.
+    embeddings = module.get_input_embeddings()
+    names = [n for n, m in module.named_modules() if m is embeddings]
+    yield (*keys, *(f'{name}.weight' for name in names))
+
+
+def _matching(patterns: Tuple[str, ...], prefix: str, known: List[str]) -> List[str]:
+    found = []
+    for pattern in patterns:
+        for name in known:
+            inner = name[len(prefix) :]
+            if name.startswith(prefix) and (inner == pattern or _fits(pattern, inner)):
+                found.append(name)
+    return found
+
+
+def _fits(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern + r'\Z', name) is not None
+    except re.error:
+        return False

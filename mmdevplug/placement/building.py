@@ -1,0 +1,118 @@
+"""Models from their configs, without memory for their weights."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any, Optional, Tuple
+
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS, DefaultScope
+from torch import nn
+
+from mmdevplug.errors import DevPlugError, PlacementError, first_line
+
+
+def can_build_on_meta() -> bool:
+    """Whether this PyTorch has a default device that holds shapes alone."""
+    return hasattr(torch.device, '__enter__')
+
+
+def build_without_memory(model: Any, scope: Optional[str] = None) -> nn.Module:
+    """Build a model from its config.
+
+    Args:
+        model (dict): ``model`` of a config.
+        scope (str, optional): ``default_scope`` of the config. Defaults to None: the current one.
+
+    Returns:
+        nn.Module: On the meta device; on the host where the model computes with tensors while it
+        is built, or PyTorch is older than 2.0.
+    """
+    if scope is None:
+        return build(model)[0]
+    with DefaultScope.overwrite_default_scope(scope):
+        return build(model)[0]
+
+
+def build(model: Any) -> Tuple[nn.Module, bool]:
+    """As :func:`build_without_memory`, in the current scope.
+
+    Returns:
+        tuple: The model, and whether it had to be built with memory after all.
+    """
+    if can_build_on_meta():
+        try:
+            with torch.device('meta'):
+                return MODELS.build(copy.deepcopy(model)), False
+        except (RuntimeError, NotImplementedError) as error:
+            # Stochastic depth is often a list of numbers taken from a tensor.
+            if 'meta' not in str(error):
+                raise
+        with torch.device('cpu'):
+            return MODELS.build(copy.deepcopy(model)), True
+    return MODELS.build(copy.deepcopy(model)), True
+
+
+def build_from_file(path: str) -> Tuple[nn.Module, Optional[Config]]:
+    """Build the model that a file describes.
+
+    Args:
+        path (str): A config of OpenMMLab's (.py, .json, .yaml), or a transformers model: its
+            ``config.json`` or the folder of that.
+
+    Returns:
+        tuple: The model, and the config of OpenMMLab's if it was one.
+
+    Raises:
+        PlacementError: If there is no such file, or the model cannot be built.
+    """
+    place = Path(path)
+    if place.is_dir():
+        place = place / 'config.json'
+    if not place.is_file():
+        raise PlacementError(
+            f'{str(place)!r} is no file. Give a config of OpenMMLab, or the config.json of a '
+            f'transformers model or its folder.'
+        )
+    try:
+        if place.suffix == '.json' and 'model_type' in _read_json(place):
+            return build_transformers(str(place)), None
+        cfg = Config.fromfile(str(place))
+        if cfg.get('model') is None:
+            raise PlacementError(f"{path!r} has no `model`; expected model = dict(type='...').")
+        return build_without_memory(cfg.model, cfg.get('default_scope') or 'mmengine'), cfg
+    except DevPlugError:
+        raise
+    except Exception as error:
+        # Configs and models fail in as many ways as there are.
+        raise PlacementError(
+            f'the model of {path!r} cannot be built: {type(error).__name__}: {first_line(error)}'
+        ) from error
+
+
+def _read_json(path: Path) -> Any:
+    found = json.loads(path.read_text(encoding='utf-8'))
+    return found if isinstance(found, dict) else {}
+
+
+def build_transformers(path: str) -> nn.Module:
+    """Build a model from the ``config.json`` of transformers, with the head that it names.
+
+    Raises:
+        PlacementError: If transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise PlacementError(
+            f'{path!r} is a transformers model, and transformers cannot be imported: '
+            f'{first_line(error)}. Install it: pip install transformers'
+        ) from error
+    config = transformers.AutoConfig.from_pretrained(path)
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    kind = next((kind for kind in named if kind is not None), None)
+    with torch.device('meta'):
+        if kind is not None:
+            return kind(config)
+        return transformers.AutoModel.from_config(config)

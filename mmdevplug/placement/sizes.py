@@ -1,0 +1,209 @@
+"""Bytes of every module: weights, and what training keeps beside them."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Union
+
+import torch
+from torch import Tensor, nn
+
+from mmdevplug.errors import PlacementError
+
+#: Values an optimizer keeps for each value of a parameter.
+STATE_VALUES = {
+    'adamw': 2,
+    'adam': 2,
+    'nadam': 2,
+    'lamb': 2,
+    'adagrad': 1,
+    'rmsprop': 1,
+    'momentum': 1,
+    'lion': 1,
+    'sgd': 0,
+    'none': 0,
+}
+
+
+@dataclass(frozen=True)
+class ModuleSizes:
+    """Bytes by name of module or tensor; ``''`` is the whole, a module includes its children.
+
+    A tensor that occurs under several names counts under the first alone.
+
+    Attributes:
+        parameters (Dict[str, int]): Weights.
+        buffers (Dict[str, int]): Buffers, persistent or not.
+        gradients (Dict[str, int]): Of the parameters that require them, if training.
+        optimizer (Dict[str, int]): The state of the optimizer, if training.
+        activations (Dict[str, int]): What the forward pass keeps for the backward pass, or the
+            largest output if not training; empty unless measured.
+    """
+
+    parameters: Dict[str, int] = field(default_factory=dict)
+    buffers: Dict[str, int] = field(default_factory=dict)
+    gradients: Dict[str, int] = field(default_factory=dict)
+    optimizer: Dict[str, int] = field(default_factory=dict)
+    activations: Dict[str, int] = field(default_factory=dict)
+
+    def static(self, name: str = '') -> int:
+        """All but the activations."""
+        parts = (self.parameters, self.buffers, self.gradients, self.optimizer)
+        return sum(part.get(name, 0) for part in parts)
+
+    def __getitem__(self, name: str) -> int:
+        return self.static(name) + self.activations.get(name, 0)
+
+    def parts(self, name: str = '') -> Dict[str, int]:
+        """The bytes of a module by what they are for."""
+        return dict(
+            parameters=self.parameters.get(name, 0),
+            buffers=self.buffers.get(name, 0),
+            gradients=self.gradients.get(name, 0),
+            optimizer=self.optimizer.get(name, 0),
+            activations=self.activations.get(name, 0),
+        )
+
+
+def all_modules(model: nn.Module) -> List[Tuple[str, nn.Module]]:
+    """Every name of every module, in order of registration; PyTorch's own walk is slow."""
+    found: List[Tuple[str, nn.Module]] = []
+    left = [('', model)]
+    while left:
+        name, module = left.pop()
+        found.append((name, module))
+        if module._modules:
+            prefix = f'{name}.' if name else ''
+            for key, child in reversed(module._modules.items()):
+                if child is not None:
+                    left.append((prefix + key, child))
+    return found
+
+
+def named_tensors(model: nn.Module) -> List[Tuple[str, Tensor]]:
+    """Every name of every parameter and buffer, also of those that occur more than once."""
+    found: List[Tuple[str, Tensor]] = []
+    for module_name, module in all_modules(model):
+        prefix = f'{module_name}.' if module_name else ''
+        for place in (module._parameters, module._buffers):
+            for name, tensor in place.items():
+                if tensor is not None:
+                    found.append((prefix + name, tensor))
+    return found
+
+
+def class_or_own(module: nn.Module, name: str) -> Any:
+    """An attribute that a class or its instance may have; ``getattr`` is slow where none has."""
+    return vars(module).get(name) or getattr(type(module), name, None)
+
+
+def state_values(optimizer: Union[str, int, float]) -> float:
+    """Values of optimizer state for each value of a parameter.
+
+    Args:
+        optimizer (str or number): A name of :data:`STATE_VALUES`, or the number itself.
+
+    Raises:
+        PlacementError: If it is neither.
+    """
+    if isinstance(optimizer, str):
+        found = STATE_VALUES.get(optimizer.lower())
+        if found is not None:
+            return found
+    elif isinstance(optimizer, (int, float)) and 0 <= optimizer < float('inf'):
+        return optimizer
+    raise PlacementError(
+        f'optimizer={optimizer!r}: expected one of {", ".join(STATE_VALUES)}, or how many values '
+        f'it keeps for each value of a parameter, e.g. 2.'
+    )
+
+
+def as_dtype(dtype: Union[None, str, torch.dtype]) -> Optional[torch.dtype]:
+    """A dtype or its name, e.g. ``'bfloat16'``."""
+    found = getattr(torch, dtype.replace('torch.', ''), None) if isinstance(dtype, str) else dtype
+    if found is not None and not isinstance(found, torch.dtype) or (dtype and found is None):
+        raise PlacementError(f"dtype={dtype!r}: expected the name of a dtype, e.g. 'bfloat16'.")
+    return found
+
+
+def tensor_bytes(tensor: Tensor, dtype: Optional[torch.dtype] = None) -> int:
+    """Bytes of a tensor, were it cast to ``dtype`` (which integers are not)."""
+    if dtype is None or not tensor.is_floating_point():
+        return tensor.numel() * tensor.element_size()
+    return tensor.numel() * torch.empty((), dtype=dtype, device='cpu').element_size()
+
+
+def module_sizes(
+    model: nn.Module,
+    dtype: Union[None, str, torch.dtype] = None,
+    training: bool = False,
+    optimizer: Union[str, int, float] = 'adamw',
+    sample_inputs: Any = None,
+) -> ModuleSizes:
+    """Measure every module of a model, which may be on the meta device.
+
+    Args:
+        model (nn.Module): Any.
+        dtype (torch.dtype or str, optional): What floating tensors will be cast to.
+        training (bool): Also count gradients and the state of the optimizer, of parameters that
+            require gradients, in the parameters' dtype.
+        optimizer (str or number): See :func:`state_values`.
+        sample_inputs (Any, optional): One batch (a tensor, a tuple of arguments or a dict of
+            keyword arguments), with which to measure activations on the meta device.
+
+    Returns:
+        ModuleSizes: Bytes by name.
+
+    Raises:
+        PlacementError: If an argument cannot be read, or the pass fails.
+    """
+    dtype = as_dtype(dtype)
+    sizes = weigh(named_tensors(model), dtype, training, optimizer)
+    if sample_inputs is not None:
+        from .trace import trace
+
+        add_activations(sizes, trace(model, sample_inputs, training, dtype).activations)
+    return sizes
+
+
+def weigh(
+    tensors: Iterable[Tuple[str, Tensor]],
+    dtype: Optional[torch.dtype] = None,
+    training: bool = False,
+    optimizer: Union[str, int, float] = 'adamw',
+) -> ModuleSizes:
+    """As :func:`module_sizes`, from what :func:`named_tensors` found."""
+    factor = state_values(optimizer)
+    sizes = ModuleSizes()
+    seen: Set[int] = set()
+    for name, tensor in tensors:
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        size = tensor_bytes(tensor, dtype)
+        if not isinstance(tensor, nn.Parameter):
+            _add(sizes.buffers, name, size)
+            continue
+        _add(sizes.parameters, name, size)
+        if training and tensor.requires_grad:
+            _add(sizes.gradients, name, size)
+            _add(sizes.optimizer, name, int(factor * size))
+    return sizes
+
+
+def add_activations(sizes: ModuleSizes, measured: Mapping[str, int]) -> None:
+    """Put what each module keeps by itself under it and the modules around it."""
+    for name, value in measured.items():
+        _add(sizes.activations, name, value)
+
+
+def _add(part: Dict[str, int], name: str, value: int) -> None:
+    if value:
+        for prefix in prefixes(name):
+            part[prefix] = part.get(prefix, 0) + value
+
+
+@lru_cache(maxsize=1 << 16)
+def prefixes(name: str) -> Tuple[str, ...]:
+    """A name and those of the modules around it: ``''``, ``'a'``, ``'a.b'``."""
+    parts = name.split('.') if name else []
+    return tuple('.'.join(parts[:end]) for end in range(len(parts) + 1))
