@@ -1,0 +1,7 @@
+"""Finding, and repairing, operations whose operands are on different devices."""
+
+from .guard import DeviceGuard
+from .ledger import Moved, Site, SiteCount
+from .mismatch import Mismatch, Operand, Source
+
+__all__ = ['DeviceGuard', 'Mismatch', 'Moved', 'Operand', 'Site', 'SiteCount', 'Source']

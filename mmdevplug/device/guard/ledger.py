@@ -1,0 +1,104 @@
+"""Counts of what a guard found and moved, by place."""
+
+import threading
+from dataclasses import dataclass
+from typing import Dict, NamedTuple
+
+
+class Site(NamedTuple):
+    """A place in the code where operands of different devices meet.
+
+    Attributes:
+        operation (str): E.g. ``'torch.stack'``.
+        file (str): The user's file.
+        line (int): The line in it.
+        where (str): Module and backward, as :meth:`Mismatch.where` puts it.
+    """
+
+    operation: str
+    file: str
+    line: int
+    where: str
+
+
+@dataclass
+class SiteCount:
+    """What happened at a place.
+
+    Attributes:
+        times (int): Operations with operands of different devices.
+        number (int): Tensors that were moved.
+        bytes (int): Their size.
+    """
+
+    times: int = 0
+    number: int = 0
+    bytes: int = 0
+
+
+class Moved(NamedTuple):
+    """What a guard moved in all.
+
+    Attributes:
+        number (int): Tensors.
+        bytes (int): Their size.
+        sites (Dict[Site, SiteCount]): The same by place, where anything was moved.
+    """
+
+    number: int
+    bytes: int
+    sites: Dict[Site, SiteCount]
+
+
+class Ledger:
+    """Adds up by place; autograd's threads write to it too."""
+
+    def __init__(self) -> None:
+        self._sites: Dict[Site, SiteCount] = {}
+        self._lock = threading.Lock()
+
+    def add(self, site: Site, number: int = 0, size: int = 0, times: int = 1) -> bool:
+        """Count an operation, and the tensors of ``size`` bytes that were moved for it.
+
+        Returns:
+            bool: Whether the place is new.
+        """
+        with self._lock:
+            new = site not in self._sites
+            count = self._sites.setdefault(site, SiteCount())
+            count.times += times
+            count.number += number
+            count.bytes += size
+        return new
+
+    def sites(self) -> Dict[Site, SiteCount]:
+        """The counts by place, as they are now."""
+        with self._lock:
+            return {site: SiteCount(**vars(count)) for site, count in self._sites.items()}
+
+    def moved(self) -> Moved:
+        """What was moved so far."""
+        sites = {site: count for site, count in self.sites().items() if count.number}
+        counts = sites.values()
+        return Moved(sum(c.number for c in counts), sum(c.bytes for c in counts), sites)
+
+    def report(self) -> str:
+        """A table of the places, the most bytes first."""
+        sites = self.sites()
+        moved = self.moved()
+        if not sites:
+            return 'No operation had operands on different devices.'
+        times = sum(count.times for count in sites.values())
+        lines = [
+            f'{times} operation(s) at {len(sites)} place(s) had operands on different devices; '
+            f'{moved.number} tensor(s), {moved.bytes} bytes were moved.',
+            f'{"times":>8} {"tensors":>8} {"bytes":>12}  operation, module, line',
+        ]
+        ordered = sorted(sites.items(), key=lambda item: (-item[1].bytes, -item[1].times))
+        for site, count in ordered:
+            line = f', {site.file}:{site.line}' if site.file else ''
+            lines.append(
+                f'{count.times:8} {count.number:8} {count.bytes:12}  '
+                f'{site.operation}, {site.where}{line}'
+            )
+        return '\n'.join(lines)

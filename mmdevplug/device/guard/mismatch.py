@@ -1,0 +1,79 @@
+"""What is told of an operation whose operands are on different devices."""
+
+from typing import NamedTuple, Optional, Tuple
+
+import torch
+
+
+class Operand(NamedTuple):
+    """A tensor that an operation got.
+
+    Attributes:
+        role (str): The name of the argument, e.g. ``'weight'`` or ``'tensors[1]'``.
+        device (torch.device): Where the tensor is.
+        dtype (torch.dtype): Its type.
+        shape (tuple): Its sizes.
+        left_alone (bool): PyTorch takes it from another device, e.g. a number on the CPU.
+    """
+
+    role: str
+    device: torch.device
+    dtype: torch.dtype
+    shape: Tuple[int, ...]
+    left_alone: bool = False
+
+    def __str__(self) -> str:
+        shape = 'x'.join(map(str, self.shape)) or 'a number'
+        dtype = str(self.dtype).replace('torch.', '')
+        remark = ' (PyTorch takes it from there)' if self.left_alone else ''
+        return f'{self.role}: {self.device}, {dtype}, {shape}{remark}'
+
+
+class Source(NamedTuple):
+    """A line of the user's own code."""
+
+    file: str
+    line: int
+    code: str
+
+    def __str__(self) -> str:
+        return f'{self.file}:{self.line}: {self.code}'
+
+
+class Mismatch(NamedTuple):
+    """An operation whose operands are on different devices.
+
+    Attributes:
+        operation (str): E.g. ``'torch.stack'``.
+        operands (tuple): An :class:`Operand` for each tensor.
+        module (str): Path and class of the module whose code ran, e.g.
+            ``'decode_head.conv_seg (Conv2d)'``; ``''`` outside modules.
+        backward (str): The node of the graph in whose backward it happened, or ``''``.
+        source (Source, optional): The innermost line outside the libraries.
+    """
+
+    operation: str
+    operands: Tuple[Operand, ...]
+    module: str
+    backward: str
+    source: Optional[Source]
+
+    @property
+    def devices(self) -> Tuple[torch.device, ...]:
+        """The devices of the operands that must be on one, in the order of the operands."""
+        return tuple(dict.fromkeys(each.device for each in self.operands if not each.left_alone))
+
+    def where(self) -> str:
+        """The place of the operation in the model, in a phrase."""
+        backward = f'the backward of {self.backward}' if self.backward else ''
+        return ', '.join(filter(None, (self.module, backward))) or 'outside the model'
+
+    def __str__(self) -> str:
+        lines = [
+            f'{self.operation} got operands on {", ".join(map(str, self.devices))}; '
+            f'it takes one device.',
+            *(f'  {operand}' for operand in self.operands),
+            f'  in: {self.where()}',
+            f'  at: {self.source or "no line of Python"}',
+        ]
+        return '\n'.join(lines)

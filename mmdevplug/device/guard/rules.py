@@ -1,0 +1,221 @@
+"""Which operands have to be on one device, and which PyTorch takes from another.
+
+By names, because an operation comes as a method, a function, an operator and an overload.
+"""
+
+from numbers import Integral
+from typing import Any, Callable, FrozenSet, List, Mapping, NamedTuple, Sequence, Set, Tuple
+
+import torch
+from torch import Tensor
+
+from mmdevplug.registry import ACCELERATORS
+
+from .operands import Found, argument_names, short_name
+
+
+def _words(text: str) -> FrozenSet[str]:
+    return frozenset(text.split())
+
+
+#: They copy between devices, look at shapes or types alone, or read numbers as Python would.
+TAKE_SEVERAL = _words(
+    """
+    __get__ __set__ __delete__ __deepcopy__ __reduce_ex__ __setstate__ __len__ __format__
+    to _to_copy copy copy_ _copy_from _copy_from_and_resize _foreach_copy _foreach_copy_ _to_cpu
+    type type_as set_ set_data fill_ new new_tensor new_empty new_zeros new_ones new_full
+    new_empty_strided view_as expand_as reshape_as resize_as_ resize_as_sparse_ is_same_size
+    is_set_to result_type can_cast promote_types _has_compatible_shallow_copy_type module_load
+    broadcast_tensors atleast_1d atleast_2d atleast_3d pad_sequence tensor as_tensor asarray
+    zeros ones full empty arange linspace logspace range eye randint zeros_like full_like
+    view reshape expand narrow select split chunk split_with_sizes unsafe_split unflatten repeat
+    tile permute roll squeeze unsqueeze flatten pad interpolate upsample
+    backward grad register_hook is_nonzero _use_cudnn_ctc_loss
+    """
+)
+
+#: Operand by operand, each with its partners in the other lists.
+LISTWISE = ('_foreach_', '_fused_', '_amp_foreach_')
+
+#: Even a number has to be on the device of the others. Elsewhere PyTorch reads it as a number.
+REFUSE_NUMBERS = _words(
+    """
+    stack cat concat concatenate hstack vstack dstack column_stack row_stack block_diag meshgrid
+    cartesian_prod einsum embedding embedding_bag index_select index_add index_add_ index_copy
+    index_copy_ gather take take_along_dim scatter scatter_ scatter_add scatter_add_ put put_
+    linear conv1d conv2d conv3d cross_entropy nll_loss cdist isin equal searchsorted bucketize
+    """
+)
+
+#: torch_xla takes no number of the CPU here.
+LAZY_REFUSES_NUMBERS = _words('where lerp lerp_ clamp clamp_ clip clip_ clamp_min clamp_max')
+
+#: PyTorch takes indices from the CPU here, whatever device it indexes.
+INDEXING = _words('__getitem__ __setitem__ index index_put index_put_ _index_put_impl_')
+
+#: Arguments that may, or must, be on the CPU.
+ON_HOST: Mapping[str, FrozenSet[str]] = {
+    'lstm': _words('batch_sizes'),
+    'gru': _words('batch_sizes'),
+    'rnn_tanh': _words('batch_sizes'),
+    'rnn_relu': _words('batch_sizes'),
+    '_pack_padded_sequence': _words('lengths'),
+    '_pad_packed_sequence': _words('batch_sizes'),
+    'ctc_loss': _words('targets input_lengths target_lengths'),
+    'tensor_split': _words('indices_or_sections tensor_indices_or_sections'),
+}
+
+#: Arguments that are written to though the name of the operation does not say so.
+_WRITTEN: Mapping[str, FrozenSet[str]] = {
+    'batch_norm': _words('running_mean running_var'),
+    'instance_norm': _words('running_mean running_var'),
+    'native_batch_norm': _words('running_mean running_var'),
+}
+
+_NOT_IN_PLACE = _words('__int__ __index__ __invert__ __iter__')
+
+
+class Call(NamedTuple):
+    """An operation about to run."""
+
+    func: Callable
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    found: List[Found]
+
+    def argument(self, each: Found) -> str:
+        """The name of the argument that a tensor is, or is in."""
+        place = each.place[0]
+        if isinstance(place, str):
+            return place
+        tensors_at = tuple(other.place[0] for other in self.found)
+        names, _ = argument_names(self.func, tensors_at)
+        return names[place] if place < len(names) else ''
+
+
+def lazy_types() -> Set[str]:
+    """The device types whose operations are recorded first, e.g. ``{'xla'}``."""
+    families = ACCELERATORS.module_dict.values()
+    return {family.device_type for family in families if getattr(family, 'lazy', False)}
+
+
+def takes_several(call: Call) -> bool:
+    """Whether an operation is meant for operands of several devices."""
+    if call.name in TAKE_SEVERAL:
+        return True
+    return call.name == '__setitem__' and _copies(call.args[1])
+
+
+def _copies(index: Any) -> bool:
+    """Whether assigning to ``x[index]`` is a copy, which may cross devices."""
+    return all(
+        part is None
+        or part is Ellipsis
+        or isinstance(part, slice)
+        or (isinstance(part, Integral) and not isinstance(part, bool))
+        or (isinstance(part, Tensor) and _is_read_as_number(part, torch.bool, torch.uint8))
+        for part in (index if isinstance(index, tuple) else (index,))
+    )
+
+
+def _is_read_as_number(index: Tensor, *but: torch.dtype) -> bool:
+    """Whether an index counts as a Python number: a single whole one."""
+    if index.dim() or index.is_floating_point() or index.is_complex():
+        return False
+    return index.dtype not in but
+
+
+def must_meet(call: Call) -> List[List[Found]]:
+    """The operands that have to be on one device, in groups that need not be on the same one.
+
+    Returns:
+        list: Groups; the operands that PyTorch takes from anywhere are in none.
+    """
+    lazy = None
+    bound = []
+    for each in call.found:
+        if each.tensor.device.type == 'cpu' and each.tensor.dim() == 0:
+            # Asked for only here: most operands are no numbers.
+            lazy = _has_lazy(call.found) if lazy is None else lazy
+            if not is_written(call, each) and _takes_number(call.name, lazy):
+                continue
+        if not _is_free(call, each):
+            bound.append(each)
+    return _partners(bound) if call.name.startswith(LISTWISE) else [bound]
+
+
+def _has_lazy(found: Sequence[Found]) -> bool:
+    lazy = lazy_types()
+    return any(each.tensor.device.type in lazy for each in found)
+
+
+def _takes_number(name: str, lazy: bool) -> bool:
+    return name not in REFUSE_NUMBERS and not (lazy and name in LAZY_REFUSES_NUMBERS)
+
+
+def _is_free(call: Call, each: Found) -> bool:
+    """Whether PyTorch takes this operand from another device, by its role."""
+    tensor, on_host = each.tensor, each.tensor.device.type == 'cpu'
+    if call.name in INDEXING:
+        if each.place[0] == 1:
+            return (on_host and _indexed(call).device.type != 'cpu') or _is_read_as_number(tensor)
+        # A single value is sent where it is needed, though not by torch_xla.
+        if each.place[0] == 2 and tensor.dim() == 0:
+            return not _has_lazy(call.found)
+        return False
+    return on_host and call.name in ON_HOST and call.argument(each) in ON_HOST[call.name]
+
+
+def _indexed(call: Call) -> Tensor:
+    return next((each.tensor for each in call.found if each.place == (0,)), call.found[0].tensor)
+
+
+def _partners(found: Sequence[Found]) -> List[List[Found]]:
+    """The first of all lists, the second of all lists, …, each with the tensors in no list."""
+    single = [each for each in found if len(each.place) == 1]
+    rows: dict = {}
+    for each in found:
+        if len(each.place) > 1:
+            rows.setdefault(each.place[1], []).append(each)
+    return [row + single for row in rows.values()] or [single]
+
+
+def is_written(call: Call, each: Found) -> bool:
+    """Whether an operation writes to this operand, so that a copy of it will not do."""
+    place = each.place[0]
+    schema = getattr(call.func, '_schema', None)
+    if schema is not None:
+        aliases = {
+            key: argument.alias_info
+            for i, argument in enumerate(schema.arguments)
+            for key in (i, argument.name)
+        }
+        return aliases.get(place) is not None and aliases[place].is_write
+    if place == 'out':
+        return True
+    if call.name.startswith('_fused_'):
+        return len(each.place) > 1
+    if _is_in_place(call.name):
+        return place in (0, 'self', 'input')
+    if call.name in ('embedding', 'embedding_bag'):
+        return call.argument(each) == 'weight' and _renormalizes(call)
+    return call.name in _WRITTEN and call.argument(each) in _WRITTEN[call.name]
+
+
+def _is_in_place(name: str) -> bool:
+    if name.endswith('__'):
+        in_place = name.startswith('__i') and name not in _NOT_IN_PLACE
+        return in_place or name == '__setitem__'
+    return name.endswith('_')
+
+
+def _renormalizes(call: Call) -> bool:
+    names, _ = argument_names(call.func)
+    given = dict(zip(names, call.args), **call.kwargs)
+    return given.get('max_norm') is not None
+
+
+def call_of(func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], found: Tuple) -> Call:
+    """Put together what is known of an operation."""
+    return Call(func, short_name(func), args, kwargs, list(found))
