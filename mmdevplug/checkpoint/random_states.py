@@ -3,7 +3,7 @@
 import base64
 import json
 import random
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Sequence
 
 import numpy as np
 import torch
@@ -38,26 +38,24 @@ def set_host_random_state(state: RandomState) -> None:
     torch.set_rng_state(torch.tensor(list(_decode(state['torch'])), dtype=torch.uint8))
 
 
-def random_state(accelerator: Accelerator, device: torch.device) -> RandomState:
-    """The states of the host's generators and of a device's.
+def random_state(accelerator: Accelerator, devices: Sequence[torch.device]) -> RandomState:
+    """The states of the host's generators and of a rank's devices.
 
     Args:
-        accelerator (Accelerator): The family of the device.
-        device (torch.device): The device of this rank.
+        accelerator (Accelerator): The family of the devices.
+        devices (Sequence[torch.device]): Those of this rank, the main one first.
 
     Returns:
-        dict: With ``device`` None where the vendor tells no state.
+        dict: With ``device`` None where the vendor tells no state, and ``more_devices`` for a
+        model that is spread over several.
     """
-    on_device = accelerator.save_rng(device)
-    return dict(
-        host_random_state(),
-        accelerator=accelerator.name,
-        device=None if on_device is None else _encode(on_device),
-    )
+    first, *others = (_saved(accelerator, device) for device in devices)
+    state = dict(host_random_state(), accelerator=accelerator.name, device=first)
+    return dict(state, more_devices=others) if others else state
 
 
 def set_random_state(
-    state: RandomState, accelerator: Accelerator, device: torch.device
+    state: RandomState, accelerator: Accelerator, devices: Sequence[torch.device]
 ) -> Optional[str]:
     """Restore what :func:`random_state` returned.
 
@@ -67,11 +65,20 @@ def set_random_state(
     set_host_random_state(state)
     if state['accelerator'] != accelerator.name:
         return f'they were saved on accelerator {state["accelerator"]!r}'
-    if state['device'] is not None:
-        accelerator.load_rng(_decode(state['device']), device)
-    elif not accelerator.shares_devices:
-        return f'accelerator {accelerator.name!r} does not tell the state of its generator'
+    saved = [state['device'], *state.get('more_devices', [])]
+    for on_device, device in zip(saved, devices):
+        if on_device is not None:
+            accelerator.load_rng(_decode(on_device), device)
+        elif not accelerator.shares_devices:
+            return f'accelerator {accelerator.name!r} does not tell the state of its generator'
+    if len(saved) != len(devices):
+        return f'they were saved of {len(saved)} device(s), and this rank has {len(devices)}'
     return None
+
+
+def _saved(accelerator: Accelerator, device: torch.device) -> Optional[str]:
+    on_device = accelerator.save_rng(device)
+    return None if on_device is None else _encode(on_device)
 
 
 def _encode(data: bytes) -> str:

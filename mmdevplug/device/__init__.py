@@ -1,6 +1,6 @@
 """Accelerators: what a family of devices can do. Knows nothing of the rest of the package."""
 
-from .base import Accelerator
+from .base import Accelerator, devices_of
 from .cpu import CPUAccelerator
 from .cuda import CUDAAccelerator
 from .detection import (
@@ -11,6 +11,7 @@ from .detection import (
     set_current_accelerator,
 )
 from .gcu import S60Accelerator, T20Accelerator
+from .guard import DeviceGuard
 from .probe import probe_device
 from .torch_native import TorchNativeAccelerator
 from .xla import XLAAccelerator
@@ -19,6 +20,7 @@ __all__ = [
     'Accelerator',
     'CPUAccelerator',
     'CUDAAccelerator',
+    'DeviceGuard',
     'S60Accelerator',
     'T20Accelerator',
     'TorchNativeAccelerator',
@@ -26,6 +28,7 @@ __all__ = [
     'available_accelerators',
     'choose_accelerator',
     'current_accelerator',
+    'devices_of',
     'get_accelerator',
     'probe_device',
     'set_current_accelerator',

@@ -3,12 +3,17 @@
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, Iterable, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
 from mmdevplug.errors import AcceleratorError
+
+
+def devices_of(tensors: Iterable[Tensor]) -> List[torch.device]:
+    """The devices that tensors are on, each once, in the order in which they occur."""
+    return list(dict.fromkeys(tensor.device for tensor in tensors))
 
 
 class Accelerator(ABC):
@@ -110,6 +115,19 @@ class Accelerator(ABC):
             wanted (Sequence[Tensor]): Tensors that are about to be fetched, which a device may
                 have to be told of so that fetching them costs no execution of its own.
         """
+
+    def materialize_all(
+        self, devices: Sequence[torch.device], wanted: Sequence[Tensor] = ()
+    ) -> None:
+        """Materialize several devices, each with those of the tensors that are on it.
+
+        Args:
+            devices (Sequence[torch.device]): All that one model computes on.
+            wanted (Sequence[Tensor]): See :meth:`materialize`.
+        """
+        for device in devices:
+            here = [tensor for tensor in wanted if tensor.device == device]
+            self.materialize(device, here if len(devices) > 1 else wanted)
 
     def describe_visibility(self) -> str:
         """The visible-devices variable and its value, for messages."""

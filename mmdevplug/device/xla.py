@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -110,24 +110,23 @@ class XLAAccelerator(LazyAccelerator):
 
         if not tensors:
             return []
-        fetched = torch_xla._XLAC._xla_get_cpu_tensors(list(tensors))
-        return [tensor.detach() for tensor in fetched]
+        fetched: Dict[int, Tensor] = {}
+        for device in sorted({str(tensor.device) for tensor in tensors}):
+            here = [i for i, tensor in enumerate(tensors) if str(tensor.device) == device]
+            copies = torch_xla._XLAC._xla_get_cpu_tensors([tensors[i] for i in here])
+            fetched.update(zip(here, copies))
+        return [fetched[i].detach() for i in range(len(tensors))]
 
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         import torch_xla.core.xla_model as xm
 
-        if not targets:
-            return
-        sources = [
-            source.detach().to(target.dtype).contiguous()
-            for source, target in zip(sources, targets)
-        ]
-        for sent, target in zip(
-            xm.send_cpu_data_to_device(list(sources), targets[0].device), targets
-        ):
-            # Not `target.data = sent`: with updates still to be run, torch_xla then computes on
-            # stale values. A copy between tensors of one device costs no execution.
-            target.copy_(sent)
+        for device in sorted({str(target.device) for target in targets}):
+            here = [(s, t) for s, t in zip(sources, targets) if str(t.device) == device]
+            ready = [source.detach().to(target.dtype).contiguous() for source, target in here]
+            for sent, (_, target) in zip(xm.send_cpu_data_to_device(ready, device), here):
+                # Not `target.data = sent`: with updates still to be run, torch_xla then computes
+                # on stale values. A copy between tensors of one device costs no execution.
+                target.copy_(sent)
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._memory_info(device).get('bytes_used')
@@ -152,7 +151,8 @@ class XLAAccelerator(LazyAccelerator):
     def manual_seed(self, seed: int) -> None:
         import torch_xla.core.xla_model as xm
 
-        xm.set_rng_state(seed)
+        for index in range(self.device_count()):
+            xm.set_rng_state(seed, f'{self.device_type}:{index}')
 
     def rng_state(self, device: torch.device) -> int:
         import torch_xla.core.xla_model as xm

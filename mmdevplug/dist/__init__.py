@@ -5,7 +5,7 @@ from .coalesced import broadcast_tensors
 from .failure import before_abort, fail_together
 from .heartbeat import enter_phase
 from .launch import LaunchEnv, read_launch_env
-from .process_group import DeviceContext, device_context, init_device, rank_device
+from .process_group import DeviceContext, device_context, init_device, rank_device, rank_devices
 from .staging import GradientStaging
 from .waiting import run_on_main, wait_for_everyone
 
@@ -22,6 +22,7 @@ __all__ = [
     'fail_together',
     'init_device',
     'rank_device',
+    'rank_devices',
     'read_launch_env',
     'resolve_backend',
     'run_on_main',

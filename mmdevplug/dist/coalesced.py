@@ -45,7 +45,8 @@ def _parts(tensors: Sequence[Tensor]) -> Iterator[List[Tensor]]:
     size = 0
     for tensor in tensors:
         bytes_ = tensor.numel() * tensor.element_size()
-        if part and size + bytes_ > MESSAGE_BYTES:
+        # Tensors of one message are on one device.
+        if part and (size + bytes_ > MESSAGE_BYTES or tensor.device != part[0].device):
             yield part
             part, size = [], 0
         part.append(tensor)

@@ -5,7 +5,7 @@ import socket
 from contextlib import nullcontext
 from datetime import timedelta
 from numbers import Real
-from typing import Any, Callable, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import distributed as torch_dist
@@ -30,6 +30,7 @@ from .stale import AGENT_VARIABLES, stale_variables_hidden, unset_line
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # as torch.distributed has it for gloo
 Timeout = Optional[Union[Real, timedelta]]
+ChooseDevices = Callable[[Accelerator, LaunchEnv], Sequence[torch.device]]
 
 
 class DeviceContext(NamedTuple):
@@ -42,6 +43,7 @@ class DeviceContext(NamedTuple):
         env (LaunchEnv): How this process was started.
         backend (str, optional): The backend of the process group, None for a single process.
         timeout (timedelta): The timeout of the process group.
+        more_devices (Tuple[torch.device]): Other devices that this rank's model is spread over.
     """
 
     accelerator: Accelerator
@@ -50,12 +52,23 @@ class DeviceContext(NamedTuple):
     env: LaunchEnv
     backend: Optional[str] = None
     timeout: timedelta = DEFAULT_TIMEOUT
+    more_devices: Tuple[torch.device, ...] = ()
+
+    @property
+    def devices(self) -> Tuple[torch.device, ...]:
+        """All devices of this rank, the one that batches arrive on first."""
+        return (self.device, *self.more_devices)
+
+    def materialize(self) -> None:
+        """Run what the devices of this rank have recorded, if they are lazy."""
+        self.accelerator.materialize_all(self.devices)
 
     def describe(self) -> str:
         """One line for the log."""
+        named = 'devices' if self.more_devices else 'device'
         line = (
-            f'accelerator {self.accelerator.name!r} ({self.reason}): device {self.device} '
-            f'({self.accelerator.device_name(self.device)})'
+            f'accelerator {self.accelerator.name!r} ({self.reason}): {named} '
+            f'{", ".join(map(str, self.devices))} ({self.accelerator.device_name(self.device)})'
         )
         return line if self.backend is None else f'{line}, backend {self.backend!r}'
 
@@ -89,6 +102,11 @@ def rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.de
     return accelerator, device
 
 
+def rank_devices() -> Tuple[torch.device, ...]:
+    """All devices of this rank's model: one, unless the model is spread over several."""
+    return (rank_device()[1],) if _context is None else _context.devices
+
+
 def init_device(
     launcher: str = 'none',
     accelerator: AcceleratorConfig = None,
@@ -98,6 +116,7 @@ def init_device(
     port: Optional[int] = None,
     init_backend: str = 'torch',
     heartbeat_timeout: Optional[Real] = None,
+    choose_devices: Optional[ChooseDevices] = None,
     **kwargs: Any,
 ) -> DeviceContext:
     """Choose the accelerator, try this rank's device and start the process group.
@@ -117,6 +136,8 @@ def init_device(
         init_backend (str): ``'torch'``, or ``'deepspeed'``, which uses the same process group.
         heartbeat_timeout (int or float, optional): After how many seconds without a sign of life
             a rank is given up and the others end, at most ``timeout``. Defaults to None: 60.
+        choose_devices (callable, optional): Told the accelerator and how this process was started,
+            returns the devices of this rank. Defaults to None: the one of its local rank.
         **kwargs: Passed on to ``torch.distributed.init_process_group``.
 
     Returns:
@@ -145,15 +166,20 @@ def init_device(
         if env.world_size > 1:
             watch_for_failures(store, _second_connection(env, wait), env, silence)
 
-    def prepare() -> Tuple[Choice, torch.device]:
+    def prepare() -> Tuple[Choice, Sequence[torch.device]]:
         choice = choose_accelerator(accelerator)
-        device = choice.accelerator.device(env.local_rank)
-        probe_device(choice.accelerator, device)
-        return choice, device
+        if choose_devices is None:
+            devices: Sequence[torch.device] = [choice.accelerator.device(env.local_rank)]
+        else:
+            devices = choose_devices(choice.accelerator, env)
+        # The first one last, so that it stays the current one.
+        for device in reversed(devices):
+            probe_device(choice.accelerator, device)
+        return choice, devices
 
     # Without a launcher the variables stay as they are, but no vendor's package must read them.
     with stale_variables_hidden('none') if launcher == 'none' else nullcontext():
-        (chosen, reason), device = _together(prepare, store, env, 'device check', wait)
+        (chosen, reason), devices = _together(prepare, store, env, 'device check', wait)
     name = None
     if launcher != 'none' and exists:
         name = torch_dist.get_backend()
@@ -180,7 +206,7 @@ def init_device(
         # would take the store from them.
         _together(start, store, env, 'process group', wait)
     set_current_accelerator(chosen)
-    _context = DeviceContext(chosen, reason, device, env, name, wait)
+    _context = DeviceContext(chosen, reason, devices[0], env, name, wait, tuple(devices[1:]))
     return _context
 
 

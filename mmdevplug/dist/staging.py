@@ -6,13 +6,14 @@ for each bucket one batched fetch, one average on the host and one batched send,
 at a time. On an eager device a bucket sets off as soon as backward has filled it.
 """
 
+import threading
 import time
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist, nn
 
-from mmdevplug.device import Accelerator
+from mmdevplug.device import Accelerator, devices_of
 from mmdevplug.errors import ModelError
 
 from .compression import Bucket, Compression
@@ -77,7 +78,6 @@ class GradientStaging:
         named_parameters (Sequence[Tuple[str, nn.Parameter]]): Those that require gradients, each
             once, in the same order on every rank.
         accelerator (Accelerator): Copies between device and host.
-        device (torch.device): The device of the parameters.
         group (ProcessGroup, optional): Defaults to None: all ranks.
         bucket_bytes (int, optional): Size of a message. Defaults to None: 8 MB, and on an eager
             device no more than an eighth of all gradients.
@@ -85,7 +85,7 @@ class GradientStaging:
         hierarchy (str or bool): See :func:`mmdevplug.dist.reduction.make_reduction`.
         policy (FinitePolicy, optional): What to do about NaN. Defaults to None: ``'stop'``.
         overlap (bool, optional): Whether buckets set off during backward. Defaults to None: on
-            eager devices.
+            eager devices, unless the model is spread over several.
 
     Attributes:
         finite (bool): Whether the last averages were finite, the same on all ranks; looked for
@@ -96,7 +96,6 @@ class GradientStaging:
         self,
         named_parameters: Sequence[Tuple[str, nn.Parameter]],
         accelerator: Accelerator,
-        device: torch.device,
         group: Any = None,
         bucket_bytes: Optional[int] = None,
         compression: Optional[Compression] = None,
@@ -108,10 +107,14 @@ class GradientStaging:
         self.parameters = [parameter for _, parameter in named_parameters]
         self._ids = {id(parameter) for parameter in self.parameters}
         self.accelerator = accelerator
-        self.device = device
+        # A model that is spread over several devices has parameters on all of them.
+        self.devices = devices_of(self.parameters)
         self.group = group
         self.policy = FinitePolicy('stop', group) if policy is None else policy
-        self.overlap = not accelerator.lazy if overlap is None else overlap
+        # Backward has a thread for each device, and buckets set off in one order.
+        eager = not accelerator.lazy and len(self.devices) == 1
+        self.overlap = eager if overlap is None else overlap
+        self._lock = threading.Lock()
         self._bytes = sum(p.numel() * p.element_size() for p in self.parameters)
         self.bucket_bytes = bucket_bytes or self._default_bucket_bytes()
         self.reduction, self._memory = self._allocate(compression, hierarchy)
@@ -180,8 +183,10 @@ class GradientStaging:
                     tensor.register_hook(self._queue)
 
     def _queue(self, _: Any = None) -> None:
-        if self._armed and not self._queued:
-            self._queued = True
+        with self._lock:
+            is_due = self._armed and not self._queued
+            self._queued = self._queued or is_due
+        if is_due:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _mark_used(self, index: int) -> None:
@@ -299,7 +304,7 @@ class GradientStaging:
         agreed = torch_dist.all_reduce(flags, group=self.group, async_op=True)
         gradients = [p.grad for p, here in zip(self.parameters, self._used) if here]
         # While a lazy device works, the message travels.
-        self.accelerator.materialize(self.device, gradients)
+        self.accelerator.materialize_all(self.devices, gradients)
         agreed.wait()
         used, repeats = (flags > 0).tolist()
         return used, repeats

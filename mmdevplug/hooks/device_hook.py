@@ -10,7 +10,7 @@ from mmengine.registry import HOOKS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mmdevplug.dist import rank_device
+from mmdevplug.dist import rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.model import describe_misplaced, misplaced_tensors, move_module
 from mmdevplug.model.move import same_device
@@ -88,10 +88,11 @@ class DeviceHook(Hook):
                 group['params'] = [replaced.get(id(p), p) for p in group['params']]
             for parameter in [p for p in optimizer.state if id(p) in replaced]:
                 optimizer.state[replaced[id(parameter)]] = optimizer.state.pop(parameter)
-            for state in optimizer.state.values():
+            for parameter, state in optimizer.state.items():
+                place = _place_of_state(parameter, device)
                 for name, value in state.items():
-                    if _belongs_on_device(value) and not same_device(value.device, device):
-                        state[name] = value.to(device)
+                    if _belongs_on_device(value) and not same_device(value.device, place):
+                        state[name] = value.to(place)
 
     def before_train(self, runner: Any) -> None:
         """Let optimizer wrappers wait for the end of the iteration with what they log.
@@ -116,8 +117,7 @@ class DeviceHook(Hook):
             data_batch (dict or tuple or list, optional): The batch.
             outputs (dict, optional): What ``train_step`` returned.
         """
-        accelerator, device = rank_device()
-        accelerator.materialize(device)
+        rank_device()[0].materialize_all(rank_devices())
         log_norms(runner.optim_wrapper)
         self._sync_bn_cost.after_iteration(runner)
 
@@ -148,25 +148,31 @@ def _belongs_on_device(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _state(optimizers: List[Optimizer]) -> Iterator[Tuple[str, Tensor]]:
+def _place_of_state(parameter: Tensor, device: torch.device) -> torch.device:
+    """Where the state of a parameter belongs: beside it, if the model is over several devices."""
+    return parameter.device if len(rank_devices()) > 1 else device
+
+
+def _state(optimizers: List[Optimizer]) -> Iterator[Tuple[str, Tensor, Tensor]]:
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        for index, state in enumerate(optimizer.state.values()):
+        for index, (parameter, state) in enumerate(optimizer.state.items()):
             for name, value in state.items():
                 if _belongs_on_device(value):
-                    yield f'{kind} state {name} of parameter {index}', value
+                    yield f'{kind} state {name} of parameter {index}', value, parameter
 
 
 def _misplaced_state(optimizers: List[Optimizer], device: torch.device) -> Dict[str, torch.device]:
+    devices = rank_devices()
     found = {
         name: value.device
-        for name, value in _state(optimizers)
-        if not same_device(value.device, device)
+        for name, value, parameter in _state(optimizers)
+        if not same_device(value.device, _place_of_state(parameter, device))
     }
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group['params']):
-                if not same_device(parameter.device, device):
+                if not any(same_device(parameter.device, one) for one in devices):
                     name = f'{type(optimizer).__name__} parameter {index} of group {number}'
                     found[name] = parameter.device
     return found
@@ -177,7 +183,7 @@ def _device_map(model: nn.Module, optimizers: List[Optimizer]) -> str:
     for kind, tensors in (
         ('parameters', list(model.parameters())),
         ('buffers', list(model.buffers())),
-        ('optimizer state', [value for _, value in _state(optimizers)]),
+        ('optimizer state', [value for _, value, _ in _state(optimizers)]),
     ):
         for device in sorted({str(tensor.device) for tensor in tensors}):
             here = [tensor for tensor in tensors if str(tensor.device) == device]

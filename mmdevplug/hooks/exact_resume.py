@@ -30,7 +30,7 @@ from mmdevplug.data.building import (
     sampler_of,
     seed_workers,
 )
-from mmdevplug.dist import rank_device
+from mmdevplug.dist import rank_device, rank_devices
 from mmdevplug.dist.messages import gather_json
 
 from .rank_buffers import gather_buffers, restore_buffers
@@ -68,7 +68,7 @@ def capture(runner: Any, position: Position) -> Dict:
     loader = runner.train_loop.dataloader
     batches = resumable_batches(loader)
     mine = dict(
-        random=random_state(accelerator, device),
+        random=random_state(accelerator, rank_devices()),
         at_start=None if batches is None else batches.state_at_start,
     )
     ranks = gather_json(mine, device=device) if get_world_size() > 1 else [mine]
@@ -105,6 +105,7 @@ class Resumption:
         self.saved = saved
         self.loop = runner.train_loop
         self._accelerator, self._device = rank_device()
+        self._devices = rank_devices()
         self._inexact: List[str] = []
         self._mine = self._of_this_rank()
         #: Restored before the next epoch begins.
@@ -193,7 +194,7 @@ class Resumption:
         """Restore the random states of this rank."""
         if self._mine is None:
             return
-        left = set_random_state(self._mine['random'], self._accelerator, self._device)
+        left = set_random_state(self._mine['random'], self._accelerator, self._devices)
         if left is not None:
             print_log(
                 f'Random numbers on {self._device} differ from those of an uninterrupted run: '
@@ -226,7 +227,7 @@ class Resumption:
             self.restore_random_state()
             runner.val_loop.run()
             if self._mine is not None:
-                self._mine['random'] = random_state(self._accelerator, self._device)
+                self._mine['random'] = random_state(self._accelerator, self._devices)
 
 
 class _Advanced:

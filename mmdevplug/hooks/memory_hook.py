@@ -9,7 +9,7 @@ from mmengine.device import is_cuda_available, is_musa_available
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.dist import rank_device
+from mmdevplug.dist import rank_device, rank_devices
 from mmdevplug.errors import DevPlugError
 
 from .memory_growth import MB, Growth, GrowthDetector, Snapshot
@@ -109,19 +109,23 @@ class MemoryHook(Hook):
             self._sample(runner)
 
     def _sample(self, runner: Any) -> None:
-        accelerator, device = rank_device()
+        accelerator, devices = rank_device()[0], rank_devices()
         resident = self._process.memory_info().rss  # type: ignore[union-attr]
         shown = {'train/host_memory': resident // MB}
-        peak = accelerator.max_memory_allocated(device)
-        if peak is not None and not _shown_by_mmengine():
-            shown['train/memory'] = peak // MB
+        peaks = {device: accelerator.max_memory_allocated(device) for device in devices}
+        known = {device: peak for device, peak in peaks.items() if peak is not None}
+        if known and not _shown_by_mmengine():
+            shown['train/memory'] = known.get(devices[0], 0) // MB
+        if len(known) > 1:  # a model over several devices
+            shown.update((f'train/memory_{d}', peak // MB) for d, peak in known.items())
         runner.message_hub.update_scalars(shown, resumed=False)
         if self.growth_mb is None:
             return
         if self._before is not None:
             self._report(runner)
         elif self._done > self.warmup:
-            in_use = {'host memory': resident, f'{device}': accelerator.memory_allocated(device)}
+            in_use: Dict[str, Optional[int]] = {'host memory': resident}
+            in_use.update((f'{d}', accelerator.memory_allocated(d)) for d in devices)
             for name, value in in_use.items():
                 if value is not None:
                     self._look_for_growth(runner, name, value)

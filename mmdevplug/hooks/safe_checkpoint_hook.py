@@ -19,7 +19,7 @@ from mmdevplug.checkpoint.writing import (
     remove_unfinished,
     write_checkpoint,
 )
-from mmdevplug.dist import rank_device, run_on_main
+from mmdevplug.dist import rank_device, rank_devices, run_on_main
 
 from .checkpoint_saving import CheckpointFile, CheckpointSaver
 from .exact_resume import (
@@ -141,10 +141,10 @@ class SafeCheckpointHook(CheckpointHook):
         rehearse = getattr(runner.model, 'rehearse', None)
         if rehearse is None:
             return
-        accelerator, device = rank_device()
-        state = random_state(accelerator, device)
+        accelerator, devices = rank_device()[0], rank_devices()
+        state = random_state(accelerator, devices)
         rehearse(data_batch, runner.optim_wrapper)
-        set_random_state(state, accelerator, device)
+        set_random_state(state, accelerator, devices)
 
     # the position -------------------------------------------------------------------------------
 

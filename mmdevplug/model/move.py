@@ -1,7 +1,7 @@
 """Moving modules to a device, whole and with their sharing intact."""
 
 from contextlib import contextmanager
-from typing import Dict, Iterator, List, Optional, Tuple
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from mmengine.model import BaseDataPreprocessor
@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from mmdevplug.device import Accelerator
 from mmdevplug.errors import ModelError
+from mmdevplug.placement.dispatch import misplaced_by_plan, place_by_plan, plan_of
 
 Slot = Tuple[Dict[str, Optional[Tensor]], str]
 
 
 def move_module(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move a module to a device.
+    """Move a module to a device, or each part to its own if the module has a plan.
 
     ``nn.Module.to`` makes new parameters where the device's tensors are of another kind (XLA), one
     for each place that a shared parameter occurs at; here they stay shared. Data preprocessors
@@ -31,15 +32,18 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
         ModelError: If something stays behind, e.g. because a submodule overrides ``_apply``.
     """
     if not misplaced_tensors(module, device):
-        _tell_preprocessors(module, device)
+        tell_preprocessors(module, device)
         return module
-    shared = _shared_slots(module)
-    module.to(device)
+    shared, plan = _shared_slots(module), plan_of(module)
+    if plan is None:
+        module.to(device)
+    else:
+        place_by_plan(module, plan)
     for slots in shared:
         first_place, first_name = slots[0]
         for place, name in slots[1:]:
             place[name] = first_place[first_name]
-    _tell_preprocessors(module, device)
+    tell_preprocessors(module, device)
     left = misplaced_tensors(module, device)
     if left:
         raise ModelError(
@@ -53,15 +57,21 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
 def misplaced_tensors(module: nn.Module, device: torch.device) -> Dict[str, torch.device]:
     """The parameters, buffers and data preprocessors of a module that are not on a device.
 
+    Where the module has a plan, parameters and buffers that are not where the plan has them.
+
     Returns:
         Dict[str, torch.device]: For each name the device it is on.
     """
-    found = {
-        name: tensor.device
-        for named in (module.named_parameters(), module.named_buffers())
-        for name, tensor in named
-        if not same_device(tensor.device, device)
-    }
+    plan = plan_of(module)
+    if plan is None:
+        found = {
+            name: tensor.device
+            for named in (module.named_parameters(), module.named_buffers())
+            for name, tensor in named
+            if not same_device(tensor.device, device)
+        }
+    else:
+        found = {name: tensor.device for name, tensor, _ in misplaced_by_plan(module, plan)}
     for name, part in module.named_modules():
         if isinstance(part, BaseDataPreprocessor) and not same_device(part.device, device):
             found[f'{name or type(part).__name__} (data preprocessor)'] = part.device
@@ -97,7 +107,8 @@ def _shared_slots(module: nn.Module) -> List[List[Slot]]:
     return [slots for slots in by_tensor.values() if len(slots) > 1]
 
 
-def _tell_preprocessors(module: nn.Module, device: torch.device) -> None:
+def tell_preprocessors(module: nn.Module, device: torch.device) -> None:
+    """Tell the data preprocessors in a module where batches go."""
     for part in module.modules():
         if isinstance(part, BaseDataPreprocessor):
             part._device = device
@@ -139,7 +150,7 @@ def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
 
 
 def materialize_predictions(
-    module: nn.Module, accelerator: Accelerator, device: torch.device
+    module: nn.Module, accelerator: Accelerator, devices: Sequence[torch.device]
 ) -> None:
     """Let a lazy device run each forward pass that needs no gradient as one graph.
 
@@ -149,7 +160,7 @@ def materialize_predictions(
 
     def materialize(*_: object) -> None:
         if not torch.is_grad_enabled() and not _in_training_step:
-            accelerator.materialize(device)
+            accelerator.materialize_all(devices)
 
     module.register_forward_hook(materialize)
 

@@ -1,7 +1,8 @@
 """From a bare model to one that trains on this rank's device."""
 
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Callable, Dict, Mapping, Optional
 
+import torch
 from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
@@ -32,6 +33,7 @@ def place_model(
     model_wrapper_cfg: Optional[Mapping[str, Any]] = None,
     sync_bn: Optional[str] = None,
     find_unused_parameters: bool = False,
+    spread: Optional[Callable[[nn.Module], nn.Module]] = None,
 ) -> nn.Module:
     """Move a model to this rank's device, and wrap it if there is a process group.
 
@@ -42,6 +44,8 @@ def place_model(
         sync_bn (str, optional): See :func:`mmdevplug.model.norm_layers.convert_norm_layers`; in a
             single process no layer is synchronized.
         find_unused_parameters (bool): Read when there is no ``model_wrapper_cfg``.
+        spread (callable, optional): Puts the bare model on the devices of this rank. Defaults to
+            None: all of it goes to one.
 
     Returns:
         nn.Module: The model, wrapped in a distributed job.
@@ -49,11 +53,13 @@ def place_model(
     check_sync_bn(sync_bn)
     accelerator, device = context.accelerator, context.device
     if context.backend is None:
-        model = move_module(revert_sync_batchnorm(model), device)
+        model = _moved(revert_sync_batchnorm(model), device, spread)
         if accelerator.lazy:
-            materialize_predictions(model, accelerator, device)
+            materialize_predictions(model, accelerator, context.devices)
         return model
     model = convert_norm_layers(model, accelerator, device, sync_bn)
+    if spread is not None:
+        model = _moved(model, device, spread)
     cfg = wrapper_config(model_wrapper_cfg, find_unused_parameters)
     defaults: Dict[str, Any] = dict(module=model)
     if cfg['type'] not in REPLACED_BY:
@@ -66,6 +72,14 @@ def place_model(
         ):
             defaults['device_ids'] = device_ids
     return MODEL_WRAPPERS.build(cfg, default_args=defaults)
+
+
+def _moved(
+    model: nn.Module,
+    device: torch.device,
+    spread: Optional[Callable[[nn.Module], nn.Module]],
+) -> nn.Module:
+    return move_module(model if spread is None else spread(model), device)
 
 
 def wrapper_config(

@@ -12,7 +12,7 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
-from mmdevplug.dist import GradientStaging, rank_device
+from mmdevplug.dist import GradientStaging, rank_device, rank_devices
 from mmdevplug.errors import ModelError
 
 from .autocast import serve_autocast
@@ -124,7 +124,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         states = getattr(self.loss_scaler, '_per_optimizer_states', {})
         found = list(states[id(self.optimizer)]['found_inf_per_device'].values()) if states else []
         # The scaler is about to read them, which by itself would run the graph for them alone.
-        self.accelerator.materialize(self.device, found)
+        self.accelerator.materialize_all(rank_devices(), found)
         if get_world_size() == 1:
             return
         mine = max([float(value) for value in self.accelerator.to_host(found)], default=0.0)

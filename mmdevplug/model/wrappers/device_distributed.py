@@ -15,7 +15,7 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, distributed as torch_dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmdevplug.device import Accelerator
+from mmdevplug.device import Accelerator, devices_of
 from mmdevplug.device.detection import AcceleratorConfig
 from mmdevplug.dist import GradientStaging, broadcast_tensors, fail_together, rank_device
 from mmdevplug.dist.comm_hooks import BucketAveraging
@@ -124,7 +124,9 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             if chosen.name == 'cpu':
                 kwargs = {**CPU_DEFAULTS, **kwargs}
             options = _rename_buffer_option(options, chosen, module)
-            super().__init__(module, device_ids=chosen.ddp_device_ids(device), **options, **kwargs)
+            spread = len(devices_of(module.parameters())) > 1  # then DDP takes no device ids
+            device_ids = None if spread else chosen.ddp_device_ids(device)
+            super().__init__(module, device_ids=device_ids, **options, **kwargs)
         else:
             averaging['hierarchy'] = hierarchy
             if bucket_cap_mb is not None:
@@ -133,6 +135,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self.accelerator = chosen
         self.policy = averaging['policy']
         self._averaging = averaging
+        self._devices = devices_of(module.parameters())
         if not takes_tensors:
             self.restart_staging()  # After the move, which may have made new parameters.
         self._hook_is_due = takes_tensors and (
@@ -141,7 +144,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self.detect_anomalous_params = detect_anomalous_params
         self._loss_checked = False
         if chosen.lazy:
-            materialize_predictions(module, chosen, device)
+            materialize_predictions(module, chosen, self._devices)
 
     def _init_staging(
         self,
@@ -171,7 +174,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self.staging = GradientStaging(
             _trainable(self.module),
             self.accelerator,
-            self.device,
             self.process_group,
             **self._averaging,
         )
@@ -229,7 +231,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             optim_wrapper.update_params(parsed_loss)
             if self.detect_anomalous_params:
                 detect_anomalous_params(parsed_loss, model=self)
-            self.accelerator.materialize(next(self.module.parameters()).device)
+            self.accelerator.materialize_all(self._devices)
             log_norms(optim_wrapper)
         return log_vars
 

@@ -8,6 +8,7 @@ from mmengine.optim import OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, nn
 
+from mmdevplug.device import devices_of
 from mmdevplug.device.detection import AcceleratorConfig
 from mmdevplug.dist import GradientStaging, fail_together, rank_device
 from mmdevplug.errors import ModelError
@@ -64,6 +65,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         self.accelerator, self.device = rank_device(accelerator)
         # As a whole, so that children that share parameters go on sharing them.
         self.module = move_module(module, self.device)
+        self._devices = devices_of(module.parameters())
         for name, child in module.named_children():
             if _is_trainable(child):
                 module._modules[name] = _Part(
@@ -111,7 +113,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
             for part in self.parts:
                 part.policy.suspended = scaled
             log_vars = self.module.train_step(data, optim_wrapper)
-            self.accelerator.materialize(self.device)
+            self.accelerator.materialize_all(self._devices)
             log_norms(optim_wrapper)
         return log_vars
 
