@@ -70,7 +70,11 @@ PLAIN = dict(
 
 def weights_of(model):
     """The state dict as arrays, which travel between processes by value."""
-    return {name: value.cpu().numpy() for name, value in model.state_dict().items()}
+    # NumPy has no bfloat16.
+    return {
+        name: (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
+        for name, value in model.state_dict().items()
+    }
 
 
 def largest_difference(one, other):

@@ -29,6 +29,11 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--accelerator', help='lay the base config of this accelerator over CONFIG'
     )
+    parser.add_argument(
+        '--model-parallel',
+        choices=['true', 'false', 'auto'],
+        help='spread the model over several devices; auto decides by what is present',
+    )
     # Passed by torch.distributed.launch; torchrun and we use the environment variable.
     parser.add_argument('--local_rank', '--local-rank', type=int, default=None)
 
@@ -53,6 +58,10 @@ def load_config(args: argparse.Namespace) -> Config:
     cfg.setdefault('runner_type', 'DeviceRunner')
     cfg.setdefault('accelerator', dict(type='auto', backend='auto'))
     cfg.launcher = args.launcher
+    if getattr(args, 'model_parallel', None) is not None:
+        options = cfg.get('model_parallel')
+        enable = dict(true=True, false=False, auto=None)[args.model_parallel]
+        cfg.model_parallel = dict(options if isinstance(options, dict) else {}, enable=enable)
     if getattr(args, 'timeout', None) is not None:
         cfg.merge_from_dict({'env_cfg.dist_cfg.timeout': args.timeout})
     if args.cfg_options:

@@ -1,16 +1,19 @@
 """The model of a config: built without memory where PyTorch can, counted, and weighed."""
 
-import copy
-from contextlib import nullcontext
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterator, Optional
 
 import torch
 from mmengine.config import Config
-from mmengine.registry import MODELS, OPTIMIZERS
 from torch import nn
 
 from mmdevplug.device import Accelerator
-from mmdevplug.errors import first_line
+from mmdevplug.dist.launch import LaunchEnv
+from mmdevplug.errors import DevPlugError
+from mmdevplug.placement import DevicePlan
+from mmdevplug.placement.building import build, can_build_on_meta
+from mmdevplug.placement.optimizer_state import state_factor
+from mmdevplug.strategy.options import read_options
+from mmdevplug.strategy.parallelism import Parallelism
 
 from .findings import Finding
 from .setting import gigabytes
@@ -47,7 +50,7 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
         )
         return
     try:
-        model, on_host = build(cfg)
+        model, on_host = build(cfg.model)
     except Exception as error:
         # Models fail in as many ways as there are.
         yield Finding(
@@ -64,38 +67,52 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
             'note',
             'the model was built on the host, because it computes with tensors while it is built',
         )
-    yield _weigh(model, cfg, accelerator, ranks)
+    spread = None
+    if accelerator is not None:
+        try:
+            spread = _spread(model, cfg, accelerator, ranks)
+        except DevPlugError as error:
+            yield Finding(
+                SECTION,
+                'error',
+                f'the model cannot be spread over devices: {error}',
+                'the job stops before the model is built.',
+                'model_parallel = dict(enable=False)',
+            )
+    yield _weigh(model, cfg, accelerator, ranks, spread)
+    if spread is not None:
+        yield Finding(SECTION, 'ok', _describe(spread), data=dict(loads=spread.loads))
 
 
-def can_build_on_meta() -> bool:
-    """Whether this PyTorch has a default device that holds shapes alone."""
-    return hasattr(torch.device, '__enter__')
+def _spread(
+    model: nn.Module, cfg: Config, accelerator: Accelerator, ranks: int
+) -> Optional[DevicePlan]:
+    """The plan by which training would spread the model, None if it stays on one device."""
+    options = read_options(cfg.get('model_parallel'))
+    optimizer = (cfg.get('optim_wrapper') or {}).get('optimizer')
+    parallelism = Parallelism(options, model, optimizer)
+    if parallelism.wanted:
+        env = LaunchEnv('pytorch', world_size=ranks, local_world_size=ranks)
+        parallelism.choose_devices(accelerator, env)
+    return parallelism.plan
 
 
-def build(cfg: Config) -> Any:
-    """Build the model of a config without its weights' memory.
-
-    Returns:
-        tuple: The model, and whether it had to be built with memory after all.
-    """
-    try:
-        with torch.device('meta'):
-            return MODELS.build(copy.deepcopy(cfg.model)), False
-    except (RuntimeError, NotImplementedError) as error:
-        # Stochastic depth is often a list of numbers taken from a tensor.
-        if 'meta' not in str(error):
-            raise
-    with nullcontext():
-        return MODELS.build(copy.deepcopy(cfg.model)), True
+def _describe(plan: DevicePlan) -> str:
+    loads = ', '.join(f'{device} {gigabytes(load)}' for device, load in plan.loads.items())
+    return f'the model is spread over devices, activations not counted: {loads}'
 
 
 def _weigh(
-    model: nn.Module, cfg: Config, accelerator: Optional[Accelerator], ranks: int
+    model: nn.Module,
+    cfg: Config,
+    accelerator: Optional[Accelerator],
+    ranks: int,
+    spread: Optional[DevicePlan],
 ) -> Finding:
     trained = [p for p in model.parameters() if p.requires_grad]
     count = sum(p.numel() for p in model.parameters())
     trained_bytes = _bytes_of(trained)
-    factor, unknown = state_factor(cfg)
+    factor, unknown = state_factor((cfg.get('optim_wrapper') or {}).get('optimizer'))
     parts: Dict[str, float] = {
         'parameters': _bytes_of(model.parameters()),
         'buffers': _bytes_of(model.buffers()),
@@ -108,9 +125,10 @@ def _weigh(
     if memory is not None and accelerator is not None and accelerator.shares_devices:
         memory //= ranks
     told = ', '.join(f'{name} {gigabytes(size)}' for name, size in parts.items())
+    holder = 'device' if spread is None else 'group of devices'
     found = (
         f'the model has {count:,} parameters, of which {sum(p.numel() for p in trained):,} are '
-        f'trained; each device holds {gigabytes(needed)} ({told}), activations not counted'
+        f'trained; each {holder} holds {gigabytes(needed)} ({told}), activations not counted'
     )
     if factor is None:
         found += f'; the state of the optimizer is not known: {unknown}'
@@ -122,12 +140,12 @@ def _weigh(
         memory_total=memory,
         state_factor=factor,
     )
-    level, why, remedy = _judge(needed, memory)
+    level, why, remedy = ('ok', '', '') if spread else _judge(needed, memory)
     return Finding(SECTION, level, found, why, remedy, data)
 
 
 def _judge(needed: float, memory: Optional[float]) -> Any:
-    remedy = "optim_wrapper.optimizer = dict(type='SGD', lr=..., momentum=0)  # no state"
+    remedy = 'model_parallel = dict(enable=True)  # over several devices'
     if memory is None or needed <= COMFORTABLE_PART * memory:
         return 'ok', '', ''
     if needed > memory:
@@ -137,27 +155,3 @@ def _judge(needed: float, memory: Optional[float]) -> Any:
 
 def _bytes_of(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def state_factor(cfg: Config) -> Tuple[Optional[float], str]:
-    """Bytes of optimizer state for each byte of parameters, found by a step of a small matrix.
-
-    Args:
-        cfg (Config): With ``optim_wrapper.optimizer``.
-
-    Returns:
-        tuple: The number, None if the optimizer cannot be tried alone, and why it cannot.
-    """
-    options = (cfg.get('optim_wrapper') or {}).get('optimizer')
-    if not isinstance(options, dict) or 'type' not in options:
-        return None, 'the config has no optim_wrapper.optimizer.type'
-    weight = nn.Parameter(torch.zeros(64, 64, device='cpu'))
-    weight.grad = torch.ones_like(weight)
-    try:
-        optimizer = OPTIMIZERS.build(dict(copy.deepcopy(options), params=[weight]))
-        optimizer.step()
-    except Exception as error:
-        # Somebody's optimizer: a closure, a process group or a device may be what it misses.
-        return None, f'tried alone it fails with {type(error).__name__}: {first_line(error)}'
-    tensors = [v for v in optimizer.state[weight].values() if isinstance(v, torch.Tensor)]
-    return _bytes_of([t for t in tensors if t.numel() > 1]) / _bytes_of([weight]), ''

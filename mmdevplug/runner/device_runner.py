@@ -39,6 +39,8 @@ from mmdevplug.optim import (
     join_consolidation,
     serve_autocast,
 )
+from mmdevplug.strategy.options import read_options
+from mmdevplug.strategy.parallelism import Parallelism
 
 from .compiling import keep_from_tracing
 from .config import prepare_config
@@ -65,6 +67,9 @@ class DeviceRunner(Runner):
             ``CheckpointHook`` as it is, ``on_nan='stop'`` stops at a loss that is not finite, and
             ``heartbeat_timeout`` is that of :func:`mmdevplug.dist.init_device`. Defaults to None:
             the key ``accelerator`` of ``cfg``.
+        model_parallel (dict or bool, optional): Whether and how the model is spread over several
+            devices: options of :class:`mmdevplug.strategy.ModelParallelOptions`. Defaults to
+            None: the key ``model_parallel`` of ``cfg``.
         **kwargs: See :class:`mmengine.runner.Runner`.
 
     Examples:
@@ -74,7 +79,11 @@ class DeviceRunner(Runner):
     """
 
     def __init__(
-        self, *args: Any, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any
+        self,
+        *args: Any,
+        accelerator: Optional[Union[str, Dict]] = None,
+        model_parallel: Union[None, bool, Dict] = None,
+        **kwargs: Any,
     ) -> None:
         cfg = kwargs.get('cfg')
         if accelerator is None and cfg is not None:
@@ -82,6 +91,14 @@ class DeviceRunner(Runner):
         self._accelerator_cfg, self._options = split_options(accelerator_options(accelerator))
         # MMEngine's default asks for nccl, which nobody asked for.
         kwargs.setdefault('env_cfg', {})
+        if model_parallel is None and cfg is not None:
+            model_parallel = cfg.get('model_parallel')
+        self.parallelism = Parallelism(
+            read_options(model_parallel),
+            kwargs['model'] if 'model' in kwargs else next(iter(args), None),
+            _optimizer_of(kwargs.get('optim_wrapper')),
+            kwargs.get('default_scope') or 'mmengine',
+        )
         super().__init__(*args, **kwargs)
 
     @classmethod
@@ -107,6 +124,7 @@ class DeviceRunner(Runner):
             self._accelerator_cfg,
             forced_backend=self._options['backend'],
             heartbeat_timeout=self._options['heartbeat_timeout'],
+            choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
             **dist_cfg,
         )
         if self.device_context.backend is not None:
@@ -130,6 +148,8 @@ class DeviceRunner(Runner):
         """Build the logger and say in one line where this job runs and why."""
         logger = super().build_logger(*args, **kwargs)
         logger.info(self.device_context.describe())
+        if self.parallelism.wanted:
+            logger.info(f'Training strategy\n{self.parallelism.describe()}')
         return logger
 
     def register_hooks(
@@ -156,13 +176,18 @@ class DeviceRunner(Runner):
         if is_model_wrapper(model):
             return super().wrap_model(model_wrapper_cfg, model)
         with fail_together('wrapping the model'):
-            return place_model(
+            placed = place_model(
                 model,
                 self.device_context,
                 model_wrapper_cfg,
                 sync_bn=self.cfg.get('sync_bn'),
                 find_unused_parameters=self.cfg.get('find_unused_parameters', False),
+                spread=self._spread if self.parallelism.wanted else None,
             )
+            return self.parallelism.guard(placed)
+
+    def _spread(self, model: nn.Module) -> nn.Module:
+        return self.parallelism.place(model, self.device_context)
 
     def _init_model_weights(self) -> None:
         """Initialize weights on the host and make them equal on all ranks."""
@@ -348,7 +373,7 @@ class DeviceRunner(Runner):
         checkpoint = _load_checkpoint_to_model(model, checkpoint, strict, revise_keys=revise_keys)
         self._has_loaded = True
         self.logger.info(f'Load checkpoint from {filename}')
-        self.device_context.accelerator.materialize(self.device_context.device)
+        self.device_context.materialize()
         return checkpoint
 
     def resume(
@@ -386,3 +411,8 @@ class DeviceRunner(Runner):
         """Test; see :meth:`train`."""
         with fail_together('test'), explain_out_of_memory(self, 'test'):
             return super().test()
+
+
+def _optimizer_of(optim_wrapper: Any) -> Optional[Dict]:
+    """The config of the optimizer, where there is one and it is one."""
+    return optim_wrapper.get('optimizer') if isinstance(optim_wrapper, dict) else None

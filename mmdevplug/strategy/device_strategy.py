@@ -22,6 +22,9 @@ from mmdevplug.optim import (
     serve_autocast,
 )
 
+from .options import ModelParallelOptions
+from .parallelism import Parallelism
+
 
 @STRATEGIES.register_module()
 class DeviceStrategy(DDPStrategy):
@@ -41,6 +44,9 @@ class DeviceStrategy(DDPStrategy):
         >>> FlexibleRunner(model=..., strategy=dict(type='DeviceStrategy', accelerator='xla'))
     """
 
+    #: One device for each process.
+    parallelism = Parallelism(ModelParallelOptions(enable=False))
+
     def __init__(self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any) -> None:
         found = accelerator_options(accelerator)
         # FlexibleRunner asks for nccl when a config says nothing.
@@ -58,6 +64,7 @@ class DeviceStrategy(DDPStrategy):
             self._accelerator_cfg,
             forced_backend=self._options['backend'],
             heartbeat_timeout=self._options['heartbeat_timeout'],
+            choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
             **(dist_cfg or {}),
         )
         super()._setup_env(launcher=launcher or 'none', dist_cfg=dist_cfg, **kwargs)
@@ -68,7 +75,16 @@ class DeviceStrategy(DDPStrategy):
         if is_model_wrapper(model):
             return model
         self.logger.info(self.device_context.describe())
-        return place_model(model, self.device_context, self.model_wrapper, self.sync_bn)
+        return place_model(
+            model,
+            self.device_context,
+            self.model_wrapper,
+            self.sync_bn,
+            spread=self._spread if self.parallelism.wanted else None,
+        )
+
+    def _spread(self, model: nn.Module) -> nn.Module:
+        return self.parallelism.place(model, self.device_context)
 
     def build_optim_wrapper(
         self,

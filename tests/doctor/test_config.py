@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from mmengine.config import Config
 
-from mmdevplug.doctor import config as section, config_model, config_values
+from mmdevplug.doctor import config as section, config_values
 from mmdevplug.doctor.config_names import names_in
+from mmdevplug.placement.optimizer_state import state_factor
 from tests.distributed import run_ranks
 
 from .running import CONFIG, environment, the
@@ -259,8 +260,7 @@ def test_checkpoints_in_the_middle_of_an_accumulation():
     ],
 )
 def test_state_of_an_optimizer(optimizer, factor):
-    cfg = Config(dict(optim_wrapper=dict(optimizer=optimizer)))
-    found, why_not = config_model.state_factor(cfg)
+    found, why_not = state_factor(Config(dict(optimizer=optimizer)).optimizer)
     assert found == factor
     assert ('LBFGS' in why_not) == (factor is None)
 

@@ -1,0 +1,67 @@
+"""Low-rank adapters (LoRA): whether they all have the same rank."""
+
+import logging
+from typing import Dict, Iterator, List, Mapping, Tuple
+
+from mmengine.logging import print_log
+from torch import nn
+
+from mmdevplug.errors import ModelError
+
+
+def check_r_consistency(model: nn.Module, strict: bool = False) -> Dict[int, List[str]]:
+    """Say so if adapters have different ranks, which is more often a slip than a wish.
+
+    A checkpoint of such adapters cannot be loaded by a config that states one rank, and layers
+    that are alike weigh differently.
+
+    Args:
+        model (nn.Module): Any model, with or without adapters of peft or of the same kind: layers
+            with ``lora_A`` and a rank, or one for each adapter, in ``r``.
+        strict (bool): Whether different ranks are refused instead of warned of. Defaults to
+            False.
+
+    Returns:
+        Dict[int, List[str]]: For each rank, the layers that have it, in the model's order; empty
+        for a model without adapters.
+
+    Raises:
+        ModelError: If ``strict`` and the ranks differ.
+
+    Examples:
+        >>> check_r_consistency(nn.Linear(2, 2))
+        {}
+    """
+    layers: Dict[int, List[str]] = {}
+    for name, rank in _ranks(model):
+        layers.setdefault(rank, []).append(name)
+    if len(layers) > 1:
+        told = _describe(layers)
+        if strict:
+            raise ModelError(told)
+        print_log(told, 'current', logging.WARNING)
+    return layers
+
+
+def _ranks(model: nn.Module) -> Iterator[Tuple[str, int]]:
+    """Layers with their rank, once for each adapter."""
+    for name, module in model.named_modules():
+        # The module's own attribute: wrappers pass on those of what they hold.
+        found = vars(module).get('r')
+        if found is None or not hasattr(module, 'lora_A'):
+            continue
+        adapters = found if isinstance(found, Mapping) else {'default': found}
+        for adapter, rank in adapters.items():
+            yield name if len(adapters) == 1 else f'{name} (adapter {adapter!r})', int(rank)
+
+
+def _describe(layers: Mapping[int, List[str]], limit: int = 3) -> str:
+    parts = []
+    for rank, names in sorted(layers.items()):
+        more = f' and {len(names) - limit} more' if len(names) > limit else ''
+        parts.append(f'r={rank} in {", ".join(names[:limit])}{more}')
+    return (
+        f'the adapters have {len(layers)} different ranks, expected one: {"; ".join(parts)}. Give '
+        f'all of them the same r (in LoraConfig: r, and no rank_pattern), or, if the ranks are to '
+        f'differ, set model_parallel.check_r_consistency=False.'
+    )

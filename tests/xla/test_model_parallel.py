@@ -1,0 +1,95 @@
+"""Models over several lazy devices of one process, against the same training on one."""
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.jobs import largest_difference
+from tests.parallel_jobs import STEPS, train
+
+pytestmark = pytest.mark.xla
+
+FOUR_DEVICES = dict(CPU_NUM_DEVICES='4')
+TOLERANCE = 1e-5
+
+
+def train_on(kind, work_dir, counts, options):
+    return [train(kind, 'xla', f'{work_dir}/{count}', count, **options) for count in counts]
+
+
+def compare(kind, work_dir, counts, **options):
+    if kind == 'segmentor':
+        pytest.importorskip('mmcv.ops', reason='mmseg needs mmcv with its compiled operations')
+    ((one, *others),) = run_ranks(
+        train_on, 0, kind, str(work_dir), (1, *counts), options, environ=FOUR_DEVICES, timeout=280
+    )
+    assert one['devices'] == ['xla:0']
+    for count, found in zip(counts, others):
+        assert found['devices'] == [f'xla:{i}' for i in range(count)]
+        assert found['strategy'] == 'model_parallel'
+        assert found['iter'] == STEPS
+        assert largest_difference(found['weights'], one['weights']) <= TOLERANCE
+
+
+@pytest.mark.parametrize('kind', ['classifier', 'llama', 'segmentor'])
+def test_weights_are_those_of_one_device(tmp_path, kind):
+    compare(kind, tmp_path, (2, 3, 4))
+
+
+def test_clipping_accumulation_and_ema(tmp_path):
+    compare(
+        'classifier',
+        tmp_path,
+        (2,),
+        optim_wrapper__clip_grad=dict(max_norm=0.5),
+        optim_wrapper__accumulative_counts=2,
+        custom_hooks=[dict(type='EMAHook', momentum=0.1)],
+    )
+
+
+def test_micro_batches(tmp_path):
+    compare('llama', tmp_path, (2,), parallel=dict(num_microbatches=2))
+
+
+def train_two_each(work_dir):
+    return train('llama', 'xla', work_dir, 2)
+
+
+def test_two_ranks_of_two_devices_are_one_device_with_all_the_data(tmp_path):
+    ((one,),) = run_ranks(train_on, 0, 'llama', str(tmp_path), (1,), {}, environ=FOUR_DEVICES)
+    found = run_ranks(train_two_each, 2, tmp_path / 'two', environ=FOUR_DEVICES)
+    for rank, result in enumerate(found):
+        assert result['strategy'] == 'data_and_model_parallel'
+        assert result['devices'] == [f'xla:{2 * rank}', f'xla:{2 * rank + 1}']
+        assert largest_difference(result['weights'], one['weights']) <= TOLERANCE
+    assert largest_difference(found[0]['weights'], found[1]['weights']) == 0
+
+
+def draw_again():
+    import torch
+
+    from mmdevplug.checkpoint.random_states import random_state, set_random_state
+    from mmdevplug.device import get_accelerator
+
+    accelerator = get_accelerator('xla')
+    devices = [torch.device('xla', index) for index in range(3)]
+    accelerator.manual_seed(5)
+
+    def draw():
+        return [torch.rand(3, device=device).tolist() for device in devices]
+
+    first = draw()
+    state = random_state(accelerator, devices)
+    second = draw()
+    problem = set_random_state(state, accelerator, devices)
+    again = draw()
+    fewer = set_random_state(state, accelerator, devices[:2])
+    return first, second, again, problem, fewer
+
+
+def test_random_numbers_of_all_devices_are_seeded_and_restored():
+    ((first, second, again, problem, fewer),) = run_ranks(draw_again, 0, environ=FOUR_DEVICES)
+    assert first[0] == first[1] == first[2]
+    assert second != first
+    assert again == second
+    assert problem is None
+    assert 'saved of 3 device(s), and this rank has 2' in fewer
