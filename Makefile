@@ -14,6 +14,11 @@ STAMP_XLA := $(VENV_XLA)/.installed
 
 TRAIN_DIR := work_dirs/demo
 
+# For tests with real models. The wheels of mmcv with its operations compiled are for one release of
+# torch each: name a file that suits. Without it, tests that need these operations are skipped.
+MMCV ?= mmcv-lite==2.1.0
+MMCV_XLA ?= mmcv-lite==2.1.0
+
 # Files of tests that run at a time: most of a test is waiting.
 WORKERS ?= 2
 
@@ -34,6 +39,7 @@ $(STAMP): setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade pip "setuptools<81" wheel
 	$(PIP) install torch==2.13.0
+	$(PIP) install "$(MMCV)"
 	$(PIP) install --no-build-isolation -e ".[examples,dev]"
 	$(call link,$(BIN))
 	touch $@
@@ -45,6 +51,7 @@ $(STAMP_XLA): setup.py
 	$(PYTHON) -m venv $(VENV_XLA)
 	$(PIP_XLA) install --upgrade pip "setuptools<81" wheel
 	$(PIP_XLA) install torch==2.9.0 torch_xla==2.9.0 torchvision==0.24.0
+	$(PIP_XLA) install "$(MMCV_XLA)"
 	$(PIP_XLA) install --no-build-isolation -e ".[examples,dev]"
 	$(call link,$(BIN_XLA))
 	touch $@
