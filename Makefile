@@ -77,8 +77,9 @@ test-kills: install  ## Kill jobs 54 times (make test does it 18 times), compare
 test-cuda: install  ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m cuda
 
-benchmark: install  ## Measure the averaging of gradients on the CPU
+benchmark: install  ## Measure the averaging of gradients on the CPU, and plans
 	$(BIN)/python benchmarks/grad_sync.py --device cpu
+	$(BIN)/python benchmarks/placement.py
 
 docs-features: install install-xla  ## Measure the features on every device, write docs/*/features.md
 	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla"

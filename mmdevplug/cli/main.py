@@ -8,6 +8,8 @@ COMMANDS = {
     'train': 'train a model: mmdevplug train CONFIG [--accelerator NAME] [--nproc N] ...',
     'launch-config': 'write a launch file for what is present: mmdevplug launch-config ...',
     'doctor': 'look for what keeps a training from working: mmdevplug doctor [--nproc N] ...',
+    'plan': 'plan a model over several devices: mmdevplug plan CONFIG --devices cuda:0-3 ...',
+    'check-devices': 'follow one training step over its devices: mmdevplug check-devices CONFIG',
     'test': 'test a model: mmdevplug test CONFIG CHECKPOINT [--accelerator NAME] ...',
 }
 

@@ -62,7 +62,7 @@ def fit(
     found = [name for name, a, b in zip(useful, [0, *ends], ends) for _ in range(b - a)]
     left_out = [name for name in accelerators if name not in found]
     if left_out:
-        steps.append(f'{", ".join(left_out)} is left out: too small, or not needed.')
+        steps.append(f'left out: {", ".join(left_out)} (too small, or not needed).')
     return Fitted(found + spilled, steps)
 
 

@@ -1,0 +1,323 @@
+"""How even device maps are: HF accelerate's, ours, and the best there is.
+
+Models are built from their configs, without weights, and no device is needed. For each model and
+number of devices the largest load relative to its ideal is compared, less 1: 0.09 says that the
+fullest device holds 9 % more than its share. Devices are equal, or have memory as 2:1:2:1:...,
+twice what the model needs in all. *best* is found by a table over all prefixes of
+the blocks and all devices, which shares no code with the search.
+
+Run ``python benchmarks/placement.py``; ``--update-docs`` writes the tables into
+``docs/*/placement.md`` and the picture into ``docs/images``.
+"""
+
+import argparse
+import functools
+import gc
+import importlib.util
+import json
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from placement_models import MODELS, chain
+from torch import nn
+
+from mmdevplug.errors import PlacementError
+from mmdevplug.placement import DevicePlan, module_sizes, plan
+from mmdevplug.placement.accelerate_map import accelerate_map
+from mmdevplug.placement.balance import balance_score, imbalance
+from mmdevplug.placement.blocks import find_units, group_units, order_units, shared_names
+from mmdevplug.placement.partition import Partition
+from mmdevplug.placement.whole import WholeModules
+
+DOCS = Path(__file__).parents[1] / 'docs'
+COUNTS = (2, 3, 4, 8)
+#: What the memory of all devices is, in sizes of the model, where it is unequal.
+ROOM = 2.0
+ROUNDS = 7
+
+
+def block_sizes(model: nn.Module) -> List[int]:
+    """Bytes of what is put on a device as one, in order."""
+    units = order_units(find_units(model, WholeModules(model)), {})
+    return [group.bytes for group in group_units(units, module_sizes(model), shared_names(model))]
+
+
+def best_bottleneck(sizes: Sequence[int], weights: Sequence[float]) -> float:
+    """The least largest load relative to its ideal, by a table over prefixes and devices."""
+    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(float)
+    reached = np.full(len(ends), np.inf)
+    reached[0] = 0.0
+    for weight in weights:
+        loads = (ends[None, :] - ends[:, None]) / weight
+        loads[np.tril_indices(len(ends))] = np.inf  # no device stays empty
+        reached = np.maximum(reached[:, None], loads).min(axis=0)
+    return float(reached[-1] * sum(weights) / ends[-1])
+
+
+def memory_of(count: int, total: int, equal: bool) -> Optional[Dict[int, int]]:
+    """Capacities of so many devices for a model of so many bytes."""
+    if equal:
+        return None
+    weights = [2 - place % 2 for place in range(count)]
+    return {i: int(ROOM * total * weight / sum(weights)) for i, weight in enumerate(weights)}
+
+
+def compare(name: str, model: nn.Module, count: int, equal: bool) -> Dict[str, Any]:
+    """One row."""
+    sizes = block_sizes(model)
+    memory = memory_of(count, sum(sizes), equal)
+    devices = f'xla:0-{count - 1}'
+    weights = [1.0] * count if memory is None else [float(size) for size in memory.values()]
+    row: Dict[str, Any] = dict(model=name, devices=count, equal=equal)
+    try:
+        theirs = plan(model, devices, 'auto', max_memory=memory)
+        row['accelerate'], row['accelerate imbalance'] = theirs.bottleneck - 1, theirs.imbalance
+    except PlacementError as error:
+        row['accelerate'], row['refusal'] = None, str(error)
+    ours = plan(model, devices, max_memory=memory)
+    row['ours'], row['imbalance'] = ours.bottleneck - 1, ours.imbalance
+    row['best'] = best_bottleneck(sizes, weights) - 1
+    return row
+
+
+def median_ms(function: Any, rounds: int = ROUNDS) -> float:
+    """The median processor time of a call, which other programs disturb less."""
+    found = []
+    for _ in range(rounds):
+        start = time.process_time()
+        function()
+        found.append(1e3 * (time.process_time() - start))
+    return statistics.median(found)
+
+
+def times(count: int = 1000) -> List[Dict[str, Any]]:
+    """Planning a long chain."""
+    model = chain(count)
+    sizes = block_sizes(model)
+    whole = WholeModules(model)
+    units = find_units(model, whole)
+    rows = []
+    # What was built before is not to be collected on the way.
+    gc.collect()
+    gc.freeze()
+    for devices in COUNTS:
+        for equal in (True, False):
+            memory = memory_of(devices, sum(sizes), equal)
+            names = [f'xla:{index}' for index in range(devices)]
+            limits = {f'xla:{index}': size for index, size in (memory or {}).items()}
+            search = Partition(sizes, [limits.get(name, 1.0) for name in names])
+            found = dict(
+                search=median_ms(search.best),
+                plan=median_ms(functools.partial(plan, model, names, max_memory=memory)),
+                accelerate=median_ms(
+                    functools.partial(accelerate_map, model, names, limits, whole.classes, units)
+                ),
+            )
+            rows.append(dict(found, devices=devices, equal=equal))
+    return rows
+
+
+# the example of a user's guide ----------------------------------------------------------------
+
+
+def example() -> List[Dict[str, Any]]:
+    """Llama-3.1-8B on three devices: two splits that a user's guide shows, and ours."""
+    model = MODELS['Llama-3.1-8B']()
+    made = {name: plan(model, 'cuda:0-2', name) for name in ('auto', 'balanced')}
+    sizes = [block.bytes for block in made['balanced'].blocks]
+    rows = [
+        _split('guide, auto', sizes, [9, 22, 35]),
+        _split('guide, balanced', sizes, [12, 23, 35]),
+    ]
+    return rows + [_planned(name, found) for name, found in made.items()]
+
+
+def _split(name: str, sizes: Sequence[int], ends: Sequence[int]) -> Dict[str, Any]:
+    marks = [0, *ends]
+    pairs = list(zip(marks, marks[1:]))
+    return _figures(name, [b - a for a, b in pairs], [sum(sizes[a:b]) for a, b in pairs])
+
+
+def _planned(name: str, made: DevicePlan) -> Dict[str, Any]:
+    return _figures(name, list(made.counts.values()), list(made.loads.values()))
+
+
+def _figures(name: str, counts: Sequence[int], loads: Sequence[int]) -> Dict[str, Any]:
+    even = [1.0] * len(counts)
+    return dict(
+        name=name,
+        counts=list(counts),
+        by_count=imbalance(counts, even),
+        score=balance_score(counts),
+        loads=[round(load / 1e9, 2) for load in loads],
+        by_bytes=imbalance(loads, even),
+    )
+
+
+# output ---------------------------------------------------------------------------------------
+
+WORDS = {
+    'en': {},
+    'zh_cn': {
+        'model': '模型',
+        'devices': '个设备',
+        'number of devices': '设备数',
+        'equal': '相等',
+        'memory': '内存',
+        'search, ms': '搜索，毫秒',
+        'whole plan, ms': '整个规划，毫秒',
+        'accelerate, ms': 'accelerate，毫秒',
+        'split': '划分',
+        'components': '组件数',
+        'imbalance in components': '组件不均衡系数',
+        'balance score': '均衡性分数',
+        'GB': 'GB',
+        'imbalance in bytes': '字节不均衡系数',
+        'guide, auto': '指南，auto',
+        'guide, balanced': '指南，balanced',
+    },
+}
+
+
+def tables(found: Dict[str, Any], language: str) -> Dict[str, str]:
+    """The tables as Markdown."""
+
+    def word(text: str) -> str:
+        return WORDS[language].get(text, text)
+
+    def figure(value: Optional[float]) -> str:
+        return '—' if value is None else f'{max(value, 0.0):.3f}'
+
+    def memory(row: Dict[str, Any]) -> str:
+        return word('equal') if row['equal'] else '2:1:…'
+
+    def cell(row: Dict[str, Any]) -> str:
+        return ' / '.join(figure(row[key]) for key in ('accelerate', 'ours', 'best'))
+
+    lines: Dict[Any, List[str]] = {}
+    for row in found['rows']:
+        line = lines.setdefault((row['model'], row['equal']), [row['model'], memory(row)])
+        line.append(cell(row))
+    head = ['model', 'memory', *(f'{count} {word("devices")}' for count in COUNTS)]
+    timed = [
+        [row['devices'], memory(row)]
+        + [f'{row[key]:.1f}' for key in ('search', 'plan', 'accelerate')]
+        for row in found['times']
+    ]
+    timed_head = ['number of devices', 'memory', 'search, ms', 'whole plan, ms', 'accelerate, ms']
+    shown = [
+        [
+            word(row['name']),
+            '/'.join(map(str, row['counts'])),
+            f'{row["by_count"]:.3f}',
+            f'{row["score"]:.3f}',
+            ' / '.join(f'{load:.2f}' for load in row['loads']),
+            f'{row["by_bytes"]:.3f}',
+        ]
+        for row in found['example']
+    ]
+    shown_head = [
+        'split',
+        'components',
+        'imbalance in components',
+        'balance score',
+        'GB',
+        'imbalance in bytes',
+    ]
+    return dict(
+        comparison=_markdown([word(title) for title in head], list(lines.values())),
+        times=_markdown([word(title) for title in timed_head], timed),
+        example=_markdown([word(title) for title in shown_head], shown),
+    )
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ['---'] * len(head), *rows]
+    return '\n'.join('| ' + ' | '.join(map(str, line)) + ' |' for line in lines)
+
+
+def update_docs(found: Dict[str, Any]) -> None:
+    """Write the tables between their marks."""
+    for language in WORDS:
+        page = DOCS / language / 'placement.md'
+        text = page.read_text(encoding='utf-8')
+        for name, table in tables(found, language).items():
+            pattern = re.compile(f'(<!-- measured: {name} -->\n).*?(\n<!-- end -->)', re.DOTALL)
+            text, count = pattern.subn(lambda m, t=table: m.group(1) + t + m.group(2), text)
+            if count != 1:
+                raise SystemExit(f'{page}: {count} blocks called {name!r}, expected 1')
+        page.write_text(text, encoding='utf-8')
+    draw(found, DOCS / 'images' / 'placement.png')
+
+
+def draw(found: Dict[str, Any], path: Path) -> None:
+    """Bars for each model, a panel for each number of equal devices."""
+    rows = [row for row in found['rows'] if row['equal']]
+    counts = sorted({row['devices'] for row in rows})
+    figure = Figure(figsize=(12, 4.2))
+    for place, (axes, count) in enumerate(
+        zip(figure.subplots(1, len(counts), sharey=True), counts)
+    ):
+        here = [row for row in rows if row['devices'] == count]
+        at = np.arange(len(here))
+        for offset, key, colour in ((-0.2, 'accelerate', '#f6b26b'), (0.2, 'ours', '#3d85c6')):
+            heights = [max(row[key] or 0.0, 0.0) for row in here]
+            axes.barh(at + offset, heights, 0.38, label=key, color=colour)
+        best = [max(row['best'], 0.0) for row in here]
+        axes.scatter(best, at + 0.2, marker='|', s=60, color='black', label='best', zorder=3)
+        axes.set_yticks(at)
+        axes.set_yticklabels([row['model'] for row in here], fontsize='small')
+        axes.set_title(f'{count} devices', fontsize='medium')
+        axes.set_xlabel('largest load / ideal − 1')
+        for side in ('top', 'right'):
+            axes.spines[side].set_visible(False)
+        if place == 0:
+            axes.invert_yaxis()
+            figure.legend(loc='lower center', ncol=3, frameon=False)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path, dpi=90)
+
+
+def main() -> None:
+    """Compare, time, print, and write what was asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    parser.add_argument('--json', help='a file for the figures')
+    parser.add_argument('--png', help='a file for the picture')
+    parser.add_argument('--update-docs', action='store_true')
+    args = parser.parse_args()
+    rows = []
+    for name, build in MODELS.items():
+        package = re.search(r'\((mm\w+)\)', name)
+        if package and importlib.util.find_spec(package.group(1)) is None:
+            print(f'{name}: left out, {package.group(1)} is not installed', file=sys.stderr)
+            continue
+        model = build()
+        rows += [compare(name, model, n, equal) for equal in (True, False) for n in COUNTS]
+    found = dict(rows=rows, times=times(), example=example())
+    for name, table in tables(found, 'en').items():
+        print(f'\n{name}\n\n{table}')
+    above = [
+        row
+        for row in rows
+        if row['accelerate'] is not None and row['ours'] > row['accelerate'] + 1e-9
+    ]
+    missed = [row for row in rows if abs(row['ours'] - row['best']) > 1e-9]
+    print(
+        f'\n{len(rows)} rows: ours above accelerate in {len(above)}, not the best in {len(missed)}'
+    )
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1), encoding='utf-8')
+    if args.png:
+        draw(found, Path(args.png))
+    if args.update_docs:
+        update_docs(found)
+
+
+if __name__ == '__main__':
+    main()

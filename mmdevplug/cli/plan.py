@@ -1,0 +1,118 @@
+"""``mmdevplug plan``: which device would hold which part of a model. No device need be present."""
+
+import argparse
+import json
+import sys
+from typing import List, Optional, Union
+
+from mmengine.config import Config
+from rich.console import Console
+
+from mmdevplug.doctor.files import check_writable
+from mmdevplug.files import write_text
+from mmdevplug.placement import STRATEGIES, plan
+from mmdevplug.placement.building import build_from_file
+from mmdevplug.placement.devices import parse_devices, parse_max_memory
+from mmdevplug.placement.optimizer_state import state_factor
+
+from .common import run
+
+DEFAULT_OPTIMIZER = 'adamw'
+KINDS = ('json', 'png', 'html')
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of ``mmdevplug plan``."""
+    parser = argparse.ArgumentParser(
+        prog='mmdevplug plan',
+        description='Plan which device holds which part of a model, without weights and without '
+        'the devices.',
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        'model', help='a config of OpenMMLab, or a transformers model: config.json or its folder'
+    )
+    parser.add_argument('--devices', required=True, help="e.g. 'cuda:0-3' or 'xla:0,xla:2'")
+    parser.add_argument('--max-memory', help="e.g. 'cuda:0=10GB,cuda:1=8GB' (default: equal)")
+    parser.add_argument('--strategy', default='balanced', help=' | '.join(STRATEGIES))
+    parser.add_argument('--no-split', help='classes or modules to be kept whole: A,B')
+    parser.add_argument('--balance-threshold', type=float, default=0.3, help='of dynamic, 0 to 1')
+    parser.add_argument('--no-force-balance', action='store_true', help='a device may be left out')
+    parser.add_argument(
+        '--allow-cpu', action='store_true', help='the host takes what the devices cannot hold'
+    )
+    parser.add_argument('--training', action='store_true', help='count gradients and optimizer')
+    parser.add_argument(
+        '--optimizer',
+        help=f'name, or values kept for each parameter (default: the one of a config, else '
+        f'{DEFAULT_OPTIMIZER})',
+    )
+    parser.add_argument('--dtype', help='what the weights will be cast to, e.g. bfloat16')
+    for kind in KINDS:
+        parser.add_argument(f'--{kind}', help=f'a file for the plan as {kind.upper()}')
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    """Plan, print, and write the files that were asked for.
+
+    Args:
+        argv (List[str], optional): Arguments; those of the command line when None.
+
+    Raises:
+        DevPlugError: If an argument is wrong, or the model does not fit.
+    """
+    args = build_parser().parse_args(argv)
+    _check(args)
+    model, cfg = build_from_file(args.model)
+    made = plan(
+        model,
+        args.devices,
+        strategy=args.strategy,
+        max_memory=args.max_memory,
+        no_split=[name for name in (args.no_split or '').split(',') if name],
+        balance_threshold=args.balance_threshold,
+        force_balance=not args.no_force_balance,
+        exclude_cpu=not args.allow_cpu,
+        dtype=args.dtype,
+        training=args.training,
+        optimizer=_optimizer(args.optimizer, cfg, args.training),
+    )
+    Console().print(made)
+    if args.json is not None:
+        write_text(json.dumps(made.to_dict(), indent=1), args.json)
+    if args.png is not None:
+        made.save_png(args.png)
+    if args.html is not None:
+        made.save_html(args.html)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what cannot be done before a model is built."""
+    devices = parse_devices(args.devices, exclude_cpu=not args.allow_cpu)
+    parse_max_memory(args.max_memory, devices)
+    for kind in KINDS:
+        if getattr(args, kind) is not None:
+            check_writable(getattr(args, kind), f'--{kind}')
+
+
+def _optimizer(
+    asked: Optional[str], cfg: Optional[Config], training: bool
+) -> Union[str, int, float]:
+    """What was asked for, or what the config's optimizer keeps, found by trying it."""
+    if asked is not None:
+        try:
+            return float(asked)
+        except ValueError:
+            return asked
+    if cfg is None or not training:
+        return DEFAULT_OPTIMIZER
+    factor, why_not = state_factor((cfg.get('optim_wrapper') or {}).get('optimizer'))
+    if factor is None:
+        print(f'mmdevplug: counting with {DEFAULT_OPTIMIZER}: {why_not}', file=sys.stderr)
+        return DEFAULT_OPTIMIZER
+    return factor
+
+
+if __name__ == '__main__':
+    sys.exit(run(main))
