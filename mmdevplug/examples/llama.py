@@ -1,0 +1,132 @@
+"""A small Llama with LoRA adapters, on the texts of Python's own ``help()``."""
+
+import math
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+import numpy as np
+import torch
+from mmengine.dataset import BaseDataset
+from mmengine.evaluator import BaseMetric
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, METRICS, MODELS
+from torch import Tensor, nn
+
+#: Every so-many-th piece of text is set aside for testing.
+HELD_OUT = 10
+
+
+@DATASETS.register_module()
+class PythonHelpText(BaseDataset):
+    """The texts that ``help('topics')`` names, which come with Python, in pieces of equal length.
+
+    An item is ``dict(inputs=tokens)``: an int64 array of shape (length,), a byte for each token,
+    so that 256 tokens are all there are. Python 3.11 has 465,000 bytes.
+
+    Args:
+        split (str): ``'train'``, or ``'test'``: every tenth piece.
+        length (int): Bytes of a piece. Defaults to 64.
+        **kwargs: See :class:`mmengine.dataset.BaseDataset`; ``indices=100`` takes 100 pieces.
+    """
+
+    def __init__(self, split: str = 'train', length: int = 64, **kwargs: Any) -> None:
+        if split not in ('train', 'test'):
+            raise ValueError(f"split={split!r}: expected 'train' or 'test'.")
+        self.split, self.length = split, length
+        super().__init__(**kwargs)
+
+    def load_data_list(self) -> List[Dict[str, Any]]:
+        """Read the texts."""
+        from pydoc_data.topics import topics
+
+        text = '\n'.join(topics[name] for name in sorted(topics)).encode()
+        count = len(text) // self.length
+        pieces = np.frombuffer(text, np.uint8, count * self.length).reshape(count, self.length)
+        for_test = np.arange(count) % HELD_OUT == 0
+        chosen = for_test if self.split == 'test' else ~for_test
+        return [dict(inputs=piece) for piece in pieces[chosen]]
+
+    def prepare_data(self, idx: int) -> Dict[str, Any]:
+        """Get an item without the index that MMEngine adds."""
+        return dict(inputs=self.get_data_info(idx)['inputs'].astype(np.int64))
+
+
+@MODELS.register_module()
+class LlamaForText(BaseModel):
+    """A Llama with random weights, built from its configuration; nothing is downloaded.
+
+    Args:
+        config (dict): Arguments of ``transformers.LlamaConfig``.
+        lora (dict, optional): Arguments of ``peft.LoraConfig``: then only the adapters and
+            ``modules_to_save`` are trained. Defaults to None: all weights are.
+        data_preprocessor (dict, optional): See BaseModel.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        lora: Optional[Mapping[str, Any]] = None,
+        data_preprocessor: Optional[Dict] = None,
+    ) -> None:
+        super().__init__(data_preprocessor)
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        # Without a cache for generating, which training fills for nothing.
+        self.llama: nn.Module = LlamaForCausalLM(LlamaConfig(**{'use_cache': False, **config}))
+        if lora is not None:
+            from peft import LoraConfig, get_peft_model
+
+            self.llama = get_peft_model(self.llama, LoraConfig(**lora))
+
+    def init_weights(self) -> None:
+        """Leave the weights as transformers and peft made them.
+
+        MMEngine would call transformers' own method again, which does not know that an adapter
+        has to begin at zero.
+        """
+
+    def forward(
+        self, inputs: Tensor, mode: str = 'tensor'
+    ) -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Any]]]:
+        """Predict every token from those before it.
+
+        Args:
+            inputs (Tensor): Tokens of shape (N, T).
+            mode (str): ``'loss'``, ``'predict'`` or ``'tensor'``.
+
+        Returns:
+            The losses; for each piece its ``nats`` (how much the tokens surprised the model, in
+            all) and how many ``tokens`` were predicted; or scores of shape (N, T, vocabulary).
+        """
+        scores = self.llama(input_ids=inputs).logits
+        if mode == 'tensor':
+            return scores
+        surprise = self._surprise(scores, inputs)
+        if mode == 'loss':
+            return dict(loss=surprise.mean())
+        count = surprise.shape[1]
+        return [dict(nats=nats, tokens=count) for nats in surprise.sum(dim=1).unbind()]
+
+    @staticmethod
+    def _surprise(scores: Tensor, inputs: Tensor) -> Tensor:
+        """The negative log likelihood of shape (N, T - 1)."""
+        # A model that is spread over devices has its scores where its last layer is. What is made
+        # of them goes back as one tensor: on a lazy device every copy is an execution.
+        expected = inputs[:, 1:].to(scores.device)
+        scores = scores[:, :-1].float().transpose(1, 2)
+        surprise = nn.functional.cross_entropy(scores, expected, reduction='none')
+        return surprise.to(inputs.device)
+
+
+@METRICS.register_module()
+class BitsPerByte(BaseMetric):
+    """How many bits the model needs for a byte: 8 for one that knows nothing."""
+
+    def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Any]]) -> None:
+        """Add up a batch."""
+        nats = torch.stack([sample['nats'] for sample in data_samples]).sum()
+        self.results.append((float(nats), sum(sample['tokens'] for sample in data_samples)))
+
+    def compute_metrics(self, results: List[Tuple[float, int]]) -> Dict[str, float]:
+        """Divide what all batches of all ranks add up to."""
+        nats, tokens = (sum(column) for column in zip(*results))
+        return dict(bits_per_byte=nats / tokens / math.log(2))
