@@ -1,0 +1,178 @@
+"""Where everything of one training step lives: what ``check_devices.py`` prints."""
+
+import inspect
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+
+from mmengine.optim import OptimWrapperDict
+from mmengine.structures import BaseDataElement
+from torch import Tensor, nn
+
+from mmdevplug.device import devices_of
+from mmdevplug.model.move import same_device
+
+#: Since torch 2.0 hooks can be told of keyword arguments, too.
+_KEYWORDS = (
+    {'with_kwargs': True}
+    if 'with_kwargs' in inspect.signature(nn.Module.register_forward_hook).parameters
+    else {}
+)
+
+Devices = Tuple[str, ...]
+
+
+class ModuleDevices(NamedTuple):
+    """A module with all that is inside it.
+
+    Attributes:
+        name (str): Its path, empty for the model itself.
+        kind (str): Its class.
+        size (int): Bytes of its parameters and buffers.
+        weights (Tuple[str]): The devices of its parameters and buffers.
+        inputs (Tuple[str]): Of the tensors it was called with.
+        outputs (Tuple[str]): Of the tensors it returned.
+        gradients (Tuple[str]): Of its parameters' gradients.
+        state (Tuple[str]): Of the optimizer's state for its parameters.
+    """
+
+    name: str
+    kind: str
+    size: int
+    weights: Devices
+    inputs: Devices
+    outputs: Devices
+    gradients: Devices
+    state: Devices
+
+
+class StepDevices:
+    """Look on while a model is trained, and remember devices.
+
+    Gradients and calls are seen while this context is entered; the state of the optimizer is read
+    when it is asked for.
+
+    Args:
+        model (nn.Module): On its devices.
+        optim_wrapper (OptimWrapper or OptimWrapperDict): That trains it.
+
+    Examples:
+        >>> with StepDevices(model, optim_wrapper) as seen:
+        >>>     model.train_step(batch, optim_wrapper)
+        >>> seen.modules()[0].gradients
+        ('cpu',)
+    """
+
+    def __init__(self, model: nn.Module, optim_wrapper: Any) -> None:
+        self._model = model
+        self._optim_wrapper = optim_wrapper
+        self._inputs: Dict[str, Dict[str, None]] = {}
+        self._outputs: Dict[str, Dict[str, None]] = {}
+        self._gradients: Dict[int, Any] = {}
+        self._handles: List[Any] = []
+
+    def __enter__(self) -> 'StepDevices':
+        for name, module in self._model.named_modules():
+            before, after = _watch(self._inputs, name), _watch(self._outputs, name)
+            self._handles += [
+                # What comes last among a hook's arguments is the result.
+                module.register_forward_pre_hook(
+                    lambda _, *got, say=before: say(got), **_KEYWORDS
+                ),
+                module.register_forward_hook(lambda _, *got, say=after: say(got[-1]), **_KEYWORDS),
+            ]
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._note_gradient(id(parameter))))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _note_gradient(self, key: int) -> Callable[[Tensor], None]:
+        def note(gradient: Tensor) -> None:
+            self._gradients[key] = gradient.device
+
+        return note
+
+    def modules(self) -> List[ModuleDevices]:
+        """All modules in the model's order, each with what is inside it."""
+        state = self._state()
+        rows = []
+        for name, module in self._model.named_modules():
+            tensors = [*module.parameters(), *module.buffers()]
+            keys = [id(tensor) for tensor in tensors]
+            rows.append(
+                ModuleDevices(
+                    name,
+                    type(module).__name__,
+                    sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+                    _named(devices_of(tensors)),
+                    tuple(self._inputs.get(name, ())),
+                    tuple(self._outputs.get(name, ())),
+                    _named(self._gradients[key] for key in keys if key in self._gradients),
+                    _named(device for key in keys for device in state.get(key, ())),
+                )
+            )
+        return rows
+
+    def problems(self) -> Iterator[str]:
+        """What is apart that has to be together, in one line each."""
+        state = self._state()
+        for name, parameter in self._model.named_parameters():
+            found = self._gradients.get(id(parameter))
+            if found is not None and not same_device(found, parameter.device):
+                yield f'{name} is on {parameter.device}, but its gradient on {found}'
+            for device in state.get(id(parameter), ()):
+                if not same_device(device, parameter.device):
+                    yield f'{name} is on {parameter.device}, but its optimizer state on {device}'
+        for name, module in self._model.named_modules():
+            own = devices_of([*module.parameters(recurse=False), *module.buffers(recurse=False)])
+            if len(own) > 1:
+                told = ', '.join(map(str, own))
+                yield f'{name or type(module).__name__} has tensors of its own on {told}'
+
+    def _state(self) -> Dict[int, List[Any]]:
+        """The devices of the optimizer's state for each parameter.
+
+        Single numbers, such as counts of steps, are on the host by design.
+        """
+        found: Dict[int, List[Any]] = {}
+        for optimizer in _optimizers(self._optim_wrapper):
+            for parameter, state in optimizer.state.items():
+                tensors = [tensor for tensor in tensors_in(state) if tensor.dim() > 0]
+                found[id(parameter)] = devices_of(tensors)
+        return found
+
+
+def _watch(seen: Dict[str, Dict[str, None]], name: str) -> Callable[[Any], None]:
+    def look(nested: Any) -> None:
+        seen.setdefault(name, {}).update(dict.fromkeys(_named(devices_of(tensors_in(nested)))))
+
+    return look
+
+
+def _named(devices: Iterable[Any]) -> Devices:
+    return tuple(dict.fromkeys(map(str, devices)))
+
+
+def _optimizers(optim_wrapper: Any) -> List[Any]:
+    if isinstance(optim_wrapper, OptimWrapperDict):
+        return [wrapper.optimizer for wrapper in optim_wrapper.values()]
+    return [optim_wrapper.optimizer]
+
+
+def tensors_in(nested: Any) -> Iterator[Tensor]:
+    """The tensors in nested dicts, lists, tuples, and OpenMMLab's data samples and boxes."""
+    held: Optional[Any] = getattr(nested, 'tensor', None)
+    if isinstance(nested, Tensor):
+        yield nested
+    elif isinstance(held, Tensor):
+        yield held
+    elif isinstance(nested, BaseDataElement):
+        yield from tensors_in(nested.all_values())
+    elif isinstance(nested, dict):
+        yield from tensors_in(list(nested.values()))
+    elif isinstance(nested, (list, tuple)):
+        for item in nested:
+            yield from tensors_in(item)

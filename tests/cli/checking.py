@@ -1,0 +1,36 @@
+"""Running ``tools/check_devices.py`` and reading what it prints."""
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+from mmdevplug.cli.check_devices import main
+from mmdevplug.cli.common import run
+from tests.distributed import run_ranks
+from tests.jobs import ROOT
+
+STANDIN = str(ROOT / 'tests' / 'standins' / 'fakecard')
+
+
+def check_devices(arguments, folder):
+    """What ``tools/check_devices.py`` does, in a process that has imported most of it already."""
+    sys.path[:0] = [str(folder), STANDIN]
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = run(main, list(map(str, arguments)))
+        except SystemExit as ended:
+            status = ended.code
+    return status, out.getvalue(), err.getvalue()
+
+
+def checked(*arguments, folder='.', **environ):
+    (found,) = run_ranks(check_devices, 0, arguments, folder, environ=environ)
+    return found
+
+
+def rows_of(printed):
+    """The table of modules: for each name the cells after it."""
+    lines = printed.split('inside it')[1].splitlines()
+    cells = [[cell for cell in line.split('  ') if cell] for line in lines]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells if len(row) == 8}
