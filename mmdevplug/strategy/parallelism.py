@@ -12,6 +12,7 @@ from torch import nn
 from mmdevplug.device import Accelerator, DeviceGuard
 from mmdevplug.dist import DeviceContext
 from mmdevplug.dist.launch import LaunchEnv
+from mmdevplug.errors import PlacementError
 from mmdevplug.model.adapters import check_r_consistency
 from mmdevplug.model.microbatches import split_batches
 from mmdevplug.placement import DevicePlan, module_sizes, plan, probe_capacities
@@ -20,7 +21,7 @@ from mmdevplug.placement.dispatch import dispatch
 from mmdevplug.placement.optimizer_state import state_factor
 
 from .options import PRECISIONS, ModelParallelOptions
-from .resolve import TrainingStrategy, resolve_strategy
+from .resolve import MEMORY_UNKNOWN, TrainingStrategy, resolve_strategy
 
 #: AdamW's, where the optimizer of a config cannot be tried alone.
 USUAL_STATE = 2.0
@@ -79,9 +80,23 @@ class Parallelism:
         planned = self._model_without_memory()
         self.strategy = self._resolve(accelerator, env, planned)
         if planned is not None and self.strategy.is_model_parallel:
-            self.plan = self._plan(planned, self.strategy, accelerator)
+            try:
+                self.plan = self._plan(planned, self.strategy, accelerator)
+            except PlacementError as error:
+                self.strategy = self._without_plan(accelerator, env, error)
         self._model = None
         return self.strategy.devices
+
+    def _without_plan(
+        self, accelerator: Accelerator, env: LaunchEnv, error: PlacementError
+    ) -> TrainingStrategy:
+        """One device, if nobody asked for several and nothing says that it is too small."""
+        if self.options.enable is not None or MEMORY_UNKNOWN not in self.strategy.reason:
+            raise error
+        options = self.options
+        found = resolve_strategy(False, accelerator=accelerator, devices=options.devices, env=env)
+        why = f'model_parallel.enable=None, and the model cannot be spread: {error}'
+        return found._replace(reason=why)
 
     def _model_without_memory(self) -> Optional[nn.Module]:
         if self._model is None or isinstance(self._model, nn.Module):

@@ -20,6 +20,9 @@ MODEL_PARALLEL = 'model_parallel'
 DATA_PARALLEL = 'data_parallel'
 DATA_AND_MODEL_PARALLEL = 'data_and_model_parallel'
 
+#: In the reason of a strategy that goes by the number of devices.
+MEMORY_UNKNOWN = 'is not known'
+
 AUTO_RULES = ('memory', 'count')
 
 Devices = Union[None, int, str, Sequence[str]]
@@ -152,9 +155,10 @@ def _by_what_it_needs(
     if needed is None or available is None:
         unknown = 'what the model needs' if needed is None else 'the memory of a device'
         if several:
-            why = f'{asked}; {unknown} is not known, and a job of several processes stays as it is'
+            stays = 'and a job of several processes stays as it is'
+            why = f'{asked}; {unknown} {MEMORY_UNKNOWN}, {stays}'
             return _one_device(accelerator, env, several, None, why)
-        return _spread(env, mine, f'{asked}; {unknown} is not known')
+        return _spread(env, mine, f'{asked}; {unknown} {MEMORY_UNKNOWN}')
     figures = (
         f'training needs {describe_bytes(needed)} without activations, {mine[0]} has '
         f'{describe_bytes(available)}'

@@ -225,6 +225,14 @@ def test_none_goes_by_what_training_needs(tmp_path, memory, count, told):
     assert told in log
 
 
+def test_none_takes_one_device_where_the_model_has_too_few_parts(tmp_path):
+    ((log, devices),) = run_ranks(
+        log_of, 0, str(tmp_path), dict(enable=None, no_split=['SpreadClassifier'])
+    )
+    assert devices == ['zeta:0']
+    assert 'cannot be spread: 1 blocks for 4 devices' in log
+
+
 def refused(work_dir, parallel):
     build('classifier', 'zeta', work_dir, model_parallel=parallel)
 
