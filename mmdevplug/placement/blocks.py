@@ -7,7 +7,8 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from torch import Tensor, nn
 
-from .sizes import ModuleSizes, all_modules, class_or_own, named_tensors, prefixes
+from .names import all_modules, class_or_own, named_tensors, prefixes
+from .sizes import ModuleSizes
 from .whole import WholeModules
 
 

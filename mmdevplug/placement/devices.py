@@ -220,3 +220,25 @@ def probe_capacities(devices: Sequence[str], accelerator: Accelerator) -> Dict[s
             return {}
         found[name] = total
     return found
+
+
+def device_weights(
+    devices: List[str], capacities: Optional[Mapping[str, int]]
+) -> Dict[str, float]:
+    """What each device holds in proportion.
+
+    Those without a limit are taken for as large as the largest that has one.
+    """
+    if not capacities:
+        return dict.fromkeys(devices, 1.0)
+    limits = [size for name, size in capacities.items() if name != 'cpu']
+    largest = float(max(limits, default=0)) or 1.0
+    return {name: float(capacities.get(name, largest)) for name in devices}
+
+
+def describe_bytes(size: float) -> str:
+    """A number of bytes in words, e.g. ``'1.50 GB'`` (decimal units, as ``max_memory`` has)."""
+    for unit, scale in (('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
+        if size >= scale:
+            return f'{size / scale:.2f} {unit}'
+    return f'{size:.0f} bytes'

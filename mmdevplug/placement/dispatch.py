@@ -119,9 +119,7 @@ def _call_there(
     )
 
 
-def _whole_modules(
-    model: nn.Module, plan: DevicePlan
-) -> Iterator[Tuple[nn.Module, torch.device]]:
+def _whole_modules(model: nn.Module, plan: DevicePlan) -> Iterator[Tuple[nn.Module, torch.device]]:
     """The largest modules whose tensors are all on one device, and that device."""
     taken: Tuple[str, ...] = ()
     for name, module in model.named_modules():

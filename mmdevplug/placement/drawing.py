@@ -1,12 +1,14 @@
 """A plan as a picture: one bar for each device, its blocks coloured by class."""
 
-from typing import Any, Dict, List
+from typing import TYPE_CHECKING, Any, Dict, List
 
 from mmdevplug.errors import PlacementError, first_line
 from mmdevplug.files import PathLike, replacing
 
 from .balance import ideal_loads
-from .plan import DevicePlan
+
+if TYPE_CHECKING:
+    from .plan import DevicePlan
 
 #: Also of the page. Light enough for black letters.
 COLOURS = [
@@ -17,7 +19,7 @@ COLOURS = [
 NARROW = 0.035
 
 
-def colours_of(plan: DevicePlan) -> Dict[str, str]:
+def colours_of(plan: 'DevicePlan') -> Dict[str, str]:
     """A colour for each class of block; the largest classes get colours of their own."""
     totals: Dict[str, int] = {}
     for block in plan.blocks:
@@ -33,7 +35,7 @@ def short_name(name: str) -> str:
     return '.'.join(parts[-2:] if parts[-1].isdigit() else parts[-1:]) or 'all'
 
 
-def draw(plan: DevicePlan) -> Any:
+def draw(plan: 'DevicePlan') -> Any:
     """Draw the plan.
 
     Returns:
@@ -77,7 +79,7 @@ def draw(plan: DevicePlan) -> Any:
     return figure
 
 
-def _mark(axes: Any, plan: DevicePlan, scale: float) -> None:
+def _mark(axes: Any, plan: 'DevicePlan', scale: float) -> None:
     """Where each bar would end if all were even, and where it must end."""
     weights = plan.weights
     ideals = ideal_loads([plan.loads[name] for name in weights], list(weights.values()))
@@ -109,7 +111,7 @@ def _legend(axes: Any, colours: Dict[str, str]) -> None:
     )
 
 
-def save_png(plan: DevicePlan, path: PathLike) -> None:
+def save_png(plan: 'DevicePlan', path: PathLike) -> None:
     """Write the picture."""
     figure = draw(plan)
     with replacing(path) as unfinished:

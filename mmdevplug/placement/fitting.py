@@ -6,8 +6,8 @@ from typing import List, Mapping, NoReturn, Optional, Sequence
 from mmdevplug.errors import PlacementError
 
 from .blocks import Group
+from .devices import describe_bytes, device_weights
 from .partition import Partition
-from .plan import device_weights
 
 
 @dataclass
@@ -151,11 +151,3 @@ def _least_maximum(groups: Sequence[Group], devices: Sequence[str]) -> int:
     search = Partition([group.bytes for group in groups], [1.0] * len(devices), allow_empty=True)
     ends = search.best()
     return max(search.loads(ends)) if ends else 0
-
-
-def describe_bytes(size: float) -> str:
-    """A number of bytes in words, e.g. ``'1.50 GB'`` (decimal units, as ``max_memory`` has)."""
-    for unit, scale in (('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
-        if size >= scale:
-            return f'{size / scale:.2f} {unit}'
-    return f'{size:.0f} bytes'

@@ -1,11 +1,13 @@
 """A plan as one HTML file, which loads nothing from anywhere."""
 
 from html import escape
-from typing import List
+from typing import TYPE_CHECKING, List
 
+from .devices import describe_bytes
 from .drawing import NARROW, colours_of, short_name
-from .fitting import describe_bytes
-from .plan import DevicePlan
+
+if TYPE_CHECKING:
+    from .plan import DevicePlan
 
 #: Also forbids whatever a hostile name might bring.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -36,7 +38,7 @@ th, td { border: 1px solid var(--line); padding: 4px 9px; text-align: left;
 """
 
 
-def render(plan: DevicePlan) -> str:
+def render(plan: 'DevicePlan') -> str:
     """Make the page.
 
     Args:
@@ -71,7 +73,7 @@ def render(plan: DevicePlan) -> str:
     )
 
 
-def _bars(plan: DevicePlan) -> List[str]:
+def _bars(plan: 'DevicePlan') -> List[str]:
     colours = colours_of(plan)
     longest = max(plan.loads.values()) or 1
     weights = plan.weights
@@ -97,14 +99,14 @@ def _bars(plan: DevicePlan) -> List[str]:
     return rows
 
 
-def _keys(plan: DevicePlan) -> List[str]:
+def _keys(plan: 'DevicePlan') -> List[str]:
     return [
         f'<span class="key"><i style="background:{colour}"></i>{escape(kind)}</span>'
         for kind, colour in colours_of(plan).items()
     ]
 
 
-def _rows(plan: DevicePlan) -> List[str]:
+def _rows(plan: 'DevicePlan') -> List[str]:
     cells = ''.join(
         f'<tr><td>{escape(b.name or "all")}</td><td>{escape(b.kind)}</td>'
         f'<td>{describe_bytes(b.bytes)}</td><td>{escape(b.device)}</td></tr>'

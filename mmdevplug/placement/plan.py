@@ -10,7 +10,8 @@ from mmdevplug.errors import PlacementError
 from mmdevplug.files import PathLike
 
 from . import balance
-from .sizes import named_tensors, prefixes
+from .devices import device_weights
+from .names import named_tensors, prefixes
 
 Signature = Tuple[Tuple[str, Tuple[int, ...]], ...]
 
@@ -216,17 +217,3 @@ class DevicePlan:
         from .page import render
 
         write_text(render(self), path)
-
-
-def device_weights(
-    devices: List[str], capacities: Optional[Mapping[str, int]]
-) -> Dict[str, float]:
-    """What each device holds in proportion.
-
-    Those without a limit are taken for as large as the largest that has one.
-    """
-    if not capacities:
-        return dict.fromkeys(devices, 1.0)
-    limits = [size for name, size in capacities.items() if name != 'cpu']
-    largest = float(max(limits, default=0)) or 1.0
-    return {name: float(capacities.get(name, largest)) for name in devices}

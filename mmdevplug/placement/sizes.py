@@ -1,13 +1,15 @@
 """Bytes of every module: weights, and what training keeps beside them."""
 
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Set, Tuple, Union
+from typing import Any, Dict, Iterable, Mapping, Optional, Set, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 from mmdevplug.errors import PlacementError
+
+from .names import named_tensors, prefixes, tensor_bytes
+from .trace import trace
 
 #: Values an optimizer keeps for each value of a parameter.
 STATE_VALUES = {
@@ -64,38 +66,6 @@ class ModuleSizes:
         )
 
 
-def all_modules(model: nn.Module) -> List[Tuple[str, nn.Module]]:
-    """Every name of every module, in order of registration; PyTorch's own walk is slow."""
-    found: List[Tuple[str, nn.Module]] = []
-    left = [('', model)]
-    while left:
-        name, module = left.pop()
-        found.append((name, module))
-        if module._modules:
-            prefix = f'{name}.' if name else ''
-            for key, child in reversed(module._modules.items()):
-                if child is not None:
-                    left.append((prefix + key, child))
-    return found
-
-
-def named_tensors(model: nn.Module) -> List[Tuple[str, Tensor]]:
-    """Every name of every parameter and buffer, also of those that occur more than once."""
-    found: List[Tuple[str, Tensor]] = []
-    for module_name, module in all_modules(model):
-        prefix = f'{module_name}.' if module_name else ''
-        for place in (module._parameters, module._buffers):
-            for name, tensor in place.items():
-                if tensor is not None:
-                    found.append((prefix + name, tensor))
-    return found
-
-
-def class_or_own(module: nn.Module, name: str) -> Any:
-    """An attribute that a class or its instance may have; ``getattr`` is slow where none has."""
-    return vars(module).get(name) or getattr(type(module), name, None)
-
-
 def state_values(optimizer: Union[str, int, float]) -> float:
     """Values of optimizer state for each value of a parameter.
 
@@ -125,13 +95,6 @@ def as_dtype(dtype: Union[None, str, torch.dtype]) -> Optional[torch.dtype]:
     return found
 
 
-def tensor_bytes(tensor: Tensor, dtype: Optional[torch.dtype] = None) -> int:
-    """Bytes of a tensor, were it cast to ``dtype`` (which integers are not)."""
-    if dtype is None or not tensor.is_floating_point():
-        return tensor.numel() * tensor.element_size()
-    return tensor.numel() * torch.empty((), dtype=dtype, device='cpu').element_size()
-
-
 def module_sizes(
     model: nn.Module,
     dtype: Union[None, str, torch.dtype] = None,
@@ -159,8 +122,6 @@ def module_sizes(
     dtype = as_dtype(dtype)
     sizes = weigh(named_tensors(model), dtype, training, optimizer)
     if sample_inputs is not None:
-        from .trace import trace
-
         add_activations(sizes, trace(model, sample_inputs, training, dtype).activations)
     return sizes
 
@@ -200,10 +161,3 @@ def _add(part: Dict[str, int], name: str, value: int) -> None:
     if value:
         for prefix in prefixes(name):
             part[prefix] = part.get(prefix, 0) + value
-
-
-@lru_cache(maxsize=1 << 16)
-def prefixes(name: str) -> Tuple[str, ...]:
-    """A name and those of the modules around it: ``''``, ``'a'``, ``'a.b'``."""
-    parts = name.split('.') if name else []
-    return tuple('.'.join(parts[:end]) for end in range(len(parts) + 1))

@@ -1,17 +1,19 @@
 """A plan in the terminal."""
 
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from .fitting import describe_bytes
-from .plan import DevicePlan
+from .devices import describe_bytes
+
+if TYPE_CHECKING:
+    from .plan import DevicePlan
 
 
-def as_table(plan: DevicePlan) -> Any:
+def as_table(plan: 'DevicePlan') -> Any:
     """The plan for rich: a row for each device, then what was tried."""
     parts = ', '.join(f'{name} {describe_bytes(s)}' for name, s in plan.parts.items() if s)
     table = Table(title=f'{plan.model}, {plan.strategy}: {parts}', title_justify='left')
@@ -41,7 +43,7 @@ def as_table(plan: DevicePlan) -> Any:
     return Group(table, Text(figures), *[Text(f'- {step}') for step in plan.steps])
 
 
-def as_text(plan: DevicePlan) -> str:
+def as_text(plan: 'DevicePlan') -> str:
     """The same as plain text, for logs."""
     out = io.StringIO()
     Console(file=out, width=110, no_color=True).print(as_table(plan))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mmdevplug.errors import PlacementError, first_line
 
-from .sizes import named_tensors, prefixes, tensor_bytes
+from .names import named_tensors, prefixes, tensor_bytes
 
 
 @dataclass

@@ -8,8 +8,7 @@ from mmdevplug.device import Accelerator
 from mmdevplug.device.detection import AcceleratorConfig, choose_accelerator
 from mmdevplug.dist.launch import LaunchEnv, read_launch_env
 from mmdevplug.errors import PlacementError
-from mmdevplug.placement.devices import parse_devices
-from mmdevplug.placement.fitting import describe_bytes
+from mmdevplug.placement.devices import describe_bytes, parse_devices
 
 #: The largest part of a device's memory that a model's weights, gradients and optimizer state may
 #: take where one device is chosen: what is left is for activations.
@@ -265,4 +264,3 @@ def _too_few(
         f'model_parallel.enable=True needs two or more devices for each process, and '
         f'{env.describe()} has {len(mine)}: {why}. Choose: {"; ".join(ways)}.'
     )
-

@@ -3,7 +3,7 @@
 import logging
 import threading
 from types import TracebackType
-from typing import Any, Callable, List, Optional, Sequence, Type
+from typing import Any, Callable, Dict, List, Optional, Sequence, Type
 
 from mmengine.logging import print_log
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from mmdevplug.errors import DeviceMismatchError, DevPlugError
 
 from .gradients import GradientReturns
-from .ledger import Ledger, Moved, Site
+from .ledger import Ledger, Moved, Site, SiteCount
 from .mismatch import Mismatch, Operand
 from .mode import OperandMode
 from .moving import bring_together
@@ -107,6 +107,11 @@ class DeviceGuard:
     def moved(self) -> Moved:
         """The number of tensors moved so far, their bytes, and both by place."""
         return self._ledger.moved()
+
+    @property
+    def sites(self) -> Dict[Site, SiteCount]:
+        """What happened so far at each place where operands of different devices met."""
+        return self._ledger.sites()
 
     def report(self) -> str:
         """A table of the places where operands of different devices met."""
