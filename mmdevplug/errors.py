@@ -28,7 +28,13 @@ class PlacementError(ModelError):
 
 
 class DeviceMismatchError(ModelError):
-    """An operation got operands of different devices."""
+    """An operation got operands of different devices.
+
+    Attributes:
+        mismatch (Mismatch, optional): What the guard that found it knows of it.
+    """
+
+    mismatch: Any = None
 
 
 class CheckpointError(DevPlugError):

@@ -6,7 +6,9 @@ from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import Tensor
 
-from mmdevplug.dist import rank_device
+from mmdevplug.dist import rank_device, rank_devices
+
+from .clipping import clip_grad_norm_by_device
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -29,8 +31,8 @@ class DeviceOptimWrapper(OptimWrapper):
     _norms: Tuple[Tensor, ...] = ()
 
     def _clip_grad(self) -> None:
-        accelerator, _ = rank_device()
-        if not (self._logs_later and accelerator.lazy):
+        several = len(rank_devices()) > 1
+        if not rank_device()[0].lazy or not (several or self._logs_later):
             super()._clip_grad()
             return
         parameters = [
@@ -39,11 +41,17 @@ class DeviceOptimWrapper(OptimWrapper):
             for parameter in group['params']
             if parameter.requires_grad and parameter.grad is not None
         ]
-        if parameters:
-            norm = self.clip_func(parameters, **self.clip_grad_kwargs)
-            # Clipping by value has none.
-            if norm is not None:
-                self._norms = (*self._norms, norm)
+        if not parameters:
+            return
+        # torch_xla has a function of its own, which mixes the norms of several devices.
+        by_device = several and self.grad_name == 'grad_norm'
+        clip = clip_grad_norm_by_device if by_device else self.clip_func
+        norm = clip(parameters, **self.clip_grad_kwargs)
+        if norm is None:
+            return  # clipping by value has none
+        self._norms = (*self._norms, norm)
+        if not self._logs_later:
+            self._log_norms()
 
     def log_norms(self) -> None:
         """Give the norms of clipped gradients to the message hub.
@@ -52,6 +60,9 @@ class DeviceOptimWrapper(OptimWrapper):
         The first call is taken as a promise of more: from then on norms wait for it.
         """
         self._logs_later = True
+        self._log_norms()
+
+    def _log_norms(self) -> None:
         norms, self._norms = self._norms, ()
         if norms:
             accelerator, _ = rank_device()

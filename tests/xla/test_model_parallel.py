@@ -35,15 +35,45 @@ def test_weights_are_those_of_one_device(tmp_path, kind):
     compare(kind, tmp_path, (2, 3, 4))
 
 
-def test_clipping_accumulation_and_ema(tmp_path):
-    compare(
-        'classifier',
-        tmp_path,
-        (2,),
+def train_counted(work_dir):
+    """Clipping, accumulation and EMA on one device and on two, and what each iteration cost."""
+    import torch_xla.debug.metrics as metrics
+    from mmengine.hooks import Hook
+
+    class Counts(Hook):
+        priority = 'LOWEST'
+
+        def after_train_iter(self, *args, **kwargs):
+            found = [metrics.metric_data(name) for name in ('ExecuteTime', 'CompileTime')]
+            totals.append([0 if data is None else data[0] for data in found])
+
+    def prepare(runner):
+        runner.register_hook(Counts())
+        metrics.clear_metrics()
+        totals.clear()
+
+    totals = []
+    options = dict(
         optim_wrapper__clip_grad=dict(max_norm=0.5),
         optim_wrapper__accumulative_counts=2,
+        train_cfg__max_iters=18,
         custom_hooks=[dict(type='EMAHook', momentum=0.1)],
     )
+    one, two = (
+        train('classifier', 'xla', f'{work_dir}/{count}', count, prepare=prepare, **options)
+        for count in (1, 2)
+    )
+    steps = [[b - a for a, b in zip(*pair)] for pair in zip(totals, totals[1:])]
+    return one['weights'], two['weights'], steps
+
+
+def test_clipping_accumulation_and_ema_and_what_they_cost(tmp_path):
+    ((one, two, steps),) = run_ranks(train_counted, 0, str(tmp_path), environ=FOUR_DEVICES)
+    assert largest_difference(one, two) <= TOLERANCE
+    executions, compilations = zip(*steps[-6:])
+    assert set(compilations) == {0}, steps
+    # A few for each cut, forward and back, and none for each of the parameters.
+    assert max(executions) <= 12
 
 
 def test_micro_batches(tmp_path):
