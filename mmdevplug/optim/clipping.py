@@ -54,5 +54,7 @@ def clip_grad_norm_by_device(
 
 def _norm(tensors: List[Tensor], norm_type: float) -> Tensor:
     """The norm of a tensor, or of numbers that are norms."""
-    values = tensors[0] if len(tensors) == 1 else torch.stack([t.float() for t in tensors])
-    return torch.linalg.vector_norm(values.detach().float(), norm_type)
+    values = (tensors[0] if len(tensors) == 1 else torch.stack(tensors)).detach()
+    # Half precision is added up in float32.
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return torch.linalg.vector_norm(values, norm_type, dtype=dtype)

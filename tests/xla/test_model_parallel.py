@@ -70,10 +70,10 @@ def train_counted(work_dir):
 def test_clipping_accumulation_and_ema_and_what_they_cost(tmp_path):
     ((one, two, steps),) = run_ranks(train_counted, 0, str(tmp_path), environ=FOUR_DEVICES)
     assert largest_difference(one, two) <= TOLERANCE
-    executions, compilations = zip(*steps[-6:])
-    assert set(compilations) == {0}, steps
+    executions, compilations = zip(*steps[-7:-1])  # the last one ends the run
+    assert set(compilations) == {0}, str(steps)
     # A few for each cut, forward and back, and none for each of the parameters.
-    assert max(executions) <= 12
+    assert max(executions) <= 10
 
 
 def test_micro_batches(tmp_path):
