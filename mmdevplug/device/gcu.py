@@ -15,7 +15,7 @@ from torch import Tensor
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
-from .base import Accelerator
+from .base import Accelerator, devices_of
 from .lazy import LazyAccelerator
 from .torch_native import TorchNativeAccelerator
 from .vendor import import_vendor
@@ -71,8 +71,9 @@ class T20Accelerator(LazyAccelerator):
         self._torch_gcu.sync_lived_tensor(device=device)
 
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
-        # One graph for all of them; each copy then finds its data ready.
-        self._torch_gcu.unlazy(list(tensors))
+        # One graph for all of a card's; each copy then finds its data ready.
+        for device in devices_of(tensors):
+            self._torch_gcu.unlazy([tensor for tensor in tensors if tensor.device == device])
         return super().to_host(tensors)
 
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:

@@ -10,6 +10,7 @@ from mmengine.model import is_model_wrapper
 from torch import nn
 
 from mmdevplug.device import Accelerator, DeviceGuard
+from mmdevplug.device.guard.mode import HAS_MODES
 from mmdevplug.dist import DeviceContext
 from mmdevplug.dist.launch import LaunchEnv
 from mmdevplug.errors import PlacementError
@@ -182,6 +183,12 @@ class Parallelism:
             model (nn.Module): As the runner calls it, wrapped or not.
         """
         if self.plan is None or self.options.guard is None:
+            return model
+        if not HAS_MODES:
+            MMLogger.get_current_instance().warning(
+                f'model_parallel.guard={self.options.guard!r} needs torch 1.13 or later and is '
+                f'off: operations that mix devices are not repaired or named.'
+            )
             return model
         bare = model.module if is_model_wrapper(model) else model
         watch = Watch(DeviceGuard(policy=self.options.guard, model=bare))

@@ -1,15 +1,18 @@
 """Models over several lazy devices of one process, against the same training on one."""
 
+import sys
+
 import pytest
 
 from tests.distributed import run_ranks
-from tests.jobs import largest_difference
+from tests.jobs import ROOT, largest_difference
 from tests.parallel_jobs import STEPS, train
 
 pytestmark = pytest.mark.xla
 
 FOUR_DEVICES = dict(CPU_NUM_DEVICES='4')
 TOLERANCE = 1e-5
+CLIP = dict(max_norm=0.5)
 
 
 def train_on(kind, work_dir, counts, options):
@@ -54,7 +57,7 @@ def train_counted(work_dir):
 
     totals = []
     options = dict(
-        optim_wrapper__clip_grad=dict(max_norm=0.5),
+        optim_wrapper__clip_grad=CLIP,
         optim_wrapper__accumulative_counts=2,
         train_cfg__max_iters=18,
         custom_hooks=[dict(type='EMAHook', momentum=0.1)],
@@ -78,6 +81,25 @@ def test_clipping_accumulation_and_ema_and_what_they_cost(tmp_path):
 
 def test_micro_batches(tmp_path):
     compare('llama', tmp_path, (2,), parallel=dict(num_microbatches=2))
+
+
+def train_on_t20(work_dir):
+    """On stand-ins of the vendor's cards, which are lazy devices of another package."""
+    sys.path.insert(0, str(ROOT / 'tests' / 'standins' / 't20'))
+    found = [
+        train('classifier', 'gcu', f'{work_dir}/{count}', count, optim_wrapper__clip_grad=CLIP)
+        for count in (1, 2)
+    ]
+    import torch_gcu
+
+    return found, dict(torch_gcu.calls)
+
+
+def test_t20_standins(tmp_path):
+    (((one, two), calls),) = run_ranks(train_on_t20, 0, str(tmp_path), environ=FOUR_DEVICES)
+    assert two['devices'] == ['xla:0', 'xla:1']
+    assert largest_difference(one['weights'], two['weights']) <= TOLERANCE
+    assert calls['sync_lived_tensor'] > 0
 
 
 def train_two_each(work_dir):
