@@ -8,6 +8,7 @@ name and registers ``torch.zeta``. A process can install one name. As a module n
 import os
 import tempfile
 import types
+import zlib
 from pathlib import Path
 
 import torch
@@ -16,10 +17,12 @@ from torch.utils.cpp_extension import load
 
 def build():
     """Compile the extension, or load it if it was compiled before."""
-    default = Path(tempfile.gettempdir()) / f'fakecard-{os.getuid()}-{torch.__version__}'
+    source = str(Path(__file__).with_name('fakecard.cpp'))
+    # Two checkouts that share a folder would compile by turns.
+    place = f'{os.getuid()}-{torch.__version__}-{zlib.crc32(source.encode()):08x}'
+    default = Path(tempfile.gettempdir()) / f'fakecard-{place}'
     folder = os.environ.get('FAKECARD_BUILD', str(default))
     os.makedirs(folder, exist_ok=True)
-    source = str(Path(__file__).with_name('fakecard.cpp'))
     flags = ['-O1', '-std=c++20']
     return load('fakecard', [source], build_directory=folder, extra_cflags=flags, verbose=False)
 
