@@ -16,7 +16,7 @@ from rich.text import Text
 
 from mmdevplug.device import DeviceGuard
 from mmdevplug.device.detection import accelerator_options, choose_accelerator
-from mmdevplug.device.guard.guard import POLICIES
+from mmdevplug.device.guard import POLICIES
 from mmdevplug.dist.launch import LaunchEnv
 from mmdevplug.doctor import launch as launch_variables
 from mmdevplug.doctor.setting import gigabytes
@@ -207,10 +207,9 @@ def _check_step(runner: Any, args: argparse.Namespace, console: Console) -> List
 
 def _guarded(guard: DeviceGuard, console: Console) -> Iterator[str]:
     """What the guard has told of, or moved, without ending the step."""
-    report = guard.report()
-    if guard.policy == 'error' or report == DeviceGuard().report():
+    if guard.policy == 'error' or not guard.sites:
         return
-    console.print(Text(report))
+    console.print(Text(guard.report()))
     if guard.policy == 'warn':
         yield 'operations got operands of different devices; see above'
 

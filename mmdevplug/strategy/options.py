@@ -2,7 +2,7 @@
 
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Union
 
-from mmdevplug.device.guard.guard import POLICIES
+from mmdevplug.device.guard import POLICIES
 from mmdevplug.errors import PlacementError
 from mmdevplug.model.microbatches import check_num_microbatches
 
