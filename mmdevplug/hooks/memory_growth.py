@@ -7,6 +7,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 MB = 2**20
 #: A span of time is seen as this many windows, of each of which the least value counts.
@@ -191,7 +192,9 @@ class Snapshot:
 
     def _add(self, thing: Any) -> None:
         kind = type(thing)
-        if issubclass(kind, Tensor):
+        if issubclass(kind, Tensor) and is_lazy(thing):
+            name, size = f'{kind.__name__} without a shape yet', 0
+        elif issubclass(kind, Tensor):
             name, size = describe_tensor(thing), self._new_bytes(thing)
         elif issubclass(kind, np.ndarray):
             name = f'{kind.__name__} {thing.shape} {thing.dtype}'

@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from mmdevplug.errors import DevPlugError
 from mmdevplug.hooks import MemoryHook
@@ -62,9 +63,15 @@ def test_what_is_no_growth(values):
     assert told(values) == []
 
 
-def test_a_snapshot_counts_arrays_tensors_and_containers():
-    import torch
+def test_a_snapshot_counts_parameters_that_have_no_shape_yet():
+    before = Snapshot()
+    kept = [torch.nn.LazyLinear(2) for _ in range(4)]
+    grown = Snapshot().growth_since(before)
+    assert 'UninitializedParameter without a shape yet: +8 objects' in grown
+    assert len(kept) == 4
 
+
+def test_a_snapshot_counts_arrays_tensors_and_containers():
     before = Snapshot()
     kept = dict(
         tensors=[torch.zeros(64, 128) for _ in range(7)],
