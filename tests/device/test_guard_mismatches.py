@@ -391,7 +391,9 @@ def check_moves(told: Dict[str, Any], number: int = 1) -> None:
     assert abs(found['result'] - expected['result']).max() < 1e-5
     assert found['gradients'].keys() == expected['gradients'].keys()
     for leaf, gradient in expected['gradients'].items():
-        assert abs(found['gradients'][leaf] - gradient).max() < 1e-4, leaf
+        # Some are sums of large values, and compilers differ in how they compute tanh.
+        scale = max(1.0, abs(gradient).max())
+        assert abs(found['gradients'][leaf] - gradient).max() < 1e-5 * scale, leaf
     assert found['at_home']
     assert told['moved'][0] >= number
     assert (told['moved'][1] > 0) == (number > 0)
