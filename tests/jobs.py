@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
@@ -10,6 +11,11 @@ from mmengine.registry import RUNNERS
 import mmdevplug
 
 ROOT = Path(__file__).parents[1]
+
+
+def need_mmcv_operations():
+    """Skip where mmcv is there without its compiled operations, which model libraries import."""
+    pytest.importorskip('mmcv.ops', reason='needs mmcv with its compiled operations')
 
 
 def digits_config(accelerator, work_dir, **options):

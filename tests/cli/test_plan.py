@@ -9,7 +9,7 @@ from transformers import LlamaConfig, T5Config
 from mmdevplug.cli.common import run
 from mmdevplug.cli.plan import main
 from mmdevplug.placement import DevicePlan
-from tests.jobs import ROOT
+from tests.jobs import ROOT, need_mmcv_operations
 from tests.placement.models import LLAMA, T5, make
 
 CONFIG = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
@@ -72,6 +72,7 @@ def test_a_config_and_its_optimizer(tmp_path):
 def test_a_config_of_mmsegmentation(tmp_path):
     import os
 
+    need_mmcv_operations()
     path = os.path.join(os.path.dirname(mmseg.__file__), '.mim', 'configs', SWIN)
     made = planned(tmp_path, path, '--devices', 'cuda:0-1', '--strategy', 'dynamic')
     assert made.model == 'EncoderDecoder'

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from mmdevplug.placement.building import build_from_file
+from tests.jobs import need_mmcv_operations
 
 LLAMA = dict(
     vocab_size=500,
@@ -79,6 +80,7 @@ class Patched(nn.Module):
 
 def openmmlab(package, name):
     """The model of a config that a package brings along."""
+    need_mmcv_operations()
     folder = os.path.join(os.path.dirname(package.__file__), '.mim', 'configs')
     return build_from_file(os.path.join(folder, name))[0]
 

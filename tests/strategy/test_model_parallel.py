@@ -11,7 +11,13 @@ from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
 from mmdevplug.device import get_accelerator
 from tests.distributed import RanksFailed, run_ranks
-from tests.jobs import ROOT, install_card, largest_difference, weights_of
+from tests.jobs import (
+    ROOT,
+    install_card,
+    largest_difference,
+    need_mmcv_operations,
+    weights_of,
+)
 from tests.parallel_jobs import STEPS, build, config, train
 
 KINDS = ['classifier', 'llama', 'tied_llama', 'segmentor']
@@ -19,7 +25,7 @@ KINDS = ['classifier', 'llama', 'tied_llama', 'segmentor']
 
 def need(kind):
     if kind == 'segmentor':
-        pytest.importorskip('mmcv.ops', reason='mmseg needs mmcv with its compiled operations')
+        need_mmcv_operations()
 
 
 def install_once():

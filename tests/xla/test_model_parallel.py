@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from tests.distributed import run_ranks
-from tests.jobs import ROOT, largest_difference
+from tests.jobs import ROOT, largest_difference, need_mmcv_operations
 from tests.parallel_jobs import STEPS, train
 
 pytestmark = pytest.mark.xla
@@ -21,7 +21,7 @@ def train_on(kind, work_dir, counts, options):
 
 def compare(kind, work_dir, counts, **options):
     if kind == 'segmentor':
-        pytest.importorskip('mmcv.ops', reason='mmseg needs mmcv with its compiled operations')
+        need_mmcv_operations()
     ((one, *others),) = run_ranks(
         train_on, 0, kind, str(work_dir), (1, *counts), options, environ=FOUR_DEVICES, timeout=280
     )
