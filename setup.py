@@ -19,6 +19,8 @@ INSTALL_REQUIRES = [
     # MMEngine imports pkg_resources, which setuptools 81 removed.
     'setuptools<81',
     'psutil',
+    # What samples of other ranks are written in, beside their tensors.
+    'msgpack',
     # For `mmdevplug doctor`; MMEngine needs both as well.
     'rich',
     'matplotlib',
@@ -33,6 +35,7 @@ EXTRAS_REQUIRE = {
         'pytest',
         'pytest-timeout',
         'pytest-xdist',
+        'hypothesis',
         'tensorboard',
         'ruff',
         'vermin',

@@ -41,6 +41,10 @@ class CheckpointError(DevPlugError):
     """A checkpoint cannot be written or read."""
 
 
+class SampleError(DevPlugError):
+    """Samples cannot be exchanged between ranks, or there are not enough of them."""
+
+
 class DeviceOutOfMemoryError(DevPlugError):
     """A device, or the host, has no memory left for what a run does."""
 

@@ -178,6 +178,18 @@ class Accelerator(ABC):
         for source, target in zip(sources, targets):
             target.copy_(source)
 
+    def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> List[Tensor]:
+        """Copy host tensors to a device in one call.
+
+        Args:
+            tensors (Sequence[Tensor]): Host tensors of any shapes and dtypes.
+            device (torch.device): A device of this family.
+
+        Returns:
+            List[Tensor]: New tensors with the same shapes and dtypes.
+        """
+        return [tensor.detach().to(device) for tensor in tensors]
+
     # memory -----------------------------------------------------------------------------------
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:

@@ -128,6 +128,13 @@ class XLAAccelerator(LazyAccelerator):
                 # on stale values. A copy between tensors of one device costs no execution.
                 target.copy_(sent)
 
+    def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> List[Tensor]:
+        import torch_xla.core.xla_model as xm
+
+        if not tensors:
+            return []
+        return xm.send_cpu_data_to_device([t.detach().contiguous() for t in tensors], device)
+
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._memory_info(device).get('bytes_used')
 

@@ -8,7 +8,7 @@ from torch import Tensor, distributed as torch_dist
 from mmdevplug.device import Accelerator, CPUAccelerator
 
 from .backend import HOST_BACKENDS
-from .messages import global_rank
+from .byte_exchange import global_rank
 
 MESSAGE_BYTES = 64 << 20
 _HOST = CPUAccelerator()

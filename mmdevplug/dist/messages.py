@@ -4,9 +4,8 @@ import json
 from typing import Any, List, Optional
 
 import torch
-from torch import distributed as torch_dist
 
-from .backend import HOST_BACKENDS
+from .byte_exchange import carrier, gather_bytes, to_bytes, to_tensor
 
 
 def gather_json(value: Any, group: Any = None, device: Optional[torch.device] = None) -> List[Any]:
@@ -21,17 +20,9 @@ def gather_json(value: Any, group: Any = None, device: Optional[torch.device] = 
     Returns:
         list: The values in the order of ranks; tuples have become lists.
     """
-    world_size = torch_dist.get_world_size(group)
-    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8)
-    data = on_backend(text, device, group)
-    sizes = _all_gather(torch.tensor([data.numel()], device=data.device), world_size, group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=data.device)
-    padded[: data.numel()] = data
-    messages = _all_gather(padded, world_size, group)
-    return [
-        json.loads(bytes(message[: int(size)].tolist())) for message, size in zip(messages, sizes)
-    ]
+    data = to_tensor(json.dumps(value).encode())
+    parts = gather_bytes(data, group, device, purpose='gather_json').parts
+    return [json.loads(to_bytes(part)) for part in parts]
 
 
 def on_backend(
@@ -44,20 +35,4 @@ def on_backend(
         device (torch.device, optional): The device of this rank; None for the host.
         group (ProcessGroup, optional): Defaults to None: all ranks.
     """
-    backend = torch_dist.get_backend(group)
-    if device is None or any(name in backend for name in HOST_BACKENDS):
-        return tensor
-    return tensor.to(device)
-
-
-def global_rank(group: Any, rank: int) -> int:
-    """What a rank of a group is called in the whole job."""
-    if group is None or group is torch_dist.group.WORLD:
-        return rank
-    return torch_dist.get_global_rank(group, rank)
-
-
-def _all_gather(tensor: torch.Tensor, world_size: int, group: Any) -> List[torch.Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(world_size)]
-    torch_dist.all_gather(gathered, tensor, group=group)
-    return gathered
+    return tensor.to(carrier(device, group))

@@ -13,9 +13,9 @@ import torch
 from mmengine.logging import print_log
 from torch import Tensor, distributed as torch_dist
 
+from .byte_exchange import global_rank
 from .compression import Bucket, Compression
 from .finite import is_poisoned, poison, scale_and_check
-from .messages import global_rank
 from .process_group import DEFAULT_TIMEOUT, device_context
 from .shared_memory import Hosts, find_hosts, share_slots
 from .traffic import all_reduce_bytes

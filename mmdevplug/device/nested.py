@@ -1,0 +1,292 @@
+"""Walking nested samples: containers of tensors, moved to a device in one call."""
+
+import copy
+import dataclasses
+from collections import OrderedDict
+from functools import lru_cache
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+from mmengine.structures import BaseDataElement
+from torch import Tensor
+
+from .base import Accelerator
+from .cpu import CPUAccelerator
+from .detection import current_accelerator
+
+Names = Tuple[Any, ...]
+
+
+class Container(NamedTuple):
+    """A kind of container: how it is taken apart and put together again.
+
+    Attributes:
+        name (str): What messages call it.
+        names (Callable): Names of the parts; indices for a sequence.
+        parts (Callable): The parts, in the order of their names.
+        build (Callable): From a type, names and parts, without running the type's constructor
+            where that may do more than store them.
+        step (Callable): A name as it is written behind an expression: ``'.x'``, ``"['x']"``.
+    """
+
+    name: str
+    names: Callable[[Any], Names]
+    parts: Callable[[Any], List[Any]]
+    build: Callable[[type, Names, Sequence[Any]], Any]
+    step: Callable[[Any], str]
+
+
+def _build_dataclass(kind: type, names: Names, parts: Sequence[Any]) -> Any:
+    made = object.__new__(kind)
+    for name, part in zip(names, parts):
+        object.__setattr__(made, name, part)  # also where the class is frozen
+    return made
+
+
+def _field_names(value: Any) -> Names:
+    # Sets have another order in each process. A property has its value under a name of its own.
+    fields = [('', name) for name in sorted(value._data_fields) if not _is_property(value, name)]
+    return tuple(fields + [('metainfo', name) for name in sorted(value._metainfo_fields)])
+
+
+def _is_property(value: Any, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), property)
+
+
+def _build_element(kind: type, names: Names, parts: Sequence[Any]) -> Any:
+    made = object.__new__(kind)
+    BaseDataElement.__init__(made)
+    for (place, name), part in zip(names, parts):
+        # The element checks lengths when a field is set, and these were checked.
+        object.__setattr__(made, name, part)
+        fields = made._metainfo_fields if place else made._data_fields
+        fields.add(name)
+        if _is_property(made, name.lstrip('_')):
+            fields.add(name.lstrip('_'))
+    return made
+
+
+def _indices(value: Sequence) -> Names:
+    return tuple(range(len(value)))
+
+
+def _index_step(name: Any) -> str:
+    return f'[{name!r}]'
+
+
+def _field_step(name: Any) -> str:
+    return f'.{name}'
+
+
+DICT = Container(
+    'dict',
+    names=tuple,
+    parts=lambda value: list(value.values()),
+    build=lambda kind, names, parts: kind(zip(names, parts)),
+    step=_index_step,
+)
+LIST = Container('list', _indices, list, lambda kind, names, parts: list(parts), _index_step)
+TUPLE = Container('tuple', _indices, list, lambda kind, names, parts: tuple(parts), _index_step)
+NAMED_TUPLE = Container(
+    'named tuple',
+    names=lambda value: value._fields,
+    parts=list,
+    build=lambda kind, names, parts: tuple.__new__(kind, parts),
+    step=_field_step,
+)
+DATACLASS = Container(
+    'dataclass',
+    names=lambda value: tuple(each.name for each in dataclasses.fields(value)),
+    parts=lambda value: [getattr(value, each.name) for each in dataclasses.fields(value)],
+    build=_build_dataclass,
+    step=_field_step,
+)
+ELEMENT = Container(
+    'data element',
+    names=_field_names,
+    parts=lambda value: [getattr(value, name) for _, name in _field_names(value)],
+    build=_build_element,
+    step=lambda name: f'.{name[1]}',
+)
+
+_BUILT_IN = {dict: DICT, OrderedDict: DICT, list: LIST, tuple: TUPLE}
+#: Values without parts, so many of them that a look at the type must do.
+_LEAVES = frozenset({str, bytes, bool, int, float, complex, type(None)})
+
+
+@lru_cache(maxsize=512)
+def container_of(kind: type) -> Optional[Container]:
+    """How values of a type are taken apart; None if they are not.
+
+    Args:
+        kind (type): ``dict``, ``OrderedDict``, ``list``, ``tuple``, a named tuple, a dataclass, or
+            a kind of MMEngine's ``BaseDataElement``.
+    """
+    if kind in _BUILT_IN:
+        return _BUILT_IN[kind]
+    if issubclass(kind, tuple) and hasattr(kind, '_fields'):
+        return NAMED_TUPLE
+    if issubclass(kind, BaseDataElement):
+        return ELEMENT
+    return DATACLASS if dataclasses.is_dataclass(kind) else None
+
+
+def replace_parts(
+    nested: Any,
+    function: Callable[[Tensor], Tensor],
+    other: Optional[Callable[[Any], Any]] = None,
+) -> Any:
+    """Apply functions to the leaves of nested containers.
+
+    Subclasses of ``dict`` keep what else they hold, and so do OpenMMLab's boxes.
+
+    Args:
+        nested: Containers, see :func:`container_of`, and anything else.
+        function (callable): Applied to each tensor.
+        other (callable, optional): Applied to every other leaf. Defaults to None: they stay.
+
+    Returns:
+        Any: The same structure; the very same object where nothing in it has changed.
+    """
+    if isinstance(nested, Tensor):
+        return function(nested)
+    if type(nested) in _LEAVES:
+        return nested if other is None else other(nested)
+    container = container_of(type(nested))
+    if container is None:
+        return _replace_in_object(nested, function, other)
+    parts = container.parts(nested)
+    new = [replace_parts(part, function, other) for part in parts]
+    if all(one is another for one, another in zip(parts, new)):
+        return nested
+    if container is DATACLASS:
+        # It may hold more than its fields.
+        made = copy.copy(nested)
+        for name, part in zip(container.names(nested), new):
+            object.__setattr__(made, name, part)
+        return made
+    return container.build(type(nested), container.names(nested), new)
+
+
+def _replace_in_object(
+    value: Any, function: Callable[[Tensor], Tensor], other: Optional[Callable[[Any], Any]]
+) -> Any:
+    if isinstance(value, dict):
+        new = {key: replace_parts(part, function, other) for key, part in value.items()}
+        if all(part is new[key] for key, part in value.items()):
+            return value
+        made = copy.copy(value)  # a state_dict with its metadata, a ConfigDict
+        made.update(new)
+        return made
+    if isinstance(value, list):
+        items = [replace_parts(part, function, other) for part in value]
+        if all(one is another for one, another in zip(value, items)):
+            return value
+        made = copy.copy(value)
+        made[:] = items
+        return made
+    if isinstance(getattr(value, 'tensor', None), Tensor):  # boxes of mmdet and mmrotate
+        tensor = function(value.tensor)
+        if tensor is value.tensor:
+            return value
+        made = copy.copy(value)
+        made.tensor = tensor
+        return made
+    return value if other is None else other(value)
+
+
+def tensors_in(nested: Any) -> List[Tensor]:
+    """The tensors in nested containers, in order.
+
+    Args:
+        nested: See :func:`replace_parts`.
+    """
+    found: List[Tensor] = []
+    _collect(nested, found)
+    return found
+
+
+def _collect(nested: Any, found: List[Tensor]) -> None:
+    kind = type(nested)
+    if kind is Tensor or isinstance(nested, Tensor):
+        found.append(nested)
+    elif kind in _LEAVES:
+        return
+    elif isinstance(nested, dict):
+        for part in nested.values():
+            _collect(part, found)
+    elif isinstance(nested, (list, tuple)):
+        for part in nested:
+            _collect(part, found)
+    else:
+        container = container_of(kind)
+        if container is not None:
+            _collect(container.parts(nested), found)
+        elif isinstance(getattr(nested, 'tensor', None), Tensor):  # see _replace_in_object
+            found.append(nested.tensor)
+
+
+def to_device(nested: Any, device: Union[str, torch.device]) -> Any:
+    """Move all tensors in nested containers to a device.
+
+    They travel between host and device in one call; those that are there already cost nothing.
+    Tensors that require gradients move one by one, so that gradients find back.
+
+    Args:
+        nested: Containers, see :func:`container_of`, and anything else, which stays as it is.
+        device (str or torch.device): Where to.
+
+    Returns:
+        Any: The same structure; the very same object if all of it was there.
+
+    Examples:
+        >>> to_device(dict(image=torch.zeros(3, 8, 8), name='a'), 'cpu')['name']
+        'a'
+    """
+    device = torch.device(device)
+    if device.type != 'cpu' and device.index is None:
+        device = torch.empty(0, device=device).device
+    elsewhere = {id(t): t for t in tensors_in(nested) if t.device != device}
+    if not elsewhere:
+        return nested
+    moved = dict(zip(elsewhere, move_tensors(list(elsewhere.values()), device)))
+    return replace_parts(nested, lambda tensor: moved.get(id(tensor), tensor))
+
+
+def move_tensors(tensors: Sequence[Tensor], device: torch.device) -> List[Tensor]:
+    """Copy tensors to a device, in one call for those that take the same way.
+
+    Args:
+        tensors (Sequence[Tensor]): On any devices.
+        device (torch.device): With an index, unless it is the host.
+    """
+    result: List[Tensor] = list(tensors)
+    if all(tensor.device == device for tensor in tensors):
+        return result
+    ways: Dict[Optional[torch.device], List[int]] = {}
+    for index, tensor in enumerate(tensors):
+        single = tensor.requires_grad or 'cpu' not in (tensor.device.type, device.type)
+        ways.setdefault(None if single else tensor.device, []).append(index)
+    for source, indices in ways.items():
+        chosen = [tensors[index] for index in indices]
+        if source is None:
+            copies = [tensor.to(device) for tensor in chosen]
+        elif source == device:
+            copies = chosen
+        elif device.type == 'cpu':
+            copies = accelerator_for(source.type).to_host(chosen)
+        else:
+            copies = accelerator_for(device.type).to_device(chosen, device)
+        for index, made in zip(indices, copies):
+            result[index] = made
+    return result
+
+
+def accelerator_for(device_type: str) -> Accelerator:
+    """What copies between the host and devices of a type: this process's accelerator if it can."""
+    if device_type != 'cpu':
+        current = current_accelerator()
+        if current.device_type == device_type:
+            return current
+    # Its copies are those that PyTorch has for any device.
+    return CPUAccelerator()

@@ -1,0 +1,236 @@
+"""Samples as one run of bytes: a header in msgpack, then the tensors, packed by dtype.
+
+length of the header (8 bytes) | header | padding | all blocks of one dtype | padding | ...
+"""
+
+from itertools import accumulate, islice
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import msgpack
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmdevplug.device.nested import move_tensors, to_device
+from mmdevplug.errors import SampleError
+
+from ..byte_exchange import to_bytes, to_tensor
+from .putting_together import Plan, plans_of
+from .taking_apart import Block, Parts
+
+VERSION = 1
+#: Blocks of one dtype begin at multiples of it, where any dtype can be read.
+ALIGNMENT = 64
+
+
+class Parcel(NamedTuple):
+    """What arrived, its blocks still to be copied.
+
+    Attributes:
+        plans (List[Plan]): How samples of each structure are put together.
+        kinds (List[Tuple[int, int]]): For each sample the numbers of its structure and shapes.
+        shapes (List[tuple]): The shapes of the blocks of samples.
+        values (list): Plain values in order.
+        blocks (List[Tensor]): In order; pieces of one memory.
+        arrays (Set[int]): Which blocks are arrays.
+    """
+
+    plans: List[Plan]
+    kinds: List[Tuple[int, int]]
+    shapes: List[Tuple]
+    values: List[Any]
+    blocks: List[Tensor]
+    arrays: Set[int]
+
+
+def pack(parts: Parts) -> Tensor:
+    """Pack samples.
+
+    Args:
+        parts (Parts): What they consist of.
+
+    Returns:
+        Tensor: One-dimensional uint8 tensor on the host.
+    """
+    by_dtype: Dict[torch.dtype, List[Tensor]] = {}
+    for block in _on_host(parts.blocks):
+        by_dtype.setdefault(block.dtype, []).append(block.reshape(-1))
+    header = msgpack.packb(
+        [VERSION, list(parts.structures), list(parts.shapes), parts.kinds, parts.values],
+        unicode_errors='surrogatepass',
+    )
+    begin = _aligned(8 + len(header))
+    sizes = [sum(each.numel() for each in group) for group in by_dtype.values()]
+    places = _places(begin, list(zip(by_dtype, sizes)))
+    buffer = torch.empty(places[-1], dtype=torch.uint8)
+    buffer[: 8 + len(header)] = to_tensor(len(header).to_bytes(8, 'little') + header)
+    for group, place, (dtype, size) in zip(by_dtype.values(), places, zip(by_dtype, sizes)):
+        if size:
+            end = place + size * _itemsize(dtype)
+            torch.cat(group, out=buffer[place:end].view(dtype))
+            buffer[end : _aligned(end)] = 0
+    return buffer
+
+
+def _on_host(blocks: Sequence[Block]) -> List[Tensor]:
+    tensors = [
+        to_tensor(block.data.tobytes()) if isinstance(block.data, np.ndarray) else block.data
+        for block in blocks
+    ]
+    # One call, and so one execution, for all that are on a device.
+    return to_device(tensors, 'cpu')
+
+
+def pack_error(message: str) -> Tensor:
+    """Pack the reason why there are no samples."""
+    header = msgpack.packb([VERSION, message], unicode_errors='surrogatepass')
+    return to_tensor(len(header).to_bytes(8, 'little') + header)
+
+
+def read_header(buffer: Tensor) -> Tuple[List[Any], int]:
+    """The header of a parcel.
+
+    Returns:
+        tuple: A list of version, structures, shapes, kinds and values, or of version and error
+        message; and where the blocks begin.
+    """
+    length = int.from_bytes(to_bytes(buffer[:8]), 'little')
+    header = msgpack.unpackb(to_bytes(buffer[8 : 8 + length]), unicode_errors='surrogatepass')
+    if not isinstance(header, list) or len(header) not in (2, 5) or header[0] != VERSION:
+        raise _cut_short()
+    return header, _aligned(8 + length)
+
+
+def open_parcel(buffer: Tensor, allow_pickle: bool = False) -> Parcel:
+    """Read a parcel.
+
+    Args:
+        buffer (Tensor): What :func:`pack` returned on another rank.
+        allow_pickle (bool): Whether pickled objects are accepted.
+
+    Raises:
+        SampleError: If it does not fit together, or names classes unknown here.
+    """
+    (_, structures, shapes, kinds, values), begin = read_header(buffer)
+    plans = plans_of(structures, allow_pickle)
+    pairs = list(zip(kinds[::2], kinds[1::2]))
+    shapes = [tuple(tuple(shape) for shape in each) for each in shapes]
+    blocks, arrays = _cut(buffer, begin, _list_blocks(plans, pairs, shapes))
+    return Parcel(plans, pairs, shapes, values, blocks, arrays)
+
+
+class _Piece(NamedTuple):
+    """A block to be cut out.
+
+    Attributes:
+        dtype (torch.dtype): Of the run of bytes that it is in.
+        elements (int): Their number.
+        shape (Tuple[int], optional): None for an array.
+    """
+
+    dtype: torch.dtype
+    elements: int
+    shape: Optional[Tuple[int, ...]]
+
+
+def _list_blocks(
+    plans: Sequence[Plan], kinds: Sequence[Tuple[int, int]], shapes: Sequence[Tuple]
+) -> List[_Piece]:
+    of_kind: Dict[Tuple[int, int], List[_Piece]] = {}
+    for kind in dict.fromkeys(kinds):
+        types, sizes = plans[kind[0]].blocks, shapes[kind[1]]
+        if len(types) != len(sizes):
+            raise _cut_short()
+        of_kind[kind] = [
+            _Piece(each.dtype, each.elements(shape), None if each.is_array else shape)
+            for each, shape in zip(types, sizes)
+        ]
+    return [piece for kind in kinds for piece in of_kind[kind]]
+
+
+def _cut(buffer: Tensor, begin: int, pieces: Sequence[_Piece]) -> Tuple[List[Tensor], Set[int]]:
+    wanted: Dict[torch.dtype, List[_Piece]] = {}
+    for piece in pieces:
+        wanted.setdefault(piece.dtype, []).append(piece)
+    totals = [(dtype, sum(piece.elements for piece in group)) for dtype, group in wanted.items()]
+    places = _places(begin, totals)
+    if places[-1] != buffer.numel():
+        raise _cut_short()
+    cut: Dict[torch.dtype, Iterator[Tensor]] = {}
+    for (dtype, total), place in zip(totals, places):
+        run = buffer[place : place + total * _itemsize(dtype)].view(dtype)
+        cut[dtype] = iter(_split(run, wanted[dtype]))
+    arrays = {index for index, piece in enumerate(pieces) if piece.shape is None}
+    return [next(cut[piece.dtype]) for piece in pieces], arrays
+
+
+def _split(run: Tensor, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
+    first = pieces[0]
+    if first.shape is not None and first.elements and all(each == first for each in pieces):
+        return run.view(len(pieces), *first.shape).unbind()
+    parts = run.split([piece.elements for piece in pieces])
+    return [
+        part if piece.shape is None else part.view(piece.shape)
+        for part, piece in zip(parts, pieces)
+    ]
+
+
+def place_blocks(parcels: Sequence[Parcel], device: torch.device) -> List[List[Tensor]]:
+    """Copy the blocks of parcels to where samples are wanted, in one call for a device.
+
+    Args:
+        parcels (Sequence[Parcel]): What arrived.
+        device (torch.device): For tensors; arrays stay on the host.
+
+    Returns:
+        List[List[Tensor]]: For each parcel its blocks, each with memory of its own.
+    """
+    blocks = [block for parcel in parcels for block in parcel.blocks]
+    is_array = [
+        index in parcel.arrays for parcel in parcels for index in range(len(parcel.blocks))
+    ]
+    tensors = [block for block, array in zip(blocks, is_array) if not array]
+    moved = iter(zip(tensors, move_tensors(tensors, device)))
+    placed: List[Tensor] = []
+    for block, array in zip(blocks, is_array):
+        if array:
+            placed.append(block.cpu())
+            continue
+        before, tensor = next(moved)
+        # What has not moved is still a piece of the message, which would be kept for its sake.
+        placed.append(tensor.clone() if tensor is before else tensor)
+    rest = iter(placed)
+    return [list(islice(rest, len(parcel.blocks))) for parcel in parcels]
+
+
+def put_together(parcel: Parcel, blocks: Sequence[Tensor]) -> List[Any]:
+    """Make the samples of a parcel.
+
+    Args:
+        parcel (Parcel): What arrived.
+        blocks (Sequence[Tensor]): Its blocks, where they are to be.
+    """
+    shapes = [shape for _, number in parcel.kinds for shape in parcel.shapes[number]]
+    values, pieces = iter(parcel.values), iter(zip(blocks, shapes))
+    return [parcel.plans[number].build(values, pieces) for number, _ in parcel.kinds]
+
+
+def _places(begin: int, totals: Sequence[Tuple[torch.dtype, int]]) -> List[int]:
+    """Where the blocks of each dtype begin, and where the last ones end."""
+    sizes = [_aligned(total * _itemsize(dtype)) for dtype, total in totals]
+    return list(accumulate([begin, *sizes]))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _itemsize(dtype: torch.dtype) -> int:
+    return torch.empty(0, dtype=dtype).element_size()
+
+
+def _cut_short() -> SampleError:
+    return SampleError(
+        'a rank sent samples whose bytes and shapes do not fit together. Install the same release '
+        'of mmdevplug on all ranks.'
+    )
