@@ -18,6 +18,7 @@ from torch import Tensor, distributed as torch_dist
 from mmdevplug.errors import SampleError
 
 from .backend import HOST_BACKENDS
+from .failure import known_to_all
 
 #: Bytes of the first message of each rank.
 FIRST_BYTES = 1024
@@ -119,7 +120,10 @@ def gather_bytes(
     blocks = all_gather(_first_message(mine, data), group)
     # One copy to the host for all heads where the blocks are on a device.
     heads = [_read_head(block) for block in torch.stack(blocks)[:, : _HEAD.size].cpu()]
-    _check(heads, purpose, device, group)
+    try:
+        _check(heads, purpose, device, group)
+    except SampleError as error:
+        raise known_to_all(error) from None
     here = torch_dist.get_rank(group)
     parts = [
         data if rank == here else _beginning(block, head.size)

@@ -489,6 +489,19 @@ def fail_together(stage: str) -> Iterator[None]:
             raise
 
 
+def known_to_all(error: Exception) -> Exception:
+    """Mark an error that all ranks raise by themselves, of which none needs to be told.
+
+    Args:
+        error (Exception): Raised inside of :func:`fail_together`, on every rank.
+
+    Returns:
+        Exception: The same. Ranks that catch it can go on.
+    """
+    error._mmdevplug_told = True  # type: ignore[attr-defined]
+    return error
+
+
 # for those that wait in the store ----------------------------------------------------------------
 
 

@@ -4,6 +4,8 @@ from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import msgpack
 
+from mmdevplug.errors import SampleError
+
 from ..byte_exchange import (
     DEFAULT_IN_FLIGHT,
     exchange_bytes,
@@ -11,7 +13,7 @@ from ..byte_exchange import (
     to_bytes,
     to_tensor,
 )
-from ..failure import fail_together
+from ..failure import fail_together, known_to_all
 from .comparing import Example
 from .job import Device, Job, Options, begin, place_own
 from .parcel import open_parcel, pack, place_blocks, put_together
@@ -67,7 +69,10 @@ def balance_samples(
         counts, in_flight = [len(job.samples)], options.in_flight
         if job.world_size > 1:
             counts, in_flight = _count(job, per_rank)
-        slices, held = slices_of(counts, per_rank), holdings(counts)
+        try:
+            slices, held = slices_of(counts, per_rank), holdings(counts)
+        except SampleError as error:
+            raise known_to_all(error) from None
         mine = _swap(job, slices, held, in_flight)
         if per_rank is None:
             return mine

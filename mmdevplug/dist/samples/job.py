@@ -8,6 +8,7 @@ from torch import distributed as torch_dist
 from mmdevplug.device.nested import replace_parts, tensors_in, to_device
 from mmdevplug.errors import RankFailedError, SampleError
 
+from ..failure import known_to_all
 from ..process_group import rank_device
 from .comparing import Example, describe_difference
 from .taking_apart import Parts
@@ -76,7 +77,7 @@ class Job(NamedTuple):
             RankFailedError: If another has.
         """
         if self.error is not None:
-            raise self.error
+            raise known_to_all(self.error)
         told = [f'rank {rank}: {text}' for rank, text in enumerate(errors) if text is not None]
         if told:
             raise RankFailedError(f'{self.name}() stops because of {"; ".join(told[:8])}')
@@ -89,7 +90,7 @@ class Job(NamedTuple):
         """
         found = describe_difference(examples) if self.options.same_structure else None
         if found is not None:
-            raise SampleError(f'{self.name}(): {found}')
+            raise known_to_all(SampleError(f'{self.name}(): {found}'))
 
     def refuse_other_value(self, name: str, values: Sequence[Any]) -> None:
         """Raise if an argument is not the same on all ranks.
@@ -99,9 +100,11 @@ class Job(NamedTuple):
         """
         for rank, value in enumerate(values):
             if value != values[0]:
-                raise SampleError(
-                    f'{self.name}(): {name}={value!r} on rank {rank}, but {values[0]!r} on rank '
-                    f'0; expected the same on all ranks.'
+                raise known_to_all(
+                    SampleError(
+                        f'{self.name}(): {name}={value!r} on rank {rank}, but {values[0]!r} on '
+                        f'rank 0; expected the same on all ranks.'
+                    )
                 )
 
     def examples(self) -> List[Example]:

@@ -131,7 +131,7 @@ class Planner:
             return lambda values, blocks: _to_array(*next(blocks), dtype)
         if kind == 'scalar':
             dtype = _array_dtype(rest)
-            return lambda values, blocks: np.frombuffer(next(values), dtype)[0]
+            return lambda values, blocks: _to_scalar(next(values), dtype)
         if kind == 'pickle':
             return self._plan_pickle(rest)
         raise _damaged(f'the type {word!r}')
@@ -174,6 +174,11 @@ def _to_array(data: Tensor, shape: Tuple[int, ...], dtype: np.dtype) -> np.ndarr
     if array.nbytes:
         array.reshape(-1).view(np.uint8)[:] = data.numpy()
     return array
+
+
+def _to_scalar(data: bytes, dtype: np.dtype) -> np.generic:
+    # NumPy's own function refuses the dtype of an empty string.
+    return np.frombuffer(data, dtype)[0] if dtype.itemsize else dtype.type()
 
 
 def _tensor_type(name: str) -> BlockType:
@@ -221,7 +226,9 @@ def _read_key(key: Any) -> Any:
     if isinstance(key, str):
         return key
     kind, value = key
-    return tuple(_read_key(part) for part in value) if kind == 'tuple' else value
+    if kind == 'tuple':
+        return tuple(_read_key(part) for part in value)
+    return int(value) if kind == 'big int' else value
 
 
 def _find_class(name: str, where: str) -> Tuple[type, Any]:

@@ -221,8 +221,10 @@ def _describe_key(key: Any) -> Any:
     kind = type(key)
     if kind is str:
         return key
-    if kind in _PLAIN or kind is int and not _is_big(key):
-        # With its type: 1, 1.0 and True are equal.
+    # With its type: 1, 1.0 and True are equal.
+    if kind is int and _is_big(key):
+        return ('big int', str(key))
+    if kind is int or kind in _PLAIN:
         return (_PLAIN.get(kind, 'int'), key)
     if kind is tuple:
         return ('tuple', tuple(_describe_key(part) for part in key))
