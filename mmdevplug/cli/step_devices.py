@@ -1,13 +1,12 @@
 """Where everything of one training step lives: what ``check_devices.py`` prints."""
 
 import inspect
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple
 
 from mmengine.optim import OptimWrapperDict
-from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 
-from mmdevplug.device import devices_of
+from mmdevplug.device import devices_of, tensors_in
 from mmdevplug.model.move import same_device
 
 #: Since torch 2.0 hooks can be told of keyword arguments, too.
@@ -160,19 +159,3 @@ def _optimizers(optim_wrapper: Any) -> List[Any]:
     if isinstance(optim_wrapper, OptimWrapperDict):
         return [wrapper.optimizer for wrapper in optim_wrapper.values()]
     return [optim_wrapper.optimizer]
-
-
-def tensors_in(nested: Any) -> Iterator[Tensor]:
-    """The tensors in nested dicts, lists, tuples, and OpenMMLab's data samples and boxes."""
-    held: Optional[Any] = getattr(nested, 'tensor', None)
-    if isinstance(nested, Tensor):
-        yield nested
-    elif isinstance(held, Tensor):
-        yield held
-    elif isinstance(nested, BaseDataElement):
-        yield from tensors_in(nested.all_values())
-    elif isinstance(nested, dict):
-        yield from tensors_in(list(nested.values()))
-    elif isinstance(nested, (list, tuple)):
-        for item in nested:
-            yield from tensors_in(item)

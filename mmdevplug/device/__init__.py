@@ -12,7 +12,9 @@ from .detection import (
 )
 from .gcu import S60Accelerator, T20Accelerator
 from .guard import DeviceGuard
+from .nested import replace_parts, tensors_in, to_device
 from .probe import probe_device
+from .stacking import stack_samples
 from .torch_native import TorchNativeAccelerator
 from .xla import XLAAccelerator
 
@@ -31,5 +33,9 @@ __all__ = [
     'devices_of',
     'get_accelerator',
     'probe_device',
+    'replace_parts',
     'set_current_accelerator',
+    'stack_samples',
+    'tensors_in',
+    'to_device',
 ]

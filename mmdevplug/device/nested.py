@@ -124,6 +124,8 @@ def container_of(kind: type) -> Optional[Container]:
     """
     if kind in _BUILT_IN:
         return _BUILT_IN[kind]
+    if issubclass(kind, (dict, list)):
+        return None  # it may hold more than its items
     if issubclass(kind, tuple) and hasattr(kind, '_fields'):
         return NAMED_TUPLE
     if issubclass(kind, BaseDataElement):
@@ -176,7 +178,8 @@ def _replace_in_object(
         if all(part is new[key] for key, part in value.items()):
             return value
         made = copy.copy(value)  # a state_dict with its metadata, a ConfigDict
-        made.update(new)
+        for key, part in new.items():
+            made[key] = part  # outputs of transformers' models have no update()
         return made
     if isinstance(value, list):
         items = [replace_parts(part, function, other) for part in value]

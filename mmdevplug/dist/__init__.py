@@ -1,7 +1,6 @@
 """Launch variables, process groups and the transport of tensors between ranks."""
 
-from mmdevplug.device.nested import to_device
-from mmdevplug.device.stacking import stack_samples
+from mmdevplug.device import stack_samples, to_device
 
 from .backend import available_backends, check_backend, resolve_backend
 from .coalesced import broadcast_tensors

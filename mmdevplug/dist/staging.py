@@ -13,7 +13,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set,
 import torch
 from torch import Tensor, distributed as torch_dist, nn
 
-from mmdevplug.device import Accelerator, devices_of
+from mmdevplug.device import Accelerator, devices_of, tensors_in
 from mmdevplug.errors import ModelError
 
 from .compression import Bucket, Compression
@@ -178,7 +178,7 @@ class GradientStaging:
         self._armed = synchronize
         self._queued = False
         if synchronize:
-            for tensor in _tensors_in(outputs):
+            for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._queue)
 
@@ -461,14 +461,3 @@ def _shaped_like(piece: Tensor, parameter: Tensor) -> Tensor:
     if parameter.is_complex():
         return torch.view_as_complex(piece.view(*parameter.shape, 2))
     return piece.view(parameter.shape)
-
-
-def _tensors_in(nested: Any) -> List[Tensor]:
-    """The tensors in nested dicts, lists and tuples."""
-    if isinstance(nested, Tensor):
-        return [nested]
-    if isinstance(nested, dict):
-        nested = list(nested.values())
-    if isinstance(nested, (list, tuple)):
-        return [tensor for item in nested for tensor in _tensors_in(item)]
-    return []

@@ -127,7 +127,7 @@ class DeviceHook(Hook):
 
     def after_val_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
         """Bring what the metrics keep of this batch to the host."""
-        self._results.fetch_new(rank_device()[0])
+        self._results.fetch_new()
 
     def before_test_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
         """See :meth:`before_val_iter`."""

@@ -30,7 +30,7 @@ from mmdevplug.data.building import (
     sampler_of,
     seed_workers,
 )
-from mmdevplug.dist import rank_device, rank_devices
+from mmdevplug.dist import gather_samples, rank_device, rank_devices
 from mmdevplug.dist.messages import gather_json
 
 from .rank_buffers import gather_buffers, restore_buffers
@@ -82,7 +82,20 @@ def capture(runner: Any, position: Position) -> Dict:
         batch_size=_batch_size(loader),
         sampler_seed=getattr(sampler_of(loader), 'seed', None),
         ranks=ranks,
+        sampling=_sampler_states(runner.train_loop),
     )
+
+
+def _sampler_states(loop: Any) -> Optional[List[Dict]]:
+    """What the samplers of all ranks have left over, where the loop has one."""
+    if not _draws_several(loop):
+        return None
+    return gather_samples([loop.sampler.state_dict()], device='cpu')
+
+
+def _draws_several(loop: Any) -> bool:
+    """Whether an iteration may draw several batches of data."""
+    return hasattr(loop, 'batches_drawn')
 
 
 def observe(loader: Any) -> None:
@@ -161,6 +174,9 @@ class Resumption:
         sampler = sampler_of(self.loop.dataloader)
         if hasattr(sampler, 'set_epoch'):
             sampler.set_epoch(self.saved['epoch'])
+        if _draws_several(self.loop):
+            self._resume_sampling(batches, skip)
+            return
         batches.resume(
             self.saved['epoch'], skip, self._restore_start_of_epoch, self.restore_random_state
         )
@@ -170,6 +186,30 @@ class Resumption:
             )
         elif isinstance(self.loop, EpochBasedTrainLoop) and skip:
             _number_batches_from(self.loop, skip)
+
+    def _resume_sampling(self, batches: Any, skip: int) -> None:
+        """Go on in a loop that may draw no batch, or several, before it trains."""
+        loader, epoch = self.loop.dataloader, self.saved['epoch']
+        before: List[Dict] = []
+
+        def begin_pass() -> None:
+            before.append(random_state(self._accelerator, self._devices))
+            self._restore_start_of_epoch()
+
+        def end_of_skipping() -> None:
+            set_random_state(before.pop(), self._accelerator, self._devices)
+
+        batches.resume(epoch, skip, begin_pass, end_of_skipping)
+        # What this draws at random is forgotten when training begins.
+        data = _InfiniteDataloaderIterator(loader)
+        data._epoch = epoch
+        states = self.saved.get('sampling') or []
+        self.loop.go_on(
+            data,
+            skip + (epoch * len(loader) if epoch else 0),
+            states[get_rank() :: get_world_size()],
+            self.restore_random_state,
+        )
 
     def _batches_to_skip(self) -> int:
         """The batches that were trained on, in batches of this job's size."""
@@ -290,7 +330,8 @@ def current_position(runner: Any, batch_idx: int) -> Position:
     iterator = getattr(loop, 'dataloader_iterator', None)
     if iterator is None:
         return Position(loop.epoch, batch_idx + 1)
-    done, epoch = loop.iter + 1, iterator._epoch
+    done = loop.batches_drawn if _draws_several(loop) else loop.iter + 1
+    epoch = iterator._epoch
     # A sampler that never ends stays in the first pass.
     return Position(epoch, done if epoch == 0 else done - epoch * len(loop.dataloader))
 

@@ -4,13 +4,9 @@ MMEngine collects them from all ranks with pickle, and a tensor then wants to ar
 that it left: a device of another rank, which the receiver may not have.
 """
 
-from copy import copy
-from typing import Any, Dict, List
+from typing import Any
 
-from mmengine.structures import BaseDataElement
-from torch import Tensor
-
-from mmdevplug.device import Accelerator
+from mmdevplug.dist import to_device
 
 
 class MetricResults:
@@ -29,47 +25,8 @@ class MetricResults:
         ]
         self._lengths = [len(results) for results in self._lists]
 
-    def fetch_new(self, accelerator: Accelerator) -> None:
-        """Replace the tensors in the results that were added since this object was made.
-
-        Args:
-            accelerator (Accelerator): Copies them to the host.
-        """
-        found: Dict[int, Tensor] = {}
-        for results, length in zip(self._lists, self._lengths):
-            for result in results[length:]:
-                _find_device_tensors(result, found)
-        if not found:
-            return
-        fetched = dict(zip(found, accelerator.to_host(list(found.values()))))
-        for results, length in zip(self._lists, self._lengths):
-            results[length:] = [_replaced(result, fetched) for result in results[length:]]
-
-
-def _find_device_tensors(data: Any, found: Dict[int, Tensor]) -> None:
-    if isinstance(data, Tensor):
-        if data.device.type != 'cpu':
-            found[id(data)] = data
-        return
-    if isinstance(data, (dict, BaseDataElement)):
-        data = list(data.values())
-    if isinstance(data, (list, tuple)):
-        for item in data:
-            _find_device_tensors(item, found)
-
-
-def _replaced(data: Any, fetched: Dict[int, Tensor]) -> Any:
-    if isinstance(data, Tensor):
-        return fetched.get(id(data), data)
-    if isinstance(data, BaseDataElement):
-        new = data.new()
-        new.set_data({key: _replaced(value, fetched) for key, value in data.items()})
-        return new
-    if isinstance(data, dict):
-        new = copy(data)  # a defaultdict and its kin keep what they were made with
-        new.update({key: _replaced(value, fetched) for key, value in data.items()})
-        return new
-    if isinstance(data, (list, tuple)):
-        items: List[Any] = [_replaced(item, fetched) for item in data]
-        return type(data)(*items) if hasattr(data, '_fields') else type(data)(items)
-    return data
+    def fetch_new(self) -> None:
+        """Replace the tensors in the results that were added since this object was made."""
+        new = [results[length:] for results, length in zip(self._lists, self._lengths)]
+        for results, length, fetched in zip(self._lists, self._lengths, to_device(new, 'cpu')):
+            results[length:] = fetched

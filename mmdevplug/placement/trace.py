@@ -2,11 +2,12 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 
+from mmdevplug.device import replace_parts, tensors_in
 from mmdevplug.errors import PlacementError, first_line
 
 from .names import named_tensors, prefixes, tensor_bytes
@@ -96,31 +97,10 @@ def _meta(tensor: Tensor, dtype: Optional[torch.dtype]) -> Tensor:
 
 
 def _arguments(sample_inputs: Any, dtype: Optional[torch.dtype]) -> Tuple[tuple, dict]:
-    def convert(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return _meta(value, dtype)
-        if isinstance(value, dict):
-            return {key: convert(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(convert(item) for item in value)
-        return value
-
-    found = convert(sample_inputs)
+    found = replace_parts(sample_inputs, lambda tensor: _meta(tensor, dtype))
     if isinstance(found, dict):
         return (), found
     return (tuple(found) if isinstance(found, (list, tuple)) else (found,)), {}
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 class _Watch:

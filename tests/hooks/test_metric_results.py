@@ -26,7 +26,7 @@ def fetch(accelerator_name):
     boxes = InstanceData(boxes=torch.ones(2, 4, device=device), labels=torch.tensor([1, 2]))
     nested = defaultdict(list, boxes=boxes, pair=Pair(shared, 3), again=[shared, ('a', None)])
     metric.results.append(nested)
-    results.fetch_new(accelerator)
+    results.fetch_new()
     first, new = metric.results
     return dict(
         same_list=metric.results is old,

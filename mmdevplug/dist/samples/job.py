@@ -5,7 +5,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 import torch
 from torch import distributed as torch_dist
 
-from mmdevplug.device.nested import replace_parts, tensors_in, to_device
+from mmdevplug.device import replace_parts, tensors_in, to_device
 from mmdevplug.errors import RankFailedError, SampleError
 
 from ..failure import known_to_all
