@@ -1,0 +1,79 @@
+"""Samples between lazy devices: each arrives on the receiver's, for one execution an exchange."""
+
+import pytest
+import torch
+
+from tests.dist.samples.jobs import exchange_on, start
+from tests.dist.samples.test_exchange import check_found
+from tests.distributed import run_ranks
+from tests.xla.test_gcu_t20 import with_standin
+
+pytestmark = pytest.mark.xla
+
+
+@pytest.mark.parametrize('per_rank', [[2, 3], [0, 4]])
+def test_samples_arrive_on_the_device_of_the_receiver(per_rank):
+    found = run_ranks(exchange_on, 2, 'xla', per_rank, environ=dict(CPU_NUM_DEVICES='2'))
+    for rank, each in enumerate(found):
+        check_found(each, rank, per_rank)
+        assert each['device'] == f'xla:{rank}'
+
+
+def test_eight_cards_of_a_t20():
+    per_rank = [1, 0, 3, 1, 0, 2, 2, 0]
+    results = run_ranks(with_standin, 8, exchange_on, 'gcu', per_rank, timeout=280)
+    for rank, (found, calls) in enumerate(results):
+        check_found(found, rank, per_rank)
+        assert found['device'] == f'xla:{rank}'
+        assert found['sizes'] == [2] + [1] * 7
+        # The pool and the slices; a rank without samples has nothing to run.
+        assert calls['unlazy'] >= (2 if per_rank[rank] else 0)
+
+
+def executions():
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as metrics
+
+    from mmdevplug.dist import balance_samples, gather_samples, stack_samples
+
+    context = start('xla')
+    rank, device = context.env.rank, context.device
+
+    def count(function):
+        context.accelerator.synchronize(device)
+        before = told()
+        result = function()
+        xm.wait_device_ops()
+        return result, [b - a for a, b in zip(before, told())]
+
+    def told():
+        found = [metrics.metric_data(name) for name in ('ExecuteTime', 'CompileTime')]
+        return [data[0] if data else 0 for data in found]
+
+    def rollouts(number):
+        """Recorded, and not computed yet."""
+        drawn = torch.arange(8.0, device=device) * (rank + 1)
+        return [dict(x=drawn * n, y=(drawn + n).sum(), name=str(n)) for n in range(number)]
+
+    seen = []
+    for _ in range(3):
+        # Recorded inside, so that nothing has computed them before.
+        pool, gathered = count(lambda: gather_samples(rollouts(4 if rank else 2)))
+        mine, balanced = count(lambda: balance_samples(rollouts(4 if rank else 2)))
+        batch, stacked = count(lambda mine=mine: stack_samples(mine, device))
+        seen.append((gathered, balanced, stacked))
+    return seen, [float(each['y']) for each in pool], batch['y'].cpu().tolist()
+
+
+def test_an_exchange_is_one_execution_and_compiles_nothing_new():
+    found = run_ranks(executions, 2, environ=dict(CPU_NUM_DEVICES='2'))
+    expected = [28.0 * 1 + 8 * n for n in range(2)] + [28.0 * 2 + 8 * n for n in range(4)]
+    for rank, (seen, pool, batch) in enumerate(found):
+        assert pool == expected
+        assert batch == expected[3 * rank : 3 * rank + 3]
+        for gathered, balanced, _ in seen:
+            assert gathered[0] == 1
+            # Rank 0 sends nothing, so what it keeps stays to be computed with what follows.
+            assert balanced[0] == rank
+        for gathered, balanced, stacked in seen[1:]:
+            assert gathered[1] == balanced[1] == stacked[1] == 0
