@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections import OrderedDict
 from functools import lru_cache
+from operator import getitem
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
@@ -24,6 +25,7 @@ class Container(NamedTuple):
         name (str): What messages call it.
         names (Callable): Names of the parts; indices for a sequence.
         parts (Callable): The parts, in the order of their names.
+        part (Callable): The part of a name.
         build (Callable): From a type, names and parts, without running the type's constructor
             where that may do more than store them.
         step (Callable): A name as it is written behind an expression: ``'.x'``, ``"['x']"``.
@@ -32,6 +34,7 @@ class Container(NamedTuple):
     name: str
     names: Callable[[Any], Names]
     parts: Callable[[Any], List[Any]]
+    part: Callable[[Any, Any], Any]
     build: Callable[[type, Names, Sequence[Any]], Any]
     step: Callable[[Any], str]
 
@@ -82,15 +85,21 @@ DICT = Container(
     'dict',
     names=tuple,
     parts=lambda value: list(value.values()),
+    part=getitem,
     build=lambda kind, names, parts: kind(zip(names, parts)),
     step=_index_step,
 )
-LIST = Container('list', _indices, list, lambda kind, names, parts: list(parts), _index_step)
-TUPLE = Container('tuple', _indices, list, lambda kind, names, parts: tuple(parts), _index_step)
+LIST = Container(
+    'list', _indices, list, getitem, lambda kind, names, parts: list(parts), _index_step
+)
+TUPLE = Container(
+    'tuple', _indices, list, getitem, lambda kind, names, parts: tuple(parts), _index_step
+)
 NAMED_TUPLE = Container(
     'named tuple',
     names=lambda value: value._fields,
     parts=list,
+    part=getattr,
     build=lambda kind, names, parts: tuple.__new__(kind, parts),
     step=_field_step,
 )
@@ -98,6 +107,7 @@ DATACLASS = Container(
     'dataclass',
     names=lambda value: tuple(each.name for each in dataclasses.fields(value)),
     parts=lambda value: [getattr(value, each.name) for each in dataclasses.fields(value)],
+    part=getattr,
     build=_build_dataclass,
     step=_field_step,
 )
@@ -105,6 +115,7 @@ ELEMENT = Container(
     'data element',
     names=_field_names,
     parts=lambda value: [getattr(value, name) for _, name in _field_names(value)],
+    part=lambda value, name: getattr(value, name[1]),
     build=_build_element,
     step=lambda name: f'.{name[1]}',
 )

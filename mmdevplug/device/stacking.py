@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmdevplug.errors import SampleError
 
-from .nested import LIST, TUPLE, Container, Names, container_of, tensors_in, to_device
+from .nested import LIST, TUPLE, container_of, tensors_in, to_device
 
 #: Their values become a tensor.
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -66,20 +66,12 @@ def _stack(values: List[Any], path: str) -> Any:
         if set(container.names(value)) != set(names):
             expected, found = list(map(str, names)), list(map(str, container.names(value)))
             raise _mismatch(path, index, f'the keys {expected}', f'the keys {found}')
-    rows = [_parts_in_order(container, value, names) for value in values]
-    columns = zip(*rows)
+    # One column after the other: an object for each sample would make Python look for garbage.
     parts = [
-        _stack(list(column), path + container.step(name)) for name, column in zip(names, columns)
+        _stack([container.part(value, name) for value in values], path + container.step(name))
+        for name in names
     ]
     return container.build(type(first), names, parts)
-
-
-def _parts_in_order(container: Container, value: Any, names: Names) -> List[Any]:
-    found = container.names(value)
-    if found == names:
-        return container.parts(value)
-    by_name = dict(zip(found, container.parts(value)))
-    return [by_name[name] for name in names]
 
 
 def _stack_tensors(values: List[Any], path: str) -> Tensor:

@@ -9,13 +9,16 @@ from .heartbeat import enter_phase
 from .launch import LaunchEnv, read_launch_env
 from .process_group import DeviceContext, device_context, init_device, rank_device, rank_devices
 from .samples import balance_samples, gather_samples
+from .sampling import DynamicSampler, SamplingReport
 from .staging import GradientStaging
 from .waiting import run_on_main, wait_for_everyone
 
 __all__ = [
     'DeviceContext',
+    'DynamicSampler',
     'GradientStaging',
     'LaunchEnv',
+    'SamplingReport',
     'available_backends',
     'balance_samples',
     'before_abort',

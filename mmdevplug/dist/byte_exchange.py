@@ -1,15 +1,27 @@
 """Bytes from rank to rank, never more than there are.
 
-Every rank begins with a message of one small size, which says how much it has and holds the
-beginning of it. Mostly that is all. What is left is broadcast by its rank in pieces, several at a
-time: unlike an all-gather, that needs no padding to the longest and no copy out of a common
-buffer, and over gloo it takes a third of the time.
+A rank begins with a message of one small size, which says how much it has and holds the beginning
+of it. Mostly that is all. What is left is broadcast by its rank in pieces, several at a time:
+unlike an all-gather, that needs no padding to the longest and no copy out of a common buffer, and
+over gloo it takes a third of the time.
 """
 
 import os
 import struct
 from collections import deque
-from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from itertools import zip_longest
+from typing import (
+    Any,
+    Deque,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import psutil
 import torch
@@ -27,7 +39,8 @@ DEFAULT_IN_FLIGHT = 64 << 20
 _UNCHECKED_BYTES = 256 << 20
 _SMALLEST_PIECE = 64 << 10
 
-_HEAD = struct.Struct('<4s12sQQQ')
+_HEAD = struct.Struct('<4s12sQQQQ')
+_LENGTH = struct.Struct('<Q')
 _MAGIC = b'mmds'
 ROOM = FIRST_BYTES - _HEAD.size
 _NO_LIMIT = 2**63 - 1
@@ -39,14 +52,21 @@ class Head(NamedTuple):
     Attributes:
         purpose (str): What it exchanges; the same on all ranks.
         size (int): Bytes that it has for the others.
+        more (int): Bytes of tensors that follow, see :func:`broadcast_pieces`.
         in_flight (int): Bytes that may be under way at a time.
         limit (int): Bytes that this rank takes from all ranks together.
     """
 
     purpose: str
     size: int
+    more: int
     in_flight: int
     limit: int
+
+    @property
+    def total(self) -> int:
+        """All bytes that this rank sends."""
+        return self.size + self.more
 
 
 class Gathered(NamedTuple):
@@ -54,10 +74,12 @@ class Gathered(NamedTuple):
 
     Attributes:
         parts (List[Tensor]): One-dimensional uint8 tensors in the order of ranks.
+        more (List[int]): The bytes that each rank has said will follow.
         in_flight (int): The smallest of the ranks' bounds.
     """
 
     parts: List[Tensor]
+    more: List[int]
     in_flight: int
 
 
@@ -98,6 +120,7 @@ def gather_bytes(
     purpose: str = '',
     in_flight: int = DEFAULT_IN_FLIGHT,
     limit: Optional[int] = None,
+    more: int = 0,
 ) -> Gathered:
     """Give every rank the bytes of all ranks.
 
@@ -110,14 +133,15 @@ def gather_bytes(
             counts.
         limit (int, optional): How many bytes all ranks together may have; the smallest counts.
             Defaults to None: what fits into the memory that is free.
+        more (int): Bytes that follow and count, too. Defaults to 0.
 
     Raises:
         SampleError: On all ranks, if there are more bytes than that or the purposes differ.
     """
     place = carrier(device, group)
     data = data.to(place)
-    mine = Head(purpose, data.numel(), in_flight, _NO_LIMIT if limit is None else limit)
-    blocks = all_gather(_first_message(mine, data), group)
+    mine = Head(purpose, data.numel(), more, in_flight, _NO_LIMIT if limit is None else limit)
+    blocks = all_gather(_first_message(_pack_head(mine), data), group)
     # One copy to the host for all heads where the blocks are on a device.
     heads = [_read_head(block) for block in torch.stack(blocks)[:, : _HEAD.size].cpu()]
     try:
@@ -126,33 +150,35 @@ def gather_bytes(
         raise known_to_all(error) from None
     here = torch_dist.get_rank(group)
     parts = [
-        data if rank == here else _beginning(block, head.size)
+        data if rank == here else _beginning(block[_HEAD.size :], head.size)
         for rank, (block, head) in enumerate(zip(blocks, heads))
     ]
     smallest = min(head.in_flight for head in heads)
-    _broadcast_rest(parts, group, smallest)
-    return Gathered(parts, smallest)
+    broadcast_pieces([[part[ROOM:]] for part in parts], group, smallest)
+    return Gathered(parts, [head.more for head in heads], smallest)
 
 
-def _first_message(head: Head, data: Tensor) -> Tensor:
-    packed = _HEAD.pack(
-        _MAGIC, head.purpose.encode(), head.size, min(head.in_flight, _NO_LIMIT), head.limit
-    )
+def _pack_head(head: Head) -> bytes:
+    in_flight = min(head.in_flight, _NO_LIMIT)
+    return _HEAD.pack(_MAGIC, head.purpose.encode(), head.size, head.more, in_flight, head.limit)
+
+
+def _first_message(head: bytes, data: Tensor) -> Tensor:
     message = torch.zeros(FIRST_BYTES, dtype=torch.uint8, device=data.device)
-    message[: _HEAD.size] = to_tensor(packed).to(data.device)
-    beginning = data[:ROOM]
-    message[_HEAD.size : _HEAD.size + beginning.numel()] = beginning
+    message[: len(head)] = to_tensor(head).to(data.device)
+    beginning = data[: FIRST_BYTES - len(head)]
+    message[len(head) : len(head) + beginning.numel()] = beginning
     return message
 
 
 def _read_head(block: Tensor) -> Head:
-    magic, purpose, size, in_flight, limit = _HEAD.unpack(to_bytes(block))
+    magic, purpose, *numbers = _HEAD.unpack(to_bytes(block))
     if magic != _MAGIC:
         raise SampleError(
             'a rank sent something else than samples: some ranks have called another collective. '
             'All ranks must call gather_samples() and balance_samples() in the same order.'
         )
-    return Head(purpose.rstrip(b'\0').decode(), size, in_flight, limit)
+    return Head(purpose.rstrip(b'\0').decode(), *numbers)
 
 
 def _check(
@@ -165,16 +191,16 @@ def _check(
                 f'stands for allow_pickle=True, a * for same_structure=False); expected the same '
                 f'call with the same options on all ranks, in the same order.'
             )
-    total = sum(head.size for head in heads)
+    total = sum(head.total for head in heads)
     limit = min(head.limit for head in heads)
     asked = 'max_bytes'
     if limit == _NO_LIMIT and total > _UNCHECKED_BYTES:
         limit, asked = _free_memory(device, group), 'the memory that is free for it'
     if total > limit:
-        largest = max(range(len(heads)), key=lambda rank: heads[rank].size)
+        largest = max(range(len(heads)), key=lambda rank: heads[rank].total)
         raise SampleError(
             f'{purpose}: the samples of all ranks are {total:,} bytes together, more than '
-            f'{asked}, {limit:,} bytes; rank {largest} has the most, {heads[largest].size:,}. '
+            f'{asked}, {limit:,} bytes; rank {largest} has the most, {heads[largest].total:,}. '
             f'Gather fewer or smaller samples, share them out with balance_samples(), or raise '
             f'max_bytes.'
         )
@@ -187,33 +213,50 @@ def _free_memory(device: Optional[torch.device], group: Any) -> int:
     return min(int(each) for each in all_gather(free.to(carrier(device, group)), group))
 
 
-def _beginning(block: Tensor, size: int) -> Tensor:
-    part = torch.empty(size, dtype=torch.uint8, device=block.device)
-    known = min(size, ROOM)
-    part[:known] = block[_HEAD.size : _HEAD.size + known]
+def _beginning(received: Tensor, size: int) -> Tensor:
+    part = torch.empty(size, dtype=torch.uint8, device=received.device)
+    known = min(size, received.numel())
+    part[:known] = received[:known]
     return part
 
 
-def _broadcast_rest(parts: Sequence[Tensor], group: Any, in_flight: int) -> None:
-    piece = max(_SMALLEST_PIECE, in_flight // len(parts))
-    longest = max(part.numel() for part in parts)
+def broadcast_pieces(parts: Sequence[Sequence[Tensor]], group: Any, in_flight: int) -> None:
+    """Broadcast what each rank has, in place.
+
+    Args:
+        parts (Sequence[Sequence[Tensor]]): For each rank one-dimensional uint8 tensors, of the
+            same sizes on all ranks; those of other ranks are overwritten.
+        group (ProcessGroup, optional): None for all ranks.
+        in_flight (int): Bytes under way at a time.
+    """
+    most = _piece_bytes(in_flight, len(parts))
     pending: Deque[Tuple[Any, int]] = deque()
     under_way = 0
-    for begin in range(ROOM, longest, piece):
-        for rank, part in enumerate(parts):
-            message = part[begin : begin + piece]
-            if not message.numel():
+    # Ranks take turns, so that all of them send at the same time.
+    for turn in zip_longest(*(_pieces(tensors, most) for tensors in parts)):
+        for rank, piece in enumerate(turn):
+            if piece is None:
                 continue
-            while pending and under_way + message.numel() > in_flight:
+            while pending and under_way + piece.numel() > in_flight:
                 work, size = pending.popleft()
                 work.wait()
                 under_way -= size
             source = global_rank(group, rank)
-            work = torch_dist.broadcast(message, source, group=group, async_op=True)
-            pending.append((work, message.numel()))
-            under_way += message.numel()
+            work = torch_dist.broadcast(piece, source, group=group, async_op=True)
+            pending.append((work, piece.numel()))
+            under_way += piece.numel()
     for work, _ in pending:
         work.wait()
+
+
+def _piece_bytes(in_flight: int, ranks: int) -> int:
+    return max(_SMALLEST_PIECE, in_flight // ranks)
+
+
+def _pieces(tensors: Sequence[Tensor], most: int) -> Iterator[Tensor]:
+    for tensor in tensors:
+        for begin in range(0, tensor.numel(), most):
+            yield tensor[begin : begin + most]
 
 
 def exchange_bytes(
@@ -237,37 +280,70 @@ def exchange_bytes(
     """
     place = carrier(device, group)
     sent = {rank: data.to(place) for rank, data in outgoing.items()}
-    sizes = {rank: torch.empty(1, dtype=torch.int64, device=place) for rank in sources}
-    lengths = {rank: torch.tensor([data.numel()], device=place) for rank, data in sent.items()}
-    _swap(lengths, sizes, group)
-    received = {
-        rank: torch.empty(int(size), dtype=torch.uint8, device=place)
-        for rank, size in sizes.items()
+    first = {rank: torch.empty(FIRST_BYTES, dtype=torch.uint8, device=place) for rank in sources}
+    messages = {
+        rank: [_first_message(_LENGTH.pack(data.numel()), data)] for rank, data in sent.items()
     }
-    piece = max(_SMALLEST_PIECE, in_flight // torch_dist.get_world_size(group))
-    longest = max((data.numel() for data in [*sent.values(), *received.values()]), default=0)
-    for begin in range(0, longest, piece):
-        end = begin + piece
-        _swap(
-            {rank: data[begin:end] for rank, data in sent.items() if begin < data.numel()},
-            {rank: data[begin:end] for rank, data in received.items() if begin < data.numel()},
-            group,
-        )
+    swap_pieces(messages, {rank: [block] for rank, block in first.items()}, group, in_flight)
+    received = {}
+    for rank, block in first.items():
+        (size,) = _LENGTH.unpack(to_bytes(block[: _LENGTH.size]))
+        received[rank] = _beginning(block[_LENGTH.size :], size)
+    room = FIRST_BYTES - _LENGTH.size
+    swap_pieces(
+        {rank: [data[room:]] for rank, data in sent.items()},
+        {rank: [data[room:]] for rank, data in received.items()},
+        group,
+        in_flight,
+    )
     return received
 
 
-def _swap(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], group: Any) -> None:
-    operations = [
-        torch_dist.P2POp(torch_dist.isend, data, global_rank(group, rank), group)
-        for rank, data in outgoing.items()
-    ]
-    operations += [
-        torch_dist.P2POp(torch_dist.irecv, data, global_rank(group, rank), group)
-        for rank, data in incoming.items()
-    ]
-    if operations:
-        for work in torch_dist.batch_isend_irecv(operations):
-            work.wait()
+def swap_pieces(
+    outgoing: Mapping[int, Sequence[Tensor]],
+    incoming: Mapping[int, Sequence[Tensor]],
+    group: Any,
+    in_flight: int,
+) -> None:
+    """Send tensors to some ranks while those of others arrive.
+
+    Args:
+        outgoing (Mapping[int, Sequence[Tensor]]): For ranks one-dimensional uint8 tensors.
+        incoming (Mapping[int, Sequence[Tensor]]): For ranks tensors of the sizes that they send,
+            which are overwritten.
+        group (ProcessGroup, optional): None for all ranks.
+        in_flight (int): Bytes under way at a time, the same on all ranks.
+    """
+    most = _piece_bytes(in_flight, torch_dist.get_world_size(group))
+    sends = [(torch_dist.isend, rank, _batches(ts, most)) for rank, ts in outgoing.items()]
+    receives = [(torch_dist.irecv, rank, _batches(ts, most)) for rank, ts in incoming.items()]
+    ways = sends + receives
+    while ways:
+        operations, left = [], []
+        for operation, rank, batches in ways:
+            batch = next(batches, None)
+            if batch is not None:
+                left.append((operation, rank, batches))
+                peer = global_rank(group, rank)
+                operations += [torch_dist.P2POp(operation, data, peer, group) for data in batch]
+        if operations:
+            for work in torch_dist.batch_isend_irecv(operations):
+                work.wait()
+        ways = left
+
+
+def _batches(tensors: Sequence[Tensor], most: int) -> Iterator[List[Tensor]]:
+    """Pieces of tensors, as many at a time as may be under way; alike on both ends."""
+    batch: List[Tensor] = []
+    size = 0
+    for piece in _pieces(tensors, most):
+        if batch and size + piece.numel() > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece.numel()
+    if batch:
+        yield batch
 
 
 def all_gather(tensor: Tensor, group: Any = None) -> List[Tensor]:

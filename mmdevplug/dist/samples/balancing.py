@@ -8,8 +8,10 @@ from mmdevplug.errors import SampleError
 
 from ..byte_exchange import (
     DEFAULT_IN_FLIGHT,
+    carrier,
     exchange_bytes,
     gather_bytes,
+    swap_pieces,
     to_bytes,
     to_tensor,
 )
@@ -18,7 +20,6 @@ from .comparing import Example
 from .job import Device, Job, Options, begin, place_own
 from .parcel import open_parcel, pack, place_blocks, put_together
 from .slices import Slice, holdings, parts_for, slices_of
-from .taking_apart import Parts
 
 
 def balance_samples(
@@ -114,13 +115,21 @@ def _swap(job: Job, slices: Sequence[Slice], held: Sequence[Slice], in_flight: i
     sources = [rank for rank in parts_for(slices[job.rank], held) if rank != job.rank]
     pieces = {job.rank: place_own(_part(job, kept, held), job.device)}
     if job.world_size > 1:
-        packed = {}
-        for rank, part in outgoing.items():
-            parts = Parts(job.options.allow_pickle)
-            parts.take(_part(job, part, held))
-            packed[rank] = pack(parts)
-        arrived = exchange_bytes(packed, sources, job.group, job.device, in_flight)
+        begin = held[job.rank].begin
+        packed = {
+            rank: pack(job.parts.select(part.begin - begin, part.end - begin))
+            for rank, part in outgoing.items()
+        }
+        data = {rank: message.data for rank, message in packed.items()}
+        arrived = exchange_bytes(data, sources, job.group, job.device, in_flight)
         parcels = [open_parcel(arrived[rank], job.options.allow_pickle) for rank in sources]
+        place = carrier(job.device, job.group)
+        swap_pieces(
+            {rank: [t.to(place) for t in message.large] for rank, message in packed.items()},
+            {rank: parcel.to_fill() for rank, parcel in zip(sources, parcels)},
+            job.group,
+            in_flight,
+        )
         placed = place_blocks(parcels, job.device)
         for rank, parcel, blocks in zip(sources, parcels, placed):
             pieces[rank] = put_together(parcel, blocks)

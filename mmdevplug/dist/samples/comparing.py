@@ -119,6 +119,8 @@ def _category(structure: Structure) -> Any:
     word, _, rest = structure.partition(' ')
     if word == 'array' and rest.strip('<>|')[0] in 'SU':
         return 'array of strings'  # whatever their length
+    if word == 'scalar' and rest in ('str', 'bytes'):
+        return structure
     word = word if word in ('scalar', 'pickle') else structure
     return 'number' if word in _NUMBERS else word
 

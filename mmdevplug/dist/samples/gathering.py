@@ -2,7 +2,7 @@
 
 from typing import Any, List, Optional, Sequence
 
-from ..byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes
+from ..byte_exchange import DEFAULT_IN_FLIGHT, broadcast_pieces, gather_bytes
 from ..failure import fail_together
 from .comparing import Example
 from .job import Device, Job, Options, begin, first_samples, place_own
@@ -72,13 +72,21 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     failed = job.error is not None
     message = pack_error(str(job.error)) if failed else pack(job.parts)
     in_flight = DEFAULT_IN_FLIGHT if failed else job.options.in_flight
-    gathered = gather_bytes(message, job.group, job.device, job.purpose, in_flight, max_bytes)
+    gathered = gather_bytes(
+        message.data, job.group, job.device, job.purpose, in_flight, max_bytes, message.more
+    )
     headers = [read_header(part)[0] for part in gathered.parts]
     job.raise_together([header[1] if len(header) == 2 else None for header in headers])
     if job.options.same_structure:
         job.refuse_differences(_examples(headers))
     others = [rank for rank in range(job.world_size) if rank != job.rank]
-    parcels = [open_parcel(gathered.parts[rank], job.options.allow_pickle) for rank in others]
+    parcels = [
+        open_parcel(gathered.parts[rank], job.options.allow_pickle, gathered.more[rank])
+        for rank in others
+    ]
+    large = [parcel.to_fill() for parcel in parcels]
+    large.insert(job.rank, [tensor.to(gathered.parts[0].device) for tensor in message.large])
+    broadcast_pieces(large, job.group, gathered.in_flight)
     placed = place_blocks(parcels, job.device)
     pool = {
         rank: put_together(parcel, blocks) for rank, parcel, blocks in zip(others, parcels, placed)

@@ -1,10 +1,14 @@
 """Samples as one run of bytes: a header in msgpack, then the tensors, packed by dtype.
 
-length of the header (8 bytes) | header | padding | all blocks of one dtype | padding | ...
+    length of the header (8 bytes) | header | padding | all blocks of one dtype | padding | ...
+
+Large tensors are not in it. They follow by themselves, from the memory that they are in to memory
+of their own, in the order of the samples.
 """
 
+from functools import lru_cache
 from itertools import accumulate, islice
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import msgpack
 import numpy as np
@@ -16,11 +20,80 @@ from mmdevplug.errors import SampleError
 
 from ..byte_exchange import to_bytes, to_tensor
 from .putting_together import Plan, plans_of
-from .taking_apart import Block, Parts
+from .taking_apart import Parts
 
 VERSION = 1
 #: Blocks of one dtype begin at multiples of it, where any dtype can be read.
 ALIGNMENT = 64
+#: Tensors of this size and more are large: two copies of them cost more than a message.
+LARGE_BYTES = 256 << 10
+
+
+class Packed(NamedTuple):
+    """Samples on their way out.
+
+    Attributes:
+        data (Tensor): The run of bytes, a uint8 tensor on the host.
+        large (List[Tensor]): The bytes of large tensors, as uint8 tensors on the host.
+    """
+
+    data: Tensor
+    large: List[Tensor]
+
+    @property
+    def more(self) -> int:
+        """The bytes of large tensors."""
+        return sum(tensor.numel() for tensor in self.large)
+
+
+def pack(parts: Parts, large_bytes: float = LARGE_BYTES) -> Packed:
+    """Pack samples.
+
+    Args:
+        parts (Parts): What they consist of.
+        large_bytes (float): From which size on tensors are large; infinite for none.
+    """
+    by_dtype: Dict[torch.dtype, List[Tensor]] = {}
+    large: List[Tensor] = []
+    for block, tensor in zip(parts.blocks, _on_host(parts.blocks)):
+        if isinstance(block, Tensor) and tensor.numel() * tensor.element_size() >= large_bytes:
+            large.append(_bytes_of(tensor.contiguous()))
+        else:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+    header = msgpack.packb(
+        [VERSION, list(parts.structures), list(parts.shapes), parts.kinds, parts.values],
+        unicode_errors='surrogatepass',
+    )
+    begin = _aligned(8 + len(header))
+    sizes = [sum([each.numel() for each in group]) for group in by_dtype.values()]
+    places = _places(begin, list(zip(by_dtype, sizes)))
+    buffer = torch.empty(places[-1], dtype=torch.uint8)
+    buffer[: 8 + len(header)] = to_tensor(len(header).to_bytes(8, 'little') + header)
+    buffer[8 + len(header) : begin] = 0
+    for (dtype, group), place, size in zip(by_dtype.items(), places, sizes):
+        if size:
+            end = place + size * _itemsize(dtype)
+            torch.cat(group, out=buffer[place:end].view(dtype))
+            buffer[end : _aligned(end)] = 0
+    return Packed(buffer, large)
+
+
+def pack_error(message: str) -> Packed:
+    """Pack the reason why there are no samples."""
+    header = msgpack.packb([VERSION, message], unicode_errors='surrogatepass')
+    return Packed(to_tensor(len(header).to_bytes(8, 'little') + header), [])
+
+
+def _on_host(blocks: Sequence[Union[Tensor, np.ndarray]]) -> List[Tensor]:
+    tensors = [
+        to_tensor(block.tobytes()) if isinstance(block, np.ndarray) else block for block in blocks
+    ]
+    # One call, and so one execution, for all that are on a device.
+    return to_device(tensors, 'cpu')
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 class Parcel(NamedTuple):
@@ -31,8 +104,10 @@ class Parcel(NamedTuple):
         kinds (List[Tuple[int, int]]): For each sample the numbers of its structure and shapes.
         shapes (List[tuple]): The shapes of the blocks of samples.
         values (list): Plain values in order.
-        blocks (List[Tensor]): In order; pieces of one memory.
+        blocks (List[Tensor]): In order; large ones have memory that waits to be filled, all
+            others are pieces of one memory.
         arrays (Set[int]): Which blocks are arrays.
+        large (Set[int]): Which blocks are large.
     """
 
     plans: List[Plan]
@@ -41,50 +116,11 @@ class Parcel(NamedTuple):
     values: List[Any]
     blocks: List[Tensor]
     arrays: Set[int]
+    large: Set[int]
 
-
-def pack(parts: Parts) -> Tensor:
-    """Pack samples.
-
-    Args:
-        parts (Parts): What they consist of.
-
-    Returns:
-        Tensor: One-dimensional uint8 tensor on the host.
-    """
-    by_dtype: Dict[torch.dtype, List[Tensor]] = {}
-    for block in _on_host(parts.blocks):
-        by_dtype.setdefault(block.dtype, []).append(block.reshape(-1))
-    header = msgpack.packb(
-        [VERSION, list(parts.structures), list(parts.shapes), parts.kinds, parts.values],
-        unicode_errors='surrogatepass',
-    )
-    begin = _aligned(8 + len(header))
-    sizes = [sum(each.numel() for each in group) for group in by_dtype.values()]
-    places = _places(begin, list(zip(by_dtype, sizes)))
-    buffer = torch.empty(places[-1], dtype=torch.uint8)
-    buffer[: 8 + len(header)] = to_tensor(len(header).to_bytes(8, 'little') + header)
-    for group, place, (dtype, size) in zip(by_dtype.values(), places, zip(by_dtype, sizes)):
-        if size:
-            end = place + size * _itemsize(dtype)
-            torch.cat(group, out=buffer[place:end].view(dtype))
-            buffer[end : _aligned(end)] = 0
-    return buffer
-
-
-def _on_host(blocks: Sequence[Block]) -> List[Tensor]:
-    tensors = [
-        to_tensor(block.data.tobytes()) if isinstance(block.data, np.ndarray) else block.data
-        for block in blocks
-    ]
-    # One call, and so one execution, for all that are on a device.
-    return to_device(tensors, 'cpu')
-
-
-def pack_error(message: str) -> Tensor:
-    """Pack the reason why there are no samples."""
-    header = msgpack.packb([VERSION, message], unicode_errors='surrogatepass')
-    return to_tensor(len(header).to_bytes(8, 'little') + header)
+    def to_fill(self) -> List[Tensor]:
+        """The memory of large tensors, as :attr:`Packed.large` has them on the sender."""
+        return [_bytes_of(self.blocks[index]) for index in sorted(self.large)]
 
 
 def read_header(buffer: Tensor) -> Tuple[List[Any], int]:
@@ -97,16 +133,23 @@ def read_header(buffer: Tensor) -> Tuple[List[Any], int]:
     length = int.from_bytes(to_bytes(buffer[:8]), 'little')
     header = msgpack.unpackb(to_bytes(buffer[8 : 8 + length]), unicode_errors='surrogatepass')
     if not isinstance(header, list) or len(header) not in (2, 5) or header[0] != VERSION:
-        raise _cut_short()
+        raise damaged()
     return header, _aligned(8 + length)
 
 
-def open_parcel(buffer: Tensor, allow_pickle: bool = False) -> Parcel:
+def open_parcel(
+    buffer: Tensor,
+    allow_pickle: bool = False,
+    more: Optional[int] = None,
+    large_bytes: float = LARGE_BYTES,
+) -> Parcel:
     """Read a parcel.
 
     Args:
-        buffer (Tensor): What :func:`pack` returned on another rank.
+        buffer (Tensor): The data that :func:`pack` made on another rank.
         allow_pickle (bool): Whether pickled objects are accepted.
+        more (int, optional): The bytes of large tensors, where they are known. Defaults to None.
+        large_bytes (float): As for :func:`pack`.
 
     Raises:
         SampleError: If it does not fit together, or names classes unknown here.
@@ -114,9 +157,20 @@ def open_parcel(buffer: Tensor, allow_pickle: bool = False) -> Parcel:
     (_, structures, shapes, kinds, values), begin = read_header(buffer)
     plans = plans_of(structures, allow_pickle)
     pairs = list(zip(kinds[::2], kinds[1::2]))
-    shapes = [tuple(tuple(shape) for shape in each) for each in shapes]
-    blocks, arrays = _cut(buffer, begin, _list_blocks(plans, pairs, shapes))
-    return Parcel(plans, pairs, shapes, values, blocks, arrays)
+    shapes = [tuple([tuple(shape) for shape in each]) for each in shapes]
+    pieces = _list_pieces(plans, pairs, shapes)
+    large = {i for i, piece in enumerate(pieces) if piece.shape and piece.bytes >= large_bytes}
+    if more is not None and more != sum(pieces[index].bytes for index in large):
+        raise damaged()
+    small = iter(_cut(buffer, begin, [p for i, p in enumerate(pieces) if i not in large]))
+    blocks = [
+        torch.empty(piece.shape, dtype=piece.dtype, device=buffer.device)
+        if i in large
+        else next(small)
+        for i, piece in enumerate(pieces)
+    ]
+    arrays = {index for index, piece in enumerate(pieces) if piece.shape is None}
+    return Parcel(plans, pairs, shapes, values, blocks, arrays, large)
 
 
 class _Piece(NamedTuple):
@@ -132,15 +186,20 @@ class _Piece(NamedTuple):
     elements: int
     shape: Optional[Tuple[int, ...]]
 
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.elements * _itemsize(self.dtype)
 
-def _list_blocks(
+
+def _list_pieces(
     plans: Sequence[Plan], kinds: Sequence[Tuple[int, int]], shapes: Sequence[Tuple]
 ) -> List[_Piece]:
     of_kind: Dict[Tuple[int, int], List[_Piece]] = {}
     for kind in dict.fromkeys(kinds):
         types, sizes = plans[kind[0]].blocks, shapes[kind[1]]
         if len(types) != len(sizes):
-            raise _cut_short()
+            raise damaged()
         of_kind[kind] = [
             _Piece(each.dtype, each.elements(shape), None if each.is_array else shape)
             for each, shape in zip(types, sizes)
@@ -148,25 +207,24 @@ def _list_blocks(
     return [piece for kind in kinds for piece in of_kind[kind]]
 
 
-def _cut(buffer: Tensor, begin: int, pieces: Sequence[_Piece]) -> Tuple[List[Tensor], Set[int]]:
+def _cut(buffer: Tensor, begin: int, pieces: Sequence[_Piece]) -> List[Tensor]:
     wanted: Dict[torch.dtype, List[_Piece]] = {}
     for piece in pieces:
         wanted.setdefault(piece.dtype, []).append(piece)
-    totals = [(dtype, sum(piece.elements for piece in group)) for dtype, group in wanted.items()]
+    totals = [(dtype, sum([piece.elements for piece in group])) for dtype, group in wanted.items()]
     places = _places(begin, totals)
     if places[-1] != buffer.numel():
-        raise _cut_short()
+        raise damaged()
     cut: Dict[torch.dtype, Iterator[Tensor]] = {}
     for (dtype, total), place in zip(totals, places):
         run = buffer[place : place + total * _itemsize(dtype)].view(dtype)
         cut[dtype] = iter(_split(run, wanted[dtype]))
-    arrays = {index for index, piece in enumerate(pieces) if piece.shape is None}
-    return [next(cut[piece.dtype]) for piece in pieces], arrays
+    return [next(cut[piece.dtype]) for piece in pieces]
 
 
 def _split(run: Tensor, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
     first = pieces[0]
-    if first.shape is not None and first.elements and all(each == first for each in pieces):
+    if first.shape is not None and first.elements and pieces.count(first) == len(pieces):
         return run.view(len(pieces), *first.shape).unbind()
     parts = run.split([piece.elements for piece in pieces])
     return [
@@ -186,19 +244,18 @@ def place_blocks(parcels: Sequence[Parcel], device: torch.device) -> List[List[T
         List[List[Tensor]]: For each parcel its blocks, each with memory of its own.
     """
     blocks = [block for parcel in parcels for block in parcel.blocks]
-    is_array = [
-        index in parcel.arrays for parcel in parcels for index in range(len(parcel.blocks))
-    ]
+    places = [(parcel, i) for parcel in parcels for i in range(len(parcel.blocks))]
+    is_array = [i in parcel.arrays for parcel, i in places]
+    is_large = [i in parcel.large for parcel, i in places]
     tensors = [block for block, array in zip(blocks, is_array) if not array]
-    moved = iter(zip(tensors, move_tensors(tensors, device)))
+    moved = iter(move_tensors(tensors, device))
     placed: List[Tensor] = []
-    for block, array in zip(blocks, is_array):
-        if array:
-            placed.append(block.cpu())
-            continue
-        before, tensor = next(moved)
-        # What has not moved is still a piece of the message, which would be kept for its sake.
-        placed.append(tensor.clone() if tensor is before else tensor)
+    for block, array, large in zip(blocks, is_array, is_large):
+        tensor = block.cpu() if array else next(moved)
+        if tensor is block and not array and not large:
+            # Still a piece of the message, all of which would be kept for its sake.
+            tensor = tensor.clone()
+        placed.append(tensor)
     rest = iter(placed)
     return [list(islice(rest, len(parcel.blocks))) for parcel in parcels]
 
@@ -225,12 +282,14 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+@lru_cache(maxsize=None)
 def _itemsize(dtype: torch.dtype) -> int:
     return torch.empty(0, dtype=dtype).element_size()
 
 
-def _cut_short() -> SampleError:
+def damaged() -> SampleError:
+    """What to raise for a message that no release of ours wrote."""
     return SampleError(
-        'a rank sent samples whose bytes and shapes do not fit together. Install the same release '
-        'of mmdevplug on all ranks.'
+        'a rank sent samples whose parts do not fit together. Install the same release of '
+        'mmdevplug on all ranks.'
     )

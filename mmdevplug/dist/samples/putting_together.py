@@ -34,6 +34,7 @@ _BUILT_IN = {
     'list': (list, LIST),
     'tuple': (tuple, TUPLE),
 }
+_TEXTS = {'str': np.str_, 'bytes': np.bytes_}
 _NAMED = {each.name: each for each in (NAMED_TUPLE, DATACLASS, ELEMENT)}
 
 
@@ -129,9 +130,11 @@ class Planner:
             dtype = _array_dtype(rest)
             self._blocks.append(BlockType(torch.uint8, dtype.itemsize, True))
             return lambda values, blocks: _to_array(*next(blocks), dtype)
+        if kind == 'scalar' and rest in _TEXTS:
+            return lambda values, blocks: _TEXTS[rest](next(values))
         if kind == 'scalar':
             dtype = _array_dtype(rest)
-            return lambda values, blocks: _to_scalar(next(values), dtype)
+            return lambda values, blocks: np.frombuffer(next(values), dtype)[0]
         if kind == 'pickle':
             return self._plan_pickle(rest)
         raise _damaged(f'the type {word!r}')
@@ -174,11 +177,6 @@ def _to_array(data: Tensor, shape: Tuple[int, ...], dtype: np.dtype) -> np.ndarr
     if array.nbytes:
         array.reshape(-1).view(np.uint8)[:] = data.numpy()
     return array
-
-
-def _to_scalar(data: bytes, dtype: np.dtype) -> np.generic:
-    # NumPy's own function refuses the dtype of an empty string.
-    return np.frombuffer(data, dtype)[0] if dtype.itemsize else dtype.type()
 
 
 def _tensor_type(name: str) -> BlockType:

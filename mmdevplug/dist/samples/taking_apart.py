@@ -8,7 +8,7 @@ container is ``(kind, class, names, structures of its parts)``.
 import pickle
 from collections import OrderedDict
 from io import BytesIO
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -26,18 +26,6 @@ ARRAY_KINDS = 'biufcSUmM'
 _BUILT_IN = {dict: 'dict', OrderedDict: 'OrderedDict', list: 'list', tuple: 'tuple'}
 _PLAIN = {type(None): 'None', bool: 'bool', float: 'float', str: 'str', bytes: 'bytes'}
 _LISTED = {*_PLAIN, int}
-
-
-class Block(NamedTuple):
-    """The bytes of a tensor or an array.
-
-    Attributes:
-        data (Tensor or np.ndarray): A tensor may be on any device.
-        shape (Tuple[int]): That of the tensor or the array.
-    """
-
-    data: Union[Tensor, np.ndarray]
-    shape: Tuple[int, ...]
 
 
 class Unencodable(Exception):
@@ -59,7 +47,7 @@ class Parts:
         shapes (Dict[Tuple, int]): The shapes of the blocks of a sample, with their number.
         kinds (List[int]): For each sample the numbers of its structure and its shapes.
         values (list): Plain values, in order.
-        blocks (List[Block]): In order.
+        blocks (List[Union[Tensor, np.ndarray]]): In order; tensors may be on any device.
     """
 
     def __init__(self, allow_pickle: bool = False) -> None:
@@ -68,7 +56,10 @@ class Parts:
         self.shapes: Dict[Tuple, int] = {}
         self.kinds: List[int] = []
         self.values: List[Any] = []
-        self.blocks: List[Block] = []
+        self.blocks: List[Union[Tensor, np.ndarray]] = []
+        # Lists of numbers rather than an object for each sample: many small objects make Python
+        # look through all it has for garbage.
+        self._ends: List[int] = [0, 0]  # in values and blocks, after each sample
         self._level = 0
 
     def take(self, samples: Sequence[Any]) -> None:
@@ -84,9 +75,25 @@ class Parts:
             except Unencodable as error:
                 place = ''.join(reversed(error.steps))
                 raise SampleError(f'sample {index}{place} is {error}') from error
-            shapes = tuple(block.shape for block in self.blocks[first:])
+            shapes = tuple([tuple(block.shape) for block in self.blocks[first:]])
             self.kinds.append(self.structures.setdefault(structure, len(self.structures)))
             self.kinds.append(self.shapes.setdefault(shapes, len(self.shapes)))
+            self._ends += (len(self.values), len(self.blocks))
+
+    def select(self, begin: int, end: int) -> 'Parts':
+        """Some of the samples.
+
+        Args:
+            begin (int): The first.
+            end (int): One after the last.
+        """
+        chosen = Parts(self.allow_pickle)
+        chosen.structures, chosen.shapes = self.structures, self.shapes
+        chosen.kinds = self.kinds[2 * begin : 2 * end]
+        ends = self._ends
+        chosen.values = self.values[ends[2 * begin] : ends[2 * end]]
+        chosen.blocks = self.blocks[ends[2 * begin + 1] : ends[2 * end + 1]]
+        return chosen
 
     def _describe(self, value: Any) -> Structure:
         kind = type(value)
@@ -164,7 +171,7 @@ class Parts:
         if value.is_complex() or value.is_neg():
             # PyTorch may have noted a conjugation without carrying it out.
             value = value.resolve_conj().resolve_neg()
-        self.blocks.append(Block(value, tuple(value.shape)))
+        self.blocks.append(value)
         return f'tensor {str(value.dtype)[len("torch.") :]}'
 
     def _describe_array(self, value: np.ndarray) -> str:
@@ -173,10 +180,15 @@ class Parts:
                 f'an array of dtype {value.dtype}; expected numbers, strings or times. Take it '
                 f'apart into arrays of one plain dtype each.'
             )
-        self.blocks.append(Block(value, value.shape))
+        self.blocks.append(value)
         return f'array {value.dtype.str}'
 
     def _describe_scalar(self, value: np.generic) -> Structure:
+        if isinstance(value, (np.str_, np.bytes_)):
+            # An array would lose zeros at its end.
+            text = isinstance(value, np.str_)
+            self.values.append(str(value) if text else bytes(value))
+            return 'scalar str' if text else 'scalar bytes'
         if value.dtype.kind not in ARRAY_KINDS:
             return self._describe_other(value)
         self.values.append(value.tobytes())

@@ -102,6 +102,8 @@ def sample_of(rank, number, device):
     """A sample that says where it comes from."""
     return dict(
         image=torch.full((2, 3), 10.0 * rank + number).to(device),
+        # Large enough to travel by itself, in several pieces.
+        large=torch.full((256, 300), 10.0 * rank + number).t().to(device),
         mask=torch.tensor([True, False]).to(device),
         half=torch.arange(number, dtype=torch.bfloat16).to(device),
         empty=torch.empty(0, 4).to(device),
@@ -124,9 +126,10 @@ def exchange_on(accelerator, per_rank):
     rank, size = context.env.rank, context.env.world_size
     held = [[sample_of(r, n, 'cpu') for n in range(per_rank[r])] for r in range(size)]
     expected = [sample for samples in held for sample in samples]
+    in_flight = dict(max_bytes_in_flight=100_000)
     own = [sample_of(rank, number, context.device) for number in range(per_rank[rank])]
-    pool = gather_samples(own)
-    mine = balance_samples(own)
+    pool = gather_samples(own, **in_flight)
+    mine = balance_samples(own, **in_flight)
     slices = gather_samples([mine], device='cpu')
     batch = stack_samples([sample['image'] for sample in pool], context.device)
     return dict(

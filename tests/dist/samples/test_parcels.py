@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from itertools import zip_longest
 
 import msgpack
 import numpy as np
@@ -28,7 +29,10 @@ def there_and_back(samples, allow_pickle=False):
     parts = Parts(allow_pickle)
     parts.take(samples)
     # From another address, as on another rank.
-    parcel = open_parcel(pack(parts).clone(), allow_pickle)
+    packed = pack(parts)
+    parcel = open_parcel(packed.data.clone(), allow_pickle, packed.more)
+    for sent, room in zip_longest(packed.large, parcel.to_fill()):
+        room.copy_(sent)
     (blocks,) = place_blocks([parcel], torch.device('cpu'))
     return put_together(parcel, blocks)
 
@@ -52,6 +56,23 @@ def test_tensors_have_memory_of_their_own():
     assert [tensor._version for tensor in arrived] == [versions[0] + 1, *versions[1:]]
 
 
+def test_large_tensors_travel_from_and_to_their_own_memory():
+    large = torch.arange(2.0**16)
+    samples = [dict(x=large, y=torch.ones(1)), dict(x=large.view(256, 256).t(), y=torch.ones(1))]
+    parts = Parts()
+    parts.take(samples)
+    packed = pack(parts)
+    assert packed.large[0].data_ptr() == large.data_ptr()
+    assert packed.data.numel() < 1024
+    assert packed.more == 2**19
+    first, second = there_and_back(samples)
+    assert torch.equal(first['x'], large)
+    assert torch.equal(second['x'], large.view(256, 256).t())
+    assert first['x'].untyped_storage().nbytes() == 2**18
+    with pytest.raises(SampleError, match='do not fit together'):
+        open_parcel(packed.data, more=2**20)
+
+
 def test_arrays_can_be_written_to():
     (array,) = there_and_back([np.arange(3)])
     array[0] = 7
@@ -72,7 +93,7 @@ def test_gradients_and_views_arrive_as_plain_tensors():
 def test_tensors_of_one_dtype_are_one_run_of_bytes():
     parts = Parts()
     parts.take([dict(x=torch.full((3,), float(n)), y=torch.tensor([n])) for n in range(100)])
-    packed = pack(parts)
+    packed = pack(parts).data
     _, begin = read_header(packed)
     assert packed[begin : begin + 1200].view(torch.float32).view(100, 3)[:, 0].tolist() == list(
         range(100)
@@ -121,9 +142,9 @@ def test_pickles_are_for_those_who_ask():
     assert [tensor.tolist() for tensor in arrived['x'].tensors] == [[0, 1, 2], [0, 2, 4]]
     parts = Parts(allow_pickle=True)
     parts.take([sample])
-    assert b'storage' not in pack(parts).numpy().tobytes()  # tensors are packed, not pickled
+    assert b'storage' not in pack(parts).data.numpy().tobytes()  # tensors are packed, not pickled
     with pytest.raises(SampleError, match='allow_pickle=True if you trust'):
-        open_parcel(pack(parts))
+        open_parcel(pack(parts).data)
 
 
 def message(structures, shapes=((),), kinds=(0, 0), values=()):
@@ -181,7 +202,9 @@ def test_a_message_that_nests_without_end_is_refused():
 
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(SampleError, match='do not fit together'):
-        open_parcel(message(['tensor float32'], shapes=[[[1 << 40]]]))
+        open_parcel(message(['tensor float32'], shapes=[[[1 << 40]]]), more=0)
+    with pytest.raises(SampleError, match='do not fit together'):
+        open_parcel(message(['tensor float32'], shapes=[[[1 << 10]]]))
     with pytest.raises(SampleError, match='do not fit together'):
         open_parcel(message(['tensor float32'], shapes=[[]]))
 

@@ -91,6 +91,7 @@ plain = [
     st.builds(np.float32, st.floats(width=32)),
     st.builds(np.int8, st.integers(-128, 127)),
     st.builds(np.str_, st.text(max_size=3)),
+    st.builds(np.bytes_, st.binary(max_size=3)),
     st.lists(st.integers(), max_size=4),
 ]
 mixed_lists = st.lists(st.one_of(st.integers(-9, 9), st.floats(), st.text(max_size=3)), max_size=4)
@@ -161,8 +162,10 @@ def bits(value):
     """Equal for two values if and only if structure, types and all bits are."""
     if isinstance(value, torch.Tensor):
         data = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach().cpu())
-        data = data.view(-1).view(torch.uint8) if data.numel() else data
-        return ('tensor', str(value.dtype), tuple(value.shape), bytes(data.view(-1).tolist()))
+        data = data.view(-1).view(torch.uint8) if data.numel() else torch.empty(0)
+        return ('tensor', str(value.dtype), tuple(value.shape), data.view(-1).numpy().tobytes())
+    if isinstance(value, (np.str_, np.bytes_)):
+        return (type(value).__name__, value.item())  # to NumPy, zeros at the end are nothing
     if isinstance(value, (np.ndarray, np.generic)):
         return (type(value).__name__, value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, BaseDataElement):
