@@ -18,7 +18,8 @@ from ..byte_exchange import (
 from ..failure import fail_together, known_to_all
 from .comparing import Example
 from .job import Device, Job, Options, begin, place_own
-from .parcel import open_parcel, pack, place_blocks, put_together
+from .packing import pack
+from .parcel import open_parcel, place_blocks, put_together
 from .slices import Slice, holdings, parts_for, slices_of
 
 

@@ -6,7 +6,8 @@ from ..byte_exchange import DEFAULT_IN_FLIGHT, broadcast_pieces, gather_bytes
 from ..failure import fail_together
 from .comparing import Example
 from .job import Device, Job, Options, begin, first_samples, place_own
-from .parcel import open_parcel, pack, pack_error, place_blocks, put_together, read_header
+from .packing import pack, pack_error
+from .parcel import open_parcel, place_blocks, put_together, read_header
 
 
 def gather_samples(

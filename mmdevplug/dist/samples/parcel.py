@@ -1,99 +1,18 @@
-"""Samples as one run of bytes: a header in msgpack, then the tensors, packed by dtype.
+"""What arrived, see :mod:`.packing`: read, checked and copied to where samples are wanted."""
 
-    length of the header (8 bytes) | header | padding | all blocks of one dtype | padding | ...
-
-Large tensors are not in it. They follow by themselves, from the memory that they are in to memory
-of their own, in the order of the samples.
-"""
-
-from functools import lru_cache
-from itertools import accumulate, islice
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from itertools import islice
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import msgpack
-import numpy as np
 import torch
 from torch import Tensor
 
-from mmdevplug.device.nested import move_tensors, to_device
+from mmdevplug.device.nested import move_tensors
 from mmdevplug.errors import SampleError
 
-from ..byte_exchange import to_bytes, to_tensor
+from ..byte_exchange import to_bytes
+from .packing import LARGE_BYTES, VERSION, aligned, bytes_of, itemsize, places_of
 from .putting_together import Plan, plans_of
-from .taking_apart import Parts
-
-VERSION = 1
-#: Blocks of one dtype begin at multiples of it, where any dtype can be read.
-ALIGNMENT = 64
-#: Tensors of this size and more are large: two copies of them cost more than a message.
-LARGE_BYTES = 256 << 10
-
-
-class Packed(NamedTuple):
-    """Samples on their way out.
-
-    Attributes:
-        data (Tensor): The run of bytes, a uint8 tensor on the host.
-        large (List[Tensor]): The bytes of large tensors, as uint8 tensors on the host.
-    """
-
-    data: Tensor
-    large: List[Tensor]
-
-    @property
-    def more(self) -> int:
-        """The bytes of large tensors."""
-        return sum(tensor.numel() for tensor in self.large)
-
-
-def pack(parts: Parts, large_bytes: float = LARGE_BYTES) -> Packed:
-    """Pack samples.
-
-    Args:
-        parts (Parts): What they consist of.
-        large_bytes (float): From which size on tensors are large; infinite for none.
-    """
-    by_dtype: Dict[torch.dtype, List[Tensor]] = {}
-    large: List[Tensor] = []
-    for block, tensor in zip(parts.blocks, _on_host(parts.blocks)):
-        if isinstance(block, Tensor) and tensor.numel() * tensor.element_size() >= large_bytes:
-            large.append(_bytes_of(tensor.contiguous()))
-        else:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
-    header = msgpack.packb(
-        [VERSION, list(parts.structures), list(parts.shapes), parts.kinds, parts.values],
-        unicode_errors='surrogatepass',
-    )
-    begin = _aligned(8 + len(header))
-    sizes = [sum([each.numel() for each in group]) for group in by_dtype.values()]
-    places = _places(begin, list(zip(by_dtype, sizes)))
-    buffer = torch.empty(places[-1], dtype=torch.uint8)
-    buffer[: 8 + len(header)] = to_tensor(len(header).to_bytes(8, 'little') + header)
-    buffer[8 + len(header) : begin] = 0
-    for (dtype, group), place, size in zip(by_dtype.items(), places, sizes):
-        if size:
-            end = place + size * _itemsize(dtype)
-            torch.cat(group, out=buffer[place:end].view(dtype))
-            buffer[end : _aligned(end)] = 0
-    return Packed(buffer, large)
-
-
-def pack_error(message: str) -> Packed:
-    """Pack the reason why there are no samples."""
-    header = msgpack.packb([VERSION, message], unicode_errors='surrogatepass')
-    return Packed(to_tensor(len(header).to_bytes(8, 'little') + header), [])
-
-
-def _on_host(blocks: Sequence[Union[Tensor, np.ndarray]]) -> List[Tensor]:
-    tensors = [
-        to_tensor(block.tobytes()) if isinstance(block, np.ndarray) else block for block in blocks
-    ]
-    # One call, and so one execution, for all that are on a device.
-    return to_device(tensors, 'cpu')
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 class Parcel(NamedTuple):
@@ -120,7 +39,7 @@ class Parcel(NamedTuple):
 
     def to_fill(self) -> List[Tensor]:
         """The memory of large tensors, as :attr:`Packed.large` has them on the sender."""
-        return [_bytes_of(self.blocks[index]) for index in sorted(self.large)]
+        return [bytes_of(self.blocks[index]) for index in sorted(self.large)]
 
 
 def read_header(buffer: Tensor) -> Tuple[List[Any], int]:
@@ -134,7 +53,7 @@ def read_header(buffer: Tensor) -> Tuple[List[Any], int]:
     header = msgpack.unpackb(to_bytes(buffer[8 : 8 + length]), unicode_errors='surrogatepass')
     if not isinstance(header, list) or len(header) not in (2, 5) or header[0] != VERSION:
         raise damaged()
-    return header, _aligned(8 + length)
+    return header, aligned(8 + length)
 
 
 def open_parcel(
@@ -189,7 +108,7 @@ class _Piece(NamedTuple):
     @property
     def bytes(self) -> int:
         """Its size."""
-        return self.elements * _itemsize(self.dtype)
+        return self.elements * itemsize(self.dtype)
 
 
 def _list_pieces(
@@ -212,12 +131,12 @@ def _cut(buffer: Tensor, begin: int, pieces: Sequence[_Piece]) -> List[Tensor]:
     for piece in pieces:
         wanted.setdefault(piece.dtype, []).append(piece)
     totals = [(dtype, sum([piece.elements for piece in group])) for dtype, group in wanted.items()]
-    places = _places(begin, totals)
+    places = places_of(begin, totals)
     if places[-1] != buffer.numel():
         raise damaged()
     cut: Dict[torch.dtype, Iterator[Tensor]] = {}
     for (dtype, total), place in zip(totals, places):
-        run = buffer[place : place + total * _itemsize(dtype)].view(dtype)
+        run = buffer[place : place + total * itemsize(dtype)].view(dtype)
         cut[dtype] = iter(_split(run, wanted[dtype]))
     return [next(cut[piece.dtype]) for piece in pieces]
 
@@ -270,21 +189,6 @@ def put_together(parcel: Parcel, blocks: Sequence[Tensor]) -> List[Any]:
     shapes = [shape for _, number in parcel.kinds for shape in parcel.shapes[number]]
     values, pieces = iter(parcel.values), iter(zip(blocks, shapes))
     return [parcel.plans[number].build(values, pieces) for number, _ in parcel.kinds]
-
-
-def _places(begin: int, totals: Sequence[Tuple[torch.dtype, int]]) -> List[int]:
-    """Where the blocks of each dtype begin, and where the last ones end."""
-    sizes = [_aligned(total * _itemsize(dtype)) for dtype, total in totals]
-    return list(accumulate([begin, *sizes]))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-@lru_cache(maxsize=None)
-def _itemsize(dtype: torch.dtype) -> int:
-    return torch.empty(0, dtype=dtype).element_size()
 
 
 def damaged() -> SampleError:

@@ -11,14 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mmdevplug.dist.byte_exchange import to_tensor
-from mmdevplug.dist.samples.parcel import (
-    VERSION,
-    open_parcel,
-    pack,
-    place_blocks,
-    put_together,
-    read_header,
-)
+from mmdevplug.dist.samples.packing import VERSION, pack
+from mmdevplug.dist.samples.parcel import open_parcel, place_blocks, put_together, read_header
 from mmdevplug.dist.samples.taking_apart import Parts
 from mmdevplug.errors import SampleError
 
