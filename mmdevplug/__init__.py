@@ -6,13 +6,14 @@ vendors' packages are imported when they are first needed.
 
 from importlib import import_module
 
-from mmengine.registry import HOOKS, MODEL_WRAPPERS, OPTIM_WRAPPERS, RUNNERS, STRATEGIES
+from mmengine.registry import HOOKS, LOOPS, MODEL_WRAPPERS, OPTIM_WRAPPERS, RUNNERS, STRATEGIES
 
 from .paths import base_config
 from .registry import ACCELERATORS, register_lazily
 from .version import __version__
 
 register_lazily(RUNNERS, 'mmdevplug.runner')
+register_lazily(LOOPS, 'mmdevplug.runner')
 register_lazily(MODEL_WRAPPERS, 'mmdevplug.model')
 register_lazily(HOOKS, 'mmdevplug.hooks')
 register_lazily(OPTIM_WRAPPERS, 'mmdevplug.optim')
