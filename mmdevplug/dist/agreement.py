@@ -22,6 +22,16 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
 
 #: How often this process met the others, by stage; equal on all ranks.
 _meetings: Counter = Counter()
+_rounds: Counter = Counter()
+
+
+def next_round(stage: str) -> int:
+    """How often this process has come to a stage, this time included; equal on all ranks.
+
+    For meetings that go on counting in the same keys: no rank comes again before all have come.
+    """
+    _rounds[stage] += 1
+    return _rounds[stage]
 
 
 def next_meeting(stage: str) -> str:
@@ -63,13 +73,21 @@ class Wait:
         prefix (str): Where this wait keeps its keys.
         stage (str): What is waited for, for messages.
         ranks (Iterable[int]): Whom it may have to wait for.
+        number (int): How often the keys have been used, this time included. Defaults to 1.
     """
 
     def __init__(
-        self, store: Any, env: LaunchEnv, prefix: str, stage: str, ranks: Iterable[int]
+        self,
+        store: Any,
+        env: LaunchEnv,
+        prefix: str,
+        stage: str,
+        ranks: Iterable[int],
+        number: int = 1,
     ) -> None:
         self._store, self._env = store, env
         self._prefix, self._stage, self._ranks = prefix, stage, ranks
+        self._number = number
 
     def mark(self) -> None:
         """Note that this rank is here."""
@@ -97,7 +115,7 @@ class Wait:
             raise self._timed_out(timeout)
 
     def _here(self, rank: int) -> bool:
-        return self._store.add(f'{self._prefix}/here/{rank}', 0) > 0
+        return self._store.add(f'{self._prefix}/here/{rank}', 0) >= self._number
 
     def _speaks(self) -> bool:
         """Whether this is the lowest rank that waits; one voice is enough."""
@@ -157,7 +175,9 @@ def in_store(env: LaunchEnv, stage: str) -> Iterator[None]:
             raise failure.store_lost(env, lost, stage) from lost
 
 
-def meet(store: Any, env: LaunchEnv, prefix: str, stage: str, timeout: timedelta) -> None:
+def meet(
+    store: Any, env: LaunchEnv, prefix: str, stage: str, timeout: timedelta, number: int = 1
+) -> None:
     """Wait until all ranks are here; costs two round trips and a few short looks.
 
     Args:
@@ -166,15 +186,16 @@ def meet(store: Any, env: LaunchEnv, prefix: str, stage: str, timeout: timedelta
         prefix (str): Where this meeting keeps its keys; see :func:`next_meeting`.
         stage (str): What is being done, for messages.
         timeout (timedelta): How long to wait for the slowest rank.
+        number (int): How often the keys have been used, this time included. Defaults to 1.
 
     Raises:
         RankFailedError: If a rank does not come in time, or failed.
     """
-    wait = Wait(store, env, prefix, stage, range(env.world_size))
+    wait = Wait(store, env, prefix, stage, range(env.world_size), number)
     with in_store(env, stage):
         wait.mark()
         store.add(f'{prefix}/arrived', 1)
-        wait.until(f'{prefix}/arrived', env.world_size, timeout)
+        wait.until(f'{prefix}/arrived', number * env.world_size, timeout)
     # Whoever came too late finds all arrivals, of ranks that have given up.
     failure.raise_if_another_failed()
 
@@ -221,12 +242,13 @@ def raise_on_any_rank(
     raise RankFailedError(f'{count} of {env.world_size} ranks failed at {stage!r}:\n{told}')
 
 
-def leave_together(store: Any, env: LaunchEnv, prefix: str) -> None:
+def leave_together(store: Any, env: LaunchEnv, prefix: str, number: int = 1) -> None:
     """Keep the rank that may hold the store alive until the others have read it, within bounds."""
     try:
         store.add(f'{prefix}/left', 1)
         if env.rank == 0:
-            wait_until(lambda: store.add(f'{prefix}/left', 0) >= env.world_size, LEAVE_SECONDS)
+            all_left = number * env.world_size
+            wait_until(lambda: store.add(f'{prefix}/left', 0) >= all_left, LEAVE_SECONDS)
     except RuntimeError as gone:
         # The holder of the store may have left already; what was there is in hand.
         logging.getLogger(__name__).debug('the store ended early: %s', gone)

@@ -9,7 +9,7 @@ from torch import distributed as torch_dist
 from mmdevplug.errors import RankFailedError
 
 from . import failure
-from .agreement import Wait, in_store, leave_together, meet, next_meeting
+from .agreement import Wait, in_store, leave_together, meet, next_meeting, next_round
 from .launch import LaunchEnv
 from .process_group import DEFAULT_TIMEOUT, Timeout, device_context, to_timeout
 
@@ -35,9 +35,11 @@ def wait_for_everyone(phase: str, timeout: Timeout = None) -> None:
     if job is None:
         return
     store, env = job
-    prefix = next_meeting(phase)
-    meet(store, env, prefix, phase, _limit(timeout))
-    leave_together(store, env, prefix)
+    # The same keys every time: some callers come here in every iteration, and the store lives in
+    # the memory of one process.
+    prefix, number = f'mmdevplug/waiting/{phase}', next_round(phase)
+    meet(store, env, prefix, phase, _limit(timeout), number)
+    leave_together(store, env, prefix, number)
 
 
 def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None) -> Any:

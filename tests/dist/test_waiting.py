@@ -33,7 +33,7 @@ def meet_and_run():
         for _ in range(3)
     ]
     wait_for_everyone('the end')
-    wait_for_everyone('the end')
+    wait_for_everyone('counting')
     return results, called
 
 
@@ -41,6 +41,29 @@ def test_only_rank_0_runs_and_all_get_the_result():
     expected = [dict(n=1), dict(n=2), dict(n=3)]
     found = run_ranks(meet_and_run, 3)
     assert found == [(expected, [0] * 3), (expected, []), (expected, [])]
+
+
+def wait_often():
+    from mmdevplug.dist import failure, wait_for_everyone
+
+    rank, order, keys = start(), [], []
+    store, _ = failure.current_job()
+    for turn in range(20):
+        if rank == turn % 3:
+            store.set('order', str(turn))
+            time.sleep(0.01)  # whoever does not wait reads what was there before
+        wait_for_everyone('a turn')
+        order.append(int(store.get('order')))
+        wait_for_everyone('the next one')
+        keys.append(store.num_keys())
+    return order, keys
+
+
+def test_waiting_in_every_iteration_leaves_nothing_more_in_the_store():
+    for order, keys in run_ranks(wait_often, 3):
+        assert order == list(range(20))
+        # What heartbeats and the first turn need is there by then.
+        assert keys[-1] - keys[4] <= 2
 
 
 def test_a_single_process_waits_for_nobody():
