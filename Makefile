@@ -66,11 +66,11 @@ lint: install  ## Check style and that the package is Python 3.8
 	$(BIN)/vermin -t=3.8- --no-tips mmdevplug tools demo
 
 test: lint  ## Run the tests that need neither torch_xla nor a GPU
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not cuda and not xla"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not cuda and not xla"
 
 # Graphs of tests are small and many: compiling them is what takes time.
 test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
-	PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN_XLA)/python -m pytest -n $(WORKERS) --dist loadfile -m xla
+	PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN_XLA)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m xla
 
 test-kills: install  ## Kill jobs 54 times (make test does it 18 times), compare the bits
 	MMDEVPLUG_KILLS=54 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla"

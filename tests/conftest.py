@@ -4,6 +4,23 @@ import os
 
 import pytest
 
+#: Files that take longest, by waiting (first) or computing: they come first, since a worker that
+#: met one last would go on alone.
+LONG = (
+    'tests/dist/test_network_faults.py',
+    'tests/checkpoint/test_survival.py',
+    'tests/cli/test_launch_fuzz.py',
+    'tests/doctor/test_collectives.py',
+    'tests/cli/test_restart.py',
+    'tests/test_import.py',
+    'tests/dist/test_failure.py',
+    'tests/features/test_features.py',
+    'tests/cli/test_tools.py',
+    'tests/xla/test_optim.py',
+    'tests/xla/test_gcu_t20.py',
+    'tests/xla/test_xla.py',
+)
+
 
 @pytest.fixture(autouse=True)
 def _environment_as_before():
@@ -17,6 +34,8 @@ def _environment_as_before():
 
 def pytest_collection_modifyitems(config, items):
     """Without ``-m``, leave out what needs a GPU or torch_xla; with it, run what was asked for."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.nodeid.split('::')[0], len(LONG)))
     if config.getoption('-m'):
         return
     for item in items:

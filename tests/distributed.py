@@ -12,6 +12,7 @@ from multiprocessing.connection import wait
 PRELOAD = ['torch', 'mmengine.runner', 'mmdevplug.runner', 'mmdevplug.strategy', 'tests.jobs']
 if 'PJRT_DEVICE' in os.environ:
     PRELOAD.append('torch_xla')
+PRELOAD.append('tests.preloaded')
 
 #: How long a rank that is done waits for the others.
 LINGER_SECONDS = 20

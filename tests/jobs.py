@@ -11,6 +11,8 @@ from mmengine.registry import RUNNERS
 import mmdevplug
 
 ROOT = Path(__file__).parents[1]
+#: PYTHONPATH of a process that starts afresh: the checkout, and no transformers, which takes long.
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / 'tests' / 'standins' / 'lean')])
 
 
 def need_mmcv_operations():

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from mmengine.config import Config, ConfigDict
@@ -13,8 +12,8 @@ from mmengine.config import Config, ConfigDict
 import mmdevplug
 from mmdevplug.errors import DevPlugError
 from mmdevplug.runner.config import prepare_config
+from tests.jobs import PATHS, ROOT
 
-ROOT = Path(__file__).parents[1]
 ACCELERATORS = ROOT / 'configs' / '_base_' / 'accelerators'
 NAMES = sorted(path.stem for path in ACCELERATORS.glob('*.py') if path.stem != '__init__')
 EXPECTED = dict(
@@ -72,7 +71,7 @@ def run(code, cwd):
     """Run code in a fresh process whose only way to mmdevplug is PYTHONPATH."""
     done = subprocess.run(
         [sys.executable, '-c', code],
-        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+        env={**os.environ, 'PYTHONPATH': PATHS},
         cwd=str(cwd),
         capture_output=True,
     )
@@ -230,6 +229,7 @@ assert cfg.runner_type == 'DeviceRunner'
 assert cfg.env_cfg.dist_cfg.backend == 'nccl', cfg.env_cfg
 assert cfg.custom_hooks[0].type.__name__ == 'EMAHook'
 from mmdevplug.runner.config import prepare_config
+from tests.jobs import PATHS, ROOT
 prepared = prepare_config(cfg)
 assert prepared.custom_imports['imports'] == ['mmengine.dist', 'mmdevplug']
 assert cfg.custom_imports['imports'] == ['mmengine.dist']

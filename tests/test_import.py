@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from mmdevplug.device.torch_native import FAMILIES
+from tests.jobs import PATHS, ROOT
 
-ROOT = Path(__file__).parents[1]
 VENDORS = sorted(
     {'torch_xla', 'torch_gcu', *(f.package.split('.')[0] for f in FAMILIES.values() if f.package)}
 )
@@ -35,7 +34,7 @@ def run(code, *paths):
     """Run code in a fresh process and give what it printed."""
     done = subprocess.run(
         [sys.executable, '-W', 'error::ImportWarning', '-c', code],
-        env={**os.environ, 'PYTHONPATH': os.pathsep.join([*map(str, paths), str(ROOT)])},
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join([*map(str, paths), PATHS])},
         cwd=str(ROOT),
         capture_output=True,
     )

@@ -4,10 +4,9 @@ python -m tests.checkpoint.elastic CONFIG NPROC MAX_RESTARTS
 """
 
 import multiprocessing
-import os
 import sys
 
-PRELOAD = ['torch', 'mmengine.runner', 'mmdevplug.runner', 'tests.checkpoint.killing']
+from tests.distributed import PRELOAD
 
 
 def work(path):
@@ -27,9 +26,7 @@ def main():
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     path, nproc, max_restarts = sys.argv[1:]
-    if 'PJRT_DEVICE' in os.environ:
-        PRELOAD.append('torch_xla')
-    multiprocessing.set_forkserver_preload(PRELOAD)
+    multiprocessing.set_forkserver_preload(['tests.checkpoint.killing', *PRELOAD])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +19,8 @@ from mmdevplug.checkpoint.finding import check_file
 from mmdevplug.checkpoint.reading import read_checkpoint
 from tests.checkpoint.killing import PLACES, make_plan
 from tests.checkpoint.training import config
+from tests.jobs import PATHS, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SEED = int(os.environ.get('MMDEVPLUG_SEED', '0'))
 SCALE = float(os.environ.get('MMDEVPLUG_KILLS', '18')) / 54
 
@@ -44,7 +43,7 @@ def run_job(folder, world_size, kills, accelerator='cpu', length=48, **options):
     cfg['val_cfg'] = cfg['val_dataloader'] = cfg['val_evaluator'] = None
     cfg['train_cfg'].pop('val_interval')
     Config(cfg).dump(str(folder / 'config.py'))
-    environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
+    environ = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1')
     command = [sys.executable, '-m', 'tests.checkpoint.elastic', str(folder / 'config.py')]
     command += [str(world_size), str(kills)]
     done = subprocess.run(

@@ -11,7 +11,7 @@ from mmdevplug.cli import launch_config, train
 from mmdevplug.cli.launch import agent_command
 from mmdevplug.cli.launch_settings import LaunchSettings, read_launch_file
 from mmdevplug.errors import DevPlugError, LaunchError
-from tests.jobs import ROOT
+from tests.jobs import PATHS, ROOT
 
 CONFIG = 'configs/digits/digits_cpu.py'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
@@ -21,7 +21,7 @@ STANDIN = str(ROOT / 'tests' / 'standins' / 'fakecard')
 def mmdevplug(*arguments, **environ):
     """Run the command in a process of its own."""
     env = {name: value for name, value in os.environ.items() if not name.startswith('SLURM')}
-    env.update(PYTHONPATH=os.pathsep.join([str(ROOT), STANDIN]), OMP_NUM_THREADS='1', **environ)
+    env.update(PYTHONPATH=os.pathsep.join([PATHS, STANDIN]), OMP_NUM_THREADS='1', **environ)
     command = [sys.executable, '-m', 'mmdevplug.cli.main', *arguments]
     return subprocess.run(
         command, cwd=str(ROOT), env=env, capture_output=True, text=True, timeout=200
@@ -95,7 +95,7 @@ def test_all_devices_of_the_host_are_counted(tmp_path):
         'import fakecard_from_env, sys; from mmdevplug.cli.launch_config import main; '
         f'main(["--out", {str(path)!r}, "--accelerator", "zeta"])'
     )
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), STANDIN]), FAKECARD_NAME='zeta')
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([PATHS, STANDIN]), FAKECARD_NAME='zeta')
     subprocess.run([sys.executable, '-c', code], env=env, check=True, timeout=200)
     assert read_launch_file(str(path)).nproc == 4
     assert 'This host has 4 zeta device(s)' in path.read_text()

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.distributed import PRELOAD, free_port
-from tests.jobs import ROOT
+from tests.jobs import PATHS, ROOT
 
 CASES = 520
 WORKERS = 6
@@ -213,7 +213,7 @@ def everything(tmp_path_factory):
         'import sys; from tests.cli.test_launch_fuzz import main; '
         'main(int(sys.argv[1]), sys.argv[2])'
     )
-    env = dict(clean_environment(), PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
+    env = dict(clean_environment(), PYTHONPATH=PATHS, OMP_NUM_THREADS='1')
     workers = [
         subprocess.Popen(
             [sys.executable, '-c', code, str(first), folder], env=env, cwd=str(ROOT),
@@ -340,7 +340,7 @@ def test_the_script_trains_or_refuses_in_one_message(everything):
 
 
 def test_the_script_itself_refuses_with_status_and_message():
-    env = dict(clean_environment(), PYTHONPATH=str(ROOT), RANK='ünï', LOCAL_RANK='abc')
+    env = dict(clean_environment(), PYTHONPATH=PATHS, RANK='ünï', LOCAL_RANK='abc')
     command = [sys.executable, 'tools/train.py', 'configs/digits/digits_cpu.py']
     done = subprocess.run(
         [*command, '--launcher', 'pytorch'], cwd=str(ROOT), env=env, capture_output=True

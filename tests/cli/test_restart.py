@@ -13,14 +13,14 @@ from benchmarks.hosts import INTERFACE, Hosts, available
 from mmdevplug.dist.launch import restarts
 from mmdevplug.errors import LaunchError
 from tests.distributed import free_port
-from tests.jobs import ROOT
+from tests.jobs import PATHS, ROOT
 
 TRAIN = [sys.executable, '-m', 'mmdevplug.cli.main', 'train']
 
 
 def environment(**changes):
     kept = {name: value for name, value in os.environ.items() if not name.startswith('SLURM')}
-    return dict(kept, PYTHONPATH=str(ROOT), PYTHON=sys.executable, OMP_NUM_THREADS='1', **changes)
+    return dict(kept, PYTHONPATH=PATHS, PYTHON=sys.executable, OMP_NUM_THREADS='1', **changes)
 
 
 def write_config(folder, hooks):

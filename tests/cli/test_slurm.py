@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.jobs import ROOT
+from tests.jobs import PATHS, ROOT
 
 STANDINS = ROOT / 'tests' / 'standins' / 'slurm'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
@@ -18,7 +18,7 @@ SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
 def environ(tmp_path):
     path = os.pathsep.join([str(STANDINS), os.environ['PATH']])
     return dict(
-        os.environ, PATH=path, PYTHON=sys.executable, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1',
+        os.environ, PATH=path, PYTHON=sys.executable, PYTHONPATH=PATHS, OMP_NUM_THREADS='1',
         FAKE_SLURM_LOG=str(tmp_path / 'slurm.log'), DEVICES='2', DEVICES_PER_NODE='2',
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.distributed import free_port
-from tests.jobs import ROOT
+from tests.jobs import PATHS, ROOT
 
 CONFIG = 'configs/digits/digits_cpu.py'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=2', 'train_cfg.val_interval=2']
@@ -15,7 +15,7 @@ STANDIN = str(ROOT / 'tests' / 'standins' / 'fakecard')
 
 
 def run(*command, **environ):
-    paths = os.pathsep.join([str(ROOT), STANDIN])
+    paths = os.pathsep.join([PATHS, STANDIN])
     env = dict(os.environ, PYTHONPATH=paths, PYTHON=sys.executable, OMP_NUM_THREADS='1')
     env.update(environ)
     return subprocess.run(

@@ -10,7 +10,7 @@ from mmengine.registry import RUNNERS
 from torch import distributed as torch_dist, nn
 
 from tests.distributed import RanksFailed, run_ranks
-from tests.jobs import PLAIN, ROOT, digits_config, install_card
+from tests.jobs import PATHS, PLAIN, ROOT, digits_config, install_card
 
 
 def errors_of(function, world_size, *args, **kwargs):
@@ -233,7 +233,7 @@ def train_under_torchrun(folder, what, **options):
     )
     command = [sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config)]
     command += ['--accelerator', 'cpu', '--nproc', '3', '--work-dir', str(folder / 'work')]
-    environ = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
+    environ = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1')
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 

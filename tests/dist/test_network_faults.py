@@ -15,14 +15,24 @@ from mmengine.registry import HOOKS
 
 from benchmarks.hosts import INTERFACE, PORT, Hosts, available, launch_variables
 from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.dist.failure import current_watch
 from tests.checkpoint.training import train
 from tests.distributed import run_ranks
-from tests.jobs import ROOT
+from tests.jobs import PATHS
 
 STEPS = 150
 HEARTBEAT_TIMEOUT = 6
+#: How long a collective that notices nothing may go on after that.
+STOP_SECONDS = 3.0
 #: Two beats, a second look, the end of the process, and a busy machine.
 ENOUGH = 90
+
+
+def note(step):
+    """Tell the test how far this rank is, and whether it has read that the other one trains."""
+    seen = current_watch().heartbeat.seen.values()
+    with open(os.environ['NOTE'], 'w') as file:
+        file.write(json.dumps([step, any('iteration' in one.beat.phase for one in list(seen))]))
 
 
 def work():
@@ -30,11 +40,11 @@ def work():
     import torch
     from torch import distributed as torch_dist
 
-    from mmdevplug.dist import enter_phase, init_device, wait_for_everyone
+    from mmdevplug.dist import enter_phase, failure, init_device, wait_for_everyone
     from mmdevplug.dist.failure import fail_together
 
     torch.set_num_threads(1)
-    note = os.environ['NOTE']
+    failure.STOP_SECONDS = STOP_SECONDS
     init_device('pytorch', 'cpu', timeout=300, heartbeat_timeout=HEARTBEAT_TIMEOUT)
     with fail_together('training'):
         for step in range(STEPS):
@@ -42,8 +52,7 @@ def work():
             value = torch.ones(1)
             torch_dist.all_reduce(value)
             assert value == torch_dist.get_world_size()
-            with open(note, 'w') as file:
-                file.write(json.dumps(step + 1))
+            note(step + 1)
             time.sleep(0.1)
         wait_for_everyone('end of training')
 
@@ -54,13 +63,15 @@ class Slowly(Hook):
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if 'NOTE' in os.environ:
-            with open(os.environ['NOTE'], 'w') as file:
-                file.write(json.dumps(runner.iter + 1))
+            note(runner.iter + 1)
             time.sleep(0.1)
 
 
 def train_slowly(work_dir, resume=False):
     """A rank of a real training run."""
+    from mmdevplug.dist import failure
+
+    failure.STOP_SECONDS = STOP_SECONDS
     train(
         work_dir,
         by_epoch=False,
@@ -91,24 +102,30 @@ class Job:
         command, self.ranks = [sys.executable, '-c', script], []
         for host in range(self.hosts.count):
             environ = dict(os.environ, **launch_variables(host, 0, 1, self.hosts, PORT))
-            note = self.folder / f'note{host}'
-            note.unlink(missing_ok=True)
-            environ.update(PYTHONPATH=str(ROOT), NOTE=str(note))
+            path = self.folder / f'note{host}'
+            path.unlink(missing_ok=True)
+            environ.update(PYTHONPATH=PATHS, NOTE=str(path))
             with open(self.folder / f'out{host}', 'w') as output:
                 line = self.hosts.command(host, command)
                 self.ranks.append(
                     subprocess.Popen(line, env=environ, stdout=output, stderr=output)
                 )
         deadline = time.monotonic() + 120
-        while min(self.step(host) for host in range(self.hosts.count)) < 5:
+        while not all(self.in_the_middle(host) for host in range(self.hosts.count)):
             assert time.monotonic() < deadline, self.told(0)
             time.sleep(0.1)
-        time.sleep(4)  # for each to have read what the other does
+
+    def noted(self, host):
+        path = self.folder / f'note{host}'
+        text = path.read_text() if path.exists() else ''
+        return json.loads(text) if text else [0, False]
 
     def step(self, host):
-        note = self.folder / f'note{host}'
-        text = note.read_text() if note.exists() else ''
-        return json.loads(text) if text else 0
+        return self.noted(host)[0]
+
+    def in_the_middle(self, host):
+        step, sees_the_other = self.noted(host)
+        return step >= 5 and sees_the_other
 
     def told(self, host):
         return (self.folder / f'out{host}').read_text()

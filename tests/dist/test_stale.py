@@ -11,7 +11,7 @@ from mmdevplug.dist.launch import LaunchEnv, restart_count
 from mmdevplug.dist.stale import stale_variables, unset_line
 from mmdevplug.errors import LaunchError
 from tests.distributed import run_ranks
-from tests.jobs import PLAIN, ROOT, digits_config
+from tests.jobs import PATHS, PLAIN, ROOT, digits_config
 
 CONFIG = 'configs/digits/digits_cpu.py'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
@@ -128,7 +128,7 @@ def test_a_single_process_trains_and_leaves_the_variables_alone(tmp_path, leftov
 
 
 def command(*arguments, **environ):
-    env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1', **environ)
+    env = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1', **environ)
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

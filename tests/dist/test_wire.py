@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.hosts import Hosts, HostsError, available, counter_file, run_ranks
-from tests.jobs import ROOT, install_card, largest_difference
+from tests.jobs import PATHS, ROOT, install_card, largest_difference
 
 STEPS = 6
 BATCH = 16
@@ -97,7 +97,7 @@ def run(folder, accelerator, ranks_per_host, **options):
     settings = dict(accelerator=accelerator, options=options, folder=str(folder))
     environ = dict(
         WIRE_JOB=json.dumps(settings),
-        PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / 'tests' / 'standins' / 'fakecard')]),
+        PYTHONPATH=os.pathsep.join([PATHS, str(ROOT / 'tests' / 'standins' / 'fakecard')]),
         TORCH_CPP_LOG_LEVEL='ERROR',
     )
     command = [sys.executable, '-c', 'from tests.dist.test_wire import work; work()']

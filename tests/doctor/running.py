@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from tests.jobs import ROOT
+from tests.jobs import PATHS, ROOT
 
 STANDIN = str(ROOT / 'tests' / 'standins' / 'fakecard')
 CONFIG = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
@@ -16,7 +16,7 @@ CLEAN = dict.fromkeys(['RANK', 'WORLD_SIZE', 'MASTER_PORT', 'GLOO_SOCKET_IFNAME'
 def environment(*paths, **environ):
     """Variables for a child; None removes one."""
     variables = {**os.environ, **CLEAN, 'OMP_NUM_THREADS': '1', **environ}
-    variables['PYTHONPATH'] = os.pathsep.join([*map(str, paths), str(ROOT), STANDIN])
+    variables['PYTHONPATH'] = os.pathsep.join([*map(str, paths), PATHS, STANDIN])
     return {name: value for name, value in variables.items() if value is not None}
 
 

@@ -20,7 +20,7 @@ from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
 )
 from tests.distributed import RanksFailed, run_ranks
-from tests.jobs import ROOT, largest_difference
+from tests.jobs import PATHS, ROOT, largest_difference
 from tests.optim.scenarios import cast_inside, install_card_once, train
 
 SCALED = dict(type='AmpOptimWrapper', dtype='float16', loss_scale=dict(init_scale=256.0))
@@ -277,7 +277,7 @@ def test_amp_on_the_command_line(tmp_path, accelerator):
     )
     standin = ROOT / 'tests' / 'standins' / 'fakecard'
     environ = dict(os.environ, OMP_NUM_THREADS='1', FAKECARD_NAME='zeta')
-    environ['PYTHONPATH'] = os.pathsep.join([str(ROOT), str(standin)])
+    environ['PYTHONPATH'] = os.pathsep.join([PATHS, str(standin)])
     done = subprocess.run(
         [
             sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config), '--amp',

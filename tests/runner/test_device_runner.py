@@ -4,7 +4,6 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
 from tests.distributed import run_ranks
-from tests.jobs import PLAIN, digits_config, install_card, largest_difference, weights_of
+from tests.jobs import PATHS, PLAIN, digits_config, install_card, largest_difference, weights_of
 
 THREE_EPOCHS = {**PLAIN, 'train_cfg__max_epochs': 3, 'default_hooks__checkpoint__interval': 1}
 
@@ -106,7 +105,7 @@ def test_the_dumped_config_builds_our_runner_by_itself(tmp_path):
         f'cfg = Config.fromfile({str(dumped)!r}); cfg.log_level = "ERROR"\n'
         'print(type(RUNNERS.build(cfg)).__module__)'
     )
-    environ = dict(os.environ, PYTHONPATH=str(Path(__file__).parents[2]))
+    environ = dict(os.environ, PYTHONPATH=PATHS)
     printed = subprocess.run(
         [sys.executable, '-c', script], env=environ, capture_output=True, text=True, check=True
     )

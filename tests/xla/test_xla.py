@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.distributed import RanksFailed, run_ranks
-from tests.jobs import PLAIN, ROOT, digits_config, largest_difference, train_digits
+from tests.jobs import PATHS, PLAIN, digits_config, largest_difference, train_digits
 from tests.model.parity import SCENARIOS, compare_all
 
 pytestmark = pytest.mark.xla
@@ -56,7 +56,7 @@ def test_detection_prefers_xla_only_where_pjrt_was_asked_for(asked_for, chosen):
     # Importing torch_xla sets PJRT_DEVICE if it is not set, hence a fresh process.
     environ = {name: value for name, value in os.environ.items() if name != 'PJRT_DEVICE'}
     environ.update({} if asked_for is None else {'PJRT_DEVICE': asked_for})
-    environ['PYTHONPATH'] = str(ROOT)
+    environ['PYTHONPATH'] = PATHS
     printed = subprocess.run(
         [sys.executable, '-c', DETECT], env=environ, capture_output=True, text=True, check=True
     )

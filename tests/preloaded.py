@@ -1,0 +1,11 @@
+"""What runs import sooner or later: processes that are forked from a server find it there."""
+
+import gc
+
+import matplotlib.backends.backend_agg  # noqa: F401
+import matplotlib.figure  # noqa: F401
+import sklearn.datasets  # noqa: F401
+import torch.utils.cpp_extension  # noqa: F401
+
+# What is there before a fork is not looked through again by each process.
+gc.freeze()
