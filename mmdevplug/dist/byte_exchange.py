@@ -52,7 +52,7 @@ class Head(NamedTuple):
     Attributes:
         purpose (str): What it exchanges; the same on all ranks.
         size (int): Bytes that it has for the others.
-        more (int): Bytes of tensors that follow, see :func:`broadcast_pieces`.
+        more (int): Bytes of tensors that follow, see :func:`swap_pieces`.
         in_flight (int): Bytes that may be under way at a time.
         limit (int): Bytes that this rank takes from all ranks together.
     """
@@ -142,8 +142,7 @@ def gather_bytes(
     data = data.to(place)
     mine = Head(purpose, data.numel(), more, in_flight, _NO_LIMIT if limit is None else limit)
     blocks = all_gather(_first_message(_pack_head(mine), data), group)
-    # One copy to the host for all heads where the blocks are on a device.
-    heads = [_read_head(block) for block in torch.stack(blocks)[:, : _HEAD.size].cpu()]
+    heads = [_read_head(to_bytes(block[: _HEAD.size])) for block in blocks]
     try:
         _check(heads, purpose, device, group)
     except SampleError as error:
@@ -154,7 +153,7 @@ def gather_bytes(
         for rank, (block, head) in enumerate(zip(blocks, heads))
     ]
     smallest = min(head.in_flight for head in heads)
-    broadcast_pieces([[part[ROOM:]] for part in parts], group, smallest)
+    _broadcast_rest(parts, group, smallest)
     return Gathered(parts, [head.more for head in heads], smallest)
 
 
@@ -164,15 +163,12 @@ def _pack_head(head: Head) -> bytes:
 
 
 def _first_message(head: bytes, data: Tensor) -> Tensor:
-    message = torch.zeros(FIRST_BYTES, dtype=torch.uint8, device=data.device)
-    message[: len(head)] = to_tensor(head).to(data.device)
-    beginning = data[: FIRST_BYTES - len(head)]
-    message[len(head) : len(head) + beginning.numel()] = beginning
-    return message
+    text = head + to_bytes(data[: FIRST_BYTES - len(head)])
+    return to_tensor(text.ljust(FIRST_BYTES, b'\0')).to(data.device)
 
 
-def _read_head(block: Tensor) -> Head:
-    magic, purpose, *numbers = _HEAD.unpack(to_bytes(block))
+def _read_head(text: bytes) -> Head:
+    magic, purpose, *numbers = _HEAD.unpack(text)
     if magic != _MAGIC:
         raise SampleError(
             'a rank sent something else than samples: some ranks have called another collective. '
@@ -220,20 +216,13 @@ def _beginning(received: Tensor, size: int) -> Tensor:
     return part
 
 
-def broadcast_pieces(parts: Sequence[Sequence[Tensor]], group: Any, in_flight: int) -> None:
-    """Broadcast what each rank has, in place.
-
-    Args:
-        parts (Sequence[Sequence[Tensor]]): For each rank one-dimensional uint8 tensors, of the
-            same sizes on all ranks; those of other ranks are overwritten.
-        group (ProcessGroup, optional): None for all ranks.
-        in_flight (int): Bytes under way at a time.
-    """
+def _broadcast_rest(parts: Sequence[Tensor], group: Any, in_flight: int) -> None:
+    """Broadcast what of each rank's bytes was not in its first message, in place."""
     most = _piece_bytes(in_flight, len(parts))
     pending: Deque[Tuple[Any, int]] = deque()
     under_way = 0
     # Ranks take turns, so that all of them send at the same time.
-    for turn in zip_longest(*(_pieces(tensors, most) for tensors in parts)):
+    for turn in zip_longest(*(_pieces([part[ROOM:]], most) for part in parts)):
         for rank, piece in enumerate(turn):
             if piece is None:
                 continue

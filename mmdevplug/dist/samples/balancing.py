@@ -19,7 +19,7 @@ from ..failure import fail_together, known_to_all
 from .comparing import Example
 from .job import Device, Job, Options, begin, place_own
 from .packing import pack
-from .parcel import open_parcel, place_blocks, put_together
+from .parcel import open_parcel, place_blocks, put_together, read_header
 from .slices import Slice, holdings, parts_for, slices_of
 
 
@@ -123,7 +123,10 @@ def _swap(job: Job, slices: Sequence[Slice], held: Sequence[Slice], in_flight: i
         }
         data = {rank: message.data for rank, message in packed.items()}
         arrived = exchange_bytes(data, sources, job.group, job.device, in_flight)
-        parcels = [open_parcel(arrived[rank], job.options.allow_pickle) for rank in sources]
+        parcels = [
+            open_parcel(arrived[rank], read_header(arrived[rank]), job.options.allow_pickle)
+            for rank in sources
+        ]
         place = carrier(job.device, job.group)
         swap_pieces(
             {rank: [t.to(place) for t in message.large] for rank, message in packed.items()},

@@ -2,12 +2,12 @@
 
 from typing import Any, List, Optional, Sequence
 
-from ..byte_exchange import DEFAULT_IN_FLIGHT, broadcast_pieces, gather_bytes
+from ..byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes, swap_pieces
 from ..failure import fail_together
 from .comparing import Example
 from .job import Device, Job, Options, begin, first_samples, place_own
 from .packing import pack, pack_error
-from .parcel import open_parcel, place_blocks, put_together, read_header
+from .parcel import Header, open_parcel, place_blocks, put_together, read_header
 
 
 def gather_samples(
@@ -76,18 +76,25 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     gathered = gather_bytes(
         message.data, job.group, job.device, job.purpose, in_flight, max_bytes, message.more
     )
-    headers = [read_header(part)[0] for part in gathered.parts]
-    job.raise_together([header[1] if len(header) == 2 else None for header in headers])
+    headers = [read_header(part) for part in gathered.parts]
+    job.raise_together([header.error for header in headers])
     if job.options.same_structure:
         job.refuse_differences(_examples(headers))
     others = [rank for rank in range(job.world_size) if rank != job.rank]
     parcels = [
-        open_parcel(gathered.parts[rank], job.options.allow_pickle, gathered.more[rank])
+        open_parcel(
+            gathered.parts[rank], headers[rank], job.options.allow_pickle, gathered.more[rank]
+        )
         for rank in others
     ]
-    large = [parcel.to_fill() for parcel in parcels]
-    large.insert(job.rank, [tensor.to(gathered.parts[0].device) for tensor in message.large])
-    broadcast_pieces(large, job.group, gathered.in_flight)
+    mine = [tensor.to(gathered.parts[job.rank].device) for tensor in message.large]
+    # Point to point: many small broadcasts take three times as long over gloo.
+    swap_pieces(
+        dict.fromkeys(others, mine),
+        {rank: parcel.to_fill() for rank, parcel in zip(others, parcels)},
+        job.group,
+        gathered.in_flight,
+    )
     placed = place_blocks(parcels, job.device)
     pool = {
         rank: put_together(parcel, blocks) for rank, parcel, blocks in zip(others, parcels, placed)
@@ -96,12 +103,12 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     return [sample for rank in range(job.world_size) for sample in pool[rank]]
 
 
-def _examples(headers: Sequence[Any]) -> List[Example]:
+def _examples(headers: Sequence[Header]) -> List[Example]:
     found = []
-    for rank, (_, structures, _, kinds, _) in enumerate(headers):
-        first = first_samples(kinds)
+    for rank, header in enumerate(headers):
+        first = first_samples(header.kinds)
         found += [
             Example.of(rank, first[number], structure)
-            for number, structure in enumerate(structures)
+            for number, structure in enumerate(header.structures)
         ]
     return found

@@ -42,22 +42,44 @@ class Parcel(NamedTuple):
         return [bytes_of(self.blocks[index]) for index in sorted(self.large)]
 
 
-def read_header(buffer: Tensor) -> Tuple[List[Any], int]:
-    """The header of a parcel.
+class Header(NamedTuple):
+    """What a parcel says of itself.
 
-    Returns:
-        tuple: A list of version, structures, shapes, kinds and values, or of version and error
-        message; and where the blocks begin.
+    Attributes:
+        error (str, optional): Why there are no samples.
+        structures (list): As :class:`.taking_apart.Parts` has them.
+        shapes (list): The shapes of the blocks of samples.
+        kinds (List[int]): For each sample the numbers of its structure and shapes.
+        values (list): Plain values in order.
+        begin (int): Where the blocks begin.
+    """
+
+    error: Optional[str]
+    structures: List[Any]
+    shapes: List[Any]
+    kinds: List[int]
+    values: List[Any]
+    begin: int
+
+
+def read_header(buffer: Tensor) -> Header:
+    """Read the header of what :func:`.packing.pack` or ``pack_error`` made on another rank.
+
+    Raises:
+        SampleError: If it is none.
     """
     length = int.from_bytes(to_bytes(buffer[:8]), 'little')
     header = msgpack.unpackb(to_bytes(buffer[8 : 8 + length]), unicode_errors='surrogatepass')
     if not isinstance(header, list) or len(header) not in (2, 5) or header[0] != VERSION:
         raise damaged()
-    return header, aligned(8 + length)
+    if len(header) == 2:
+        return Header(header[1], [], [], [], [], 0)
+    return Header(None, *header[1:], aligned(8 + length))
 
 
 def open_parcel(
     buffer: Tensor,
+    header: Header,
     allow_pickle: bool = False,
     more: Optional[int] = None,
     large_bytes: float = LARGE_BYTES,
@@ -65,15 +87,16 @@ def open_parcel(
     """Read a parcel.
 
     Args:
-        buffer (Tensor): The data that :func:`pack` made on another rank.
+        buffer (Tensor): The data that :func:`.packing.pack` made on another rank.
+        header (Header): What :func:`read_header` found in it.
         allow_pickle (bool): Whether pickled objects are accepted.
         more (int, optional): The bytes of large tensors, where they are known. Defaults to None.
-        large_bytes (float): As for :func:`pack`.
+        large_bytes (float): As for :func:`.packing.pack`.
 
     Raises:
         SampleError: If it does not fit together, or names classes unknown here.
     """
-    (_, structures, shapes, kinds, values), begin = read_header(buffer)
+    _, structures, shapes, kinds, values, begin = header
     plans = plans_of(structures, allow_pickle)
     pairs = list(zip(kinds[::2], kinds[1::2]))
     shapes = [tuple([tuple(shape) for shape in each]) for each in shapes]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..samples.packing import pack
-from ..samples.parcel import open_parcel, place_blocks, put_together
+from ..samples.parcel import open_parcel, place_blocks, put_together, read_header
 from ..samples.taking_apart import Parts
 
 
@@ -20,6 +20,6 @@ def pack_groups(groups: Sequence[Any], allow_pickle: bool = False) -> Tensor:
 
 def unpack_groups(packed: Tensor, allow_pickle: bool = False) -> List[Any]:
     """The groups that :func:`pack_groups` packed, in host memory."""
-    parcel = open_parcel(packed, allow_pickle, large_bytes=math.inf)
+    parcel = open_parcel(packed, read_header(packed), allow_pickle, large_bytes=math.inf)
     (blocks,) = place_blocks([parcel], torch.device('cpu'))
     return put_together(parcel, blocks)

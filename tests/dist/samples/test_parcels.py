@@ -19,12 +19,16 @@ from mmdevplug.errors import SampleError
 from .values import bits, pools
 
 
+def read(data, allow_pickle=False, more=None):
+    return open_parcel(data, read_header(data), allow_pickle, more)
+
+
 def there_and_back(samples, allow_pickle=False):
     parts = Parts(allow_pickle)
     parts.take(samples)
     # From another address, as on another rank.
     packed = pack(parts)
-    parcel = open_parcel(packed.data.clone(), allow_pickle, packed.more)
+    parcel = read(packed.data.clone(), allow_pickle, packed.more)
     for sent, room in zip_longest(packed.large, parcel.to_fill()):
         room.copy_(sent)
     (blocks,) = place_blocks([parcel], torch.device('cpu'))
@@ -64,7 +68,7 @@ def test_large_tensors_travel_from_and_to_their_own_memory():
     assert torch.equal(second['x'], large.view(256, 256).t())
     assert first['x'].untyped_storage().nbytes() == 2**18
     with pytest.raises(SampleError, match='do not fit together'):
-        open_parcel(packed.data, more=2**20)
+        read(packed.data, more=2**20)
 
 
 def test_arrays_can_be_written_to():
@@ -88,7 +92,7 @@ def test_tensors_of_one_dtype_are_one_run_of_bytes():
     parts = Parts()
     parts.take([dict(x=torch.full((3,), float(n)), y=torch.tensor([n])) for n in range(100)])
     packed = pack(parts).data
-    _, begin = read_header(packed)
+    begin = read_header(packed).begin
     assert packed[begin : begin + 1200].view(torch.float32).view(100, 3)[:, 0].tolist() == list(
         range(100)
     )
@@ -138,7 +142,7 @@ def test_pickles_are_for_those_who_ask():
     parts.take([sample])
     assert b'storage' not in pack(parts).data.numpy().tobytes()  # tensors are packed, not pickled
     with pytest.raises(SampleError, match='allow_pickle=True if you trust'):
-        open_parcel(pack(parts).data)
+        read(pack(parts).data)
 
 
 def message(structures, shapes=((),), kinds=(0, 0), values=()):
@@ -183,7 +187,7 @@ def _spring():
 )
 def test_a_message_cannot_choose_what_is_run(structure):
     with pytest.raises(SampleError):
-        open_parcel(message([structure], values=[pickle.dumps(Trap())]))
+        read(message([structure], values=[pickle.dumps(Trap())]))
 
 
 def test_a_message_that_nests_without_end_is_refused():
@@ -191,19 +195,19 @@ def test_a_message_that_nests_without_end_is_refused():
     for _ in range(100):
         structure = ['list', '', [], [structure]]
     with pytest.raises(SampleError):
-        open_parcel(message([structure], values=[1]))
+        read(message([structure], values=[1]))
 
 
 def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(SampleError, match='do not fit together'):
-        open_parcel(message(['tensor float32'], shapes=[[[1 << 40]]]), more=0)
+        read(message(['tensor float32'], shapes=[[[1 << 40]]]), more=0)
     with pytest.raises(SampleError, match='do not fit together'):
-        open_parcel(message(['tensor float32'], shapes=[[[1 << 10]]]))
+        read(message(['tensor float32'], shapes=[[[1 << 10]]]))
     with pytest.raises(SampleError, match='do not fit together'):
-        open_parcel(message(['tensor float32'], shapes=[[]]))
+        read(message(['tensor float32'], shapes=[[]]))
 
 
 def test_other_fields_of_a_class_are_named():
     structure = ['dataclass', 'tests.dist.samples.values:Rollout', ['prompt'], ['str']]
     with pytest.raises(SampleError, match=r"fields \['prompt'\], which here has \['prompt', 'tok"):
-        open_parcel(message([structure], values=['']))
+        read(message([structure], values=['']))
