@@ -9,7 +9,8 @@ from torch import Tensor
 
 from mmdevplug.errors import SampleError
 
-from .nested import LIST, TUPLE, container_of, tensors_in, to_device
+from .containers import LIST, TUPLE, container_of
+from .nested import tensors_in, to_device
 
 #: Their values become a tensor.
 _NUMBERS = (bool, int, float, complex, np.generic)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmdevplug.device.nested import (
+from mmdevplug.device.containers import (
     DATACLASS,
     DICT,
     ELEMENT,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmdevplug.device.nested import DICT, container_of
+from mmdevplug.device.containers import DICT, container_of
 from mmdevplug.errors import SampleError
 
 Structure = Union[str, Tuple]

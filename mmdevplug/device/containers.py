@@ -1,0 +1,137 @@
+"""The containers that samples consist of: how each is taken apart and put together again."""
+
+import dataclasses
+from collections import OrderedDict
+from functools import lru_cache
+from operator import getitem
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
+
+from mmengine.structures import BaseDataElement
+
+Names = Tuple[Any, ...]
+
+
+class Container(NamedTuple):
+    """A kind of container: how it is taken apart and put together again.
+
+    Attributes:
+        name (str): What messages call it.
+        names (Callable): Names of the parts; indices for a sequence.
+        parts (Callable): The parts, in the order of their names.
+        part (Callable): The part of a name.
+        build (Callable): From a type, names and parts, without running the type's constructor
+            where that may do more than store them.
+        step (Callable): A name as it is written behind an expression: ``'.x'``, ``"['x']"``.
+    """
+
+    name: str
+    names: Callable[[Any], Names]
+    parts: Callable[[Any], List[Any]]
+    part: Callable[[Any, Any], Any]
+    build: Callable[[type, Names, Sequence[Any]], Any]
+    step: Callable[[Any], str]
+
+
+def _build_dataclass(kind: type, names: Names, parts: Sequence[Any]) -> Any:
+    made = object.__new__(kind)
+    for name, part in zip(names, parts):
+        object.__setattr__(made, name, part)  # also where the class is frozen
+    return made
+
+
+def _field_names(value: Any) -> Names:
+    # Sets have another order in each process. A property has its value under a name of its own.
+    fields = [('', name) for name in sorted(value._data_fields) if not _is_property(value, name)]
+    return tuple(fields + [('metainfo', name) for name in sorted(value._metainfo_fields)])
+
+
+def _is_property(value: Any, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), property)
+
+
+def _build_element(kind: type, names: Names, parts: Sequence[Any]) -> Any:
+    made = object.__new__(kind)
+    BaseDataElement.__init__(made)
+    for (place, name), part in zip(names, parts):
+        # The element checks lengths when a field is set, and these were checked.
+        object.__setattr__(made, name, part)
+        fields = made._metainfo_fields if place else made._data_fields
+        fields.add(name)
+        if _is_property(made, name.lstrip('_')):
+            fields.add(name.lstrip('_'))
+    return made
+
+
+def _indices(value: Sequence) -> Names:
+    return tuple(range(len(value)))
+
+
+def _index_step(name: Any) -> str:
+    return f'[{name!r}]'
+
+
+def _field_step(name: Any) -> str:
+    return f'.{name}'
+
+
+DICT = Container(
+    'dict',
+    names=tuple,
+    parts=lambda value: list(value.values()),
+    part=getitem,
+    build=lambda kind, names, parts: kind(zip(names, parts)),
+    step=_index_step,
+)
+LIST = Container(
+    'list', _indices, list, getitem, lambda kind, names, parts: list(parts), _index_step
+)
+TUPLE = Container(
+    'tuple', _indices, list, getitem, lambda kind, names, parts: tuple(parts), _index_step
+)
+NAMED_TUPLE = Container(
+    'named tuple',
+    names=lambda value: value._fields,
+    parts=list,
+    part=getattr,
+    build=lambda kind, names, parts: tuple.__new__(kind, parts),
+    step=_field_step,
+)
+DATACLASS = Container(
+    'dataclass',
+    names=lambda value: tuple(each.name for each in dataclasses.fields(value)),
+    parts=lambda value: [getattr(value, each.name) for each in dataclasses.fields(value)],
+    part=getattr,
+    build=_build_dataclass,
+    step=_field_step,
+)
+ELEMENT = Container(
+    'data element',
+    names=_field_names,
+    parts=lambda value: [getattr(value, name) for _, name in _field_names(value)],
+    part=lambda value, name: getattr(value, name[1]),
+    build=_build_element,
+    step=lambda name: f'.{name[1]}',
+)
+
+_BUILT_IN = {dict: DICT, OrderedDict: DICT, list: LIST, tuple: TUPLE}
+#: Values without parts, so many of them that a look at the type must do.
+LEAVES = frozenset({str, bytes, bool, int, float, complex, type(None)})
+
+
+@lru_cache(maxsize=512)
+def container_of(kind: type) -> Optional[Container]:
+    """How values of a type are taken apart; None if they are not.
+
+    Args:
+        kind (type): ``dict``, ``OrderedDict``, ``list``, ``tuple``, a named tuple, a dataclass, or
+            a kind of MMEngine's ``BaseDataElement``.
+    """
+    if kind in _BUILT_IN:
+        return _BUILT_IN[kind]
+    if issubclass(kind, (dict, list)):
+        return None  # it may hold more than its items
+    if issubclass(kind, tuple) and hasattr(kind, '_fields'):
+        return NAMED_TUPLE
+    if issubclass(kind, BaseDataElement):
+        return ELEMENT
+    return DATACLASS if dataclasses.is_dataclass(kind) else None
