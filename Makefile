@@ -88,5 +88,5 @@ docs-features: install install-xla  ## Measure the features on every device, wri
 	$(BIN)/python docs/feature_table.py
 
 clean:  ## Remove the environments and what was built or trained
-	rm -rf $(VENV) $(VENV_XLA) build dist *.egg-info work_dirs .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VENV_XLA) build dist *.egg-info work_dirs .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

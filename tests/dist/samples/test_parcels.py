@@ -35,7 +35,9 @@ def there_and_back(samples, allow_pickle=False):
     return put_together(parcel, blocks)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(st.booleans().flatmap(lambda same: pools(1, 5, same)))
 def test_all_samples_arrive_as_they_were(pool):
     (samples,) = pool
