@@ -1,12 +1,11 @@
 """The containers that samples consist of: how each is taken apart and put together again."""
 
 import dataclasses
+import sys
 from collections import OrderedDict
 from functools import lru_cache
 from operator import getitem
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
-
-from mmengine.structures import BaseDataElement
 
 Names = Tuple[Any, ...]
 
@@ -51,7 +50,7 @@ def _is_property(value: Any, name: str) -> bool:
 
 def _build_element(kind: type, names: Names, parts: Sequence[Any]) -> Any:
     made = object.__new__(kind)
-    BaseDataElement.__init__(made)
+    element_type().__init__(made)
     for (place, name), part in zip(names, parts):
         # The element checks lengths when a field is set, and these were checked.
         object.__setattr__(made, name, part)
@@ -118,6 +117,13 @@ _BUILT_IN = {dict: DICT, OrderedDict: DICT, list: LIST, tuple: TUPLE}
 LEAVES = frozenset({str, bytes, bool, int, float, complex, type(None)})
 
 
+def element_type() -> Any:
+    """MMEngine's ``BaseDataElement``; None where nobody has imported it."""
+    # Importing it imports vendors' packages, whose failures are told when a device is looked for.
+    structures = sys.modules.get('mmengine.structures')
+    return None if structures is None else structures.BaseDataElement
+
+
 @lru_cache(maxsize=512)
 def container_of(kind: type) -> Optional[Container]:
     """How values of a type are taken apart; None if they are not.
@@ -132,6 +138,7 @@ def container_of(kind: type) -> Optional[Container]:
         return None  # it may hold more than its items
     if issubclass(kind, tuple) and hasattr(kind, '_fields'):
         return NAMED_TUPLE
-    if issubclass(kind, BaseDataElement):
+    element = element_type()
+    if element is not None and issubclass(kind, element):
         return ELEMENT
     return DATACLASS if dataclasses.is_dataclass(kind) else None

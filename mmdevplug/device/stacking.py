@@ -4,12 +4,11 @@ from typing import Any, List, Sequence, Union
 
 import numpy as np
 import torch
-from mmengine.structures import BaseDataElement
 from torch import Tensor
 
 from mmdevplug.errors import SampleError
 
-from .containers import LIST, TUPLE, container_of
+from .containers import ELEMENT, LIST, TUPLE, container_of
 from .nested import tensors_in, to_device
 
 #: Their values become a tensor.
@@ -54,7 +53,7 @@ def _stack(values: List[Any], path: str) -> Any:
     if isinstance(first, _NUMBERS):
         return _stack_numbers(values, path)
     container = container_of(type(first))
-    if container is None or isinstance(first, BaseDataElement):
+    if container in (None, ELEMENT):
         return values
     names = container.names(first)
     for index, value in enumerate(values):

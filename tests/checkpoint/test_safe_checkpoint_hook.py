@@ -41,6 +41,8 @@ def both(work_dir, options):
     for kind in ('CheckpointHook', 'SafeCheckpointHook'):
         folder = work_dir / kind
         cfg = dict(
+            # By default it is the time in seconds, and runs of the same name share what they know.
+            experiment_name=f'{work_dir.name}_{kind}',
             default_hooks__checkpoint=dict(options, type=kind),
             accelerator__safe_checkpoints=False,
         )
