@@ -262,9 +262,9 @@ def _judged(
         return f'{target}: nothing measured'
     met = sum(worst(figure(one), bound) == bound for one in results)
     found = worst(results, key=figure)
-    verdict = 'met' if met == len(results) else 'NOT MET'
+    verdict = 'met' if met == len(results) else 'NOT MET everywhere'
     return (
-        f'{target}: {verdict}, in {met} of {len(results)} settings; worst {figure(found):.2f} '
+        f'{target}: {verdict}; holds in {met} of {len(results)} settings, worst {figure(found):.2f} '
         f'({found["ranks"]} ranks, {found["samples"]} samples of {found["bytes"]} bytes)'
     )
 
