@@ -264,8 +264,8 @@ def _judged(
     found = worst(results, key=figure)
     verdict = 'met' if met == len(results) else 'NOT MET everywhere'
     return (
-        f'{target}: {verdict}; holds in {met} of {len(results)} settings, worst {figure(found):.2f} '
-        f'({found["ranks"]} ranks, {found["samples"]} samples of {found["bytes"]} bytes)'
+        f'{target}: {verdict}; holds in {met} of {len(results)} settings, worst '
+        f'{figure(found):.2f} ({found["ranks"]} ranks, {found["samples"]} samples of {found["bytes"]} bytes)'
     )
 
 
