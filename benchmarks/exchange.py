@@ -265,7 +265,8 @@ def _judged(
     verdict = 'met' if met == len(results) else 'NOT MET everywhere'
     return (
         f'{target}: {verdict}; holds in {met} of {len(results)} settings, worst '
-        f'{figure(found):.2f} ({found["ranks"]} ranks, {found["samples"]} samples of {found["bytes"]} bytes)'
+        f'{figure(found):.2f} ({found["ranks"]} ranks, {found["samples"]} samples of '
+        f'{found["bytes"]} bytes)'
     )
 
 
