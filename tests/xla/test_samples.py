@@ -30,7 +30,7 @@ def test_eight_cards_of_a_t20():
         assert calls['unlazy'] >= (2 if per_rank[rank] else 0)
 
 
-def executions():
+def executions(first, others):
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as metrics
 
@@ -55,18 +55,18 @@ def executions():
         drawn = torch.arange(8.0, device=device) * (rank + 1)
         return [dict(x=drawn * n, y=(drawn + n).sum(), name=str(n)) for n in range(number)]
 
-    seen = []
+    seen, held = [], others if rank else first
     for _ in range(3):
         # Recorded inside, so that nothing has computed them before.
-        pool, gathered = count(lambda: gather_samples(rollouts(4 if rank else 2)))
-        mine, balanced = count(lambda: balance_samples(rollouts(4 if rank else 2)))
+        pool, gathered = count(lambda: gather_samples(rollouts(held)))
+        mine, balanced = count(lambda: balance_samples(rollouts(held)))
         batch, stacked = count(lambda mine=mine: stack_samples(mine, device))
         seen.append((gathered, balanced, stacked))
     return seen, [float(each['y']) for each in pool], batch['y'].cpu().tolist()
 
 
 def test_an_exchange_is_one_execution_and_compiles_nothing_new():
-    found = run_ranks(executions, 2, environ=dict(CPU_NUM_DEVICES='2'))
+    found = run_ranks(executions, 2, 2, 4, environ=dict(CPU_NUM_DEVICES='2'))
     expected = [28.0 * 1 + 8 * n for n in range(2)] + [28.0 * 2 + 8 * n for n in range(4)]
     for rank, (seen, pool, batch) in enumerate(found):
         assert pool == expected
@@ -77,3 +77,12 @@ def test_an_exchange_is_one_execution_and_compiles_nothing_new():
             assert balanced[0] == rank
         for gathered, balanced, stacked in seen[1:]:
             assert gathered[1] == balanced[1] == stacked[1] == 0
+
+
+def test_samples_for_several_ranks_are_one_execution():
+    found = run_ranks(executions, 3, 6, 0, environ=dict(CPU_NUM_DEVICES='3'))
+    for rank, (seen, pool, batch) in enumerate(found):
+        assert pool == [28.0 + 8 * n for n in range(6)]
+        assert batch == pool[2 * rank : 2 * rank + 2]
+        for _, balanced, _ in seen:
+            assert balanced[0] == (rank == 0)

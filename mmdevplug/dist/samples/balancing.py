@@ -4,6 +4,7 @@ from typing import Any, List, Optional, Sequence, Tuple, Union
 
 import msgpack
 
+from mmdevplug.device import to_device
 from mmdevplug.errors import SampleError
 
 from ..byte_exchange import (
@@ -117,10 +118,14 @@ def _swap(job: Job, slices: Sequence[Slice], held: Sequence[Slice], in_flight: i
     pieces = {job.rank: place_own(_part(job, kept, held), job.device)}
     if job.world_size > 1:
         begin = held[job.rank].begin
-        packed = {
-            rank: pack(job.parts.select(part.begin - begin, part.end - begin))
-            for rank, part in outgoing.items()
-        }
+        chosen = [
+            job.parts.select(part.begin - begin, part.end - begin) for part in outgoing.values()
+        ]
+        # One call, and so one execution, for what goes to all ranks.
+        on_host = to_device([parts.blocks for parts in chosen], 'cpu')
+        for parts, blocks in zip(chosen, on_host):
+            parts.blocks = blocks
+        packed = {rank: pack(parts) for rank, parts in zip(outgoing, chosen)}
         data = {rank: message.data for rank, message in packed.items()}
         arrived = exchange_bytes(data, sources, job.group, job.device, in_flight)
         parcels = [
