@@ -1,0 +1,213 @@
+"""Real model repositories, trained from their own configs: by MMEngine's runner and by ours.
+
+A :class:`Recipe` names a config of a repository and what shrinks it. :func:`train_stock` trains
+it with MMEngine's own runner in one process on the CPU; :func:`train_ours` with a base config of
+ours, in any number of ranks on any device. Both return what can be compared.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict
+
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.registry import RUNNERS, DefaultScope
+from mmengine.runner import Runner
+
+import mmdevplug
+from tests.jobs import install_card, weights_of
+
+T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
+
+#: Iterations of each training, half of which a resumed one does again.
+ITERATIONS = 10
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train.
+
+    Attributes:
+        base (str): A config of the repository, ``'mmseg::folder/name.py'``.
+        changes (dict): Keys that the written config lays over it, as MMEngine inherits.
+        batch (int): Samples of an iteration, of all ranks together.
+        modules (tuple): Modules of tests to import first, with datasets and the like.
+    """
+
+    base: str
+    changes: Dict[str, Any] = field(default_factory=dict)
+    batch: int = 4
+    modules: tuple = ()
+
+
+def iteration_schedule() -> Dict[str, Any]:
+    """Keys for a config with an iteration-based loop: checkpoints half way and at the end."""
+    half = ITERATIONS // 2
+    return dict(
+        train_cfg=dict(max_iters=ITERATIONS, val_interval=ITERATIONS),
+        default_hooks=dict(
+            logger=dict(interval=1), checkpoint=dict(interval=half, save_best=None)
+        ),
+    )
+
+
+def epoch_schedule() -> Dict[str, Any]:
+    """The same for epochs; the dataset is to have ``batch * ITERATIONS / 2`` samples."""
+    return dict(
+        train_cfg=dict(max_epochs=2, val_interval=2),
+        default_hooks=dict(logger=dict(interval=1), checkpoint=dict(interval=1, save_best=None)),
+    )
+
+
+def loader(batch: int, **changes: Any) -> Dict[str, Any]:
+    """Keys for a data loader of this process's share, without workers and without shuffling."""
+    share = batch // int(os.environ.get('WORLD_SIZE', 1))
+    return dict(
+        batch_size=share,
+        num_workers=0,
+        persistent_workers=False,
+        sampler=dict(shuffle=False),
+        **changes,
+    )
+
+
+def write_config(path: Path, recipe: Recipe, accelerator: str = '') -> Path:
+    """Write a user's config: the repository's own, a base config of ours, and changes.
+
+    Args:
+        path (Path): The file.
+        recipe (Recipe): What to train.
+        accelerator (str): Which device, or nothing for a config without a word of ours.
+
+    Returns:
+        Path: The file.
+    """
+    lines = [f'{key} = {value!r}' for key, value in recipe.changes.items()]
+    bases = repr(recipe.base)
+    if accelerator:
+        named = Path(mmdevplug.base_config('cpu')).with_name(f'{accelerator}.py').exists()
+        name = accelerator if named else 'auto'
+        bases += f", __import__('mmdevplug').base_config({name!r})"
+        if not named:
+            lines.append(f'accelerator = dict(type={accelerator!r})')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('\n'.join([f'_base_ = [{bases}]', *lines, '']))
+    return path
+
+
+def load_config(path: Path, recipe: Recipe, work_dir: Path, **options: Any) -> Config:
+    """Read a config as the repositories' ``tools/train.py`` do, for this process's variables."""
+    cfg = Config.fromfile(str(path))
+    cfg.launcher = 'pytorch' if 'RANK' in os.environ else 'none'
+    cfg.work_dir = str(work_dir)
+    cfg.randomness = dict(seed=0)
+    cfg.merge_from_dict(dict(train_dataloader=loader(recipe.batch)))
+    for name in ('val_dataloader', 'test_dataloader'):
+        cfg.merge_from_dict({name: loader(int(os.environ.get('WORLD_SIZE', 1)))})
+    cfg.merge_from_dict(options)
+    return cfg
+
+
+def build_runner(cfg: Config) -> Runner:
+    """Build the runner as the repositories' ``tools/train.py`` do."""
+    return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+
+
+class Recorder(Hook):
+    """Keeps what each iteration and each validation of a run told."""
+
+    priority = 'VERY_LOW'
+
+    def __init__(self):
+        self.losses, self.metrics = [], []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.losses.append({name: value.item() for name, value in outputs.items()})
+
+    def after_val_epoch(self, runner, metrics=None):
+        self.metrics.append(dict(metrics))
+
+
+def train_stock(recipe: Recipe, folder: Path) -> Dict[str, Any]:
+    """Train with MMEngine's own runner, in this process alone and on the CPU.
+
+    Returns:
+        dict: ``losses`` (for each iteration: name to figure), ``metrics`` of the validation,
+        ``weights`` (name to array).
+    """
+    _prepare(recipe)
+    path = write_config(folder / 'stock.py', recipe)
+    runner = build_runner(load_config(path, recipe, folder / 'stock'))
+    assert type(runner) is Runner
+    return _train(runner)
+
+
+def train_ours(recipe: Recipe, accelerator: str, folder: Path) -> Dict[str, Any]:
+    """Train on a device, resume from half way, and test the last checkpoint.
+
+    Returns:
+        dict: As :func:`train_stock`, and ``device``, ``files`` (names of checkpoints),
+        ``resumed`` (the losses of the run that began half way), ``tested`` (what the test loop
+        told of the last checkpoint).
+    """
+    _prepare(recipe, accelerator)
+    rank = os.environ.get('RANK', '0')
+    path = write_config(folder / f'rank_{rank}' / 'ours.py', recipe, accelerator)
+    runner = build_runner(load_config(path, recipe, folder / 'ours'))
+    found = _train(runner)
+    model = getattr(runner.model, 'module', runner.model)
+    found.update(device=str(next(model.parameters()).device), wrapper=type(runner.model).__name__)
+    files = sorted((folder / 'ours').glob('*.pth'), key=lambda file: int(file.stem.split('_')[-1]))
+    found['files'] = [file.name for file in files]
+    del runner, model
+
+    half = dict(resume=True, load_from=str(files[0]))
+    runner = build_runner(load_config(path, recipe, folder / 'resumed', **half))
+    found['resumed'] = _train(runner)['losses']
+    del runner
+
+    last = dict(load_from=str(files[-1]))
+    runner = build_runner(load_config(path, recipe, folder / 'tested', **last))
+    found['tested'] = dict(runner.test())
+    return found
+
+
+def _prepare(recipe: Recipe, accelerator: str = 'cpu') -> None:
+    if accelerator == 'gcu' and T20_STANDIN not in sys.path:
+        sys.path.insert(0, T20_STANDIN)
+    install_card(accelerator)
+    for module in recipe.modules:
+        __import__(module)
+
+
+def _train(runner: Runner) -> Dict[str, Any]:
+    recorder = Recorder()
+    runner.register_hook(recorder)
+    runner.train()
+    model = getattr(runner.model, 'module', runner.model)
+    return dict(
+        losses=recorder.losses,
+        metrics=recorder.metrics[-1] if recorder.metrics else {},
+        weights=weights_of(model),
+    )
+
+
+def train_all(recipes: Dict[str, Recipe], accelerator: str, folder: Path) -> Dict[str, Any]:
+    """Train several recipes one after the other in one job; ``'stock'`` is no accelerator."""
+    found = {}
+    for name, recipe in recipes.items():
+        if accelerator == 'stock':
+            found[name] = train_stock(recipe, folder / name)
+        else:
+            found[name] = train_ours(recipe, accelerator, folder / name)
+        # The next repository may have another one.
+        DefaultScope._instance_dict.clear()
+    return found
+
+
+def mean_losses(ranks: list, name: str, key: str = 'losses', loss: str = 'loss') -> list:
+    """For each iteration, a loss of a recipe averaged over ranks."""
+    runs = [rank[name][key] for rank in ranks]
+    return [sum(one[loss] for one in step) / len(runs) for step in zip(*runs)]
