@@ -52,7 +52,7 @@ $(STAMP_XLA): setup.py
 	$(PIP_XLA) install --upgrade pip "setuptools<81" wheel
 	$(PIP_XLA) install torch==2.9.0 torch_xla==2.9.0 torchvision==0.24.0
 	$(PIP_XLA) install "$(MMCV_XLA)"
-	$(PIP_XLA) install --no-build-isolation -e ".[examples,dev]"
+	$(PIP_XLA) install --no-build-isolation -e ".[examples,dev,dev-xla]"
 	$(call link,$(BIN_XLA))
 	touch $@
 

@@ -47,6 +47,12 @@ EXTRAS_REQUIRE = {
         'mmdet==3.3.0',
         'ftfy',
     ],
+    # More real models, where torchvision is: no CPU build of it is made for the newest torch.
+    'dev-xla': [
+        'mmpretrain==1.2.0',
+        # mmpretrain 1.2 imports what later releases no longer have.
+        'transformers<4.52',
+    ],
 }
 
 
