@@ -25,6 +25,7 @@ _LAZY = {
     'DeviceDistributedDataParallel': 'mmdevplug.model',
     'DeviceHook': 'mmdevplug.hooks',
     'DeviceRunner': 'mmdevplug.runner',
+    'serve_mmengine': 'mmdevplug.serving',
 }
 
 __all__ = ['ACCELERATORS', '__version__', 'base_config', *_LAZY]

@@ -3,7 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, Callable, Iterable, List, Optional, Sequence
+from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ class Accelerator(ABC):
     lazy: bool = False
     native_backend: Optional[str] = None
     visible_devices_env: Optional[str] = None
+    #: The vendor's package, None for what PyTorch brings itself.
+    package: Optional[str] = None
     #: Whether gloo reads and writes tensors of this family as they are.
     gloo_takes_tensors: bool = False
     #: Several ranks may share one device without being told (true of the CPU alone).
@@ -137,6 +139,20 @@ class Accelerator(ABC):
         if value is None:
             return f'{self.visible_devices_env} is not set'
         return f'{self.visible_devices_env}={value!r}'
+
+    def device_id(self, device: torch.device) -> Union[int, str]:
+        """What the host calls a device, of which this process may see a selection.
+
+        Args:
+            device (torch.device): A device of this family.
+
+        Returns:
+            int or str: Its entry in the visible-devices variable, or else its index.
+        """
+        names = os.environ.get(self.visible_devices_env or '', '').split(',')
+        index = device.index or 0
+        name = names[index].strip() if index < len(names) else ''
+        return int(name) if name.isdecimal() else name or index
 
     # copies -----------------------------------------------------------------------------------
 
@@ -256,6 +272,23 @@ class Accelerator(ABC):
         """PyTorch's scaler for any device, None in releases before it."""
         scaler = getattr(getattr(torch, 'amp', None), 'GradScaler', None)
         return None if scaler is None else scaler(self.device_type, **kwargs)
+
+    # profiling --------------------------------------------------------------------------------
+
+    def profiler_activity(self) -> Any:
+        """What ``torch.profiler`` calls recording such a device, None if it knows none."""
+        return torch.profiler.ProfilerActivity.__members__.get(self.device_type.upper())
+
+    def trace(self, folder: str) -> Optional[AbstractContextManager]:
+        """The vendor's own profiler, where ``torch.profiler`` records nothing of the device.
+
+        Args:
+            folder (str): Where it is to write.
+
+        Returns:
+            context manager: Records inside; None if no profiler is known.
+        """
+        return None
 
     # collectives ------------------------------------------------------------------------------
 

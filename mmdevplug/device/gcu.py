@@ -25,6 +25,7 @@ class T20Accelerator(LazyAccelerator):
     """The lazy generation. One process sees all cards of its host."""
 
     name = 'gcu'
+    package = 'torch_gcu'
     visible_devices_env = 'TOPS_VISIBLE_DEVICES'
     amp_dtype = torch.float16  # type: ignore[assignment]
 

@@ -143,6 +143,12 @@ class TorchNativeAccelerator(Accelerator):
         told = torch.tensor(list(state), dtype=torch.uint8)
         self._call('set_rng_state', told, *([] if self.name == 'mps' else [device]))
 
+    def profiler_activity(self) -> Any:
+        known = super().profiler_activity()
+        if known is None and self.device_type == privateuse1_name():
+            known = torch.profiler.ProfilerActivity.__members__.get('PrivateUse1')
+        return known
+
     def autocast(
         self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
     ) -> AbstractContextManager:

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from typing import Dict, List, Optional, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ class XLAAccelerator(LazyAccelerator):
     """
 
     name = 'xla'
+    package = 'torch_xla'
     amp_dtype = torch.bfloat16  # type: ignore[assignment]
     _chosen_by_torch_xla = False
 
@@ -29,6 +31,11 @@ class XLAAccelerator(LazyAccelerator):
     def visible_devices_env(self) -> str:  # type: ignore[override]
         on_cpu = os.environ.get('PJRT_DEVICE', '').upper() == 'CPU'
         return 'CPU_NUM_DEVICES' if on_cpu else 'TPU_VISIBLE_CHIPS'
+
+    def device_id(self, device: torch.device) -> Union[int, str]:
+        # CPU_NUM_DEVICES is no list of devices but how many there are.
+        on_cpu = self.visible_devices_env == 'CPU_NUM_DEVICES'
+        return device.index or 0 if on_cpu else super().device_id(device)
 
     def requirement(self) -> str:
         return 'the package torch_xla, of the same release as torch'
@@ -155,6 +162,12 @@ class XLAAccelerator(LazyAccelerator):
                 raise
             return {}  # PJRT's CPU client keeps no statistics.
 
+    def trace(self, folder: str) -> Optional[AbstractContextManager]:
+        import torch_xla.debug.profiler as profiler
+
+        # Releases before 2.8 record through a server, which a user has to start and to ask.
+        return _trace(profiler, folder) if hasattr(profiler, 'start_trace') else None
+
     def manual_seed(self, seed: int) -> None:
         import torch_xla.core.xla_model as xm
 
@@ -175,3 +188,12 @@ class XLAAccelerator(LazyAccelerator):
         import torch_xla.core.xla_model as xm
 
         xm.optimization_barrier_(list(tensors))
+
+
+@contextmanager
+def _trace(profiler: Any, folder: str) -> Iterator[None]:
+    profiler.start_trace(folder)
+    try:
+        yield
+    finally:
+        profiler.stop_trace()

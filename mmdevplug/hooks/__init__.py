@@ -2,16 +2,24 @@
 
 from .communication_hook import CommunicationHook
 from .device_hook import DeviceHook
+from .empty_cache_hook import DeviceEmptyCacheHook
+from .iter_timer_hook import DeviceIterTimerHook
 from .loss_check_hook import LossCheckHook
 from .memory_hook import MemoryHook
+from .mmcv_ops_hook import MMCVOpsHook
 from .phase_hook import PhaseHook
 from .preemption_hook import PreemptionHook
+from .profiler_hook import DeviceProfilerHook
 from .safe_checkpoint_hook import SafeCheckpointHook
 
 __all__ = [
     'CommunicationHook',
+    'DeviceEmptyCacheHook',
     'DeviceHook',
+    'DeviceIterTimerHook',
+    'DeviceProfilerHook',
     'LossCheckHook',
+    'MMCVOpsHook',
     'MemoryHook',
     'PhaseHook',
     'PreemptionHook',

@@ -9,7 +9,6 @@ from typing import Any, Iterator, Optional
 
 import torch
 from mmengine.device import (
-    get_device,
     is_cuda_available,
     is_mlu_available,
     is_musa_available,
@@ -19,20 +18,19 @@ from mmengine.runner.amp import autocast
 
 from mmdevplug.device import Accelerator, current_accelerator
 
+#: The devices with a gradient scaler that MMEngine knows.
+_SERVED = dict(
+    cuda=is_cuda_available, npu=is_npu_available, mlu=is_mlu_available, musa=is_musa_available
+)
+
 #: The generator function inside MMEngine's context manager.
 _of_mmengine = autocast.__wrapped__
 
 
 def mmengine_serves(accelerator: Accelerator) -> bool:
-    """Whether MMEngine's own mixed precision works on an accelerator's devices.
-
-    It asks for the device that MMEngine finds, and for one of those with a gradient scaler that
-    MMEngine knows.
-    """
-    has_scaler = (
-        is_cuda_available() or is_npu_available() or is_mlu_available() or is_musa_available()
-    )
-    return has_scaler and get_device() == accelerator.device_type
+    """Whether MMEngine's own mixed precision works on an accelerator's devices."""
+    available = _SERVED.get(accelerator.device_type)
+    return available is not None and available()
 
 
 def serve_autocast(accelerator: Accelerator) -> None:

@@ -4,12 +4,12 @@ import os
 from typing import Any, Callable, Dict, List, Optional, Union
 
 from mmengine.dist import is_main_process
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
-from mmengine.runner import BaseLoop, Priority, Runner
+from mmengine.runner import BaseLoop, LogProcessor, Priority, Runner
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 from torch.optim import Optimizer
@@ -20,7 +20,11 @@ from mmdevplug.checkpoint.finding import check_file, find_good_checkpoint, mark_
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint, trust_classes
 from mmdevplug.checkpoint.writing import join, write_checkpoint
+from mmdevplug.compatibility import explain_versions
 from mmdevplug.data import make_resumable
+from mmdevplug.data.checking import check_batches, check_samples, explain_empty
+from mmdevplug.data.padding_build import build_padded
+from mmdevplug.device.describing import describe_devices
 from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import (
     enter_phase,
@@ -30,21 +34,22 @@ from mmdevplug.dist import (
     wait_for_everyone,
 )
 from mmdevplug.dist.launch import restarts
-from mmdevplug.hooks import SafeCheckpointHook
 from mmdevplug.hooks.defaults import missing_hooks, split_options
+from mmdevplug.hooks.replacing import replace_hook
 from mmdevplug.model.placing import initialize_weights, place_model
 from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
     check_optimizers,
     join_consolidation,
-    serve_autocast,
 )
+from mmdevplug.serving import serve_mmengine
 from mmdevplug.strategy.options import read_options
 from mmdevplug.strategy.parallelism import Parallelism
 
 from .compiling import keep_from_tracing
 from .config import prepare_config
-from .out_of_memory import explain_out_of_memory
+from .device_log_processor import device_log_processor
+from .explaining import explained, explained_build
 
 
 @RUNNERS.register_module()
@@ -65,8 +70,9 @@ class DeviceRunner(Runner):
             ``preemption=False`` leave out the latter, :class:`CommunicationHook` and
             :class:`PreemptionHook`. ``safe_checkpoints=False`` leaves MMEngine's
             ``CheckpointHook`` as it is, ``on_nan='stop'`` stops at a loss that is not finite, and
-            ``heartbeat_timeout`` is that of :func:`mmdevplug.dist.init_device`. Defaults to None:
-            the key ``accelerator`` of ``cfg``.
+            ``heartbeat_timeout`` and ``mmcv_ops`` are those of
+            :func:`mmdevplug.dist.init_device`. Defaults to None: the key ``accelerator`` of
+            ``cfg``.
         model_parallel (dict or bool, optional): Whether and how the model is spread over several
             devices: options of :class:`mmdevplug.strategy.ModelParallelOptions`. Defaults to
             None: the key ``model_parallel`` of ``cfg``.
@@ -104,7 +110,8 @@ class DeviceRunner(Runner):
     @classmethod
     def from_cfg(cls, cfg: Any) -> 'DeviceRunner':
         """Build a runner from a config; see :meth:`mmengine.runner.Runner.from_cfg`."""
-        return super().from_cfg(prepare_config(cfg))
+        with explain_versions():
+            return super().from_cfg(prepare_config(cfg))
 
     # set-up -------------------------------------------------------------------------------------
 
@@ -124,13 +131,14 @@ class DeviceRunner(Runner):
             self._accelerator_cfg,
             forced_backend=self._options['backend'],
             heartbeat_timeout=self._options['heartbeat_timeout'],
+            mmcv_ops=self._options['mmcv_ops'],
             choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
             **dist_cfg,
         )
         if self.device_context.backend is not None:
             # What runs is what the log shows.
             env_cfg['dist_cfg'] = dict(dist_cfg, backend=self.device_context.backend)
-        serve_autocast(self.device_context.accelerator)
+        serve_mmengine()
         trust_classes(self.cfg.get('checkpoint_classes') or [])
         super().setup_env(env_cfg)
 
@@ -152,6 +160,14 @@ class DeviceRunner(Runner):
             logger.info(f'Training strategy\n{self.parallelism.describe()}')
         return logger
 
+    def build_log_processor(self, log_processor: Union[LogProcessor, Dict]) -> LogProcessor:
+        """Build the log processor, with the memory column of any accelerator."""
+        return super().build_log_processor(device_log_processor(log_processor))
+
+    def _log_env(self, env_cfg: Dict) -> None:
+        """Log the environment as MMEngine does, and all devices of the accelerator."""
+        super()._log_env({**env_cfg, **describe_devices(self.device_context.accelerator)})
+
     def register_hooks(
         self, default_hooks: Optional[Dict] = None, custom_hooks: Optional[List] = None
     ) -> None:
@@ -162,6 +178,19 @@ class DeviceRunner(Runner):
             self.register_hook(hook)
 
     # the model ----------------------------------------------------------------------------------
+
+    def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
+        """Build the model; see :meth:`mmengine.runner.Runner.build_model`.
+
+        With ``pad_to``, in ``model.data_preprocessor`` or in ``accelerator``, its data
+        preprocessors pad batches to few sizes.
+        """
+        return build_padded(super().build_model, model, self._options['pad_to'])
+
+    def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
+        """Build the model; see :meth:`mmengine.runner.Runner.build_model`."""
+        with explained_build('building the model'):
+            return super().build_model(model)
 
     def wrap_model(self, model_wrapper_cfg: Optional[Dict], model: nn.Module) -> nn.Module:
         """Move the model to this rank's device and wrap it if the job is distributed.
@@ -237,7 +266,9 @@ class DeviceRunner(Runner):
 
         See :meth:`mmengine.runner.Runner.build_dataloader`.
         """
-        loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
+        with explain_empty(dataloader):
+            loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
+        check_samples(loader, dataloader)
         make_resumable(loader, seed)
         return loader
 
@@ -245,21 +276,20 @@ class DeviceRunner(Runner):
         """Build the loop; see :meth:`mmengine.runner.Runner.build_train_loop`."""
         # Before an iteration-based loop begins to read from it.
         make_resumable(self._train_dataloader, self.seed)
-        return super().build_train_loop(loop)
+        built = super().build_train_loop(loop)
+        check_batches(built, 'train_dataloader')
+        return built
 
     # checkpoints --------------------------------------------------------------------------------
 
     def register_hook(
         self, hook: Union[Hook, Dict], priority: Optional[Union[str, int, Priority]] = None
     ) -> None:
-        """Register a hook, :class:`SafeCheckpointHook` in the place of MMEngine's own.
+        """Register a hook, ours in the place of some of MMEngine's.
 
-        See :meth:`mmengine.runner.Runner.register_hook`.
+        See :meth:`mmengine.runner.Runner.register_hook` and :mod:`mmdevplug.hooks.replacing`.
         """
-        kind = hook.get('type') if isinstance(hook, dict) else None
-        if self._options['safe_checkpoints'] and kind in ('CheckpointHook', CheckpointHook):
-            hook = dict(hook, type=SafeCheckpointHook)
-        super().register_hook(hook, priority)
+        super().register_hook(replace_hook(hook, self._options['safe_checkpoints']), priority)
 
     def save_checkpoint(
         self,
@@ -395,7 +425,7 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all of them with its name."""
-        with fail_together('train'), explain_out_of_memory(self, 'train'):
+        with explained(self, 'train'):
             enter_phase('data preparation')
             model = super().train()
             wait_for_everyone('end of training')
@@ -404,12 +434,12 @@ class DeviceRunner(Runner):
 
     def val(self) -> dict:
         """Validate; see :meth:`train`."""
-        with fail_together('val'), explain_out_of_memory(self, 'val'):
+        with explained(self, 'val'):
             return super().val()
 
     def test(self) -> dict:
         """Test; see :meth:`train`."""
-        with fail_together('test'), explain_out_of_memory(self, 'test'):
+        with explained(self, 'test'):
             return super().test()
 
 

@@ -1,6 +1,6 @@
 """Single-device and data parallel training for MMEngine's FlexibleRunner."""
 
-from typing import Any, Callable, Dict, Optional, Union
+from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 from mmengine._strategy import DDPStrategy
 from mmengine.dist import is_main_process
@@ -11,6 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.data.padding_build import build_padded
+from mmdevplug.device.describing import describe_devices
 from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import init_device
 from mmdevplug.hooks.defaults import split_options
@@ -19,8 +21,8 @@ from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
     check_optimizers,
     join_consolidation,
-    serve_autocast,
 )
+from mmdevplug.serving import serve_mmengine
 
 from .options import ModelParallelOptions
 from .parallelism import Parallelism
@@ -64,12 +66,22 @@ class DeviceStrategy(DDPStrategy):
             self._accelerator_cfg,
             forced_backend=self._options['backend'],
             heartbeat_timeout=self._options['heartbeat_timeout'],
+            mmcv_ops=self._options['mmcv_ops'],
             choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
             **(dist_cfg or {}),
         )
         super()._setup_env(launcher=launcher or 'none', dist_cfg=dist_cfg, **kwargs)
         self.device_context.accelerator.manual_seed(self._seed)
-        serve_autocast(self.device_context.accelerator)
+        serve_mmengine()
+
+    def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
+        """Build the model; see :meth:`mmdevplug.DeviceRunner.build_model`."""
+        return build_padded(super().build_model, model, self._options['pad_to'])
+
+    def collect_env(self) -> Tuple[dict, dict]:
+        """Collect what MMEngine reports of the environment, and all devices of the accelerator."""
+        system, runtime = super().collect_env()
+        return system, {**runtime, **describe_devices(self.device_context.accelerator)}
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         if is_model_wrapper(model):

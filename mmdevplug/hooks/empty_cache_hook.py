@@ -1,0 +1,34 @@
+"""Empties the cache of any accelerator."""
+
+from typing import Any
+
+from mmengine.hooks import EmptyCacheHook
+from mmengine.registry import HOOKS
+
+from mmdevplug.dist import rank_device
+
+
+@HOOKS.register_module()
+class DeviceEmptyCacheHook(EmptyCacheHook):
+    """MMEngine's ``EmptyCacheHook``, which serves CUDA and MUSA alone, for any accelerator.
+
+    :class:`mmdevplug.DeviceRunner` takes it in the place of MMEngine's. Where a vendor has no
+    cache to empty (XLA, the CPU) it does nothing.
+
+    Args:
+        before_epoch (bool): Whether to do it before an epoch. Defaults to False.
+        after_epoch (bool): Whether to do it after an epoch. Defaults to True.
+        after_iter (bool): Whether to do it after an iteration. Defaults to False.
+    """
+
+    def _after_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        if self._do_after_iter:
+            rank_device()[0].empty_cache()
+
+    def _before_epoch(self, runner: Any, mode: str = 'train') -> None:
+        if self._do_before_epoch:
+            rank_device()[0].empty_cache()
+
+    def _after_epoch(self, runner: Any, mode: str = 'train') -> None:
+        if self._do_after_epoch:
+            rank_device()[0].empty_cache()

@@ -1,0 +1,61 @@
+"""Profiles the device, with PyTorch's profiler or the vendor's."""
+
+import os.path as osp
+from typing import Any
+
+from mmengine.hooks import ProfilerHook
+from mmengine.registry import HOOKS
+
+from mmdevplug.dist import rank_device
+
+
+@HOOKS.register_module()
+class DeviceProfilerHook(ProfilerHook):
+    """MMEngine's ``ProfilerHook`` for any accelerator.
+
+    ``activity_with_cuda=True`` asks for the device, whatever its kind: PyTorch's profiler records
+    CUDA, XPU, HPU and PrivateUse1 devices, and torch_xla's writes what it sees of XLA devices into
+    ``device_trace`` of the log folder, which TensorBoard shows. Where neither knows the device, a
+    warning says so and the host alone is recorded. :class:`mmdevplug.DeviceRunner` takes this hook
+    in the place of MMEngine's.
+
+    Args:
+        activity_with_cuda (bool): Whether to record the device. Defaults to False.
+        **kwargs: See :class:`mmengine.hooks.ProfilerHook`.
+    """
+
+    def __init__(self, *, activity_with_cuda: bool = False, **kwargs: Any) -> None:
+        accelerator, _ = rank_device()
+        self._records_device = activity_with_cuda and accelerator.name != 'cpu'
+        activity = accelerator.profiler_activity()
+        super().__init__(activity_with_cuda=activity_with_cuda and activity is None, **kwargs)
+        # MMEngine's own check of the argument is done; CUDA is not what was meant.
+        self.activities = [a for a in self.activities if a.name != 'CUDA']
+        if self._records_device and activity is not None:
+            self.activities.append(activity)
+        self._trace: Any = None
+
+    def before_run(self, runner: Any) -> None:
+        """Start the profilers; see :meth:`mmengine.hooks.ProfilerHook.before_run`."""
+        super().before_run(runner)
+        accelerator, _ = rank_device()
+        if not self._records_device or accelerator.profiler_activity() is not None:
+            return
+        folder = osp.join(runner.log_dir, 'device_trace', f'rank{runner.rank}')
+        self._trace = accelerator.trace(folder)
+        if self._trace is None:
+            runner.logger.warning(
+                f'ProfilerHook.activity_with_cuda=True: no profiler is known for accelerator '
+                f'{accelerator.name!r}; the host alone is recorded.'
+            )
+            return
+        self._trace.__enter__()
+        runner.logger.info(f'The profile of the device will be written to {folder}.')
+
+    def _export_chrome_trace(self, runner: Any) -> None:
+        accelerator, device = rank_device()
+        accelerator.synchronize(device)
+        if self._trace is not None:
+            self._trace.__exit__(None, None, None)
+            self._trace = None
+        super()._export_chrome_trace(runner)

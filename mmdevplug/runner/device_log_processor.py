@@ -1,0 +1,60 @@
+"""The memory column of the log on any accelerator."""
+
+from typing import Any, Dict, Tuple, Union
+
+from mmengine.registry import LOG_PROCESSORS
+from mmengine.runner import LogProcessor
+
+from mmdevplug.dist import rank_device
+
+MB = 2**20
+
+
+@LOG_PROCESSORS.register_module()
+class DeviceLogProcessor(LogProcessor):
+    """MMEngine's log processor, with the memory of the accelerator in use.
+
+    MMEngine has a column ``memory`` for CUDA and MUSA alone. Here every log line of training,
+    validation and testing has it where the vendor tells how much memory was in use at most.
+
+    Args:
+        *args: See :class:`mmengine.runner.LogProcessor`.
+        **kwargs: See :class:`mmengine.runner.LogProcessor`.
+    """
+
+    def get_log_after_iter(self, runner: Any, batch_idx: int, mode: str) -> Tuple[dict, str]:
+        """See :meth:`mmengine.runner.LogProcessor.get_log_after_iter`."""
+        tag, line = super().get_log_after_iter(runner, batch_idx, mode)
+        peak = _peak()
+        if peak is not None and 'memory' not in tag:
+            tag['memory'] = peak
+            line = f'{line.rstrip()}  memory: {peak}'
+        return tag, line
+
+    def _get_max_memory(self, runner: Any) -> int:
+        # Asked beside a CUDA or MUSA device alone, which need not be the one in use.
+        return _peak() or 0
+
+
+def _peak() -> Union[int, None]:
+    accelerator, device = rank_device()
+    peak = accelerator.max_memory_allocated(device)
+    return None if peak is None else peak // MB
+
+
+def device_log_processor(cfg: Any) -> Any:
+    """Put our log processor into the config of MMEngine's.
+
+    Args:
+        cfg (LogProcessor or dict): Those of others are kept.
+
+    Returns:
+        LogProcessor or dict: What to build.
+    """
+    if not isinstance(cfg, dict) or cfg.get('type', 'LogProcessor') not in _REPLACED:
+        return cfg
+    ours: Dict[str, Any] = dict(cfg, type=DeviceLogProcessor)
+    return ours
+
+
+_REPLACED = ('LogProcessor', LogProcessor)

@@ -1,0 +1,188 @@
+"""MMEngine's own functions, made to serve the accelerator in use.
+
+A registry, a subclass or an argument answers most of what MMEngine assumes about devices. What is
+left are functions that other packages import by name, so what they look up is exchanged here: when
+a job starts, never at import, and :func:`restore_mmengine` puts everything back.
+"""
+
+import time
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any, Callable, Dict, List, Tuple, Union
+
+import numpy as np
+import torch
+from mmengine.device import get_device, utils as device_utils
+from mmengine.infer import BaseInferencer
+from mmengine.logging import logger as logger_module
+from mmengine.runner import CheckpointLoader
+from mmengine.structures import instance_data
+from mmengine.utils.dl_utils import TimeCounter, time_counter
+from torch import Tensor
+
+from mmdevplug.checkpoint.reading import safe_loading
+from mmdevplug.device import Accelerator
+from mmdevplug.device.detection import AcceleratorConfig
+from mmdevplug.dist import device_context, rank_device
+from mmdevplug.model.move import materialize_predictions
+from mmdevplug.optim import serve_autocast
+
+#: What was exchanged: where, its name there, and MMEngine's own.
+_exchanged: List[Tuple[Any, str, Any]] = []
+
+#: Devices whose index tensors and whose clock MMEngine knows without help.
+_KNOWN = ('cpu', 'cuda')
+
+
+def serve_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
+    """Let MMEngine's own functions serve an accelerator that MMEngine does not know.
+
+    The runner and the strategies call it. Call it yourself before you use MMEngine without a
+    runner, for inference for example. A second call serves another accelerator.
+
+    - ``mmengine.device.get_device`` tells its device type, so inferencers compute on it.
+    - ``InstanceData[...]`` takes masks and indices on it.
+    - ``TimeCounter`` waits for it: in every call where operations run at once, and when it reports
+      on a lazy device, where waiting in between would cut the graph.
+    - The log files of ranks are named after the devices that this process was given.
+    - ``mmengine.runner.load_checkpoint``, inferencers and ``init_cfg`` run no code from a file.
+    - ``mmengine.runner.amp.autocast`` casts on it.
+
+    Args:
+        accelerator (str, dict or Accelerator, optional): See
+            :func:`mmdevplug.get_accelerator`. Defaults to None: that of the job that has started,
+            or else what detection finds.
+
+    Returns:
+        Accelerator: The accelerator.
+
+    Examples:
+        >>> import mmdevplug
+        >>> from mmdet.apis import DetInferencer
+        >>> mmdevplug.serve_mmengine('xla')
+        >>> DetInferencer('rtmdet-tiny')  # computes on xla
+    """
+    restore_mmengine()
+    chosen, _ = rank_device(accelerator)
+    known_to_mmengine = chosen.device_type in (*_KNOWN, get_device())
+    _exchange(device_utils, 'DEVICE', chosen.device_type)
+    _exchange(logger_module, '_get_device_id', _device_id)
+    _serve_checkpoint_loaders()
+    if not known_to_mmengine:
+        _serve_instance_data()
+        _serve_time_counter(chosen)
+    if chosen.lazy:
+        _exchange(BaseInferencer, '_init_model', _lazily(BaseInferencer._init_model, chosen))
+    serve_autocast(chosen)
+    return chosen
+
+
+def restore_mmengine() -> None:
+    """Put back what :func:`serve_mmengine` has exchanged, all but ``autocast``.
+
+    That one asks at each call what the accelerator is by then.
+    """
+    while _exchanged:
+        owner, name, original = _exchanged.pop()
+        setattr(owner, name, original)
+
+
+def _exchange(owner: Any, name: str, value: Any) -> None:
+    _exchanged.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
+
+
+_id_of_mmengine: Callable[[], Union[int, str]] = logger_module._get_device_id
+
+
+def _device_id() -> Union[int, str]:
+    """See ``mmengine.logging.logger._get_device_id``, which asks ``CUDA_VISIBLE_DEVICES``."""
+    context = device_context()
+    if context is None or context.accelerator.shares_devices:
+        return _id_of_mmengine()
+    return context.accelerator.device_id(context.device)
+
+
+class _OfDtype(type):
+    """A class of tensors by what they hold, wherever they are."""
+
+    dtype: torch.dtype
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Tensor) and instance.dtype == cls.dtype
+
+
+class AnyBoolTensor(metaclass=_OfDtype):
+    """A mask on any device."""
+
+    dtype = torch.bool
+
+
+class AnyLongTensor(metaclass=_OfDtype):
+    """Indices on any device."""
+
+    dtype = torch.int64
+
+
+def _serve_instance_data() -> None:
+    # The names that `InstanceData.__getitem__` looks up; it asks for their `__args__`.
+    masks = Union[torch.BoolTensor, AnyBoolTensor]
+    indices = Union[torch.LongTensor, AnyLongTensor]
+    _exchange(instance_data, 'BoolTypeTensor', masks)
+    _exchange(instance_data, 'LongTypeTensor', indices)
+    _exchange(instance_data, 'IndexType', Union[str, slice, int, list, indices, masks, np.ndarray])
+
+
+def _serve_time_counter(accelerator: Accelerator) -> None:
+    """Functions that are decorated already look these up at each call."""
+    if accelerator.lazy:
+        _exchange(TimeCounter, 'print_time', _waiting(TimeCounter.print_time, accelerator))
+        return
+    card = SimpleNamespace(is_available=lambda: True, synchronize=accelerator.synchronize)
+    _exchange(time_counter, 'torch', SimpleNamespace(cuda=card))
+    _exchange(time_counter, 'is_cuda_available', card.is_available)
+
+
+def _waiting(print_time: Callable, accelerator: Accelerator) -> Callable:
+    """Add to a time that is about to be reported how long the device still takes."""
+
+    @wraps(print_time)
+    def waiting(counter: TimeCounter, elapsed: float) -> None:
+        count = counter._TimeCounter__count
+        reports = count >= counter.warmup_interval and count % counter.log_interval == 0
+        if counter.with_sync and reports:
+            start = time.perf_counter()
+            accelerator.synchronize(rank_device()[1])
+            elapsed += time.perf_counter() - start
+        print_time(counter, elapsed)
+
+    return waiting
+
+
+def _serve_checkpoint_loaders() -> None:
+    """MMEngine's registry of loaders, with each of them kept from running what it loads."""
+    safe = {prefix: _safely(loader) for prefix, loader in CheckpointLoader._schemes.items()}
+    _exchange(CheckpointLoader, '_schemes', safe)
+
+
+def _safely(loader: Callable) -> Callable:
+    @wraps(loader)
+    def load(filename: str, *args: Any, **kwargs: Any) -> Dict[str, Any]:
+        with safe_loading(filename):
+            return loader(filename, *args, **kwargs)
+
+    return load
+
+
+def _lazily(init_model: Callable, accelerator: Accelerator) -> Callable:
+    """Let the models of inferencers run each batch as one graph."""
+
+    @wraps(init_model)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        model = init_model(*args, **kwargs)
+        devices = {parameter.device for parameter in model.parameters()}
+        here = [device for device in devices if device.type == accelerator.device_type]
+        materialize_predictions(model, accelerator, here)
+        return model
+
+    return init
