@@ -8,6 +8,8 @@ import time
 import traceback
 from multiprocessing.connection import wait
 
+from tests.measuring import measured
+
 # Processes are forked from a server that has imported these already and started no thread.
 PRELOAD = ['torch', 'mmengine.runner', 'mmdevplug.runner', 'mmdevplug.strategy', 'tests.jobs']
 if 'PJRT_DEVICE' in os.environ:
@@ -53,7 +55,7 @@ def _work(connection, environ, function, args, together=False):
 
     torch.set_num_threads(1)
     try:
-        connection.send(('ok', function(*args)))
+        connection.send(('ok', measured(function, args)))
         # Rank 0 holds the store: it must not end while others still set up. One that fails ends at
         # once, so that others notice.
         connection.poll(LINGER_SECONDS)
