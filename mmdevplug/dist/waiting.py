@@ -2,7 +2,7 @@
 
 import json
 from datetime import timedelta
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 from torch import distributed as torch_dist
 
@@ -79,6 +79,44 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
     leave_together(store, env, prefix)
     raise RankFailedError(
         f'{env.describe()} stops because {found["who"]} failed in {phase!r}: {found["error"]}'
+    )
+
+
+def decide_together(
+    phase: str, value: Any, decide: Callable[[List[Any]], Any], timeout: Timeout = None
+) -> Any:
+    """Wait for everyone, and let rank 0 decide on what each rank knows.
+
+    Args:
+        phase (str): What is being done, for messages; the same on all ranks.
+        value: What this rank knows, as JSON can hold it.
+        decide (callable): Called on rank 0 with the values in the order of ranks; returns what
+            JSON can hold.
+        timeout (float or timedelta, optional): In seconds. Defaults to None: the timeout of the
+            process group.
+
+    Returns:
+        Any: What was decided, on every rank; tuples have become lists on the others.
+
+    Raises:
+        RankFailedError: If a rank has not come in time, or failed meanwhile.
+
+    Examples:
+        >>> decide_together('counting', 3, sum)
+        3
+    """
+    job = _job()
+    if job is None:
+        return decide([value])
+    store, env = job
+    prefix = f'mmdevplug/values/{phase}/{next_round(f"values/{phase}")}'
+    store.set(f'{prefix}/{env.rank}', json.dumps(value))
+    wait_for_everyone(phase, timeout)
+    ranks = range(env.world_size)
+    return run_on_main(
+        phase,
+        lambda: decide([json.loads(store.get(f'{prefix}/{rank}')) for rank in ranks]),
+        timeout,
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any, Optional, Sequence, Union
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
+from mmdevplug.data.checking import compare_batches
 from mmdevplug.dist import enter_phase, wait_for_everyone
 
 DATA_BATCH = Optional[Union[dict, tuple, list]]
@@ -27,8 +28,8 @@ class PhaseHook(Hook):
         self._first = True
 
     def before_run(self, runner: Any) -> None:
-        """Wait for the data of all ranks; see :class:`mmengine.hooks.Hook`."""
-        wait_for_everyone('data preparation')
+        """Wait for the data of all ranks and compare it; see :class:`mmengine.hooks.Hook`."""
+        compare_batches(runner._train_loop, 'train_dataloader', 'data preparation')
         enter_phase('preparing the model')
 
     def before_train(self, runner: Any) -> None:

@@ -185,12 +185,8 @@ class DeviceRunner(Runner):
         With ``pad_to``, in ``model.data_preprocessor`` or in ``accelerator``, its data
         preprocessors pad batches to few sizes.
         """
-        return build_padded(super().build_model, model, self._options['pad_to'])
-
-    def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
-        """Build the model; see :meth:`mmengine.runner.Runner.build_model`."""
         with explained_build('building the model'):
-            return super().build_model(model)
+            return build_padded(super().build_model, model, self._options['pad_to'])
 
     def wrap_model(self, model_wrapper_cfg: Optional[Dict], model: nn.Module) -> nn.Module:
         """Move the model to this rank's device and wrap it if the job is distributed.

@@ -1,0 +1,144 @@
+"""Small trainings of users who made a mistake, each in its own place."""
+
+import os
+
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.dataset import BaseDataset
+from mmengine.evaluator import BaseMetric
+from mmengine.hooks import Hook
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS, RUNNERS
+from torch import nn
+
+from tests.hooks.memory_jobs import config
+
+
+def on_bad_rank(rank):
+    """Whether this process is the rank that the mistake is on; -1 is all of them."""
+    return rank in (-1, int(os.environ.get('RANK', 0)))
+
+
+@MODELS.register_module(force=True)
+class AsksForCuda(BaseModel):
+    """A layer whose author had a GPU.
+
+    Args:
+        where (str): Which line is run, ``'nowhere'`` for none.
+        rank (int): On which rank.
+    """
+
+    def __init__(self, where='nowhere', rank=-1):
+        super().__init__()
+        self.net = nn.Linear(8, 1)
+        self.where = where if on_bad_rank(rank) else 'nowhere'
+        if self.where == 'init':
+            self.scale = torch.ones(1).cuda()
+        if self.where == 'module':
+            self.net = self.net.to('cuda')
+
+    def forward(self, inputs, mode='tensor'):
+        outputs = self.net(inputs)
+        if mode == 'predict':
+            return [self._predict(one) for one in outputs]
+        if self.where == 'cuda':
+            outputs = outputs + torch.ones(1).cuda()
+        if self.where == 'to':
+            outputs = outputs.to('cuda:0')
+        if self.where == 'factory':
+            outputs = outputs + torch.zeros(1, device='cuda')
+        if self.where == 'type':
+            outputs = outputs + torch.cuda.FloatTensor(1)
+        if self.where == 'astype':
+            outputs = outputs.type(torch.cuda.FloatTensor)
+        if self.where == 'synchronize':
+            torch.cuda.synchronize()
+        if self.where == 'set_device':
+            torch.cuda.set_device(0)
+        if self.where == 'generator':
+            torch.Generator(device='cuda')
+        return dict(loss=(outputs**2).mean())
+
+    def _predict(self, one):
+        if self.where == 'predict':
+            one = one.to(torch.device('cuda'))
+        return dict(value=float(one))
+
+
+@HOOKS.register_module(force=True)
+class HookForCuda(Hook):
+    """Asks for CUDA after an iteration."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        torch.cuda.current_stream()
+
+
+@METRICS.register_module(force=True)
+class Counted(BaseMetric):
+    """How many samples were seen."""
+
+    def process(self, data_batch, data_samples):
+        self.results.extend(data_samples)
+
+    def compute_metrics(self, results):
+        return dict(seen=len(results))
+
+
+@DATASETS.register_module(force=True)
+class Some(BaseDataset):
+    """As many samples as one asks for, another number on one rank.
+
+    Args:
+        count (int): Of samples.
+        bad (int, optional): Their number on ``rank``. Defaults to None: as many.
+        rank (int): Which.
+    """
+
+    def __init__(self, count=16, bad=None, rank=-1, cuda=False, **kwargs):
+        self.count = bad if bad is not None and on_bad_rank(rank) else count
+        self.cuda = cuda
+        super().__init__(**kwargs)
+
+    def load_data_list(self):
+        return [dict(inputs=np.ones(8, dtype=np.float32), crowded=True)] * self.count
+
+    def filter_data(self):
+        if not (self.filter_cfg or {}).get('leave_crowded_out'):
+            return self.data_list
+        return [one for one in self.data_list if not one['crowded']]
+
+    def prepare_data(self, idx):
+        inputs = torch.from_numpy(np.ones(8, dtype=np.float32))
+        if self.cuda:
+            inputs = inputs.cuda()
+        return dict(inputs=inputs)
+
+
+def build(work_dir, accelerator='cpu', model=None, hooks=(), dataset=None, epochs=None, **cfg):
+    """A runner with a validation."""
+    made = config(work_dir, accelerator, hooks=hooks, iterations=3, batch_size=4)
+    made['model'] = dict(dict(type='AsksForCuda'), **(model or {}))
+    made['train_dataloader']['dataset'] = dict(dict(type='Some'), **(dataset or {}))
+    made['val_dataloader'] = dict(
+        made['train_dataloader'],
+        sampler=dict(type='DefaultSampler', shuffle=False),
+        dataset=dict(type='Some', count=4),
+    )
+    made['val_evaluator'], made['val_cfg'] = dict(type='Counted'), dict()
+    made['train_cfg']['val_interval'] = 3
+    if epochs is not None:
+        made['train_cfg'] = dict(by_epoch=True, max_epochs=epochs, val_interval=epochs)
+        made['train_dataloader']['sampler'] = dict(type='DefaultSampler', shuffle=True)
+        made['log_processor'] = dict(by_epoch=True)
+    for key, value in cfg.items():
+        made[key] = dict(made.get(key) or {}, **value) if isinstance(value, dict) else value
+    return RUNNERS.build(Config(made))
+
+
+def train(*args, **kwargs):
+    """Train, and return the metrics of the last validation."""
+    runner = build(*args, **kwargs)
+    runner.train()
+    seen = runner.message_hub.log_scalars.get('val/seen')
+    return None if seen is None else seen.current()

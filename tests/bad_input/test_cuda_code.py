@@ -1,0 +1,93 @@
+"""Code of users that asks for CUDA where there is none: which line, and what to write there."""
+
+import inspect
+
+import pytest
+import torch
+
+from tests.distributed import RanksFailed, run_ranks
+from tests.jobs import install_card
+
+from . import jobs
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason='is about hosts without CUDA')
+
+
+def attempts(work_dir, accelerator, cases):
+    """The error of each case, in one process; None where there was none."""
+    install_card(accelerator)
+    found = {}
+    for name, options in cases.items():
+        try:
+            jobs.train(work_dir / name, accelerator, **options)
+        except Exception as error:
+            found[name] = (type(error).__name__, str(error), type(error.__cause__).__name__)
+        else:
+            found[name] = None
+    return found
+
+
+def line_of(code):
+    """Where a line is in the jobs."""
+    (line,) = [
+        number
+        for number, text in enumerate(inspect.getsource(jobs).splitlines(), 1)
+        if code in text
+    ]
+    return f'{jobs.__file__}:{line} '
+
+
+#: For each place: a part of the line, and of what to write.
+PLACES = dict(
+    init=('self.scale = torch.ones(1).cuda()', 'Leave it on the host'),
+    module=("self.net.to('cuda')", 'Leave it on the host'),
+    cuda=('outputs + torch.ones(1).cuda()', 'x.to(other.device)'),
+    to=("outputs.to('cuda:0')", 'x.to(other.device)'),
+    factory=("torch.zeros(1, device='cuda')", 'other.new_zeros'),
+    type=('torch.cuda.FloatTensor(1)', 'other.new_zeros'),
+    astype=('outputs.type(torch.cuda.FloatTensor)', 'x.to(other)'),
+    synchronize=('torch.cuda.synchronize()', 'rank_device()'),
+    set_device=('torch.cuda.set_device(0)', 'the runner has chosen the device'),
+    predict=("one.to(torch.device('cuda'))", 'x.to(other.device)'),
+    generator=("torch.Generator(device='cuda')", 'device=other.device'),
+)
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_line_and_what_to_write_are_named(tmp_path, accelerator):
+    cases = {place: dict(model=dict(where=place)) for place in PLACES}
+    cases['hook'] = dict(hooks=[dict(type='HookForCuda')])
+    cases['nowhere'] = {}
+    (found,) = run_ranks(attempts, 0, tmp_path, accelerator, cases)
+    assert found.pop('nowhere') is None
+    for place, (code, advice) in dict(
+        PLACES, hook=('torch.cuda.current_stream()', 'rank_device()')
+    ).items():
+        kind, message, cause = found[place]
+        assert kind == 'ModelError', (place, kind, message)
+        assert line_of(code) in message, (place, message)
+        assert code in message
+        assert advice in message, (place, message)
+        assert f'computes on {accelerator}' in message
+        assert cause in ('AssertionError', 'RuntimeError', 'TypeError', 'AttributeError')
+
+
+def test_worker_process_of_a_data_loader_is_looked_into(tmp_path):
+    options = dict(dataset=dict(cuda=True), train_dataloader=dict(num_workers=1))
+    (found,) = run_ranks(attempts, 0, tmp_path, 'cpu', dict(worker=options))
+    kind, message, _ = found['worker']
+    assert kind == 'ModelError', message
+    assert line_of('inputs = inputs.cuda()') in message
+    assert 'Torch not compiled with CUDA enabled' in message
+
+
+@pytest.mark.parametrize('where', ['init', 'cuda'])
+def test_all_ranks_stop_with_the_line_of_one(tmp_path, where):
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(jobs.train, 2, tmp_path, 'cpu', dict(where=where, rank=1))
+    errors = failed.value.errors
+    assert errors[1][0] == 'ModelError'
+    assert errors[0][0] == 'RankFailedError'
+    for rank in (0, 1):
+        assert line_of(PLACES[where][0]) in errors[rank][1]
+    assert 'rank 1' in errors[0][1]
