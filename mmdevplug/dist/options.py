@@ -8,6 +8,7 @@ RUNNER_OPTIONS: Dict[str, Any] = dict(
     heartbeat_timeout=None,
     hook={},
     memory=True,
+    mmcv_ops='host',
     monitor=True,
     on_nan=None,
     preemption=True,

@@ -19,6 +19,7 @@ from mmdevplug.device import (
 )
 from mmdevplug.device.detection import AcceleratorConfig, Choice
 from mmdevplug.errors import LaunchError
+from mmdevplug.mmcv_ops import check_mode, serve_operators
 
 from .agreement import raise_on_any_rank
 from .backend import resolve_backend, with_host_backend
@@ -116,6 +117,7 @@ def init_device(
     port: Optional[int] = None,
     init_backend: str = 'torch',
     heartbeat_timeout: Optional[Real] = None,
+    mmcv_ops: str = 'host',
     choose_devices: Optional[ChooseDevices] = None,
     **kwargs: Any,
 ) -> DeviceContext:
@@ -136,6 +138,8 @@ def init_device(
         init_backend (str): ``'torch'``, or ``'deepspeed'``, which uses the same process group.
         heartbeat_timeout (int or float, optional): After how many seconds without a sign of life
             a rank is given up and the others end, at most ``timeout``. Defaults to None: 60.
+        mmcv_ops (str): What becomes of mmcv's operators that have no kernel for the device: see
+            :func:`mmdevplug.mmcv_ops.serve_operators`. Defaults to ``'host'``.
         choose_devices (callable, optional): Told the accelerator and how this process was started,
             returns the devices of this rank. Defaults to None: the one of its local rank.
         **kwargs: Passed on to ``torch.distributed.init_process_group``.
@@ -151,6 +155,7 @@ def init_device(
     global _context, _groups
     wait = to_timeout(timeout)
     silence = _heartbeat_timeout(heartbeat_timeout, wait)
+    check_mode(mmcv_ops)
     if init_backend not in ('torch', 'deepspeed'):
         raise LaunchError(
             f"env_cfg.dist_cfg.init_backend={init_backend!r}: expected 'torch' or 'deepspeed'. "
@@ -206,6 +211,7 @@ def init_device(
         # would take the store from them.
         _together(start, store, env, 'process group', wait)
     set_current_accelerator(chosen)
+    serve_operators(chosen, mmcv_ops)
     _context = DeviceContext(chosen, reason, devices[0], env, name, wait, tuple(devices[1:]))
     return _context
 

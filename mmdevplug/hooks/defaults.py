@@ -5,11 +5,13 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 from mmengine.hooks import Hook
 
 from mmdevplug.dist.options import RUNNER_OPTIONS
+from mmdevplug.mmcv_ops import check_mode
 
 from .communication_hook import CommunicationHook
 from .device_hook import DeviceHook
 from .loss_check_hook import LossCheckHook, check_on_nan
 from .memory_hook import MemoryHook
+from .mmcv_ops_hook import MMCVOpsHook
 from .phase_hook import PhaseHook
 from .preemption_hook import PreemptionHook
 
@@ -30,6 +32,7 @@ def split_options(accelerator: Mapping[str, Any]) -> Tuple[Dict[str, Any], Dict[
     runner = dict(RUNNER_OPTIONS)
     runner.update((key, accelerator[key]) for key in RUNNER_OPTIONS if key in accelerator)
     check_on_nan(runner['on_nan'])
+    check_mode(runner['mmcv_ops'])
     return device, runner
 
 
@@ -52,6 +55,7 @@ def missing_hooks(
         (CommunicationHook, several and options['monitor'], CommunicationHook),
         (MemoryHook, memory is not False, lambda: MemoryHook.from_option(memory)),
         (LossCheckHook, options['on_nan'] == 'stop', LossCheckHook),
+        (MMCVOpsHook, True, MMCVOpsHook),
         (PhaseHook, several, PhaseHook),
         (PreemptionHook, options['preemption'], PreemptionHook),
     ]
