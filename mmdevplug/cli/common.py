@@ -13,6 +13,8 @@ from mmdevplug.dist.stale import describe_stale, forget_stale_variables
 from mmdevplug.errors import DevPlugError
 from mmdevplug.paths import base_config
 
+from .packages import load_file
+
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that OpenMMLab's scripts have in common, and ours."""
@@ -47,12 +49,13 @@ def load_config(args: argparse.Namespace) -> Config:
     Returns:
         Config: Ready for ``RUNNERS.build``.
     """
-    if not Path(args.config).is_file():
+    if '::' not in args.config and not Path(args.config).is_file():
         raise DevPlugError(
             f'CONFIG {args.config!r} is no file. Give the path of a config, e.g. '
-            f'configs/digits/digits_cpu.py.'
+            f'configs/digits/digits_cpu.py, or one of an installed package, e.g. '
+            f'mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py.'
         )
-    cfg = Config.fromfile(args.config)
+    cfg = load_file(args.config)
     if args.accelerator:
         overlay_accelerator(cfg, args.accelerator)
     cfg.setdefault('runner_type', 'DeviceRunner')

@@ -18,6 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument('config', help='path of the config')
     parser.add_argument('checkpoint', help='path or address of the checkpoint')
     add_common_arguments(parser)
+    parser.add_argument('--tta', action='store_true', help='average over augmented inputs')
     parser.add_argument('--out', help='a .pkl file for the predictions')
     return parser
 
@@ -36,9 +37,27 @@ def main(argv: Optional[List[str]] = None) -> None:
     cfg = load_config(args)
     cfg.load_from = args.checkpoint
     cfg.resume = False
+    if args.tta:
+        _use_tta(cfg)
     if args.out:
         _dump_predictions(cfg, args.out)
     RUNNERS.build(cfg).test()
+
+
+def _use_tta(cfg: Config) -> None:
+    missing = [key for key in ('tta_model', 'tta_pipeline') if key not in cfg]
+    if missing:
+        raise DevPlugError(
+            f'--tta needs {" and ".join(missing)} in the config, which has none. Add them, as '
+            f"MMEngine's test-time augmentation has it, or test without --tta."
+        )
+    dataset = cfg.test_dataloader.dataset
+    while 'dataset' in dataset:  # one that wraps another
+        dataset = dataset.dataset
+    if 'batch_shapes_cfg' in dataset:
+        dataset.batch_shapes_cfg = None  # mmdet and mmyolo: views have sizes of their own
+    dataset.pipeline = cfg.tta_pipeline
+    cfg.model = dict(cfg.tta_model, module=cfg.model)
 
 
 def _dump_predictions(cfg: Config, path: str) -> None:

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
-from mmengine.model import BaseDataPreprocessor
+from mmengine.model import BaseDataPreprocessor, BaseTTAModel
 from torch import Tensor, nn
 
 from mmdevplug.device import Accelerator
@@ -162,7 +162,9 @@ def materialize_predictions(
         if not torch.is_grad_enabled() and not _in_training_step:
             accelerator.materialize_all(devices)
 
-    module.register_forward_hook(materialize)
+    # MMEngine's test-time augmentation calls the model inside, once for each view.
+    called = module.module if isinstance(module, BaseTTAModel) else module
+    called.register_forward_hook(materialize)
 
 
 _in_training_step = False

@@ -1,0 +1,62 @@
+"""Configs of installed packages: ``mmseg::pspnet/pspnet_r50-d8_4xb2-40k_cityscapes-512x1024.py``.
+
+MMEngine looks for packages with pkg_resources, which setuptools has no longer since release 81.
+"""
+
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Iterator, Optional
+
+from mmengine.config import Config, config as config_module
+from mmengine.config.utils import MODULE2PACKAGE
+
+_MODULES = {package: module for module, package in MODULE2PACKAGE.items()}
+
+
+def load_file(path: str) -> Config:
+    """Load a config from a file or from an installed package.
+
+    Args:
+        path (str): A path, or ``package::path`` as in a config's ``_base_``.
+
+    Returns:
+        Config: The config; ``_base_`` in it may name packages, too.
+    """
+    with _packages_found():
+        if '::' in path:
+            path, _ = Config._get_cfg_path(path, '')
+        return Config.fromfile(path)
+
+
+@contextmanager
+def _packages_found() -> Iterator[None]:
+    """Answer MMEngine's questions for packages where pkg_resources cannot."""
+    if find_spec('pkg_resources') is not None:
+        yield
+        return
+    asked = ('is_installed', 'get_installed_path')
+    of_mmengine = [getattr(config_module, name) for name in asked]
+    config_module.is_installed = lambda package: _folder(package) is not None
+    config_module.get_installed_path = _installed_path
+    try:
+        yield
+    finally:
+        for name, function in zip(asked, of_mmengine):
+            setattr(config_module, name, function)
+
+
+def _folder(package: str) -> Optional[str]:
+    """The folder of a package, by the name of its distribution or its module."""
+    spec = find_spec(_MODULES.get(package, package))
+    return None if spec is None or spec.origin is None else str(Path(spec.origin).parent)
+
+
+def _installed_path(package: str) -> str:
+    folder = _folder(package)
+    if folder is None:
+        raise ModuleNotFoundError(
+            f'the config names the package {package!r}, which is not installed; install it, or '
+            f'give the path of a file.'
+        )
+    return folder
