@@ -11,6 +11,7 @@ RUNNER_OPTIONS: Dict[str, Any] = dict(
     mmcv_ops='host',
     monitor=True,
     on_nan=None,
+    pad_to=None,
     preemption=True,
     safe_checkpoints=True,
 )

@@ -4,6 +4,7 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 from mmengine.hooks import Hook
 
+from mmdevplug.data.padding_sizes import read_pad_to
 from mmdevplug.dist.options import RUNNER_OPTIONS
 from mmdevplug.mmcv_ops import check_mode
 
@@ -32,6 +33,7 @@ def split_options(accelerator: Mapping[str, Any]) -> Tuple[Dict[str, Any], Dict[
     runner = dict(RUNNER_OPTIONS)
     runner.update((key, accelerator[key]) for key in RUNNER_OPTIONS if key in accelerator)
     check_on_nan(runner['on_nan'])
+    read_pad_to(runner['pad_to'])
     check_mode(runner['mmcv_ops'])
     return device, runner
 

@@ -10,6 +10,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 from torch import nn
 
+from mmdevplug.data.padding_build import take_pad_to
 from mmdevplug.errors import DevPlugError, PlacementError, first_line
 
 
@@ -41,6 +42,7 @@ def build(model: Any) -> Tuple[nn.Module, bool]:
     Returns:
         tuple: The model, and whether it had to be built with memory after all.
     """
+    model, _ = take_pad_to(model)  # it concerns batches alone
     if can_build_on_meta():
         try:
             with torch.device('meta'):

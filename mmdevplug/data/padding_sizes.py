@@ -1,0 +1,111 @@
+"""The option ``pad_to``: to which size the images of a batch are padded."""
+
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+
+from mmdevplug.errors import DevPlugError
+
+Size = Tuple[int, int]
+
+FORMS = (
+    'a number whose next multiple is taken (64), one size as (height, width) (e.g. (512, 1024)), '
+    'or a list of sizes of which the smallest is taken that holds the batch '
+    '([(512, 512), (512, 1024)])'
+)
+
+
+class PadTo(NamedTuple):
+    """To which size a batch is padded.
+
+    Attributes:
+        multiple (int, optional): Height and width become multiples of it.
+        buckets (Tuple[Tuple[int, int], ...]): Heights and widths, the smallest first; used where
+            there is no ``multiple``.
+    """
+
+    multiple: Optional[int] = None
+    buckets: Tuple[Size, ...] = ()
+
+    def size_for(self, sizes: Sequence[Size]) -> Size:
+        """The size of a batch.
+
+        Args:
+            sizes (Sequence[Tuple[int, int]]): Height and width of each image.
+
+        Raises:
+            DevPlugError: If no bucket holds all of them.
+        """
+        height = max(height for height, _ in sizes)
+        width = max(width for _, width in sizes)
+        if self.multiple is not None:
+            return round_up(height, self.multiple), round_up(width, self.multiple)
+        for bucket in self.buckets:
+            if bucket[0] >= height and bucket[1] >= width:
+                return bucket
+        wanted = [*self.buckets, (round_up(height, 32), round_up(width, 32))]
+        raise DevPlugError(
+            f'pad_to={list(self.buckets)} has no size that holds a batch of images of (height, '
+            f'width) {", ".join(map(str, dict.fromkeys(sizes)))}: it needs at least '
+            f'{(height, width)}. Write pad_to={wanted}, or resize such images in the pipeline of '
+            f'the dataset.'
+        )
+
+
+def read_pad_to(value: Any, key: str = 'accelerator.pad_to') -> Optional[PadTo]:
+    """Read and check the option.
+
+    Args:
+        value (int, tuple or list, optional): As a user wrote it.
+        key (str): What to call it in a message.
+
+    Returns:
+        PadTo or None: None where there is to be no padding: for None and False.
+
+    Raises:
+        DevPlugError: If it is none of the forms.
+
+    Examples:
+        >>> read_pad_to([(512, 512), (512, 1024)]).size_for([(400, 600)])
+        (512, 1024)
+    """
+    if value is None or value is False:
+        return None
+    if _is_length(value):
+        return PadTo(multiple=value)
+    if _is_size(value):
+        return PadTo(buckets=(tuple(value),))
+    if isinstance(value, (list, tuple)) and value and all(map(_is_size, value)):
+        sizes = {tuple(size) for size in value}
+        return PadTo(buckets=tuple(sorted(sizes, key=lambda size: (size[0] * size[1], size))))
+    raise DevPlugError(f'{key}={value!r}: expected {FORMS}, or None.')
+
+
+def suggest_buckets(sizes: Sequence[Size], most: int = 3) -> List[Size]:
+    """Few sizes that hold every one of many.
+
+    Args:
+        sizes (Sequence[Tuple[int, int]]): Heights and widths, at least one.
+        most (int): How many buckets at most. Defaults to 3.
+    """
+    ordered = sorted(set(sizes), key=lambda size: (size[0] * size[1], size))
+    number = min(most, len(ordered))
+    buckets = set()
+    for index in range(number):
+        # The largest bucket holds all, so that no image is without one.
+        last = index == number - 1
+        group = ordered[index * len(ordered) // number : (index + 1) * len(ordered) // number]
+        held = ordered if last else group
+        buckets.add(tuple(round_up(max(side), 32) for side in zip(*held)))
+    return sorted(buckets, key=lambda size: (size[0] * size[1], size))
+
+
+def round_up(length: int, multiple: int) -> int:
+    """The next multiple of a number."""
+    return -(-length // multiple) * multiple
+
+
+def _is_length(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_length, value))
