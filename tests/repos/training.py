@@ -17,7 +17,8 @@ from mmengine.registry import RUNNERS, DefaultScope
 from mmengine.runner import Runner
 
 import mmdevplug
-from tests.jobs import install_card, weights_of
+from tests.jobs import weights_of
+from tests.optim.scenarios import install_card_once
 
 T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
 
@@ -177,7 +178,7 @@ def train_ours(recipe: Recipe, accelerator: str, folder: Path) -> Dict[str, Any]
 def _prepare(recipe: Recipe, accelerator: str = 'cpu') -> None:
     if accelerator == 'gcu' and T20_STANDIN not in sys.path:
         sys.path.insert(0, T20_STANDIN)
-    install_card(accelerator)
+    install_card_once(accelerator)
     for module in recipe.modules:
         __import__(module)
 
