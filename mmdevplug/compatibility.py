@@ -15,10 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Optional
 
-from .errors import DevPlugError
+from .errors import DevPlugError, first_line
 
 #: ``mmcv_minimum_version`` in most of them, ``MMCV_MIN`` in mmseg.
 _BOUND = re.compile(r'^(mm\w+?)_(min|max)(?:imum_version)?$', re.IGNORECASE)
+#: The module of mmcv's compiled operators, or its file.
+_OPERATORS = re.compile(r'mmcv(\.|[/\\])_ext\b')
 _NOT_FOUND = re.compile(r'is not in the |scope|Failed to (?:get|import)')
 
 #: Names on the package index where they are not those of the modules.
@@ -55,6 +57,22 @@ class Range(NamedTuple):
             return True
         end = digit_version(self.maximum)
         return found <= end if self.inclusive else found < end
+
+
+class Problem(NamedTuple):
+    """Packages that do not fit.
+
+    Attributes:
+        what (str): What was found and what is expected.
+        command (str): What to type.
+    """
+
+    what: str
+    command: str
+
+    def describe(self) -> str:
+        """Both, for a message."""
+        return f'{self.what}. Type: {self.command}'
 
 
 def required_ranges(module: str) -> Dict[str, Range]:
@@ -119,8 +137,8 @@ def installed_version(module: str) -> Optional[str]:
     return None
 
 
-def conflicts(module: str) -> Iterator[str]:
-    """What an installed package refuses of the others that are installed, a message for each.
+def conflicts(module: str) -> Iterator[Problem]:
+    """What an installed package refuses of the others that are installed.
 
     Args:
         module (str): E.g. ``'mmdet'``.
@@ -128,14 +146,16 @@ def conflicts(module: str) -> Iterator[str]:
     for other, wanted in required_ranges(module).items():
         version = installed_version(other)
         if version is None:
-            yield (
+            yield Problem(
                 f'{_named(module)} needs {other} {wanted.describe()}, which is not installed for '
-                f'{sys.executable}. Type: {install_command(other, wanted)}'
+                f'{sys.executable}',
+                install_command(other, wanted),
             )
         elif not wanted.accepts(version):
-            yield (
+            yield Problem(
                 f'{_named(module)} needs {other} {wanted.describe()}, but {other} {version} is '
-                f'installed ({_folder(other)}). Type: {install_command(other, wanted)}'
+                f'installed ({_folder(other)})',
+                install_command(other, wanted),
             )
 
 
@@ -180,32 +200,33 @@ def explain_versions() -> Iterator[None]:
     except DevPlugError:
         raise
     except (AssertionError, ImportError, KeyError) as error:
-        message = explain_import(error)
-        if message is None:
+        problems = explain_import(error)
+        if not problems:
             raise
-        raise DevPlugError(message) from error
+        raise DevPlugError('\n'.join(each.describe() for each in problems)) from error
 
 
-def explain_import(error: BaseException) -> Optional[str]:
-    """Say what is wrong if versions are the reason of an error; None if they are not.
+def explain_import(error: BaseException) -> List[Problem]:
+    """Say what is wrong if versions are the reason of an error.
 
     Args:
         error (BaseException): As caught; what it was raised from is looked at, too.
+
+    Returns:
+        List[Problem]: Empty if versions are not the reason.
     """
     each: Optional[BaseException] = error
     while each is not None:
-        if isinstance(each, ImportError) and 'mmcv._ext' in f'{each.name} {each.path} {each}':
-            return _operators(each)
-        if isinstance(each, ImportError) and '_ext.' in str(each) and 'mmcv' in str(each):
-            return _operators(each)
+        if isinstance(each, ImportError) and _OPERATORS.search(f'{each.name} {each.path} {each}'):
+            return [_operators(each)]
         if isinstance(each, (AssertionError, ModuleNotFoundError)):
             found = [told for module in _importing(each) for told in conflicts(module)]
             if found:
-                return '\n'.join(dict.fromkeys(found))
+                return list(dict.fromkeys(found))
         if isinstance(each, KeyError) and _NOT_FOUND.search(str(each)):
             return _unregistered(str(each))
         each = each.__cause__ or each.__context__
-    return None
+    return []
 
 
 def _importing(error: BaseException) -> List[str]:
@@ -218,34 +239,30 @@ def _importing(error: BaseException) -> List[str]:
     return found[::-1]
 
 
-def _operators(error: ImportError) -> str:
+def _operators(error: ImportError) -> Problem:
     """mmcv's compiled operators: not there, or compiled for something else."""
     import torch
 
-    mmcv, folder = _named('mmcv'), _folder('mmcv')
+    folder = _folder('mmcv')
     files = glob.glob(f'{folder}/_ext*.so') + glob.glob(f'{folder}/_ext*.pyd')
     here = f'torch {torch.__version__} and Python {sys.version_info[0]}.{sys.version_info[1]}'
-    if not files:
-        what = (
-            f'{mmcv} ({folder}) has no compiled operators (mmcv._ext), which what is imported '
-            f'needs'
-        )
+    if files:
+        what = f'the compiled operators of {_named("mmcv")} ({files[0]}) are not for {here}'
     else:
-        what = f'the compiled operators of {mmcv} ({files[0]}) are not for {here}'
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return f'{what}: {text}. Type, to compile them for {here}: {install_command("mmcv")}'
+        what = (
+            f'{_named("mmcv")} ({folder}) has no operators (mmcv._ext) compiled for {here}, which '
+            f'what is imported needs'
+        )
+    return Problem(f'{what}: {first_line(error)}', install_command('mmcv'))
 
 
-def _unregistered(text: str) -> Optional[str]:
+def _unregistered(text: str) -> List[Problem]:
     """MMEngine passes over a package that it cannot import, and then knows none of its names."""
     for scope in dict.fromkeys(re.findall(r'\b(mm[a-z0-9]+)\b', text)):
         if scope in ('mmengine', 'mmdevplug') or find_spec(scope) is None:
             continue
         try:
             import_module(f'{scope}.registry')
-        except ImportError as error:
-            found = list(conflicts(scope))
-            return '\n'.join(found) if found else explain_import(error)
-        except AssertionError:
-            return '\n'.join(conflicts(scope)) or None
-    return None
+        except (AssertionError, ImportError) as error:
+            return list(conflicts(scope)) or explain_import(error)
+    return []

@@ -8,6 +8,7 @@ from typing import Callable, List, Optional
 
 from mmengine.config import Config, DictAction
 
+from mmdevplug.compatibility import explain_versions
 from mmdevplug.dist.launch import LAUNCHERS, LaunchEnv, read_launch_env
 from mmdevplug.dist.stale import describe_stale, forget_stale_variables
 from mmdevplug.errors import DevPlugError
@@ -133,7 +134,8 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
         int: The exit status.
     """
     try:
-        main(argv)
+        with explain_versions():
+            main(argv)
     except DevPlugError as error:
         told = getattr(error, 'brief', None) or error  # another rank of this host prints it all
         print(f'mmdevplug: {type(error).__name__}: {told}', file=sys.stderr, flush=True)

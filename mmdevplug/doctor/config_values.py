@@ -11,6 +11,7 @@ from mmdevplug.dist.compression import KINDS
 from mmdevplug.dist.finite import check_policy
 from mmdevplug.errors import DevPlugError
 from mmdevplug.model.norm_layers import check_sync_bn
+from mmdevplug.runner.cuda_settings import cuda_settings
 
 from .findings import Finding
 
@@ -32,6 +33,21 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
     yield from _precision(cfg, accelerator)
     yield from _batch(cfg, ranks)
     yield from _intervals(cfg)
+    if accelerator is not None:
+        yield from _for_cuda(cfg, accelerator)
+
+
+def _for_cuda(cfg: Config, accelerator: Accelerator) -> Iterator[Finding]:
+    for setting in cuda_settings(cfg, accelerator.device_type):
+        found = f'{setting.path}={setting.value!r}: {setting.why}'
+        yield Finding(SECTION, setting.level, found, _FOLLOWS[setting.level], setting.write)
+
+
+_FOLLOWS = dict(
+    error='the job stops where it is used.',
+    warning='the job may stop where it is used.',
+    note='training goes on without it.',
+)
 
 
 def _error(found: str, remedy: str, why: str = 'the job stops before it trains.') -> Finding:

@@ -7,6 +7,8 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
+from mmdevplug.compatibility import explain_import, install_command
+
 from .findings import Finding
 from .isolated import Death, run_isolated
 
@@ -147,13 +149,6 @@ RULES = (
         'pip install "setuptools<81"',
     ),
     Rule(
-        lambda v: _both(v, 'mmcv') and v['mmcv'] >= (2, 2) and _both_any(v),
-        'error',
-        'mmcv {mmcv} beside mmdet or mmsegmentation',
-        'mmdet 3.3 and mmsegmentation 1.2 refuse mmcv 2.2 and later when they are imported.',
-        'pip install "mmcv>=2.0.0,<2.2.0"',
-    ),
-    Rule(
         lambda v: _both(v, 'mmcv', 'mmcv-full') or _both(v, 'mmcv', 'mmcv-lite'),
         'error',
         'mmcv {mmcv} beside mmcv-full or mmcv-lite',
@@ -169,10 +164,6 @@ RULES = (
         "runner_type = 'DeviceRunner'",
     ),
 )
-
-
-def _both_any(versions: Versions) -> bool:
-    return _both(versions, 'mmdet') or _both(versions, 'mmsegmentation')
 
 
 def installed_versions() -> Dict[str, str]:
@@ -243,21 +234,22 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
         import_module(task)
     except Exception as error:
         # Compiled libraries fail in many ways.
-        yield _broken(task, f'import {task} fails with {type(error).__name__}: {error}')
+        told = f'import {task} fails with {type(error).__name__}: {error}'
+        problems = explain_import(error)
+        for problem in problems:
+            yield Finding(SECTION, 'error', f'{told}. {problem.what}', _WHY, problem.command)
+        if not problems:
+            yield _broken(task, told)
         return
     yield Finding(SECTION, 'ok', f'import {task} works')
 
 
+_WHY = 'whatever imports it fails; mmdet and mmsegmentation import the operators of mmcv.'
+
+
 def _broken(module: str, found: str) -> Finding:
-    if module == 'mmcv.ops':
-        return Finding(
-            SECTION,
-            'error',
-            found,
-            'mmcv has no compiled operators for this torch; mmdet and mmsegmentation import them.',
-            'MMCV_WITH_OPS=1 pip install --no-build-isolation --no-binary mmcv --force-reinstall '
-            '--no-deps "mmcv>=2.0.0,<2.2.0"',
-        )
+    if module == 'mmcv.ops':  # the process ended there
+        return Finding(SECTION, 'error', found, _WHY, install_command('mmcv'))
     package = next((name for name, found_ in LIBRARIES.items() if found_ == module), module)
     return Finding(
         SECTION,

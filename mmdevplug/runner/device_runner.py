@@ -24,6 +24,7 @@ from mmdevplug.compatibility import explain_versions
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import check_batches, check_samples, explain_empty
 from mmdevplug.data.padding_build import build_padded
+from mmdevplug.device.compilation_cache import check_compilation_cache
 from mmdevplug.device.describing import describe_devices
 from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import (
@@ -48,6 +49,7 @@ from mmdevplug.strategy.parallelism import Parallelism
 
 from .compiling import keep_from_tracing
 from .config import prepare_config
+from .cuda_settings import describe_serious
 from .device_log_processor import device_log_processor
 from .explaining import explained, explained_build
 
@@ -70,6 +72,9 @@ class DeviceRunner(Runner):
             ``preemption=False`` leave out the latter, :class:`CommunicationHook` and
             :class:`PreemptionHook`. ``safe_checkpoints=False`` leaves MMEngine's
             ``CheckpointHook`` as it is, ``on_nan='stop'`` stops at a loss that is not finite, and
+            ``compilations=dict(...)`` holds arguments of :class:`CompilationHook`, ``pad_to`` is
+            to which size batches are padded, ``compilation_cache`` a folder for compiled graphs
+            (True: in the work directory), and
             ``heartbeat_timeout`` and ``mmcv_ops`` are those of
             :func:`mmdevplug.dist.init_device`. Defaults to None: the key ``accelerator`` of
             ``cfg``.
@@ -132,6 +137,9 @@ class DeviceRunner(Runner):
             forced_backend=self._options['backend'],
             heartbeat_timeout=self._options['heartbeat_timeout'],
             mmcv_ops=self._options['mmcv_ops'],
+            compilation_cache=check_compilation_cache(
+                self._options['compilation_cache'], self.work_dir
+            ),
             choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
             **dist_cfg,
         )
@@ -156,6 +164,8 @@ class DeviceRunner(Runner):
         """Build the logger and say in one line where this job runs and why."""
         logger = super().build_logger(*args, **kwargs)
         logger.info(self.device_context.describe())
+        for setting in describe_serious(self.cfg, self.device_context.device.type):
+            logger.warning(setting)
         if self.parallelism.wanted:
             logger.info(f'Training strategy\n{self.parallelism.describe()}')
         return logger
@@ -185,7 +195,7 @@ class DeviceRunner(Runner):
         With ``pad_to``, in ``model.data_preprocessor`` or in ``accelerator``, its data
         preprocessors pad batches to few sizes.
         """
-        with explained_build('building the model'):
+        with explained_build(self, 'building the model'):
             return build_padded(super().build_model, model, self._options['pad_to'])
 
     def wrap_model(self, model_wrapper_cfg: Optional[Dict], model: nn.Module) -> nn.Module:

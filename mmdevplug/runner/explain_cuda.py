@@ -2,11 +2,12 @@
 
 import re
 from contextlib import contextmanager
-from typing import Iterator, Optional
+from typing import Any, Iterator, Optional
 
-from mmdevplug.dist import device_context
+from mmdevplug.dist import device_context, rank_device
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 
+from .cuda_settings import describe_serious
 from .user_code import Place, chain, user_place
 
 #: What PyTorch says where it was built without CUDA, and where it finds no card or no driver.
@@ -42,13 +43,14 @@ _ADVICE = (
 
 
 @contextmanager
-def explain_cuda(stage: str) -> Iterator[None]:
+def explain_cuda(stage: str, cfg: Any = None) -> Iterator[None]:
     """Turn an error of code that asks for CUDA into one that names the line and what to write.
 
     It does nothing where the run computes on CUDA.
 
     Args:
         stage (str): What is being done; ``'building the model'`` has advice of its own.
+        cfg (Config, optional): Its settings for CUDA are named, too. Defaults to None.
 
     Raises:
         ModelError: In place of PyTorch's or mmcv's error.
@@ -58,13 +60,13 @@ def explain_cuda(stage: str) -> Iterator[None]:
     except DevPlugError:
         raise
     except Exception as error:
-        message = _explain(error, stage)
+        message = _explain(error, stage, cfg)
         if message is None:
             raise
         raise ModelError(message) from error
 
 
-def _explain(error: Exception, stage: str) -> Optional[str]:
+def _explain(error: Exception, stage: str, cfg: Any) -> Optional[str]:
     context = device_context()
     if context is None or context.device.type == 'cuda':
         return None
@@ -76,16 +78,22 @@ def _explain(error: Exception, stage: str) -> Optional[str]:
     else:
         return None
     place = user_place(error)
-    if place is None:
+    settings = describe_serious(cfg or {}, context.device.type)
+    if place is None and not settings:
         return None
-    rank = f'rank {context.env.rank}, {stage}: '
-    if missing:
-        return rank + _no_kernel(missing.group(1), missing.group(2), place)
-    said = (_CUDA.search(told) and _line_with(told)) or first_line(each)
+    said = first_line(each) if missing else _line_about_cuda(told)
+    parts = [f'rank {context.env.rank}, {stage}: {type(each).__name__}: {said}']
+    if place is not None:
+        parts.append(_no_kernel(place, *missing.groups()) if missing else _asks(place, stage))
+    parts += [f'In the config: {setting}.' for setting in settings]
+    return '\n'.join(parts)
+
+
+def _asks(place: Place, stage: str) -> str:
+    device = rank_device()[1]
     return (
-        f'{rank}{place.describe()}: this line asks for CUDA, but this run computes on '
-        f'{context.device}. {_advice(place, stage)}{_whose(place)}. It said: '
-        f'{type(each).__name__}: {said}'
+        f'{place.describe()}: this line asks for CUDA, but this run computes on {device}. '
+        f'{_advice(place, stage)}.{_whose(place)}'
     )
 
 
@@ -101,12 +109,12 @@ def _whose(place: Place) -> str:
     if place.package is None:
         return ''
     return (
-        f'. The line belongs to the package {place.package!r}: override that method in a class '
-        f'of your own and name it in the config'
+        f' The line belongs to the package {place.package!r}: override that method in a class of '
+        f'your own and name it in the config.'
     )
 
 
-def _no_kernel(operator: str, device: str, place: Place) -> str:
+def _no_kernel(place: Place, operator: str, device: str) -> str:
     return (
         f"{place.describe()}: mmcv's operator {operator!r} has no kernel for {device}. Choose a "
         f'part of the model that does without it; `mmdevplug doctor --config CONFIG` names the '
@@ -114,7 +122,6 @@ def _no_kernel(operator: str, device: str, place: Place) -> str:
     )
 
 
-def _line_with(text: str) -> str:
+def _line_about_cuda(text: str) -> str:
     """The line that is about CUDA: the last, where a worker process has sent its traceback."""
-    lines = [line for line in text.splitlines() if _CUDA.search(line)]
-    return lines[-1].strip()[:300] if lines else ''
+    return [line for line in text.splitlines() if _CUDA.search(line)][-1].strip()[:300]

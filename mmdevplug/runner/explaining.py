@@ -21,20 +21,21 @@ def explained(runner: Any, stage: str) -> Iterator[None]:
     Raises:
         DevPlugError: In place of an error that could be explained.
     """
-    with fail_together(stage), explain_versions(), explain_cuda(stage):
+    with fail_together(stage), explain_versions(), explain_cuda(stage, runner.cfg):
         with explain_out_of_memory(runner, stage):
             yield
 
 
 @contextmanager
-def explained_build(stage: str) -> Iterator[None]:
+def explained_build(runner: Any, stage: str) -> Iterator[None]:
     """The same while the runner is built.
 
     Args:
+        runner (Runner): With its config.
         stage (str): What is being built.
 
     Raises:
         DevPlugError: In place of an error that could be explained.
     """
-    with fail_together(stage), explain_versions(), explain_cuda(stage):
+    with fail_together(stage), explain_versions(), explain_cuda(stage, runner.cfg):
         yield

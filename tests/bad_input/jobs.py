@@ -29,8 +29,8 @@ class AsksForCuda(BaseModel):
         rank (int): On which rank.
     """
 
-    def __init__(self, where='nowhere', rank=-1):
-        super().__init__()
+    def __init__(self, where='nowhere', rank=-1, init_cfg=None):
+        super().__init__(init_cfg=init_cfg)
         self.net = nn.Linear(8, 1)
         self.where = where if on_bad_rank(rank) else 'nowhere'
         if self.where == 'init':

@@ -33,7 +33,6 @@ def test_versions_that_go_together_are_no_error():
         (dict(torch='2.2.2'), 'error', 'numpy 2.4.6 beside torch 2.2.2', '"numpy<2"'),
         (dict(setuptools='81.0.0'), 'warning', '81.0.0', 'pip install "setuptools<81"'),
         (dict(setuptools=None), 'warning', 'not installed', 'pip install "setuptools<81"'),
-        (dict(mmcv='2.2.0', mmdet='3.3.0'), 'error', '2.2.0', '"mmcv>=2.0.0,<2.2.0"'),
         ({'mmcv': '2.1.0', 'mmcv-lite': '2.1.0'}, 'error', '2.1.0', 'pip uninstall'),
     ],
 )
