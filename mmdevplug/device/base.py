@@ -3,7 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, Callable, Iterable, List, Optional, Sequence, Union
+from typing import Any, Callable, Iterable, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -14,6 +14,22 @@ from mmdevplug.errors import AcceleratorError
 def devices_of(tensors: Iterable[Tensor]) -> List[torch.device]:
     """The devices that tensors are on, each once, in the order in which they occur."""
     return list(dict.fromkeys(tensor.device for tensor in tensors))
+
+
+class KeptGraphs(NamedTuple):
+    """What became of graphs where compiled ones are kept on disk.
+
+    Attributes:
+        folder (str): Where they are kept.
+        read (int): How many were found on disk, and were not compiled.
+        missed (int): How many were not there, and were compiled.
+        unreadable (int): How many were there and had to be compiled in spite of it.
+    """
+
+    folder: str
+    read: int
+    missed: int
+    unreadable: int
 
 
 class Accelerator(ABC):
@@ -130,6 +146,33 @@ class Accelerator(ABC):
         for device in devices:
             here = [tensor for tensor in wanted if tensor.device == device]
             self.materialize(device, here if len(devices) > 1 else wanted)
+
+    # compilation ------------------------------------------------------------------------------
+
+    def compilations(self) -> Optional[int]:
+        """How many graphs this process has compiled so far.
+
+        Returns:
+            int, optional: None where nothing is compiled, or the vendor tells no number.
+        """
+        return None
+
+    def keep_compilations(self, folder: str) -> Optional[str]:
+        """Keep compiled graphs in a folder, and take from there those that are in it.
+
+        To be called before the device is first used, with a folder for this process alone.
+
+        Args:
+            folder (str): An existing folder.
+
+        Returns:
+            str, optional: Why this is of no use here, as the end of a sentence; None if it is.
+        """
+        return f'accelerator {self.name!r} compiles no graphs'
+
+    def kept_compilations(self) -> Optional[KeptGraphs]:
+        """What became of graphs since :meth:`keep_compilations`; None where nothing is kept."""
+        return None
 
     def describe_visibility(self) -> str:
         """The visible-devices variable and its value, for messages."""

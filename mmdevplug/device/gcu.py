@@ -71,6 +71,12 @@ class T20Accelerator(LazyAccelerator):
         # than a card may have.
         self._torch_gcu.sync_lived_tensor(device=device)
 
+    def compilations(self) -> Optional[int]:
+        return None  # The vendor's package offers no function for it.
+
+    def keep_compilations(self, folder: str) -> Optional[str]:
+        return "the vendor's package torch_gcu offers no cache of compiled graphs"
+
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
         # One graph for all of a card's; each copy then finds its data ready.
         for device in devices_of(tensors):

@@ -47,6 +47,14 @@ class LazyAccelerator(Accelerator):
     def set_rng_state(self, state: int, device: torch.device) -> None:
         """Put a device's generator into a state that :meth:`rng_state` told."""
 
+    @abstractmethod
+    def compilations(self) -> Optional[int]:
+        """See :meth:`Accelerator.compilations`; each lazy vendor has an answer of its own."""
+
+    @abstractmethod
+    def keep_compilations(self, folder: str) -> Optional[str]:
+        """See :meth:`Accelerator.keep_compilations`."""
+
     def save_rng(self, device: torch.device) -> Optional[bytes]:
         state = self.rng_state(device)
         return None if state is None else state.to_bytes(STATE_BYTES, 'little')

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mmdevplug.registry import ACCELERATORS
 
+from .base import KeptGraphs
 from .lazy import LazyAccelerator
 from .vendor import import_vendor
 
@@ -26,6 +27,7 @@ class XLAAccelerator(LazyAccelerator):
     package = 'torch_xla'
     amp_dtype = torch.bfloat16  # type: ignore[assignment]
     _chosen_by_torch_xla = False
+    _keeps_in: Optional[str] = None
 
     @property
     def visible_devices_env(self) -> str:  # type: ignore[override]
@@ -111,6 +113,42 @@ class XLAAccelerator(LazyAccelerator):
             torch_xla.sync()
         finally:
             torch_xla._XLAC._xla_set_default_device(default)
+
+    def compilations(self) -> int:
+        from torch_xla.debug import metrics
+
+        measured = metrics.metric_data('CompileTime')
+        return measured[0] if measured else 0
+
+    def keep_compilations(self, folder: str) -> Optional[str]:
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        if not hasattr(xr, 'initialize_cache'):
+            return f'torch_xla {torch_xla.__version__} has no torch_xla.runtime.initialize_cache'
+        if torch_xla._XLAC._xla_computation_cache_is_initialized():
+            return 'this process has compiled a graph before it was told where to keep graphs'
+        xr.initialize_cache(folder, readonly=False)
+        self._keeps_in = folder
+        if xr.device_type() == 'CPU':
+            return (
+                "PJRT's CPU client writes compiled graphs but cannot read them (seen with "
+                'torch_xla 2.9), so the next run compiles again'
+            )
+        return None
+
+    def kept_compilations(self) -> Optional[KeptGraphs]:
+        from torch_xla.debug import metrics
+
+        if self._keeps_in is None:
+            return None
+        counters = (
+            'PersistentCacheHit',
+            'PersistentCacheMiss',
+            'PersistentCacheDeserializeFailure',
+        )
+        counts = [metrics.counter_value(name) or 0 for name in counters]
+        return KeptGraphs(self._keeps_in, *counts)
 
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
         import torch_xla

@@ -5,6 +5,8 @@ from typing import Any, Dict
 #: The runner's own options and their defaults.
 RUNNER_OPTIONS: Dict[str, Any] = dict(
     backend=None,
+    compilation_cache=None,
+    compilations=True,
     heartbeat_timeout=None,
     hook={},
     memory=True,

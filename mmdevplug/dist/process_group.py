@@ -17,6 +17,7 @@ from mmdevplug.device import (
     probe_device,
     set_current_accelerator,
 )
+from mmdevplug.device.compilation_cache import start_compilation_cache
 from mmdevplug.device.detection import AcceleratorConfig, Choice
 from mmdevplug.errors import LaunchError
 from mmdevplug.mmcv_ops import check_mode, serve_operators
@@ -118,6 +119,7 @@ def init_device(
     init_backend: str = 'torch',
     heartbeat_timeout: Optional[Real] = None,
     mmcv_ops: str = 'host',
+    compilation_cache: Optional[str] = None,
     choose_devices: Optional[ChooseDevices] = None,
     **kwargs: Any,
 ) -> DeviceContext:
@@ -140,6 +142,8 @@ def init_device(
             a rank is given up and the others end, at most ``timeout``. Defaults to None: 60.
         mmcv_ops (str): What becomes of mmcv's operators that have no kernel for the device: see
             :func:`mmdevplug.mmcv_ops.serve_operators`. Defaults to ``'host'``.
+        compilation_cache (str, optional): A folder in which each rank keeps the graphs that it
+            compiles. Defaults to None: they are not kept.
         choose_devices (callable, optional): Told the accelerator and how this process was started,
             returns the devices of this rank. Defaults to None: the one of its local rank.
         **kwargs: Passed on to ``torch.distributed.init_process_group``.
@@ -173,6 +177,8 @@ def init_device(
 
     def prepare() -> Tuple[Choice, Sequence[torch.device]]:
         choice = choose_accelerator(accelerator)
+        if compilation_cache is not None:
+            start_compilation_cache(choice.accelerator, compilation_cache, env.rank)
         if choose_devices is None:
             devices: Sequence[torch.device] = [choice.accelerator.device(env.local_rank)]
         else:

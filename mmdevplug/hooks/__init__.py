@@ -1,6 +1,7 @@
 """Hooks."""
 
 from .communication_hook import CommunicationHook
+from .compilation_hook import CompilationHook
 from .device_hook import DeviceHook
 from .empty_cache_hook import DeviceEmptyCacheHook
 from .iter_timer_hook import DeviceIterTimerHook
@@ -14,6 +15,7 @@ from .safe_checkpoint_hook import SafeCheckpointHook
 
 __all__ = [
     'CommunicationHook',
+    'CompilationHook',
     'DeviceEmptyCacheHook',
     'DeviceHook',
     'DeviceIterTimerHook',

@@ -5,10 +5,12 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 from mmengine.hooks import Hook
 
 from mmdevplug.data.padding_sizes import read_pad_to
+from mmdevplug.dist import device_context
 from mmdevplug.dist.options import RUNNER_OPTIONS
 from mmdevplug.mmcv_ops import check_mode
 
 from .communication_hook import CommunicationHook
+from .compilation_hook import CompilationHook
 from .device_hook import DeviceHook
 from .loss_check_hook import LossCheckHook, check_on_nan
 from .memory_hook import MemoryHook
@@ -52,9 +54,16 @@ def missing_hooks(
         List[Hook]: To be registered.
     """
     several, memory = world_size > 1, options['memory']
+    context, compiling = device_context(), options['compilations']
+    lazy = context is not None and context.accelerator.lazy
     wanted = [
         (DeviceHook, True, lambda: DeviceHook(**options['hook'])),
         (CommunicationHook, several and options['monitor'], CommunicationHook),
+        (
+            CompilationHook,
+            lazy and compiling is not False,
+            lambda: CompilationHook.from_option(compiling),
+        ),
         (MemoryHook, memory is not False, lambda: MemoryHook.from_option(memory)),
         (LossCheckHook, options['on_nan'] == 'stop', LossCheckHook),
         (MMCVOpsHook, True, MMCVOpsHook),

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.data.padding_build import build_padded
+from mmdevplug.device.compilation_cache import check_compilation_cache
 from mmdevplug.device.describing import describe_devices
 from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import init_device
@@ -67,6 +68,9 @@ class DeviceStrategy(DDPStrategy):
             forced_backend=self._options['backend'],
             heartbeat_timeout=self._options['heartbeat_timeout'],
             mmcv_ops=self._options['mmcv_ops'],
+            compilation_cache=check_compilation_cache(
+                self._options['compilation_cache'], self._work_dir
+            ),
             choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
             **(dist_cfg or {}),
         )
