@@ -1,0 +1,51 @@
+"""The page of messages: it has every message of ours, and none that nothing says."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / 'docs'
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(name, DOCS / f'{name}.py')
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+messages, pages = _load('messages'), _load('troubleshooting_pages')
+TOPICS = pages.load()
+OURS = [says for t in TOPICS if not t.get('foreign') for e in t['entries'] for says in e['says']]
+
+
+def test_every_message_has_an_entry():
+    found = list(messages.messages())
+    missing = [one for one in found if not any(pages.is_in(says, one.text) for says in OURS)]
+    told = '\n'.join(f'{one.place} {one.kind}: {one.text}' for one in missing)
+    assert not missing, f'docs/troubleshooting has no entry for\n{told}'
+
+
+def test_every_entry_is_a_message():
+    said = messages.all_texts()
+    unsaid = [one for one in OURS if not any(pages.is_in(one, text) for text in said)]
+    assert not unsaid
+
+
+@pytest.mark.parametrize('language', ['en', 'zh_cn'])
+def test_the_page_is_made_of_the_entries(language):
+    page = DOCS / language / 'troubleshooting.md'
+    assert page.read_text(encoding='utf-8') == pages.render(TOPICS, language), (
+        'run python docs/troubleshooting_pages.py'
+    )
+
+
+def test_both_languages_say_why_and_what_to_do():
+    for topic in TOPICS:
+        for entry in topic['entries']:
+            for language in ('en', 'zh_cn'):
+                why, what = entry[language][:2]
+                assert why, entry['says']
+                assert what, entry['says']
