@@ -20,6 +20,14 @@ def need_mmcv_operations():
     pytest.importorskip('mmcv.ops', reason='needs mmcv with its compiled operations')
 
 
+def need_card():
+    """Skip where PyTorch cannot have the stand-in card."""
+    import card
+
+    if card.MISSING:
+        pytest.skip(card.MISSING)
+
+
 def digits_config(accelerator, work_dir, **options):
     """The digits example on an accelerator, for this process's launch variables."""
     cfg = Config.fromfile(str(ROOT / 'configs' / 'digits' / 'digits.py'))

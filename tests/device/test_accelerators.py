@@ -21,6 +21,7 @@ from mmdevplug.device import (
 )
 from mmdevplug.device.torch_native import FAMILIES
 from mmdevplug.errors import AcceleratorError
+from tests.jobs import need_card
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +34,7 @@ import card, pytest, torch
 card.install(sys.argv[1], count=int(sys.argv[2]))
 from mmdevplug.device import *
 from mmdevplug.errors import AcceleratorError
+from tests.jobs import need_card
 for line in sys.stdin:
     torch.manual_seed(0)
     failure = ''
@@ -76,6 +78,7 @@ class Card:
 def card_fixture(name, count, **environ):
     @pytest.fixture(scope='module')
     def fixture():
+        need_card()
         card = Card(name, count, **environ)
         yield card.run
         card.close()

@@ -14,6 +14,13 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import load
 
+#: Why a release of PyTorch cannot have this card; None where it can.
+MISSING = (
+    None
+    if hasattr(torch.utils, 'generate_methods_for_privateuse1_backend')
+    else 'PyTorch before 2.1 has no PrivateUse1 devices with names'
+)
+
 
 def build():
     """Compile the extension, or load it if it was compiled before."""
@@ -36,7 +43,12 @@ def install(name, count=4):
 
     Returns:
         module: ``torch.<name>``.
+
+    Raises:
+        NotImplementedError: If this release of PyTorch cannot have the card; see :data:`MISSING`.
     """
+    if MISSING:
+        raise NotImplementedError(MISSING)
     card = build()
     card.install()
     card.set_count(count)
