@@ -62,7 +62,7 @@ def render(topics: List[Dict[str, Any]], language: str) -> str:
         if 'intro' in topic:
             blocks.append(topic['intro'][language])
         for entry in topic['entries']:
-            why, what = entry[language][:2]
+            why, what = entry[language]
             blocks.append('\n'.join(['```text', *entry['says'], '```']))
             blocks.append(f'- **{texts["why"]}**: {why}\n- **{texts["do"]}**: {what}')
     return '\n\n'.join(blocks) + '\n'

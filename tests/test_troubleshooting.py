@@ -44,8 +44,9 @@ def test_the_page_is_made_of_the_entries(language):
 
 def test_both_languages_say_why_and_what_to_do():
     for topic in TOPICS:
+        assert set(topic['title']) == {'en', 'zh_cn'}
         for entry in topic['entries']:
             for language in ('en', 'zh_cn'):
-                why, what = entry[language][:2]
-                assert why, entry['says']
-                assert what, entry['says']
+                why, what = entry[language]
+                assert why.endswith(('.', '。')), entry['says']
+                assert what.endswith(('.', '。')), entry['says']
