@@ -14,7 +14,9 @@ _NO_KERNEL = re.compile(
 
 #: Operators that ask no registry: with a device they do not know they read its memory as the
 #: host's, which ends the process. They are taken to have a kernel where ``nms`` has one.
-UNREGISTERED = ('contour_expand', 'nms_quadri', 'nms_rotated')
+UNREGISTERED = ('nms_quadri', 'nms_rotated')
+#: Those that are written for the host alone and do not ask where their tensors are.
+HOST_ONLY = ('contour_expand', 'points_in_boxes_cpu_forward')
 
 #: Operators that mmcv's Python calls with other arguments, such as degrees in the place of
 #: radians, on the devices of vendors whose kernels want them so.
@@ -53,6 +55,8 @@ class Kernels:
             device (torch.device): Where the tensors are.
             functions (Mapping): Those of the extension.
         """
+        if name in HOST_ONLY:
+            return False
         if device.type not in self._served:
             self._served[device.type] = _probe(device, functions)
         served = self._served[device.type]

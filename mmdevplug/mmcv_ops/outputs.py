@@ -45,7 +45,8 @@ OUTPUTS: Dict[str, Tuple[str, ...]] = dict(
     roi_align_forward=('output', 'argmax_y', 'argmax_x'),
     roi_align_backward=('grad_input',),
     roi_align_rotated_forward=('output',),
-    roi_align_rotated_backward=('grad_input',),
+    # mmcv's names of its parameters are shifted by one.
+    roi_align_rotated_backward=('grad_output',),
     rotated_feature_align_forward=('output',),
     rotated_feature_align_backward=('bottom_grad',),
     softnms=('dets',),

@@ -149,6 +149,11 @@ static at::Tensor strided(const at::Tensor& t, at::IntArrayRef s, at::IntArrayRe
                           std::optional<int64_t> o) {
   return at::cpu::as_strided(t, s, st, o);
 }
+// The fallback would take a view of a copy, whose memory is laid out otherwise.
+static at::Tensor reshape_alias(const at::Tensor& t, c10::SymIntArrayRef s, c10::SymIntArrayRef st) {
+  return at::cpu::as_strided(t, C10_AS_INTARRAYREF_SLOW(s), C10_AS_INTARRAYREF_SLOW(st),
+                             t.storage_offset());
+}
 static const at::Tensor& resize(const at::Tensor& t, c10::SymIntArrayRef s,
                                 std::optional<at::MemoryFormat> m) {
   return at::native::resize_(t, C10_AS_INTARRAYREF_SLOW(s), m);
@@ -163,6 +168,11 @@ static at::Tensor& set_plain(at::Tensor& t, at::Storage st) {
 }
 static at::Tensor view(const at::Tensor& t, c10::SymIntArrayRef s) {
   return at::native::view(t, C10_AS_INTARRAYREF_SLOW(s));
+}
+// A view too: the fallback would return one of a copy that is gone.
+static at::Tensor alias(const at::Tensor& t, c10::SymIntArrayRef s, c10::SymIntArrayRef st) {
+  return at::cpu::as_strided(t, C10_AS_INTARRAYREF_SLOW(s), C10_AS_INTARRAYREF_SLOW(st),
+                             std::nullopt);
 }
 static at::Tensor to_card(const at::Tensor& c, c10::Device d) { return c.defined() ? c.to(d) : c; }
 static at::Tensor conv(const at::Tensor& x, const at::Tensor& w,
@@ -226,10 +236,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_resize);
   m.impl("_local_scalar_dense", item);
   m.impl("as_strided", strided);
+  m.impl("_reshape_alias", reshape_alias);
   m.impl("resize_", resize);
   m.impl("set_.source_Storage_storage_offset", set_st);
   m.impl("set_.source_Storage", set_plain);
   m.impl("view", view);
+  m.impl("_reshape_alias", alias);
   m.impl("native_batch_norm", batch_norm);
   m.impl("convolution_overrideable", conv);
   m.impl("convolution_backward_overrideable", conv_back);
