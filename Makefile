@@ -28,7 +28,12 @@ SITE := import sysconfig; print(sysconfig.get_paths()["purelib"])
 link = ln -sfn "$(CURDIR)/mmdevplug" "$$($(1)/python -c '$(SITE)')/mmdevplug"
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-xla demo test test-xla test-kills test-cuda lint benchmark docs-features clean
+# Tests that share a file share a process, and what they start.
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# Graphs of tests are small and many: compiling them is what takes time.
+ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
+
+.PHONY: help install install-xla demo test test-long test-xla test-kills test-cuda coverage lint benchmark docs-features clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -60,17 +65,28 @@ demo: install  ## Train a digits classifier in 2 processes, test it and draw a r
 	$(BIN)/mmdevplug train configs/digits/digits_cpu.py --nproc 2 --work-dir $(TRAIN_DIR)
 	$(BIN)/python demo/digits_report.py $(TRAIN_DIR)
 
+coverage: export MMDEVPLUG_COVERAGE := $(CURDIR)/pyproject.toml
+coverage: export COVERAGE_FILE := $(CURDIR)/.coverage
+coverage: install install-xla  ## Run all tests and count the lines of the package that they run
+	$(BIN)/python -m coverage erase
+	-$(BIN)/python -m coverage run $(PYTEST) -m "not cuda and not xla"
+	-$(ON_XLA) $(BIN_XLA)/python -m coverage run $(PYTEST) -m xla
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --fail-under=90
+
 lint: install  ## Check style and that the package is Python 3.8
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/vermin -t=3.8- --no-tips mmdevplug tools demo
 
-test: lint  ## Run the tests that need neither torch_xla nor a GPU
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not cuda and not xla"
+test: lint  ## Run the tests that need neither torch_xla nor a GPU, without those that take long
+	$(BIN)/python $(PYTEST) -m "not cuda and not xla and not long"
 
-# Graphs of tests are small and many: compiling them is what takes time.
+test-long: install  ## Run the tests on the CPU that take long
+	$(BIN)/python $(PYTEST) -m "long and not cuda and not xla"
+
 test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
-	PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN_XLA)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m xla
+	$(ON_XLA) $(BIN_XLA)/python $(PYTEST) -m xla
 
 test-kills: install  ## Kill jobs 54 times (make test does it 18 times), compare the bits
 	MMDEVPLUG_KILLS=54 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla"
