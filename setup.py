@@ -35,6 +35,7 @@ EXTRAS_REQUIRE = {
         'pytest',
         'pytest-timeout',
         'pytest-xdist',
+        'coverage',
         'hypothesis',
         'tensorboard',
         'ruff',
@@ -106,8 +107,9 @@ if __name__ == '__main__':
         ],
         python_requires='>=3.8',
         packages=find_packages(include=['mmdevplug', 'mmdevplug.*']),
-        # `mmdevplug/configs` is a link to `configs`: files without packages, some for read_base().
-        package_data={'mmdevplug': ['configs/**/*.py']},
+        # `mmdevplug/configs` is a link to `configs`: what base_config() and read_base() read. The
+        # examples are in .mim, where mim looks; twice, it would not know which to take.
+        package_data={'mmdevplug': ['configs/_base_/**/*.py']},
         include_package_data=False,
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,

@@ -13,7 +13,6 @@ _ONLY_CUDA = {
     'Correlation': '',
     'DeformRoIPool': "'RoIAlign'",
     'DeformRoIPoolPack': "'RoIAlign'",
-    'MMSyncBN': "'SyncBN'",
     'ModulatedDeformRoIPoolPack': "'RoIAlign'",
     'PrRoIPool': "'RoIAlign'",
     'RiRoIAlignRotated': "'RoIAlignRotated'",

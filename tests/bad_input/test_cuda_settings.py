@@ -96,7 +96,6 @@ def call_without_kernel():
         SoftmaxFocalLoss=lambda: ops.SoftmaxFocalLoss(2.0, 0.25)(
             torch.ones(2, 3), torch.tensor([0, 1])
         ),
-        MMSyncBN=lambda: ops.SyncBatchNorm(4)(ones),
         RoIAlign=lambda: ops.RoIAlign((2, 2))(ones, rois),
     )
     said = {}
