@@ -5,10 +5,21 @@ keeps ``import mmdevplug`` free of torch and of every vendor package.
 """
 
 from importlib import import_module
+from typing import Any, Mapping
 
-from mmengine.registry import Registry
+from mmengine.registry import Registry, build_from_cfg
 
-ACCELERATORS = Registry('accelerator', scope='mmdevplug', locations=['mmdevplug.device'])
+SCOPE = 'mmdevplug'
+
+
+def _build_accelerator(cfg: Mapping[str, Any], registry: Registry) -> Any:
+    """Build here, whatever ``default_scope`` the config has: MMEngine warns of any other."""
+    return build_from_cfg(dict(cfg, _scope_=SCOPE), registry)
+
+
+ACCELERATORS = Registry(
+    'accelerator', build_func=_build_accelerator, scope=SCOPE, locations=['mmdevplug.device']
+)
 
 
 def register_lazily(registry: Registry, location: str) -> None:

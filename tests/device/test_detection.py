@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmengine.registry import DefaultScope
 
 from mmdevplug.device import (
     CPUAccelerator,
@@ -418,3 +419,11 @@ def test_gcu_generation_of_the_config_wins(vendor_package, monkeypatch):
     monkeypatch.setattr(torch, 'gcu', card_module(), raising=False)
     assert isinstance(get_accelerator(dict(type='gcu', generation='t20')), T20Accelerator)
     assert isinstance(get_accelerator(dict(type='gcu', generation='s60')), S60Accelerator)
+
+
+def test_nothing_is_said_of_the_scope_of_a_model_library(monkeypatch):
+    said = []
+    monkeypatch.setattr('mmengine.logging.print_log', lambda *args, **_: said.append(args[0]))
+    with DefaultScope.overwrite_default_scope('mmseg'):
+        assert get_accelerator('cpu').name == 'cpu'
+    assert not [message for message in said if 'Failed to' in message]
