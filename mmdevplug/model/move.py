@@ -1,7 +1,7 @@
 """Moving modules to a device, whole and with their sharing intact."""
 
 from contextlib import contextmanager
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from mmengine.model import BaseDataPreprocessor, BaseTTAModel
@@ -162,9 +162,19 @@ def materialize_predictions(
         if not torch.is_grad_enabled() and not _in_training_step:
             accelerator.materialize_all(devices)
 
-    # MMEngine's test-time augmentation calls the model inside, once for each view.
-    called = module.module if isinstance(module, BaseTTAModel) else module
-    called.register_forward_hook(materialize)
+    if not isinstance(module, BaseTTAModel):
+        module.register_forward_hook(materialize)
+        return
+    # Test-time augmentation calls the model inside, once for each view, and merges what it said.
+    module.module.register_forward_hook(materialize)
+    merge = module.merge_preds
+
+    def merge_as_one(*args: Any, **kwargs: Any) -> Any:
+        merged = merge(*args, **kwargs)
+        materialize()
+        return merged
+
+    module.merge_preds = merge_as_one
 
 
 _in_training_step = False
