@@ -6,6 +6,7 @@ ours, in any number of ranks on any device. Both return what can be compared.
 """
 
 import os
+import runpy
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Dict
 
 from mmengine.config import Config
 from mmengine.hooks import Hook
-from mmengine.registry import RUNNERS, DefaultScope
+from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
 import mmdevplug
@@ -203,9 +204,17 @@ def train_all(recipes: Dict[str, Recipe], accelerator: str, folder: Path) -> Dic
             found[name] = train_stock(recipe, folder / name)
         else:
             found[name] = train_ours(recipe, accelerator, folder / name)
-        # The next repository may have another one.
-        DefaultScope._instance_dict.clear()
     return found
+
+
+def run_script(script: Path, arguments: list) -> None:
+    """Run a training script of a repository in this process, as a launcher would."""
+    before = sys.argv
+    sys.argv = [str(script), *map(str, arguments)]
+    try:
+        runpy.run_path(str(script), run_name='__main__')
+    finally:
+        sys.argv = before
 
 
 def mean_losses(ranks: list, name: str, key: str = 'losses', loss: str = 'loss') -> list:

@@ -1,0 +1,159 @@
+"""mmseg's own configs, inherited with a base config of ours, on every kind of device.
+
+What they are compared with is mmseg on MMEngine's own runner, in one process on the CPU, with the
+whole batch.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import run_ranks
+from tests.jobs import largest_difference, need_mmcv_operations
+from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer
+from tests.repos.training import (
+    ITERATIONS,
+    mean_losses,
+    run_script,
+    train_all,
+    write_config,
+)
+
+NAMES = ['segformer', 'deeplabv3plus']
+
+#: Accelerator and number of ranks; 0 is one process without a launcher.
+CASES = [
+    ('cpu', 2),
+    ('zeta', 2),
+    pytest.param(('xla', 0), marks=[pytest.mark.xla, pytest.mark.long]),
+    pytest.param(('xla', 2), marks=[pytest.mark.xla, pytest.mark.long]),
+    pytest.param(('gcu', 2), marks=[pytest.mark.xla, pytest.mark.long]),
+]
+
+every_case = pytest.mark.parametrize('case', CASES, ids=lambda case: f'{case[0]}-{case[1]}')
+every_model = pytest.mark.parametrize('name', NAMES)
+# Compiling for a lazy device takes most of it.
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope='module')
+def recipes(tmp_path_factory):
+    need_mmcv_operations()
+    root = make_cityscapes(tmp_path_factory.mktemp('data') / 'cityscapes')
+    return dict(segformer=segformer(root), deeplabv3plus=deeplabv3plus(root))
+
+
+@pytest.fixture(scope='module')
+def stock(recipes, tmp_path_factory):
+    (found,) = run_ranks(train_all, 0, recipes, 'stock', tmp_path_factory.mktemp('stock'))
+    return found
+
+
+@pytest.fixture(scope='module')
+def trained(recipes, tmp_path_factory):
+    """For a case: what each rank found of each model, trained in one group of processes."""
+    found = {}
+
+    def of(case):
+        if case not in found:
+            accelerator, ranks = case
+            environ = dict(CPU_NUM_DEVICES=str(max(ranks, 1))) if accelerator == 'xla' else {}
+            folder = tmp_path_factory.mktemp(f'{accelerator}_{ranks}')
+            found[case] = run_ranks(
+                train_all, ranks, recipes, accelerator, folder, environ=environ, timeout=580
+            )
+        return found[case]
+
+    return of
+
+
+@every_case
+@every_model
+def test_losses_are_those_of_one_process(stock, trained, case, name):
+    expected = mean_losses([stock], name)
+    assert len(expected) == ITERATIONS
+    assert expected[-1] < expected[0] - 0.3  # there is something to learn
+    assert mean_losses(trained(case), name) == pytest.approx(expected, abs=1e-3)
+
+
+@every_case
+@every_model
+def test_weights_and_statistics_are_those_of_one_process(stock, trained, case, name):
+    def comparable(weights):
+        # Ordinary batch normalization of torch_xla's keeps another variance: README, Limits.
+        left_out = 'running_var' if case == ('xla', 0) else 'nothing'
+        return {key: value for key, value in weights.items() if left_out not in key}
+
+    expected = comparable(stock[name]['weights'])
+    assert any('running_mean' in key for key in expected)
+    for found in trained(case):
+        assert largest_difference(comparable(found[name]['weights']), expected) <= 5e-3
+
+
+@every_case
+@every_model
+def test_metrics_are_those_of_one_process(stock, trained, case, name):
+    expected = stock[name]['metrics']
+    assert set(expected) == {'aAcc', 'mIoU', 'mAcc'}
+    # One process on torch_xla predicts with the other variance.
+    tolerance = 5.0 if case == ('xla', 0) else 0.5
+    # Ranks have the metrics from rank 0.
+    for found in trained(case):
+        for key, value in expected.items():
+            assert float(found[name]['metrics'][key]) == pytest.approx(value, abs=tolerance)
+
+
+def test_models_learned_to_tell_classes_apart(stock):
+    # One class alone would make 12.5 at most.
+    assert stock['segformer']['metrics']['mIoU'] >= 40
+
+
+@every_case
+@every_model
+def test_the_last_checkpoint_gives_the_metrics_of_the_validation(trained, case, name):
+    for found in trained(case):
+        assert found[name]['files'] == ['iter_5.pth', 'iter_10.pth']
+        assert found[name]['tested'] == found[name]['metrics']
+
+
+@every_case
+@every_model
+def test_resuming_goes_on(trained, case, name):
+    whole = mean_losses(trained(case), name)
+    resumed = mean_losses(trained(case), name, 'resumed')
+    assert len(resumed) == ITERATIONS // 2
+    assert resumed == pytest.approx(whole[-len(resumed) :], abs=1e-4)
+
+
+@every_case
+@every_model
+def test_each_rank_is_on_its_device(trained, case, name):
+    accelerator, ranks = case
+    for rank, found in enumerate(trained(case)):
+        kind = dict(gcu='xla').get(accelerator, accelerator)
+        expected = 'cpu' if kind == 'cpu' else f'{kind}:{rank}'
+        assert found[name]['device'] == expected
+        if ranks:
+            assert found[name]['wrapper'] == 'DeviceDistributedDataParallel'
+
+
+def run_tools_train(config, work_dir):
+    import mmseg
+
+    options = [f'{name}.num_workers=0' for name in ('train_dataloader', 'val_dataloader')]
+    options += [name.replace('num_workers=0', 'persistent_workers=False') for name in options]
+    options += ['train_dataloader.batch_size=2', 'train_dataloader.sampler.shuffle=False']
+    script = Path(mmseg.__file__).with_name('.mim') / 'tools' / 'train.py'
+    run_script(
+        script,
+        [config, '--work-dir', work_dir, '--launcher', 'pytorch']
+        + ['--cfg-options', 'randomness.seed=0', *options],
+    )
+
+
+def test_tools_train_of_mmseg_itself(recipes, stock, tmp_path):
+    config = write_config(tmp_path / 'config.py', recipes['segformer'], 'cpu')
+    run_ranks(run_tools_train, 2, config, tmp_path / 'work')
+    saved = torch.load(tmp_path / 'work' / 'iter_10.pth', weights_only=False)['state_dict']
+    assert largest_difference(saved, stock['segformer']['weights']) <= 5e-3
