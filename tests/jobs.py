@@ -11,6 +11,12 @@ from mmengine.registry import RUNNERS
 import mmdevplug
 
 ROOT = Path(__file__).parents[1]
+
+needs_scaler = pytest.mark.skipif(
+    not hasattr(getattr(torch, 'amp', None), 'GradScaler'),
+    reason='PyTorch before 2.3 has no gradient scaler for the CPU',
+)
+
 #: PYTHONPATH of a process that starts afresh: the checkout, and no transformers, which takes long.
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / 'tests' / 'standins' / 'lean')])
 

@@ -26,8 +26,9 @@ _TAKES_RENAMED_CLASSES = digit_version(torch.__version__) >= digit_version('2.6.
 
 
 def _multiarray() -> Any:
-    # NumPy 2 moved it.
-    return np._core.multiarray if hasattr(np, '_core') else np.core.multiarray
+    # NumPy 2 moved it; 1.26 has an empty package at the new place.
+    core = getattr(np, '_core', None)
+    return core.multiarray if hasattr(core, 'multiarray') else np.core.multiarray
 
 
 def allowed_classes() -> List[Any]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.distributed import run_ranks
-from tests.jobs import largest_difference
+from tests.jobs import largest_difference, needs_scaler
 from tests.optim.scenarios import SCENARIOS, train, train_all
 
 
@@ -82,6 +82,7 @@ def train_with_scaler(work_dir, epochs, resume=False):
     )  # fmt: skip
 
 
+@needs_scaler
 def test_resuming_restores_the_loss_scale(tmp_path):
     (whole,) = run_ranks(train_with_scaler, 0, tmp_path / 'whole', 2)
     (half,) = run_ranks(train_with_scaler, 0, tmp_path / 'halves', 1)
