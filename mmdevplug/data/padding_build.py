@@ -1,6 +1,7 @@
 """Building models whose data preprocessors pad."""
 
 import copy
+import logging
 from typing import Any, Callable, List, Tuple
 
 from mmengine.logging import print_log
@@ -102,4 +103,23 @@ def install_padding(model: nn.Module, pad_to: PadTo) -> None:
         if pad_to.multiple is not None
         else 'the smallest that holds them of ' + ', '.join(map(str, pad_to.buckets))
     )
+    _warn_of_diluted_losses(model, found)
     print_log(f'pad_to: batches of images are padded to {sizes}.', 'current')
+
+
+def _warn_of_diluted_losses(model: nn.Module, preprocessors: List[BaseDataPreprocessor]) -> None:
+    """Name losses that count padding as pixels without loss; mmseg's do unless told otherwise."""
+    if not any(hasattr(part, 'seg_pad_val') for part in preprocessors):
+        return
+    diluted = [
+        name for name, part in model.named_modules() if vars(part).get('avg_non_ignore') is False
+    ]
+    if diluted:
+        print_log(
+            f'pad_to: {", ".join(diluted)} averages over all pixels, padding included, so losses '
+            f'and gradients are smaller the more padding there is. For the loss of the images '
+            f'alone set avg_non_ignore=True in loss_decode, at the price of one more execution '
+            f'for each loss on a lazy device.',
+            'current',
+            logging.WARNING,
+        )

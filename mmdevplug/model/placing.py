@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from mmdevplug.checkpoint.reading import safe_loading
 from mmdevplug.dist import DeviceContext, broadcast_tensors
 
+from .frozen_bn import give_frozen_gradients
+from .ignored_pixels import count_with_masks
 from .move import materialize_predictions, move_module, weights_on_host
 from .norm_layers import check_sync_bn, convert_norm_layers
 
@@ -52,9 +54,12 @@ def place_model(
     """
     check_sync_bn(sync_bn)
     accelerator, device = context.accelerator, context.device
+    if accelerator.lazy:
+        count_with_masks(model)
     if context.backend is None:
         model = _moved(revert_sync_batchnorm(model), device, spread)
         if accelerator.lazy:
+            give_frozen_gradients(model)
             materialize_predictions(model, accelerator, context.devices)
         return model
     model = convert_norm_layers(model, accelerator, device, sync_bn)
