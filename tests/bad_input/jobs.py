@@ -42,7 +42,7 @@ class AsksForCuda(BaseModel):
         outputs = self.net(inputs)
         if mode == 'predict':
             return [self._predict(one) for one in outputs]
-        if self.where == 'cuda':
+        if self.where == 'method':
             outputs = outputs + torch.ones(1).cuda()
         if self.where == 'to':
             outputs = outputs.to('cuda:0')
