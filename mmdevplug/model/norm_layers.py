@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mmdevplug.device import Accelerator
 from mmdevplug.errors import ModelError
 
+from .frozen_bn import FrozenGradient, give_frozen_gradients
 from .sync_bn import DeviceSyncBatchNorm, prepare_statistics_group
 
 SYNC_BN = {
@@ -65,6 +66,15 @@ def convert_norm_layers(
         ModelError: If ``sync_bn`` is something else, or mmcv lacks its layer.
     """
     check_sync_bn(sync_bn)
+    module = _convert(module, accelerator, device, sync_bn)
+    if accelerator.lazy:
+        give_frozen_gradients(module)
+    return module
+
+
+def _convert(
+    module: nn.Module, accelerator: Accelerator, device: torch.device, sync_bn: Optional[str]
+) -> nn.Module:
     if sync_bn == 'mmcv':
         return _convert_to_mmcv(module)
     if sync_bn == 'per_rank':
@@ -112,7 +122,8 @@ def torch_sync_bn_works(accelerator: Accelerator, device: torch.device) -> bool:
 def _layers(module: nn.Module, kinds: Tuple[type, ...]) -> Dict[str, nn.Module]:
     """The batch normalizations of some kinds, less those that do more than normalize."""
     found = {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
-    known = (_BatchNorm.forward, nn.SyncBatchNorm.forward, DeviceSyncBatchNorm.forward)
+    plain = (_BatchNorm, nn.SyncBatchNorm, DeviceSyncBatchNorm, FrozenGradient)
+    known = [kind.forward for kind in plain]
     others = [name for name, part in found.items() if type(part).forward not in known]
     if others:
         print_log(

@@ -97,10 +97,8 @@ class DeviceSyncBatchNorm(_BatchNorm):
         frozen = not self.training and self.running_mean is not None
         if not (frozen and torch.is_grad_enabled() and self._accelerator().lazy):
             return _BatchNorm.forward(self, input)
-        # In operations of its own, because torch_xla has no gradient of batch normalization in
-        # eval mode.
-        invstd = (self.running_var + self.eps).rsqrt()
-        return _normalize(input, self.weight, self.bias, self.running_mean, invstd)
+        # torch_xla has no gradient of PyTorch's own.
+        return normalize_frozen(self, input)
 
     def _accelerator(self) -> Accelerator:
         return rank_device()[0] if self.accelerator is None else self.accelerator
@@ -322,6 +320,17 @@ def prepare_statistics_group() -> None:
     context = device_context()
     timeout = DEFAULT_TIMEOUT if context is None else context.timeout
     _statistics_group = (world, torch_dist.new_group(timeout=timeout))
+
+
+def normalize_frozen(layer: _BatchNorm, inputs: Tensor) -> Tensor:
+    """Normalize with the running statistics of a layer, in operations that any device has.
+
+    Args:
+        layer (_BatchNorm): Any, with running statistics.
+        inputs (Tensor): Of shape (N, C) or (N, C, ...).
+    """
+    invstd = (layer.running_var + layer.eps).rsqrt()
+    return _normalize(inputs, layer.weight, layer.bias, layer.running_mean, invstd)
 
 
 def _group_of(process_group: Any) -> Any:
