@@ -1,7 +1,7 @@
 """One call of each of mmcv's operators that has a kernel for the CPU, and how to compare them.
 
-A case takes a function that puts a tensor on a device, and returns what the operator gives. Tensors
-that are made with ``grad=True`` get a gradient, which is compared too.
+A case gets what makes tensors on a device, and returns what the operator gives. Tensors that are
+made with ``grad=True`` get a gradient, which is compared too.
 """
 
 import torch
