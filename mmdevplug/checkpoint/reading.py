@@ -5,6 +5,7 @@ arrays in a class of MMEngine's. PyTorch's ``weights_only`` loader refuses class
 told of, and MMEngine 0.10 tells it of none, so resuming fails on torch 2.6 and later.
 """
 
+import io
 import os
 import pickle
 import re
@@ -115,7 +116,8 @@ def _load_safely(
         opened.append(str(file))
     options = {name: kwargs[name] for name in ('mmap',) if name in kwargs}
     if not _TAKES_RENAMED_CLASSES:
-        return load(file, map_location=map_location, pickle_module=_restricted_pickle())
+        with _pickle_of_torch(_restricted_pickle()) as restricted:
+            return load(file, map_location=map_location, pickle_module=restricted)
     # Names as older and newer NumPy write them.
     multiarray = _multiarray()
     renamed = [
@@ -164,6 +166,17 @@ def read_checkpoint(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
         ) from error
 
 
+@contextmanager
+def _pickle_of_torch(module: Any) -> Iterator[Any]:
+    """Let PyTorch unpickle with a module: releases 1.13 ignore the argument that names one."""
+    before = torch.serialization.pickle
+    torch.serialization.pickle = module
+    try:
+        yield module
+    finally:
+        torch.serialization.pickle = before
+
+
 def _restricted_pickle() -> Any:
     """A pickle module whose unpickler knows tensors and :func:`allowed_classes` alone."""
     allowed = {(cls.__module__, cls.__name__) for cls in allowed_classes()}
@@ -182,8 +195,10 @@ def _restricted_pickle() -> Any:
             raise pickle.UnpicklingError(f'{module}.{name} is not allowed.')
 
     restricted = ModuleType('restricted_pickle')
+    vars(restricted).update({name: getattr(pickle, name) for name in pickle.__all__})
     restricted.Unpickler = Unpickler
     restricted.load = lambda file, **options: Unpickler(file, **options).load()
+    restricted.loads = lambda data, **options: Unpickler(io.BytesIO(data), **options).load()
     return restricted
 
 
