@@ -11,6 +11,7 @@ PIP_XLA := $(BIN_XLA)/python -m pip --disable-pip-version-check
 # Files in the environments that say they are complete; touching setup.py installs again.
 STAMP := $(VENV)/.installed
 STAMP_XLA := $(VENV_XLA)/.installed
+STAMP_DOCS := $(VENV)/.installed-docs
 
 TRAIN_DIR := work_dirs/demo
 
@@ -33,7 +34,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-.PHONY: help install install-xla demo test test-long test-xla test-kills test-cuda coverage lint benchmark docs-features clean
+.PHONY: help install install-xla demo test test-long test-xla test-kills test-cuda coverage lint benchmark docs docs-links docs-features clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -97,6 +98,18 @@ test-cuda: install  ## Run the tests that need a GPU
 benchmark: install  ## Measure the averaging of gradients on the CPU, and plans
 	$(BIN)/python benchmarks/grad_sync.py --device cpu
 	$(BIN)/python benchmarks/placement.py
+
+$(STAMP_DOCS): $(STAMP) docs/requirements.txt
+	$(PIP) install -r docs/requirements.txt
+	touch $@
+
+docs: $(STAMP_DOCS)  ## Build docs/_build; a warning or a broken link between pages fails
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs/en docs/_build/en
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs/zh_cn docs/_build/zh_cn
+
+docs-links: $(STAMP_DOCS)  ## See whether links to other sites answer; needs the network
+	$(BIN)/python -m sphinx -q -b linkcheck docs/en docs/_build/links/en
+	$(BIN)/python -m sphinx -q -b linkcheck docs/zh_cn docs/_build/links/zh_cn
 
 docs-features: install install-xla  ## Measure the features on every device, write docs/*/features.md
 	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla"

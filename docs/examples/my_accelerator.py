@@ -1,0 +1,40 @@
+"""The accelerator "acme": a card that its maker's package torch_acme registers with PyTorch."""
+
+from typing import Optional
+
+import torch
+
+from mmdevplug.device import Accelerator
+from mmdevplug.device.vendor import import_vendor
+from mmdevplug.registry import ACCELERATORS
+
+
+@ACCELERATORS.register_module(name='acme')
+class AcmeAccelerator(Accelerator):
+    """Eager, and without a backend of torch.distributed: gradients go through the host."""
+
+    name = 'acme'  # what a config asks for
+    device_type = 'acme'  # what torch.device takes
+    visible_devices_env = 'ACME_VISIBLE_DEVICES'  # named in messages, never changed
+
+    def is_available(self) -> bool:
+        # None if torch_acme is not installed; an error if it is there and broken.
+        return import_vendor('torch_acme') is not None and torch.acme.is_available()
+
+    def device_count(self) -> int:
+        return torch.acme.device_count() if self.is_available() else 0
+
+    def requirement(self) -> str:
+        return 'the package torch_acme and a card'
+
+    def set_device(self, device: torch.device) -> None:
+        torch.acme.set_device(device)
+
+    def synchronize(self, device: Optional[torch.device] = None) -> None:
+        torch.acme.synchronize(device)
+
+    def memory_allocated(self, device: Optional[torch.device] = None) -> int:
+        return torch.acme.memory_allocated(device)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.acme.manual_seed_all(seed)
