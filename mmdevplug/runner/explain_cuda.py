@@ -13,8 +13,9 @@ from .user_code import Place, chain, user_place
 #: What PyTorch says where it was built without CUDA, and where it finds no card or no driver.
 _CUDA = re.compile(
     r'not compiled with CUDA|re-initialize CUDA|without ATen_cuda|requires CUDA support'
-    r'|NVIDIA driver|CUDA driver|No CUDA GPUs|no CUDA-capable|torch\.cuda\.\w+ not available|_cuda_\w+'
-    r'|on a CUDA device but|dummy base class (CUDA|Stream|Event)'
+    r'|NVIDIA driver|CUDA driver|No CUDA GPUs|no CUDA-capable'
+    r"|torch\.cuda\.\w+ not available|attribute '_cuda_\w+|on a CUDA device but"
+    r'|dummy base class (CUDA|Stream|Event)'
 )
 #: What mmcv says where an operator has no kernel for a device.
 _NO_KERNEL = re.compile(r'(\w+?)(?:_impl)?: implementation for device (\S+) not found')
