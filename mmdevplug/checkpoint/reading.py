@@ -168,7 +168,7 @@ def read_checkpoint(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
 
 @contextmanager
 def _pickle_of_torch(module: Any) -> Iterator[Any]:
-    """Let PyTorch unpickle with a module: releases 1.13 ignore the argument that names one."""
+    """Let PyTorch unpickle with a module: release 1.13 ignores the argument that names one."""
     before = torch.serialization.pickle
     torch.serialization.pickle = module
     try:

@@ -4,7 +4,7 @@ import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, BinaryIO, Dict, Iterator, Optional
 
 import torch
 from mmengine.fileio import LocalBackend, get_file_backend, join_path
@@ -64,7 +64,38 @@ def write_checkpoint(
     make_folder(os.path.dirname(path))
     with replacing(path) as unfinished:
         # Straight into the file: MMEngine makes two copies of all of it in memory before.
-        torch.save(checkpoint, str(unfinished))
+        with open(str(unfinished), 'wb') as file:
+            held = _HoldingErrors(file)
+            torch.save(checkpoint, held)
+        if held.error is not None:
+            raise held.error
+
+
+class _HoldingErrors:
+    """A file that keeps its first error: PyTorch 1's writer aborts the process after one.
+
+    Args:
+        file (BinaryIO): What to write to, until that fails.
+
+    Attributes:
+        error (OSError, optional): What failed first.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.error: Optional[OSError] = None
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        """Write, and say that all was written."""
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    def flush(self) -> None:
+        """Leave it to whoever closes the file."""
 
 
 def is_local(path: str, backend_args: Optional[Dict[str, Any]] = None) -> bool:

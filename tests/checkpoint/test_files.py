@@ -62,8 +62,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch, what):
     save(path, 1)
 
     def fail(value, file):
-        with open(file, 'wb') as opened:
-            opened.write(b'half')
+        file.write(b'half')
         raise what
 
     monkeypatch.setattr(torch, 'save', fail)
@@ -275,7 +274,7 @@ def test_tensors_of_a_kept_copy_can_be_saved_one_by_one():
     for name, tensor in copied.items():
         assert torch.equal(tensor, state[name])
         # Whoever saves one of them does not save the others with it.
-        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        assert tensor.storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def test_host_tensors_are_not_copied_when_training_waits():

@@ -120,7 +120,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, world_size, change
         assert largest_difference(mine['weights'], theirs['weights']) == 0.0
         assert largest_difference(mine['ema'], theirs['ema']) == 0.0
         assert mine['draws'] == theirs['draws']
-    assert any(surplus for _, surplus in expected[0]['pools'][:4])
+    assert any(surplus for _, surplus in expected[0]['pools'])
 
 
 def test_on_fewer_ranks_the_surplus_goes_on(tmp_path):
