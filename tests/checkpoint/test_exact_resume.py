@@ -4,7 +4,7 @@ import pytest
 
 from tests.checkpoint.training import SAMPLES, train
 from tests.distributed import RanksFailed, run_ranks
-from tests.jobs import largest_difference
+from tests.jobs import largest_difference, needs_scaler
 
 EVERY_THIRD = dict(interval=3, by_epoch=False, save_best='auto', rule='less', max_keep_ckpts=2)
 EMA = dict(type='EMAHook', momentum=0.1)
@@ -110,6 +110,7 @@ def test_gradients_that_accumulate(tmp_path):
     assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', 10, options))
 
 
+@needs_scaler
 def test_mixed_precision(tmp_path):
     options = dict(
         checkpoint=EVERY_THIRD,
