@@ -1,0 +1,135 @@
+"""MMEngine's assumptions about devices: what it does by itself on each kind, and with ours.
+
+The rows of one kind of device share two processes: ``stock.py`` runs MMEngine alone there, then
+``ours.py`` the package. With ``MMDEVPLUG_RESULTS=<folder>`` what was found is written there as
+JSON, of which ``docs/site_table.py`` makes the documentation's table.
+"""
+
+import json
+import os
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed import free_port, run_ranks
+from tests.sites.checks import OURS, STOCK
+from tests.sites.devices import environ_of
+from tests.sites.job import run_both
+from tests.sites.rows import ROWS
+from tests.sites.vendor import run_vendor
+
+ACCELERATORS = ('cpu', 'zeta', 'xla', 'gcu')
+OF_VENDORS = (3, 5, 6)
+
+
+def cases():
+    """Each row on each kind of device that it is for."""
+    for name in ACCELERATORS:
+        marks = [pytest.mark.xla] if name in ('xla', 'gcu') else []
+        for number, row in ROWS.items():
+            if name not in row.absent:
+                yield pytest.param(number, name, marks=marks, id=f'{number}-{name}')
+
+
+@pytest.fixture(scope='module')
+def columns(tmp_path_factory):
+    """For a kind of device: what each rank found."""
+    found = {}
+
+    def of(name):
+        if name not in found:
+            try:
+                found[name] = _find(name, tmp_path_factory.mktemp(name))
+            except Exception as error:
+                found[name] = error  # once is enough
+        if isinstance(found[name], Exception):
+            raise found[name]
+        return found[name]
+
+    return of
+
+
+def _find(name, folder):
+    environ = environ_of(name)
+    ranks = run_ranks(run_both, 2, name, folder, free_port(), environ=environ, timeout=290)
+    if name == 'zeta':
+        ports = [free_port() for _ in range(3)]
+        for rank, more in zip(ranks, run_ranks(run_vendor, 2, ports)):
+            rank['stock'].update(more['stock'])
+            rank['ours'].update(more['ours'])
+    for rank in ranks:
+        rank['stock'][9] = rank['ours'][9]['stock']
+        rank['stock'][17] = rank['ours'][17]['stock']
+        rank['ours'][17] = rank['ours'][17]['ours']
+    _write(name, ranks)
+    return ranks
+
+
+def _write(name, ranks):
+    folder = os.environ.get('MMDEVPLUG_RESULTS')
+    if not folder:
+        return
+    rows = {number: _cell(number, name, ranks) for number in ROWS}
+    column = dict(
+        accelerator=name, torch=torch.__version__, python=platform.python_version(), rows=rows
+    )
+    path = Path(folder) / f'{name}.json'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(column, indent=1, ensure_ascii=False) + '\n')
+
+
+def _cell(number, name, ranks):
+    if name in ROWS[number].absent:
+        return dict(status=ROWS[number].absent[name])
+    status = 'works' if _holds(OURS, 'ours', number, name, ranks) else 'failed'
+    as_told = _holds(STOCK, 'stock', number, name, ranks)
+    return dict(status=status, stock_as_told=as_told, stock=_short(ranks[0]['stock'][number]))
+
+
+def _holds(checks, who, number, name, ranks):
+    try:
+        for rank, facts in enumerate(ranks):
+            checks[number](facts[who][number], name, rank)
+    except AssertionError:
+        return False
+    return True
+
+
+def _short(facts):
+    """An error as one line; anything else as it is, without what is long."""
+    if isinstance(facts, dict) and 'error' in facts:
+        return f'{facts["error"]}: {facts["message"]}'[:160]
+    if isinstance(facts, dict):
+        return {key: _short(value) for key, value in facts.items()}
+    return facts if not isinstance(facts, list) or len(facts) < 8 else f'{len(facts)} lines'
+
+
+@pytest.mark.parametrize(('number', 'name'), cases())
+def test_mmengine_by_itself(columns, number, name):
+    for rank, facts in enumerate(columns(name)):
+        STOCK[number](facts['stock'][number], name, rank)
+
+
+@pytest.mark.parametrize(('number', 'name'), cases())
+def test_ours(columns, number, name):
+    for rank, facts in enumerate(columns(name)):
+        OURS[number](facts['ours'][number], name, rank)
+
+
+def kinds():
+    for name in ACCELERATORS:
+        marks = [pytest.mark.xla] if name in ('xla', 'gcu') else []
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize('name', kinds())
+def test_statistics_are_those_of_all_ranks(columns, name):
+    one, other = (facts['ours'][24]['mean'] for facts in columns(name))
+    assert one == other
+
+
+@pytest.mark.parametrize('name', kinds())
+def test_mmengine_is_as_before_when_it_is_put_back(columns, name):
+    assert [facts['restored'] for facts in columns(name)] == ['cpu', 'cpu']

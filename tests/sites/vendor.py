@@ -1,0 +1,80 @@
+"""Rows about vendors' backends, on a stand-in card named ``npu`` and a backend ``zccl``.
+
+MMEngine knows the name of the card and its backend ``hccl``; ``zccl`` is one that it does not know,
+which takes no tensors of the host, as vendors' backends do not.
+"""
+
+import os
+import sys
+from types import ModuleType
+
+import torch
+from mmengine.device import utils as device_utils
+from mmengine.dist import (
+    all_gather_object,
+    all_reduce,
+    broadcast_object_list,
+    collect_results,
+    get_comm_device,
+    init_dist,
+)
+from torch import distributed as torch_dist
+
+from mmdevplug.dist import init_device
+from tests.sites.devices import begin, rank_device_of
+from tests.sites.stock import attempt
+
+CARD = 'npu'
+
+
+def run_vendor(ports):
+    """Rows 3, 5 and 6.
+
+    Args:
+        ports (list): One for each process group after the first.
+
+    Returns:
+        dict: ``stock`` and ``ours``, each by row.
+    """
+    begin(CARD)
+    # What MMEngine finds where the vendor's package is installed.
+    sys.modules['torch_npu'] = ModuleType('torch_npu')
+    device_utils.IS_NPU_AVAILABLE = True
+    torch_dist.Backend.register_backend('zccl', _group, devices=[CARD])
+    stock = {3: attempt(init_dist, 'pytorch', backend='gloo')}
+    # The attempt has left a store at the first port.
+    os.environ['MASTER_PORT'] = str(ports[0])
+    torch_dist.init_process_group('zccl')
+    stock[5], stock[6] = attempt(_reduce), attempt(_objects)
+    torch_dist.destroy_process_group()
+
+    os.environ['MASTER_PORT'] = str(ports[1])
+    context = init_device('pytorch', CARD, backend='gloo')
+    ours = {3: dict(backend=torch_dist.get_backend(), device=str(context.device), sums=_reduce())}
+    torch_dist.barrier()
+    torch_dist.destroy_process_group()
+
+    os.environ['MASTER_PORT'] = str(ports[2])
+    init_device('pytorch', dict(type=CARD, native_backend='zccl'), backend='zccl')
+    ours[5], ours[6] = attempt(_reduce), attempt(_objects)
+    return dict(stock=stock, ours=ours)
+
+
+def _group(store, rank, size, timeout):
+    return torch_dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def _reduce():
+    """Sums of the ranks, of a tensor of the host and one of the card."""
+    on_host, on_card = torch.ones(1), torch.ones(1, device=rank_device_of(CARD))
+    all_reduce(on_host)
+    all_reduce(on_card)
+    return [on_host.item(), on_card.item(), str(on_card.device), str(get_comm_device())]
+
+
+def _objects():
+    rank = torch_dist.get_rank()
+    sent = [dict(of=rank)]
+    broadcast_object_list(sent)
+    collected = collect_results([rank], 2, device='gpu')
+    return dict(broadcast=sent, gathered=all_gather_object(rank), collected=collected)
