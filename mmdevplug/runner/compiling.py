@@ -1,7 +1,7 @@
 """Letting ``torch.compile`` look at the model alone."""
 
 #: What makes collectives, checks and copies, and no graph worth compiling.
-UNTRACED = ('device', 'dist', 'hooks', 'model', 'optim')
+UNTRACED = ('device', 'dist', 'hooks', 'mmcv_ops', 'model', 'optim')
 
 
 def keep_from_tracing() -> None:

@@ -4,6 +4,7 @@ With ``MMDEVPLUG_RESULTS=<folder>`` what was found is written there as JSON;
 ``docs/mmcv_ops_table.py`` makes the documentation's table of it.
 """
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -52,8 +53,17 @@ def found_on(accelerator):
         (_found[accelerator],) = run_ranks(
             jobs.compare_cases, 0, accelerator, names, environ=environ, timeout=280
         )
-        _write(accelerator, cases=_found[accelerator])
+        _write(accelerator, same=_same_bits(_found[accelerator]))
     return _found[accelerator]
+
+
+def _same_bits(cases):
+    """For each operator that ran on the host, whether all of its results had the CPU's bits."""
+    same = {}
+    for name, case in cases.items():
+        for operator in case['uses'] if name not in ON_THE_DEVICE else ():
+            same[operator] = same.get(operator, True) and case['same']
+    return dict(sorted(same.items()))
 
 
 def _write(accelerator, **results):
@@ -62,7 +72,9 @@ def _write(accelerator, **results):
         path = Path(folder) / f'{accelerator}.json'
         path.parent.mkdir(parents=True, exist_ok=True)
         known = json.loads(path.read_text()) if path.exists() else {}
-        known.update(results, torch=torch.__version__)
+        import mmcv
+
+        known.update(results, torch=torch.__version__, mmcv=mmcv.__version__)
         path.write_text(json.dumps(known, indent=1) + '\n')
 
 
@@ -160,3 +172,15 @@ def test_faster_rcnn_trains_and_detects_as_on_the_cpu(accelerator, detector_on_c
     assert [line.split()[:2] for line in table.splitlines() if line.startswith('nms')] == [
         ['nms', '4']
     ]
+
+
+def test_the_page_tells_what_was_found():
+    root = Path(__file__).parents[2]
+    place = importlib.util.spec_from_file_location('table', root / 'docs' / 'mmcv_ops_table.py')
+    table = importlib.util.module_from_spec(place)
+    place.loader.exec_module(table)
+    found = table.load()
+    assert all(all(column['same'].values()) for column in found.values())
+    for language, texts in table.LANGUAGES.items():
+        page = (root / 'docs' / language / 'mmcv_ops.md').read_text(encoding='utf-8')
+        assert page == table.render(found, texts) + '\n'
