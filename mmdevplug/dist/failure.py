@@ -53,6 +53,8 @@ _COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 
+_RANK = re.compile(r'\brank \d+')
+
 _watch: Optional['FailureWatch'] = None
 _armed = 0
 _before_abort: List[Callable[[], Any]] = []
@@ -210,10 +212,18 @@ class FailureWatch:
         self._set_state(FAILED)
         text = f'{self.env.describe()} failed in {stage}: {type(error).__name__}: {error}'
         try:
-            self.report(text, self.env.world_size)
+            if not self.report(text, self.env.world_size) and isinstance(error, DevPlugError):
+                self._shorten(error)
         except RuntimeError:
             # Without the store nothing can be told; the error itself is about to be raised.
             print(f'{self.env.describe()} cannot reach the store.', file=sys.stderr)
+
+    def _shorten(self, error: DevPlugError) -> None:
+        """Let a rank be brief that met what another rank of its host has told already."""
+        found = self.peer_failure(wait=2 * _TICK)
+        told = _RANK.sub('', str(error))[:1000]
+        if found is not None and told in _RANK.sub('', str(found)):
+            error.brief = found.brief  # type: ignore[attr-defined]
 
     def accuse(self, ranks: List[int], of: str, alive: bool = False) -> RankFailedError:
         """Report ranks that cannot report themselves.

@@ -9,6 +9,7 @@ from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import install_card
 
 from . import jobs
+from .running import config, mmdevplug
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason='is about hosts without CUDA')
 
@@ -93,3 +94,26 @@ def test_all_ranks_stop_with_the_line_of_one(tmp_path, where):
     for rank in (0, 1):
         assert line_of(PLACES[where][0]) in errors[rank][1]
     assert 'rank 1' in errors[0][1]
+
+
+MODEL = """
+import torch
+from mmengine.registry import MODELS
+from mmdevplug.examples.digits import DigitsClassifier
+
+@MODELS.register_module()
+class Mine(DigitsClassifier):
+    def forward(self, inputs, labels=None, mode='tensor'):
+        return super().forward(inputs.cuda(), labels, mode)
+"""
+
+
+def test_what_all_ranks_meet_is_told_once(tmp_path):
+    (tmp_path / 'mine.py').write_text(MODEL)
+    imports = "custom_imports = dict(imports=['mine'], allow_failed_imports=False)\n"
+    path = config(tmp_path, f"{imports}model = dict(type='Mine')")
+    done = mmdevplug(tmp_path, 'train', path, '--nproc', 2)
+    assert done.returncode == 1
+    assert 'Traceback' not in done.stderr
+    assert done.stderr.count(f'{tmp_path}/mine.py:9 (in Mine.forward)') == 1
+    assert done.stderr.count('stops too; see rank') == 1

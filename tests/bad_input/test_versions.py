@@ -1,8 +1,6 @@
 """OpenMMLab's packages that do not fit each other: versions, the range and a command are told."""
 
 import os
-import subprocess
-import sys
 import textwrap
 
 import mmengine
@@ -12,9 +10,9 @@ import torch
 from mmdevplug.compatibility import Range, required_ranges
 from mmdevplug.doctor import versions
 from mmdevplug.doctor.isolated import run_isolated
-from tests.jobs import PATHS, ROOT
 
-DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
+from .running import config, mmdevplug, only_message
+
 HERE = f'torch {torch.__version__} and Python'
 
 
@@ -24,37 +22,6 @@ def package(folder, name, text):
     path.mkdir(exist_ok=True)
     (path / '__init__.py').write_text(textwrap.dedent(text))
     return path
-
-
-def mmdevplug(folder, *arguments):
-    """A command in a process that finds the packages of a folder first."""
-    return subprocess.run(
-        [sys.executable, '-m', 'mmdevplug.cli.main', *map(str, arguments)],
-        cwd=folder,
-        env=dict(
-            os.environ,
-            PYTHONPATH=os.pathsep.join([str(folder), PATHS]),
-            OMP_NUM_THREADS='1',
-        ),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
-def config(folder, lines):
-    path = folder / 'config.py'
-    path.write_text(f'_base_ = [{DIGITS!r}]\n{lines}\n')
-    return path
-
-
-def only_message(done):
-    """The only line for the user; no traceback."""
-    assert done.returncode == 1, done.stderr
-    assert 'Traceback' not in done.stderr, done.stderr
-    told = [line for line in done.stderr.splitlines() if line.startswith('mmdevplug: ')]
-    assert len(told) == 1, done.stderr
-    return told[0]
 
 
 def test_mmcv_that_is_too_new_is_named_once_for_all_ranks(tmp_path):
