@@ -1,0 +1,115 @@
+"""mmdet's own configs, inherited with a base config of ours, on every kind of device.
+
+What they are compared with is mmdet on MMEngine's own runner, in one process on the CPU, with the
+whole batch. Two ranks get pictures with equally many boxes, see :func:`tests.repos.coco.boxes_of`.
+"""
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.jobs import largest_difference, need_mmcv_operations
+from tests.repos.coco import faster_rcnn, make_coco, retinanet
+from tests.repos.training import ITERATIONS, mean_losses, train_all
+
+MODELS = dict(retinanet=retinanet, faster_rcnn=faster_rcnn)
+
+#: Accelerator and number of ranks; 0 is one process without a launcher. On lazy devices the
+#: numbers of boxes and of proposals are shapes: each new one is compiled for.
+EAGER = [('cpu', 2), ('zeta', 2)]
+LAZY = [('xla', 0), ('xla', 2), ('gcu', 2)]
+CASES = [(*case, name) for case in EAGER for name in MODELS]
+CASES += [
+    pytest.param((*case, name), marks=[pytest.mark.xla, pytest.mark.long])
+    for case in LAZY
+    for name in MODELS
+]
+
+every_case = pytest.mark.parametrize('case', CASES, ids=lambda case: '-'.join(map(str, case)))
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope='module')
+def recipes(tmp_path_factory):
+    need_mmcv_operations()
+    root = make_coco(tmp_path_factory.mktemp('coco'))
+    return {name: recipe(root) for name, recipe in MODELS.items()}
+
+
+@pytest.fixture(scope='module')
+def stock(recipes, tmp_path_factory):
+    (found,) = run_ranks(train_all, 0, recipes, 'stock', tmp_path_factory.mktemp('stock'))
+    return found
+
+
+@pytest.fixture(scope='module')
+def trained(recipes, tmp_path_factory):
+    """For a case: what each rank found."""
+    jobs = {}
+
+    def of(case):
+        accelerator, ranks, name = case
+        # On eager devices one group of processes trains both.
+        names = [name] if (accelerator, ranks) in LAZY else list(MODELS)
+        key = (accelerator, ranks, *names)
+        if key not in jobs:
+            wanted = {one: recipes[one] for one in names}
+            folder = tmp_path_factory.mktemp('_'.join(map(str, key)))
+            environ = dict(CPU_NUM_DEVICES='2') if accelerator == 'xla' else {}
+            jobs[key] = run_ranks(
+                train_all, ranks, wanted, accelerator, folder, environ=environ, timeout=580
+            )
+        return jobs[key]
+
+    return of
+
+
+@every_case
+def test_losses_are_those_of_one_process(stock, trained, case):
+    name = case[-1]
+    for loss in stock[name]['losses'][0]:
+        if loss.startswith('loss'):
+            expected = mean_losses([stock], name, loss=loss)
+            assert len(expected) == ITERATIONS
+            found = mean_losses(trained(case), name, loss=loss)
+            assert found == pytest.approx(expected, abs=1e-3)
+
+
+@every_case
+def test_weights_are_those_of_one_process(stock, trained, case):
+    expected = stock[case[-1]]['weights']
+    for found in trained(case):
+        assert largest_difference(found[case[-1]]['weights'], expected) <= 2e-3
+
+
+@every_case
+def test_metrics_are_those_of_one_process(stock, trained, case):
+    expected = stock[case[-1]]['metrics']
+    assert expected['coco/bbox_mAP_50'] >= 0.05  # some boxes are found
+    for found in trained(case):
+        for key, value in expected.items():
+            assert found[case[-1]]['metrics'][key] == pytest.approx(value, abs=0.02)
+
+
+@every_case
+def test_the_last_checkpoint_gives_the_metrics_of_the_validation(trained, case):
+    for found in trained(case):
+        assert found[case[-1]]['files'] == ['epoch_1.pth', 'epoch_2.pth']
+        assert found[case[-1]]['tested'] == found[case[-1]]['metrics']
+
+
+@every_case
+def test_resuming_goes_on(trained, case):
+    whole = mean_losses(trained(case), case[-1])
+    resumed = mean_losses(trained(case), case[-1], 'resumed')
+    assert len(resumed) == ITERATIONS // 2
+    assert resumed == pytest.approx(whole[-len(resumed) :], abs=1e-4)
+
+
+@every_case
+def test_each_rank_is_on_its_device(trained, case):
+    accelerator, ranks, name = case
+    for rank, found in enumerate(trained(case)):
+        kind = dict(gcu='xla').get(accelerator, accelerator)
+        assert found[name]['device'] == ('cpu' if kind == 'cpu' else f'{kind}:{rank}')
+        if ranks:
+            assert found[name]['wrapper'] == 'DeviceDistributedDataParallel'
