@@ -4,9 +4,10 @@ The tests in ``tests/features`` write one JSON file for each kind of device; see
 the commands.
 """
 
-import json
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict
+
+from tables import COLUMNS, head, line, load, versions
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / 'features'
@@ -26,12 +27,6 @@ Each cell is the largest difference of any weight after 20 iterations from the s
 one process on the CPU, with the same global batch of 64. The job has 2 ranks and gloo. Averaged
 weights (EMA), buffers and the figures of validations count as weights. A test fails where the
 difference is above the tolerance.""",
-        columns=dict(
-            cpu='CPU',
-            xla='torch_xla',
-            gcu='GCU T20 (stand-in)',
-            zeta='PrivateUse1 card (stand-in)',
-        ),
         feature='feature',
         tolerance='tolerance',
         refused='refused',
@@ -58,12 +53,6 @@ difference is above the tolerance.""",
         intro="""\
 每格是训练 20 次迭代后,任一权重与“CPU 单进程、相同全局批大小(64)”训练结果的最大差值。作业为 2 个
 rank,使用 gloo。平均权重(EMA)、缓冲区和验证指标同样计入。差值超过容差时测试失败。""",
-        columns=dict(
-            cpu='CPU',
-            xla='torch_xla',
-            gcu='GCU T20(替身)',
-            zeta='PrivateUse1 卡(替身)',
-        ),
         feature='功能',
         tolerance='容差',
         refused='拒绝',
@@ -86,49 +75,25 @@ rank,使用 gloo。平均权重(EMA)、缓冲区和验证指标同样计入。�
 )
 
 
-def load() -> Dict[str, Dict[str, Any]]:
-    """The columns that were measured, by accelerator."""
-    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob('*.json'))]
-    return {column['accelerator']: column for column in found}
-
-
-def render(columns: Dict[str, Dict[str, Any]], texts: Dict[str, Any]) -> str:
+def render(columns: Dict[str, Dict[str, Any]], titles: Dict[str, str], texts: Dict) -> str:
     """The page in one language."""
-    shown = [name for name in texts['columns'] if name in columns]
-    titles = [texts['columns'][name] for name in shown]
-    lines = [
-        _line([texts['feature'], *titles, texts['tolerance']]),
-        _line(['---'] * (len(shown) + 2)),
-    ]
+    shown = [name for name in titles if name in columns]
+    lines = head([texts['feature'], *(titles[name] for name in shown), texts['tolerance']])
     for row in columns[shown[0]]['rows']:
         cells = [columns[name]['rows'][row] for name in shown]
-        lines.append(
-            _line(
-                [
-                    cells[0][texts['title']],
-                    *(_cell(cell, texts) for cell in cells),
-                    f'{cells[0]["tolerance"]:.0e}',
-                ]
-            )
-        )
-    versions = '; '.join(
-        f'{texts["columns"][name]}: torch {columns[name]["torch"]}' for name in shown
-    )
+        found = [_cell(cell, texts) for cell in cells]
+        lines.append(line([cells[0][texts['title']], *found, f'{cells[0]["tolerance"]:.0e}']))
     return '\n\n'.join(
         [
             texts['heading'],
             texts['intro'],
             '\n'.join(lines),
-            texts['measured'].format(versions),
+            texts['measured'].format(versions(columns, titles)),
             texts['notes'],
             f'## {texts["again"]}',
             COMMANDS,
         ]
     )
-
-
-def _line(cells: List[str]) -> str:
-    return f'| {" | ".join(cells)} |'
 
 
 def _cell(cell: Dict[str, Any], texts: Dict[str, Any]) -> str:
@@ -141,10 +106,10 @@ def _cell(cell: Dict[str, Any], texts: Dict[str, Any]) -> str:
 
 def main() -> None:
     """Write both pages."""
-    columns = load()
+    columns = load(RESULTS)
     for language, texts in LANGUAGES.items():
         path = DOCS / language / 'features.md'
-        path.write_text(render(columns, texts) + '\n')
+        path.write_text(render(columns, COLUMNS[language], texts) + '\n')
         print(f'wrote {path}')
 
 

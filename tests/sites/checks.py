@@ -11,7 +11,8 @@ def device_of(name, rank):
 
 
 def raises(facts, *kinds):
-    assert isinstance(facts, dict) and facts.get('error') in kinds, facts
+    assert isinstance(facts, dict), facts
+    assert facts.get('error') in kinds, facts
 
 
 def lacks_cuda(facts):
@@ -153,7 +154,9 @@ def _ours_16(facts, name, rank):
 
 
 def _ours_19(facts, name, rank):
-    assert [f'device{6 + rank}_rank{rank}' in file for rank, file in enumerate(facts)] == [True] * 2
+    assert len(facts) == 2
+    for number, file in enumerate(facts):
+        assert f'device{6 + number}_rank{number}' in file, facts
 
 
 def _ours_20(facts, name, rank):
@@ -163,7 +166,8 @@ def _ours_20(facts, name, rank):
     waits = [one['waits'] for one in facts['job']]
     # The log is written every second iteration of an epoch and at its end. ProfilerHook waits in
     # the second iteration, too.
-    assert waits[0] == 0 and waits[1] >= 1 and waits[2:] == [1, 0, 1, 1], waits
+    assert waits[1] >= 1
+    assert [waits[0], *waits[2:]] == [0, 1, 0, 1, 1], waits
     assert len({one['executions'] for one in facts['job'][1:]}) == 1, facts['job']
 
 
@@ -172,7 +176,8 @@ def _ours_21(facts, name, rank):
     package = dict(xla='torch_xla: ', gcu='torch_gcu: ').get(name, '')
     variable = dict(xla='CPU_NUM_DEVICES: 2', gcu='TOPS_VISIBLE_DEVICES: 6,7')
     wanted = variable.get(name, 'ZETA_VISIBLE_DEVICES: 6,7')
-    assert any(line.startswith(package) for line in facts) and wanted in facts, facts
+    assert any(line.startswith(package) for line in facts), facts
+    assert wanted in facts, facts
 
 
 def _ours_22(facts, name, rank):
@@ -184,7 +189,8 @@ def _ours_22(facts, name, rank):
 
 def _ours_23(facts, name, rank):
     if name == 'xla':
-        assert facts['traces'] == 1 and facts['activities'] == ['CPU'], facts
+        assert facts['traces'] == 1, facts
+        assert facts['activities'] == ['CPU']
     else:
         assert facts['recorded'] == name, facts
     assert not facts['warned']

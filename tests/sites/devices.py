@@ -34,7 +34,7 @@ def begin(name):
 
         card.install(name)
     if device_type(name) == 'xla':
-        # PyTorch's autograd counts devices at the first backward pass, and MMEngine's is on the CPU.
+        # Autograd counts devices at the first backward pass, and MMEngine's is on the CPU.
         torch.zeros(1, device='xla')
 
 
@@ -96,7 +96,7 @@ def executions(name):
     import torch_xla
     from torch_xla.debug import metrics
 
-    # They are counted when they are done; this is what `xm.wait_device_ops`, itself counted, calls.
+    # They are counted when done. `xm.wait_device_ops`, which calls this, is counted itself.
     torch_xla._XLAC._xla_wait_device_ops([])
     return (metrics.metric_data('ExecuteTime') or [0])[0]
 

@@ -219,7 +219,9 @@ def _loaded(path):
 
 def _flexible(name, folder):
     cfg = config(folder / 'flexible', 'flexible', launcher='pytorch', log_level='ERROR')
-    cfg.strategy = dict(type='DeviceStrategy', accelerator=accelerator_config(name), sync_bn='auto')
+    cfg.strategy = dict(
+        type='DeviceStrategy', accelerator=accelerator_config(name), sync_bn='auto'
+    )
     cfg.env_cfg = dict()
     cfg.custom_hooks = [dict(type='DeviceHook')]
     cfg.train_cfg.max_epochs = 1
@@ -301,9 +303,7 @@ def _statistics(runner):
 
 def _inference(name, folder, path):
     rank = os.environ['RANK']
-    cfg = dict(
-        model=dict(type='SiteNet'), test_dataloader=dict(collate_fn='default_collate')
-    )
+    cfg = dict(model=dict(type='SiteNet'), test_dataloader=dict(collate_fn='default_collate'))
     inferencer = SiteInferencer(cfg, path, show_progress=False)
     inputs = list(torch.linspace(-1, 1, 24).reshape(4, 6))
     inferencer(inputs, batch_size=4)
@@ -357,7 +357,9 @@ def _views(name, folder, path, rank, on_host):
     cfg.dump(str(written))
     main([str(written), path, '--tta', '--launcher', 'pytorch'])
     torch_dist.barrier()
-    inputs = torch.stack([one['inputs'] for one in Runner.build_dataloader(cfg.val_dataloader).dataset])
+    inputs = torch.stack(
+        [one['inputs'] for one in Runner.build_dataloader(cfg.val_dataloader).dataset]
+    )
     with torch.no_grad():
         expected = (on_host(inputs) + on_host(inputs.flip(1))) / 2
     seen = None if ScoresSeen.seen is None else torch.tensor(ScoresSeen.seen)

@@ -141,9 +141,9 @@ ROWS = {
     ),
     14: Row(
         'model/base_model/data_preprocessor.py, base_model.py',
-        "follows `.to` of the model and `.cuda` alone: a preprocessor inside a child, or the vendor's "
-        'own mover, leaves batches on the CPU; `.cuda` needs CUDA',
-        '只跟随模型的 `.to` 与 `.cuda`:用厂商自己的移动方法时,批次留在 CPU;`.cuda` 需要 CUDA',
+        '`.cuda` needs CUDA; where a vendor adds a method of its own to move models, the data '
+        'preprocessor does not notice, and batches stay on the CPU',
+        '`.cuda` 需要 CUDA;用厂商自己的方法移动模型时,数据预处理器并不知道,批次留在 CPU',
         'every preprocessor is told of the device, wherever it is; nothing calls `.cuda`',
         '无论位于何处,每个预处理器都获知设备;不调用 `.cuda`',
     ),
@@ -176,7 +176,7 @@ ROWS = {
         '不设置设备生成器的种子',
         'seeds it',
         '设置种子',
-        dict(cpu='served', gcu='none'),
+        dict(cpu='served', zeta='served', gcu='none'),
     ),
     19: Row(
         'logging/logger.py',

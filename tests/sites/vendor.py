@@ -1,7 +1,7 @@
 """Rows about vendors' backends, on a stand-in card named ``npu`` and a backend ``zccl``.
 
-MMEngine knows the name of the card and its backend ``hccl``; ``zccl`` is one that it does not know,
-which takes no tensors of the host, as vendors' backends do not.
+MMEngine knows the name of the card and its backend ``hccl``, but not ``zccl``, which takes no
+tensors of the host, as vendors' backends do not.
 """
 
 import os

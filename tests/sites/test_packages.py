@@ -1,0 +1,91 @@
+"""Configs of installed packages where setuptools brings no pkg_resources."""
+
+import argparse
+import sys
+
+import pytest
+from mmengine.config import Config
+
+import mmdevplug
+from mmdevplug.cli.common import add_common_arguments, load_config
+from mmdevplug.errors import DevPlugError
+
+#: MMEngine knows a package of this name, which is not installed.
+PACKAGE, NAME = 'mmtrack', 'sites/tiny_config'
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package as mim lays it out: one config, its base and an index."""
+    folder = tmp_path / 'site-packages' / PACKAGE
+    for place in ('.mim/configs/sites', '.mim/configs/_base_', 'configs'):
+        (folder / place).mkdir(parents=True)
+    (folder / '__init__.py').touch()
+    (folder / '.mim/model-index.yml').write_text('Import: [configs/metafile.yml]\n')
+    (folder / '.mim/configs/metafile.yml').write_text(
+        f'Models: [{{Name: tiny, Config: configs/{NAME}.py}}]\n'
+    )
+    (folder / '.mim/configs/_base_/default.py').write_text('answer = 42\n')
+    (folder / f'.mim/configs/{NAME}.py').write_text("_base_ = '../_base_/default.py'\n")
+    (folder / 'configs/new_style.py').write_text('answer = 42\n')
+    (folder / 'configs/__init__.py').touch()
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.setitem(sys.modules, 'pkg_resources', None)  # cannot be imported
+    return PACKAGE
+
+
+def load(config, *arguments):
+    parser = argparse.ArgumentParser()
+    parser.add_argument('config')
+    add_common_arguments(parser)
+    return load_config(parser.parse_args([str(config), *arguments]))
+
+
+def test_mmengine_needs_pkg_resources(package, tmp_path):
+    config = tmp_path / 'mine.py'
+    config.write_text(f"_base_ = '{package}::_base_/default.py'\n")
+    with pytest.raises(ImportError, match='pkg_resources'):
+        Config.fromfile(str(config))
+
+
+def test_command_line_takes_a_config_of_a_package(package):
+    cfg = load(f'{package}::{NAME}.py', '--accelerator', 'cpu')
+    assert cfg.answer == 42
+    assert cfg.runner_type == 'DeviceRunner'
+    assert cfg.work_dir == 'work_dirs/tiny_config'
+
+
+def test_bases_of_a_package(package, tmp_path):
+    config = tmp_path / 'mine.py'
+    config.write_text(f"_base_ = '{package}::_base_/default.py'\n")
+    assert load(config).answer == 42
+
+
+def test_read_base_of_a_package(package, tmp_path):
+    config = tmp_path / 'mine.py'
+    config.write_text(
+        'from mmengine.config import read_base\n'
+        'with read_base():\n'
+        f'    from {package}.configs.new_style import *\n'
+        '    from mmdevplug.configs._base_.accelerators.cpu import *\n'
+    )
+    cfg = load(config)
+    assert cfg.answer == 42
+    assert cfg.accelerator.type == 'cpu'
+
+
+def test_our_base_config_asks_for_no_package(package, tmp_path):
+    config = tmp_path / 'mine.py'
+    config.write_text("_base_ = __import__('mmdevplug').base_config('gcu')\n")
+    assert Config.fromfile(str(config)).accelerator.type == 'gcu'
+    assert mmdevplug.base_config('gcu').endswith('gcu.py')
+
+
+def test_absent_packages_are_named(package):
+    with pytest.raises(ModuleNotFoundError, match='mmfewshot'):
+        load('mmfewshot::detection/any_config.py')
+
+
+def test_what_is_neither_a_file_nor_of_a_package():
+    with pytest.raises(DevPlugError, match='one of an installed package'):
+        load('no_such_file.py')
