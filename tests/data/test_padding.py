@@ -1,0 +1,494 @@
+"""Batches padded to few sizes, by the data preprocessors of OpenMMLab's packages."""
+
+import copy
+
+import pytest
+import torch
+from mmengine.config import Config, ConfigDict
+from mmengine.model import BaseDataPreprocessor, BaseModel, ImgDataPreprocessor
+from mmengine.registry import MODELS
+from torch import nn
+
+from mmdevplug.data import padding_build
+from mmdevplug.data.padding_build import build_padded, install_padding, take_pad_to
+from mmdevplug.data.padding_sizes import read_pad_to, suggest_buckets
+from mmdevplug.errors import DevPlugError, ModelError
+from mmdevplug.model.ignored_pixels import count_with_masks
+from tests.distributed import RanksFailed, run_ranks
+from tests.jobs import digits_config, need_mmcv_operations
+
+MEAN, STD = [100.0, 110.0, 120.0], [50.0, 60.0, 70.0]
+
+
+# the option ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('pad_to', 'sizes', 'expected'),
+    [
+        (64, [(1, 64), (65, 3)], (128, 64)),
+        ((512, 1024), [(500, 600)], (512, 1024)),
+        ([32, 48], [(32, 48)], (32, 48)),
+        ([(64, 64), (32, 64), (32, 32)], [(20, 20)], (32, 32)),
+        ([(64, 64), (32, 64), (32, 32)], [(20, 20), (20, 40)], (32, 64)),
+        ([(64, 64), (32, 64), (32, 32)], [(40, 20), (20, 40)], (64, 64)),
+    ],
+)
+def test_the_smallest_size_that_holds_the_batch(pad_to, sizes, expected):
+    assert read_pad_to(pad_to).size_for(sizes) == expected
+
+
+def test_no_padding():
+    assert read_pad_to(None) is None
+    assert read_pad_to(False) is None
+
+
+@pytest.mark.parametrize('pad_to', [0, -4, True, 1.5, '64', (1, 2, 3), [(4, 4), 5], [], (0, 4)])
+def test_other_forms_are_refused_with_those_there_are(pad_to):
+    with pytest.raises(DevPlugError) as raised:
+        read_pad_to(pad_to)
+    assert f'accelerator.pad_to={pad_to!r}' in str(raised.value)
+    assert '[(512, 512), (512, 1024)]' in str(raised.value)
+
+
+def test_an_image_larger_than_every_bucket_names_it_and_what_to_write():
+    with pytest.raises(DevPlugError) as raised:
+        read_pad_to([(32, 32), (32, 64)]).size_for([(30, 30), (40, 70)])
+    message = str(raised.value)
+    assert 'pad_to=[(32, 32), (32, 64)]' in message
+    assert '(30, 30), (40, 70)' in message
+    written = message.split('Write pad_to=')[1].split(', or resize')[0]
+    assert read_pad_to(eval(written)).size_for([(40, 70)]) == (64, 96)
+
+
+def test_suggested_buckets_hold_what_was_seen():
+    random = torch.Generator().manual_seed(0)
+    for count in (1, 2, 3, 20):
+        sizes = [
+            tuple(pair) for pair in torch.randint(5, 700, (count, 2), generator=random).tolist()
+        ]
+        buckets = suggest_buckets(sizes)
+        assert 1 <= len(buckets) <= 3
+        assert all(read_pad_to(buckets).size_for([size]) in buckets for size in sizes)
+
+
+# preprocessors -------------------------------------------------------------------------------
+
+
+def padded(preprocessor, pad_to):
+    holder = nn.Module()
+    holder.data_preprocessor = preprocessor
+    install_padding(holder, read_pad_to(pad_to))
+    return preprocessor
+
+
+def images(*sizes):
+    random = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=random) for size in sizes
+    ]
+
+
+def test_mmengine_pads_with_its_own_value():
+    options = dict(mean=MEAN, std=STD, pad_value=7.0, bgr_to_rgb=True)
+    batch = images((10, 12), (14, 9))
+    plain = ImgDataPreprocessor(**options)(dict(inputs=batch))['inputs']
+    larger = padded(ImgDataPreprocessor(**options), (16, 24))(dict(inputs=batch))['inputs']
+    assert larger.shape == (2, 3, 16, 24)
+    assert torch.equal(larger[..., :14, :12], plain)
+    assert (larger[..., 14:, :] == 7.0).all()
+    assert (larger[..., 12:] == 7.0).all()
+
+
+def test_a_stacked_batch_and_a_preprocessor_that_only_moves():
+    batch = torch.stack(images((10, 12), (10, 12)))
+    larger = padded(ImgDataPreprocessor(pad_value=3), 8)(dict(inputs=batch))['inputs']
+    assert larger.shape == (2, 3, 16, 16)
+    assert torch.equal(larger[..., :10, :12], batch.float())
+    assert (larger[..., 10:, :] == 3).all()
+    moved = padded(BaseDataPreprocessor(), 8)(dict(inputs=images((3, 5), (9, 2))))['inputs']
+    assert [tuple(image.shape) for image in moved] == [(3, 16, 8)] * 2
+
+
+def test_a_divisor_of_the_preprocessor_is_kept():
+    made = padded(ImgDataPreprocessor(pad_size_divisor=32, pad_value=5), (10, 40))
+    larger = made(dict(inputs=images((8, 8))))['inputs']
+    assert larger.shape == (1, 3, 32, 64)
+    assert (larger[..., 8:, :] == 5).all()
+
+
+@pytest.mark.parametrize('data', [dict(inputs=dict(text='a')), [torch.ones(1)], dict(inputs=[])])
+def test_what_has_no_images_is_refused(data):
+    with pytest.raises(DevPlugError, match="images in 'inputs'"):
+        padded(ImgDataPreprocessor(), 8)(data)
+
+
+def test_a_copied_model_pads_by_itself():
+    original = padded(ImgDataPreprocessor(pad_value=1), 8)
+    other = copy.deepcopy(original)
+    other.pad_value = 2
+    assert (other(dict(inputs=images((4, 4))))['inputs'][..., 4:] == 2).all()
+    assert (original(dict(inputs=images((4, 4))))['inputs'][..., 4:] == 1).all()
+
+
+# in configs ----------------------------------------------------------------------------------
+
+
+class Padding(BaseModel):
+    def forward(self, inputs, data_samples=None, mode='tensor'):
+        return inputs
+
+
+def build(model, option=None):
+    return build_padded(MODELS.build, model, option)
+
+
+def shape_of(model):
+    return tuple(model.data_preprocessor(dict(inputs=images((5, 6))))['inputs'].shape)[2:]
+
+
+def test_the_key_of_the_model_wins_over_that_of_the_accelerator():
+    kind = dict(type=Padding, data_preprocessor=dict(type='ImgDataPreprocessor'))
+    assert shape_of(build(kind)) == (5, 6)
+    assert shape_of(build(kind, 8)) == (8, 8)
+    own = copy.deepcopy(kind)
+    own['data_preprocessor']['pad_to'] = (16, 24)
+    assert shape_of(build(own, 8)) == (16, 24)
+    assert own['data_preprocessor']['pad_to'] == (16, 24)  # the config stays as it is
+    own['data_preprocessor']['pad_to'] = None
+    assert shape_of(build(own, 8)) == (5, 6)
+
+
+@pytest.mark.parametrize(
+    ('written', 'expected'),
+    [('16', (16, 16)), ('(8,24)', (8, 24)), ('8,24', (8, 24)), ('[(4,4),(8,24)]', (8, 24))],
+)
+def test_cfg_options_reach_it(written, expected):
+    from mmengine.config import DictAction
+
+    cfg = Config(
+        dict(model=dict(type=Padding, data_preprocessor=dict(type='ImgDataPreprocessor')))
+    )
+    value = DictAction._parse_iterable(written)
+    cfg.merge_from_dict({'model.data_preprocessor.pad_to': value})
+    assert shape_of(build(cfg.model)) == expected
+
+
+def test_a_wrapped_model_and_contradictions():
+    inner = dict(type='A', data_preprocessor=dict(type='B', pad_to=8))
+    config, found = take_pad_to(dict(type='Tta', module=inner))
+    assert found == [8]
+    assert 'pad_to' not in config['module']['data_preprocessor']
+    two = dict(data_preprocessor=dict(pad_to=16), module=inner)
+    with pytest.raises(DevPlugError, match='several values in one model: 16, 8'):
+        take_pad_to(two)
+
+
+def test_a_model_without_preprocessor_is_refused():
+    with pytest.raises(ModelError, match='Linear has no data preprocessor'):
+        build_padded(lambda model: model, nn.Linear(2, 2), 8)
+
+
+# all ranks together --------------------------------------------------------------------------
+
+
+def train_digits_with(work_dir, pad_to):
+    from mmengine.registry import RUNNERS
+
+    cfg = digits_config('cpu', work_dir, train_cfg__max_epochs=1, train_cfg__val_interval=9)
+    cfg.model.data_preprocessor = dict(type='ImgDataPreprocessor', pad_to=pad_to)
+    RUNNERS.build(cfg).train()
+
+
+def test_too_large_an_image_ends_all_ranks_with_one_message(tmp_path):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(train_digits_with, 2, tmp_path, (4, 4), together=True)
+    assert set(raised.value.errors) == {0, 1}
+    for _, message, _ in raised.value.errors.values():
+        assert 'it needs at least (8, 8)' in message
+
+
+# mmdet ---------------------------------------------------------------------------------------
+
+
+def detection_sample(size, box):
+    import numpy as np
+    from mmdet.structures import DetDataSample
+    from mmdet.structures.mask import BitmapMasks
+    from mmengine.structures import InstanceData, PixelData
+
+    masks = np.ones((1, *size), dtype=np.uint8)
+    sample = DetDataSample(
+        gt_instances=InstanceData(
+            bboxes=torch.tensor([box]), labels=torch.tensor([0]), masks=BitmapMasks(masks, *size)
+        ),
+        gt_sem_seg=PixelData(sem_seg=torch.ones(1, *size, dtype=torch.int64)),
+    )
+    sample.set_metainfo(dict(img_shape=size, ori_shape=size, scale_factor=(1.0, 1.0)))
+    return sample
+
+
+def detection_batch(*sizes):
+    samples = [detection_sample(size, [4.0, 4.0, 20.0, 20.0]) for size in sizes]
+    return dict(inputs=images(*sizes), data_samples=samples)
+
+
+def det_preprocessor(**options):
+    from mmdet.models import DetDataPreprocessor
+
+    return DetDataPreprocessor(
+        mean=MEAN, std=STD, pad_size_divisor=8, pad_mask=True, pad_seg=True, **options
+    )
+
+
+def test_mmdet_sees_a_batch_with_a_larger_image_in_it():
+    need_mmcv_operations()
+    wanted = det_preprocessor()(detection_batch((30, 35), (64, 96)), True)
+    batch = detection_batch((30, 35))
+    found = padded(det_preprocessor(), [(32, 32), (64, 96)])(batch, True)
+    assert torch.equal(found['inputs'][0], wanted['inputs'][0])
+    (one,), other = found['data_samples'], wanted['data_samples'][0]
+    assert one.metainfo == other.metainfo
+    assert one.img_shape == (30, 35)
+    assert one.pad_shape == (32, 40)
+    assert one.batch_input_shape == (64, 96)
+    assert (one.gt_instances.masks.masks == other.gt_instances.masks.masks).all()
+    assert torch.equal(one.gt_sem_seg.sem_seg, other.gt_sem_seg.sem_seg)
+    assert batch['data_samples'][0].gt_sem_seg.shape == (30, 35)  # the data set's own
+
+
+def test_augmentations_of_a_batch_come_after_the_pad_value():
+    need_mmcv_operations()
+    seen = []
+
+    class Look(nn.Module):
+        def forward(self, inputs, data_samples):
+            seen.append(inputs.clone())
+            return inputs + 1, data_samples
+
+    preprocessor = det_preprocessor(pad_value=9)
+    preprocessor.batch_augments = nn.ModuleList([Look()])
+    found = padded(preprocessor, 48)(detection_batch((30, 35)), True)
+    assert (seen[0][..., 30:, :] == 9).all()
+    assert torch.equal(found['inputs'], seen[0] + 1)
+
+
+class Patches(nn.Module):
+    """Features of patches, which are 0 where the image is."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 8, stride=8, bias=False)
+
+    def forward(self, inputs):
+        return (self.conv(inputs).relu(),)
+
+
+def test_losses_and_predictions_of_a_detector_are_those_without_padding():
+    need_mmcv_operations()
+    from mmdet.registry import MODELS as DET_MODELS
+    from mmdet.utils import register_all_modules
+
+    register_all_modules(init_default_scope=False)
+    DET_MODELS.register_module(module=Patches, force=True)
+    anchors = dict(type='AnchorGenerator', scales=[2], ratios=[1.0], strides=[8])
+    assigner = dict(type='MaxIoUAssigner', pos_iou_thr=0.5, neg_iou_thr=0.4, min_pos_iou=0)
+    config = ConfigDict(
+        type='mmdet.SingleStageDetector',
+        data_preprocessor=dict(type='mmdet.DetDataPreprocessor', mean=MEAN, std=STD),
+        backbone=dict(type='mmdet.Patches'),
+        bbox_head=dict(
+            type='mmdet.RetinaHead',
+            num_classes=2,
+            in_channels=8,
+            stacked_convs=0,
+            feat_channels=8,
+            anchor_generator=anchors,
+        ),
+        train_cfg=dict(assigner=assigner, allowed_border=-1, pos_weight=-1, debug=False),
+        test_cfg=dict(
+            nms_pre=50,
+            min_bbox_size=0,
+            score_thr=0.0,
+            nms=dict(type='nms', iou_threshold=0.6),
+            max_per_img=10,
+        ),
+    )
+    torch.manual_seed(0)
+    plain = DET_MODELS.build(copy.deepcopy(config))
+    larger = copy.deepcopy(plain)
+    install_padding(larger, read_pad_to((64, 96)))
+    results = []
+    for model in (plain, larger):
+        data = model.data_preprocessor(detection_batch((32, 40), (32, 40)), True)
+        losses = model.parse_losses(model(**data, mode='loss'))[1]
+        model.eval()
+        with torch.no_grad():
+            found = model.test_step(detection_batch((32, 40)))[0].pred_instances
+        results.append((data['inputs'].shape, losses, found))
+    (shape, losses, found), (larger_shape, larger_losses, larger_found) = results
+    assert (shape[2:], larger_shape[2:]) == ((32, 40), (64, 96))
+    assert losses['loss'] > 0.1
+    for name, value in losses.items():
+        torch.testing.assert_close(larger_losses[name], value, rtol=1e-6, atol=1e-6)
+    best, larger_best = found.scores[:5], larger_found.scores[:5]
+    assert len(best) == 5
+    assert (larger_found.bboxes[:, 0::2] <= 40).all()
+    assert (larger_found.bboxes[:, 1::2] <= 32).all()
+    assert (larger_best >= best - 1e-6).all()
+
+
+# mmseg ---------------------------------------------------------------------------------------
+
+
+def segmentation_batch(*sizes):
+    from mmengine.structures import PixelData
+    from mmseg.structures import SegDataSample
+
+    random = torch.Generator().manual_seed(1)
+    samples = []
+    for size in sizes:
+        labels = torch.randint(0, 4, (1, *size), generator=random)
+        labels[:, 0, :3] = 255
+        sample = SegDataSample(gt_sem_seg=PixelData(data=labels))
+        sample.set_metainfo(dict(img_shape=size, ori_shape=size))
+        samples.append(sample)
+    return dict(inputs=images(*sizes), data_samples=samples)
+
+
+def segmentor(pad_to, avg_non_ignore=True, **preprocessor):
+    """One convolution, then single pixels: nothing looks over the edge of an image twice."""
+    from mmseg.registry import MODELS as SEG_MODELS
+    from mmseg.utils import register_all_modules
+
+    register_all_modules(init_default_scope=False)
+
+    @SEG_MODELS.register_module(force=True)
+    class Edges(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 6, 3, padding=1)
+
+        def forward(self, inputs):
+            return (self.conv(inputs).relu(),)
+
+    torch.manual_seed(0)
+    loss = dict(type='CrossEntropyLoss', avg_non_ignore=avg_non_ignore)
+    model = SEG_MODELS.build(
+        ConfigDict(
+            type='mmseg.EncoderDecoder',
+            data_preprocessor=dict(
+                type='mmseg.SegDataPreProcessor', mean=MEAN, std=STD, **preprocessor
+            ),
+            backbone=dict(type='mmseg.Edges'),
+            decode_head=dict(
+                type='mmseg.FCNHead',
+                in_channels=6,
+                in_index=0,
+                channels=6,
+                num_convs=0,
+                concat_input=False,
+                dropout_ratio=0.0,
+                num_classes=4,
+                loss_decode=loss,
+            ),
+            test_cfg=dict(mode='whole'),
+        )
+    )
+    if pad_to is not None:
+        install_padding(model, read_pad_to(pad_to))
+    return model
+
+
+def segmentation_losses(model, *sizes):
+    data = model.data_preprocessor(segmentation_batch(*sizes), True)
+    return model.parse_losses(model(**data, mode='loss'))
+
+
+def test_mmseg_pads_maps_with_its_own_value():
+    need_mmcv_operations()
+    model = segmentor((32, 48), size=(8, 8), seg_pad_val=254, pad_val=2)
+    batch = segmentation_batch((20, 30), (24, 28))
+    data = model.data_preprocessor(batch, True)
+    assert data['inputs'].shape == (2, 3, 32, 48)
+    assert (data['inputs'][0, :, 20:] == 2).all()
+    first = data['data_samples'][0]
+    assert (first.gt_sem_seg.data[:, 20:] == 254).all()
+    assert torch.equal(
+        first.gt_sem_seg.data[:, :20, :30], batch['data_samples'][0].gt_sem_seg.data
+    )
+    assert first.padding_size == (0, 18, 0, 12)
+    assert (first.img_shape, first.pad_shape) == ((20, 30), (32, 48))
+
+
+def test_losses_and_gradients_of_a_segmentor_are_those_without_padding():
+    need_mmcv_operations()
+    results = []
+    for pad_to in (None, (32, 48)):
+        model = segmentor(pad_to, size=(20, 30))
+        total, told = segmentation_losses(model, (20, 30), (20, 30))
+        total.backward()
+        told.update((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        results.append(told)
+    plain, larger = results
+    assert 'backbone.conv.weight' in plain
+    assert plain['loss'] > 0.1
+    for name, value in plain.items():
+        torch.testing.assert_close(larger[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('test_cfg', [None, dict(size_divisor=16)])
+def test_predictions_of_a_segmentor_have_the_size_of_the_image(test_cfg):
+    need_mmcv_operations()
+    results = []
+    for pad_to in (None, (32, 48)):
+        model = segmentor(pad_to, size=(20, 30), test_cfg=test_cfg).eval()
+        with torch.no_grad():
+            results.append(model.test_step(segmentation_batch((20, 30)))[0])
+    assert results[0].pred_sem_seg.shape == results[1].pred_sem_seg.shape == (20, 30)
+    torch.testing.assert_close(
+        results[1].seg_logits.data, results[0].seg_logits.data, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_a_loss_that_padding_makes_smaller_is_named(monkeypatch):
+    need_mmcv_operations()
+    told = []
+    monkeypatch.setattr(padding_build, 'print_log', lambda message, *_: told.append(message))
+    alone, _ = segmentation_losses(segmentor(None, False, size=(20, 30)), (20, 30))
+    assert told == []
+    diluted, _ = segmentation_losses(segmentor((40, 60), False, size=(20, 30)), (20, 30))
+    assert (diluted / alone).item() == pytest.approx(1 / 4, rel=1e-5)
+    assert 'decode_head.loss_decode averages over all pixels' in told[0]
+
+
+def test_counting_with_masks_is_mmsegs_accuracy(monkeypatch):
+    need_mmcv_operations()
+    from mmseg.models.decode_heads import decode_head
+    from mmseg.models.losses import accuracy
+
+    monkeypatch.setattr(decode_head, 'accuracy', accuracy)
+    assert count_with_masks(segmentor(None, size=(8, 8))) == 1
+    ours = decode_head.accuracy
+    assert ours is not accuracy
+    random = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 5, 6, 7, generator=random)
+    labels = torch.randint(0, 5, (2, 6, 7), generator=random)
+    labels[:, :2] = 255
+    ignored = torch.full_like(labels, 255)
+    for target in (labels, ignored):
+        for topk in (1, (1, 3)):
+            for ignore_index in (None, 255):
+                if ignore_index is None and target is ignored:
+                    continue
+                wanted = accuracy(scores, target, topk, ignore_index=ignore_index)
+                found = ours(scores, target, topk, ignore_index=ignore_index)
+                torch.testing.assert_close(found, wanted)
+
+
+def test_pixels_of_another_size_than_the_image_are_refused():
+    need_mmcv_operations()
+    batch = segmentation_batch((20, 30))
+    batch['inputs'] = images((10, 15))
+    with pytest.raises(DevPlugError, match=r'gt_sem_seg.*\(20, 30\), expected \(10, 15\)'):
+        segmentor(32, size=(20, 30)).data_preprocessor(batch, True)
