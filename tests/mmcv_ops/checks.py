@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, ModelError
+from mmdevplug.hooks.defaults import split_options
 from mmdevplug.mmcv_ops import (
     host_use,
     kernels,
@@ -130,6 +131,9 @@ def an_operator_without_a_kernel_for_the_cpu_says_so(accelerator):
 def an_unknown_mode_is_refused(accelerator):
     with pytest.raises(DevPlugError, match="accelerator.mmcv_ops='cpu': expected 'host'"):
         serve_operators(accelerator, 'cpu')
+    with pytest.raises(DevPlugError, match="accelerator.mmcv_ops='cpu': expected 'host'"):
+        split_options(dict(type='zeta', mmcv_ops='cpu'))
+    assert split_options(dict(type='zeta'))[1]['mmcv_ops'] == 'host'
 
 
 @check
