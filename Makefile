@@ -34,7 +34,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-.PHONY: help install install-xla demo test test-long test-xla test-kills test-cuda coverage lint benchmark docs docs-links docs-features clean
+.PHONY: help install install-xla demo test test-long test-xla test-kills test-cuda coverage lint benchmark docs docs-links docs-features docs-sites clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -104,8 +104,8 @@ $(STAMP_DOCS): $(STAMP) docs/requirements.txt
 	touch $@
 
 docs: $(STAMP_DOCS)  ## Build docs/_build; a warning or a broken link between pages fails
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs/en docs/_build/en
-	$(BIN)/python -m sphinx -q -W --keep-going -b html docs/zh_cn docs/_build/zh_cn
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs/en docs/_build/en
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html docs/zh_cn docs/_build/zh_cn
 
 docs-links: $(STAMP_DOCS)  ## See whether links to other sites answer; needs the network
 	$(BIN)/python -m sphinx -q -b linkcheck docs/en docs/_build/links/en
@@ -115,6 +115,11 @@ docs-features: install install-xla  ## Measure the features on every device, wri
 	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla"
 	MMDEVPLUG_RESULTS=docs/features PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest tests/features -m xla
 	$(BIN)/python docs/feature_table.py
+
+docs-sites: install install-xla  ## Look at MMEngine's device assumptions, write docs/*/device_sites.md
+	MMDEVPLUG_RESULTS=docs/sites $(BIN)/python -m pytest tests/sites -m "not cuda and not xla"
+	MMDEVPLUG_RESULTS=docs/sites PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest tests/sites -m xla
+	$(BIN)/python docs/site_table.py
 
 clean:  ## Remove the environments and what was built or trained
 	rm -rf $(VENV) $(VENV_XLA) build dist *.egg-info work_dirs .pytest_cache .ruff_cache .hypothesis

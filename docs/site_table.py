@@ -107,8 +107,8 @@ MMEngine。对每一行与每种设备,测试先单独运行 MMEngine,再运行�
 大部分无需改动 MMEngine:我们的 runner、封装器与钩子代替 MMEngine 的(`CheckpointHook`、
 `EmptyCacheHook`、`IterTimerHook`、`ProfilerHook`、`LogProcessor`),配置中的名称不变。其他包按名称
 导入的函数在作业启动时(绝不在导入时)于同一个模块 `mmdevplug/serving.py` 中替换,
-`restore_mmengine()` 可还原:`get_device` 的返回值、`InstanceData` 的索引类型、`TimeCounter` 的计时、
-日志文件名中的设备、检查点的加载器以及 `autocast`。
+`restore_mmengine()` 可还原:`get_device` 的返回值、`InstanceData` 的索引类型、`TimeCounter`
+的计时、日志文件名中的设备、检查点的加载器以及 `autocast`。
 
 不使用 runner 时(例如推理),请自行调用:
 
@@ -127,8 +127,8 @@ DetInferencer('rtmdet-tiny')  # 在该设备上计算,且不执行检查点中�
 
 MMEngine 用 pkg_resources 查找 `_base_ = 'mmdet::...'`,而 setuptools 自 81 版起不再提供它。
 `mmdevplug train mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py` 不需要它,配置的 `_base_` 与
-`read_base()` 也一样。使用其他脚本时,`_base_` 可写 `__import__('mmdevplug').base_config('gcu')`(不查找任何包)以及
-文件路径。""",
+`read_base()` 也一样。使用其他脚本时,`_base_` 可写文件路径,以及不查找任何包的
+`__import__('mmdevplug').base_config('gcu')`。""",
         evidence='## MMEngine 自身的输出',
         said='输出或行为',
         measured='测量环境:{}。',
