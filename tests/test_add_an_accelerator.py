@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
@@ -46,6 +47,7 @@ def train_on_the_cpu(work_dir):
     return weights_of(runner.model.module)
 
 
+@pytest.mark.long
 def test_two_ranks_train_on_two_cards(tmp_path):
     done = train(2, tmp_path)
     printed = done.stdout + done.stderr

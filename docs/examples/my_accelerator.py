@@ -15,11 +15,12 @@ class AcmeAccelerator(Accelerator):
 
     name = 'acme'  # what a config asks for
     device_type = 'acme'  # what torch.device takes
+    package = 'torch_acme'  # the maker's, whose version the log shows
     visible_devices_env = 'ACME_VISIBLE_DEVICES'  # named in messages, never changed
 
     def is_available(self) -> bool:
         # None if torch_acme is not installed; an error if it is there and broken.
-        return import_vendor('torch_acme') is not None and torch.acme.is_available()
+        return import_vendor(self.package) is not None and torch.acme.is_available()
 
     def device_count(self) -> int:
         return torch.acme.device_count() if self.is_available() else 0
@@ -32,9 +33,6 @@ class AcmeAccelerator(Accelerator):
 
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         torch.acme.synchronize(device)
-
-    def memory_allocated(self, device: Optional[torch.device] = None) -> int:
-        return torch.acme.memory_allocated(device)
 
     def manual_seed(self, seed: int) -> None:
         torch.acme.manual_seed_all(seed)
