@@ -17,7 +17,10 @@ IMPORT_SECONDS = 120.0
 
 #: Packages and the modules that are tried: what this plugin needs comes first.
 REQUIRED = ('torch', 'numpy', 'mmengine')
-OPTIONAL = ('mmcv', 'mmcv-lite', 'mmcv-full', 'torchvision', 'torch_xla', 'setuptools')
+OPTIONAL = (
+    *('mmcv', 'mmcv-lite', 'mmcv-full', 'torchvision', 'torch_xla', 'setuptools'),
+    *('transformers', 'pycocotools'),
+)
 #: OpenMMLab's own, which check each other's versions when they are imported.
 LIBRARIES = {
     'mmdet': 'mmdet',
@@ -154,6 +157,17 @@ RULES = (
         'mmcv {mmcv} beside mmcv-full or mmcv-lite',
         'they install the same folder, and each overwrites a part of the other.',
         'pip uninstall -y mmcv mmcv-full mmcv-lite && pip install "mmcv>=2.0.0,<2.2.0"',
+    ),
+    Rule(
+        lambda v: (
+            # mmpretrain looks for both, and without one leaves out what fails.
+            _both(v, 'mmpretrain', 'transformers', 'pycocotools') and v['transformers'] >= (4, 52)
+        ),
+        'error',
+        'mmpretrain {mmpretrain} beside transformers {transformers}',
+        'mmpretrain imports names that transformers 4.52 removed, and then none of its models is '
+        'found.',
+        'pip install "transformers<4.52"',
     ),
     Rule(
         lambda v: _both(v, 'torch', 'mmengine') and v['torch'] >= (2, 6) and v['mmengine'] < (1,),

@@ -34,6 +34,10 @@ def test_versions_that_go_together_are_no_error():
         (dict(setuptools='81.0.0'), 'warning', '81.0.0', 'pip install "setuptools<81"'),
         (dict(setuptools=None), 'warning', 'not installed', 'pip install "setuptools<81"'),
         ({'mmcv': '2.1.0', 'mmcv-lite': '2.1.0'}, 'error', '2.1.0', 'pip uninstall'),
+        (
+            dict(mmpretrain='1.2.0', transformers='5.1.0', pycocotools='2.0.11'),
+            *('error', 'transformers 5.1.0', 'pip install "transformers<4.52"'),
+        ),
     ],
 )
 def test_versions_that_do_not(changed, level, named, remedy):
