@@ -34,7 +34,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-.PHONY: help install install-xla demo test test-long test-xla test-kills test-cuda coverage lint benchmark docs docs-links docs-features docs-sites clean
+.PHONY: help install install-xla demo test test-long test-xla test-kills test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-sites clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -110,6 +110,11 @@ docs: $(STAMP_DOCS)  ## Build docs/_build; a warning or a broken link between pa
 docs-links: $(STAMP_DOCS)  ## See whether links to other sites answer; needs the network
 	$(BIN)/python -m sphinx -q -b linkcheck docs/en docs/_build/links/en
 	$(BIN)/python -m sphinx -q -b linkcheck docs/zh_cn docs/_build/links/zh_cn
+
+docs-pictures: install  ## Draw and record the pictures of the docs that are no measurements
+	$(BIN)/python docs/drawings/draw.py
+	$(BIN)/python docs/record_terminal.py
+	$(BIN)/mmdevplug plan configs/llama_lora/llama_lora.py --devices cuda:0-2 --training --png docs/images/plan.png
 
 docs-features: install install-xla  ## Measure the features on every device, write docs/*/features.md
 	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla"

@@ -11,6 +11,11 @@ import pytest
 
 from tests.jobs import ROOT
 
+
+def read(path):
+    return path.read_text(encoding='utf-8')
+
+
 DOCS = ROOT / 'docs'
 EN, ZH = DOCS / 'en', DOCS / 'zh_cn'
 NAMES = sorted(path.name for path in EN.glob('*.md'))
@@ -21,9 +26,8 @@ PAIRS = [(EN / name, ZH / name) for name in NAMES] + [(READMES[0], READMES[1])]
 
 #: Pages to which links may lead already.
 UNWRITTEN = re.findall(
-    r"^    '(\w+)',$",
-    (DOCS / 'conf_common.py').read_text().split('UNWRITTEN = (')[1].split(')')[0],
-    re.MULTILINE,
+    r"'(\w+)'",
+    re.search(r'^UNWRITTEN = (.*)$', read(DOCS / 'conf_common.py'), re.MULTILINE).group(1),
 )
 
 FENCE = re.compile(r'^( *)```(\S*)[^\n]*\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
@@ -38,10 +42,6 @@ def name_of(path):
 
 def over(pages):
     return pytest.mark.parametrize('page', pages, ids=name_of)
-
-
-def read(path):
-    return path.read_text(encoding='utf-8')
 
 
 def blocks(page):
