@@ -273,6 +273,29 @@ def test_augmentations_of_a_batch_come_after_the_pad_value():
     assert torch.equal(found['inputs'], seen[0] + 1)
 
 
+def test_a_preprocessor_that_hands_on_to_another_pads_once():
+    need_mmcv_operations()
+    from mmdet.models import MultiBranchDataPreprocessor
+    from mmdet.utils import register_all_modules
+
+    register_all_modules(init_default_scope=False)
+    config = dict(type='mmdet.DetDataPreprocessor', mean=MEAN, std=STD)
+    outer = padded(MultiBranchDataPreprocessor(config), (64, 96))
+    batch = detection_batch((30, 35), (20, 20))
+    branches = dict(
+        inputs=dict(sup=batch['inputs'][:1], unsup=batch['inputs'][1:]),
+        data_samples=dict(sup=batch['data_samples'][:1], unsup=batch['data_samples'][1:]),
+    )
+    # As `pseudo_collate` makes them: for each branch a list, None where a sample is of another.
+    branches = {
+        key: {name: list(part) for name, part in value.items()} for key, value in branches.items()
+    }
+    found = outer(branches, True)
+    assert {name: tuple(part.shape) for name, part in found['inputs'].items()} == dict(
+        sup=(1, 3, 64, 96), unsup=(1, 3, 64, 96)
+    )
+
+
 class Patches(nn.Module):
     """Features of patches, which are 0 where the image is."""
 
@@ -492,3 +515,30 @@ def test_pixels_of_another_size_than_the_image_are_refused():
     batch['inputs'] = images((10, 15))
     with pytest.raises(DevPlugError, match=r'gt_sem_seg.*\(20, 30\), expected \(10, 15\)'):
         segmentor(32, size=(20, 30)).data_preprocessor(batch, True)
+
+
+# mmpretrain ----------------------------------------------------------------------------------
+
+
+@pytest.mark.xla  # for mmpretrain, which is installed beside torch_xla
+@pytest.mark.parametrize('augmented', [False, True])
+def test_mmpretrain_pads_before_it_mixes(augmented):
+    need_mmcv_operations()
+    pytest.importorskip('mmpretrain', reason='needs mmpretrain')
+    from mmpretrain.models import ClsDataPreprocessor
+    from mmpretrain.structures import DataSample
+
+    mixing = dict(augments=[dict(type='mmpretrain.Mixup', alpha=1.0)], probs=[1.0])
+    options = dict(mean=MEAN, std=STD, to_rgb=True, pad_value=4.0, num_classes=3)
+    preprocessor = padded(
+        ClsDataPreprocessor(batch_augments=mixing if augmented else None, **options), (16, 24)
+    )
+    samples = [DataSample().set_gt_label(label) for label in (0, 2)]
+    found = preprocessor(dict(inputs=images((10, 12), (10, 12)), data_samples=samples), True)
+    assert found['inputs'].shape == (2, 3, 16, 24)
+    outside = found['inputs'][..., 10:, :]
+    torch.testing.assert_close(outside, torch.full_like(outside, 4.0))
+    assert hasattr(found['data_samples'][0], 'gt_score') is augmented
+    plain = ClsDataPreprocessor(**options)(dict(inputs=images((10, 12), (10, 12))))['inputs']
+    if not augmented:
+        assert torch.equal(found['inputs'][..., :10, :12], plain)
