@@ -4,12 +4,15 @@ What they are compared with is mmdet on MMEngine's own runner, in one process on
 whole batch. Two ranks get pictures with equally many boxes, see :func:`tests.repos.coco.boxes_of`.
 """
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from tests.distributed import run_ranks
 from tests.jobs import largest_difference, need_mmcv_operations
 from tests.repos.coco import faster_rcnn, make_coco, retinanet
-from tests.repos.training import ITERATIONS, mean_losses, train_all
+from tests.repos.training import ITERATIONS, mean_losses, run_script, train_all, write_config
 
 MODELS = dict(retinanet=retinanet, faster_rcnn=faster_rcnn)
 
@@ -113,3 +116,24 @@ def test_each_rank_is_on_its_device(trained, case):
         assert found[name]['device'] == ('cpu' if kind == 'cpu' else f'{kind}:{rank}')
         if ranks:
             assert found[name]['wrapper'] == 'DeviceDistributedDataParallel'
+
+
+def run_tools_train(config, work_dir):
+    import mmdet
+
+    options = [f'{name}.num_workers=0' for name in ('train_dataloader', 'val_dataloader')]
+    options += [name.replace('num_workers=0', 'persistent_workers=False') for name in options]
+    options += ['train_dataloader.batch_size=2', 'train_dataloader.sampler.shuffle=False']
+    script = Path(mmdet.__file__).with_name('.mim') / 'tools' / 'train.py'
+    run_script(
+        script,
+        [config, '--work-dir', work_dir, '--launcher', 'pytorch']
+        + ['--cfg-options', 'randomness.seed=0', *options],
+    )
+
+
+def test_tools_train_of_mmdet_itself(recipes, stock, tmp_path):
+    config = write_config(tmp_path / 'config.py', recipes['retinanet'], 'cpu')
+    run_ranks(run_tools_train, 2, config, tmp_path / 'work')
+    saved = torch.load(tmp_path / 'work' / 'epoch_2.pth', weights_only=False)['state_dict']
+    assert largest_difference(saved, stock['retinanet']['weights']) <= 2e-3
