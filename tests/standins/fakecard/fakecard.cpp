@@ -64,13 +64,13 @@ struct CardGuard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device d) const noexcept override {
     if (d.has_index()) g_current = d.index();
   }
-  c10::Stream getStream(c10::Device d) const override {
+  c10::Stream getStream(c10::Device d) const noexcept override {
     return c10::Stream(c10::Stream::DEFAULT, d);
   }
   c10::Stream getNewStream(c10::Device d, int) const override {
     return c10::Stream(c10::Stream::DEFAULT, d);
   }
-  c10::Stream exchangeStream(c10::Stream s) const override { return s; }
+  c10::Stream exchangeStream(c10::Stream s) const noexcept override { return s; }
   c10::DeviceIndex deviceCount() const noexcept override {
     return static_cast<c10::DeviceIndex>(g_count);
   }
@@ -86,7 +86,7 @@ struct CardGuard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, CardGuard);
 struct CardHooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  bool isAvailable() const override { return g_count > 0; }
+  bool isAvailable() const { return g_count > 0; }  // overrides from PyTorch 2.7 on
   c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(g_count); }
   void setCurrentDevice(c10::DeviceIndex d) const override {
     CardGuard().setDevice(c10::Device(kCard, d));
