@@ -3,6 +3,7 @@
 python -m tests.checkpoint.elastic CONFIG NPROC MAX_RESTARTS
 """
 
+import inspect
 import multiprocessing
 import sys
 
@@ -27,6 +28,8 @@ def main():
 
     path, nproc, max_restarts = sys.argv[1:]
     multiprocessing.set_forkserver_preload(['tests.checkpoint.killing', *PRELOAD])
+    options = dict(local_addr='127.0.0.1')
+    known = inspect.signature(LaunchConfig).parameters  # PyTorch 1 works the address out by itself
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -37,7 +40,7 @@ def main():
         start_method='forkserver',
         rdzv_backend='c10d',
         rdzv_endpoint='127.0.0.1:0',
-        local_addr='127.0.0.1',
+        **{name: value for name, value in options.items() if name in known},
     )
     elastic_launch(config, work)(path)
 

@@ -2,11 +2,12 @@
 
 import pytest
 from mmengine.logging import MMLogger
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from mmdevplug.errors import ModelError
 from mmdevplug.model.adapters import check_r_consistency
+
+peft = pytest.importorskip('peft', reason='needs peft, which needs PyTorch 1.13')
 
 
 class Block(nn.Module):
@@ -19,8 +20,8 @@ class Block(nn.Module):
 
 def adapted(**options):
     model = nn.Sequential(Block(), Block())
-    config = LoraConfig(r=4, target_modules=['query', 'value', 'tokens'], **options)
-    return get_peft_model(model, config)
+    config = peft.LoraConfig(r=4, target_modules=['query', 'value', 'tokens'], **options)
+    return peft.get_peft_model(model, config)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_ranks_that_differ_between_layers(warnings):
 
 def test_ranks_that_differ_between_adapters():
     model = adapted()
-    model.add_adapter('second', LoraConfig(r=8, target_modules=['query']))
+    model.add_adapter('second', peft.LoraConfig(r=8, target_modules=['query']))
     found = check_r_consistency(model)
     assert sorted(found) == [4, 8]
     assert found[8][0] == "base_model.model.0.query (adapter 'second')"

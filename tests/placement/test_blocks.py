@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from mmdevplug.errors import PlacementError
 from mmdevplug.placement import plan
 from mmdevplug.placement.whole import WholeModules
-from tests.placement.models import MODELS, Patched, Residual, make
+from tests.placement.models import MODELS, Patched, Residual, make, without_memory
+
+peft = pytest.importorskip('peft', reason='needs peft, which needs PyTorch 1.13')
 
 
 @pytest.fixture(params=list(MODELS))
@@ -154,7 +155,7 @@ def test_ties_that_are_only_declared(names):
 
     from tests.placement.models import LLAMA
 
-    with torch.device('meta'):
+    with without_memory():
         model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA, tie_word_embeddings=True))
     # As after loading without tying.
     model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
@@ -185,7 +186,7 @@ def test_what_is_shared_stays_together_and_counts_once():
 @pytest.mark.parametrize('name', ['llama', 't5', 'generic'])
 def test_adapters_sit_with_their_base(name):
     targets = {'llama': ['q_proj', 'down_proj'], 't5': ['q', 'wo'], 'generic': ['linear', 'head']}
-    model = get_peft_model(make(name), LoraConfig(r=4, target_modules=targets[name]))
+    model = peft.get_peft_model(make(name), peft.LoraConfig(r=4, target_modules=targets[name]))
     made = plan(model, 'xla:0-2', training=True)
     adapters = [n for n, _ in model.named_parameters() if '.lora_' in n]
     assert adapters
@@ -200,7 +201,7 @@ def test_an_adapted_layer_is_never_split():
             super().__init__()
             self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    model = get_peft_model(Bare(), LoraConfig(r=4, target_modules=['one', 'two']))
+    model = peft.get_peft_model(Bare(), peft.LoraConfig(r=4, target_modules=['one', 'two']))
     made = plan(model, 'xla:0-1')
     assert set(made.device_map) == {'base_model.model.one', 'base_model.model.two'}
 

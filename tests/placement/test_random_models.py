@@ -9,7 +9,7 @@ from torch import nn
 from mmdevplug.errors import PlacementError
 from mmdevplug.placement import STRATEGIES, DevicePlan, plan
 from mmdevplug.placement.whole import WholeModules
-from tests.placement.models import Residual
+from tests.placement.models import Residual, without_memory
 
 
 class Custom(nn.Module):
@@ -57,7 +57,7 @@ def tie(rng, model):
 
 
 def draw(rng):
-    with torch.device('meta'):
+    with without_memory():
         model = Custom()
         for place in range(rng.randint(1, 6)):
             setattr(model, f'top{place}', tree(rng, 3))

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+import torch
 
 from tests.distributed import run_ranks
 from tests.features.rows import row_config
@@ -23,6 +24,7 @@ def train_compiled(compile_cfg, work_dir):
     return weights_of(model), counters['stats']['unique_graphs'], sorted(counters['graph_break'])
 
 
+@pytest.mark.skipif(not hasattr(torch, 'compile'), reason='PyTorch before 2.0 compiles nothing')
 @pytest.mark.skipif(shutil.which('gcc') is None, reason='inductor needs a C++ compiler')
 def test_two_compiled_ranks_equal_one_process(tmp_path):
     ((expected, graphs, _),) = run_ranks(train_compiled, 0, False, tmp_path / 'one')

@@ -1,5 +1,6 @@
 """DeviceRunner beside MMEngine's: checkpoints, resume, autopatch, FlexibleRunner."""
 
+import inspect
 import os
 import pickle
 import subprocess
@@ -65,8 +66,17 @@ class Malicious:
         return os.mkdir, (os.environ['MALICIOUS_FOLDER'],)
 
 
+def load_as_older_pytorch(path):
+    from mmdevplug.checkpoint.reading import _pickle_of_torch, _restricted_pickle
+
+    takes_it = 'weights_only' in inspect.signature(torch.load).parameters
+    options = dict(weights_only=False) if takes_it else {}
+    with _pickle_of_torch(_restricted_pickle()) as restricted:
+        return torch.load(path, pickle_module=restricted, **options)
+
+
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
-    from mmdevplug.checkpoint.reading import _restricted_pickle, read_checkpoint
+    from mmdevplug.checkpoint.reading import read_checkpoint
     from mmdevplug.errors import DevPlugError
 
     folder = tmp_path / 'made by the checkpoint'
@@ -77,17 +87,17 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
         read_checkpoint(str(path))
     # The way of older releases of PyTorch.
     with pytest.raises(pickle.UnpicklingError, match='mkdir'):
-        torch.load(path, pickle_module=_restricted_pickle(), weights_only=False)
+        load_as_older_pytorch(path)
     assert not folder.exists()
 
 
 def test_older_pytorch_reads_our_checkpoints_too(tmp_path):
-    from mmdevplug.checkpoint.reading import _restricted_pickle, read_checkpoint
+    from mmdevplug.checkpoint.reading import read_checkpoint
 
     run_ranks(train, 2, 'cpu', tmp_path, 3, False)
     path = tmp_path / 'epoch_3.pth'
     new = read_checkpoint(str(path))
-    old = torch.load(path, pickle_module=_restricted_pickle(), weights_only=False)
+    old = load_as_older_pytorch(path)
     assert new.keys() == old.keys()
     assert largest_difference(new['state_dict'], old['state_dict']) == 0.0
 
