@@ -7,7 +7,8 @@ the commands.
 from pathlib import Path
 from typing import Any, Dict
 
-from tables import COLUMNS, head, line, load, versions
+from measured import COLUMNS, load, versions
+from tables import table
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / 'features'
@@ -78,16 +79,17 @@ rank,使用 gloo。平均权重(EMA)、缓冲区和验证指标同样计入。�
 def render(columns: Dict[str, Dict[str, Any]], titles: Dict[str, str], texts: Dict) -> str:
     """The page in one language."""
     shown = [name for name in titles if name in columns]
-    lines = head([texts['feature'], *(titles[name] for name in shown), texts['tolerance']])
+    lines = []
     for row in columns[shown[0]]['rows']:
         cells = [columns[name]['rows'][row] for name in shown]
         found = [_cell(cell, texts) for cell in cells]
-        lines.append(line([cells[0][texts['title']], *found, f'{cells[0]["tolerance"]:.0e}']))
+        lines.append([cells[0][texts['title']], *found, f'{cells[0]["tolerance"]:.0e}'])
+    headings = [texts['feature'], *(titles[name] for name in shown), texts['tolerance']]
     return '\n\n'.join(
         [
             texts['heading'],
             texts['intro'],
-            '\n'.join(lines),
+            table(headings, lines),
             texts['measured'].format(versions(columns, titles)),
             texts['notes'],
             f'## {texts["again"]}',

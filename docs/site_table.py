@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, List
 
-from tables import COLUMNS, head, line, load, versions
+from measured import COLUMNS, load, versions
+from tables import table
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / 'sites'
@@ -54,7 +55,8 @@ MMEngine's (`CheckpointHook`, `EmptyCacheHook`, `IterTimerHook`, `ProfilerHook`,
 and your config keeps its names. What other packages import by name is exchanged when a job starts,
 never at import, in one module, `mmdevplug/serving.py`, and `restore_mmengine()` puts it back: the
 value that `get_device` returns, the index types of `InstanceData`, the clock of `TimeCounter`, the
-device in names of log files, the loaders of checkpoints, and `autocast`.
+device in names of log files, and the loaders of checkpoints. `autocast` is exchanged as well and
+asks at each call what the accelerator is by then.
 
 For MMEngine without a runner, for inference for example, call it yourself:
 
@@ -108,7 +110,7 @@ MMEngine。对每一行与每种设备,测试先单独运行 MMEngine,再运行�
 `EmptyCacheHook`、`IterTimerHook`、`ProfilerHook`、`LogProcessor`),配置中的名称不变。其他包按名称
 导入的函数在作业启动时(绝不在导入时)于同一个模块 `mmdevplug/serving.py` 中替换,
 `restore_mmengine()` 可还原:`get_device` 的返回值、`InstanceData` 的索引类型、`TimeCounter`
-的计时、日志文件名中的设备、检查点的加载器以及 `autocast`。
+的计时、日志文件名中的设备以及检查点的加载器。`autocast` 同样被替换,每次调用时询问当前的加速卡。
 
 不使用 runner 时(例如推理),请自行调用:
 
@@ -143,21 +145,21 @@ def render(
     """The page in one language."""
     titles = COLUMNS[language]
     shown = [name for name in titles if name in columns]
-    table = head([*texts['titles'], *(titles[name] for name in shown)])
+    lines = []
     for number, row in rows.items():
         told = [getattr(row, f'{who}{texts["suffix"]}') for who in ('stock', 'ours')]
         cells = [texts[_status(columns[name]['rows'][str(number)])] for name in shown]
-        table.append(line([str(number), row.where, *told, *cells]))
+        lines.append([str(number), row.where, *told, *cells])
     return '\n\n'.join(
         [
             texts['heading'],
             texts['intro'],
-            '\n'.join(table),
+            table([*texts['titles'], *(titles[name] for name in shown)], lines),
             texts['measured'].format(versions(columns, titles)),
             texts['notes'],
             texts['how'],
             texts['evidence'],
-            '\n'.join(_evidence(columns, shown, rows, texts, titles)),
+            table(['#', '', texts['said']], _evidence(columns, shown, rows, titles)),
             texts['again'],
             COMMANDS,
         ]
@@ -173,16 +175,15 @@ def _evidence(
     columns: Dict[str, Dict[str, Any]],
     shown: List[str],
     rows: Dict[int, Any],
-    texts: Dict[str, Any],
     titles: Dict[str, str],
-) -> List[str]:
+) -> List[List[str]]:
     """What a test saw of each row, on the last of the devices that have it."""
-    table = head(['#', '', texts['said']])
+    lines = []
     for number in rows:
         name = next(n for n in reversed(shown) if 'stock' in columns[n]['rows'][str(number)])
         said = _plain(columns[name]['rows'][str(number)]['stock'])
-        table.append(line([str(number), titles[name], f'`{said}`']))
-    return table
+        lines.append([str(number), titles[name], f'`{said}`'])
+    return lines
 
 
 def _plain(said: Any) -> str:
