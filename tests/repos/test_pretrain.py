@@ -1,54 +1,95 @@
-"""mmpretrain's own configs with one line of ours, on every device."""
+"""mmpretrain's own configs, inherited with a base config of ours, on every kind of device.
+
+What they are compared with is mmpretrain on MMEngine's own runner, in one process on the CPU, with
+the whole batch.
+"""
+
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.distributed import run_ranks
+from tests.jobs import largest_difference
 from tests.repos.imagenet import make_imagenet, resnet18, vision_transformer
-from tests.repos.training import ITERATIONS, mean_losses, train_all
+from tests.repos.training import ITERATIONS, mean_losses, run_script, train_all, write_config
 
 # mmpretrain needs torchvision, which is where torch_xla is.
-pytestmark = [pytest.mark.xla, pytest.mark.long]
+pytestmark = [pytest.mark.xla, pytest.mark.long, pytest.mark.timeout(600)]
 
-RECIPES = {'resnet18': resnet18, 'vit': vision_transformer}
+MODELS = dict(resnet18=resnet18, vit=vision_transformer)
+TWO_DEVICES = dict(CPU_NUM_DEVICES='2')
 
 
 @pytest.fixture(scope='module')
 def recipes(tmp_path_factory):
     root = make_imagenet(tmp_path_factory.mktemp('imagenet'))
-    return {name: recipe(root) for name, recipe in RECIPES.items()}
+    return {name: recipe(root) for name, recipe in MODELS.items()}
 
 
 @pytest.fixture(scope='module')
 def stock(recipes, tmp_path_factory):
-    return run_ranks(train_all, 0, recipes, 'stock', tmp_path_factory.mktemp('stock'))[0]
+    (found,) = run_ranks(train_all, 0, recipes, 'stock', tmp_path_factory.mktemp('stock'))
+    return found
 
 
 @pytest.mark.parametrize(
     ('accelerator', 'ranks', 'device'),
     [
         ('cpu', 2, 'cpu'),
-        ('xla', 0, 'xla'),
-        ('xla', 2, 'xla'),
-        ('gcu', 2, 'xla'),
-        ('zeta', 2, 'zeta'),
+        ('zeta', 2, 'zeta:{}'),
+        ('xla', 0, 'xla:{}'),
+        ('xla', 2, 'xla:{}'),
+        ('gcu', 2, 'xla:{}'),
     ],
 )
-def test_trains_as_stock_in_one_process(recipes, stock, tmp_path, accelerator, ranks, device):
+def test_trains_as_one_process(recipes, stock, tmp_path, accelerator, ranks, device):
     results = run_ranks(
-        train_all, ranks, recipes, accelerator, tmp_path, environ=dict(CPU_NUM_DEVICES='2')
+        train_all, ranks, recipes, accelerator, tmp_path, environ=TWO_DEVICES, timeout=580
     )
-    assert len(results) == max(ranks, 1)
     for name in recipes:
-        expected = stock[name]
-        assert len(expected['losses']) == ITERATIONS
-        assert mean_losses(results, name) == pytest.approx(
-            [step['loss'] for step in expected['losses']], abs=1e-3
-        )
-        for result in (rank[name] for rank in results):
-            assert result['device'].split(':')[0] == device
-            assert result['files'] == ['epoch_1.pth', 'epoch_2.pth']
-            half = result['losses'][ITERATIONS // 2 :]
-            for again, before in zip(result['resumed'], half):
-                assert again == pytest.approx(before, abs=1e-5)
-            assert result['tested'] == pytest.approx(result['metrics'])
-            assert result['metrics'] == pytest.approx(expected['metrics'])
+        expected = mean_losses([stock], name)
+        assert len(expected) == ITERATIONS
+        losses, resumed = (mean_losses(results, name, key) for key in ('losses', 'resumed'))
+        assert losses == pytest.approx(expected, abs=1e-3)
+        assert resumed == pytest.approx(losses[ITERATIONS // 2 :], abs=1e-4)
+        for rank, found in enumerate(result[name] for result in results):
+            assert found['device'] == device.format(rank)
+            assert found['files'] == ['epoch_1.pth', 'epoch_2.pth']
+            check_weights(found['weights'], stock[name]['weights'], (accelerator, ranks))
+            assert set(found['metrics']) == {'accuracy/top1', 'accuracy/top5'}
+            assert found['metrics'] == pytest.approx(stock[name]['metrics'])
+            assert found['tested'] == found['metrics']
+
+
+def check_weights(found, expected, case):
+    # Ordinary batch normalization of torch_xla's keeps another variance: README, Limits.
+    left_out = 'running_var' if case == ('xla', 0) else 'nothing'
+    pairs = [
+        {key: value for key, value in weights.items() if left_out not in key}
+        for weights in (found, expected)
+    ]
+    assert largest_difference(*pairs) <= 5e-3
+
+
+def run_tools_train(config, work_dir):
+    import mmpretrain
+
+    loaders = [f'{kind}_dataloader' for kind in ('train', 'val', 'test')]
+    # Its defaults are kept: workers that stay, and memory that is pinned where it can be.
+    options = [f'{loader}.num_workers=1' for loader in loaders]
+    options += ['train_dataloader.batch_size=2', 'train_dataloader.sampler.shuffle=False']
+    script = Path(mmpretrain.__file__).with_name('.mim') / 'tools' / 'train.py'
+    run_script(
+        script,
+        [config, '--work-dir', work_dir, '--launcher', 'pytorch']
+        + ['--cfg-options', 'randomness.seed=0', *options],
+    )
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'xla'])
+def test_tools_train_of_mmpretrain_itself(recipes, stock, tmp_path, accelerator):
+    config = write_config(tmp_path / 'config.py', recipes['vit'], accelerator)
+    run_ranks(run_tools_train, 2, config, tmp_path / 'work', environ=TWO_DEVICES, timeout=580)
+    saved = torch.load(tmp_path / 'work' / 'epoch_2.pth', weights_only=False)['state_dict']
+    assert largest_difference(saved, stock['vit']['weights']) <= 5e-3
