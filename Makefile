@@ -89,7 +89,7 @@ test-long: install  ## Run the tests on the CPU that take long
 test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
 	$(ON_XLA) $(BIN_XLA)/python $(PYTEST) -m xla
 
-test-kills: install  ## Kill jobs 54 times (make test does it 18 times), compare the bits
+test-kills: install  ## Kill jobs 54 times (make test-long does it 18 times), compare the bits
 	MMDEVPLUG_KILLS=54 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla"
 
 test-cuda: install  ## Run the tests that need a GPU
