@@ -14,12 +14,17 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import load
 
+
+def _missing():
+    if not hasattr(torch.utils, 'generate_methods_for_privateuse1_backend'):
+        return 'PyTorch before 2.1 has no PrivateUse1 devices with names'
+    if not hasattr(torch, 'get_autocast_dtype'):
+        return 'the stand-in card is written for PyTorch 2.4 and later'
+    return None
+
+
 #: Why a release of PyTorch cannot have this card; None where it can.
-MISSING = (
-    None
-    if hasattr(torch.utils, 'generate_methods_for_privateuse1_backend')
-    else 'PyTorch before 2.1 has no PrivateUse1 devices with names'
-)
+MISSING = _missing()
 
 
 def build():

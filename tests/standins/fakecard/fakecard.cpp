@@ -14,6 +14,7 @@
 #include <torch/library.h>
 
 #include <cstdlib>
+#include <utility>
 static constexpr auto kCard = c10::DeviceType::PrivateUse1;
 static int g_count = 4;
 static thread_local int g_current = 0;
@@ -104,13 +105,17 @@ struct CardHooks final : at::PrivateUse1HooksInterface {
     if (d >= 0) g_current = d;
     return static_cast<c10::DeviceIndex>(o);
   }
-  bool isPinnedPtr(const void*) const override { return false; }
+  bool isPinnedPtr(const void*) const { return false; }  // overrides from PyTorch 2.5 on
   c10::Allocator* getPinnedMemoryAllocator() const override {
     return c10::GetAllocator(c10::kCPU);
   }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+  // Without `override`: PyTorch before 2.5 has the second alone, later releases the first.
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const {
     static at::Generator g = at::detail::createCPUGenerator();
     return g;
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex i) {
+    return std::as_const(*this).getDefaultGenerator(i);
   }
 };
 static CardHooks g_hooks;
