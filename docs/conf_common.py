@@ -8,7 +8,7 @@ newsletter, and without the scripts that it loads.
 import os
 import sys
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 from docutils import nodes
 from sphinx import addnodes
@@ -59,10 +59,6 @@ linkcheck_ignore = [r'\.\./(en|zh_cn)/']
 linkcheck_timeout = 20
 
 
-#: Pages that are still to be written: neither the index nor a link leads there until they exist.
-UNWRITTEN = ('device_sites',)
-
-
 class LinksBetweenLanguages(SphinxTransform):
     """Leads links such as ``../zh_cn/samples.md``, right on GitHub, to the built page."""
 
@@ -71,10 +67,6 @@ class LinksBetweenLanguages(SphinxTransform):
     def apply(self, **kwargs: Any) -> None:
         """Replace references that leave the folder of this language."""
         for node in list(self.document.findall(addnodes.pending_xref)):
-            if (node.get('reftarget') or '').split('.md')[0] in UNWRITTEN:
-                if node.get('refdomain') != 'doc':  # there is no such file
-                    node.replace_self(node.children)
-                continue
             target = Path(self.env.srcdir) / (node.get('reftarget') or '')
             page = Path(os.path.normpath(target))
             if node.get('refdomain') != 'doc' or Path(self.env.srcdir) in page.parents:
@@ -88,15 +80,6 @@ class LinksBetweenLanguages(SphinxTransform):
                 node.replace_self(nodes.literal('', str(page.relative_to(ROOT)) + '.md'))
 
 
-def leave_out_unwritten(app: Sphinx, docname: str, source: List[str]) -> None:
-    """Drop the entries of the index whose pages are still to be written."""
-    if docname == 'index':
-        absent = [name for name in UNWRITTEN if not (Path(app.srcdir) / f'{name}.md').is_file()]
-        kept = [line for line in source[0].splitlines() if line.strip() not in absent]
-        source[0] = '\n'.join(kept)
-
-
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.add_transform(LinksBetweenLanguages)
-    app.connect('source-read', leave_out_unwritten)
