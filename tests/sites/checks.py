@@ -71,6 +71,11 @@ def _stock_21(facts, name, rank):
     assert not any(line.startswith(STAGED_NAMES[name]) for line in facts)
 
 
+def _stock_25(facts, name, rank):
+    # One for each sample that is read, of a batch of 4.
+    assert facts == dict(device='cpu', executions=4 * (device_type(name) == 'xla')), facts
+
+
 def _equals(value):
     def check(facts, name, rank):
         assert facts == value, facts
@@ -103,7 +108,7 @@ STOCK = {
     22: lambda facts, name, rank: raises(facts, 'AssertionError'),
     23: _equals(['CPU', 'CUDA']),
     24: lambda facts, name, rank: raises(facts, 'ValueError', 'NotImplementedError'),
-    25: _equals('cpu'),
+    25: _stock_25,
     26: _equals(3),
 }
 

@@ -62,7 +62,7 @@ def facts_of_stock(name, folder, other_port):
         21: [f'{key}: {value}' for key, value in collect_env().items()],
         22: attempt(_indexed, device),
         23: _profiled(),
-        25: attempt(_inferred),
+        25: attempt(_inferred, name, device),
         26: _losses_read(name, device),
     }
     torch_dist.init_process_group('gloo')
@@ -199,9 +199,16 @@ def _profiled():
     return [activity.name for activity in ProfilerHook(activity_with_cuda=True).activities]
 
 
-def _inferred():
-    cfg = dict(model=dict(type='SiteNet'))
-    return str(next(SiteInferencer(cfg, show_progress=False).model.parameters()).device)
+def _inferred(name, device):
+    cfg = dict(model=dict(type='SiteNet'), test_dataloader=dict(collate_fn='default_collate'))
+    where = next(SiteInferencer(cfg, show_progress=False).model.parameters()).device
+    # As it would be for whoever names the device.
+    inferencer = SiteInferencer(cfg, device=str(device), show_progress=False)
+    inputs = list(torch.linspace(-1, 1, 24).reshape(4, 6))
+    inferencer(inputs, batch_size=4)
+    before = executions(name)
+    inferencer(inputs, batch_size=4)
+    return dict(device=str(where), executions=executions(name) - before)
 
 
 class _Hub:
