@@ -26,4 +26,6 @@ def differences():
 @pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('zeta', 2), ('zeta', 3)])
 def test_trains_as_ddp(differences, accelerator, ranks, scenario):
     for found in differences(accelerator, ranks):
+        if found[scenario] is None and scenario == 'mixed_dtypes':
+            pytest.skip("gloo of PyTorch 1 takes no bfloat16, so PyTorch's DDP cannot do it")
         assert found[scenario] <= TOLERANCE.get(scenario, 1e-6)
