@@ -85,6 +85,9 @@ class _HoldingErrors:
         self.error: Optional[OSError] = None
         self._file = file
 
+    def __str__(self) -> str:
+        return str(self._file.name)
+
     def write(self, data: Any) -> int:
         """Write, and say that all was written."""
         if self.error is None:
@@ -95,7 +98,12 @@ class _HoldingErrors:
         return len(data)
 
     def flush(self) -> None:
-        """Leave it to whoever closes the file."""
+        """Hand what was written to the system."""
+        if self.error is None:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self.error = error
 
 
 def is_local(path: str, backend_args: Optional[Dict[str, Any]] = None) -> bool:

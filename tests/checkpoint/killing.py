@@ -114,7 +114,8 @@ def die_while_saving(place, after, note):
             return save(value, path, *args, **kwargs)
         save(value, path, *args, **kwargs)
         if place == 'half written':
-            os.truncate(path, os.path.getsize(path) // 2)
+            path.flush()
+            os.truncate(str(path), os.path.getsize(str(path)) // 2)
         if place in ('half written', 'written'):
             ends()
         return None

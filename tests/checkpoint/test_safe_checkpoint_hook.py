@@ -117,8 +117,7 @@ class FullDisk(Hook):
             if writing.UNFINISHED in str(path):
                 count[0] += 1
                 if self.first <= count[0] <= self.last:
-                    with open(path, 'wb') as file:
-                        file.write(b'half')
+                    path.write(b'half')
                     raise OSError(28, 'No space left on device')
             return save(value, path, *args, **kwargs)
 

@@ -21,7 +21,7 @@ from mmdevplug.device import (
 )
 from mmdevplug.device.torch_native import FAMILIES
 from mmdevplug.errors import AcceleratorError
-from tests.jobs import need_card
+from tests.jobs import need_card, needs_scaler
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ import card, pytest, torch
 card.install(sys.argv[1], count=int(sys.argv[2]))
 from mmdevplug.device import *
 from mmdevplug.errors import AcceleratorError
-from tests.jobs import need_card
+from tests.jobs import need_card, needs_scaler
 for line in sys.stdin:
     torch.manual_seed(0)
     failure = ''
@@ -136,11 +136,12 @@ def test_family_without_a_gradient_scaler_says_what_to_do(monkeypatch):
     with pytest.raises(AcceleratorError, match="'xla' has no gradient scaler.*bfloat16"):
         XLAAccelerator().grad_scaler()
     # As on releases before torch 2.3.
-    monkeypatch.delattr(torch.amp, 'GradScaler')
+    monkeypatch.delattr(getattr(torch, 'amp', None), 'GradScaler', raising=False)
     with pytest.raises(AcceleratorError, match="'cpu' has no gradient scaler.*bfloat16"):
         CPUAccelerator().grad_scaler()
 
 
+@needs_scaler
 def test_cpu_takes_the_gradient_scaler_of_pytorch():
     scaler = CPUAccelerator().grad_scaler(init_scale=8.0)
     assert scaler.is_enabled()
@@ -150,7 +151,9 @@ def test_cpu_takes_the_gradient_scaler_of_pytorch():
 def test_precision_of_each_family():
     assert CPUAccelerator().amp_dtype == XLAAccelerator().amp_dtype == torch.bfloat16
     assert T20Accelerator().amp_dtype == torch.float16
-    assert CUDAAccelerator().amp_dtype == torch.get_autocast_dtype('cuda')
+    older = not hasattr(torch, 'get_autocast_dtype')  # before PyTorch 2.4
+    known = torch.float16 if older else torch.get_autocast_dtype('cuda')
+    assert CUDAAccelerator().amp_dtype == known
 
 
 DTYPES = [
@@ -562,6 +565,9 @@ def test_given_values_win_over_the_known_ones():
     assert (accelerator.native_backend, accelerator.visible_devices_env) == ('own', 'OWN')
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.backends, 'mps'), reason='PyTorch before 1.12 has no MPS devices'
+)
 def test_mps_functions_get_no_device(monkeypatch):
     calls = []
     module = types.ModuleType('torch.mps')
