@@ -9,6 +9,7 @@ from mmdevplug.device import Accelerator, CPUAccelerator
 
 from .backend import HOST_BACKENDS
 from .byte_exchange import global_rank
+from .memory_as import memory_as
 
 MESSAGE_BYTES = 64 << 20
 _HOST = CPUAccelerator()
@@ -67,7 +68,7 @@ def _broadcast(
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if here:
         values = accelerator.to_host(tensors) if through_host else tensors
-        message = torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in values])
+        message = torch.cat([memory_as(v.contiguous().view(-1), torch.uint8) for v in values])
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     torch_dist.broadcast(message, global_rank(group, src), group=group)
@@ -82,4 +83,4 @@ def _broadcast(
 def _reinterpret(data: Tensor, like: Tensor) -> Tensor:
     """Read bytes as a tensor of another's shape and dtype."""
     # A copy, because the piece of the message may start at an address that dtype cannot take.
-    return data.clone().view(like.dtype).view(like.shape)
+    return memory_as(data.clone(), like.dtype).view(like.shape)

@@ -19,6 +19,7 @@ from torch import Tensor, distributed as torch_dist, nn
 from mmdevplug.errors import ModelError
 
 from .finite import poison, scale_and_check
+from .memory_as import memory_as
 from .traffic import all_reduce_bytes
 
 KINDS = ('none', 'bf16', 'fp16', 'powersgd')
@@ -95,13 +96,13 @@ class HalfCompression:
         if self.dtype == torch.float16 and scale_and_check(sent, 1.0):
             poison(sent)
         # As integers, which gloo of any release moves; it need not add up.
-        as_integers = [sent.view(torch.int32), received.view(torch.int32)]
+        as_integers = [memory_as(sent, torch.int32), memory_as(received, torch.int32)]
         work = torch_dist.all_to_all_single(*as_integers[::-1], group=group, async_op=True)
         yield
         work.wait()
         mine = sent[rank * share : (rank + 1) * share]
         mine.copy_(torch.sum(received.view(world_size, share), 0, dtype=torch.float32))
-        work = _all_gather(as_integers[1], mine.view(torch.int32), group)
+        work = _all_gather(as_integers[1], memory_as(mine, torch.int32), group)
         yield
         work.wait()
         flat.copy_(received[: flat.numel()])

@@ -16,6 +16,7 @@ from torch import Tensor, distributed as torch_dist
 from .byte_exchange import global_rank
 from .compression import Bucket, Compression
 from .finite import is_poisoned, poison, scale_and_check
+from .memory_as import memory_as
 from .process_group import DEFAULT_TIMEOUT, device_context
 from .shared_memory import Hosts, find_hosts, share_slots
 from .traffic import all_reduce_bytes
@@ -145,7 +146,7 @@ class TwoLevelReduction(Reduction):
             return None
         pieces = [slot.split(list(lengths.values())) for slot in slots]
         for index, (dtype, size) in enumerate(sizes.items()):
-            self._slots[dtype] = [parts[index].view(dtype)[:size] for parts in pieces]
+            self._slots[dtype] = [memory_as(parts[index], dtype)[:size] for parts in pieces]
         return {dtype: slots[self.hosts.local_rank] for dtype, slots in self._slots.items()}
 
     def begin(self) -> None:

@@ -8,6 +8,7 @@ from mmengine.dist import get_world_size
 from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.device import Accelerator
+from mmdevplug.dist.memory_as import memory_as
 from mmdevplug.dist.messages import gather_json, on_backend
 
 #: Of one rank; more than that is no statistics, and would make a checkpoint too large.
@@ -56,7 +57,7 @@ def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) 
         return False
     values = [
         # A copy, because a view needs an aligned start.
-        part.clone().view(buffer.dtype).reshape(buffer.shape)
+        memory_as(part.clone(), buffer.dtype).reshape(buffer.shape)
         for part, buffer in zip(packed.split(sizes), buffers)
     ]
     with torch.no_grad():
@@ -66,5 +67,5 @@ def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) 
 
 def _pack(model: nn.Module, accelerator: Accelerator) -> Tensor:
     host = accelerator.to_host(list(model.buffers()))
-    parts = [value.contiguous().reshape(-1).view(torch.uint8) for value in host]
+    parts = [memory_as(value.contiguous().reshape(-1), torch.uint8) for value in host]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)

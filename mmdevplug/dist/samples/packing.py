@@ -18,6 +18,7 @@ from torch import Tensor
 from mmdevplug.device import to_device
 
 from ..byte_exchange import to_tensor
+from ..memory_as import memory_as
 from .taking_apart import Parts
 
 VERSION = 1
@@ -71,7 +72,7 @@ def pack(parts: Parts, large_bytes: float = LARGE_BYTES) -> Packed:
     for (dtype, group), place, size in zip(by_dtype.items(), places, sizes):
         if size:
             end = place + size * itemsize(dtype)
-            torch.cat(group, out=buffer[place:end].view(dtype))
+            torch.cat(group, out=memory_as(buffer[place:end], dtype))
             buffer[end : aligned(end)] = 0
     return Packed(buffer, large)
 
@@ -92,7 +93,7 @@ def _on_host(blocks: Sequence[Union[Tensor, np.ndarray]]) -> List[Tensor]:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as uint8."""
-    return tensor.view(-1).view(torch.uint8)
+    return memory_as(tensor.view(-1), torch.uint8)
 
 
 def places_of(begin: int, totals: Sequence[Tuple[torch.dtype, int]]) -> List[int]:

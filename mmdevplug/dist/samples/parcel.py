@@ -11,6 +11,7 @@ from mmdevplug.device.nested import move_tensors
 from mmdevplug.errors import SampleError
 
 from ..byte_exchange import to_bytes
+from ..memory_as import memory_as
 from .packing import LARGE_BYTES, VERSION, aligned, bytes_of, itemsize, places_of
 from .putting_together import Plan, plans_of
 
@@ -159,7 +160,7 @@ def _cut(buffer: Tensor, begin: int, pieces: Sequence[_Piece]) -> List[Tensor]:
         raise damaged()
     cut: Dict[torch.dtype, Iterator[Tensor]] = {}
     for (dtype, total), place in zip(totals, places):
-        run = buffer[place : place + total * itemsize(dtype)].view(dtype)
+        run = memory_as(buffer[place : place + total * itemsize(dtype)], dtype)
         cut[dtype] = iter(_split(run, wanted[dtype]))
     return [next(cut[piece.dtype]) for piece in pieces]
 

@@ -68,6 +68,9 @@ struct CardGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device d) const noexcept override {
     return c10::Stream(c10::Stream::DEFAULT, d);
   }
+  c10::Stream getDefaultStream(c10::Device d) const override {
+    return c10::Stream(c10::Stream::DEFAULT, d);
+  }
   c10::Stream getNewStream(c10::Device d, int) const override {
     return c10::Stream(c10::Stream::DEFAULT, d);
   }
