@@ -12,6 +12,11 @@ import mmdevplug
 
 ROOT = Path(__file__).parents[1]
 
+needs_modes = pytest.mark.skipif(
+    not hasattr(torch.overrides, 'TorchFunctionMode'),
+    reason='DeviceGuard needs PyTorch 1.13, which has TorchFunctionMode',
+)
+
 needs_scaler = pytest.mark.skipif(
     not hasattr(getattr(torch, 'amp', None), 'GradScaler'),
     reason='PyTorch before 2.3 has no gradient scaler for the CPU',

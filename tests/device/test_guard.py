@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from mmdevplug.device.guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError, DevPlugError
 from tests.distributed import run_ranks
-from tests.jobs import install_card
+from tests.jobs import install_card, needs_modes
 
 ONE, TWO, THREE = 'zeta:0', 'zeta:1', 'zeta:2'
 
@@ -259,6 +259,7 @@ def test_other_threads_and_workers_are_left_alone():
     run_ranks(other_threads, 0)
 
 
+@needs_modes
 @pytest.mark.parametrize('policy', ['error', 'warn', 'move'])
 def test_one_device_computes_the_same_bits(policy):
     def train(*guards):

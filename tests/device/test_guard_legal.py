@@ -12,7 +12,7 @@ from mmdevplug.device.guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError
 from tests.device.test_guard import ONE, TWO, refusal
 from tests.distributed import run_ranks
-from tests.jobs import PLAIN, install_card, train_digits
+from tests.jobs import PLAIN, install_card, needs_modes, train_digits
 
 
 def legal_operations(one, two):
@@ -152,6 +152,7 @@ def guarded_digits(accelerator, work_dir):
     return told['device'], guard.report()
 
 
+@needs_modes
 def test_distributed_training_under_a_guard(tmp_path):
     for device, report in run_ranks(guarded_digits, 2, 'zeta', tmp_path):
         assert device.startswith('zeta')

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mmdevplug.dist.byte_exchange import to_tensor
+from mmdevplug.dist.memory_as import memory_as
 from mmdevplug.dist.samples.packing import VERSION, pack
 from mmdevplug.dist.samples.parcel import open_parcel, place_blocks, put_together, read_header
 from mmdevplug.dist.samples.taking_apart import Parts
@@ -44,17 +45,16 @@ def test_all_samples_arrive_as_they_were(pool):
     assert bits(there_and_back(samples)) == bits(samples)
 
 
-def storage_of(tensor):
-    """The tensor's memory, whatever this release of PyTorch calls it."""
-    return getattr(tensor, 'untyped_storage', tensor.storage)()
+def bytes_held(tensor):
+    return len(tensor.storage()) * tensor.element_size()
 
 
 def test_tensors_have_memory_of_their_own():
     samples = [torch.arange(4.0), torch.ones(2), torch.zeros(2)]
     arrived = there_and_back(samples)
-    storages = {storage_of(tensor).data_ptr() for tensor in arrived}
+    storages = {tensor.storage().data_ptr() for tensor in arrived}
     assert len(storages) == 3
-    assert [storage_of(tensor).nbytes() for tensor in arrived] == [16, 8, 8]
+    assert [bytes_held(tensor) for tensor in arrived] == [16, 8, 8]
     # Changing one must not count as a change of another, which autograd would refuse.
     versions = [tensor._version for tensor in arrived]
     arrived[0].add_(1)
@@ -73,7 +73,7 @@ def test_large_tensors_travel_from_and_to_their_own_memory():
     first, second = there_and_back(samples)
     assert torch.equal(first['x'], large)
     assert torch.equal(second['x'], large.view(256, 256).t())
-    assert storage_of(first['x']).nbytes() == 2**18
+    assert bytes_held(first['x']) == 2**18
     with pytest.raises(SampleError, match='do not fit together'):
         read(packed.data, more=2**20)
 
@@ -100,9 +100,8 @@ def test_tensors_of_one_dtype_are_one_run_of_bytes():
     parts.take([dict(x=torch.full((3,), float(n)), y=torch.tensor([n])) for n in range(100)])
     packed = pack(parts).data
     begin = read_header(packed).begin
-    assert packed[begin : begin + 1200].view(torch.float32).view(100, 3)[:, 0].tolist() == list(
-        range(100)
-    )
+    values = memory_as(packed[begin : begin + 1200], torch.float32).view(100, 3)
+    assert values[:, 0].tolist() == list(range(100))
     # Structure and shapes are told once, a sample then costs a few bytes besides its data.
     assert begin <= 400
     assert packed.numel() <= begin + 1200 + 800 + 128
