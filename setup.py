@@ -47,6 +47,7 @@ EXTRAS_REQUIRE = {
         'mmsegmentation==1.2.2',
         'mmdet==3.3.0',
         'ftfy',
+        'regex',
     ],
     # More real models, where torchvision is: no CPU build of it is made for the newest torch.
     'dev-xla': [

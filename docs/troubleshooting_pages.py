@@ -27,8 +27,8 @@ ranks print one, the first that names a rank is the one to read.
     zh_cn=dict(
         heading='# 按报错信息排查',
         intro="""\
-请查找报错中的一段文字；… 代表具体的值、名称和数字。我们的每条报错本身也说明发现了什么、期望什么以及
-下一步怎么做。若多个 rank 都有输出，先看指出 rank 的那一条。
+请查找报错中的一段文字；… 代表具体的值、名称和数字。我们的每条报错本身也说明发现了什么、
+期望什么以及下一步怎么做。若多个 rank 都有输出，先看指出 rank 的那一条。
 
 `mmdevplug doctor --config CONFIG --nproc N` 能在作业开始前发现其中许多问题。""",
         why='原因',
