@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# Run the tests for the CPU on several releases of PyTorch, each in an environment of its own, and
+# append a line of JSON for each run to docs/compat/<torch>-<mmengine>.jsonl.
+#
+#   tools/compat.sh                       # every combination below
+#   tools/compat.sh 1.13.1 2.6.0          # those with these releases of torch
+#   TESTS="tests/dist tests/model" tools/compat.sh 2.1.2     # some of the tests
+#
+# An environment takes 3 to 9 GB, in $COMPAT_ENVS (default: a temporary folder), and is deleted after
+# its run unless KEEP=1; one that is there already is used. Pythons are looked for in $PYTHONS, a list
+# of folders with a bin/python3.x each (default: those of pyenv), then in PATH.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+# torch | Python | MMEngine | what suits this release of torch
+COMBINATIONS='
+1.10.0 | 3.8  | 0.10.7 | numpy<2 opencv-python<4.12 accelerate==1.0.1 transformers==4.33.3
+1.13.1 | 3.10 | 0.10.7 | numpy<2 opencv-python<4.12 accelerate==1.0.1 transformers==4.46.3 peft==0.13.2
+2.1.2  | 3.9  | 0.10.7 | numpy<2 opencv-python<4.12 accelerate<1.7 transformers<4.50 peft<0.15
+2.4.1  | 3.11 | 0.10.7 | numpy<2 opencv-python<4.12 accelerate transformers<5 peft<0.18
+2.6.0  | 3.12 | 0.10.7 | accelerate transformers peft
+2.9.0  | 3.11 | 0.10.7 | accelerate transformers peft
+2.13.0 | 3.11 | 0.10.7 | accelerate transformers peft
+2.13.0 | 3.11 | 0.10.0 | accelerate transformers peft
+'
+# mmcv without its operations: those are compiled for one release of torch each.
+COMMON='mmcv-lite==2.1.0 mmsegmentation==1.2.2 mmdet==3.3.0 ftfy scikit-learn msgpack psutil rich
+matplotlib safetensors tensorboard ninja pytest pytest-timeout pytest-xdist hypothesis'
+
+TESTS=${TESTS:-tests}
+ENVS=${COMPAT_ENVS:-$(mktemp -d)}
+PYTHONS=${PYTHONS:-$(echo "$HOME"/.pyenv/versions/*/bin)}
+
+python_of() {
+    local folder
+    for folder in $PYTHONS; do
+        [ -x "$folder/python$1" ] && echo "$folder/python$1" && return
+    done
+    command -v "python$1"
+}
+
+# The package is linked, for read_base() as well; see the Makefile.
+make_environment() {
+    local python=$1/bin/python
+    "$(python_of "$2")" -m venv "$1" &&
+        "$python" -m pip install -q --upgrade pip 'setuptools<81' wheel &&
+        "$python" -m pip install -q $3 $COMMON &&
+        "$python" -m pip install -q --no-deps --no-build-isolation -e . &&
+        ln -sfn "$PWD/mmdevplug" "$("$python" -c \
+            'import sysconfig; print(sysconfig.get_paths()["purelib"])')/mmdevplug" &&
+        touch "$1/.complete"
+}
+
+status=0
+while IFS='|' read -r torch python mmengine suits <&3; do
+    torch=${torch// /} python=${python// /} mmengine=${mmengine// /}
+    [ -z "$torch" ] && continue
+    [ $# -gt 0 ] && [[ " $* " != *" $torch "* ]] && continue
+    name=$torch-$mmengine environment=$ENVS/$torch-$mmengine
+    if [ ! -e "$environment/.complete" ]; then
+        set -f  # no file is meant by < or *
+        make_environment "$environment" "$python" "torch==$torch mmengine==$mmengine $suits" ||
+            { echo "compat: no environment for $name" >&2; status=1; rm -rf "$environment"; continue; }
+        set +f
+    fi
+    echo "compat: $name" >&2
+    MMDEVPLUG_COMPAT=$PWD/docs/compat/$name.jsonl PYTHONPATH=tools OMP_NUM_THREADS=1 \
+        "$environment/bin/python" -m pytest -q -p compat_report -n "${WORKERS:-2}" --dist loadfile \
+        -m 'not cuda and not xla and not long' $TESTS || status=1
+    [ "${KEEP:-0}" = 1 ] || rm -rf "$environment"
+done 3<<<"$COMBINATIONS"
+exit $status
