@@ -74,13 +74,12 @@ def loopback_store(
         listener.close()  # An older PyTorch listens by itself, on all interfaces.
         return HeldStore(port, None)
     # The store closes the socket.
-    store = torch_dist.TCPStore(
-        address,
-        port,
-        None,
-        True,
-        timeout=timeout,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
+    options: Any = dict(timeout=timeout, multi_tenant=True, master_listen_fd=listener.detach())
+    try:
+        store = torch_dist.TCPStore(address, port, None, True, **options)
+    except RuntimeError as error:
+        # PyTorch 2.4 to 2.6: the store's newer kind takes no socket.
+        if 'libuv' not in str(error):
+            raise
+        store = torch_dist.TCPStore(address, port, None, True, use_libuv=False, **options)
     return HeldStore(port, store)
