@@ -139,7 +139,9 @@ def test_tables_have_the_same_rows_and_links_the_same_targets(english, chinese):
 def test_the_chinese_page_is_chinese(page):
     english = prose(EN / page.name)
     assert not HAN.search(english.replace('简体中文', ''))
-    assert len(HAN.findall(prose(page))) > 0.1 * len(prose(page))
+    # Without tables and lists, which in pages of figures hold names alone.
+    told = [line for line in prose(page).splitlines() if line[:1] not in ('|', '-')]
+    assert len(HAN.findall(''.join(told))) > 0.1 * len(''.join(told))
 
 
 @pytest.mark.parametrize(

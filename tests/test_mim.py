@@ -22,6 +22,7 @@ from tests.jobs import ROOT
 #: openmim, and what the commands tried here import.
 NEEDED = ['openmim==0.3.9', 'model-index==0.1.11']
 NEEDED += ['colorama', 'tabulate', 'ordered-set', 'pandas']
+NEEDED += ['requests', 'urllib3', 'certifi', 'charset-normalizer', 'idna']
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 

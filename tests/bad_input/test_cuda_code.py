@@ -108,6 +108,7 @@ class Mine(DigitsClassifier):
 """
 
 
+@pytest.mark.long
 def test_what_all_ranks_meet_is_told_once(tmp_path):
     (tmp_path / 'mine.py').write_text(MODEL)
     imports = "custom_imports = dict(imports=['mine'], allow_failed_imports=False)\n"

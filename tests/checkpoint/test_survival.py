@@ -21,6 +21,8 @@ from tests.checkpoint.killing import PLACES, make_plan
 from tests.checkpoint.training import config
 from tests.jobs import PATHS, ROOT
 
+pytestmark = pytest.mark.long
+
 SEED = int(os.environ.get('MMDEVPLUG_SEED', '0'))
 SCALE = float(os.environ.get('MMDEVPLUG_KILLS', '18')) / 54
 

@@ -50,6 +50,7 @@ def card_config(tmp_path):
 # writing -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_file_is_written_and_a_job_starts_from_it(tmp_path):
     path = tmp_path / 'launch.yaml'
     done = mmdevplug('launch-config', '--out', str(path), '--nproc', '2', '--accelerator', 'cpu')

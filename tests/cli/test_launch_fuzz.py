@@ -22,6 +22,8 @@ import pytest
 from tests.distributed import PRELOAD, free_port
 from tests.jobs import PATHS, ROOT
 
+pytestmark = pytest.mark.long
+
 CASES = 520
 WORKERS = 6
 #: How long ranks wait for one that does not exist, and for what a busy machine takes.

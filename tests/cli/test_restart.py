@@ -15,6 +15,8 @@ from mmdevplug.errors import LaunchError
 from tests.distributed import free_port
 from tests.jobs import PATHS, ROOT
 
+pytestmark = pytest.mark.long
+
 TRAIN = [sys.executable, '-m', 'mmdevplug.cli.main', 'train']
 
 

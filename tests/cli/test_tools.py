@@ -40,6 +40,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_dist_train_writes_checkpoints(trained):
     assert (trained / 'last_checkpoint').read_text().endswith('epoch_2.pth')
 
@@ -53,6 +54,7 @@ def test_train_resumes_from_the_newest_checkpoint(trained):
     assert 'resumed epoch: 2' in done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_test_and_dist_test_print_the_metric(trained):
     checkpoint = str(trained / 'epoch_2.pth')
     if not os.path.isfile(checkpoint):  # the resumed run above keeps the newest alone
@@ -88,6 +90,7 @@ def test_dist_train_refuses_a_number_before_starting_processes(tmp_path, devices
         assert '4 zeta device(s)' in done.stderr
 
 
+@pytest.mark.long
 def test_train_overlays_a_base_config_on_an_untouched_config(tmp_path):
     config = tmp_path / 'plain.py'
     # As OpenMMLab's configs are: nccl, and no word of another accelerator.
@@ -105,6 +108,7 @@ def test_train_overlays_a_base_config_on_an_untouched_config(tmp_path):
     assert 'LR is set based on batch size of 128' in printed
 
 
+@pytest.mark.long
 def test_a_backend_on_the_command_line_wins_and_is_refused_on_the_cpu(tmp_path):
     options = ['--cfg-options', 'env_cfg.dist_cfg.backend=nccl']
     done = mmdevplug(

@@ -238,6 +238,7 @@ def train_under_torchrun(folder, what, **options):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.long
 def test_torchrun_shows_one_message_with_the_name_of_a_killed_rank(tmp_path):
     status, output = train_under_torchrun(tmp_path, 'kill')
     assert status != 0

@@ -124,6 +124,7 @@ def freeze(stopped_rank, output):
         time.sleep(90)  # as in a collective that notices nothing
 
 
+@pytest.mark.long
 def test_a_rank_that_is_silent_ends_the_others(tmp_path):
     port, processes = free_port(), []
     for rank in range(3):
@@ -163,6 +164,7 @@ def hang():
         torch_dist.all_reduce(ones(1))
 
 
+@pytest.mark.long
 def test_a_collective_that_times_out_names_who_hangs():
     errors = errors_of(hang, 3)
     assert sorted(errors) == [0, 1, 2]

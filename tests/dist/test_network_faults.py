@@ -20,6 +20,8 @@ from tests.checkpoint.training import train
 from tests.distributed import run_ranks
 from tests.jobs import PATHS
 
+pytestmark = pytest.mark.long
+
 STEPS = 150
 HEARTBEAT_TIMEOUT = 6
 #: How long a collective that notices nothing may go on after that.

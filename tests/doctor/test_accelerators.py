@@ -59,6 +59,7 @@ def test_all_families_are_looked_at_and_the_absent_ones_named(tmp_path, children
     assert the(findings, 'ok', 'cpu computes')
 
 
+@pytest.mark.long
 def test_package_that_hangs_is_given_up(tmp_path, children):
     (tmp_path / 'torch_musa.py').write_text('import time; time.sleep(1000)')
     children(tmp_path)

@@ -126,6 +126,7 @@ def _words(process):
         return []  # it has ended
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ('what', 'told'),
     [
@@ -143,6 +144,7 @@ def test_rank_that_fails_or_hangs_is_named_and_nothing_is_left_over(
         assert word in found
 
 
+@pytest.mark.long
 def test_rank_that_stops_in_the_middle_is_named(tmp_path, monkeypatch):
     # From its own thread, when the collectives have begun.
     stop = (
@@ -186,6 +188,7 @@ def test_tool_under_torchrun(tmp_path):
     assert json.loads(results.read_text())['passed']
 
 
+@pytest.mark.long
 def test_tool_under_mpi_and_a_rank_that_never_comes(tmp_path):
     """Open MPI's variables, set by hand."""
     port = free_port()

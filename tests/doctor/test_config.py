@@ -85,6 +85,7 @@ def test_what_a_config_refers_to_and_is_not_there(examine, lines, told):
     assert told in the(examine(lines), 'error').found
 
 
+@pytest.mark.long
 def test_config_that_aborts_or_hangs_is_a_finding(examine, tmp_path):
     (tmp_path / 'aborts.py').write_text('import os; os.abort()')
     (tmp_path / 'hangs.py').write_text('import time; time.sleep(1000)')

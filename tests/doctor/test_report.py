@@ -4,6 +4,8 @@ import base64
 import re
 import struct
 
+import pytest
+
 from mmdevplug.cli.doctor import SCHEMA, as_dict
 from mmdevplug.doctor.findings import LEVELS, Finding, exit_status
 from mmdevplug.doctor.page import render
@@ -67,6 +69,7 @@ def test_pictures_are_pictures():
         assert min(struct.unpack('>II', data[16:24])) > 100
 
 
+@pytest.mark.long
 def test_everything_at_once(tmp_path):
     """Three processes, a config, both files."""
     page = tmp_path / 'report.html'

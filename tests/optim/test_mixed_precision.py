@@ -281,6 +281,7 @@ def test_autocast_of_other_devices_stays_as_it_was():
 # the command line -------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 def test_amp_on_the_command_line(tmp_path, accelerator):
     config = tmp_path / 'plain.py'
