@@ -21,7 +21,7 @@ COMBINATIONS='
 2.6.0  | 3.12 | 0.10.7 | accelerate transformers peft
 2.9.0  | 3.11 | 0.10.7 | accelerate transformers peft
 2.13.0 | 3.11 | 0.10.7 | accelerate transformers peft
-2.13.0 | 3.11 | 0.10.0 | accelerate transformers peft
+2.1.2  | 3.9  | 0.10.0 | numpy<2 opencv-python<4.12 accelerate<1.7 transformers<4.50 peft<0.15
 '
 # mmcv without its operations: those are compiled for one release of torch each.
 COMMON='mmcv-lite==2.1.0 mmsegmentation==1.2.2 mmdet==3.3.0 ftfy scikit-learn msgpack psutil rich
