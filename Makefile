@@ -21,7 +21,7 @@ MMCV ?= mmcv-lite==2.1.0
 MMCV_XLA ?= mmcv-lite==2.1.0
 
 # Files of tests that run at a time: most of a test is waiting.
-WORKERS ?= 2
+WORKERS ?= 3
 
 # For read_base(), MMEngine looks for configs where packages are installed, and an editable install
 # leaves none there.
