@@ -194,8 +194,6 @@ STREAM_BYTES = 8 << 20
 #: The first host sends to the second, which prints for how many seconds it received.
 STREAM = f"""
 import os, socket, time
-
-pytestmark = pytest.mark.long
 if os.environ['RANK'] == '1':
     with socket.create_server(('10.0.0.2', 5000)) as server:
         source, _ = server.accept()

@@ -106,13 +106,13 @@ def _short(facts):
     return facts if not isinstance(facts, list) or len(facts) < 8 else f'{len(facts)} lines'
 
 
-@pytest.mark.parametrize(('number', 'name'), cases())
+@pytest.mark.parametrize(('number', 'name'), list(cases()))
 def test_mmengine_by_itself(columns, number, name):
     for rank, facts in enumerate(columns(name)):
         STOCK[number](facts['stock'][number], name, rank)
 
 
-@pytest.mark.parametrize(('number', 'name'), cases())
+@pytest.mark.parametrize(('number', 'name'), list(cases()))
 def test_ours(columns, number, name):
     for rank, facts in enumerate(columns(name)):
         OURS[number](facts['ours'][number], name, rank)
@@ -124,12 +124,12 @@ def kinds():
         yield pytest.param(name, marks=marks)
 
 
-@pytest.mark.parametrize('name', kinds())
+@pytest.mark.parametrize('name', list(kinds()))
 def test_statistics_are_those_of_all_ranks(columns, name):
     one, other = (facts['ours'][24]['mean'] for facts in columns(name))
     assert one == other
 
 
-@pytest.mark.parametrize('name', kinds())
+@pytest.mark.parametrize('name', list(kinds()))
 def test_mmengine_is_as_before_when_it_is_put_back(columns, name):
     assert [facts['restored'] for facts in columns(name)] == ['cpu', 'cpu']
