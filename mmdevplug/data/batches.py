@@ -6,6 +6,10 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence
 
 import numpy as np
 import torch
+from mmengine.utils import digit_version
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+_ASKS_FOR_BATCHES = digit_version(torch.__version__) >= digit_version('1.13.0')
 
 
 class SeededBatch(list):
@@ -151,5 +155,9 @@ class WorkerInit:
         if self._before is not None:
             self._before(worker_id)
         dataset = torch.utils.data.get_worker_info().dataset
-        # In this process alone; the fetcher looks for it on the object.
-        dataset.__getitems__ = SeededFetch(dataset)
+        fetch = SeededFetch(dataset)
+        # Both in this process alone.
+        if _ASKS_FOR_BATCHES:  # the fetcher looks for it on the object
+            dataset.__getitems__ = fetch
+        else:
+            _MapDatasetFetcher.fetch = lambda self, indices: self.collate_fn(fetch(indices))
