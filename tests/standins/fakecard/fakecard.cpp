@@ -7,13 +7,18 @@
 #include <ATen/native/Resize.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/profiler/stubs/base.h>
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include <chrono>
 #include <cstdlib>
+#include <functional>
+#include <memory>
 #include <utility>
 static constexpr auto kCard = c10::DeviceType::PrivateUse1;
 static int g_count = 4;
@@ -122,6 +127,30 @@ struct CardHooks final : at::PrivateUse1HooksInterface {
   }
 };
 static CardHooks g_hooks;
+// What PyTorch's profiler asks of a card: events, which here are times of the host.
+struct CardProfiler final : torch::profiler::impl::ProfilerStubs {
+  using Event = torch::profiler::impl::ProfilerVoidEventStub;
+  void record(c10::DeviceIndex* d, Event* event, int64_t* ns) const override {
+    if (d) *d = static_cast<c10::DeviceIndex>(g_current);
+    auto now = std::chrono::steady_clock::now().time_since_epoch();
+    auto t = std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+    if (ns) *ns = t;
+    *event = std::make_shared<int64_t>(t);
+  }
+  float elapsed(const Event* a, const Event* b) const override {  // microseconds
+    auto ns = [](const Event* e) { return *static_cast<int64_t*>(e->get()); };
+    return static_cast<float>(ns(b) - ns(a)) / 1e3f;
+  }
+  void mark(const char*) const override {}
+  void rangePush(const char*) const override {}
+  void rangePop() const override {}
+  bool enabled() const override { return true; }
+  void onEachDevice(std::function<void(int)> op) const override {
+    for (int i = 0; i < g_count; ++i) op(i);
+  }
+  void synchronize() const override {}
+};
+static CardProfiler g_profiler;
 static at::Tensor e_mf(c10::SymIntArrayRef s, std::optional<at::ScalarType> t,
                        std::optional<at::Layout>, std::optional<at::Device> d, std::optional<bool>,
                        std::optional<at::MemoryFormat> m) {
@@ -178,9 +207,8 @@ static at::Tensor view(const at::Tensor& t, c10::SymIntArrayRef s) {
   return at::native::view(t, C10_AS_INTARRAYREF_SLOW(s));
 }
 // A view too: the fallback would return one of a copy that is gone.
-static at::Tensor alias(const at::Tensor& t, c10::SymIntArrayRef s, c10::SymIntArrayRef st) {
-  return at::cpu::as_strided(t, C10_AS_INTARRAYREF_SLOW(s), C10_AS_INTARRAYREF_SLOW(st),
-                             std::nullopt);
+static at::Tensor unfold(const at::Tensor& t, int64_t dim, int64_t size, int64_t step) {
+  return at::native::unfold(t, dim, size, step);
 }
 static at::Tensor to_card(const at::Tensor& c, c10::Device d) { return c.defined() ? c.to(d) : c; }
 static at::Tensor conv(const at::Tensor& x, const at::Tensor& w,
@@ -249,13 +277,16 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage_storage_offset", set_st);
   m.impl("set_.source_Storage", set_plain);
   m.impl("view", view);
-  m.impl("_reshape_alias", alias);
+  m.impl("unfold", unfold);
   m.impl("native_batch_norm", batch_norm);
   m.impl("convolution_overrideable", conv);
   m.impl("convolution_backward_overrideable", conv_back);
 }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("install", [] { at::RegisterPrivateUse1HooksInterface(&g_hooks); });
+  m.def("install", [] {
+    at::RegisterPrivateUse1HooksInterface(&g_hooks);
+    torch::profiler::impl::registerPrivateUse1Methods(&g_profiler);
+  });
   m.def("device_count", [] { return g_count; });
   m.def("set_count", [](int n) { g_count = n; });
   m.def("current_device", [] { return g_current; });
