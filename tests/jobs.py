@@ -7,10 +7,17 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
+from mmengine.utils import digit_version
 
 import mmdevplug
 
 ROOT = Path(__file__).parents[1]
+
+
+def torch_before(release):
+    """Whether PyTorch is older than a release."""
+    return digit_version(torch.__version__) < digit_version(release)
+
 
 needs_modes = pytest.mark.skipif(
     not hasattr(torch.overrides, 'TorchFunctionMode'),

@@ -76,7 +76,8 @@ def test_ranks_with_fewer_batches_are_named_before_training(tmp_path, ranks):
     assert errors[1][0] == 'SampleError'
     for rank in range(ranks):
         message = errors[rank][1]
-        assert errors[rank][0] == ('SampleError' if rank == 1 else 'RankFailedError')
+        # The others wait a little for rank 1 to speak, and then say the same by themselves.
+        assert errors[rank][0] in ('SampleError', 'RankFailedError')
         assert 'rank 1 has 1 (8 samples of Some())' in message
         assert f'rank 0 has {batches} (48 samples of Some())' in message
         assert 'DefaultSampler' in message

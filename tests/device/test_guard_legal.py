@@ -12,7 +12,7 @@ from mmdevplug.device.guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError
 from tests.device.test_guard import ONE, TWO, refusal
 from tests.distributed import run_ranks
-from tests.jobs import PLAIN, install_card, needs_modes, train_digits
+from tests.jobs import PLAIN, install_card, needs_modes, torch_before, train_digits
 
 
 def legal_operations(one, two):
@@ -68,7 +68,8 @@ def legal_operations(one, two):
         number_compared=lambda: torch.maximum(x, number) > number,
         masked_fill=lambda: x.masked_fill(x > 0, number),
         fill=lambda: (x * 1).fill_(number),
-        power=lambda: (x * 1).addcmul_(x, number).pow_(number),
+        power=lambda: (x * 1).pow_(number),
+        addcmul=lambda: (x * 1).addcmul_(x, number),
         host_index=lambda: (x[index], x[:, index], x[host > 0]),
         host_index_assigned=lambda: (assign(index, 0.0), assign(index, x[:2])),
         number_as_index=lambda: (x[torch.tensor(1)], x[1, torch.tensor(1)]),
@@ -111,7 +112,7 @@ def legal(one, two):
 def test_what_pytorch_takes_is_left_alone():
     ((refused, unknown),) = run_ranks(legal, 0, ONE, TWO)
     assert refused == {}
-    assert unknown == []
+    assert unknown == [] or (unknown == ['addcmul'] and torch_before('2.9.0'))
 
 
 def refused_numbers():

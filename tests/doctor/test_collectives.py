@@ -15,7 +15,7 @@ from mmdevplug.doctor.progress import Progress
 from mmdevplug.doctor.rank import Measure, run_rank
 from mmdevplug.doctor.setting import Setting
 from tests.distributed import free_port, run_ranks
-from tests.jobs import ROOT
+from tests.jobs import ROOT, torch_before
 
 from .running import environment, the
 
@@ -56,6 +56,9 @@ def test_every_collective_is_right_and_timed(accelerator, where):
     checks = {check['name']: check for check in results['checks']}
     assert checks.keys() == {*SIZED, 'barrier', 'all_gather_object'}
     for name, check in checks.items():
+        if name == 'reduce_scatter' and torch_before('2.9.0') and check['status'] != 'pass':
+            assert check['status'] == 'not offered'  # by gloo
+            continue
         assert check['status'] == 'pass', check
         sizes = [point['bytes'] for point in check['points']]
         assert sizes == ([1 << 10, 16 << 10] if name in SIZED else [0])
