@@ -1,8 +1,7 @@
 """Says so when a lazy device goes on compiling graphs, and which shapes make it do so."""
 
 import logging
-from inspect import signature
-from typing import Any, Dict, List, Mapping, Optional, Set, Union
+from typing import Any, Dict, List, Optional, Set, Union
 
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
@@ -71,26 +70,6 @@ class CompilationHook(Hook):
         self.patience = patience
         self._accelerator: Optional[Accelerator] = None
         self._recorder: Optional[ShapeRecorder] = None
-
-    @classmethod
-    def from_option(cls, option: Union[bool, Dict[str, Any]]) -> Optional['CompilationHook']:
-        """Build the hook from ``accelerator.compilations``.
-
-        Args:
-            option (bool or dict): False for no hook, or arguments.
-
-        Raises:
-            DevPlugError: If it is something else.
-        """
-        if isinstance(option, bool):
-            return cls() if option else None
-        known = list(signature(cls).parameters)
-        if isinstance(option, Mapping) and set(option) <= set(known):
-            return cls(**option)
-        raise DevPlugError(
-            f'accelerator.compilations={option!r}: expected True, False, or a dict with some of '
-            f'{", ".join(known)}.'
-        )
 
     # what was compiled --------------------------------------------------------------------------
 

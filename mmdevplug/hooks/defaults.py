@@ -1,12 +1,14 @@
 """The hooks that a runner has without being told, and how ``accelerator`` changes that."""
 
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from inspect import signature
+from typing import Any, Dict, List, Mapping, Sequence, Tuple, Type
 
 from mmengine.hooks import Hook
 
 from mmdevplug.data.padding_sizes import read_pad_to
 from mmdevplug.dist import device_context
 from mmdevplug.dist.options import RUNNER_OPTIONS
+from mmdevplug.errors import DevPlugError
 from mmdevplug.mmcv_ops import check_mode
 
 from .communication_hook import CommunicationHook
@@ -62,9 +64,9 @@ def missing_hooks(
         (
             CompilationHook,
             lazy and compiling is not False,
-            lambda: CompilationHook.from_option(compiling),
+            lambda: _from_option(CompilationHook, 'compilations', compiling),
         ),
-        (MemoryHook, memory is not False, lambda: MemoryHook.from_option(memory)),
+        (MemoryHook, memory is not False, lambda: _from_option(MemoryHook, 'memory', memory)),
         (LossCheckHook, options['on_nan'] == 'stop', LossCheckHook),
         (MMCVOpsHook, True, MMCVOpsHook),
         (PhaseHook, several, PhaseHook),
@@ -75,3 +77,16 @@ def missing_hooks(
         for kind, is_wanted, build in wanted
         if is_wanted and not any(isinstance(hook, kind) for hook in present)
     ]
+
+
+def _from_option(kind: Type[Hook], key: str, option: Any) -> Hook:
+    """A hook that is on, or has arguments."""
+    if option is True:
+        return kind()
+    known = list(signature(kind).parameters)
+    if isinstance(option, Mapping) and set(option) <= set(known):
+        return kind(**option)
+    raise DevPlugError(
+        f'accelerator.{key}={option!r}: expected True, False, or a dict with some of '
+        f'{", ".join(known)}.'
+    )

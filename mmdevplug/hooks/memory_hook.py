@@ -1,8 +1,7 @@
 """Memory of this rank: in the log line, and a word when it grows for no reason."""
 
 import gc
-from inspect import signature
-from typing import Any, Dict, Mapping, Optional, Union
+from typing import Any, Dict, Optional, Union
 
 import psutil
 from mmengine.device import is_cuda_available, is_musa_available
@@ -62,29 +61,6 @@ class MemoryHook(Hook):
         self._done = 0
         self._suspected: Optional[str] = None
         self._before: Optional[Snapshot] = None
-
-    @classmethod
-    def from_option(cls, option: Union[bool, Dict[str, Any]]) -> Optional['MemoryHook']:
-        """Build the hook from ``accelerator.memory``.
-
-        Args:
-            option (bool or dict): False for no hook, or arguments.
-
-        Returns:
-            MemoryHook or None: The hook.
-
-        Raises:
-            DevPlugError: If it is something else.
-        """
-        if isinstance(option, bool):
-            return cls() if option else None
-        known = list(signature(cls).parameters)
-        if isinstance(option, Mapping) and set(option) <= set(known):
-            return cls(**option)
-        raise DevPlugError(
-            f'accelerator.memory={option!r}: expected True, False, or a dict with some of '
-            f'{", ".join(known)}.'
-        )
 
     def before_train(self, runner: Any) -> None:
         """Begin anew: what was in use before is no growth."""
