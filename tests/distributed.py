@@ -6,6 +6,7 @@ import random
 import socket
 import time
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
 from tests.measuring import measured
@@ -22,6 +23,7 @@ LINGER_SECONDS = 20
 _ports = random.SystemRandom()
 _context = multiprocessing.get_context('forkserver')
 _context.set_forkserver_preload(PRELOAD)
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def free_port():
@@ -87,6 +89,19 @@ def _skip_without_card(errors):
         pytest.skip(card.MISSING)
 
 
+def _start_server():
+    """Let the server find what it is to import, wherever the test is: it looks in its folder.
+
+    Python up to 3.12 hands it no paths, and mmsegmentation installs a package `tests` as well.
+    """
+    folder = os.getcwd()
+    os.chdir(_ROOT)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(folder)
+
+
 def run_ranks(
     function, world_size, *args, timeout=240, environ=None, environ_of=None, together=False
 ):
@@ -109,6 +124,7 @@ def run_ranks(
         AssertionError: If a rank hangs or dies.
         Skipped: If a rank asked for a stand-in card that this release of PyTorch cannot have.
     """
+    _start_server()
     port = free_port()
     ranks = {}
     for rank in range(max(world_size, 1)):

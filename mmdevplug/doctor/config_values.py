@@ -1,15 +1,19 @@
 """Values of a config that are this plugin's, or that a job of several processes depends on."""
 
+import os
 from numbers import Real
 from typing import Any, Dict, Iterator, Optional
 
 from mmengine.config import Config
 
 from mmdevplug.device import Accelerator
+from mmdevplug.device.compilation_cache import check_compilation_cache
+from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist.backend import resolve_backend
 from mmdevplug.dist.compression import KINDS
 from mmdevplug.dist.finite import check_policy
 from mmdevplug.errors import DevPlugError
+from mmdevplug.hooks.defaults import split_options
 from mmdevplug.model.norm_layers import check_sync_bn
 from mmdevplug.runner.cuda_settings import cuda_settings
 
@@ -30,6 +34,7 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
     yield from _runner(cfg)
     yield from _backend(cfg, accelerator)
     yield from _wrapper(cfg)
+    yield from _options(cfg)
     yield from _precision(cfg, accelerator)
     yield from _batch(cfg, ranks)
     yield from _intervals(cfg)
@@ -99,6 +104,14 @@ def _backend(cfg: Config, accelerator: Optional[Accelerator]) -> Iterator[Findin
         f'accelerator {accelerator.name!r} with backend {backend!r}: gradients are averaged'
         f'{staged}',
     )
+
+
+def _options(cfg: Config) -> Iterator[Finding]:
+    try:
+        _, options = split_options(accelerator_options(cfg.get('accelerator')))
+        check_compilation_cache(options['compilation_cache'], cfg.get('work_dir') or os.curdir)
+    except DevPlugError as error:
+        yield _error(str(error), 'write what is expected there, or leave the option out')
 
 
 def _wrapper(cfg: Config) -> Iterator[Finding]:

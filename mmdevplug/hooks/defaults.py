@@ -1,7 +1,7 @@
 """The hooks that a runner has without being told, and how ``accelerator`` changes that."""
 
 from inspect import signature
-from typing import Any, Dict, List, Mapping, Sequence, Tuple, Type
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type
 
 from mmengine.hooks import Hook
 
@@ -39,6 +39,8 @@ def split_options(accelerator: Mapping[str, Any]) -> Tuple[Dict[str, Any], Dict[
     check_on_nan(runner['on_nan'])
     read_pad_to(runner['pad_to'])
     check_mode(runner['mmcv_ops'])
+    for key, kind in _WITH_ARGUMENTS.items():
+        _from_option(kind, key, runner[key])
     return device, runner
 
 
@@ -55,8 +57,8 @@ def missing_hooks(
     Returns:
         List[Hook]: To be registered.
     """
-    several, memory = world_size > 1, options['memory']
-    context, compiling = device_context(), options['compilations']
+    several, memory, compiling = world_size > 1, options['memory'], options['compilations']
+    context = device_context()
     lazy = context is not None and context.accelerator.lazy
     wanted = [
         (DeviceHook, True, lambda: DeviceHook(**options['hook'])),
@@ -79,10 +81,13 @@ def missing_hooks(
     ]
 
 
-def _from_option(kind: Type[Hook], key: str, option: Any) -> Hook:
-    """A hook that is on, or has arguments."""
-    if option is True:
-        return kind()
+#: Hooks that the config turns on, off, or gives arguments, by the option's name.
+_WITH_ARGUMENTS: Dict[str, Type[Hook]] = dict(compilations=CompilationHook, memory=MemoryHook)
+
+
+def _from_option(kind: Type[Hook], key: str, option: Any) -> Optional[Hook]:
+    if isinstance(option, bool):
+        return kind() if option else None
     known = list(signature(kind).parameters)
     if isinstance(option, Mapping) and set(option) <= set(known):
         return kind(**option)

@@ -193,6 +193,17 @@ def test_words_of_a_modules_own_are_no_mistakes():
         ),
         ("sync_bn = 'exakt'", "sync_bn='exakt'", "'auto'"),
         ("env_cfg = dict(dist_cfg=dict(timeout='long'))", "timeout='long'", '1800'),
+        *(
+            (f'accelerator = dict({option})', f'accelerator.{option}', 'expected there')
+            for option in (
+                "pad_to='large'",
+                "mmcv_ops='cpu'",
+                "on_nan='halt'",
+                'compilation_cache=3',
+                'compilations=7',
+                "memory='all'",
+            )
+        ),
         (
             "accelerator = dict(type='cpu', backend='nccl')",
             "'nccl' does not work on accelerator 'cpu'",
