@@ -1,8 +1,8 @@
 """One pass on the meta device: the order of execution, activations, and what modules are given."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,7 @@ def trace(
         with ExitStack() as stack:
             stack.callback(watch.remove)
             stack.enter_context(torch.device('meta'))
+            stack.enter_context(_autocast_on_meta())
             stack.enter_context(torch.set_grad_enabled(training))
             if training:
                 hooks = torch.autograd.graph.saved_tensors_hooks(watch.save, lambda kept: kept)
@@ -75,6 +76,21 @@ def trace(
             f'reads values of tensors on the way is planned without them.'
         ) from error
     return watch.found
+
+
+@contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    """Let models turn autocast off for their device, which older releases refuse for meta."""
+    original = torch.autocast
+
+    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == 'meta' else original(device_type, *args, **kwargs)
+
+    torch.autocast = autocast  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        torch.autocast = original  # type: ignore[misc]
 
 
 def _on_meta(model: nn.Module, dtype: Optional[torch.dtype]) -> Dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """What the facts of each row have to be: of MMEngine by itself, and with ours."""
 
+from tests.jobs import torch_before
 from tests.sites.devices import device_type
 
 STAGED_NAMES = dict(xla='xla 0,1', gcu='xla 0,1', zeta='zeta 0,1,2,3')
@@ -47,7 +48,10 @@ def _stock_9(facts, name, rank):
 
 
 def _stock_11(facts, name, rank):
-    raises(facts['resumed'], 'UnpicklingError')
+    if torch_before('2.6.0'):  # its torch.load unpickles whatever a file says
+        assert isinstance(facts['resumed'], int)
+    else:
+        raises(facts['resumed'], 'UnpicklingError')
     assert facts['downloaded']['ran']
 
 
