@@ -2,6 +2,7 @@
 
 import os
 
+import mmengine  # noqa: F401  yapf writes its grammar when it is first imported: once, not thrice
 import pytest
 
 #: Files that take longest, by waiting (first) or computing: they come first, since a worker that
