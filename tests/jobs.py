@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 from mmengine.utils import digit_version
@@ -17,6 +18,12 @@ ROOT = Path(__file__).parents[1]
 def torch_before(release):
     """Whether PyTorch is older than a release."""
     return digit_version(torch.__version__) < digit_version(release)
+
+
+def checkpoint(function, *args, use_reentrant):
+    """PyTorch's, which before 1.11 has one way, the reentrant one, and no name for it."""
+    options = {} if torch_before('1.11.0') else dict(use_reentrant=use_reentrant)
+    return torch.utils.checkpoint.checkpoint(function, *args, **options)
 
 
 needs_modes = pytest.mark.skipif(

@@ -9,11 +9,10 @@ import pytest
 import torch
 from mmengine.logging import MMLogger
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.dist.averaging import batch, gradients, net, rank, start, wrap
 from tests.distributed import RanksFailed, run_ranks
-from tests.jobs import largest_difference, weights_of
+from tests.jobs import checkpoint, largest_difference, weights_of
 
 
 def deep(layers=12, width=128):

@@ -17,9 +17,9 @@ from mmengine.registry import (
 )
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from mmdevplug.examples.digits import DigitsDataset
+from tests.jobs import checkpoint
 
 LATENT = 8
 

@@ -6,7 +6,8 @@ differs between ranks, and returns host tensors to compare.
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+
+from tests.jobs import checkpoint
 
 
 def _data(rank, step, *shape):

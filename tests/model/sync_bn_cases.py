@@ -9,7 +9,8 @@ from typing import Dict, Tuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+
+from tests.jobs import checkpoint
 
 CHANNELS = 4
 
