@@ -14,6 +14,7 @@ from typing import (
 )
 
 import torch
+from mmengine.utils import digit_version
 from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.errors import ModelError
@@ -21,6 +22,8 @@ from mmdevplug.errors import ModelError
 from .finite import poison, scale_and_check
 from .memory_as import memory_as
 from .traffic import all_reduce_bytes
+
+_GATHERS_INTO_TENSOR = digit_version(torch.__version__) >= digit_version('2.0.0')
 
 KINDS = ('none', 'bf16', 'fp16', 'powersgd')
 
@@ -206,6 +209,8 @@ def make_compression(
 
 
 def _all_gather(target: Tensor, source: Tensor, group: Any) -> Any:
-    """``all_gather_into_tensor`` under the name that this PyTorch has for it."""
-    gather = getattr(torch_dist, 'all_gather_into_tensor', None) or torch_dist._all_gather_base
-    return gather(target, source, group=group, async_op=True)
+    """``all_gather_into_tensor``; gloo of PyTorch 1 knows lists alone, and copies once more."""
+    if _GATHERS_INTO_TENSOR:
+        return torch_dist.all_gather_into_tensor(target, source, group=group, async_op=True)
+    parts = list(target.chunk(torch_dist.get_world_size(group)))
+    return torch_dist.all_gather(parts, source, group=group, async_op=True)

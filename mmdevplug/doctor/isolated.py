@@ -22,7 +22,7 @@ import psutil
 from .findings import Finding
 
 POLL_SECONDS = 0.05
-MOST_OUTPUT = 2000
+MOST_OUTPUT = 1 << 14
 
 
 class Death(NamedTuple):

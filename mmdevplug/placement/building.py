@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Optional, Tuple
 
@@ -114,7 +115,7 @@ def build_transformers(path: str) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(path)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     kind = next((kind for kind in named if kind is not None), None)
-    with torch.device('meta'):
+    with torch.device('meta') if can_build_on_meta() else nullcontext():
         if kind is not None:
             return kind(config)
         return transformers.AutoModel.from_config(config)

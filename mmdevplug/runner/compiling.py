@@ -1,5 +1,7 @@
 """Letting ``torch.compile`` look at the model alone."""
 
+import torch
+
 #: What makes collectives, checks and copies, and no graph worth compiling.
 UNTRACED = ('device', 'dist', 'hooks', 'mmcv_ops', 'model', 'optim')
 
@@ -9,12 +11,14 @@ def keep_from_tracing() -> None:
 
     MMEngine compiles ``train_step``. The compiler would trace the averaging of gradients and the
     checks inside it, and break its graphs there; the model and the optimizer that these call are
-    compiled all the same.
+    compiled all the same. Without a compiler nothing is done: MMEngine says what is needed.
     """
-    import torch._dynamo
+    if not hasattr(torch, 'compile'):
+        return
+    from torch import _dynamo
 
     # PyTorch 2.0 and 2.1 call it by its old name.
-    rules = getattr(torch._dynamo, 'trace_rules', None) or torch._dynamo.skipfiles
+    rules = getattr(_dynamo, 'trace_rules', None) or _dynamo.skipfiles
     if not any('mmdevplug' in folder for folder in rules.SKIP_DIRS):
         for part in UNTRACED:
             rules.add(f'mmdevplug.{part}')

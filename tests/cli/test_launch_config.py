@@ -12,6 +12,7 @@ from mmdevplug.cli.launch import agent_command
 from mmdevplug.cli.launch_settings import LaunchSettings, read_launch_file
 from mmdevplug.errors import DevPlugError, LaunchError
 from tests.jobs import PATHS, ROOT
+from tests.needs_card import needs_card
 
 CONFIG = 'configs/digits/digits_cpu.py'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
@@ -90,6 +91,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
         launch_config.main(['--out', str(path)])
 
 
+@needs_card
 def test_all_devices_of_the_host_are_counted(tmp_path):
     path = tmp_path / 'launch.yaml'
     code = (
@@ -211,6 +213,7 @@ def test_flags_win_over_the_file_and_the_shell_over_its_variables(tmp_path):
     assert 'OMP_NUM_THREADS=1 of the shell wins over 7 of the launch file' in done.stderr
 
 
+@needs_card
 def test_a_file_for_more_devices_than_there_are_is_refused_with_both_counts(tmp_path, card_config):
     path = tmp_path / 'eight.yaml'
     path.write_text('accelerator: zeta\nnproc: 8')

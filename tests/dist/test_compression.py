@@ -79,7 +79,7 @@ def power_sgd(accelerator, steps):
     found, sent = [], []
     for _ in range(steps):
         TRAFFIC.take()
-        wrapper.zero_grad()
+        wrapper.zero_grad(set_to_none=True)  # what was found before stays
         # One sample: the gradient is a product of two vectors on each rank, of rank 2 in all.
         wrapper(batch(0, context.device, 64)[:1]).sum().backward()
         found.append(gradients(wrapper))

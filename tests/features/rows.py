@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, Tuple
 
+from tests.jobs import torch_before
+
 STEPS = 20
 GLOBAL_BATCH = 64
 STAGED = ('zeta', 'xla', 'gcu')
@@ -243,6 +245,8 @@ ROWS = {
         refused_on=STAGED,
     ),
 }  # fmt: skip
+if torch_before('2.0.0'):
+    del ROWS['compile']
 
 
 def base_config(accelerator, work_dir):

@@ -123,3 +123,11 @@ def make(name):
         pytest.skip('needs transformers 4.36, which has Mixtral')
     with without_memory():
         return MODELS[name]()
+
+
+def every_name(model):
+    """All names of all parameters and buffers."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                yield f'{prefix}.{name}'.lstrip('.'), tensor

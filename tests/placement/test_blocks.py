@@ -7,7 +7,15 @@ from torch import nn
 from mmdevplug.errors import PlacementError
 from mmdevplug.placement import plan
 from mmdevplug.placement.whole import WholeModules
-from tests.placement.models import MODELS, Patched, Residual, make, without_memory
+from tests.jobs import needs_meta_pass
+from tests.placement.models import (
+    MODELS,
+    Patched,
+    Residual,
+    every_name,
+    make,
+    without_memory,
+)
 
 peft = pytest.importorskip('peft', reason='needs peft, which needs PyTorch 1.13')
 
@@ -15,12 +23,6 @@ peft = pytest.importorskip('peft', reason='needs peft, which needs PyTorch 1.13'
 @pytest.fixture(params=list(MODELS))
 def model(request):
     return make(request.param)
-
-
-def every_name(model):
-    """All names of all parameters and buffers."""
-    for named in (model.named_parameters, model.named_buffers):
-        yield from named(remove_duplicate=False)
 
 
 def covering(device_map, name):
@@ -138,6 +140,7 @@ def test_what_comes_before_the_first_block_goes_with_it():
     assert plan(alone, 'xla:0').device_map == {'': 'xla:0'}
 
 
+@needs_meta_pass
 def test_order_of_execution_is_measured():
     sample = torch.zeros(2, 8, 16)
     model = Patched()

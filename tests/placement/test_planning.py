@@ -9,6 +9,7 @@ from torch import nn
 
 from mmdevplug.errors import PlacementError
 from mmdevplug.placement import DevicePlan, plan
+from tests.jobs import needs_meta_pass
 from tests.placement.brute import best_score
 from tests.placement.models import MODELS, Patched, make
 
@@ -101,6 +102,7 @@ def test_training_counts():
     assert loads(plan(model, 'cuda:0-1')) == [16, 16]
 
 
+@needs_meta_pass
 def test_the_cut_with_the_least_traffic_among_equals():
     # Before the second layer 2 values of each sample cross, before the third 4.
     model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in [(4, 2), (2, 4), (4, 2)]))

@@ -9,7 +9,7 @@ from torch import nn
 from mmdevplug.errors import PlacementError
 from mmdevplug.placement import STRATEGIES, DevicePlan, plan
 from mmdevplug.placement.whole import WholeModules
-from tests.placement.models import Residual, without_memory
+from tests.placement.models import Residual, every_name, without_memory
 
 
 class Custom(nn.Module):
@@ -83,13 +83,12 @@ def draw(rng):
 def check(model, made, options):
     device_of = {}
     held = dict.fromkeys(made.devices, 0)
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            device = str(made.device_of(name))
-            if id(tensor) not in device_of:
-                times = 4 if options['training'] and isinstance(tensor, nn.Parameter) else 1
-                held[device] += times * tensor.numel() * tensor.element_size()
-            assert device_of.setdefault(id(tensor), device) == device, name
+    for name, tensor in every_name(model):
+        device = str(made.device_of(name))
+        if id(tensor) not in device_of:
+            times = 4 if options['training'] and isinstance(tensor, nn.Parameter) else 1
+            held[device] += times * tensor.numel() * tensor.element_size()
+        assert device_of.setdefault(id(tensor), device) == device, name
     assert made.loads == held
     for name, limit in (made.capacities or {}).items():
         assert made.loads[name] <= limit

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from mmengine.device import get_device
 from mmengine.hooks import Hook, RuntimeInfoHook
+from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import HOOKS, RUNNERS
 from mmengine.runner import FlexibleRunner, LogProcessor, Runner, autocast, load_checkpoint
 from mmengine.structures import InstanceData
@@ -313,7 +314,7 @@ def _inference(name, folder, path):
         device=str(next(inferencer.model.parameters()).device),
         executions=executions(name) - before,
     )
-    on_host = SiteNet().eval()
+    on_host = revert_sync_batchnorm(SiteNet()).eval()
     load_checkpoint(on_host, path, map_location='cpu')
     with torch.no_grad():
         expected = on_host(torch.stack(inputs))

@@ -11,7 +11,7 @@ from mmengine.dist import init_dist
 from mmengine.hooks import EmptyCacheHook, IterTimerHook, ProfilerHook, RuntimeInfoHook
 from mmengine.logging import MessageHub
 from mmengine.logging.logger import _get_device_id
-from mmengine.model import MMSeparateDistributedDataParallel
+from mmengine.model import MMSeparateDistributedDataParallel, revert_sync_batchnorm
 from mmengine.optim import AmpOptimWrapper
 from mmengine.registry import RUNNERS
 from mmengine.runner import FlexibleRunner, Runner, autocast, load_checkpoint, set_random_seed
@@ -224,7 +224,8 @@ class _WithHub:
 
 
 def _losses_read(name, device):
-    model = SiteNet().to(device).eval()
+    # Synchronized layers of PyTorch 1 do nothing on the CPU, trained or not.
+    model = revert_sync_batchnorm(SiteNet()).to(device).eval()
     inputs = torch.ones(2, 6).to(device)
     labels = torch.zeros(2, dtype=torch.int64).to(device)
     with torch.no_grad():
