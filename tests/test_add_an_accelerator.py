@@ -12,6 +12,7 @@ from mmengine.registry import RUNNERS
 import mmdevplug
 from tests.distributed import run_ranks
 from tests.jobs import PATHS, ROOT, largest_difference, weights_of
+from tests.needs_card import needs_card
 
 EXAMPLES = ROOT / 'docs' / 'examples'
 STANDINS = [ROOT / 'tests' / 'standins' / name for name in ('acme', 'fakecard')]
@@ -48,6 +49,7 @@ def train_on_the_cpu(work_dir):
 
 
 @pytest.mark.long
+@needs_card
 def test_two_ranks_train_on_two_cards(tmp_path):
     done = train(2, tmp_path)
     printed = done.stdout + done.stderr
@@ -59,6 +61,7 @@ def test_two_ranks_train_on_two_cards(tmp_path):
     assert largest_difference(saved, expected) <= 1e-5
 
 
+@needs_card
 def test_more_ranks_than_cards_are_refused(tmp_path):
     done = train(3, tmp_path)
     assert done.returncode != 0

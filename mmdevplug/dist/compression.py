@@ -23,7 +23,7 @@ from .finite import poison, scale_and_check
 from .memory_as import memory_as
 from .traffic import all_reduce_bytes
 
-_GATHERS_INTO_TENSOR = digit_version(torch.__version__) >= digit_version('2.0.0')
+_GATHERS_INTO_TENSOR = digit_version(torch.__version__) >= digit_version('2.4.0')
 
 KINDS = ('none', 'bf16', 'fp16', 'powersgd')
 
@@ -209,7 +209,7 @@ def make_compression(
 
 
 def _all_gather(target: Tensor, source: Tensor, group: Any) -> Any:
-    """``all_gather_into_tensor``; gloo of PyTorch 1 knows lists alone, and copies once more."""
+    """``all_gather_into_tensor``; gloo before 2.4 knows lists alone, and copies once more."""
     if _GATHERS_INTO_TENSOR:
         return torch_dist.all_gather_into_tensor(target, source, group=group, async_op=True)
     parts = list(target.chunk(torch_dist.get_world_size(group)))

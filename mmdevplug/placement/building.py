@@ -50,7 +50,7 @@ def build(model: Any) -> Tuple[nn.Module, bool]:
                 return MODELS.build(copy.deepcopy(model)), False
         except (RuntimeError, NotImplementedError) as error:
             # Stochastic depth is often a list of numbers taken from a tensor.
-            if 'meta' not in str(error):
+            if 'meta' not in str(error).lower():
                 raise
         with torch.device('cpu'):
             return MODELS.build(copy.deepcopy(model)), True

@@ -10,7 +10,7 @@ from mmdevplug.dist.traffic import TRAFFIC, all_reduce_bytes
 from mmdevplug.errors import ModelError
 from tests.dist.averaging import batch, gradients, net, rank, start, weights, wrap
 from tests.distributed import RanksFailed, run_ranks
-from tests.jobs import largest_difference
+from tests.jobs import largest_difference, torch_before
 
 #: Half an interval between two values, relative to the value.
 ROUNDING = dict(bf16=2.0**-9, fp16=2.0**-12)
@@ -62,6 +62,9 @@ def add_up_many(dtype):
     return flat.numpy(), in_half.item()
 
 
+@pytest.mark.skipif(
+    torch_before('2.0.0'), reason='gloo of PyTorch 1 takes no bfloat16, which this compares with'
+)
 def test_the_sum_is_in_float32():
     for flat, _ in run_ranks(add_up_many, 4, 'float16'):
         assert (flat == 259).all()

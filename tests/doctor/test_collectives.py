@@ -66,7 +66,7 @@ def test_every_collective_is_right_and_timed(accelerator, where):
         assert all(point['seconds'] > 0 for point in check['points'])
     if 'master_listen_fd' in (torch_dist.TCPStore.__init__.__doc__ or ''):  # can be held to one
         assert {one['address'] for one in results['listening']} <= {'127.0.0.1', '::1'}
-    assert {'rank 0', 'rank 1', 'rank 2'} <= {one['who'] for one in results['listening']}
+        assert {'rank 0', 'rank 1', 'rank 2'} <= {one['who'] for one in results['listening']}
 
 
 @pytest.mark.parametrize('spoilt', [('scatter', 1), ('all_to_all_single', 2)])

@@ -170,7 +170,7 @@ def _train(name, folder):
         emptying=type(_hook(runner, DeviceEmptyCacheHook)).__name__,
         profile=dict(
             activities=[activity.name for activity in profiler.activities],
-            recorded=profiler.profiler.profiler.use_device,
+            recorded=getattr(profiler.profiler.profiler, 'use_device', None),
             traces=sum(path.stat().st_size > 0 for path in traces),
             warned='no profiler is known' in log,
         ),
