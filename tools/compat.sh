@@ -4,6 +4,7 @@
 #
 #   tools/compat.sh                       # every combination below
 #   tools/compat.sh 1.13.1 2.6.0          # those with these releases of torch
+#   tools/compat.sh 2.1.2-0.10.0          # the one with these releases of torch and MMEngine
 #   TESTS="tests/dist tests/model" tools/compat.sh 2.1.2     # some of the tests
 #
 # An environment takes 3 to 9 GB, in $COMPAT_ENVS (default: a temporary folder), and is deleted after
@@ -55,8 +56,8 @@ status=0
 while IFS='|' read -r torch python mmengine suits <&3; do
     torch=${torch// /} python=${python// /} mmengine=${mmengine// /}
     [ -z "$torch" ] && continue
-    [ $# -gt 0 ] && [[ " $* " != *" $torch "* ]] && continue
     name=$torch-$mmengine environment=$ENVS/$torch-$mmengine
+    [ $# -gt 0 ] && [[ " $* " != *" $torch "* && " $* " != *" $name "* ]] && continue
     if [ ! -e "$environment/.complete" ]; then
         set -f  # no file is meant by < or *
         make_environment "$environment" "$python" "torch==$torch mmengine==$mmengine $suits" ||
