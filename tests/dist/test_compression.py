@@ -63,7 +63,7 @@ def add_up_many(dtype):
 
 
 @pytest.mark.skipif(
-    torch_before('2.0.0'), reason='gloo of PyTorch 1 takes no bfloat16, which this compares with'
+    torch_before('2.4.0'), reason='gloo before 2.4 adds up no bfloat16, to compare with'
 )
 def test_the_sum_is_in_float32():
     for flat, _ in run_ranks(add_up_many, 4, 'float16'):
