@@ -15,6 +15,7 @@ import torch
 from mmengine.device import get_device, utils as device_utils
 from mmengine.infer import BaseInferencer
 from mmengine.logging import logger as logger_module
+from mmengine.model import revert_sync_batchnorm
 from mmengine.runner import CheckpointLoader
 from mmengine.structures import instance_data
 from mmengine.utils.dl_utils import TimeCounter, time_counter
@@ -71,8 +72,7 @@ def serve_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     if not known_to_mmengine:
         _serve_instance_data()
         _serve_time_counter(chosen)
-    if chosen.lazy:
-        _exchange(BaseInferencer, '_init_model', _lazily(BaseInferencer._init_model, chosen))
+    _exchange(BaseInferencer, '_init_model', _for_device(BaseInferencer._init_model, chosen))
     serve_autocast(chosen)
     return chosen
 
@@ -174,15 +174,20 @@ def _safely(loader: Callable) -> Callable:
     return load
 
 
-def _lazily(init_model: Callable, accelerator: Accelerator) -> Callable:
-    """Let the models of inferencers run each batch as one graph."""
+def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
+    """Let the models of inferencers run on any device, on lazy ones each batch as one graph.
+
+    Synchronized batch normalization predicts as any other does, but that of PyTorch 1 takes no
+    tensors except CUDA's.
+    """
 
     @wraps(init_model)
     def init(*args: Any, **kwargs: Any) -> Any:
-        model = init_model(*args, **kwargs)
-        devices = {parameter.device for parameter in model.parameters()}
-        here = [device for device in devices if device.type == accelerator.device_type]
-        materialize_predictions(model, accelerator, here)
+        model = revert_sync_batchnorm(init_model(*args, **kwargs))
+        if accelerator.lazy:
+            devices = {parameter.device for parameter in model.parameters()}
+            here = [device for device in devices if device.type == accelerator.device_type]
+            materialize_predictions(model, accelerator, here)
         return model
 
     return init

@@ -4,7 +4,7 @@ import gc
 from typing import Any, Dict, Optional, Union
 
 import psutil
-from mmengine.device import is_cuda_available, is_musa_available
+from mmengine import device as mmengine_device
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
@@ -143,7 +143,9 @@ def _describe(name: str, growth: Growth) -> str:
 
 def _shown_by_mmengine() -> bool:
     """Whether MMEngine's log processor has a column ``memory`` of its own."""
-    return is_cuda_available() or is_musa_available()
+    # 0.10.0 does not know MUSA.
+    is_musa_available = getattr(mmengine_device, 'is_musa_available', None)
+    return mmengine_device.is_cuda_available() or bool(is_musa_available and is_musa_available())
 
 
 def _check(name: str, value: Any, least: int, optional: bool = False) -> None:

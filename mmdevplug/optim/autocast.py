@@ -8,20 +8,13 @@ for the CPU beside them.
 from typing import Any, Iterator, Optional
 
 import torch
-from mmengine.device import (
-    is_cuda_available,
-    is_mlu_available,
-    is_musa_available,
-    is_npu_available,
-)
+from mmengine import device as mmengine_device
 from mmengine.runner.amp import autocast
 
 from mmdevplug.device import Accelerator, current_accelerator
 
-#: The devices with a gradient scaler that MMEngine knows.
-_SERVED = dict(
-    cuda=is_cuda_available, npu=is_npu_available, mlu=is_mlu_available, musa=is_musa_available
-)
+#: The devices with a gradient scaler that MMEngine knows; 0.10.0 does not know MUSA.
+_SERVED = ('cuda', 'npu', 'mlu', 'musa')
 
 #: The generator function inside MMEngine's context manager.
 _of_mmengine = autocast.__wrapped__
@@ -29,8 +22,9 @@ _of_mmengine = autocast.__wrapped__
 
 def mmengine_serves(accelerator: Accelerator) -> bool:
     """Whether MMEngine's own mixed precision works on an accelerator's devices."""
-    available = _SERVED.get(accelerator.device_type)
-    return available is not None and available()
+    kind = accelerator.device_type
+    available = getattr(mmengine_device, f'is_{kind}_available', None)
+    return kind in _SERVED and available is not None and available()
 
 
 def serve_autocast(accelerator: Accelerator) -> None:
