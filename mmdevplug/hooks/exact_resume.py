@@ -23,6 +23,7 @@ from mmdevplug.checkpoint.random_states import (
     set_host_random_state,
     set_random_state,
 )
+from mmdevplug.compatibility import batches_dropped
 from mmdevplug.data import make_resumable
 from mmdevplug.data.building import (
     renew_sampler,
@@ -182,7 +183,7 @@ class Resumption:
         )
         if isinstance(self.loop, IterBasedTrainLoop):
             self.loop.dataloader_iterator = _Advanced(
-                self.loop.dataloader, self.saved['epoch'], self.loop.iter
+                self.loop.dataloader, self.saved['epoch'], batches_dropped(self.loop)
             )
         elif isinstance(self.loop, EpochBasedTrainLoop) and skip:
             _number_batches_from(self.loop, skip)

@@ -10,6 +10,7 @@ from mmengine.registry import LOOPS
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
+from mmdevplug.compatibility import batches_dropped
 from mmdevplug.dist.sampling import DynamicSampler
 from mmdevplug.errors import ModelError, SampleError
 
@@ -164,9 +165,9 @@ class _Pools:
 
     def __next__(self) -> Any:
         if self._to_skip is None:
-            self._to_skip = self._loop.iter
-            if self._to_skip and self.before_first is None:
-                _warn_of_lost_place(self._to_skip)
+            self._to_skip = batches_dropped(self._loop)
+            if self._loop.iter and self.before_first is None:
+                _warn_of_lost_place(self._loop.iter)
         if self._to_skip > 0:
             # A loop that resumes drops what was trained on: these pools are not drawn again.
             self._to_skip -= 1
