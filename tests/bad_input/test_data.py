@@ -1,6 +1,7 @@
 """Data that is missing on a rank, or of another length there."""
 
 import pytest
+from mmengine.dist import dist as mmengine_dist
 
 from tests.distributed import RanksFailed, run_ranks
 
@@ -89,7 +90,13 @@ def test_loops_that_count_iterations_take_what_each_rank_has(tmp_path):
     assert run_ranks(call, 2, (tmp_path,), options) == [4, 4]
 
 
-@pytest.mark.parametrize('round_up', [True, False])
+LOSES_RESULTS = pytest.mark.skipif(
+    'zip_longest' not in vars(mmengine_dist),
+    reason='MMEngine 0.10.0 loses results of ranks with more samples than others',
+)
+
+
+@pytest.mark.parametrize('round_up', [True, pytest.param(False, marks=LOSES_RESULTS)])
 def test_validation_of_fewer_samples_than_ranks_loses_none(tmp_path, round_up):
     loader = dict(
         dataset=dict(type='Some', count=1),
