@@ -8,7 +8,7 @@ a job starts, never at import, and :func:`restore_mmengine` puts everything back
 import time
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List, Tuple, Union
+from typing import Any, Callable, List, Tuple, Union
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from mmdevplug.checkpoint.reading import safe_loading
 from mmdevplug.device import Accelerator
 from mmdevplug.device.detection import AcceleratorConfig
 from mmdevplug.dist import device_context, rank_device
+from mmdevplug.model.ignored_pixels import stop_counting_with_masks
 from mmdevplug.model.move import materialize_predictions
 from mmdevplug.optim import serve_autocast
 
@@ -68,7 +69,7 @@ def serve_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     known_to_mmengine = chosen.device_type in (*_KNOWN, get_device())
     _exchange(device_utils, 'DEVICE', chosen.device_type)
     _exchange(logger_module, '_get_device_id', _device_id)
-    _serve_checkpoint_loaders()
+    _serve_checkpoint_loader()
     if not known_to_mmengine:
         _serve_instance_data()
         _serve_time_counter(chosen)
@@ -85,10 +86,12 @@ def restore_mmengine() -> None:
     while _exchanged:
         owner, name, original = _exchanged.pop()
         setattr(owner, name, original)
+    stop_counting_with_masks()
 
 
 def _exchange(owner: Any, name: str, value: Any) -> None:
-    _exchanged.append((owner, name, getattr(owner, name)))
+    # As the owner holds it: a class has the classmethod, not what it binds to.
+    _exchanged.append((owner, name, vars(owner)[name]))
     setattr(owner, name, value)
 
 
@@ -139,8 +142,15 @@ def _serve_time_counter(accelerator: Accelerator) -> None:
         _exchange(TimeCounter, 'print_time', _waiting(TimeCounter.print_time, accelerator))
         return
     card = SimpleNamespace(is_available=lambda: True, synchronize=accelerator.synchronize)
-    _exchange(time_counter, 'torch', SimpleNamespace(cuda=card))
+    _exchange(time_counter, 'torch', _TorchWith(cuda=card))
     _exchange(time_counter, 'is_cuda_available', card.is_available)
+
+
+class _TorchWith(SimpleNamespace):
+    """PyTorch with other attributes in the place of some."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def _waiting(print_time: Callable, accelerator: Accelerator) -> Callable:
@@ -159,19 +169,16 @@ def _waiting(print_time: Callable, accelerator: Accelerator) -> Callable:
     return waiting
 
 
-def _serve_checkpoint_loaders() -> None:
-    """MMEngine's registry of loaders, with each of them kept from running what it loads."""
-    safe = {prefix: _safely(loader) for prefix, loader in CheckpointLoader._schemes.items()}
-    _exchange(CheckpointLoader, '_schemes', safe)
+def _serve_checkpoint_loader() -> None:
+    """Keep MMEngine's loader of checkpoints, by any scheme, from running what it loads."""
+    of_mmengine = CheckpointLoader.load_checkpoint.__func__
 
-
-def _safely(loader: Callable) -> Callable:
-    @wraps(loader)
-    def load(filename: str, *args: Any, **kwargs: Any) -> Dict[str, Any]:
+    @wraps(of_mmengine)
+    def load_checkpoint(cls: type, filename: str, *args: Any, **kwargs: Any) -> Any:
         with safe_loading(filename):
-            return loader(filename, *args, **kwargs)
+            return of_mmengine(cls, filename, *args, **kwargs)
 
-    return load
+    _exchange(CheckpointLoader, 'load_checkpoint', classmethod(load_checkpoint))
 
 
 def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:

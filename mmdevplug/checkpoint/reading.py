@@ -9,10 +9,11 @@ import io
 import os
 import pickle
 import re
+import threading
 from contextlib import contextmanager
-from functools import partial
+from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from mmengine.runner import CheckpointLoader
 from mmengine.utils import digit_version, get_object_from_string
 
 from mmdevplug.errors import CheckpointError, DevPlugError
+from mmdevplug.patching import LocalPatch
 
 #: Older releases have no list of allowed classes, or none in which a class has another name.
 _TAKES_RENAMED_CLASSES = digit_version(torch.__version__) >= digit_version('2.6.0')
@@ -82,21 +84,48 @@ def trust_classes(names: Sequence[str]) -> None:
             _trusted.append(found)
 
 
+_patch = LocalPatch(torch, 'load')
+#: Whether loads of the context that this is in run no code even if the caller asks for it.
+_forced: ContextVar[bool] = ContextVar('forced', default=False)
+#: Guards what PyTorch keeps once in a process: its allowed classes and its pickle module.
+_process_wide = threading.RLock()
+
+
 @contextmanager
-def safe_loading(filename: str) -> Iterator[None]:
-    """Let ``torch.load`` accept MMEngine's own classes and nothing else, whoever calls it.
+def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
+    """Let ``torch.load`` accept MMEngine's own classes and nothing else in this context.
+
+    Other threads load as before.
 
     Args:
         filename (str): The checkpoint, for messages.
+        forced (bool): Whether calls with ``weights_only=False`` or a ``pickle_module`` are made
+            safe, too. False where a user's own code loads, which then knows what it asks for.
+            Defaults to True.
 
     Raises:
         CheckpointError: If the file holds other classes; the first is named.
     """
-    load, opened = torch.load, []
-    torch.load = partial(_load_safely, load, opened)
+    opened: List[str] = []
+    refusals: List[pickle.UnpicklingError] = []
+
+    def load(original: Callable, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, (str, os.PathLike)):
+            opened.append(str(f))
+        try:
+            return _load_safely(original, f, *args, **kwargs)
+        except pickle.UnpicklingError as error:
+            refusals.append(error)
+            raise
+
+    # A context inside of a forced one is forced.
+    token = _forced.set(forced or _forced.get())
     try:
-        yield
+        with _patch(load):
+            yield
     except pickle.UnpicklingError as error:
+        if error not in refusals:
+            raise
         refused = _first_refused(error)
         raise CheckpointError(
             f'checkpoint {opened[-1] if opened else filename} holds objects that could run code '
@@ -105,29 +134,39 @@ def safe_loading(filename: str) -> Iterator[None]:
             f'where you trust it and save its state_dict alone.'
         ) from error
     finally:
-        torch.load = load
+        _forced.reset(token)
 
 
 def _load_safely(
-    load: Any, opened: List[str], file: Any, map_location: Any = None, **kwargs: Any
+    load: Callable, f: Any, map_location: Any = None, pickle_module: Any = None, **options: Any
 ) -> Any:
-    """``torch.load`` with a list of allowed classes, whatever the caller or a variable asks."""
-    if isinstance(file, (str, os.PathLike)):
-        opened.append(str(file))
-    options = {name: kwargs[name] for name in ('mmap',) if name in kwargs}
+    """``torch.load`` with a list of allowed classes, whatever a variable asks."""
+    weights_only = options.pop('weights_only', None)
+    asks_for_code = weights_only is False or (weights_only is None and pickle_module is not None)
+    if asks_for_code and not _forced.get():
+        if weights_only is not None:
+            options['weights_only'] = weights_only
+        return load(f, map_location, pickle_module, **options)
     if not _TAKES_RENAMED_CLASSES:
         with _pickle_of_torch(_restricted_pickle()) as restricted:
-            return load(file, map_location=map_location, pickle_module=restricted)
-    # Names as older and newer NumPy write them.
+            return load(f, map_location, restricted, **options)
+    with _process_wide:
+        # Those that are allowed already stay so afterwards.
+        known = torch.serialization.get_safe_globals()
+        added = [each for each in _allowed_with_names() if each not in known]
+        with torch.serialization.safe_globals(added):
+            return load(f, map_location, weights_only=True, **options)
+
+
+def _allowed_with_names() -> List[Any]:
+    """:func:`allowed_classes`, and functions by the names that older and newer NumPy write."""
     multiarray = _multiarray()
     renamed = [
         (function, f'{module}.{function.__name__}')
         for function in (multiarray._reconstruct, multiarray.scalar)
         for module in ('numpy.core.multiarray', 'numpy._core.multiarray')
     ]
-    renamed.append((_method_of_history_buffer, 'builtins.getattr'))
-    with torch.serialization.safe_globals([*allowed_classes(), *renamed]):
-        return load(file, map_location=map_location, weights_only=True, **options)
+    return [*allowed_classes(), *renamed, (_method_of_history_buffer, 'builtins.getattr')]
 
 
 def _first_refused(error: pickle.UnpicklingError) -> str:
@@ -166,15 +205,23 @@ def read_checkpoint(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
         ) from error
 
 
+_restricting: ContextVar[bool] = ContextVar('restricting', default=False)
+
+
 @contextmanager
 def _pickle_of_torch(module: Any) -> Iterator[Any]:
-    """Let PyTorch unpickle with a module: release 1.13 ignores the argument that names one."""
-    before = torch.serialization.pickle
-    torch.serialization.pickle = module
-    try:
-        yield module
-    finally:
-        torch.serialization.pickle = before
+    """Let PyTorch unpickle with a module: release 1.13 ignores the argument that names one.
+
+    Other threads that load meanwhile meet the same module, which restricts only this context.
+    """
+    with _process_wide:
+        before, token = torch.serialization.pickle, _restricting.set(True)
+        torch.serialization.pickle = module
+        try:
+            yield module
+        finally:
+            torch.serialization.pickle = before
+            _restricting.reset(token)
 
 
 def _restricted_pickle() -> Any:
@@ -188,6 +235,8 @@ def _restricted_pickle() -> Any:
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
+            if not _restricting.get():
+                return super().find_class(module, name)
             if (module, name) in (('builtins', 'getattr'), ('__builtin__', 'getattr')):
                 return _method_of_history_buffer
             if (module, name) in allowed or _is_plain(module, name):

@@ -11,6 +11,10 @@ from typing import Iterator, Optional
 from mmengine.config import Config, config as config_module
 from mmengine.config.utils import MODULE2PACKAGE
 
+from mmdevplug.patching import LocalPatch
+
+_is_installed = LocalPatch(config_module, 'is_installed')
+_get_installed_path = LocalPatch(config_module, 'get_installed_path')
 _MODULES = {package: module for module, package in MODULE2PACKAGE.items()}
 
 
@@ -35,15 +39,9 @@ def _packages_found() -> Iterator[None]:
     if find_spec('pkg_resources') is not None:
         yield
         return
-    asked = ('is_installed', 'get_installed_path')
-    of_mmengine = [getattr(config_module, name) for name in asked]
-    config_module.is_installed = lambda package: _folder(package) is not None
-    config_module.get_installed_path = _installed_path
-    try:
-        yield
-    finally:
-        for name, function in zip(asked, of_mmengine):
-            setattr(config_module, name, function)
+    with _is_installed(lambda _, package: _folder(package) is not None):
+        with _get_installed_path(lambda _, package: _installed_path(package)):
+            yield
 
 
 def _folder(package: str) -> Optional[str]:

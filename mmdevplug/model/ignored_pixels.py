@@ -5,12 +5,16 @@ so a lazy device, which has to run half of the iteration to know it, compiles th
 """
 
 import sys
-from typing import Any, Callable, Tuple, Union
+from types import ModuleType
+from typing import Any, Callable, List, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
 _ACCURACY = 'mmseg.models.losses.accuracy'
+
+#: Modules of mmseg's where the function was exchanged, with the one they had.
+_exchanged: List[Tuple[ModuleType, Callable]] = []
 
 
 def count_with_masks(model: nn.Module) -> int:
@@ -31,7 +35,15 @@ def count_with_masks(model: nn.Module) -> int:
     users = [user for user in users if getattr(user, 'accuracy', None) is original]
     for user in users:
         user.accuracy = masked(original)  # type: ignore[attr-defined]
+        _exchanged.append((user, original))
     return len(users)
+
+
+def stop_counting_with_masks() -> None:
+    """Put back what :func:`count_with_masks` has exchanged."""
+    while _exchanged:
+        user, original = _exchanged.pop()
+        user.accuracy = original  # type: ignore[attr-defined]
 
 
 def masked(original: Callable) -> Callable:

@@ -124,7 +124,10 @@ def initialize_weights(model: nn.Module, context: DeviceContext) -> None:
     """
     if not hasattr(model, 'init_weights'):
         return
-    with weights_on_host(model, context.accelerator), safe_loading('named in init_cfg'):
-        model.init_weights()
+    with weights_on_host(model, context.accelerator):
+        # What `init_cfg` names is loaded by MMEngine, see `serve_mmengine`; this is for a model's
+        # own `init_weights`.
+        with safe_loading('named in init_cfg', forced=False):
+            model.init_weights()
     if context.backend is not None:
         broadcast_tensors([*model.parameters(), *model.buffers()], context.accelerator)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mmdevplug.device import replace_parts, tensors_in
 from mmdevplug.errors import PlacementError, first_line
+from mmdevplug.patching import LocalPatch
 
 from .names import named_tensors, prefixes, tensor_bytes
 
@@ -78,19 +79,18 @@ def trace(
     return watch.found
 
 
+_autocast = LocalPatch(torch, 'autocast')
+
+
 @contextmanager
 def _autocast_on_meta() -> Iterator[None]:
     """Let models turn autocast off for their device, which older releases refuse for meta."""
-    original = torch.autocast
 
-    def autocast(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    def autocast(original: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
         return nullcontext() if device_type == 'meta' else original(device_type, *args, **kwargs)
 
-    torch.autocast = autocast  # type: ignore[misc,assignment]
-    try:
+    with _autocast(autocast):
         yield
-    finally:
-        torch.autocast = original  # type: ignore[misc]
 
 
 def _on_meta(model: nn.Module, dtype: Optional[torch.dtype]) -> Dict[str, Tensor]:

@@ -14,6 +14,7 @@ from mmdevplug.data.padding_build import build_padded, install_padding, take_pad
 from mmdevplug.data.padding_sizes import read_pad_to, suggest_buckets
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.model.ignored_pixels import count_with_masks
+from mmdevplug.serving import restore_mmengine
 from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import digits_config, need_mmcv_operations
 
@@ -507,6 +508,8 @@ def test_counting_with_masks_is_mmsegs_accuracy(monkeypatch):
                 wanted = accuracy(scores, target, topk, ignore_index=ignore_index)
                 found = ours(scores, target, topk, ignore_index=ignore_index)
                 torch.testing.assert_close(found, wanted)
+    restore_mmengine()
+    assert decode_head.accuracy is accuracy
 
 
 def test_pixels_of_another_size_than_the_image_are_refused():
