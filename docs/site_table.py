@@ -55,8 +55,8 @@ MMEngine's (`CheckpointHook`, `EmptyCacheHook`, `IterTimerHook`, `ProfilerHook`,
 and your config keeps its names. What other packages import by name is exchanged when a job starts,
 never at import, in one module, `mmdevplug/serving.py`, and `restore_mmengine()` puts it back: the
 value that `get_device` returns, the index types of `InstanceData`, the clock of `TimeCounter`, the
-device in names of log files, the loader of checkpoints, and on lazy devices the accuracy of mmseg's
-heads. `autocast` is exchanged as well and asks at each call what the accelerator is by then.
+device in names of log files, the loader of checkpoints, and on lazy devices the accuracy of heads
+of mmseg. `autocast` is exchanged as well and asks at each call what the accelerator is by then.
 `torch.load` is replaced while a checkpoint is loaded or `init_weights` of a model runs, for the
 calling thread alone.
 
@@ -112,8 +112,9 @@ MMEngine。对每一行与每种设备,测试先单独运行 MMEngine,再运行�
 `EmptyCacheHook`、`IterTimerHook`、`ProfilerHook`、`LogProcessor`),配置中的名称不变。其他包按名称
 导入的函数在作业启动时(绝不在导入时)于同一个模块 `mmdevplug/serving.py` 中替换,
 `restore_mmengine()` 可还原:`get_device` 的返回值、`InstanceData` 的索引类型、`TimeCounter`
-的计时、日志文件名中的设备、检查点的加载器,以及惰性设备上 mmseg 解码头的准确率函数。`autocast` 同样被替换,
-每次调用时询问当前的加速卡。`torch.load` 仅在加载检查点或模型的 `init_weights` 运行期间被替换,且只影响调用它的线程。
+的计时、日志文件名中的设备、检查点的加载器,以及惰性设备上 mmseg 解码头的准确率函数。`autocast`
+同样被替换,每次调用时询问当前的加速卡。`torch.load` 仅在加载检查点或模型的 `init_weights`
+运行期间被替换,且只影响调用它的线程。
 
 不使用 runner 时(例如推理),请自行调用:
 
