@@ -77,7 +77,8 @@ class BucketAveraging:
             self._started = time.perf_counter()
             torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_ddp)
         flat = bucket.buffer()
-        scaled_by_hook = self._half_hook is not None and flat.dtype == torch.float32
+        compressible = flat.dtype == torch.float32 and not flat.is_sparse
+        scaled_by_hook = self._half_hook is not None and compressible
         self._scale(bucket, 1.0 if scaled_by_hook else 1 / self.world_size)
         self._messages += 1
         average = self._half_hook if scaled_by_hook else self._average
@@ -91,7 +92,9 @@ class BucketAveraging:
         flat = bucket.buffer()
         if self.policy.active and flat.is_floating_point():
             if scale_and_check(flat, factor):
-                named = zip(bucket.parameters(), bucket.gradients())
+                # A sparse gradient is a bucket of its own, without a list of its parts.
+                gradients = [flat] if flat.is_sparse else bucket.gradients()
+                named = zip(bucket.parameters(), gradients)
                 self._found += names_of_nonfinite([(self._names[id(p)], g) for p, g in named])
                 poison(flat)
         elif factor != 1.0:
@@ -99,8 +102,8 @@ class BucketAveraging:
 
     def _average(self, group: Any, bucket: Any) -> Any:
         flat = bucket.buffer()
-        if self.compression is None or flat.dtype != torch.float32:
-            self._sent += all_reduce_bytes(flat.numel() * flat.element_size(), self.world_size)
+        if self.compression is None or flat.dtype != torch.float32 or flat.is_sparse:
+            self._sent += self._bytes_of(flat)
             work = torch_dist.all_reduce(flat, group=group, async_op=True)
             return work.get_future().then(lambda done: done.value()[0])
         in_host_memory = Bucket(flat, bucket.gradients(), bucket.index())
@@ -108,6 +111,14 @@ class BucketAveraging:
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(flat)
         return future
+
+    def _bytes_of(self, flat: Tensor) -> float:
+        """What this rank sends of a bucket that is not compressed."""
+        if not flat.is_sparse:
+            return all_reduce_bytes(flat.numel() * flat.element_size(), self.world_size)
+        # gloo gathers the indices and the values of all ranks, and each adds them up.
+        stored = (flat._indices(), flat._values())
+        return (self.world_size - 1) * sum(part.numel() * part.element_size() for part in stored)
 
     def _arrive(self, flat: Tensor) -> Tensor:
         self._arrived = time.perf_counter()

@@ -37,12 +37,13 @@ def scale_and_check(flat: Tensor, factor: float) -> bool:
     """Multiply a tensor in place and look for values that are not finite.
 
     Args:
-        flat (Tensor): Real floating-point tensor.
+        flat (Tensor): Real floating-point tensor, dense or sparse.
         factor (float): Finite.
 
     Returns:
         bool: Whether there is NaN or an infinite value.
     """
+    flat = stored_values(flat)
     if _has_fused_kernel() and flat.dtype != torch.float64:
         found = torch.zeros(1, device=flat.device)
         scale = torch.tensor([factor], device=flat.device)
@@ -51,6 +52,12 @@ def scale_and_check(flat: Tensor, factor: float) -> bool:
     flat.mul_(factor)
     # A sum of finite values may overflow, but one of NaN or infinity is never finite.
     return not torch.isfinite(flat.sum()) and not bool(torch.isfinite(flat).all())
+
+
+def stored_values(tensor: Tensor) -> Tensor:
+    """Return the values that a sparse tensor stores, or a dense tensor itself; no copy."""
+    # `values()` takes coalesced tensors alone, and backward makes others.
+    return tensor._values() if tensor.is_sparse else tensor
 
 
 @lru_cache(None)
@@ -67,11 +74,15 @@ def _has_fused_kernel() -> bool:
 
 def poison(flat: Tensor) -> None:
     """Mark a bucket; the mark survives adding up and compression."""
-    flat[:1] = float('nan')
+    # A sparse gradient carries what was found in it: ranks store different elements of it.
+    if not flat.is_sparse:
+        flat[:1] = float('nan')
 
 
 def is_poisoned(flat: Tensor) -> bool:
     """Whether any rank marked the bucket."""
+    if flat.is_sparse:
+        return not bool(torch.isfinite(flat._values()).all())
     return flat.numel() > 0 and not bool(torch.isfinite(flat[0]))
 
 
@@ -86,10 +97,13 @@ def names_of_nonfinite(named: Sequence[Tuple[str, Optional[Tensor]]]) -> List[st
     """
     found = []
     for name, gradient in named:
-        if gradient is None or bool(torch.isfinite(gradient).all()):
+        if gradient is None:
             continue
-        nan = int(torch.isnan(gradient).sum())
-        inf = int(torch.isinf(gradient).sum())
+        values = stored_values(gradient)
+        if bool(torch.isfinite(values).all()):
+            continue
+        nan = int(torch.isnan(values).sum())
+        inf = int(torch.isinf(values).sum())
         found.append(f'{name} ({nan} NaN, {inf} Inf of {gradient.numel()})')
     return found
 

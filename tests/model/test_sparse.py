@@ -1,0 +1,169 @@
+"""Sparse gradients: as MMEngine's own wrapper trains them, and as one process does."""
+
+import pytest
+import torch
+from mmengine.model import BaseModel
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from torch import nn
+
+from mmdevplug.errors import ModelError
+from tests.distributed import run_ranks
+
+STEPS = 4
+
+
+class Words(BaseModel):
+    """An embedding and a bag of them with sparse gradients, and a layer with dense ones."""
+
+    def __init__(self, unused=False):
+        super().__init__()
+        self.words = nn.Embedding(40, 4, sparse=True)
+        self.bags = nn.EmbeddingBag(40, 4, mode='sum', sparse=True)
+        self.head = nn.Linear(8, 3)
+        if unused:
+            self.unused = nn.Linear(2, 2)
+        self.bad = False
+
+    def forward(self, inputs, data_samples=None, mode='loss'):
+        words = self.words(inputs).mean(1)
+        if self.bad:
+            words = words * float('nan')
+        found = self.head(torch.cat([words, self.bags(inputs)], 1))
+        return dict(loss=(found - 1).pow(2).mean())
+
+
+def make(**options):
+    torch.manual_seed(0)
+    return Words(**options)
+
+
+def batches(rank=0, world_size=1):
+    """Of all ranks together always the same; a rank meets words that others do not."""
+    random = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        whole = torch.randint(0, 40, (8, 3), generator=random)
+        yield dict(inputs=whole.chunk(world_size)[rank])
+
+
+def wrapper_of(name, model):
+    from mmdevplug.optim import DeviceAmpOptimWrapper
+
+    if name == 'SparseAdam':
+        sparse = [*model.words.parameters(), *model.bags.parameters()]
+        return OptimWrapperDict(
+            sparse=OptimWrapper(torch.optim.SparseAdam(sparse, 0.05)),
+            dense=OptimWrapper(torch.optim.Adam(model.head.parameters(), 0.05)),
+        )
+    options = dict(momentum=0.9) if name == 'momentum' else {}
+    cls = torch.optim.Adagrad if name == 'Adagrad' else torch.optim.SGD
+    optimizer = cls([p for p in model.parameters() if p.requires_grad], 0.2, **options)
+    if name == 'accumulation':
+        return OptimWrapper(optimizer, accumulative_counts=2)
+    if name == 'bfloat16':
+        return DeviceAmpOptimWrapper(optimizer=optimizer, dtype='bfloat16')
+    if name == 'float16':
+        return DeviceAmpOptimWrapper(optimizer=optimizer, dtype='float16', loss_scale=64.0)
+    return OptimWrapper(optimizer)
+
+
+#: Name, optimizer, how close to one process, options of the wrapper.
+SCENARIOS = {
+    'plain': ('SGD', 1e-6, {}),
+    'momentum': ('momentum', 1e-6, {}),
+    'Adagrad': ('Adagrad', 1e-5, {}),
+    'SparseAdam': ('SparseAdam', 1e-5, {}),
+    'accumulation': ('accumulation', 1e-6, {}),
+    'bfloat16': ('bfloat16', 1e-2, {}),
+    'float16': ('float16', 1e-2, {}),
+    'unused': ('SGD', 1e-6, dict(find_unused_parameters=True)),
+    'ignore': ('SGD', 1e-6, dict(nonfinite_grads='ignore')),
+    'half': ('SGD', 1e-2, dict(grad_compression='fp16')),
+    'bhalf': ('SGD', 1e-2, dict(grad_compression='bf16')),
+    'powersgd': ('SGD', 1e-2, dict(grad_compression=dict(type='powersgd'))),
+    'copies': ('SGD', 1e-6, dict(gradient_as_bucket_view=False, bucket_cap_mb=1)),
+}
+
+
+def train(model, name, rank=0, world_size=1):
+    optim_wrapper = wrapper_of(name, getattr(model, 'module', model))
+    if isinstance(optim_wrapper, OptimWrapper):
+        optim_wrapper.initialize_count_status(model, 0, STEPS)
+    for data in batches(rank, world_size):
+        if isinstance(optim_wrapper, OptimWrapperDict):
+            # MMEngine's wrapper calls the loss, ours too; here the model has steps of its own.
+            with optim_wrapper['dense'].optim_context(model):
+                loss = model(**data, mode='loss')['loss']
+            loss.backward()
+            for each in optim_wrapper.values():
+                each.step()
+                each.zero_grad()
+        else:
+            model.train_step(data, optim_wrapper)
+    return {k: v.detach().numpy() for k, v in getattr(model, 'module', model).named_parameters()}
+
+
+def in_ranks(names):
+    from mmengine.model import MMDistributedDataParallel
+
+    from mmdevplug import DeviceDistributedDataParallel
+    from mmdevplug.dist import init_device
+    from mmdevplug.dist.traffic import TRAFFIC
+
+    context = init_device('pytorch', 'cpu', timeout=60)
+    place = context.env.rank, context.env.world_size
+    found = {}
+    for name in names:
+        optimizer, _, options = SCENARIOS[name]
+        model = make(unused=name == 'unused')
+        found[name] = train(DeviceDistributedDataParallel(model, **options), optimizer, *place)
+    TRAFFIC.take()
+    train(DeviceDistributedDataParallel(make()), 'SGD', *place)
+    found['sent'] = TRAFFIC.take()['gradients'].sent
+    found['stock'] = train(MMDistributedDataParallel(make()), 'SGD', *place)
+    if place[1] > 1:
+        found['skip'] = meet_nan('skip', *place)
+        with pytest.raises(ModelError) as raised:
+            meet_nan('stop', *place)
+        found['stop'] = str(raised.value)
+    return found
+
+
+def meet_nan(policy, rank, world_size):
+    from mmdevplug import DeviceDistributedDataParallel
+
+    model = DeviceDistributedDataParallel(make(), nonfinite_grads=policy)
+    optim_wrapper = wrapper_of('SGD', model.module)
+    for number, data in enumerate(batches(rank, world_size)):
+        model.module.bad = number == 2 and rank == 1
+        model.train_step(data, optim_wrapper)
+    return {k: v.detach().numpy() for k, v in model.module.named_parameters()}
+
+
+def needed(name):
+    return name != 'float16' or hasattr(getattr(torch, 'amp', None), 'GradScaler')
+
+
+@pytest.mark.parametrize('world_size', [1, 2])
+def test_trains_as_one_process_does(world_size):
+    names = [name for name in SCENARIOS if needed(name)]
+    wanted = {name: train(make(unused=name == 'unused'), SCENARIOS[name][0]) for name in names}
+    results = run_ranks(in_ranks, world_size, names)
+    for found in results:
+        for name in names:
+            assert_close(found[name], wanted[name], SCENARIOS[name][1], name)
+        assert_close(found['plain'], found['stock'], 1e-6, 'stock')
+        assert (found['sent'] > 0) == (world_size > 1)
+    if world_size > 1:
+        # One rank met NaN: the same is skipped on both, or both are told where it was.
+        assert_close(results[0]['skip'], results[1]['skip'], 0, 'skip')
+        for found in results:
+            assert all(torch.isfinite(torch.tensor(each)).all() for each in found['skip'].values())
+            assert 'rank 1: ' in found['stop']
+            assert 'words.weight (' in found['stop']
+
+
+def assert_close(found, wanted, close, name):
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        difference = abs(found[key] - value).max()
+        assert difference <= close, (name, key, difference)
