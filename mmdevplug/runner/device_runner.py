@@ -38,6 +38,7 @@ from mmdevplug.dist.launch import restarts
 from mmdevplug.hooks.defaults import missing_hooks, split_options
 from mmdevplug.hooks.replacing import replace_hook
 from mmdevplug.model.placing import initialize_weights, place_model
+from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
     check_optimizers,
@@ -253,11 +254,13 @@ class DeviceRunner(Runner):
             OptimWrapper or OptimWrapperDict: As built by MMEngine.
 
         Raises:
-            ModelError: If the optimizer cannot work with the process group.
+            ModelError: If the optimizer cannot work with the process group, or the device with
+                the model's sparse gradients.
         """
         cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
         built = super().build_optim_wrapper(cfg)
         check_optimizers(built, self.device_context)
+        check_sparse_gradients(self.model, self.device_context)
         return built
 
     # data ---------------------------------------------------------------------------------------

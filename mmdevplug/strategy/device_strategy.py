@@ -18,6 +18,7 @@ from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import init_device
 from mmdevplug.hooks.defaults import split_options
 from mmdevplug.model.placing import place_model
+from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
     check_optimizers,
@@ -114,6 +115,7 @@ class DeviceStrategy(DDPStrategy):
         cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
         built = super().build_optim_wrapper(cfg, model)
         check_optimizers(built, self.device_context)
+        check_sparse_gradients(self.model if model is None else model, self.device_context)
         return built
 
     def save_checkpoint(

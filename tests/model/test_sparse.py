@@ -1,5 +1,7 @@
 """Sparse gradients: as MMEngine's own wrapper trains them, and as one process does."""
 
+import os
+
 import pytest
 import torch
 from mmengine.model import BaseModel
@@ -8,6 +10,7 @@ from torch import nn
 
 from mmdevplug.errors import ModelError
 from tests.distributed import run_ranks
+from tests.jobs import install_card
 
 STEPS = 4
 
@@ -167,3 +170,65 @@ def assert_close(found, wanted, close, name):
     for key, value in wanted.items():
         difference = abs(found[key] - value).max()
         assert difference <= close, (name, key, difference)
+
+
+def train_on_device(accelerator, work_dir, frozen=False):
+    from mmengine.runner import FlexibleRunner
+
+    from mmdevplug import DeviceRunner
+
+    install_card(accelerator)
+    model = make()
+    for name in ('words', 'bags'):
+        getattr(model, name).weight.requires_grad = not frozen
+    launcher = 'pytorch' if 'RANK' in os.environ else 'none'
+    data = [torch.arange(3) for _ in range(4)]
+    options = dict(
+        model=model,
+        work_dir=str(work_dir),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        train_dataloader=dict(
+            dataset=data,
+            batch_size=2,
+            sampler=dict(type='DefaultSampler'),
+            collate_fn=collate,
+        ),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
+        launcher=launcher,
+    )
+    messages = []
+    strategy = dict(type='DeviceStrategy', accelerator=accelerator)
+    for kind, named in (
+        (DeviceRunner, dict(accelerator=accelerator)),
+        (FlexibleRunner, dict(strategy=strategy)),
+    ):
+        if frozen:
+            kind(**options, **named, experiment_name=f'{kind.__name__}').train()
+            continue
+        with pytest.raises(ModelError) as raised:
+            kind(**options, **named, experiment_name=f'{kind.__name__}').train()
+        messages.append(str(raised.value))
+    return messages
+
+
+def collate(samples):
+    return dict(inputs=torch.stack(samples))
+
+
+def check_refusals(accelerator, tmp_path, alone, together):
+    for world_size, reason in ((0, alone), (2, together)):
+        for messages in run_ranks(train_on_device, world_size, accelerator, tmp_path):
+            assert len(messages) == 2
+            for message in messages:
+                assert 'sparse=True of words, bags' in message
+                assert reason in message
+
+
+def test_refused_on_a_device_without_kernels(tmp_path):
+    check_refusals('zeta', tmp_path, 'no kernels', "backend 'gloo' cannot average them")
+    assert run_ranks(train_on_device, 0, 'zeta', tmp_path, True) == [[]]
+
+
+@pytest.mark.xla
+def test_refused_by_torch_xla(tmp_path):
+    check_refusals('xla', tmp_path, 'no kernels', "backend 'gloo' cannot average them")

@@ -1,0 +1,55 @@
+"""Embeddings with sparse gradients, which few devices have kernels for."""
+
+import torch
+from torch import nn
+
+from mmdevplug.dist import DeviceContext
+from mmdevplug.errors import ModelError
+
+
+def check_sparse_gradients(model: nn.Module, context: DeviceContext) -> None:
+    """Refuse to train layers with ``sparse=True`` where their gradients cannot be handled.
+
+    To be called before training: inference needs no gradients.
+
+    Args:
+        model (nn.Module): The model, wrapped or not.
+        context (DeviceContext): Where this process computes.
+
+    Raises:
+        ModelError: If the device has no kernels for sparse gradients, or they would have to be
+            averaged through the host. Names the layers.
+    """
+    found = [
+        name
+        for name, part in getattr(model, 'module', model).named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag))
+        and part.sparse
+        and part.weight.requires_grad
+    ]
+    if not found or context.device.type == 'cpu':
+        return
+    if context.backend is not None and not context.accelerator.takes_tensors(context.backend):
+        reason = f'backend {context.backend!r} cannot average them'
+    elif not _has_kernels(context.device):
+        reason = f'torch {torch.__version__} has no kernels for them on this device'
+    else:
+        return
+    named = ', '.join(found[:5]) + (f' and {len(found) - 5} more' if len(found) > 5 else '')
+    raise ModelError(
+        f'sparse=True of {named} asks for sparse gradients on {context.device}, and {reason}. '
+        f'Set sparse=False for these layers; their gradients are dense then, so take Adam instead '
+        f'of SparseAdam.'
+    )
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether a device can compute a sparse gradient and add it to a weight, tried once."""
+    weight = torch.zeros(2, 1, device=device, requires_grad=True)
+    place = torch.zeros(1, dtype=torch.long, device=device)
+    try:
+        nn.functional.embedding(place, weight, sparse=True).sum().backward()
+        weight.detach().add_(weight.grad, alpha=-0.1)
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True
