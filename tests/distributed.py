@@ -4,8 +4,11 @@ import multiprocessing
 import os
 import random
 import socket
+import sys
 import time
 import traceback
+from contextlib import contextmanager
+from importlib import import_module
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 
@@ -49,7 +52,10 @@ def launch_variables(rank, world_size, port):
     return dict(variables, MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), OMP_NUM_THREADS='1')
 
 
-def _work(connection, environ, function, args, together=False):
+def _work(connection, environ, function, args, together=False, vendor=None):
+    if vendor is not None:
+        sys.path[:0] = vendor[1]
+        import_module(vendor[0])  # where the server could not, this says why
     os.environ.update({name: value for name, value in environ.items() if value is not None})
     for name in [name for name, value in environ.items() if value is None]:
         os.environ.pop(name, None)
@@ -89,21 +95,57 @@ def _skip_without_card(errors):
         pytest.skip(card.MISSING)
 
 
-def _start_server():
+def _start_server(server=forkserver, paths=()):
     """Let the server find what it is to import, wherever the test is: it looks in its folder.
 
     Python up to 3.12 hands it no paths, and mmsegmentation installs a package `tests` as well.
     """
-    folder = os.getcwd()
+    folder, before = os.getcwd(), os.environ.get('PYTHONPATH')
     os.chdir(_ROOT)
+    if paths:
+        os.environ['PYTHONPATH'] = os.pathsep.join([*paths, *([before] if before else [])])
     try:
-        forkserver.ensure_running()
+        server.ensure_running()
     finally:
         os.chdir(folder)
+        if paths:
+            os.environ.pop('PYTHONPATH')
+            os.environ.update({} if before is None else dict(PYTHONPATH=before))
+
+
+#: For each vendor's package a server of its own, which imported it before MMEngine.
+_vendors = {}
+
+
+@contextmanager
+def _server_of(vendor):
+    """Let processes come from the common server, or from one that imported a vendor's package."""
+    if vendor is None:
+        _start_server()
+        yield
+        return
+    package, paths = vendor
+    if package not in _vendors:
+        _vendors[package] = forkserver.ForkServer()
+        _vendors[package].set_forkserver_preload([package, *PRELOAD])
+    _start_server(_vendors[package], paths)
+    common = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _vendors[package].connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = common
 
 
 def run_ranks(
-    function, world_size, *args, timeout=240, environ=None, environ_of=None, together=False
+    function,
+    world_size,
+    *args,
+    timeout=240,
+    environ=None,
+    environ_of=None,
+    together=False,
+    vendor=None,
 ):
     """Call ``function(*args)`` in every rank of a job.
 
@@ -115,6 +157,8 @@ def run_ranks(
         environ_of (dict, optional): The same for single ranks.
         together (bool): Every rank raises by itself, so one that does waits for the others, which
             may still be setting up.
+        vendor (tuple, optional): A vendor's package that each rank has imported before MMEngine,
+            and the folders to find it in: see ``tests.native``.
 
     Returns:
         list: What each rank returned.
@@ -124,20 +168,20 @@ def run_ranks(
         AssertionError: If a rank hangs or dies.
         Skipped: If a rank asked for a stand-in card that this release of PyTorch cannot have.
     """
-    _start_server()
     port = free_port()
     ranks = {}
-    for rank in range(max(world_size, 1)):
-        variables = launch_variables(rank, world_size, port) if world_size else {}
-        variables.update(environ or {})
-        variables.update((environ_of or {}).get(rank, {}))
-        ours, theirs = _context.Pipe()
-        process = _context.Process(
-            target=_work, args=(theirs, variables, function, args, together)
-        )
-        process.start()
-        theirs.close()
-        ranks[rank] = (process, ours)
+    with _server_of(vendor):
+        for rank in range(max(world_size, 1)):
+            variables = launch_variables(rank, world_size, port) if world_size else {}
+            variables.update(environ or {})
+            variables.update((environ_of or {}).get(rank, {}))
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_work, args=(theirs, variables, function, args, together, vendor)
+            )
+            process.start()
+            theirs.close()
+            ranks[rank] = (process, ours)
     results, errors = {}, {}
     deadline = time.monotonic() + timeout
     pending = {connection: rank for rank, (_, connection) in ranks.items()}

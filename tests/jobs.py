@@ -1,6 +1,7 @@
 """Jobs that tests run in the processes of a job: small trainings of real parts."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,9 @@ def digits_config(accelerator, work_dir, **options):
 
 
 def install_card(accelerator):
-    """Install the PrivateUse1 stand-in unless the name is that of a real device."""
-    if accelerator not in ('cpu', 'xla', 'gcu', 'cuda'):
+    """Install the PrivateUse1 stand-in unless the device is there, real or of ``tests.native``."""
+    there = hasattr(torch, accelerator) and f'torch_{accelerator}' in sys.modules
+    if accelerator not in ('cpu', 'xla', 'gcu', 'cuda') and not there:
         import card
 
         card.install(accelerator)

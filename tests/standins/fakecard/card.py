@@ -29,14 +29,27 @@ MISSING = _missing()
 
 def build():
     """Compile the extension, or load it if it was compiled before."""
-    source = str(Path(__file__).with_name('fakecard.cpp'))
+    return build_extension('fakecard', Path(__file__).with_name('fakecard.cpp'))
+
+
+def build_extension(name, source):
+    """Compile a C++ file as a Python extension, or load it if it was compiled before.
+
+    Args:
+        name (str): What the file's module is called.
+        source (Path): The file.
+
+    Returns:
+        module: The extension.
+    """
     # Two checkouts that share a folder would compile by turns.
-    place = f'{os.getuid()}-{torch.__version__}-{zlib.crc32(source.encode()):08x}'
-    default = Path(tempfile.gettempdir()) / f'fakecard-{place}'
-    folder = os.environ.get('FAKECARD_BUILD', str(default))
+    place = f'{os.getuid()}-{torch.__version__}-{zlib.crc32(str(source).encode()):08x}'
+    default = Path(tempfile.gettempdir()) / f'{name}-{place}'
+    asked = os.environ.get('FAKECARD_BUILD')
+    folder = str(Path(asked) / name) if asked else str(default)
     os.makedirs(folder, exist_ok=True)
     flags = ['-O1', '-std=c++20']
-    return load('fakecard', [source], build_directory=folder, extra_cflags=flags, verbose=False)
+    return load(name, [str(source)], build_directory=folder, extra_cflags=flags, verbose=False)
 
 
 def install(name, count=4):
