@@ -21,6 +21,7 @@ from mmengine.logging import MMLogger
 
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 
+from .answering import ANSWER_SECONDS, Answering
 from .heartbeat import (
     BEAT_SECONDS,
     DESCRIBED,
@@ -81,6 +82,7 @@ class FailureWatch:
         self.heartbeat_timeout = heartbeat_timeout
         self.own = own
         self._clock = AwakeClock(2 * _TICK)
+        self._answering = Answering(own, env)
         self.heartbeat = Heartbeat(own, env, self._clock)
         self._neighbour = (env.rank + 1) % env.world_size
         self._reported = threading.Event()
@@ -241,18 +243,34 @@ class FailureWatch:
         return self.peer_failure(wait=0 if beats else GRACE_SECONDS) or self._stops_because(text)
 
     def silent_among(self, ranks: Iterable[int]) -> List[int]:
-        """The ranks whose beat stands still while two or three should have come."""
+        """The ranks that neither beat, while two or three beats should have come, nor answer."""
         ranks = list(ranks)
         for rank in ranks:
             self.heartbeat.read(rank)
         self._stopped.wait(SILENT_SECONDS)
         seen = {rank: self.heartbeat.read(rank) for rank in ranks}
         enough = SILENT_SECONDS - 2 * _TICK
-        return [
+        silent = [
             rank
             for rank, last in seen.items()
             if last and last.beat.state == RUNNING and self.heartbeat.silence(rank) >= enough
         ]
+        # The store has answered just now, and is not asked while ranks are.
+        self._answered = self._clock.now + ANSWER_SECONDS
+        alive = self._answering.ask(silent)
+        for rank in alive:
+            self._note_busy(rank)
+        return [rank for rank in silent if rank not in alive]
+
+    def _note_busy(self, rank: int) -> None:
+        """Take an answer as a beat, and say why there was none for a long time."""
+        if self.heartbeat.silence(rank) > self.heartbeat_timeout:
+            say(
+                f'{self.env.describe()} has seen no beat of {self.heartbeat.describe(rank)}, but '
+                f'its process answers: one call there holds the Python interpreter, as a first '
+                f'compilation may. The others wait for it, at most env_cfg.dist_cfg.timeout.'
+            )
+        self.heartbeat.note_answer(rank)
 
     def peer_failure(self, wait: float = 0.0) -> Optional[RankFailedError]:
         """What another rank reported, waiting a moment for it; None if nothing came."""

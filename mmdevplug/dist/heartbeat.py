@@ -173,6 +173,10 @@ class Heartbeat:
         found = self.seen.get(rank)
         return 0.0 if found is None else self._clock.now - found.since
 
+    def note_answer(self, rank: int) -> None:
+        """Note that a rank that was looked at lives, though it does not beat."""
+        self.seen[rank] = Seen(self.seen[rank].beat, self._clock.now)
+
     def is_gone(self, rank: int) -> bool:
         """Whether the process of a rank, as last seen, ran on this host and does no more."""
         found = self.seen.get(rank)

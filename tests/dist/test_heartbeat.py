@@ -106,6 +106,22 @@ def test_few_operations_on_the_store():
         assert 1 <= count <= 8 * 4
 
 
+def start_ranks(function, world_size, *args):
+    """Start ranks that the caller ends."""
+    port, processes = free_port(), []
+    for rank in range(world_size):
+        ours, theirs = _context.Pipe()
+        _open.append(ours)  # a rank that is done waits for the other end to close
+        variables = launch_variables(rank, world_size, port)
+        process = _context.Process(target=_work, args=(theirs, variables, function, args))
+        process.start()
+        processes.append(process)
+    return processes
+
+
+_open = []
+
+
 def freeze(stopped_rank, output):
     """A process that is stopped neither dies nor beats."""
     from mmdevplug.dist import enter_phase, failure
@@ -126,14 +142,7 @@ def freeze(stopped_rank, output):
 
 @pytest.mark.long
 def test_a_rank_that_is_silent_ends_the_others(tmp_path):
-    port, processes = free_port(), []
-    for rank in range(3):
-        ours, theirs = _context.Pipe()
-        variables = launch_variables(rank, 3, port)
-        args = (theirs, variables, freeze, (2, str(tmp_path / 'output')))
-        process = _context.Process(target=_work, args=args)
-        process.start()
-        processes.append(process)
+    processes = start_ranks(freeze, 3, 2, str(tmp_path / 'output'))
     for process in processes[:2]:
         process.join(60)
     try:
@@ -199,3 +208,52 @@ def test_beats_are_json():
 
     beat = Beat(1, 'running', 'set-up', 0, 0.5, 'host', 7, 'table', 'a.py:1 in f')
     assert Beat(*json.loads(json.dumps(beat))) == beat
+
+
+def hold_the_interpreter(report):
+    """A rank whose thread cannot beat for long, and then is stopped."""
+    import ctypes
+
+    from mmdevplug.dist import answering, enter_phase, failure, wait_for_everyone
+
+    output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    failure.BEAT_SECONDS, failure.SILENT_SECONDS, failure.STOP_SECONDS = 0.5, 1.5, 1.0
+    answering.ANSWER_SECONDS = failure.ANSWER_SECONDS = 2.0
+    rank, watch = start()
+    watch.heartbeat_timeout = 4.0
+    enter_phase('compiling' if rank == 1 else 'averaging')
+    with failure.fail_together('training'):
+        wait_for_everyone('beginning')
+        if rank == 1:
+            time.sleep(2)
+            ctypes.PyDLL(None).sleep(9)  # PyDLL does not release the lock
+        # Only a rank that waits in a collective, not here, would notice nothing by itself.
+        time.sleep(13 if rank == 0 else 2)
+        assert watch.peer_failure() is None
+        print(f'rank {rank} goes on', flush=True)
+        wait_for_everyone('compiled')
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(90)
+
+
+def test_a_rank_that_holds_the_interpreter_is_alive_and_a_stopped_one_is_not(tmp_path):
+    path = tmp_path / 'output'
+    first, second = processes = start_ranks(hold_the_interpreter, 2, str(path))
+    try:
+        first.join(90)
+        assert first.exitcode == 1
+        assert second.is_alive()
+    finally:
+        for process in processes:
+            process.kill()
+    told = path.read_text()
+    assert 'rank 0 goes on' in told
+    assert 'rank 1 goes on' in told
+    busy, _, rest = told.partition('rank 0 goes on')
+    assert 'its process answers: one call there holds the Python interpreter' in busy
+    assert 'stops because' not in busy
+    assert 'because of rank 1 of 2' in rest
+    assert 'no sign of life' in rest

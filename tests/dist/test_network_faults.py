@@ -37,8 +37,13 @@ def note(step):
         file.write(json.dumps([step, any('iteration' in one.beat.phase for one in list(seen))]))
 
 
-def work():
-    """A rank: average again and again, and note how far it is."""
+def work(hold=0):
+    """A rank: average again and again, and note how far it is.
+
+    In the middle rank 1 holds the interpreter for ``hold`` seconds.
+    """
+    import ctypes
+
     import torch
     from torch import distributed as torch_dist
 
@@ -56,6 +61,8 @@ def work():
             assert value == torch_dist.get_world_size()
             note(step + 1)
             time.sleep(0.1)
+            if hold and step == STEPS // 2 and torch_dist.get_rank() == 1:
+                ctypes.PyDLL(None).sleep(hold)
         wait_for_everyone('end of training')
 
 
@@ -170,6 +177,13 @@ def test_a_link_that_comes_back_soon(tmp_path):
         running.link(1, 'up')
         assert running.statuses() == [0, 0], running.told(0) + running.told(1)
         assert [running.step(host) for host in range(2)] == [STEPS, STEPS]
+
+
+def test_a_rank_that_holds_the_interpreter_answers_from_another_host(tmp_path):
+    with job(tmp_path, f'work(hold={3 * HEARTBEAT_TIMEOUT})') as running:
+        assert running.statuses() == [0, 0], running.told(0) + running.told(1)
+        assert [running.step(host) for host in range(2)] == [STEPS, STEPS]
+        assert 'its process answers' in running.told(0)
 
 
 def test_a_link_that_is_cut_for_good(tmp_path):
