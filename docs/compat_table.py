@@ -42,6 +42,11 @@ only as PrivateUse1. *Ran* names the tests that were run, `tests` being all of t
 named there is untested on that release. Tests marked `long` and those of torch_xla and CUDA are
 not among them. The code may have changed between two runs: a failure is listed until a later run
 that finished has the test without it.""",
+        without_mmcv="""\
+**Not shown for {}**:
+mmcv with its compiled operations was not installed there, so every test of
+mmcv's operators and of mmdet, mmseg and other model libraries was skipped. These have run with the
+other releases of the table alone.""",
         headings=('torch', 'Python', 'MMEngine', 'ran', 'passed', 'failed', 'skipped'),
         untested='untested',
         stopped='{} (stopped before its end)',
@@ -61,6 +66,10 @@ that finished has the test without it.""",
 PrivateUse1 卡的替身。*运行范围* 列出实际运行的测试，`tests` 表示全部；未列出的部分在该版本上
 未经测试。标记为 `long` 的测试以及 torch_xla、CUDA 的测试不在其中。两次运行之间代码可能有改动：
 失败的测试一直列出，直到之后完成的运行中不再失败。""",
+        without_mmcv="""\
+**{} 未经验证的部分**：
+这些环境没有安装带编译算子的 mmcv，因此 mmcv 算子以及 mmdet、mmseg 等模型库
+的测试全部跳过。它们只在表中其余版本上运行过。""",
         headings=('torch', 'Python', 'MMEngine', '运行范围', '通过', '失败', '跳过'),
         untested='未测试',
         stopped='{}（中途停止）',
@@ -96,7 +105,7 @@ def render(texts: Dict[str, Any]) -> List[str]:
     releases = sorted({*WANTED, *runs}, key=_by_number)
     rows = [row for release in releases for row in _rows(release, runs.get(release, []), texts)]
     reasons: Dict[str, List[str]] = {}
-    failing, installed = [], []
+    failing, installed, without_mmcv = [], [], []
     for release in sorted(runs, key=_by_number):
         name = _name(release)
         counts: Counter = Counter()
@@ -105,6 +114,8 @@ def render(texts: Dict[str, Any]) -> List[str]:
         failing += [f'- {name}: `{test}`' for test in _still_failing(runs[release])]
         for reason, count in counts.items():
             reasons.setdefault(reason.replace('|', r'\|'), []).append(f'{name}: {count}')
+        if not any(run['mmcv'] for run in runs[release]):
+            without_mmcv.append(name)
         last = runs[release][-1]
         installed.append([name, *(last[package] or '-' for package in OTHERS)])
     return [
@@ -112,6 +123,7 @@ def render(texts: Dict[str, Any]) -> List[str]:
         texts['other'],
         texts['intro'].format(card=CARD),
         table(texts['headings'], rows),
+        *([texts['without_mmcv'].format(', '.join(without_mmcv))] if without_mmcv else []),
         texts['failing'],
         '\n'.join(failing) or texts['nothing'],
         texts['skipped'],
