@@ -15,7 +15,7 @@ import torch
 from mmengine.device import get_device, utils as device_utils
 from mmengine.infer import BaseInferencer
 from mmengine.logging import logger as logger_module
-from mmengine.model import revert_sync_batchnorm
+from mmengine.model import revert_sync_batchnorm, utils as model_utils
 from mmengine.runner import CheckpointLoader
 from mmengine.structures import instance_data
 from mmengine.utils.dl_utils import TimeCounter, time_counter
@@ -27,6 +27,7 @@ from mmdevplug.device.detection import AcceleratorConfig
 from mmdevplug.dist import device_context, rank_device
 from mmdevplug.model.ignored_pixels import stop_counting_with_masks
 from mmdevplug.model.move import materialize_predictions
+from mmdevplug.model.norm_layers import explain_missing_group
 from mmdevplug.optim import serve_autocast
 
 #: What was exchanged: where, its name there, and MMEngine's own.
@@ -49,6 +50,7 @@ def serve_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     - The log files of ranks are named after the devices that this process was given.
     - ``mmengine.runner.load_checkpoint``, inferencers and ``init_cfg`` run no code from a file.
     - ``mmengine.runner.amp.autocast`` casts on it.
+    - ``convert_sync_batchnorm(..., 'mmcv')`` says that it needs a process group where none is.
 
     Args:
         accelerator (str, dict or Accelerator, optional): See
@@ -74,6 +76,8 @@ def serve_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
         _serve_instance_data()
         _serve_time_counter(chosen)
     _exchange(BaseInferencer, '_init_model', _for_device(BaseInferencer._init_model, chosen))
+    convert = model_utils.convert_sync_batchnorm
+    _exchange(model_utils, 'convert_sync_batchnorm', explain_missing_group(convert))
     serve_autocast(chosen)
     return chosen
 

@@ -3,6 +3,7 @@
 import os.path as osp
 from typing import Any
 
+import torch
 from mmengine.hooks import ProfilerHook
 from mmengine.registry import HOOKS
 
@@ -16,8 +17,9 @@ class DeviceProfilerHook(ProfilerHook):
     ``activity_with_cuda=True`` asks for the device, whatever its kind: PyTorch's profiler records
     CUDA, XPU, HPU and PrivateUse1 devices, and torch_xla's writes what it sees of XLA devices into
     ``device_trace`` of the log folder, which TensorBoard shows. Where neither knows the device, a
-    warning says so and the host alone is recorded. :class:`mmdevplug.DeviceRunner` takes this hook
-    in the place of MMEngine's.
+    warning says so and the host alone is recorded. Without any activity, PyTorch's profiler
+    records all that it can. :class:`mmdevplug.DeviceRunner` takes this hook in the place of
+    MMEngine's.
 
     Args:
         activity_with_cuda (bool): Whether to record the device. Defaults to False.
@@ -33,6 +35,9 @@ class DeviceProfilerHook(ProfilerHook):
         self.activities = [a for a in self.activities if a.name != 'CUDA']
         if self._records_device and activity is not None:
             self.activities.append(activity)
+        if not self.activities:
+            # What PyTorch records by itself. Before 2.13 an empty list meant that, too.
+            self.activities = list(torch.profiler.supported_activities())
         self._trace: Any = None
 
     def before_run(self, runner: Any) -> None:

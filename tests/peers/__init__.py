@@ -1,0 +1,1 @@
+"""MMEngine's own tests with mmdevplug active; see run.py."""
