@@ -20,6 +20,9 @@ TRAIN_DIR := work_dirs/demo
 MMCV ?= mmcv-lite==2.1.0
 MMCV_XLA ?= mmcv-lite==2.1.0
 
+# MMEngine's own tests, in an archive beside the checkout or wherever a release of MMEngine lies.
+PEERS ?= ../shared/peers/mmengine-tests.tar.gz
+
 # Files of tests that run at a time: most of a test is waiting.
 WORKERS ?= 3
 
@@ -34,7 +37,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-.PHONY: help install install-xla demo test test-long test-xla test-kills test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-sites clean
+.PHONY: help install install-xla demo test test-long test-xla test-kills test-peers test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-sites clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -91,6 +94,15 @@ test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
 
 test-kills: install  ## Kill jobs 54 times (make test-long does it 18 times), compare the bits
 	MMDEVPLUG_KILLS=54 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla"
+
+test-peers: install install-xla  ## Run MMEngine's own tests on the CPU, torch_xla and a stand-in, if $(PEERS) is there
+ifeq ($(wildcard $(PEERS)),)
+	@echo "Skipped: no tests of MMEngine at $(PEERS). To run them: make test-peers PEERS=sources-of-mmengine.tar.gz"
+else
+	$(BIN)/python tests/peers/run.py $(PEERS) --device cpu
+	$(BIN)/python tests/peers/run.py $(PEERS) --device npu
+	$(ON_XLA) $(BIN_XLA)/python tests/peers/run.py $(PEERS) --device xla
+endif
 
 test-cuda: install  ## Run the tests that need a GPU
 	$(BIN)/python -m pytest -m cuda

@@ -43,6 +43,10 @@ EXTRAS_REQUIRE = {
         'pre-commit',
         'pre-commit-hooks',
         'ninja',
+        # What MMEngine's own tests need.
+        'parameterized',
+        'dill',
+        'expecttest',
         # Real models to plan and to train.
         'mmsegmentation==1.2.2',
         'mmdet==3.3.0',

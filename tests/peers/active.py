@@ -54,10 +54,19 @@ class Active:
     @pytest.fixture(autouse=True)
     def _serve(self, request):
         import mmdevplug
+        from mmdevplug.dist import device_context
 
         # Ranks are forked from here: a lazy device must not have started before.
-        if not hasattr(request.cls, '_start_processes'):
-            mmdevplug.serve_mmengine()
+        if hasattr(request.cls, '_start_processes'):
+            yield
+            return
+        mmdevplug.serve_mmengine()
+        before = device_context()
+        yield
+        context = device_context()
+        if context is not None and context is not before:
+            assert context.device.type == self.device
+            request.node.user_properties.append(('runner_on', context.device.type))
 
     @staticmethod
     def _create_group(case, device, world_size=None):

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def main(arguments=None):
         os.chdir(str(folder_of_tests(folder)))
         plugins = prepare(options)
         files = find_files(options)
-        results = run_files(files, options, plugins)
+        results, runners = run_files(files, options, plugins)
     finally:
         os.chdir('/')
         shutil.rmtree(str(folder), ignore_errors=True)
@@ -60,17 +61,18 @@ def main(arguments=None):
     stale = [test for test in known if test.split('::')[0] in ran and test not in failed]
     print(
         f"{options.device}: {len(files)} files of MMEngine's tests, {len(passed)} passed, "
-        f'{len(failed)} failed, of these not expected: {len(new)} '
-        f'({time.monotonic() - started:.0f} s)'
+        f'{len(failed)} failed, of these not expected: {len(new)}; {runners} tests had a '
+        f'DeviceRunner there ({time.monotonic() - started:.0f} s)'
     )
     for test, told in sorted(new.items()):
         print(f'  failed: {test}')
         print('    ' + '\n    '.join(told.splitlines()))
     for test in stale:
         print(f'  passes, remove it from {KNOWN.relative_to(ROOT)}: {test}')
-    if not passed:
+    empty = not passed and not options.only
+    if empty:
         print('  nothing passed: expected tests in that archive')
-    return 1 if new or stale or not passed else 0
+    return 1 if new or stale or empty else 0
 
 
 def folder_of_tests(folder):
@@ -90,7 +92,7 @@ def prepare(options):
     torch.set_num_threads(1)
     if options.device == 'xla':
         import torch_xla  # noqa: F401
-    elif options.device not in ('cpu', 'cuda') and not options.stock:
+    elif options.device not in ('cpu', 'cuda'):
         install_standin(options.device)
     from tests.peers.active import Active, activate, share_processes
 
@@ -105,8 +107,12 @@ def prepare(options):
 
 
 def install_standin(device):
-    """Install the stand-in of a card with a collective backend of its own."""
-    raise NotImplementedError(device)
+    """Import the package of a vendor's card before MMEngine, as on a machine with such cards."""
+    standins = ROOT / 'tests' / 'standins'
+    paths = [standins / 'native' / device, standins / 'native', standins / 'fakecard']
+    sys.path[:0] = map(str, paths)
+    os.environ['PYTHONPATH'] = os.pathsep.join([*map(str, paths), str(ROOT)])
+    import_module(f'torch_{device}')
 
 
 def find_files(options):
@@ -128,9 +134,11 @@ def run_files(files, options, plugins):
     """Run each file in a process.
 
     Returns:
-        dict: By test, the outcome and what is told of a failure.
+        tuple: By test, the outcome and what is told of a failure; and in how many tests
+        DeviceRunner started on the device.
     """
     results, waiting, running = {}, list(files), {}
+    runners = 0
     while waiting or running:
         taken = any(on_ports for _, _, on_ports, _ in running.values())
         ready = [path for path in waiting if not (taken and shares_ports(path))]
@@ -148,8 +156,10 @@ def run_files(files, options, plugins):
         (path, record, _, deadline), told = ended
         if options.verbose:
             print(f'{time.monotonic() - deadline + SECONDS:6.1f} s  {path}')
-        results.update(read_record(path, record, told))
-    return results
+        lines = read_record(record)
+        results.update(outcomes(path, record, lines, told))
+        runners += sum('runner_on' in line for line in lines)
+    return results, runners
 
 
 def start(path, record, plugins):
@@ -187,10 +197,14 @@ def reap(running):
     return None
 
 
-def read_record(path, record, told):
-    """What a process has written; a file whose process died counts as a failed test."""
+def read_record(record):
+    """What the process of one file has written."""
     lines = record.read_text(encoding='utf-8').splitlines() if record.exists() else []
-    found = [json.loads(line) for line in lines]
+    return [json.loads(line) for line in lines]
+
+
+def outcomes(path, record, found, told):
+    """The outcome of each test; a file whose process died counts as a failed test."""
     results = {}
     for each in found:
         if 'test' not in each:
@@ -223,6 +237,10 @@ class Record:
         if report.when == 'call' or report.outcome != 'passed':
             told = str(report.longrepr)[-3000:] if report.outcome == 'failed' else ''
             self._write(test=report.nodeid, outcome=report.outcome, told=told)
+        if report.when == 'teardown':
+            for name, device in report.user_properties:
+                if name == 'runner_on':
+                    self._write(runner_on=device)
 
     def pytest_collectreport(self, report):
         """Write that a file cannot be imported."""
