@@ -15,6 +15,7 @@ from .writing import PathLike, replacing, write_text
 
 POINTER = 'last_checkpoint'
 STARTED = '.started'
+FINISHED = '.finished'
 
 
 def write_pointer(work_dir: PathLike, checkpoint: str) -> None:
@@ -38,6 +39,27 @@ def mark_start(work_dir: PathLike) -> None:
     """
     with replacing(Path(work_dir) / STARTED) as unfinished:
         unfinished.touch()
+
+
+def mark_finished(work_dir: PathLike, iteration: Optional[int]) -> None:
+    """Note that a run has ended, its last validation included, so that resuming does nothing more.
+
+    Args:
+        work_dir (str or Path): An existing folder.
+        iteration (int, optional): How many iterations were trained; None to remove the note.
+    """
+    path = Path(work_dir) / FINISHED
+    if iteration is not None:
+        write_text(str(iteration), path)
+    elif path.exists():
+        path.unlink()
+
+
+def finished_at(work_dir: PathLike) -> Optional[int]:
+    """After how many iterations the last run in a folder has ended, None if it has not."""
+    path = Path(work_dir) / FINISHED
+    text = path.read_text(encoding='utf-8', errors='replace') if path.is_file() else ''
+    return int(text) if text.strip().isdigit() else None
 
 
 def check_file(path: PathLike) -> None:

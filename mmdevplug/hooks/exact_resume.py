@@ -5,7 +5,7 @@ sampler really used, and whether the validation that follows was done already.
 """
 
 import logging
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from mmengine.dist import get_rank, get_world_size
 from mmengine.logging import print_log
@@ -252,23 +252,41 @@ class Resumption:
 
     def validate_if_due(self) -> None:
         """Do the validation that an interrupted run has not come to."""
-        loop, runner = self.loop, self.runner
-        if self.saved['validated'] or runner.val_loop is None:
+        if not validation_follows(self.runner):
             return
-        by_epoch = isinstance(loop, EpochBasedTrainLoop)
-        if not by_epoch and not isinstance(loop, IterBasedTrainLoop):
+        if isinstance(self.loop, EpochBasedTrainLoop) and not self._between_epochs:
             return
-        if by_epoch and not self._between_epochs:
-            return
-        loop._decide_current_val_interval()
-        count, last = (loop.epoch, loop.max_epochs) if by_epoch else (loop.iter, loop.max_iters)
-        if count >= loop.val_begin and (count % loop.val_interval == 0 or count == last):
-            runner.logger.info('Validating first, which the interrupted run had not done.')
-            # Validation draws random numbers too, and training goes on after them.
-            self.restore_random_state()
-            runner.val_loop.run()
-            if self._mine is not None:
-                self._mine['random'] = random_state(self._accelerator, self._devices)
+        self.runner.logger.info('Validating first, which the interrupted run had not done.')
+        # Validation draws random numbers too, and training goes on after them.
+        self.restore_random_state()
+        self.runner.val_loop.run()
+        if self._mine is not None:
+            self._mine['random'] = random_state(self._accelerator, self._devices)
+
+
+def validation_follows(runner: Any) -> bool:
+    """Whether training is where a validation comes next."""
+    loop = runner.train_loop
+    if runner.val_loop is None or _progress(loop) is None:
+        return False
+    loop._decide_current_val_interval()
+    count, last = _progress(loop)
+    return count >= loop.val_begin and (count % loop.val_interval == 0 or count == last)
+
+
+def is_complete(runner: Any) -> bool:
+    """Whether the loop has trained as many epochs or iterations as the config asks for."""
+    progress = _progress(runner.train_loop)
+    return progress is not None and progress[0] >= progress[1]
+
+
+def _progress(loop: Any) -> Optional[Tuple[int, int]]:
+    """How many epochs or iterations were trained, and of how many; None for an unknown loop."""
+    if isinstance(loop, EpochBasedTrainLoop):
+        return loop.epoch, loop.max_epochs
+    if isinstance(loop, IterBasedTrainLoop):
+        return loop.iter, loop.max_iters
+    return None
 
 
 class _Advanced:

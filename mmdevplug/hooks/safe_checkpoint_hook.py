@@ -10,6 +10,7 @@ from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
+from mmdevplug.checkpoint.finding import finished_at, mark_finished
 from mmdevplug.checkpoint.random_states import random_state, set_random_state
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.writing import (
@@ -29,7 +30,9 @@ from .exact_resume import (
     Resumption,
     capture,
     current_position,
+    is_complete,
     observe,
+    validation_follows,
 )
 
 
@@ -102,11 +105,18 @@ class SafeCheckpointHook(CheckpointHook):
         Raises:
             CheckpointError: If the folder cannot be written to.
         """
-        run_on_main(
+        ended_at = run_on_main(
             'preparing the folder of checkpoints',
             lambda: self._prepare(runner),
             self._saver.timeout,
         )
+        finished = runner.iter > 0 and is_complete(runner) and ended_at == runner.iter
+        if finished:
+            runner.logger.info(
+                f'This run was already finished, after {runner.epoch} epoch(s) and {runner.iter} '
+                f'iterations: there is nothing left to train. Raise max_epochs or max_iters of '
+                f'train_cfg to train longer.'
+            )
         super().before_train(runner)
         observe(runner.train_loop.dataloader)
         loaded, self._loaded = self._loaded, None
@@ -114,10 +124,15 @@ class SafeCheckpointHook(CheckpointHook):
         if loaded is not None and loaded['iter'] == runner.iter > 0:
             self._resumption = Resumption(runner, loaded)
             self._resumption.prepare()
-            self._position = Position(loaded['epoch'], loaded['batch'], loaded['validated'])
-            self._resumption.validate_if_due()
+            validated = finished or loaded['validated']
+            self._position = Position(loaded['epoch'], loaded['batch'], validated)
+            if not validated:
+                self._resumption.validate_if_due()
 
-    def _prepare(self, runner: Any) -> None:
+    def _prepare(self, runner: Any) -> Optional[int]:
+        ended_at = finished_at(runner.work_dir)
+        if ended_at is not None and not is_complete(runner):
+            mark_finished(runner.work_dir, None)
         folder = self.out_dir or runner.work_dir
         if is_local(str(folder), self.backend_args):
             if self.out_dir is not None and str(folder) != runner.work_dir:
@@ -127,6 +142,7 @@ class SafeCheckpointHook(CheckpointHook):
             left = remove_unfinished(folder)
             if left:
                 runner.logger.info(f'Removed {left} unfinished checkpoint(s) from {folder}.')
+        return ended_at
 
     def before_train_epoch(self, runner: Any) -> None:
         """Restore random states; see :class:`mmengine.hooks.Hook`."""
@@ -297,6 +313,19 @@ class SafeCheckpointHook(CheckpointHook):
         """
         self._saver.finish()
         super().after_train(runner)
+        validated = self._position is not None and self._position.validated
+        ended = validated or not validation_follows(runner)
+        if is_main_process() and is_complete(runner) and ended:
+            self._note_end(runner)
+
+    def _note_end(self, runner: Any) -> None:
+        try:
+            mark_finished(runner.work_dir, runner.iter)
+        except OSError as error:
+            runner.logger.warning(
+                f'Cannot note in {runner.work_dir} that this run is finished: {error}. Resuming '
+                f'it will validate once more.'
+            )
 
     def _options(self) -> Dict[str, Any]:
         return dict(

@@ -1,6 +1,10 @@
 """A run that is killed and resumed ends with the same bits as one that is not."""
 
+import time
+
 import pytest
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
 
 from tests.checkpoint.training import SAMPLES, train
 from tests.distributed import RanksFailed, run_ranks
@@ -181,3 +185,75 @@ def test_other_world_sizes_go_on_after_the_same_samples(tmp_path):
     after = [x for _, batch in rest for x in batch]
     assert not before & set(after)
     assert len(before) + len(after) == SAMPLES
+
+
+@HOOKS.register_module(force=True)
+class CountCalls(Hook):
+    """Writes down validations and iterations."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def _write(self, what):
+        with open(self.path, 'a') as file:
+            file.write(what)
+
+    def before_val(self, runner):
+        self._write('v')
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self._write('.')
+
+
+def _finish_and_go_on(work_dir, options):
+    """A whole run, the same resumed twice, and then a longer one."""
+    counts = work_dir.parent / 'counts'
+    options = dict(options, custom_hooks=[EMA, dict(type='CountCalls', path=str(counts))])
+    told = []
+
+    def run(**more):
+        counts.write_text('')
+        found = train(work_dir, **dict(options, log_level='INFO', **more))
+        log = max(work_dir.glob('*/*.log'), key=lambda path: path.stat().st_mtime_ns)
+        told.append((counts.read_text(), log.read_text(), found['iter']))
+
+    run()
+    for length in (options['length'], options['length'], 2 * options['length']):
+        time.sleep(1.1)  # runs are told apart by the second
+        run(resume=True, length=length)
+    return told
+
+
+@pytest.mark.parametrize('by_epoch', [True, False])
+def test_a_finished_run_is_not_validated_again(tmp_path, by_epoch):
+    options = dict(
+        by_epoch=by_epoch,
+        length=2 if by_epoch else 6,
+        checkpoint=dict(interval=1 if by_epoch else 3, by_epoch=by_epoch),
+    )
+    found = run_ranks(_finish_and_go_on, 0, tmp_path / 'work', options)[0]
+    (first, _, iterations), *again, (longer, log, total) = found
+    assert 'v' in first
+    for calls, told, done in again:
+        assert calls == ''
+        assert 'This run was already finished' in told
+        assert done == iterations
+    assert longer.count('.') == iterations
+    assert total == 2 * iterations
+    assert 'already finished' not in log
+
+
+def test_the_last_validation_of_a_killed_run_is_made_up_for(tmp_path):
+    """Also where an earlier run of the same length has finished in that folder."""
+    counts = tmp_path / 'counts'
+    options = dict(length=2)
+    counted = dict(type='CountCalls', path=str(counts))
+    run_ranks(_train, 0, tmp_path / 'work', options)
+    dies = dict(options, custom_hooks=[EMA, dict(type='DieBeforeVal', epoch=2)])
+    with pytest.raises(RanksFailed):
+        run_ranks(_train, 0, tmp_path / 'work', dies)
+    for expected in ('v', ''):
+        counts.write_text('')
+        resumed = dict(options, custom_hooks=[EMA, counted], resume=True)
+        run_ranks(_train, 0, tmp_path / 'work', resumed)
+        assert counts.read_text() == expected
