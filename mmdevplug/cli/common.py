@@ -61,6 +61,8 @@ def load_config(args: argparse.Namespace) -> Config:
         overlay_accelerator(cfg, args.accelerator)
     cfg.setdefault('runner_type', 'DeviceRunner')
     cfg.setdefault('accelerator', dict(type='auto', backend='auto'))
+    if isinstance(cfg.accelerator, str):
+        cfg.accelerator = dict(type=cfg.accelerator)  # which --cfg-options can add to
     cfg.launcher = args.launcher
     if getattr(args, 'model_parallel', None) is not None:
         options = cfg.get('model_parallel')
@@ -100,9 +102,7 @@ def _take_backend_from(options: dict, cfg: Config) -> None:
     """Let a backend named on the command line win over the one that a base config forces."""
     named = options.get('env_cfg.dist_cfg.backend')
     if named is not None and 'accelerator.backend' not in options:
-        accelerator = cfg.accelerator
-        accelerator = dict(type=accelerator) if isinstance(accelerator, str) else accelerator
-        cfg.accelerator = dict(accelerator, backend=named)
+        cfg.merge_from_dict({'accelerator.backend': named})
 
 
 def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:

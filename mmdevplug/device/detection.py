@@ -1,10 +1,22 @@
 """Choosing the accelerator: the config, then the environment, then what is present."""
 
 import os
+import traceback
 import warnings
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Union
+from inspect import signature
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Union,
+)
 
-from mmdevplug.errors import AcceleratorError
+from mmdevplug.errors import AcceleratorError, DevPlugError
 from mmdevplug.registry import ACCELERATORS
 
 from .base import Accelerator
@@ -121,20 +133,10 @@ def current_accelerator() -> Accelerator:
 
 
 def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
-    build = None
     if name in ACCELERATORS.module_dict:
-        build = ACCELERATORS.build
-    elif name == privateuse1_name() or 'package' in options:
-        build = _build_native
-    if build is not None:
-        try:
-            return build(dict(type=name, **options))
-        except TypeError as error:
-            raise AcceleratorError(
-                f'accelerator=dict(type={name!r}, ...) has an option it does not take: {error}. '
-                f'Given: {sorted(options)}. Correct the name or remove it; README.md lists the '
-                f'options of training.'
-            ) from error
+        return _call(ACCELERATORS.module_dict[name], ACCELERATORS.build, name, options)
+    if name == privateuse1_name() or 'package' in options:
+        return _call(TorchNativeAccelerator, _build_native, name, dict(options, type=name))
     raise AcceleratorError(
         f'{origin} names the accelerator {name!r}, which is unknown. Known: '
         f'{", ".join(sorted(ACCELERATORS.module_dict))}; usable here: '
@@ -142,6 +144,30 @@ def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
         f'registers with PyTorch under that name, import its package first: '
         f"accelerator=dict(type={name!r}, package='torch_{name}')."
     )
+
+
+def _call(kind: Callable, build: Callable, name: str, options: Mapping[str, Any]) -> Accelerator:
+    """Build an accelerator; tell options that it does not take from an error inside it."""
+    try:
+        signature(kind).bind(**options)
+    except TypeError as error:
+        raise AcceleratorError(
+            f'accelerator=dict(type={name!r}, ...) has an option it does not take: {error}. '
+            f'Given: {sorted(options)}. Correct the name or remove it; README.md lists the '
+            f'options of training.'
+        ) from error
+    try:
+        return build(dict(options, type=name))
+    except DevPlugError:
+        raise
+    except Exception as error:
+        # Whatever a vendor's class does when it is built.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise AcceleratorError(
+            f'accelerator {name!r} fails when it is built, at {place.filename}:{place.lineno} '
+            f'with {type(error).__name__}: {error}. Correct that class, or choose another '
+            f'accelerator with accelerator=dict(type=...) or {ENVIRONMENT_VARIABLE}.'
+        ) from error
 
 
 def _build_native(options: Mapping[str, Any]) -> Accelerator:

@@ -1,6 +1,7 @@
 """Eager devices that PyTorch knows by a module ``torch.<type>``: one class for all of them."""
 
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence
 
 import torch
@@ -185,6 +186,10 @@ def _register(name: str) -> None:
     def build(**kwargs: Any) -> TorchNativeAccelerator:
         return TorchNativeAccelerator(type=name, **kwargs)
 
+    # Without `type`: that an option is unknown is seen before anything is built.
+    taken = signature(TorchNativeAccelerator)
+    options = [each for key, each in taken.parameters.items() if key != 'type']
+    build.__signature__ = taken.replace(parameters=options)  # type: ignore[attr-defined]
     build.__name__ = f'build_{name}'
     ACCELERATORS.register_module(name=name, module=build)
 

@@ -9,6 +9,7 @@ from typing import Any, Dict, List, NamedTuple, Sequence
 import torch
 from torch import distributed as torch_dist
 
+from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import DeviceContext, init_device, read_launch_env
 from mmdevplug.dist.messages import gather_json
 
@@ -82,7 +83,7 @@ def run_rank(launcher: str, setting: Setting, measure: Measure, progress: Progre
 
 def _start(launcher: str, setting: Setting, cfg: Any, measure: Measure) -> DeviceContext:
     options = setting.accelerator_options(cfg)
-    configured: Dict[str, Any] = {} if cfg is None else dict(cfg.get('accelerator') or {})
+    configured = accelerator_options(None if cfg is None else cfg.get('accelerator'))
     dist_cfg = {} if cfg is None else (cfg.get('env_cfg') or {}).get('dist_cfg') or {}
     return init_device(
         launcher,

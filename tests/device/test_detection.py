@@ -363,6 +363,27 @@ def test_option_that_an_accelerator_does_not_take_is_refused_with_its_name(name)
     assert "['colour']" in message
 
 
+def test_error_inside_an_accelerator_is_not_taken_for_a_wrong_option(monkeypatch):
+    class Broken(CPUAccelerator):
+        def __init__(self, colour='red'):
+            super().__init__()
+            len(colour, 3)
+
+    def build_broken():
+        raise OSError('no driver')
+
+    monkeypatch.setitem(ACCELERATORS.module_dict, 'broken', Broken)
+    monkeypatch.setitem(ACCELERATORS.module_dict, 'driverless', build_broken)
+    message = refusal(dict(type='broken', colour='blue'))
+    assert message.startswith("accelerator 'broken' fails when it is built, at ")
+    assert 'test_detection.py:' in message
+    assert 'TypeError: len() takes exactly one argument' in message
+    assert 'option' not in message
+    assert 'has an option it does not take' in refusal(dict(type='broken', color='blue'))
+    with pytest.warns(UserWarning, match="'driverless' fails when it is built.*OSError: no dri"):
+        assert 'cpu' in available_accelerators()
+
+
 def test_options_reach_the_accelerator(monkeypatch):
     monkeypatch.setattr(torch, 'mlu', card_module(), raising=False)
     accelerator = get_accelerator(

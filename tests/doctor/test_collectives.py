@@ -34,6 +34,17 @@ def look(accelerator, spoilt=None):
     return run_rank('pytorch', Setting(accelerator=accelerator), SMALL, env_rank)
 
 
+def look_at_config(path):
+    return run_rank('pytorch', Setting(config=path), SMALL, Progress(0, 1))['passed']
+
+
+@pytest.mark.parametrize('written', ["'cpu'", "dict(type='cpu')"])
+def test_accelerator_may_be_a_name_alone(tmp_path, written):
+    config = tmp_path / 'config.py'
+    config.write_text(f'accelerator = {written}\n')
+    assert run_ranks(look_at_config, 1, str(config)) == [True]
+
+
 def spoil(name, rank):
     """Let a collective of one rank arrive with a wrong value."""
     original = getattr(torch_dist, name)

@@ -55,6 +55,14 @@ def test_command_line_takes_a_config_of_a_package(package):
     assert cfg.work_dir == 'work_dirs/tiny_config'
 
 
+@pytest.mark.parametrize('key', ['accelerator', 'env_cfg.dist_cfg'])
+def test_accelerator_that_is_a_name_takes_options_of_the_command_line(tmp_path, key):
+    config = tmp_path / 'mine.py'
+    config.write_text("accelerator = 'cpu'\n")
+    cfg = load(config, '--cfg-options', f'{key}.backend=gloo')
+    assert cfg.accelerator == dict(type='cpu', backend='gloo')
+
+
 def test_bases_of_a_package(package, tmp_path):
     config = tmp_path / 'mine.py'
     config.write_text(f"_base_ = '{package}::_base_/default.py'\n")
