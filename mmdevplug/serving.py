@@ -13,6 +13,7 @@ from typing import Any, Callable, List, Tuple, Union
 import numpy as np
 import torch
 from mmengine.device import get_device, utils as device_utils
+from mmengine.dist import dist as dist_functions, utils as dist_utils
 from mmengine.infer import BaseInferencer
 from mmengine.logging import logger as logger_module
 from mmengine.model import revert_sync_batchnorm, utils as model_utils
@@ -25,6 +26,7 @@ from mmdevplug.checkpoint.reading import safe_loading
 from mmdevplug.device import Accelerator
 from mmdevplug.device.detection import AcceleratorConfig
 from mmdevplug.dist import device_context, rank_device
+from mmdevplug.dist.process_group import group_device
 from mmdevplug.model.ignored_pixels import stop_counting_with_masks
 from mmdevplug.model.move import materialize_predictions
 from mmdevplug.model.norm_layers import explain_missing_group
@@ -47,6 +49,7 @@ def serve_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     - ``InstanceData[...]`` takes masks and indices on it.
     - ``TimeCounter`` waits for it: in every call where operations run at once, and when it reports
       on a lazy device, where waiting in between would cut the graph.
+    - ``mmengine.dist`` sends its messages where the backend of the process group takes tensors.
     - The log files of ranks are named after the devices that this process was given.
     - ``mmengine.runner.load_checkpoint``, inferencers and ``init_cfg`` run no code from a file.
     - ``mmengine.runner.amp.autocast`` casts on it.
@@ -71,6 +74,8 @@ def serve_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     known_to_mmengine = chosen.device_type in (*_KNOWN, get_device())
     _exchange(device_utils, 'DEVICE', chosen.device_type)
     _exchange(logger_module, '_get_device_id', _device_id)
+    for functions in (dist_utils, dist_functions):
+        _exchange(functions, 'get_comm_device', group_device)
     _serve_checkpoint_loader()
     if not known_to_mmengine:
         _serve_instance_data()

@@ -1,6 +1,6 @@
 """Accelerators: what a family of devices can do. Knows nothing of the rest of the package."""
 
-from .base import Accelerator, devices_of
+from .base import HOST_BACKENDS, Accelerator, devices_of, registered_device_types
 from .cpu import CPUAccelerator
 from .cuda import CUDAAccelerator
 from .detection import (
@@ -23,6 +23,7 @@ __all__ = [
     'CPUAccelerator',
     'CUDAAccelerator',
     'DeviceGuard',
+    'HOST_BACKENDS',
     'S60Accelerator',
     'T20Accelerator',
     'TorchNativeAccelerator',
@@ -33,6 +34,7 @@ __all__ = [
     'devices_of',
     'get_accelerator',
     'probe_device',
+    'registered_device_types',
     'replace_parts',
     'set_current_accelerator',
     'stack_samples',

@@ -10,10 +10,31 @@ from torch import Tensor
 
 from mmdevplug.errors import AcceleratorError
 
+#: Backends of torch.distributed for host tensors; what they do with others differs.
+HOST_BACKENDS = ('gloo', 'mpi', 'ucc')
+
 
 def devices_of(tensors: Iterable[Tensor]) -> List[torch.device]:
     """The devices that tensors are on, each once, in the order in which they occur."""
     return list(dict.fromkeys(tensor.device for tensor in tensors))
+
+
+def registered_device_types(backend: str) -> Sequence[str]:
+    """The device types that a backend of torch.distributed was registered for.
+
+    PyTorch 1 does not know them.
+    """
+    from torch import distributed as torch_dist
+
+    return getattr(torch_dist.Backend, 'backend_capability', {}).get(backend, ())
+
+
+def _registered_backend(device_type: str) -> Optional[str]:
+    """The backend that a vendor's package registered for its device type alone, if any."""
+    from torch import distributed as torch_dist
+
+    backends = getattr(torch_dist.Backend, 'backend_capability', {})
+    return next((name for name, types in backends.items() if list(types) == [device_type]), None)
 
 
 class KeptGraphs(NamedTuple):
@@ -339,11 +360,11 @@ class Accelerator(ABC):
         """The backend of torch.distributed when a config names none."""
         from torch import distributed as torch_dist
 
-        native = self.native_backend
-        present = native is not None and hasattr(torch_dist.Backend, native.upper())
-        if present and (native != 'nccl' or torch_dist.is_nccl_available()):
-            return native
-        return 'gloo'
+        native = self.native_backend or _registered_backend(self.device_type)
+        if native is None or not hasattr(torch_dist.Backend, native.upper()):
+            return 'gloo'
+        is_available = getattr(torch_dist, f'is_{native}_available', lambda: True)
+        return native if is_available() else 'gloo'
 
     def takes_tensors(self, backend: str) -> bool:
         """Whether a collective works on this family's tensors as they are.
@@ -356,7 +377,11 @@ class Accelerator(ABC):
             backend = by_device.get(self.device_type, '')
         if backend == 'gloo':
             return self.gloo_takes_tensors
-        return backend == self.native_backend
+        if backend == self.native_backend:
+            return True
+        return backend not in HOST_BACKENDS and self.device_type in registered_device_types(
+            backend
+        )
 
     def ddp_device_ids(self, device: torch.device) -> Optional[List[int]]:
         """What PyTorch's DDP wants as ``device_ids``: None where it takes no such list."""

@@ -1,15 +1,12 @@
 """Which backend of torch.distributed carries the messages of an accelerator."""
 
 import re
-from typing import List, Optional
+from typing import Any, List, Optional
 
 from torch import distributed as torch_dist
 
-from mmdevplug.device import Accelerator
+from mmdevplug.device import HOST_BACKENDS, Accelerator, registered_device_types
 from mmdevplug.errors import LaunchError
-
-#: These carry host tensors.
-HOST_BACKENDS = ('gloo', 'mpi', 'ucc')
 
 #: Under these MMEngine sends its own messages in tensors of that device type, and in host tensors
 #: under all others.
@@ -28,6 +25,34 @@ def available_backends() -> List[str]:
     listed = getattr(torch_dist.Backend, 'backend_list', list(present))
     plugged_in = [name for name in listed if name not in present and name != 'undefined']
     return sorted([name for name, there in present.items() if there] + plugged_in)
+
+
+def backend_of(group: Any = None) -> str:
+    """Ask a process group which backend carries tensors of which device type.
+
+    Args:
+        group (ProcessGroup, optional): Defaults to None: all ranks.
+
+    Returns:
+        str: One for each device type, e.g. ``'cpu:gloo,npu:hccl'``; in PyTorch 1, whose groups
+        have one backend for all tensors, its name.
+    """
+    ask = getattr(torch_dist.distributed_c10d, 'get_backend_config', None)
+    return str(torch_dist.get_backend(group) if ask is None else ask(group)).lower()
+
+
+def takes_host_tensors(group: Any = None) -> bool:
+    """Ask a process group whether its collectives take tensors of the host.
+
+    Those of a vendor's library (nccl, hccl, cncl) take tensors of its own device alone.
+
+    Args:
+        group (ProcessGroup, optional): Defaults to None: all ranks.
+    """
+    backend = backend_of(group)
+    if ':' in backend:
+        backend = dict(part.split(':', 1) for part in backend.split(',')).get('cpu', '')
+    return backend in HOST_BACKENDS or 'cpu' in registered_device_types(backend)
 
 
 def check_backend(backend: str, accelerator: Accelerator, origin: str) -> str:

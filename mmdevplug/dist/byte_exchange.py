@@ -29,8 +29,8 @@ from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.errors import SampleError
 
-from .backend import HOST_BACKENDS
 from .failure import known_to_all
+from .process_group import group_device
 
 #: Bytes of the first message of each rank.
 FIRST_BYTES = 1024
@@ -83,19 +83,6 @@ class Gathered(NamedTuple):
     in_flight: int
 
 
-def carrier(device: Optional[torch.device], group: Any = None) -> torch.device:
-    """Where the backend of a group wants tensors to be.
-
-    Args:
-        device (torch.device, optional): The device of this rank; None for the host.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-    """
-    backend = torch_dist.get_backend(group)
-    if device is None or any(name in backend for name in HOST_BACKENDS):
-        return torch.device('cpu')
-    return device
-
-
 def global_rank(group: Any, rank: int) -> int:
     """What a rank of a group is called in the whole job."""
     if group is None or group is torch_dist.group.WORLD:
@@ -116,7 +103,6 @@ def to_bytes(data: Tensor) -> bytes:
 def gather_bytes(
     data: Tensor,
     group: Any = None,
-    device: Optional[torch.device] = None,
     purpose: str = '',
     in_flight: int = DEFAULT_IN_FLIGHT,
     limit: Optional[int] = None,
@@ -127,7 +113,6 @@ def gather_bytes(
     Args:
         data (Tensor): One-dimensional uint8 tensor, of any length on each rank.
         group (ProcessGroup, optional): Defaults to None: all ranks.
-        device (torch.device, optional): See :func:`carrier`.
         purpose (str): At most 12 letters that must be the same on all ranks.
         in_flight (int): How many bytes may be under way at a time; the smallest of the ranks
             counts.
@@ -138,13 +123,13 @@ def gather_bytes(
     Raises:
         SampleError: On all ranks, if there are more bytes than that or the purposes differ.
     """
-    place = carrier(device, group)
+    place = group_device(group)
     data = data.to(place)
     mine = Head(purpose, data.numel(), more, in_flight, _NO_LIMIT if limit is None else limit)
     blocks = all_gather(_first_message(_pack_head(mine), data), group)
     heads = [_read_head(to_bytes(block[: _HEAD.size])) for block in blocks]
     try:
-        _check(heads, purpose, device, group)
+        _check(heads, purpose, group)
     except SampleError as error:
         raise known_to_all(error) from None
     here = torch_dist.get_rank(group)
@@ -177,9 +162,7 @@ def _read_head(text: bytes) -> Head:
     return Head(purpose.rstrip(b'\0').decode(), *numbers)
 
 
-def _check(
-    heads: Sequence[Head], purpose: str, device: Optional[torch.device], group: Any
-) -> None:
+def _check(heads: Sequence[Head], purpose: str, group: Any) -> None:
     for rank, head in enumerate(heads):
         if head.purpose != heads[0].purpose:
             raise SampleError(
@@ -191,7 +174,7 @@ def _check(
     limit = min(head.limit for head in heads)
     asked = 'max_bytes'
     if limit == _NO_LIMIT and total > _UNCHECKED_BYTES:
-        limit, asked = _free_memory(device, group), 'the memory that is free for it'
+        limit, asked = _free_memory(group), 'the memory that is free for it'
     if total > limit:
         largest = max(range(len(heads)), key=lambda rank: heads[rank].total)
         raise SampleError(
@@ -202,11 +185,11 @@ def _check(
         )
 
 
-def _free_memory(device: Optional[torch.device], group: Any) -> int:
+def _free_memory(group: Any) -> int:
     """The bytes of host memory that each rank may fill, the smallest over all ranks."""
     sharers = int(os.environ.get('LOCAL_WORLD_SIZE', 0)) or torch_dist.get_world_size(group)
     free = torch.tensor([psutil.virtual_memory().available // sharers])
-    return min(int(each) for each in all_gather(free.to(carrier(device, group)), group))
+    return min(int(each) for each in all_gather(free.to(group_device(group)), group))
 
 
 def _beginning(received: Tensor, size: int) -> Tensor:
@@ -252,7 +235,6 @@ def exchange_bytes(
     outgoing: Mapping[int, Tensor],
     sources: Sequence[int],
     group: Any = None,
-    device: Optional[torch.device] = None,
     in_flight: int = DEFAULT_IN_FLIGHT,
 ) -> Dict[int, Tensor]:
     """Send bytes to some ranks and receive from some.
@@ -261,13 +243,12 @@ def exchange_bytes(
         outgoing (Mapping[int, Tensor]): For ranks of the group a uint8 tensor each.
         sources (Sequence[int]): The ranks that have something for this one.
         group (ProcessGroup, optional): Defaults to None: all ranks.
-        device (torch.device, optional): See :func:`carrier`.
         in_flight (int): How many bytes may be under way at a time, the same on all ranks.
 
     Returns:
         Dict[int, Tensor]: For each source what it sent.
     """
-    place = carrier(device, group)
+    place = group_device(group)
     sent = {rank: data.to(place) for rank, data in outgoing.items()}
     first = {rank: torch.empty(FIRST_BYTES, dtype=torch.uint8, device=place) for rank in sources}
     messages = {

@@ -7,9 +7,9 @@ from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.device import Accelerator, CPUAccelerator
 
-from .backend import HOST_BACKENDS
 from .byte_exchange import global_rank
 from .memory_as import memory_as
+from .process_group import group_device
 
 MESSAGE_BYTES = 64 << 20
 _HOST = CPUAccelerator()
@@ -21,7 +21,7 @@ def broadcast_tensors(
     """Overwrite tensors on every rank with those of one rank.
 
     The tensors travel as bytes, so dtypes may mix: one message for every 64 MB, through the host
-    unless the backend takes the device's tensors alone.
+    unless the backend takes no tensors of the host.
 
     Args:
         tensors (Sequence[Tensor]): Same number, shapes, dtypes and order on every rank. They may
@@ -30,15 +30,14 @@ def broadcast_tensors(
         group (ProcessGroup, optional): Defaults to None: all ranks.
         src (int): The rank of the group whose tensors are taken. Defaults to 0.
     """
-    backend = torch_dist.get_backend(group)
-    through_host = any(name in backend for name in HOST_BACKENDS)
+    place = group_device(group)
     tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
     on_host = [tensor for tensor in tensors if tensor.device.type == 'cpu']
     on_device = [tensor for tensor in tensors if tensor.device.type != 'cpu']
     for part in _parts(on_host):
-        _broadcast(part, _HOST, through_host, group, src)
+        _broadcast(part, _HOST, place, group, src)
     for part in _parts(on_device):
-        _broadcast(part, accelerator, through_host, group, src)
+        _broadcast(part, accelerator, place, group, src)
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[List[Tensor]]:
@@ -59,18 +58,18 @@ def _parts(tensors: Sequence[Tensor]) -> Iterator[List[Tensor]]:
 def _broadcast(
     tensors: List[Tensor],
     accelerator: Accelerator,
-    through_host: bool,
+    place: torch.device,
     group: Any,
     src: int,
 ) -> None:
     here = torch_dist.get_rank(group) == src
-    device = torch.device('cpu') if through_host else tensors[0].device
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if here:
-        values = accelerator.to_host(tensors) if through_host else tensors
+        values = accelerator.to_host(tensors) if place.type == 'cpu' else tensors
         message = torch.cat([memory_as(v.contiguous().view(-1), torch.uint8) for v in values])
+        message = message.to(place)
     else:
-        message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
     torch_dist.broadcast(message, global_rank(group, src), group=group)
     if here:
         return

@@ -114,7 +114,6 @@ class FinitePolicy:
     Args:
         policy (str): ``'stop'``, ``'skip'`` or ``'ignore'``.
         group (ProcessGroup, optional): Defaults to None: all ranks.
-        device (torch.device, optional): See :func:`mmdevplug.dist.messages.gather_json`.
 
     Attributes:
         suspended (bool): Whether a gradient scaler is in charge, whose search for the right scale
@@ -122,11 +121,8 @@ class FinitePolicy:
         skipped (int): How many updates were skipped so far.
     """
 
-    def __init__(
-        self, policy: str, group: Any = None, device: Optional[torch.device] = None
-    ) -> None:
+    def __init__(self, policy: str, group: Any = None) -> None:
         check_policy(policy)
-        self._device = device
         self.policy = policy
         self.group = group
         self.suspended = False
@@ -148,7 +144,7 @@ class FinitePolicy:
         Raises:
             ModelError: Under ``'stop'``, on every rank, with the ranks and parameters.
         """
-        told = gather_json(list(found_here[:5]), self.group, self._device)
+        told = gather_json(list(found_here[:5]), self.group)
         lines = [
             f'  rank {rank}: {", ".join(names)}' for rank, names in enumerate(told) if names
         ] or ['  every rank has finite gradients: they overflow when compressed or added up']

@@ -2,6 +2,7 @@
 
 from torch import distributed as torch_dist
 
+from .backend import backend_of
 from .launch import LaunchEnv
 
 
@@ -13,7 +14,7 @@ def network_hint(env: LaunchEnv) -> str:
     """
     if not (torch_dist.is_available() and torch_dist.is_initialized()):
         return ''
-    backend = torch_dist.get_backend()
+    backend = backend_of()
     if 'nccl' in backend:
         return (
             ' If all ranks are well: NCCL_SOCKET_IFNAME names the network interface to use, and '

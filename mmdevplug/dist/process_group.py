@@ -23,7 +23,7 @@ from mmdevplug.errors import LaunchError
 from mmdevplug.mmcv_ops import check_mode, serve_operators
 
 from .agreement import raise_on_any_rank
-from .backend import resolve_backend, with_host_backend
+from .backend import backend_of, resolve_backend, takes_host_tensors, with_host_backend
 from .failure import DEFAULT_HEARTBEAT_TIMEOUT, watch_for_failures
 from .heartbeat import BEAT_SECONDS, enter_phase
 from .launch import LaunchEnv, read_launch_env, read_local_rank, restart_count
@@ -102,6 +102,17 @@ def rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.de
     accelerator.set_device(device)
     set_current_accelerator(accelerator)
     return accelerator, device
+
+
+def group_device(group: Any = None) -> torch.device:
+    """Where a process group takes tensors: on the host if it can, or else on this rank's device.
+
+    That has nothing to do with where a result is wanted.
+
+    Args:
+        group (ProcessGroup, optional): Defaults to None: all ranks.
+    """
+    return torch.device('cpu') if takes_host_tensors(group) else rank_device()[1]
 
 
 def rank_devices() -> Tuple[torch.device, ...]:
@@ -194,18 +205,21 @@ def init_device(
     name = None
     if launcher != 'none' and exists:
         name = torch_dist.get_backend()
+        if name == 'undefined':  # that of init_process_group() without a backend
+            name = backend_of()
     elif launcher != 'none':
         name = _together(
             lambda: resolve_backend(chosen, forced_backend, backend), store, env, 'backend', wait
         )
-        _use_loopback(env, name)
+        started = with_host_backend(name, chosen)
+        _use_loopback(env, started)
         # torchrun's store outlives a process group; a second one would read the first's addresses.
         _groups += 1
         fresh = torch_dist.PrefixStore(f'mmdevplug/group/{_groups}', store)
 
         def start() -> None:
             torch_dist.init_process_group(
-                with_host_backend(name, chosen),
+                started,
                 store=fresh,
                 rank=env.rank,
                 world_size=env.world_size,

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from typing import Any, List, Optional, Tuple
+from typing import Any, List, Tuple
 
 import torch
 from torch import distributed as torch_dist, nn
@@ -12,9 +12,7 @@ from mmdevplug.errors import ModelError
 from .messages import gather_json
 
 
-def check_same_model(
-    module: nn.Module, group: Any = None, device: Optional[torch.device] = None
-) -> None:
+def check_same_model(module: nn.Module, group: Any = None) -> None:
     """Refuse to train if the ranks' parameters or buffers differ in name, shape or dtype.
 
     Costs a message of 64 characters if they do not.
@@ -22,7 +20,6 @@ def check_same_model(
     Args:
         module (nn.Module): This rank's model.
         group (ProcessGroup, optional): Defaults to None: all ranks.
-        device (torch.device, optional): See :func:`mmdevplug.dist.messages.gather_json`.
 
     Raises:
         ModelError: On every rank, with the first difference of each rank that differs from the
@@ -32,9 +29,9 @@ def check_same_model(
         return
     signature = _signature(module)
     digest = hashlib.sha256(json.dumps(signature).encode()).hexdigest()
-    if len(set(gather_json(digest, group, device))) == 1:
+    if len(set(gather_json(digest, group))) == 1:
         return
-    signatures = gather_json(signature, group, device)
+    signatures = gather_json(signature, group)
     lines = [
         f'  rank {rank}: {_first_difference(other, signatures[0])}'
         for rank, other in enumerate(signatures)

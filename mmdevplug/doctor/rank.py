@@ -163,7 +163,7 @@ def _agree(outcomes: Sequence[Dict[str, Any]], peers: Peers) -> Dict[str, Any]:
     mine = dict(
         outcomes=outcomes, device=str(context.device), listening=listening_here(peers.rank)
     )
-    everyone = gather_json(mine, device=context.device)
+    everyone = gather_json(mine)
     checks = []
     for number, outcome in enumerate(outcomes):
         of_ranks = [told['outcomes'][number] for told in everyone]

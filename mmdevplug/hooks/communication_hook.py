@@ -62,7 +62,8 @@ class CommunicationHook(Hook):
     of the first message to the end of the last) and ``comm/overlap`` (the part of that time in
     which this rank went on computing or copying, 0 to 1). They are in the log line, the JSON log
     and whatever other backends the visualizer has. At the end of training the log has a table of
-    all ranks, and ``communication.png`` lies beside it.
+    all ranks, and ``communication.png`` lies beside it. A vendor's backend (nccl, hccl, ...) does
+    not tell how long its messages take: then there are bytes and the time of an iteration alone.
 
     Args:
         picture (bool): Whether to draw. Defaults to True.
@@ -92,13 +93,12 @@ class CommunicationHook(Hook):
         cost = _sum(TRAFFIC.take())
         if not cost.messages and not self.history.count:
             return  # Nothing of this job's communication can be seen from here.
-        runner.message_hub.update_scalars(
-            {
-                'train/comm/mb': (cost.sent + cost.shared) / 2**20,
-                'train/comm/ms': cost.seconds * 1e3,
-                'train/comm/overlap': cost.overlap,
-            }
-        )
+        scalars = {'train/comm/mb': (cost.sent + cost.shared) / 2**20}
+        if cost.seconds:
+            scalars.update(
+                {'train/comm/ms': cost.seconds * 1e3, 'train/comm/overlap': cost.overlap}
+            )
+        runner.message_hub.update_scalars(scalars)
         waited = min(cost.waited, cost.seconds) * 1e3
         self.history.append(
             dict(
@@ -140,6 +140,11 @@ def _sum(costs: Dict[str, Cost]) -> Cost:
     return total
 
 
+def _is_timed(ranks: List[Dict[str, float]]) -> bool:
+    """Whether any message was seen from its start to its end."""
+    return any(rank['hidden'] + rank['waited'] > 0 for rank in ranks)
+
+
 def _overlap(figures: Dict[str, float]) -> float:
     total = figures['hidden'] + figures['waited']
     return figures['hidden'] / total if total else 0.0
@@ -148,16 +153,25 @@ def _overlap(figures: Dict[str, float]) -> float:
 def _table(ranks: List[Dict[str, float]]) -> str:
     """A line for each rank; of many ranks the first, and those that waited least and most."""
     lines = [f'Communication, mean of {ranks[0]["count"]} iterations:']
+    timed = _is_timed(ranks)
     heads = ('iteration ms', 'comm ms', 'waited ms', 'MB sent', 'MB shared')
     lines.append('  rank' + ''.join(f'{head:>14}' for head in heads))
     order = sorted(range(len(ranks)), key=lambda rank: ranks[rank]['waited'])
     shown = range(len(ranks)) if len(ranks) <= 16 else sorted({0, *order[:4], *order[-4:]})
     for rank in shown:
         found = ranks[rank]
+        times = [found['hidden'] + found['waited'], found['waited']]
+        shown_times = [f'{each:14.1f}' if timed else f'{"-":>14}' for each in times]
         lines.append(
-            f'{rank:6}{found["iteration"]:14.1f}{found["hidden"] + found["waited"]:14.1f}'
-            f'{found["waited"]:14.1f}{found["sent"]:14.2f}{found["shared"]:14.2f}'
+            f'{rank:6}{found["iteration"]:14.1f}{"".join(shown_times)}'
+            f'{found["sent"]:14.2f}{found["shared"]:14.2f}'
         )
+    if not timed:
+        lines.append(
+            'The backend does not tell how long its messages take: measure it with '
+            "custom_hooks=[dict(type='ProfilerHook')]."
+        )
+        return '\n'.join(lines)
     lines.append(f'Overlap on rank 0: {_overlap(ranks[0]):.0%}.')
     least, median = order[0], order[len(order) // 2]
     if 2 * ranks[least]['waited'] < ranks[median]['waited']:
@@ -206,8 +220,9 @@ def draw(history: History, ranks: List[Dict[str, float]], path: Path) -> None:
     wait_axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     wait_axes.invert_yaxis()
     text_axes.axis('off')
-    lines = [f'{name}: {means[name]:.1f} ms' for name in KEPT[:3]]
+    timed = _is_timed(ranks)
+    lines = [f'{name}: {means[name]:.1f} ms' for name in (KEPT[:3] if timed else KEPT[:1])]
     lines += [f'{name}: {means[name]:.2f} MB' for name in KEPT[3:]]
-    lines.append(f'overlap: {_overlap(means):.0%}')
+    lines += [f'overlap: {_overlap(means):.0%}'] if timed else []
     text_axes.text(0, 1, 'Mean, rank 0\n' + '\n'.join(lines), va='top', family='monospace')
     figure.savefig(str(path), dpi=100)

@@ -65,16 +65,16 @@ def capture(runner: Any, position: Position) -> Dict:
     Returns:
         dict: Of plain values and host tensors, the same on all ranks.
     """
-    accelerator, device = rank_device()
+    accelerator, _ = rank_device()
     loader = runner.train_loop.dataloader
     batches = resumable_batches(loader)
     mine = dict(
         random=random_state(accelerator, rank_devices()),
         at_start=None if batches is None else batches.state_at_start,
     )
-    ranks = gather_json(mine, device=device) if get_world_size() > 1 else [mine]
+    ranks = gather_json(mine) if get_world_size() > 1 else [mine]
     return dict(
-        buffers=gather_buffers(_bare(runner.model), accelerator, device),
+        buffers=gather_buffers(_bare(runner.model), accelerator),
         version=VERSION,
         epoch=position.epoch,
         batch=position.batch,

@@ -5,25 +5,24 @@ from typing import List, Optional
 
 import torch
 from mmengine.dist import get_world_size
-from torch import Tensor, distributed as torch_dist, nn
+from torch import Tensor, nn
 
 from mmdevplug.device import Accelerator
+from mmdevplug.dist.byte_exchange import all_gather
 from mmdevplug.dist.memory_as import memory_as
-from mmdevplug.dist.messages import gather_json, on_backend
+from mmdevplug.dist.messages import gather_json
+from mmdevplug.dist.process_group import group_device
 
 #: Of one rank; more than that is no statistics, and would make a checkpoint too large.
 MOST_BYTES = 64 * 2**20
 
 
-def gather_buffers(
-    model: nn.Module, accelerator: Accelerator, device: torch.device
-) -> Optional[List[Tensor]]:
+def gather_buffers(model: nn.Module, accelerator: Accelerator) -> Optional[List[Tensor]]:
     """Collect the buffers of all ranks where they differ; all ranks take part.
 
     Args:
         model (nn.Module): The bare model.
         accelerator (Accelerator): The family of its device.
-        device (torch.device): The device of this rank.
 
     Returns:
         List[Tensor] or None: For each rank the bytes of its buffers, one after the other; None if
@@ -33,16 +32,13 @@ def gather_buffers(
         return None
     mine = _pack(model, accelerator)
     digest = hashlib.sha256(mine.numpy().tobytes()).hexdigest()
-    found = gather_json([mine.numel(), digest], device=device)
+    found = gather_json([mine.numel(), digest])
     same = all(each == found[0] for each in found)
     if same or max(size for size, _ in found) > MOST_BYTES:
         return None
     if any(size != mine.numel() for size, _ in found):
         return None  # ranks whose buffers have other shapes
-    sent = on_backend(mine, device)
-    gathered = [torch.empty_like(sent) for _ in found]
-    torch_dist.all_gather(gathered, sent)
-    return [each.cpu() for each in gathered]
+    return [each.cpu() for each in all_gather(mine.to(group_device()))]
 
 
 def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) -> bool:

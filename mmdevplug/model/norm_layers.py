@@ -9,10 +9,11 @@ from mmengine.dist import is_distributed
 from mmengine.logging import print_log
 from mmengine.model import convert_sync_batchnorm, revert_sync_batchnorm
 from mmengine.model.utils import _BatchNormXd
-from torch import distributed as torch_dist, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmdevplug.device import Accelerator
+from mmdevplug.dist.backend import backend_of
 from mmdevplug.errors import ModelError
 
 from .frozen_bn import FrozenGradient, give_frozen_gradients
@@ -110,7 +111,7 @@ def torch_sync_bn_works(accelerator: Accelerator, device: torch.device) -> bool:
         accelerator (Accelerator): The accelerator of this process.
         device (torch.device): Where to try it.
     """
-    if accelerator.lazy or not accelerator.takes_tensors(torch_dist.get_backend()):
+    if accelerator.lazy or not accelerator.takes_tensors(backend_of()):
         return False
     # It keeps a list of device types, and calls operations that few devices have.
     inputs = torch.ones(2, 1, device=device, requires_grad=True)

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmdevplug.device import Accelerator
 from mmdevplug.dist import device_context, rank_device
-from mmdevplug.dist.backend import HOST_BACKENDS
+from mmdevplug.dist.backend import backend_of, takes_host_tensors
 from mmdevplug.dist.process_group import DEFAULT_TIMEOUT
 from mmdevplug.dist.traffic import TRAFFIC, Cost, all_reduce_bytes
 from mmdevplug.errors import ModelError
@@ -152,7 +152,7 @@ class StatisticsExchange:
         self.group = group
         self.device = device
         self.world_size = torch_dist.get_world_size(group)
-        taken = device.type == 'cpu' or accelerator.takes_tensors(torch_dist.get_backend(group))
+        taken = device.type == 'cpu' or accelerator.takes_tensors(backend_of(group))
         self.through_host = not taken
 
     def combine(self, local: Tensor, count: int, eps: float) -> Tuple[Tensor, int]:
@@ -312,8 +312,7 @@ def prepare_statistics_group() -> None:
     """
     global _statistics_group
     world = torch_dist.group.WORLD
-    backend = torch_dist.get_backend()
-    if _statistics_group[0] is world or not any(name in backend for name in HOST_BACKENDS):
+    if _statistics_group[0] is world or not takes_host_tensors():
         return
     # A lost rank shows here at once, and in the making of a group only after the timeout.
     torch_dist.all_reduce(torch.zeros(1))

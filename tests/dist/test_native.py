@@ -2,10 +2,28 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
-from torch import distributed as torch_dist
+from mmengine import dist as mmengine_dist
+from torch import distributed as torch_dist, nn
 
+import mmdevplug
+from mmdevplug.device import tensors_in
+from mmdevplug.dist import (
+    DynamicSampler,
+    balance_samples,
+    broadcast_tensors,
+    gather_samples,
+    init_device,
+)
+from mmdevplug.dist.finite import FinitePolicy
+from mmdevplug.dist.memory_as import memory_as
+from mmdevplug.dist.messages import gather_json
+from mmdevplug.dist.process_group import group_device
+from mmdevplug.dist.shared_memory import find_hosts
+from mmdevplug.dist.signature import check_same_model
+from mmdevplug.hooks.rank_buffers import gather_buffers
 from tests.native import CARDS, STANDINS, needs_native, run_native
 
 pytestmark = needs_native
@@ -192,3 +210,133 @@ def test_compound():
     for host, there, told in run_native('npu', compound, 2, 'npu', 'hccl'):
         assert (host, there) == (2, 2)
         assert 'hccl' in told or 'gloo' in told
+
+
+# what the package sends ------------------------------------------------------------------------
+
+
+def sample(rank, number, device):
+    """A sample with a small tensor, a large one, an array and plain values."""
+    return dict(
+        rank=rank,
+        number=number,
+        text=f'{rank}/{number}',
+        array=np.full(3, rank, np.int16),
+        small=torch.full((2,), float(rank), device=device),
+        large=torch.full((100_000,), float(number), device=device),
+    )
+
+
+def devices_in(samples):
+    return sorted({str(tensor.device) for tensor in tensors_in(samples)})
+
+
+def send(name, made_by, backend):
+    """Everything of ours that sends, in a group that ``made_by`` started."""
+    accelerator = dict(type=name, package=CARDS[name][0])
+    if made_by == 'us':
+        context = init_device('pytorch', accelerator, forced_backend=backend or 'auto')
+    else:
+        torch_dist.init_process_group(backend)
+        context = init_device('pytorch', accelerator)
+    rank, size = context.env.rank, context.env.world_size
+    device = context.device
+    mmdevplug.serve_mmengine(context.accelerator)
+    got = dict(
+        place=str(group_device()),
+        takes=context.accelerator.takes_tensors(context.backend),
+        json=gather_json(dict(rank=rank)),
+    )
+    mine = [sample(rank, number, device) for number in range(3 * rank + 1)]
+    for where in (None, 'cpu'):
+        pool = gather_samples(mine, device=where)
+        slices = balance_samples(mine, device=where)
+        exact, left = balance_samples(mine, 2, device=where)
+        got[f'samples {where}'] = dict(
+            pool=[each['text'] for each in pool],
+            large=[each['large'].mean().item() for each in pool],
+            arrays=[int(each['array'][0]) for each in pool],
+            devices=devices_in([pool, slices, exact, left]),
+            slices=[each['text'] for each in slices],
+            exact=[len(exact), len(left)],
+        )
+    sampler = DynamicSampler(
+        lambda: [dict(value=torch.full((1,), 10.0 * rank, device=device), ok=True)] * (rank + 1),
+        lambda drawn: drawn['ok'],
+        4,
+    )
+    drawn = next(iter(sampler))['value']
+    got['drawn'] = (str(drawn.device), len(drawn))
+
+    alone = [torch_dist.new_group([0, 1]), torch_dist.new_group([0, 1], backend='gloo')]
+    got['groups'] = [(str(group_device(group)), gather_json(rank, group)) for group in alone]
+
+    tensors = [torch.full((3,), rank + 1.0), torch.full((2,), rank + 1, device=device)]
+    broadcast_tensors(tensors, context.accelerator, src=1)
+    got['broadcast'] = [tensor.tolist() for tensor in tensors]
+    layers = nn.BatchNorm1d(2).to(device)
+    layers.running_mean.fill_(rank)
+    check_same_model(layers)
+    buffers = gather_buffers(layers, context.accelerator)
+    got['buffers'] = [memory_as(each[:4], torch.float32).item() for each in buffers]
+    got['hosts'] = find_hosts().ranks
+    got['settled'] = refused(FinitePolicy('stop').settle, [f'weight of {rank}'])
+
+    # MMEngine's own messages
+    host = torch.tensor([rank + 1.0])
+    mmengine_dist.all_reduce(host)
+    got['all_reduce'] = (str(host.device), host.item())
+    got['objects'] = mmengine_dist.all_gather_object(dict(rank=rank))
+    listed = [f'of {rank}', rank]
+    mmengine_dist.broadcast_object_list(listed, 1)
+    got['listed'] = listed
+    got['gathered'] = mmengine_dist.gather_object(rank)
+    got['seed'] = mmengine_dist.sync_random_seed()
+    for where in ('cpu', 'gpu'):
+        got[f'results {where}'] = mmengine_dist.collect_results(
+            [f'{rank}a', f'{rank}b'], 2 * size, where
+        )
+    torch_dist.destroy_process_group()
+    return got
+
+
+@pytest.mark.parametrize(
+    ('name', 'made_by', 'backend'),
+    [
+        ('npu', 'us', None),
+        ('npu', 'us', 'cpu:gloo,npu:hccl'),
+        ('zeta', 'us', None),
+        ('zeta', 'somebody', 'zccl'),
+    ],
+)
+def test_messages_travel_where_the_backend_takes_them(name, made_by, backend):
+    ranks = run_native(name, send, 2, name, made_by, backend)
+    by_host = name == 'zeta' and made_by == 'us' or backend == 'cpu:gloo,npu:hccl'
+    assert ranks[0]['seed'] == ranks[1]['seed']
+    for rank, got in enumerate(ranks):
+        device = f'{name}:{rank}'
+        place = 'cpu' if by_host else device
+        assert got['place'] == place
+        assert got['takes']
+        assert got['json'] == [dict(rank=0), dict(rank=1)]
+        for where, expected in ((None, device), ('cpu', 'cpu')):
+            found = got[f'samples {where}']
+            assert found['pool'] == ['0/0', '1/0', '1/1', '1/2', '1/3']
+            assert found['large'] == [0, 0, 1, 2, 3]
+            assert found['arrays'] == [0, 1, 1, 1, 1]
+            assert found['devices'] == [expected]
+            assert found['slices'] == [['0/0', '1/0', '1/1'], ['1/2', '1/3']][rank]
+            assert found['exact'] == [2, rank]
+        assert got['drawn'] == (device, 2)
+        assert got['groups'] == [(place, [0, 1]), ('cpu', [0, 1])]
+        assert got['broadcast'] == [[2, 2, 2], [2, 2]]
+        assert got['buffers'] == [0, 1]
+        assert got['hosts'] == [[0, 1]]
+        assert got['settled'].startswith('gradients are not finite')
+        assert got['all_reduce'] == ('cpu', 3)
+        assert got['objects'] == [dict(rank=0), dict(rank=1)]
+        assert got['listed'] == ['of 1', 1]
+    assert ranks[0]['gathered'] == [0, 1]
+    for where in ('cpu', 'gpu'):
+        assert ranks[0][f'results {where}'] == ['0a', '1a', '0b', '1b']
+        assert ranks[1][f'results {where}'] is None

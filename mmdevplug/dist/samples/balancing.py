@@ -9,7 +9,6 @@ from mmdevplug.errors import SampleError
 
 from ..byte_exchange import (
     DEFAULT_IN_FLIGHT,
-    carrier,
     exchange_bytes,
     gather_bytes,
     swap_pieces,
@@ -17,6 +16,7 @@ from ..byte_exchange import (
     to_tensor,
 )
 from ..failure import fail_together, known_to_all
+from ..process_group import group_device
 from .comparing import Example
 from .job import Device, Job, Options, begin, place_own
 from .packing import pack
@@ -93,7 +93,7 @@ def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
         told = [len(job.samples), per_rank, list(examples.items())]
     message = to_tensor(msgpack.packb(told, unicode_errors='surrogatepass'))
     in_flight = DEFAULT_IN_FLIGHT if job.error is not None else job.options.in_flight
-    gathered = gather_bytes(message, job.group, job.device, job.purpose, in_flight)
+    gathered = gather_bytes(message, job.group, job.purpose, in_flight)
     answers = [
         msgpack.unpackb(to_bytes(part), unicode_errors='surrogatepass') for part in gathered.parts
     ]
@@ -127,12 +127,12 @@ def _swap(job: Job, slices: Sequence[Slice], held: Sequence[Slice], in_flight: i
             parts.blocks = blocks
         packed = {rank: pack(parts) for rank, parts in zip(outgoing, chosen)}
         data = {rank: message.data for rank, message in packed.items()}
-        arrived = exchange_bytes(data, sources, job.group, job.device, in_flight)
+        arrived = exchange_bytes(data, sources, job.group, in_flight)
         parcels = [
             open_parcel(arrived[rank], read_header(arrived[rank]), job.options.allow_pickle)
             for rank in sources
         ]
-        place = carrier(job.device, job.group)
+        place = group_device(job.group)
         swap_pieces(
             {rank: [t.to(place) for t in message.large] for rank, message in packed.items()},
             {rank: parcel.to_fill() for rank, parcel in zip(sources, parcels)},

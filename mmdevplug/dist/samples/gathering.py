@@ -74,7 +74,7 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     message = pack_error(str(job.error)) if failed else pack(job.parts)
     in_flight = DEFAULT_IN_FLIGHT if failed else job.options.in_flight
     gathered = gather_bytes(
-        message.data, job.group, job.device, job.purpose, in_flight, max_bytes, message.more
+        message.data, job.group, job.purpose, in_flight, max_bytes, message.more
     )
     headers = [read_header(part) for part in gathered.parts]
     job.raise_together([header.error for header in headers])

@@ -2,7 +2,6 @@
 
 from typing import Any, Dict, List, Optional
 
-import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.errors import RankFailedError, SampleError, first_line
@@ -25,15 +24,11 @@ class Rounds:
     Args:
         settings (Settings): Of the sampler.
         group (ProcessGroup, optional): None for all ranks.
-        device (torch.device): Of this rank, for backends that take nothing else.
         timeout (float or timedelta, optional): How long ranks wait for the slowest one.
     """
 
-    def __init__(
-        self, settings: Settings, group: Any, device: torch.device, timeout: Timeout
-    ) -> None:
-        self._settings, self._group = settings, group
-        self._device, self._timeout = device, timeout
+    def __init__(self, settings: Settings, group: Any, timeout: Timeout) -> None:
+        self._settings, self._group, self._timeout = settings, group, timeout
 
     def tell(self, number: int, held: List[int], drawn: Drawn, tally: Tally) -> Tally:
         """Tell what this rank has and learn what the others have.
@@ -78,7 +73,7 @@ class Rounds:
             enter_phase(f'sampling, {name}: waiting for the others')
             wait_for_everyone(f'sampling, {name}', self._timeout)
         enter_phase(f'sampling, {name}: exchanging counts')
-        return gather_json(mine, self._group, self._device)
+        return gather_json(mine, self._group)
 
     def _raise_for_others(self, errors: List[Optional[str]]) -> None:
         failed = [

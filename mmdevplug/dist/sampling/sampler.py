@@ -90,7 +90,7 @@ class DynamicSampler:
             group=group, same_structure=same_structure, allow_pickle=allow_pickle, device='cpu'
         )
         self._accelerator, self._device = rank_device()
-        self._rounds = Rounds(settings, group, self._device, timeout)
+        self._rounds = Rounds(settings, group, timeout)
         self._teller = Teller(settings, check_interval(log_interval), progress)
         self._held: List[Any] = []  # those left over first
         self._ended = self._over = False

@@ -18,10 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from mmdevplug.device import Accelerator, devices_of
 from mmdevplug.device.detection import AcceleratorConfig
 from mmdevplug.dist import GradientStaging, broadcast_tensors, fail_together, rank_device
+from mmdevplug.dist.backend import backend_of
 from mmdevplug.dist.comm_hooks import BucketAveraging
 from mmdevplug.dist.compression import make_compression
 from mmdevplug.dist.finite import FinitePolicy
 from mmdevplug.dist.signature import check_same_model
+from mmdevplug.dist.traffic import TRAFFIC, all_reduce_bytes
 from mmdevplug.errors import LaunchError, ModelError
 from mmdevplug.optim import log_norms, trust_averages
 
@@ -102,8 +104,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         _check_hierarchy(hierarchy)
         _check_process_group()
         chosen, device = rank_device(accelerator)
-        takes_tensors = chosen.takes_tensors(torch_dist.get_backend(process_group))
-        check_same_model(module, process_group, device)
+        takes_tensors = chosen.takes_tensors(backend_of(process_group))
+        check_same_model(module, process_group)
         convert_norm_layers(module, chosen, device)
         options = dict(
             broadcast_buffers=broadcast_buffers,
@@ -116,7 +118,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         averaging = dict(
             compression=make_compression(grad_compression, _trainable(module)),
             policy=FinitePolicy(
-                nonfinite_grads or ('stop' if through_host else 'ignore'), process_group, device
+                nonfinite_grads or ('stop' if through_host else 'ignore'), process_group
             ),
         )
         if takes_tensors:
@@ -141,6 +143,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self._hook_is_due = takes_tensors and (
             through_host or self.policy.active or averaging['compression'] is not None
         )
+        self._hooked = False
         self.detect_anomalous_params = detect_anomalous_params
         self._loss_checked = False
         if chosen.lazy:
@@ -186,6 +189,9 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
                     _trainable(self.module), self.process_group, **self._averaging
                 )
                 self.register_comm_hook(None, averaging.hook)
+            if not self._hooked and torch.is_grad_enabled() and self.require_backward_grad_sync:
+                # DDP hands its buckets to the backend, which tells nobody how long they take.
+                TRAFFIC.record('gradients', sent=self._bytes_sent())
             return super().forward(*inputs, **kwargs)
         if self.broadcast_buffers and self.require_forward_param_sync:
             with torch.no_grad():
@@ -198,6 +204,10 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if torch.is_grad_enabled():
             self.staging.prepare(outputs, synchronize)
         return outputs
+
+    def _bytes_sent(self) -> float:
+        size = sum(p.numel() * p.element_size() for _, p in _trainable(self.module))
+        return all_reduce_bytes(size, torch_dist.get_world_size(self.process_group))
 
     def train_step(
         self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper
@@ -273,6 +283,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         """
         self._refuse_under_staging('register_comm_hook')
         self._hook_is_due = False  # DDP takes only one.
+        self._hooked = True
         super().register_comm_hook(state, hook)
 
     def join(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,219 @@
+"""Training where the collective backend takes tensors of its own device alone."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoint.training import train as train_noisy
+from tests.distributed import run_ranks
+from tests.jobs import PLAIN, ROOT, largest_difference, need_mmcv_operations, train_digits
+from tests.native import CARDS, native_environment, needs_native, run_native
+from tests.parallel_jobs import train as train_spread
+from tests.repos.coco import make_coco, retinanet
+from tests.repos.training import mean_losses, train_all
+from tests.runner.test_dynamic_sampling import train_sampling
+
+pytestmark = [needs_native, pytest.mark.timeout(600)]
+TABLE = 'Communication, mean of'
+
+
+def jobs(normal, names=('npu', 'mlu', 'zeta'), ranks=(1, 2, 4)):
+    """Cards and numbers of ranks: those that run always, and the rest."""
+    every = [(name, count) for name in names for count in ranks]
+    return pytest.mark.parametrize(
+        ('name', 'ranks'),
+        [
+            case if case in normal else pytest.param(*case, marks=pytest.mark.long)
+            for case in every
+        ],
+    )
+
+
+def log_of(folder):
+    (log,) = folder.glob('*/*.log')
+    return log.read_text()
+
+
+# digits -----------------------------------------------------------------------------------------
+
+
+def digits(accelerator, work_dir, collect_device):
+    """Train two epochs, and the second one again from the checkpoint of the first."""
+    options = dict(
+        PLAIN,
+        train_cfg__val_interval=1,
+        val_evaluator__collect_device=collect_device,
+        default_hooks__checkpoint__interval=1,
+        default_hooks__checkpoint__max_keep_ckpts=3,
+    )
+    whole = train_digits(accelerator, work_dir / 'whole', **options)
+    first = str(work_dir / 'whole' / 'epoch_1.pth')
+    resumed = train_digits(
+        accelerator, work_dir / 'resumed', resume=True, load_from=first, **options
+    )
+    return whole, resumed
+
+
+@jobs([('npu', 2)])
+def test_digits(tmp_path, name, ranks):
+    expected, _ = run_ranks(digits, ranks, 'cpu', tmp_path / 'cpu', 'cpu')[0]
+    collected = dict(npu='gpu', mlu='cpu', zeta='gpu')[name]
+    found = run_native(name, digits, ranks, name, tmp_path / name, collected)
+    for rank, (whole, resumed) in enumerate(found):
+        assert whole['device'] == f'{name}:{rank}'
+        assert not whole['staged']
+        assert largest_difference(whole['weights'], expected['weights']) <= 1e-5
+        assert whole['accuracy'] == expected['accuracy']
+        assert largest_difference(whole['weights'], resumed['weights']) == 0.0
+    text = log_of(tmp_path / name / 'whole')
+    assert f"backend '{CARDS[name][1]}'" in text
+    assert (TABLE in text) == (ranks > 1)
+    if ranks > 1:
+        assert 'does not tell how long its messages take' in text
+        assert text.count('comm/mb: ') == 2
+
+
+def test_the_command_ends_with_status_zero(tmp_path):
+    config = ROOT / 'configs' / 'digits' / 'digits.py'
+    options = ['train_cfg.max_epochs=1', 'train_cfg.val_interval=1']
+    done = subprocess.run(
+        [sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config)]
+        + ['--accelerator', 'npu', '--nproc', '2', '--work-dir', str(tmp_path)]
+        + ['--cfg-options', *options],
+        env=native_environment('npu', OMP_NUM_THREADS='1'),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert TABLE in log_of(tmp_path)
+
+
+# resuming with dropout, EMA, clipping and statistics of each rank's own ----------------
+
+
+def noisy_twice(name, work_dir):
+    """A run, and one that begins in the middle of its second epoch."""
+    options = dict(
+        accelerator=name,
+        checkpoint=dict(interval=5, by_epoch=False),
+        train_dataloader__batch_size=4,
+        length=2,
+    )
+    whole = train_noisy(work_dir / 'whole', **options)
+    first = str(work_dir / 'whole' / f'iter_{5 if int(os.environ["WORLD_SIZE"]) > 2 else 10}.pth')
+    resumed = train_noisy(work_dir / 'resumed', resume=True, load_from=first, **options)
+    return whole, resumed
+
+
+@jobs([], names=('npu', 'zeta'), ranks=(2, 4))
+def test_resuming_gives_the_same_bits(tmp_path, name, ranks):
+    for whole, resumed in run_native(name, noisy_twice, ranks, name, tmp_path):
+        for key in ('weights', 'ema'):
+            assert largest_difference(whole[key], resumed[key]) == 0.0
+        assert whole['iter'] == resumed['iter'] > 0
+        assert whole['draws'] == resumed['draws']
+
+
+# dynamic sampling ----------------
+
+
+def sampling_twice(work_dir, accelerator):
+    options = dict(accelerator=accelerator)
+    whole = train_sampling(work_dir / 'whole', options)
+    half = dict(resume=True, load_from=str(work_dir / 'whole' / 'iter_8.pth'))
+    return whole, train_sampling(work_dir / 'resumed', dict(options, **half))
+
+
+@jobs([('npu', 2)], names=('npu',))
+def test_dynamic_sampling(tmp_path, name, ranks):
+    expected, _ = run_ranks(sampling_twice, ranks, tmp_path / 'cpu', 'cpu')[0]
+    for whole, resumed in run_native(name, sampling_twice, ranks, tmp_path / name, name):
+        assert whole['pools'] == expected['pools']
+        weights = [
+            {key: value for key, value in each.items() if 'running' not in key}
+            for each in (whole['weights'], expected['weights'])
+        ]
+        assert largest_difference(*weights) <= 1e-5
+        assert largest_difference(whole['weights'], resumed['weights']) == 0.0
+        assert largest_difference(whole['ema'], resumed['ema']) == 0.0
+        assert whole['pools'][8:] == resumed['pools']
+
+
+# models of other repositories ----------------
+
+
+def remote_sensing(accelerator, work_dir):
+    """Ten iterations of the example, and the last five again."""
+    from tests.repos.test_aerial_seg import train_example
+
+    options = {
+        'train_cfg.max_iters': 10,
+        'train_cfg.val_interval': 10,
+        'default_hooks.checkpoint.interval': 5,
+        'default_hooks.checkpoint.max_keep_ckpts': 3,
+        # AdamW makes of a rounding error in a small gradient a step as large as any.
+        'optim_wrapper.optimizer': dict(_delete_=True, type='SGD', lr=0.02, momentum=0.9),
+        'accelerator.type': accelerator,
+        'train_dataloader.batch_size': 8 // int(os.environ['WORLD_SIZE']),
+        'val_dataloader.dataset.tiles': 16,
+    }
+    name = 'remote_sensing_cpu.py'
+    whole = train_example(name, work_dir / 'whole', options)
+    half = dict(resume=True, load_from=str(work_dir / 'whole' / 'iter_5.pth'))
+    return whole, train_example(name, work_dir / 'resumed', dict(options, **half))
+
+
+@jobs([], names=('npu',))
+def test_remote_sensing(tmp_path, name, ranks):
+    need_mmcv_operations()
+    expected, _ = run_ranks(remote_sensing, ranks, 'cpu', tmp_path / 'cpu', timeout=500)[0]
+    found = run_native(name, remote_sensing, ranks, name, tmp_path / name, timeout=500)
+    for rank, (whole, resumed) in enumerate(found):
+        assert whole['device'] == f'{name}:{rank}'
+        assert whole['losses'][-5:] == resumed['losses']
+        assert largest_difference(whole['weights'], expected['weights']) <= 1e-5
+        assert largest_difference(whole['weights'], resumed['weights']) == 0.0
+    assert found[0][0]['miou'] == pytest.approx(expected['miou'], abs=0.5)
+    assert (TABLE in log_of(tmp_path / name / 'whole')) == (ranks > 1)
+
+
+@jobs([], names=('npu',))
+def test_retinanet(tmp_path, name, ranks):
+    need_mmcv_operations()
+    (tmp_path / 'coco').mkdir()
+    recipes = dict(retinanet=retinanet(make_coco(tmp_path / 'coco')))
+    expected = run_ranks(train_all, ranks, recipes, 'cpu', tmp_path / 'cpu', timeout=500)
+    found = run_native(name, train_all, ranks, recipes, name, tmp_path / name, timeout=500)
+    assert mean_losses(found, 'retinanet') == pytest.approx(
+        mean_losses(expected, 'retinanet'), abs=1e-5
+    )
+    for rank, mine in enumerate(found):
+        mine, theirs = mine['retinanet'], expected[rank]['retinanet']
+        assert mine['device'] == f'{name}:{rank}'
+        assert largest_difference(mine['weights'], theirs['weights']) <= 1e-5
+        assert mine['metrics'] == pytest.approx(theirs['metrics'], abs=0.02)
+        assert mine['tested'] == mine['metrics']
+        assert mine['resumed'] == mine['losses'][-len(mine['resumed']) :]
+
+
+# model parallel ----------------
+
+
+def spread(name, work_dir):
+    # Statistics of all ranks, as one process has them.
+    options = dict(accelerator__backend='auto', sync_bn='exact')
+    return train_spread('classifier', name, work_dir, 2, **options)
+
+
+@jobs([('npu', 2)], names=('npu', 'zeta'), ranks=(2,))
+def test_two_ranks_of_two_devices_each(tmp_path, name, ranks):
+    (one,) = run_ranks(train_spread, 0, 'classifier', 'cpu', tmp_path / 'one')
+    found = run_native(name, spread, ranks, name, tmp_path / 'two')
+    for rank, result in enumerate(found):
+        assert result['strategy'] == 'data_and_model_parallel'
+        assert result['devices'] == [f'{name}:{2 * rank}', f'{name}:{2 * rank + 1}']
+        assert largest_difference(result['weights'], one['weights']) <= 1e-5
