@@ -78,7 +78,7 @@ class Answering:
 def _ask(rank: int, address: str, port: int, answered: List[int]) -> None:
     wait = timedelta(seconds=ANSWER_SECONDS)
     try:
-        store = torch_dist.TCPStore(address, port, None, False, timeout=wait)
+        store = torch_dist.TCPStore(address, port, timeout=wait, wait_for_workers=False)
         store.add('asked', 1)
     except RuntimeError as error:
         logging.getLogger(__name__).debug('rank %d does not answer: %s', rank, error)
@@ -91,7 +91,10 @@ def _hold(address: str) -> Tuple[Any, int]:
     wait = timedelta(seconds=ANSWER_SECONDS)
     port, store = loopback_store(0, address, wait)
     if store is None:
-        store = torch_dist.TCPStore(address, port, None, True, timeout=wait)
+        # An older PyTorch opens the port by itself.
+        store = torch_dist.TCPStore(
+            address, port, is_master=True, timeout=wait, wait_for_workers=False
+        )
     return store, port
 
 
