@@ -1,7 +1,6 @@
 """Jobs that tests run in the processes of a job: small trainings of real parts."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,16 +57,21 @@ def need_card():
         pytest.skip(card.MISSING)
 
 
+def base_config_of(accelerator):
+    """The base config for this process's job on an accelerator; 'auto' where it has none."""
+    from tests.columns import backend_of
+
+    if accelerator == 'cuda' and backend_of(accelerator) == 'gloo':
+        return 'cuda_gloo'
+    there = Path(mmdevplug.base_config('cpu')).with_name(f'{accelerator}.py').exists()
+    return accelerator if there else 'auto'
+
+
 def digits_config(accelerator, work_dir, **options):
     """The digits example on an accelerator, for this process's launch variables."""
     cfg = Config.fromfile(str(ROOT / 'configs' / 'digits' / 'digits.py'))
     cfg.merge_from_dict({key.replace('__', '.'): value for key, value in options.items()})
-    name = (
-        accelerator
-        if Path(mmdevplug.base_config('cpu')).with_name(f'{accelerator}.py').exists()
-        else 'auto'
-    )
-    base = Config.fromfile(mmdevplug.base_config(name))
+    base = Config.fromfile(mmdevplug.base_config(base_config_of(accelerator)))
     base.accelerator.type = accelerator
     for key, value in base.items():
         cfg.setdefault(key, value)
@@ -77,9 +81,14 @@ def digits_config(accelerator, work_dir, **options):
 
 
 def install_card(accelerator):
-    """Install the PrivateUse1 stand-in unless the device is there, real or of ``tests.native``."""
-    there = hasattr(torch, accelerator) and f'torch_{accelerator}' in sys.modules
-    if accelerator not in ('cpu', 'xla', 'gcu', 'cuda') and not there:
+    """Install the PrivateUse1 stand-in, unless the device is there, real or of ``tests.native``.
+
+    A GPU computes as exactly as it can, and the same each time.
+    """
+    if accelerator == 'cuda':
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cudnn.deterministic = True
+    if accelerator not in ('xla', 'gcu') and not hasattr(torch, accelerator):
         import card
 
         card.install(accelerator)

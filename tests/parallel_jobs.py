@@ -8,6 +8,7 @@ from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, MODELS, RUNNERS
 from torch import nn
 
+from tests.columns import backend_of
 from tests.jobs import install_card, weights_of
 
 STEPS = 10
@@ -180,7 +181,7 @@ def config(kind, accelerator, work_dir, **options):
             experiment_name=f'{kind}_{os.path.basename(str(work_dir))}',
             launcher='pytorch' if 'RANK' in os.environ else 'none',
             runner_type='DeviceRunner',
-            accelerator=dict(type=accelerator, backend='gloo'),
+            accelerator=dict(type=accelerator, backend=backend_of(accelerator)),
             train_dataloader=dict(
                 batch_size=8 // world_size,
                 num_workers=0,

@@ -95,7 +95,13 @@ class Parallelism:
         if self.options.enable is not None or MEMORY_UNKNOWN not in self.strategy.reason:
             raise error
         options = self.options
-        found = resolve_strategy(False, accelerator=accelerator, devices=options.devices, env=env)
+        found = resolve_strategy(
+            False,
+            accelerator=accelerator,
+            devices=options.devices,
+            env=env,
+            exclude_cpu=options.exclude_cpu,
+        )
         why = f'model_parallel.enable=None, and the model cannot be spread: {error}'
         return found._replace(reason=why)
 
@@ -120,6 +126,7 @@ class Parallelism:
             env=env,
             memory_needed=needed,
             auto_rule=options.auto_rule,
+            exclude_cpu=options.exclude_cpu,
         )
 
     def _plan(

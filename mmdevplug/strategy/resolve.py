@@ -47,8 +47,8 @@ class TrainingStrategy(NamedTuple):
 
     @property
     def is_model_parallel(self) -> bool:
-        """Whether the model is spread over several devices."""
-        return len(self.devices) > 1
+        """Whether the model is spread over several devices, of which the host may be one."""
+        return self.kind in (MODEL_PARALLEL, DATA_AND_MODEL_PARALLEL)
 
     def rows(self) -> Sequence[Tuple[str, str]]:
         """What the log's table shows."""
@@ -70,6 +70,7 @@ def resolve_strategy(
     memory_needed: Optional[int] = None,
     memory_available: Optional[int] = None,
     auto_rule: str = 'memory',
+    exclude_cpu: bool = True,
 ) -> TrainingStrategy:
     """Decide how to train.
 
@@ -93,6 +94,8 @@ def resolve_strategy(
             accelerator tells.
         auto_rule (str): What None goes by: ``'memory'``, or ``'count'``, on with two or more
             devices whatever the model needs. Defaults to ``'memory'``.
+        exclude_cpu (bool): Whether the host may hold nothing. If False, one device is enough for
+            True, and ``devices`` may name ``'cpu'``. Defaults to True.
 
     Returns:
         TrainingStrategy: Consistent in itself.
@@ -122,19 +125,21 @@ def resolve_strategy(
     env = read_launch_env(launcher) if env is None else env
     several = env.world_size > 1
     if use_model_parallel is False:
-        return _one_device(chosen, env, several, devices, 'model_parallel.enable=False')
-    mine, why_so_few = _devices_of_rank(chosen, env, devices)
+        return _one_device(
+            chosen, env, several, devices, 'model_parallel.enable=False', exclude_cpu
+        )
+    mine, why_so_few = _devices_of_rank(chosen, env, devices, exclude_cpu)
     if use_model_parallel:
-        if len(mine) < 2:
+        if len(mine) < (2 if exclude_cpu or chosen.device_type == 'cpu' else 1):
             raise PlacementError(_too_few(chosen, env, mine, why_so_few))
         return _spread(env, mine, 'model_parallel.enable=True')
     if len(mine) < 2:
         why = f'model_parallel.enable=None and {why_so_few}'
-        return _one_device(chosen, env, several, devices, why)
+        return _one_device(chosen, env, several, devices, why, exclude_cpu)
     if memory_available is None:
         memory_available = chosen.memory_total(mine[0])
     return _by_what_it_needs(
-        chosen, env, mine, memory_needed, memory_available, auto_rule, devices
+        chosen, env, mine, memory_needed, memory_available, auto_rule, devices, exclude_cpu
     )
 
 
@@ -146,6 +151,7 @@ def _by_what_it_needs(
     available: Optional[int],
     auto_rule: str,
     devices: Devices,
+    exclude_cpu: bool,
 ) -> TrainingStrategy:
     several = env.world_size > 1
     asked = f'model_parallel.enable=None, {len(mine)} devices for each process'
@@ -156,7 +162,7 @@ def _by_what_it_needs(
         if several:
             stays = 'and a job of several processes stays as it is'
             why = f'{asked}; {unknown} {MEMORY_UNKNOWN}, {stays}'
-            return _one_device(accelerator, env, several, None, why)
+            return _one_device(accelerator, env, several, None, why, exclude_cpu)
         return _spread(env, mine, f'{asked}; {unknown} {MEMORY_UNKNOWN}')
     figures = (
         f'training needs {describe_bytes(needed)} without activations, {mine[0]} has '
@@ -164,16 +170,22 @@ def _by_what_it_needs(
     )
     if needed <= COMFORTABLE_PART * available:
         room = f'with at least {1 - COMFORTABLE_PART:.0%} to spare: one device is faster'
-        return _one_device(accelerator, env, several, devices, f'{asked}; {figures}, {room}')
+        why = f'{asked}; {figures}, {room}'
+        return _one_device(accelerator, env, several, devices, why, exclude_cpu)
     return _spread(env, mine, f'{asked}; {figures}')
 
 
 def _one_device(
-    accelerator: Accelerator, env: LaunchEnv, several: bool, devices: Devices, reason: str
+    accelerator: Accelerator,
+    env: LaunchEnv,
+    several: bool,
+    devices: Devices,
+    reason: str,
+    exclude_cpu: bool,
 ) -> TrainingStrategy:
     kind = DATA_PARALLEL if several else SINGLE_DEVICE
     if devices is not None and not isinstance(devices, int):
-        listed = _parse(devices, accelerator)
+        listed = _parse(devices, accelerator, exclude_cpu)
         if env.local_rank < len(listed):
             device = _existing(accelerator, listed[env.local_rank])
             return TrainingStrategy(kind, (device,), env.rank, env.world_size, reason)
@@ -187,7 +199,7 @@ def _spread(env: LaunchEnv, mine: Tuple[torch.device, ...], reason: str) -> Trai
 
 
 def _devices_of_rank(
-    accelerator: Accelerator, env: LaunchEnv, devices: Devices
+    accelerator: Accelerator, env: LaunchEnv, devices: Devices, exclude_cpu: bool
 ) -> Tuple[Tuple[torch.device, ...], str]:
     """The devices that this rank takes, and why there are no more."""
     count = 1 if accelerator.shares_devices else accelerator.device_count()
@@ -206,7 +218,8 @@ def _devices_of_rank(
         listed = [torch.device(accelerator.device_type, i) for i in range(count)]
         why = seen if ranks == 1 else f'{seen} for {ranks} processes'
     else:
-        listed = [_existing(accelerator, device) for device in _parse(devices, accelerator)]
+        named = _parse(devices, accelerator, exclude_cpu)
+        listed = [_existing(accelerator, device) for device in named]
         if len(listed) % ranks:
             raise PlacementError(
                 f'model_parallel.devices names {len(listed)} devices for {ranks} processes on '
@@ -227,8 +240,8 @@ def _check_count(devices: int) -> int:
     return devices
 
 
-def _parse(devices: Any, accelerator: Accelerator) -> Sequence[torch.device]:
-    names = parse_devices(devices)
+def _parse(devices: Any, accelerator: Accelerator, exclude_cpu: bool) -> Sequence[torch.device]:
+    names = parse_devices(devices, exclude_cpu=exclude_cpu)
     # PyTorch knows the type of a vendor's device only with the vendor's package.
     other = [name for name in names if name.split(':')[0] not in (accelerator.device_type, 'cpu')]
     if other:
@@ -237,6 +250,8 @@ def _parse(devices: Any, accelerator: Accelerator) -> Sequence[torch.device]:
             f'{accelerator.name!r} has devices {accelerator.device_type}:<index>. Name those, or '
             f'choose the other accelerator.'
         )
+    if accelerator.device_type != 'cpu':  # the host holds what the devices of a rank do not
+        names = [name for name in names if name != 'cpu']
     return [torch.device(name) for name in names]
 
 
@@ -259,6 +274,8 @@ def _too_few(
     )
     if env.world_size > 1:
         ways.append('start fewer processes on this host')
+    if accelerator.device_type != 'cpu':
+        ways.append('let the host hold the rest with model_parallel.exclude_cpu=False')
     ways.append('set model_parallel.enable=False (--model-parallel false) for one device')
     return (
         f'model_parallel.enable=True needs two or more devices for each process, and '

@@ -43,12 +43,6 @@ class Watch(Hook):
         return [index for index, (old, new) in enumerate(pairs, 1) if torch.equal(old, new)]
 
 
-def install_card_once(accelerator):
-    """Several trainings of one process share the stand-in."""
-    if not hasattr(torch, accelerator):
-        install_card(accelerator)
-
-
 def config(accelerator, work_dir, optim_wrapper=None, **options):
     """The digits example with another optimizer wrapper and a global batch of 128."""
     options = {**PLAIN, 'model__channels': 8, 'default_hooks__logger__interval': 1, **options}
@@ -67,7 +61,7 @@ def train(accelerator, work_dir, optim_wrapper=None, watch=False, **options):
         ``wrapper`` (type name of the optimizer wrapper); with ``watch`` also ``scales`` after
         each iteration and the iterations that left the weights ``unchanged``.
     """
-    install_card_once(accelerator)
+    install_card(accelerator)
     runner = RUNNERS.build(config(accelerator, work_dir, optim_wrapper, **options))
     watching = Watch()
     if watch:
@@ -139,7 +133,7 @@ class CastingClassifier(DigitsClassifier):
 
 def cast_inside(accelerator, work_dir, **options):
     """What CastingClassifier found in a run of one iteration."""
-    install_card_once(accelerator)
+    install_card(accelerator)
     options = dict(model__type='CastingClassifier', train_cfg__max_epochs=1, **options)
     runner = RUNNERS.build(config(accelerator, work_dir, **options))
     runner.train()

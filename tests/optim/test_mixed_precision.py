@@ -19,9 +19,10 @@ from mmdevplug.optim import (
     DeviceOptimWrapper,
     adapt_optim_wrapper_cfg,
 )
+from tests.columns import CUDA, NATIVE, amp_wrapper, backend_of, job_of
 from tests.distributed import RanksFailed, run_ranks
-from tests.jobs import PATHS, ROOT, largest_difference, needs_scaler
-from tests.optim.scenarios import cast_inside, install_card_once, train
+from tests.jobs import PATHS, ROOT, install_card, largest_difference, needs_scaler
+from tests.optim.scenarios import cast_inside, train
 
 SCALED = dict(type='AmpOptimWrapper', dtype='float16', loss_scale=dict(init_scale=256.0))
 
@@ -39,11 +40,11 @@ def overflow(accelerator, work_dir, clip):
 
 @needs_scaler
 @pytest.mark.parametrize('clip', [False, True])
-@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
 def test_all_ranks_skip_the_step_in_which_one_overflowed(tmp_path, accelerator, clip):
-    first, second = run_ranks(overflow, 2, accelerator, tmp_path, clip)
+    first, second = run_ranks(overflow, 2, accelerator, tmp_path, clip, **job_of(accelerator))
     for result in (first, second):
-        assert result['wrapper'] == 'DeviceAmpOptimWrapper'
+        assert result['wrapper'] == amp_wrapper(accelerator)
         assert result['unchanged'] == [5]
         assert result['scales'] == [256.0] * 5 + [128.0] * 6
     assert largest_difference(first['weights'], second['weights']) == 0.0
@@ -51,12 +52,17 @@ def test_all_ranks_skip_the_step_in_which_one_overflowed(tmp_path, accelerator, 
         assert [not torch.tensor(norm).isfinite() for norm in first['norms']].index(True) == 5
 
 
-def scale_what_nobody_averages(accelerator, overflows_on):
-    """Parameters that every rank keeps for itself."""
+def scale_what_nobody_averages(accelerator):
+    """Parameters that every rank keeps for itself; rank 0 overflows, and then no rank."""
     from mmdevplug.dist import init_device
 
-    install_card_once(accelerator)
-    context = init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
+    install_card(accelerator)
+    backend = backend_of(accelerator)
+    context = init_device('pytorch', accelerator, forced_backend=backend, timeout=60)
+    return [_scale(context, overflows_on) for overflows_on in (0, None)]
+
+
+def _scale(context, overflows_on):
     torch.manual_seed(0)
     model = nn.Linear(3, 2).to(context.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -70,10 +76,10 @@ def scale_what_nobody_averages(accelerator, overflows_on):
 
 
 @needs_scaler
-@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
 def test_ranks_agree_on_an_overflow_of_one_of_them(accelerator):
-    assert run_ranks(scale_what_nobody_averages, 2, accelerator, 0) == [(True, 4.0)] * 2
-    assert run_ranks(scale_what_nobody_averages, 2, accelerator, None) == [(False, 8.0)] * 2
+    found = run_ranks(scale_what_nobody_averages, 2, accelerator, **job_of(accelerator))
+    assert found == [[(True, 4.0), (False, 8.0)]] * 2
 
 
 # the wrapper ------------------------------------------------------------------------------------
@@ -245,7 +251,7 @@ def autocast_elsewhere():
     from mmdevplug.device import set_current_accelerator
     from mmdevplug.optim import serve_autocast
 
-    install_card_once('zeta')
+    install_card('zeta')
     with pytest.raises(ValueError, match='cuda or cpu'), autocast(device_type='zeta'):
         pass
     accelerator = get_accelerator('zeta')

@@ -17,9 +17,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
-import mmdevplug
-from tests.jobs import weights_of
-from tests.optim.scenarios import install_card_once
+from tests.jobs import base_config_of, install_card, weights_of
 
 T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
 
@@ -89,10 +87,9 @@ def write_config(path: Path, recipe: Recipe, accelerator: str = '') -> Path:
     lines = [f'{key} = {value!r}' for key, value in recipe.changes.items()]
     bases = repr(recipe.base)
     if accelerator:
-        named = Path(mmdevplug.base_config('cpu')).with_name(f'{accelerator}.py').exists()
-        name = accelerator if named else 'auto'
+        name = base_config_of(accelerator)
         bases += f", __import__('mmdevplug').base_config({name!r})"
-        if not named:
+        if name == 'auto':
             lines.append(f'accelerator = dict(type={accelerator!r})')
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('\n'.join([f'_base_ = [{bases}]', *lines, '']))
@@ -179,7 +176,7 @@ def train_ours(recipe: Recipe, accelerator: str, folder: Path) -> Dict[str, Any]
 def _prepare(recipe: Recipe, accelerator: str = 'cpu') -> None:
     if accelerator == 'gcu' and T20_STANDIN not in sys.path:
         sys.path.insert(0, T20_STANDIN)
-    install_card_once(accelerator)
+    install_card(accelerator)
     for module in recipe.modules:
         __import__(module)
 

@@ -10,6 +10,7 @@ from mmengine.runner import FlexibleRunner
 from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
 from mmdevplug.device import get_accelerator
+from tests.columns import CUDA, within
 from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import (
     ROOT,
@@ -28,16 +29,8 @@ def need(kind):
         need_mmcv_operations()
 
 
-def install_once():
-    """A card can be installed once in a process."""
-    import tests.parallel_jobs as jobs
-
-    install_card('zeta')
-    jobs.install_card = lambda name: None
-
-
 def in_one_process(kind, work_dir, counts, options):
-    install_once()
+    install_card('zeta')
     return [train(kind, 'zeta', f'{work_dir}/{count}', count, **options) for count in counts]
 
 
@@ -81,7 +74,7 @@ FEATURES = dict(
 
 def train_all(work_dir):
     """Each feature on one card and on three."""
-    install_once()
+    install_card('zeta')
     return {
         name: [
             train('classifier', 'zeta', f'{work_dir}/{name}_{count}', count, **options)
@@ -115,6 +108,22 @@ def test_the_host_may_take_part(tmp_path):
     )
     assert 'cpu' in two['devices']
     assert largest_difference(one['weights'], two['weights']) <= 1e-6
+
+
+def train_beside_the_host(accelerator, work_dir):
+    """On one card, and on a card and the host."""
+    limits = {f'{accelerator}:0': '4KB'}
+    parallel = dict(devices=[f'{accelerator}:0', 'cpu'], exclude_cpu=False, max_memory=limits)
+    one = train('classifier', accelerator, f'{work_dir}/one')
+    two = train('classifier', accelerator, f'{work_dir}/two', 2, parallel=parallel)
+    return one, two
+
+
+@pytest.mark.parametrize('accelerator', ['zeta', CUDA])
+def test_a_card_and_the_host(tmp_path, accelerator):
+    ((one, two),) = run_ranks(train_beside_the_host, 0, accelerator, str(tmp_path))
+    assert two['devices'] == ['cpu', f'{accelerator}:0']
+    assert largest_difference(one['weights'], two['weights']) <= within(accelerator, 1e-6)
 
 
 def test_frozen_weights_are_kept_in_the_precision_that_is_computed_in(tmp_path):
@@ -162,7 +171,7 @@ def test_two_ranks_of_two_devices_each_are_one_device_with_all_the_data(tmp_path
 
 def train_and_resume(work_dir, before, after, options):
     """Train half of the way on some devices, and go on on others."""
-    install_once()
+    install_card('zeta')
     half = dict(options, train_cfg__max_iters=STEPS // 2)
     half['default_hooks__checkpoint__interval'] = STEPS // 2
     whole = train('classifier', 'zeta', f'{work_dir}/whole', before, **options)
@@ -191,7 +200,7 @@ def test_checkpoints_know_no_devices(tmp_path, before, after, dropout):
 
 
 def log_of(work_dir, parallel, memory=None):
-    install_once()
+    install_card('zeta')
     if memory is not None:
         torch.zeta.set_limit(memory)
     runner = build('classifier', 'zeta', work_dir, model_parallel=parallel, log_level='INFO')
@@ -316,7 +325,7 @@ def test_the_flag(word, value):
 def look(work_dir, parallel, ranks):
     from mmdevplug.doctor.config_model import examine
 
-    install_once()
+    install_card('zeta')
     cfg = config('classifier', 'zeta', work_dir, model_parallel=parallel)
     return list(examine(cfg, get_accelerator('zeta'), ranks))
 

@@ -1,0 +1,82 @@
+"""The kinds of devices that tests are run on: what a job of each needs, and what it must say."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from tests.native import CARDS, native_paths
+
+#: A stand-in whose own backend takes its tensors alone, as NPU, MLU and MUSA cards have it.
+NATIVE = 'npu'
+
+#: Vendors' backends, where the stand-in has one.
+NATIVE_BACKENDS = {name: backend for name, (_, backend) in CARDS.items() if name != 'zeta'}
+
+#: For lists of accelerators in ``pytest.mark.parametrize``: a GPU, with ``make test-cuda``.
+CUDA = pytest.param('cuda', marks=pytest.mark.cuda)
+
+
+def gpus():
+    """The number of GPUs that this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def backend_of(accelerator):
+    """The backend of a job on an accelerator, for its ranks.
+
+    Ranks that have a GPU each use nccl; ranks that share one use gloo, because nccl refuses two
+    ranks on one GPU.
+    """
+    if accelerator == 'cuda':
+        return 'nccl' if int(os.environ.get('WORLD_SIZE', 1)) <= gpus() else 'gloo'
+    package, backend = CARDS.get(accelerator, (None, 'gloo'))
+    return backend if package in sys.modules else 'gloo'
+
+
+def job_of(accelerator, ranks=2):
+    """What :func:`tests.distributed.run_ranks` has to be told of a job on an accelerator.
+
+    Args:
+        accelerator (str): Name of the accelerator.
+        ranks (int): Number of processes. Defaults to 2.
+
+    Returns:
+        dict: Keyword arguments.
+    """
+    if accelerator in NATIVE_BACKENDS:
+        # Gloo carries what the stand-in's backend sends.
+        vendor = CARDS[accelerator][0], tuple(native_paths(accelerator))
+        return dict(vendor=vendor, environ=dict(GLOO_SOCKET_IFNAME='lo'))
+    if accelerator == 'xla':
+        return dict(environ=dict(CPU_NUM_DEVICES=str(max(ranks, 2))))
+    if accelerator == 'cuda' and ranks > gpus():
+        first = os.environ.get('CUDA_VISIBLE_DEVICES', '0').split(',')[0]
+        return dict(environ=dict(CUDA_VISIBLE_DEVICES=first))
+    return {}
+
+
+def device_of(accelerator, rank, ranks=2):
+    """The device that a rank has to be on."""
+    if accelerator == 'cpu':
+        return 'cpu'
+    if accelerator == 'cuda' and ranks > gpus():
+        rank = 0  # the ranks share a GPU
+    return f'{dict(gcu="xla").get(accelerator, accelerator)}:{rank}'
+
+
+def staged(accelerator):
+    """Whether gradients pass through the host."""
+    return accelerator in ('zeta', 'xla', 'gcu')
+
+
+def amp_wrapper(accelerator):
+    """The class that trains with mixed precision: MMEngine's own where it knows the device."""
+    own = accelerator in ('cuda', *NATIVE_BACKENDS)
+    return 'AmpOptimWrapper' if own else 'DeviceAmpOptimWrapper'
+
+
+def within(accelerator, tolerance):
+    """A tolerance for float32; the kernels of a GPU round differently from the CPU's."""
+    return max(tolerance, 1e-4) if accelerator == 'cuda' else tolerance
