@@ -12,7 +12,7 @@ from typing import Any, Callable, List, Tuple, Union
 
 import numpy as np
 import torch
-from mmengine.device import get_device, utils as device_utils
+from mmengine.device import utils as device_utils
 from mmengine.dist import dist as dist_functions, utils as dist_utils
 from mmengine.infer import BaseInferencer
 from mmengine.logging import logger as logger_module
@@ -35,7 +35,8 @@ from mmdevplug.optim import serve_autocast
 #: What was exchanged: where, its name there, and MMEngine's own.
 _exchanged: List[Tuple[Any, str, Any]] = []
 
-#: Devices whose index tensors and whose clock MMEngine knows without help.
+#: Devices whose index tensors MMEngine takes, and for which its clock waits. On others one of both
+#: is missing: on NPU and MLU it times the queueing, on MPS it refuses masks.
 _KNOWN = ('cpu', 'cuda')
 
 
@@ -71,13 +72,12 @@ def serve_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     """
     restore_mmengine()
     chosen, _ = rank_device(accelerator)
-    known_to_mmengine = chosen.device_type in (*_KNOWN, get_device())
     _exchange(device_utils, 'DEVICE', chosen.device_type)
     _exchange(logger_module, '_get_device_id', _device_id)
     for functions in (dist_utils, dist_functions):
         _exchange(functions, 'get_comm_device', group_device)
     _serve_checkpoint_loader()
-    if not known_to_mmengine:
+    if chosen.device_type not in _KNOWN:
         _serve_instance_data()
         _serve_time_counter(chosen)
     _exchange(BaseInferencer, '_init_model', _for_device(BaseInferencer._init_model, chosen))

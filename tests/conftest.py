@@ -4,6 +4,7 @@ import os
 
 import mmengine  # noqa: F401  yapf writes its grammar when it is first imported: once, not thrice
 import pytest
+import torch
 
 #: Files that take longest, by waiting (first) or computing: they come first, since a worker that
 #: met one last would go on alone.
@@ -50,6 +51,11 @@ def pytest_collection_modifyitems(config, items):
     """Without ``-m``, leave out what needs a GPU or torch_xla; with it, run what was asked for."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.nodeid.split('::')[0], len(LONG)))
+    if not torch.cuda.is_available():
+        reason = 'needs a GPU: torch.cuda.is_available() is False, torch {}'
+        for item in items:
+            if 'cuda' in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=reason.format(torch.__version__)))
     if config.getoption('-m'):
         return
     for item in items:

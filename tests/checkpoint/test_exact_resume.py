@@ -7,6 +7,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from tests.checkpoint.training import SAMPLES, train
+from tests.columns import NATIVE, job_of
 from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import largest_difference, needs_scaler
 
@@ -18,13 +19,22 @@ SEVERAL_BUCKETS = dict(
     model_wrapper_cfg=dict(type='DeviceDistributedDataParallel', bucket_cap_mb=0.01),
 )
 
+#: MMEngine's own wrapper of optimizers on devices that it knows, ours on others.
+SCALED = dict(
+    optim_wrapper__type='AmpOptimWrapper',
+    optim_wrapper__dtype='float16',
+    optim_wrapper__loss_scale=dict(init_scale=256.0, growth_interval=5),
+)
+
 
 def interrupted(world_size, work_dir, die_at, options, resumed_options=None, rank=0):
     """Train until a rank dies, then resume."""
     dies = dict(options, custom_hooks=[EMA, dict(type='DieAt', iteration=die_at, rank=rank)])
+    job = job_of(options.get('accelerator', 'cpu'), world_size)
     with pytest.raises(RanksFailed):
-        run_ranks(_train, world_size, work_dir, dies)
-    return run_ranks(_train, world_size, work_dir, dict(resumed_options or options, resume=True))
+        run_ranks(_train, world_size, work_dir, dies, **job)
+    resumed = dict(resumed_options or options, resume=True)
+    return run_ranks(_train, world_size, work_dir, resumed, **job)
 
 
 def _train(work_dir, options):
@@ -32,7 +42,8 @@ def _train(work_dir, options):
 
 
 def uninterrupted(world_size, work_dir, options):
-    return run_ranks(_train, world_size, work_dir, options)
+    job = job_of(options.get('accelerator', 'cpu'), world_size)
+    return run_ranks(_train, world_size, work_dir, options, **job)
 
 
 def assert_equal_bits(one, other):
@@ -116,22 +127,28 @@ def test_gradients_that_accumulate(tmp_path):
 
 @needs_scaler
 def test_mixed_precision(tmp_path):
-    options = dict(
-        checkpoint=EVERY_THIRD,
-        optim_wrapper__type='AmpOptimWrapper',
-        optim_wrapper__dtype='float16',
-        optim_wrapper__loss_scale=dict(init_scale=256.0, growth_interval=5),
-        by_epoch=False,
-    )
+    options = dict(checkpoint=EVERY_THIRD, by_epoch=False, **SCALED)
     expected = uninterrupted(0, tmp_path / 'whole', options)
     assert_equal_bits(expected, interrupted(0, tmp_path / 'killed', 10, options))
 
 
-@pytest.mark.parametrize('world_size', [1, 2])
-def test_an_eager_card(tmp_path, world_size):
-    options = dict(accelerator='zeta', checkpoint=EVERY_THIRD, by_epoch=False)
+@pytest.mark.parametrize(
+    ('accelerator', 'world_size', 'more'),
+    [
+        ('zeta', 1, {}),
+        ('zeta', 2, {}),
+        (NATIVE, 2, SCALED),
+        pytest.param(NATIVE, 4, SEVERAL_BUCKETS, marks=pytest.mark.long),
+        pytest.param('cuda', 1, {}, marks=pytest.mark.cuda),
+        pytest.param('cuda', 2, SCALED, marks=pytest.mark.cuda),
+        pytest.param('cuda', 4, SEVERAL_BUCKETS, marks=pytest.mark.cuda),
+    ],
+)
+def test_an_eager_card(tmp_path, accelerator, world_size, more):
+    options = dict(accelerator=accelerator, checkpoint=EVERY_THIRD, by_epoch=False, **more)
     expected = uninterrupted(world_size, tmp_path / 'whole', options)
-    assert_equal_bits(expected, interrupted(world_size, tmp_path / 'killed', 10, options))
+    got = interrupted(world_size, tmp_path / 'killed', 10, options)
+    assert_equal_bits(expected, got)
 
 
 def seen_samples(work_dir, options):

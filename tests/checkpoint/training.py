@@ -13,6 +13,7 @@ from mmengine.registry import DATA_SAMPLERS, DATASETS, HOOKS, METRICS, MODELS, R
 from torch import nn
 from torch.utils.data import RandomSampler
 
+from tests.columns import backend_of
 from tests.jobs import install_card, weights_of
 
 SAMPLES = 52
@@ -120,7 +121,7 @@ def config(work_dir, accelerator='cpu', by_epoch=True, length=None, checkpoint=N
         train_cfg = dict(by_epoch=False, max_iters=length or 24, val_interval=6)
     cfg = dict(
         runner_type='DeviceRunner',
-        accelerator=dict(type=accelerator),
+        accelerator=dict(type=accelerator, backend=backend_of(accelerator)),
         work_dir=str(work_dir),
         launcher='pytorch' if 'RANK' in os.environ else 'none',
         default_scope='mmengine',

@@ -11,10 +11,12 @@ from tests.jobs import weights_of
 def start(accelerator):
     """Start the process group on a device; returns its context."""
     from mmdevplug.dist import init_device
+    from tests.columns import backend_of
     from tests.jobs import install_card
 
     install_card(accelerator)
-    return init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
+    backend = backend_of(accelerator)
+    return init_device('pytorch', accelerator, forced_backend=backend, timeout=60)
 
 
 def rank():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, Tuple
 
+from tests.columns import NATIVE, backend_of
 from tests.jobs import torch_before
 
 STEPS = 20
@@ -226,7 +227,7 @@ ROWS = {
         dict(compile=dict(backend='aot_eager')),
         reference={},
         # That of 2.1 fails in PyTorch's own SGD; before 2.0 there is none.
-        absent_on=(*STAGED, 'cpu') if torch_before('2.4.0') else STAGED,
+        absent_on=(*STAGED, NATIVE, *(['cpu', 'cuda'] if torch_before('2.4.0') else [])),
     ),
     'zero': Row(
         '`ZeroRedundancyOptimizer`',
@@ -264,7 +265,7 @@ def base_config(accelerator, work_dir):
         train_cfg=dict(type='IterBasedTrainLoop', max_iters=STEPS, val_interval=10**9),
         default_hooks=dict(checkpoint=None),
         launcher='pytorch' if 'RANK' in os.environ else 'none',
-        accelerator=dict(type=accelerator, backend='gloo'),
+        accelerator=dict(type=accelerator, backend=backend_of(accelerator)),
         default_scope='mmengine',
         randomness=dict(seed=0),
         log_level='WARNING',

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.columns import CUDA, NATIVE, job_of
 from tests.distributed import run_ranks
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference
@@ -22,6 +23,8 @@ T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
 ACCELERATORS = [
     'cpu',
     'zeta',
+    NATIVE,
+    CUDA,
     pytest.param('xla', marks=pytest.mark.xla),
     pytest.param('gcu', marks=pytest.mark.xla),
 ]
@@ -48,10 +51,9 @@ def columns(tmp_path_factory, reference):
     def of(accelerator):
         if accelerator not in trained:
             names = [name for name, row in ROWS.items() if accelerator not in row.absent_on]
-            environ = dict(CPU_NUM_DEVICES='2') if accelerator == 'xla' else {}
             folder = tmp_path_factory.mktemp(accelerator)
             trained[accelerator] = run_ranks(
-                train_on, 2, accelerator, names, folder, environ=environ, timeout=280
+                train_on, 2, accelerator, names, folder, timeout=280, **job_of(accelerator)
             )
             _write(accelerator, trained[accelerator], reference)
         return trained[accelerator]

@@ -3,9 +3,11 @@
 from collections import defaultdict, namedtuple
 from types import SimpleNamespace
 
+import pytest
 import torch
 from mmengine.structures import InstanceData
 
+from tests.columns import CUDA, NATIVE, job_of
 from tests.distributed import run_ranks
 from tests.jobs import install_card
 
@@ -43,16 +45,17 @@ def fetch(accelerator_name):
     )
 
 
-def test_nested_results_keep_their_shape():
-    assert run_ranks(fetch, 0, 'zeta') == [
+@pytest.mark.parametrize('accelerator', ['zeta', NATIVE, CUDA])
+def test_nested_results_keep_their_shape(accelerator):
+    assert run_ranks(fetch, 0, accelerator, **job_of(accelerator)) == [
         dict(
             same_list=True,
-            before='zeta',  # of an earlier batch
+            before=accelerator,  # of an earlier batch
             types=['defaultdict', 'Pair', 'InstanceData'],
             devices={'cpu'},
             values=[8.0, [0.0, 1.0, 2.0], 3],
             shared=True,
             rest=('a', None),
-            source='zeta',
+            source=accelerator,
         )
     ]

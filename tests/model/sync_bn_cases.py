@@ -152,10 +152,12 @@ def run_all(accelerator):
     from mmdevplug.model.move import move_module
     from mmdevplug.model.norm_layers import convert_norm_layers
     from mmdevplug.model.sync_bn import DeviceSyncBatchNorm
+    from tests.columns import backend_of
     from tests.jobs import install_card
 
     install_card(accelerator)
-    context = init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
+    backend = backend_of(accelerator)
+    context = init_device('pytorch', accelerator, forced_backend=backend, timeout=60)
     rank, ranks = torch_dist.get_rank(), torch_dist.get_world_size()
     found = {}
     for name, case in CASES.items():

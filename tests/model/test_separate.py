@@ -5,17 +5,19 @@ import torch
 from mmengine.model import MMSeparateDistributedDataParallel, is_model_wrapper
 from torch import nn
 
+from tests.columns import CUDA, NATIVE, backend_of, job_of, staged
 from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import install_card
 
-both = pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+each = pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
 
 
 def in_job(accelerator, check):
     from mmdevplug.dist import init_device
 
     install_card(accelerator)
-    return check(init_device('pytorch', accelerator, forced_backend='gloo', timeout=60))
+    backend = backend_of(accelerator)
+    return check(init_device('pytorch', accelerator, forced_backend=backend, timeout=60))
 
 
 def wrapped_gan(**options):
@@ -52,15 +54,15 @@ def look(context):
     )
 
 
-@both
+@each
 def test_children_are_wrapped(accelerator):
-    for found in run_ranks(in_job, 2, accelerator, look):
+    for found in run_ranks(in_job, 2, accelerator, look, **job_of(accelerator)):
         expected = found.pop('expected')
         assert found.pop('devices') == {expected}
         assert found.pop('preprocessor') == expected
         assert found.pop('wrapped') == ['generator', 'discriminator']
         assert found.pop('keys') == {'own'}
-        assert found.pop('staged') == (accelerator == 'zeta')
+        assert found.pop('staged') == staged(accelerator)
         assert all(found.values()), found
 
 
@@ -84,9 +86,9 @@ def accumulate(context):
     return dict(flags=flags, again=again, own=own, averaged=backward())
 
 
-@both
+@each
 def test_no_sync_covers_all_children(accelerator):
-    one, other = run_ranks(in_job, 2, accelerator, accumulate)
+    one, other = run_ranks(in_job, 2, accelerator, accumulate, **job_of(accelerator))
     for found in (one, other):
         assert found['flags'] == [False, False]
         assert found['again'] == [True, True]

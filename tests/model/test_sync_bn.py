@@ -8,6 +8,7 @@ from torch import nn
 
 from mmdevplug.errors import ModelError
 from mmdevplug.model.norm_layers import SYNC_BN, check_sync_bn, convert_norm_layers
+from tests.columns import CUDA, NATIVE, backend_of, job_of
 from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import (
     PLAIN,
@@ -18,7 +19,10 @@ from tests.jobs import (
 )
 from tests.model.sync_bn_cases import CASES, compare, run_all
 
-JOBS = [('cpu', 2), ('cpu', 3), ('zeta', 2)]
+# The backend of NPU cards adds up no doubles, that of MLU cards does.
+JOBS = [('cpu', 2), ('cpu', 3), ('zeta', 2), ('mlu', 3)]
+JOBS += [pytest.param('cuda', 2, marks=pytest.mark.cuda)]
+DEVICES = ['cpu', 'zeta', NATIVE, CUDA]
 
 
 @pytest.fixture(scope='module')
@@ -27,7 +31,8 @@ def found():
 
     def of(accelerator, ranks):
         if (accelerator, ranks) not in jobs:
-            jobs[accelerator, ranks] = run_ranks(run_all, ranks, accelerator)
+            options = job_of(accelerator, ranks)
+            jobs[accelerator, ranks] = run_ranks(run_all, ranks, accelerator, **options)
         return jobs[accelerator, ranks]
 
     return of
@@ -43,7 +48,7 @@ def start(accelerator):
     from mmdevplug.dist import init_device
 
     install_card(accelerator)
-    return init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
+    return init_device('pytorch', accelerator, forced_backend=backend_of(accelerator), timeout=60)
 
 
 # conversion -------------------------------------------------------------------------------------
@@ -69,8 +74,12 @@ class Layers(nn.Module):
         return self.untracked(self.again(outputs).flatten(2))
 
 
-def convert(accelerator, sync_bn):
+def convert_all(accelerator):
     context = start(accelerator)
+    return {sync_bn: convert(context, sync_bn) for sync_bn in KINDS}
+
+
+def convert(context, sync_bn):
     model = Layers()
     before = dict(model.state_dict(keep_vars=True))
     flags = {name: part.training for name, part in model.named_modules()}
@@ -105,11 +114,27 @@ KINDS = {
 }
 
 
+@pytest.fixture(scope='module')
+def converted():
+    jobs = {}
+
+    def of(accelerator):
+        if accelerator not in jobs:
+            jobs[accelerator] = run_ranks(convert_all, 2, accelerator, **job_of(accelerator))
+        return jobs[accelerator]
+
+    return of
+
+
 @pytest.mark.parametrize('sync_bn', KINDS)
-@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
-def test_conversion(accelerator, sync_bn):
+@pytest.mark.parametrize('accelerator', DEVICES)
+def test_conversion(converted, accelerator, sync_bn):
     ordinary, synchronized = KINDS[sync_bn]
-    for names, layer_name in run_ranks(convert, 2, accelerator, sync_bn):
+    if accelerator in ('cuda', NATIVE) and sync_bn != 'exact':  # where PyTorch's own layer works
+        ordinary, synchronized = (
+            name if name != OURS else 'SyncBatchNorm' for name in (ordinary, synchronized)
+        )
+    for names, layer_name in (found[sync_bn] for found in converted(accelerator)):
         assert names['plain'] == (ordinary or 'BatchNorm2d')
         assert names['part.2'] == (ordinary or 'BatchNorm2d')
         assert names['untracked'] == (ordinary or 'BatchNorm1d')
@@ -204,15 +229,15 @@ def one_value(accelerator):
     from torch import distributed as torch_dist
 
     model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.SyncBatchNorm(3))).to(context.device)
-    convert_norm_layers(model, context.accelerator, context.device)
+    convert_norm_layers(model, context.accelerator, context.device, 'exact')
     size = 1 if torch_dist.get_rank() == 1 else 0
     model(torch.zeros(size, 2).to(context.device))
 
 
-@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE])
 def test_one_value_per_channel_is_refused_on_all_ranks(accelerator):
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(one_value, 2, accelerator, together=True)
+        run_ranks(one_value, 2, accelerator, together=True, **job_of(accelerator))
     assert sorted(raised.value.errors) == [0, 1]
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'ModelError'
@@ -364,9 +389,10 @@ def single_process_weights(tmp_path_factory):
     return result['weights']
 
 
-@pytest.mark.parametrize(('accelerator', 'sync_bn'), [('cpu', 'auto'), ('zeta', 'auto')])
-def test_trains_as_one_process(tmp_path, single_process_weights, accelerator, sync_bn):
-    for result in run_ranks(train_normalized, 2, accelerator, tmp_path, sync_bn):
+@pytest.mark.parametrize('accelerator', DEVICES)
+def test_trains_as_one_process(tmp_path, single_process_weights, accelerator):
+    options = job_of(accelerator)
+    for result in run_ranks(train_normalized, 2, accelerator, tmp_path, 'auto', **options):
         assert largest_difference(result['weights'], single_process_weights) <= 1e-4
 
 

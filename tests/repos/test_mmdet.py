@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.columns import device_of, job_of
 from tests.distributed import run_ranks
 from tests.jobs import largest_difference, need_mmcv_operations
 from tests.repos.coco import faster_rcnn, make_coco, retinanet
@@ -21,6 +22,11 @@ MODELS = dict(retinanet=retinanet, faster_rcnn=faster_rcnn)
 EAGER = [('cpu', 2), ('zeta', 2)]
 LAZY = [('xla', 0), ('xla', 2), ('gcu', 2)]
 CASES = [(*case, name) for case in EAGER for name in MODELS]
+CASES += [
+    pytest.param(('cuda', ranks, name), marks=pytest.mark.cuda)
+    for ranks in (0, 1, 2)
+    for name in MODELS
+]
 CASES += [
     pytest.param((*case, name), marks=[pytest.mark.xla, pytest.mark.long])
     for case in LAZY
@@ -57,9 +63,14 @@ def trained(recipes, tmp_path_factory):
         if key not in jobs:
             wanted = {one: recipes[one] for one in names}
             folder = tmp_path_factory.mktemp('_'.join(map(str, key)))
-            environ = dict(CPU_NUM_DEVICES='2') if accelerator == 'xla' else {}
             jobs[key] = run_ranks(
-                train_all, ranks, wanted, accelerator, folder, environ=environ, timeout=580
+                train_all,
+                ranks,
+                wanted,
+                accelerator,
+                folder,
+                timeout=580,
+                **job_of(accelerator, ranks),
             )
         return jobs[key]
 
@@ -112,8 +123,7 @@ def test_resuming_goes_on(trained, case):
 def test_each_rank_is_on_its_device(trained, case):
     accelerator, ranks, name = case
     for rank, found in enumerate(trained(case)):
-        kind = dict(gcu='xla').get(accelerator, accelerator)
-        assert found[name]['device'] == ('cpu' if kind == 'cpu' else f'{kind}:{rank}')
+        assert found[name]['device'] == device_of(accelerator, rank, ranks)
         if ranks:
             assert found[name]['wrapper'] == 'DeviceDistributedDataParallel'
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.columns import NATIVE, device_of, job_of
 from tests.distributed import run_ranks
 from tests.jobs import largest_difference, need_mmcv_operations
 from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer
@@ -26,6 +27,8 @@ NAMES = ['segformer', 'deeplabv3plus']
 CASES = [
     ('cpu', 2),
     ('zeta', 2),
+    pytest.param((NATIVE, 2), marks=pytest.mark.long),
+    *(pytest.param(('cuda', ranks), marks=pytest.mark.cuda) for ranks in (0, 1, 2)),
     pytest.param(('xla', 0), marks=[pytest.mark.xla, pytest.mark.long]),
     pytest.param(('xla', 2), marks=[pytest.mark.xla, pytest.mark.long]),
     pytest.param(('gcu', 2), marks=[pytest.mark.xla, pytest.mark.long]),
@@ -58,10 +61,15 @@ def trained(recipes, tmp_path_factory):
     def of(case):
         if case not in found:
             accelerator, ranks = case
-            environ = dict(CPU_NUM_DEVICES=str(max(ranks, 1))) if accelerator == 'xla' else {}
             folder = tmp_path_factory.mktemp(f'{accelerator}_{ranks}')
             found[case] = run_ranks(
-                train_all, ranks, recipes, accelerator, folder, environ=environ, timeout=580
+                train_all,
+                ranks,
+                recipes,
+                accelerator,
+                folder,
+                timeout=580,
+                **job_of(accelerator, ranks),
             )
         return found[case]
 
@@ -131,9 +139,7 @@ def test_resuming_goes_on(trained, case, name):
 def test_each_rank_is_on_its_device(trained, case, name):
     accelerator, ranks = case
     for rank, found in enumerate(trained(case)):
-        kind = dict(gcu='xla').get(accelerator, accelerator)
-        expected = 'cpu' if kind == 'cpu' else f'{kind}:{rank}'
-        assert found[name]['device'] == expected
+        assert found[name]['device'] == device_of(accelerator, rank, ranks)
         if ranks:
             assert found[name]['wrapper'] == 'DeviceDistributedDataParallel'
 

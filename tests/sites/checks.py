@@ -1,9 +1,10 @@
 """What the facts of each row have to be: of MMEngine by itself, and with ours."""
 
+from tests.columns import NATIVE, NATIVE_BACKENDS
 from tests.jobs import torch_before
-from tests.sites.devices import device_type
+from tests.sites.devices import VISIBLE, device_type
 
-STAGED_NAMES = dict(xla='xla 0,1', gcu='xla 0,1', zeta='zeta 0,1,2,3')
+STAGED_NAMES = dict(xla='xla 0,1', gcu='xla 0,1', zeta='zeta 0,1,2,3', npu='npu 0,1,2,3')
 TRAIN_ITERATIONS = 6  # 2 epochs of 3
 
 
@@ -37,6 +38,9 @@ def _stock_5(facts, name, rank):
 
 
 def _stock_3(facts, name, rank):
+    if name == NATIVE:
+        assert facts == dict(asked='gloo', backend='hccl'), facts
+        return
     raises(facts, 'AssertionError', 'ValueError', 'RuntimeError')
     assert 'hccl' in facts['message'].lower(), facts
 
@@ -117,8 +121,40 @@ STOCK = {
 }
 
 
+def _native_2(facts, name, rank):
+    assert facts == dict(
+        backend=NATIVE_BACKENDS.get(name, 'gloo'), device=device_of(name, rank)
+    ), facts
+
+
+def _native_5(facts, name, rank):
+    device = device_of(name, rank)
+    assert facts == [2.0, 2.0, device, device], facts
+
+
+def _native_13(facts, name, rank):
+    raises(facts, 'AttributeError')
+    assert 'native_device' in facts['message'], facts
+
+
+def _native_14(facts, name, rank):
+    device = device_of(name, rank)
+    assert facts['to'] == facts['parameters'] == device, facts
+    assert facts['vendor'] in (device, str(rank)), facts  # MMEngine's `npu()` keeps the index
+
+
+def _native_24(facts, name, rank):
+    assert [len(row) for row in facts] == [2, 2, 2], facts
+
+
+def _native_25(facts, name, rank):
+    assert facts == dict(device=device_of(name, rank), executions=0), facts
+
+
 def _ours_2(facts, name, rank):
-    assert facts == dict(backend='gloo', device=device_of(name, rank)), facts
+    assert facts == dict(
+        backend=NATIVE_BACKENDS.get(name, 'gloo'), device=device_of(name, rank)
+    ), facts
 
 
 def _ours_3(facts, name, rank):
@@ -129,6 +165,13 @@ def _ours_3(facts, name, rank):
 def _ours_4(facts, name, rank):
     device = device_of(name, rank)
     assert facts == dict(mpi=device, slurm=device), facts
+
+
+def _ours_5(facts, name, rank):
+    # In the column of the native stand-in with the backend that MMEngine knows, and with another
+    # one, beside which gloo takes host tensors.
+    carried_on = f'npu:{rank}' if name == NATIVE else 'cpu'
+    assert facts == [2.0, 2.0, f'npu:{rank}', carried_on], facts
 
 
 def _ours_6(facts, name, rank):
@@ -182,9 +225,8 @@ def _ours_20(facts, name, rank):
 
 def _ours_21(facts, name, rank):
     assert any(line.startswith(STAGED_NAMES[name]) for line in facts), facts
-    package = dict(xla='torch_xla: ', gcu='torch_gcu: ').get(name, '')
-    variable = dict(xla='CPU_NUM_DEVICES: 2', gcu='TOPS_VISIBLE_DEVICES: 6,7')
-    wanted = variable.get(name, 'ZETA_VISIBLE_DEVICES: 6,7')
+    package = '' if name == 'zeta' else f'torch_{name}: '
+    wanted = 'CPU_NUM_DEVICES: 2' if name == 'xla' else f'{VISIBLE[name]}: 6,7'
     assert any(line.startswith(package) for line in facts), facts
     assert wanted in facts, facts
 
@@ -229,12 +271,37 @@ def _are_device(facts, name, rank):
     assert facts == [device_of(name, rank)], facts
 
 
+#: Of MMEngine by itself on devices and backends that it knows by name: rows where it is right.
+NATIVE_STOCK = {
+    1: _equals(NATIVE),
+    2: _native_2,
+    5: _native_5,
+    6: lambda facts, name, rank: _ours_6(facts, name, rank),
+    7: _is_device,
+    8: _is_device,
+    10: _equals(NATIVE),
+    12: _is_device,
+    13: _native_13,
+    14: _native_14,
+    15: _equals(dict(wrapper=None, context='torch.float16')),
+    18: _equals(True),
+    22: _equals([0.0, 2.0]),
+    24: _native_24,
+    25: _native_25,
+}
+
+
+def stock_check(number, name):
+    """What MMEngine by itself has to have done."""
+    return (NATIVE_STOCK if name == NATIVE else {}).get(number, STOCK[number])
+
+
 OURS = {
     1: lambda facts, name, rank: _equals(device_type(name))(facts, name, rank),
     2: _ours_2,
     3: _ours_3,
     4: _ours_4,
-    5: lambda facts, name, rank: _equals([2.0, 2.0, f'npu:{rank}', 'cpu'])(facts, name, rank),
+    5: _ours_5,
     6: _ours_6,
     7: _is_device,
     8: _ours_8,

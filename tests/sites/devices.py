@@ -6,10 +6,16 @@ from pathlib import Path
 
 import torch
 
+from tests.columns import NATIVE_BACKENDS, backend_of
+
 T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
 
 #: A device that shows how an entry of the visible-devices variable becomes a name.
-VISIBLE = dict(zeta='ZETA_VISIBLE_DEVICES', gcu='TOPS_VISIBLE_DEVICES')
+VISIBLE = dict(
+    zeta='ZETA_VISIBLE_DEVICES',
+    gcu='TOPS_VISIBLE_DEVICES',
+    npu='ASCEND_RT_VISIBLE_DEVICES',
+)
 
 
 def environ_of(name):
@@ -29,7 +35,7 @@ def begin(name):
         import torch_gcu  # noqa: F401
     elif name == 'xla':
         import torch_xla  # noqa: F401
-    elif name != 'cpu':
+    elif name != 'cpu' and name not in NATIVE_BACKENDS:  # of which MMEngine imports the package
         import card
 
         card.install(name)
@@ -42,7 +48,7 @@ def accelerator_config(name):
     """The key ``accelerator`` of a config."""
     if name == 'zeta':
         return dict(type=name, backend='gloo', visible_devices_env=VISIBLE[name])
-    return dict(type=name, backend='gloo')
+    return dict(type=name, backend=backend_of(name))
 
 
 def device_type(name):

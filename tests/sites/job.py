@@ -3,27 +3,23 @@
 from tests.sites.devices import begin
 
 
-def run_stock(name, folder, other_port):
-    """What each row finds of MMEngine by itself."""
-    begin(name)
-    from tests.sites.stock import facts_of_stock
-
-    return facts_of_stock(name, folder, other_port)
-
-
-def run_both(name, folder, other_port):
+def run_both(name, folder, ports):
     """What each row finds of MMEngine by itself, and with ours.
 
     Returns:
         dict: ``stock`` and ``ours``, each by row; ``restored``, what ``get_device`` says when
         MMEngine's own functions were put back.
     """
-    stock = run_stock(name, folder, other_port)
+    begin(name)
     from mmengine.device import get_device
+
+    from tests.sites.stock import facts_of_stock
+
+    stock = facts_of_stock(name, folder, ports)
 
     from mmdevplug.serving import restore_mmengine
     from tests.sites.ours import facts_of_ours
 
-    ours = facts_of_ours(name, folder)
+    ours = facts_of_ours(name, folder, ports)
     restore_mmengine()
     return dict(stock=stock, ours=ours, restored=get_device())

@@ -16,6 +16,7 @@ import mmdevplug
 from mmdevplug.dist import device_context, init_device
 from mmdevplug.hooks import DeviceEmptyCacheHook, DeviceProfilerHook
 from mmdevplug.model.placing import place_model
+from tests.columns import NATIVE_BACKENDS, backend_of
 from tests.distributed import free_port
 from tests.sites.devices import (
     Counted,
@@ -35,7 +36,7 @@ from tests.sites.parts import (
     counted_function,
     optim_wrapper,
 )
-from tests.sites.stock import attempt, download
+from tests.sites.stock import attempt, download, end_group, objects, sums
 
 
 @HOOKS.register_module()
@@ -61,13 +62,22 @@ class Observer(Hook):
         self._before = now
 
 
-def facts_of_ours(name, folder):
+def facts_of_ours(name, folder, ports):
     """Run everything in a job of ours.
+
+    Args:
+        name (str): The kind of device.
+        folder (Path): For files.
+        ports (list): See :func:`tests.sites.stock.facts_of_stock`.
 
     Returns:
         dict: Row → facts.
     """
     found = {4: dict(mpi=attempt(_launched, 'mpi', name), slurm=attempt(_launched, 'slurm', name))}
+    native = name in NATIVE_BACKENDS
+    if native:
+        found[3] = attempt(_backend_of_config, name)
+        end_group(ports)
     # As a user does who wants inference alone: before any runner, and in a single process.
     found[11] = dict(downloaded=_alone(name, folder))
     job = _train(name, folder)
@@ -76,6 +86,8 @@ def facts_of_ours(name, folder):
     path = str(folder / 'job' / 'epoch_2.pth')
     found[1] = get_device()
     found[2] = dict(backend=context.backend, device=str(context.device))
+    if native:
+        found[5], found[6] = attempt(sums, device), attempt(objects)
     found[7] = str(next(runner.model.parameters()).device)
     found[8] = dict(ids=runner.model.device_ids, iterations=runner.iter)
     found[9] = _weights_sent(name, runner)
@@ -100,6 +112,13 @@ def facts_of_ours(name, folder):
     return found
 
 
+def _backend_of_config(name):
+    context = init_device('pytorch', name, backend='gloo')
+    return dict(
+        backend=torch_dist.get_backend(), device=str(context.device), sums=sums(context.device)
+    )
+
+
 def _launched(launcher, name):
     """A process group by another launcher's variables, in place of torchrun's."""
     rank, names = os.environ['RANK'], ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')
@@ -115,7 +134,7 @@ def _launched(launcher, name):
             SLURM_NODELIST='here', SLURM_NNODES='1', SLURM_NTASKS_PER_NODE='2',
         )  # fmt: skip
     try:
-        context = init_device(launcher, accelerator_config(name)['type'], backend='gloo')
+        context = init_device(launcher, name, backend=backend_of(name))
         ports = [free_port()]
         torch_dist.broadcast_object_list(ports)
         torch_dist.barrier()

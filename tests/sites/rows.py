@@ -6,11 +6,9 @@ The texts are what the documentation says; whether they hold is what the tests f
 from dataclasses import dataclass, field
 from typing import Dict
 
-STANDINS = ('cpu', 'xla', 'gcu', 'zeta')
-
 #: Why a row is not for a kind of device; docs/site_table.py has the words.
 ABSENT = dict(
-    served='served',  # MMEngine is right there
+    served='served',  # MMEngine is right there; on the native stand-in that is tested
     none='none',  # the device has no such thing
     named='named',  # is about devices that MMEngine names, or about a vendor's backend
 )
@@ -39,6 +37,10 @@ def _on_cpu(why='served', **more):
     return dict(cpu=why, **more)
 
 
+#: MMEngine knows the device and its backend by name.
+NAMED = dict(npu='served')
+
+
 ROWS = {
     1: Row(
         'device/utils.py `get_device`',
@@ -46,7 +48,7 @@ ROWS = {
         '有加速卡时仍返回 `cpu`',
         'says the device type of the accelerator in use, also where it was imported before',
         '返回所用加速卡的设备类型,之前已导入该函数的模块也一样',
-        _on_cpu(),
+        _on_cpu(**NAMED),
     ),
     2: Row(
         'dist/utils.py `_init_dist_pytorch`',
@@ -54,6 +56,7 @@ ROWS = {
         '调用 `torch.cuda.set_device`,没有 CUDA 即失败',
         '`init_device` sets the device of the rank and starts the process group',
         '`init_device` 设置本 rank 的设备并启动进程组',
+        NAMED,
     ),
     3: Row(
         'dist/utils.py `_init_dist_pytorch`',
@@ -76,7 +79,7 @@ ROWS = {
         '把主机张量交给它不认识的厂商后端',
         'gloo takes the host tensors beside such a backend',
         '此类后端旁由 gloo 处理主机张量',
-        dict(cpu='named', xla='named', gcu='named'),
+        dict(cpu='named', xla='named', gcu='named', **NAMED),
     ),
     6: Row(
         'dist/dist.py object collectives',
@@ -84,7 +87,7 @@ ROWS = {
         '同上,针对序列化对象',
         'the same: objects travel over gloo',
         '同上:对象经 gloo 传输',
-        dict(cpu='named', xla='named', gcu='named'),
+        dict(cpu='named', xla='named', gcu='named', **NAMED),
     ),
     7: Row(
         'runner/runner.py `wrap_model`',
@@ -92,7 +95,7 @@ ROWS = {
         '模型留在 CPU 上',
         'the model is on the device of its rank',
         '模型位于本 rank 的设备上',
-        _on_cpu(),
+        _on_cpu(**NAMED),
     ),
     8: Row(
         'runner/runner.py `wrap_model`',
@@ -100,6 +103,7 @@ ROWS = {
         '把 `device_ids` 传给 DDP,被其拒绝',
         'no `device_ids` where DDP takes none; the job trains',
         'DDP 不接受时不传 `device_ids`;作业可训练',
+        NAMED,
     ),
     9: Row(
         'runner/runner.py `_init_model_weights`',
@@ -114,7 +118,7 @@ ROWS = {
         '加载到 `get_device` 所说的位置:CPU,而非模型所在设备',
         'reads to the host; parameters and optimizer state end on the device',
         '读入主机;参数与优化器状态最终位于设备上',
-        _on_cpu(),
+        _on_cpu(**NAMED),
     ),
     11: Row(
         'runner/checkpoint.py, utils/dl_utils/hub.py',
@@ -130,11 +134,14 @@ ROWS = {
         '与 7、8 相同,在 `FlexibleRunner` 中',
         '`DeviceStrategy`',
         '`DeviceStrategy`',
+        NAMED,
     ),
     13: Row(
         'model/wrappers/seperate_distributed.py',
-        'moves each child to what `get_device` says: the CPU',
-        '把每个子模块移到 `get_device` 所说的位置:CPU',
+        'moves each child to what `get_device` says: the CPU; on NPU it asks torch_npu for a name '
+        'that it no longer has, and fails',
+        '把每个子模块移到 `get_device` 所说的位置:CPU;'
+        '在 NPU 上查询 torch_npu 已不再提供的名称而失败',
         '`DeviceSeparateDistributedDataParallel` in its place',
         '以 `DeviceSeparateDistributedDataParallel` 代替',
         _on_cpu(),
@@ -146,6 +153,7 @@ ROWS = {
         '`.cuda` 需要 CUDA;用厂商自己的方法移动模型时,数据预处理器并不知道,批次留在 CPU',
         'every preprocessor is told of the device, wherever it is; nothing calls `.cuda`',
         '无论位于何处,每个预处理器都获知设备;不调用 `.cuda`',
+        NAMED,
     ),
     15: Row(
         'runner/amp.py, optim/optimizer/amp_optimizer_wrapper.py',
@@ -153,6 +161,7 @@ ROWS = {
         '拒绝混合精度',
         'mixed precision of the device',
         '使用设备的混合精度',
+        NAMED,
     ),
     16: Row(
         'hooks/empty_cache_hook.py',
@@ -176,7 +185,7 @@ ROWS = {
         '不设置设备生成器的种子',
         'seeds it',
         '设置种子',
-        dict(cpu='served', zeta='served', gcu='none'),
+        dict(cpu='served', zeta='served', gcu='none', **NAMED),
     ),
     19: Row(
         'logging/logger.py',
@@ -209,7 +218,7 @@ ROWS = {
         '拒绝设备上的掩码与索引',
         'takes them on any device',
         '接受任何设备上的掩码与索引',
-        _on_cpu(),
+        _on_cpu(**NAMED),
     ),
     23: Row(
         'hooks/profiler_hook.py',
@@ -225,6 +234,7 @@ ROWS = {
         '经 gloo 同步时失败',
         'layers of ours, the same statistics on all ranks',
         '使用我们的层,所有 rank 统计量相同',
+        NAMED,
     ),
     25: Row(
         'infer/infer.py, model/test_time_aug.py',
@@ -232,7 +242,7 @@ ROWS = {
         '在 CPU 上计算;每读取一个样本执行一次',
         'inferencers, `mmdevplug test` and `--tta` on the device; one execution for each view',
         '推理器、`mmdevplug test` 与 `--tta` 在设备上运行;每个视图执行一次',
-        _on_cpu(),
+        _on_cpu(**NAMED),
     ),
     26: Row(
         'hooks/runtime_info_hook.py',
@@ -240,6 +250,6 @@ ROWS = {
         '逐个读取损失,在惰性设备上各执行一次',
         'one execution before any is read',
         '读取前统一执行一次',
-        dict(cpu='none', zeta='none'),
+        dict(cpu='none', zeta='none', npu='none'),
     ),
 }

@@ -7,7 +7,14 @@ from http.server import HTTPServer, SimpleHTTPRequestHandler
 
 import torch
 from mmengine.device import get_device
-from mmengine.dist import init_dist
+from mmengine.dist import (
+    all_gather_object,
+    all_reduce,
+    broadcast_object_list,
+    collect_results,
+    get_comm_device,
+    init_dist,
+)
 from mmengine.hooks import EmptyCacheHook, IterTimerHook, ProfilerHook, RuntimeInfoHook
 from mmengine.logging import MessageHub
 from mmengine.logging.logger import _get_device_id
@@ -19,6 +26,7 @@ from mmengine.structures import InstanceData
 from mmengine.utils.dl_utils import collect_env
 from torch import distributed as torch_dist, nn
 
+from tests.columns import backend_of
 from tests.sites.devices import Counted, Waits, drawn, executions, rank_device_of
 from tests.sites.parts import (
     Nested,
@@ -39,16 +47,26 @@ def attempt(function, *args, **kwargs):
         return dict(error=type(error).__name__, message=lines[0])
 
 
-def facts_of_stock(name, folder, other_port):
-    """Run everything, first without a process group and then in one of gloo.
+def facts_of_stock(name, folder, ports):
+    """Run everything, first without a process group and then in one.
+
+    Args:
+        name (str): The kind of device.
+        folder (Path): For files.
+        ports (list): One for each process group after the first; those that were used are taken
+            out.
 
     Returns:
         dict: Row → facts.
     """
     device = rank_device_of(name)
-    found = {
-        1: get_device(),
-        2: attempt(init_dist, 'pytorch', backend='gloo'),
+    found = {1: get_device(), 2: attempt(_first_group, name)}
+    if torch_dist.is_initialized():
+        # MMEngine knows the device and its backend.
+        found[3] = dict(asked='gloo', backend=torch_dist.get_backend())
+        found[5], found[6] = attempt(sums, device), attempt(objects)
+        end_group(ports)
+    found.update({
         4: dict(mpi=attempt(_mpi), slurm=attempt(_slurm)),
         7: attempt(_runner_alone, folder),
         10: attempt(_location_of_resume, folder),
@@ -64,16 +82,44 @@ def facts_of_stock(name, folder, other_port):
         23: _profiled(),
         25: attempt(_inferred, name, device),
         26: _losses_read(name, device),
-    }
-    torch_dist.init_process_group('gloo')
+    })  # fmt: skip
+    torch_dist.init_process_group(backend_of(name))
     found[8] = attempt(_runner_in_group, folder)
     found[12] = attempt(_flexible_in_group, folder)
     found[13] = attempt(_separate, device)
     found[24] = attempt(_synchronized, device)
+    end_group(ports)
+    return found
+
+
+def end_group(ports):
+    """End the process group; the next one uses another port."""
     torch_dist.barrier()
     torch_dist.destroy_process_group()
-    os.environ['MASTER_PORT'] = str(other_port)
-    return found
+    os.environ['MASTER_PORT'] = str(ports.pop())
+
+
+def _first_group(name):
+    init_dist('pytorch', backend='gloo')
+    current = getattr(torch, name).current_device()
+    return dict(backend=torch_dist.get_backend(), device=f'{name}:{current}')
+
+
+def sums(device):
+    """Sums of the ranks, of a tensor of the host and one of the card."""
+    on_host, on_card = torch.ones(1), torch.ones(1, device=device)
+    all_reduce(on_host)
+    all_reduce(on_card)
+    return [on_host.item(), on_card.item(), str(on_card.device), str(get_comm_device())]
+
+
+def objects():
+    """What becomes of objects of each rank."""
+    rank = torch_dist.get_rank()
+    sent = [dict(of=rank)]
+    broadcast_object_list(sent)
+    collected = collect_results([rank], 2, device='gpu')
+    return dict(broadcast=sent, gathered=all_gather_object(rank), collected=collected)
 
 
 def _mpi():
@@ -142,7 +188,7 @@ def _amp_wrapper():
 def _cast(device):
     one = torch.ones(2, 2, device=device)
     with autocast(device_type=device.type):
-        return str((one @ one).dtype)
+        return str(nn.functional.linear(one, one).dtype)
 
 
 def _empty_cache(name):

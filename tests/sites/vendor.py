@@ -8,21 +8,13 @@ import os
 import sys
 from types import ModuleType
 
-import torch
 from mmengine.device import utils as device_utils
-from mmengine.dist import (
-    all_gather_object,
-    all_reduce,
-    broadcast_object_list,
-    collect_results,
-    get_comm_device,
-    init_dist,
-)
+from mmengine.dist import init_dist
 from torch import distributed as torch_dist
 
 from mmdevplug.dist import init_device
 from tests.sites.devices import begin, rank_device_of
-from tests.sites.stock import attempt
+from tests.sites.stock import attempt, objects, sums
 
 CARD = 'npu'
 
@@ -45,36 +37,23 @@ def run_vendor(ports):
     # The attempt has left a store at the first port.
     os.environ['MASTER_PORT'] = str(ports[0])
     torch_dist.init_process_group('zccl')
-    stock[5], stock[6] = attempt(_reduce), attempt(_objects)
+    device = rank_device_of(CARD)
+    stock[5], stock[6] = attempt(sums, device), attempt(objects)
     torch_dist.destroy_process_group()
 
     os.environ['MASTER_PORT'] = str(ports[1])
     context = init_device('pytorch', CARD, backend='gloo')
-    ours = {3: dict(backend=torch_dist.get_backend(), device=str(context.device), sums=_reduce())}
+    ours = {
+        3: dict(backend=torch_dist.get_backend(), device=str(context.device), sums=sums(device))
+    }
     torch_dist.barrier()
     torch_dist.destroy_process_group()
 
     os.environ['MASTER_PORT'] = str(ports[2])
     init_device('pytorch', dict(type=CARD, native_backend='zccl'), backend='zccl')
-    ours[5], ours[6] = attempt(_reduce), attempt(_objects)
+    ours[5], ours[6] = attempt(sums, device), attempt(objects)
     return dict(stock=stock, ours=ours)
 
 
 def _group(store, rank, size, timeout):
     return torch_dist.ProcessGroupGloo(store, rank, size, timeout)
-
-
-def _reduce():
-    """Sums of the ranks, of a tensor of the host and one of the card."""
-    on_host, on_card = torch.ones(1), torch.ones(1, device=rank_device_of(CARD))
-    all_reduce(on_host)
-    all_reduce(on_card)
-    return [on_host.item(), on_card.item(), str(on_card.device), str(get_comm_device())]
-
-
-def _objects():
-    rank = torch_dist.get_rank()
-    sent = [dict(of=rank)]
-    broadcast_object_list(sent)
-    collected = collect_results([rank], 2, device='gpu')
-    return dict(broadcast=sent, gathered=all_gather_object(rank), collected=collected)

@@ -6,6 +6,7 @@ import os
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from tests.columns import backend_of
 from tests.jobs import install_card
 
 from .values import Answer, Rollout, bits, pools
@@ -25,7 +26,8 @@ def start(accelerator='cpu', timeout=60):
     from mmdevplug.dist import init_device
 
     install_card(accelerator)
-    return init_device('pytorch', accelerator, timeout=timeout)
+    backend = backend_of(accelerator)
+    return init_device('pytorch', accelerator, forced_backend=backend, timeout=timeout)
 
 
 def all_agree(truth, group=None):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.columns import NATIVE, device_of, job_of
 from tests.distributed import run_ranks
 
 from .jobs import exchange_in_groups, exchange_on
@@ -16,12 +17,23 @@ def test_pools_and_slices_of_any_samples_in_groups_of_1_to_8_ranks():
             assert samples > 0, f'all pools of {size} ranks were empty'
 
 
-@pytest.mark.parametrize('per_rank', [[2, 2, 2, 2], [0, 5, 0, 1], [3]])
-def test_samples_arrive_on_the_card_of_the_receiver(per_rank):
+@pytest.mark.parametrize(
+    ('accelerator', 'per_rank'),
+    [
+        ('zeta', [2, 2, 2, 2]),
+        ('zeta', [0, 5, 0, 1]),
+        ('zeta', [3]),
+        (NATIVE, [0, 3]),
+        pytest.param('cuda', [0, 3], marks=pytest.mark.cuda),
+        pytest.param('cuda', [3], marks=pytest.mark.cuda),
+    ],
+)
+def test_samples_arrive_on_the_card_of_the_receiver(accelerator, per_rank):
     total, ranks = sum(per_rank), len(per_rank)
-    for rank, found in enumerate(run_ranks(exchange_on, ranks, 'zeta', per_rank)):
+    job = run_ranks(exchange_on, ranks, accelerator, per_rank, **job_of(accelerator, ranks))
+    for rank, found in enumerate(job):
         check_found(found, rank, per_rank)
-        assert found['device'] == f'zeta:{rank}'
+        assert found['device'] == device_of(accelerator, rank, ranks)
         assert found['sizes'] == [total // ranks + (r < total % ranks) for r in range(ranks)]
 
 

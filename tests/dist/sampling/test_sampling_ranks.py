@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from tests.columns import CUDA, NATIVE, backend_of, device_of, job_of
 from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import install_card
 
@@ -17,7 +18,7 @@ def start(accelerator='cpu', timeout=60):
     from mmdevplug.dist import init_device
 
     install_card(accelerator)
-    init_device('pytorch', accelerator, timeout=timeout)
+    init_device('pytorch', accelerator, forced_backend=backend_of(accelerator), timeout=timeout)
     return int(os.environ['RANK'])
 
 
@@ -75,9 +76,9 @@ def replay(accelerator):
     )
 
 
-@pytest.fixture(scope='module', params=['cpu', 'zeta'])
+@pytest.fixture(scope='module', params=['cpu', 'zeta', NATIVE, CUDA])
 def replayed(request):
-    return request.param, run_ranks(replay, 4, request.param)
+    return request.param, run_ranks(replay, 4, request.param, **job_of(request.param, 4))
 
 
 def ids(*groups):
@@ -126,7 +127,7 @@ def test_the_pool_is_shared_across_ranks(replayed):
 
 def test_tensors_are_on_the_device_of_their_rank(replayed):
     accelerator, found = replayed
-    expected = ['cpu'] * 4 if accelerator == 'cpu' else [f'zeta:{rank}' for rank in range(4)]
+    expected = [device_of(accelerator, rank, 4) for rank in range(4)]
     assert [rank['device'] for rank in found] == expected
 
 

@@ -17,8 +17,11 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 static constexpr auto kCard = c10::DeviceType::PrivateUse1;
 static int g_count = 4;
@@ -52,6 +55,33 @@ struct CardAllocator final : c10::Allocator {
 };
 static CardAllocator g_alloc;
 REGISTER_ALLOCATOR(kCard, &g_alloc);
+// Host memory that counts as page-locked, which PyTorch's DDP insists on for unused parameters.
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t n) override {
+    void* p = nullptr;
+    if (n) TORCH_CHECK(posix_memalign(&p, 64, n) == 0, "fakecard: out of host memory");
+    std::lock_guard<std::mutex> hold(lock);
+    if (p) sizes[static_cast<char*>(p)] = n;
+    return {p, p, &drop_pinned, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &drop_pinned; }
+  void copy_data(void* d, const void* s, std::size_t n) const override { std::memcpy(d, s, n); }
+  bool holds(const void* data) const {
+    std::lock_guard<std::mutex> hold(lock);
+    auto p = static_cast<char*>(const_cast<void*>(data));
+    auto after = sizes.upper_bound(p);
+    return after != sizes.begin() && p < std::prev(after)->first + std::prev(after)->second;
+  }
+  static void drop_pinned(void* p);
+  mutable std::mutex lock;
+  std::map<char*, size_t> sizes;
+};
+static PinnedAllocator g_pinned;
+void PinnedAllocator::drop_pinned(void* p) {
+  std::lock_guard<std::mutex> hold(g_pinned.lock);
+  g_pinned.sizes.erase(static_cast<char*>(p));
+  std::free(p);
+}
 struct CardGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kCard; }
   c10::Device exchangeDevice(c10::Device d) const override {
@@ -113,10 +143,9 @@ struct CardHooks final : at::PrivateUse1HooksInterface {
     if (d >= 0) g_current = d;
     return static_cast<c10::DeviceIndex>(o);
   }
-  bool isPinnedPtr(const void*) const { return false; }  // overrides from PyTorch 2.5 on
-  c10::Allocator* getPinnedMemoryAllocator() const override {
-    return c10::GetAllocator(c10::kCPU);
-  }
+  // Overrides from PyTorch 2.5 on.
+  bool isPinnedPtr(const void* data) const { return g_pinned.holds(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &g_pinned; }
   // Without `override`: PyTorch before 2.5 has the second alone, later releases the first.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const {
     static at::Generator g = at::detail::createCPUGenerator();

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, List, NamedTuple, Optional, Tuple
 
 import card
+import sync_bn_kernels
 import torch
 from torch import distributed as torch_dist
 
@@ -34,6 +35,7 @@ class Vendor(NamedTuple):
         uneven (bool): Whether all-gather takes outputs of different sizes.
         gather (bool): Whether the backend has a gather.
         extended (bool): Whether it is registered with ``extended_api``.
+        sync_bn (bool): Whether PyTorch's own synchronized batch normalization works.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Vendor(NamedTuple):
     uneven: bool = False
     gather: bool = True
     extended: bool = True
+    sync_bn: bool = True
 
 
 _COMMON = (
@@ -95,6 +98,7 @@ ZETA = Vendor(
     label='ZETA',
     dtypes=(*_COMMON, torch.float64),
     sums=(*_COMMON, torch.float64),
+    sync_bn=False,
 )
 
 
@@ -135,6 +139,8 @@ def install(vendor: Vendor) -> types.ModuleType:
         extended_api=vendor.extended,
         devices=[vendor.name],
     )
+    if vendor.sync_bn:
+        module.sync_bn_kernels = sync_bn_kernels.register()
     return module
 
 
