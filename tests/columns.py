@@ -6,13 +6,11 @@ import sys
 import pytest
 import torch
 
-from tests.native import CARDS, native_paths
-
 #: A stand-in whose own backend takes its tensors alone, as NPU, MLU and MUSA cards have it.
 NATIVE = 'npu'
 
-#: Vendors' backends, where the stand-in has one.
-NATIVE_BACKENDS = {name: backend for name, (_, backend) in CARDS.items() if name != 'zeta'}
+#: Such stand-ins of :mod:`tests.native` with their backends.
+NATIVE_BACKENDS = dict(npu='hccl', mlu='cncl')
 
 #: For lists of accelerators in ``pytest.mark.parametrize``: a GPU, with ``make test-cuda``.
 CUDA = pytest.param('cuda', marks=pytest.mark.cuda)
@@ -31,8 +29,8 @@ def backend_of(accelerator):
     """
     if accelerator == 'cuda':
         return 'nccl' if int(os.environ.get('WORLD_SIZE', 1)) <= gpus() else 'gloo'
-    package, backend = CARDS.get(accelerator, (None, 'gloo'))
-    return backend if package in sys.modules else 'gloo'
+    there = f'torch_{accelerator}' in sys.modules
+    return {**NATIVE_BACKENDS, 'zeta': 'zccl'}.get(accelerator, 'gloo') if there else 'gloo'
 
 
 def job_of(accelerator, ranks=2):
@@ -46,8 +44,10 @@ def job_of(accelerator, ranks=2):
         dict: Keyword arguments.
     """
     if accelerator in NATIVE_BACKENDS:
-        # Gloo carries what the stand-in's backend sends.
+        from tests.native import CARDS, native_paths
+
         vendor = CARDS[accelerator][0], tuple(native_paths(accelerator))
+        # Gloo carries what the stand-in's backend sends.
         return dict(vendor=vendor, environ=dict(GLOO_SOCKET_IFNAME='lo'))
     if accelerator == 'xla':
         return dict(environ=dict(CPU_NUM_DEVICES=str(max(ranks, 2))))

@@ -19,7 +19,9 @@ from mmdevplug.checkpoint.finding import check_file
 from mmdevplug.checkpoint.reading import read_checkpoint
 from tests.checkpoint.killing import PLACES, make_plan
 from tests.checkpoint.training import config
+from tests.columns import CUDA, NATIVE, NATIVE_BACKENDS, gpus, job_of
 from tests.jobs import PATHS, ROOT
+from tests.native import native_environment
 
 pytestmark = pytest.mark.long
 
@@ -45,7 +47,10 @@ def run_job(folder, world_size, kills, accelerator='cpu', length=48, **options):
     cfg['val_cfg'] = cfg['val_dataloader'] = cfg['val_evaluator'] = None
     cfg['train_cfg'].pop('val_interval')
     Config(cfg).dump(str(folder / 'config.py'))
-    environ = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1')
+    environ = dict(os.environ, PYTHONPATH=PATHS)
+    if accelerator in NATIVE_BACKENDS:
+        environ = native_environment(accelerator)
+    environ.update(job_of(accelerator, world_size).get('environ', {}), OMP_NUM_THREADS='1')
     command = [sys.executable, '-m', 'tests.checkpoint.elastic', str(folder / 'config.py')]
     command += [str(world_size), str(kills)]
     done = subprocess.run(
@@ -149,6 +154,20 @@ def test_a_restart_before_the_first_checkpoint_keeps_what_was_loaded(tmp_path, m
     got, happened, printed = run_job(tmp_path / 'killed', 2, 1, **options)
     assert happened == [kill]
     assert_equal_bits(got, expected)
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize('accelerator', [NATIVE, CUDA])
+def test_killed_again_and_again_on_cards(tmp_path, capsys, accelerator):
+    kills = 3
+    backend = 'nccl' if gpus() > 1 else 'gloo'
+    options = dict(checkpoint=CHECKPOINT, length=18)
+    options['accelerator__backend'] = NATIVE_BACKENDS.get(accelerator, backend)
+    expected, _, _ = run_job(tmp_path / 'whole', 2, 0, accelerator, **options)
+    got, happened, _ = run_job(tmp_path / 'killed', 2, kills, accelerator, **options)
+    assert_equal_bits(got, expected)
+    report(2, accelerator, happened, tmp_path / 'killed', capsys)
+    assert len(happened) >= kills * 0.6
 
 
 @pytest.mark.xla
