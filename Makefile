@@ -105,6 +105,7 @@ else
 endif
 
 test-cuda: install  ## Run the tests that need a GPU
+	$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit(f'make test-cuda needs a GPU: torch {torch.__version__} sees none.')"
 	$(BIN)/python -m pytest -m cuda
 
 benchmark: install  ## Measure the averaging of gradients on the CPU, and plans

@@ -11,12 +11,14 @@ COLUMNS: Dict[str, Dict[str, str]] = dict(
         xla='torch_xla',
         gcu='GCU T20 (stand-in)',
         zeta='PrivateUse1 card (stand-in)',
+        npu='NPU with hccl (stand-in)',
     ),
     zh_cn=dict(
         cpu='CPU',
         xla='torch_xla',
-        gcu='GCU T20(替身)',
-        zeta='PrivateUse1 卡(替身)',
+        gcu='GCU T20（替身）',
+        zeta='PrivateUse1 卡（替身）',
+        npu='NPU 与 hccl（替身）',
     ),
 )
 

@@ -27,8 +27,8 @@ LANGUAGES: Dict[str, Dict[str, Any]] = dict(
         intro="""\
 Every place where MMEngine 0.10.7 assumes a kind of device: what it does by itself where the
 assumption does not hold, and what it does with mmdevplug. MMEngine is not edited. For each row and
-each kind of device a test runs MMEngine alone first and then ours, in 2 ranks over gloo; the cells
-say what came out.""",
+each kind of device a test runs MMEngine alone first and then ours, in 2 ranks over gloo, or over
+the card's own backend in the last column; the cells say what came out.""",
         titles=('#', 'in mmengine', 'MMEngine by itself', 'with mmdevplug'),
         works='works',
         failed='**fails**',
@@ -38,15 +38,18 @@ say what came out.""",
         notes="""\
 - *works*: MMEngine by itself does what the third column says, and with mmdevplug what the fourth
   says.
-- *as MMEngine*: MMEngine is right there already.
+- *as MMEngine*: MMEngine is right there already. In the last column, whose card and backend
+  MMEngine knows by name, tests look at MMEngine by itself and at ours.
 - *none*: there is nothing of the kind. The CPU and lazy devices have no cache to empty; PJRT's CPU
   client tells nothing of memory, and the published interface of the T20's package has no functions
   for memory, for seeds or for profiles (`ProfilerHook` warns); `CPU_NUM_DEVICES` is no list of
   devices.
-- *—*: is about devices that MMEngine names, or about a vendor's backend. Those rows were run on a
-  stand-in card named `npu` and a stand-in backend.
+- *—*: is about devices that MMEngine names, or about a vendor's backend. In the column of the
+  PrivateUse1 card those rows were run on a card named `npu` with a backend that MMEngine does not
+  know.
 - The stand-ins are described in [tests/standins](../../tests/standins/README.md). torch_xla runs
-  on PJRT's CPU client. Row 26 is not about a device's name, but costs executions.""",
+  on PJRT's CPU client. No Ascend card was at hand: `torch_npu` and `hccl` are stand-ins, too. Row
+  26 is not about a device's name, but costs executions.""",
         how="""\
 ## How
 
@@ -88,9 +91,9 @@ the `_base_` of a config and for `read_base()`. With another script, `_base_` ca
         suffix='_zh',
         heading='# MMEngine 对设备的假设',
         intro="""\
-MMEngine 0.10.7 中所有假设设备种类之处:假设不成立时它自身的行为,以及使用 mmdevplug 后的行为。不修改
-MMEngine。对每一行与每种设备,测试先单独运行 MMEngine,再运行我们的实现(2 个 rank,gloo);单元格是其
-结果。""",
+MMEngine 0.10.7 中所有假设设备种类之处：假设不成立时它自身的行为，以及使用 mmdevplug 后的行为。
+不修改 MMEngine。对每一行与每种设备，测试先单独运行 MMEngine，再运行我们的实现（2 个 rank，gloo；
+最后一列使用该卡自己的后端）；单元格是其结果。""",
         titles=('#', 'mmengine 中的位置', 'MMEngine 自身', '使用 mmdevplug'),
         works='可用',
         failed='**失败**',
@@ -98,46 +101,49 @@ MMEngine。对每一行与每种设备,测试先单独运行 MMEngine,再运行�
         none='无',
         named='—',
         notes="""\
-- *可用*:MMEngine 自身的行为如第三列所述,使用 mmdevplug 后如第四列所述。
-- *同 MMEngine*:MMEngine 在此已经正确。
-- *无*:不存在此类功能。CPU 与惰性设备没有可清空的缓存;PJRT 的 CPU 客户端不提供内存信息,T20 的包公开
-  的接口没有内存、种子或性能分析函数(`ProfilerHook` 会警告);`CPU_NUM_DEVICES` 不是设备列表。
-- *—*:涉及 MMEngine 指名的设备或厂商后端。这些行在名为 `npu` 的替身卡与替身后端上运行。
+- *可用*：MMEngine 自身的行为如第三列所述，使用 mmdevplug 后如第四列所述。
+- *同 MMEngine*：MMEngine 在此已经正确。最后一列的卡与后端是 MMEngine 指名的，测试既检查 MMEngine
+  自身，也检查我们的实现。
+- *无*：不存在此类功能。CPU 与惰性设备没有可清空的缓存；PJRT 的 CPU 客户端不提供内存信息，T20 的包
+  公开的接口没有内存、种子或性能分析函数（`ProfilerHook` 会警告）；`CPU_NUM_DEVICES` 不是设备列表。
+- *—*：涉及 MMEngine 指名的设备或厂商后端。在 PrivateUse1 卡一列中，这些行在名为 `npu` 的卡与
+  MMEngine 不认识的后端上运行。
 - 替身的说明见 [tests/standins](../../tests/standins/README.md)。torch_xla 运行在 PJRT 的 CPU
-  客户端上。第 26 行与设备名称无关,但会增加执行次数。""",
+  客户端上。手头没有昇腾卡：`torch_npu` 与 `hccl` 同样是替身。
+  第 26 行与设备名称无关，但会增加执行次数。""",
         how="""\
 ## 实现方式
 
-大部分无需改动 MMEngine:我们的 runner、封装器与钩子代替 MMEngine 的(`CheckpointHook`、
-`EmptyCacheHook`、`IterTimerHook`、`ProfilerHook`、`LogProcessor`),配置中的名称不变。其他包按名称
-导入的函数在作业启动时(绝不在导入时)于同一个模块 `mmdevplug/serving.py` 中替换,
-`restore_mmengine()` 可还原:`get_device` 的返回值、`InstanceData` 的索引类型、`TimeCounter`
-的计时、日志文件名中的设备、检查点的加载器,以及惰性设备上 mmseg 解码头的准确率函数。`autocast`
-同样被替换,每次调用时询问当前的加速卡。`torch.load` 仅在加载检查点或模型的 `init_weights`
-运行期间被替换,且只影响调用它的线程。
+大部分无需改动 MMEngine：我们的 runner、封装器与钩子代替 MMEngine 的（`CheckpointHook`、
+`EmptyCacheHook`、`IterTimerHook`、`ProfilerHook`、`LogProcessor`），配置中的名称不变。其他包按名称
+导入的函数在作业启动时（绝不在导入时）于同一个模块 `mmdevplug/serving.py` 中替换，
+`restore_mmengine()` 可还原：`get_device` 的返回值、`InstanceData` 的索引类型、`TimeCounter`
+的计时、日志文件名中的设备、检查点的加载器，以及惰性设备上 mmseg 解码头的准确率函数。`autocast`
+同样被替换，每次调用时询问当前的加速卡。`torch.load` 仅在加载检查点或模型的 `init_weights`
+运行期间被替换，且只影响调用它的线程。
 
-不使用 runner 时(例如推理),请自行调用:
+不使用 runner 时（例如推理），请自行调用：
 
 ```python
 import mmdevplug
 from mmdet.apis import DetInferencer
 
-mmdevplug.serve_mmengine('xla')  # 或不带参数:使用现有设备
-DetInferencer('rtmdet-tiny')  # 在该设备上计算,且不执行检查点中的代码
+mmdevplug.serve_mmengine('xla')  # 或不带参数：使用现有设备
+DetInferencer('rtmdet-tiny')  # 在该设备上计算，且不执行检查点中的代码
 ```
 
-`FlexibleRunner` 自行构建钩子:请在其配置中写明 `DeviceEmptyCacheHook`、`DeviceIterTimerHook` 与
+`FlexibleRunner` 自行构建钩子：请在其配置中写明 `DeviceEmptyCacheHook`、`DeviceIterTimerHook` 与
 `DeviceProfilerHook`。
 
 ## 包中的配置
 
-MMEngine 用 pkg_resources 查找 `_base_ = 'mmdet::...'`,而 setuptools 自 81 版起不再提供它。
-`mmdevplug train mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py` 不需要它,配置的 `_base_` 与
-`read_base()` 也一样。使用其他脚本时,`_base_` 可写文件路径,以及不查找任何包的
+MMEngine 用 pkg_resources 查找 `_base_ = 'mmdet::...'`，而 setuptools 自 81 版起不再提供它。
+`mmdevplug train mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py` 不需要它，配置的 `_base_` 与
+`read_base()` 也一样。使用其他脚本时，`_base_` 可写文件路径，以及不查找任何包的
 `__import__('mmdevplug').base_config('gcu')`。""",
         evidence='## MMEngine 自身的输出',
         said='输出或行为',
-        measured='测量环境:{}。',
+        measured='测量环境：{}。',
         again='## 重新测量',
     ),
 )
@@ -181,10 +187,11 @@ def _evidence(
     rows: Dict[int, Any],
     titles: Dict[str, str],
 ) -> List[List[str]]:
-    """What a test saw of each row, on the last of the devices that have it."""
+    """What a test saw of each row, on the last of the devices where MMEngine is not right."""
     lines = []
     for number in rows:
-        name = next(n for n in reversed(shown) if 'stock' in columns[n]['rows'][str(number)])
+        wrong = [n for n in shown if columns[n]['rows'][str(number)]['status'] == 'works']
+        name = next(n for n in reversed(wrong) if 'stock' in columns[n]['rows'][str(number)])
         said = _plain(columns[name]['rows'][str(number)]['stock'])
         lines.append([str(number), titles[name], f'`{said}`'])
     return lines

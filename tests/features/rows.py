@@ -110,7 +110,7 @@ ROWS = {
     ),
     'ema': Row(
         'EMA, swapped in for validation',
-        'EMA(验证时换入)',
+        'EMA（验证时换入）',
         _validation(custom_hooks=[dict(type='EMAHook', momentum=0.1)]),
     ),
     'amp': Row(
@@ -131,12 +131,12 @@ ROWS = {
     ),
     'checkpoint_reentrant': Row(
         'gradient checkpointing, reentrant',
-        '梯度检查点(可重入)',
+        '梯度检查点（可重入）',
         dict(model=dict(type='FeatureNet', with_cp='reentrant')),
     ),
     'checkpoint': Row(
         'gradient checkpointing, not reentrant',
-        '梯度检查点(不可重入)',
+        '梯度检查点（不可重入）',
         dict(model=dict(type='FeatureNet', with_cp='non-reentrant')),
     ),
     'activation_checkpointing': Row(
@@ -174,7 +174,7 @@ ROWS = {
     ),
     'two_optimizers': Row(
         'two optimizers, one loss',
-        '两个优化器,一个损失',
+        '两个优化器，一个损失',
         dict(
             model=dict(type='TwoOptimizers'),
             model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel'),
@@ -199,7 +199,7 @@ ROWS = {
     ),
     'collect_results': Row(
         "metrics of device tensors, `collect_device='cpu'` and `'gpu'`",
-        "以设备张量计算的指标,`collect_device='cpu'` 与 `'gpu'`",
+        "以设备张量计算的指标，`collect_device='cpu'` 与 `'gpu'`",
         _validation(),
     ),
     'grad_bf16': Row(
