@@ -54,11 +54,11 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         reason = 'needs a GPU: torch.cuda.is_available() is False, torch {}'
         for item in items:
-            if 'cuda' in item.keywords:
+            if item.get_closest_marker('cuda'):
                 item.add_marker(pytest.mark.skip(reason=reason.format(torch.__version__)))
     if config.getoption('-m'):
         return
     for item in items:
         for marker in ('cuda', 'xla'):
-            if marker in item.keywords:
+            if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f'run it with pytest -m {marker}'))

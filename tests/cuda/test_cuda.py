@@ -1,42 +1,97 @@
-"""A GPU, for two ranks over gloo or one over nccl: ``pytest -m cuda``."""
+"""One GPU, or several, or the stand-in of a device with a backend of its own.
+
+With ``-m cuda`` two ranks share a GPU over gloo, or have one each over nccl; a single rank uses
+nccl. The rest of that column is where its other kinds of devices are: ``make test-cuda`` runs
+features, parity, synchronized batch normalization, mixed precision, resuming, kills, samples,
+sampling, model parallel and real models on a GPU, too.
+"""
 
 import pytest
 
+from tests.columns import CUDA, NATIVE, device_of, job_of, within
+from tests.cuda.jobs import (
+    carry_objects,
+    infer,
+    page_locked,
+    train_plain,
+    try_collectives,
+)
 from tests.distributed import run_ranks
-from tests.jobs import PLAIN, largest_difference, train_digits
-from tests.model.parity import SCENARIOS, compare_all
+from tests.features.rows import ROWS, train_rows
+from tests.jobs import largest_difference, train_digits
 
-pytestmark = pytest.mark.cuda
-
-#: A GPU's kernels round differently from the CPU's, more so in half precision.
-TOLERANCE = {'mixed_dtypes': 5e-2}
+each = pytest.mark.parametrize('accelerator', [NATIVE, CUDA])
 
 
-@pytest.fixture(scope='module')
-def differences():
-    # Two ranks share a single GPU, which gloo allows.
-    return run_ranks(compare_all, 2, 'cuda', environ=dict(CUDA_VISIBLE_DEVICES='0'))
-
-
-@pytest.mark.parametrize('scenario', SCENARIOS)
-def test_trains_as_ddp_on_the_cpu(differences, scenario):
-    for found in differences:
-        assert found[scenario] <= TOLERANCE.get(scenario, 1e-4)
-
-
-@pytest.mark.parametrize('ranks', [0, 1])
+@pytest.mark.cuda
+@pytest.mark.parametrize('ranks', [0, 1, 2])
 def test_accuracy(tmp_path, ranks):
-    (result,) = run_ranks(train_digits, ranks, 'cuda', tmp_path)
-    assert result['accuracy'] >= 97.0
-    assert result['device'] == 'cuda:0'
-    assert not result['staged']
+    results = run_ranks(train_digits, ranks, 'cuda', tmp_path, **job_of('cuda', ranks))
+    for rank, result in enumerate(results):
+        assert result['accuracy'] >= 97.0
+        assert result['device'] == device_of('cuda', rank, ranks)
+        assert not result['staged']
 
 
-def train_plain(accelerator, work_dir):
-    return train_digits(accelerator, work_dir, **PLAIN)
-
-
-def test_weights_equal_those_of_one_process_on_the_cpu(tmp_path):
+@pytest.mark.cuda
+@pytest.mark.parametrize('ranks', [1, 2])
+def test_weights_equal_those_of_one_process_on_the_cpu(tmp_path, ranks):
     (expected,) = run_ranks(train_plain, 0, 'cpu', tmp_path / 'cpu')
-    (result,) = run_ranks(train_plain, 1, 'cuda', tmp_path / 'cuda')
-    assert largest_difference(result['weights'], expected['weights']) <= 1e-4
+    job = job_of('cuda', ranks)
+    for result in run_ranks(train_plain, ranks, 'cuda', tmp_path / 'cuda', **job):
+        assert largest_difference(result['weights'], expected['weights']) <= 1e-4
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize('accelerator', [pytest.param(NATIVE, marks=pytest.mark.long), CUDA])
+def test_features_in_a_single_rank_of_a_group(tmp_path, accelerator):
+    names = [name for name, row in ROWS.items() if accelerator not in row.absent_on]
+    (expected,) = run_ranks(train_rows, 0, names, 'cpu', tmp_path / 'cpu', True)
+    (found,) = run_ranks(
+        train_rows, 1, names, accelerator, tmp_path / 'one', timeout=500, **job_of(accelerator, 1)
+    )
+    for name in names:
+        assert 'error' not in found[name], found[name]['error']
+        difference = largest_difference(found[name]['weights'], expected[name]['weights'])
+        assert difference <= within(accelerator, ROWS[name].tolerance), name
+
+
+@each
+def test_gradients_pass_through_page_locked_memory(accelerator):
+    expected = run_ranks(page_locked, 2, 'cpu')
+    found = run_ranks(page_locked, 2, accelerator, **job_of(accelerator))
+    for rank, (mine, wanted) in enumerate(zip(found, expected)):
+        assert mine['device'] == device_of(accelerator, rank)
+        assert mine['locked'] == [True]
+        assert largest_difference(mine['weights'], wanted['weights']) <= within(accelerator, 1e-6)
+
+
+@each
+def test_objects(accelerator):
+    for rank, found in enumerate(run_ranks(carry_objects, 2, accelerator, **job_of(accelerator))):
+        assert found['by_torch'] == [dict(of=0), dict(of=1)]
+        assert found['gathered'] == [0, 1]
+        assert found['sent'] == [dict(of=0)]
+        assert found['cpu'] == found['gpu'] == ([0, 1] if rank == 0 else None)
+        assert found['total'] == 2.0
+
+
+@pytest.mark.parametrize(
+    ('accelerator', 'ranks'),
+    [(NATIVE, 2), *(pytest.param('cuda', ranks, marks=pytest.mark.cuda) for ranks in (1, 2))],
+)
+def test_the_doctor_tries_every_collective(accelerator, ranks):
+    for results in run_ranks(try_collectives, ranks, accelerator, **job_of(accelerator, ranks)):
+        assert results['devices'] == [device_of(accelerator, r, ranks) for r in range(ranks)]
+        wrong = [check for check in results['checks'] if check['status'] == 'fail']
+        assert results['passed'], wrong
+        assert {'all_reduce sum', 'all_gather_object'} <= {
+            check['name'] for check in results['checks'] if check['status'] == 'pass'
+        }
+
+
+@each
+def test_inferencers(accelerator):
+    ((device, difference),) = run_ranks(infer, 0, accelerator, **job_of(accelerator, 1))
+    assert device == f'{accelerator}:0'
+    assert difference <= within(accelerator, 1e-6)

@@ -7,11 +7,13 @@ from torch import nn
 
 from mmdevplug.dist.finite import names_of_nonfinite, scale_and_check
 from mmdevplug.errors import ModelError
+from tests.columns import CUDA, NATIVE, job_of
 from tests.dist.averaging import batch, gradients, net, rank, start, weights, wrap
 from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import largest_difference, needs_scaler
 
 devices = pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+every_device = pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
 
 
 def spoil(module, value):
@@ -43,11 +45,12 @@ def train(accelerator, policy, bad_step=2, steps=5, value=float('nan'), left_out
     return weights(wrapper), wrapper.policy.skipped
 
 
-@devices
+@every_device
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_stop_names_rank_and_parameter_on_all_ranks(accelerator, value):
+    job = job_of(accelerator)
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(train, 2, accelerator, 'stop', 2, 5, value, together=True)
+        run_ranks(train, 2, accelerator, 'stop', 2, 5, value, together=True, **job)
     errors = raised.value.errors
     assert sorted(errors) == [0, 1]
     count = '1 NaN, 0 Inf of 32' if value != value else '0 NaN, 1 Inf of 32'
@@ -64,14 +67,15 @@ def test_stop_is_the_default_where_gradients_pass_through_the_host(accelerator):
         run_ranks(train, 2, accelerator, None)
 
 
-@devices
+@every_device
 @pytest.mark.parametrize('compression', ['none', 'bf16', 'powersgd'])
 def test_skip_is_as_if_the_iteration_had_not_been(accelerator, compression):
     options = dict(grad_compression=compression)
     if compression == 'powersgd':
         options = dict(grad_compression=dict(type='powersgd', start_powerSGD_iter=2))
-    found = run_ranks(skip_job, 2, accelerator, options, False)
-    expected = run_ranks(skip_job, 2, accelerator, options, True)
+    job = job_of(accelerator)
+    found = run_ranks(skip_job, 2, accelerator, options, False, **job)
+    expected = run_ranks(skip_job, 2, accelerator, options, True, **job)
     for (one, skipped), (other, none_skipped) in zip(found, expected):
         assert (skipped, none_skipped) == (1, 0)
         if compression != 'powersgd':  # which forgets its errors at a skip
@@ -93,9 +97,9 @@ def ignoring(accelerator):
     return {name: int(np.isnan(value).sum()) for name, value in gradients(wrapper).items()}
 
 
-@devices
+@every_device
 def test_ignore_leaves_everything_as_it_is(accelerator):
-    for found in run_ranks(ignoring, 2, accelerator):
+    for found in run_ranks(ignoring, 2, accelerator, **job_of(accelerator)):
         assert found == {'0.weight': 0, '0.bias': 0, '2.weight': 1, '2.bias': 0}
 
 

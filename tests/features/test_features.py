@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.columns import CUDA, NATIVE, job_of
+from tests.columns import CUDA, NATIVE, job_of, within
 from tests.distributed import run_ranks
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference
@@ -106,7 +106,7 @@ def test_weights_are_those_of_one_process(columns, reference, name, accelerator)
     for found in columns(accelerator):
         assert 'error' not in found[name], found[name]['error']
         difference = largest_difference(found[name]['weights'], expected['weights'])
-        assert difference <= row.tolerance
+        assert difference <= within(accelerator, row.tolerance)
 
 
 @pytest.mark.parametrize('accelerator', ACCELERATORS)

@@ -7,6 +7,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODELS, RUNNERS
 
 from tests.checkpoint.training import NoisyModel, train
+from tests.columns import job_of
 from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import ROOT, largest_difference
 
@@ -80,10 +81,11 @@ def train_sampling(work_dir, options):
 
 def interrupted(world_size, work_dir, die_at, options, resumed_on=None):
     dies = dict(options, hooks=[dict(type='DieAt', iteration=die_at, rank=max(0, world_size - 1))])
+    job = job_of(options.get('accelerator', 'cpu'), world_size)
     with pytest.raises(RanksFailed):
-        run_ranks(train_sampling, world_size, work_dir, dies)
+        run_ranks(train_sampling, world_size, work_dir, dies, **job)
     ranks = world_size if resumed_on is None else resumed_on
-    return run_ranks(train_sampling, ranks, work_dir, dict(options, resume=True))
+    return run_ranks(train_sampling, ranks, work_dir, dict(options, resume=True), **job)
 
 
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
@@ -110,10 +112,12 @@ def test_pools_are_trained_on(tmp_path, accelerator):
         (0, dict(train_dataloader__sampler=dict(type='GlobalRandomSampler'))),
         (0, dict(train_dataloader__num_workers=2)),
         (2, dict(accelerator='zeta')),
+        pytest.param(2, dict(accelerator='cuda'), marks=pytest.mark.cuda),
     ],
 )
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path, world_size, changes):
-    expected = run_ranks(train_sampling, world_size, tmp_path / 'whole', changes)
+    job = job_of(changes.get('accelerator', 'cpu'), world_size)
+    expected = run_ranks(train_sampling, world_size, tmp_path / 'whole', changes, **job)
     found = interrupted(world_size, tmp_path / 'killed', 7, changes)
     for mine, theirs in zip(expected, found):
         assert mine['pools'][4:] == theirs['pools']

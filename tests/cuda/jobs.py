@@ -1,0 +1,103 @@
+"""What ranks do in the tests of GPUs; the stand-in of a native backend runs the same."""
+
+import torch
+from torch import distributed as torch_dist
+
+from tests.columns import backend_of
+from tests.jobs import PLAIN, base_config_of, install_card, train_digits, weights_of
+
+
+def train_plain(accelerator, work_dir):
+    return train_digits(accelerator, work_dir, **PLAIN)
+
+
+def page_locked(accelerator):
+    """Train where gradients pass through page-locked memory of the host.
+
+    A GPU stands for an eager device whose tensors gloo does not take.
+    """
+    from mmdevplug import DeviceDistributedDataParallel
+    from mmdevplug.device.torch_native import TorchNativeAccelerator
+    from mmdevplug.dist import init_device
+    from tests.dist.averaging import batch, net
+
+    install_card(accelerator)
+    device = TorchNativeAccelerator(type=accelerator)
+    context = init_device('pytorch', device, forced_backend='gloo', timeout=60)
+    wrapper = DeviceDistributedDataParallel(
+        net(64), accelerator=device, broadcast_buffers=False, bucket_cap_mb=0.01
+    )
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        wrapper(batch(step, context.device, 64)).square().mean().backward()
+        optimizer.step()
+    memory = {} if wrapper.staging is None else wrapper.staging._memory
+    return dict(
+        weights=weights_of(wrapper.module),
+        locked=[tensor.is_pinned() for tensor in memory.values()],
+        device=str(next(wrapper.parameters()).device),
+    )
+
+
+def carry_objects(accelerator):
+    """Objects and sums by MMEngine's own functions, and by PyTorch's."""
+    from mmengine import dist
+
+    from mmdevplug import serve_mmengine
+    from mmdevplug.dist import init_device
+
+    install_card(accelerator)
+    init_device('pytorch', accelerator, forced_backend=backend_of(accelerator), timeout=60)
+    serve_mmengine()
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    by_torch = [None] * size
+    torch_dist.all_gather_object(by_torch, dict(of=rank))
+    sent = [dict(of=rank)]
+    dist.broadcast_object_list(sent)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return dict(
+        by_torch=by_torch,
+        gathered=dist.all_gather_object(rank),
+        sent=sent,
+        cpu=dist.collect_results([rank], size, device='cpu'),
+        gpu=dist.collect_results([rank], size, device='gpu'),
+        total=float(total),
+    )
+
+
+def try_collectives(accelerator):
+    """The doctor's, with the base config of this job."""
+    import mmdevplug
+    from mmdevplug.doctor.progress import Progress
+    from mmdevplug.doctor.rank import Measure, run_rank
+    from mmdevplug.doctor.setting import Setting
+
+    install_card(accelerator)
+    config = mmdevplug.base_config(base_config_of(accelerator))
+    measure = Measure(largest=16 << 10, rounds=2, timeout=60)
+    setting = Setting(config=config, accelerator=accelerator)
+    return run_rank('pytorch', setting, measure, Progress(0, 1))
+
+
+def infer(accelerator):
+    """What an inferencer predicts on a device, and the same model on the host."""
+    from mmengine.model import revert_sync_batchnorm
+
+    from mmdevplug import serve_mmengine
+    from tests.sites.parts import SiteInferencer, SiteNet
+
+    install_card(accelerator)
+    serve_mmengine(accelerator)
+    torch.manual_seed(0)
+    on_host = revert_sync_batchnorm(SiteNet()).eval()
+    cfg = dict(model=dict(type='SiteNet'), test_dataloader=dict(collate_fn='default_collate'))
+    inferencer = SiteInferencer(cfg, show_progress=False)
+    inferencer.model.load_state_dict(on_host.state_dict())
+    inputs = list(torch.linspace(-1, 1, 24).reshape(4, 6))
+    scores = torch.tensor(inferencer(inputs, batch_size=4)['predictions'])
+    with torch.no_grad():
+        expected = on_host(torch.stack(inputs))
+    device = str(next(inferencer.model.parameters()).device)
+    return device, float((scores - expected).abs().max())
