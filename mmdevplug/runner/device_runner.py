@@ -27,13 +27,7 @@ from mmdevplug.data.padding_build import build_padded
 from mmdevplug.device.compilation_cache import check_compilation_cache
 from mmdevplug.device.describing import describe_devices
 from mmdevplug.device.detection import accelerator_options
-from mmdevplug.dist import (
-    enter_phase,
-    fail_together,
-    init_device,
-    run_on_main,
-    wait_for_everyone,
-)
+from mmdevplug.dist import fail_together, init_device, run_on_main
 from mmdevplug.dist.launch import restarts
 from mmdevplug.hooks.defaults import missing_hooks, split_options
 from mmdevplug.hooks.replacing import replace_hook
@@ -52,7 +46,7 @@ from .compiling import keep_from_tracing
 from .config import prepare_config
 from .cuda_settings import describe_serious
 from .device_log_processor import device_log_processor
-from .explaining import explained, explained_build
+from .explaining import explained, explained_build, train_together
 
 
 @RUNNERS.register_module()
@@ -434,12 +428,7 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all of them with its name."""
-        with explained(self, 'train'):
-            enter_phase('data preparation')
-            model = super().train()
-            wait_for_everyone('end of training')
-        enter_phase('after training')
-        return model
+        return train_together(self, super().train)
 
     def val(self) -> dict:
         """Validate; see :meth:`train`."""

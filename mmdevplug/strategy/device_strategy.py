@@ -26,6 +26,7 @@ from mmdevplug.optim import (
 )
 from mmdevplug.serving import serve_mmengine
 
+from .flexible_runner import serve_flexible_runner
 from .options import ModelParallelOptions
 from .parallelism import Parallelism
 
@@ -34,14 +35,13 @@ from .parallelism import Parallelism
 class DeviceStrategy(DDPStrategy):
     """What :class:`mmdevplug.DeviceRunner` does, for ``FlexibleRunner``.
 
-    It serves single processes and distributed jobs alike. In a single process on a lazy device
-    add ``dict(type='DeviceHook')`` to ``custom_hooks``: it materializes every iteration before
-    other hooks read the losses.
+    It serves single processes and distributed jobs alike, and FlexibleRunner gets the hooks that
+    DeviceRunner has.
 
     Args:
-        accelerator (str or dict, optional): As the key ``accelerator`` of DeviceRunner. A dict
-            without ``backend`` means ``backend='auto'``, because FlexibleRunner asks for nccl
-            when a config says nothing. Defaults to None: detection.
+        accelerator (str or dict, optional): As the key ``accelerator`` of DeviceRunner, with all
+            of its options. A dict without ``backend`` means ``backend='auto'``, because
+            FlexibleRunner asks for nccl when a config says nothing. Defaults to None: detection.
         **kwargs: See :class:`mmengine._strategy.DDPStrategy`.
 
     Examples:
@@ -52,10 +52,11 @@ class DeviceStrategy(DDPStrategy):
     parallelism = Parallelism(ModelParallelOptions(enable=False))
 
     def __init__(self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any) -> None:
+        self.given_accelerator = accelerator
         found = accelerator_options(accelerator)
         # FlexibleRunner asks for nccl when a config says nothing.
         found.setdefault('backend', 'auto')
-        self._accelerator_cfg, self._options = split_options(found)
+        self._accelerator_cfg, self.runner_options = split_options(found)
         super().__init__(**kwargs)
 
     def _setup_env(
@@ -66,11 +67,11 @@ class DeviceStrategy(DDPStrategy):
         self.device_context = init_device(
             launcher or 'none',
             self._accelerator_cfg,
-            forced_backend=self._options['backend'],
-            heartbeat_timeout=self._options['heartbeat_timeout'],
-            mmcv_ops=self._options['mmcv_ops'],
+            forced_backend=self.runner_options['backend'],
+            heartbeat_timeout=self.runner_options['heartbeat_timeout'],
+            mmcv_ops=self.runner_options['mmcv_ops'],
             compilation_cache=check_compilation_cache(
-                self._options['compilation_cache'], self._work_dir
+                self.runner_options['compilation_cache'], self._work_dir
             ),
             choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
             **(dist_cfg or {}),
@@ -78,10 +79,11 @@ class DeviceStrategy(DDPStrategy):
         super()._setup_env(launcher=launcher or 'none', dist_cfg=dist_cfg, **kwargs)
         self.device_context.accelerator.manual_seed(self._seed)
         serve_mmengine()
+        serve_flexible_runner()
 
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
         """Build the model; see :meth:`mmdevplug.DeviceRunner.build_model`."""
-        return build_padded(super().build_model, model, self._options['pad_to'])
+        return build_padded(super().build_model, model, self.runner_options['pad_to'])
 
     def collect_env(self) -> Tuple[dict, dict]:
         """Collect what MMEngine reports of the environment, and all devices of the accelerator."""

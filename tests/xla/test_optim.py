@@ -178,7 +178,7 @@ def test_sharded_optimizer_is_refused_under_host_staging(tmp_path):
 
 
 def train_flexible(work_dir):
-    """FlexibleRunner without DeviceHook: the model wrapper hands the norms to the log."""
+    """FlexibleRunner, whose DeviceHook hands the norms to the log."""
     from mmengine.registry import RUNNERS
 
     cfg = config('xla', work_dir, dict(clip_grad=dict(max_norm=0.2)), train_cfg__max_epochs=1)
