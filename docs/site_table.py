@@ -132,8 +132,8 @@ mmdevplug.serve_mmengine('xla')  # 或不带参数：使用现有设备
 DetInferencer('rtmdet-tiny')  # 在该设备上计算，且不执行检查点中的代码
 ```
 
-使用 `DeviceStrategy` 时，`FlexibleRunner` 中注册钩子、构建日志和训练的方法会被替换。它们每次调用时查询
-strategy：其他 strategy 得到的仍是 MMEngine 的方法。
+使用 `DeviceStrategy` 时，`FlexibleRunner` 中注册钩子、构建日志和训练的方法会被替换。
+它们每次调用时查询 strategy：其他 strategy 得到的仍是 MMEngine 的方法。
 
 ## 包中的配置
 
