@@ -2,22 +2,25 @@
 
 import copy
 import mmap
+from collections import deque
 from itertools import accumulate
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmdevplug.device import Accelerator
 
 _ALIGNMENT = 64  # bytes, as PyTorch has it
+_CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
 class HostCopy:
-    """Copies the tensors of a nested state to the host.
+    """Copy the tensors of a nested state to the host.
 
-    Those of a device are fetched in one call for each device. Tensors that occur more than once
-    stay shared.
+    Tensors of a device are fetched in one call for each device. Everything else keeps its type:
+    containers are copied by :func:`copy.deepcopy`, that is by their own means. Tensors and
+    containers that occur more than once stay shared.
 
     Args:
         accelerator (Accelerator): Of the devices that tensors are on.
@@ -35,17 +38,18 @@ class HostCopy:
         """Copy.
 
         Args:
-            state: Dicts, lists, tuples and tensors, nested, and whatever else.
+            state: Dicts, lists, tuples, sets, deques and tensors, nested, and whatever else.
 
         Returns:
             The same structure with host tensors.
         """
-        found: Dict[int, Tensor] = {}
-        _replace(state, lambda tensor: found.setdefault(id(tensor), tensor))
-        copies = self._copy(list(found.values()))
-        by_id = dict(zip(found, copies))
-        other = copy.deepcopy if self._keep else _as_it_is
-        return _replace(state, lambda tensor: by_id[id(tensor)], other)
+        leaves: Dict[int, Any] = {}
+        _find_leaves(state, leaves, set())
+        tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor)}
+        # `deepcopy` takes from here what it would copy otherwise.
+        memo: Dict[int, Any] = {} if self._keep else dict(leaves)
+        memo.update(zip(tensors, self._copy(list(tensors.values()))))
+        return copy.deepcopy(state, memo)
 
     def _copy(self, tensors: List[Tensor]) -> List[Tensor]:
         places: Dict[Any, int] = {}
@@ -58,7 +62,7 @@ class HostCopy:
                 chosen.append(tensor.detach())
             order.append(places[place])
         on_host = self._to_host(chosen)
-        return [on_host[index] for index in order]
+        return [_as_before(on_host[index], tensor) for index, tensor in zip(order, tensors)]
 
     def _to_host(self, tensors: List[Tensor]) -> List[Tensor]:
         result: List[Any] = [None] * len(tensors)
@@ -76,15 +80,55 @@ class HostCopy:
         return result
 
     def _kept(self, tensors: List[Tensor]) -> List[Tensor]:
-        same = len(tensors) == len(self._memory) and all(
-            kept.shape == tensor.shape and kept.dtype == tensor.dtype
-            for kept, tensor in zip(self._memory, tensors)
+        """Copy host tensors; views of one storage become views of one copy."""
+        storages: Dict[Any, int] = {}
+        wholes: List[Tensor] = []
+        for tensor in tensors:
+            if _has_plain_memory(tensor):
+                whole = _whole_storage(tensor)
+                key = (whole.data_ptr(), tensor.dtype)
+                if key not in storages:
+                    storages[key] = len(wholes)
+                    wholes.append(whole)
+        same = len(wholes) == len(self._memory) and all(
+            kept.shape == whole.shape and kept.dtype == whole.dtype
+            for kept, whole in zip(self._memory, wholes)
         )
         if not same:
-            self._memory = _allocate_like(tensors)
-        for kept, tensor in zip(self._memory, tensors):
-            kept.copy_(tensor)
-        return list(self._memory)
+            self._memory = _allocate_like(wholes)
+        for kept, whole in zip(self._memory, wholes):
+            kept.copy_(whole)
+        copies = []
+        for tensor in tensors:
+            if not _has_plain_memory(tensor):
+                copies.append(copy.deepcopy(tensor))
+                continue
+            kept = self._memory[storages[_whole_storage(tensor).data_ptr(), tensor.dtype]]
+            place = (tensor.shape, tensor.stride(), tensor.storage_offset())
+            copies.append(kept.as_strided(*place))
+        return copies
+
+
+def _has_plain_memory(tensor: Tensor) -> bool:
+    """Whether a host tensor is a view of numbers in a storage, as most are."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout == torch.strided
+        and tensor.numel() > 0
+        and not tensor.is_quantized
+        and not _is_lazily_changed(tensor)
+    )
+
+
+def _is_lazily_changed(tensor: Tensor) -> bool:
+    """Whether a tensor reads its memory with another sign."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _whole_storage(tensor: Tensor) -> Tensor:
+    """All of the memory that a tensor is a view of, in one dimension."""
+    storage = tensor.untyped_storage() if hasattr(tensor, 'untyped_storage') else tensor.storage()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage)
 
 
 def _allocate_like(tensors: Sequence[Tensor]) -> List[Tensor]:
@@ -98,43 +142,38 @@ def _allocate_like(tensors: Sequence[Tensor]) -> List[Tensor]:
     pool = mmap.mmap(-1, max(1, sum(room)))
     offsets = [0, *accumulate(room)]
     return [
-        torch.frombuffer(pool, dtype=tensor.dtype, count=tensor.numel(), offset=offset).view(
-            tensor.shape
-        )
-        if tensor.numel()
-        else torch.empty_like(tensor)
+        torch.frombuffer(pool, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
         for tensor, offset in zip(tensors, offsets)
     ]
 
 
 def _place(tensor: Tensor) -> Any:
     """What two tensors of the same memory have in common."""
-    if tensor.device.type != 'cpu' or tensor.numel() == 0:
+    if tensor.device.type != 'cpu' or not _has_plain_memory(tensor.detach()):
         return id(tensor)  # lazy tensors have no address
     return (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
+def _as_before(copied: Tensor, tensor: Tensor) -> Tensor:
+    """Make a host copy a parameter, or let it require gradients, if the original does."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    if tensor.requires_grad and tensor.is_leaf:
+        return copied.detach().requires_grad_()
+    return copied
 
 
-def _replace(
-    state: Any,
-    function: Callable[[Tensor], Tensor],
-    other: Callable[[Any], Any] = _as_it_is,
-) -> Any:
-    """Apply functions to all tensors in dicts, lists and tuples, and to all else there."""
-    if isinstance(state, Tensor):
-        return function(state)
+def _find_leaves(state: Any, leaves: Dict[int, Any], seen: set) -> None:
+    """Collect by ``id`` what is in dicts, lists, tuples, sets and deques and is none of these."""
     if isinstance(state, dict):
-        copied = {key: _replace(value, function, other) for key, value in state.items()}
-        if type(state) is dict:
-            return copied
-        like = copy.copy(state)  # a state_dict with its metadata, a ConfigDict
-        like.update(copied)
-        return like
-    if isinstance(state, tuple) and hasattr(state, '_fields'):
-        return type(state)(*(_replace(value, function, other) for value in state))
-    if type(state) in (list, tuple):
-        return type(state)(_replace(value, function, other) for value in state)
-    return other(state)
+        # A ConfigDict makes new objects for who asks it by its own method.
+        values: Tuple[Any, ...] = tuple(dict.values(state))
+    elif isinstance(state, _CONTAINERS):
+        values = tuple(state)
+    else:
+        leaves[id(state)] = state
+        return
+    if id(state) not in seen:
+        seen.add(id(state))
+        for value in values:
+            _find_leaves(value, leaves, seen)

@@ -10,6 +10,8 @@ import os
 import pickle
 import re
 import threading
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
@@ -17,7 +19,9 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import numpy as np
 import torch
+from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer
+from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from mmengine.runner import CheckpointLoader
 from mmengine.utils import digit_version, get_object_from_string
 
@@ -34,28 +38,55 @@ def _multiarray() -> Any:
     return core.multiarray if hasattr(core, 'multiarray') else np.core.multiarray
 
 
+#: Of Python: containers and types that are created from plain values and run nothing.
+_BUILTINS = (
+    *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list, range, set, slice),
+    *(str, tuple),
+)
+_NUMPY_DTYPES = '?bhilqBHILQefdFDSU'  # NumPy's codes of bool, integers, floats, complex, texts
+
+
 def allowed_classes() -> List[Any]:
     """What a checkpoint of MMEngine's own holds besides tensors and plain values."""
-    dtypes = [
-        type(np.dtype(name))
-        for name in ('bool', 'uint8', 'int32', 'int64', 'float16', 'float32', 'float64')
-    ]
     multiarray = _multiarray()
     return [
         *_trusted,
+        *_BUILTINS,
+        Counter,
+        OrderedDict,
+        defaultdict,
+        deque,
+        ConfigDict,
         HistoryBuffer,
         np.ndarray,
         np.dtype,
         multiarray._reconstruct,
         multiarray.scalar,
-        *dict.fromkeys(dtypes),
+        *dict.fromkeys(type(np.dtype(name)) for name in _NUMPY_DTYPES),
     ]
 
 
-def _method_of_history_buffer(owner: Any, name: str) -> Any:
-    """Stand in for ``getattr``, by which a log buffer's statistics were pickled."""
-    method = vars(HistoryBuffer).get(name)
-    if owner is not HistoryBuffer or name.startswith('_') or not callable(method):
+def _one_cycle(*_: Any) -> None:
+    """Stand for the class OneCycleParamScheduler, which no checkpoint may create."""
+    raise pickle.UnpicklingError(f'{_ONE_CYCLE} is not allowed to be called.')
+
+
+#: Checkpoints name the class to reach its two annealing functions.
+_ONE_CYCLE = f'{OneCycleParamScheduler.__module__}.{OneCycleParamScheduler.__name__}'
+_ANNEALING = ('_annealing_cos', '_annealing_linear')
+
+
+def _method(owner: Any, name: str) -> Any:
+    """Stand in for ``getattr``, by which methods of MMEngine's classes were pickled.
+
+    These are the statistics of log buffers and the annealing functions of OneCycleLR.
+    """
+    method = None
+    if owner is _one_cycle and name in _ANNEALING:
+        method = getattr(OneCycleParamScheduler, name)
+    elif owner is HistoryBuffer and not name.startswith('_'):
+        method = vars(HistoryBuffer).get(name)
+    if not callable(method):
         raise pickle.UnpicklingError(f'getattr({owner!r}, {name!r}) is not allowed.')
     return method
 
@@ -166,7 +197,8 @@ def _allowed_with_names() -> List[Any]:
         for function in (multiarray._reconstruct, multiarray.scalar)
         for module in ('numpy.core.multiarray', 'numpy._core.multiarray')
     ]
-    return [*allowed_classes(), *renamed, (_method_of_history_buffer, 'builtins.getattr')]
+    renamed += [(_method, 'builtins.getattr'), (_one_cycle, _ONE_CYCLE)]
+    return [*allowed_classes(), *renamed]
 
 
 def _first_refused(error: pickle.UnpicklingError) -> str:
@@ -237,8 +269,13 @@ def _restricted_pickle() -> Any:
         def find_class(self, module: str, name: str) -> Any:
             if not _restricting.get():
                 return super().find_class(module, name)
-            if (module, name) in (('builtins', 'getattr'), ('__builtin__', 'getattr')):
-                return _method_of_history_buffer
+            # Protocol 2, which PyTorch writes, has the names of Python 2.
+            module, name = NAME_MAPPING.get((module, name), (module, name))
+            module = IMPORT_MAPPING.get(module, module)
+            if (module, name) == ('builtins', 'getattr'):
+                return _method
+            if f'{module}.{name}' == _ONE_CYCLE:
+                return _one_cycle
             if (module, name) in allowed or _is_plain(module, name):
                 return super().find_class(module, name)
             raise pickle.UnpicklingError(f'{module}.{name} is not allowed.')
@@ -252,12 +289,13 @@ def _restricted_pickle() -> Any:
 
 
 _PLAIN: Tuple[Tuple[str, str], ...] = (
-    ('collections', 'OrderedDict'),
-    ('collections', 'defaultdict'),
     ('_codecs', 'encode'),
     ('torch', 'Size'),
     ('torch', 'device'),
+    ('torch.serialization', '_get_layout'),
     ('torch._utils', '_rebuild_tensor_v2'),
+    ('torch._utils', '_rebuild_qtensor'),
+    ('torch._utils', '_rebuild_sparse_tensor'),
     ('torch._utils', '_rebuild_parameter'),
     ('torch._utils', '_rebuild_device_tensor_from_numpy'),
     ('torch.nn.parameter', 'Parameter'),
@@ -265,7 +303,8 @@ _PLAIN: Tuple[Tuple[str, str], ...] = (
 
 
 def _is_plain(module: str, name: str) -> bool:
-    storage_or_dtype = module == 'torch' and (
-        name.endswith('Storage') or isinstance(getattr(torch, name, None), torch.dtype)
+    storage_or_value = module == 'torch' and (
+        name.endswith('Storage')
+        or isinstance(getattr(torch, name, None), (torch.dtype, torch.qscheme))
     )
-    return storage_or_dtype or (module, name) in _PLAIN
+    return storage_or_value or (module, name) in _PLAIN

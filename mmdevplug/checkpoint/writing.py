@@ -1,9 +1,13 @@
 """Writing checkpoints, whole or not at all."""
 
+import copyreg
 import os
+import pickle
 import shutil
+from collections import defaultdict, deque
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO, Dict, Iterator, Optional
 
 import torch
@@ -66,9 +70,26 @@ def write_checkpoint(
         # Straight into the file: MMEngine makes two copies of all of it in memory before.
         with open(str(unfinished), 'wb') as file:
             held = _HoldingErrors(file)
-            torch.save(checkpoint, held)
+            torch.save(checkpoint, held, pickle_module=_PICKLE)
         if held.error is not None:
             raise held.error
+
+
+class _Pickler(pickle.Pickler):
+    """Write deques and defaultdicts as calls with all of their items as arguments.
+
+    PyTorch's ``weights_only`` loader refuses to fill them item by item.
+    """
+
+    dispatch_table = copyreg.dispatch_table.copy()
+    dispatch_table[deque] = lambda value: (deque, (list(value), value.maxlen))
+    dispatch_table[defaultdict] = lambda value: (
+        defaultdict,
+        (value.default_factory, dict(value)),
+    )
+
+
+_PICKLE = SimpleNamespace(**dict(vars(pickle), Pickler=_Pickler))
 
 
 class _HoldingErrors:

@@ -61,7 +61,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path, monkeypatch, what):
     path = tmp_path / 'a.pth'
     save(path, 1)
 
-    def fail(value, file):
+    def fail(value, file, **_):
         file.write(b'half')
         raise what
 

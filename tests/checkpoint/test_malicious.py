@@ -101,3 +101,68 @@ def test_refused(tmp_path, way, switch):
     assert 'mkdir' in message
     assert '.pth' in message
     assert not folder.exists()
+
+
+class _Calls:
+    """Pickled as a call."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+class _Named:
+    """Pickled as a name, of a module's member or a member's member."""
+
+    def __init__(self, owner, name):
+        self.owner, self.name = owner, name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+    def __call__(self):
+        """Pickle asks that what is called looks as if it could be."""
+
+
+def _payloads():
+    """Ways to make more of what a checkpoint may name."""
+    from mmengine.config import Config
+    from mmengine.config.lazy import LazyObject
+    from mmengine.logging import HistoryBuffer
+    from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
+    from mmengine.utils import get_object_from_string
+
+    return dict(
+        calls_scheduler=_Calls(OneCycleParamScheduler, None, 'lr', 1.0, 5),
+        other_method=_Named(OneCycleParamScheduler, '__init__'),
+        globals_of_method=_Named(_Named(OneCycleParamScheduler, '_annealing_cos'), '__globals__'),
+        of_buffer=_Named(HistoryBuffer, '__reduce__'),
+        registers=_Calls(_Named(HistoryBuffer, 'register_statistics'), print),
+        of_module=_Named(_Calls(__import__, 'os'), 'mkdir'),
+        of_list=_Named(list, 'append'),
+        imports=_Calls(get_object_from_string, 'os.mkdir'),
+        lazy=_Calls(LazyObject, 'os'),
+        config=_Calls(Config, dict(a=1)),
+        evaluates=_Calls(eval, '1'),
+        opens=_Calls(open, os.devnull),
+    )
+
+
+@pytest.mark.parametrize('older', [False, True])
+def test_what_mmengines_own_names_cannot_be_used_for(tmp_path, monkeypatch, older):
+    from mmdevplug.errors import CheckpointError
+
+    if older:
+        monkeypatch.setattr(reading, '_TAKES_RENAMED_CLASSES', False)
+    taken = []
+    for name, payload in _payloads().items():
+        path = str(tmp_path / f'{name}.pth')
+        torch.save(dict(state_dict={}, payload=payload), path)
+        try:
+            reading.read_checkpoint(path)
+        except CheckpointError:
+            continue
+        taken.append(name)
+    assert not taken
