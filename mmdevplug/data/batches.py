@@ -9,6 +9,8 @@ import torch
 from mmengine.utils import digit_version
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
+from mmdevplug.checkpoint.random_states import host_random_state
+
 _ASKS_FOR_BATCHES = digit_version(torch.__version__) >= digit_version('1.13.0')
 
 
@@ -40,16 +42,12 @@ class ResumableBatches:
         self.batches = batches
         self.seed = seed
         self.epoch = -1
-        #: What the generators of the host were when the current pass began.
+        #: What the generators of the host were when the current pass began. With workers, a loop
+        #: over iterations begins the first pass when it is built.
         self.state_at_start: Any = None
         self._skip = 0
         self._before_pass: Optional[Callable[[], None]] = None
         self._after_skip: Optional[Callable[[], None]] = None
-        self._note: Callable[[], Any] = lambda: None
-
-    def note_with(self, function: Callable[[], Any]) -> None:
-        """Set what :attr:`state_at_start` becomes at the start of a pass."""
-        self._note = function
 
     def resume(
         self,
@@ -79,7 +77,7 @@ class ResumableBatches:
         self._skip, self._before_pass, self._after_skip = 0, None, None
         if before_pass is not None:
             before_pass()
-        self.state_at_start = self._note()
+        self.state_at_start = host_random_state()
         for number, batch in enumerate(self.batches):
             if number < skip:
                 continue

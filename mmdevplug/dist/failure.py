@@ -92,8 +92,10 @@ class FailureWatch:
         self._ending = False  # the main thread ends by itself
         self._store_error: Optional[str] = None
         self._stopped, self._wake = threading.Event(), threading.Event()
-        self.stop_wanted: Optional[str] = None  # why all ranks are to stop, see `request_stop`
-        self._to_publish: Optional[str] = None
+        self._stop_round = 0  # which training of this process is going on
+        self._stops: Dict[int, str] = {}  # why all ranks are to stop, by round
+        self._to_publish: Optional[Tuple[int, str]] = None
+        self._reread = False  # look for what was asked in a round that has just begun
         self._beating = threading.Thread(target=self._beat, name='mmdevplug-beat', daemon=True)
         self._guarding = threading.Thread(target=self._guard, name='mmdevplug-guard', daemon=True)
         self._beating.start()
@@ -123,8 +125,8 @@ class FailureWatch:
                     beats += 1
                 self._publish_request()
                 found = self.own.add('events', 0)
-                if found != events:
-                    events = found
+                if found != events or self._reread:
+                    events, self._reread = found, False
                     self._read_events()
                 self._answered = self._clock.now
                 self._wake.wait(pause)
@@ -164,8 +166,9 @@ class FailureWatch:
             self._report_at = self._clock.now
             self._reported.set()
             self.own.add('failure/seen', 1)
-        if self.stop_wanted is None and self.own.add('stop/there', 0):
-            self.stop_wanted = json.loads(self.own.get('stop/why'))
+        number = self._stop_round
+        if number not in self._stops and self.own.add(f'stop/{number}/there', 0):
+            self._stops[number] = json.loads(self.own.get(f'stop/{number}/why'))
 
     # the thread that watches the clock ----------------------------------------------------------
 
@@ -369,18 +372,34 @@ class FailureWatch:
 
     # stopping on purpose ------------------------------------------------------------------------
 
+    def begin_stop_round(self, number: int) -> None:
+        """Forget earlier requests to stop: another training begins.
+
+        Args:
+            number (int): Of this training, the same on all ranks.
+        """
+        self._stop_round = number
+        # Another rank may have asked before this one began.
+        self._reread = True
+        self._wake.set()
+
+    @property
+    def stop_wanted(self) -> Optional[str]:
+        """Why all ranks are to stop, None if nobody has asked."""
+        return self._stops.get(self._stop_round)
+
     def request_stop(self, why: str) -> None:
         """Ask all ranks to stop soon; may be called by a signal handler."""
         # The thread publishes it: a handler must not wait for a connection or a lock in use.
-        self._to_publish = why
+        self._to_publish = (self._stop_round, why)
 
     def _publish_request(self) -> None:
         if self._to_publish is None:
             return
-        why, self._to_publish = self._to_publish, None
-        if self.own.add('stop/count', 1) == 1:
-            self.own.set('stop/why', json.dumps(why))
-            self.own.add('stop/there', 1)
+        (number, why), self._to_publish = self._to_publish, None
+        if self.own.add(f'stop/{number}/count', 1) == 1:
+            self.own.set(f'stop/{number}/why', json.dumps(why))
+            self.own.add(f'stop/{number}/there', 1)
             self.own.add('events', 1)
 
 

@@ -4,10 +4,13 @@ import json
 from typing import Optional
 
 from . import failure
+from .agreement import next_round
 
 
 class StopAgreement:
-    """Lets all ranks of a job, asked by any one, stop after the same iteration.
+    """Let all ranks of a job, asked by any one, stop after the same iteration.
+
+    One object serves one training; all ranks create it when training begins.
 
     The rank that is asked leaves a request in the store, which the thread of each rank sees. From
     then on each rank publishes where it is. The last one to do so chooses an iteration that no
@@ -26,6 +29,12 @@ class StopAgreement:
     def __init__(self) -> None:
         self._asked: Optional[str] = None
         self._published = False
+        #: All ranks count alike how often they have trained, so that what an earlier training
+        #: has left in the store stops no later one.
+        self._round = next_round('stop')
+        watch = failure.current_watch()
+        if watch is not None:
+            watch.begin_stop_round(self._round)
         self.iteration: Optional[int] = None
 
     @property
@@ -58,14 +67,14 @@ class StopAgreement:
         return self.iteration is not None and iteration >= self.iteration
 
     def _agree(self, watch: failure.FailureWatch, iteration: int, interval: int) -> Optional[int]:
-        store, env = watch.own, watch.env
+        store, env, keys = watch.own, watch.env, f'stop/{self._round}'
         if not self._published:
             self._published = True
-            store.set(f'stop/seen/{env.rank}', str(iteration))
-            if store.add('stop/published', 1) == env.world_size:
-                seen = [int(store.get(f'stop/seen/{rank}')) for rank in range(env.world_size)]
-                store.set('stop/at', json.dumps(max(seen) + self.MARGIN + interval))
-                store.add('stop/decided', 1)
-        if not store.add('stop/decided', 0):
+            store.set(f'{keys}/seen/{env.rank}', str(iteration))
+            if store.add(f'{keys}/published', 1) == env.world_size:
+                seen = [int(store.get(f'{keys}/seen/{rank}')) for rank in range(env.world_size)]
+                store.set(f'{keys}/at', json.dumps(max(seen) + self.MARGIN + interval))
+                store.add(f'{keys}/decided', 1)
+        if not store.add(f'{keys}/decided', 0):
             return None
-        return json.loads(store.get('stop/at'))
+        return json.loads(store.get(f'{keys}/at'))

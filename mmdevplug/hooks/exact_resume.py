@@ -18,7 +18,6 @@ from mmengine.runner.loops import (
 from torch import nn
 
 from mmdevplug.checkpoint.random_states import (
-    host_random_state,
     random_state,
     set_host_random_state,
     set_random_state,
@@ -34,6 +33,8 @@ from mmdevplug.data.building import (
 from mmdevplug.dist import gather_samples, rank_device, rank_devices
 from mmdevplug.dist.messages import gather_json
 
+from .hook_states import had_switched_pipeline, hook_states, restore_hook_states
+from .loader_states import loader_states, restart_workers_silently, restore_loaders
 from .rank_buffers import gather_buffers, restore_buffers
 
 #: The key in a checkpoint.
@@ -84,6 +85,8 @@ def capture(runner: Any, position: Position) -> Dict:
         sampler_seed=getattr(sampler_of(loader), 'seed', None),
         ranks=ranks,
         sampling=_sampler_states(runner.train_loop),
+        loaders=loader_states(runner),
+        hooks=hook_states(runner),
     )
 
 
@@ -97,13 +100,6 @@ def _sampler_states(loop: Any) -> Optional[List[Dict]]:
 def _draws_several(loop: Any) -> bool:
     """Whether an iteration may draw several batches of data."""
     return hasattr(loop, 'batches_drawn')
-
-
-def observe(loader: Any) -> None:
-    """Let a resumable data loader note the random states at the start of each pass."""
-    batches = resumable_batches(loader)
-    if batches is not None:
-        batches.note_with(host_random_state)
 
 
 class Resumption:
@@ -137,6 +133,8 @@ class Resumption:
     def prepare(self) -> None:
         """Find the place in the data; what is random follows when that place is reached."""
         self._restore_buffers()
+        restore_loaders(self.runner, self.saved.get('loaders') or {})
+        restore_hook_states(self.runner, self.saved.get('hooks') or {})
         loader = self.loop.dataloader
         batches = make_resumable(loader, self.runner.seed)
         skip = self._batches_to_skip()
@@ -149,7 +147,6 @@ class Resumption:
             renew_sampler(loader, config, self.saved['sampler_seed'])
             if batches.seed is not None:
                 seed_workers(batches, self.runner.seed)
-            observe(loader)
             batches.state_at_start = None if self._mine is None else self._mine['at_start']
             self._resume_batches(batches, skip)
         if self._inexact:
@@ -172,9 +169,6 @@ class Resumption:
         if self._between_epochs:
             batches.epoch = self.saved['epoch'] - 1
             return
-        sampler = sampler_of(self.loop.dataloader)
-        if hasattr(sampler, 'set_epoch'):
-            sampler.set_epoch(self.saved['epoch'])
         if _draws_several(self.loop):
             self._resume_sampling(batches, skip)
             return
@@ -228,6 +222,12 @@ class Resumption:
         return trained * before // now
 
     def _restore_start_of_epoch(self) -> None:
+        """Prepare the sampler for its first pass, which is about to begin."""
+        # Not earlier: DistSamplerSeedHook sets the epoch of the loop, which is always 0 in one
+        # over iterations.
+        sampler = sampler_of(self.loop.dataloader)
+        if hasattr(sampler, 'set_epoch'):
+            sampler.set_epoch(self.saved['epoch'])
         if self._mine is not None and self._mine['at_start'] is not None:
             set_host_random_state(self._mine['at_start'])
 
@@ -248,6 +248,9 @@ class Resumption:
         """To be called when the first epoch is about to begin."""
         if self._between_epochs:
             self._between_epochs = False
+            if had_switched_pipeline(self.saved.get('hooks') or {}):
+                # The hook has switched once more, and has thrown away what was to start workers.
+                restart_workers_silently(self.loop.dataloader)
             self.restore_random_state()
 
     def validate_if_due(self) -> None:

@@ -37,12 +37,13 @@ class PreemptionHook(Hook):
     def __init__(self, signals: Sequence[str] = ('SIGTERM', 'SIGUSR1')) -> None:
         self._signals = [getattr(signal, name) for name in signals]
         self._handlers: Dict[int, Any] = {}
-        self._agreement = StopAgreement()
+        self._agreement: Optional[StopAgreement] = None
         self._terminated = 0.0  # when the first SIGTERM came
         self._pid = 0
 
     def before_train(self, runner: Any) -> None:
         """Take over the signals; see :class:`mmengine.hooks.Hook`."""
+        self._agreement, self._terminated = StopAgreement(), 0.0
         if threading.current_thread() is not threading.main_thread():
             return  # Python handles signals in the main thread alone.
         self._pid = os.getpid()
@@ -74,7 +75,8 @@ class PreemptionHook(Hook):
             self._terminated = now
         context = device_context()
         where = f' to {context.env.describe()}' if context is not None else ''
-        self._agreement.request(f'{signal.Signals(number).name}{where}')
+        if self._agreement is not None:
+            self._agreement.request(f'{signal.Signals(number).name}{where}')
 
     def after_train_iter(
         self,
@@ -89,14 +91,14 @@ class PreemptionHook(Hook):
             SystemExit: With status 0, after a checkpoint has been saved.
         """
         interval = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
-        if self._agreement.reached(runner.iter + 1, interval):
-            self._stop(runner)
+        if self._agreement is not None and self._agreement.reached(runner.iter + 1, interval):
+            self._stop(runner, self._agreement.why)
 
-    def _stop(self, runner: Any) -> None:
-        enter_phase(f'saving a checkpoint after {self._agreement.why}')
+    def _stop(self, runner: Any, why: str) -> None:
+        enter_phase(f'saving a checkpoint after {why}')
         path = save_now(runner)
         runner.call_hook('after_train')
-        enter_phase(f'ending after {self._agreement.why}')
+        enter_phase(f'ending after {why}')
         wait_for_everyone('ending')
         saved = (
             'no checkpoint, because there is no CheckpointHook'
@@ -104,8 +106,7 @@ class PreemptionHook(Hook):
             else f'{path}. To go on, start the same command with --resume'
         )
         runner.logger.info(
-            f'Stopped after iteration {runner.iter + 1} because of {self._agreement.why}; saved '
-            f'{saved}.'
+            f'Stopped after iteration {runner.iter + 1} because of {why}; saved {saved}.'
         )
         raise SystemExit(0)
 

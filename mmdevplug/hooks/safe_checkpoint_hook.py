@@ -5,6 +5,7 @@ import io
 import os
 from typing import Any, Dict, Optional, Tuple
 
+import numpy as np
 import torch
 from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook
@@ -31,9 +32,11 @@ from .exact_resume import (
     capture,
     current_position,
     is_complete,
-    observe,
     validation_follows,
 )
+from .hook_states import repeat_validation
+
+_NUMBERS = (bool, int, float, np.number, torch.Tensor)
 
 
 @HOOKS.register_module()
@@ -78,6 +81,8 @@ class SafeCheckpointHook(CheckpointHook):
         self._exact: Optional[Dict] = None
         self._loaded: Optional[Dict] = None
         self._resumption: Optional[Resumption] = None
+        #: Of the validation that has just ended, while hooks are told about it.
+        self._metrics: Optional[Dict[str, Any]] = None
         self._warned_of_accumulation = False
 
     # resuming -----------------------------------------------------------------------------------
@@ -118,7 +123,6 @@ class SafeCheckpointHook(CheckpointHook):
                 f'train_cfg to train longer.'
             )
         super().before_train(runner)
-        observe(runner.train_loop.dataloader)
         loaded, self._loaded = self._loaded, None
         # A checkpoint that was only loaded from starts training at iteration 0.
         if loaded is not None and loaded['iter'] == runner.iter > 0:
@@ -126,6 +130,7 @@ class SafeCheckpointHook(CheckpointHook):
             self._resumption.prepare()
             validated = finished or loaded['validated']
             self._position = Position(loaded['epoch'], loaded['batch'], validated)
+            repeat_validation(runner, self, loaded.get('metrics'))
             if not validated:
                 self._resumption.validate_if_due()
 
@@ -181,7 +186,11 @@ class SafeCheckpointHook(CheckpointHook):
         """Save the best checkpoint; see :class:`mmengine.hooks.CheckpointHook`."""
         if self._position is not None:
             self._position = self._position._replace(validated=True)
+        self._metrics = {
+            name: value for name, value in (metrics or {}).items() if isinstance(value, _NUMBERS)
+        }
         super().after_val_epoch(runner, metrics)
+        self._metrics = None
 
     # saving -------------------------------------------------------------------------------------
 
@@ -338,7 +347,7 @@ class SafeCheckpointHook(CheckpointHook):
     def _save(self, runner: Any, file: CheckpointFile, meta: dict, options: dict) -> bool:
         self._exact = None
         if options['save_optimizer'] and self._position is not None:
-            self._exact = capture(runner, self._position)
+            self._exact = dict(capture(runner, self._position), metrics=self._metrics)
         return self._saver.save(runner, file, meta, options)
 
     def _publish_model(self, runner: Any, ckpt_path: str) -> None:
