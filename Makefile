@@ -37,7 +37,7 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-.PHONY: help install install-xla demo test test-long test-xla test-kills test-peers test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-sites clean
+.PHONY: help install install-xla demo test test-long test-xla test-kills test-peers test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-resume docs-sites clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -92,8 +92,8 @@ test-long: install  ## Run the tests on the CPU that take long
 test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
 	$(ON_XLA) $(BIN_XLA)/python $(PYTEST) -m xla
 
-test-kills: install  ## Kill jobs 54 times (make test-long does it 18 times), compare the bits
-	MMDEVPLUG_KILLS=54 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla"
+test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
+	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla"
 
 test-peers: install install-xla  ## Run MMEngine's own tests on the CPU, torch_xla and a stand-in, if $(PEERS) is there
 ifeq ($(wildcard $(PEERS)),)
@@ -133,6 +133,10 @@ docs-features: install install-xla  ## Measure the features on every device, wri
 	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla"
 	MMDEVPLUG_RESULTS=docs/features PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest tests/features -m xla
 	$(BIN)/python docs/feature_table.py
+
+docs-resume: install  ## Resume every schedule with every optimizer, write docs/*/resuming.md
+	$(BIN)/python -m tests.checkpoint.resume_table docs/resume
+	$(BIN)/python docs/resume_table.py
 
 docs-sites: install install-xla  ## Look at MMEngine's device assumptions, write docs/*/device_sites.md
 	MMDEVPLUG_RESULTS=docs/sites $(BIN)/python -m pytest tests/sites -m "not cuda and not xla"

@@ -5,22 +5,35 @@ python -m tests.checkpoint.elastic CONFIG NPROC MAX_RESTARTS
 
 import inspect
 import multiprocessing
+import os
 import sys
+import time
 
 from tests.distributed import PRELOAD
 
 
 def work(path):
-    """Train in a worker."""
+    """Train in a worker; go on at once when a signal has stopped training in good order."""
     from mmengine.config import Config
     from mmengine.registry import RUNNERS
 
     import tests.checkpoint.killing
     import tests.checkpoint.training  # noqa: F401
 
-    cfg = Config.fromfile(path)
-    cfg.launcher = 'pytorch'
-    RUNNERS.build(cfg).train()
+    stopped = True
+    while stopped:
+        cfg = Config.fromfile(path)
+        # As each process would have: a message hub and a logger of its own.
+        cfg.update(launcher='pytorch', experiment_name=f'at {time.time()}')
+        try:
+            RUNNERS.build(cfg).train()
+            stopped = False
+        except SystemExit as status:
+            if status.code != 0:
+                raise
+            if os.environ['RANK'] == '0':
+                with open(os.path.join(os.path.dirname(path), 'stops.txt'), 'a') as file:
+                    file.write('stopped\n')
 
 
 def main():

@@ -4,15 +4,21 @@ import json
 import os
 import random
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
+from mmengine.runner import loops
 
 from mmdevplug import files
 from mmdevplug.checkpoint.finding import check_file
 from mmdevplug.checkpoint.reading import read_checkpoint
+
+# The pause of MMEngine's loop between two passes over the data.
+loops.time = SimpleNamespace(sleep=lambda _: None)
 
 #: Where a process may die: at the end of an iteration, or in the middle of saving.
 PLACES = ('iteration', 'half written', 'written', 'flushed', 'renamed', 'pointed')
@@ -38,6 +44,17 @@ def make_plan(seed, kills, world_size, horizon):
     return plan
 
 
+def make_terminations(seed, number, world_size, length):
+    """Decide which rank gets SIGTERM after which iterations.
+
+    Returns:
+        dict: Rank by iteration; the keys are text, as JSON has them.
+    """
+    chance = random.Random(f'terminations {seed}')
+    iterations = chance.sample(range(2, length - 8), number)
+    return {str(iteration): chance.randrange(world_size) for iteration in iterations}
+
+
 def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -56,7 +73,8 @@ class KillByPlan(Hook):
         self.folder = Path(plan).parent
         attempt = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
         plans = json.loads(Path(plan).read_text())
-        self.plan = plans[attempt] if attempt < len(plans) else None
+        self.terminations = plans['terminations']
+        self.plan = plans['kills'][attempt] if attempt < len(plans['kills']) else None
         self.iterations = 0
 
     def before_train(self, runner):
@@ -73,8 +91,27 @@ class KillByPlan(Hook):
             file.flush()
             os.fsync(file.fileno())
 
+    def terminate(self, runner):
+        """Send this process SIGTERM, once for each iteration in the plan that it has come to."""
+        for iteration, rank in self.terminations.items():
+            noted = self.folder / f'terminated_{iteration}.txt'
+            due = rank == runner.rank and runner.iter + 1 >= int(iteration)
+            if due and not noted.exists():
+                noted.touch()
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)  # the others learn of it within a beat
+                return
+
+    def is_stopping(self):
+        """Whether a rank has been asked to stop lately: let that happen before a kill."""
+        noted = self.folder.glob('terminated_*')
+        return any(time.time() - path.stat().st_mtime < 2.0 for path in noted)
+
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if self.is_stopping():
+            return
         self.iterations += 1
+        self.terminate(runner)
         if self.plan is None:
             return
         others_follow = self.plan['place'] != 'iteration' and runner.rank != 0
@@ -99,6 +136,8 @@ def look_at_checkpoints(work_dir):
 
 def die_while_saving(place, after, note):
     """Kill this process inside the ``after``-th checkpoint that it writes from now on."""
+    if hasattr(torch.save, 'dies'):
+        return  # in this process another runner has trained before
     count = [0]
     save, flush, replace = torch.save, files._flush, os.replace
     is_checkpoint = ['.pth' + files.UNFINISHED]
@@ -133,4 +172,5 @@ def die_while_saving(place, after, note):
             if place == 'pointed' and str(target).endswith('last_checkpoint'):
                 ends()
 
+    dying_save.dies = True
     torch.save, files._flush, os.replace = dying_save, dying_flush, dying_replace

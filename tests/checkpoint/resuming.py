@@ -1,6 +1,7 @@
 """Trainings in this process that are interrupted and resumed, compared with ones that are not."""
 
 import itertools
+import os
 import re
 from contextlib import contextmanager
 from functools import lru_cache
@@ -57,7 +58,7 @@ class Notes(Hook):
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         samples = torch.as_tensor(data_batch['targets'])[:, 0].tolist()
-        losses = {name: float(value) for name, value in outputs.items()}
+        losses = {name: value.item() for name, value in outputs.items()}
         self.seen[runner.iter] = (batch_idx, samples, str(runner.optim_wrapper.get_lr()), losses)
 
 
@@ -87,11 +88,12 @@ def _figure(visualizer, options):
 
 def tiny(work_dir, by_epoch=True, **changes):
     """A config of the shortest training that has everything; see `tests.checkpoint.training`."""
+    ranks = int(os.environ.get('WORLD_SIZE', 1))
     checkpoint = dict(interval=1 if by_epoch else 5, by_epoch=by_epoch, max_keep_ckpts=2)
     options = dict(
         length=LENGTH // 5 if by_epoch else LENGTH,
         checkpoint=checkpoint,
-        train_dataloader__dataset=dict(type='NoisyDataset', indices=20),
+        train_dataloader__dataset=dict(type='NoisyDataset', indices=20 * ranks),
         val_dataloader__dataset=dict(type='NoisyDataset', indices=8),
         train_cfg__val_interval=2 if by_epoch else 10,
         default_hooks__logger=dict(type='LoggerHook', interval=3),
@@ -133,13 +135,13 @@ def final_state(work_dir):
     for name in ('time', 'experiment_name', 'cfg'):
         state['meta'].pop(name)
     hub = state['message_hub']
-    for name in ('cfg', 'experiment_name', 'interrupted_ckpt'):
+    for name in ('cfg', 'experiment_name', 'interrupted_ckpt', 'eta'):
         hub['runtime_info'].pop(name, None)
         hub['resumed_keys'].pop(name, None)
     for name, value in list(hub['runtime_info'].items()):
         if isinstance(value, str):  # paths
             hub['runtime_info'][name] = value.replace(str(work_dir), '')
-    measured = re.compile('time|memory')
+    measured = re.compile('time|memory|train/comm')
     for part in ('log_scalars', 'resumed_keys'):
         hub[part] = {k: v for k, v in sorted(hub[part].items()) if not measured.search(k)}
     hub['runtime_info'] = dict(sorted(hub['runtime_info'].items()))

@@ -1,8 +1,9 @@
 """Jobs that are killed again and again come to the same end, through torchrun's restarts.
 
 SIGKILL hits one rank or all, at the end of random iterations and at every step of saving a
-checkpoint. ``MMDEVPLUG_KILLS`` says how often, 18 times by default; `make test-kills` does it 54
-times.
+checkpoint. Half as many SIGTERMs stop training in good order; it goes on at once. Each job has
+another schedule, all have mixed precision, averaged weights and clipped gradients.
+``MMDEVPLUG_KILLS`` says how often, 18 times by default; `make test-kills` does it 100 times.
 """
 
 import json
@@ -17,26 +18,30 @@ from mmengine.config import Config
 
 from mmdevplug.checkpoint.finding import check_file
 from mmdevplug.checkpoint.reading import read_checkpoint
-from tests.checkpoint.killing import PLACES, make_plan
+from tests.checkpoint.killing import PLACES, make_plan, make_terminations
+from tests.checkpoint.test_round_trip import check_equal
 from tests.checkpoint.training import config
 from tests.columns import CUDA, NATIVE, NATIVE_BACKENDS, gpus, job_of
-from tests.jobs import PATHS, ROOT
+from tests.jobs import PATHS, ROOT, torch_before
 from tests.native import native_environment
 
 pytestmark = pytest.mark.long
 
 SEED = int(os.environ.get('MMDEVPLUG_SEED', '0'))
-SCALE = float(os.environ.get('MMDEVPLUG_KILLS', '18')) / 54
+SCALE = float(os.environ.get('MMDEVPLUG_KILLS', '18')) / 100
 
 
-def run_job(folder, world_size, kills, accelerator='cpu', length=48, **options):
+def run_job(folder, world_size, kills, accelerator='cpu', length=48, terminations=0, **options):
     """Train under torchrun's agent.
 
     Returns:
         tuple: The last checkpoint, the kills that happened, and what was printed.
     """
     folder.mkdir()
-    plan = make_plan(SEED + world_size, kills, world_size, horizon=10)
+    plan = dict(
+        kills=make_plan(SEED + world_size, kills, world_size, horizon=10),
+        terminations=make_terminations(SEED + world_size, terminations, world_size, length),
+    )
     (folder / 'plan.json').write_text(json.dumps(plan))
     cfg = config(folder / 'work', accelerator, by_epoch=False, length=length, **options)
     cfg['custom_imports'] = dict(
@@ -78,6 +83,8 @@ def assert_equal_bits(one, other):
     for index, state in one['optimizer']['state'].items():
         for name, value in state.items():
             assert torch.equal(value, other['optimizer']['state'][index][name]), (index, name)
+    assert one['optimizer'].get('loss_scaler') == other['optimizer'].get('loss_scaler')
+    check_equal(one['param_schedulers'], other['param_schedulers'])
 
 
 def report(world_size, accelerator, happened, folder, capsys):
@@ -87,19 +94,42 @@ def report(world_size, accelerator, happened, folder, capsys):
         for place in PLACES
         if any(kill['place'] == place for kill in happened)
     }
+    terminated = len(list(folder.glob('terminated_*')))
+    noted = folder / 'stops.txt'
+    stops = len(noted.read_text().splitlines()) if noted.exists() else 0
     everyone = sum(len(kill['ranks']) == world_size for kill in happened)
     with capsys.disabled():
         print(
             f'\n{len(happened)} kills of {world_size} {accelerator} rank(s), {everyone} of them '
-            f'of all ranks: {places}; {sum(map(int, looked))} checkpoints read after kills, all '
-            f'whole.'
+            f'of all ranks: {places}; {terminated} SIGTERMs, {stops} orderly stops; '
+            f'{sum(map(int, looked))} checkpoints read after kills, all whole.'
         )
+    return stops
 
 
 CHECKPOINT = dict(interval=3, by_epoch=False, max_keep_ckpts=3)
 
-#: World size, kills, whether the background writes.
-JOBS = [(2, 30, False), (2, 8, True), (4, 16, False)]
+#: World size, kills, half as many SIGTERMs, whether the background writes, the schedule.
+JOBS = [
+    (2, 50, False, 'MultiStepLR'),
+    (2, 20, True, 'OneCycleLR'),
+    (4, 30, False, 'CosineRestartLR'),
+]
+_HALF = 'bfloat16' if torch_before('2.3.0') else 'float16'  # which has no gradient scaler
+
+
+def _schedule(kind, length):
+    third = length // 3
+    options = dict(
+        MultiStepLR=dict(milestones=[third, 2 * third, length - 6], gamma=0.5),
+        OneCycleLR=dict(eta_max=0.05, total_steps=length),
+        CosineRestartLR=dict(
+            periods=[third, third, length - 2 * third],
+            restart_weights=[1, 0.5, 0.25],
+            eta_min=0.001,
+        ),
+    )
+    return [dict(options[kind], type=kind, by_epoch=False)]
 
 
 @pytest.fixture(scope='module')
@@ -108,16 +138,27 @@ def jobs(tmp_path_factory):
     folder = tmp_path_factory.mktemp('jobs')
 
     def run(number, kills_wanted):
-        world_size, kills, async_save = JOBS[number]
+        world_size, kills, async_save, kind = JOBS[number]
         kills = round(kills * SCALE)
+        length = 6 * kills + 18
+        # One begins passes over the data anew, the others have a sampler that never ends.
+        sampler = dict(type='DefaultSampler' if number == 0 else 'InfiniteSampler', shuffle=True)
+        wrapper = dict(type='AmpOptimWrapper', dtype=_HALF, clip_grad=dict(max_norm=1.0))
+        if _HALF == 'float16':
+            wrapper['loss_scale'] = dict(init_scale=256.0, growth_interval=7)
         return run_job(
             folder / f'{number}-{kills_wanted}',
             world_size,
             kills if kills_wanted else 0,
-            length=6 * kills + 12,
+            length=length,
+            terminations=kills // 2 if kills_wanted else 0,
             checkpoint=dict(CHECKPOINT, async_save=async_save),
             model=dict(type='NoisyModel', width=32),
             model_wrapper_cfg=dict(type='DeviceDistributedDataParallel', bucket_cap_mb=0.002),
+            train_dataloader__sampler=sampler,
+            optim_wrapper=dict(wrapper, optimizer=dict(type='AdamW', lr=0.02)),
+            param_scheduler=_schedule(kind, length),
+            resume=True,
         )
 
     # Two at a time: a job that starts again mostly waits.
@@ -134,13 +175,17 @@ def jobs(tmp_path_factory):
 @pytest.mark.parametrize('number', range(len(JOBS)), ids=[str(job) for job in JOBS])
 def test_killed_again_and_again(jobs, capsys, number):
     folder, results = jobs
-    world_size, kills, _ = JOBS[number]
+    world_size, kills, _, _ = JOBS[number]
+    kills = round(kills * SCALE)
     expected, _, _ = results[number, False]
     got, happened, _ = results[number, True]
     assert_equal_bits(got, expected)
-    report(world_size, 'cpu', happened, folder / f'{number}-True', capsys)
+    stops = report(world_size, 'cpu', happened, folder / f'{number}-True', capsys)
     # A rank may end with its killed neighbour before its own turn comes.
-    assert len(happened) >= round(kills * SCALE) * 0.9
+    assert len(happened) >= kills * 0.9
+    assert len(list((folder / f'{number}-True').glob('terminated_*'))) == kills // 2
+    # SIGKILL may come before all have agreed where to stop, or two SIGTERMs at once.
+    assert stops >= kills // 4
 
 
 def test_a_restart_before_the_first_checkpoint_keeps_what_was_loaded(tmp_path, monkeypatch):

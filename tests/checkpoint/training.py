@@ -39,16 +39,16 @@ class NoisyDataset(BaseDataset):
 class NoisyModel(BaseModel):
     """A small network with dropout and batch normalization; some layers, for several buckets."""
 
-    def __init__(self, width=16, dropout=0.2, norm=True, **kwargs):
+    def __init__(self, width=16, dropout=0.2, norm=True, bias=True, **kwargs):
         super().__init__(**kwargs)
         self.net = nn.Sequential(
-            nn.Linear(8, width),
+            nn.Linear(8, width, bias=bias),
             *([nn.BatchNorm1d(width)] if norm else []),
             nn.ReLU(),
             nn.Dropout(dropout),
-            nn.Linear(width, width),
+            nn.Linear(width, width, bias=bias),
             nn.Tanh(),
-            nn.Linear(width, 2),
+            nn.Linear(width, 2, bias=bias),
         )
 
     def forward(self, inputs, targets=None, mode='tensor'):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import _context, free_port, launch_variables
+from tests.distributed import _context, free_port, launch_variables, run_ranks
 from tests.jobs import digits_config
 
 
@@ -158,6 +158,43 @@ def test_without_the_hook_a_signal_ends_the_process(tmp_path):
     job.signal(0, signal.SIGTERM)
     assert job.end() == [-signal.SIGTERM]
     assert not (tmp_path / 'last_checkpoint').exists()
+
+
+def _stopped_then_trained(folder):
+    """Train until a signal, catch what ends the process, and train once more."""
+    from mmengine.hooks import Hook
+
+    from tests.checkpoint.resuming import quickly
+    from tests.checkpoint.training import build
+
+    class Signal(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            if runner.iter == 3 and runner.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.02)  # the request takes a beat
+
+    iterations = []
+    for number, hooks in enumerate([[Signal()], [], [Signal()]]):
+        options = dict(by_epoch=False, length=40, experiment_name=f'run {number}')
+        with quickly():
+            runner = build(folder / str(number), **options)
+            for hook in hooks:
+                runner.register_hook(hook)
+            try:
+                runner.train()
+            except SystemExit:
+                runner.train_loop._iter += 1  # which the loop did not come to
+        iterations.append(runner.iter)
+    return iterations
+
+
+def test_a_second_training_is_not_stopped_by_a_request_to_the_first(tmp_path):
+    one, other = run_ranks(_stopped_then_trained, 2, tmp_path)
+    assert one == other
+    first, second, third = one
+    assert 3 < first < 40
+    assert second == 40
+    assert 3 < third < 40
 
 
 def test_handlers_are_put_back():

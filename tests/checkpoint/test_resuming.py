@@ -1,0 +1,78 @@
+"""Each part of MMEngine with a state trains, is interrupted twice, and ends with the same bits."""
+
+from itertools import cycle
+
+import pytest
+import torch
+
+from mmdevplug.checkpoint.reading import read_checkpoint
+from tests.checkpoint.resume_cases import (
+    COUNTING,
+    OF_SEVERAL_RANKS,
+    OTHERS,
+    SCHEDULES,
+    optimizers,
+    scheduled,
+)
+from tests.checkpoint.resuming import differences, quickly, start
+from tests.distributed import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _pairs():
+    """Each schedule in each way to count, and each optimizer, in few pairs."""
+    others = cycle(optimizers())
+    return [
+        (kind, next(others), counting)
+        for counting in COUNTING
+        for kind in SCHEDULES
+        if counting == 'epochs' or kind != 'ReduceOnPlateau'  # which is by epoch alone
+    ]
+
+
+@pytest.mark.parametrize(('kind', 'optimizer', 'counting'), _pairs())
+def test_schedules_and_optimizers(tmp_path, kind, optimizer, counting):
+    assert differences(tmp_path, scheduled(kind, optimizer, counting)) is None
+
+
+@pytest.mark.parametrize('name', OTHERS)
+def test_everything_else_with_a_state(tmp_path, name):
+    assert differences(tmp_path, OTHERS[name]) is None
+
+
+@pytest.mark.parametrize('by_epoch', [True, False])
+def test_after_loading_other_weights(tmp_path, by_epoch):
+    options = scheduled('MultiStep', 'AdamW', COUNTING[0 if by_epoch else 1])
+    with quickly():
+        start(tmp_path / 'other', dict(options, randomness=dict(seed=8)))
+    path = (tmp_path / 'other' / 'last_checkpoint').read_text()
+    assert differences(tmp_path, dict(options, load_from=path)) is None
+    # It did begin with these weights.
+    loaded = read_checkpoint(str(tmp_path / 'whole' / 'epoch_4.pth')) if by_epoch else None
+    assert loaded is None or loaded['meta']['epoch'] == 4
+
+
+def _on_ranks(folder, names):
+    return {name: differences(folder / name, OF_SEVERAL_RANKS[name]) for name in names}
+
+
+#: Those of which the ranks' data, buffers and hooks differ most from those of one.
+FEW = ('multi_step', 'default_sampler_by_iter')
+
+
+@pytest.mark.parametrize(
+    'names',
+    [FEW, pytest.param(sorted({*OF_SEVERAL_RANKS} - {*FEW}), marks=pytest.mark.long)],
+    ids=['few', 'others'],
+)
+def test_two_ranks(tmp_path, names):
+    """Many trainings one after the other, in one job of two processes."""
+    for found in run_ranks(_on_ranks, 2, tmp_path, names, timeout=900):
+        assert not {name: what for name, what in found.items() if what is not None}
