@@ -1,8 +1,9 @@
 """Resume each schedule with each optimizer, and write down what differs.
 
-python -m tests.checkpoint.resume_table FOLDER
+python -m tests.checkpoint.resume_table FOLDER [OPTIMIZER ...]
 
-Writes FOLDER/cpu.json, of which docs/resume_table.py makes a page.
+Writes FOLDER/cpu.json, of which docs/resume_table.py makes a page. With names of optimizers only
+their columns are measured; others stay as they are.
 """
 
 import json
@@ -20,8 +21,11 @@ from tests.checkpoint.resuming import differences
 
 def main():
     torch.set_num_threads(1)
-    rows = {}
+    path, wanted = Path(sys.argv[1]) / 'cpu.json', sys.argv[2:] or optimizers()
+    rows = json.loads(path.read_text())['rows'] if sys.argv[2:] else {}
     for number, (kind, optimizer) in enumerate(product(SCHEDULES, optimizers())):
+        if optimizer not in wanted:
+            continue
         # Each in one way to count; neighbours in another.
         ways = COUNTING[:1] if kind == 'ReduceOnPlateau' else COUNTING
         counting = ways[(number + number // len(optimizers())) % len(ways)]
@@ -30,7 +34,6 @@ def main():
         rows.setdefault(kind, {})[optimizer] = dict(counting=counting, differs=found)
         print(f'{kind} {optimizer} {counting}: {found or "exact"}', flush=True)
     result = dict(torch=torch.__version__, python=platform.python_version(), rows=rows)
-    path = Path(sys.argv[1]) / 'cpu.json'
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + '\n')
 

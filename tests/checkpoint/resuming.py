@@ -132,10 +132,10 @@ def final_state(work_dir):
     """The last checkpoint, without what differs between any two runs."""
     path = Path((Path(work_dir) / 'last_checkpoint').read_text())
     state = read_checkpoint(str(path))
-    for name in ('time', 'experiment_name', 'cfg'):
+    for name in ('time', 'experiment_name', 'cfg', 'mmengine_version'):
         state['meta'].pop(name)
     hub = state['message_hub']
-    for name in ('cfg', 'experiment_name', 'interrupted_ckpt', 'eta'):
+    for name in ('cfg', 'experiment_name', 'interrupted_ckpt', 'eta', 'mmengine_version'):
         hub['runtime_info'].pop(name, None)
         hub['resumed_keys'].pop(name, None)
     for name, value in list(hub['runtime_info'].items()):
