@@ -4,6 +4,7 @@ A scenario takes ``wrap`` (module → wrapper), a device and a rank, trains a li
 differs between ranks, and returns host tensors to compare.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -66,6 +67,22 @@ def accumulation(wrap, device, rank):
             with wrapper.no_sync():
                 loss = wrapper(inputs).square().mean()
             loss.backward()
+    return _result(wrapper)
+
+
+def forwards_with_and_without_sync(wrap, device, rank):
+    """One backward of three forwards, of which the last is to average, as accelerate tests it."""
+    wrapper = wrap(_net(rank))
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        losses = []
+        for part in range(3):
+            inputs = _data(rank, 3 * step + part, 3, 6).to(device)
+            with wrapper.no_sync() if part < 2 else contextlib.nullcontext():
+                losses.append(wrapper(inputs).square().mean())
+        sum(losses).backward()
+        optimizer.step()
     return _result(wrapper)
 
 
@@ -211,6 +228,7 @@ SCENARIOS = {
         initial_weights,
         plain,
         accumulation,
+        forwards_with_and_without_sync,
         several_backwards,
         several_forwards,
         unused_on_some_ranks,
