@@ -13,7 +13,8 @@ from mmengine.dist import init_dist
 from torch import distributed as torch_dist
 
 from mmdevplug.dist import init_device
-from tests.sites.devices import begin, rank_device_of
+from tests.jobs import install_card
+from tests.sites.devices import rank_device_of
 from tests.sites.stock import attempt, objects, sums
 
 CARD = 'npu'
@@ -28,7 +29,7 @@ def run_vendor(ports):
     Returns:
         dict: ``stock`` and ``ours``, each by row.
     """
-    begin(CARD)
+    install_card(CARD)  # of which MMEngine is told below
     # What MMEngine finds where the vendor's package is installed.
     sys.modules['torch_npu'] = ModuleType('torch_npu')
     device_utils.IS_NPU_AVAILABLE = True
