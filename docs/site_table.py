@@ -61,7 +61,9 @@ value that `get_device` returns, the index types of `InstanceData`, the clock of
 device in names of log files, the loader of checkpoints, and on lazy devices the accuracy of heads
 of mmseg. `autocast` is exchanged as well and asks at each call what the accelerator is by then.
 `torch.load` is replaced while a checkpoint is loaded or `init_weights` of a model runs, for the
-calling thread alone.
+calling thread alone. Where the backend refuses the tensors of the device, the collectives of
+`torch.distributed` are replaced from the start of the process group on
+(`mmdevplug/dist/model_collectives.py`).
 
 For MMEngine without a runner, for inference for example, call it yourself:
 
@@ -120,7 +122,8 @@ MMEngine 0.10.7 中所有假设设备种类之处：假设不成立时它自身�
 `restore_mmengine()` 可还原：`get_device` 的返回值、`InstanceData` 的索引类型、`TimeCounter`
 的计时、日志文件名中的设备、检查点的加载器，以及惰性设备上 mmseg 解码头的准确率函数。`autocast`
 同样被替换，每次调用时询问当前的加速卡。`torch.load` 仅在加载检查点或模型的 `init_weights`
-运行期间被替换，且只影响调用它的线程。
+运行期间被替换，且只影响调用它的线程。后端不接收设备张量时，`torch.distributed`
+的集合通信函数自进程组建立起被替换（`mmdevplug/dist/model_collectives.py`）。
 
 不使用 runner 时（例如推理），请自行调用：
 

@@ -28,6 +28,7 @@ from .failure import DEFAULT_HEARTBEAT_TIMEOUT, watch_for_failures
 from .heartbeat import BEAT_SECONDS, enter_phase
 from .launch import LaunchEnv, read_launch_env, read_local_rank, restart_count
 from .loopback import is_loopback, loopback_store
+from .model_collectives import serve_collectives
 from .stale import AGENT_VARIABLES, stale_variables_hidden, unset_line
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # as torch.distributed has it for gloo
@@ -232,6 +233,7 @@ def init_device(
         _together(start, store, env, 'process group', wait)
     set_current_accelerator(chosen)
     serve_operators(chosen, mmcv_ops)
+    serve_collectives(chosen)
     _context = DeviceContext(chosen, reason, devices[0], env, name, wait, tuple(devices[1:]))
     return _context
 
