@@ -15,16 +15,6 @@ TOOLS=$(cd "$(dirname "$0")" && pwd)
 # So that a checkout works without being installed.
 export PYTHONPATH="$(dirname "$TOOLS")${PYTHONPATH:+:$PYTHONPATH}"
 
-"$PYTHON" -m mmdevplug.cli.launch "$NUM_DEVICES" "$CONFIG" "${@:4}"
-if [ "${NNODES:-1}" = 1 ]; then
-    # Left over from another job, these would be waited for.
-    MASTER_ADDR=127.0.0.1
-    NODE_RANK=0
-fi
-exec "$PYTHON" -m mmdevplug.cli.agent \
-    --nnodes="${NNODES:-1}" \
-    --node_rank="${NODE_RANK:-0}" \
-    --master_addr="$MASTER_ADDR" \
-    --master_port="${PORT:-29500}" \
-    --nproc_per_node="$NUM_DEVICES" \
-    "$TOOLS/test.py" "$CONFIG" "$CHECKPOINT" --launcher pytorch "${@:4}"
+export MAX_RESTARTS=0
+exec "$PYTHON" -m mmdevplug.cli.launch --script "$TOOLS/test.py" \
+    "$NUM_DEVICES" "$CONFIG" "$CHECKPOINT" "${@:4}"

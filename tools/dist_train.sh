@@ -15,17 +15,4 @@ TOOLS=$(cd "$(dirname "$0")" && pwd)
 # So that a checkout works without being installed.
 export PYTHONPATH="$(dirname "$TOOLS")${PYTHONPATH:+:$PYTHONPATH}"
 
-"$PYTHON" -m mmdevplug.cli.launch "$NUM_DEVICES" "$CONFIG" "${@:3}"
-if [ "${NNODES:-1}" = 1 ]; then
-    # Left over from another job, these would be waited for.
-    MASTER_ADDR=127.0.0.1
-    NODE_RANK=0
-fi
-exec "$PYTHON" -m mmdevplug.cli.agent \
-    --nnodes="${NNODES:-1}" \
-    --node_rank="${NODE_RANK:-0}" \
-    --master_addr="$MASTER_ADDR" \
-    --master_port="${PORT:-29500}" \
-    --nproc_per_node="$NUM_DEVICES" \
-    --max_restarts="${MAX_RESTARTS:-0}" \
-    "$TOOLS/train.py" "$CONFIG" --launcher pytorch "${@:3}"
+exec "$PYTHON" -m mmdevplug.cli.launch --script "$TOOLS/train.py" "$NUM_DEVICES" "$CONFIG" "${@:3}"

@@ -10,6 +10,10 @@ warned() {
     kill -USR1 "$STEP" # srun passes it on to all tasks, which save and end
 }
 trap warned USR1
+for SIGNAL in TERM INT HUP; do
+    # shellcheck disable=SC2064  # the name of now
+    trap "kill -$SIGNAL \"\$STEP\"" "$SIGNAL"
+done
 
 srun --kill-on-bad-exit=1 "$@" &
 STEP=$!

@@ -7,10 +7,12 @@ loopback already is the one that torchrun takes.
     python -m mmdevplug.cli.agent --nproc_per_node 2 --master_port 0 train.py ...
 """
 
+import os
 import sys
 from argparse import Namespace
 from typing import Any, List, Optional
 
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import parse_args, run
@@ -18,6 +20,11 @@ from torch.distributed.run import parse_args, run
 from mmdevplug.dist.launch import DEFAULT_PORT
 from mmdevplug.dist.loopback import LOOPBACK, is_loopback, loopback_store
 from mmdevplug.errors import LaunchError
+
+from .signals import RankSignals, describe_signal, end_leftovers, exit_status
+
+#: How the names of variables begin that torchrun reads an option from.
+OPTION_VARIABLES = 'PET_'
 
 
 @record
@@ -31,11 +38,37 @@ def main(argv: Optional[List[str]] = None) -> None:
     Raises:
         LaunchError: If the port is taken.
     """
-    args = parse_args(argv)
+    args = read_arguments(argv)
     # Kept for as long as torchrun runs.
     store = _hold_store(args)
     run(args)
     del store
+
+
+def read_arguments(argv: Optional[List[str]] = None) -> Namespace:
+    """Read torchrun's arguments from the command line alone.
+
+    By itself torchrun takes what the command line leaves out from variables such as
+    ``PET_NODE_RANK``, which operators of Kubernetes set in every pod.
+
+    Args:
+        argv (List[str], optional): Defaults to None: those of the command line.
+    """
+    hidden = {k: v for k, v in os.environ.items() if k.startswith(OPTION_VARIABLES)}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        args = parse_args(argv)
+    finally:
+        os.environ.update(hidden)
+    if hidden:
+        found = ' '.join(f'{name}={value}' for name, value in hidden.items())
+        print(
+            f'mmdevplug: ignored: {found}. The command line says how this job is started.',
+            file=sys.stderr,
+            flush=True,
+        )
+    return args
 
 
 def _hold_store(args: Namespace) -> Any:
@@ -63,18 +96,32 @@ def describe_failure(error: ChildFailedError) -> str:
 
 
 def _main() -> int:
+    signals = RankSignals()
+    signals.install()
+    # PyTorch installs its own handler for each start of the ranks.
+    api._terminate_process_handler = signals.handle
+    status = 1
     try:
         main()
+        status = 0
     except ChildFailedError as error:
         print(f'mmdevplug: {describe_failure(error)}', file=sys.stderr, flush=True)
     except LaunchError as error:
         print(f'mmdevplug: LaunchError: {error}', file=sys.stderr, flush=True)
-    except SignalException as error:
-        print(f'mmdevplug: ended by {error.sigval.name}.', file=sys.stderr, flush=True)
-        return 128 + error.sigval
-    else:
-        return 0
-    return 1
+    except SignalException:
+        status = 1  # See below.
+    finally:
+        signals.close()
+        end_leftovers()
+    if signals.number is None:
+        return status
+    print(
+        f'mmdevplug: ended by {describe_signal(signals.number)}; all ranks of this host ended, '
+        + ('each with status 0.' if status == 0 else 'not all of them with status 0.'),
+        file=sys.stderr,
+        flush=True,
+    )
+    return exit_status(signals.number)
 
 
 if __name__ == '__main__':

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Callable, List, Optional
@@ -15,6 +16,7 @@ from mmdevplug.errors import DevPlugError
 from mmdevplug.paths import base_config
 
 from .packages import load_file
+from .signals import end_on_signals, exit_status
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +38,11 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         '--model-parallel',
         choices=['true', 'false', 'auto'],
         help='spread the model over several devices; auto decides by what is present',
+    )
+    parser.add_argument(
+        '--oversubscribe',
+        action='store_true',
+        help='start more processes than there are cores, or than memory is thought to hold',
     )
     # Passed by torch.distributed.launch; torchrun and we use the environment variable.
     parser.add_argument('--local_rank', '--local-rank', type=int, default=None)
@@ -133,9 +140,13 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
     Returns:
         int: The exit status.
     """
+    end_on_signals()
     try:
         with explain_versions():
             main(argv)
+    except KeyboardInterrupt:
+        print('mmdevplug: ended by SIGINT.', file=sys.stderr, flush=True)
+        return exit_status(signal.SIGINT)
     except DevPlugError as error:
         told = getattr(error, 'brief', None) or error  # another rank of this host prints it all
         print(f'mmdevplug: {type(error).__name__}: {told}', file=sys.stderr, flush=True)

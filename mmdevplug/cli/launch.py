@@ -2,16 +2,21 @@
 
 import argparse
 import os
-import subprocess
 import sys
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 
 from mmdevplug.device import choose_accelerator
 from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist.launch import DEFAULT_PORT
 from mmdevplug.dist.loopback import LOOPBACK
 from mmdevplug.dist.options import RUNNER_OPTIONS
-from mmdevplug.dist.stale import forget_stale_variables, stale_variables
+from mmdevplug.dist.stale import (
+    forget_stale_variables,
+    refuse_to_run_alone,
+    stale_variables,
+)
+from mmdevplug.doctor.limits import available_memory
+from mmdevplug.doctor.setting import gigabytes, usable_cores
 from mmdevplug.errors import DevPlugError, LaunchError
 
 from .common import add_common_arguments, load_config, run
@@ -22,12 +27,17 @@ from .launch_settings import (
     check_value,
     settings_from,
 )
+from .signals import replace_process, run_check
+
+#: What a process holds that has imported PyTorch and MMEngine and has no model yet: 154 MB of its
+#: own, with PyTorch 2.13 for the CPU.
+LEAST_BYTES_PER_RANK = 150 << 20
 
 
 def check_device_count(
     config: argparse.Namespace, wanted: int, origin: str = 'NUM_DEVICES'
 ) -> None:
-    """Refuse more processes than this host has devices.
+    """Refuse more processes than this host has devices, or memory for.
 
     Args:
         config (argparse.Namespace): Arguments of a script, which name the config.
@@ -39,6 +49,7 @@ def check_device_count(
     """
     if wanted < 1:
         raise LaunchError(f'{origin}={wanted}: expected 1 or more processes.')
+    check_room(wanted, origin, insist=getattr(config, 'oversubscribe', False))
     options = accelerator_options(load_config(config).get('accelerator'))
     for key in RUNNER_OPTIONS:
         options.pop(key, None)
@@ -52,8 +63,37 @@ def check_device_count(
         )
 
 
-def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
-    """Run a module in the processes that flags or a launch file ask for, under torchrun.
+def check_room(wanted: int, origin: str, insist: bool = False) -> None:
+    """Refuse more processes than memory holds, and warn of more than there are cores.
+
+    Args:
+        wanted (int): Number of processes on this host.
+        origin (str): What to call the number in messages.
+        insist (bool): Whether to start them all the same. Defaults to False.
+
+    Raises:
+        LaunchError: If memory cannot hold them.
+    """
+    available, whose = available_memory()
+    most = available // LEAST_BYTES_PER_RANK
+    if wanted > most and not insist:
+        raise LaunchError(
+            f'{origin}={wanted}, but the memory that is available ({gigabytes(available)}, '
+            f'{whose}) holds at most {most} processes of {gigabytes(LEAST_BYTES_PER_RANK)} each, '
+            f'which PyTorch alone takes. Start fewer, or insist with --oversubscribe.'
+        )
+    cores = usable_cores()
+    if wanted > cores and not insist:
+        print(
+            f'mmdevplug: {origin}={wanted}, but this process may use {cores} core(s): processes '
+            f'will wait for each other. Start {cores} or fewer; --oversubscribe silences this.',
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def launch(module: str, argv: List[str], args: argparse.Namespace) -> NoReturn:
+    """Become torchrun, which runs a module in the processes that flags or a launch file ask for.
 
     Args:
         module (str): A module with a ``__main__`` part.
@@ -62,10 +102,12 @@ def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
 
     Raises:
         DevPlugError: If the settings are wrong, or there are too few devices.
-        SystemExit: If a process failed.
+        SystemExit: If there are too few devices.
     """
     path = getattr(args, 'launch', None)
     settings = settings_from(args, path)
+    if settings.nnodes == 1:
+        refuse_to_run_alone()
     words = without_options(argv, LAUNCH_FLAGS)
     if args.accelerator is None and settings.accelerator not in (None, 'auto'):
         words += ['--accelerator', settings.accelerator]
@@ -73,18 +115,26 @@ def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
         words += ['--timeout', str(settings.timeout)]
     environ = _environment(settings.env)
     origin = '--nproc' if path is None or args.nproc is not None else f'{path}: nproc'
-    # In a process of its own: looking at some devices takes hold of them.
-    counted = subprocess.run(
-        [sys.executable, '-m', __name__, f'--origin={origin}', str(settings.nproc), *words],
-        env=environ,
-    )
-    if counted.returncode:
-        raise SystemExit(counted.returncode)
     # torchrun would take --nproc for an abbreviation of its own options.
     command = [*agent_command(settings), '-m', module, *words, '--launcher', 'pytorch']
-    status = subprocess.run(command, env=environ).returncode
+    _check_and_start([f'--origin={origin}', str(settings.nproc), *words], command, environ)
+
+
+def _check_and_start(
+    checked: Sequence[str], command: Sequence[str], environ: Mapping[str, str]
+) -> NoReturn:
+    """Check a number of processes, then become the process that starts them.
+
+    Args:
+        checked (Sequence[str]): Arguments of :func:`main`.
+        command (Sequence[str]): What to become.
+        environ (Mapping): The variables of both.
+    """
+    # In a process of its own: looking at some devices takes hold of them.
+    status = run_check([sys.executable, '-m', 'mmdevplug.cli.launch', *checked], environ)
     if status:
         raise SystemExit(status)
+    replace_process(command, environ)
 
 
 def agent_command(settings: LaunchSettings) -> List[str]:
@@ -161,14 +211,42 @@ def check_hosts(environ: Mapping[str, str]) -> None:
     check_together(settings._replace(master_addr=address), 'NNODES, NODE_RANK, MASTER_ADDR')
 
 
+def script_command(script: str, words: Sequence[str], environ: Mapping[str, str]) -> List[str]:
+    """The command line of torchrun for a script of ``tools/``.
+
+    Args:
+        script (str): Its path.
+        words (Sequence[str]): NUM_DEVICES, CONFIG and the other arguments of the script.
+        environ (Mapping): The variables of :func:`check_hosts`.
+    """
+    several = environ.get('NNODES') not in (None, '', '1')
+    # Left over from another job, these would be waited for.
+    master = environ.get('MASTER_ADDR', '') if several else LOOPBACK
+    node_rank = environ.get('NODE_RANK') if several else None
+    command = [sys.executable, '-m', 'mmdevplug.cli.agent', f'--nproc_per_node={words[0]}']
+    command += [f'--nnodes={environ["NNODES"] if several else 1}', f'--node_rank={node_rank or 0}']
+    command += [f'--master_addr={master}', f'--master_port={environ.get("PORT") or DEFAULT_PORT}']
+    command += [f'--max_restarts={environ.get("MAX_RESTARTS") or 0}']
+    return [*command, script, *words[1:], '--launcher', 'pytorch']
+
+
 def main(argv: Optional[List[str]] = None) -> None:
-    """Check a number of processes against the devices: ``NUM_DEVICES CONFIG [arguments]``."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
+    """Check a number of processes against the devices, and start them if there is a script."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(description=main.__doc__, allow_abbrev=False)
+    parser.add_argument('--script', help='start this with the remaining arguments')
     parser.add_argument('--origin', default='NUM_DEVICES', help='its name in messages')
     parser.add_argument('num_devices')
     parser.add_argument('config')
     add_common_arguments(parser)
     args, _ = parser.parse_known_args(argv)
+    if args.script is not None:
+        words = without_options(argv, ['--script'])
+        command = script_command(args.script, words, os.environ)
+        if '--nnodes=1' in command:
+            refuse_to_run_alone()
+        address = {k: v for k, v in os.environ.items() if k == 'MASTER_ADDR'}
+        _check_and_start(words, command, {**_environment({}), **address})
     try:
         wanted = int(args.num_devices)
     except ValueError:

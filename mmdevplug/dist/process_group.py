@@ -29,7 +29,7 @@ from .heartbeat import BEAT_SECONDS, enter_phase
 from .launch import LaunchEnv, read_launch_env, read_local_rank, restart_count
 from .loopback import is_loopback, loopback_store
 from .model_collectives import serve_collectives
-from .stale import AGENT_VARIABLES, stale_variables_hidden, unset_line
+from .stale import AGENT_VARIABLES, refuse_to_run_alone, stale_variables_hidden, unset_line
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # as torch.distributed has it for gloo
 Timeout = Optional[Union[Real, timedelta]]
@@ -179,6 +179,8 @@ def init_device(
         )
     env = read_launch_env(launcher, port=port)
     exists = torch_dist.is_available() and torch_dist.is_initialized()
+    if launcher == 'none' and not exists:
+        refuse_to_run_alone()
     store = None
     if launcher != 'none' and not exists:
         env.export()

@@ -62,6 +62,44 @@ def stale_variables(launcher: str, environ: Optional[Mapping[str, str]] = None) 
     return {name: environ[name] for name in names if name in environ}
 
 
+def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
+    """Refuse a single process where the variables say that it is one of several.
+
+    Operators of Kubernetes set ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR`` in every pod of a job.
+    torchrun sets more, so what it left in a shell is not taken for these.
+
+    Args:
+        environ (Mapping, optional): Defaults to None: ``os.environ``.
+
+    Raises:
+        LaunchError: If the process would train alone, as would each of the others.
+    """
+    environ = os.environ if environ is None else environ
+    rank, world_size, address = (environ.get(name, '').strip() for name in _MEMBER_VARIABLES)
+    if not (address and _is_member(rank, world_size)):
+        return
+    if any(name in environ for name in ('LOCAL_RANK', *TORCHRUN_VARIABLES, *AGENT_VARIABLES)):
+        return
+    port = environ.get('MASTER_PORT', '').strip()
+    flags = f'--nproc N --nnodes {world_size} --node-rank {rank} --master-addr {address}'
+    if port:
+        flags += f' --master-port {port}'
+    raise LaunchError(
+        f'RANK={rank} WORLD_SIZE={world_size} MASTER_ADDR={address} say that this process is one '
+        f'of {world_size}, as in a pod of Kubernetes, but no launcher is named: it would train '
+        f'alone. To join the others, start on each host, with N processes: mmdevplug train CONFIG '
+        f'{flags}. For a job of this host alone: {unset_line(stale_variables("none", environ))}'
+    )
+
+
+_MEMBER_VARIABLES = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')
+
+
+def _is_member(rank: str, world_size: str) -> bool:
+    numbers = [value for value in (rank, world_size) if re.fullmatch('[0-9]{1,9}', value)]
+    return len(numbers) == 2 and int(rank) < int(world_size) and int(world_size) > 1
+
+
 def unset_line(names: Iterable[str]) -> str:
     """The shell command that removes variables.
 
@@ -82,9 +120,12 @@ def forget_stale_variables(launcher: str) -> Dict[str, str]:
         Dict[str, str]: What was removed.
 
     Raises:
-        LaunchError: If torchrun is running this process as one of several, but no launcher was
-            named: each process would train alone and write the same files.
+        LaunchError: If torchrun is running this process as one of several, or the variables of a
+            pod say that it is, but no launcher was named: each process would train alone and
+            write the same files.
     """
+    if launcher == 'none':
+        refuse_to_run_alone()
     if launcher == 'none' and _parent_is_torchrun() and os.environ.get('WORLD_SIZE', '1') != '1':
         raise LaunchError(
             f"launcher='none', but torchrun runs this process as one of WORLD_SIZE="

@@ -6,6 +6,10 @@ from typing import Optional
 from . import failure
 from .agreement import next_round
 
+#: Schedulers signal every process of a job, and the agent passes the signal on: within so many
+#: seconds a second one is the same notice.
+SAME_NOTICE_SECONDS = 3.0
+
 
 class StopAgreement:
     """Let all ranks of a job, asked by any one, stop after the same iteration.

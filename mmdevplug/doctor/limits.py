@@ -119,9 +119,20 @@ def available_memory(root: str = '/sys/fs/cgroup') -> Tuple[int, str]:
 
 def _left_in_group(limit: Path, used: Path) -> Optional[int]:
     try:
-        return max(0, int(limit.read_text()) - int(used.read_text()))
+        left = int(limit.read_text()) - int(used.read_text()) + _inactive_files(used.parent)
     except (OSError, ValueError):
         return None  # no such group, or 'max': no limit
+    return max(0, left)
+
+
+def _inactive_files(group: Path) -> int:
+    """Bytes of files that the kernel keeps in memory until a process needs the room."""
+    try:
+        lines = (group / 'memory.stat').read_text().splitlines()
+    except OSError:
+        return 0
+    found = dict(line.split() for line in lines if len(line.split()) == 2)
+    return int(found.get('total_inactive_file', found.get('inactive_file', 0)))
 
 
 def _disk(work_dir: str) -> Iterator[Finding]:

@@ -10,23 +10,22 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.dist import device_context, enter_phase, wait_for_everyone
-from mmdevplug.dist.stopping import StopAgreement
-
-#: Schedulers signal every process of a job, and torchrun passes the signal on: within so many
-#: seconds a second one is the same notice.
-SAME_NOTICE_SECONDS = 3.0
+from mmdevplug.dist.stopping import SAME_NOTICE_SECONDS, StopAgreement
 
 
 @HOOKS.register_module()
 class PreemptionHook(Hook):
-    """Saves a checkpoint and ends with exit status 0 when a signal asks for it.
+    """Save a checkpoint and end when a signal asks for it.
 
     A signal to any rank makes all ranks finish the same iteration, save through the checkpoint
-    hook and end. A second SIGTERM ends the process at once.
+    hook and end. Ranks end with status 0, so that no launcher starts them again. A single process
+    ends with the status that shells give to the signal, 143 for SIGTERM. A second SIGTERM, SIGINT
+    or SIGHUP ends the process at once.
 
     Args:
-        signals (Sequence[str]): Defaults to SIGTERM, and SIGUSR1, which Slurm sends ahead of time
-            if it is asked to (``--signal=USR1@120``).
+        signals (Sequence[str]): Defaults to SIGTERM, SIGINT, SIGHUP (unless it is ignored, as by
+            ``nohup``), and SIGUSR1, which Slurm sends ahead of time if it is asked to
+            (``--signal=USR1@120``).
 
     Examples:
         >>> custom_hooks = [dict(type='PreemptionHook')]
@@ -34,11 +33,14 @@ class PreemptionHook(Hook):
 
     priority = 'LOWEST'
 
-    def __init__(self, signals: Sequence[str] = ('SIGTERM', 'SIGUSR1')) -> None:
+    def __init__(
+        self, signals: Sequence[str] = ('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGUSR1')
+    ) -> None:
         self._signals = [getattr(signal, name) for name in signals]
         self._handlers: Dict[int, Any] = {}
         self._agreement: Optional[StopAgreement] = None
-        self._terminated = 0.0  # when the first SIGTERM came
+        self._asked: Optional[int] = None  # the first signal
+        self._asked_to_end = 0.0  # when the first came that is no mere notice
         self._pid = 0
 
     def before_train(self, runner: Any) -> None:
@@ -48,6 +50,8 @@ class PreemptionHook(Hook):
             return  # Python handles signals in the main thread alone.
         self._pid = os.getpid()
         for number in self._signals:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._handlers[number] = signal.signal(number, self._on_signal)
 
     def after_train(self, runner: Any) -> None:
@@ -65,14 +69,16 @@ class PreemptionHook(Hook):
         if os.getpid() != self._pid:
             return  # in a worker of a data loader, which its training process ends
         now = time.monotonic()
-        if number == signal.SIGTERM and self._terminated:
-            if now - self._terminated < SAME_NOTICE_SECONDS:
+        notice = number == signal.SIGUSR1
+        if not notice and self._asked_to_end:
+            if now - self._asked_to_end < SAME_NOTICE_SECONDS:
                 return
             self.restore()
             os.kill(os.getpid(), number)
             return
-        if number == signal.SIGTERM:
-            self._terminated = now
+        if not notice:
+            self._asked_to_end = now
+        self._asked = self._asked or number
         context = device_context()
         where = f' to {context.env.describe()}' if context is not None else ''
         if self._agreement is not None:
@@ -88,7 +94,8 @@ class PreemptionHook(Hook):
         """Stop if all have agreed on this iteration; see :class:`mmengine.hooks.Hook`.
 
         Raises:
-            SystemExit: With status 0, after a checkpoint has been saved.
+            SystemExit: After a checkpoint has been saved.
+            KeyboardInterrupt: In its place, after SIGINT to a single process.
         """
         interval = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
         if self._agreement is not None and self._agreement.reached(runner.iter + 1, interval):
@@ -108,7 +115,12 @@ class PreemptionHook(Hook):
         runner.logger.info(
             f'Stopped after iteration {runner.iter + 1} because of {why}; saved {saved}.'
         )
-        raise SystemExit(0)
+        context = device_context()
+        if context is not None and context.env.launcher != 'none' or self._asked is None:
+            raise SystemExit(0)
+        if self._asked == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + self._asked)
 
 
 def save_now(runner: Any) -> Optional[str]:

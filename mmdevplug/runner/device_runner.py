@@ -24,6 +24,7 @@ from mmdevplug.compatibility import explain_versions
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import check_batches, check_samples, explain_empty
 from mmdevplug.data.padding_build import build_padded
+from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.device.compilation_cache import check_compilation_cache
 from mmdevplug.device.describing import describe_devices
 from mmdevplug.device.detection import accelerator_options
@@ -273,6 +274,7 @@ class DeviceRunner(Runner):
             loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
         check_samples(loader, dataloader)
         make_resumable(loader, seed)
+        keep_workers_from_signals(loader)
         return loader
 
     def build_train_loop(self, loop: Union[BaseLoop, Dict]) -> BaseLoop:
@@ -427,7 +429,13 @@ class DeviceRunner(Runner):
     # runs ---------------------------------------------------------------------------------------
 
     def train(self) -> nn.Module:
-        """Train; an error of one rank ends all of them with its name."""
+        """Train; an error of one rank ends all of them with its name.
+
+        Meanwhile no other job can train in the same work directory.
+
+        Raises:
+            CheckpointError: If another job trains there.
+        """
         return train_together(self, super().train)
 
     def val(self) -> dict:

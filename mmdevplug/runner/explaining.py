@@ -1,12 +1,20 @@
 """Errors of the libraries below, in words that say what to do."""
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Iterator
 
 from torch import nn
 
+from mmdevplug.checkpoint.work_dir_lock import locked_work_dir
 from mmdevplug.compatibility import explain_versions
-from mmdevplug.dist import enter_phase, fail_together, wait_for_everyone
+from mmdevplug.dist import (
+    device_context,
+    enter_phase,
+    fail_together,
+    run_on_main,
+    wait_for_everyone,
+)
+from mmdevplug.dist.launch import restarts
 
 from .explain_cuda import explain_cuda
 from .out_of_memory import explain_out_of_memory
@@ -44,7 +52,7 @@ def explained_build(runner: Any, stage: str) -> Iterator[None]:
 
 
 def train_together(runner: Any, train: Callable[[], nn.Module]) -> nn.Module:
-    """Train, and wait in the end for all ranks.
+    """Train while no other job does so in the same work directory; wait for all ranks in the end.
 
     Args:
         runner (Runner): The runner.
@@ -55,8 +63,13 @@ def train_together(runner: Any, train: Callable[[], nn.Module]) -> nn.Module:
 
     Raises:
         DevPlugError: If training fails, on this rank or another.
+        CheckpointError: If another job trains in the same work directory.
     """
-    with explained(runner, 'train'):
+    context = device_context()
+    restarted = context is not None and restarts(context.env.launcher) > 0
+    with explained(runner, 'train'), ExitStack() as held:
+        lock = locked_work_dir(runner.work_dir, restarted)
+        run_on_main('locking the work directory', lambda: held.enter_context(lock))
         enter_phase('data preparation')
         model = train()
         wait_for_everyone('end of training')

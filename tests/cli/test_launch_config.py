@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from mmdevplug.cli import launch_config, train
+from mmdevplug.cli import agent, launch, launch_config, train
 from mmdevplug.cli.launch import agent_command
 from mmdevplug.cli.launch_settings import LaunchSettings, read_launch_file
 from mmdevplug.errors import DevPlugError, LaunchError
@@ -233,7 +233,8 @@ def test_a_file_for_more_devices_than_there_are_is_refused_with_both_counts(tmp_
     ],
 )
 def test_impossible_starts_are_refused_before_anything_runs(monkeypatch, flags, told):
-    monkeypatch.setattr(subprocess, 'run', None)
+    monkeypatch.setattr(launch, 'run_check', None)
+    monkeypatch.setattr(os, 'execve', None)
     with pytest.raises(LaunchError) as caught:
         train.main([CONFIG, *flags])
     assert told in str(caught.value)
@@ -244,3 +245,114 @@ def test_the_command_of_several_hosts_names_them():
     command = ' '.join(agent_command(settings))
     assert '--nproc_per_node=2 --max_restarts=4 --nnodes=3 --node_rank=1' in command
     assert '--rdzv_conf=timeout=60 --master_addr=10.0.0.1 --master_port=12345' in command
+
+
+# what torchrun reads besides --------------------------------------------------------------------
+
+
+def option_variables():
+    """Variables from which this release of torchrun takes what its command line leaves out."""
+    from torch.distributed.argparse_util import check_env, env
+    from torch.distributed.run import get_args_parser
+
+    actions = get_args_parser()._actions
+    flags = {f'PET_{one.dest.upper()}' for one in actions if isinstance(one, check_env)}
+    values = {f'PET_{one.dest.upper()}' for one in actions if isinstance(one, env)}
+    return flags, values
+
+
+def test_no_variable_changes_what_the_command_line_says(monkeypatch, capsys):
+    """Operators of Kubernetes set PET_* in every pod; PET_NODE_RANK=1 alone made a job hang."""
+    flags, values = option_variables()
+    assert {'PET_STANDALONE', 'PET_MODULE'} <= flags
+    assert {'PET_NNODES', 'PET_NODE_RANK', 'PET_RDZV_BACKEND', 'PET_MASTER_PORT'} <= values
+    argv = [*agent_command(LaunchSettings('cpu', 2))[3:], 'train.py', '--launcher', 'pytorch']
+    plain = agent.read_arguments(argv)
+    assert capsys.readouterr().err == ''
+    for name in flags:
+        monkeypatch.setenv(name, '1')
+    for name in values:
+        monkeypatch.setenv(name, '7')
+    assert vars(agent.read_arguments(argv)) == vars(plain)
+    assert 'PET_NODE_RANK=7' in capsys.readouterr().err
+    assert os.environ['PET_NODE_RANK'] == '7'  # for the ranks
+
+
+# how many ---------------------------------------------------------------------------------------
+
+
+def test_more_processes_than_memory_holds_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(launch, 'available_memory', lambda: (1 << 30, 'of the host'))
+    with pytest.raises(LaunchError) as caught:
+        launch.check_room(100000, '--nproc')
+    told = str(caught.value)
+    assert '--nproc=100000' in told
+    assert '1.00 GB, of the host' in told
+    assert 'at most 6 processes of 150.00 MB' in told
+    assert '--oversubscribe' in told
+    launch.check_room(100000, '--nproc', insist=True)
+    assert capsys.readouterr().err == ''
+
+
+def test_more_processes_than_cores_are_a_warning(monkeypatch, capsys):
+    monkeypatch.setattr(launch, 'usable_cores', lambda: 2)
+    launch.check_room(2, 'NUM_DEVICES')
+    assert capsys.readouterr().err == ''
+    launch.check_room(3, 'NUM_DEVICES')
+    told = capsys.readouterr().err
+    assert 'NUM_DEVICES=3, but this process may use 2 core(s)' in told
+    assert '--oversubscribe' in told
+
+
+def test_a_hundred_thousand_processes_do_not_start():
+    told = refusal(mmdevplug('train', CONFIG, '--nproc', '100000'))
+    assert told.count('mmdevplug: ') == 1
+    assert '--nproc=100000, but the memory that is available' in told
+
+
+# a pod ------------------------------------------------------------------------------------------
+
+POD = dict(RANK='1', WORLD_SIZE='2', MASTER_ADDR='job-master-0', MASTER_PORT='23456')
+
+
+@pytest.mark.parametrize('flags', [[], ['--nproc', '2']])
+def test_a_pod_does_not_train_alone(monkeypatch, flags):
+    monkeypatch.setattr(launch, 'run_check', None)
+    for name, value in POD.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as caught:
+        train.main([CONFIG, *flags])
+    told = str(caught.value)
+    assert 'RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0' in told
+    joining = '--nproc N --nnodes 2 --node-rank 1 --master-addr job-master-0 --master-port 23456'
+    assert joining in told
+    assert told.endswith('unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT')
+
+
+def test_a_pod_joins_with_the_flags_of_the_message(monkeypatch):
+    for name, value in POD.items():
+        monkeypatch.setenv(name, value)
+    started = []
+
+    def check(command, environ):
+        started.append((command, environ))
+        return 0
+
+    monkeypatch.setattr(launch, 'run_check', check)
+    monkeypatch.setattr(launch, 'replace_process', lambda *args: started.append(args))
+    flags = ['--nproc', '3', '--nnodes', '2', '--node-rank', '1']
+    train.main([CONFIG, *flags, '--master-addr', 'job-master-0', '--master-port', '23456'])
+    (_, environ), (command, _) = started
+    assert not set(POD) & set(environ)
+    assert '--node_rank=1' in command
+    assert '--master_addr=job-master-0' in command
+
+
+def test_the_script_takes_the_hosts_from_its_variables():
+    environ = dict(NNODES='2', NODE_RANK='1', MASTER_ADDR='node3', PORT='23456', MAX_RESTARTS='4')
+    words = ['8', 'config.py', '--amp']
+    command = launch.script_command('tools/train.py', words, environ)
+    assert '--nnodes=2 --node_rank=1 --master_addr=node3' in ' '.join(command)
+    assert command[-5:] == ['tools/train.py', 'config.py', '--amp', '--launcher', 'pytorch']
+    alone = launch.script_command('tools/train.py', words, dict(environ, NNODES='1'))
+    assert '--nnodes=1 --node_rank=0 --master_addr=127.0.0.1' in ' '.join(alone)

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mmdevplug.dist.stale import refuse_to_run_alone
+from mmdevplug.errors import LaunchError
 from tests.distributed import PRELOAD, free_port
 from tests.jobs import PATHS, ROOT
 
@@ -272,11 +274,21 @@ def test_what_starts_has_the_values_it_was_given(outcomes):
         assert outcome['values'] == expected, case
 
 
+def is_member(environ):
+    """Whether variables are those of a pod of several."""
+    try:
+        refuse_to_run_alone(environ)
+    except LaunchError:
+        return True
+    return False
+
+
 def test_a_single_process_starts_among_any_leftovers(outcomes):
     for number, outcome in outcomes.items():
         case = draw_case(number)
         if case['launcher'] == 'none':
-            assert outcome['kind'] == 'started', case
+            wanted = 'refused' if is_member(case['environ']) else 'started'
+            assert outcome['kind'] == wanted, case
 
 
 def test_valid_variables_of_one_rank_start_among_any_leftovers(outcomes):

@@ -19,22 +19,31 @@ class Accident(Hook):
         iteration (int): After which iteration.
         note (str, optional): A folder where each rank leaves a file after each iteration.
         pause (float): Seconds that each iteration takes longer.
+        when (str): ``'train'``, or ``'test'``, where each iteration takes a minute.
     """
 
     priority = 'VERY_LOW'
 
-    def __init__(self, what='', rank=1, iteration=7, note=None, pause=0.0):
+    def __init__(self, what='', rank=1, iteration=7, note=None, pause=0.0, when='train'):
         self.what, self.iteration = what, iteration
         self.mine = int(os.environ.get('RANK', 0)) == rank
-        self.note, self.pause = note, pause
+        self.note, self.pause, self.when = note, pause, when
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         time.sleep(self.pause)
         done = runner.iter + 1
-        if self.note is not None:
-            Path(self.note, os.environ.get('RANK', '0')).write_text(f'{os.getpid()} {done}')
+        self.write_note(done)
         if self.mine and done == self.iteration:
             self.happen()
+
+    def after_test_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if self.when == 'test':
+            self.write_note(batch_idx + 1)
+            time.sleep(60)
+
+    def write_note(self, done):
+        if self.note is not None:
+            Path(self.note, os.environ.get('RANK', '0')).write_text(f'{os.getpid()} {done}')
 
     def happen(self):
         if self.what == 'kill':

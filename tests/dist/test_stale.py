@@ -8,7 +8,7 @@ import pytest
 from mmengine.registry import RUNNERS
 
 from mmdevplug.dist.launch import LaunchEnv, restart_count
-from mmdevplug.dist.stale import stale_variables, unset_line
+from mmdevplug.dist.stale import refuse_to_run_alone, stale_variables, unset_line
 from mmdevplug.errors import LaunchError
 from tests.distributed import run_ranks
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config
@@ -82,6 +82,32 @@ def test_unset_line_is_a_shell_command():
 def test_a_restart_count_that_is_no_number_is_refused(value):
     with pytest.raises(LaunchError, match='^TORCHELASTIC_RESTART_COUNT='):
         restart_count(dict(TORCHELASTIC_RESTART_COUNT=value))
+
+
+MEMBER = dict(RANK='1', WORLD_SIZE='2', MASTER_ADDR='10.0.0.1')
+
+
+def test_a_member_of_a_job_does_not_run_alone():
+    with pytest.raises(LaunchError, match='^RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 say'):
+        refuse_to_run_alone(MEMBER)
+
+
+@pytest.mark.parametrize(
+    'environ',
+    [
+        TORCHRUN,
+        dict(MEMBER, LOCAL_RANK='0'),
+        dict(MEMBER, TORCHELASTIC_RUN_ID='none'),
+        dict(MEMBER, WORLD_SIZE='1', RANK='0'),
+        dict(MEMBER, RANK='2'),
+        dict(MEMBER, RANK='x'),
+        dict(MEMBER, MASTER_ADDR=' '),
+        without(MEMBER, 'WORLD_SIZE'),
+        SCHEDULER,
+    ],
+)
+def test_what_torchrun_left_or_makes_no_sense_is_no_membership(environ):
+    refuse_to_run_alone(environ)
 
 
 def exported():

@@ -1,0 +1,199 @@
+"""Keep two jobs from training in one work directory."""
+
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Dict, Iterator, Optional
+
+import psutil
+from mmengine.logging import print_log
+
+from mmdevplug.errors import CheckpointError
+from mmdevplug.files import PathLike
+
+from .writing import write_text
+
+NAME = '.lock'
+#: How often the holder of a lock changes its file, in seconds.
+BEAT_SECONDS = 10.0
+#: How long another host's lock has to stay unchanged to count as left behind.
+SILENT_SECONDS = 6 * BEAT_SECONDS
+
+
+@contextmanager
+def locked_work_dir(work_dir: PathLike, restarted: bool = False) -> Iterator[None]:
+    """Hold the lock of a work directory; called by the rank that writes there.
+
+    The lock is a file that names its holder. One whose process has ended is taken over: known at
+    once on the same host, and on another host after a minute without a sign of life.
+
+    Args:
+        work_dir (str or Path): An existing folder.
+        restarted (bool): Whether a scheduler started this job again, which then takes its own
+            lock on any host. Defaults to False.
+
+    Raises:
+        CheckpointError: If another job holds it, or the folder takes no files.
+    """
+    path = Path(work_dir) / NAME
+    own = _describe_self()
+    # One that this process holds already: a second runner, after the first.
+    taken = _take(path, own, restarted)
+    ended = threading.Event()
+    if taken:
+        threading.Thread(
+            target=_beat, args=(path, own, ended), name='mmdevplug-lock', daemon=True
+        ).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if taken and _read(path) == own:
+            path.unlink()
+
+
+def _take(path: Path, own: Dict[str, Any], restarted: bool) -> bool:
+    """Take a lock; False if this process holds it."""
+    while True:
+        try:
+            descriptor = os.open(str(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            found = _read(path)
+            if found == own:
+                return False
+            _check_left_behind(path, found, own, restarted)
+            write_text(json.dumps(own), path)
+            # Another job may have found the same and come last.
+            time.sleep(0.2)
+            if _read(path) == own:
+                return True
+        except OSError as error:
+            raise CheckpointError(
+                f'work_dir={str(path.parent)!r} takes no files: {error.strerror}. Expected a '
+                f'folder that this user may write to. Choose another --work-dir.'
+            ) from error
+        else:
+            with open(descriptor, 'w') as file:
+                file.write(json.dumps(own))
+            return True
+
+
+def _check_left_behind(
+    path: Path, found: Optional[Dict[str, Any]], own: Dict[str, Any], restarted: bool
+) -> None:
+    """Return if the holder of a lock has ended.
+
+    Raises:
+        CheckpointError: If it runs.
+    """
+    if found is None:
+        found = _read(path, wait=2.0) or {}
+    pid, host, since = (found.get(key, 'unknown') for key in ('pid', 'host', 'since'))
+    holder = f'process {pid} on host {host}, which has trained there since {since}'
+    same_job = restarted and found.get('job') is not None and found['job'] == own['job']
+    if found.get('system') == own['system']:
+        runs = _runs(found)
+    else:
+        runs = not same_job and _changes(path, holder)
+    if runs:
+        raise CheckpointError(
+            f'work_dir={str(path.parent)!r} is in use by {holder} ({path}). Two jobs would '
+            f'overwrite each other. Wait for its end, end it, or choose another --work-dir.'
+        )
+    print_log(
+        f'{path} was left behind by {holder} and has ended. This job takes it over.',
+        'current',
+        logging.WARNING,
+    )
+
+
+def _changes(path: Path, holder: str) -> bool:
+    """Whether the holder of a lock on another host gives a sign of life."""
+    print_log(
+        f'{path} names {holder}. Waiting {SILENT_SECONDS:.0f} s for a sign of life of it.',
+        'current',
+        logging.WARNING,
+    )
+    before = _changed(path)
+    deadline = time.monotonic() + SILENT_SECONDS
+    while time.monotonic() < deadline:
+        if _changed(path) != before:
+            return path.exists()
+        time.sleep(min(1.0, SILENT_SECONDS / 10))
+    return False
+
+
+def _changed(path: Path) -> Optional[int]:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _beat(path: Path, own: Dict[str, Any], ended: threading.Event) -> None:
+    while not ended.wait(BEAT_SECONDS):
+        try:
+            os.utime(str(path))
+        except OSError as error:
+            # The folder is gone or its server does not answer, which saving reports.
+            logging.getLogger(__name__).debug('%s: %s', path, error)
+
+
+def _read(path: Path, wait: float = 0.0) -> Optional[Dict[str, Any]]:
+    """What a lock says; None if there is none, or nothing in it yet."""
+    deadline = time.monotonic() + wait
+    while True:
+        try:
+            found = json.loads(path.read_text(encoding='utf-8'))
+        except (OSError, ValueError):
+            found = None
+        if isinstance(found, dict):
+            return found
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(0.1)
+
+
+def _describe_self() -> Dict[str, Any]:
+    return dict(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        began=_began(os.getpid()),
+        since=time.strftime('%Y-%m-%d %H:%M:%S'),
+        system=_system(),
+        job=os.environ.get('SLURM_JOB_ID'),
+    )
+
+
+def _system() -> str:
+    """What process ids are unique in: a boot of a host, or a container on it."""
+    parts = [socket.gethostname()]
+    if sys.platform == 'linux':
+        parts.append(Path('/proc/sys/kernel/random/boot_id').read_text().strip())
+        parts.append(os.readlink('/proc/self/ns/pid'))
+    return ' '.join(parts)
+
+
+def _runs(found: Dict[str, Any]) -> bool:
+    """Whether the holder of a lock runs; its number may be another process's by now."""
+    try:
+        pid = int(found['pid'])
+        return (
+            _began(pid) == found['began'] and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )
+    except (psutil.NoSuchProcess, FileNotFoundError, KeyError, TypeError, ValueError):
+        return False
+
+
+def _began(pid: int) -> int:
+    """When a process began: in ticks since the boot of the host, which no clock changes."""
+    if sys.platform != 'linux':
+        return int(psutil.Process(pid).create_time())
+    # The name, in parentheses, may hold spaces.
+    return int(Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[19])

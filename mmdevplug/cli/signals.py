@@ -1,0 +1,230 @@
+"""Signals to the process that started a job: passed on to the ranks, which save and end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
+
+import psutil
+
+from mmdevplug.dist.stopping import SAME_NOTICE_SECONDS
+
+#: What a user, a scheduler or a terminal ends a job with.
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+#: Signals that ranks may take without ending.
+_NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+#: How long ranks may take to save and end before they are killed.
+SAVE_SECONDS = 300.0
+#: How long what is left over may take to end after SIGTERM.
+_LEFTOVER_SECONDS = 5.0
+
+
+def describe_signal(number: int) -> str:
+    """The name of a signal, such as ``'SIGTERM'``."""
+    return signal.Signals(number).name
+
+
+def exit_status(number: int) -> int:
+    """The exit status that shells give to what a signal ended."""
+    return 128 + number
+
+
+class RankSignals:
+    """Pass signals on to the ranks that this process started, and wait for their end.
+
+    PyTorch's agent kills its ranks 30 s after a signal, knows nothing of SIGUSR1, leaves behind
+    what it was about to start, and signals the workers of data loaders too, without which a rank
+    cannot finish its iteration.
+
+    Attributes:
+        number (int, optional): The signal that ended the job, None so far.
+    """
+
+    def __init__(self) -> None:
+        self.number: Optional[int] = None
+        self._at = 0.0
+        self._impatient = False
+        self._ignored: List[int] = []
+        self._closed = False
+
+    def install(self) -> None:
+        """Handle signals from now on, also those that :func:`block` held back."""
+        for number in SIGNALS:
+            # `nohup` has SIGHUP ignored.
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                self._ignored.append(number)
+            else:
+                signal.signal(number, self.handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def handle(self, number: int, _: Any = None) -> None:
+        """Pass a signal on; the handler of all of them.
+
+        Raises:
+            SignalException: When all ranks have ended, unless all of them did so with status 0.
+        """
+        if number in self._ignored or self._closed:
+            return
+        if self.number is not None:
+            self._impatient |= time.monotonic() - self._at >= SAME_NOTICE_SECONDS
+            return
+        self.number, self._at = number, time.monotonic()
+        ranks = psutil.Process().children()
+        name = describe_signal(number)
+        if ranks:
+            _say(
+                f'{name} is passed on to {len(ranks)} process(es), which save a checkpoint if '
+                f'they train, and end. A second signal kills them.'
+            )
+        for rank in ranks:
+            _send(rank, number)
+        if not self._wait_for(ranks) and number in _NOTICES:
+            self.number = None  # The ranks took it for something else.
+        elif not (ranks and all(_ended_well(rank.pid) for rank in ranks)):
+            from torch.distributed.elastic.multiprocessing.api import SignalException
+
+            raise SignalException(f'got {name}', sigval=signal.Signals(number))
+
+    def close(self) -> None:
+        """Take no more notice of signals: this process is about to end."""
+        self._closed = True
+
+    def _wait_for(self, ranks: Sequence[psutil.Process]) -> bool:
+        """Wait until processes have ended, and kill them if they take too long."""
+        patience = self._at + SAVE_SECONDS
+        while any(_runs(rank) for rank in ranks):
+            late = time.monotonic() >= patience
+            if late and not self._impatient and self.number in _NOTICES:
+                return False
+            if late or self._impatient:
+                _say(
+                    f'killing {sum(map(_runs, ranks))} process(es) '
+                    + ('after a second signal.' if self._impatient else 'that have not ended.')
+                )
+                for rank in ranks:
+                    kill_tree(rank)
+                patience = float('inf')
+                self._impatient = False
+            time.sleep(0.05)
+        return True
+
+
+def end_leftovers() -> None:
+    """End every process below this one."""
+    processes = psutil.Process().children(recursive=True)
+    for process in processes:
+        _send(process, signal.SIGTERM)
+    _, alive = psutil.wait_procs(processes, timeout=_LEFTOVER_SECONDS)
+    for process in alive:
+        _send(process, signal.SIGKILL)
+    psutil.wait_procs(alive, timeout=_LEFTOVER_SECONDS)
+
+
+def kill_tree(process: psutil.Process) -> None:
+    """Kill a process and all that it started."""
+    try:
+        below = process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return
+    for one in [process, *below]:
+        _send(one, signal.SIGKILL)
+
+
+def _send(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return  # It has ended by itself.
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _ended_well(pid: int) -> bool:
+    """Whether a child ended with status 0; its status is left for the one that started it."""
+    if not hasattr(os, 'waitid'):  # macOS
+        return False
+    try:
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return found is not None and found.si_code == os.CLD_EXITED and found.si_status == 0
+
+
+def _say(text: str) -> None:
+    print(f'mmdevplug: {text}', file=sys.stderr, flush=True)
+
+
+# before the agent runs ---------------------------------------------------------------------------
+
+
+def end_on_signals() -> None:
+    """Let the signals that end a process end this one as process 1 of a container, too.
+
+    The kernel drops signals to process 1 that it has no handler for.
+    """
+    if os.getpid() != 1:
+        return
+    for number in SIGNALS:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _exit)
+
+
+def _exit(number: int, _: Any) -> NoReturn:
+    _say(f'ended by {describe_signal(number)}.')
+    raise SystemExit(exit_status(number))
+
+
+def run_check(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run a command that ends with this process.
+
+    Args:
+        command (Sequence[str]): What to run.
+        environ (Mapping): Its variables.
+
+    Returns:
+        int: Its exit status.
+    """
+    before: Dict[int, Any] = {}
+    process = subprocess.Popen(list(command), env=dict(environ))
+
+    def stop(number: int, frame: Any) -> None:
+        process.kill()
+        _exit(number, frame)
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            before[number] = signal.signal(number, stop)
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def replace_process(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """Go on as another program, which gets the signals to this process.
+
+    Args:
+        command (Sequence[str]): The program and its arguments. It has to call
+            :meth:`RankSignals.install`.
+        environ (Mapping): Its variables.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Until it can handle them: process 1 would lose them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.execve(command[0], list(command), dict(environ))

@@ -1,0 +1,62 @@
+"""Keep workers of data loaders alive when a signal reaches every process of a job."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from typing import Any, Callable, Optional
+
+from torch.utils.data import DataLoader
+
+
+def keep_workers_from_signals(loader: Any) -> None:
+    """Let the workers of a data loader end only when their training process wants them to.
+
+    Args:
+        loader (DataLoader): Changed in place.
+    """
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return
+    if not isinstance(loader.worker_init_fn, KeepFromSignals):
+        loader.worker_init_fn = KeepFromSignals(loader.worker_init_fn)
+
+
+class KeepFromSignals:
+    """What a worker process does first, see :func:`keep_workers_from_signals`.
+
+    Slurm, systemd, a terminal and torchrun signal all processes of a rank. A rank that is about to
+    save needs its workers until the end of the iteration, but by itself a worker dies at SIGTERM.
+
+    Args:
+        before (callable, optional): The ``worker_init_fn`` of the data loader. Defaults to None.
+    """
+
+    def __init__(self, before: Optional[Callable[[int], None]] = None) -> None:
+        self._before = before
+
+    def __call__(self, worker_id: int) -> None:
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            # Not SIG_IGN, which programs that a dataset starts would inherit.
+            signal.signal(number, _ignore)
+        if hasattr(signal, 'sigwaitinfo'):  # not on macOS
+            self._wait()
+        if self._before is not None:
+            self._before(worker_id)
+
+    @staticmethod
+    def _wait() -> None:
+        # Whoever waits for a signal learns who sent it, unlike a handler.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_end_with_parent, name='mmdevplug-signals', daemon=True).start()
+
+
+def _ignore(number: int, frame: Any) -> None:
+    """Do nothing."""
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    while True:
+        found = signal.sigwaitinfo([signal.SIGTERM])
+        if parent is None or found.si_pid in (parent.pid, os.getpid()) or not parent.is_alive():
+            os._exit(0)
