@@ -8,9 +8,10 @@ loopback already is the one that torchrun takes.
 """
 
 import os
+import signal
 import sys
 from argparse import Namespace
-from typing import Any, List, Optional
+from typing import Any, Dict, List, Optional
 
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -85,21 +86,59 @@ def _hold_store(args: Namespace) -> Any:
 
 
 def describe_failure(error: ChildFailedError) -> str:
-    """One line in place of torchrun's table and traceback."""
-    rank, first = error.get_first_failure()
+    """Name the rank that failed, in one line in place of torchrun's table and traceback.
+
+    The rank that ended first may be one that stopped because of another.
+
+    Args:
+        error (ChildFailedError): With the ranks of this host that failed.
+    """
+    failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
+    notes = {rank: _note_of(failure) for rank, failure in failures}
+    for rank, failure in failures:
+        if notes[rank] and not notes[rank].get('because_of_another'):
+            return f'rank {rank} (pid {failure.pid}) failed: {notes[rank]["message"]}'
+    for rank, failure in failures:
+        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torchrun's own
+            return _ended(rank, failure)
+    if failures and all(notes.values()):
+        rank, _ = failures[0]
+        return f'no rank of this host failed by itself. {notes[rank]["message"]}'
+    # torchrun ends those that still run with SIGTERM.
+    first = [one for one in failures if -one[1].exitcode != signal.SIGTERM] or failures
+    return _ended(*first[0])
+
+
+def _note_of(failure: Any) -> Dict[str, Any]:
+    """What :func:`mmdevplug.dist.failure.note_for_agent` wrote, empty without it."""
+    data = getattr(failure, 'error_file_data', None)
+    return data if isinstance(data, dict) and 'because_of_another' in data else {}
+
+
+def _ended(rank: int, failure: Any) -> str:
     how = (
-        f'was ended by {first.signal_name()}'
-        if first.exitcode < 0
-        else (f'ended with exit status {first.exitcode}')
+        f'was ended by {failure.signal_name()}'
+        if failure.exitcode < 0
+        else f'ended with exit status {failure.exitcode}'
     )
-    return f'rank {rank} (pid {first.pid}) {how} before the others; its own message is above.'
+    return f'rank {rank} (pid {failure.pid}) {how} before the others; its own message is above.'
+
+
+def _install_before_each_start(signals: RankSignals) -> None:
+    """Put back our handlers before ranks start: PyTorch has just installed its own."""
+    start = api.SubprocessContext._start
+
+    def start_with_ours(context: Any) -> None:
+        signals.install()
+        start(context)
+
+    api.SubprocessContext._start = start_with_ours
 
 
 def _main() -> int:
     signals = RankSignals()
     signals.install()
-    # PyTorch installs its own handler for each start of the ranks.
-    api._terminate_process_handler = signals.handle
+    _install_before_each_start(signals)
     status = 1
     try:
         main()

@@ -10,6 +10,7 @@ from typing import Callable, List, Optional
 from mmengine.config import Config, DictAction
 
 from mmdevplug.compatibility import explain_versions
+from mmdevplug.dist.failure import note_for_agent
 from mmdevplug.dist.launch import LAUNCHERS, LaunchEnv, read_launch_env
 from mmdevplug.dist.stale import describe_stale, forget_stale_variables
 from mmdevplug.errors import DevPlugError
@@ -148,6 +149,7 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
         print('mmdevplug: ended by SIGINT.', file=sys.stderr, flush=True)
         return exit_status(signal.SIGINT)
     except DevPlugError as error:
+        note_for_agent(error)
         told = getattr(error, 'brief', None) or error  # another rank of this host prints it all
         print(f'mmdevplug: {type(error).__name__}: {told}', file=sys.stderr, flush=True)
         return 1

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
+from typing import Any, Dict, Mapping, NoReturn, Optional, Sequence
 
 import psutil
 
@@ -53,17 +53,15 @@ class RankSignals:
         self.number: Optional[int] = None
         self._at = 0.0
         self._impatient = False
-        self._ignored: List[int] = []
+        # Under `nohup`; ranks inherit it.
+        ignores_hup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self._ignored = [signal.SIGHUP] if ignores_hup else []
         self._closed = False
 
     def install(self) -> None:
-        """Handle signals from now on, also those that :func:`block` held back."""
+        """Handle signals from now on, also those that :func:`replace_process` held back."""
         for number in SIGNALS:
-            # `nohup` has SIGHUP ignored.
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                self._ignored.append(number)
-            else:
-                signal.signal(number, self.handle)
+            signal.signal(number, signal.SIG_IGN if number in self._ignored else self.handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def handle(self, number: int, _: Any = None) -> None:
@@ -72,7 +70,7 @@ class RankSignals:
         Raises:
             SignalException: When all ranks have ended, unless all of them did so with status 0.
         """
-        if number in self._ignored or self._closed:
+        if self._closed:
             return
         if self.number is not None:
             self._impatient |= time.monotonic() - self._at >= SAME_NOTICE_SECONDS
@@ -165,7 +163,8 @@ def _ended_well(pid: int) -> bool:
 
 
 def _say(text: str) -> None:
-    print(f'mmdevplug: {text}', file=sys.stderr, flush=True)
+    # A handler must not write to a stream that it may have interrupted.
+    os.write(2, f'mmdevplug: {text}\n'.encode())
 
 
 # before the agent runs ---------------------------------------------------------------------------
@@ -185,7 +184,8 @@ def end_on_signals() -> None:
 
 def _exit(number: int, _: Any) -> NoReturn:
     _say(f'ended by {describe_signal(number)}.')
-    raise SystemExit(exit_status(number))
+    # Not SystemExit: MMEngine catches it in places and goes on with an error of another kind.
+    os._exit(exit_status(number))
 
 
 def run_check(command: Sequence[str], environ: Mapping[str, str]) -> int:

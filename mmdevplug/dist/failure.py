@@ -20,6 +20,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tupl
 from mmengine.logging import MMLogger
 
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
+from mmdevplug.files import write_text
 
 from .answering import ANSWER_SECONDS, Answering
 from .heartbeat import (
@@ -433,12 +434,37 @@ def _shorten_tracebacks() -> None:
     before = sys.excepthook
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        note_for_agent(error)
         if isinstance(error, RankFailedError):
             print(f'mmdevplug: {error.one_line()}', file=sys.stderr, flush=True)
         else:
             before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def note_for_agent(error: BaseException) -> None:
+    """Leave the error that ends this rank where torchrun's agent reads it.
+
+    The rank that ends first is often not the one that failed: that one waits until the others have
+    read its report.
+
+    Args:
+        error (Exception): What is about to end this process.
+    """
+    path = os.environ.get('TORCHELASTIC_ERROR_FILE')
+    if path is None or 'TORCHELASTIC_RUN_ID' not in os.environ:
+        return
+    told = f'{type(error).__name__}: {first_line(error)}'
+    note = dict(
+        message=told[:1000],
+        timestamp=int(time.time()),
+        because_of_another=isinstance(error, RankFailedError),
+    )
+    try:
+        write_text(json.dumps(note), path)
+    except OSError as failed:
+        logging.getLogger(__name__).debug('no note in %s: %s', path, failed)
 
 
 def current_watch() -> Optional[FailureWatch]:

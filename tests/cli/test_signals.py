@@ -176,7 +176,7 @@ def test_a_single_process_as_process_1_of_a_container(tmp_path):
     # Before training begins, too.
     job = Container(tmp_path, command)
     job.wait_until(lambda: 'Distributed training' in job.printed)
-    assert job.end(signal.SIGTERM) == 128 + signal.SIGTERM
+    assert job.end(signal.SIGTERM) == 128 + signal.SIGTERM, job.printed[-3000:]
     assert job.done(0) == 0
 
 
@@ -210,7 +210,8 @@ def test_nohup_keeps_a_job_alive(tmp_path):
 @pytest.mark.long
 def test_a_signal_to_every_process_of_a_job(tmp_path):
     """As Slurm, systemd and torchrun do: workers of data loaders are among them."""
-    command = ['-m', 'torch.distributed.run', '--nproc_per_node=2', '--master_port=0']
+    command = ['-m', 'torch.distributed.run', '--nproc_per_node=2']
+    command += [f'--master_port={free_port()}']
     command = [sys.executable, *command, 'tools/train.py', write_config(tmp_path, workers=2)]
     job = Started(tmp_path, [*command, '--launcher', 'pytorch', '--work-dir', tmp_path / 'work'])
     job.wait_for_iteration(3)

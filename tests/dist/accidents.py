@@ -19,7 +19,8 @@ class Accident(Hook):
         iteration (int): After which iteration.
         note (str, optional): A folder where each rank leaves a file after each iteration.
         pause (float): Seconds that each iteration takes longer.
-        when (str): ``'train'``, or ``'test'``, where each iteration takes a minute.
+        when (str): ``'train'``, ``'test'``, where each iteration takes a minute, or the name of
+            another moment, in which it happens the first time.
     """
 
     priority = 'VERY_LOW'
@@ -33,7 +34,15 @@ class Accident(Hook):
         time.sleep(self.pause)
         done = runner.iter + 1
         self.write_note(done)
-        if self.mine and done == self.iteration:
+        if self.mine and self.when == 'train' and done == self.iteration:
+            self.happen()
+
+    def before_save_checkpoint(self, runner, checkpoint):
+        if self.mine and self.when == 'before_save_checkpoint':
+            self.happen()
+
+    def after_run(self, runner):
+        if self.mine and self.when == 'after_run':
             self.happen()
 
     def after_test_iter(self, runner, batch_idx, data_batch=None, outputs=None):

@@ -1,6 +1,7 @@
 """When one rank is wrong, all ranks end, and every message names that rank."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 from mmengine.registry import RUNNERS
 from torch import distributed as torch_dist, nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from mmdevplug.cli.agent import describe_failure
 from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config, install_card
 
@@ -221,9 +224,10 @@ def test_a_second_process_group_over_the_same_launch(tmp_path):
 # what a user sees --------------------------------------------------------------------------------
 
 
-def train_under_torchrun(folder, what, **options):
+def train_under_torchrun(folder, what, accident=None, **options):
     """Exit status and output of ``mmdevplug train --nproc 3`` in which rank 1 has an accident."""
-    accident = dict(type='Accident', what=what, rank=1, iteration=7, pause=0.2)
+    accident = dict(dict(rank=1, iteration=7, pause=0.2), **(accident or {}))
+    accident.update(type='Accident', what=what)
     config = folder / 'accident.py'
     config.write_text(
         f"_base_ = ['{ROOT}/configs/digits/digits.py']\n"
@@ -247,3 +251,45 @@ def test_torchrun_shows_one_message_with_the_name_of_a_killed_rank(tmp_path):
     assert "in 'train: " in output
     # One line of each rank that is left.
     assert 1 <= output.count('RankFailedError') <= 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(('moment', 'rank'), [('before_save_checkpoint', 0), ('after_run', 1)])
+def test_the_last_line_names_the_rank_that_failed(tmp_path, moment, rank):
+    """It waits until the others have read its report, so another rank ends first."""
+    accident = dict(when=moment, rank=rank, pause=0.0)
+    status, output = train_under_torchrun(tmp_path, 'raise', accident)
+    assert status == 1
+    last = output.strip().splitlines()[-1]
+    assert re.match(rf'mmdevplug: rank {rank} \(pid \d+\) failed: ValueError: the seventh', last)
+
+
+def failed(*ranks):
+    """What torchrun reports of ranks: exit status, time, and what they noted."""
+    failures = {}
+    for rank, exitcode, at, note in ranks:
+        failures[rank] = ProcessFailure(rank, 1000 + rank, exitcode, 'no such file')
+        failures[rank].timestamp = at
+        if note is not None:
+            failures[rank].error_file_data = note
+    return ChildFailedError('train', failures)
+
+
+OWN = dict(message='ValueError: mine', because_of_another=False)
+OTHERS = dict(message='RankFailedError: rank 1 stops because of rank 9', because_of_another=True)
+
+
+@pytest.mark.parametrize(
+    ('ranks', 'told'),
+    [
+        ([(0, 1, 5, OTHERS), (1, 1, 6, OWN)], r'rank 1 \(pid 1001\) failed: ValueError: mine$'),
+        ([(0, 1, 5, None), (1, 1, 5, OWN)], 'rank 1 .* failed: ValueError: mine$'),
+        ([(0, 1, 5, OTHERS), (1, -9, 5, None)], 'rank 1 .* was ended by SIGKILL before'),
+        ([(0, -15, 5, None), (1, 3, 6, None)], 'rank 1 .* ended with exit status 3 before'),
+        ([(0, -15, 5, None)], 'rank 0 .* was ended by SIGTERM before'),
+        ([(0, 1, 5, OTHERS), (1, 1, 5, OTHERS)], 'no rank of this host failed by itself. Rank'),
+        ([(1, 3, 7, None), (0, 1, 8, None)], 'rank 1 .* ended with exit status 3 before'),
+    ],
+)
+def test_the_agent_names_the_cause(ranks, told):
+    assert re.match(told, describe_failure(failed(*ranks)))
