@@ -5,15 +5,18 @@ releases of setuptools, rich and packaging, and model-index installs a package n
 is installed here without what it requires, into an environment of the test's own.
 """
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -43,16 +46,19 @@ class Environment:
         (site / 'shared.pth').write_text(f'{shared}\n')
         self.site = site
 
+    def variables(self):
+        return {
+            **{k: v for k, v in os.environ.items() if k != 'PYTHONPATH'},
+            'HOME': str(self.home),
+            'OMP_NUM_THREADS': '1',
+            'PATH': f'{self.folder}/bin{os.pathsep}{os.environ["PATH"]}',
+        }
+
     def run(self, *command, cwd, check=True):
         done = subprocess.run(
             [str(self.folder / 'bin' / command[0]), *map(str, command[1:])],
             cwd=cwd,
-            env={
-                **{k: v for k, v in os.environ.items() if k != 'PYTHONPATH'},
-                'HOME': str(self.home),
-                'OMP_NUM_THREADS': '1',
-                'PATH': f'{self.folder}/bin{os.pathsep}{os.environ["PATH"]}',
-            },
+            env=self.variables(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -141,6 +147,37 @@ def test_mim_trains_in_two_processes(environment, tmp_path):
     )  # fmt: skip
     assert 'Training finished successfully' in done.stdout
     assert "backend 'gloo'" in done.stdout
+
+
+def test_what_mim_started_ends_with_it(environment, tmp_path):
+    """`mim` passes no signal on; its ranks notice its end, save and end."""
+    work_dir = tmp_path / 'out'
+    command = [environment.folder / 'bin' / 'mim', 'train', 'mmdevplug', 'digits_cpu.py']
+    command += ['--gpus', 2, '--launcher', 'pytorch', '--work-dir', work_dir]
+    command += ['--cfg-options', 'train_cfg.max_epochs=2000', 'train_cfg.val_interval=2000']
+    with open(tmp_path / 'printed', 'w') as output:
+        process = subprocess.Popen(
+            list(map(str, command)), cwd=tmp_path, env=environment.variables(), stdout=output,
+            stderr=output,
+        )  # fmt: skip
+    below = []
+    try:
+        deadline = time.monotonic() + 200
+        while 'Epoch(train)' not in (tmp_path / 'printed').read_text():
+            assert process.poll() is None, (tmp_path / 'printed').read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        below = psutil.Process(process.pid).children(recursive=True)
+        assert len(below) >= 3  # torchrun and two ranks
+        process.terminate()
+        assert process.wait(60) != 0
+        _, left = psutil.wait_procs(below, timeout=100)
+        assert left == []
+    finally:
+        for one in [process, *below]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+    assert 'interrupted_iter_' in (work_dir / 'last_checkpoint').read_text()
 
 
 def test_mim_downloads_no_weights(environment, tmp_path):

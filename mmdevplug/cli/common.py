@@ -17,7 +17,7 @@ from mmdevplug.errors import DevPlugError
 from mmdevplug.paths import base_config
 
 from .packages import load_file
-from .signals import end_on_signals, exit_status
+from .signals import end_on_signals, end_with_mim, exit_status
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -142,6 +142,7 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
         int: The exit status.
     """
     end_on_signals()
+    end_with_mim()
     try:
         with explain_versions():
             main(argv)

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any, Dict, Mapping, NoReturn, Optional, Sequence
 
@@ -26,6 +27,8 @@ _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 SAVE_SECONDS = 300.0
 #: How long what is left over may take to end after SIGTERM.
 _LEFTOVER_SECONDS = 5.0
+#: How often what `mim` started looks whether it still runs.
+_FOLLOW_SECONDS = 0.5
 
 
 def describe_signal(number: int) -> str:
@@ -146,7 +149,7 @@ def _send(process: psutil.Process, number: int) -> None:
 
 def _runs(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
@@ -228,3 +231,26 @@ def replace_process(command: Sequence[str], environ: Mapping[str, str]) -> NoRet
     # Until it can handle them: process 1 would lose them.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.execve(command[0], list(command), dict(environ))
+
+
+def end_with_mim() -> None:
+    """End as after SIGTERM when ``mim`` ends, which passes no signal on to what it started.
+
+    It runs a script in a child of its own, or in children of a launcher.
+    """
+    for process in psutil.Process().parents()[:2]:
+        try:
+            words = process.cmdline()[:2]
+        except psutil.Error:
+            continue
+        if any(os.path.basename(word) == 'mim' for word in words):
+            threading.Thread(
+                target=_follow, args=(process,), name='mmdevplug-mim', daemon=True
+            ).start()
+
+
+def _follow(process: psutil.Process) -> None:
+    while _runs(process):
+        time.sleep(_FOLLOW_SECONDS)
+    _say('mim has ended: this process ends as after SIGTERM.')
+    os.kill(os.getpid(), signal.SIGTERM)

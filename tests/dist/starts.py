@@ -77,8 +77,10 @@ def run_job(ranks, work):
             for rank, pid in enumerate(pids):
                 ended, status = os.waitpid(pid, os.WNOHANG) if rank not in statuses else (0, 0)
                 if ended:
-                    statuses[rank] = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else (
-                        os.WEXITSTATUS(status)
+                    statuses[rank] = (
+                        -os.WTERMSIG(status)
+                        if os.WIFSIGNALED(status)
+                        else (os.WEXITSTATUS(status))
                     )
                 elif rank not in statuses and time.monotonic() > deadline:
                     os.kill(pid, 9)

@@ -115,7 +115,7 @@ def test_a_single_process_stops_at_once(tmp_path):
     job = Job(tmp_path, 0)
     job.wait_for_iteration(3)
     job.signal(0, signal.SIGTERM)
-    assert job.end() == [0]
+    assert job.end() == [128 + signal.SIGTERM]
     check_saved(job, job.done(0))
 
 
@@ -123,7 +123,7 @@ def test_mmengines_checkpoint_hook_saves_too(tmp_path):
     job = Job(tmp_path, 0, accelerator__safe_checkpoints=False)
     job.wait_for_iteration(3)
     job.signal(0, signal.SIGTERM)
-    assert job.end() == [0]
+    assert job.end() == [128 + signal.SIGTERM]
     assert job.checkpoint().name == f'iter_{job.done(0)}.pth'
     check_saved(job, job.done(0))
 
@@ -132,7 +132,7 @@ def test_training_that_resumes_goes_on_from_there(tmp_path):
     job = Job(tmp_path, 0)
     job.wait_for_iteration(3)
     job.signal(0, signal.SIGTERM)
-    assert job.end() == [0]
+    assert job.end() == [128 + signal.SIGTERM]
     stopped = job.done(0)
     again = tmp_path / 'again'
     again.mkdir()
@@ -195,6 +195,28 @@ def test_a_second_training_is_not_stopped_by_a_request_to_the_first(tmp_path):
     assert 3 < first < 40
     assert second == 40
     assert 3 < third < 40
+
+
+def test_sigint_of_a_single_process_saves_and_is_a_keyboard_interrupt(tmp_path):
+    job = Job(tmp_path, 0)
+    job.wait_for_iteration(3)
+    job.signal(0, signal.SIGINT)
+    assert job.end() == [1]  # multiprocessing's status of an exception
+    check_saved(job, job.done(0))
+    assert 'KeyboardInterrupt' in job.output(0)
+
+
+def test_sighup_is_left_alone_where_it_is_ignored():
+    from mmdevplug.hooks import PreemptionHook
+
+    hook, before = PreemptionHook(), signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        hook.before_train(None)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        hook.after_train(None)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_handlers_are_put_back():
