@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -24,6 +25,30 @@ NAME = '.lock'
 BEAT_SECONDS = 10.0
 #: How long another host's lock has to stay unchanged to count as left behind.
 SILENT_SECONDS = 6 * BEAT_SECONDS
+
+
+def check_work_dir(work_dir: PathLike) -> None:
+    """Make a work directory and see whether it takes files.
+
+    Args:
+        work_dir (str or Path): Of a run.
+
+    Raises:
+        CheckpointError: If it cannot be made or written to.
+    """
+    try:
+        os.makedirs(str(work_dir), exist_ok=True)
+        with tempfile.TemporaryFile(dir=str(work_dir)):
+            pass
+    except OSError as error:
+        raise _refused(work_dir, error) from error
+
+
+def _refused(work_dir: PathLike, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f'work_dir={str(work_dir)!r} takes no files: {error.strerror}. Expected a folder that '
+        f'this user may write to. Choose another --work-dir.'
+    )
 
 
 @contextmanager
@@ -74,10 +99,7 @@ def _take(path: Path, own: Dict[str, Any], restarted: bool) -> bool:
             if _read(path) == own:
                 return True
         except OSError as error:
-            raise CheckpointError(
-                f'work_dir={str(path.parent)!r} takes no files: {error.strerror}. Expected a '
-                f'folder that this user may write to. Choose another --work-dir.'
-            ) from error
+            raise _refused(path.parent, error) from error
         else:
             with open(descriptor, 'w') as file:
                 file.write(json.dumps(own))

@@ -1,4 +1,4 @@
-"""Where a config trains, and where everything of one training step lives: ``check_devices.py``."""
+"""The command ``mmdevplug check-devices``: where a config trains, and where everything lives."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ import traceback
 from contextlib import redirect_stdout
 from typing import Any, Iterator, List, Optional, Sequence
 
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 from mmengine.registry import RUNNERS
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -27,7 +27,7 @@ from mmdevplug.placement.dispatch import misplaced_by_plan
 from mmdevplug.strategy.options import read_options
 from mmdevplug.strategy.parallelism import Parallelism
 
-from .common import check_launch_variables, load_config, run
+from .common import Options, check_launch_variables, load_config, run
 from .step_devices import ModuleDevices, StepDevices
 
 #: More than any table needs.
@@ -36,9 +36,9 @@ ASKED = {True: 'true', False: 'false', None: 'auto'}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of ``tools/check_devices.py``."""
+    """The arguments of ``mmdevplug check-devices``."""
     parser = argparse.ArgumentParser(
-        prog='check_devices.py',
+        prog='mmdevplug check-devices',
         description='Tell on which devices a config trains and why, then do one training step of '
         'its model and data and show where everything lives. Nothing is saved. The exit status '
         'is 1 if something is on the wrong device.',
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=Options,
         help='override settings of the config: key=value, key="[a,b]"',
     )
     parser.add_argument(

@@ -2,10 +2,11 @@
 
 import argparse
 import os
+import re
 import signal
 import sys
 from pathlib import Path
-from typing import Callable, List, Optional
+from typing import Any, Callable, List, Optional, Sequence
 
 from mmengine.config import Config, DictAction
 
@@ -13,7 +14,7 @@ from mmdevplug.compatibility import explain_versions
 from mmdevplug.dist.failure import note_for_agent
 from mmdevplug.dist.launch import LAUNCHERS, LaunchEnv, read_launch_env
 from mmdevplug.dist.stale import describe_stale, forget_stale_variables
-from mmdevplug.errors import DevPlugError
+from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.paths import base_config
 
 from .packages import load_file
@@ -26,7 +27,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=Options,
         help='override settings of the config: key=value, key="[a,b]"',
     )
     parser.add_argument(
@@ -64,7 +65,12 @@ def load_config(args: argparse.Namespace) -> Config:
             f'configs/digits/digits_cpu.py, or one of an installed package, e.g. '
             f'mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py.'
         )
-    cfg = load_file(args.config)
+    try:
+        cfg = load_file(args.config)
+    except SyntaxError as error:
+        raise DevPlugError(
+            f'CONFIG {args.config!r} cannot be read: {error}. Expected Python; correct that line.'
+        ) from error
     if args.accelerator:
         overlay_accelerator(cfg, args.accelerator)
     cfg.setdefault('runner_type', 'DeviceRunner')
@@ -86,6 +92,67 @@ def load_config(args: argparse.Namespace) -> Config:
     elif cfg.get('work_dir') is None:
         cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
     return cfg
+
+
+def check_keys(cfg: Config, args: argparse.Namespace, names: Sequence[str]) -> None:
+    """Refuse a config that lacks what a command needs.
+
+    Args:
+        cfg (Config): The config.
+        args (argparse.Namespace): With its path.
+        names (Sequence[str]): Keys that have to be there.
+
+    Raises:
+        DevPlugError: If one is missing or None.
+    """
+    missing = [name for name in names if cfg.get(name) is None]
+    if missing:
+        raise DevPlugError(
+            f'CONFIG {args.config!r} has no {", ".join(missing)}; expected {", ".join(names)}. '
+            f'Add what is missing, or inherit it with _base_.'
+        )
+
+
+def check_checkpoint(path: str, origin: str) -> None:
+    """Refuse a checkpoint that is not there.
+
+    Args:
+        path (str): A path, or an address that MMEngine's file backends know.
+        origin (str): What to call it in the message.
+
+    Raises:
+        CheckpointError: If there is no such file.
+    """
+    if re.match(r'\w+://', path) is None and not Path(path).expanduser().is_file():
+        raise CheckpointError(
+            f'{origin} {path!r} can not be found: expected the path of a checkpoint, or an '
+            f'address such as https://... Correct the path; --resume without one takes the newest '
+            f'of the work directory.'
+        )
+
+
+class Options(DictAction):
+    """MMEngine's ``key=value`` options, which refuse what cannot be read.
+
+    MMEngine's parser takes ``dict(type='X')`` for a string, and ends in a RecursionError where the
+    dict has several keys.
+    """
+
+    def __call__(
+        self, parser: Any, namespace: Any, values: Any, option_string: Any = None
+    ) -> None:
+        for text in values or []:
+            try:
+                super().__call__(parser, namespace, [text], option_string)
+                if re.search(r'(=|[\[(,]\s*)(dict\(|\{\s*[\'"]?\w+[\'"]?\s*:)', text):
+                    raise ValueError(text)
+            except (RecursionError, ValueError, AssertionError):
+                raise argparse.ArgumentError(
+                    self,
+                    f'cannot read {text!r}; expected key=value with a word, a number, or a list '
+                    f'or tuple of such: key=[a,b]. Write dicts into a config that inherits this '
+                    f'one, or set their keys one by one: key.name=value.',
+                ) from None
 
 
 def overlay_accelerator(cfg: Config, name: str) -> None:

@@ -2,7 +2,10 @@
 
 import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import List, Optional
+
+from mmdevplug.version import __version__
 
 COMMANDS = {
     'train': 'train a model: mmdevplug train CONFIG [--accelerator NAME] [--nproc N] ...',
@@ -31,6 +34,10 @@ def main(argv: Optional[List[str]] = None) -> int:
         from .common import run
 
         return run(import_module(f'mmdevplug.cli.{argv[0].replace("-", "_")}').main, argv[1:])
+    if argv[:1] == ['--version']:
+        others = ', '.join(f'{name} {_release(name)}' for name in ('mmengine', 'torch'))
+        print(f'mmdevplug {__version__} ({others}, Python {sys.version.split()[0]})')
+        return 0
     asked_for_help = argv[:1] in (['-h'], ['--help'])
     stream = sys.stdout if asked_for_help else sys.stderr
     if argv and not asked_for_help:
@@ -38,7 +45,15 @@ def main(argv: Optional[List[str]] = None) -> int:
     print('Commands, each with --help of its own:', file=stream)
     for name, help_ in COMMANDS.items():
         print(f'  {name:15}{help_}', file=stream)
+    print('  --version      print the releases of mmdevplug, MMEngine and PyTorch', file=stream)
     return 0 if asked_for_help else 2
+
+
+def _release(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return 'not installed'
 
 
 if __name__ == '__main__':

@@ -9,7 +9,14 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
 
-from .common import add_common_arguments, check_launch_variables, load_config, run
+from .common import (
+    add_common_arguments,
+    check_checkpoint,
+    check_keys,
+    check_launch_variables,
+    load_config,
+    run,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,6 +42,8 @@ def main(argv: Optional[List[str]] = None) -> None:
     args = build_parser().parse_args(argv)
     check_launch_variables(args)
     cfg = load_config(args)
+    check_keys(cfg, args, ('model', 'test_dataloader', 'test_cfg', 'test_evaluator'))
+    check_checkpoint(args.checkpoint, 'CHECKPOINT')
     cfg.load_from = args.checkpoint
     cfg.resume = False
     if args.tta:

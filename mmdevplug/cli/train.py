@@ -11,7 +11,14 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
 
-from .common import add_common_arguments, check_launch_variables, load_config, run
+from .common import (
+    add_common_arguments,
+    check_checkpoint,
+    check_keys,
+    check_launch_variables,
+    load_config,
+    run,
+)
 from .launch import launch
 from .launch_settings import add_launch_arguments, starts_processes
 
@@ -54,6 +61,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         return
     check_launch_variables(args)
     cfg = load_config(args)
+    check_keys(cfg, args, ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper'))
     if args.amp:
         _use_amp(cfg)
     if args.auto_scale_lr:
@@ -61,6 +69,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     if args.resume == 'auto':
         cfg.resume, cfg.load_from = True, None
     elif args.resume is not None:
+        check_checkpoint(args.resume, '--resume')
         cfg.resume, cfg.load_from = True, args.resume
     RUNNERS.build(cfg).train()
 

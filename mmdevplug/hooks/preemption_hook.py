@@ -49,6 +49,7 @@ class PreemptionHook(Hook):
         if threading.current_thread() is not threading.main_thread():
             return  # Python handles signals in the main thread alone.
         self._pid = os.getpid()
+        self._asked, self._asked_to_end = None, 0.0
         for number in self._signals:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue

@@ -6,12 +6,41 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 import torch
 from mmengine.model import BaseDataPreprocessor, BaseTTAModel
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from mmdevplug.device import Accelerator
 from mmdevplug.errors import ModelError
 from mmdevplug.placement.dispatch import misplaced_by_plan, place_by_plan, plan_of
 
 Slot = Tuple[Dict[str, Optional[Tensor]], str]
+
+
+def check_materialized(module: nn.Module, lazy_allowed: bool = False) -> None:
+    """Refuse a module with tensors that hold no values.
+
+    Args:
+        module (nn.Module): Any module.
+        lazy_allowed (bool): Whether parameters may get their shapes in the first forward pass, as
+            those of ``LazyLinear`` do. Defaults to False.
+
+    Raises:
+        ModelError: With the name of the first such tensor.
+    """
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            if lazy_allowed:
+                continue
+            raise ModelError(
+                f'{type(module).__name__}: {name} has no shape yet (a Lazy layer); expected '
+                f'parameters with values, which ranks can compare and average. Run the model once '
+                f'on a batch before it is wrapped, or give the layer its in_features.'
+            )
+        if tensor.is_meta:
+            raise ModelError(
+                f'{type(module).__name__}: {name} is on the device meta and holds no values; '
+                f'expected a model with weights. Build it without torch.device("meta"), or call '
+                f"model.to_empty(device='cpu') and initialize it."
+            )
 
 
 def move_module(module: nn.Module, device: torch.device) -> nn.Module:

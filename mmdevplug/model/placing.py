@@ -13,7 +13,7 @@ from mmdevplug.dist import DeviceContext, broadcast_tensors
 
 from .frozen_bn import give_frozen_gradients
 from .ignored_pixels import count_with_masks
-from .move import materialize_predictions, move_module, weights_on_host
+from .move import check_materialized, materialize_predictions, move_module, weights_on_host
 from .norm_layers import check_sync_bn, convert_norm_layers
 
 WRAPPER = 'DeviceDistributedDataParallel'
@@ -56,6 +56,8 @@ def place_model(
     accelerator, device = context.accelerator, context.device
     if accelerator.lazy:
         count_with_masks(model)
+    if spread is None:
+        check_materialized(model, lazy_allowed=context.backend is None)
     if context.backend is None:
         model = _moved(revert_sync_batchnorm(model), device, spread)
         if accelerator.lazy:

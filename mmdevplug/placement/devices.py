@@ -1,12 +1,14 @@
 """The devices of a plan and what each may hold, as a user writes them."""
 
 import re
+from difflib import get_close_matches
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 
 from mmdevplug.device import Accelerator
 from mmdevplug.errors import PlacementError
+from mmdevplug.registry import ACCELERATORS
 
 Devices = Union[str, int, torch.device, Sequence[Union[str, int, torch.device]]]
 Size = Union[int, str]
@@ -92,6 +94,7 @@ def _names(part: Any, device_type: Optional[str]) -> List[str]:
         found = _RANGE.match(text)
         if found:
             first, last = int(found.group(2)), int(found.group(3))
+            _check_type(found.group(1))
             if last < first:
                 raise PlacementError(f'devices {text!r}: the range ends before it begins.')
             _checked(last - first + 1, text)
@@ -103,6 +106,23 @@ def _names(part: Any, device_type: Optional[str]) -> List[str]:
     return names
 
 
+def _check_type(device_type: str) -> None:
+    """Refuse a type that is not known and looks like one that is.
+
+    A type that looks like none may be a vendor's, whose package need not be installed.
+    """
+    try:
+        torch.device(device_type)
+    except RuntimeError:
+        known = {*ACCELERATORS.module_dict, 'cpu', 'cuda', 'xla', 'xpu', 'mps', 'hpu'} - {'auto'}
+        close = get_close_matches(device_type, sorted(known), n=1, cutoff=0.75)
+        if close and device_type not in known:
+            raise PlacementError(
+                f'devices name the type {device_type!r}, which is unknown; expected e.g. '
+                f'{close[0]!r}. Correct it.'
+            ) from None
+
+
 def _one(text: str) -> str:
     if text in ('cpu', 'cpu:0'):
         return 'cpu'
@@ -111,6 +131,7 @@ def _one(text: str) -> str:
         raise PlacementError(
             f"device {text!r}: expected TYPE:INDEX or TYPE:FIRST-LAST, e.g. 'cuda:0' or 'xla:0-7'."
         )
+    _check_type(found.group(1))
     return f'{found.group(1)}:{int(found.group(2))}'
 
 

@@ -1,6 +1,7 @@
 """The runner: the one place where the pieces meet."""
 
 import os
+import re
 from typing import Any, Callable, Dict, List, Optional, Union
 
 from mmengine.dist import is_main_process
@@ -19,6 +20,7 @@ from mmdevplug.checkpoint.collecting import collect_checkpoint
 from mmdevplug.checkpoint.finding import check_file, find_good_checkpoint, mark_start
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint, trust_classes
+from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.checkpoint.writing import join, write_checkpoint
 from mmdevplug.compatibility import explain_versions
 from mmdevplug.data import make_resumable
@@ -30,6 +32,7 @@ from mmdevplug.device.describing import describe_devices
 from mmdevplug.device.detection import accelerator_options
 from mmdevplug.dist import fail_together, init_device, run_on_main
 from mmdevplug.dist.launch import restarts
+from mmdevplug.errors import CheckpointError
 from mmdevplug.hooks.defaults import missing_hooks, split_options
 from mmdevplug.hooks.replacing import replace_hook
 from mmdevplug.model.placing import initialize_weights, place_model
@@ -93,6 +96,7 @@ class DeviceRunner(Runner):
         **kwargs: Any,
     ) -> None:
         cfg = kwargs.get('cfg')
+        check_work_dir(kwargs['work_dir'] if 'work_dir' in kwargs else args[1])
         if accelerator is None and cfg is not None:
             accelerator = cfg.get('accelerator')
         self._accelerator_cfg, self._options = split_options(accelerator_options(accelerator))
@@ -377,6 +381,11 @@ class DeviceRunner(Runner):
             return find_good_checkpoint(self.work_dir)
         if os.path.isfile(self._load_from):
             check_file(self._load_from)
+        elif re.match(r'\w+://', self._load_from) is None:
+            raise CheckpointError(
+                f'resume=True and load_from={self._load_from!r}: there is no such file. Correct '
+                f'the path, or remove load_from to resume from the newest in {self.work_dir}.'
+            )
         return self._load_from
 
     def load_checkpoint(

@@ -126,7 +126,7 @@ def test_a_backend_on_the_command_line_wins_and_is_refused_on_the_cpu(tmp_path):
         (['train', 'no_such_config.py'], "'no_such_config.py' is no file"),
         (['train', CONFIG, '--accelerator', 'tpuu'], "'tpuu', which is unknown"),
         (['train', CONFIG, '--launcher', 'pytorch'], 'RANK is not set'),
-        (['test', CONFIG, 'no_such.pth'], 'no_such.pth can not be found'),
+        (['test', CONFIG, 'no_such.pth'], "CHECKPOINT 'no_such.pth' can not be found"),
         (['trian', CONFIG], "'trian' is no command"),
     ],
 )

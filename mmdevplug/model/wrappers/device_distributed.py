@@ -28,7 +28,7 @@ from mmdevplug.errors import LaunchError, ModelError
 from mmdevplug.optim import log_norms, trust_averages
 
 from ..loss_check import check_loss
-from ..move import materialize_predictions, move_module
+from ..move import check_materialized, materialize_predictions, move_module
 from ..norm_layers import convert_norm_layers
 
 #: On the host, small buckets start to travel earlier, and gradients that are views of a bucket
@@ -313,6 +313,13 @@ def _has_scaler(optim_wrapper: Any) -> bool:
 
 
 def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f'the model is {module!r} of type {type(module).__name__}; expected an nn.Module, '
+            f'whose parameters can be averaged. Pass the module itself, or an nn.Module that '
+            f'calls the function.'
+        )
+    check_materialized(module)
     if is_model_wrapper(module):
         raise ModelError(
             f'the model is wrapped already, in {type(module).__name__}; expected the bare model. '
