@@ -305,6 +305,11 @@ class FailureWatch:
             f'host or the link to it is down; look at its log and at the kernel log of its host.'
         )
 
+    @property
+    def ending(self) -> bool:
+        """Whether this rank ends because of an error, its own or another's."""
+        return self._ending
+
     def end(self) -> None:
         """Note that the main thread is about to raise and needs no other end."""
         self._set_state(LOST)

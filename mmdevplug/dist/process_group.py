@@ -1,7 +1,10 @@
 """Starting torch.distributed on any accelerator, for every launcher of MMEngine."""
 
+import atexit
+import logging
 import os
 import socket
+import threading
 from contextlib import nullcontext
 from datetime import timedelta
 from numbers import Real
@@ -22,9 +25,9 @@ from mmdevplug.device.detection import AcceleratorConfig, Choice
 from mmdevplug.errors import LaunchError
 from mmdevplug.mmcv_ops import check_mode, serve_operators
 
-from .agreement import raise_on_any_rank
+from .agreement import LEAVE_SECONDS, raise_on_any_rank
 from .backend import backend_of, resolve_backend, takes_host_tensors, with_host_backend
-from .failure import DEFAULT_HEARTBEAT_TIMEOUT, watch_for_failures
+from .failure import DEFAULT_HEARTBEAT_TIMEOUT, current_watch, watch_for_failures
 from .heartbeat import BEAT_SECONDS, enter_phase
 from .launch import LaunchEnv, read_launch_env, read_local_rank, restart_count
 from .loopback import is_loopback, loopback_store
@@ -233,11 +236,38 @@ def init_device(
         # PyTorch lets one rank leave while others still connect: an error of rank 0 just after
         # would take the store from them.
         _together(start, store, env, 'process group', wait)
+        if _groups == 1:
+            # Called before the end of the threads of `watch_for_failures`, which came first.
+            atexit.register(_end_groups)
     set_current_accelerator(chosen)
     serve_operators(chosen, mmcv_ops)
     serve_collectives(chosen)
     _context = DeviceContext(chosen, reason, devices[0], env, name, wait, tuple(devices[1:]))
     return _context
+
+
+def _end_groups() -> None:
+    """End the process groups before the interpreter ends.
+
+    Ranks end in this order: process groups, the threads of the failure watch, the connections to
+    the store. A thread of gloo may still hold tensors of the last collective; it frees them with
+    Python's help, and where Python has gone meanwhile PyTorch aborts the process ("terminate
+    called without an active exception").
+    """
+    watch = current_watch()
+    if not torch_dist.is_initialized() or (watch is not None and watch.ending):
+        return  # A rank that failed may have collectives under way that never complete.
+    ending = threading.Thread(target=_destroy_groups, name='mmdevplug-groups', daemon=True)
+    ending.start()
+    ending.join(LEAVE_SECONDS)
+
+
+def _destroy_groups() -> None:
+    try:
+        torch_dist.destroy_process_group()
+    except RuntimeError as error:
+        # This rank is done; the backend has lost others that are.
+        logging.getLogger(__name__).debug('process groups ended with %s', error)
 
 
 def _together(
