@@ -16,6 +16,7 @@ from mmdevplug.doctor.rank import Measure, run_rank
 from mmdevplug.doctor.setting import Setting
 from tests.distributed import free_port, run_ranks
 from tests.jobs import ROOT, torch_before
+from tests.native import needs_native, run_native
 from tests.needs_card import needs_card
 
 from .running import environment, the
@@ -78,6 +79,18 @@ def test_every_collective_is_right_and_timed(accelerator, where):
     if 'master_listen_fd' in (torch_dist.TCPStore.__init__.__doc__ or ''):  # can be held to one
         assert {one['address'] for one in results['listening']} <= {'127.0.0.1', '::1'}
         assert {'rank 0', 'rank 1', 'rank 2'} <= {one['who'] for one in results['listening']}
+
+
+@needs_native
+def test_a_vendors_backend_is_tried_with_tensors_of_its_device():
+    everyone = run_native('npu', look, 3, 'npu')
+    assert everyone[0] == everyone[1] == everyone[2]
+    results = everyone[0]
+    assert results['backend'] == 'hccl'
+    assert results['tensors_on'] == 'npu'
+    assert {check['name']: check['status'] for check in results['checks']} == dict.fromkeys(
+        ['barrier', 'all_gather_object', *SIZED], 'pass'
+    )
 
 
 @pytest.mark.parametrize('spoilt', [('scatter', 1), ('all_to_all_single', 2)])

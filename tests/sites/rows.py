@@ -77,8 +77,9 @@ ROWS = {
         'dist/utils.py `get_comm_device`',
         "gives host tensors to a vendor's backend that it does not know",
         '把主机张量交给它不认识的厂商后端',
-        'gloo takes the host tensors beside such a backend',
-        '此类后端旁由 gloo 处理主机张量',
+        'asks the process group where it takes tensors; gloo takes the host tensors beside such a '
+        'backend',
+        '询问进程组接收哪里的张量；此类后端旁由 gloo 处理主机张量',
         dict(cpu='named', xla='named', gcu='named', **NAMED),
     ),
     6: Row(
