@@ -140,6 +140,10 @@ class Accelerator(ABC):
     def set_device(self, device: torch.device) -> None:
         """Make ``device`` the current one of this process."""
 
+    def current_device(self) -> torch.device:
+        """The device that this process computes on unless told otherwise."""
+        return self.device()
+
     @abstractmethod
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         """Wait until the device has done what was asked of it."""

@@ -31,6 +31,9 @@ class CUDAAccelerator(Accelerator):
     def device_name(self, device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
 
+    def current_device(self) -> torch.device:
+        return torch.device('cuda', torch.cuda.current_device())
+
     def set_device(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
 

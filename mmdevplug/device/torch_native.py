@@ -150,6 +150,9 @@ class TorchNativeAccelerator(Accelerator):
             known = torch.profiler.ProfilerActivity.__members__.get('PrivateUse1')
         return known
 
+    def current_device(self) -> torch.device:
+        return torch.device(self.device_type, self._module().current_device())
+
     def autocast(
         self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
     ) -> AbstractContextManager:

@@ -116,7 +116,12 @@ def group_device(group: Any = None) -> torch.device:
     Args:
         group (ProcessGroup, optional): Defaults to None: all ranks.
     """
-    return torch.device('cpu') if takes_host_tensors(group) else rank_device()[1]
+    if takes_host_tensors(group):
+        return torch.device('cpu')
+    if _context is None and 'LOCAL_RANK' not in os.environ:
+        # Whoever started the group without a launcher has set the device, too.
+        return current_accelerator().current_device()
+    return rank_device()[1]
 
 
 def rank_devices() -> Tuple[torch.device, ...]:
