@@ -31,7 +31,7 @@ from tests.sites.parts import (
     ScoresSeen,
     SiteInferencer,
     SiteNet,
-    TwoParts,
+    SiteParts,
     config,
     counted_function,
     optim_wrapper,
@@ -252,7 +252,7 @@ def _flexible(name, folder):
 
 def _separate(context):
     cfg = dict(type='MMSeparateDistributedDataParallel')
-    wrapped = place_model(TwoParts(), context, cfg)
+    wrapped = place_model(SiteParts(), context, cfg)
     return sorted({str(parameter.device) for parameter in wrapped.parameters()})
 
 

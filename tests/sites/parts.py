@@ -44,7 +44,7 @@ class SiteNet(BaseModel):
 
 
 @MODELS.register_module()
-class TwoParts(BaseModel):
+class SiteParts(BaseModel):
     """What MMSeparateDistributedDataParallel is for: children that are wrapped one by one."""
 
     def __init__(self):

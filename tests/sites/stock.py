@@ -32,7 +32,7 @@ from tests.sites.parts import (
     Nested,
     SiteInferencer,
     SiteNet,
-    TwoParts,
+    SiteParts,
     config,
     counted_function,
 )
@@ -294,7 +294,7 @@ def _flexible_in_group(folder):
 
 
 def _separate(device):
-    wrapped = MMSeparateDistributedDataParallel(TwoParts().to(device))
+    wrapped = MMSeparateDistributedDataParallel(SiteParts().to(device))
     return str(next(wrapped.parameters()).device)
 
 
