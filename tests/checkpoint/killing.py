@@ -103,12 +103,17 @@ class KillByPlan(Hook):
                 return
 
     def is_stopping(self):
-        """Whether a rank has been asked to stop lately: let that happen before a kill."""
-        noted = self.folder.glob('terminated_*')
-        return any(time.time() - path.stat().st_mtime < 2.0 for path in noted)
+        """Whether a rank was asked to stop and has not stopped yet: that comes before a kill."""
+        asked = list(self.folder.glob('terminated_*'))
+        stops = self.folder / 'stops.txt'
+        stopped = len(stops.read_text().splitlines()) if stops.exists() else 0
+        # Several requests may end in one stop, or none if all had just been killed.
+        lately = any(time.time() - path.stat().st_mtime < 2.0 for path in asked)
+        return lately and stopped < len(asked)
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if self.is_stopping():
+            time.sleep(0.1)  # few iterations pass until all have agreed where to stop
             return
         self.iterations += 1
         self.terminate(runner)

@@ -140,7 +140,7 @@ def jobs(tmp_path_factory):
     def run(number, kills_wanted):
         world_size, kills, async_save, kind = JOBS[number]
         kills = round(kills * SCALE)
-        length = 6 * kills + 18
+        length = 9 * kills + 18
         # One begins passes over the data anew, the others have a sampler that never ends.
         sampler = dict(type='DefaultSampler' if number == 0 else 'InfiniteSampler', shuffle=True)
         wrapper = dict(type='AmpOptimWrapper', dtype=_HALF, clip_grad=dict(max_norm=1.0))

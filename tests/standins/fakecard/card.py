@@ -5,10 +5,12 @@ name and registers ``torch.zeta``. A process can install one name. As a module n
 ``custom_imports``, ``fakecard_from_env`` installs the name in the variable ``FAKECARD_NAME``.
 """
 
+import fcntl
 import os
 import tempfile
 import types
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -49,7 +51,12 @@ def build_extension(name, source):
     folder = str(Path(asked) / name) if asked else str(default)
     os.makedirs(folder, exist_ok=True)
     flags = ['-O1', '-std=c++20']
-    return load(name, [str(source)], build_directory=folder, extra_cflags=flags, verbose=False)
+    # PyTorch's own lock is a file that a killed process leaves behind, for which all others wait.
+    with open(os.path.join(folder, 'mine'), 'w') as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, 'lock'))
+        return load(name, [str(source)], build_directory=folder, extra_cflags=flags, verbose=False)
 
 
 def install(name, count=4):
