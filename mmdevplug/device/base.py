@@ -364,7 +364,10 @@ class Accelerator(ABC):
         """The backend of torch.distributed when a config names none."""
         from torch import distributed as torch_dist
 
-        native = self.native_backend or _registered_backend(self.device_type)
+        native = self.native_backend
+        # What torch_xla registers runs inside of its graphs and takes nothing else.
+        if native is None and not self.lazy:
+            native = _registered_backend(self.device_type)
         if native is None or not hasattr(torch_dist.Backend, native.upper()):
             return 'gloo'
         is_available = getattr(torch_dist, f'is_{native}_available', lambda: True)
@@ -383,9 +386,9 @@ class Accelerator(ABC):
             return self.gloo_takes_tensors
         if backend == self.native_backend:
             return True
-        return backend not in HOST_BACKENDS and self.device_type in registered_device_types(
-            backend
-        )
+        if self.lazy or backend in HOST_BACKENDS:
+            return False
+        return self.device_type in registered_device_types(backend)
 
     def ddp_device_ids(self, device: torch.device) -> Optional[List[int]]:
         """What PyTorch's DDP wants as ``device_ids``: None where it takes no such list."""
