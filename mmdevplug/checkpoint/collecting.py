@@ -7,6 +7,7 @@ from typing import Any, Dict, Optional
 import mmengine
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
+from mmengine.runner.checkpoint import get_state_dict
 from mmengine.utils import get_git_hash
 
 from mmdevplug.errors import CheckpointError
@@ -41,7 +42,8 @@ def collect_checkpoint(
     model = runner.model.module if is_model_wrapper(runner.model) else runner.model
     checkpoint: Dict[str, Any] = {
         'meta': _meta(runner, dict(meta or {}), by_epoch),
-        'state_dict': model.state_dict(),
+        # Children may be wrapped, too; their names are saved without `module.`.
+        'state_dict': get_state_dict(model),
         'message_hub': runner.message_hub.state_dict(),
     }
     if save_optimizer:
