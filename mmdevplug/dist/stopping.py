@@ -6,8 +6,8 @@ from typing import Optional
 from . import failure
 from .agreement import next_round
 
-#: Schedulers signal every process of a job, and the agent passes the signal on: within so many
-#: seconds a second one is the same notice.
+#: Schedulers signal every process of a job, and the agent passes the signal on, too. A second
+#: signal within this time, in seconds, counts as the same notice.
 SAME_NOTICE_SECONDS = 3.0
 
 
