@@ -76,6 +76,7 @@ def capture(runner: Any, position: Position) -> Dict:
     ranks = gather_json(mine) if get_world_size() > 1 else [mine]
     return dict(
         buffers=gather_buffers(_bare(runner.model), accelerator),
+        averaged_buffers=[gather_buffers(each, accelerator) for each in _averaged_models(runner)],
         version=VERSION,
         epoch=position.epoch,
         batch=position.batch,
@@ -158,12 +159,15 @@ class Resumption:
             )
 
     def _restore_buffers(self) -> None:
-        saved = self.saved.get('buffers')
-        if saved is None or self._mine is None:
+        if self._mine is None:
             return
-        model = _bare(self.runner.model)
-        if not restore_buffers(model, self._accelerator, saved[get_rank()]):
-            self._inexact.append('the model has other buffers than the checkpoint')
+        models = [_bare(self.runner.model), *_averaged_models(self.runner)]
+        of_models = [self.saved.get('buffers'), *self.saved.get('averaged_buffers', ())]
+        for model, saved in zip(models, of_models):
+            if saved is not None and not restore_buffers(
+                model, self._accelerator, saved[get_rank()]
+            ):
+                self._inexact.append('the model has other buffers than the checkpoint')
 
     def _resume_batches(self, batches: Any, skip: int) -> None:
         if self._between_epochs:
@@ -360,6 +364,12 @@ def current_position(runner: Any, batch_idx: int) -> Position:
 
 def _bare(model: nn.Module) -> nn.Module:
     return model.module if is_model_wrapper(model) else model
+
+
+def _averaged_models(runner: Any) -> List[nn.Module]:
+    """The moving averages of the model that hooks such as EMAHook keep, each for its rank."""
+    kept = (getattr(hook, 'ema_model', None) for hook in runner.hooks)
+    return [model for model in kept if isinstance(model, nn.Module)]
 
 
 def _batch_size(loader: Any) -> Optional[int]:

@@ -360,6 +360,7 @@ OF_SEVERAL_RANKS = dict(
     **{
         name: OTHERS[name]
         for name in (
+            'ema_exponential',
             'best',
             'patience',
             'hook_with_state',
