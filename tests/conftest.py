@@ -5,6 +5,7 @@ import os
 import mmengine  # noqa: F401  yapf writes its grammar when it is first imported: once, not thrice
 import pytest
 import torch
+from mmengine.registry import DefaultScope
 
 #: Files that take longest, by waiting (first) or computing: they come first, since a worker that
 #: met one last would go on alone.
@@ -32,6 +33,15 @@ def _environment_as_before():
     for name in set(os.environ) - set(before):
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def _scope_as_before():
+    """Forget the scopes of runners: a registry builds another repository's classes in theirs."""
+    before = dict(DefaultScope._instance_dict)
+    yield
+    DefaultScope._instance_dict.clear()
+    DefaultScope._instance_dict.update(before)
 
 
 @pytest.hookimpl(hookwrapper=True)
