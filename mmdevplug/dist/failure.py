@@ -91,6 +91,8 @@ class FailureWatch:
         self._report_at = 0.0
         self._answered = 0.0
         self._ending = False  # the main thread ends by itself
+        self._attempt = 0  # failures of this job that this rank has met and may have survived
+        self._attempt_lock = threading.Lock()
         self._store_error: Optional[str] = None
         self._stopped, self._wake = threading.Event(), threading.Event()
         self._stop_round = 0  # which training of this process is going on
@@ -162,11 +164,16 @@ class FailureWatch:
         return [rank for rank in range(self.env.world_size) if rank != self.env.rank]
 
     def _read_events(self) -> None:
-        if not self._reported.is_set() and self.own.add('failure/there', 0):
-            self._report = json.loads(self.own.get('failure/report'))
-            self._report_at = self._clock.now
-            self._reported.set()
-            self.own.add('failure/seen', 1)
+        attempt = self._attempt
+        if not self._reported.is_set() and self.own.add(f'failure/{attempt}/there', 0):
+            report = json.loads(self.own.get(f'failure/{attempt}/report'))
+            with self._attempt_lock:
+                if attempt != self._attempt:
+                    return  # The main thread has met the failure by itself and gone on.
+                self._report = report
+                self._report_at = self._clock.now
+                self._reported.set()
+            self.own.add(f'failure/{attempt}/seen', 1)
         number = self._stop_round
         if number not in self._stops and self.own.add(f'stop/{number}/there', 0):
             self._stops[number] = json.loads(self.own.get(f'stop/{number}/why'))
@@ -200,15 +207,16 @@ class FailureWatch:
         Returns:
             bool: Whether this rank was the first to report.
         """
-        if self.own.add('failure/count', 1) > 1:
+        key = f'failure/{self._attempt}'
+        if self.own.add(f'{key}/count', 1) > 1:
             return False  # Another rank was first; one name is enough.
         told = {'by': self.env.rank, 'host': self.heartbeat.host, 'text': text[:4000]}
-        self.own.set('failure/report', json.dumps(told))
-        self.own.add('failure/there', 1)
+        self.own.set(f'{key}/report', json.dumps(told))
+        self.own.add(f'{key}/there', 1)
         self.own.add('events', 1)
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and threading.current_thread() is not self._beating:
-            if self.own.add('failure/seen', 0) >= readers:
+            if self.own.add(f'{key}/seen', 0) >= readers:
                 break
             time.sleep(_TICK / 5)
         return True
@@ -310,6 +318,23 @@ class FailureWatch:
         """Whether this rank ends because of an error, its own or another's."""
         return self._ending
 
+    def begin_attempt(self) -> None:
+        """Forget the failure that this rank has met, if any: the process goes on after it.
+
+        A failure ends the attempts of all ranks, so all of them count the same number. What was
+        reported in the last attempt, which a rank may find late, says nothing about the next one.
+        """
+        if not self._ending:
+            return
+        with self._attempt_lock:
+            self._attempt += 1
+            self._report = {}
+            self._reported.clear()
+        self._reread = True
+        self.heartbeat.state = RUNNING
+        self._ending = False
+        self._wake.set()
+
     def end(self) -> None:
         """Note that the main thread is about to raise and needs no other end."""
         self._set_state(LOST)
@@ -328,7 +353,7 @@ class FailureWatch:
 
     def _find_culprit(self, error: RuntimeError) -> RankFailedError:
         self._set_state(LOST)
-        if self.own.add('failure/lost', 1) > _DETECTIVES:
+        if self.own.add(f'failure/{self._attempt}/lost', 1) > _DETECTIVES:
             self._reported.wait(2 * SILENT_SECONDS)
         found = self.peer_failure(wait=_TICK)
         if found is not None:
@@ -547,10 +572,14 @@ def fail_together(stage: str) -> Iterator[None]:
     Raises:
         RankFailedError: In place of an error of communication, if another rank failed or is gone.
     """
+    if _watch is not None and not _armed:
+        _watch.begin_attempt()
     with armed():
         try:
             yield
         except RankFailedError:
+            if _watch is not None:
+                _watch.end()
             raise
         except Exception as error:
             if _watch is None or getattr(error, '_mmdevplug_told', False):

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -222,6 +223,38 @@ def test_a_second_process_group_over_the_same_launch(tmp_path):
 
 
 # what a user sees --------------------------------------------------------------------------------
+
+
+def go_on_after_failures():
+    """Fail everywhere, rank 1 later than rank 0; then not at all, on rank 1 alone, not at all."""
+    from mmdevplug.dist import fail_together, init_device, wait_for_everyone
+
+    rank = int(os.environ['RANK'])
+    init_device('pytorch', 'cpu', timeout=30)
+    seen = []
+    for attempt, failing in enumerate([(0, 1), (), (1,), ()]):
+        try:
+            with fail_together(f'attempt {attempt}'):
+                if rank in failing:
+                    if failing == (0, 1):
+                        time.sleep(2 * rank)
+                    raise ValueError(f'of rank {rank}')
+                wait_for_everyone(f'end of attempt {attempt}')
+                total = torch.ones(1)
+                torch_dist.all_reduce(total)
+                seen.append(total.item())
+        except Exception as error:
+            seen.append(f'{type(error).__name__}: {error}')
+    return seen
+
+
+def test_a_failure_of_all_ranks_is_forgotten_when_the_process_goes_on():
+    first, second = run_ranks(go_on_after_failures, 2)
+    assert first[:2] == ['ValueError: of rank 0', 2.0]
+    assert second[:3] == ['ValueError: of rank 1', 2.0, 'ValueError: of rank 1']
+    assert 'rank 1 of 2' in first[2]
+    assert 'failed in attempt 2: ValueError: of rank 1' in first[2]
+    assert first[3] == second[3] == 2.0
 
 
 def train_under_torchrun(folder, what, accident=None, **options):
