@@ -56,8 +56,13 @@ def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) 
         memory_as(part.clone(), buffer.dtype).reshape(buffer.shape)
         for part, buffer in zip(packed.split(sizes), buffers)
     ]
+    # A moving average counts its steps in a buffer that stays on the host.
+    on_host = [(value, b) for value, b in zip(values, buffers) if b.device.type == 'cpu']
+    on_device = [(value, b) for value, b in zip(values, buffers) if b.device.type != 'cpu']
     with torch.no_grad():
-        accelerator.copy_to_device(values, buffers)
+        for value, buffer in on_host:
+            buffer.copy_(value)
+        accelerator.copy_to_device([value for value, _ in on_device], [b for _, b in on_device])
     return True
 
 
