@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from mmdevplug.device.guard import DeviceGuard
+from mmdevplug.device_guard import DeviceGuard
 
 
 def convolution(channels: int) -> nn.Sequential:

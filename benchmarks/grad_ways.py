@@ -13,8 +13,7 @@ from mmengine.model import MMDistributedDataParallel
 from torch import distributed as torch_dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmdevplug import DeviceDistributedDataParallel
-from mmdevplug.dist import init_device
+from mmdevplug import DeviceDistributedDataParallel, init_device
 
 CARDS = Path(__file__).parents[1] / 'tests' / 'standins' / 'fakecard'
 #: The name that the stand-in for an eager card gets.

@@ -28,12 +28,12 @@ from placement_models import MODELS, chain
 from torch import nn
 
 from mmdevplug.errors import PlacementError
-from mmdevplug.placement import DevicePlan, module_sizes, plan
-from mmdevplug.placement.accelerate_map import accelerate_map
-from mmdevplug.placement.balance import balance_score, imbalance
-from mmdevplug.placement.blocks import find_units, group_units, order_units, shared_names
-from mmdevplug.placement.partition import Partition
-from mmdevplug.placement.whole import WholeModules
+from mmdevplug.model_parallel import DevicePlan, module_sizes, plan
+from mmdevplug.model_parallel.accelerate_map import accelerate_map
+from mmdevplug.model_parallel.balance import balance_score, imbalance
+from mmdevplug.model_parallel.blocks import find_units, group_units, order_units, shared_names
+from mmdevplug.model_parallel.partition import Partition
+from mmdevplug.model_parallel.whole import WholeModules
 
 DOCS = Path(__file__).parents[1] / 'docs'
 COUNTS = (2, 3, 4, 8)

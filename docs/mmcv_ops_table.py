@@ -39,9 +39,9 @@ nms                       4        0.01      0.00     0.01
 SCRIPT = """```python
 import mmcv.ops
 from mmdevplug import get_accelerator
-from mmdevplug.mmcv_ops import host_use, serve_operators
+from mmdevplug.patches.mmcv_ops import host_use, patch_mmcv_ops
 
-serve_operators(get_accelerator('gcu'))
+patch_mmcv_ops(get_accelerator('gcu'))
 mmcv.ops.nms(boxes, scores, 0.5)  # tensors on gcu:0
 print(host_use())
 ```"""
@@ -60,8 +60,8 @@ computes, and the results are copied back. Backward does the same, so models tra
 device and the module. Where a kernel exists it is used: in a build of mmcv with kernels for the
 device each operator is tried, and only one that says it has none goes to the host. Nothing is
 done on the CPU, and nothing with `mmcv-lite`, which has no operators. mmcv is not edited: the
-functions of `mmcv._ext` are replaced in the process when a job begins, and `stop_serving()` puts
-them back.""",
+functions of `mmcv._ext` are replaced in the process when a job begins, and `restore_mmcv_ops()`
+puts them back.""",
         log="""\
 The log names each operator when it is first used, and has a table every 1,000 iterations
 (`custom_hooks = [dict(type='MMCVOpsHook', interval=100)]` for others) and at the end of training,
@@ -119,7 +119,7 @@ stop there with an error of PyTorch's: `knn`, `furthest_point_sample`, `points_i
 默认为 `'host'`。`'error'` 使所有 rank 在第一个这样的算子处停止,并指出算子、设备和模块。
 有内核的地方使用内核:若 mmcv 的构建含有该设备的内核,则逐个尝试算子,只有明确表示没有内核的算子才到
 主机上运行。在 CPU 上以及没有算子的 `mmcv-lite` 下不做任何事。mmcv 本身不被修改:作业开始时在进程中
-替换 `mmcv._ext` 的函数,`stop_serving()` 可恢复。""",
+替换 `mmcv._ext` 的函数,`restore_mmcv_ops()` 可恢复。""",
         log="""\
 日志在每个算子首次使用时指出它,每 1,000 次迭代(可用
 `custom_hooks = [dict(type='MMCVOpsHook', interval=100)]` 更改)以及训练、验证、测试结束时

@@ -8,24 +8,26 @@ from importlib import import_module
 
 from mmengine.registry import HOOKS, LOOPS, MODEL_WRAPPERS, OPTIM_WRAPPERS, RUNNERS, STRATEGIES
 
-from .paths import base_config
+from .config.base_config import base_config
 from .registry import ACCELERATORS, register_lazily
 from .version import __version__
 
 register_lazily(RUNNERS, 'mmdevplug.runner')
 register_lazily(LOOPS, 'mmdevplug.runner')
-register_lazily(MODEL_WRAPPERS, 'mmdevplug.model')
+register_lazily(MODEL_WRAPPERS, 'mmdevplug.gradients')
 register_lazily(HOOKS, 'mmdevplug.hooks')
 register_lazily(OPTIM_WRAPPERS, 'mmdevplug.optim')
-register_lazily(STRATEGIES, 'mmdevplug.strategy')
+register_lazily(STRATEGIES, 'mmdevplug.runner')
 
 _LAZY = {
-    'available_accelerators': 'mmdevplug.device',
-    'get_accelerator': 'mmdevplug.device',
-    'DeviceDistributedDataParallel': 'mmdevplug.model',
+    'available_accelerators': 'mmdevplug.accelerators',
+    'get_accelerator': 'mmdevplug.accelerators',
+    'DeviceDistributedDataParallel': 'mmdevplug.gradients',
     'DeviceHook': 'mmdevplug.hooks',
     'DeviceRunner': 'mmdevplug.runner',
-    'serve_mmengine': 'mmdevplug.serving',
+    'init_device': 'mmdevplug.runner',
+    'patch_mmengine': 'mmdevplug.patches.mmengine',
+    'rank_device': 'mmdevplug.distributed.process_group',
 }
 
 __all__ = ['ACCELERATORS', '__version__', 'base_config', *_LAZY]

@@ -18,7 +18,7 @@ def _build_accelerator(cfg: Mapping[str, Any], registry: Registry) -> Any:
 
 
 ACCELERATORS = Registry(
-    'accelerator', build_func=_build_accelerator, scope=SCOPE, locations=['mmdevplug.device']
+    'accelerator', build_func=_build_accelerator, scope=SCOPE, locations=['mmdevplug.accelerators']
 )
 
 

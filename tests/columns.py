@@ -34,7 +34,7 @@ def backend_of(accelerator):
 
 
 def job_of(accelerator, ranks=2):
-    """What :func:`tests.distributed.run_ranks` has to be told of a job on an accelerator.
+    """What :func:`tests.ranks.run_ranks` has to be told of a job on an accelerator.
 
     Args:
         accelerator (str): Name of the accelerator.

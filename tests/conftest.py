@@ -10,13 +10,13 @@ from mmengine.registry import DefaultScope
 #: Files that take longest, by waiting (first) or computing: they come first, since a worker that
 #: met one last would go on alone.
 LONG = (
-    'tests/dist/test_network_faults.py',
+    'tests/fault_tolerance/test_network_faults.py',
     'tests/checkpoint/test_survival.py',
     'tests/cli/test_launch_fuzz.py',
     'tests/doctor/test_collectives.py',
     'tests/cli/test_restart.py',
     'tests/test_import.py',
-    'tests/dist/test_failure.py',
+    'tests/fault_tolerance/test_failure.py',
     'tests/features/test_features.py',
     'tests/cli/test_tools.py',
     'tests/xla/test_optim.py',

@@ -1,6 +1,6 @@
 """Which lines the processes of a job run, for ``make coverage``.
 
-coverage.py follows processes that start afresh. The ranks of :mod:`tests.distributed` are forked
+coverage.py follows processes that start afresh. The ranks of :mod:`tests.ranks` are forked
 from a server, and backward on a device calls hooks in threads that Python did not start.
 """
 
@@ -35,7 +35,7 @@ def measured(function, args):
 
 def _follow_backward():
     """Trace methods that backward calls, in whichever thread it runs."""
-    from mmdevplug.dist import comm_hooks, finite, reduction, staging
+    from mmdevplug.gradients import ddp_hook as comm_hooks, nonfinite as finite, reduction, staging
     from mmdevplug.model import sync_bn
 
     for module in (comm_hooks, finite, reduction, staging, sync_bn):

@@ -21,8 +21,8 @@ import os
 import card
 import pytest
 
-from tests.distributed import run_ranks
 from tests.jobs import ROOT
+from tests.ranks import run_ranks
 
 STANDINS = ROOT / 'tests' / 'standins'
 
@@ -61,7 +61,7 @@ def run_native(name, function, world_size, *args, **options):
         name (str): One of :data:`CARDS`.
         function (callable): A function of a module.
         world_size (int): Number of processes; 0 for one process without launch variables.
-        **options: See :func:`tests.distributed.run_ranks`.
+        **options: See :func:`tests.ranks.run_ranks`.
 
     Returns:
         list: What each rank returned.

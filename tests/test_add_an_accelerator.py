@@ -10,9 +10,9 @@ from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
 import mmdevplug
-from tests.distributed import run_ranks
 from tests.jobs import PATHS, ROOT, largest_difference, weights_of
 from tests.needs_card import needs_card
+from tests.ranks import run_ranks
 
 EXAMPLES = ROOT / 'docs' / 'examples'
 STANDINS = [ROOT / 'tests' / 'standins' / name for name in ('acme', 'fakecard')]

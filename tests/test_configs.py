@@ -10,8 +10,8 @@ import pytest
 from mmengine.config import Config, ConfigDict
 
 import mmdevplug
+from mmdevplug.config.prepare import prepare_config
 from mmdevplug.errors import DevPlugError
-from mmdevplug.runner.config import prepare_config
 from tests.jobs import PATHS, ROOT
 
 ACCELERATORS = ROOT / 'configs' / '_base_' / 'accelerators'
@@ -228,7 +228,7 @@ assert 'mmdevplug' in sys.modules
 assert cfg.runner_type == 'DeviceRunner'
 assert cfg.env_cfg.dist_cfg.backend == 'nccl', cfg.env_cfg
 assert cfg.custom_hooks[0].type.__name__ == 'EMAHook'
-from mmdevplug.runner.config import prepare_config
+from mmdevplug.config.prepare import prepare_config
 from tests.jobs import PATHS, ROOT
 prepared = prepare_config(cfg)
 assert prepared.custom_imports['imports'] == ['mmengine.dist', 'mmdevplug']

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from mmdevplug.device.torch_native import FAMILIES
+from mmdevplug.accelerators.torch_native import FAMILIES
 from tests.jobs import PATHS, ROOT
 
 VENDORS = sorted(
@@ -65,7 +65,7 @@ def test_import_brings_none_of_the_parts():
     found = run(NEW_MODULES)
     assert 'mmdevplug' in found
     assert set(found).isdisjoint(module for _, _, module in PARTS)
-    assert not [name for name in found if name.startswith('mmdevplug.device')]
+    assert not [name for name in found if name.startswith('mmdevplug.accelerators')]
 
 
 def test_import_sets_no_environment_variable():
@@ -199,8 +199,8 @@ def test_exported_names_are_those_of_their_modules():
 import sys
 import mmdevplug
 for name, module in [
-    ('get_accelerator', 'mmdevplug.device'),
-    ('available_accelerators', 'mmdevplug.device'),
+    ('get_accelerator', 'mmdevplug.accelerators'),
+    ('available_accelerators', 'mmdevplug.accelerators'),
     ('DeviceHook', 'mmdevplug.hooks'),
     ('DeviceDistributedDataParallel', 'mmdevplug.model'),
     ('DeviceRunner', 'mmdevplug.runner'),

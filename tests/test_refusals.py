@@ -6,9 +6,14 @@ import types
 import pytest
 import torch
 
-from mmdevplug.device import CPUAccelerator, TorchNativeAccelerator, get_accelerator, probe_device
-from mmdevplug.dist.backend import check_backend, with_host_backend
-from mmdevplug.dist.launch import read_launch_env
+from mmdevplug.accelerators import (
+    CPUAccelerator,
+    TorchNativeAccelerator,
+    get_accelerator,
+    probe_device,
+)
+from mmdevplug.accelerators.backend import check_backend, with_host_backend
+from mmdevplug.environments.launch import read_launch_env
 from mmdevplug.errors import AcceleratorError, LaunchError
 
 TORCHRUN = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1')

@@ -4,8 +4,8 @@ import psutil
 import pytest
 from mmengine.hooks import Hook
 
-from tests.distributed import run_ranks
 from tests.hooks.memory_jobs import build
+from tests.ranks import run_ranks
 
 ITERATIONS = 2000
 #: Everything is allocated by then.

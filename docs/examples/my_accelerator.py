@@ -4,8 +4,8 @@ from typing import Optional
 
 import torch
 
-from mmdevplug.device import Accelerator
-from mmdevplug.device.vendor import import_vendor
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators.vendor import import_vendor
 from mmdevplug.registry import ACCELERATORS
 
 

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from mmdevplug.device import Accelerator
+from mmdevplug.accelerators import Accelerator
 
 _ALIGNMENT = 64  # bytes, as PyTorch has it
 _CONTAINERS = (list, tuple, set, frozenset, deque)

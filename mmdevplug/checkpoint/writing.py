@@ -14,14 +14,14 @@ import torch
 from mmengine.fileio import LocalBackend, get_file_backend, join_path
 from mmengine.runner.checkpoint import save_checkpoint
 
-from mmdevplug import files
 from mmdevplug.errors import CheckpointError, first_line
-from mmdevplug.files import UNFINISHED, PathLike
+from mmdevplug.utils import files
+from mmdevplug.utils.files import UNFINISHED, PathLike
 
 
 @contextmanager
 def replacing(path: PathLike) -> Iterator[Path]:
-    """Write a file of a run; see :func:`mmdevplug.files.replacing`.
+    """Write a file of a run; see :func:`mmdevplug.utils.files.replacing`.
 
     Raises:
         CheckpointError: If it cannot be written. What was at ``path`` before is still there.

@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import parse_args, run
 
-from mmdevplug.dist.launch import DEFAULT_PORT
-from mmdevplug.dist.loopback import LOOPBACK, is_loopback, loopback_store
+from mmdevplug.environments.launch import DEFAULT_PORT
+from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
 from mmdevplug.errors import LaunchError
 
 from .signals import RankSignals, describe_signal, end_leftovers, exit_status
@@ -110,7 +110,7 @@ def describe_failure(error: ChildFailedError) -> str:
 
 
 def _note_of(failure: Any) -> Dict[str, Any]:
-    """What :func:`mmdevplug.dist.failure.note_for_agent` wrote, empty without it."""
+    """What :func:`mmdevplug.fault_tolerance.failure.note_for_agent` wrote, empty without it."""
     data = getattr(failure, 'error_file_data', None)
     return data if isinstance(data, dict) and 'because_of_another' in data else {}
 

@@ -14,18 +14,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mmdevplug.device import DeviceGuard
-from mmdevplug.device.detection import accelerator_options, choose_accelerator
-from mmdevplug.device.guard import POLICIES
-from mmdevplug.dist.launch import LaunchEnv
+from mmdevplug.accelerators.detection import accelerator_options, choose_accelerator
+from mmdevplug.device_guard import POLICIES, DeviceGuard
 from mmdevplug.doctor import launch as launch_variables
-from mmdevplug.doctor.setting import gigabytes
+from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, first_line
-from mmdevplug.hooks.defaults import split_options
+from mmdevplug.hooks.default_hooks import split_options
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors
-from mmdevplug.placement.dispatch import misplaced_by_plan
-from mmdevplug.strategy.options import read_options
-from mmdevplug.strategy.parallelism import Parallelism
+from mmdevplug.model.planned import misplaced_by_plan
+from mmdevplug.model_parallel.options import read_options
+from mmdevplug.model_parallel.parallelism import Parallelism
+from mmdevplug.utils.host import gigabytes
 
 from .common import Options, check_launch_variables, load_config, run
 from .step_devices import ModuleDevices, StepDevices

@@ -10,12 +10,12 @@ from typing import Any, Callable, List, Optional, Sequence
 
 from mmengine.config import Config, DictAction
 
-from mmdevplug.compatibility import explain_versions
-from mmdevplug.dist.failure import note_for_agent
-from mmdevplug.dist.launch import LAUNCHERS, LaunchEnv, read_launch_env
-from mmdevplug.dist.stale import describe_stale, forget_stale_variables
+from mmdevplug.config.base_config import base_config
+from mmdevplug.environments.launch import LAUNCHERS, LaunchEnv, read_launch_env
+from mmdevplug.environments.stale import describe_stale, forget_stale_variables
 from mmdevplug.errors import CheckpointError, DevPlugError
-from mmdevplug.paths import base_config
+from mmdevplug.explanations.versions import explain_versions
+from mmdevplug.fault_tolerance.failure import note_for_agent
 
 from .packages import load_file
 from .signals import end_on_signals, end_with_mim, exit_status

@@ -10,11 +10,10 @@ from typing import Any, Dict, List, Optional
 from rich.console import Console
 
 from mmdevplug.doctor.examination import Wanted, examine
-from mmdevplug.doctor.files import check_writable
 from mmdevplug.doctor.findings import Finding, count_levels, exit_status
 from mmdevplug.doctor.report import print_report
 from mmdevplug.errors import DevPlugError, LaunchError
-from mmdevplug.files import write_text
+from mmdevplug.utils.files import check_writable, write_text
 from mmdevplug.version import __version__
 
 #: Of the JSON file; changes when a key changes its meaning or goes.

@@ -5,19 +5,19 @@ import os
 import sys
 from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 
-from mmdevplug.device import choose_accelerator
-from mmdevplug.device.detection import accelerator_options
-from mmdevplug.dist.launch import DEFAULT_PORT
-from mmdevplug.dist.loopback import LOOPBACK
-from mmdevplug.dist.options import RUNNER_OPTIONS
-from mmdevplug.dist.stale import (
+from mmdevplug.accelerators import choose_accelerator
+from mmdevplug.accelerators.detection import accelerator_options
+from mmdevplug.config.accelerator import RUNNER_OPTIONS
+from mmdevplug.doctor.limits import available_memory
+from mmdevplug.environments.launch import DEFAULT_PORT
+from mmdevplug.environments.loopback import LOOPBACK
+from mmdevplug.environments.stale import (
     forget_stale_variables,
     refuse_to_run_alone,
     stale_variables,
 )
-from mmdevplug.doctor.limits import available_memory
-from mmdevplug.doctor.setting import gigabytes, usable_cores
 from mmdevplug.errors import DevPlugError, LaunchError
+from mmdevplug.utils.host import gigabytes, usable_cores
 
 from .common import add_common_arguments, load_config, run
 from .launch_settings import (

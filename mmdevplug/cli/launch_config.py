@@ -5,8 +5,8 @@ import os
 import sys
 from typing import List, Optional
 
-from mmdevplug.device import choose_accelerator
-from mmdevplug.dist.launch import slurm_first_host, slurm_port
+from mmdevplug.accelerators import choose_accelerator
+from mmdevplug.environments.launch import slurm_first_host, slurm_port
 from mmdevplug.errors import LaunchError
 
 from .common import run

@@ -8,10 +8,10 @@ from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional
 
 import yaml
 
-from mmdevplug.dist.launch import DEFAULT_PORT, shortened
-from mmdevplug.dist.loopback import LOOPBACK, is_loopback
+from mmdevplug.environments.launch import DEFAULT_PORT, shortened
+from mmdevplug.environments.loopback import LOOPBACK, is_loopback
 from mmdevplug.errors import LaunchError
-from mmdevplug.files import write_text
+from mmdevplug.utils.files import write_text
 
 #: What a launch file may set for the job's processes. Nothing that could hold a secret, and not
 #: the variables that hide devices, which belong to whoever shares out the host.

@@ -11,7 +11,7 @@ from typing import Iterator, Optional
 from mmengine.config import Config, config as config_module
 from mmengine.config.utils import MODULE2PACKAGE
 
-from mmdevplug.patching import LocalPatch
+from mmdevplug.utils.patching import LocalPatch
 
 _is_installed = LocalPatch(config_module, 'is_installed')
 _get_installed_path = LocalPatch(config_module, 'get_installed_path')

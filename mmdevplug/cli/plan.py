@@ -8,12 +8,13 @@ from typing import List, Optional, Union
 from mmengine.config import Config
 from rich.console import Console
 
-from mmdevplug.doctor.files import check_writable
-from mmdevplug.files import write_text
-from mmdevplug.placement import STRATEGIES, plan
-from mmdevplug.placement.building import build_from_file
-from mmdevplug.placement.devices import parse_devices, parse_max_memory
-from mmdevplug.placement.optimizer_state import state_factor
+from mmdevplug.model_parallel import STRATEGIES, plan
+from mmdevplug.model_parallel.building import build_from_file
+from mmdevplug.model_parallel.devices import parse_devices, parse_max_memory
+from mmdevplug.model_parallel.drawing import save_png
+from mmdevplug.model_parallel.optimizer_state import state_factor
+from mmdevplug.model_parallel.page import save_html
+from mmdevplug.utils.files import check_writable, write_text
 
 from .common import run
 
@@ -82,9 +83,9 @@ def main(argv: Optional[List[str]] = None) -> None:
     if args.json is not None:
         write_text(json.dumps(made.to_dict(), indent=1), args.json)
     if args.png is not None:
-        made.save_png(args.png)
+        save_png(made, args.png)
     if args.html is not None:
-        made.save_html(args.html)
+        save_html(made, args.html)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -6,8 +6,9 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tu
 from mmengine.optim import OptimWrapperDict
 from torch import Tensor, nn
 
-from mmdevplug.device import devices_of, tensors_in
+from mmdevplug.accelerators import devices_of
 from mmdevplug.model.move import same_device
+from mmdevplug.utils.pytree import tensors_in
 
 #: Since torch 2.0 hooks can be told of keyword arguments, too.
 _KEYWORDS = (

@@ -9,7 +9,7 @@ import torch
 from mmengine.utils import digit_version
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from mmdevplug.checkpoint.random_states import host_random_state
+from mmdevplug.accelerators.random_states import host_random_state
 
 _ASKS_FOR_BATCHES = digit_version(torch.__version__) >= digit_version('1.13.0')
 

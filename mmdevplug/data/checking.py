@@ -8,9 +8,9 @@ from mmengine.dataset import BaseDataset
 from mmengine.dist import get_rank
 from mmengine.runner import EpochBasedTrainLoop
 
-from mmdevplug.dist.failure import GRACE_SECONDS, raise_if_another_failed
-from mmdevplug.dist.waiting import decide_together
+from mmdevplug.distributed.waiting import decide_together
 from mmdevplug.errors import SampleError
+from mmdevplug.fault_tolerance.failure import GRACE_SECONDS, raise_if_another_failed
 
 #: How many ranks a message lists.
 MOST_NAMED = 8

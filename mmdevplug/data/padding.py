@@ -14,9 +14,8 @@ from mmengine.structures import BaseDataElement, PixelData
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from mmdevplug.config.pad_to import PadTo, Size, round_up
 from mmdevplug.errors import DevPlugError
-
-from .padding_sizes import PadTo, Size, round_up
 
 #: What preprocessors of different libraries call the same thing.
 PAD_VALUE = ('pad_value', 'pad_val')

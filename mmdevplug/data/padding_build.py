@@ -8,10 +8,10 @@ from mmengine.logging import print_log
 from mmengine.model import BaseDataPreprocessor
 from torch import nn
 
+from mmdevplug.config.pad_to import PadTo, read_pad_to
 from mmdevplug.errors import DevPlugError, ModelError
 
 from .padding import PaddedForward, padded_forward
-from .padding_sizes import PadTo, read_pad_to
 
 
 def build_padded(build: Callable[[Any], nn.Module], model: Any, option: Any = None) -> nn.Module:

@@ -3,20 +3,21 @@
 import os
 from typing import Any, Callable, Dict, Iterator, List
 
-from mmdevplug.device import (
+from mmdevplug.accelerators import (
     Accelerator,
     TorchNativeAccelerator,
     available_accelerators,
     choose_accelerator,
 )
-from mmdevplug.device.detection import DETECTION_ORDER
+from mmdevplug.accelerators.detection import DETECTION_ORDER
 from mmdevplug.errors import DevPlugError
 from mmdevplug.registry import ACCELERATORS
+from mmdevplug.utils.host import gigabytes
 
 from .findings import Finding
 from .isolated import Death, run_isolated
 from .probes import PROBES, RELATIVE_TOLERANCE, run_probe
-from .setting import Setting, gigabytes
+from .setting import Setting
 
 SECTION = 'accelerators'
 STEP_SECONDS = 120.0

@@ -11,8 +11,9 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
 import torch
 from torch import Tensor, distributed as torch_dist, nn
 
-from mmdevplug.dist import DeviceContext, broadcast_tensors
-from mmdevplug.model.wrappers import DeviceDistributedDataParallel
+from mmdevplug.distributed.coalesced import broadcast_tensors
+from mmdevplug.distributed.process_group import DeviceContext
+from mmdevplug.gradients import DeviceDistributedDataParallel
 
 #: Averages are divided by the number of ranks.
 AVERAGING_TOLERANCE = 1e-6

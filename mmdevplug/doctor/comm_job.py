@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
-from mmdevplug.dist.stale import stale_variables
+from mmdevplug.environments.stale import stale_variables
 
 from . import sockets
 from .findings import Finding

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 from mmengine.config import Config
 from mmengine.registry import DefaultScope
 
-from mmdevplug.device import Accelerator, choose_accelerator
+from mmdevplug.accelerators import Accelerator, choose_accelerator
 from mmdevplug.errors import DevPlugError
 
 from . import config_model, config_names, config_values

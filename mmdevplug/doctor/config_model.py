@@ -6,17 +6,17 @@ import torch
 from mmengine.config import Config
 from torch import nn
 
-from mmdevplug.device import Accelerator
-from mmdevplug.dist.launch import LaunchEnv
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError
-from mmdevplug.placement import DevicePlan
-from mmdevplug.placement.building import build, can_build_on_meta
-from mmdevplug.placement.optimizer_state import state_factor
-from mmdevplug.strategy.options import read_options
-from mmdevplug.strategy.parallelism import Parallelism
+from mmdevplug.model_parallel import DevicePlan
+from mmdevplug.model_parallel.building import build, can_build_on_meta
+from mmdevplug.model_parallel.optimizer_state import state_factor
+from mmdevplug.model_parallel.options import read_options
+from mmdevplug.model_parallel.parallelism import Parallelism
+from mmdevplug.utils.host import gigabytes
 
 from .findings import Finding
-from .setting import gigabytes
 
 SECTION = 'config'
 

@@ -6,16 +6,16 @@ from typing import Any, Dict, Iterator, Optional
 
 from mmengine.config import Config
 
-from mmdevplug.device import Accelerator
-from mmdevplug.device.compilation_cache import check_compilation_cache
-from mmdevplug.device.detection import accelerator_options
-from mmdevplug.dist.backend import resolve_backend
-from mmdevplug.dist.compression import KINDS
-from mmdevplug.dist.finite import check_policy
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators.backend import resolve_backend
+from mmdevplug.accelerators.compilation_cache import check_compilation_cache
+from mmdevplug.accelerators.detection import accelerator_options
 from mmdevplug.errors import DevPlugError
-from mmdevplug.hooks.defaults import split_options
+from mmdevplug.explanations.cuda_settings import cuda_settings
+from mmdevplug.gradients.compression import KINDS
+from mmdevplug.gradients.nonfinite import check_policy
+from mmdevplug.hooks.default_hooks import split_options
 from mmdevplug.model.norm_layers import check_sync_bn
-from mmdevplug.runner.cuda_settings import cuda_settings
 
 from .findings import Finding
 

@@ -3,8 +3,8 @@
 import os
 from typing import Iterator, List, Mapping, Optional
 
-from mmdevplug.dist.launch import LaunchEnv, read_launch_env
-from mmdevplug.dist.stale import stale_variables, unset_line
+from mmdevplug.environments.launch import LaunchEnv, read_launch_env
+from mmdevplug.environments.stale import stale_variables, unset_line
 from mmdevplug.errors import LaunchError
 
 from .findings import Finding

@@ -5,7 +5,7 @@ from typing import Callable, Dict, List
 import torch
 from torch import Tensor, nn
 
-from mmdevplug.device import Accelerator
+from mmdevplug.accelerators import Accelerator
 
 #: Of the largest expected value: devices that multiply in bfloat16 or TF32 stay below it.
 RELATIVE_TOLERANCE = 1e-2

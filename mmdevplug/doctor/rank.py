@@ -9,9 +9,11 @@ from typing import Any, Dict, List, NamedTuple, Sequence
 import torch
 from torch import distributed as torch_dist
 
-from mmdevplug.device.detection import accelerator_options
-from mmdevplug.dist import DeviceContext, init_device, read_launch_env
-from mmdevplug.dist.messages import gather_json
+from mmdevplug.accelerators.detection import accelerator_options
+from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.process_group import DeviceContext
+from mmdevplug.environments.launch import read_launch_env
+from mmdevplug.runner.init_device import init_device
 
 from .collectives import SIZED, Case, Peers, is_lacking, object_problem, problems
 from .progress import Progress

@@ -1,12 +1,11 @@
 """What a user asked the doctor to look at, as it travels to processes of their own."""
 
-import os
 from typing import Any, Dict, Mapping, NamedTuple, Optional
 
 from mmengine.config import Config
 
-from mmdevplug.device.detection import accelerator_options
-from mmdevplug.dist.options import RUNNER_OPTIONS
+from mmdevplug.accelerators.detection import accelerator_options
+from mmdevplug.config.accelerator import RUNNER_OPTIONS
 
 
 class Setting(NamedTuple):
@@ -33,22 +32,3 @@ class Setting(NamedTuple):
                 options = {}
             options['type'] = self.accelerator
         return options
-
-
-def gigabytes(size: float) -> str:
-    """Bytes for people.
-
-    Examples:
-        >>> gigabytes(3 * 2**29)
-        '1.50 GB'
-    """
-    for unit, power in (('GB', 30), ('MB', 20), ('KB', 10)):
-        if size >= 2**power:
-            return f'{size / 2**power:.2f} {unit}'
-    return f'{size:.0f} bytes'
-
-
-def usable_cores() -> int:
-    """The cores that this process may run on."""
-    affinity = getattr(os, 'sched_getaffinity', None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -7,7 +7,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-from mmdevplug.compatibility import explain_import, install_command
+from mmdevplug.explanations.versions import explain_import, install_command
 
 from .findings import Finding
 from .isolated import Death, run_isolated

@@ -6,7 +6,7 @@ import torch
 from mmengine.registry import MODELS
 from torch import Tensor
 
-from mmdevplug.dist import to_device
+from mmdevplug.accelerators import to_device
 
 from .digits import DigitsClassifier
 

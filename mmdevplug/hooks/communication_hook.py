@@ -8,8 +8,8 @@ from mmengine.dist import get_world_size, is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.dist.messages import gather_json
-from mmdevplug.dist.traffic import TRAFFIC, Cost
+from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.traffic import TRAFFIC, Cost
 
 #: What is kept of each iteration: milliseconds and megabytes.
 KEPT = ('iteration', 'hidden', 'waited', 'sent', 'shared')

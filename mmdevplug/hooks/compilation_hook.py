@@ -7,13 +7,10 @@ from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 
-from mmdevplug.data.padding_sizes import Size, suggest_buckets
-from mmdevplug.device import Accelerator
-from mmdevplug.device.compilation_cache import describe_kept
-from mmdevplug.dist import rank_device
-from mmdevplug.errors import DevPlugError
-
-from .batch_shapes import (
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators.compilation_cache import describe_kept
+from mmdevplug.config.pad_to import Size, suggest_buckets
+from mmdevplug.data.batch_shapes import (
     COMPUTED,
     SENT,
     ShapeRecorder,
@@ -23,6 +20,8 @@ from .batch_shapes import (
     describe_changes,
     image_size,
 )
+from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.errors import DevPlugError
 
 #: A warning is followed by the next one when there were so many times more compilations.
 RARELY = 10

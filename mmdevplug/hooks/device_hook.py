@@ -10,14 +10,12 @@ from mmengine.registry import HOOKS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mmdevplug.dist import rank_device, rank_devices
+from mmdevplug.accelerators import to_device
+from mmdevplug.distributed.process_group import rank_device, rank_devices
 from mmdevplug.errors import ModelError
-from mmdevplug.model import describe_misplaced, misplaced_tensors, move_module
-from mmdevplug.model.move import same_device
+from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
+from mmdevplug.model.sync_bn_cost import SyncBNCost
 from mmdevplug.optim import log_norms
-
-from .metric_results import MetricResults
-from .sync_bn_cost import SyncBNCost
 
 
 @HOOKS.register_module()
@@ -190,3 +188,29 @@ def _device_map(model: nn.Module, optimizers: List[Optimizer]) -> str:
             size = sum(tensor.numel() * tensor.element_size() for tensor in here)
             parts.append(f'{device} holds {len(here)} {kind} ({size / 2**20:.1f} MB)')
     return '; '.join(parts)
+
+
+class MetricResults:
+    """Fetches what the metrics of an evaluator keep of each batch, in one batched copy.
+
+    MMEngine collects them from all ranks with pickle, and a tensor then wants to arrive on the
+    device that it left: a device of another rank, which the receiver may not have.
+
+    Args:
+        evaluator (Evaluator): One whose ``metrics`` have a list ``results`` is served, any other
+            is left alone.
+    """
+
+    def __init__(self, evaluator: Any) -> None:
+        self._lists = [
+            metric.results
+            for metric in getattr(evaluator, 'metrics', ())
+            if isinstance(getattr(metric, 'results', None), list)
+        ]
+        self._lengths = [len(results) for results in self._lists]
+
+    def fetch_new(self) -> None:
+        """Replace the tensors in the results that were added since this object was made."""
+        new = [results[length:] for results, length in zip(self._lists, self._lengths)]
+        for results, length, fetched in zip(self._lists, self._lengths, to_device(new, 'cpu')):
+            results[length:] = fetched

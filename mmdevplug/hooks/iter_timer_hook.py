@@ -5,7 +5,7 @@ from typing import Any, Optional, Sequence, Union
 from mmengine.hooks import IterTimerHook, LoggerHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.dist import rank_device, rank_devices
+from mmdevplug.distributed.process_group import rank_device, rank_devices
 
 
 @HOOKS.register_module()

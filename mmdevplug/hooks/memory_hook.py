@@ -8,10 +8,9 @@ from mmengine import device as mmengine_device
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.dist import rank_device, rank_devices
+from mmdevplug.distributed.process_group import rank_device, rank_devices
 from mmdevplug.errors import DevPlugError
-
-from .memory_growth import MB, Growth, GrowthDetector, Snapshot
+from mmdevplug.utils.memory_growth import MB, Growth, GrowthDetector, Snapshot
 
 
 @HOOKS.register_module()

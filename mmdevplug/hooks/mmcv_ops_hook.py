@@ -5,8 +5,8 @@ from typing import Any, Optional, Union
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.mmcv_ops.ledger import describe_uses
-from mmdevplug.mmcv_ops.serving import host_use
+from mmdevplug.patches.mmcv_ops.patch import host_use
+from mmdevplug.patches.mmcv_ops.stats import describe_uses
 
 
 @HOOKS.register_module()

@@ -6,7 +6,8 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.data.checking import compare_batches
-from mmdevplug.dist import enter_phase, wait_for_everyone
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.fault_tolerance.heartbeat import enter_phase
 
 DATA_BATCH = Optional[Union[dict, tuple, list]]
 

@@ -9,8 +9,10 @@ from typing import Any, Dict, Optional, Sequence
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.dist import device_context, enter_phase, wait_for_everyone
-from mmdevplug.dist.stopping import SAME_NOTICE_SECONDS, StopAgreement
+from mmdevplug.distributed.process_group import device_context
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.fault_tolerance.heartbeat import enter_phase
+from mmdevplug.fault_tolerance.stop_agreement import SAME_NOTICE_SECONDS, StopAgreement
 
 
 @HOOKS.register_module()

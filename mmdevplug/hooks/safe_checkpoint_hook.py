@@ -11,20 +11,8 @@ from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.checkpoint.finding import finished_at, mark_finished
-from mmdevplug.checkpoint.random_states import random_state, set_random_state
-from mmdevplug.checkpoint.reading import read_checkpoint
-from mmdevplug.checkpoint.writing import (
-    is_local,
-    join,
-    make_folder,
-    remove_unfinished,
-    write_checkpoint,
-)
-from mmdevplug.dist import rank_device, rank_devices, run_on_main
-
-from .checkpoint_saving import CheckpointFile, CheckpointSaver
-from .exact_resume import (
+from mmdevplug.accelerators.random_states import random_state, set_random_state
+from mmdevplug.checkpoint.exact_resume import (
     KEY,
     VERSION,
     Position,
@@ -34,7 +22,19 @@ from .exact_resume import (
     is_complete,
     validation_follows,
 )
-from .hook_states import repeat_validation
+from mmdevplug.checkpoint.finding import finished_at, mark_finished
+from mmdevplug.checkpoint.hook_states import repeat_validation
+from mmdevplug.checkpoint.saving import CheckpointFile, CheckpointSaver
+from mmdevplug.checkpoint.writing import (
+    is_local,
+    join,
+    make_folder,
+    remove_unfinished,
+    write_checkpoint,
+)
+from mmdevplug.distributed.process_group import rank_device, rank_devices
+from mmdevplug.distributed.waiting import run_on_main
+from mmdevplug.patches.torch_load import read_checkpoint
 
 _NUMBERS = (bool, int, float, np.number, torch.Tensor)
 

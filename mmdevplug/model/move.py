@@ -1,16 +1,17 @@
 """Moving modules to a device, whole and with their sharing intact."""
 
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Dict, Iterator, List, Optional, Tuple
 
 import torch
-from mmengine.model import BaseDataPreprocessor, BaseTTAModel
+from mmengine.model import BaseDataPreprocessor
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mmdevplug.device import Accelerator
+from mmdevplug.accelerators import Accelerator
 from mmdevplug.errors import ModelError
-from mmdevplug.placement.dispatch import misplaced_by_plan, place_by_plan, plan_of
+
+from .planned import misplaced_by_plan, place_by_plan, plan_of
 
 Slot = Tuple[Dict[str, Optional[Tensor]], str]
 
@@ -176,45 +177,3 @@ def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
             place[name] = tensor
     with torch.no_grad():
         accelerator.copy_to_device([results[id(tensor)] for tensor in on_device], on_device)
-
-
-def materialize_predictions(
-    module: nn.Module, accelerator: Accelerator, devices: Sequence[torch.device]
-) -> None:
-    """Let a lazy device run each forward pass that needs no gradient as one graph.
-
-    Metrics read predictions sample by sample; without this every sample would be a graph of its
-    own.
-    """
-
-    def materialize(*_: object) -> None:
-        if not torch.is_grad_enabled() and not _in_training_step:
-            accelerator.materialize_all(devices)
-
-    if not isinstance(module, BaseTTAModel):
-        module.register_forward_hook(materialize)
-        return
-    # Test-time augmentation calls the model inside, once for each view, and merges what it said.
-    module.module.register_forward_hook(materialize)
-    merge = module.merge_preds
-
-    def merge_as_one(*args: Any, **kwargs: Any) -> Any:
-        merged = merge(*args, **kwargs)
-        materialize()
-        return merged
-
-    module.merge_preds = merge_as_one
-
-
-_in_training_step = False
-
-
-@contextmanager
-def training_step() -> Iterator[None]:
-    """Leave forward passes without gradients to the graph of the training step around them."""
-    global _in_training_step
-    before, _in_training_step = _in_training_step, True
-    try:
-        yield
-    finally:
-        _in_training_step = before

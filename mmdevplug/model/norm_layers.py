@@ -1,19 +1,17 @@
 """Which batch normalization a model gets: the values of ``sync_bn``."""
 
 import logging
-from functools import wraps
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Dict, Optional, Tuple
 
 import torch
-from mmengine.dist import is_distributed
 from mmengine.logging import print_log
 from mmengine.model import convert_sync_batchnorm, revert_sync_batchnorm
 from mmengine.model.utils import _BatchNormXd
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mmdevplug.device import Accelerator
-from mmdevplug.dist.backend import backend_of
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators.backend import backend_of
 from mmdevplug.errors import ModelError
 
 from .frozen_bn import FrozenGradient, give_frozen_gradients
@@ -160,29 +158,3 @@ def _convert_to_mmcv(module: nn.Module) -> nn.Module:
             f"sync_bn='mmcv' needs mmcv with its compiled operations, which cannot be imported: "
             f"{error}. Install mmcv (not mmcv-lite), or set sync_bn='auto'."
         ) from error
-
-
-def explain_missing_group(convert: Callable) -> Callable:
-    """Say what mmcv's layer needs where ``convert_sync_batchnorm`` fails without a process group.
-
-    Args:
-        convert (callable): ``mmengine.model.convert_sync_batchnorm``.
-
-    Returns:
-        callable: It with a :class:`ModelError` in the place of PyTorch's error.
-    """
-
-    @wraps(convert)
-    def converted(module: nn.Module, implementation: str = 'torch', **kwargs: Any) -> nn.Module:
-        try:
-            return convert(module, implementation, **kwargs)
-        except (ValueError, RuntimeError) as error:
-            if implementation != 'mmcv' or is_distributed() or isinstance(error, ModelError):
-                raise
-            raise ModelError(
-                "convert_sync_batchnorm(..., 'mmcv'): mmcv's SyncBatchNorm needs a process group, "
-                "and this process has started none. Choose 'torch', or start the job with a "
-                'launcher, e.g. mmdevplug train --nproc 2.'
-            ) from error
-
-    return converted

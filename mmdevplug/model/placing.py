@@ -8,12 +8,14 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmdevplug.checkpoint.reading import safe_loading
-from mmdevplug.dist import DeviceContext, broadcast_tensors
+from mmdevplug.accelerators.lazy_predictions import materialize_predictions
+from mmdevplug.distributed.coalesced import broadcast_tensors
+from mmdevplug.distributed.process_group import DeviceContext
+from mmdevplug.patches.mmseg import patch_accuracy
+from mmdevplug.patches.torch_load import safe_loading
 
 from .frozen_bn import give_frozen_gradients
-from .ignored_pixels import count_with_masks
-from .move import check_materialized, materialize_predictions, move_module, weights_on_host
+from .move import check_materialized, move_module, weights_on_host
 from .norm_layers import check_sync_bn, convert_norm_layers
 
 WRAPPER = 'DeviceDistributedDataParallel'
@@ -55,7 +57,7 @@ def place_model(
     check_sync_bn(sync_bn)
     accelerator, device = context.accelerator, context.device
     if accelerator.lazy:
-        count_with_masks(model)
+        patch_accuracy(model)
     if spread is None:
         check_materialized(model, lazy_allowed=context.backend is None)
     if context.backend is None:
@@ -127,7 +129,7 @@ def initialize_weights(model: nn.Module, context: DeviceContext) -> None:
     if not hasattr(model, 'init_weights'):
         return
     with weights_on_host(model, context.accelerator):
-        # What `init_cfg` names is loaded by MMEngine, see `serve_mmengine`; this is for a model's
+        # What `init_cfg` names is loaded by MMEngine, see `patch_mmengine`; this is for a model's
         # own `init_weights`.
         with safe_loading('named in init_cfg', forced=False):
             model.init_weights()

@@ -13,11 +13,10 @@ from torch import Tensor, distributed as torch_dist
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mmdevplug.device import Accelerator
-from mmdevplug.dist import device_context, rank_device
-from mmdevplug.dist.backend import backend_of, takes_host_tensors
-from mmdevplug.dist.process_group import DEFAULT_TIMEOUT
-from mmdevplug.dist.traffic import TRAFFIC, Cost, all_reduce_bytes
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators.backend import backend_of, takes_host_tensors
+from mmdevplug.distributed.process_group import DEFAULT_TIMEOUT, device_context, rank_device
+from mmdevplug.distributed.traffic import TRAFFIC, Cost, all_reduce_bytes
 from mmdevplug.errors import ModelError
 
 #: Statistics of these are computed in float32.

@@ -1,6 +1,5 @@
 """Optimizer wrappers for lazy devices and for mixed precision."""
 
-from .autocast import serve_autocast
 from .building import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 from .device_amp_optim_wrapper import DeviceAmpOptimWrapper, trust_averages
 from .device_optim_wrapper import DeviceOptimWrapper, log_norms
@@ -12,6 +11,5 @@ __all__ = [
     'check_optimizers',
     'join_consolidation',
     'log_norms',
-    'serve_autocast',
     'trust_averages',
 ]

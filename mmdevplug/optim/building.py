@@ -8,11 +8,11 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIM_WRAPPERS
 from torch.optim import Optimizer
 
-from mmdevplug.device import Accelerator
-from mmdevplug.dist import DeviceContext
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.distributed.process_group import DeviceContext
 from mmdevplug.errors import ModelError
+from mmdevplug.patches.autocast import mmengine_supports
 
-from .autocast import mmengine_serves
 from .device_amp_optim_wrapper import DeviceAmpOptimWrapper
 from .device_optim_wrapper import DeviceOptimWrapper
 
@@ -53,7 +53,7 @@ def _replacement(kind: Any, accelerator: Accelerator) -> Optional[Type[OptimWrap
     found = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
     if found is OptimWrapper and accelerator.lazy:
         return DeviceOptimWrapper
-    if found is AmpOptimWrapper and not mmengine_serves(accelerator):
+    if found is AmpOptimWrapper and not mmengine_supports(accelerator):
         return DeviceAmpOptimWrapper
     return None
 

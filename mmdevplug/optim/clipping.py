@@ -5,7 +5,7 @@ from typing import List, Sequence
 import torch
 from torch import Tensor
 
-from mmdevplug.device import devices_of
+from mmdevplug.accelerators import devices_of
 from mmdevplug.errors import ModelError
 
 

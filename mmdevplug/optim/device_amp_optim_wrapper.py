@@ -12,10 +12,10 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
-from mmdevplug.dist import GradientStaging, rank_device, rank_devices
+from mmdevplug.distributed.process_group import rank_device, rank_devices
 from mmdevplug.errors import ModelError
+from mmdevplug.patches.autocast import patch_autocast
 
-from .autocast import serve_autocast
 from .device_optim_wrapper import DeviceOptimWrapper
 
 
@@ -41,7 +41,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
     """
 
     #: What has averaged the gradients on the host, where it saw whether they are finite.
-    averaging: Optional[GradientStaging] = None
+    averaging: Any = None
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         # Not AmpOptimWrapper's, which asserts that there is a device of MMEngine's list.
         OptimWrapper.__init__(self, **kwargs)
         self.accelerator, self.device = rank_device()
-        serve_autocast(self.accelerator)
+        patch_autocast(self.accelerator)
         if use_fsdp:
             raise ModelError(
                 f'optim_wrapper.use_fsdp={use_fsdp!r}: expected False on accelerator '
@@ -154,12 +154,12 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         return state_dict
 
 
-def trust_averages(optim_wrapper: Any, averaging: Optional[GradientStaging]) -> None:
+def trust_averages(optim_wrapper: Any, averaging: Any) -> None:
     """Tell optimizer wrappers who knows of an overflow, so that they need not ask the device.
 
     Args:
         optim_wrapper (OptimWrapper or OptimWrapperDict): Wrappers of any kind.
-        averaging (GradientStaging, optional): None where the device has to be asked.
+        averaging (HostStaging, optional): None where the device has to be asked.
     """
     several = isinstance(optim_wrapper, OptimWrapperDict)
     for wrapper in optim_wrapper.values() if several else [optim_wrapper]:

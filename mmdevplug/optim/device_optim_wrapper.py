@@ -6,7 +6,7 @@ from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import Tensor
 
-from mmdevplug.dist import rank_device, rank_devices
+from mmdevplug.distributed.process_group import rank_device, rank_devices
 
 from .clipping import clip_grad_norm_by_device
 

@@ -16,41 +16,42 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from mmdevplug.accelerators.compilation_cache import check_compilation_cache
+from mmdevplug.accelerators.detection import accelerator_options
+from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.collecting import collect_checkpoint
 from mmdevplug.checkpoint.finding import check_file, find_good_checkpoint, mark_start
 from mmdevplug.checkpoint.host_copy import HostCopy
-from mmdevplug.checkpoint.reading import read_checkpoint, trust_classes
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.checkpoint.writing import join, write_checkpoint
-from mmdevplug.compatibility import explain_versions
+from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import check_batches, check_samples, explain_empty
 from mmdevplug.data.padding_build import build_padded
 from mmdevplug.data.worker_signals import keep_workers_from_signals
-from mmdevplug.device.compilation_cache import check_compilation_cache
-from mmdevplug.device.describing import describe_devices
-from mmdevplug.device.detection import accelerator_options
-from mmdevplug.dist import fail_together, init_device, run_on_main
-from mmdevplug.dist.launch import restarts
+from mmdevplug.distributed.waiting import run_on_main
+from mmdevplug.environments.launch import restarts
 from mmdevplug.errors import CheckpointError
-from mmdevplug.hooks.defaults import missing_hooks, split_options
-from mmdevplug.hooks.replacing import replace_hook
+from mmdevplug.explanations.cuda_settings import describe_serious
+from mmdevplug.explanations.explain import explained, explained_build, train_together
+from mmdevplug.explanations.versions import explain_versions
+from mmdevplug.fault_tolerance.failure import fail_together
+from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook, split_options
 from mmdevplug.model.placing import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
+from mmdevplug.model_parallel.options import read_options
+from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
     check_optimizers,
     join_consolidation,
 )
-from mmdevplug.serving import serve_mmengine
-from mmdevplug.strategy.options import read_options
-from mmdevplug.strategy.parallelism import Parallelism
+from mmdevplug.patches.mmengine import patch_mmengine
+from mmdevplug.patches.torch_load import read_checkpoint, trust_classes
 
-from .compiling import keep_from_tracing
-from .config import prepare_config
-from .cuda_settings import describe_serious
 from .device_log_processor import device_log_processor
-from .explaining import explained, explained_build, train_together
+from .init_device import init_device
+from .torch_compile import keep_from_tracing
 
 
 @RUNNERS.register_module()
@@ -75,11 +76,11 @@ class DeviceRunner(Runner):
             to which size batches are padded, ``compilation_cache`` a folder for compiled graphs
             (True: in the work directory), and
             ``heartbeat_timeout`` and ``mmcv_ops`` are those of
-            :func:`mmdevplug.dist.init_device`. Defaults to None: the key ``accelerator`` of
+            :func:`mmdevplug.init_device`. Defaults to None: the key ``accelerator`` of
             ``cfg``.
         model_parallel (dict or bool, optional): Whether and how the model is spread over several
-            devices: options of :class:`mmdevplug.strategy.ModelParallelOptions`. Defaults to
-            None: the key ``model_parallel`` of ``cfg``.
+            devices: options of :class:`mmdevplug.model_parallel.options.ModelParallelOptions`.
+            Defaults to None: the key ``model_parallel`` of ``cfg``.
         **kwargs: See :class:`mmengine.runner.Runner`.
 
     Examples:
@@ -146,7 +147,7 @@ class DeviceRunner(Runner):
         if self.device_context.backend is not None:
             # What runs is what the log shows.
             env_cfg['dist_cfg'] = dict(dist_cfg, backend=self.device_context.backend)
-        serve_mmengine()
+        patch_mmengine()
         trust_classes(self.cfg.get('checkpoint_classes') or [])
         super().setup_env(env_cfg)
 
@@ -296,7 +297,7 @@ class DeviceRunner(Runner):
     ) -> None:
         """Register a hook, ours in the place of some of MMEngine's.
 
-        See :meth:`mmengine.runner.Runner.register_hook` and :mod:`mmdevplug.hooks.replacing`.
+        See :meth:`mmengine.runner.Runner.register_hook` and :mod:`mmdevplug.hooks.default_hooks`.
         """
         super().register_hook(replace_hook(hook, self._options['safe_checkpoints']), priority)
 

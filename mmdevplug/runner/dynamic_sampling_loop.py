@@ -10,9 +10,9 @@ from mmengine.registry import LOOPS
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
-from mmdevplug.compatibility import batches_dropped
-from mmdevplug.dist.sampling import DynamicSampler
+from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.errors import ModelError, SampleError
+from mmdevplug.utils.mmengine_compat import batches_dropped
 
 
 @LOOPS.register_module()
@@ -21,8 +21,8 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
 
     For each batch of data the model is put into eval mode and makes samples of it, without
     gradients: ``generate(data_preprocessor(batch))``. When all ranks together have ``target``
-    valid samples, see :class:`mmdevplug.dist.DynamicSampler`, this rank's slice of them, stacked,
-    is what ``train_step`` gets, in train mode.
+    valid samples, see :class:`mmdevplug.dynamic_sampling.DynamicSampler`, this rank's slice of
+    them, stacked, is what ``train_step`` gets, in train mode.
 
     Args:
         runner (Runner): A reference of the runner.
@@ -32,7 +32,7 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
         per_group (int): Samples of a group, which stays whole. Defaults to 1.
         max_resamples (int): How many rounds may follow the first. Defaults to 10.
         on_short (str): ``'error'``, ``'fewer'`` or ``'repeat'``, see
-            :class:`mmdevplug.dist.DynamicSampler`. Defaults to ``'error'``.
+            :class:`mmdevplug.dynamic_sampling.DynamicSampler`. Defaults to ``'error'``.
         generate (str): The model's method that makes a list of samples of what its data
             preprocessor returns. Defaults to ``'generate_samples'``.
         is_valid (str): The model's method that decides on a group, which is in host memory.
@@ -40,8 +40,9 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
         val_begin (int): See :class:`mmengine.runner.IterBasedTrainLoop`. Defaults to 1.
         val_interval (int): See there. Defaults to 1000.
         dynamic_intervals (List[Tuple[int, int]], optional): See there. Defaults to None.
-        sampler (dict, optional): Further arguments of :class:`mmdevplug.dist.DynamicSampler`,
-            such as ``dict(log_interval=100)``. Defaults to None.
+        sampler (dict, optional): Further arguments of
+            :class:`mmdevplug.dynamic_sampling.DynamicSampler`, such as
+            ``dict(log_interval=100)``. Defaults to None.
 
     Raises:
         ModelError: If the model has no such methods.

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from tests.distributed import PRELOAD
+from tests.ranks import PRELOAD
 
 
 def work(path):

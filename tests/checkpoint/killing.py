@@ -13,9 +13,9 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import loops
 
-from mmdevplug import files
 from mmdevplug.checkpoint.finding import check_file
-from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.patches.torch_load import read_checkpoint
+from mmdevplug.utils import files
 
 # The pause of MMEngine's loop between two passes over the data.
 loops.time = SimpleNamespace(sleep=lambda _: None)

@@ -8,8 +8,8 @@ from mmengine.registry import HOOKS
 
 from tests.checkpoint.training import SAMPLES, train
 from tests.columns import NATIVE, job_of
-from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import largest_difference, needs_scaler
+from tests.ranks import RanksFailed, run_ranks
 
 EVERY_THIRD = dict(interval=3, by_epoch=False, save_best='auto', rule='less', max_keep_ckpts=2)
 EMA = dict(type='EMAHook', momentum=0.1)

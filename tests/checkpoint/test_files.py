@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from mmdevplug import files
+from mmdevplug.accelerators import get_accelerator
 from mmdevplug.checkpoint import finding
 from mmdevplug.checkpoint.background import Background
 from mmdevplug.checkpoint.finding import (
@@ -21,10 +21,10 @@ from mmdevplug.checkpoint.finding import (
     write_pointer,
 )
 from mmdevplug.checkpoint.host_copy import HostCopy
-from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.writing import UNFINISHED, remove_unfinished, write_checkpoint
-from mmdevplug.device import get_accelerator
 from mmdevplug.errors import CheckpointError, DevPlugError
+from mmdevplug.patches.torch_load import read_checkpoint
+from mmdevplug.utils import files
 
 
 def save(path, number=0, age=0):
@@ -126,7 +126,7 @@ def test_a_killed_writer_leaves_the_old_file_and_one_to_remove(tmp_path):
     save(path, 1)
     script = (
         'import torch, sys\n'
-        'from mmdevplug import files\n'
+        'from mmdevplug.utils import files\n'
         'from mmdevplug.checkpoint import writing\n'
         'def flush(path): print("written", flush=True); sys.stdin.read()\n'
         'files._flush = flush\n'

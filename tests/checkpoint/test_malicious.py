@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from mmdevplug.checkpoint import reading
+from mmdevplug.patches import torch_load as reading
 from tests.checkpoint.training import build, config, train
-from tests.distributed import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, run_ranks
 
 
 class MakesAFolder:

@@ -5,7 +5,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.patches.torch_load import read_checkpoint
 from tests.checkpoint.resume_cases import (
     COUNTING,
     OF_SEVERAL_RANKS,
@@ -15,7 +15,7 @@ from tests.checkpoint.resume_cases import (
     scheduled,
 )
 from tests.checkpoint.resuming import differences, quickly, start
-from tests.distributed import run_ranks
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ from mmengine.logging import HistoryBuffer
 from mmengine.optim import OneCycleLR
 from torch import nn
 
-from mmdevplug.checkpoint import reading
+from mmdevplug.accelerators import get_accelerator
 from mmdevplug.checkpoint.host_copy import HostCopy
-from mmdevplug.checkpoint.reading import read_checkpoint, trust_classes
 from mmdevplug.checkpoint.writing import write_checkpoint
-from mmdevplug.device import get_accelerator
+from mmdevplug.patches import torch_load as reading
+from mmdevplug.patches.torch_load import read_checkpoint, trust_classes
 
 
 class Point(NamedTuple):

@@ -10,12 +10,12 @@ from mmengine.runner import Runner
 
 from mmdevplug.checkpoint import writing
 from mmdevplug.checkpoint.finding import check_file
-from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.errors import CheckpointError
 from mmdevplug.hooks import SafeCheckpointHook
+from mmdevplug.patches.torch_load import read_checkpoint
 from tests.checkpoint.training import build, config, train
-from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import largest_difference
+from tests.ranks import RanksFailed, run_ranks
 
 
 def names_in(folder):
@@ -294,7 +294,7 @@ class Box:
 
 
 def read_with_box(path, trusted):
-    from mmdevplug.checkpoint.reading import trust_classes
+    from mmdevplug.patches.torch_load import trust_classes
 
     trust_classes(trusted)
     return type(read_checkpoint(path)['box']).__name__

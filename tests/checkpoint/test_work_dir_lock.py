@@ -11,8 +11,8 @@ import pytest
 from mmdevplug.checkpoint import work_dir_lock
 from mmdevplug.checkpoint.work_dir_lock import NAME, locked_work_dir
 from mmdevplug.errors import CheckpointError
-from tests.bad_input.jobs import build
-from tests.distributed import RanksFailed, _context, run_ranks
+from tests.explanations.jobs import build
+from tests.ranks import RanksFailed, _context, run_ranks
 
 
 def hold(folder, connection):

@@ -6,8 +6,8 @@ from contextlib import redirect_stderr, redirect_stdout
 
 from mmdevplug.cli.check_devices import main
 from mmdevplug.cli.common import run
-from tests.distributed import run_ranks
 from tests.jobs import ROOT
+from tests.ranks import run_ranks
 
 STANDIN = str(ROOT / 'tests' / 'standins' / 'fakecard')
 

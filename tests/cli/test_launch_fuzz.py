@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mmdevplug.dist.stale import refuse_to_run_alone
+from mmdevplug.environments.stale import refuse_to_run_alone
 from mmdevplug.errors import LaunchError
-from tests.distributed import PRELOAD, free_port
 from tests.jobs import PATHS, ROOT
+from tests.ranks import PRELOAD, free_port
 
 pytestmark = pytest.mark.long
 
@@ -128,7 +128,7 @@ def clean_environment():
 
 def start(case):
     """In a process of its own: start and say what came of it."""
-    from mmdevplug.dist import init_device
+    from mmdevplug import init_device
     from mmdevplug.errors import DevPlugError
 
     try:

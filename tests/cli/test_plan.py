@@ -8,9 +8,9 @@ from transformers import LlamaConfig, T5Config
 
 from mmdevplug.cli.common import run
 from mmdevplug.cli.plan import main
-from mmdevplug.placement import DevicePlan
+from mmdevplug.model_parallel import DevicePlan
 from tests.jobs import ROOT, need_mmcv_operations
-from tests.placement.models import LLAMA, T5, make
+from tests.model_parallel.models import LLAMA, T5, make
 
 CONFIG = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
 SWIN = 'swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512.py'

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import INTERFACE, Hosts, available
-from mmdevplug.dist.launch import restarts
+from mmdevplug.environments.launch import restarts
 from mmdevplug.errors import LaunchError
-from tests.distributed import free_port
 from tests.jobs import PATHS, ROOT
+from tests.ranks import free_port
 
 pytestmark = pytest.mark.long
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 import torch
 
-from tests.distributed import free_port
 from tests.jobs import PATHS, ROOT
+from tests.ranks import free_port
 
 DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
 MAIN = [sys.executable, '-m', 'mmdevplug.cli.main']
@@ -30,7 +30,7 @@ def write_config(folder, workers=0, **hook):
     path.write_text(
         f'_base_ = [{DIGITS!r}]\n'
         "custom_imports = dict(imports=['mmdevplug', 'mmdevplug.examples.digits', "
-        "'tests.dist.accidents'])\n"
+        "'tests.fault_tolerance.accidents'])\n"
         f'custom_hooks = [{hook!r}]\n'
         'train_cfg = dict(max_epochs=1000, val_interval=1000)\n'
         f'train_dataloader = dict(batch_size=100, num_workers={workers})\n'

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.distributed import free_port
 from tests.jobs import PATHS, ROOT
+from tests.ranks import free_port
 
 CONFIG = 'configs/digits/digits_cpu.py'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=2', 'train_cfg.val_interval=2']

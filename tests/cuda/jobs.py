@@ -16,10 +16,9 @@ def page_locked(accelerator):
 
     A GPU stands for an eager device whose tensors gloo does not take.
     """
-    from mmdevplug import DeviceDistributedDataParallel
-    from mmdevplug.device.torch_native import TorchNativeAccelerator
-    from mmdevplug.dist import init_device
-    from tests.dist.averaging import batch, net
+    from mmdevplug import DeviceDistributedDataParallel, init_device
+    from mmdevplug.accelerators.torch_native import TorchNativeAccelerator
+    from tests.gradients.averaging import batch, net
 
     install_card(accelerator)
     device = TorchNativeAccelerator(type=accelerator)
@@ -44,12 +43,11 @@ def carry_objects(accelerator):
     """Objects and sums by MMEngine's own functions, and by PyTorch's."""
     from mmengine import dist
 
-    from mmdevplug import serve_mmengine
-    from mmdevplug.dist import init_device
+    from mmdevplug import init_device, patch_mmengine
 
     install_card(accelerator)
     init_device('pytorch', accelerator, forced_backend=backend_of(accelerator), timeout=60)
-    serve_mmengine()
+    patch_mmengine()
     rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
     by_torch = [None] * size
     torch_dist.all_gather_object(by_torch, dict(of=rank))
@@ -85,11 +83,11 @@ def infer(accelerator):
     """What an inferencer predicts on a device, and the same model on the host."""
     from mmengine.model import revert_sync_batchnorm
 
-    from mmdevplug import serve_mmengine
+    from mmdevplug import patch_mmengine
     from tests.sites.parts import SiteInferencer, SiteNet
 
     install_card(accelerator)
-    serve_mmengine(accelerator)
+    patch_mmengine(accelerator)
     torch.manual_seed(0)
     on_host = revert_sync_batchnorm(SiteNet()).eval()
     cfg = dict(model=dict(type='SiteNet'), test_dataloader=dict(collate_fn='default_collate'))

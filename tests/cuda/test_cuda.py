@@ -16,9 +16,9 @@ from tests.cuda.jobs import (
     train_plain,
     try_collectives,
 )
-from tests.distributed import run_ranks
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference, train_digits
+from tests.ranks import run_ranks
 
 each = pytest.mark.parametrize('accelerator', [NATIVE, CUDA])
 

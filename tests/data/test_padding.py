@@ -9,14 +9,14 @@ from mmengine.model import BaseDataPreprocessor, BaseModel, ImgDataPreprocessor
 from mmengine.registry import MODELS
 from torch import nn
 
+from mmdevplug.config.pad_to import read_pad_to, suggest_buckets
 from mmdevplug.data import padding_build
 from mmdevplug.data.padding_build import build_padded, install_padding, take_pad_to
-from mmdevplug.data.padding_sizes import read_pad_to, suggest_buckets
 from mmdevplug.errors import DevPlugError, ModelError
-from mmdevplug.model.ignored_pixels import count_with_masks
-from mmdevplug.serving import restore_mmengine
-from tests.distributed import RanksFailed, run_ranks
+from mmdevplug.patches.mmengine import restore_mmengine
+from mmdevplug.patches.mmseg import patch_accuracy
 from tests.jobs import digits_config, need_mmcv_operations
+from tests.ranks import RanksFailed, run_ranks
 
 MEAN, STD = [100.0, 110.0, 120.0], [50.0, 60.0, 70.0]
 
@@ -492,7 +492,7 @@ def test_counting_with_masks_is_mmsegs_accuracy(monkeypatch):
     from mmseg.models.losses import accuracy
 
     monkeypatch.setattr(decode_head, 'accuracy', accuracy)
-    assert count_with_masks(segmentor(None, size=(8, 8))) == 1
+    assert patch_accuracy(segmentor(None, size=(8, 8))) == 1
     ours = decode_head.accuracy
     assert ours is not accuracy
     random = torch.Generator().manual_seed(0)

@@ -68,7 +68,7 @@ def test_package_that_hangs_is_given_up(tmp_path, children):
 
 
 WRONG = """
-from mmdevplug.device import CPUAccelerator
+from mmdevplug.accelerators import CPUAccelerator
 from mmdevplug.registry import ACCELERATORS
 
 @ACCELERATORS.register_module(name='rusty')

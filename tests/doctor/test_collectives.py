@@ -14,10 +14,10 @@ from mmdevplug.doctor.collectives import SIZED
 from mmdevplug.doctor.progress import Progress
 from mmdevplug.doctor.rank import Measure, run_rank
 from mmdevplug.doctor.setting import Setting
-from tests.distributed import free_port, run_ranks
 from tests.jobs import ROOT, torch_before
 from tests.native import needs_native, run_native
 from tests.needs_card import needs_card
+from tests.ranks import free_port, run_ranks
 
 from .running import environment, the
 
@@ -112,7 +112,7 @@ def test_result_on_another_device_is_a_failure():
 def look_at_misplaced():
     import card
 
-    from mmdevplug.device import get_accelerator
+    from mmdevplug.accelerators import get_accelerator
     from mmdevplug.doctor.collectives import Case, Peers, problems
 
     card.install('zeta')

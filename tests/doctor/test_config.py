@@ -10,9 +10,9 @@ from mmengine.config import Config
 
 from mmdevplug.doctor import config as section, config_values
 from mmdevplug.doctor.config_names import names_in
-from mmdevplug.placement.optimizer_state import state_factor
-from tests.distributed import run_ranks
+from mmdevplug.model_parallel.optimizer_state import state_factor
 from tests.jobs import needs_meta_pass
+from tests.ranks import run_ranks
 
 from .running import CONFIG, environment, the
 

@@ -7,8 +7,8 @@ from mmdevplug.doctor.collectives import SIZED
 from mmdevplug.doctor.progress import Progress
 from mmdevplug.doctor.rank import Measure, run_rank
 from mmdevplug.doctor.setting import Setting
-from tests.distributed import run_ranks
 from tests.jobs import ROOT
+from tests.ranks import run_ranks
 
 from .running import environment, examined, the
 

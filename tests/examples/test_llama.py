@@ -9,11 +9,11 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 
 from mmdevplug.examples.llama import BitsPerByte, PythonHelpText
-from mmdevplug.model.adapters import check_r_consistency
-from mmdevplug.placement import plan
-from mmdevplug.strategy.options import read_options
-from tests.distributed import run_ranks
+from mmdevplug.model_parallel import plan
+from mmdevplug.model_parallel.adapters import check_r_consistency
+from mmdevplug.model_parallel.options import read_options
 from tests.examples.training import FOLDER, llama_config, train_llama
+from tests.ranks import run_ranks
 
 SIXTY_STEPS = {
     'model.config.num_hidden_layers': 2,

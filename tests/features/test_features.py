@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.columns import CUDA, NATIVE, job_of, within
-from tests.distributed import run_ranks
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference
+from tests.ranks import run_ranks
 
 T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from mmdevplug.dist.traffic import Cost, Traffic, all_reduce_bytes
+from mmdevplug.distributed.traffic import Cost, Traffic, all_reduce_bytes
 from mmdevplug.hooks.communication_hook import MOST_POINTS, History
-from tests.distributed import run_ranks
 from tests.jobs import PLAIN, train_digits
+from tests.ranks import run_ranks
 
 
 def train(accelerator, work_dir, **options):

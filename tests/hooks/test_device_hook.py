@@ -6,8 +6,8 @@ import pytest
 import torch
 from mmengine.registry import RUNNERS
 
-from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import PLAIN, digits_config, install_card
+from tests.ranks import RanksFailed, run_ranks
 
 
 def train_with_misplaced_parts(work_dir, on_mismatch):

@@ -4,8 +4,8 @@ import pytest
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from tests.distributed import RanksFailed, run_ranks
 from tests.hooks.memory_jobs import build
+from tests.ranks import RanksFailed, run_ranks
 
 
 @HOOKS.register_module(force=True)

@@ -8,15 +8,15 @@ import torch
 from mmengine.structures import InstanceData
 
 from tests.columns import CUDA, NATIVE, job_of
-from tests.distributed import run_ranks
 from tests.jobs import install_card
+from tests.ranks import run_ranks
 
 Pair = namedtuple('Pair', 'scores label')
 
 
 def fetch(accelerator_name):
-    from mmdevplug.device import get_accelerator
-    from mmdevplug.hooks.metric_results import MetricResults
+    from mmdevplug.accelerators import get_accelerator
+    from mmdevplug.hooks.device_hook import MetricResults
 
     install_card(accelerator_name)
     accelerator = get_accelerator(accelerator_name)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import _context, free_port, launch_variables, run_ranks
 from tests.jobs import digits_config
+from tests.ranks import _context, free_port, launch_variables, run_ranks
 
 
 def train(environ, accelerator, work_dir, output, options):
@@ -21,7 +21,7 @@ def train(environ, accelerator, work_dir, output, options):
     torch.set_num_threads(1)
     from mmengine.registry import RUNNERS
 
-    import tests.dist.accidents  # noqa: F401  registers a hook
+    import tests.fault_tolerance.accidents  # noqa: F401  registers a hook
 
     batch = 96 // int(environ.get('WORLD_SIZE', 1))
     cfg = digits_config(

@@ -148,7 +148,7 @@ def run_all(accelerator):
     """Run every case on this rank."""
     from torch import distributed as torch_dist
 
-    from mmdevplug.dist import init_device
+    from mmdevplug import init_device
     from mmdevplug.model.move import move_module
     from mmdevplug.model.norm_layers import convert_norm_layers
     from mmdevplug.model.sync_bn import DeviceSyncBatchNorm

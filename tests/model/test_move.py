@@ -4,8 +4,8 @@ import torch
 from mmengine.model import BaseDataPreprocessor, BaseModel
 from torch import nn
 
-from tests.distributed import run_ranks
 from tests.jobs import install_card
+from tests.ranks import run_ranks
 
 
 class Model(BaseModel):
@@ -23,8 +23,8 @@ class Model(BaseModel):
 
 def move_and_initialize():
     install_card('zeta')
-    from mmdevplug.device import get_accelerator
-    from mmdevplug.model import misplaced_tensors, move_module, weights_on_host
+    from mmdevplug.accelerators import get_accelerator
+    from mmdevplug.model.move import misplaced_tensors, move_module, weights_on_host
 
     accelerator = get_accelerator('zeta')
     device = accelerator.device(2)

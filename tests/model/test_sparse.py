@@ -9,8 +9,8 @@ from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import nn
 
 from mmdevplug.errors import ModelError
-from tests.distributed import run_ranks
 from tests.jobs import install_card
+from tests.ranks import run_ranks
 
 STEPS = 4
 
@@ -108,9 +108,8 @@ def train(model, name, rank=0, world_size=1):
 def in_ranks(names):
     from mmengine.model import MMDistributedDataParallel
 
-    from mmdevplug import DeviceDistributedDataParallel
-    from mmdevplug.dist import init_device
-    from mmdevplug.dist.traffic import TRAFFIC
+    from mmdevplug import DeviceDistributedDataParallel, init_device
+    from mmdevplug.distributed.traffic import TRAFFIC
 
     context = init_device('pytorch', 'cpu', timeout=60)
     place = context.env.rank, context.env.world_size

@@ -9,7 +9,6 @@ from torch import nn
 from mmdevplug.errors import ModelError
 from mmdevplug.model.norm_layers import SYNC_BN, check_sync_bn, convert_norm_layers
 from tests.columns import CUDA, NATIVE, backend_of, job_of
-from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import (
     PLAIN,
     install_card,
@@ -18,6 +17,7 @@ from tests.jobs import (
     train_digits,
 )
 from tests.model.sync_bn_cases import CASES, compare, run_all
+from tests.ranks import RanksFailed, run_ranks
 
 # The backend of NPU cards adds up no doubles, that of MLU cards does.
 JOBS = [('cpu', 2), ('cpu', 3), ('zeta', 2), ('mlu', 3)]
@@ -45,7 +45,7 @@ def test_ranks_together_compute_what_one_process_does(found, accelerator, ranks,
 
 
 def start(accelerator):
-    from mmdevplug.dist import init_device
+    from mmdevplug import init_device
 
     install_card(accelerator)
     return init_device('pytorch', accelerator, forced_backend=backend_of(accelerator), timeout=60)
@@ -163,7 +163,7 @@ def convert_with_mmcv_alone():
 
     import mmdevplug
 
-    mmdevplug.serve_mmengine('cpu')
+    mmdevplug.patch_mmengine('cpu')
     layers = nn.Sequential(nn.Conv2d(3, 8, 2), nn.BatchNorm2d(8))
     with pytest.raises(ModelError, match='mmcv.*needs a process group'):
         convert_sync_batchnorm(layers, 'mmcv')
@@ -190,7 +190,7 @@ def test_unknown_values_are_refused_with_a_list(value):
 
 
 def place_in_single_process(sync_bn):
-    from mmdevplug.dist import init_device
+    from mmdevplug import init_device
     from mmdevplug.model.placing import place_model
 
     context = init_device('none', 'cpu')
@@ -318,7 +318,7 @@ def test_statistics_do_not_mix_with_gradients_where_ranks_differ(accelerator):
 
 
 def count_traffic():
-    from mmdevplug.dist.traffic import TRAFFIC
+    from mmdevplug.distributed.traffic import TRAFFIC
 
     context = start('cpu')
     model = nn.Sequential(nn.SyncBatchNorm(5))

@@ -12,7 +12,7 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
-from mmdevplug.device import get_accelerator
+from mmdevplug.accelerators import get_accelerator
 from mmdevplug.errors import ModelError
 from mmdevplug.optim import (
     DeviceAmpOptimWrapper,
@@ -20,9 +20,9 @@ from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
 )
 from tests.columns import CUDA, NATIVE, amp_wrapper, backend_of, job_of
-from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import PATHS, ROOT, install_card, largest_difference, needs_scaler
 from tests.optim.scenarios import cast_inside, train
+from tests.ranks import RanksFailed, run_ranks
 
 SCALED = dict(type='AmpOptimWrapper', dtype='float16', loss_scale=dict(init_scale=256.0))
 
@@ -54,7 +54,7 @@ def test_all_ranks_skip_the_step_in_which_one_overflowed(tmp_path, accelerator, 
 
 def scale_what_nobody_averages(accelerator):
     """Parameters that every rank keeps for itself; rank 0 overflows, and then no rank."""
-    from mmdevplug.dist import init_device
+    from mmdevplug import init_device
 
     install_card(accelerator)
     backend = backend_of(accelerator)
@@ -87,7 +87,7 @@ def test_ranks_agree_on_an_overflow_of_one_of_them(accelerator):
 
 @pytest.fixture
 def on_cpu():
-    from mmdevplug.device import set_current_accelerator
+    from mmdevplug.accelerators import set_current_accelerator
 
     set_current_accelerator(get_accelerator('cpu'))
     yield
@@ -248,16 +248,16 @@ def test_autocast_inside_a_model(tmp_path, accelerator, own):
 def autocast_elsewhere():
     from mmengine.runner.amp import autocast
 
-    from mmdevplug.device import set_current_accelerator
-    from mmdevplug.optim import serve_autocast
+    from mmdevplug.accelerators import set_current_accelerator
+    from mmdevplug.optim import patch_autocast
 
     install_card('zeta')
     with pytest.raises(ValueError, match='cuda or cpu'), autocast(device_type='zeta'):
         pass
     accelerator = get_accelerator('zeta')
     set_current_accelerator(accelerator)
-    serve_autocast(accelerator)
-    serve_autocast(accelerator)
+    patch_autocast(accelerator)
+    patch_autocast(accelerator)
     with autocast(device_type='zeta', dtype=torch.bfloat16):
         assert torch.is_autocast_enabled('zeta')
         assert torch.get_autocast_dtype('zeta') == torch.bfloat16

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tests.columns import CUDA, NATIVE, amp_wrapper, job_of, within
-from tests.distributed import run_ranks
 from tests.jobs import largest_difference, needs_scaler
 from tests.optim.scenarios import SCENARIOS, train, train_all
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope='module')

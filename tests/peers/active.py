@@ -54,13 +54,13 @@ class Active:
     @pytest.fixture(autouse=True)
     def _serve(self, request):
         import mmdevplug
-        from mmdevplug.dist import device_context
+        from mmdevplug.distributed.process_group import device_context
 
         # Ranks are forked from here: a lazy device must not have started before.
         if hasattr(request.cls, '_start_processes'):
             yield
             return
-        mmdevplug.serve_mmengine()
+        mmdevplug.patch_mmengine()
         before = device_context()
         yield
         context = device_context()
@@ -73,7 +73,7 @@ class Active:
         """Start the process group that the test asks for with ``'cuda'``, on the device here."""
         import mmdevplug
 
-        mmdevplug.serve_mmengine()
+        mmdevplug.patch_mmengine()
         accelerator = mmdevplug.get_accelerator()
         accelerator.set_device(accelerator.device(case.rank))
         torch.distributed.init_process_group(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from mmengine.config import Config
 
-from tests.distributed import run_ranks
 from tests.jobs import ROOT, largest_difference, need_mmcv_operations, weights_of
+from tests.ranks import run_ranks
 from tests.repos.training import T20_STANDIN, Recorder, build_runner
 
 FOLDER = ROOT / 'configs' / 'remote_sensing'

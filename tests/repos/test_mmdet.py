@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.columns import device_of, job_of
-from tests.distributed import run_ranks
 from tests.jobs import largest_difference, need_mmcv_operations
+from tests.ranks import run_ranks
 from tests.repos.coco import faster_rcnn, make_coco, retinanet
 from tests.repos.training import ITERATIONS, mean_losses, run_script, train_all, write_config
 

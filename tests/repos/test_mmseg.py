@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.columns import NATIVE, device_of, job_of
-from tests.distributed import run_ranks
 from tests.jobs import largest_difference, need_mmcv_operations
+from tests.ranks import run_ranks
 from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer
 from tests.repos.training import (
     ITERATIONS,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed import run_ranks
 from tests.jobs import largest_difference
+from tests.ranks import run_ranks
 from tests.repos.imagenet import make_imagenet, resnet18, vision_transformer
 from tests.repos.training import ITERATIONS, mean_losses, run_script, train_all, write_config
 

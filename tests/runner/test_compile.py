@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from tests.distributed import run_ranks
 from tests.features.rows import row_config
 from tests.jobs import largest_difference, torch_before, weights_of
+from tests.ranks import run_ranks
 
 
 def train_compiled(compile_cfg, work_dir):

@@ -13,8 +13,8 @@ from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
-from tests.distributed import run_ranks
 from tests.jobs import PATHS, PLAIN, digits_config, install_card, largest_difference, weights_of
+from tests.ranks import run_ranks
 
 THREE_EPOCHS = {**PLAIN, 'train_cfg__max_epochs': 3, 'default_hooks__checkpoint__interval': 1}
 
@@ -67,7 +67,7 @@ class Malicious:
 
 
 def load_as_older_pytorch(path):
-    from mmdevplug.checkpoint.reading import _pickle_of_torch, _restricted_pickle
+    from mmdevplug.patches.torch_load import _pickle_of_torch, _restricted_pickle
 
     takes_it = 'weights_only' in inspect.signature(torch.load).parameters
     options = dict(weights_only=False) if takes_it else {}
@@ -76,8 +76,8 @@ def load_as_older_pytorch(path):
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
-    from mmdevplug.checkpoint.reading import read_checkpoint
     from mmdevplug.errors import DevPlugError
+    from mmdevplug.patches.torch_load import read_checkpoint
 
     folder = tmp_path / 'made by the checkpoint'
     monkeypatch.setenv('MALICIOUS_FOLDER', str(folder))
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
 
 
 def test_older_pytorch_reads_our_checkpoints_too(tmp_path):
-    from mmdevplug.checkpoint.reading import read_checkpoint
+    from mmdevplug.patches.torch_load import read_checkpoint
 
     run_ranks(train, 2, 'cpu', tmp_path, 3, False)
     path = tmp_path / 'epoch_3.pth'

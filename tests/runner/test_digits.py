@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.distributed import run_ranks
 from tests.jobs import PLAIN, largest_difference, train_digits
+from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize(

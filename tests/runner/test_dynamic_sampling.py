@@ -8,8 +8,8 @@ from mmengine.registry import HOOKS, MODELS, RUNNERS
 
 from tests.checkpoint.training import NoisyModel, train
 from tests.columns import job_of
-from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import ROOT, largest_difference
+from tests.ranks import RanksFailed, run_ranks
 
 
 @MODELS.register_module(force=True)

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from tests.checkpoint.training import train as train_noisy
-from tests.distributed import run_ranks
 from tests.jobs import PLAIN, ROOT, largest_difference, need_mmcv_operations, train_digits
 from tests.native import CARDS, native_environment, needs_native, run_native
 from tests.parallel_jobs import train as train_spread
+from tests.ranks import run_ranks
 from tests.repos.coco import make_coco, retinanet
 from tests.repos.training import mean_losses, train_all
 from tests.runner.test_dynamic_sampling import train_sampling

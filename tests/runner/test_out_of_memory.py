@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from mmdevplug.errors import DevPlugError
-from mmdevplug.runner.out_of_memory import out_of_memory_at
-from tests.distributed import RanksFailed, run_ranks
+from mmdevplug.explanations.out_of_memory import out_of_memory_at
 from tests.hooks.memory_jobs import build
+from tests.ranks import RanksFailed, run_ranks
 
 MB = 2**20
 

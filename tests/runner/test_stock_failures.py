@@ -7,7 +7,6 @@ from mmengine.runner import Runner
 from torch import distributed as torch_dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import (
     PLAIN,
     digits_config,
@@ -16,6 +15,7 @@ from tests.jobs import (
     train_digits,
     weights_of,
 )
+from tests.ranks import RanksFailed, run_ranks
 
 #: What people put into their configs to keep `device_ids` away.
 SEED_WRAPPER = dict(
@@ -89,7 +89,7 @@ def test_gloo_refuses_the_tensors_of_a_card(tmp_path):
 def stock_with_our_wrapper(work_dir, accelerator):
     """MMEngine's runner, where the model's wrapper alone is ours."""
     import mmdevplug
-    from mmdevplug.dist import init_device
+    from mmdevplug import init_device
 
     install_card(accelerator)
     init_device('pytorch', accelerator)

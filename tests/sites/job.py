@@ -17,7 +17,7 @@ def run_both(name, folder, ports):
 
     stock = facts_of_stock(name, folder, ports)
 
-    from mmdevplug.serving import restore_mmengine
+    from mmdevplug.patches.mmengine import restore_mmengine
     from tests.sites.ours import facts_of_ours
 
     ours = facts_of_ours(name, folder, ports)

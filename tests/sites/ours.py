@@ -13,11 +13,12 @@ from mmengine.structures import InstanceData
 from torch import distributed as torch_dist
 
 import mmdevplug
-from mmdevplug.dist import device_context, init_device
+from mmdevplug import init_device
+from mmdevplug.distributed.process_group import device_context
 from mmdevplug.hooks import DeviceEmptyCacheHook, DeviceProfilerHook
 from mmdevplug.model.placing import place_model
 from tests.columns import NATIVE_BACKENDS, backend_of
-from tests.distributed import free_port
+from tests.ranks import free_port
 from tests.sites.devices import (
     Counted,
     Waits,
@@ -149,7 +150,7 @@ def _launched(launcher, name):
 
 def _alone(name, folder):
     # On a card that shows 4 devices to each of two processes without a launcher, both take one.
-    mmdevplug.serve_mmengine({k: v for k, v in accelerator_config(name).items() if k != 'backend'})
+    mmdevplug.patch_mmengine({k: v for k, v in accelerator_config(name).items() if k != 'backend'})
     return download(folder, 'ours')
 
 

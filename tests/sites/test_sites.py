@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.columns import NATIVE, job_of
-from tests.distributed import free_port, run_ranks
+from tests.ranks import free_port, run_ranks
 from tests.sites.checks import OURS, stock_check
 from tests.sites.devices import environ_of
 from tests.sites.job import run_both

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import run_ranks
-from tests.model.parity import compare_all
+from tests.gradients.parity import compare_all
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
 
@@ -29,7 +29,7 @@ def segment_gradients(kind, probability, seed=7):
     from torch import nn
     from torch.utils.checkpoint import checkpoint
 
-    from mmdevplug.dist import rank_device
+    from mmdevplug.distributed.process_group import rank_device
 
     accelerator, device = rank_device()
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def segment_gradients(kind, probability, seed=7):
 
 
 def all_kinds(accelerator, probability):
-    from mmdevplug.dist import init_device
+    from mmdevplug import init_device
 
     init_device('none', accelerator)
     return {kind: segment_gradients(kind, probability) for kind in KINDS}
@@ -77,7 +77,7 @@ def test_gradients_and_executions_are_those_without_checkpointing(probability):
 
 
 def other_seed():
-    from mmdevplug.dist import init_device
+    from mmdevplug import init_device
 
     init_device('none', 'xla')
     return [segment_gradients('reentrant', 0.5, seed)[0] for seed in (7, 8)]
@@ -92,7 +92,7 @@ def test_dropout_draws_from_the_seed():
 def use_the_module():
     import torch
 
-    from mmdevplug.device import get_accelerator
+    from mmdevplug.accelerators import get_accelerator
 
     accelerator = get_accelerator('xla')
     accelerator.device(0)
@@ -122,9 +122,9 @@ def nothing_at_import():
     import torch
     import torch_xla  # noqa: F401
 
-    import mmdevplug.device
+    import mmdevplug.accelerators
 
-    mmdevplug.device.available_accelerators()
+    mmdevplug.accelerators.available_accelerators()
     return hasattr(torch, 'xla')
 
 

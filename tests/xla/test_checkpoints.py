@@ -3,8 +3,8 @@
 import pytest
 
 from tests.checkpoint.training import train
-from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import largest_difference
+from tests.ranks import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.xla
 

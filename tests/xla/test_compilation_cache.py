@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.distributed import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, run_ranks
 from tests.xla.shape_jobs import train
 from tests.xla.test_gcu_t20 import with_standin
 
@@ -15,7 +15,7 @@ def train_keeping(work_dir, **accelerator):
     import logging
     import warnings
 
-    from mmdevplug.dist import rank_device
+    from mmdevplug.distributed.process_group import rank_device
 
     told = []
     keep = logging.Handler()
@@ -103,7 +103,7 @@ def test_where_nothing_can_be_kept_a_warning_says_so(tmp_path, kind, why):
 
 @pytest.mark.parametrize('option', [5, '', ['a']])
 def test_other_values_are_refused(option):
-    from mmdevplug.device.compilation_cache import check_compilation_cache
+    from mmdevplug.accelerators.compilation_cache import check_compilation_cache
     from mmdevplug.errors import AcceleratorError
 
     with pytest.raises(AcceleratorError, match='expected a folder, or True'):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.distributed import run_ranks
+from tests.ranks import run_ranks
 from tests.runner.test_dynamic_sampling import example_config, train_example
 from tests.xla.test_gcu_t20 import STANDIN
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from tests.distributed import run_ranks
 from tests.features.rows import row_config
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
 

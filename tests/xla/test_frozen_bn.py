@@ -7,7 +7,7 @@ import torch
 from mmengine.model.utils import _BatchNormXd
 from torch import nn
 
-from tests.distributed import run_ranks
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
 
@@ -33,8 +33,8 @@ def train_twice(layer, shape, device):
 
 
 def compare_with_the_host():
-    from mmdevplug.device import get_accelerator
-    from mmdevplug.dist import init_device
+    from mmdevplug import init_device
+    from mmdevplug.accelerators import get_accelerator
     from mmdevplug.model.frozen_bn import FrozenGradient
     from mmdevplug.model.placing import place_model
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import run_ranks
 from tests.jobs import PLAIN, ROOT, digits_config, largest_difference, train_digits
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
 
@@ -25,7 +25,7 @@ def with_standin(function, *args):
 def look():
     import torch
 
-    from mmdevplug.device import T20Accelerator, get_accelerator
+    from mmdevplug.accelerators import T20Accelerator, get_accelerator
     from mmdevplug.errors import AcceleratorError
 
     accelerator = get_accelerator('gcu')

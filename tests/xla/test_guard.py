@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from mmdevplug.device.guard import DeviceGuard
+from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError
-from tests.device.test_guard_legal import guarded_digits, legal
-from tests.device.test_guard_mismatches import (
+from tests.device_guard.test_guard_legal import guarded_digits, legal
+from tests.device_guard.test_guard_mismatches import (
     CASES,
     check_beside_host,
     check_moves,
     check_report,
     run_cases,
 )
-from tests.device.test_guard_moving import model_parallel
-from tests.distributed import run_ranks
+from tests.device_guard.test_guard_moving import model_parallel
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
 

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from tests.cli.checking import checked, rows_of
-from tests.distributed import run_ranks
 from tests.examples.training import TEN_STEPS, train_llama
 from tests.jobs import ROOT, largest_difference
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
 

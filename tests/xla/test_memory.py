@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.distributed import run_ranks
 from tests.hooks.memory_jobs import SOON, build, log_of, warnings_of
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
 

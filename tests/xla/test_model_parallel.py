@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from tests.distributed import run_ranks
 from tests.jobs import ROOT, largest_difference, need_mmcv_operations
 from tests.parallel_jobs import STEPS, train
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.xla
 
@@ -119,8 +119,8 @@ def test_two_ranks_of_two_devices_are_one_device_with_all_the_data(tmp_path):
 def draw_again():
     import torch
 
-    from mmdevplug.checkpoint.random_states import random_state, set_random_state
-    from mmdevplug.device import get_accelerator
+    from mmdevplug.accelerators import get_accelerator
+    from mmdevplug.accelerators.random_states import random_state, set_random_state
 
     accelerator = get_accelerator('xla')
     devices = [torch.device('xla', index) for index in range(3)]

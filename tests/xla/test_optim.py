@@ -5,9 +5,9 @@ import sys
 import numpy as np
 import pytest
 
-from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import largest_difference
 from tests.optim.scenarios import SCENARIOS, cast_inside, config, train, train_all
+from tests.ranks import RanksFailed, run_ranks
 from tests.xla.test_gcu_t20 import STANDIN
 
 pytestmark = pytest.mark.xla

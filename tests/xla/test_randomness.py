@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed import run_ranks
+from tests.ranks import run_ranks
 from tests.runner.random_jobs import check, draw
 
 pytestmark = pytest.mark.xla

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.dist.samples.jobs import exchange_on, start
-from tests.dist.samples.test_exchange import check_found
-from tests.distributed import run_ranks
+from tests.ranks import run_ranks
+from tests.samples.jobs import exchange_on, start
+from tests.samples.test_exchange import check_found
 from tests.xla.test_gcu_t20 import with_standin
 
 pytestmark = pytest.mark.xla
@@ -34,7 +34,7 @@ def executions(first, others):
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as metrics
 
-    from mmdevplug.dist import balance_samples, gather_samples, stack_samples
+    from mmdevplug.samples import balance_samples, gather_samples, stack_samples
 
     context = start('xla')
     rank, device = context.env.rank, context.device

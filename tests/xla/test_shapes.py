@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.distributed import run_ranks
 from tests.jobs import need_mmcv_operations
+from tests.ranks import run_ranks
 from tests.xla.shape_jobs import SIZES, segmentor, train
 from tests.xla.test_gcu_t20 import with_standin
 

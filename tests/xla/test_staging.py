@@ -2,11 +2,11 @@
 
 import pytest
 
-from tests.dist.test_compression import averages
-from tests.dist.test_finite import train
-from tests.dist.test_staging import allocations
-from tests.distributed import RanksFailed, run_ranks
+from tests.gradients.test_compression import averages
+from tests.gradients.test_nonfinite import train
+from tests.gradients.test_staging import allocations
 from tests.jobs import largest_difference
+from tests.ranks import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.xla
 

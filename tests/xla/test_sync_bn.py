@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from tests.distributed import RanksFailed, run_ranks
 from tests.jobs import PLAIN, digits_config, largest_difference
 from tests.model.sync_bn_cases import CASES, compare, run_all
 from tests.model.test_sync_bn import one_value, train_normalized
+from tests.ranks import RanksFailed, run_ranks
 from tests.xla.test_gcu_t20 import with_standin
 
 pytestmark = pytest.mark.xla
@@ -60,8 +60,7 @@ def count_executions(accelerator, layers, momentum):
     import torch_xla.debug.metrics as metrics
     from torch import nn
 
-    from mmdevplug import DeviceDistributedDataParallel
-    from mmdevplug.dist import init_device
+    from mmdevplug import DeviceDistributedDataParallel, init_device
 
     context = init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
     torch.manual_seed(0)

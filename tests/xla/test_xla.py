@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from tests.distributed import RanksFailed, run_ranks
+from tests.gradients.parity import SCENARIOS, compare_all
 from tests.jobs import PATHS, PLAIN, digits_config, largest_difference, train_digits
-from tests.model.parity import SCENARIOS, compare_all
+from tests.ranks import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.xla
 
@@ -24,8 +24,8 @@ def test_devices_of_one_process():
 def look_at_devices():
     import torch
 
-    from mmdevplug.device import get_accelerator
-    from mmdevplug.device.probe import probe_device
+    from mmdevplug.accelerators import get_accelerator
+    from mmdevplug.accelerators.probe import probe_device
     from mmdevplug.errors import AcceleratorError
 
     accelerator = get_accelerator('xla')
@@ -46,7 +46,7 @@ def look_at_devices():
 
 
 DETECT = """
-from mmdevplug.device import available_accelerators, choose_accelerator
+from mmdevplug.accelerators import available_accelerators, choose_accelerator
 print(choose_accelerator().accelerator.name, available_accelerators())
 """
 

@@ -1,0 +1,37 @@
+"""Accelerators: what a family of devices can do. Knows nothing of the rest of the package."""
+
+from .base import HOST_BACKENDS, Accelerator, devices_of, registered_device_types
+from .cpu import CPUAccelerator
+from .cuda import CUDAAccelerator
+from .detection import (
+    available_accelerators,
+    choose_accelerator,
+    current_accelerator,
+    get_accelerator,
+    set_current_accelerator,
+)
+from .gcu import S60Accelerator, T20Accelerator
+from .nested import to_device
+from .probe import probe_device
+from .torch_native import TorchNativeAccelerator
+from .xla import XLAAccelerator
+
+__all__ = [
+    'Accelerator',
+    'CPUAccelerator',
+    'CUDAAccelerator',
+    'HOST_BACKENDS',
+    'S60Accelerator',
+    'T20Accelerator',
+    'TorchNativeAccelerator',
+    'XLAAccelerator',
+    'available_accelerators',
+    'choose_accelerator',
+    'current_accelerator',
+    'devices_of',
+    'get_accelerator',
+    'probe_device',
+    'registered_device_types',
+    'set_current_accelerator',
+    'to_device',
+]

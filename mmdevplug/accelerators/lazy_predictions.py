@@ -1,0 +1,52 @@
+"""Run each prediction of a lazy device as one graph."""
+
+from contextlib import contextmanager
+from typing import Any, Iterator, Sequence
+
+import torch
+from mmengine.model import BaseTTAModel
+from torch import nn
+
+from .base import Accelerator
+
+
+def materialize_predictions(
+    module: nn.Module, accelerator: Accelerator, devices: Sequence[torch.device]
+) -> None:
+    """Let a lazy device run each forward pass that needs no gradient as one graph.
+
+    Metrics read predictions sample by sample; without this every sample would be a graph of its
+    own.
+    """
+
+    def materialize(*_: object) -> None:
+        if not torch.is_grad_enabled() and not _in_training_step:
+            accelerator.materialize_all(devices)
+
+    if not isinstance(module, BaseTTAModel):
+        module.register_forward_hook(materialize)
+        return
+    # Test-time augmentation calls the model inside, once for each view, and merges what it said.
+    module.module.register_forward_hook(materialize)
+    merge = module.merge_preds
+
+    def merge_as_one(*args: Any, **kwargs: Any) -> Any:
+        merged = merge(*args, **kwargs)
+        materialize()
+        return merged
+
+    module.merge_preds = merge_as_one
+
+
+_in_training_step = False
+
+
+@contextmanager
+def training_step() -> Iterator[None]:
+    """Leave forward passes without gradients to the graph of the training step around them."""
+    global _in_training_step
+    before, _in_training_step = _in_training_step, True
+    try:
+        yield
+    finally:
+        _in_training_step = before

@@ -1,0 +1,380 @@
+"""What MMEngine leaves out of a checkpoint, and what it takes to go on as if nothing had been.
+
+The random states of every rank, the batches of the epoch that were trained on, the seed that the
+sampler really used, and whether the validation that follows was done already.
+"""
+
+import logging
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+from mmengine.dist import get_rank, get_world_size
+from mmengine.logging import print_log
+from mmengine.model import is_model_wrapper
+from mmengine.runner.loops import (
+    EpochBasedTrainLoop,
+    IterBasedTrainLoop,
+    _InfiniteDataloaderIterator,
+)
+from torch import nn
+
+from mmdevplug.accelerators.random_states import (
+    random_state,
+    set_host_random_state,
+    set_random_state,
+)
+from mmdevplug.data import make_resumable
+from mmdevplug.data.building import (
+    renew_sampler,
+    resumable_batches,
+    sampler_of,
+    seed_workers,
+)
+from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.process_group import rank_device, rank_devices
+from mmdevplug.samples import gather_samples
+from mmdevplug.utils.mmengine_compat import batches_dropped
+
+from .hook_states import had_switched_pipeline, hook_states, restore_hook_states
+from .loader_states import loader_states, restart_workers_silently, restore_loaders
+from .rank_buffers import gather_buffers, restore_buffers
+
+#: The key in a checkpoint.
+KEY = 'mmdevplug'
+VERSION = 1
+
+
+class Position(NamedTuple):
+    """How far training has come.
+
+    Attributes:
+        epoch (int): The pass over the data, as the sampler counts them.
+        batch (int): How many batches of it this rank has trained on; -1 between two epochs.
+        validated (bool): Whether the validation that follows has been done.
+    """
+
+    epoch: int
+    batch: int
+    validated: bool = False
+
+
+def capture(runner: Any, position: Position) -> Dict:
+    """Collect what goes into a checkpoint besides MMEngine's; all ranks take part.
+
+    Args:
+        runner (Runner): The runner.
+        position (Position): Where training is.
+
+    Returns:
+        dict: Of plain values and host tensors, the same on all ranks.
+    """
+    accelerator, _ = rank_device()
+    loader = runner.train_loop.dataloader
+    batches = resumable_batches(loader)
+    mine = dict(
+        random=random_state(accelerator, rank_devices()),
+        at_start=None if batches is None else batches.state_at_start,
+    )
+    ranks = gather_json(mine) if get_world_size() > 1 else [mine]
+    return dict(
+        buffers=gather_buffers(_bare(runner.model), accelerator),
+        averaged_buffers=[gather_buffers(each, accelerator) for each in _averaged_models(runner)],
+        version=VERSION,
+        epoch=position.epoch,
+        batch=position.batch,
+        validated=position.validated,
+        world_size=get_world_size(),
+        batch_size=_batch_size(loader),
+        sampler_seed=getattr(sampler_of(loader), 'seed', None),
+        ranks=ranks,
+        sampling=_sampler_states(runner.train_loop),
+        loaders=loader_states(runner),
+        hooks=hook_states(runner),
+    )
+
+
+def _sampler_states(loop: Any) -> Optional[List[Dict]]:
+    """What the samplers of all ranks have left over, where the loop has one."""
+    if not _draws_several(loop):
+        return None
+    return gather_samples([loop.sampler.state_dict()], device='cpu')
+
+
+def _draws_several(loop: Any) -> bool:
+    """Whether an iteration may draw several batches of data."""
+    return hasattr(loop, 'batches_drawn')
+
+
+class Resumption:
+    """Puts a runner, which has resumed as MMEngine does, exactly where it was.
+
+    Args:
+        runner (Runner): The runner, before its training loop runs.
+        saved (dict): What :func:`capture` returned.
+    """
+
+    def __init__(self, runner: Any, saved: Dict) -> None:
+        self.runner = runner
+        self.saved = saved
+        self.loop = runner.train_loop
+        self._accelerator, self._device = rank_device()
+        self._devices = rank_devices()
+        self._inexact: List[str] = []
+        self._mine = self._of_this_rank()
+        #: Restored before the next epoch begins.
+        self._between_epochs = saved['batch'] < 0
+
+    def _of_this_rank(self) -> Optional[Dict]:
+        if self.saved['world_size'] == get_world_size():
+            return self.saved['ranks'][get_rank()]
+        self._inexact.append(
+            f'the checkpoint is of {self.saved["world_size"]} rank(s) and this job has '
+            f'{get_world_size()}'
+        )
+        return None
+
+    def prepare(self) -> None:
+        """Find the place in the data; what is random follows when that place is reached."""
+        self._restore_buffers()
+        restore_loaders(self.runner, self.saved.get('loaders') or {})
+        restore_hook_states(self.runner, self.saved.get('hooks') or {})
+        loader = self.loop.dataloader
+        batches = make_resumable(loader, self.runner.seed)
+        skip = self._batches_to_skip()
+        if batches is None:
+            if skip:
+                self._inexact.append('the data loader has no batch sampler that can skip batches')
+            self.restore_random_state()
+        else:
+            config = getattr(self.runner, '_train_dataloader', None)
+            renew_sampler(loader, config, self.saved['sampler_seed'])
+            if batches.seed is not None:
+                seed_workers(batches, self.runner.seed)
+            batches.state_at_start = None if self._mine is None else self._mine['at_start']
+            self._resume_batches(batches, skip)
+        if self._inexact:
+            print_log(
+                f'Resuming, but not exactly: {"; ".join(self._inexact)}. Random numbers, and '
+                f'maybe the order of the data, differ from those of an uninterrupted run.',
+                'current',
+                logging.WARNING,
+            )
+
+    def _restore_buffers(self) -> None:
+        if self._mine is None:
+            return
+        models = [_bare(self.runner.model), *_averaged_models(self.runner)]
+        of_models = [self.saved.get('buffers'), *self.saved.get('averaged_buffers', ())]
+        for model, saved in zip(models, of_models):
+            if saved is not None and not restore_buffers(
+                model, self._accelerator, saved[get_rank()]
+            ):
+                self._inexact.append('the model has other buffers than the checkpoint')
+
+    def _resume_batches(self, batches: Any, skip: int) -> None:
+        if self._between_epochs:
+            batches.epoch = self.saved['epoch'] - 1
+            return
+        if _draws_several(self.loop):
+            self._resume_sampling(batches, skip)
+            return
+        batches.resume(
+            self.saved['epoch'], skip, self._restore_start_of_epoch, self.restore_random_state
+        )
+        if isinstance(self.loop, IterBasedTrainLoop):
+            self.loop.dataloader_iterator = _Advanced(
+                self.loop.dataloader, self.saved['epoch'], batches_dropped(self.loop)
+            )
+        elif isinstance(self.loop, EpochBasedTrainLoop) and skip:
+            _number_batches_from(self.loop, skip)
+
+    def _resume_sampling(self, batches: Any, skip: int) -> None:
+        """Go on in a loop that may draw no batch, or several, before it trains."""
+        loader, epoch = self.loop.dataloader, self.saved['epoch']
+        before: List[Dict] = []
+
+        def begin_pass() -> None:
+            before.append(random_state(self._accelerator, self._devices))
+            self._restore_start_of_epoch()
+
+        def end_of_skipping() -> None:
+            set_random_state(before.pop(), self._accelerator, self._devices)
+
+        batches.resume(epoch, skip, begin_pass, end_of_skipping)
+        # What this draws at random is forgotten when training begins.
+        data = _InfiniteDataloaderIterator(loader)
+        data._epoch = epoch
+        states = self.saved.get('sampling') or []
+        self.loop.go_on(
+            data,
+            skip + (epoch * len(loader) if epoch else 0),
+            states[get_rank() :: get_world_size()],
+            self.restore_random_state,
+        )
+
+    def _batches_to_skip(self) -> int:
+        """The batches that were trained on, in batches of this job's size."""
+        trained = max(0, self.saved['batch'])
+        before = (self.saved['batch_size'] or 1) * self.saved['world_size']
+        now = (_batch_size(self.loop.dataloader) or 1) * get_world_size()
+        if before == now:
+            return trained
+        if trained:
+            self._inexact.append(
+                f'batches had {before} samples on all ranks together and have {now} now; '
+                f'continuing after {trained * before // now * now} of {trained * before} samples '
+                f'of this epoch'
+            )
+        return trained * before // now
+
+    def _restore_start_of_epoch(self) -> None:
+        """Prepare the sampler for its first pass, which is about to begin."""
+        # Not earlier: DistSamplerSeedHook sets the epoch of the loop, which is always 0 in one
+        # over iterations.
+        sampler = sampler_of(self.loop.dataloader)
+        if hasattr(sampler, 'set_epoch'):
+            sampler.set_epoch(self.saved['epoch'])
+        if self._mine is not None and self._mine['at_start'] is not None:
+            set_host_random_state(self._mine['at_start'])
+
+    def restore_random_state(self) -> None:
+        """Restore the random states of this rank."""
+        if self._mine is None:
+            return
+        left = set_random_state(self._mine['random'], self._accelerator, self._devices)
+        if left is not None:
+            print_log(
+                f'Random numbers on {self._device} differ from those of an uninterrupted run: '
+                f'{left}.',
+                'current',
+                logging.WARNING,
+            )
+
+    def begin_epoch(self) -> None:
+        """To be called when the first epoch is about to begin."""
+        if self._between_epochs:
+            self._between_epochs = False
+            if had_switched_pipeline(self.saved.get('hooks') or {}):
+                # The hook has switched once more, and has thrown away what was to start workers.
+                restart_workers_silently(self.loop.dataloader)
+            self.restore_random_state()
+
+    def validate_if_due(self) -> None:
+        """Do the validation that an interrupted run has not come to."""
+        if not validation_follows(self.runner):
+            return
+        if isinstance(self.loop, EpochBasedTrainLoop) and not self._between_epochs:
+            return
+        self.runner.logger.info('Validating first, which the interrupted run had not done.')
+        # Validation draws random numbers too, and training goes on after them.
+        self.restore_random_state()
+        self.runner.val_loop.run()
+        if self._mine is not None:
+            self._mine['random'] = random_state(self._accelerator, self._devices)
+
+
+def validation_follows(runner: Any) -> bool:
+    """Whether training is where a validation comes next."""
+    loop = runner.train_loop
+    if runner.val_loop is None or _progress(loop) is None:
+        return False
+    loop._decide_current_val_interval()
+    count, last = _progress(loop)
+    return count >= loop.val_begin and (count % loop.val_interval == 0 or count == last)
+
+
+def is_complete(runner: Any) -> bool:
+    """Whether the loop has trained as many epochs or iterations as the config asks for."""
+    progress = _progress(runner.train_loop)
+    return progress is not None and progress[0] >= progress[1]
+
+
+def _progress(loop: Any) -> Optional[Tuple[int, int]]:
+    """How many epochs or iterations were trained, and of how many; None for an unknown loop."""
+    if isinstance(loop, EpochBasedTrainLoop):
+        return loop.epoch, loop.max_epochs
+    if isinstance(loop, IterBasedTrainLoop):
+        return loop.iter, loop.max_iters
+    return None
+
+
+class _Advanced:
+    """Stands for an iterator over the data that has been advanced already.
+
+    MMEngine loads and drops every batch that was trained on; here these are only counted.
+
+    Args:
+        loader (DataLoader): Begins where training goes on.
+        epoch (int): The pass that it begins in.
+        steps (int): How many batches MMEngine is going to drop.
+    """
+
+    def __init__(self, loader: Any, epoch: int, steps: int) -> None:
+        self._loader = loader
+        self._steps = steps
+        self._first_epoch = epoch
+        self._iterator: Any = None
+
+    @property
+    def _epoch(self) -> int:
+        return self._first_epoch if self._iterator is None else self._iterator._epoch
+
+    def __iter__(self) -> '_Advanced':
+        return self
+
+    def __next__(self) -> Any:
+        if self._steps > 0:
+            self._steps -= 1
+            return None
+        if self._iterator is None:
+            # Not earlier: it draws a random number, and workers begin to load.
+            self._iterator = _InfiniteDataloaderIterator(self._loader)
+            self._iterator._epoch = self._first_epoch
+        return next(self._iterator)
+
+
+def _number_batches_from(loop: EpochBasedTrainLoop, first: int) -> None:
+    """Let hooks see the true index of each batch in the epoch that goes on."""
+    run_iter, epoch = loop.run_iter, loop.epoch
+
+    def run_numbered(idx: int, data_batch: Any) -> None:
+        if loop.epoch != epoch:
+            vars(loop).pop('run_iter', None)
+            run_iter(idx, data_batch)
+            return
+        run_iter(idx + first, data_batch)
+
+    loop.run_iter = run_numbered  # type: ignore[method-assign]
+
+
+def current_position(runner: Any, batch_idx: int) -> Position:
+    """Where training is at the end of an iteration.
+
+    Args:
+        runner (Runner): The runner.
+        batch_idx (int): What the hook was given.
+    """
+    loop = runner.train_loop
+    iterator = getattr(loop, 'dataloader_iterator', None)
+    if iterator is None:
+        return Position(loop.epoch, batch_idx + 1)
+    done = loop.batches_drawn if _draws_several(loop) else loop.iter + 1
+    epoch = iterator._epoch
+    # A sampler that never ends stays in the first pass.
+    return Position(epoch, done if epoch == 0 else done - epoch * len(loop.dataloader))
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    return model.module if is_model_wrapper(model) else model
+
+
+def _averaged_models(runner: Any) -> List[nn.Module]:
+    """The moving averages of the model that hooks such as EMAHook keep, each for its rank."""
+    kept = (getattr(hook, 'ema_model', None) for hook in runner.hooks)
+    return [model for model in kept if isinstance(model, nn.Module)]
+
+
+def _batch_size(loader: Any) -> Optional[int]:
+    size = getattr(loader, 'batch_size', None)
+    if size is None:
+        size = getattr(getattr(loader, 'batch_sampler', None), 'batch_size', None)
+    return size if isinstance(size, int) else None

@@ -1,0 +1,72 @@
+"""Buffers that each rank has for itself, such as running statistics that are not synchronized."""
+
+import hashlib
+from typing import List, Optional
+
+import torch
+from mmengine.dist import get_world_size
+from torch import Tensor, nn
+
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.distributed.byte_exchange import all_gather
+from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.process_group import group_device
+from mmdevplug.utils.torch_compat import memory_as
+
+#: Of one rank; more than that is no statistics, and would make a checkpoint too large.
+MOST_BYTES = 64 * 2**20
+
+
+def gather_buffers(model: nn.Module, accelerator: Accelerator) -> Optional[List[Tensor]]:
+    """Collect the buffers of all ranks where they differ; all ranks take part.
+
+    Args:
+        model (nn.Module): The bare model.
+        accelerator (Accelerator): The family of its device.
+
+    Returns:
+        List[Tensor] or None: For each rank the bytes of its buffers, one after the other; None if
+        they are the same on all ranks, or too large.
+    """
+    if get_world_size() == 1:
+        return None
+    mine = _pack(model, accelerator)
+    digest = hashlib.sha256(mine.numpy().tobytes()).hexdigest()
+    found = gather_json([mine.numel(), digest])
+    same = all(each == found[0] for each in found)
+    if same or max(size for size, _ in found) > MOST_BYTES:
+        return None
+    if any(size != mine.numel() for size, _ in found):
+        return None  # ranks whose buffers have other shapes
+    return [each.cpu() for each in all_gather(mine.to(group_device()))]
+
+
+def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) -> bool:
+    """Put back what :func:`gather_buffers` collected on this rank.
+
+    Returns:
+        bool: Whether the model has buffers of that size.
+    """
+    buffers = list(model.buffers())
+    sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+    if sum(sizes) != packed.numel():
+        return False
+    values = [
+        # A copy, because a view needs an aligned start.
+        memory_as(part.clone(), buffer.dtype).reshape(buffer.shape)
+        for part, buffer in zip(packed.split(sizes), buffers)
+    ]
+    # A moving average counts its steps in a buffer that stays on the host.
+    on_host = [(value, b) for value, b in zip(values, buffers) if b.device.type == 'cpu']
+    on_device = [(value, b) for value, b in zip(values, buffers) if b.device.type != 'cpu']
+    with torch.no_grad():
+        for value, buffer in on_host:
+            buffer.copy_(value)
+        accelerator.copy_to_device([value for value, _ in on_device], [b for _, b in on_device])
+    return True
+
+
+def _pack(model: nn.Module, accelerator: Accelerator) -> Tensor:
+    host = accelerator.to_host(list(model.buffers()))
+    parts = [memory_as(value.contiguous().reshape(-1), torch.uint8) for value in host]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,215 @@
+"""Saving a checkpoint of a runner: on rank 0, or in the background, or by the runner's own way."""
+
+import os
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
+
+from mmengine.dist import is_main_process
+from mmengine.fileio import get_file_backend
+from mmengine.runner import Runner
+
+from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.waiting import run_on_main
+from mmdevplug.errors import CheckpointError
+from mmdevplug.fault_tolerance.failure import before_abort
+from mmdevplug.optim import join_consolidation
+
+from .background import Background
+from .collecting import collect_checkpoint
+from .finding import write_pointer
+from .host_copy import HostCopy
+from .writing import UNFINISHED, is_local, replacing, write_checkpoint
+
+#: How long an aborting process waits for a checkpoint that is being written, in seconds.
+ABORT_SECONDS = 5.0
+
+ON_ERROR = ('stop', 'continue')
+
+
+class CheckpointFile(NamedTuple):
+    """A checkpoint to be written, and what follows once it is on the disk.
+
+    Attributes:
+        path (str): Where.
+        outdated (List[str]): Checkpoints to be removed then.
+        is_last (bool): Whether ``last_checkpoint`` is to name it.
+    """
+
+    path: str
+    outdated: List[str]
+    is_last: bool
+
+
+class CheckpointSaver:
+    """Saves checkpoints of a runner.
+
+    Args:
+        in_background (bool): Whether rank 0 only copies to host memory before training goes on.
+        timeout (float, optional): Seconds that the other ranks wait. Defaults to None: the
+            timeout of the process group.
+        on_error (str): ``'stop'`` or ``'continue'``. Defaults to ``'stop'``.
+        backend_args (dict, optional): See :func:`mmengine.fileio.get_file_backend`.
+
+    Raises:
+        CheckpointError: If an argument has a value that does not work.
+    """
+
+    def __init__(
+        self,
+        in_background: bool = False,
+        timeout: Optional[float] = None,
+        on_error: str = 'stop',
+        backend_args: Optional[Dict] = None,
+    ) -> None:
+        if on_error not in ON_ERROR:
+            raise CheckpointError(
+                f"SafeCheckpointHook.on_error={on_error!r}: expected 'stop' or 'continue'."
+            )
+        if timeout is not None and not timeout > 0:
+            raise CheckpointError(
+                f'SafeCheckpointHook.timeout={timeout!r}: expected seconds above 0, or None for '
+                f'the timeout of the process group.'
+            )
+        self.in_background = in_background
+        self.timeout = timeout
+        self.on_error = on_error
+        self.backend_args = backend_args
+        self._background = Background()
+        self._kept_copy: Optional[HostCopy] = None
+        #: Why the newest checkpoint could not be written.
+        self._failed: Optional[str] = None
+        before_abort(lambda: self._background.join(ABORT_SECONDS))
+
+    def save(self, runner: Any, file: CheckpointFile, meta: Dict, options: Dict) -> bool:
+        """Save; all ranks take part.
+
+        Args:
+            runner (Runner): The runner.
+            file (CheckpointFile): Where, and what follows.
+            meta (dict): The epoch and the iteration.
+            options (dict): Further arguments of ``runner.save_checkpoint``.
+
+        Returns:
+            bool: Whether it worked, or has been left to the background.
+
+        Raises:
+            CheckpointError: On rank 0, if it did not and ``on_error='stop'``.
+            RankFailedError: On the other ranks in that case.
+        """
+        if not _collects_as_mmengine(runner):
+            return self._save_by_runner(runner, file, meta, options)
+        if options.get('save_optimizer') and not is_main_process():
+            join_consolidation(runner.optim_wrapper)
+        if self.in_background:
+            if is_main_process():
+                self._start(runner, file, meta, options)
+            return True
+        failed = run_on_main(
+            f'saving {os.path.basename(file.path)}',
+            lambda: self._attempt(lambda: self._write(runner, file, meta, options)),
+            self.timeout,
+        )
+        return self._settle(runner, failed)
+
+    def finish(self) -> None:
+        """Wait until nothing is being written any more; all ranks take part.
+
+        Raises:
+            CheckpointError: If the last checkpoint could not be written, whatever ``on_error``.
+            RankFailedError: On the other ranks in that case.
+        """
+        if self.in_background:
+            run_on_main('writing the last checkpoint', self._join, self.timeout)
+        elif self._failed is not None:
+            raise CheckpointError(self._failed)
+
+    def _join(self) -> None:
+        self._background.join()
+
+    # in the foreground --------------------------------------------------------------------------
+
+    def _attempt(self, write: Callable[[], None]) -> Optional[str]:
+        """Write; the message of an error that is not to stop training."""
+        try:
+            write()
+        except CheckpointError as error:
+            if self.on_error == 'stop':
+                raise
+            return str(error)
+        return None
+
+    def _settle(self, runner: Any, failed: Optional[str]) -> bool:
+        self._failed = failed
+        if failed is not None:
+            runner.logger.error(
+                f'{failed} Training goes on, because on_error={self.on_error!r}; the next '
+                f'checkpoint will be tried again.'
+            )
+        return failed is None
+
+    def _write(self, runner: Any, file: CheckpointFile, meta: Dict, options: Dict) -> None:
+        checkpoint = collect_checkpoint(runner, meta=meta, **_known(options))
+        self._put(runner.work_dir, HostCopy(rank_device()[0])(checkpoint), file)
+
+    def _put(self, work_dir: str, checkpoint: Dict, file: CheckpointFile) -> None:
+        write_checkpoint(checkpoint, file.path, self.backend_args)
+        self._follow(work_dir, file)
+
+    def _follow(self, work_dir: str, file: CheckpointFile) -> None:
+        if file.is_last:
+            write_pointer(work_dir, file.path)
+        backend = get_file_backend(file.path, backend_args=self.backend_args)
+        for path in file.outdated:
+            if path == file.path:
+                continue
+            if backend.isfile(path):
+                backend.remove(path)
+            elif backend.isdir(path):
+                backend.rmtree(path)  # as DeepSpeed saves them
+
+    # in the background --------------------------------------------------------------------------
+
+    def _start(self, runner: Any, file: CheckpointFile, meta: Dict, options: Dict) -> None:
+        """Copy to host memory, and write that in a thread."""
+        self._settle(runner, self._attempt(self._join))
+        if self._kept_copy is None:
+            self._kept_copy = HostCopy(rank_device()[0], keep=True)
+        checkpoint = collect_checkpoint(runner, meta=meta, **_known(options))
+        copied, work_dir = self._kept_copy(checkpoint), runner.work_dir
+        self._background.start(lambda: self._put(work_dir, copied, file))
+
+    # by other runners ---------------------------------------------------------------------------
+
+    def _save_by_runner(
+        self, runner: Any, file: CheckpointFile, meta: Dict, options: Dict
+    ) -> bool:
+        """Let a runner with a way of its own save, under a name that is not the last one."""
+        folder, name = os.path.split(file.path)
+        local = is_local(file.path, self.backend_args)
+        given = f'{name}{UNFINISHED}by-runner' if local else name
+        runner.save_checkpoint(folder, given, meta=meta, backend_args=self.backend_args, **options)
+
+        def rename() -> None:
+            written = os.path.join(folder, given)
+            if local and Path(written).is_file():
+                with replacing(file.path) as unfinished:
+                    os.replace(written, str(unfinished))
+            elif local:
+                os.replace(written, file.path)  # a folder, of a strategy that makes one
+            self._follow(runner.work_dir, file)
+
+        failed = run_on_main(f'saving {name}', lambda: self._attempt(rename), self.timeout)
+        return self._settle(runner, failed)
+
+
+def _known(options: Dict[str, Any]) -> Dict[str, Any]:
+    names = ('save_optimizer', 'save_param_scheduler', 'by_epoch')
+    return {name: options[name] for name in names if name in options}
+
+
+def _collects_as_mmengine(runner: Any) -> bool:
+    """Whether a runner collects a checkpoint as MMEngine's own does."""
+    if not isinstance(runner, Runner):
+        return False
+    method = type(runner).save_checkpoint
+    return method is Runner.save_checkpoint or getattr(method, 'collects_as_mmengine', False)

@@ -1,0 +1,1 @@
+"""Every option of this plugin: its default, its check and its meaning."""

@@ -1,0 +1,204 @@
+"""The guard that users enter."""
+
+import logging
+import threading
+from types import TracebackType
+from typing import Any, Callable, Dict, List, Optional, Sequence, Type
+
+from mmengine.logging import print_log
+from torch import nn
+
+from mmdevplug.errors import DeviceMismatchError, DevPlugError
+
+from .gradients import GradientReturns
+from .mismatch import Mismatch, Operand
+from .mode import OperandMode
+from .moving import bring_together
+from .operands import Found, find_tensors, operation_name, roles
+from .rules import Call, call_of, lazy_types, must_meet, takes_several
+from .stack_location import module_and_backward, source_of, user_frame
+from .stats import Ledger, Moved, Site, SiteCount
+
+POLICIES = ('error', 'warn', 'move')
+
+
+class DeviceGuard:
+    """Name, and on request repair, operations whose operands are on different devices.
+
+    PyTorch's message tells neither the operands nor the module. An operation without a kernel for
+    the device falls back to the CPU and mixes in silence; torch_xla aborts the process. The guard
+    looks at the operands of every operation of this thread before it runs, and at those of the
+    backward passes that this thread starts. What PyTorch takes from another device is none of its
+    business: numbers on the CPU, indices on the CPU, copies.
+
+    It is a context manager that can be entered again, also by itself, and nested in others; the
+    innermost comes first. Outside it nothing is changed.
+
+    Args:
+        policy (str): ``'error'`` raises before the operation runs; ``'warn'`` logs each place once
+            and goes on, except where torch_xla would abort the process: there it raises;
+            ``'move'`` copies the operands that cost the fewest bytes. Defaults to ``'error'``.
+        model (nn.Module, optional): What the paths of modules start from. Defaults to None: the
+            outermost module at work.
+        allow (Sequence[str]): Operations that may take several devices, by their name or its last
+            part. Defaults to ``()``.
+
+    Raises:
+        DevPlugError: If an argument is of no use, or, on entering, if torch is older than 1.13.
+
+    Examples:
+        >>> with DeviceGuard('move', model=model) as guard:
+        ...     runner.train()
+        >>> print(guard.report())
+    """
+
+    def __init__(
+        self,
+        policy: str = 'error',
+        model: Optional[nn.Module] = None,
+        allow: Sequence[str] = (),
+    ) -> None:
+        if policy not in POLICIES:
+            raise DevPlugError(
+                f"DeviceGuard: policy={policy!r}, expected 'error', 'warn' or 'move'. Correct "
+                f'the name.'
+            )
+        if model is not None and not isinstance(model, nn.Module):
+            raise DevPlugError(
+                f'DeviceGuard: model is of type {type(model).__name__}, expected a '
+                f'torch.nn.Module. Give the model, or leave it out.'
+            )
+        if isinstance(allow, str) or not all(isinstance(name, str) for name in allow):
+            raise DevPlugError(
+                f"DeviceGuard: allow={allow!r}, expected a list of names such as ['torch.equal']."
+                f' Correct the list.'
+            )
+        self.policy = policy
+        self.model = model
+        self.allow = frozenset(allow)
+        self._ledger = Ledger()
+        self._entered = threading.local()
+        self._returns = GradientReturns(self._ledger)
+
+    def __enter__(self) -> 'DeviceGuard':
+        modes = self._modes()
+        mode = None
+        if not modes:
+            mode = OperandMode(self._handle)
+            mode.__enter__()
+            if self.policy == 'move':
+                self._returns.install()
+        modes.append(mode)
+        return self
+
+    def __exit__(
+        self,
+        kind: Optional[Type[BaseException]],
+        error: Optional[BaseException],
+        trace: Optional[TracebackType],
+    ) -> None:
+        mode = self._modes().pop()
+        if mode is not None:
+            if self.policy == 'move':
+                self._returns.remove()
+            mode.__exit__(kind, error, trace)
+
+    @property
+    def moved(self) -> Moved:
+        """The number of tensors moved so far, their bytes, and both by place."""
+        return self._ledger.moved()
+
+    @property
+    def sites(self) -> Dict[Site, SiteCount]:
+        """What happened so far at each place where operands of different devices met."""
+        return self._ledger.sites()
+
+    def report(self) -> str:
+        """A table of the places where operands of different devices met."""
+        return self._ledger.report()
+
+    def _modes(self) -> List[Optional[OperandMode]]:
+        """What this thread entered: a mode the first time, then None."""
+        if not hasattr(self._entered, 'modes'):
+            self._entered.modes = []
+        return self._entered.modes
+
+    def _handle(self, func: Callable, args: Sequence[Any], kwargs: dict) -> Any:
+        """Run an operation that got tensors of different devices."""
+        call = call_of(func, args, kwargs, tuple(find_tensors(args, kwargs)))
+        if takes_several(call):
+            return func(*args, **kwargs)
+        groups = must_meet(call)
+        if all(_is_together(group) for group in groups) or self._is_allowed(call):
+            return func(*args, **kwargs)
+        if self.policy == 'move':
+            moves = bring_together(call, groups)
+            if moves is not None:
+                self._ledger.add(self._site(func), moves.number, moves.bytes)
+                return func(*moves.args, **moves.kwargs)
+            self._refuse(
+                call,
+                groups,
+                "policy='move' cannot repair this: what is written to is on several devices, or "
+                'a tensor is on meta, without data. Place the operands yourself.',
+            )
+        if self.policy == 'error':
+            self._refuse(
+                call,
+                groups,
+                "Place the operands on one device, or use DeviceGuard(policy='move').",
+            )
+        self._warn(call, groups)
+        return func(*args, **kwargs)
+
+    def _is_allowed(self, call: Call) -> bool:
+        return bool(self.allow) and bool({call.name, operation_name(call.func)} & self.allow)
+
+    def _refuse(self, call: Call, groups: Sequence[List[Found]], advice: str) -> None:
+        mismatch = self._describe(call, groups)
+        self._ledger.add(self._site(call.func))
+        error = DeviceMismatchError(f'{mismatch}\n{advice}')
+        error.mismatch = mismatch
+        raise error
+
+    def _warn(self, call: Call, groups: Sequence[List[Found]]) -> None:
+        """Log a place the first time; raise where the process would be aborted."""
+        lazy = lazy_types()
+        for group in groups:
+            devices = {each.tensor.device for each in group}
+            if sum(device.type in lazy for device in devices) > 1:
+                self._refuse(
+                    call,
+                    groups,
+                    "policy='warn' goes on elsewhere, but lazy devices abort the process here. "
+                    "Place the operands on one device, or use DeviceGuard(policy='move').",
+                )
+        if self._ledger.add(self._site(call.func)):
+            print_log(str(self._describe(call, groups)), 'current', logging.WARNING)
+
+    def _site(self, func: Callable) -> Site:
+        frame = user_frame()
+        file, line = (frame.f_code.co_filename, frame.f_lineno) if frame else ('', 0)
+        module, backward = module_and_backward(self.model)
+        mismatch = Mismatch(operation_name(func), (), module, backward, None)
+        return Site(mismatch.operation, file, line, mismatch.where())
+
+    def _describe(self, call: Call, groups: Sequence[List[Found]]) -> Mismatch:
+        bound = {each.place for group in groups for each in group}
+        named = roles(call.func, [each.place for each in call.found])
+        operands = tuple(
+            Operand(
+                named[each.place],
+                each.tensor.device,
+                each.tensor.dtype,
+                tuple(each.tensor.shape),
+                each.place not in bound,
+            )
+            for each in call.found
+        )
+        where = module_and_backward(self.model)
+        return Mismatch(operation_name(call.func), operands, *where, source_of(user_frame()))
+
+
+def _is_together(group: Sequence[Found]) -> bool:
+    return all(each.tensor.device == group[0].tensor.device for each in group)

@@ -1,0 +1,323 @@
+"""Bytes from rank to rank, never more than there are.
+
+A rank begins with a message of one small size, which says how much it has and holds the beginning
+of it. Mostly that is all. What is left is broadcast by its rank in pieces, several at a time:
+unlike an all-gather, that needs no padding to the longest and no copy out of a common buffer, and
+over gloo it takes a third of the time.
+"""
+
+import os
+import struct
+from collections import deque
+from itertools import zip_longest
+from typing import (
+    Any,
+    Deque,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
+
+import psutil
+import torch
+from torch import Tensor, distributed as torch_dist
+
+from mmdevplug.errors import SampleError
+from mmdevplug.fault_tolerance.failure import known_to_all
+
+from .process_group import group_device
+
+#: Bytes of the first message of each rank.
+FIRST_BYTES = 1024
+DEFAULT_IN_FLIGHT = 64 << 20
+#: Pools up to this size are not compared with the memory that is free.
+_UNCHECKED_BYTES = 256 << 20
+_SMALLEST_PIECE = 64 << 10
+
+_HEAD = struct.Struct('<4s12sQQQQ')
+_LENGTH = struct.Struct('<Q')
+_MAGIC = b'mmds'
+ROOM = FIRST_BYTES - _HEAD.size
+_NO_LIMIT = 2**63 - 1
+
+
+class Head(NamedTuple):
+    """What a rank says first.
+
+    Attributes:
+        purpose (str): What it exchanges; the same on all ranks.
+        size (int): Bytes that it has for the others.
+        more (int): Bytes of tensors that follow, see :func:`swap_pieces`.
+        in_flight (int): Bytes that may be under way at a time.
+        limit (int): Bytes that this rank takes from all ranks together.
+    """
+
+    purpose: str
+    size: int
+    more: int
+    in_flight: int
+    limit: int
+
+    @property
+    def total(self) -> int:
+        """All bytes that this rank sends."""
+        return self.size + self.more
+
+
+class Gathered(NamedTuple):
+    """What :func:`gather_bytes` returns.
+
+    Attributes:
+        parts (List[Tensor]): One-dimensional uint8 tensors in the order of ranks.
+        more (List[int]): The bytes that each rank has said will follow.
+        in_flight (int): The smallest of the ranks' bounds.
+    """
+
+    parts: List[Tensor]
+    more: List[int]
+    in_flight: int
+
+
+def global_rank(group: Any, rank: int) -> int:
+    """What a rank of a group is called in the whole job."""
+    if group is None or group is torch_dist.group.WORLD:
+        return rank
+    return torch_dist.get_global_rank(group, rank)
+
+
+def to_tensor(data: bytes) -> Tensor:
+    """Bytes as a uint8 tensor."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
+
+
+def to_bytes(data: Tensor) -> bytes:
+    """The bytes of a uint8 tensor."""
+    return data.cpu().numpy().tobytes()
+
+
+def gather_bytes(
+    data: Tensor,
+    group: Any = None,
+    purpose: str = '',
+    in_flight: int = DEFAULT_IN_FLIGHT,
+    limit: Optional[int] = None,
+    more: int = 0,
+) -> Gathered:
+    """Give every rank the bytes of all ranks.
+
+    Args:
+        data (Tensor): One-dimensional uint8 tensor, of any length on each rank.
+        group (ProcessGroup, optional): Defaults to None: all ranks.
+        purpose (str): At most 12 letters that must be the same on all ranks.
+        in_flight (int): How many bytes may be under way at a time; the smallest of the ranks
+            counts.
+        limit (int, optional): How many bytes all ranks together may have; the smallest counts.
+            Defaults to None: what fits into the memory that is free.
+        more (int): Bytes that follow and count, too. Defaults to 0.
+
+    Raises:
+        SampleError: On all ranks, if there are more bytes than that or the purposes differ.
+    """
+    place = group_device(group)
+    data = data.to(place)
+    mine = Head(purpose, data.numel(), more, in_flight, _NO_LIMIT if limit is None else limit)
+    blocks = all_gather(_first_message(_pack_head(mine), data), group)
+    heads = [_read_head(to_bytes(block[: _HEAD.size])) for block in blocks]
+    try:
+        _check(heads, purpose, group)
+    except SampleError as error:
+        raise known_to_all(error) from None
+    here = torch_dist.get_rank(group)
+    parts = [
+        data if rank == here else _beginning(block[_HEAD.size :], head.size)
+        for rank, (block, head) in enumerate(zip(blocks, heads))
+    ]
+    smallest = min(head.in_flight for head in heads)
+    _broadcast_rest(parts, group, smallest)
+    return Gathered(parts, [head.more for head in heads], smallest)
+
+
+def _pack_head(head: Head) -> bytes:
+    in_flight = min(head.in_flight, _NO_LIMIT)
+    return _HEAD.pack(_MAGIC, head.purpose.encode(), head.size, head.more, in_flight, head.limit)
+
+
+def _first_message(head: bytes, data: Tensor) -> Tensor:
+    text = head + to_bytes(data[: FIRST_BYTES - len(head)])
+    return to_tensor(text.ljust(FIRST_BYTES, b'\0')).to(data.device)
+
+
+def _read_head(text: bytes) -> Head:
+    magic, purpose, *numbers = _HEAD.unpack(text)
+    if magic != _MAGIC:
+        raise SampleError(
+            'a rank sent something else than samples: some ranks have called another collective. '
+            'All ranks must call gather_samples() and balance_samples() in the same order.'
+        )
+    return Head(purpose.rstrip(b'\0').decode(), *numbers)
+
+
+def _check(heads: Sequence[Head], purpose: str, group: Any) -> None:
+    for rank, head in enumerate(heads):
+        if head.purpose != heads[0].purpose:
+            raise SampleError(
+                f'rank {rank} calls {head.purpose!r} while rank 0 calls {heads[0].purpose!r} (a + '
+                f'stands for allow_pickle=True, a * for same_structure=False); expected the same '
+                f'call with the same options on all ranks, in the same order.'
+            )
+    total = sum(head.total for head in heads)
+    limit = min(head.limit for head in heads)
+    asked = 'max_bytes'
+    if limit == _NO_LIMIT and total > _UNCHECKED_BYTES:
+        limit, asked = _free_memory(group), 'the memory that is free for it'
+    if total > limit:
+        largest = max(range(len(heads)), key=lambda rank: heads[rank].total)
+        raise SampleError(
+            f'{purpose}: the samples of all ranks are {total:,} bytes together, more than '
+            f'{asked}, {limit:,} bytes; rank {largest} has the most, {heads[largest].total:,}. '
+            f'Gather fewer or smaller samples, share them out with balance_samples(), or raise '
+            f'max_bytes.'
+        )
+
+
+def _free_memory(group: Any) -> int:
+    """The bytes of host memory that each rank may fill, the smallest over all ranks."""
+    sharers = int(os.environ.get('LOCAL_WORLD_SIZE', 0)) or torch_dist.get_world_size(group)
+    free = torch.tensor([psutil.virtual_memory().available // sharers])
+    return min(int(each) for each in all_gather(free.to(group_device(group)), group))
+
+
+def _beginning(received: Tensor, size: int) -> Tensor:
+    part = torch.empty(size, dtype=torch.uint8, device=received.device)
+    known = min(size, received.numel())
+    part[:known] = received[:known]
+    return part
+
+
+def _broadcast_rest(parts: Sequence[Tensor], group: Any, in_flight: int) -> None:
+    """Broadcast what of each rank's bytes was not in its first message, in place."""
+    most = _piece_bytes(in_flight, len(parts))
+    pending: Deque[Tuple[Any, int]] = deque()
+    under_way = 0
+    # Ranks take turns, so that all of them send at the same time.
+    for turn in zip_longest(*(_pieces([part[ROOM:]], most) for part in parts)):
+        for rank, piece in enumerate(turn):
+            if piece is None:
+                continue
+            while pending and under_way + piece.numel() > in_flight:
+                work, size = pending.popleft()
+                work.wait()
+                under_way -= size
+            source = global_rank(group, rank)
+            work = torch_dist.broadcast(piece, source, group=group, async_op=True)
+            pending.append((work, piece.numel()))
+            under_way += piece.numel()
+    for work, _ in pending:
+        work.wait()
+
+
+def _piece_bytes(in_flight: int, ranks: int) -> int:
+    return max(_SMALLEST_PIECE, in_flight // ranks)
+
+
+def _pieces(tensors: Sequence[Tensor], most: int) -> Iterator[Tensor]:
+    for tensor in tensors:
+        for begin in range(0, tensor.numel(), most):
+            yield tensor[begin : begin + most]
+
+
+def exchange_bytes(
+    outgoing: Mapping[int, Tensor],
+    sources: Sequence[int],
+    group: Any = None,
+    in_flight: int = DEFAULT_IN_FLIGHT,
+) -> Dict[int, Tensor]:
+    """Send bytes to some ranks and receive from some.
+
+    Args:
+        outgoing (Mapping[int, Tensor]): For ranks of the group a uint8 tensor each.
+        sources (Sequence[int]): The ranks that have something for this one.
+        group (ProcessGroup, optional): Defaults to None: all ranks.
+        in_flight (int): How many bytes may be under way at a time, the same on all ranks.
+
+    Returns:
+        Dict[int, Tensor]: For each source what it sent.
+    """
+    place = group_device(group)
+    sent = {rank: data.to(place) for rank, data in outgoing.items()}
+    first = {rank: torch.empty(FIRST_BYTES, dtype=torch.uint8, device=place) for rank in sources}
+    messages = {
+        rank: [_first_message(_LENGTH.pack(data.numel()), data)] for rank, data in sent.items()
+    }
+    swap_pieces(messages, {rank: [block] for rank, block in first.items()}, group, in_flight)
+    received = {}
+    for rank, block in first.items():
+        (size,) = _LENGTH.unpack(to_bytes(block[: _LENGTH.size]))
+        received[rank] = _beginning(block[_LENGTH.size :], size)
+    room = FIRST_BYTES - _LENGTH.size
+    swap_pieces(
+        {rank: [data[room:]] for rank, data in sent.items()},
+        {rank: [data[room:]] for rank, data in received.items()},
+        group,
+        in_flight,
+    )
+    return received
+
+
+def swap_pieces(
+    outgoing: Mapping[int, Sequence[Tensor]],
+    incoming: Mapping[int, Sequence[Tensor]],
+    group: Any,
+    in_flight: int,
+) -> None:
+    """Send tensors to some ranks while those of others arrive.
+
+    Args:
+        outgoing (Mapping[int, Sequence[Tensor]]): For ranks one-dimensional uint8 tensors.
+        incoming (Mapping[int, Sequence[Tensor]]): For ranks tensors of the sizes that they send,
+            which are overwritten.
+        group (ProcessGroup, optional): None for all ranks.
+        in_flight (int): Bytes under way at a time, the same on all ranks.
+    """
+    most = _piece_bytes(in_flight, torch_dist.get_world_size(group))
+    sends = [(torch_dist.isend, rank, _batches(ts, most)) for rank, ts in outgoing.items()]
+    receives = [(torch_dist.irecv, rank, _batches(ts, most)) for rank, ts in incoming.items()]
+    ways = sends + receives
+    while ways:
+        operations, left = [], []
+        for operation, rank, batches in ways:
+            batch = next(batches, None)
+            if batch is not None:
+                left.append((operation, rank, batches))
+                peer = global_rank(group, rank)
+                operations += [torch_dist.P2POp(operation, data, peer, group) for data in batch]
+        if operations:
+            for work in torch_dist.batch_isend_irecv(operations):
+                work.wait()
+        ways = left
+
+
+def _batches(tensors: Sequence[Tensor], most: int) -> Iterator[List[Tensor]]:
+    """Pieces of tensors, as many at a time as may be under way; alike on both ends."""
+    batch: List[Tensor] = []
+    size = 0
+    for piece in _pieces(tensors, most):
+        if batch and size + piece.numel() > most:
+            yield batch
+            batch, size = [], 0
+        batch.append(piece)
+        size += piece.numel()
+    if batch:
+        yield batch
+
+
+def all_gather(tensor: Tensor, group: Any = None) -> List[Tensor]:
+    """Tensors of the same shape from all ranks, in the order of ranks."""
+    gathered = [torch.empty_like(tensor) for _ in range(torch_dist.get_world_size(group))]
+    torch_dist.all_gather(gathered, tensor, group=group)
+    return gathered

@@ -1,0 +1,85 @@
+"""Many tensors in few messages."""
+
+from typing import Any, Iterator, List, Sequence
+
+import torch
+from torch import Tensor, distributed as torch_dist
+
+from mmdevplug.accelerators import Accelerator, CPUAccelerator
+from mmdevplug.utils.torch_compat import memory_as
+
+from .byte_exchange import global_rank
+from .process_group import group_device
+
+MESSAGE_BYTES = 64 << 20
+_HOST = CPUAccelerator()
+
+
+def broadcast_tensors(
+    tensors: Sequence[Tensor], accelerator: Accelerator, group: Any = None, src: int = 0
+) -> None:
+    """Overwrite tensors on every rank with those of one rank.
+
+    The tensors travel as bytes, so dtypes may mix: one message for every 64 MB, through the host
+    unless the backend takes no tensors of the host.
+
+    Args:
+        tensors (Sequence[Tensor]): Same number, shapes, dtypes and order on every rank. They may
+            lie on the accelerator's device or on the host.
+        accelerator (Accelerator): Copies between device and host.
+        group (ProcessGroup, optional): Defaults to None: all ranks.
+        src (int): The rank of the group whose tensors are taken. Defaults to 0.
+    """
+    place = group_device(group)
+    tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
+    on_host = [tensor for tensor in tensors if tensor.device.type == 'cpu']
+    on_device = [tensor for tensor in tensors if tensor.device.type != 'cpu']
+    for part in _parts(on_host):
+        _broadcast(part, _HOST, place, group, src)
+    for part in _parts(on_device):
+        _broadcast(part, accelerator, place, group, src)
+
+
+def _parts(tensors: Sequence[Tensor]) -> Iterator[List[Tensor]]:
+    part: List[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        bytes_ = tensor.numel() * tensor.element_size()
+        # Tensors of one message are on one device.
+        if part and (size + bytes_ > MESSAGE_BYTES or tensor.device != part[0].device):
+            yield part
+            part, size = [], 0
+        part.append(tensor)
+        size += bytes_
+    if part:
+        yield part
+
+
+def _broadcast(
+    tensors: List[Tensor],
+    accelerator: Accelerator,
+    place: torch.device,
+    group: Any,
+    src: int,
+) -> None:
+    here = torch_dist.get_rank(group) == src
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    if here:
+        values = accelerator.to_host(tensors) if place.type == 'cpu' else tensors
+        message = torch.cat([memory_as(v.contiguous().view(-1), torch.uint8) for v in values])
+        message = message.to(place)
+    else:
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
+    torch_dist.broadcast(message, global_rank(group, src), group=group)
+    if here:
+        return
+    received = [
+        _reinterpret(bytes_, tensor) for bytes_, tensor in zip(message.split(sizes), tensors)
+    ]
+    accelerator.copy_to_device(received, tensors)
+
+
+def _reinterpret(data: Tensor, like: Tensor) -> Tensor:
+    """Read bytes as a tensor of another's shape and dtype."""
+    # A copy, because the piece of the message may start at an address that dtype cannot take.
+    return memory_as(data.clone(), like.dtype).view(like.shape)

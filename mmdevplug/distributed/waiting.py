@@ -1,0 +1,166 @@
+"""Waiting for the other ranks in the store: it is told who is missing and what they do."""
+
+import json
+from datetime import timedelta
+from typing import Any, Callable, List, Optional, Tuple
+
+from torch import distributed as torch_dist
+
+from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.errors import RankFailedError
+from mmdevplug.fault_tolerance import failure
+from mmdevplug.fault_tolerance.store_barrier import (
+    Wait,
+    in_store,
+    leave_together,
+    meet,
+    next_meeting,
+    next_round,
+)
+
+from .process_group import DEFAULT_TIMEOUT, Timeout, device_context, to_timeout
+
+
+def wait_for_everyone(phase: str, timeout: Timeout = None) -> None:
+    """Wait until every rank has come here; does nothing in a single process.
+
+    It is no collective: it goes through the store, and while it waits, the lowest waiting rank
+    says every few seconds for which ranks, and what they were last seen doing.
+
+    Args:
+        phase (str): What is being done, for messages; the same on all ranks.
+        timeout (float or timedelta, optional): In seconds. Defaults to None: the timeout of the
+            process group.
+
+    Raises:
+        RankFailedError: If a rank has not come in time, or failed meanwhile.
+
+    Examples:
+        >>> wait_for_everyone('data preparation')
+    """
+    job = _job()
+    if job is None:
+        return
+    store, env = job
+    # The same keys every time: some callers come here in every iteration, and the store lives in
+    # the memory of one process.
+    prefix, number = f'mmdevplug/waiting/{phase}', next_round(phase)
+    meet(store, env, prefix, phase, _limit(timeout), number)
+    leave_together(store, env, prefix, number)
+
+
+def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None) -> Any:
+    """Call a function on rank 0 while the others wait for its result.
+
+    Args:
+        phase (str): What is being done, for messages; the same on all ranks.
+        function (callable): Called without arguments; returns what JSON can hold.
+        timeout (float or timedelta, optional): How long the other ranks wait, in seconds. Defaults
+            to None: the timeout of the process group.
+
+    Returns:
+        Any: The function's result, on every rank; tuples have become lists on the others.
+
+    Raises:
+        Exception: On rank 0, what the function raised.
+        RankFailedError: On the other ranks in that case, or if rank 0 is not ready in time.
+
+    Examples:
+        >>> run_on_main('finding the newest checkpoint', lambda: 'epoch_3.pth')
+        'epoch_3.pth'
+    """
+    job = _job()
+    if job is None:
+        return function()
+    store, env = job
+    prefix = next_meeting(phase)
+    if env.rank == 0:
+        return _run(store, env, prefix, phase, function)
+    wait = Wait(store, env, prefix, phase, [0])
+    with in_store(env, phase):
+        wait.mark()
+        wait.until(f'{prefix}/done', 1, _limit(timeout))
+        found = json.loads(store.get(f'{prefix}/result'))
+    if 'error' not in found:
+        return found['result']
+    leave_together(store, env, prefix)
+    raise RankFailedError(
+        f'{env.describe()} stops because {found["who"]} failed in {phase!r}: {found["error"]}'
+    )
+
+
+def decide_together(
+    phase: str, value: Any, decide: Callable[[List[Any]], Any], timeout: Timeout = None
+) -> Any:
+    """Wait for everyone, and let rank 0 decide on what each rank knows.
+
+    Args:
+        phase (str): What is being done, for messages; the same on all ranks.
+        value: What this rank knows, as JSON can hold it.
+        decide (callable): Called on rank 0 with the values in the order of ranks; returns what
+            JSON can hold.
+        timeout (float or timedelta, optional): In seconds. Defaults to None: the timeout of the
+            process group.
+
+    Returns:
+        Any: What was decided, on every rank; tuples have become lists on the others.
+
+    Raises:
+        RankFailedError: If a rank has not come in time, or failed meanwhile.
+
+    Examples:
+        >>> decide_together('counting', 3, sum)
+        3
+    """
+    job = _job()
+    if job is None:
+        return decide([value])
+    store, env = job
+    prefix = f'mmdevplug/values/{phase}/{next_round(f"values/{phase}")}'
+    store.set(f'{prefix}/{env.rank}', json.dumps(value))
+    wait_for_everyone(phase, timeout)
+    ranks = range(env.world_size)
+    return run_on_main(
+        phase,
+        lambda: decide([json.loads(store.get(f'{prefix}/{rank}')) for rank in ranks]),
+        timeout,
+    )
+
+
+def _run(store: Any, env: LaunchEnv, prefix: str, phase: str, function: Callable[[], Any]) -> Any:
+    try:
+        result = function()
+        told = json.dumps({'result': result})
+    except Exception as error:
+        message = f'{type(error).__name__}: {error}'[:2000]
+        store.set(f'{prefix}/result', json.dumps({'who': env.describe(), 'error': message}))
+        store.add(f'{prefix}/done', 1)
+        leave_together(store, env, prefix)
+        raise
+    with in_store(env, phase):
+        store.set(f'{prefix}/result', told)
+        store.add(f'{prefix}/done', 1)
+    return result
+
+
+def _job() -> Optional[Tuple[Any, LaunchEnv]]:
+    """The store and this process's place, None in a single process."""
+    found = failure.current_job()
+    if found is not None:
+        return found
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        return None
+    if torch_dist.get_world_size() == 1:
+        return None
+    # Under a stock runner, whose process group was not made here.
+    store = torch_dist.distributed_c10d._get_default_store()
+    env = LaunchEnv(
+        rank=torch_dist.get_rank(), world_size=torch_dist.get_world_size(), local_world_size=None
+    )
+    return torch_dist.PrefixStore('mmdevplug', store), env
+
+
+def _limit(timeout: Timeout) -> timedelta:
+    context = device_context()
+    default = DEFAULT_TIMEOUT if context is None else context.timeout
+    return to_timeout(timeout, default, 'timeout')

@@ -1,0 +1,113 @@
+"""Ranks telling each other, once in a round, what they have; and ending together."""
+
+from typing import Any, Dict, List, Optional
+
+from torch import distributed as torch_dist
+
+from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.process_group import Timeout
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.errors import RankFailedError, SampleError, first_line
+from mmdevplug.fault_tolerance.heartbeat import enter_phase
+
+from .decisions import DESCRIBED, Tally, round_name
+from .drawing import Drawn
+from .settings import Settings
+
+#: What must be the same on all ranks, lest they decide differently.
+_COMMON = ('target', 'per_group', 'max_resamples', 'on_short')
+
+
+class Rounds:
+    """Exchanges what ranks have.
+
+    Args:
+        settings (Settings): Of the sampler.
+        group (ProcessGroup, optional): None for all ranks.
+        timeout (float or timedelta, optional): How long ranks wait for the slowest one.
+    """
+
+    def __init__(self, settings: Settings, group: Any, timeout: Timeout) -> None:
+        self._settings, self._group, self._timeout = settings, group, timeout
+
+    def tell(self, number: int, held: List[int], drawn: Drawn, tally: Tally) -> Tally:
+        """Tell what this rank has and learn what the others have.
+
+        Args:
+            number (int): Of the round.
+            held (List[int]): Groups of this rank that are left over, and drawn for this pool.
+            drawn (Drawn): In this round.
+            tally (Tally): Of the round before.
+
+        Returns:
+            Tally: The same on all ranks.
+
+        Raises:
+            Exception: This rank's own error.
+            RankFailedError: If another rank has one.
+        """
+        mine = dict(
+            settings=[getattr(self._settings, name) for name in _COMMON],
+            held=held,
+            generated=drawn.generated,
+            ended=drawn.ended,
+            error=_describe(drawn, number),
+        )
+        told = self._gather(mine, round_name(number))
+        if drawn.error is not None:
+            raise drawn.error
+        self._raise_for_others([each['error'] for each in told])
+        self._refuse_other_settings([each['settings'] for each in told])
+        return Tally(
+            old=[each['held'][0] for each in told],
+            new=[each['held'][1] for each in told],
+            ended=[each['ended'] for each in told],
+            rounds=tally.rounds + 1,
+            generated=tally.generated + sum(each['generated'] for each in told),
+        )
+
+    def _gather(self, mine: Dict, name: str) -> List[Dict]:
+        if self._settings.world_size == 1:
+            return [mine]
+        if self._group is None or self._group is torch_dist.group.WORLD:
+            enter_phase(f'sampling, {name}: waiting for the others')
+            wait_for_everyone(f'sampling, {name}', self._timeout)
+        enter_phase(f'sampling, {name}: exchanging counts')
+        return gather_json(mine, self._group)
+
+    def _raise_for_others(self, errors: List[Optional[str]]) -> None:
+        failed = [
+            f'{self._name(rank)} failed in {text}'
+            for rank, text in enumerate(errors)
+            if text is not None
+        ]
+        if failed:
+            more = f'; and {len(failed) - DESCRIBED} more' if len(failed) > DESCRIBED else ''
+            raise RankFailedError(
+                f'{self._name(self._settings.rank)} stops because '
+                f'{"; ".join(failed[:DESCRIBED])}{more}'
+            )
+
+    def _refuse_other_settings(self, settings: List[List[Any]]) -> None:
+        for rank, theirs in enumerate(settings):
+            for name, value, first in zip(_COMMON, theirs, settings[0]):
+                if value != first:
+                    raise SampleError(
+                        f'DynamicSampler: {name}={value!r} on {self._name(rank)}, but {first!r} '
+                        f'on {self._name(0)}; expected the same on all ranks.'
+                    )
+
+    def _name(self, rank: int) -> str:
+        if self._settings.world_size == 1 or self._group is None:
+            return f'rank {rank} of {self._settings.world_size}'
+        if self._group is not torch_dist.group.WORLD:
+            rank = torch_dist.get_global_rank(self._group, rank)
+        return f'rank {rank} of {torch_dist.get_world_size()}'
+
+
+def _describe(drawn: Drawn, number: int) -> Optional[str]:
+    error = drawn.error
+    if error is None:
+        return None
+    text = f'{type(error).__name__}: {first_line(error)}'[:1000]
+    return f'{drawn.where}, {round_name(number)}: {text}'

@@ -1,0 +1,264 @@
+"""The sampler: rounds of drawing on all ranks, until the pool of all ranks is full."""
+
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+from mmdevplug.distributed.process_group import Timeout, rank_device, rank_devices
+from mmdevplug.fault_tolerance.failure import fail_together
+from mmdevplug.fault_tolerance.heartbeat import enter_phase
+from mmdevplug.samples import balance_samples, gather_samples
+from mmdevplug.samples.stacking import stack_samples
+
+from .decisions import GO_ON, SHORT, Tally, decide, first_tally, offers, round_name, too_few
+from .drawing import Drawn, draw
+from .progress import Teller
+from .report import SamplingReport
+from .rounds import Rounds
+from .settings import check_callable, check_interval, check_settings
+from .surplus import pack_groups, unpack_groups
+
+
+class DynamicSampler:
+    """Draws samples on all ranks until together they have enough that are valid.
+
+    In each round every rank generates samples and keeps the groups that are valid. Then all ranks
+    learn how many the others have, and decide by the sum: they go on, or they stop in the same
+    round. The pool, the groups of rank 0, then those of rank 1 and so on, is shared out evenly,
+    and each rank gets its slice as one batch on its device. A rank whose own groups would suffice
+    goes on drawing with the others, so none waits for one that has stopped.
+
+    Groups that are left over stay on their rank and open the next pool.
+
+    Args:
+        generate (callable): Draws this rank's next batch of data and returns a list of samples,
+            whole groups one after the other; ``[]`` if there are none. A sample is what
+            :func:`mmdevplug.samples.gather_samples` takes. It raises ``StopIteration`` when the
+            data of this rank have ended, and is not called again in this pass over the data.
+        is_valid (callable): Gets the list of a group's samples, in host memory, and returns
+            whether the group is kept. With ``per_group=1`` it gets the sample itself.
+        target (int): Samples of a pool, of all ranks together.
+        max_resamples (int): How many rounds may follow the first. Defaults to 10.
+        per_group (int): Samples of a group, which stays whole. Defaults to 1.
+        on_short (str): What happens if ``max_resamples`` is reached, or the data of all ranks have
+            ended: ``'error'``, ``'fewer'``: the largest number of groups that all ranks can share
+            evenly, or ``'repeat'``: valid groups are repeated in order. With ``'error'`` an
+            unfinished pool at the end of the data is dropped with a warning, unless it is the
+            first. Defaults to ``'error'``.
+        group (ProcessGroup, optional): The ranks that share a pool. Defaults to None: all ranks.
+        same_structure (bool): See :func:`mmdevplug.samples.gather_samples`. Defaults to True.
+        allow_pickle (bool): See :func:`mmdevplug.samples.gather_samples`. Defaults to False.
+        timeout (float or timedelta, optional): How long the ranks wait for the slowest one in a
+            round, in seconds. Defaults to None: the timeout of the process group.
+        log_interval (int, optional): Every how many pools rank 0 logs the rounds; 0 or None for
+            never. Defaults to 10.
+        progress (bool, optional): Whether rank 0 shows a progress bar. Defaults to None: if the
+            standard error is a terminal.
+
+    Attributes:
+        last (SamplingReport, optional): How the last pool was filled.
+
+    Raises:
+        SampleError: If an argument has a value that does not work.
+
+    Examples:
+        >>> sampler = DynamicSampler(generate, is_valid, target=64, per_group=8)
+        >>> for batch in sampler:  # each rank gets 64 / world size samples on its device
+        ...     train_on(batch)
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[], List[Any]],
+        is_valid: Callable[[Any], Any],
+        target: int,
+        max_resamples: int = 10,
+        per_group: int = 1,
+        on_short: str = 'error',
+        group: Any = None,
+        *,
+        same_structure: bool = True,
+        allow_pickle: bool = False,
+        timeout: Timeout = None,
+        log_interval: Optional[int] = 10,
+        progress: Optional[bool] = None,
+    ) -> None:
+        check_callable('generate', generate)
+        check_callable('is_valid', is_valid)
+        settings = check_settings(target, per_group, max_resamples, on_short, group)
+        self._settings, self._group = settings, group
+        self._generate, self._is_valid = generate, is_valid
+        self._exchange = dict(
+            group=group, same_structure=same_structure, allow_pickle=allow_pickle, device='cpu'
+        )
+        self._accelerator, self._device = rank_device()
+        self._rounds = Rounds(settings, group, timeout)
+        self._teller = Teller(settings, check_interval(log_interval), progress)
+        self._held: List[Any] = []  # those left over first
+        self._ended = self._over = False
+        self._pools = 0
+        #: What all ranks know; None if only this rank knows what it has.
+        self._tally: Optional[Tally] = first_tally(settings.world_size)
+        self.last: Optional[SamplingReport] = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Begin, or begin another pass over the data if the one before has ended."""
+        if self._over:
+            self._over = self._ended = False
+            self._tally = first_tally(self._settings.world_size)
+        return self
+
+    def __next__(self) -> Any:
+        """Fill a pool; all ranks take part.
+
+        Returns:
+            Any: This rank's slice, stacked on its device.
+
+        Raises:
+            StopIteration: On all ranks, when the data of all of them have ended.
+            SampleError: On all ranks, if the pool cannot be filled and ``on_short='error'``, or if
+                samples do not fit together.
+            Exception: What this rank's ``generate`` or ``is_valid`` raised.
+            RankFailedError: If that happened on another rank, or a rank is gone.
+        """
+        samples = None
+        if not self._over:
+            with fail_together('dynamic sampling'):
+                self._teller.begin(self._pools + 1)
+                try:
+                    samples = self._next_samples()
+                finally:
+                    self._teller.end()
+        if samples is None:
+            self._over = True
+            raise StopIteration
+        return stack_samples(samples, self._device)
+
+    # one pool -----------------------------------------------------------------------------------
+
+    def _next_samples(self) -> Optional[List[Any]]:
+        """This rank's samples of the next pool; None if there is none."""
+        tally = self._fill()
+        if decide(tally, self._settings) != SHORT:
+            return self._share(tally, self._settings.groups)
+        return self._share_too_few(tally)
+
+    def _fill(self) -> Tally:
+        tally, self._tally = self._tally, None
+        if tally is None:
+            nothing = first_tally(self._settings.world_size)
+            told = self._rounds.tell(
+                0, [len(self._held), 0], Drawn([], ended=self._ended), nothing
+            )
+            tally = told._replace(rounds=0)
+        old = len(self._held)
+        while decide(tally, self._settings) == GO_ON:
+            number = tally.rounds
+            drawn = self._draw(number)
+            self._held += drawn.groups
+            self._ended = drawn.ended
+            tally = self._rounds.tell(number, [old, len(self._held) - old], drawn, tally)
+            self._teller.round(tally)
+        return tally
+
+    def _draw(self, number: int) -> Drawn:
+        if self._ended:
+            return Drawn([], ended=True)
+        enter_phase(f'generating, {round_name(number)}')
+        drawn = draw(self._generate, self._is_valid, self._settings.per_group)
+        # A lazy device goes on from the random state of what it has recorded: without this, each
+        # number of rounds would be a graph of its own, for training as well.
+        self._accelerator.materialize_all(rank_devices())
+        return drawn
+
+    def _share(self, tally: Tally, wanted: int, short: Optional[str] = None) -> List[Any]:
+        """Share out a number of groups that there are; the rest opens the next pool."""
+        enter_phase('sharing samples')
+        offered = offers(tally, wanted)
+        mine = offered[self._settings.rank]
+        per_rank = wanted // self._settings.world_size
+        shared, _ = balance_samples(self._held[:mine], per_rank, **self._exchange)
+        self._held = self._held[mine:]
+        self._finish(tally, per_rank, tally.after(offered), short)
+        return self._flat(shared)
+
+    def _share_too_few(self, tally: Tally) -> Optional[List[Any]]:
+        settings, found = self._settings, tally.valid
+        on_short, over = settings.on_short, all(tally.ended)
+        per_rank = found // settings.world_size
+        if over and self._pools and (found == 0 or on_short == 'error'):
+            return self._give_up(found, 'the data of all ranks have ended')
+        if on_short == 'fewer':
+            if per_rank == 0:
+                return self._give_up(found, 'too few for all ranks to get one group each')
+            return self._share(tally, per_rank * settings.world_size, on_short)
+        if on_short == 'error' or found == 0:
+            raise too_few(tally, settings)
+        return self._repeat(tally)
+
+    def _repeat(self, tally: Tally) -> List[Any]:
+        """Every rank's slice of the pool, if its groups follow each other again and again."""
+        enter_phase('sharing samples')
+        pool = gather_samples(self._held, **self._exchange)
+        per_rank = self._settings.groups_per_rank
+        begin = self._settings.rank * per_rank
+        mine = [pool[(begin + index) % len(pool)] for index in range(per_rank)]
+        self._held = []
+        offered = [old + new for old, new in zip(tally.old, tally.new)]
+        self._finish(tally, per_rank, tally.after(offered), 'repeat')
+        return self._flat(mine)
+
+    def _give_up(self, groups: int, why: str) -> None:
+        self._held = []
+        self._teller.dropped(
+            groups * self._settings.per_group,
+            f'{why}; {groups * self._settings.per_group} valid sample(s) of an unfinished pool of '
+            f'{self._settings.target} are dropped.',
+        )
+
+    def _finish(self, tally: Tally, per_rank: int, left: Tally, short: Optional[str]) -> None:
+        self._tally = left
+        self._pools += 1
+        size, settings = self._settings.per_group, self._settings
+        mine = per_rank * size
+        self.last = SamplingReport(
+            pool=self._pools,
+            target=settings.target,
+            samples=mine * settings.world_size,
+            resamples=max(0, tally.rounds - 1),
+            generated=tally.generated * size,
+            valid=sum(tally.new) * size,
+            reused=sum(tally.old) * size,
+            surplus=left.valid * size,
+            by_rank=tuple((old + new) * size for old, new in zip(tally.old, tally.new)),
+            slice=(settings.rank * mine, (settings.rank + 1) * mine),
+            short=short,
+        )
+        self._teller.report(self.last)
+
+    def _flat(self, groups: List[Any]) -> List[Any]:
+        if self._settings.per_group == 1:
+            return groups
+        return [sample for group in groups for sample in group]
+
+    # resuming -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> Dict[str, Any]:
+        """What the next pool begins with on this rank; to be taken between two pools.
+
+        Returns:
+            dict: ``pools``, how many there were, and ``surplus``, a tensor of bytes.
+        """
+        packed = pack_groups(self._held, self._exchange['allow_pickle'])
+        return dict(pools=self._pools, surplus=packed)
+
+    def load_state_dict(self, *states: Dict[str, Any]) -> None:
+        """Go on from :meth:`state_dict`; all ranks must do so.
+
+        Args:
+            *states (dict): That of this rank; none or several where there were less or more ranks.
+        """
+        self._pools = max([0, *(state['pools'] for state in states)])
+        allowed = self._exchange['allow_pickle']
+        self._held = [
+            group for state in states for group in unpack_groups(state['surplus'], allowed)
+        ]
+        self._tally = None

@@ -1,0 +1,1 @@
+"""Read how a launcher started this process: variables, ranks and the rendezvous."""

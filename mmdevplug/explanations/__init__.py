@@ -1,0 +1,1 @@
+"""Turn errors of the libraries below into messages that say what to do."""

@@ -1,0 +1,83 @@
+"""Errors of the libraries below, in words that say what to do."""
+
+from contextlib import ExitStack, contextmanager
+from typing import Any, Callable, Iterator
+
+from torch import nn
+
+from mmdevplug.checkpoint.work_dir_lock import locked_work_dir
+from mmdevplug.distributed.process_group import (
+    device_context,
+)
+from mmdevplug.distributed.waiting import (
+    run_on_main,
+    wait_for_everyone,
+)
+from mmdevplug.environments.launch import restarts
+from mmdevplug.fault_tolerance.failure import (
+    fail_together,
+)
+from mmdevplug.fault_tolerance.heartbeat import (
+    enter_phase,
+)
+
+from .cuda_code import explain_cuda
+from .out_of_memory import explain_out_of_memory
+from .versions import explain_versions
+
+
+@contextmanager
+def explained(runner: Any, stage: str) -> Iterator[None]:
+    """Explain an error of this rank, then tell it to the others.
+
+    Args:
+        runner (Runner): The runner.
+        stage (str): ``'train'``, ``'val'`` or ``'test'``.
+
+    Raises:
+        DevPlugError: In place of an error that could be explained.
+    """
+    with fail_together(stage), explain_versions(), explain_cuda(stage, runner.cfg):
+        with explain_out_of_memory(runner, stage):
+            yield
+
+
+@contextmanager
+def explained_build(runner: Any, stage: str) -> Iterator[None]:
+    """The same while the runner is built.
+
+    Args:
+        runner (Runner): With its config.
+        stage (str): What is being built.
+
+    Raises:
+        DevPlugError: In place of an error that could be explained.
+    """
+    with fail_together(stage), explain_versions(), explain_cuda(stage, runner.cfg):
+        yield
+
+
+def train_together(runner: Any, train: Callable[[], nn.Module]) -> nn.Module:
+    """Train while no other job does so in the same work directory; wait for all ranks in the end.
+
+    Args:
+        runner (Runner): The runner.
+        train (callable): MMEngine's own way.
+
+    Returns:
+        nn.Module: The model.
+
+    Raises:
+        DevPlugError: If training fails, on this rank or another.
+        CheckpointError: If another job trains in the same work directory.
+    """
+    context = device_context()
+    restarted = context is not None and restarts(context.env.launcher) > 0
+    with explained(runner, 'train'), ExitStack() as held:
+        lock = locked_work_dir(runner.work_dir, restarted)
+        run_on_main('locking the work directory', lambda: held.enter_context(lock))
+        enter_phase('data preparation')
+        model = train()
+        wait_for_everyone('end of training')
+    enter_phase('after training')
+    return model

@@ -1,0 +1,112 @@
+"""Answering other ranks without Python: which processes live, though their beats stay away.
+
+A thread of Python beats, so a call that holds the interpreter's lock silences its rank. Vendors'
+compilers do that: a first compilation on a lazy device may take minutes. Before a silent rank is
+given up, it is asked, and a thread of C++ answers, which needs no lock: that of a small
+``TCPStore`` which each rank holds for nothing else.
+
+What an answer proves is what a beat proves: the process runs, and its host and the link to it are
+up. A process that is gone, was stopped (SIGSTOP) or whose host is down does not answer. Neither
+proves that the main thread makes progress; a rank that holds the lock for ever is found as one
+whose main thread hangs, when the collective that the others wait in times out. A helper process
+beside each rank would prove no more, would cost memory, and could be left behind.
+"""
+
+import json
+import logging
+import socket
+import threading
+from datetime import timedelta
+from typing import Any, Iterable, List, Optional, Tuple
+
+from torch import distributed as torch_dist
+
+from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
+from mmdevplug.errors import LaunchError
+
+#: How long a process that lives may take to answer; it has nothing else to do.
+ANSWER_SECONDS = 5.0
+
+
+class Answering:
+    """Answers for this rank, and asks others.
+
+    Args:
+        store (torch.distributed.Store): A connection to the store of the job that nothing blocks.
+        env (LaunchEnv): How this process was started.
+    """
+
+    def __init__(self, store: Any, env: LaunchEnv) -> None:
+        self._store = store
+        self._held: Any = None
+        place: Optional[Tuple[str, int]] = None
+        try:
+            reached_at, listens_at = _addresses(env)
+            self._held, port = _hold(listens_at)
+            place = reached_at, port
+        except (OSError, RuntimeError, LaunchError) as error:
+            # Without a port this rank is known by its beats alone.
+            logging.getLogger(__name__).debug('no port to answer at: %s', error)
+        store.set(f'answers/{env.rank}', json.dumps(place))
+
+    def ask(self, ranks: Iterable[int]) -> List[int]:
+        """Ask ranks that have beaten at least once whether they live.
+
+        Args:
+            ranks (Iterable[int]): Whom; all are asked at the same time.
+
+        Returns:
+            List[int]: Those that answer within a few seconds.
+        """
+        places = {rank: json.loads(self._store.get(f'answers/{rank}')) for rank in ranks}
+        answered: List[int] = []
+        asking = [
+            threading.Thread(target=_ask, args=(rank, *place, answered), daemon=True)
+            for rank, place in places.items()
+            if place is not None
+        ]
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            # A stopped process still takes connections, and never answers: its thread is left.
+            thread.join(ANSWER_SECONDS)
+        return sorted(answered)
+
+
+def _ask(rank: int, address: str, port: int, answered: List[int]) -> None:
+    wait = timedelta(seconds=ANSWER_SECONDS)
+    try:
+        store = torch_dist.TCPStore(address, port, timeout=wait, wait_for_workers=False)
+        store.add('asked', 1)
+    except RuntimeError as error:
+        logging.getLogger(__name__).debug('rank %d does not answer: %s', rank, error)
+    else:
+        answered.append(rank)
+
+
+def _hold(address: str) -> Tuple[Any, int]:
+    """Make a store at a free port of an address."""
+    wait = timedelta(seconds=ANSWER_SECONDS)
+    port, store = loopback_store(0, address, wait)
+    if store is None:
+        # An older PyTorch opens the port by itself.
+        store = torch_dist.TCPStore(
+            address, port, is_master=True, timeout=wait, wait_for_workers=False
+        )
+    return store, port
+
+
+def _addresses(env: LaunchEnv) -> Tuple[str, str]:
+    """Find out at which address others reach this host, and at which to listen for them."""
+    if env.single_host and is_loopback(env.master_addr):
+        return LOOPBACK, LOOPBACK
+    kind = socket.SOCK_DGRAM
+    family, _, _, _, master = socket.getaddrinfo(env.master_addr, env.master_port, type=kind)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(master)  # sends nothing; the system chooses the address of this end
+        own = probe.getsockname()[0]
+    if not is_loopback(own):
+        return own, own
+    # The host of rank 0 may have its own name on the loopback interface.
+    return env.master_addr, '::' if family == socket.AF_INET6 else '0.0.0.0'

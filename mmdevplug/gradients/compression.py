@@ -1,0 +1,216 @@
+"""Fewer bytes on the wire: gradients in half precision, or as products of thin matrices."""
+
+from typing import (
+    Any,
+    Dict,
+    Generator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
+
+import torch
+from mmengine.utils import digit_version
+from torch import Tensor, distributed as torch_dist, nn
+
+from mmdevplug.distributed.traffic import all_reduce_bytes
+from mmdevplug.errors import ModelError
+from mmdevplug.utils.torch_compat import memory_as
+
+from .nonfinite import poison, scale_and_check
+
+_GATHERS_INTO_TENSOR = digit_version(torch.__version__) >= digit_version('2.4.0')
+
+KINDS = ('none', 'bf16', 'fp16', 'powersgd')
+
+#: Yields nothing; returns the bytes that this rank sent.
+Sending = Generator[None, None, float]
+
+
+class Bucket(NamedTuple):
+    """Gradients that are averaged together, in host memory.
+
+    Its methods are those of ``torch.distributed.GradBucket``, for PyTorch's hooks.
+
+    Attributes:
+        flat (Tensor): One-dimensional.
+        views (List[Tensor]): For each gradient a piece of ``flat`` in its shape.
+        number (int): Which bucket of an iteration.
+        indices (List[int]): Which parameters.
+    """
+
+    flat: Tensor
+    views: List[Tensor]
+    number: int = 0
+    indices: List[int] = []
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def gradients(self) -> List[Tensor]:
+        # PowerSGD takes the first dimension of each, and a scalar has none.
+        return [view if view.dim() else view.view(1) for view in self.views]
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        # Hooks count iterations by it, and which bucket is the last turns out only at the end.
+        return self.number == 0
+
+
+class HalfCompression:
+    """Two bytes for each value; the sum is in float32.
+
+    gloo adds up in the dtype that it sends. Here each rank gets its share of the bucket from all
+    others, adds up in float32, rounds once, and passes the result on: as many bytes as a ring
+    sends.
+
+    Args:
+        dtype (torch.dtype): float16, which keeps 11 bits and overflows beyond 65504, or bfloat16,
+            which keeps 8 bits and has the range of float32.
+    """
+
+    #: Whether parts of a bucket may be compressed by themselves.
+    works_on_parts = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._free: List[Tensor] = []
+
+    def add_up(self, bucket: Bucket, group: Any = None) -> Sending:
+        """Add up a bucket over all ranks of a group, in place.
+
+        Args:
+            bucket (Bucket): Of float32.
+            group (ProcessGroup, optional): Defaults to None: all ranks.
+        """
+        flat = bucket.flat
+        world_size, rank = torch_dist.get_world_size(group), torch_dist.get_rank(group)
+        # An even number of halves is a whole number of the integers that travel.
+        share = -(-flat.numel() // (2 * world_size)) * 2
+        sent, received = self._take(share * world_size), self._take(share * world_size)
+        sent[: flat.numel()].copy_(flat)
+        sent[flat.numel() :].zero_()
+        if self.dtype == torch.float16 and scale_and_check(sent, 1.0):
+            poison(sent)
+        # As integers, which gloo of any release moves; it need not add up.
+        as_integers = [memory_as(sent, torch.int32), memory_as(received, torch.int32)]
+        work = torch_dist.all_to_all_single(*as_integers[::-1], group=group, async_op=True)
+        yield
+        work.wait()
+        mine = sent[rank * share : (rank + 1) * share]
+        mine.copy_(torch.sum(received.view(world_size, share), 0, dtype=torch.float32))
+        work = _all_gather(as_integers[1], memory_as(mine, torch.int32), group)
+        yield
+        work.wait()
+        flat.copy_(received[: flat.numel()])
+        self._free += [sent, received]
+        return all_reduce_bytes(received.numel() * received.element_size(), world_size)
+
+    def reset(self) -> None:
+        """Forget the buffers, for buckets of other sizes."""
+        self._free = []
+
+    def _take(self, size: int) -> Tensor:
+        """A buffer that an earlier bucket left, or a new one."""
+        for place, buffer in enumerate(self._free):
+            if buffer.numel() == size:
+                return self._free.pop(place)
+        return torch.empty(size, dtype=self.dtype)
+
+
+class PowerSGDCompression:
+    """PyTorch's PowerSGD: matrices as products of thin ones, with error feedback.
+
+    T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization, NeurIPS 2019.
+
+    Args:
+        **options: Arguments of
+            ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState``.
+    """
+
+    works_on_parts = False
+
+    def __init__(self, **options: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+        self._hook = powersgd.powerSGD_hook
+        self._state = powersgd.PowerSGDState(process_group=None, **options)
+
+    def add_up(self, bucket: Bucket, group: Any = None) -> Sending:
+        """Add up a bucket over all ranks of a group, in place; see :class:`HalfCompression`."""
+        self._state.process_group = group
+        compressing = self._state.iter >= self._state.start_powerSGD_iter
+        before = self._state.total_numel_after_compression
+        world_size = torch_dist.get_world_size(group)
+        # Waited for at once: the hook starts collectives when others end, and with several
+        # buckets under way the order would differ between ranks.
+        average = self._hook(self._state, bucket).wait()
+        bucket.flat.copy_(average).mul_(world_size)
+        yield
+        numel = self._state.total_numel_after_compression - before
+        return all_reduce_bytes(
+            (numel if compressing else bucket.flat.numel()) * bucket.flat.element_size(),
+            world_size,
+        )
+
+    def reset(self) -> None:
+        """Forget errors and factors, for other buckets, or after values that are not finite."""
+        for memory in ('error_dict', 'p_memory_dict', 'q_memory_dict'):
+            getattr(self._state, memory).clear()
+
+
+Compression = Union[HalfCompression, PowerSGDCompression]
+
+
+def make_compression(
+    value: Union[str, Mapping[str, Any], None],
+    named_parameters: Sequence[Tuple[str, nn.Parameter]],
+) -> Optional[Compression]:
+    """Read the option ``grad_compression``.
+
+    Args:
+        value (str or dict, optional): One of :data:`KINDS`, or a dict with it as ``type`` and
+            further options of PowerSGD.
+        named_parameters (Sequence[Tuple[str, nn.Parameter]]): What will be averaged.
+
+    Returns:
+        HalfCompression, PowerSGDCompression or None.
+
+    Raises:
+        ModelError: If the value or a parameter's dtype is none that can be compressed.
+    """
+    options: Dict[str, Any] = dict(value) if isinstance(value, Mapping) else dict(type=value)
+    if options in (dict(type=None), dict(type='none')):
+        return None
+    kind = options.pop('type', None)
+    if kind not in KINDS or (options and kind != 'powersgd'):
+        raise ModelError(
+            f'model_wrapper_cfg.grad_compression={value!r}: expected one of '
+            f"{', '.join(map(repr, KINDS))}, or a dict such as dict(type='powersgd', "
+            f'matrix_approximation_rank=2, start_powerSGD_iter=100); the others take no options.'
+        )
+    for name, parameter in named_parameters:
+        if not parameter.dtype.is_floating_point:
+            raise ModelError(
+                f'model_wrapper_cfg.grad_compression={kind!r} compresses real floating-point '
+                f'gradients, but that of {name} is {parameter.dtype}. Train that parameter in '
+                f"a floating-point dtype, or set grad_compression='none'."
+            )
+    if kind == 'powersgd':
+        return PowerSGDCompression(**options)
+    return HalfCompression({'bf16': torch.bfloat16, 'fp16': torch.float16}[kind])
+
+
+def _all_gather(target: Tensor, source: Tensor, group: Any) -> Any:
+    """``all_gather_into_tensor``; gloo before 2.4 knows lists alone, and copies once more."""
+    if _GATHERS_INTO_TENSOR:
+        return torch_dist.all_gather_into_tensor(target, source, group=group, async_op=True)
+    parts = list(target.chunk(torch_dist.get_world_size(group)))
+    return torch_dist.all_gather(parts, source, group=group, async_op=True)

@@ -1,0 +1,160 @@
+"""What PyTorch's DDP does with a full bucket: compression, a look for NaN, and a tally."""
+
+import time
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, distributed as torch_dist, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes
+
+from .compression import Bucket, Compression, HalfCompression
+from .nonfinite import FinitePolicy, is_poisoned, names_of_nonfinite, poison, scale_and_check
+
+_HALF_HOOKS = {torch.float16: default_hooks.fp16_compress_hook}
+if hasattr(default_hooks, 'bf16_compress_hook'):
+    _HALF_HOOKS[torch.bfloat16] = default_hooks.bf16_compress_hook
+
+
+class BucketAveraging:
+    """The communication hook of :class:`mmdevplug.DeviceDistributedDataParallel` over DDP.
+
+    Args:
+        named_parameters (Sequence[Tuple[str, nn.Parameter]]): What DDP averages.
+        group (ProcessGroup, optional): Defaults to None: all ranks.
+        compression (Compression, optional): Defaults to None. In half precision PyTorch's hook is
+            used where the backend adds up that dtype.
+        policy (FinitePolicy, optional): Defaults to None: ``'stop'``.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Sequence[Tuple[str, nn.Parameter]],
+        group: Any = None,
+        compression: Optional[Compression] = None,
+        policy: Optional[FinitePolicy] = None,
+    ) -> None:
+        self.group = group if group is not None else torch_dist.group.WORLD
+        self.world_size = torch_dist.get_world_size(group)
+        self.compression = compression
+        self.policy = FinitePolicy('stop', group) if policy is None else policy
+        self._parameters = [parameter for _, parameter in named_parameters]
+        self._names: Dict[int, str] = {id(parameter): name for name, parameter in named_parameters}
+        self._half_hook = self._find_half_hook()
+        self._begin_iteration()
+
+    def _find_half_hook(self) -> Any:
+        if not isinstance(self.compression, HalfCompression):
+            return None
+        dtype = self.compression.dtype
+        device = self._parameters[0].device
+        try:
+            torch_dist.all_reduce(torch.zeros(1, dtype=dtype, device=device), group=self.group)
+        except RuntimeError:
+            return None  # gloo of this release does not add up this dtype; ours is used.
+        return _HALF_HOOKS.get(dtype)
+
+    def _begin_iteration(self) -> None:
+        self._begun = False
+        self._found: List[str] = []
+        self._not_finite = False
+        self._messages = 0
+        self._sent = self._started = self._launched = self._arrived = 0.0
+
+    # DDP looks at annotations, and takes none but its own of a release that has them.
+    def hook(self, state, bucket):
+        """Average a bucket.
+
+        Args:
+            state: Unused.
+            bucket (torch.distributed.GradBucket): This rank's gradients.
+
+        Returns:
+            torch.futures.Future: Of their average.
+        """
+        if not self._begun:
+            self._begun = True
+            self._started = time.perf_counter()
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_ddp)
+        flat = bucket.buffer()
+        compressible = flat.dtype == torch.float32 and not flat.is_sparse
+        scaled_by_hook = self._half_hook is not None and compressible
+        self._scale(bucket, 1.0 if scaled_by_hook else 1 / self.world_size)
+        self._messages += 1
+        average = self._half_hook if scaled_by_hook else self._average
+        future = average(self.group, bucket).then(lambda done: self._arrive(done.value()))
+        self._launched = time.perf_counter()
+        if scaled_by_hook:
+            self._sent += all_reduce_bytes(flat.numel() * 2, self.world_size)
+        return future
+
+    def _scale(self, bucket: Any, factor: float) -> None:
+        flat = bucket.buffer()
+        if self.policy.active and flat.is_floating_point():
+            if scale_and_check(flat, factor):
+                # A sparse gradient is a bucket of its own, without a list of its parts.
+                gradients = [flat] if flat.is_sparse else bucket.gradients()
+                named = zip(bucket.parameters(), gradients)
+                self._found += names_of_nonfinite([(self._names[id(p)], g) for p, g in named])
+                poison(flat)
+        elif factor != 1.0:
+            flat.mul_(factor)
+
+    def _average(self, group: Any, bucket: Any) -> Any:
+        flat = bucket.buffer()
+        if self.compression is None or flat.dtype != torch.float32 or flat.is_sparse:
+            self._sent += self._bytes_of(flat)
+            work = torch_dist.all_reduce(flat, group=group, async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])
+        in_host_memory = Bucket(flat, bucket.gradients(), bucket.index())
+        self._sent += _run(self.compression.add_up(in_host_memory, group))
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(flat)
+        return future
+
+    def _bytes_of(self, flat: Tensor) -> float:
+        """What this rank sends of a bucket that is not compressed."""
+        if not flat.is_sparse:
+            return all_reduce_bytes(flat.numel() * flat.element_size(), self.world_size)
+        # gloo gathers the indices and the values of all ranks, and each adds them up.
+        stored = (flat._indices(), flat._values())
+        return (self.world_size - 1) * sum(part.numel() * part.element_size() for part in stored)
+
+    def _arrive(self, flat: Tensor) -> Tensor:
+        self._arrived = time.perf_counter()
+        if self.policy.active:
+            overflows = self._half_hook is not None and self.compression.dtype == torch.float16
+            if is_poisoned(flat) or (overflows and scale_and_check(flat, 1.0)):
+                self._not_finite = True
+        return flat
+
+    def _wait_for_ddp(self) -> None:
+        # DDP's own callback, queued by now, puts the averages where they belong.
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _finish(self) -> None:
+        TRAFFIC.record(
+            'gradients',
+            sent=self._sent,
+            seconds=self._arrived - self._started,
+            waited=max(0.0, self._arrived - self._launched),
+            messages=self._messages,
+        )
+        found, not_finite = self._found, self._not_finite
+        self._begin_iteration()
+        if not_finite:
+            self.policy.settle(found)
+            for parameter in self._parameters:
+                parameter.grad = None
+            if self.compression is not None:
+                self.compression.reset()
+
+
+def _run(steps: Any) -> float:
+    """Run a generator to its end and return its value."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value

@@ -1,0 +1,70 @@
+"""Do all ranks have the same model? Asked once, before their tensors are put into one message."""
+
+import hashlib
+import json
+from typing import Any, List, Tuple
+
+import torch
+from torch import distributed as torch_dist, nn
+
+from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.errors import ModelError
+
+
+def check_same_model(module: nn.Module, group: Any = None) -> None:
+    """Refuse to train if the ranks' parameters or buffers differ in name, shape or dtype.
+
+    Costs a message of 64 characters if they do not.
+
+    Args:
+        module (nn.Module): This rank's model.
+        group (ProcessGroup, optional): Defaults to None: all ranks.
+
+    Raises:
+        ModelError: On every rank, with the first difference of each rank that differs from the
+            first one.
+    """
+    if torch_dist.get_world_size(group) == 1:
+        return
+    signature = _signature(module)
+    digest = hashlib.sha256(json.dumps(signature).encode()).hexdigest()
+    if len(set(gather_json(digest, group))) == 1:
+        return
+    signatures = gather_json(signature, group)
+    lines = [
+        f'  rank {rank}: {_first_difference(other, signatures[0])}'
+        for rank, other in enumerate(signatures)
+        if other != signatures[0]
+    ]
+    raise ModelError(
+        f'{type(module).__name__} is not the same on all ranks, compared with rank 0:\n'
+        + '\n'.join(lines)
+        + '\nBuild it from the same config on all ranks: look for sizes that depend on the rank, '
+        'its data or its files, and for parameters that only some ranks freeze.'
+    )
+
+
+def _signature(module: nn.Module) -> List[List[str]]:
+    def describe(kind: str, named: Tuple[str, torch.Tensor]) -> List[str]:
+        name, tensor = named
+        frozen = kind == 'parameter' and not tensor.requires_grad
+        shape = 'x'.join(map(str, tensor.shape)) or 'scalar'
+        return [f'{kind} {name}', f'{shape} {tensor.dtype}{", frozen" if frozen else ""}']
+
+    return [describe('parameter', named) for named in module.named_parameters()] + [
+        describe('buffer', named) for named in module.named_buffers()
+    ]
+
+
+def _first_difference(one: List[List[str]], other: List[List[str]]) -> str:
+    for (name, kind), (other_name, other_kind) in zip(one, other):
+        if name != other_name:
+            return f'has {name} ({kind}) where rank 0 has {other_name} ({other_kind})'
+        if kind != other_kind:
+            return f'has {name} as {kind}, rank 0 as {other_kind}'
+    longer, who = (one, 'this rank') if len(one) > len(other) else (other, 'rank 0')
+    name, kind = longer[min(len(one), len(other))]
+    return (
+        f'has {len(one)} parameters and buffers, rank 0 has {len(other)}; only {who} has {name} '
+        f'({kind})'
+    )

@@ -1,0 +1,159 @@
+"""NaN and infinite gradients: found while averaging, at no cost, and named.
+
+Scaling by the number of ranks reads every value once; the same pass looks for values that are not
+finite. A rank that finds one puts NaN into the first element of the bucket. The sum carries it to
+all ranks, so that they agree without a message of its own.
+"""
+
+import logging
+from functools import lru_cache
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+from mmengine.logging import print_log
+from torch import Tensor, distributed as torch_dist
+
+from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.errors import ModelError
+
+POLICIES = ('stop', 'skip', 'ignore')
+
+
+def check_policy(policy: str) -> None:
+    """Refuse an unknown policy.
+
+    Raises:
+        ModelError: If it is unknown.
+    """
+    if policy not in POLICIES:
+        raise ModelError(
+            f'model_wrapper_cfg.nonfinite_grads={policy!r}: expected '
+            f'{", ".join(map(repr, POLICIES))}.'
+        )
+
+
+def scale_and_check(flat: Tensor, factor: float) -> bool:
+    """Multiply a tensor in place and look for values that are not finite.
+
+    Args:
+        flat (Tensor): Real floating-point tensor, dense or sparse.
+        factor (float): Finite.
+
+    Returns:
+        bool: Whether there is NaN or an infinite value.
+    """
+    flat = stored_values(flat)
+    if _has_fused_kernel() and flat.dtype != torch.float64:
+        found = torch.zeros(1, device=flat.device)
+        scale = torch.tensor([factor], device=flat.device)
+        torch._amp_foreach_non_finite_check_and_unscale_([flat], found, scale)
+        return bool(found.item())
+    flat.mul_(factor)
+    # A sum of finite values may overflow, but one of NaN or infinity is never finite.
+    return not torch.isfinite(flat.sum()) and not bool(torch.isfinite(flat).all())
+
+
+def stored_values(tensor: Tensor) -> Tensor:
+    """Return the values that a sparse tensor stores, or a dense tensor itself; no copy."""
+    # `values()` takes coalesced tensors alone, and backward makes others.
+    return tensor._values() if tensor.is_sparse else tensor
+
+
+@lru_cache(None)
+def _has_fused_kernel() -> bool:
+    """Whether this PyTorch has the kernel of CUDA's gradient scaler for the CPU, too."""
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [torch.ones(1)], torch.zeros(1), torch.ones(1)
+        )
+    except (RuntimeError, AttributeError):  # NotImplementedError is a RuntimeError
+        return False
+    return True
+
+
+def poison(flat: Tensor) -> None:
+    """Mark a bucket; the mark survives adding up and compression."""
+    # A sparse gradient carries what was found in it: ranks store different elements of it.
+    if not flat.is_sparse:
+        flat[:1] = float('nan')
+
+
+def is_poisoned(flat: Tensor) -> bool:
+    """Whether any rank marked the bucket."""
+    if flat.is_sparse:
+        return not bool(torch.isfinite(flat._values()).all())
+    return flat.numel() > 0 and not bool(torch.isfinite(flat[0]))
+
+
+def names_of_nonfinite(named: Sequence[Tuple[str, Optional[Tensor]]]) -> List[str]:
+    """Say which gradients are not finite.
+
+    Args:
+        named (Sequence[Tuple[str, Tensor]]): Names of parameters and their gradients, on the host.
+
+    Returns:
+        List[str]: For each what was found, e.g. ``'head.weight (3 NaN, 1 Inf of 640)'``.
+    """
+    found = []
+    for name, gradient in named:
+        if gradient is None:
+            continue
+        values = stored_values(gradient)
+        if bool(torch.isfinite(values).all()):
+            continue
+        nan = int(torch.isnan(values).sum())
+        inf = int(torch.isinf(values).sum())
+        found.append(f'{name} ({nan} NaN, {inf} Inf of {gradient.numel()})')
+    return found
+
+
+class FinitePolicy:
+    """What all ranks do about gradients that are not finite on some rank.
+
+    Args:
+        policy (str): ``'stop'``, ``'skip'`` or ``'ignore'``.
+        group (ProcessGroup, optional): Defaults to None: all ranks.
+
+    Attributes:
+        suspended (bool): Whether a gradient scaler is in charge, whose search for the right scale
+            makes gradients overflow on purpose.
+        skipped (int): How many updates were skipped so far.
+    """
+
+    def __init__(self, policy: str, group: Any = None) -> None:
+        check_policy(policy)
+        self.policy = policy
+        self.group = group
+        self.suspended = False
+        self.skipped = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether gradients that are not finite are to be answered."""
+        return self.policy != 'ignore' and not self.suspended
+
+    def settle(self, found_here: Sequence[str]) -> None:
+        """Tell all ranks what was found, and stop or return to skip the update.
+
+        To be called by all ranks.
+
+        Args:
+            found_here (Sequence[str]): What this rank has found, see :func:`names_of_nonfinite`.
+
+        Raises:
+            ModelError: Under ``'stop'``, on every rank, with the ranks and parameters.
+        """
+        told = gather_json(list(found_here[:5]), self.group)
+        lines = [
+            f'  rank {rank}: {", ".join(names)}' for rank, names in enumerate(told) if names
+        ] or ['  every rank has finite gradients: they overflow when compressed or added up']
+        text = 'gradients are not finite:\n' + '\n'.join(lines)
+        if self.policy == 'stop':
+            raise ModelError(
+                f'{text}\nThe weights are those of the last good update. Look at the data of that '
+                f'rank and at the loss, lower the learning rate, clip gradients, or pass over '
+                f"such iterations with model_wrapper_cfg=dict(nonfinite_grads='skip')."
+            )
+        self.skipped += 1
+        if torch_dist.get_rank(self.group) == 0:
+            print_log(f'Update {self.skipped} skipped: {text}', 'current', logging.WARNING)

@@ -1,0 +1,151 @@
+"""The model wrapper of GANs: each part of a model is trained in parallel by itself."""
+
+from contextlib import ExitStack, contextmanager
+from typing import Any, Dict, Iterator, List, Optional, Union
+
+from mmengine.model import MMSeparateDistributedDataParallel
+from mmengine.optim import OptimWrapperDict
+from mmengine.registry import MODEL_WRAPPERS
+from torch import Tensor, nn
+
+from mmdevplug.accelerators import devices_of
+from mmdevplug.accelerators.detection import AcceleratorConfig
+from mmdevplug.accelerators.lazy_predictions import training_step
+from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.errors import ModelError
+from mmdevplug.fault_tolerance.failure import fail_together
+from mmdevplug.model.move import move_module
+from mmdevplug.optim import log_norms
+
+from .staging import GradientStaging
+from .wrapper import DeviceDistributedDataParallel, _has_scaler as has_scaler
+
+
+class _Part(DeviceDistributedDataParallel):
+    """A part whose gradients are averaged unless all of it is frozen for the moment."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if any(parameter.requires_grad for parameter in self.module.parameters()):
+            return super().forward(*inputs, **kwargs)
+        # E.g. the discriminator while the generator learns: no gradient will come, so nothing
+        # has to be prepared, and no rank has to be asked.
+        return self.module(*inputs, **kwargs)
+
+
+@MODEL_WRAPPERS.register_module()
+class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
+    """Wrap each child that has something to train in :class:`DeviceDistributedDataParallel`.
+
+    The model's own ``train_step`` runs, and calls its children, as with
+    :class:`mmengine.model.MMSeparateDistributedDataParallel`.
+
+    Args:
+        module (nn.Module): The model, on any device, e.g. with the children ``generator`` and
+            ``discriminator``.
+        broadcast_buffers (bool): See DeviceDistributedDataParallel. Defaults to False.
+        find_unused_parameters (bool): See DeviceDistributedDataParallel. Defaults to False.
+        accelerator (str, dict or Accelerator, optional): Defaults to None: the one of this
+            process, or else what detection finds.
+        **kwargs: Other arguments of DeviceDistributedDataParallel, for each child.
+
+    Raises:
+        ModelError: If the model has trainable parameters of its own, or no child to train.
+        LaunchError: If no process group exists.
+        AcceleratorError: If the device cannot be used.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        broadcast_buffers: bool = False,
+        find_unused_parameters: bool = False,
+        accelerator: AcceleratorConfig = None,
+        **kwargs: Any,
+    ) -> None:
+        # As MMEngine's, past the constructor of DDP.
+        nn.Module.__init__(self)
+        _check_children(module)
+        self.accelerator, self.device = rank_device(accelerator)
+        # As a whole, so that children that share parameters go on sharing them.
+        self.module = move_module(module, self.device)
+        self._devices = devices_of(module.parameters())
+        for name, child in module.named_children():
+            if _is_trainable(child):
+                module._modules[name] = _Part(
+                    child,
+                    accelerator=self.accelerator,
+                    broadcast_buffers=broadcast_buffers,
+                    find_unused_parameters=find_unused_parameters,
+                    **kwargs,
+                )
+
+    @property
+    def parts(self) -> List[DeviceDistributedDataParallel]:
+        """The wrapped children."""
+        return [part for part in self.module.children() if isinstance(part, _Part)]
+
+    @property
+    def staging(self) -> Optional[List[GradientStaging]]:
+        """The averaging by way of the host of each part; None where PyTorch's DDP averages."""
+        found = [part.staging for part in self.parts if part.staging is not None]
+        return found or None
+
+    def restart_staging(self) -> None:
+        """Stage the gradients of the parameters that the parts have now."""
+        for part in self.parts:
+            if part.staging is not None:
+                part.restart_staging()
+
+    def train_step(
+        self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapperDict
+    ) -> Dict[str, Tensor]:
+        """Call the model's own ``train_step``, and materialize on a lazy device.
+
+        Args:
+            data (dict or tuple or list): A batch from the data loader.
+            optim_wrapper (OptimWrapperDict): Updates the parameters.
+
+        Returns:
+            Dict[str, Tensor]: Tensors for the log.
+
+        Raises:
+            RankFailedError: If another rank failed.
+        """
+        with fail_together('training'), training_step():
+            scaled = has_scaler(optim_wrapper)
+            for part in self.parts:
+                part.policy.suspended = scaled
+            log_vars = self.module.train_step(data, optim_wrapper)
+            self.accelerator.materialize_all(self._devices)
+            log_norms(optim_wrapper)
+        return log_vars
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the gradients of all parts as they are on each rank."""
+        with ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.no_sync())
+            yield
+
+
+def _is_trainable(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _check_children(module: nn.Module) -> None:
+    own = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
+    if own:
+        raise ModelError(
+            f'{type(module).__name__} has trainable parameters of its own, {", ".join(own)}, '
+            f'which belong to none of its children and would not be averaged; expected none. '
+            f'Put them into a child module, or take '
+            f"model_wrapper_cfg=dict(type='DeviceDistributedDataParallel')."
+        )
+    children = dict(module.named_children())
+    if not any(_is_trainable(child) for child in children.values()):
+        raise ModelError(
+            f'no child of {type(module).__name__} has a parameter that requires a gradient '
+            f'(children: {", ".join(children) or "none"}); expected at least one. Unfreeze part '
+            f'of the model, or run it without a launcher.'
+        )

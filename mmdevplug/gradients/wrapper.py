@@ -1,0 +1,382 @@
+"""The model wrapper: data parallel training on any device."""
+
+import copy
+import inspect
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+from mmengine.model import (
+    MMDistributedDataParallel,
+    detect_anomalous_params,
+    is_model_wrapper,
+)
+from mmengine.optim import OptimWrapper
+from mmengine.registry import MODEL_WRAPPERS
+from torch import Tensor, distributed as torch_dist, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mmdevplug.accelerators import Accelerator, devices_of
+from mmdevplug.accelerators.backend import backend_of
+from mmdevplug.accelerators.detection import AcceleratorConfig
+from mmdevplug.accelerators.lazy_predictions import materialize_predictions
+from mmdevplug.distributed.coalesced import broadcast_tensors
+from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes
+from mmdevplug.errors import LaunchError, ModelError
+from mmdevplug.fault_tolerance.failure import fail_together
+from mmdevplug.model.loss_check import check_loss
+from mmdevplug.model.move import check_materialized, move_module
+from mmdevplug.model.norm_layers import convert_norm_layers
+from mmdevplug.optim import log_norms, trust_averages
+
+from .compression import make_compression
+from .ddp_hook import BucketAveraging
+from .model_signature import check_same_model
+from .nonfinite import FinitePolicy
+from .staging import GradientStaging
+
+#: On the host, small buckets start to travel earlier, and gradients that are views of a bucket
+#: need no copy.
+CPU_DEFAULTS = dict(gradient_as_bucket_view=True, bucket_cap_mb=5)
+
+
+@MODEL_WRAPPERS.register_module()
+class DeviceDistributedDataParallel(MMDistributedDataParallel):
+    """Data parallel training on whatever device this rank has.
+
+    The module is moved to its device first. Then PyTorch's DDP averages the gradients where the
+    backend takes the device's tensors (CPU, CUDA, a vendor's own backend); elsewhere they are
+    staged on the host at the end of backward, with the same results. ``train_step``,
+    ``val_step``, ``test_step``, ``module`` and the keys of ``state_dict`` are those of
+    :class:`mmengine.model.MMDistributedDataParallel`.
+
+    Args:
+        module (nn.Module): The model, on any device.
+        accelerator (str, dict or Accelerator, optional): Defaults to None: the one of this
+            process, or else what detection finds.
+        device_ids (list, optional): Accepted from runners and configs that pass it, and replaced
+            by what the device takes.
+        output_device (int or torch.device, optional): As ``device_ids``.
+        broadcast_buffers (bool): Whether rank 0's buffers are sent to all ranks at the beginning
+            of a forward pass. Defaults to True, as in PyTorch.
+        find_unused_parameters (bool): Needed by PyTorch's DDP if parameters go unused; host
+            staging finds them by itself. Defaults to False.
+        process_group (ProcessGroup, optional): Defaults to None: all ranks.
+        bucket_cap_mb (int, optional): Size of a message in MB. Defaults to None: 5 on the CPU, 8
+            for host staging, and PyTorch's own elsewhere.
+        detect_anomalous_params (bool): See MMDistributedDataParallel. Defaults to False.
+        grad_compression (str or dict): What travels instead of gradients: ``'none'``, ``'bf16'``,
+            ``'fp16'`` or ``'powersgd'``, or a dict with that as ``type`` and options of PyTorch's
+            ``PowerSGDState``. Defaults to ``'none'``.
+        hierarchy (str or bool): Whether host staging averages in the shared memory of each host
+            first, and then between hosts. ``'auto'``: where several ranks share a host and each
+            host has as many. Defaults to ``'auto'``.
+        nonfinite_grads (str, optional): What all ranks do when one has NaN or infinite gradients:
+            ``'stop'`` with its rank and parameters, ``'skip'`` the update, or ``'ignore'``. A
+            gradient scaler, which skips by itself, has precedence. Defaults to None: ``'stop'``
+            where gradients pass through the host, at no cost; ``'ignore'`` elsewhere.
+        **kwargs: Other arguments of PyTorch's DDP. They have no effect on host staging.
+
+    Raises:
+        ModelError: If the model is wrapped already, has nothing to train, or is not the same on
+            all ranks, or if an option has a value that it cannot have.
+        LaunchError: If no process group exists.
+        AcceleratorError: If the device cannot be used.
+    """
+
+    #: The averaging by way of the host; None where PyTorch's DDP averages.
+    staging: Optional[GradientStaging] = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        accelerator: AcceleratorConfig = None,
+        device_ids: Optional[List] = None,
+        output_device: Optional[Union[int, torch.device]] = None,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        process_group: Any = None,
+        bucket_cap_mb: Optional[int] = None,
+        detect_anomalous_params: bool = False,
+        grad_compression: Union[str, Dict] = 'none',
+        hierarchy: Union[str, bool] = 'auto',
+        nonfinite_grads: Optional[str] = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_module(module)
+        _check_options(kwargs)
+        _check_hierarchy(hierarchy)
+        _check_process_group()
+        chosen, device = rank_device(accelerator)
+        takes_tensors = chosen.takes_tensors(backend_of(process_group))
+        check_same_model(module, process_group)
+        convert_norm_layers(module, chosen, device)
+        options = dict(
+            broadcast_buffers=broadcast_buffers,
+            find_unused_parameters=find_unused_parameters,
+            process_group=process_group,
+        )
+        if bucket_cap_mb is not None:
+            kwargs['bucket_cap_mb'] = bucket_cap_mb
+        through_host = device.type == 'cpu' or not takes_tensors
+        averaging = dict(
+            compression=make_compression(grad_compression, _trainable(module)),
+            policy=FinitePolicy(
+                nonfinite_grads or ('stop' if through_host else 'ignore'), process_group
+            ),
+        )
+        if takes_tensors:
+            move_module(module, device)
+            if chosen.name == 'cpu':
+                kwargs = {**CPU_DEFAULTS, **kwargs}
+            options = _rename_buffer_option(options, chosen, module)
+            spread = len(devices_of(module.parameters())) > 1  # then DDP takes no device ids
+            device_ids = None if spread else chosen.ddp_device_ids(device)
+            super().__init__(module, device_ids=device_ids, **options, **kwargs)
+        else:
+            averaging['hierarchy'] = hierarchy
+            if bucket_cap_mb is not None:
+                averaging['bucket_bytes'] = int(bucket_cap_mb * 2**20)
+            self._init_staging(module, chosen, device, **options)
+        self.accelerator = chosen
+        self.policy = averaging['policy']
+        self._averaging = averaging
+        self._devices = devices_of(module.parameters())
+        if not takes_tensors:
+            self.restart_staging()  # After the move, which may have made new parameters.
+        self._hook_is_due = takes_tensors and (
+            through_host or self.policy.active or averaging['compression'] is not None
+        )
+        self._hooked = False
+        self.detect_anomalous_params = detect_anomalous_params
+        self._loss_checked = False
+        if chosen.lazy:
+            materialize_predictions(module, chosen, self._devices)
+
+    def _init_staging(
+        self,
+        module: nn.Module,
+        accelerator: Accelerator,
+        device: torch.device,
+        **options: Any,
+    ) -> None:
+        """Set up what PyTorch's DDP would, less the reducer."""
+        nn.Module.__init__(self)
+        group = options['process_group']
+        # Before the move: on the host it takes no copy between devices.
+        broadcast_tensors([*module.parameters(), *module.buffers()], accelerator, group)
+        self.module = move_module(module, device)
+        # The names of DDP's own attributes, for `no_sync` and for code that looks at them.
+        self.device = device
+        self.device_type = device.type
+        self.device_ids = self.output_device = None
+        self.process_group = group if group is not None else torch_dist.group.WORLD
+        self.broadcast_buffers = options['broadcast_buffers']
+        self.find_unused_parameters = options['find_unused_parameters']
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+
+    def restart_staging(self) -> None:
+        """Stage the gradients of the parameters that the module has now."""
+        self.staging = GradientStaging(
+            _trainable(self.module),
+            self.accelerator,
+            self.process_group,
+            **self._averaging,
+        )
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module; see :meth:`torch.nn.parallel.DistributedDataParallel.forward`."""
+        if self.staging is None:
+            if self._hook_is_due:
+                averaging = BucketAveraging(
+                    _trainable(self.module), self.process_group, **self._averaging
+                )
+                self.register_comm_hook(None, averaging.hook)
+            if not self._hooked and torch.is_grad_enabled() and self.require_backward_grad_sync:
+                # DDP hands its buckets to the backend, which tells nobody how long they take.
+                TRAFFIC.record('gradients', sent=self._bytes_sent())
+            return super().forward(*inputs, **kwargs)
+        if self.broadcast_buffers and self.require_forward_param_sync:
+            with torch.no_grad():
+                broadcast_tensors(
+                    list(self.module.buffers()), self.accelerator, self.process_group
+                )
+        outputs = self.module(*inputs, **kwargs)
+        synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self.require_forward_param_sync = synchronize
+        if torch.is_grad_enabled():
+            self.staging.prepare(outputs, synchronize)
+        return outputs
+
+    def _bytes_sent(self) -> float:
+        size = sum(p.numel() * p.element_size() for _, p in _trainable(self.module))
+        return all_reduce_bytes(size, torch_dist.get_world_size(self.process_group))
+
+    def train_step(
+        self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper
+    ) -> Dict[str, Tensor]:
+        """Run forward, backward and the parameters' update.
+
+        On a lazy device the iteration is materialized twice: with host staging at the end of
+        backward, and here.
+
+        Args:
+            data (dict or tuple or list): A batch from the data loader.
+            optim_wrapper (OptimWrapper): Updates the parameters.
+
+        Returns:
+            Dict[str, Tensor]: Tensors for the log.
+
+        Raises:
+            ModelError: If the loss depends on none of the model's parameters.
+            RankFailedError: If another rank failed.
+        """
+        with fail_together('training'):
+            with optim_wrapper.optim_context(self):
+                data = self.module.data_preprocessor(data, training=True)
+                losses = self._run_forward(data, mode='loss')
+            parsed_loss, log_vars = self.module.parse_losses(losses)
+            if not self._loss_checked:
+                check_loss(parsed_loss, self.module)
+                self._loss_checked = True
+            self.policy.suspended = _has_scaler(optim_wrapper)
+            trust_averages(optim_wrapper, self.staging)
+            optim_wrapper.update_params(parsed_loss)
+            if self.detect_anomalous_params:
+                detect_anomalous_params(parsed_loss, model=self)
+            self.accelerator.materialize_all(self._devices)
+            log_norms(optim_wrapper)
+        return log_vars
+
+    def rehearse(self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper) -> None:
+        """Let PyTorch's DDP arrange its buckets, as the first backward pass of a run does.
+
+        They are put into the order in which gradients became ready, and the order decides how the
+        values of more than two ranks are added up. A resumed run has to add up its first gradients
+        as the uninterrupted one did. What this pass computes is dropped; the caller restores the
+        random states.
+
+        Args:
+            data (dict or tuple or list): A batch; it is copied.
+            optim_wrapper (OptimWrapper): Casts as in training.
+        """
+        if self.staging is not None or torch_dist.get_world_size(self.process_group) <= 2:
+            return  # Staging never changes its buckets, and two values add up the same either way.
+        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        with optim_wrapper.optim_context(self):
+            data = self.module.data_preprocessor(copy.deepcopy(data), training=True)
+            losses = self._run_forward(data, mode='loss')
+        self.module.parse_losses(losses)[0].backward()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Register a communication hook with PyTorch's DDP, in the place of ours.
+
+        ``grad_compression`` and ``nonfinite_grads`` are without effect then.
+
+        Raises:
+            ModelError: Under host staging, which has no buckets on the device to give to a hook.
+        """
+        self._refuse_under_staging('register_comm_hook')
+        self._hook_is_due = False  # DDP takes only one.
+        self._hooked = True
+        super().register_comm_hook(state, hook)
+
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Train with uneven inputs; see :meth:`torch.nn.parallel.DistributedDataParallel.join`.
+
+        Raises:
+            ModelError: Under host staging.
+        """
+        self._refuse_under_staging('join')
+        return super().join(*args, **kwargs)
+
+    def _refuse_under_staging(self, method: str) -> None:
+        if self.staging is not None:
+            raise ModelError(
+                f"{method}() needs PyTorch's DDP, but gradients on {self.device} travel through "
+                f'the host, because backend {torch_dist.get_backend(self.process_group)!r} does '
+                f'not take {self.device_type} tensors. Remove the call, or use the native '
+                f'backend of the device.'
+            )
+
+
+def _has_scaler(optim_wrapper: Any) -> bool:
+    """Whether a gradient scaler skips the updates that overflow."""
+    wrappers = optim_wrapper.values() if hasattr(optim_wrapper, 'values') else [optim_wrapper]
+    scalers = [getattr(wrapper, 'loss_scaler', None) for wrapper in wrappers]
+    return any(scaler is not None and scaler.is_enabled() for scaler in scalers)
+
+
+def _check_module(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f'the model is {module!r} of type {type(module).__name__}; expected an nn.Module, '
+            f'whose parameters can be averaged. Pass the module itself, or an nn.Module that '
+            f'calls the function.'
+        )
+    check_materialized(module)
+    if is_model_wrapper(module):
+        raise ModelError(
+            f'the model is wrapped already, in {type(module).__name__}; expected the bare model. '
+            f'Pass model.module, or remove the model_wrapper_cfg that wraps it a second time.'
+        )
+    if not _trainable(module):
+        total = sum(1 for _ in module.parameters())
+        raise ModelError(
+            f'{type(module).__name__} has no parameter that requires a gradient ({total} '
+            f'parameters, all frozen); expected at least one. Unfreeze part of the model '
+            f'(frozen_stages, requires_grad), or run it without a launcher.'
+        )
+
+
+def _check_options(kwargs: Dict[str, Any]) -> None:
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    unknown = sorted(set(kwargs) - set(known))
+    if unknown:
+        raise TypeError(
+            f'model_wrapper_cfg has {", ".join(unknown)}, which neither '
+            f'DeviceDistributedDataParallel nor the DistributedDataParallel of torch '
+            f'{torch.__version__} takes. Remove it.'
+        )
+
+
+def _rename_buffer_option(
+    options: Dict[str, Any], accelerator: Accelerator, module: nn.Module
+) -> Dict[str, Any]:
+    """Ask DDP for equal buffers at the start, whether or not they are sent at each forward."""
+    options = dict(options)
+    if 'forward_sync_buffers' in inspect.signature(DistributedDataParallel.__init__).parameters:
+        options['forward_sync_buffers'] = options.pop('broadcast_buffers')
+    elif not options['broadcast_buffers']:
+        # Without this, older releases leave the buffers of each rank as they are.
+        broadcast_tensors(list(module.buffers()), accelerator, options['process_group'])
+    return options
+
+
+def _check_hierarchy(hierarchy: Union[str, bool]) -> None:
+    if hierarchy not in ('auto', True, False):
+        raise ModelError(
+            f"model_wrapper_cfg.hierarchy={hierarchy!r}: expected 'auto', True or False."
+        )
+
+
+def _check_process_group() -> None:
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        raise LaunchError(
+            'DeviceDistributedDataParallel needs a process group and there is none. Use '
+            "runner_type='DeviceRunner' with --launcher pytorch, or call "
+            'mmdevplug.init_device(launcher=...) before the model is wrapped.'
+        )
+
+
+def _trainable(module: nn.Module) -> Sequence[Tuple[str, nn.Parameter]]:
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]

@@ -1,0 +1,265 @@
+"""The devices of a plan and what each may hold, as a user writes them."""
+
+import re
+from difflib import get_close_matches
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
+
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.errors import PlacementError
+from mmdevplug.registry import ACCELERATORS
+
+Devices = Union[str, int, torch.device, Sequence[Union[str, int, torch.device]]]
+Size = Union[int, str]
+
+_RANGE = re.compile(r'([a-z_]\w*):(\d+)-(\d+)\Z')
+_ONE = re.compile(r'([a-z_]\w*):(\d+)\Z')
+#: As HF accelerate reads them; `Gb` with a small b are bits.
+_UNITS = dict(GIB=2**30, MIB=2**20, KIB=2**10, GB=10**9, MB=10**6, KB=10**3)
+MOST_DEVICES = 4096
+
+
+def parse_devices(
+    devices: Devices, device_type: Optional[str] = None, exclude_cpu: bool = True
+) -> List[str]:
+    """Read a list of devices. None of them need be present.
+
+    Args:
+        devices (str, int, torch.device or list): ``'cuda:0-3'``, ``'cuda:0,cuda:2'``, a list of
+            such, or a number of devices of ``device_type``.
+        device_type (str, optional): What a bare index or number means.
+        exclude_cpu (bool): Whether the host may hold nothing. If False, ``'cpu'`` comes last.
+
+    Returns:
+        List[str]: E.g. ``['cuda:0', 'cuda:1']``, ``'cpu'`` without an index.
+
+    Raises:
+        PlacementError: If the list is empty, unreadable, mixed, or names a device twice.
+    """
+    if isinstance(devices, bool) or devices is None:
+        raise PlacementError(f"devices={devices!r}: expected e.g. 'cuda:0-3', a list or a number.")
+    if isinstance(devices, int):
+        if devices < 1:
+            raise PlacementError(f'devices={devices}: expected at least 1 device.')
+        parts: List[Any] = list(range(_checked(devices, devices)))
+    elif isinstance(devices, (str, torch.device)):
+        parts = [devices]
+    else:
+        parts = list(devices)
+    names = [name for part in parts for name in _names(part, device_type)]
+    if not names:
+        raise PlacementError(f"devices={devices!r} names no device. Give e.g. 'cuda:0-3'.")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise PlacementError(f'devices={devices!r} names {", ".join(twice)} more than once.')
+    return _with_host(names, exclude_cpu)
+
+
+def _checked(count: int, told: Any) -> int:
+    if count > MOST_DEVICES:
+        raise PlacementError(f'devices={told!r}: expected at most {MOST_DEVICES} devices.')
+    return count
+
+
+def _with_host(names: List[str], exclude_cpu: bool) -> List[str]:
+    types = list(dict.fromkeys(name.split(':')[0] for name in names if name != 'cpu'))
+    if len(types) > 1:
+        raise PlacementError(
+            f'the devices are of different types: {", ".join(types)}. A plan spreads a model over '
+            f'devices of one type; make one plan for each.'
+        )
+    if not types:
+        return names
+    if 'cpu' in names and exclude_cpu:
+        raise PlacementError(
+            "the devices name 'cpu' beside an accelerator, but exclude_cpu=True. Leave 'cpu' out, "
+            'or allow it with exclude_cpu=False.'
+        )
+    names = [name for name in names if name != 'cpu']
+    return names if exclude_cpu else [*names, 'cpu']
+
+
+def _names(part: Any, device_type: Optional[str]) -> List[str]:
+    if isinstance(part, int) and not isinstance(part, bool):
+        if part < 0:
+            raise PlacementError(f'device {part}: expected an index of 0 or more.')
+        if device_type is None:
+            raise PlacementError(
+                f"device {part}: of which type? Write e.g. 'cuda:{part}', or give device_type."
+            )
+        return [f'{device_type}:{part}']
+    names: List[str] = []
+    for text in str(part).replace(' ', '').split(','):
+        found = _RANGE.match(text)
+        if found:
+            first, last = int(found.group(2)), int(found.group(3))
+            _check_type(found.group(1))
+            if last < first:
+                raise PlacementError(f'devices {text!r}: the range ends before it begins.')
+            _checked(last - first + 1, text)
+            names += [f'{found.group(1)}:{index}' for index in range(first, last + 1)]
+        elif text.isdigit():
+            names += _names(int(text), device_type)
+        elif text:
+            names.append(_one(text))
+    return names
+
+
+def _check_type(device_type: str) -> None:
+    """Refuse a type that is not known and looks like one that is.
+
+    A type that looks like none may be a vendor's, whose package need not be installed.
+    """
+    try:
+        torch.device(device_type)
+    except RuntimeError:
+        known = {*ACCELERATORS.module_dict, 'cpu', 'cuda', 'xla', 'xpu', 'mps', 'hpu'} - {'auto'}
+        close = get_close_matches(device_type, sorted(known), n=1, cutoff=0.75)
+        if close and device_type not in known:
+            raise PlacementError(
+                f'devices name the type {device_type!r}, which is unknown; expected e.g. '
+                f'{close[0]!r}. Correct it.'
+            ) from None
+
+
+def _one(text: str) -> str:
+    if text in ('cpu', 'cpu:0'):
+        return 'cpu'
+    found = _ONE.match(text)
+    if not found or found.group(1) in ('cpu', 'meta'):
+        raise PlacementError(
+            f"device {text!r}: expected TYPE:INDEX or TYPE:FIRST-LAST, e.g. 'cuda:0' or 'xla:0-7'."
+        )
+    _check_type(found.group(1))
+    return f'{found.group(1)}:{int(found.group(2))}'
+
+
+def parse_size(size: Size, where: str = 'size') -> int:
+    """Bytes, as HF accelerate reads them: ``10**9``, ``'10GB'``, ``'9.5GiB'``, ``'80Gb'``.
+
+    Raises:
+        PlacementError: If it cannot be read or is negative.
+    """
+    found = -1
+    if isinstance(size, int) and not isinstance(size, bool):
+        found = size
+    elif isinstance(size, str):
+        text = size.strip()
+        unit = next((unit for unit in _UNITS if text.upper().endswith(unit)), None)
+        try:
+            value = float(text[: -len(unit)]) if unit else float(int(text))
+            found = int(value * _UNITS[unit]) if unit else int(text)
+        except (ValueError, OverflowError):
+            found = -1
+        if unit and len(unit) == 2 and text.endswith('b'):
+            found = found // 8 if found >= 0 else found
+    if found < 0:
+        raise PlacementError(
+            f"{where}={size!r}: expected a number of bytes or a figure with a unit, e.g. '10GB' "
+            f"or '9.5GiB'."
+        )
+    return found
+
+
+def parse_max_memory(
+    max_memory: Union[None, str, Mapping[Any, Size]], devices: Sequence[str]
+) -> Dict[str, int]:
+    """What each device may hold.
+
+    Args:
+        max_memory (dict or str, optional): Device or its index to bytes, or
+            ``'cuda:0=10GB,cuda:1=8GB'``.
+        devices (Sequence[str]): Of the plan.
+
+    Returns:
+        Dict[str, int]: Bytes of the devices that were named.
+
+    Raises:
+        PlacementError: If a device is unknown or named twice, or a figure cannot be read.
+    """
+    limits: Dict[str, int] = {}
+    for key, size in _pairs(max_memory):
+        name = _device_named(key, devices)
+        if name in limits:
+            raise PlacementError(f'max_memory names {name} twice.')
+        limits[name] = parse_size(size, f'max_memory[{name!r}]')
+    return limits
+
+
+def _pairs(max_memory: Union[None, str, Mapping[Any, Size]]) -> List[Tuple[Any, Size]]:
+    if max_memory is None:
+        return []
+    if not isinstance(max_memory, str):
+        if not isinstance(max_memory, Mapping):
+            raise PlacementError(f'max_memory={max_memory!r}: expected a dict or a text.')
+        return list(max_memory.items())
+    pairs: List[Tuple[Any, Size]] = []
+    for part in filter(None, max_memory.replace(' ', '').split(',')):
+        name, equals, size = part.partition('=')
+        if not equals:
+            raise PlacementError(f"max_memory {part!r}: expected DEVICE=SIZE, e.g. 'cuda:0=10GB'.")
+        pairs.append((name, size))
+    return pairs
+
+
+def _device_named(key: Any, devices: Sequence[str]) -> str:
+    text = str(key)
+    if text.isdigit():
+        matches = [name for name in devices if name.endswith(f':{int(text)}')]
+    else:
+        matches = [name for name in devices if name in (text, text.replace('cpu:0', 'cpu'))]
+    if not matches:
+        hint = ' (allow it with exclude_cpu=False)' if text.startswith('cpu') else ''
+        raise PlacementError(
+            f'max_memory names {key!r}{hint}, which is none of the devices: {", ".join(devices)}.'
+        )
+    return matches[0]
+
+
+def probe_capacities(devices: Sequence[str], accelerator: Accelerator) -> Dict[str, int]:
+    """What the devices of this machine have, for ``max_memory``.
+
+    Args:
+        devices (Sequence[str]): From :func:`parse_devices`.
+        accelerator (Accelerator): Of their family.
+
+    Returns:
+        Dict[str, int]: Bytes of each; empty if the vendor does not tell it for all of them.
+    """
+    if not accelerator.is_available():
+        return {}
+    found: Dict[str, int] = {}
+    for name in devices:
+        device = torch.device(name)
+        if device.type != accelerator.device_type:
+            continue
+        if (device.index or 0) >= accelerator.device_count():
+            return {}
+        total = accelerator.memory_total(device)
+        if total is None:
+            return {}
+        found[name] = total
+    return found
+
+
+def device_weights(
+    devices: List[str], capacities: Optional[Mapping[str, int]]
+) -> Dict[str, float]:
+    """What each device holds in proportion.
+
+    Those without a limit are taken for as large as the largest that has one.
+    """
+    if not capacities:
+        return dict.fromkeys(devices, 1.0)
+    limits = [size for name, size in capacities.items() if name != 'cpu']
+    largest = float(max(limits, default=0)) or 1.0
+    return {name: float(capacities.get(name, largest)) for name in devices}
+
+
+def describe_bytes(size: float) -> str:
+    """A number of bytes in words, e.g. ``'1.50 GB'`` (decimal units, as ``max_memory`` has)."""
+    for unit, scale in (('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
+        if size >= scale:
+            return f'{size / scale:.2f} {unit}'
+    return f'{size:.0f} bytes'

@@ -1,0 +1,272 @@
+"""From the options of ``model_parallel`` to a strategy, a plan, and a model that follows it."""
+
+import functools
+from contextlib import nullcontext
+from typing import Any, Optional, Sequence
+
+import torch
+from mmengine.logging import MMLogger
+from mmengine.model import is_model_wrapper
+from torch import nn
+
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.device_guard import DeviceGuard
+from mmdevplug.device_guard.mode import HAS_MODES
+from mmdevplug.distributed.process_group import DeviceContext
+from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.errors import PlacementError
+
+from . import DevicePlan, module_sizes, plan, probe_capacities
+from .adapters import check_r_consistency
+from .building import build_without_memory
+from .dispatch import dispatch
+from .microbatches import split_batches
+from .optimizer_state import state_factor
+from .options import PRECISIONS, ModelParallelOptions
+from .resolve import MEMORY_UNKNOWN, TrainingStrategy, resolve_strategy
+
+#: AdamW's, where the optimizer of a config cannot be tried alone.
+USUAL_STATE = 2.0
+
+STEPS = ('train_step', 'val_step', 'test_step')
+
+
+class Parallelism:
+    """How this rank trains: the strategy, the plan and the model are one consistent whole.
+
+    Args:
+        options (ModelParallelOptions): What the config says.
+        model (dict or nn.Module, optional): To plan with before there are devices: a model, or the
+            config of one, which is built without memory. Defaults to None: the plan is made when
+            the model is placed.
+        optimizer (dict, optional): ``optim_wrapper.optimizer`` of the config, for the size of its
+            state. Defaults to None: AdamW's.
+        scope (str): MMEngine's default scope, in which the model is built.
+
+    Attributes:
+        wanted (bool): Whether several devices come into question.
+        strategy (TrainingStrategy, optional): Known after :meth:`choose_devices`.
+        plan (DevicePlan, optional): Known with it, unless the model is on one device.
+    """
+
+    def __init__(
+        self,
+        options: ModelParallelOptions,
+        model: Any = None,
+        optimizer: Any = None,
+        scope: str = 'mmengine',
+    ) -> None:
+        self.options = options
+        self.strategy: Optional[TrainingStrategy] = None
+        self.plan: Optional[DevicePlan] = None
+        self._model, self._scope = model, scope
+        self.wanted = options.enable is not False
+        factor = state_factor(optimizer)[0] if self.wanted else None
+        self._state_factor = USUAL_STATE if factor is None else factor
+
+    # before there is a model --------------------------------------------------------------------
+
+    def choose_devices(self, accelerator: Accelerator, env: LaunchEnv) -> Sequence[torch.device]:
+        """Resolve the strategy and plan; see :func:`mmdevplug.init_device`.
+
+        Args:
+            accelerator (Accelerator): That of this job.
+            env (LaunchEnv): How this process was started.
+
+        Returns:
+            Sequence[torch.device]: Those of this rank.
+
+        Raises:
+            PlacementError: If the model cannot be spread as the options ask.
+        """
+        planned = self._model_without_memory()
+        self.strategy = self._resolve(accelerator, env, planned)
+        if planned is not None and self.strategy.is_model_parallel:
+            try:
+                self.plan = self._plan(planned, self.strategy, accelerator)
+            except PlacementError as error:
+                self.strategy = self._without_plan(accelerator, env, error)
+        self._model = None
+        return self.strategy.devices
+
+    def _without_plan(
+        self, accelerator: Accelerator, env: LaunchEnv, error: PlacementError
+    ) -> TrainingStrategy:
+        """One device, if nobody asked for several and nothing says that it is too small."""
+        if self.options.enable is not None or MEMORY_UNKNOWN not in self.strategy.reason:
+            raise error
+        options = self.options
+        found = resolve_strategy(
+            False,
+            accelerator=accelerator,
+            devices=options.devices,
+            env=env,
+            exclude_cpu=options.exclude_cpu,
+        )
+        why = f'model_parallel.enable=None, and the model cannot be spread: {error}'
+        return found._replace(reason=why)
+
+    def _model_without_memory(self) -> Optional[nn.Module]:
+        if self._model is None or isinstance(self._model, nn.Module):
+            return self._model
+        model = build_without_memory(self._model, self._scope)
+        keep_frozen_in(model, self.options.precision)
+        return model
+
+    def _resolve(
+        self, accelerator: Accelerator, env: LaunchEnv, model: Optional[nn.Module]
+    ) -> TrainingStrategy:
+        options = self.options
+        needed = None
+        if options.enable is None and model is not None:
+            needed = module_sizes(model, training=True, optimizer=self._state_factor)['']
+        return resolve_strategy(
+            options.enable,
+            accelerator=accelerator,
+            devices=options.devices,
+            env=env,
+            memory_needed=needed,
+            auto_rule=options.auto_rule,
+            exclude_cpu=options.exclude_cpu,
+        )
+
+    def _plan(
+        self, model: nn.Module, strategy: TrainingStrategy, accelerator: Accelerator
+    ) -> DevicePlan:
+        options = self.options
+        if options.plan is not None:
+            made = DevicePlan.from_dict(options.plan)
+            made.check(model)
+            return made
+        devices = [str(device) for device in strategy.devices]
+        limits = options.max_memory
+        if limits is None:
+            limits = probe_capacities(devices, accelerator)
+        return plan(
+            model,
+            devices,
+            strategy=options.strategy,
+            max_memory=limits,
+            no_split=options.no_split,
+            balance_threshold=options.balance_threshold,
+            force_balance=options.force_balance,
+            exclude_cpu=options.exclude_cpu,
+            training=True,
+            optimizer=self._state_factor,
+        )
+
+    # the model ----------------------------------------------------------------------------------
+
+    def place(self, model: nn.Module, context: DeviceContext) -> nn.Module:
+        """Put a model on the devices of this rank.
+
+        Args:
+            model (nn.Module): The bare model, on the host; changed in place.
+            context (DeviceContext): Where this process computes.
+
+        Returns:
+            nn.Module: The same model; dispatched if the strategy has several devices.
+
+        Raises:
+            PlacementError: If it is not the model that the plan was made for.
+            ModelError: If its adapters differ in rank and may not.
+        """
+        options, strategy = self.options, self.strategy
+        if options.check_r_consistency or options.strict_r_check:
+            check_r_consistency(model, strict=options.strict_r_check)
+        if strategy is None:
+            return model
+        keep_frozen_in(model, options.precision)
+        if strategy.is_model_parallel:
+            if self.plan is None:
+                self.plan = self._plan(model, strategy, context.accelerator)
+            dispatch(model, self.plan)
+        compute_in(model, options.precision, context.accelerator)
+        return split_batches(model, options.num_microbatches)
+
+    def guard(self, model: nn.Module) -> nn.Module:
+        """Let a guard watch the steps of a model that is spread over devices.
+
+        Args:
+            model (nn.Module): As the runner calls it, wrapped or not.
+        """
+        if self.plan is None or self.options.guard is None:
+            return model
+        if not HAS_MODES:
+            MMLogger.get_current_instance().warning(
+                f'model_parallel.guard={self.options.guard!r} needs torch 1.13 or later and is '
+                f'off: operations that mix devices are not repaired or named.'
+            )
+            return model
+        bare = model.module if is_model_wrapper(model) else model
+        watch = Watch(DeviceGuard(policy=self.options.guard, model=bare))
+        for name in STEPS:
+            if hasattr(model, name):
+                setattr(model, name, functools.partial(watch, model, name))
+        return model
+
+    def describe(self) -> str:
+        """The strategy and the plan as a table, for the log."""
+        if self.strategy is None:
+            return ''
+        rows = [f'{name:>22}: {value}' for name, value in self.strategy.rows()]
+        return '\n'.join(rows) + ('' if self.plan is None else f'\n{self.plan}')
+
+
+class Watch:
+    """Runs the steps of a model under a guard, and tells once what the guard moved.
+
+    Args:
+        guard (DeviceGuard): For all steps.
+    """
+
+    def __init__(self, guard: DeviceGuard) -> None:
+        self.guard = guard
+        self._told = False
+
+    def __call__(self, model: nn.Module, step: str, *args: Any, **kwargs: Any) -> Any:
+        with self.guard:
+            result = getattr(type(model), step)(model, *args, **kwargs)
+        if self.guard.moved.number and not self._told:
+            self._told = True
+            MMLogger.get_current_instance().info(self.guard.report())
+        return result
+
+    def __deepcopy__(self, memo: Any) -> 'Watch':
+        # A copy of a model, such as EMA's, is watched by the same guard.
+        return self
+
+
+def keep_frozen_in(model: nn.Module, precision: Optional[str]) -> None:
+    """Convert the frozen floating-point weights of a model, in place.
+
+    Args:
+        model (nn.Module): Any.
+        precision (str, optional): A key of :data:`mmdevplug.model_parallel.options.PRECISIONS`.
+    """
+    name = PRECISIONS[precision]
+    if name is not None:
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and not parameter.requires_grad:
+                parameter.data = parameter.data.to(getattr(torch, name))
+
+
+def compute_in(model: nn.Module, precision: Optional[str], accelerator: Accelerator) -> None:
+    """Let the forward passes of a model run in mixed precision.
+
+    Args:
+        model (nn.Module): Changed in place.
+        precision (str, optional): See :func:`keep_frozen_in`; nothing to do for float32.
+        accelerator (Accelerator): Has the context for it.
+    """
+    name = PRECISIONS[precision]
+    if name in ('bfloat16', 'float16'):
+        before = vars(model).get('forward') or functools.partial(type(model).forward, model)
+        model.forward = functools.partial(_forward_in, getattr(torch, name), accelerator, before)
+
+
+def _forward_in(
+    dtype: torch.dtype, accelerator: Accelerator, forward: Any, *args: Any, **kwargs: Any
+) -> Any:
+    with accelerator.autocast(dtype=dtype) if accelerator is not None else nullcontext():
+        return forward(*args, **kwargs)

@@ -1,0 +1,232 @@
+"""A plan: which device holds which part of a model, and why."""
+
+import io
+from dataclasses import asdict, dataclass
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+
+import torch
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from mmdevplug.errors import PlacementError
+
+from . import balance
+from .devices import describe_bytes, device_weights
+from .names import named_tensors, prefixes
+
+Signature = Tuple[Tuple[str, Tuple[int, ...]], ...]
+
+#: Of :meth:`DevicePlan.to_dict`; changes when a key changes its meaning or goes.
+SCHEMA = 1
+
+
+def signature_of(tensors: Iterable[Tuple[str, Tensor]]) -> Signature:
+    """Name and shape of every tensor that ``named_tensors`` found."""
+    return tuple((name, tensor.shape) for name, tensor in tensors)
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    """What was put on a device as one; modules without parameters are not listed.
+
+    Attributes:
+        name (str): Of the module or tensor; ``''`` is the whole model.
+        kind (str): Its class, ``'Parameter'`` or ``'Buffer'``.
+        bytes (int): What it holds there; 0 for what another block counts (tied weights).
+        device (str): Where it is.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    device: str
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """A device map and why.
+
+    Attributes:
+        device_map (Dict[str, str]): Name of a module or tensor to device, e.g. ``'xla:0'``. Every
+            parameter and buffer is covered by its own name or that of a module around it.
+        devices (List[str]): In the order they are filled.
+        capacities (Dict[str, int], optional): Bytes each may hold; None if they are taken for
+            equal. A device without a limit is not in it.
+        loads (Dict[str, int]): Bytes that each holds.
+        strategy (str): ``'auto'``, ``'balanced'`` or ``'dynamic'``.
+        steps (List[str]): What was tried and why, in sentences.
+        blocks (List[PlannedBlock]): In order of execution.
+        parts (Dict[str, int]): Bytes of the model by what they are for.
+        signature (Signature): Of the model it was made for.
+        model (str): The class of the model.
+    """
+
+    device_map: Dict[str, str]
+    devices: List[str]
+    capacities: Optional[Dict[str, int]]
+    loads: Dict[str, int]
+    strategy: str
+    steps: List[str]
+    blocks: List[PlannedBlock]
+    parts: Dict[str, int]
+    signature: Signature
+    model: str = ''
+
+    # figures ----------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> Dict[str, float]:
+        """What each device holds in proportion: its capacity, or 1. The host takes no part."""
+        weights = device_weights(self.devices, self.capacities)
+        if len(weights) > 1:
+            weights.pop('cpu', None)
+        return weights
+
+    @property
+    def imbalance(self) -> float:
+        """The largest ``|load - ideal| / ideal`` over devices, in bytes; 0 is perfect."""
+        return balance.imbalance(*self._loads_and_weights())
+
+    @property
+    def balance_score(self) -> float:
+        """``1 / (1 + variance)`` of the number of blocks on each device; 1 is perfect."""
+        return balance.balance_score([self.counts[name] for name in self.weights])
+
+    @property
+    def byte_balance_score(self) -> float:
+        """The same of ``load / ideal`` in bytes."""
+        return balance.byte_balance_score(*self._loads_and_weights())
+
+    @property
+    def bottleneck(self) -> float:
+        """The largest load relative to its ideal; 1 is perfect."""
+        loads, weights = self._loads_and_weights()
+        ideals = balance.ideal_loads(loads, weights)
+        return max((load / ideal for load, ideal in zip(loads, ideals) if ideal), default=0.0)
+
+    @property
+    def counts(self) -> Dict[str, int]:
+        """The number of blocks on each device."""
+        counts = dict.fromkeys(self.devices, 0)
+        for block in self.blocks:
+            counts[block.device] += 1
+        return counts
+
+    def _loads_and_weights(self) -> Tuple[List[float], List[float]]:
+        weights = self.weights
+        return [self.loads[name] for name in weights], list(weights.values())
+
+    # use --------------------------------------------------------------------------------------
+
+    def device_of(self, name: str) -> torch.device:
+        """Where a module or tensor is.
+
+        Args:
+            name (str): As in ``named_modules``, ``named_parameters`` or ``named_buffers``.
+
+        Raises:
+            PlacementError: If the plan does not know it, or splits it.
+        """
+        found = next((p for p in reversed(prefixes(name)) if p in self.device_map), None)
+        if found is not None:
+            return torch.device(self.device_map[found])
+        inside = {
+            d for key, d in self.device_map.items() if key.startswith(f'{name}.') or not name
+        }
+        if len(inside) == 1:
+            return torch.device(inside.pop())
+        reason = f'is split over {", ".join(sorted(inside))}' if inside else 'is not in the model'
+        raise PlacementError(f'{name or "the whole model"!r} {reason}; ask for what is inside it.')
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model that the plan was not made for.
+
+        Raises:
+            PlacementError: Naming the first difference.
+        """
+        difference = self._difference(signature_of(named_tensors(model)))
+        if difference:
+            raise PlacementError(
+                f'the plan was made for another model ({self.model}, now '
+                f'{type(model).__name__}): {difference}. Plan again for this model.'
+            )
+
+    def _difference(self, found: Signature) -> str:
+        planned, present = dict(self.signature), dict(found)
+        for name, shape in found:
+            if name not in planned:
+                return f'{name} {list(shape)} is not in the plan'
+            if planned[name] != shape:
+                return f'{name} has the shape {list(shape)}, planned was {list(planned[name])}'
+        return next((f'{name} is missing' for name in planned if name not in present), '')
+
+    # texts and pictures -----------------------------------------------------------------------
+
+    def to_dict(self) -> Dict[str, Any]:
+        """A dict for JSON; :meth:`from_dict` reads it."""
+        return dict(
+            schema=SCHEMA,
+            **{name: value for name, value in asdict(self).items() if name != 'signature'},
+            signature=[[name, list(shape)] for name, shape in self.signature],
+            imbalance=self.imbalance,
+            balance_score=self.balance_score,
+            byte_balance_score=self.byte_balance_score,
+        )
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> 'DevicePlan':
+        """Read what :meth:`to_dict` made.
+
+        Raises:
+            PlacementError: If something is missing or of another kind.
+        """
+        try:
+            if found['schema'] != SCHEMA:
+                raise PlacementError(f'schema={found["schema"]}: this version reads {SCHEMA}.')
+            names = [n for n in cls.__dataclass_fields__ if n not in ('blocks', 'signature')]
+            return cls(
+                **{name: found[name] for name in names},
+                blocks=[PlannedBlock(**block) for block in found['blocks']],
+                signature=tuple((name, tuple(shape)) for name, shape in found['signature']),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlacementError(
+                f'this is no plan ({type(error).__name__}: {error}). Give what '
+                f'DevicePlan.to_dict or `mmdevplug plan --json` wrote.'
+            ) from error
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=110, no_color=True).print(self)
+        return '\n'.join(line.rstrip() for line in out.getvalue().splitlines())
+
+    def __rich__(self) -> Group:
+        """A row for each device, then what was tried."""
+        parts = ', '.join(f'{name} {describe_bytes(s)}' for name, s in self.parts.items() if s)
+        table = Table(title=f'{self.model}, {self.strategy}: {parts}', title_justify='left')
+        for name in ('device', 'load', 'of ideal', 'may hold', 'blocks', 'from', 'to'):
+            right = name not in ('device', 'from', 'to')
+            table.add_column(name, justify='right' if right else 'left', overflow='fold')
+        weights = self.weights
+        total = sum(self.loads[name] for name in weights)
+        share = sum(weights.values())
+        for name in self.devices:
+            ideal = total * weights.get(name, 0) / share if share else 0
+            here = [block.name for block in self.blocks if block.device == name]
+            limit = (self.capacities or {}).get(name)
+            table.add_row(
+                name,
+                describe_bytes(self.loads[name]),
+                f'{self.loads[name] / ideal:.1%}' if ideal else '',
+                '' if limit is None else describe_bytes(limit),
+                str(len(here)),
+                here[0] or 'all' if here else '',
+                here[-1] or 'all' if here else '',
+            )
+        figures = (
+            f'imbalance {self.imbalance:.3f} in bytes; balance score {self.balance_score:.3f} in '
+            f'blocks, {self.byte_balance_score:.3f} in bytes'
+        )
+        return Group(table, Text(figures), *[Text(f'- {step}') for step in self.steps])

@@ -1,0 +1,263 @@
+"""Making a plan: ``auto``, ``balanced`` or ``dynamic``."""
+
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from mmdevplug.errors import PlacementError
+
+from .accelerate_map import accelerate_map
+from .blocks import Group, Unit, find_units, group_units, order_units, shared_names
+from .devices import Devices, Size, parse_devices, parse_max_memory
+from .fitting import fit
+from .names import named_tensors, prefixes
+from .plan import DevicePlan, PlannedBlock, signature_of
+from .sizes import add_activations, as_dtype, weigh
+from .trace import Trace, trace
+from .whole import WholeModules
+
+STRATEGIES = ('auto', 'balanced', 'dynamic')
+
+
+def plan(
+    model: nn.Module,
+    devices: Devices,
+    strategy: str = 'balanced',
+    max_memory: Union[None, str, Mapping[Any, Size]] = None,
+    no_split: Union[None, str, Iterable[str]] = None,
+    balance_threshold: float = 0.3,
+    force_balance: bool = True,
+    exclude_cpu: bool = True,
+    dtype: Union[None, str, torch.dtype] = None,
+    training: bool = False,
+    optimizer: Union[str, int, float] = 'adamw',
+    sample_inputs: Any = None,
+    device_type: Optional[str] = None,
+) -> DevicePlan:
+    """Decide which device holds which part of a model. No device need be present.
+
+    Args:
+        model (nn.Module): Any, on any device, also the meta device. It is left as it is.
+        devices (str, int or list): ``'cuda:0-3'``, a list, or a number of ``device_type``.
+        strategy (str): ``'auto'`` is HF accelerate's map; ``'balanced'`` the best contiguous
+            split in order of execution; ``'dynamic'`` the first unless its imbalance is above the
+            threshold, then the second.
+        max_memory (dict or str, optional): Bytes, or figures as ``'10GB'``, of devices or their
+            indices. Devices get loads in proportion. Defaults to None: equal devices.
+        no_split (Iterable[str], optional): Classes or modules that must stay whole, besides those
+            that are found (see :class:`WholeModules`).
+        balance_threshold (float): Imbalance, 0 to 1, above which ``'dynamic'`` balances.
+        force_balance (bool): Whether every device has to hold something. If False, one that is
+            too small or not needed may be left out.
+        exclude_cpu (bool): If False, the host takes, last, what the devices cannot hold.
+        dtype (torch.dtype or str, optional): What floating tensors will be cast to.
+        training (bool): Whether to count gradients and the state of the optimizer.
+        optimizer (str or number): See :func:`mmdevplug.model_parallel.sizes.state_values`.
+        sample_inputs (Any, optional): One batch, for the order of execution, activations and
+            what crosses between devices. See :func:`mmdevplug.model_parallel.trace.trace`.
+        device_type (str, optional): Of devices given as numbers.
+
+    Returns:
+        DevicePlan: The map, its figures, and how it came about.
+
+    Raises:
+        PlacementError: If an argument is wrong or the model does not fit, with the figures.
+    """
+    if strategy not in STRATEGIES:
+        raise PlacementError(
+            f'strategy={strategy!r}: expected one of {", ".join(map(repr, STRATEGIES))}.'
+        )
+    number = isinstance(balance_threshold, (int, float)) and balance_threshold is not True
+    if not number or not 0 <= balance_threshold <= 1:
+        raise PlacementError(f'balance_threshold={balance_threshold!r}: expected 0 to 1.')
+    names = parse_devices(devices, device_type, exclude_cpu)
+    limits = parse_max_memory(max_memory, names)
+    job = _Job(model, names, limits, no_split, force_balance)
+    job.measure(as_dtype(dtype), training, optimizer, sample_inputs)
+    if strategy == 'dynamic':
+        return job.dynamic(balance_threshold)
+    return job.auto() if strategy == 'auto' else job.balanced()
+
+
+class _Job:
+    """What planning needs to know of a model and its devices."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        devices: List[str],
+        limits: Dict[str, int],
+        no_split: Union[None, str, Iterable[str]],
+        force_balance: bool,
+    ) -> None:
+        if next(model.parameters(), None) is None:
+            raise PlacementError(
+                f'{type(model).__name__} has no parameters: there is nothing to spread.'
+            )
+        self.tensors = named_tensors(model)
+        lazy = [name for name, tensor in self.tensors if is_lazy(tensor)]
+        if lazy:
+            raise PlacementError(
+                f'{", ".join(lazy[:4])} of {type(model).__name__} has no shape yet. Run the model '
+                f'once, then plan.'
+            )
+        self.model = model
+        self.devices = devices
+        self.limits = limits
+        self.force_balance = force_balance
+        self.whole = WholeModules(model, no_split)
+        self.units = find_units(model, self.whole)
+        self.groups: List[Group] = []
+        self.dtype: Optional[torch.dtype] = None
+
+    def measure(
+        self, dtype: Optional[torch.dtype], training: bool, optimizer: Any, sample_inputs: Any
+    ) -> None:
+        """Weigh the units and bring them into the order of execution."""
+        self.dtype = dtype
+        self.sizes = weigh(self.tensors, dtype, training, optimizer)
+        seen = Trace()
+        if sample_inputs is not None:
+            seen = trace(self.model, sample_inputs, training, dtype)
+            add_activations(self.sizes, seen.activations)
+        self.units = order_units(self.units, seen.calls)
+        self.groups = group_units(
+            self.units, self.sizes, shared_names(self.model, self.tensors), seen.traffic
+        )
+        # What is computed before the first block and kept.
+        self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
+
+    # strategies -------------------------------------------------------------------------------
+
+    def auto(self, strategy: str = 'auto') -> DevicePlan:
+        """HF accelerate's map."""
+        found = accelerate_map(
+            self.model, self.devices, self.limits, self.whole.classes, self.units, self.dtype
+        )
+        device_of: Dict[str, str] = {}
+        for unit in self.units:
+            name = next((p for p in reversed(prefixes(unit.name)) if p in found), None)
+            if name is None:
+                raise PlacementError(
+                    f'HF accelerate splits {unit.name}, which must stay whole: it knows classes '
+                    f'alone, here {", ".join(self.whole.classes) or "none"}. Use strategy '
+                    f'"balanced".'
+                )
+            device_of[unit.name] = found[name]
+        made = self._finish(device_of, strategy, [], found)
+        self._check_limits(made)
+        made.steps.append(f'HF accelerate: imbalance {made.imbalance:.3f}.')
+        return made
+
+    def balanced(self, strategy: str = 'balanced') -> DevicePlan:
+        """The best contiguous split."""
+        fitted = fit(self.groups, self.devices, self.limits, self.force_balance)
+        device_of = {
+            unit.name: device
+            for group, device in zip(self.groups, fitted.devices)
+            for unit in group.units
+        }
+        made = self._finish(device_of, strategy, fitted.steps)
+        told = (
+            f'best contiguous split of {len(self.groups)} blocks: imbalance {made.imbalance:.3f}.'
+        )
+        made.steps.append(told)
+        return made
+
+    def dynamic(self, threshold: float) -> DevicePlan:
+        """HF accelerate's map if it is even enough, else the best split if there is one."""
+        if len(self.devices) == 1:
+            made = self.balanced('dynamic')
+            made.steps.insert(0, f'there is one device, {self.devices[0]}: nothing to balance.')
+            return made
+        try:
+            first = self.auto('dynamic')
+        except PlacementError as error:
+            made = self.balanced('dynamic')
+            made.steps.insert(0, f'auto failed: {error}')
+            made.steps.append('balanced is used.')
+            return made
+        if first.imbalance <= threshold:
+            first.steps.append(f'that is within the threshold {threshold:g}; auto is used.')
+            return first
+        first.steps.append(f'that is above the threshold {threshold:g}; trying balanced.')
+        try:
+            second = self.balanced('dynamic')
+        except PlacementError as error:
+            first.steps.append(f'balanced failed, auto is used: {error}')
+            return first
+        better = second.bottleneck <= first.bottleneck
+        chosen = second if better else first
+        told = 'balanced is used.' if better else 'auto has the smaller largest load and is used.'
+        # What was opened is told by both.
+        chosen.steps[:] = dict.fromkeys([*first.steps, *second.steps, told])
+        return chosen
+
+    # results ----------------------------------------------------------------------------------
+
+    def _finish(
+        self,
+        device_of: Mapping[str, str],
+        strategy: str,
+        steps: List[str],
+        device_map: Optional[Mapping[str, str]] = None,
+    ) -> DevicePlan:
+        size_of = {unit.name: self.sizes[unit.name] for unit in self.units}
+        # What is kept before the first block runs.
+        size_of[self.units[0].name] += self.sizes[''] - sum(size_of.values())
+        loads = dict.fromkeys(self.devices, 0)
+        for name, size in size_of.items():
+            loads[device_of[name]] += size
+        blocks = [
+            PlannedBlock(unit.name, unit.kind, size_of[unit.name], device_of[unit.name])
+            for unit in self.units
+            if unit.holds
+        ]
+        if device_map is None:
+            device_map = clean_map(device_of, self.units)
+        opened = ', '.join(self.whole.opened)
+        told = [f'{opened}: split between the blocks that each holds.'] if opened else []
+        return DevicePlan(
+            device_map=dict(device_map),
+            devices=list(self.devices),
+            capacities=dict(self.limits) or None,
+            loads=loads,
+            strategy=strategy,
+            steps=[*told, *steps],
+            blocks=blocks,
+            parts=self.sizes.parts(),
+            signature=signature_of(self.tensors),
+            model=type(self.model).__name__,
+        )
+
+    def _check_limits(self, made: DevicePlan) -> None:
+        over = [
+            f'{name} would hold {made.loads[name]:,} bytes of {limit:,}'
+            for name, limit in self.limits.items()
+            if made.loads[name] > limit
+        ]
+        if over:
+            raise PlacementError(
+                f"HF accelerate's map exceeds max_memory: {'; '.join(over)} (it counts weights "
+                f'alone). Use strategy "balanced".'
+            )
+
+
+def clean_map(device_of: Mapping[str, str], units: Iterable[Unit]) -> Dict[str, str]:
+    """Name the outermost modules that are on one device, in order of execution.
+
+    Args:
+        device_of (Mapping[str, str]): Device of each unit.
+        units (Iterable[Unit]): In order of execution.
+    """
+    inside: Dict[str, set] = {}
+    for unit in units:
+        for prefix in prefixes(unit.name):
+            inside.setdefault(prefix, set()).add(device_of[unit.name])
+    found: Dict[str, str] = {}
+    for unit in units:
+        name = next(p for p in prefixes(unit.name) if len(inside[p]) == 1)
+        found[name] = device_of[unit.name]
+    return found

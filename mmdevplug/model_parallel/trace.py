@@ -1,0 +1,169 @@
+"""One pass on the meta device: the order of execution, activations, and what modules are given."""
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from mmdevplug.errors import PlacementError, first_line
+from mmdevplug.utils.patching import LocalPatch
+from mmdevplug.utils.pytree import replace_parts, tensors_in
+
+from .names import named_tensors, prefixes, tensor_bytes
+
+
+@dataclass
+class Trace:
+    """What one forward pass showed.
+
+    Attributes:
+        calls (Dict[str, int]): When each module, or one inside it, ran first.
+        traffic (Dict[str, int]): Bytes of the tensors given to each module at its first call.
+        activations (Dict[str, int]): Bytes that each module itself keeps for the backward pass;
+            empty unless training. What a module keeps between its children counts for the child
+            before.
+    """
+
+    calls: Dict[str, int] = field(default_factory=dict)
+    traffic: Dict[str, int] = field(default_factory=dict)
+    activations: Dict[str, int] = field(default_factory=dict)
+
+
+def trace(
+    model: nn.Module,
+    sample_inputs: Any,
+    training: bool = False,
+    dtype: Optional[torch.dtype] = None,
+) -> Trace:
+    """Run a model once without memory, wherever its weights are.
+
+    Args:
+        model (nn.Module): Left as it is.
+        sample_inputs (Any): One batch: a tensor, a tuple or list of arguments, or a dict of
+            keyword arguments. The values are not read.
+        training (bool): Whether to measure what is kept for the backward pass.
+        dtype (torch.dtype, optional): What floating weights and inputs are cast to.
+
+    Raises:
+        PlacementError: If the pass fails.
+    """
+    call = getattr(getattr(torch, 'func', None), 'functional_call', None)
+    if call is None:
+        raise PlacementError(
+            f'torch {torch.__version__} cannot run a model without memory (torch 2.0 can); plan '
+            f'without sample_inputs.'
+        )
+    state = _on_meta(model, dtype)
+    args, kwargs = _arguments(sample_inputs, dtype)
+    watch = _Watch(model, {t.untyped_storage()._cdata for t in state.values()})
+    watch.kept += state.values()
+    try:
+        with ExitStack() as stack:
+            stack.callback(watch.remove)
+            stack.enter_context(torch.device('meta'))
+            stack.enter_context(_autocast_on_meta())
+            stack.enter_context(torch.set_grad_enabled(training))
+            if training:
+                hooks = torch.autograd.graph.saved_tensors_hooks(watch.save, lambda kept: kept)
+                stack.enter_context(hooks)
+            call(model, state, args, kwargs)
+    except Exception as error:
+        # Models fail in as many ways as there are.
+        raise PlacementError(
+            f'the pass of {type(model).__name__} on the meta device fails with '
+            f'{type(error).__name__}: {first_line(error)}. Check sample_inputs; a model that '
+            f'reads values of tensors on the way is planned without them.'
+        ) from error
+    return watch.found
+
+
+_autocast = LocalPatch(torch, 'autocast')
+
+
+@contextmanager
+def _autocast_on_meta() -> Iterator[None]:
+    """Let models turn autocast off for their device, which older releases refuse for meta."""
+
+    def autocast(original: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == 'meta' else original(device_type, *args, **kwargs)
+
+    with _autocast(autocast):
+        yield
+
+
+def _on_meta(model: nn.Module, dtype: Optional[torch.dtype]) -> Dict[str, Tensor]:
+    made: Dict[int, Tensor] = {}
+    state: Dict[str, Tensor] = {}
+    for name, tensor in named_tensors(model):
+        if id(tensor) not in made:
+            copy = _meta(tensor.detach(), dtype)
+            made[id(tensor)] = (
+                nn.Parameter(copy, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else copy
+            )
+        state[name] = made[id(tensor)]
+    return state
+
+
+def _meta(tensor: Tensor, dtype: Optional[torch.dtype]) -> Tensor:
+    return tensor.to('meta', dtype if dtype is not None and tensor.is_floating_point() else None)
+
+
+def _arguments(sample_inputs: Any, dtype: Optional[torch.dtype]) -> Tuple[tuple, dict]:
+    found = replace_parts(sample_inputs, lambda tensor: _meta(tensor, dtype))
+    if isinstance(found, dict):
+        return (), found
+    return (tuple(found) if isinstance(found, (list, tuple)) else (found,)), {}
+
+
+class _Watch:
+    """Hooks on every module of a model."""
+
+    def __init__(self, model: nn.Module, weights: set) -> None:
+        self.found = Trace()
+        self.kept: List[Any] = []  # so that no identity is used twice
+        self._seen = set(weights)
+        # Each running module, and the last one that ran inside it.
+        self._running: List[List[str]] = []
+        self._hooks: List[Any] = []
+        for name, module in model.named_modules():
+            self._hooks += [
+                module.register_forward_pre_hook(self._entering(name), with_kwargs=True),
+                module.register_forward_hook(self._leaving),
+            ]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _entering(self, name: str) -> Any:
+        def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            calls = self.found.calls
+            for prefix in prefixes(name):
+                calls.setdefault(prefix, len(calls))
+            given = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+            self.found.traffic.setdefault(name, sum(map(tensor_bytes, given.values())))
+            self._running.append([name, ''])
+
+        return enter
+
+    def _leaving(self, *_: Any) -> None:
+        name, inside = self._running.pop()
+        if self._running:
+            self._running[-1][1] = inside or name
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Count what is kept for the backward pass, once for each storage."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.kept.append(storage)
+            # What a module does between its children belongs to the child before.
+            running, inside = self._running[-1]
+            name = inside or running
+            activations = self.found.activations
+            activations[name] = activations.get(name, 0) + storage.nbytes()
+        return tensor

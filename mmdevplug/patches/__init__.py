@@ -1,0 +1,1 @@
+"""Functions of other packages that are replaced while a job runs, and put back."""

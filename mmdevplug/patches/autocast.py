@@ -1,0 +1,71 @@
+"""MMEngine's ``autocast``, made to serve the accelerator in use.
+
+Models take mixed precision into their own hands with ``from mmengine.runner.amp import autocast``.
+That function knows the devices of MMEngine's own list: others it refuses, or it silently casts
+for the CPU beside them.
+"""
+
+from typing import Any, Iterator, Optional
+
+import torch
+from mmengine import device as mmengine_device
+from mmengine.runner.amp import autocast
+
+from mmdevplug.accelerators import Accelerator, current_accelerator
+
+#: The devices with a gradient scaler that MMEngine knows; 0.10.0 does not know MUSA.
+_SERVED = ('cuda', 'npu', 'mlu', 'musa')
+
+#: The generator function inside MMEngine's context manager.
+_of_mmengine = autocast.__wrapped__
+
+
+def mmengine_supports(accelerator: Accelerator) -> bool:
+    """Whether MMEngine's own mixed precision works on an accelerator's devices."""
+    kind = accelerator.device_type
+    available = getattr(mmengine_device, f'is_{kind}_available', None)
+    return kind in _SERVED and available is not None and available()
+
+
+def patch_autocast(accelerator: Accelerator) -> None:
+    """Let ``mmengine.runner.amp.autocast`` serve an accelerator that MMEngine does not know.
+
+    The function object stays, because models have imported it already: what is exchanged is the
+    generator inside it. It asks at each call what the accelerator is by then, and leaves to
+    MMEngine the devices that MMEngine knows and other device types that a caller names. A second
+    call changes nothing.
+
+    Args:
+        accelerator (Accelerator): The one in use.
+    """
+    if not mmengine_supports(accelerator):
+        for cell in autocast.__closure__:
+            if cell.cell_contents is _of_mmengine:
+                cell.cell_contents = _autocast
+
+
+def _autocast(
+    device_type: Optional[str] = None,
+    dtype: Optional[torch.dtype] = None,
+    enabled: bool = True,
+    cache_enabled: Optional[bool] = None,
+) -> Iterator[None]:
+    """See :func:`mmengine.runner.amp.autocast`."""
+    accelerator = current_accelerator()
+    ours = device_type in (None, accelerator.name, accelerator.device_type)
+    if not ours or mmengine_supports(accelerator):
+        yield from _of_mmengine(device_type, dtype, enabled, cache_enabled)
+        return
+    # The vendor of the T20 has no None for it.
+    options: Any = {} if cache_enabled is None else dict(cache_enabled=cache_enabled)
+    dtype = dtype or _dtype_around(accelerator.device_type)
+    with accelerator.autocast(dtype=dtype, enabled=enabled, **options):
+        yield
+
+
+def _dtype_around(device_type: str) -> Optional[torch.dtype]:
+    """The dtype of an active context, which an inner one without a dtype takes over."""
+    # Releases that lack the first function have the second without its argument.
+    if hasattr(torch, 'get_autocast_dtype') and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None

@@ -1,0 +1,126 @@
+"""Collectives that models call by themselves, on devices whose tensors the backend refuses.
+
+mmdet's heads average the number of positive samples with ``torch.distributed.all_reduce``, and
+other libraries' models gather features. PyTorch refuses tensors of a device that no backend of the
+group is for. Here these tensors travel through the host, each call by itself.
+"""
+
+import inspect
+from functools import wraps
+from typing import Any, Callable, List, Optional, Tuple
+
+import torch
+from torch import Tensor, distributed as torch_dist
+
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators.backend import backend_of
+from mmdevplug.utils.pytree import replace_parts, tensors_in
+
+#: The argument that each function writes to.
+_WRITTEN = dict(
+    all_reduce='tensor',
+    broadcast='tensor',
+    reduce='tensor',
+    all_gather='tensor_list',
+    all_gather_into_tensor='output_tensor',
+    gather='gather_list',
+    scatter='tensor',
+    reduce_scatter='output',
+    reduce_scatter_tensor='output',
+    all_to_all='output_tensor_list',
+    all_to_all_single='output',
+    recv='tensor',
+    send='',
+)
+
+#: What was replaced: the name, and PyTorch's own.
+_replaced: List[Tuple[str, Callable]] = []
+
+
+def patch_collectives(accelerator: Accelerator) -> None:
+    """Let ``torch.distributed`` take tensors of an accelerator whose backend refuses them.
+
+    A second call serves another accelerator. Tensors that a group takes as they are go the way
+    they went, and so does everything where there is no process group or it takes the tensors.
+
+    Args:
+        accelerator (Accelerator): The one in use.
+    """
+    restore_collectives()
+    if not torch_dist.is_available() or not torch_dist.is_initialized():
+        return
+    if accelerator.takes_tensors(backend_of()):
+        return
+    for name, written in _WRITTEN.items():
+        original = getattr(torch_dist, name, None)  # some came with PyTorch 2.0
+        if original is not None:
+            _replaced.append((name, original))
+            setattr(torch_dist, name, _through_host(original, written, accelerator))
+
+
+def restore_collectives() -> None:
+    """Leave ``torch.distributed`` as it was."""
+    while _replaced:
+        name, original = _replaced.pop()
+        setattr(torch_dist, name, original)
+
+
+def _through_host(original: Callable, written: str, accelerator: Accelerator) -> Callable:
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        found = [
+            tensor
+            for tensor in tensors_in([list(args), kwargs])
+            if tensor.device.type == accelerator.device_type
+        ]
+        if not found:
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        if accelerator.takes_tensors(backend_of(given.get('group'))):
+            return original(*args, **kwargs)
+        detached = [tensor.detach() for tensor in found]
+        copies = dict(zip(map(id, found), accelerator.to_host(detached)))
+        on_host = {
+            name: replace_parts(value, lambda tensor: copies.get(id(tensor), tensor))
+            for name, value in given.items()
+        }
+        targets = [tensor for tensor in tensors_in(given.get(written)) if id(tensor) in copies]
+        sources = [copies[id(tensor)] for tensor in targets]
+        work = original(**on_host)
+        if work is None or not hasattr(work, 'wait'):
+            _copy_back(accelerator, sources, targets)
+            return work
+        return _Work(work, lambda: _copy_back(accelerator, sources, targets))
+
+    return collective
+
+
+def _copy_back(accelerator: Accelerator, sources: List[Tensor], targets: List[Tensor]) -> None:
+    with torch.no_grad():
+        accelerator.copy_to_device(sources, targets)
+
+
+class _Work:
+    """A collective under way, whose results are sent to the device when it is waited for.
+
+    Args:
+        work (torch.distributed.Work): Of the tensors on the host.
+        finish (callable): Sends the results.
+    """
+
+    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
+        self._work = work
+        self._finish: Optional[Callable[[], None]] = finish
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait for the end; see :meth:`torch.distributed.Work.wait`."""
+        done = self._work.wait(*args, **kwargs)
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

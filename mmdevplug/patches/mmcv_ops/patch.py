@@ -1,0 +1,193 @@
+"""Serving mmcv's operators on devices that they have no kernel for."""
+
+import logging
+import time
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence
+
+import torch
+from mmengine.logging import print_log
+from torch import Tensor
+
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.errors import DeviceMismatchError, DevPlugError, ModelError, first_line
+
+from .host_call import call_on_host
+from .interception import Interception
+from .kernels import Kernels, called_for_vendor, lacks_kernel
+from .model_location import where
+from .stats import Ledger, OperatorUse
+
+MODES = ('host', 'error')
+
+
+def check_mode(mode: str) -> None:
+    """Refuse an unknown value of ``accelerator.mmcv_ops``.
+
+    Raises:
+        DevPlugError: If it is unknown.
+    """
+    if mode not in MODES:
+        raise DevPlugError(
+            f"accelerator.mmcv_ops={mode!r}: expected 'host', to run mmcv's operators on the host "
+            f"where the device has no kernel for them, or 'error', to stop there."
+        )
+
+
+class Serving:
+    """Takes the calls of mmcv's compiled operators.
+
+    Args:
+        mode (str): ``'host'`` or ``'error'``.
+    """
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.ledger = Ledger()
+        self.interception = Interception(self.call)
+        self._kernels = Kernels()
+
+    def call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
+        """Call an operator where it has a kernel.
+
+        Args:
+            function (callable): Of ``mmcv._ext``.
+            args (Sequence): Its arguments.
+            kwargs (dict): Those by name.
+
+        Raises:
+            ModelError: If it has no kernel for the device, and none for the host or
+                ``mode='error'``.
+            DeviceMismatchError: If its tensors are on several devices.
+        """
+        device = _device_of(function.__name__, [*args, *kwargs.values()])
+        if device is None:
+            return function(*args, **kwargs)
+        if self._kernels.may_serve(function.__name__, device, self.interception.originals):
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                if not lacks_kernel(error):
+                    raise
+                self._kernels.note_lacking(function.__name__, device)
+        return self._call_on_host(function, args, kwargs, device)
+
+    def _call_on_host(
+        self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any], device: torch.device
+    ) -> Any:
+        name = function.__name__
+        if called_for_vendor(name, device):
+            raise ModelError(
+                f'{_told(name, device)}, and mmcv prepares its arguments for that of '
+                f'{device.type}, so the host would compute something else. Install the build of '
+                f'mmcv for {device.type}.'
+            )
+        if self.mode == 'error':
+            raise ModelError(
+                f"{_told(name, device)}. accelerator.mmcv_ops='error' asks to stop here. Set "
+                f"accelerator=dict(mmcv_ops='host') to run it on the host, install a build of "
+                f'mmcv that has kernels for {device.type}, or take a variant of the model that '
+                f'does without it.'
+            )
+        started = time.perf_counter()
+        try:
+            done = call_on_host(function, args, kwargs, device)
+        except RuntimeError as error:
+            if not lacks_kernel(error):
+                raise
+            raise ModelError(
+                f'{_told(name, device)}, and none for the CPU either ({first_line(error)}), so it '
+                f'cannot run on the host. Install a build of mmcv that has kernels for '
+                f'{device.type}, or take a variant of the model that does without it.'
+            ) from error
+        if not self.ledger.knows(name) and self.ledger.begin(name, where()):
+            print_log(
+                f'{_told(name, device)}: it runs on the host. docs/en/mmcv_ops.md tells what that '
+                f"costs; accelerator=dict(mmcv_ops='error') stops instead.",
+                'current',
+                logging.WARNING,
+            )
+        self.ledger.add(name, done.fetched, done.sent, time.perf_counter() - started)
+        return done.result
+
+
+def _told(name: str, device: torch.device) -> str:
+    place = where()
+    used = f' (used in {place})' if place else ''
+    return f'The mmcv operator {name} has no kernel for {device}{used}'
+
+
+def _device_of(name: str, values: Sequence[Any]) -> Optional[torch.device]:
+    """The device outside the host that tensors are on; None if there is none.
+
+    Some operators take settings in tensors on the host, besides those on the device.
+    """
+    devices = {
+        value.device: None
+        for value in values
+        if isinstance(value, Tensor) and value.device.type not in ('cpu', 'meta')
+    }
+    if len(devices) > 1:
+        raise DeviceMismatchError(
+            f'The mmcv operator {name} got tensors of {", ".join(map(str, devices))} (used in '
+            f'{where()}). Place its operands on one device.'
+        )
+    return next(iter(devices), None)
+
+
+_serving: Optional[Serving] = None
+
+
+def patch_mmcv_ops(accelerator: Accelerator, mode: str = 'host') -> None:
+    """Let mmcv's operators work on an accelerator that they have no kernel for.
+
+    A second call begins to count anew and changes nothing else but the mode. On the CPU nothing is
+    done, or undone what was.
+
+    Args:
+        accelerator (Accelerator): The one in use.
+        mode (str): ``'host'`` runs such an operator on the host, with its gradient; ``'error'``
+            stops there. Defaults to ``'host'``.
+
+    Raises:
+        DevPlugError: If the mode is unknown.
+
+    Examples:
+        >>> accelerator = mmdevplug.get_accelerator('xla')
+        >>> patch_mmcv_ops(accelerator)
+        >>> mmcv.ops.nms(boxes.to('xla'), scores.to('xla'), 0.5)
+    """
+    global _serving
+    check_mode(mode)
+    restore_mmcv_ops()
+    if accelerator.device_type != 'cpu':
+        _serving = Serving(mode)
+        _serving.interception.install()
+
+
+def restore_mmcv_ops() -> None:
+    """Leave mmcv as it was."""
+    global _serving
+    if _serving is not None:
+        _serving.interception.remove()
+        _serving = None
+
+
+@contextmanager
+def mmcv_ops_patched(accelerator: Accelerator, mode: str = 'host') -> Iterator[Serving]:
+    """Serve mmcv's operators for a while; see :func:`patch_mmcv_ops`.
+
+    Returns:
+        Serving: With the counts in ``ledger``.
+    """
+    patch_mmcv_ops(accelerator, mode)
+    assert _serving is not None
+    try:
+        yield _serving
+    finally:
+        restore_mmcv_ops()
+
+
+def host_use() -> Dict[str, OperatorUse]:
+    """What ran on the host since this process began to serve operators, by operator."""
+    return {} if _serving is None else _serving.ledger.uses()

@@ -1,0 +1,279 @@
+"""Loading checkpoints without running what is inside them.
+
+MMEngine's checkpoints hold more than tensors: the message hub keeps log buffers, which are NumPy
+arrays in a class of MMEngine's. PyTorch's ``weights_only`` loader refuses classes that it was not
+told of, and MMEngine 0.10 tells it of none, so resuming fails on torch 2.6 and later.
+"""
+
+import io
+import os
+import pickle
+import re
+import threading
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import Counter, OrderedDict, defaultdict, deque
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, Callable, Iterator, List, Sequence, Tuple
+
+import numpy as np
+import torch
+from mmengine.config import ConfigDict
+from mmengine.logging import HistoryBuffer
+from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
+from mmengine.utils import digit_version, get_object_from_string
+
+from mmdevplug.errors import CheckpointError
+from mmdevplug.utils.patching import LocalPatch
+
+#: Older releases have no list of allowed classes, or none in which a class has another name.
+_TAKES_RENAMED_CLASSES = digit_version(torch.__version__) >= digit_version('2.6.0')
+
+
+def _multiarray() -> Any:
+    # NumPy 2 moved it; 1.26 has an empty package at the new place.
+    core = getattr(np, '_core', None)
+    return core.multiarray if hasattr(core, 'multiarray') else np.core.multiarray
+
+
+#: Of Python: containers and types that are created from plain values and run nothing.
+_BUILTINS = (
+    *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list, range, set, slice),
+    *(str, tuple),
+)
+_NUMPY_DTYPES = '?bhilqBHILQefdFDSU'  # NumPy's codes of bool, integers, floats, complex, texts
+
+
+def allowed_classes() -> List[Any]:
+    """What a checkpoint of MMEngine's own holds besides tensors and plain values."""
+    multiarray = _multiarray()
+    return [
+        *_trusted,
+        *_BUILTINS,
+        Counter,
+        OrderedDict,
+        defaultdict,
+        deque,
+        ConfigDict,
+        HistoryBuffer,
+        np.ndarray,
+        np.dtype,
+        multiarray._reconstruct,
+        multiarray.scalar,
+        *dict.fromkeys(type(np.dtype(name)) for name in _NUMPY_DTYPES),
+    ]
+
+
+def _one_cycle(*_: Any) -> None:
+    """Stand for the class OneCycleParamScheduler, which no checkpoint may create."""
+    raise pickle.UnpicklingError(f'{_ONE_CYCLE} is not allowed to be called.')
+
+
+#: Checkpoints name the class to reach its two annealing functions.
+_ONE_CYCLE = f'{OneCycleParamScheduler.__module__}.{OneCycleParamScheduler.__name__}'
+_ANNEALING = ('_annealing_cos', '_annealing_linear')
+
+
+def _method(owner: Any, name: str) -> Any:
+    """Stand in for ``getattr``, by which methods of MMEngine's classes were pickled.
+
+    These are the statistics of log buffers and the annealing functions of OneCycleLR.
+    """
+    method = None
+    if owner is _one_cycle and name in _ANNEALING:
+        method = getattr(OneCycleParamScheduler, name)
+    elif owner is HistoryBuffer and not name.startswith('_'):
+        method = vars(HistoryBuffer).get(name)
+    if not callable(method):
+        raise pickle.UnpicklingError(f'getattr({owner!r}, {name!r}) is not allowed.')
+    return method
+
+
+_trusted: List[Any] = []
+
+
+def trust_classes(names: Sequence[str]) -> None:
+    """Let checkpoints hold objects of more classes, which is for whoever knows these.
+
+    Args:
+        names (Sequence[str]): Dotted names, e.g. ``['my_package.BoxCoder']``. Loading a file may
+            then create such objects and call their ``__setstate__``.
+
+    Raises:
+        CheckpointError: If there is no such class.
+    """
+    for name in names:
+        found = get_object_from_string(name) if isinstance(name, str) else None
+        if not isinstance(found, type):
+            raise CheckpointError(
+                f'checkpoint_classes={list(names)!r}: {name!r} is no class that can be imported; '
+                f"expected dotted names, e.g. checkpoint_classes=['my_package.MyClass']."
+            )
+        if found not in _trusted:
+            _trusted.append(found)
+
+
+_patch = LocalPatch(torch, 'load')
+#: Whether loads of the context that this is in run no code even if the caller asks for it.
+_forced: ContextVar[bool] = ContextVar('forced', default=False)
+#: Guards what PyTorch keeps once in a process: its allowed classes and its pickle module.
+_process_wide = threading.RLock()
+
+
+@contextmanager
+def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
+    """Let ``torch.load`` accept MMEngine's own classes and nothing else in this context.
+
+    Other threads load as before.
+
+    Args:
+        filename (str): The checkpoint, for messages.
+        forced (bool): Whether calls with ``weights_only=False`` or a ``pickle_module`` are made
+            safe, too. False where a user's own code loads, which then knows what it asks for.
+            Defaults to True.
+
+    Raises:
+        CheckpointError: If the file holds other classes; the first is named.
+    """
+    opened: List[str] = []
+    refusals: List[pickle.UnpicklingError] = []
+
+    def load(original: Callable, f: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, (str, os.PathLike)):
+            opened.append(str(f))
+        try:
+            return _load_safely(original, f, *args, **kwargs)
+        except pickle.UnpicklingError as error:
+            refusals.append(error)
+            raise
+
+    # A context inside of a forced one is forced.
+    token = _forced.set(forced or _forced.get())
+    try:
+        with _patch(load):
+            yield
+    except pickle.UnpicklingError as error:
+        if error not in refusals:
+            raise
+        refused = _first_refused(error)
+        raise CheckpointError(
+            f'checkpoint {opened[-1] if opened else filename} holds objects that could run code '
+            f'when they are loaded, and is refused: {refused}. If you trust the file and this is '
+            f"a class, set checkpoint_classes=['{refused.split()[0]}'] in the config; or load it "
+            f'where you trust it and save its state_dict alone.'
+        ) from error
+    finally:
+        _forced.reset(token)
+
+
+def _load_safely(
+    load: Callable, f: Any, map_location: Any = None, pickle_module: Any = None, **options: Any
+) -> Any:
+    """``torch.load`` with a list of allowed classes, whatever a variable asks."""
+    weights_only = options.pop('weights_only', None)
+    asks_for_code = weights_only is False or (weights_only is None and pickle_module is not None)
+    if asks_for_code and not _forced.get():
+        if weights_only is not None:
+            options['weights_only'] = weights_only
+        return load(f, map_location, pickle_module, **options)
+    if not _TAKES_RENAMED_CLASSES:
+        with _pickle_of_torch(_restricted_pickle()) as restricted:
+            return load(f, map_location, restricted, **options)
+    with _process_wide:
+        # Those that are allowed already stay so afterwards.
+        known = torch.serialization.get_safe_globals()
+        added = [each for each in _allowed_with_names() if each not in known]
+        with torch.serialization.safe_globals(added):
+            return load(f, map_location, weights_only=True, **options)
+
+
+def _allowed_with_names() -> List[Any]:
+    """:func:`allowed_classes`, and functions by the names that older and newer NumPy write."""
+    multiarray = _multiarray()
+    renamed = [
+        (function, f'{module}.{function.__name__}')
+        for function in (multiarray._reconstruct, multiarray.scalar)
+        for module in ('numpy.core.multiarray', 'numpy._core.multiarray')
+    ]
+    renamed += [(_method, 'builtins.getattr'), (_one_cycle, _ONE_CYCLE)]
+    return [*allowed_classes(), *renamed]
+
+
+def _first_refused(error: pickle.UnpicklingError) -> str:
+    """The class that PyTorch's unpickler names, without its advice to trust the file."""
+    named = re.search(r'GLOBAL (\S+)|(\S+) is not allowed', str(error))
+    return ' '.join(filter(None, named.groups())) if named else str(error).splitlines()[0]
+
+
+_restricting: ContextVar[bool] = ContextVar('restricting', default=False)
+
+
+@contextmanager
+def _pickle_of_torch(module: Any) -> Iterator[Any]:
+    """Let PyTorch unpickle with a module: release 1.13 ignores the argument that names one.
+
+    Other threads that load meanwhile meet the same module, which restricts only this context.
+    """
+    with _process_wide:
+        before, token = torch.serialization.pickle, _restricting.set(True)
+        torch.serialization.pickle = module
+        try:
+            yield module
+        finally:
+            torch.serialization.pickle = before
+            _restricting.reset(token)
+
+
+def _restricted_pickle() -> Any:
+    """A pickle module whose unpickler knows tensors and :func:`allowed_classes` alone."""
+    allowed = {(cls.__module__, cls.__name__) for cls in allowed_classes()}
+    allowed |= {
+        (f'numpy.{core}.multiarray', name)
+        for core in ('core', '_core')
+        for name in ('_reconstruct', 'scalar')
+    }
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if not _restricting.get():
+                return super().find_class(module, name)
+            # Protocol 2, which PyTorch writes, has the names of Python 2.
+            module, name = NAME_MAPPING.get((module, name), (module, name))
+            module = IMPORT_MAPPING.get(module, module)
+            if (module, name) == ('builtins', 'getattr'):
+                return _method
+            if f'{module}.{name}' == _ONE_CYCLE:
+                return _one_cycle
+            if (module, name) in allowed or _is_plain(module, name):
+                return super().find_class(module, name)
+            raise pickle.UnpicklingError(f'{module}.{name} is not allowed.')
+
+    restricted = ModuleType('restricted_pickle')
+    vars(restricted).update({name: getattr(pickle, name) for name in pickle.__all__})
+    restricted.Unpickler = Unpickler
+    restricted.load = lambda file, **options: Unpickler(file, **options).load()
+    restricted.loads = lambda data, **options: Unpickler(io.BytesIO(data), **options).load()
+    return restricted
+
+
+_PLAIN: Tuple[Tuple[str, str], ...] = (
+    ('_codecs', 'encode'),
+    ('torch', 'Size'),
+    ('torch', 'device'),
+    ('torch.serialization', '_get_layout'),
+    ('torch._utils', '_rebuild_tensor_v2'),
+    ('torch._utils', '_rebuild_qtensor'),
+    ('torch._utils', '_rebuild_sparse_tensor'),
+    ('torch._utils', '_rebuild_parameter'),
+    ('torch._utils', '_rebuild_device_tensor_from_numpy'),
+    ('torch.nn.parameter', 'Parameter'),
+)
+
+
+def _is_plain(module: str, name: str) -> bool:
+    storage_or_value = module == 'torch' and (
+        name.endswith('Storage')
+        or isinstance(getattr(torch, name, None), (torch.dtype, torch.qscheme))
+    )
+    return storage_or_value or (module, name) in _PLAIN

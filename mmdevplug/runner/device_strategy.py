@@ -1,0 +1,157 @@
+"""Single-device and data parallel training for MMEngine's FlexibleRunner."""
+
+from typing import Any, Callable, Dict, Optional, Tuple, Union
+
+from mmengine._strategy import DDPStrategy
+from mmengine.dist import is_main_process
+from mmengine.model import is_model_wrapper
+from mmengine.optim import BaseOptimWrapper
+from mmengine.registry import STRATEGIES
+from torch import nn
+from torch.optim import Optimizer
+
+from mmdevplug.accelerators.compilation_cache import check_compilation_cache
+from mmdevplug.accelerators.detection import accelerator_options
+from mmdevplug.accelerators.environment_report import describe_devices
+from mmdevplug.data.padding_build import build_padded
+from mmdevplug.hooks.default_hooks import split_options
+from mmdevplug.model.placing import place_model
+from mmdevplug.model.sparse_gradients import check_sparse_gradients
+from mmdevplug.model_parallel.options import ModelParallelOptions
+from mmdevplug.model_parallel.parallelism import Parallelism
+from mmdevplug.optim import (
+    adapt_optim_wrapper_cfg,
+    check_optimizers,
+    join_consolidation,
+)
+from mmdevplug.patches.mmengine import patch_mmengine
+from mmdevplug.patches.torch_load import read_checkpoint
+
+from .flexible_runner import serve_flexible_runner
+from .init_device import init_device
+
+
+@STRATEGIES.register_module()
+class DeviceStrategy(DDPStrategy):
+    """What :class:`mmdevplug.DeviceRunner` does, for ``FlexibleRunner``.
+
+    It serves single processes and distributed jobs alike, and FlexibleRunner gets the hooks that
+    DeviceRunner has.
+
+    Args:
+        accelerator (str or dict, optional): As the key ``accelerator`` of DeviceRunner, with all
+            of its options. A dict without ``backend`` means ``backend='auto'``, because
+            FlexibleRunner asks for nccl when a config says nothing. Defaults to None: detection.
+        **kwargs: See :class:`mmengine._strategy.DDPStrategy`.
+
+    Examples:
+        >>> FlexibleRunner(model=..., strategy=dict(type='DeviceStrategy', accelerator='xla'))
+    """
+
+    #: One device for each process.
+    parallelism = Parallelism(ModelParallelOptions(enable=False))
+
+    def __init__(self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any) -> None:
+        self.given_accelerator = accelerator
+        found = accelerator_options(accelerator)
+        # FlexibleRunner asks for nccl when a config says nothing.
+        found.setdefault('backend', 'auto')
+        self._accelerator_cfg, self.runner_options = split_options(found)
+        super().__init__(**kwargs)
+
+    def _setup_env(
+        self, *, launcher: Optional[str] = None, dist_cfg: Optional[dict] = None, **kwargs: Any
+    ) -> None:
+        # Before MMEngine's own, which is skipped when a process group exists. A single process
+        # has a device to choose and to try, too.
+        self.device_context = init_device(
+            launcher or 'none',
+            self._accelerator_cfg,
+            forced_backend=self.runner_options['backend'],
+            heartbeat_timeout=self.runner_options['heartbeat_timeout'],
+            mmcv_ops=self.runner_options['mmcv_ops'],
+            compilation_cache=check_compilation_cache(
+                self.runner_options['compilation_cache'], self._work_dir
+            ),
+            choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
+            **(dist_cfg or {}),
+        )
+        super()._setup_env(launcher=launcher or 'none', dist_cfg=dist_cfg, **kwargs)
+        self.device_context.accelerator.manual_seed(self._seed)
+        patch_mmengine()
+        serve_flexible_runner()
+
+    def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
+        """Build the model; see :meth:`mmdevplug.DeviceRunner.build_model`."""
+        return build_padded(super().build_model, model, self.runner_options['pad_to'])
+
+    def collect_env(self) -> Tuple[dict, dict]:
+        """Collect what MMEngine reports of the environment, and all devices of the accelerator."""
+        system, runtime = super().collect_env()
+        return system, {**runtime, **describe_devices(self.device_context.accelerator)}
+
+    def _wrap_model(self, model: nn.Module) -> nn.Module:
+        if is_model_wrapper(model):
+            return model
+        self.logger.info(self.device_context.describe())
+        return place_model(
+            model,
+            self.device_context,
+            self.model_wrapper,
+            self.sync_bn,
+            spread=self._spread if self.parallelism.wanted else None,
+        )
+
+    def _spread(self, model: nn.Module) -> nn.Module:
+        return self.parallelism.place(model, self.device_context)
+
+    def build_optim_wrapper(
+        self,
+        optim_wrapper: Union[Optimizer, BaseOptimWrapper, dict],
+        model: Optional[nn.Module] = None,
+    ) -> BaseOptimWrapper:
+        """Build the optimizer wrapper that suits the device.
+
+        See :meth:`mmdevplug.DeviceRunner.build_optim_wrapper`.
+        """
+        cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
+        built = super().build_optim_wrapper(cfg, model)
+        check_optimizers(built, self.device_context)
+        check_sparse_gradients(self.model if model is None else model, self.device_context)
+        return built
+
+    def save_checkpoint(
+        self, filename: str, *, save_optimizer: bool = True, **kwargs: Any
+    ) -> None:
+        """Save a checkpoint; see :meth:`mmengine._strategy.DDPStrategy.save_checkpoint`."""
+        if save_optimizer and not is_main_process() and hasattr(self, 'optim_wrapper'):
+            join_consolidation(self.optim_wrapper)
+        super().save_checkpoint(filename, save_optimizer=save_optimizer, **kwargs)
+
+    def load_checkpoint(
+        self,
+        filename: str,
+        *,
+        map_location: Union[str, Callable] = 'cpu',
+        strict: bool = False,
+        revise_keys: list = [(r'^module.', '')],  # noqa: B006  MMEngine's signature
+        callback: Optional[Callable] = None,
+    ) -> dict:
+        """Load a checkpoint without running code from it.
+
+        See :meth:`mmengine._strategy.SingleDeviceStrategy.load_checkpoint`; the default location
+        is the host.
+        """
+        self.logger.info(f'Load checkpoint from {filename}')
+        checkpoint = read_checkpoint(
+            filename, 'cpu' if map_location == 'default' else map_location
+        )
+        if callback is not None:
+            callback(checkpoint)
+        state_dict = checkpoint.pop('state_dict')
+        self.load_model_state_dict(state_dict, strict=strict, revise_keys=revise_keys)
+        return checkpoint
+
+    def convert_model(self, model: nn.Module) -> nn.Module:
+        """Leave layers to :func:`mmdevplug.model.placing.place_model`."""
+        return model

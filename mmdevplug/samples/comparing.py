@@ -1,0 +1,146 @@
+"""Do all ranks mean the same by a sample? The first difference, with its place."""
+
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+
+from .flatten import Structure
+
+_NUMBERS = {'bool', 'int', 'big int', 'float', 'complex', 'scalar'}
+
+
+class Example(NamedTuple):
+    """A structure that samples of a rank have.
+
+    Attributes:
+        rank (int): Which rank.
+        sample (int): The first of its samples with this structure.
+        structure (Structure): Without the lengths of lists, see :func:`outline`.
+    """
+
+    rank: int
+    sample: int
+    structure: Structure
+
+    @classmethod
+    def of(cls, rank: int, sample: int, structure: Any) -> 'Example':
+        """Make one from a structure as it was sent."""
+        return cls(rank, sample, outline(structure))
+
+
+def outline(structure: Any) -> Structure:
+    """What two samples of one kind have in common.
+
+    Lists may differ in length: of their items each structure is kept once.
+    """
+    if isinstance(structure, str):
+        return structure
+    kind, where, names, parts = structure
+    parts = tuple(outline(part) for part in parts)
+    if kind == 'list':
+        return (kind, where, (), tuple(dict.fromkeys(parts)))
+    return (kind, where, tuple(map(_hashable, names)), parts)
+
+
+def _hashable(name: Any) -> Any:
+    return tuple(map(_hashable, name)) if isinstance(name, (list, tuple)) else name
+
+
+def describe_difference(examples: Sequence[Example]) -> Optional[str]:
+    """Say where samples differ in structure first, None if they do not.
+
+    Numbers of all kinds count as one, None fits everything, and lists may differ in length.
+
+    Args:
+        examples (Sequence[Example]): Of all ranks, in their order.
+    """
+    first = examples[0] if examples else None
+    for example in examples[1:]:
+        found = _difference(first.structure, example.structure, '')
+        if found is not None:
+            place, expected, other = found
+            return (
+                f'samples differ in structure: sample {example.sample} of rank {example.rank} has '
+                f'{other} at sample{place}, where sample {first.sample} of rank {first.rank} has '
+                f'{expected}. Make the same kind of samples on all ranks, or pass '
+                f'same_structure=False if they are to differ.'
+            )
+    return None
+
+
+_Difference = Optional[Tuple[str, str, str]]
+
+
+def _difference(one: Structure, other: Structure, place: str) -> _Difference:
+    if one == other or 'None' in (one, other):
+        return None
+    if _is_list(one) and _is_list(other):
+        return _difference_of_lists(one, other, place)
+    if isinstance(one, str) or isinstance(other, str):
+        same = _category(one) == _category(other)
+        return None if same else (place, describe(one), describe(other))
+    if one[:2] != other[:2]:
+        return place, describe(one), describe(other)
+    ours, theirs = dict(zip(one[2], one[3])), dict(zip(other[2], other[3]))
+    if one[2] and set(ours) != set(theirs) or len(one[3]) != len(other[3]):
+        return place, describe(one), describe(other)
+    if not one[2]:
+        ours, theirs = dict(enumerate(one[3])), dict(enumerate(other[3]))
+    for name, part in ours.items():
+        found = _difference(part, theirs[name], place + _step(one, name))
+        if found is not None:
+            return found
+    return None
+
+
+def _difference_of_lists(one: Structure, other: Structure, place: str) -> _Difference:
+    mine, theirs = _items(one), _items(other)
+    for item in theirs:
+        found = [_difference(each, item, f'{place}[...]') for each in mine]
+        if found and None not in found:
+            return found[0]
+    return None
+
+
+def _is_list(structure: Structure) -> bool:
+    if isinstance(structure, str):
+        return structure.startswith('list ')
+    return structure[0] == 'list'
+
+
+def _items(structure: Structure) -> List[Structure]:
+    if isinstance(structure, str):
+        return ['None' if name == 'NoneType' else name for name in structure.split()[1:]]
+    return list(structure[3])
+
+
+def _category(structure: Structure) -> Any:
+    """Leaves of one category may stand for each other."""
+    if not isinstance(structure, str):
+        return structure[:2]
+    word, _, rest = structure.partition(' ')
+    if word == 'array' and rest.strip('<>|')[0] in 'SU':
+        return 'array of strings'  # whatever their length
+    if word == 'scalar' and rest in ('str', 'bytes'):
+        return structure
+    word = word if word in ('scalar', 'pickle') else structure
+    return 'number' if word in _NUMBERS else word
+
+
+def _step(structure: Tuple, name: Any) -> str:
+    kind = structure[0]
+    if kind in ('dict', 'OrderedDict', 'list', 'tuple'):
+        return f'[{name[-1] if isinstance(name, tuple) else name!r}]'
+    return f'.{name[-1]}' if isinstance(name, tuple) else f'.{name}'
+
+
+def describe(structure: Structure) -> str:
+    """What a structure is called in messages."""
+    if isinstance(structure, str):
+        return f'a {structure}' if structure != 'None' else 'None'
+    kind, where, names, parts = structure
+    name = where.rpartition(':')[2]
+    if kind in ('dict', 'OrderedDict', 'data element'):
+        keys = [key[-1] if isinstance(key, tuple) else key for key in names]
+        return f'a {name or kind} with {"the keys" if not name else "the fields"} {keys}'
+    if kind == 'tuple':
+        return f'a tuple of {len(parts)}'
+    return f'a {name or kind}'

@@ -1,0 +1,223 @@
+"""What arrived, see :mod:`.serialize`: read, checked and copied to where samples are wanted."""
+
+from itertools import islice
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import msgpack
+import torch
+from torch import Tensor
+
+from mmdevplug.accelerators.nested import move_tensors
+from mmdevplug.distributed.byte_exchange import to_bytes
+from mmdevplug.errors import SampleError
+from mmdevplug.utils.torch_compat import memory_as
+
+from .serialize import LARGE_BYTES, VERSION, aligned, bytes_of, itemsize, places_of
+from .unflatten import Plan, plans_of
+
+
+class Parcel(NamedTuple):
+    """What arrived, its blocks still to be copied.
+
+    Attributes:
+        plans (List[Plan]): How samples of each structure are put together.
+        kinds (List[Tuple[int, int]]): For each sample the numbers of its structure and shapes.
+        shapes (List[tuple]): The shapes of the blocks of samples.
+        values (list): Plain values in order.
+        blocks (List[Tensor]): In order; large ones have memory that waits to be filled, all
+            others are pieces of one memory.
+        arrays (Set[int]): Which blocks are arrays.
+        large (Set[int]): Which blocks are large.
+    """
+
+    plans: List[Plan]
+    kinds: List[Tuple[int, int]]
+    shapes: List[Tuple]
+    values: List[Any]
+    blocks: List[Tensor]
+    arrays: Set[int]
+    large: Set[int]
+
+    def to_fill(self) -> List[Tensor]:
+        """The memory of large tensors, as :attr:`Packed.large` has them on the sender."""
+        return [bytes_of(self.blocks[index]) for index in sorted(self.large)]
+
+
+class Header(NamedTuple):
+    """What a parcel says of itself.
+
+    Attributes:
+        error (str, optional): Why there are no samples.
+        structures (list): As :class:`.flatten.Parts` has them.
+        shapes (list): The shapes of the blocks of samples.
+        kinds (List[int]): For each sample the numbers of its structure and shapes.
+        values (list): Plain values in order.
+        begin (int): Where the blocks begin.
+    """
+
+    error: Optional[str]
+    structures: List[Any]
+    shapes: List[Any]
+    kinds: List[int]
+    values: List[Any]
+    begin: int
+
+
+def read_header(buffer: Tensor) -> Header:
+    """Read the header of what :func:`.serialize.pack` or ``pack_error`` made on another rank.
+
+    Raises:
+        SampleError: If it is none.
+    """
+    length = int.from_bytes(to_bytes(buffer[:8]), 'little')
+    header = msgpack.unpackb(to_bytes(buffer[8 : 8 + length]), unicode_errors='surrogatepass')
+    if not isinstance(header, list) or len(header) not in (2, 5) or header[0] != VERSION:
+        raise damaged()
+    if len(header) == 2:
+        return Header(header[1], [], [], [], [], 0)
+    return Header(None, *header[1:], aligned(8 + length))
+
+
+def open_parcel(
+    buffer: Tensor,
+    header: Header,
+    allow_pickle: bool = False,
+    more: Optional[int] = None,
+    large_bytes: float = LARGE_BYTES,
+) -> Parcel:
+    """Read a parcel.
+
+    Args:
+        buffer (Tensor): The data that :func:`.serialize.pack` made on another rank.
+        header (Header): What :func:`read_header` found in it.
+        allow_pickle (bool): Whether pickled objects are accepted.
+        more (int, optional): The bytes of large tensors, where they are known. Defaults to None.
+        large_bytes (float): As for :func:`.serialize.pack`.
+
+    Raises:
+        SampleError: If it does not fit together, or names classes unknown here.
+    """
+    _, structures, shapes, kinds, values, begin = header
+    plans = plans_of(structures, allow_pickle)
+    pairs = list(zip(kinds[::2], kinds[1::2]))
+    shapes = [tuple([tuple(shape) for shape in each]) for each in shapes]
+    pieces = _list_pieces(plans, pairs, shapes)
+    large = {i for i, piece in enumerate(pieces) if piece.shape and piece.bytes >= large_bytes}
+    if more is not None and more != sum(pieces[index].bytes for index in large):
+        raise damaged()
+    small = iter(_cut(buffer, begin, [p for i, p in enumerate(pieces) if i not in large]))
+    blocks = [
+        torch.empty(piece.shape, dtype=piece.dtype, device=buffer.device)
+        if i in large
+        else next(small)
+        for i, piece in enumerate(pieces)
+    ]
+    arrays = {index for index, piece in enumerate(pieces) if piece.shape is None}
+    return Parcel(plans, pairs, shapes, values, blocks, arrays, large)
+
+
+class _Piece(NamedTuple):
+    """A block to be cut out.
+
+    Attributes:
+        dtype (torch.dtype): Of the run of bytes that it is in.
+        elements (int): Their number.
+        shape (Tuple[int], optional): None for an array.
+    """
+
+    dtype: torch.dtype
+    elements: int
+    shape: Optional[Tuple[int, ...]]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return self.elements * itemsize(self.dtype)
+
+
+def _list_pieces(
+    plans: Sequence[Plan], kinds: Sequence[Tuple[int, int]], shapes: Sequence[Tuple]
+) -> List[_Piece]:
+    of_kind: Dict[Tuple[int, int], List[_Piece]] = {}
+    for kind in dict.fromkeys(kinds):
+        types, sizes = plans[kind[0]].blocks, shapes[kind[1]]
+        if len(types) != len(sizes):
+            raise damaged()
+        of_kind[kind] = [
+            _Piece(each.dtype, each.elements(shape), None if each.is_array else shape)
+            for each, shape in zip(types, sizes)
+        ]
+    return [piece for kind in kinds for piece in of_kind[kind]]
+
+
+def _cut(buffer: Tensor, begin: int, pieces: Sequence[_Piece]) -> List[Tensor]:
+    wanted: Dict[torch.dtype, List[_Piece]] = {}
+    for piece in pieces:
+        wanted.setdefault(piece.dtype, []).append(piece)
+    totals = [(dtype, sum([piece.elements for piece in group])) for dtype, group in wanted.items()]
+    places = places_of(begin, totals)
+    if places[-1] != buffer.numel():
+        raise damaged()
+    cut: Dict[torch.dtype, Iterator[Tensor]] = {}
+    for (dtype, total), place in zip(totals, places):
+        run = memory_as(buffer[place : place + total * itemsize(dtype)], dtype)
+        cut[dtype] = iter(_split(run, wanted[dtype]))
+    return [next(cut[piece.dtype]) for piece in pieces]
+
+
+def _split(run: Tensor, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
+    first = pieces[0]
+    if first.shape is not None and first.elements and pieces.count(first) == len(pieces):
+        return run.view(len(pieces), *first.shape).unbind()
+    parts = run.split([piece.elements for piece in pieces])
+    return [
+        part if piece.shape is None else part.view(piece.shape)
+        for part, piece in zip(parts, pieces)
+    ]
+
+
+def place_blocks(parcels: Sequence[Parcel], device: torch.device) -> List[List[Tensor]]:
+    """Copy the blocks of parcels to where samples are wanted, in one call for a device.
+
+    Args:
+        parcels (Sequence[Parcel]): What arrived.
+        device (torch.device): For tensors; arrays stay on the host.
+
+    Returns:
+        List[List[Tensor]]: For each parcel its blocks, each with memory of its own.
+    """
+    blocks = [block for parcel in parcels for block in parcel.blocks]
+    places = [(parcel, i) for parcel in parcels for i in range(len(parcel.blocks))]
+    is_array = [i in parcel.arrays for parcel, i in places]
+    is_large = [i in parcel.large for parcel, i in places]
+    tensors = [block for block, array in zip(blocks, is_array) if not array]
+    moved = iter(move_tensors(tensors, device))
+    placed: List[Tensor] = []
+    for block, array, large in zip(blocks, is_array, is_large):
+        tensor = block.cpu() if array else next(moved)
+        if tensor is block and not array and not large:
+            # Still a piece of the message, all of which would be kept for its sake.
+            tensor = tensor.clone()
+        placed.append(tensor)
+    rest = iter(placed)
+    return [list(islice(rest, len(parcel.blocks))) for parcel in parcels]
+
+
+def put_together(parcel: Parcel, blocks: Sequence[Tensor]) -> List[Any]:
+    """Make the samples of a parcel.
+
+    Args:
+        parcel (Parcel): What arrived.
+        blocks (Sequence[Tensor]): Its blocks, where they are to be.
+    """
+    shapes = [shape for _, number in parcel.kinds for shape in parcel.shapes[number]]
+    values, pieces = iter(parcel.values), iter(zip(blocks, shapes))
+    return [parcel.plans[number].build(values, pieces) for number, _ in parcel.kinds]
+
+
+def damaged() -> SampleError:
+    """What to raise for a message that no release of ours wrote."""
+    return SampleError(
+        'a rank sent samples whose parts do not fit together. Install the same release of '
+        'mmdevplug on all ranks.'
+    )

@@ -1,0 +1,215 @@
+"""What an exchange of samples begins with, and how all ranks refuse it together."""
+
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
+
+import torch
+from torch import distributed as torch_dist
+
+from mmdevplug.accelerators import to_device
+from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.errors import RankFailedError, SampleError
+from mmdevplug.fault_tolerance.failure import known_to_all
+from mmdevplug.utils.pytree import replace_parts, tensors_in
+
+from .comparing import Example, describe_difference
+from .flatten import Parts
+
+Device = Union[str, torch.device, None]
+
+
+class Options(NamedTuple):
+    """Arguments that both functions have.
+
+    Attributes:
+        flatten (bool): Whether nested lists are taken apart.
+        same_structure (bool): Whether samples must have the same structure.
+        allow_pickle (bool): Whether objects of other types travel, pickled.
+        device (str or torch.device, optional): Where tensors are wanted; None for this rank's.
+        in_flight (int): Bytes under way at a time.
+    """
+
+    flatten: bool
+    same_structure: bool
+    allow_pickle: bool
+    device: Device
+    in_flight: int
+
+
+class Job(NamedTuple):
+    """One rank's part in an exchange.
+
+    Attributes:
+        name (str): The function that was called.
+        samples (List[Any]): Of this rank.
+        parts (Parts): What they consist of.
+        error (Exception, optional): Why this rank cannot take part.
+        group (ProcessGroup, optional): None for all ranks.
+        rank (int): Of this process in the group.
+        world_size (int): Of the group.
+        options (Options): As they were given.
+        device (torch.device): Where tensors are wanted.
+    """
+
+    name: str
+    samples: List[Any]
+    parts: Parts
+    error: Optional[Exception]
+    group: Any
+    rank: int
+    world_size: int
+    options: Options
+    device: torch.device
+
+    @property
+    def purpose(self) -> str:
+        """What this rank calls, with the options that must be the same on all ranks."""
+        short = self.name.partition('_')[0]
+        same = self.options.same_structure
+        return f'{short}{"" if same else "*"}{"+" if self.options.allow_pickle else ""}'
+
+    def raise_together(self, errors: Sequence[Optional[str]]) -> None:
+        """Raise on all ranks if any of them cannot take part.
+
+        Args:
+            errors (Sequence[str, optional]): What each rank says.
+
+        Raises:
+            Exception: This rank's own, if it has one.
+            RankFailedError: If another has.
+        """
+        if self.error is not None:
+            raise known_to_all(self.error)
+        told = [f'rank {rank}: {text}' for rank, text in enumerate(errors) if text is not None]
+        if told:
+            raise RankFailedError(f'{self.name}() stops because of {"; ".join(told[:8])}')
+
+    def refuse_differences(self, examples: Sequence[Example]) -> None:
+        """Raise if samples differ in structure and must not.
+
+        Raises:
+            SampleError: On all ranks, which have the same examples.
+        """
+        found = describe_difference(examples) if self.options.same_structure else None
+        if found is not None:
+            raise known_to_all(SampleError(f'{self.name}(): {found}'))
+
+    def refuse_other_value(self, name: str, values: Sequence[Any]) -> None:
+        """Raise if an argument is not the same on all ranks.
+
+        Raises:
+            SampleError: On all ranks, which have the same values.
+        """
+        for rank, value in enumerate(values):
+            if value != values[0]:
+                raise known_to_all(
+                    SampleError(
+                        f'{self.name}(): {name}={value!r} on rank {rank}, but {values[0]!r} on '
+                        f'rank 0; expected the same on all ranks.'
+                    )
+                )
+
+    def examples(self) -> List[Example]:
+        """A sample of this rank for each structure."""
+        first = first_samples(self.parts.kinds)
+        return [
+            Example.of(self.rank, first[number], structure)
+            for structure, number in self.parts.structures.items()
+        ]
+
+
+def begin(
+    name: str, samples: Sequence[Any], group: Any, options: Options, problem: Optional[str] = None
+) -> Job:
+    """Take this rank's samples apart.
+
+    Args:
+        name (str): The function that was called.
+        samples (Sequence): Its first argument.
+        group (ProcessGroup, optional): Its argument.
+        options (Options): Its other arguments.
+        problem (str, optional): What is wrong with an argument of its own. Defaults to None.
+
+    Returns:
+        Job: With an error if they cannot travel, which the other ranks do not know yet.
+
+    Raises:
+        SampleError: If the group is none, or not this rank's.
+    """
+    world_size, rank = _place_in(group)
+    device = rank_device()[1] if options.device is None else torch.device(options.device)
+    parts = Parts(options.allow_pickle)
+    error: Optional[Exception] = None
+    chosen: List[Any] = []
+    try:
+        _check(samples, options, problem)
+        chosen = _flat(samples) if options.flatten else list(samples)
+        parts.take(chosen)
+    except SampleError as caught:
+        error = SampleError(f'{name}(): {caught}')
+    job = Job(name, chosen, parts, error, group, rank, world_size, options, device)
+    if world_size == 1:
+        job.raise_together([])
+        job.refuse_differences(job.examples())
+    return job
+
+
+def _place_in(group: Any) -> Any:
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        if group is not None:
+            raise SampleError(
+                f'group={group!r}, but there is no process group. Leave it out, or call '
+                f'mmdevplug.init_device() first.'
+            )
+        return 1, 0
+    if group is not None and not isinstance(group, torch_dist.ProcessGroup):
+        raise SampleError(
+            f'group is a {type(group).__name__}; expected a ProcessGroup of '
+            f'torch.distributed.new_group() that this rank is in, or None for all ranks. The pool '
+            f'is what the function returns: there is no list to pass for it.'
+        )
+    return torch_dist.get_world_size(group), torch_dist.get_rank(group)
+
+
+def _check(samples: Any, options: Options, problem: Optional[str]) -> None:
+    if problem is not None:
+        raise SampleError(problem)
+    if not isinstance(samples, (list, tuple)):
+        raise SampleError(
+            f'samples is a {type(samples).__name__}; expected a list of samples, [] for none. A '
+            f'batch is no list: take it apart first.'
+        )
+    in_flight = options.in_flight
+    if type(in_flight) is not int or in_flight < 1:
+        raise SampleError(
+            f'max_bytes_in_flight={in_flight!r}: expected a number of bytes above 0, such as '
+            f'64 << 20.'
+        )
+
+
+def _flat(samples: Sequence[Any]) -> List[Any]:
+    flat: List[Any] = []
+    for sample in samples:
+        flat.extend(_flat(sample) if isinstance(sample, list) else [sample])
+    return flat
+
+
+def first_samples(kinds: Sequence[int]) -> Dict[int, int]:
+    """For the number of each structure the first sample that has it.
+
+    Args:
+        kinds (Sequence[int]): See :class:`.flatten.Parts`.
+    """
+    found: Dict[int, int] = {}
+    for sample, number in enumerate(kinds[::2]):
+        found.setdefault(number, sample)
+    return found
+
+
+def place_own(samples: List[Any], device: torch.device) -> List[Any]:
+    """This rank's samples as they would arrive: on its device, and without gradients."""
+    tensors = tensors_in(samples)
+    if any(tensor.requires_grad for tensor in tensors):
+        samples = replace_parts(samples, lambda t: t.detach() if t.requires_grad else t)
+    elif all(tensor.device == device for tensor in tensors):
+        return samples
+    return to_device(samples, device)

@@ -1,0 +1,257 @@
+"""Samples taken apart: their structure, their plain values, their tensors.
+
+A structure is a nested tuple that describes a sample without its values, so that samples of the
+same kind share it. A leaf is a word: ``'float'``, ``'tensor float32'``, ``'list int'``. A
+container is ``(kind, class, names, structures of its parts)``.
+"""
+
+import pickle
+from collections import OrderedDict
+from io import BytesIO
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmdevplug.errors import SampleError
+from mmdevplug.utils.pytree import DICT, container_of
+
+Structure = Union[str, Tuple]
+
+#: Containers inside each other.
+MOST_LEVELS = 64
+#: The kinds of NumPy's dtypes whose bytes say all: numbers, texts and times.
+ARRAY_KINDS = 'biufcSUmM'
+_BUILT_IN = {dict: 'dict', OrderedDict: 'OrderedDict', list: 'list', tuple: 'tuple'}
+_PLAIN = {type(None): 'None', bool: 'bool', float: 'float', str: 'str', bytes: 'bytes'}
+_LISTED = {*_PLAIN, int}
+
+
+class Unencodable(Exception):
+    """Something that cannot travel; carries its place, from the inside out."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.steps: List[str] = []
+
+
+class Parts:
+    """What samples consist of.
+
+    Args:
+        allow_pickle (bool): Whether objects of other types are pickled.
+
+    Attributes:
+        structures (Dict[Structure, int]): Each with its number.
+        shapes (Dict[Tuple, int]): The shapes of the blocks of a sample, with their number.
+        kinds (List[int]): For each sample the numbers of its structure and its shapes.
+        values (list): Plain values, in order.
+        blocks (List[Union[Tensor, np.ndarray]]): In order; tensors may be on any device.
+    """
+
+    def __init__(self, allow_pickle: bool = False) -> None:
+        self.allow_pickle = allow_pickle
+        self.structures: Dict[Structure, int] = {}
+        self.shapes: Dict[Tuple, int] = {}
+        self.kinds: List[int] = []
+        self.values: List[Any] = []
+        self.blocks: List[Union[Tensor, np.ndarray]] = []
+        # Lists of numbers rather than an object for each sample: many small objects make Python
+        # look through all it has for garbage.
+        self._ends: List[int] = [0, 0]  # in values and blocks, after each sample
+        self._level = 0
+
+    def take(self, samples: Sequence[Any]) -> None:
+        """Take samples apart.
+
+        Raises:
+            SampleError: If something in them cannot travel; names the place and its type.
+        """
+        for index, sample in enumerate(samples):
+            first = len(self.blocks)
+            try:
+                structure = self._describe(sample)
+            except Unencodable as error:
+                place = ''.join(reversed(error.steps))
+                raise SampleError(f'sample {index}{place} is {error}') from error
+            shapes = tuple([tuple(block.shape) for block in self.blocks[first:]])
+            self.kinds.append(self.structures.setdefault(structure, len(self.structures)))
+            self.kinds.append(self.shapes.setdefault(shapes, len(self.shapes)))
+            self._ends += (len(self.values), len(self.blocks))
+
+    def select(self, begin: int, end: int) -> 'Parts':
+        """Some of the samples.
+
+        Args:
+            begin (int): The first.
+            end (int): One after the last.
+        """
+        chosen = Parts(self.allow_pickle)
+        chosen.structures, chosen.shapes = self.structures, self.shapes
+        chosen.kinds = self.kinds[2 * begin : 2 * end]
+        ends = self._ends
+        chosen.values = self.values[ends[2 * begin] : ends[2 * end]]
+        chosen.blocks = self.blocks[ends[2 * begin + 1] : ends[2 * end + 1]]
+        return chosen
+
+    def _describe(self, value: Any) -> Structure:
+        kind = type(value)
+        name = _PLAIN.get(kind)
+        if name is not None:
+            self.values.append(value)
+            return name
+        if kind in (Tensor, nn.Parameter):
+            return self._describe_tensor(value)
+        special = _SPECIAL.get(kind)
+        if special is not None:
+            return special(self, value)
+        if isinstance(value, Tensor):
+            return self._describe_tensor(value)
+        if isinstance(value, np.generic):
+            return self._describe_scalar(value)
+        container = container_of(kind)
+        if container is None:
+            return self._describe_other(value)
+        return self._describe_container(value, container)
+
+    def _describe_container(self, value: Any, container: Any) -> Structure:
+        kind = type(value)
+        if kind is list and value and _LISTED.issuperset(map(type, value)):
+            found = self._describe_plain_list(value)
+            if found is not None:
+                return found
+        if self._level >= MOST_LEVELS:
+            raise Unencodable(
+                f'inside more than {MOST_LEVELS} containers; does one contain itself? Flatten it.'
+            )
+        self._level += 1
+        names, structures = container.names(value), []
+        for name, part in zip(names, container.parts(value)):
+            try:
+                structures.append(self._describe(part))
+            except Unencodable as error:
+                error.steps.append(container.step(name))
+                raise
+        self._level -= 1
+        if container is DICT:
+            if not all(type(key) is str for key in names):
+                names = tuple(_describe_key(key) for key in names)
+        elif kind in _BUILT_IN:
+            names = ()
+        builtin = _BUILT_IN.get(kind)
+        where = '' if builtin else f'{kind.__module__}:{kind.__qualname__}'
+        return (builtin or container.name, where, names, tuple(structures))
+
+    def _describe_plain_list(self, value: List[Any]) -> Optional[str]:
+        """Lists of plain values travel as they are, whatever their length."""
+        kinds = set(map(type, value))
+        if int in kinds and any(type(item) is int and _is_big(item) for item in value):
+            return None
+        self.values.append(value)
+        return 'list ' + ' '.join(sorted(kind.__name__ for kind in kinds))
+
+    def _describe_int(self, value: int) -> str:
+        self.values.append(str(value) if _is_big(value) else value)
+        return 'big int' if _is_big(value) else 'int'
+
+    def _describe_complex(self, value: complex) -> str:
+        self.values.append([value.real, value.imag])
+        return 'complex'
+
+    def _describe_tensor(self, value: Tensor) -> str:
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            kind = 'quantized' if value.is_quantized else 'meta' if value.is_meta else value.layout
+            raise Unencodable(
+                f'a tensor without plain memory ({kind}); expected a dense one. Call to_dense() '
+                f'or dequantize(), or leave it out.'
+            )
+        if value.requires_grad:
+            value = value.detach()
+        if value.is_complex() or value.is_neg():
+            # PyTorch may have noted a conjugation without carrying it out.
+            value = value.resolve_conj().resolve_neg()
+        self.blocks.append(value)
+        return f'tensor {str(value.dtype)[len("torch.") :]}'
+
+    def _describe_array(self, value: np.ndarray) -> str:
+        if value.dtype.kind not in ARRAY_KINDS:
+            raise Unencodable(
+                f'an array of dtype {value.dtype}; expected numbers, strings or times. Take it '
+                f'apart into arrays of one plain dtype each.'
+            )
+        self.blocks.append(value)
+        return f'array {value.dtype.str}'
+
+    def _describe_scalar(self, value: np.generic) -> Structure:
+        if isinstance(value, (np.str_, np.bytes_)):
+            # An array would lose zeros at its end.
+            text = isinstance(value, np.str_)
+            self.values.append(str(value) if text else bytes(value))
+            return 'scalar str' if text else 'scalar bytes'
+        if value.dtype.kind not in ARRAY_KINDS:
+            return self._describe_other(value)
+        self.values.append(value.tobytes())
+        return f'scalar {value.dtype.str}'
+
+    def _describe_other(self, value: Any) -> str:
+        kind = type(value)
+        if not self.allow_pickle:
+            raise Unencodable(
+                f'a {kind.__module__}.{kind.__qualname__}, which cannot travel as plain data; '
+                f'expected tensors, arrays, numbers, str, bytes, None, and dicts, lists, tuples, '
+                f'dataclasses or data elements of these. Leave it out, convert it, or trust all '
+                f'ranks and pass allow_pickle=True.'
+            )
+        tensors: List[Tensor] = []
+        stream = BytesIO()
+        try:
+            _Pickler(stream, tensors).dump(value)
+        except Exception as error:
+            raise Unencodable(
+                f'a {kind.__module__}.{kind.__qualname__}, which cannot be pickled: {error}'
+            ) from error
+        self.values.append(stream.getvalue())
+        return ' '.join(['pickle', *(self._describe_tensor(tensor) for tensor in tensors)])
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the tensors in an object out of the pickle, so that they arrive on any device."""
+
+    def __init__(self, stream: BytesIO, tensors: List[Tensor]) -> None:
+        super().__init__(stream, protocol=4)
+        self._tensors = tensors
+
+    def persistent_id(self, value: Any) -> Optional[int]:
+        if not isinstance(value, Tensor):
+            return None
+        self._tensors.append(value)
+        return len(self._tensors) - 1
+
+
+def _describe_key(key: Any) -> Any:
+    kind = type(key)
+    if kind is str:
+        return key
+    # With its type: 1, 1.0 and True are equal.
+    if kind is int and _is_big(key):
+        return ('big int', str(key))
+    if kind is int or kind in _PLAIN:
+        return (_PLAIN.get(kind, 'int'), key)
+    if kind is tuple:
+        return ('tuple', tuple(_describe_key(part) for part in key))
+    raise Unencodable(
+        f'a dict with the key {key!r} of type {kind.__name__}; expected str, int, float, bool, '
+        f'bytes, None, or tuples of these.'
+    )
+
+
+def _is_big(value: int) -> bool:
+    return not -(2**63) <= value < 2**63
+
+
+_SPECIAL: Dict[type, Callable[[Parts, Any], Structure]] = {
+    int: Parts._describe_int,
+    complex: Parts._describe_complex,
+    np.ndarray: Parts._describe_array,
+}

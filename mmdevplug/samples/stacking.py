@@ -1,0 +1,110 @@
+"""Many samples to one batch, on one device."""
+
+from typing import Any, List, Sequence, Union
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmdevplug.accelerators.nested import to_device
+from mmdevplug.errors import SampleError
+from mmdevplug.utils.pytree import ELEMENT, LIST, TUPLE, container_of, tensors_in
+
+#: Their values become a tensor.
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
+def stack_samples(samples: Sequence[Any], device: Union[str, torch.device]) -> Any:
+    """Stack samples of the same structure into a batch on a device.
+
+    Tensors are stacked on the host where all of them are there, and the batch then travels in one
+    call.
+
+    Args:
+        samples (Sequence): At least one; N of them, nested as
+            :func:`mmdevplug.accelerators.to_device` takes them.
+        device (str or torch.device): Where the batch is to be.
+
+    Returns:
+        Any: The structure of a sample. Tensors and NumPy arrays of shape S become tensors of
+        shape (N, \\*S), numbers tensors of shape (N,), of PyTorch's default dtype if they are
+        ``float``. Strings, bytes, None, and MMEngine's data elements become lists.
+
+    Raises:
+        SampleError: If structures, shapes or dtypes differ; names the place.
+
+    Examples:
+        >>> stack_samples([dict(x=torch.zeros(3), y=0), dict(x=torch.ones(3), y=1)], 'cpu')['y']
+        tensor([0, 1])
+    """
+    samples = list(samples)
+    if not samples:
+        raise SampleError('stack_samples() got no samples; expected at least one.')
+    if any(tensor.device.type != 'cpu' for tensor in tensors_in(samples)):
+        samples = to_device(samples, device)
+    return to_device(_stack(samples, 'sample'), device)
+
+
+def _stack(values: List[Any], path: str) -> Any:
+    first = values[0]
+    if isinstance(first, (Tensor, np.ndarray)):
+        return _stack_tensors(values, path)
+    if isinstance(first, _NUMBERS):
+        return _stack_numbers(values, path)
+    container = container_of(type(first))
+    if container in (None, ELEMENT):
+        return values
+    names = container.names(first)
+    for index, value in enumerate(values):
+        if type(value) is not type(first):
+            raise _mismatch(path, index, type(first).__name__, type(value).__name__)
+        if container.names(value) == names:
+            continue
+        if container in (LIST, TUPLE):
+            raise _mismatch(path, index, f'{len(names)} items', f'{len(value)} items')
+        if set(container.names(value)) != set(names):
+            expected, found = list(map(str, names)), list(map(str, container.names(value)))
+            raise _mismatch(path, index, f'the keys {expected}', f'the keys {found}')
+    # One column after the other: an object for each sample would make Python look for garbage.
+    parts = [
+        _stack([container.part(value, name) for value in values], path + container.step(name))
+        for name in names
+    ]
+    return container.build(type(first), names, parts)
+
+
+def _stack_tensors(values: List[Any], path: str) -> Tensor:
+    first = values[0]
+    for index, value in enumerate(values):
+        if not isinstance(value, type(first)) and not isinstance(value, (Tensor, np.ndarray)):
+            raise _mismatch(path, index, describe_leaf(first), describe_leaf(value))
+        if tuple(value.shape) != tuple(first.shape) or value.dtype != first.dtype:
+            raise _mismatch(path, index, describe_leaf(first), describe_leaf(value))
+    if isinstance(first, np.ndarray):
+        return torch.from_numpy(np.stack(values))
+    return torch.stack(values)
+
+
+def _stack_numbers(values: List[Any], path: str) -> Tensor:
+    for index, value in enumerate(values):
+        if not isinstance(value, _NUMBERS):
+            raise _mismatch(path, index, describe_leaf(values[0]), describe_leaf(value))
+    if isinstance(values[0], np.generic):
+        return torch.from_numpy(np.stack(values))
+    return torch.tensor(values)
+
+
+def describe_leaf(value: Any) -> str:
+    """What kind of value it is, with the shape and dtype of an array."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        kind = 'a tensor' if isinstance(value, Tensor) else 'an array'
+        dtype = str(value.dtype).replace('torch.', '')
+        return f'{kind} of shape {tuple(value.shape)} and dtype {dtype}'
+    return 'None' if value is None else type(value).__name__
+
+
+def _mismatch(path: str, index: int, expected: str, found: str) -> SampleError:
+    return SampleError(
+        f'{path}: sample {index} has {found}, sample 0 has {expected}. Samples of one batch need '
+        f'the same structure, shapes and dtypes: pad or convert them, or leave them in a list.'
+    )

@@ -1,0 +1,264 @@
+"""Samples put together again, from what a peer sent: checked, and nothing of it is run.
+
+Classes of data, which a message names, are those that this process has imported already: named
+tuples, dataclasses and MMEngine's data elements, made without their constructors.
+"""
+
+import pickle
+import sys
+from collections import OrderedDict
+from io import BytesIO
+from math import prod
+from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmdevplug.errors import SampleError
+from mmdevplug.utils.pytree import (
+    DATACLASS,
+    DICT,
+    ELEMENT,
+    LIST,
+    NAMED_TUPLE,
+    TUPLE,
+    container_of,
+)
+
+from .flatten import ARRAY_KINDS, MOST_LEVELS
+
+_BUILT_IN = {
+    'dict': (dict, DICT),
+    'OrderedDict': (OrderedDict, DICT),
+    'list': (list, LIST),
+    'tuple': (tuple, TUPLE),
+}
+_TEXTS = {'str': np.str_, 'bytes': np.bytes_}
+_NAMED = {each.name: each for each in (NAMED_TUPLE, DATACLASS, ELEMENT)}
+
+
+class BlockType(NamedTuple):
+    """What a block of bytes is.
+
+    Attributes:
+        dtype (torch.dtype): Of its elements; uint8 for an array.
+        itemsize (int): How many bytes an element of the tensor or the array has.
+        is_array (bool): Whether it is an array, whose bytes travel as uint8.
+    """
+
+    dtype: torch.dtype
+    itemsize: int
+    is_array: bool
+
+    def elements(self, shape: Sequence[int]) -> int:
+        """The elements of the block of a tensor or an array of a shape."""
+        return prod(shape) * (self.itemsize if self.is_array else 1)
+
+
+#: Makes a value from the plain values, and the tensors of blocks with their shapes, that follow.
+Build = Callable[[Iterator[Any], Iterator[Tuple[Tensor, Tuple[int, ...]]]], Any]
+
+
+class Plan(NamedTuple):
+    """How samples of one structure are put together.
+
+    Attributes:
+        build (Callable): Makes one.
+        blocks (List[BlockType]): The blocks that it takes.
+    """
+
+    build: Build
+    blocks: List[BlockType]
+
+
+class Planner:
+    """Reads structures.
+
+    Args:
+        allow_pickle (bool): Whether pickled objects are accepted.
+    """
+
+    def __init__(self, allow_pickle: bool = False) -> None:
+        self.allow_pickle = allow_pickle
+        self._blocks: List[BlockType] = []
+
+    def plan(self, structure: Any) -> Plan:
+        """Read a structure, as :class:`.flatten.Parts` made it.
+
+        Raises:
+            SampleError: If it is none, or names a class that this process does not know.
+        """
+        self._blocks = []
+        return Plan(self._plan(structure, 0), self._blocks)
+
+    def _plan(self, structure: Any, level: int) -> Build:
+        if isinstance(structure, str):
+            return self._plan_leaf(structure)
+        if not isinstance(structure, (list, tuple)) or len(structure) != 4 or level > MOST_LEVELS:
+            raise _damaged(f'the structure {str(structure)[:80]}')
+        name, where, names, parts = structure
+        if name in _BUILT_IN:
+            kind, container = _BUILT_IN[name]
+        else:
+            kind, container = _find_class(name, where)
+        builds = [self._plan(part, level + 1) for part in parts]
+        names = _read_names(container, kind, names, len(builds))
+        if kind is dict:
+            pairs = list(zip(names, builds))
+            return lambda values, blocks: {key: build(values, blocks) for key, build in pairs}
+        if kind is list:
+            return lambda values, blocks: [build(values, blocks) for build in builds]
+        if kind is tuple:
+            return lambda values, blocks: tuple([build(values, blocks) for build in builds])
+        return lambda values, blocks: container.build(
+            kind, names, [build(values, blocks) for build in builds]
+        )
+
+    def _plan_leaf(self, word: str) -> Build:
+        kind, _, rest = word.partition(' ')
+        if word in ('None', 'bool', 'int', 'float', 'str', 'bytes') or kind == 'list':
+            return _next_value
+        if word == 'big int':
+            return lambda values, blocks: int(next(values))
+        if word == 'complex':
+            return lambda values, blocks: complex(*next(values))
+        if kind == 'tensor':
+            self._blocks.append(_tensor_type(rest))
+            return _next_tensor
+        if kind == 'array':
+            dtype = _array_dtype(rest)
+            self._blocks.append(BlockType(torch.uint8, dtype.itemsize, True))
+            return lambda values, blocks: _to_array(*next(blocks), dtype)
+        if kind == 'scalar' and rest in _TEXTS:
+            return lambda values, blocks: _TEXTS[rest](next(values))
+        if kind == 'scalar':
+            dtype = _array_dtype(rest)
+            return lambda values, blocks: np.frombuffer(next(values), dtype)[0]
+        if kind == 'pickle':
+            return self._plan_pickle(rest)
+        raise _damaged(f'the type {word!r}')
+
+    def _plan_pickle(self, rest: str) -> Build:
+        if not self.allow_pickle:
+            raise SampleError(
+                'a rank sent pickled objects, which can run code; expected plain data. Pass '
+                'allow_pickle=True if you trust all ranks.'
+            )
+        types = [_tensor_type(name) for name in rest.split() if name != 'tensor']
+        self._blocks.extend(types)
+
+        def build(values: Iterator, blocks: Iterator) -> Any:
+            unpickler = _Unpickler(BytesIO(next(values)))
+            unpickler.tensors = [next(blocks)[0] for _ in types]
+            return unpickler.load()
+
+        return build
+
+
+class _Unpickler(pickle.Unpickler):
+    tensors: List[Tensor] = []
+
+    def persistent_load(self, index: int) -> Tensor:
+        return self.tensors[index]
+
+
+def _next_value(values: Iterator, blocks: Iterator) -> Any:
+    return next(values)
+
+
+def _next_tensor(values: Iterator, blocks: Iterator) -> Tensor:
+    return next(blocks)[0]
+
+
+def _to_array(data: Tensor, shape: Tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    # A copy: of its own, writable, and aligned.
+    array = np.empty(shape, dtype)
+    if array.nbytes:
+        array.reshape(-1).view(np.uint8)[:] = data.numpy()
+    return array
+
+
+def _tensor_type(name: str) -> BlockType:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SampleError(
+            f'a rank sent a tensor of dtype {name!r}, which torch {torch.__version__} of this '
+            f'rank does not have. Install the same release of torch on all ranks.'
+        )
+    return BlockType(dtype, torch.empty(0, dtype=dtype).element_size(), False)
+
+
+def _array_dtype(text: str) -> np.dtype:
+    dtype = np.dtype(text)
+    if dtype.kind not in ARRAY_KINDS:
+        raise _damaged(f'the dtype {text!r}')
+    return dtype
+
+
+def _read_names(container: Any, kind: type, names: Sequence[Any], count: int) -> Tuple:
+    if container in (LIST, TUPLE):
+        return tuple(range(count))
+    if container is DICT:
+        names = tuple(_read_key(key) for key in names)
+    elif container is ELEMENT:
+        names = tuple((str(place), str(name)) for place, name in names)
+    else:
+        names = tuple(map(str, names))
+        expected = _own_names(container, kind)
+        if names != expected:
+            raise SampleError(
+                f'a rank sent a {kind.__qualname__} with the fields {list(names)}, which here has '
+                f'{list(expected)}. Run the same code on all ranks.'
+            )
+    if len(names) != count:
+        raise _damaged(f'{count} parts for {len(names)} names')
+    return names
+
+
+def _own_names(container: Any, kind: Any) -> Tuple[str, ...]:
+    return tuple(kind._fields if container is NAMED_TUPLE else kind.__dataclass_fields__)
+
+
+def _read_key(key: Any) -> Any:
+    if isinstance(key, str):
+        return key
+    kind, value = key
+    if kind == 'tuple':
+        return tuple(_read_key(part) for part in value)
+    return int(value) if kind == 'big int' else value
+
+
+def _find_class(name: str, where: str) -> Tuple[type, Any]:
+    container = _NAMED.get(name)
+    if container is None:
+        raise _damaged(f'the container {name!r}')
+    module_name, _, qualified = where.partition(':')
+    found: Any = sys.modules.get(module_name)
+    for part in qualified.split('.'):
+        found = getattr(found, part, None)
+    if not isinstance(found, type):
+        raise SampleError(
+            f'a rank sent a {name} {where.replace(":", ".")}, which this rank has not imported. '
+            f'Import its module on all ranks, outside of functions and of __main__ blocks.'
+        )
+    if container_of(found) is not container:
+        raise _damaged(f'{where} as a {name}')
+    return found, container
+
+
+def _damaged(what: str) -> SampleError:
+    return SampleError(
+        f'a rank sent {what}, which is no part of a sample. Install the same release of mmdevplug '
+        f'on all ranks.'
+    )
+
+
+def plans_of(structures: Sequence[Any], allow_pickle: bool) -> List[Plan]:
+    """Read the structures of a message.
+
+    Raises:
+        SampleError: See :meth:`Planner.plan`.
+    """
+    planner = Planner(allow_pickle)
+    return [planner.plan(structure) for structure in structures]

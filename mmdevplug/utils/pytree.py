@@ -1,0 +1,243 @@
+"""The containers that samples consist of: how each is taken apart and put together again."""
+
+import copy
+import dataclasses
+import sys
+from collections import OrderedDict
+from functools import lru_cache
+from operator import getitem
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
+
+from torch import Tensor
+
+Names = Tuple[Any, ...]
+
+
+class Container(NamedTuple):
+    """A kind of container: how it is taken apart and put together again.
+
+    Attributes:
+        name (str): What messages call it.
+        names (Callable): Names of the parts; indices for a sequence.
+        parts (Callable): The parts, in the order of their names.
+        part (Callable): The part of a name.
+        build (Callable): From a type, names and parts, without running the type's constructor
+            where that may do more than store them.
+        step (Callable): A name as it is written behind an expression: ``'.x'``, ``"['x']"``.
+    """
+
+    name: str
+    names: Callable[[Any], Names]
+    parts: Callable[[Any], List[Any]]
+    part: Callable[[Any, Any], Any]
+    build: Callable[[type, Names, Sequence[Any]], Any]
+    step: Callable[[Any], str]
+
+
+def _build_dataclass(kind: type, names: Names, parts: Sequence[Any]) -> Any:
+    made = object.__new__(kind)
+    for name, part in zip(names, parts):
+        object.__setattr__(made, name, part)  # also where the class is frozen
+    return made
+
+
+def _field_names(value: Any) -> Names:
+    # Sets have another order in each process. A property has its value under a name of its own.
+    fields = [('', name) for name in sorted(value._data_fields) if not _is_property(value, name)]
+    return tuple(fields + [('metainfo', name) for name in sorted(value._metainfo_fields)])
+
+
+def _is_property(value: Any, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), property)
+
+
+def _build_element(kind: type, names: Names, parts: Sequence[Any]) -> Any:
+    made = object.__new__(kind)
+    element_type().__init__(made)
+    for (place, name), part in zip(names, parts):
+        # The element checks lengths when a field is set, and these were checked.
+        object.__setattr__(made, name, part)
+        fields = made._metainfo_fields if place else made._data_fields
+        fields.add(name)
+        if _is_property(made, name.lstrip('_')):
+            fields.add(name.lstrip('_'))
+    return made
+
+
+def _indices(value: Sequence) -> Names:
+    return tuple(range(len(value)))
+
+
+def _index_step(name: Any) -> str:
+    return f'[{name!r}]'
+
+
+def _field_step(name: Any) -> str:
+    return f'.{name}'
+
+
+DICT = Container(
+    'dict',
+    names=tuple,
+    parts=lambda value: list(value.values()),
+    part=getitem,
+    build=lambda kind, names, parts: kind(zip(names, parts)),
+    step=_index_step,
+)
+LIST = Container(
+    'list', _indices, list, getitem, lambda kind, names, parts: list(parts), _index_step
+)
+TUPLE = Container(
+    'tuple', _indices, list, getitem, lambda kind, names, parts: tuple(parts), _index_step
+)
+NAMED_TUPLE = Container(
+    'named tuple',
+    names=lambda value: value._fields,
+    parts=list,
+    part=getattr,
+    build=lambda kind, names, parts: tuple.__new__(kind, parts),
+    step=_field_step,
+)
+DATACLASS = Container(
+    'dataclass',
+    names=lambda value: tuple(each.name for each in dataclasses.fields(value)),
+    parts=lambda value: [getattr(value, each.name) for each in dataclasses.fields(value)],
+    part=getattr,
+    build=_build_dataclass,
+    step=_field_step,
+)
+ELEMENT = Container(
+    'data element',
+    names=_field_names,
+    parts=lambda value: [getattr(value, name) for _, name in _field_names(value)],
+    part=lambda value, name: getattr(value, name[1]),
+    build=_build_element,
+    step=lambda name: f'.{name[1]}',
+)
+
+_BUILT_IN = {dict: DICT, OrderedDict: DICT, list: LIST, tuple: TUPLE}
+#: Values without parts, so many of them that a look at the type must do.
+LEAVES = frozenset({str, bytes, bool, int, float, complex, type(None)})
+
+
+def element_type() -> Any:
+    """MMEngine's ``BaseDataElement``; None where nobody has imported it."""
+    # Importing it imports vendors' packages, whose failures are told when a device is looked for.
+    structures = sys.modules.get('mmengine.structures')
+    return None if structures is None else structures.BaseDataElement
+
+
+@lru_cache(maxsize=512)
+def container_of(kind: type) -> Optional[Container]:
+    """How values of a type are taken apart; None if they are not.
+
+    Args:
+        kind (type): ``dict``, ``OrderedDict``, ``list``, ``tuple``, a named tuple, a dataclass, or
+            a kind of MMEngine's ``BaseDataElement``.
+    """
+    if kind in _BUILT_IN:
+        return _BUILT_IN[kind]
+    if issubclass(kind, (dict, list)):
+        return None  # it may hold more than its items
+    if issubclass(kind, tuple) and hasattr(kind, '_fields'):
+        return NAMED_TUPLE
+    element = element_type()
+    if element is not None and issubclass(kind, element):
+        return ELEMENT
+    return DATACLASS if dataclasses.is_dataclass(kind) else None
+
+
+def replace_parts(
+    nested: Any,
+    function: Callable[[Tensor], Tensor],
+    other: Optional[Callable[[Any], Any]] = None,
+) -> Any:
+    """Apply functions to the leaves of nested containers.
+
+    Subclasses of ``dict`` keep what else they hold, and so do OpenMMLab's boxes.
+
+    Args:
+        nested: Containers, see :func:`container_of`, and anything else.
+        function (callable): Applied to each tensor.
+        other (callable, optional): Applied to every other leaf. Defaults to None: they stay.
+
+    Returns:
+        Any: The same structure; the very same object where nothing in it has changed.
+    """
+    if isinstance(nested, Tensor):
+        return function(nested)
+    if type(nested) in LEAVES:
+        return nested if other is None else other(nested)
+    container = container_of(type(nested))
+    if container is None:
+        return _replace_in_object(nested, function, other)
+    parts = container.parts(nested)
+    new = [replace_parts(part, function, other) for part in parts]
+    if all(one is another for one, another in zip(parts, new)):
+        return nested
+    if container is DATACLASS:
+        # It may hold more than its fields.
+        made = copy.copy(nested)
+        for name, part in zip(container.names(nested), new):
+            object.__setattr__(made, name, part)
+        return made
+    return container.build(type(nested), container.names(nested), new)
+
+
+def _replace_in_object(
+    value: Any, function: Callable[[Tensor], Tensor], other: Optional[Callable[[Any], Any]]
+) -> Any:
+    if isinstance(value, dict):
+        new = {key: replace_parts(part, function, other) for key, part in value.items()}
+        if all(part is new[key] for key, part in value.items()):
+            return value
+        made = copy.copy(value)  # a state_dict with its metadata, a ConfigDict
+        for key, part in new.items():
+            made[key] = part  # outputs of transformers' models have no update()
+        return made
+    if isinstance(value, list):
+        items = [replace_parts(part, function, other) for part in value]
+        if all(one is another for one, another in zip(value, items)):
+            return value
+        made = copy.copy(value)
+        made[:] = items
+        return made
+    if isinstance(getattr(value, 'tensor', None), Tensor):  # boxes of mmdet and mmrotate
+        tensor = function(value.tensor)
+        if tensor is value.tensor:
+            return value
+        made = copy.copy(value)
+        made.tensor = tensor
+        return made
+    return value if other is None else other(value)
+
+
+def tensors_in(nested: Any) -> List[Tensor]:
+    """The tensors in nested containers, in order.
+
+    Args:
+        nested: See :func:`replace_parts`.
+    """
+    found: List[Tensor] = []
+    _collect(nested, found)
+    return found
+
+
+def _collect(nested: Any, found: List[Tensor]) -> None:
+    kind = type(nested)
+    if kind is Tensor or isinstance(nested, Tensor):
+        found.append(nested)
+    elif kind in LEAVES:
+        return
+    elif isinstance(nested, dict):
+        for part in nested.values():
+            _collect(part, found)
+    elif isinstance(nested, (list, tuple)):
+        for part in nested:
+            _collect(part, found)
+    else:
+        container = container_of(kind)
+        if container is not None:
+            _collect(container.parts(nested), found)
+        elif isinstance(getattr(nested, 'tensor', None), Tensor):  # see _replace_in_object
+            found.append(nested.tensor)

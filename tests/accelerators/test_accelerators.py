@@ -1,0 +1,591 @@
+"""What each family of devices does: the CPU, CUDA's names, and cards through the stand-in."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from mmdevplug.accelerators import (
+    CPUAccelerator,
+    CUDAAccelerator,
+    S60Accelerator,
+    T20Accelerator,
+    TorchNativeAccelerator,
+    XLAAccelerator,
+)
+from mmdevplug.accelerators.torch_native import FAMILIES
+from mmdevplug.errors import AcceleratorError
+from tests.jobs import need_card, needs_scaler
+
+ROOT = Path(__file__).parents[2]
+
+#: Runs pieces of code, one JSON string a line, and answers each with a traceback or nothing.
+SERVER = """
+import json, os, sys, traceback
+answers = os.fdopen(os.dup(1), 'w')
+os.dup2(2, 1)
+import card, pytest, torch
+card.install(sys.argv[1], count=int(sys.argv[2]))
+from mmdevplug.accelerators import *
+from mmdevplug.errors import AcceleratorError
+from tests.jobs import need_card, needs_scaler
+for line in sys.stdin:
+    torch.manual_seed(0)
+    failure = ''
+    try:
+        exec(json.loads(line), {**globals(), 'accelerator': get_accelerator(sys.argv[1])})
+    except BaseException:
+        failure = traceback.format_exc()
+    print(json.dumps(failure), file=answers, flush=True)
+"""
+
+
+class Card:
+    """A process that has the stand-in under one name, because a process can have but one."""
+
+    def __init__(self, name, count, **environ):
+        paths = [str(ROOT), str(ROOT / 'tests' / 'standins' / 'fakecard')]
+        environ['PYTHONPATH'] = os.pathsep.join(paths)
+        self.process = subprocess.Popen(
+            [sys.executable, '-c', SERVER, name, str(count)],
+            env={**os.environ, 'MMDEVPLUG_ACCELERATOR': '', **environ},
+            cwd=str(ROOT),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def run(self, code):
+        """Run code with ``accelerator`` and all of mmdevplug.accelerators in its globals."""
+        self.process.stdin.write(json.dumps(code).encode() + b'\n')
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, f'the process ended with {self.process.wait()}'
+        failure = json.loads(answer)
+        assert not failure, failure
+
+    def close(self):
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+def card_fixture(name, count, **environ):
+    @pytest.fixture(scope='module')
+    def fixture():
+        need_card()
+        card = Card(name, count, **environ)
+        yield card.run
+        card.close()
+
+    return fixture
+
+
+zeta = card_fixture('zeta', 4)
+lonely_zeta = card_fixture('zeta', 1)
+gcu = card_fixture('gcu', 2, TOPS_VISIBLE_DEVICES='6,7')
+npu = card_fixture('npu', 2, ASCEND_RT_VISIBLE_DEVICES='0,1')
+
+
+# CPU -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('local_rank', [0, 1, 7])
+def test_cpu_has_room_for_every_local_rank(local_rank):
+    assert CPUAccelerator().device(local_rank) == torch.device('cpu')
+
+
+def test_cpu_has_one_shared_device_and_gloo():
+    cpu = CPUAccelerator()
+    assert cpu.is_available()
+    assert cpu.device_count() == 1
+    assert cpu.shares_devices
+    assert not cpu.lazy
+    assert cpu.default_backend() == 'gloo'
+    assert cpu.ddp_device_ids(torch.device('cpu')) is None
+    assert cpu.describe_visibility() == 'no variable limits the devices seen'
+
+
+def test_cpu_tells_no_memory_and_takes_every_call():
+    cpu, device = CPUAccelerator(), torch.device('cpu')
+    assert cpu.memory_allocated(device) is None
+    assert cpu.max_memory_allocated() is None
+    assert cpu.device_name(device) == 'cpu'
+    cpu.set_device(device)
+    cpu.synchronize(device)
+    cpu.materialize()
+    cpu.empty_cache()
+    cpu.manual_seed(0)
+
+
+def test_cpu_autocast_computes_in_bfloat16():
+    cpu, a = CPUAccelerator(), torch.ones(2, 2)
+    with cpu.autocast(dtype=torch.bfloat16):
+        assert (a @ a).dtype == torch.bfloat16
+    with cpu.autocast(dtype=torch.bfloat16, enabled=False):
+        assert (a @ a).dtype == torch.float32
+    assert (a @ a).dtype == torch.float32
+
+
+def test_family_without_a_gradient_scaler_says_what_to_do(monkeypatch):
+    with pytest.raises(AcceleratorError, match="'xla' has no gradient scaler.*bfloat16"):
+        XLAAccelerator().grad_scaler()
+    # As on releases before torch 2.3.
+    monkeypatch.delattr(getattr(torch, 'amp', None), 'GradScaler', raising=False)
+    with pytest.raises(AcceleratorError, match="'cpu' has no gradient scaler.*bfloat16"):
+        CPUAccelerator().grad_scaler()
+
+
+@needs_scaler
+def test_cpu_takes_the_gradient_scaler_of_pytorch():
+    scaler = CPUAccelerator().grad_scaler(init_scale=8.0)
+    assert scaler.is_enabled()
+    assert scaler.get_scale() == 8.0
+
+
+def test_precision_of_each_family():
+    assert CPUAccelerator().amp_dtype == XLAAccelerator().amp_dtype == torch.bfloat16
+    assert T20Accelerator().amp_dtype == torch.float16
+    older = not hasattr(torch, 'get_autocast_dtype')  # before PyTorch 2.4
+    known = torch.float16 if older else torch.get_autocast_dtype('cuda')
+    assert CUDAAccelerator().amp_dtype == known
+
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_cpu_copies_keep_values(dtype):
+    cpu, values = CPUAccelerator(), torch.arange(6).reshape(2, 3).to(dtype)
+    assert torch.equal(cpu.to_host([values])[0], values)
+    target = torch.zeros_like(values)
+    cpu.copy_to_host([values], [target])
+    assert torch.equal(target, values)
+    target.zero_()
+    cpu.copy_to_device([values], [target])
+    assert torch.equal(target, values)
+
+
+def test_host_copies_are_outside_the_graph():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert not CPUAccelerator().to_host([parameter * 2])[0].requires_grad
+    target = torch.zeros(3)
+    CPUAccelerator().copy_to_host([parameter * 2], [target])
+    assert not target.requires_grad
+
+
+# backends of torch.distributed ---------------------------------------------------------------
+
+ZETA = TorchNativeAccelerator('zeta', native_backend='eccl')
+
+
+@pytest.mark.parametrize(
+    ('accelerator', 'backend', 'taken'),
+    [
+        (CPUAccelerator(), 'gloo', True),
+        (CPUAccelerator(), 'mpi', True),
+        (CPUAccelerator(), 'nccl', False),
+        (CPUAccelerator(), 'cpu:gloo', True),
+        (CPUAccelerator(), 'cpu:gloo,zeta:eccl', True),
+        (CPUAccelerator(), 'zeta:eccl', False),
+        (CUDAAccelerator(), 'gloo', True),
+        (CUDAAccelerator(), 'nccl', True),
+        (CUDAAccelerator(), 'cpu:gloo,cuda:nccl', True),
+        (CUDAAccelerator(), 'cpu:gloo', False),
+        (ZETA, 'eccl', True),
+        (ZETA, 'gloo', False),
+        (ZETA, 'nccl', False),
+        (ZETA, 'cpu:gloo,zeta:eccl', True),
+        (ZETA, 'zeta:eccl,cpu:gloo', True),
+        (ZETA, 'cpu:gloo,zeta:gloo', False),
+        (ZETA, 'cpu:gloo,cuda:nccl', False),
+        (TorchNativeAccelerator('npu'), 'hccl', True),
+        (TorchNativeAccelerator('npu'), 'gloo', False),
+        (S60Accelerator(), 'cpu:gloo,gcu:eccl', True),
+        (T20Accelerator(), 'gloo', False),
+        (XLAAccelerator(), 'gloo', False),
+    ],
+)
+def test_backend_takes_the_tensors_of_its_own_devices_alone(accelerator, backend, taken):
+    assert accelerator.takes_tensors(backend) is taken
+
+
+@pytest.mark.parametrize(('there', 'backend'), [(True, 'nccl'), (False, 'gloo')])
+def test_cuda_default_backend_needs_nccl_built_in(monkeypatch, there, backend):
+    monkeypatch.setattr(torch_dist, 'is_nccl_available', lambda: there)
+    assert CUDAAccelerator().default_backend() == backend
+
+
+@pytest.mark.parametrize(
+    'accelerator', [ZETA, TorchNativeAccelerator('npu'), T20Accelerator(), XLAAccelerator()]
+)
+def test_default_backend_is_gloo_where_the_vendors_is_not_there(accelerator):
+    assert accelerator.default_backend() == 'gloo'
+
+
+# CUDA's and ROCm's names ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('hip', 'variable'), [(None, 'CUDA_VISIBLE_DEVICES'), ('6.2', 'HIP_VISIBLE_DEVICES')]
+)
+def test_cuda_names_the_variable_of_the_build(monkeypatch, hip, variable):
+    monkeypatch.setattr(torch.version, 'hip', hip)
+    monkeypatch.setenv(variable, '1,3')
+    assert CUDAAccelerator().describe_visibility() == f"{variable}='1,3'"
+
+
+@pytest.mark.parametrize(('count', 'local_rank', 'index'), [(4, 0, 0), (4, 3, 3), (1, 3, 0)])
+def test_cuda_device_follows_the_local_rank(monkeypatch, count, local_rank, index):
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: count)
+    cuda = CUDAAccelerator()
+    assert cuda.device(local_rank) == torch.device('cuda', index)
+    assert cuda.ddp_device_ids(cuda.device(local_rank)) == [index]
+
+
+def test_cuda_index_beyond_the_count_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.version, 'hip', None)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: 2)
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '4,5')
+    with pytest.raises(AcceleratorError) as caught:
+        CUDAAccelerator().device(2)
+    message = str(caught.value)
+    assert message.startswith('LOCAL_RANK=2 asks for cuda:2')
+    assert 'sees 2 cuda device(s), indices 0 to 1' in message
+    assert "CUDA_VISIBLE_DEVICES='4,5'" in message
+
+
+# a card that nobody has heard of -------------------------------------------------------------
+
+
+@pytest.mark.parametrize('local_rank', range(4))
+def test_card_device_follows_the_local_rank(zeta, local_rank):
+    zeta(
+        f"assert accelerator.device({local_rank}) == torch.device('zeta', {local_rank})\n"
+        f'assert accelerator.device_count() == 4\n'
+    )
+
+
+@pytest.mark.parametrize('local_rank', [4, 7, -1])
+def test_card_index_beyond_the_count_is_refused_with_count(zeta, local_rank):
+    zeta(f"""
+with pytest.raises(AcceleratorError) as caught:
+    accelerator.device({local_rank})
+message = str(caught.value)
+assert message.startswith('LOCAL_RANK={local_rank} asks for zeta:{local_rank}')
+assert 'this process sees 4 zeta device(s), indices 0 to 3' in message
+assert 'no variable limits the devices seen' in message
+assert 'Start at most 4 processes' in message
+""")
+
+
+@pytest.mark.parametrize('local_rank', [0, 1, 7])
+def test_only_card_is_taken_by_every_local_rank(lonely_zeta, local_rank):
+    lonely_zeta(f"""
+device = accelerator.device({local_rank})
+assert device == torch.device('zeta', 0)
+probe_device(accelerator, device)
+""")
+
+
+def test_only_card_is_not_taken_by_a_negative_local_rank(lonely_zeta):
+    lonely_zeta("""
+with pytest.raises(AcceleratorError, match='LOCAL_RANK=-1 asks for zeta:-1'):
+    accelerator.device(-1)
+""")
+
+
+def test_card_variable_is_named_where_the_config_names_it(zeta):
+    zeta("""
+import os
+os.environ['ZETA_DEVICES'] = '0,1,2,3'
+named = get_accelerator(dict(type='zeta', package='card', visible_devices_env='ZETA_DEVICES'))
+with pytest.raises(AcceleratorError, match="ZETA_DEVICES='0,1,2,3'"):
+    named.device(4)
+""")
+
+
+def test_card_of_unknown_name_is_the_generic_accelerator(zeta):
+    zeta("""
+assert type(accelerator) is TorchNativeAccelerator
+assert (accelerator.name, accelerator.device_type) == ('zeta', 'zeta')
+assert (accelerator.native_backend, accelerator.visible_devices_env) == (None, None)
+assert accelerator.default_backend() == 'gloo'
+assert not accelerator.takes_tensors('gloo')
+assert accelerator.device_name(torch.device('zeta:1')) == 'fakecard'
+assert accelerator.ddp_device_ids(torch.device('zeta:1')) is None
+""")
+
+
+def test_current_card_is_set(zeta):
+    zeta("""
+for index in (2, 0, 3):
+    accelerator.set_device(accelerator.device(index))
+    assert torch.zeta.current_device() == index
+    assert torch.ones(1, device='zeta').device == torch.device('zeta', index)
+""")
+
+
+def test_every_card_passes_its_first_operation(zeta):
+    zeta("""
+for local_rank in range(4):
+    probe_device(accelerator, accelerator.device(local_rank))
+    assert torch.zeta.current_device() == local_rank
+with pytest.raises(AcceleratorError) as caught:
+    probe_device(accelerator, torch.device('zeta:9'))
+assert str(caught.value).startswith('device zeta:9 failed its first operation')
+assert 'no device 9, there are 4' in str(caught.value)
+assert 'This process sees 4 zeta device(s)' in str(caught.value)
+""")
+
+
+@pytest.mark.parametrize('dtype', DTYPES, ids=str)
+@pytest.mark.parametrize('index', [0, 3])
+def test_copies_between_host_and_card_keep_values(zeta, dtype, index):
+    zeta(f"""
+host = torch.arange(6).reshape(2, 3).to({dtype})
+sent = torch.zeros(2, 3, dtype={dtype}, device='zeta:{index}')
+accelerator.copy_to_device([host], [sent])
+assert sent.device == torch.device('zeta:{index}') and sent.dtype is {dtype}
+fetched = accelerator.to_host([sent])[0]
+assert fetched.device.type == 'cpu' and fetched.dtype is {dtype}
+assert torch.equal(fetched, host)
+target = torch.zeros_like(host)
+accelerator.copy_to_host([sent], [target])
+assert torch.equal(target, host)
+""")
+
+
+def test_many_tensors_of_many_kinds_are_copied_in_one_call(zeta):
+    zeta("""
+host = [torch.arange(6.).view(2, 3).t(), torch.tensor(3), torch.empty(0, 2), torch.eye(3).bool()]
+sent = [value.to('zeta:1') for value in host]
+fetched = accelerator.to_host(sent)
+assert [value.dtype for value in fetched] == [value.dtype for value in host]
+assert all(torch.equal(one, other) for one, other in zip(fetched, host))
+assert accelerator.to_host([]) == []
+accelerator.copy_to_device([torch.zeros_like(value) for value in host], sent)
+assert not any(value.any() for value in accelerator.to_host(sent))
+""")
+
+
+def test_copies_convert_dtypes(zeta):
+    zeta("""
+master = torch.tensor([1.0, 2.5, -3.0])
+half = torch.zeros(3, dtype=torch.bfloat16, device='zeta:2')
+accelerator.copy_to_device([master], [half])
+assert half.dtype == torch.bfloat16 and half.device == torch.device('zeta:2')
+back = torch.zeros(3)
+accelerator.copy_to_host([half], [back])
+assert torch.equal(back, master)
+""")
+
+
+def test_copies_are_outside_the_graph_and_keep_the_parameter(zeta):
+    zeta("""
+parameter = torch.nn.Parameter(torch.ones(3, device='zeta:1'))
+assert not accelerator.to_host([parameter])[0].requires_grad
+assert not accelerator.to_host([parameter * 2])[0].requires_grad
+with torch.no_grad():
+    accelerator.copy_to_device([torch.full((3,), 7.0)], [parameter])
+assert parameter.requires_grad and parameter.is_leaf
+assert parameter.cpu().tolist() == [7.0] * 3
+""")
+
+
+def test_memory_is_told_in_bytes_for_each_card(zeta):
+    zeta("""
+before = [accelerator.memory_allocated(torch.device('zeta', i)) for i in range(4)]
+kept = torch.zeros(256, device='zeta:1')
+after = [accelerator.memory_allocated(torch.device('zeta', i)) for i in range(4)]
+assert [b - a for a, b in zip(before, after)] == [0, 1024, 0, 0]
+assert accelerator.max_memory_allocated(torch.device('zeta:1')) >= 1024
+accelerator.set_device(torch.device('zeta:1'))
+assert accelerator.memory_allocated() == after[1]
+accelerator.set_device(torch.device('zeta:0'))
+accelerator.empty_cache()
+""")
+
+
+def test_waiting_and_seeding_work_with_and_without_a_card(zeta):
+    zeta("""
+accelerator.synchronize()
+accelerator.synchronize(torch.device('zeta:3'))
+accelerator.materialize(torch.device('zeta:3'))
+accelerator.manual_seed(1)
+""")
+
+
+def test_seed_reaches_every_card(zeta):
+    zeta("""
+seeds = []
+torch.zeta.manual_seed_all = seeds.append
+accelerator.manual_seed(7)
+assert seeds == [7]
+""")
+
+
+@pytest.mark.parametrize('dtype', ['torch.bfloat16', 'torch.float16'])
+def test_autocast_is_that_of_the_card(zeta, dtype):
+    zeta(f"""
+with accelerator.autocast(dtype={dtype}):
+    assert torch.is_autocast_enabled('zeta') and not torch.is_autocast_enabled('cpu')
+    assert torch.get_autocast_dtype('zeta') is {dtype}
+    with accelerator.autocast(enabled=False):
+        assert not torch.is_autocast_enabled('zeta')
+assert not torch.is_autocast_enabled('zeta')
+with accelerator.autocast():
+    assert torch.is_autocast_enabled('zeta')
+""")
+
+
+def test_gradient_scaler_scales_on_the_card(zeta):
+    zeta("""
+scaler = accelerator.grad_scaler(init_scale=8.0)
+assert scaler.scale(torch.ones(1, device='zeta:1')).cpu().item() == 8.0
+""")
+
+
+def test_vendors_gradient_scaler_is_preferred(zeta):
+    zeta("""
+import types
+torch.zeta.amp = types.SimpleNamespace(GradScaler=lambda **kwargs: ('own', kwargs))
+try:
+    assert accelerator.grad_scaler(init_scale=2.0) == ('own', dict(init_scale=2.0))
+finally:
+    del torch.zeta.amp
+""")
+
+
+def test_functions_that_a_vendor_lacks_are_left_out(zeta):
+    zeta("""
+import types
+whole = torch.zeta
+torch.zeta = types.ModuleType('torch.zeta')
+torch.zeta.is_available, torch.zeta.device_count = whole.is_available, whole.device_count
+try:
+    assert accelerator.is_available() and accelerator.device_count() == 4
+    assert accelerator.memory_allocated() is None
+    assert accelerator.max_memory_allocated(torch.device('zeta:0')) is None
+    assert accelerator.device_name(torch.device('zeta:0')) == 'zeta'
+    accelerator.empty_cache()
+    accelerator.synchronize()
+    accelerator.manual_seed(0)
+finally:
+    torch.zeta = whole
+""")
+
+
+# cards of known names ------------------------------------------------------------------------
+
+
+def test_card_named_gcu_is_the_s60(gcu):
+    gcu("""
+assert type(accelerator) is S60Accelerator
+assert (accelerator.name, accelerator.device_type) == ('gcu', 'gcu')
+assert not accelerator.lazy
+assert accelerator.device(1) == torch.device('gcu:1')
+assert type(get_accelerator('auto')) is S60Accelerator
+assert available_accelerators()[0] == 'gcu'
+probe_device(accelerator, accelerator.device(1))
+""")
+
+
+def test_s60_names_its_variable(gcu):
+    gcu("""
+with pytest.raises(AcceleratorError) as caught:
+    accelerator.device(2)
+message = str(caught.value)
+assert 'LOCAL_RANK=2 asks for gcu:2' in message
+assert 'sees 2 gcu device(s), indices 0 to 1' in message
+assert "TOPS_VISIBLE_DEVICES='6,7'" in message
+""")
+
+
+def test_s60_takes_its_own_backend_once_it_is_plugged_in(gcu):
+    gcu("""
+import torch.distributed as torch_dist
+from mmdevplug.accelerators.backend import available_backends, resolve_backend, with_host_backend
+assert accelerator.default_backend() == 'gloo'
+torch_dist.Backend.register_backend('eccl', lambda *args: None, devices='gcu')
+assert accelerator.default_backend() == 'eccl'
+assert 'eccl' in available_backends()
+assert resolve_backend(accelerator, 'eccl') == 'eccl'
+assert resolve_backend(accelerator, 'auto', 'nccl') == 'eccl'
+assert resolve_backend(accelerator, 'gloo') == 'gloo'
+assert with_host_backend('eccl', accelerator) == 'cpu:gloo,gcu:eccl'
+assert accelerator.takes_tensors('cpu:gloo,gcu:eccl')
+""")
+
+
+def test_card_named_npu_has_what_is_known_of_ascend(npu):
+    npu("""
+assert type(accelerator) is TorchNativeAccelerator
+assert (accelerator.package, accelerator.native_backend) == ('torch_npu', 'hccl')
+with pytest.raises(AcceleratorError) as caught:
+    accelerator.device(2)
+assert "ASCEND_RT_VISIBLE_DEVICES='0,1'" in str(caught.value)
+probe_device(accelerator, accelerator.device(1))
+""")
+
+
+# families without a stand-in -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', sorted(FAMILIES))
+def test_known_family_has_its_package_backend_and_variable(name):
+    accelerator = TorchNativeAccelerator(name)
+    assert (accelerator.name, accelerator.device_type) == (name, name)
+    assert FAMILIES[name] == (
+        accelerator.package,
+        accelerator.native_backend,
+        accelerator.visible_devices_env,
+    )
+
+
+def test_given_values_win_over_the_known_ones():
+    accelerator = TorchNativeAccelerator(
+        'npu', package='own_npu', native_backend='own', visible_devices_env='OWN'
+    )
+    assert accelerator.package == 'own_npu'
+    assert (accelerator.native_backend, accelerator.visible_devices_env) == ('own', 'OWN')
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends, 'mps'), reason='PyTorch before 1.12 has no MPS devices'
+)
+def test_mps_functions_get_no_device(monkeypatch):
+    calls = []
+    module = types.ModuleType('torch.mps')
+    module.synchronize = lambda: calls.append('synchronize')
+    module.manual_seed = lambda seed: calls.append(('manual_seed', seed))
+    monkeypatch.setattr(torch, 'mps', module, raising=False)
+    accelerator = TorchNativeAccelerator('mps')
+    accelerator.synchronize(torch.device('mps', 0))
+    accelerator.synchronize()
+    accelerator.manual_seed(5)
+    assert calls == ['synchronize', 'synchronize', ('manual_seed', 5)]
+
+
+def test_family_without_its_module_has_no_device(monkeypatch):
+    monkeypatch.setattr(torch, 'zeta', None, raising=False)
+    accelerator = TorchNativeAccelerator('zeta')
+    assert not accelerator.is_available()
+    assert accelerator.device_count() == 0
+    assert accelerator.memory_allocated() is None
+    with pytest.raises(AcceleratorError, match='sees 0 zeta device'):
+        accelerator.device(0)

@@ -1,0 +1,131 @@
+"""The first operation on a device: what passes, and what a refusal says."""
+
+import pytest
+import torch
+
+from mmdevplug.accelerators import CPUAccelerator, probe_device
+from mmdevplug.errors import AcceleratorError
+
+HOST = torch.device('cpu')
+
+
+class ManyDevices(CPUAccelerator):
+    """A family of three devices behind a variable, on the host's memory."""
+
+    name = 'fake'
+    visible_devices_env = 'FAKE_VISIBLE_DEVICES'
+
+    def device_count(self):
+        return 3
+
+
+class Changes(ManyDevices):
+    """Devices whose results come back changed."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def to_host(self, tensors):
+        return [self.change(tensor) for tensor in super().to_host(tensors)]
+
+
+class Fails(ManyDevices):
+    """Devices of which one function raises."""
+
+    def __init__(self, function, error):
+        self.error = error
+        setattr(self, function, self._fail)
+
+    def _fail(self, *args):
+        raise self.error
+
+
+def refusal(accelerator, device=HOST):
+    with pytest.raises(AcceleratorError) as caught:
+        probe_device(accelerator, device)
+    return str(caught.value), caught.value
+
+
+@pytest.fixture(autouse=True)
+def visible(monkeypatch):
+    monkeypatch.setenv('FAKE_VISIBLE_DEVICES', '4,5,6')
+
+
+@pytest.mark.parametrize('accelerator', [CPUAccelerator(), ManyDevices()])
+def test_device_that_computes_right_passes(accelerator):
+    probe_device(accelerator, HOST)
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_device_that_multiplies_in_low_precision_passes(dtype):
+    probe_device(Changes(lambda tensor: tensor.to(dtype).to(torch.float32)), HOST)
+
+
+@pytest.mark.parametrize(
+    ('change', 'difference'),
+    [
+        (lambda tensor: tensor + 1, r'1\b'),
+        (torch.zeros_like, r'\d'),
+        (lambda tensor: tensor.flip(0), r'\d'),
+        (lambda tensor: torch.full_like(tensor, float('nan')), 'nan'),
+        (lambda tensor: torch.full_like(tensor, float('inf')), 'inf'),
+    ],
+    ids=['offset', 'zeros', 'rows-swapped', 'nan', 'inf'],
+)
+def test_device_that_computes_wrongly_is_refused(change, difference):
+    message, _ = refusal(Changes(change))
+    assert message.startswith('device cpu computes a matrix product that differs')
+    assert 'This process sees 3 fake device(s)' in message
+    assert "FAKE_VISIBLE_DEVICES='4,5,6'" in message
+    with pytest.raises(AcceleratorError, match=f'by {difference}'):
+        probe_device(Changes(change), HOST)
+
+
+def test_one_wrong_element_is_enough():
+    def spoil(tensor):
+        tensor = tensor.clone()
+        tensor[3, 5] = float('nan')
+        return tensor
+
+    assert 'differs from the CPU by nan' in refusal(Changes(spoil))[0]
+
+
+@pytest.mark.parametrize('function', ['set_device', 'to_host'])
+@pytest.mark.parametrize(
+    'error', [RuntimeError('no card'), OSError('driver gone'), ValueError('bad index')]
+)
+def test_device_that_raises_is_refused_with_the_original_error(function, error):
+    message, raised = refusal(Fails(function, error))
+    assert message.startswith('device cpu failed its first operation with ')
+    assert f'{type(error).__name__}: {error}' in message
+    assert 'This process sees 3 fake device(s)' in message
+    assert "FAKE_VISIBLE_DEVICES='4,5,6'" in message
+    assert raised.__cause__ is error
+
+
+def test_device_that_pytorch_does_not_have_is_refused_with_its_name():
+    # No card here; an index beyond any machine's where there are some.
+    message, _ = refusal(ManyDevices(), torch.device('cuda', 127))
+    assert message.startswith('device cuda:127 failed its first operation')
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float16])
+def test_default_dtype_of_the_script_does_no_harm(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        probe_device(CPUAccelerator(), HOST)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_unset_variable_is_named_as_such(monkeypatch):
+    monkeypatch.delenv('FAKE_VISIBLE_DEVICES')
+    assert 'FAKE_VISIBLE_DEVICES is not set' in refusal(Changes(torch.zeros_like))[0]
+
+
+def test_gradient_mode_does_no_harm():
+    with torch.no_grad():
+        probe_device(CPUAccelerator(), HOST)
+    with torch.inference_mode():
+        probe_device(CPUAccelerator(), HOST)

@@ -1,0 +1,350 @@
+"""The stand-ins for vendors' collective backends: what they carry, what they refuse."""
+
+import sys
+
+import numpy as np
+import pytest
+import torch
+from mmengine import dist as mmengine_dist
+from torch import distributed as torch_dist, nn
+
+import mmdevplug
+from mmdevplug import (
+    init_device,
+)
+from mmdevplug.checkpoint.rank_buffers import gather_buffers
+from mmdevplug.distributed.coalesced import (
+    broadcast_tensors,
+)
+from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.process_group import group_device
+from mmdevplug.dynamic_sampling import (
+    DynamicSampler,
+)
+from mmdevplug.gradients.model_signature import check_same_model
+from mmdevplug.gradients.nonfinite import FinitePolicy
+from mmdevplug.gradients.shared_memory import find_hosts
+from mmdevplug.samples import (
+    balance_samples,
+    gather_samples,
+)
+from mmdevplug.utils.pytree import tensors_in
+from mmdevplug.utils.torch_compat import memory_as
+from tests.native import CARDS, STANDINS, needs_native, run_native
+
+pytestmark = needs_native
+
+
+sys.path.append(str(STANDINS / 'native'))
+import vendor_names  # noqa: E402
+
+
+def refused(call, *args, **kwargs):
+    """The message with which a call is refused."""
+    try:
+        call(*args, **kwargs)
+    except (RuntimeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    return 'accepted'
+
+
+def start(backend):
+    torch_dist.init_process_group(backend)
+    return torch_dist.get_rank(), torch_dist.get_world_size()
+
+
+def carry(name, backend):
+    """Every collective once; what they gave, as lists."""
+    rank, size = start(backend)
+    getattr(torch, name).set_device(rank)
+    device = torch.device(name, rank)
+
+    def mine(*shape, dtype=torch.float32):
+        return torch.full(shape or (2,), rank + 1, dtype=dtype, device=device)
+
+    got = {}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.bool):
+        tensor = mine(dtype=dtype)
+        torch_dist.all_reduce(tensor)
+        got[str(dtype)] = tensor.tolist()
+    tensor = mine()
+    torch_dist.all_reduce(tensor, torch_dist.ReduceOp.MAX)
+    got['max'] = tensor.tolist()
+    tensor = mine()
+    torch_dist.broadcast(tensor, 1)
+    got['broadcast'] = tensor.tolist()
+    tensor = mine()
+    torch_dist.reduce(tensor, 0)
+    got['reduce'] = tensor.tolist() if rank == 0 else 'elsewhere'
+    parts = [torch.empty(2, device=device) for _ in range(size)]
+    torch_dist.all_gather(parts, mine())
+    got['all_gather'] = torch.stack(parts).tolist()
+    whole = torch.empty(size * 2, device=device)
+    torch_dist.all_gather_into_tensor(whole, mine())
+    got['all_gather_into_tensor'] = whole.tolist()
+    share = torch.empty(1, device=device)
+    torch_dist.reduce_scatter_tensor(share, mine(size))
+    got['reduce_scatter_tensor'] = share.tolist()
+    torch_dist.reduce_scatter(share, [mine(1) for _ in range(size)])
+    got['reduce_scatter'] = share.tolist()
+    parts = [torch.empty(1, device=device) for _ in range(size)]
+    torch_dist.all_to_all(parts, [mine(1) for _ in range(size)])
+    got['all_to_all'] = torch.cat(parts).tolist()
+    whole = torch.empty(size, device=device)
+    torch_dist.all_to_all_single(whole, mine(size))
+    got['all_to_all_single'] = whole.tolist()
+    parts = [torch.empty(2, device=device) for _ in range(size)] if rank == 0 else None
+    torch_dist.gather(mine(), parts)
+    got['gather'] = torch.stack(parts).tolist() if rank == 0 else 'elsewhere'
+    torch_dist.scatter(share, [mine(1) for _ in range(size)] if rank == 0 else None)
+    got['scatter'] = share.tolist()
+    works = torch_dist.batch_isend_irecv(
+        [
+            torch_dist.P2POp(torch_dist.isend, mine(), (rank + 1) % size),
+            torch_dist.P2POp(torch_dist.irecv, tensor, (rank - 1) % size),
+        ]
+    )
+    for work in works:
+        work.wait()
+    got['p2p'] = tensor.tolist()
+    tensor = mine()
+    work = torch_dist.all_reduce(tensor, async_op=True)
+    doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+    got['future'] = doubled.wait().tolist()
+    torch_dist.barrier()
+    objects = [None] * size
+    torch_dist.all_gather_object(objects, dict(rank=rank))
+    got['objects'] = objects
+    listed = [f'of {rank}']
+    torch_dist.broadcast_object_list(listed, 1)
+    got['object_list'] = listed
+    pair = torch_dist.new_group([0, 1])
+    if rank < 2:
+        tensor = mine()
+        torch_dist.all_reduce(tensor, group=pair)
+        got['pair'] = tensor.tolist()
+    model = torch.nn.parallel.DistributedDataParallel(
+        nn.Linear(2, 1, bias=False).to(device),
+        device_ids=[rank],
+        find_unused_parameters=True,
+    )
+    model(mine(1, 2)).sum().backward()
+    got['ddp'] = model.module.weight.grad.tolist()
+    got['placed'] = str(tensor.device)
+    got['refused'] = dict(
+        host=refused(torch_dist.all_reduce, torch.ones(1)) if ':' not in backend else None,
+        host_in_list=refused(torch_dist.all_gather, [torch.ones(2)] * size, mine()),
+        layout=refused(torch_dist.all_reduce, mine(2, 3).t()),
+        dtype=refused(
+            torch_dist.broadcast, mine(dtype=torch.uint8).view(torch.float8_e5m2fnuz), 0
+        ),
+        double=refused(torch_dist.all_reduce, mine(dtype=torch.float64)),
+        bitwise=refused(torch_dist.all_reduce, mine(dtype=torch.int32), torch_dist.ReduceOp.BAND),
+        average=refused(torch_dist.all_reduce, mine(), torch_dist.ReduceOp.AVG),
+        anyone=refused(torch_dist.recv, mine()),
+        monitored=refused(torch_dist.monitored_barrier),
+    )
+    torch_dist.destroy_process_group()
+    return got
+
+
+def missing_names(name):
+    """What a vendor's source lists as public and ``torch.<name>`` has not."""
+    listed = vars(vendor_names)[name.upper()].split()
+    return {each for each in listed if not hasattr(getattr(torch, name), each)}
+
+
+@pytest.mark.parametrize('name', ['npu', 'mlu'])
+def test_offers_what_the_vendor_lists(name):
+    (missing,) = run_native(name, missing_names, 0, name)
+    assert missing
+    assert missing <= set(vendor_names.LEFT_OUT.split())
+
+
+@pytest.mark.parametrize('name', CARDS)
+def test_collectives(name):
+    ranks = run_native(name, carry, 2, name, CARDS[name][1])
+    for rank, got in enumerate(ranks):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.int64):
+            assert got[str(dtype)] == [3, 3]
+        assert got['torch.bool'] == [True, True]
+        assert got['max'] == got['broadcast'] == [2, 2]
+        assert got['all_gather'] == [[1, 1], [2, 2]]
+        assert got['all_gather_into_tensor'] == [1, 1, 2, 2]
+        assert got['reduce_scatter_tensor'] == got['reduce_scatter'] == [3]
+        assert got['all_to_all'] == got['all_to_all_single'] == [1, 2]
+        assert got['scatter'] == [1]
+        assert got['p2p'] == [2 - rank, 2 - rank]
+        assert got['future'] == [6, 6]
+        assert got['objects'] == [dict(rank=0), dict(rank=1)]
+        assert got['object_list'] == ['of 1']
+        assert got['pair'] == [3, 3]
+        assert got['ddp'] == [[1.5, 1.5]]
+        assert got['placed'] == f'{name}:{rank}'
+    assert ranks[0]['reduce'] == [3, 3]
+    assert ranks[0]['gather'] == [[1, 1], [2, 2]]
+    for got in ranks:
+        label, backend = name.upper(), CARDS[name][1].upper()
+        says = got['refused']
+        assert 'No backend type associated with device type cpu' in says['host']
+        assert f'Tensors must be {label} and dense' in says['host_in_list']
+        assert 'contiguous' in says['layout']
+        assert says['dtype'] == f'Unsupported data type for {backend} process group'
+        assert (
+            'HCCL allreduce: Unsupported data type' in says['double']
+            if name == 'npu'
+            else says['double'] == 'accepted'
+        )
+        assert says['bitwise'] == f'Cannot use ReduceOp.BAND with {backend}'
+        assert says['average'] == (
+            'Cannot use ReduceOp.AVG with CNCL' if name == 'mlu' else 'accepted'
+        )
+        assert says['anyone'] == f'ProcessGroup{backend} does not support recv'
+        assert 'only implemented for GLOO' in says['monitored']
+
+
+def compound(name, backend):
+    """A group with gloo for host tensors."""
+    rank, _ = start(f'cpu:gloo,{name}:{backend}')
+    host, there = torch.ones(1), torch.ones(1, device=f'{name}:{rank}')
+    torch_dist.all_reduce(host)
+    torch_dist.all_reduce(there)
+    told = torch_dist.get_backend()
+    torch_dist.destroy_process_group()
+    return host.item(), there.item(), told
+
+
+def test_compound():
+    for host, there, told in run_native('npu', compound, 2, 'npu', 'hccl'):
+        assert (host, there) == (2, 2)
+        assert 'hccl' in told or 'gloo' in told
+
+
+# what the package sends ------------------------------------------------------------------------
+
+
+def sample(rank, number, device):
+    """A sample with a small tensor, a large one, an array and plain values."""
+    return dict(
+        rank=rank,
+        number=number,
+        text=f'{rank}/{number}',
+        array=np.full(3, rank, np.int16),
+        small=torch.full((2,), float(rank), device=device),
+        large=torch.full((100_000,), float(number), device=device),
+    )
+
+
+def devices_in(samples):
+    return sorted({str(tensor.device) for tensor in tensors_in(samples)})
+
+
+def send(name, made_by, backend):
+    """Everything of ours that sends, in a group that ``made_by`` started."""
+    accelerator = dict(type=name, package=CARDS[name][0])
+    if made_by == 'us':
+        context = init_device('pytorch', accelerator, forced_backend=backend or 'auto')
+    else:
+        torch_dist.init_process_group(backend)
+        context = init_device('pytorch', accelerator)
+    rank, size = context.env.rank, context.env.world_size
+    device = context.device
+    mmdevplug.patch_mmengine(context.accelerator)
+    got = dict(
+        place=str(group_device()),
+        takes=context.accelerator.takes_tensors(context.backend),
+        json=gather_json(dict(rank=rank)),
+    )
+    mine = [sample(rank, number, device) for number in range(3 * rank + 1)]
+    for where in (None, 'cpu'):
+        pool = gather_samples(mine, device=where)
+        slices = balance_samples(mine, device=where)
+        exact, left = balance_samples(mine, 2, device=where)
+        got[f'samples {where}'] = dict(
+            pool=[each['text'] for each in pool],
+            large=[each['large'].mean().item() for each in pool],
+            arrays=[int(each['array'][0]) for each in pool],
+            devices=devices_in([pool, slices, exact, left]),
+            slices=[each['text'] for each in slices],
+            exact=[len(exact), len(left)],
+        )
+    sampler = DynamicSampler(
+        lambda: [dict(value=torch.full((1,), 10.0 * rank, device=device), ok=True)] * (rank + 1),
+        lambda drawn: drawn['ok'],
+        4,
+    )
+    drawn = next(iter(sampler))['value']
+    got['drawn'] = (str(drawn.device), len(drawn))
+
+    alone = [torch_dist.new_group([0, 1]), torch_dist.new_group([0, 1], backend='gloo')]
+    got['groups'] = [(str(group_device(group)), gather_json(rank, group)) for group in alone]
+
+    tensors = [torch.full((3,), rank + 1.0), torch.full((2,), rank + 1, device=device)]
+    broadcast_tensors(tensors, context.accelerator, src=1)
+    got['broadcast'] = [tensor.tolist() for tensor in tensors]
+    layers = nn.BatchNorm1d(2).to(device)
+    layers.running_mean.fill_(rank)
+    check_same_model(layers)
+    buffers = gather_buffers(layers, context.accelerator)
+    got['buffers'] = [memory_as(each[:4], torch.float32).item() for each in buffers]
+    got['hosts'] = find_hosts().ranks
+    got['settled'] = refused(FinitePolicy('stop').settle, [f'weight of {rank}'])
+
+    # MMEngine's own messages
+    host = torch.tensor([rank + 1.0])
+    mmengine_dist.all_reduce(host)
+    got['all_reduce'] = (str(host.device), host.item())
+    got['objects'] = mmengine_dist.all_gather_object(dict(rank=rank))
+    listed = [f'of {rank}', rank]
+    mmengine_dist.broadcast_object_list(listed, 1)
+    got['listed'] = listed
+    got['gathered'] = mmengine_dist.gather_object(rank)
+    got['seed'] = mmengine_dist.sync_random_seed()
+    for where in ('cpu', 'gpu'):
+        got[f'results {where}'] = mmengine_dist.collect_results(
+            [f'{rank}a', f'{rank}b'], 2 * size, where
+        )
+    torch_dist.destroy_process_group()
+    return got
+
+
+@pytest.mark.parametrize(
+    ('name', 'made_by', 'backend'),
+    [
+        ('npu', 'us', None),
+        ('npu', 'us', 'cpu:gloo,npu:hccl'),
+        ('zeta', 'us', None),
+        ('zeta', 'somebody', 'zccl'),
+    ],
+)
+def test_messages_travel_where_the_backend_takes_them(name, made_by, backend):
+    ranks = run_native(name, send, 2, name, made_by, backend)
+    by_host = name == 'zeta' and made_by == 'us' or backend == 'cpu:gloo,npu:hccl'
+    assert ranks[0]['seed'] == ranks[1]['seed']
+    for rank, got in enumerate(ranks):
+        device = f'{name}:{rank}'
+        place = 'cpu' if by_host else device
+        assert got['place'] == place
+        assert got['takes']
+        assert got['json'] == [dict(rank=0), dict(rank=1)]
+        for where, expected in ((None, device), ('cpu', 'cpu')):
+            found = got[f'samples {where}']
+            assert found['pool'] == ['0/0', '1/0', '1/1', '1/2', '1/3']
+            assert found['large'] == [0, 0, 1, 2, 3]
+            assert found['arrays'] == [0, 1, 1, 1, 1]
+            assert found['devices'] == [expected]
+            assert found['slices'] == [['0/0', '1/0', '1/1'], ['1/2', '1/3']][rank]
+            assert found['exact'] == [2, rank]
+        assert got['drawn'] == (device, 2)
+        assert got['groups'] == [(place, [0, 1]), ('cpu', [0, 1])]
+        assert got['broadcast'] == [[2, 2, 2], [2, 2]]
+        assert got['buffers'] == [0, 1]
+        assert got['hosts'] == [[0, 1]]
+        assert got['settled'].startswith('gradients are not finite')
+        assert got['all_reduce'] == ('cpu', 3)
+        assert got['objects'] == [dict(rank=0), dict(rank=1)]
+        assert got['listed'] == ['of 1', 1]
+    assert ranks[0]['gathered'] == [0, 1]
+    for where in ('cpu', 'gpu'):
+        assert ranks[0][f'results {where}'] == ['0a', '1a', '0b', '1b']
+        assert ranks[1][f'results {where}'] is None

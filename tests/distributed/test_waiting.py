@@ -1,0 +1,195 @@
+"""Waiting for other ranks: who is missing is told, and nobody waits for ever."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+from torch import distributed as torch_dist
+
+from mmdevplug.errors import LaunchError
+from tests.ranks import RanksFailed, run_ranks
+
+
+def errors_of(function, world_size, *args):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(function, world_size, *args, together=True)
+    return raised.value.errors
+
+
+def start(timeout=60):
+    from mmdevplug import init_device
+
+    init_device('pytorch', 'cpu', timeout=timeout)
+    return int(os.environ['RANK'])
+
+
+def meet_and_run():
+    from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
+
+    rank, called = start(), []
+    results = [
+        run_on_main('counting', lambda: called.append(rank) or dict(n=len(called)))
+        for _ in range(3)
+    ]
+    wait_for_everyone('the end')
+    wait_for_everyone('counting')
+    return results, called
+
+
+def test_only_rank_0_runs_and_all_get_the_result():
+    expected = [dict(n=1), dict(n=2), dict(n=3)]
+    found = run_ranks(meet_and_run, 3)
+    assert found == [(expected, [0] * 3), (expected, []), (expected, [])]
+
+
+def wait_often():
+    from mmdevplug.distributed.waiting import wait_for_everyone
+    from mmdevplug.fault_tolerance import failure
+
+    rank, order, keys = start(), [], []
+    store, _ = failure.current_job()
+    for turn in range(20):
+        if rank == turn % 3:
+            store.set('order', str(turn))
+            time.sleep(0.01)  # whoever does not wait reads what was there before
+        wait_for_everyone('a turn')
+        order.append(int(store.get('order')))
+        wait_for_everyone('the next one')
+        keys.append(store.num_keys())
+    return order, keys
+
+
+def test_waiting_in_every_iteration_leaves_nothing_more_in_the_store():
+    for order, keys in run_ranks(wait_often, 3):
+        assert order == list(range(20))
+        # What heartbeats and the first turn need is there by then.
+        assert keys[-1] - keys[4] <= 2
+
+
+def test_a_single_process_waits_for_nobody():
+    from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
+
+    wait_for_everyone('nothing')
+    assert run_on_main('counting', lambda: (1, 2)) == (1, 2)
+    with pytest.raises(ZeroDivisionError):
+        run_on_main('dividing', lambda: 1 / 0)
+
+
+def wait_for_rank_2(seconds):
+    from mmdevplug.distributed.waiting import wait_for_everyone
+    from mmdevplug.fault_tolerance import failure, store_barrier as agreement
+    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+
+    agreement.PROGRESS_SECONDS = 1.0
+    told = []
+    failure.say = told.append
+    rank = start()
+    enter_phase('data preparation')
+    if rank == 2:
+        time.sleep(seconds)
+    wait_for_everyone('first batch')
+    return told
+
+
+def test_the_lowest_waiting_rank_says_for_whom():
+    told = run_ranks(wait_for_rank_2, 3, 6)
+    lines = told[0]
+    assert len(lines) >= 2
+    for line in lines:
+        assert "'first batch'" in line
+        assert 'rank 2 of 3' in line
+        assert 'rank 1' not in line
+    assert "in 'data preparation'" in lines[-1]
+    assert 'test_waiting.py' in lines[-1]  # where it stands
+    assert told[1:] == [[], []]
+
+
+def come_too_late():
+    from mmdevplug.distributed.waiting import wait_for_everyone
+    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+
+    rank = start()
+    enter_phase('reading annotations')
+    if rank == 1:
+        time.sleep(8)
+    wait_for_everyone('data preparation', timeout=timedelta(seconds=3))
+
+
+def test_a_timeout_names_the_missing_rank_on_all():
+    errors = errors_of(come_too_late, 3)
+    assert sorted(errors) == [0, 1, 2]
+    for kind, message, _ in errors.values():
+        assert kind == 'RankFailedError'
+        assert 'because of rank 1 of 3' in message
+        assert "in 'reading annotations'" in message
+        assert "missing after 3 s at 'data preparation', where 2 of 3 ranks arrived" in message
+        assert 'env_cfg.dist_cfg.timeout' in message
+
+
+def fail_on_main():
+    from mmdevplug.distributed.waiting import run_on_main
+
+    start()
+    run_on_main('saving epoch_1.pth', lambda: os.stat('/nowhere/epoch_1.pth').st_size)
+
+
+def test_an_error_of_rank_0_ends_all():
+    errors = errors_of(fail_on_main, 3)
+    assert errors[0][0] == 'FileNotFoundError'
+    for rank in (1, 2):
+        kind, message, _ = errors[rank]
+        assert kind == 'RankFailedError'
+        assert 'rank 0 of 3 on host' in message
+        assert "failed in 'saving epoch_1.pth': FileNotFoundError" in message
+
+
+def die_while_others_wait(dying):
+    from mmdevplug.distributed.waiting import wait_for_everyone
+    from mmdevplug.fault_tolerance import store_barrier as agreement
+    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+
+    agreement.PROGRESS_SECONDS = 1.0
+    rank = start()
+    enter_phase('data preparation')
+    time.sleep(6)  # for the phase to be known
+    if rank == dying:
+        os._exit(9)
+    wait_for_everyone('first batch')
+
+
+@pytest.mark.parametrize('dying', [0, 1])
+def test_a_rank_that_dies_while_others_wait(dying):
+    errors = errors_of(die_while_others_wait, 3, dying)
+    assert errors.pop(dying)[0] == 'Died'
+    for kind, message, _ in errors.values():
+        assert kind == 'RankFailedError'
+        assert f'because of rank {dying} of 3' in message
+        assert "in 'data preparation'" in message
+
+
+def wait_under_a_foreign_process_group():
+    from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
+
+    torch_dist.init_process_group('gloo', timeout=timedelta(seconds=60))
+    wait_for_everyone('first batch')
+    found = run_on_main('counting', lambda: [1, 2])
+    torch_dist.barrier()
+    return found
+
+
+def test_under_a_process_group_that_is_not_ours():
+    assert run_ranks(wait_under_a_foreign_process_group, 2) == [[1, 2], [1, 2]]
+
+
+def wait_for_minus_one():
+    from mmdevplug.distributed.waiting import wait_for_everyone
+
+    start()
+    wait_for_everyone('first batch', timeout=-1)
+
+
+def test_a_timeout_that_is_none():
+    for kind, message, _ in errors_of(wait_for_minus_one, 2).values():
+        assert kind == LaunchError.__name__
+        assert 'timeout=-1' in message

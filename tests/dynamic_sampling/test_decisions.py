@@ -1,0 +1,337 @@
+"""What a sampler decides, in one process."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from mmdevplug.dynamic_sampling import DynamicSampler, progress as telling
+from mmdevplug.dynamic_sampling.decisions import (
+    FULL,
+    GO_ON,
+    SHORT,
+    Tally,
+    decide,
+    offers,
+    too_few,
+)
+from mmdevplug.dynamic_sampling.settings import Settings
+from mmdevplug.errors import SampleError
+
+
+class Source:
+    """Generates numbered samples; in each round those with the numbers given are valid."""
+
+    def __init__(self, *rounds, size=8, repeat=False):
+        self.rounds, self.size, self.repeat = list(rounds), size, repeat
+        self.calls = 0
+
+    def generate(self):
+        if self.calls >= len(self.rounds) and not self.repeat:
+            raise StopIteration
+        valid = self.rounds[self.calls % len(self.rounds)]
+        self.calls += 1
+        return [
+            dict(number=torch.tensor(100 * self.calls + i), valid=i < valid)
+            for i in range(self.size)
+        ]
+
+    @staticmethod
+    def is_valid(sample):
+        return sample['valid']
+
+    def sampler(self, target=8, **options):
+        return DynamicSampler(self.generate, self.is_valid, target, **options)
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """The lines that are logged."""
+    lines = []
+    monkeypatch.setattr(telling, 'print_log', lambda line, *_: lines.append(line))
+    return lines
+
+
+def numbers(batch):
+    return batch['number'].tolist()
+
+
+def test_it_draws_until_there_are_enough_and_keeps_the_rest():
+    sampler = Source(5, 5, 7, 0).sampler()
+    assert numbers(next(sampler)) == [100, 101, 102, 103, 104, 200, 201, 202]
+    report = sampler.last
+    assert (report.resamples, report.generated, report.valid) == (1, 16, 10)
+    assert (report.samples, report.surplus, report.slice) == (8, 2, (0, 8))
+    assert report.kept == 10 / 16
+    assert numbers(next(sampler)) == [203, 204, 300, 301, 302, 303, 304, 305]
+    assert (sampler.last.resamples, sampler.last.reused, sampler.last.surplus) == (0, 2, 1)
+
+
+def test_a_surplus_that_suffices_is_used_without_drawing():
+    source = Source(8, 8, size=8)
+    sampler = source.sampler(target=3)
+    assert [numbers(next(sampler))[0] for _ in range(2)] == [100, 103]
+    assert source.calls == 1
+    assert sampler.last.generated == 0
+    assert sampler.last.kept == 0.0
+
+
+def test_groups_stay_whole():
+    source = Source(8, 8)
+
+    def valid(group):
+        return all(int(sample['number']) % 8 < 4 for sample in group)
+
+    sampler = DynamicSampler(source.generate, valid, 8, per_group=4, on_short='fewer')
+    # 100 to 103 are 4 to 7 modulo 8, and 200 to 203 are 0 to 3.
+    assert numbers(next(sampler)) == [104, 105, 106, 107, 200, 201, 202, 203]
+
+
+def test_samples_come_to_the_host_before_they_are_judged():
+    seen = []
+
+    def is_valid(sample):
+        seen.append(sample['x'].device.type)
+        return True
+
+    sampler = DynamicSampler(lambda: [dict(x=torch.ones(2))] * 2, is_valid, 2)
+    assert next(sampler)['x'].shape == (2, 2)
+    assert seen == ['cpu', 'cpu']
+
+
+# too few ---------------------------------------------------------------------------------------
+
+
+def test_too_few_after_all_resamples_is_an_error():
+    sampler = Source(2, repeat=True).sampler(max_resamples=2)
+    with pytest.raises(SampleError) as raised:
+        next(sampler)
+    message = str(raised.value)
+    assert '6 of target=8 samples, 2 too few, after 2 resample(s) of max_resamples=2' in message
+    assert 'rank 0: 6' in message
+    assert 'no data have ended' in message
+    assert "on_short='fewer' or 'repeat'" in message
+    # What was found is not lost.
+    assert numbers(next(sampler)) == [100, 101, 200, 201, 300, 301, 400, 401]
+
+
+def test_fewer():
+    sampler = Source(3, 0, repeat=True).sampler(max_resamples=1, on_short='fewer')
+    assert numbers(next(sampler)) == [100, 101, 102]
+    assert sampler.last.short == 'fewer'
+    assert sampler.last.samples == 3
+
+
+def test_fewer_than_one_for_each_ends():
+    assert list(Source(0, repeat=True).sampler(on_short='fewer')) == []
+
+
+def test_repeat():
+    sampler = Source(3, 0, repeat=True).sampler(max_resamples=1, on_short='repeat')
+    assert numbers(next(sampler)) == [100, 101, 102, 100, 101, 102, 100, 101]
+    assert sampler.last.short == 'repeat'
+    assert sampler.last.surplus == 0
+
+
+def test_nothing_to_repeat():
+    with pytest.raises(SampleError, match='0 of target=8'):
+        next(Source(0, repeat=True).sampler(on_short='repeat'))
+
+
+@pytest.mark.parametrize(
+    ('on_short', 'sizes', 'told'), [('error', [8], '5 valid'), ('fewer', [8, 5], None)]
+)
+def test_the_end_of_the_data(on_short, sizes, told, log):
+    sampler = Source(8, 5).sampler(on_short=on_short)
+    assert [len(batch['number']) for batch in sampler] == sizes
+    assert next(sampler, None) is None
+    dropped = [line for line in log if 'are dropped' in line]
+    assert len(dropped) == (told is not None)
+    assert told is None or told in dropped[0]
+
+
+def test_repeating_at_the_end_of_the_data():
+    assert [numbers(batch)[-1] for batch in Source(8, 5).sampler(on_short='repeat')] == [107, 202]
+
+
+@pytest.mark.parametrize('on_short', ['error', 'repeat'])
+def test_no_data_at_all_is_an_error(on_short):
+    with pytest.raises(SampleError, match='the data of all ranks have ended'):
+        next(Source().sampler(on_short=on_short))
+
+
+def test_another_pass_over_the_data():
+    source = Source(8, 8)
+    sampler = source.sampler()
+    assert len(list(sampler)) == 2
+    assert list(source.sampler(on_short='fewer')) == []
+    source.calls = 0
+    assert len(list(sampler)) == 2
+
+
+# what all ranks decide -------------------------------------------------------------------------
+
+FOUR = Settings(64, 8, 3, 'error', 4, 0)
+
+
+@pytest.mark.parametrize(
+    ('new', 'ended', 'rounds', 'expected'),
+    [
+        ([1, 2, 2, 2], [False] * 4, 1, GO_ON),
+        ([2, 2, 2, 2], [False] * 4, 1, FULL),
+        # One rank alone has all of them.
+        ([0, 0, 8, 0], [False] * 4, 1, FULL),
+        # Rank 0 has more than its share, which is no reason to stop.
+        ([3, 1, 2, 1], [False] * 4, 1, GO_ON),
+        ([3, 1, 2, 1], [True, True, False, True], 2, GO_ON),
+        ([3, 1, 2, 1], [True] * 4, 2, SHORT),
+        ([3, 1, 2, 1], [False] * 4, 3, GO_ON),
+        ([3, 1, 2, 1], [False] * 4, 4, SHORT),
+        ([3, 3, 2, 1], [True] * 4, 4, FULL),
+    ],
+)
+def test_the_sum_decides(new, ended, rounds, expected):
+    assert decide(Tally([0] * 4, new, ended, rounds), FOUR) == expected
+
+
+def test_what_was_left_over_opens_the_pool():
+    tally = Tally([0, 0, 0, 5], [4, 4, 4, 4], [False] * 4)
+    offered = offers(tally, 8)
+    assert offered == [3, 0, 0, 5]
+    left = tally.after(offered)
+    assert (left.old, left.new) == ([1, 4, 4, 4], [0] * 4)
+    assert offers(left, 8) == [1, 4, 3, 0]
+
+
+def test_the_error_names_who_was_short():
+    tally = Tally([0, 1, 0, 0], [2, 0, 0, 1], [False, True, False, True], 4, 20)
+    message = str(too_few(tally, FOUR))
+    assert '32 of target=64 samples, 32 too few' in message
+    assert 'rank 0: 16, rank 1: 8, rank 2: 0, rank 3: 8' in message
+    assert 'the data of rank(s) 1, 3 have ended' in message
+    assert '160 samples were generated and 24 of them valid' in message
+
+
+# bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('options', 'told'),
+    [
+        (dict(target=10, per_group=4), 'target=10 is no multiple of per_group=4'),
+        (dict(target=0), 'target=0: expected a whole number, 1 or more'),
+        (dict(target=8.0), 'target=8.0: expected a whole number'),
+        (dict(target=True), 'target=True'),
+        (dict(per_group=0), 'per_group=0'),
+        (dict(max_resamples=-1), 'max_resamples=-1: expected a whole number, 0 or more'),
+        (dict(on_short='wait'), "on_short='wait': expected 'error', 'fewer' or 'repeat'"),
+        (dict(generate=[1]), r'generate=[1]: expected a function'),
+        (dict(is_valid=None), 'is_valid=None: expected a function'),
+        (dict(log_interval=-1), 'log_interval=-1'),
+    ],
+)
+def test_arguments_that_do_not_work(options, told):
+    arguments = dict(generate=list, is_valid=bool, target=8)
+    with pytest.raises(SampleError, match=re.escape(told)):
+        DynamicSampler(**dict(arguments, **options))
+
+
+@pytest.mark.parametrize(
+    ('samples', 'told'),
+    [
+        (dict(x=torch.ones(4)), 'returned a dict; expected a list of samples'),
+        (None, 'returned a NoneType'),
+        ([1, 2, 3], 'returned 3 samples, which is no multiple of per_group=2'),
+    ],
+)
+def test_what_generate_must_not_return(samples, told):
+    sampler = DynamicSampler(lambda: samples, lambda group: True, 2, per_group=2)
+    with pytest.raises(SampleError, match=re.escape(told)):
+        next(sampler)
+
+
+@pytest.mark.parametrize(
+    'found', [True, np.bool_(True), torch.tensor(True), torch.tensor([[True]]), np.array([True])]
+)
+def test_what_is_valid_may_return(found):
+    assert next(DynamicSampler(lambda: [1, 2], lambda sample: found, 2)).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ('found', 'told'),
+    [
+        (None, 'returned None (NoneType) for group 0'),
+        (1, 'returned 1 (int)'),
+        (torch.tensor([True, False]), 'returned a tensor of shape (2,)'),
+        (torch.tensor(0.5), 'dtype torch.float32'),
+        ('no', "returned 'no' (str)"),
+    ],
+)
+def test_what_is_valid_must_not_return(found, told):
+    with pytest.raises(SampleError, match=re.escape(told)):
+        next(DynamicSampler(lambda: [1, 2], lambda sample: found, 2))
+
+
+def test_a_stop_of_is_valid_is_no_end_of_the_data():
+    def is_valid(sample):
+        raise StopIteration
+
+    with pytest.raises(SampleError, match='raised StopIteration'):
+        list(DynamicSampler(lambda: [1, 2], is_valid, 2))
+
+
+# telling ---------------------------------------------------------------------------------------
+
+
+def test_rounds_are_logged_every_few_pools(log):
+    sampler = Source(5, 8, repeat=True).sampler(log_interval=2)
+    for _ in range(3):
+        next(sampler)
+    assert log[:2] == [
+        'Sampling, pool 1: initial: 5/8',
+        'Sampling, pool 1: resample 1: 13/8',
+    ]
+    assert 'ranks take [0:8] of 8 samples after 1 resample(s); 5 valid' in log[2]
+    assert not any('pool 2' in line for line in log)
+    assert any('pool 3' in line for line in log)
+
+
+def test_scalars_for_the_log():
+    from mmengine.logging import MessageHub
+
+    sampler = Source(5, 5, repeat=True).sampler()
+    next(sampler)
+    scalars = MessageHub.get_current_instance().log_scalars
+    found = {
+        name: scalars[f'train/sampling/{name}'].current()
+        for name in ('valid', 'generated', 'kept', 'resamples', 'surplus')
+    }
+    assert found == dict(valid=10, generated=16, kept=0.625, resamples=1, surplus=2)
+
+
+def test_a_progress_bar(capsys, monkeypatch):
+    monkeypatch.setenv('FORCE_COLOR', '1')  # what rich takes for a terminal
+    sampler = Source(5, 5, repeat=True).sampler(progress=True, log_interval=None)
+    assert len(next(sampler)['number']) == 8
+    assert 'sampling, resample 1' in capsys.readouterr().err
+
+
+def test_going_on_from_a_state(tmp_path):
+    sampler = Source(5, 8, 8).sampler()
+    next(sampler)
+    torch.save(sampler.state_dict(), str(tmp_path / 'state.pth'))
+    other = Source(8).sampler()
+    other.load_state_dict(torch.load(str(tmp_path / 'state.pth'), weights_only=True))
+    assert numbers(next(other)) == [203, 204, 205, 206, 207, 100, 101, 102]
+    assert other.last.pool == 2
+    assert other.last.reused == 5
+
+
+def test_a_state_with_large_samples():
+    images = torch.rand(3, 300, 300)
+    sampler = DynamicSampler(lambda: [dict(image=x) for x in images], lambda sample: True, 1)
+    next(sampler)
+    other = DynamicSampler(list, bool, 2)
+    other.load_state_dict(sampler.state_dict())
+    assert torch.equal(next(other)['image'], images[1:])

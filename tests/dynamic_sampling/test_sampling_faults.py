@@ -1,0 +1,135 @@
+"""Ranks that fail, die, lag or never come while all of them sample."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.ranks import RanksFailed, run_ranks
+
+
+def start(timeout=60):
+    from mmdevplug import init_device
+    from mmdevplug.fault_tolerance import store_barrier as agreement
+
+    agreement.PROGRESS_SECONDS = 0.5
+    init_device('pytorch', 'cpu', timeout=timeout)
+    return int(os.environ['RANK'])
+
+
+def sample(rank, accident, where='generate', rounds=2, **options):
+    """Sample; in the second round something happens to rank 1."""
+    from mmdevplug.dynamic_sampling import DynamicSampler
+
+    calls = []
+
+    def generate():
+        calls.append(None)
+        if rank == 1 and len(calls) == 2 and where == 'generate':
+            accident()
+        return [torch.tensor([rank, len(calls), index]) for index in range(2)]
+
+    def is_valid(found):
+        if rank == 1 and len(calls) == 2 and where == 'is_valid':
+            accident()
+        return len(calls) == rounds
+
+    return next(DynamicSampler(generate, is_valid, 4, **options))
+
+
+def errors_of(function, world_size, *args):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(function, world_size, *args, timeout=90, together=True)
+    return raised.value.errors
+
+
+def fail():
+    raise ValueError('the reward is NaN')
+
+
+def sample_and_fail(where):
+    sample(start(), fail, where)
+
+
+@pytest.mark.parametrize('where', ['generate', 'is_valid'])
+def test_an_error_of_one_rank_ends_all_with_its_name(where):
+    errors = errors_of(sample_and_fail, 2, where)
+    assert errors[1][:2] == ('ValueError', 'the reward is NaN')
+    kind, message, _ = errors[0]
+    assert kind == 'RankFailedError'
+    expected = f'rank 1 of 2 failed in {where}(), resample 1: ValueError: the reward is NaN'
+    assert expected in message
+
+
+def sample_and_die():
+    sample(start(), lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_rank_that_is_killed_is_named():
+    errors = errors_of(sample_and_die, 4)
+    assert errors.pop(1)[0] == 'Died'
+    assert sorted(errors) == [0, 2, 3]
+    for kind, message, _ in errors.values():
+        assert kind == 'RankFailedError'
+        assert 'because of rank 1 of 4' in message
+
+
+def sample_slowly():
+    """Rank 1 does not go on before the others have asked for it."""
+    from mmdevplug.fault_tolerance import failure
+
+    rank = start()
+    store, _ = failure.current_job()
+    told = []
+
+    def tell(text, *_):
+        told.append(text)
+        if "in 'generating, resample 1'" in text:
+            store.set('told', '1')
+
+    failure.say = tell
+    return sample(rank, lambda: store.wait(['told'])).tolist(), told
+
+
+def test_a_slow_rank_is_named_and_waited_for():
+    (first, told), (second, nothing) = run_ranks(sample_slowly, 2, timeout=90)
+    assert first == [[0, 2, 0], [0, 2, 1]]
+    assert second == [[1, 2, 0], [1, 2, 1]]
+    assert nothing == []
+    assert "in 'sampling, resample 1' for rank 1 of 2" in told[-1]
+    assert "in 'generating, resample 1'" in told[-1]
+    assert 'rank 0' not in told[-1].partition(' for ')[2]
+
+
+def sample_and_stay_away():
+    from mmdevplug.fault_tolerance import failure
+
+    rank = start()
+    # It cannot be ended by an exception while it hangs, so its watch ends it.
+    failure.STOP_SECONDS = 1.0
+    sample(rank, lambda: time.sleep(3600), timeout=3)
+
+
+def test_a_rank_that_hangs_is_given_up():
+    errors = errors_of(sample_and_stay_away, 2)
+    assert errors[1][0] == 'Died'
+    kind, message, _ = errors[0]
+    assert kind == 'RankFailedError'
+    assert 'because of rank 1 of 2' in message
+    assert "in 'generating, resample 1'" in message
+    assert "missing after 3 s at 'sampling, resample 1'" in message
+
+
+def sample_too_little():
+    sample(start(), lambda: None, rounds=9, max_resamples=2)
+
+
+def test_too_few_ends_all_ranks_with_the_same_message():
+    errors = errors_of(sample_too_little, 2)
+    messages = {message for _, message, _ in errors.values()}
+    assert {kind for kind, _, _ in errors.values()} == {'SampleError'}
+    assert len(errors) == 2
+    assert len(messages) == 1
+    assert '0 of target=4 samples, 4 too few, after 2 resample(s)' in messages.pop()

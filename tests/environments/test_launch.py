@@ -1,0 +1,360 @@
+"""The launch variables of every launcher: what is read, and what is refused and how."""
+
+import os
+import re
+
+import pytest
+
+from mmdevplug.environments.launch import DEFAULT_PORT, LaunchEnv, read_launch_env, read_local_rank
+from mmdevplug.errors import LaunchError
+
+TORCHRUN = dict(
+    RANK='5',
+    LOCAL_RANK='1',
+    WORLD_SIZE='8',
+    LOCAL_WORLD_SIZE='4',
+    MASTER_ADDR='10.0.0.1',
+    MASTER_PORT='12345',
+)
+SLURM = dict(
+    SLURM_PROCID='5',
+    SLURM_LOCALID='1',
+    SLURM_NTASKS='8',
+    SLURM_NNODES='2',
+    SLURM_TASKS_PER_NODE='4(x2)',
+    SLURM_NODELIST='node[3-4]',
+    MASTER_ADDR='node3',
+    MASTER_PORT='12345',
+)
+MPI = dict(
+    OMPI_COMM_WORLD_RANK='5',
+    OMPI_COMM_WORLD_LOCAL_RANK='1',
+    OMPI_COMM_WORLD_SIZE='8',
+    OMPI_COMM_WORLD_LOCAL_SIZE='4',
+    MASTER_ADDR='10.0.0.1',
+    MASTER_PORT='12345',
+)
+VARIABLES = dict(pytorch=TORCHRUN, slurm=SLURM, mpi=MPI)
+NUMBERS = [
+    ('pytorch', 'RANK'),
+    ('pytorch', 'LOCAL_RANK'),
+    ('pytorch', 'WORLD_SIZE'),
+    ('slurm', 'SLURM_PROCID'),
+    ('slurm', 'SLURM_LOCALID'),
+    ('slurm', 'SLURM_NTASKS'),
+    ('mpi', 'OMPI_COMM_WORLD_RANK'),
+    ('mpi', 'OMPI_COMM_WORLD_LOCAL_RANK'),
+    ('mpi', 'OMPI_COMM_WORLD_SIZE'),
+]
+
+
+def changed(variables, **changes):
+    """A copy with some variables set to other values, or left out where the value is None."""
+    merged = {**variables, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def refusal(launcher, environ, port=None):
+    """The message with which variables are refused."""
+    with pytest.raises(LaunchError) as caught:
+        read_launch_env(launcher, environ, port)
+    return str(caught.value)
+
+
+@pytest.fixture
+def put_scontrol(tmp_path, monkeypatch):
+    """Make PATH a folder that holds nothing but a ``scontrol``, or nothing at all."""
+    monkeypatch.setenv('PATH', str(tmp_path))
+
+    def put(script):
+        path = tmp_path / 'scontrol'
+        path.write_text(f'#!/bin/sh\n{script}\n')
+        path.chmod(0o755)
+
+    return put
+
+
+# what is read --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('launcher', 'address'), [('pytorch', '10.0.0.1'), ('slurm', 'node3'), ('mpi', '10.0.0.1')]
+)
+def test_every_launcher_gives_the_same_values(launcher, address):
+    assert read_launch_env(launcher, VARIABLES[launcher]) == LaunchEnv(
+        launcher=launcher,
+        rank=5,
+        local_rank=1,
+        world_size=8,
+        local_world_size=4,
+        master_addr=address,
+        master_port=12345,
+    )
+
+
+def test_no_launcher_is_a_single_process_whatever_the_variables_say():
+    env = read_launch_env('none', dict(RANK='3', WORLD_SIZE='nonsense'))
+    assert (env.launcher, env.rank, env.local_rank, env.world_size) == ('none', 0, 0, 1)
+    assert env.single_host
+
+
+def test_variables_of_this_process_are_read_when_none_are_given(monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert read_launch_env('pytorch') == read_launch_env('pytorch', TORCHRUN)
+
+
+def test_reading_does_not_change_the_variables():
+    environ = dict(SLURM)
+    read_launch_env('slurm', environ)
+    assert environ == SLURM
+
+
+@pytest.mark.parametrize('launcher', ['pytorch', 'slurm', 'mpi'])
+def test_missing_port_is_that_of_torch_distributed(launcher):
+    env = read_launch_env(launcher, changed(VARIABLES[launcher], MASTER_PORT=None))
+    assert env.master_port == DEFAULT_PORT == 29500
+
+
+@pytest.mark.parametrize('launcher', ['pytorch', 'slurm', 'mpi'])
+def test_port_argument_wins_over_the_variable(launcher):
+    assert read_launch_env(launcher, VARIABLES[launcher], port=23456).master_port == 23456
+
+
+@pytest.mark.parametrize(
+    ('launcher', 'name'), [('pytorch', 'LOCAL_WORLD_SIZE'), ('mpi', 'OMPI_COMM_WORLD_LOCAL_SIZE')]
+)
+def test_processes_per_host_may_be_unknown(launcher, name):
+    env = read_launch_env(launcher, changed(VARIABLES[launcher], **{name: None}))
+    assert env.local_world_size is None
+    assert not env.single_host
+
+
+def test_job_on_one_host_is_known_as_such():
+    env = read_launch_env('pytorch', changed(TORCHRUN, LOCAL_WORLD_SIZE='8'))
+    assert env.single_host
+    assert not read_launch_env('pytorch', TORCHRUN).single_host
+
+
+def test_spaces_around_a_number_do_no_harm():
+    assert read_launch_env('pytorch', changed(TORCHRUN, RANK=' 5 ')).rank == 5
+
+
+def test_export_writes_what_torch_distributed_reads(monkeypatch):
+    for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
+        monkeypatch.setenv(name, 'before')
+    read_launch_env('slurm', SLURM).export()
+    exported = {name: os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')}
+    assert exported == dict(RANK='5', LOCAL_RANK='1', WORLD_SIZE='8')
+    assert (os.environ['MASTER_ADDR'], os.environ['MASTER_PORT']) == ('node3', '12345')
+
+
+def test_description_names_rank_and_world_size():
+    assert read_launch_env('pytorch', TORCHRUN).describe().startswith('rank 5 of 8 on host ')
+
+
+# what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('launcher', ['torchrun', 'PyTorch', '', None])
+def test_unknown_launcher_is_refused_with_those_there_are(launcher):
+    message = refusal(launcher, TORCHRUN)
+    assert f'launcher={launcher!r}' in message
+    assert 'none, pytorch, slurm, mpi' in message
+
+
+@pytest.mark.parametrize(('launcher', 'name'), NUMBERS)
+def test_missing_number_is_refused_with_its_name(launcher, name):
+    # Without the two that SLURM_LOCALID can be worked out from.
+    environ = changed(VARIABLES[launcher], SLURM_TASKS_PER_NODE=None, SLURM_NNODES=None)
+    message = refusal(launcher, changed(environ, **{name: None}))
+    assert message.startswith(f'{name} is not set')
+    assert f'launcher={launcher!r}' in message
+
+
+@pytest.mark.parametrize('value', ['', ' ', '-1', '1.5', 'two', '0x2', '1 2', '+1'])
+@pytest.mark.parametrize(('launcher', 'name'), NUMBERS)
+def test_what_is_no_number_is_refused_with_name_and_value(launcher, name, value):
+    message = refusal(launcher, changed(VARIABLES[launcher], **{name: value}))
+    assert message.startswith(f'{name}={value!r}')
+    assert f'unset {name}' in message
+
+
+@pytest.mark.parametrize('value', ['', '-4', 'four'])
+@pytest.mark.parametrize(
+    ('launcher', 'name'), [('pytorch', 'LOCAL_WORLD_SIZE'), ('mpi', 'OMPI_COMM_WORLD_LOCAL_SIZE')]
+)
+def test_processes_per_host_that_are_no_number_are_refused(launcher, name, value):
+    message = refusal(launcher, changed(VARIABLES[launcher], **{name: value}))
+    assert message.startswith(f'{name}={value!r}')
+
+
+@pytest.mark.parametrize('value', ['8', '9', '1000'])
+@pytest.mark.parametrize(
+    ('launcher', 'rank', 'world_size'),
+    [
+        ('pytorch', 'RANK', 'WORLD_SIZE'),
+        ('slurm', 'SLURM_PROCID', 'SLURM_NTASKS'),
+        ('mpi', 'OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE'),
+    ],
+)
+def test_rank_beyond_the_world_is_refused_with_both_values(launcher, rank, world_size, value):
+    message = refusal(launcher, changed(VARIABLES[launcher], **{rank: value}))
+    assert message.startswith(f'{rank}={value} and {world_size}=8 disagree')
+    assert 'from 0 to 7' in message
+
+
+@pytest.mark.parametrize(
+    ('launcher', 'world_size'),
+    [
+        ('pytorch', 'WORLD_SIZE'),
+        ('slurm', 'SLURM_NTASKS'),
+        ('mpi', 'OMPI_COMM_WORLD_SIZE'),
+    ],
+)
+def test_world_of_nobody_is_refused(launcher, world_size):
+    message = refusal(launcher, changed(VARIABLES[launcher], **{world_size: '0'}))
+    assert message.startswith(f'{world_size}=0: expected 1 or more')
+
+
+@pytest.mark.parametrize(
+    ('launcher', 'local_rank', 'local_world_size'),
+    [
+        ('pytorch', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'),
+        ('slurm', 'SLURM_LOCALID', 'SLURM_TASKS_PER_NODE'),
+        ('mpi', 'OMPI_COMM_WORLD_LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_SIZE'),
+    ],
+)
+@pytest.mark.parametrize('value', ['4', '7'])
+def test_local_rank_beyond_the_host_is_refused_with_both_values(
+    launcher, local_rank, local_world_size, value
+):
+    message = refusal(launcher, changed(VARIABLES[launcher], **{local_rank: value}))
+    assert message.startswith(f'{local_rank}={value} and {local_world_size}=4 disagree')
+    assert 'from 0 to 3' in message
+
+
+@pytest.mark.parametrize(
+    ('launcher', 'local_world_size', 'value', 'number'),
+    [
+        ('pytorch', 'LOCAL_WORLD_SIZE', '9', 9),
+        ('pytorch', 'LOCAL_WORLD_SIZE', '0', 0),
+        ('slurm', 'SLURM_TASKS_PER_NODE', '16(x2)', 16),
+        ('mpi', 'OMPI_COMM_WORLD_LOCAL_SIZE', '9', 9),
+    ],
+)
+def test_host_with_more_processes_than_the_job_is_refused(
+    launcher, local_world_size, value, number
+):
+    message = refusal(launcher, changed(VARIABLES[launcher], **{local_world_size: value}))
+    assert message.startswith(f'{local_world_size}={number} and ')
+    assert '=8 disagree' in message
+
+
+@pytest.mark.parametrize('value', [None, '', '  '])
+@pytest.mark.parametrize('launcher', ['pytorch', 'mpi'])
+def test_missing_address_is_refused(launcher, value):
+    message = refusal(launcher, changed(VARIABLES[launcher], MASTER_ADDR=value))
+    assert message.startswith('MASTER_ADDR is not set')
+    assert 'MASTER_ADDR=127.0.0.1' in message
+
+
+@pytest.mark.parametrize('value', ['0', '65536', '70000', '', 'http', '-1', '29500.0'])
+@pytest.mark.parametrize('launcher', ['pytorch', 'slurm', 'mpi'])
+def test_impossible_port_is_refused_with_its_value(launcher, value):
+    message = refusal(launcher, changed(VARIABLES[launcher], MASTER_PORT=value))
+    assert re.match(rf"MASTER_PORT='?{re.escape(value)}'?: expected a", message)
+
+
+def test_contradiction_names_every_variable_to_unset():
+    message = refusal('pytorch', changed(TORCHRUN, RANK='8'))
+    assert 'unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE' in message
+
+
+# Slurm ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('changes', 'local_world_size', 'local_rank'),
+    [
+        (dict(SLURM_TASKS_PER_NODE='4(x2)'), 4, 1),
+        (dict(SLURM_TASKS_PER_NODE='4', SLURM_NNODES=None), 4, 1),
+        (dict(SLURM_TASKS_PER_NODE='8', SLURM_NNODES='1'), 8, 5),
+        (dict(SLURM_TASKS_PER_NODE=None, SLURM_NNODES='1'), 8, 5),
+    ],
+)
+def test_missing_slurm_localid_is_worked_out(changes, local_world_size, local_rank):
+    env = read_launch_env('slurm', changed(SLURM, SLURM_LOCALID=None, **changes))
+    assert (env.local_world_size, env.local_rank) == (local_world_size, local_rank)
+
+
+@pytest.mark.parametrize('tasks', ['5,3', '4(x1),2(x2)', None, ''])
+def test_slurm_localid_cannot_be_worked_out_for_unlike_hosts(tasks):
+    environ = changed(SLURM, SLURM_TASKS_PER_NODE=tasks)
+    env = read_launch_env('slurm', environ)
+    assert (env.local_rank, env.local_world_size) == (1, None)
+    message = refusal('slurm', changed(environ, SLURM_LOCALID=None))
+    assert message.startswith('SLURM_LOCALID is not set')
+
+
+def test_slurm_address_variable_wins_over_the_node_list(put_scontrol):
+    put_scontrol('echo from-scontrol')
+    assert read_launch_env('slurm', SLURM).master_addr == 'node3'
+
+
+def test_slurm_node_list_is_expanded_with_scontrol(put_scontrol, tmp_path):
+    put_scontrol(f'echo "$@" > {tmp_path}/arguments; echo node3; echo node4')
+    env = read_launch_env('slurm', changed(SLURM, MASTER_ADDR=None))
+    assert env.master_addr == 'node3'
+    assert (tmp_path / 'arguments').read_text() == 'show hostname node[3-4]\n'
+
+
+@pytest.mark.parametrize('name', ['node3', 'node-3', 'gpu3.cluster.example'])
+def test_slurm_single_host_needs_no_scontrol(put_scontrol, name):
+    env = read_launch_env('slurm', changed(SLURM, MASTER_ADDR=None, SLURM_NODELIST=name))
+    assert env.master_addr == name
+
+
+@pytest.mark.parametrize('nodes', ['node[3-4]', 'node3,node4'])
+def test_slurm_node_list_without_scontrol_is_refused(put_scontrol, nodes):
+    message = refusal('slurm', changed(SLURM, MASTER_ADDR=None, SLURM_NODELIST=nodes))
+    assert message.startswith(f'SLURM_NODELIST={nodes!r}')
+    assert 'scontrol, which is not on PATH' in message
+    assert 'MASTER_ADDR' in message
+
+
+@pytest.mark.parametrize(
+    ('script', 'told'),
+    [('echo no such host >&2; exit 1', 'no such host'), ('exit 0', 'names no host')],
+)
+def test_slurm_node_list_that_scontrol_cannot_expand_is_refused(put_scontrol, script, told):
+    put_scontrol(script)
+    message = refusal('slurm', changed(SLURM, MASTER_ADDR=None))
+    assert '`scontrol show hostname node[3-4]` names no host' in message
+    assert told in message
+
+
+@pytest.mark.parametrize('value', [None, ''])
+def test_slurm_without_address_and_node_list_is_refused(value):
+    message = refusal('slurm', changed(SLURM, MASTER_ADDR=value, SLURM_NODELIST=value))
+    assert message.startswith('neither MASTER_ADDR nor SLURM_NODELIST is set')
+
+
+# the local rank alone ------------------------------------------------------------------------
+
+
+def test_local_rank_is_read_from_this_process(monkeypatch):
+    monkeypatch.setenv('LOCAL_RANK', '3')
+    assert read_local_rank() == 3
+
+
+def test_missing_local_rank_is_refused(monkeypatch):
+    monkeypatch.delenv('LOCAL_RANK', raising=False)
+    with pytest.raises(LaunchError, match='^LOCAL_RANK is not set'):
+        read_local_rank()
+
+
+def test_local_rank_that_is_no_number_is_refused(monkeypatch):
+    monkeypatch.setenv('LOCAL_RANK', '-2')
+    with pytest.raises(LaunchError, match="^LOCAL_RANK='-2'"):
+        read_local_rank()

@@ -1,0 +1,184 @@
+"""Launch variables of an earlier job: which they are, and that no process is misled by them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from mmengine.registry import RUNNERS
+
+from mmdevplug.environments.launch import LaunchEnv, restart_count
+from mmdevplug.environments.stale import refuse_to_run_alone, stale_variables, unset_line
+from mmdevplug.errors import LaunchError
+from tests.jobs import PATHS, PLAIN, ROOT, digits_config
+from tests.ranks import run_ranks
+
+CONFIG = 'configs/digits/digits_cpu.py'
+SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
+AGENT = dict(
+    TORCHELASTIC_RUN_ID='none',
+    TORCHELASTIC_RESTART_COUNT='0',
+    TORCHELASTIC_MAX_RESTARTS='0',
+    TORCHELASTIC_USE_AGENT_STORE='True',
+)
+#: What the second of two hosts with four processes each sees under torchrun.
+TORCHRUN = dict(
+    RANK='5', LOCAL_RANK='1', WORLD_SIZE='8', MASTER_ADDR='10.0.0.1', MASTER_PORT='12345',
+    LOCAL_WORLD_SIZE='4', GROUP_RANK='1', GROUP_WORLD_SIZE='2', ROLE_NAME='default',
+    ROLE_RANK='5', ROLE_WORLD_SIZE='8', **AGENT,
+)  # fmt: skip
+SCHEDULER = dict(SLURM_PROCID='0', SLURM_NTASKS='1', OMPI_COMM_WORLD_RANK='0', HOME='/root')
+
+
+def without(variables, *names):
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+def test_without_a_launcher_all_of_torchruns_variables_are_stale():
+    assert stale_variables('none', {**TORCHRUN, **SCHEDULER}) == TORCHRUN
+
+
+def test_no_variable_is_stale_in_a_clean_shell():
+    assert stale_variables('none', SCHEDULER) == {}
+
+
+def test_an_empty_value_counts_as_set():
+    assert stale_variables('none', dict(RANK='')) == dict(RANK='')
+
+
+def test_under_torchrun_nothing_is_stale():
+    assert stale_variables('pytorch', TORCHRUN) == {}
+
+
+def test_variables_set_by_hand_are_no_leftovers():
+    by_hand = {name: TORCHRUN[name] for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')}
+    assert stale_variables('pytorch', by_hand) == {}
+
+
+@pytest.mark.parametrize('missing', sorted(AGENT))
+def test_a_part_of_the_agents_variables_is_stale(missing):
+    found = stale_variables('pytorch', without(TORCHRUN, missing))
+    assert found == without(AGENT, missing)
+
+
+@pytest.mark.parametrize('launcher', ['slurm', 'mpi'])
+def test_under_a_scheduler_what_torchrun_alone_sets_is_stale(launcher):
+    own = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
+    found = stale_variables(launcher, {**TORCHRUN, **SCHEDULER})
+    assert found == without(TORCHRUN, *own)
+
+
+def test_unset_line_is_a_shell_command():
+    line = unset_line(stale_variables('none', TORCHRUN))
+    done = subprocess.run(
+        ['bash', '-c', f'{line}; env'], env=dict(os.environ, **TORCHRUN), capture_output=True
+    )
+    left = {line.split('=')[0] for line in done.stdout.decode().splitlines()}
+    assert done.returncode == 0
+    assert not left & set(TORCHRUN)
+
+
+@pytest.mark.parametrize('value', ['', 'two', '-1', '1.5'])
+def test_a_restart_count_that_is_no_number_is_refused(value):
+    with pytest.raises(LaunchError, match='^TORCHELASTIC_RESTART_COUNT='):
+        restart_count(dict(TORCHELASTIC_RESTART_COUNT=value))
+
+
+MEMBER = dict(RANK='1', WORLD_SIZE='2', MASTER_ADDR='10.0.0.1')
+
+
+def test_a_member_of_a_job_does_not_run_alone():
+    with pytest.raises(LaunchError, match='^RANK=1 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 say'):
+        refuse_to_run_alone(MEMBER)
+
+
+@pytest.mark.parametrize(
+    'environ',
+    [
+        TORCHRUN,
+        dict(MEMBER, LOCAL_RANK='0'),
+        dict(MEMBER, TORCHELASTIC_RUN_ID='none'),
+        dict(MEMBER, WORLD_SIZE='1', RANK='0'),
+        dict(MEMBER, RANK='2'),
+        dict(MEMBER, RANK='x'),
+        dict(MEMBER, MASTER_ADDR=' '),
+        without(MEMBER, 'WORLD_SIZE'),
+        SCHEDULER,
+    ],
+)
+def test_what_torchrun_left_or_makes_no_sense_is_no_membership(environ):
+    refuse_to_run_alone(environ)
+
+
+def exported():
+    """What a job of Slurm sees after a stale job of torchrun."""
+    os.environ.update(TORCHRUN)
+    LaunchEnv('slurm', 0, 0, 2, 1, '127.0.0.1', 29500).export()
+    names = [*TORCHRUN]
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def test_a_job_of_slurm_drops_torchruns_variables():
+    assert run_ranks(exported, 0) == [
+        dict(
+            RANK='0', LOCAL_RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1',
+            MASTER_PORT='29500', LOCAL_WORLD_SIZE='1',
+        )
+    ]  # fmt: skip
+
+
+# a process of its own ------------------------------------------------------------------------
+
+
+def train_among_leftovers(work_dir, leftovers):
+    """A library's call, without our command line."""
+    cfg = digits_config('cpu', work_dir, **dict(PLAIN, train_cfg__max_epochs=1))
+    os.environ.update(leftovers)
+    before = dict(os.environ)
+    runner = RUNNERS.build(cfg)
+    runner.train()
+    changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    return type(runner.model).__name__, runner.iter, sorted(changed & set(TORCHRUN))
+
+
+@pytest.mark.parametrize(
+    'leftovers',
+    [TORCHRUN, dict(LOCAL_WORLD_SIZE='x', MASTER_PORT='-1', TORCHELASTIC_RESTART_COUNT='x')],
+    ids=['torchrun', 'nonsense'],
+)
+def test_a_single_process_trains_and_leaves_the_variables_alone(tmp_path, leftovers):
+    (found,) = run_ranks(train_among_leftovers, 0, tmp_path, leftovers)
+    assert found[0] == 'DigitsClassifier'
+    assert found[1] > 0
+    assert found[2] == []
+
+
+def command(*arguments, **environ):
+    env = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1', **environ)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_the_script_says_in_one_line_what_it_ignores(tmp_path):
+    done = command('tools/train.py', CONFIG, '--work-dir', str(tmp_path), *SHORT, **TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if 'left over' in line]
+    assert 'RANK=5' in line
+    assert line.endswith(unset_line(stale_variables('none', TORCHRUN)))
+    assert (tmp_path / 'last_checkpoint').exists()
+
+
+def test_two_processes_of_torchrun_do_not_train_apart_unnoticed(tmp_path):
+    done = command(
+        '-m', 'torch.distributed.run', '--nproc_per_node=2', '--master_port=0', 'tools/train.py',
+        CONFIG, '--work-dir', str(tmp_path), *SHORT,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert 'Pass --launcher pytorch' in done.stderr
+    assert not list(tmp_path.glob('**/*.pth'))

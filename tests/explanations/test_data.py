@@ -1,0 +1,115 @@
+"""Data that is missing on a rank, or of another length there."""
+
+import pytest
+from mmengine.dist import dist as mmengine_dist
+
+from tests.ranks import RanksFailed, run_ranks
+
+from . import jobs
+
+
+def failure(ranks, *args, **kwargs):
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(call, ranks, args, kwargs)
+    return failed.value.errors
+
+
+def call(args, kwargs):
+    return jobs.train(*args, **kwargs)
+
+
+EMPTY = dict(bad=0, rank=1, data_root='data/digits', ann_file='train.json')
+
+
+@pytest.mark.parametrize(
+    ('dataset', 'options', 'told'),
+    [
+        (EMPTY, {}, 'on every host'),
+        # MMEngine's InfiniteSampler looks for a first sample without end.
+        (dict(EMPTY, serialize_data=False), {}, 'on every host'),
+        (dict(EMPTY, serialize_data=False), dict(epochs=1), 'on every host'),
+        (dict(EMPTY, lazy_init=True), dict(epochs=1), 'on every host'),
+    ],
+)
+def test_dataset_that_is_empty_on_one_rank(tmp_path, dataset, options, told):
+    errors = failure(2, tmp_path, dataset=dataset, **options)
+    assert errors[1][0] == 'SampleError'
+    assert errors[0][0] == 'RankFailedError'
+    for rank in (0, 1):
+        message = errors[rank][1]
+        assert "rank 1: Some(ann_file='data/digits/train.json', data_root='data/digits'" in message
+        assert 'has 0 samples' in message
+        assert told in message
+
+
+def test_filter_that_leaves_nothing_is_told_from_an_empty_folder(tmp_path):
+    dataset = dict(count=5, filter_cfg=dict(leave_crowded_out=True))
+    kind, message, _ = failure(0, tmp_path, dataset=dataset)[0]
+    assert kind == 'SampleError'
+    assert "filter_cfg={'leave_crowded_out': True}" in message
+    assert '5 were found' in message
+    assert 'filter_cfg=None' in message
+
+
+def test_part_of_another_dataset_is_named(tmp_path):
+    inner = dict(type='Some', count=0, data_prefix=dict(img='images'))
+    dataset = dict(type='RepeatDataset', times=3, dataset=inner)
+    kind, message, _ = failure(0, tmp_path, dataset=dataset)[0]
+    assert kind == 'SampleError'
+    assert "Some(data_prefix={'img': 'images'})" in message
+    assert 'a part of RepeatDataset' in message
+
+
+def test_samples_that_fill_no_batch(tmp_path):
+    kind, message, _ = failure(
+        0, tmp_path, dataset=dict(count=3), epochs=1, train_dataloader=dict(drop_last=True)
+    )[0]
+    assert kind == 'SampleError'
+    assert 'train_dataloader has no batch' in message
+    assert '3 samples' in message
+    assert 'batch_size=4 and drop_last=True' in message
+
+
+@pytest.mark.parametrize('ranks', [2, 3])
+def test_ranks_with_fewer_batches_are_named_before_training(tmp_path, ranks):
+    errors = failure(ranks, tmp_path, dataset=dict(count=48, bad=8, rank=1), epochs=1)
+    batches = 48 // ranks // 4
+    assert errors[1][0] == 'SampleError'
+    for rank in range(ranks):
+        message = errors[rank][1]
+        # The others wait a little for rank 1 to speak, and then say the same by themselves.
+        assert errors[rank][0] in ('SampleError', 'RankFailedError')
+        assert 'rank 1 has 1 (8 samples of Some())' in message
+        assert f'rank 0 has {batches} (48 samples of Some())' in message
+        assert 'DefaultSampler' in message
+    assert not list(tmp_path.glob('*/*.json'))  # nothing was logged of an iteration
+
+
+def test_loops_that_count_iterations_take_what_each_rank_has(tmp_path):
+    options = dict(dataset=dict(count=48, bad=8, rank=1))
+    assert run_ranks(call, 2, (tmp_path,), options) == [4, 4]
+
+
+LOSES_RESULTS = pytest.mark.skipif(
+    'zip_longest' not in vars(mmengine_dist),
+    reason='MMEngine 0.10.0 loses results of ranks with more samples than others',
+)
+
+
+@pytest.mark.parametrize('round_up', [True, pytest.param(False, marks=LOSES_RESULTS)])
+def test_validation_of_fewer_samples_than_ranks_loses_none(tmp_path, round_up):
+    loader = dict(
+        dataset=dict(type='Some', count=1),
+        sampler=dict(type='DefaultSampler', shuffle=False, round_up=round_up),
+    )
+    options = dict(val_dataloader=loader)
+    found = run_ranks(call, 3, (tmp_path,), options)
+    assert found == [1, 1, 1]
+
+
+def test_validation_without_samples_on_one_rank(tmp_path):
+    dataset = dict(type='Some', serialize_data=False, bad=0, rank=0)
+    errors = failure(2, tmp_path, val_dataloader=dict(dataset=dataset))
+    assert errors[0][0] == 'SampleError'
+    assert errors[1][0] == 'RankFailedError'
+    assert 'rank 0: Some() has 0 samples' in errors[1][1]

@@ -1,0 +1,211 @@
+"""Ordinary mistakes: one line each that says what, where and what to do."""
+
+import io
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+import torch
+from torch import nn
+
+import mmdevplug
+from mmdevplug import DeviceDistributedDataParallel
+from mmdevplug.checkpoint.work_dir_lock import check_work_dir
+from mmdevplug.cli import common, main as command, test, train
+from mmdevplug.errors import CheckpointError, ModelError, PlacementError
+from mmdevplug.model.move import check_materialized
+from mmdevplug.model_parallel.devices import parse_devices
+from tests.jobs import ROOT
+from tests.ranks import run_ranks
+
+from .running import DIGITS, config
+
+
+def told(function, *arguments):
+    """Exit status and what a command of this process prints for its user."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            status = common.run(function, list(map(str, arguments)))
+        except SystemExit as ended:
+            status = ended.code
+    assert 'Traceback' not in err.getvalue()
+    return status, err.getvalue()
+
+
+def only_line(function, *arguments):
+    status, printed = told(function, *arguments)
+    assert status == 1, printed
+    (line,) = printed.splitlines()
+    assert line.startswith('mmdevplug: ')
+    return line
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path):
+    for found in (
+        only_line(train.main, DIGITS, '--resume', 'nope.pth', '--work-dir', tmp_path),
+        only_line(test.main, DIGITS, 'nope.pth', '--work-dir', tmp_path),
+    ):
+        assert "'nope.pth' can not be found" in found
+        assert 'Correct the path' in found
+
+
+def test_amp_without_an_optimizer(tmp_path):
+    path = config(tmp_path, 'optim_wrapper = None')
+    found = only_line(train.main, path, '--amp', '--work-dir', tmp_path)
+    assert f"'{path}' has no optim_wrapper; expected model, train_dataloader" in found
+
+
+def test_an_empty_config(tmp_path):
+    path = tmp_path / 'empty.py'
+    path.write_text('')
+    for found in (only_line(train.main, path), only_line(test.main, path, 'x.pth')):
+        assert 'has no model, t' in found
+        assert '_base_' in found
+
+
+def test_a_config_that_is_no_python(tmp_path):
+    path = tmp_path / 'broken.py'
+    path.write_text('model = dict(\n')
+    assert 'broken.py' in only_line(train.main, path)
+    assert 'correct that line' in only_line(train.main, path)
+
+
+@pytest.mark.parametrize(
+    'option',
+    [
+        "custom_hooks=[dict(type='X')]",
+        "custom_hooks=[dict(type='X', interval=1)]",
+        "optim_wrapper={'type': 'X'}",
+        'no_value',
+        'key=[1,(2]',
+    ],
+)
+def test_an_option_that_cannot_be_read(option):
+    status, printed = told(train.main, DIGITS, '--cfg-options', 'a=1', option)
+    assert status == 2
+    last = printed.splitlines()[-1]
+    assert f'argument --cfg-options: cannot read {option!r}; expected key=value' in last
+
+
+def test_options_that_can_be_read():
+    parser = train.build_parser()
+    name = 'default_hooks.checkpoint.filename_tmpl=epoch_{}.pth'
+    words = [
+        '--cfg-options',
+        name,
+        'a=1',
+        'b=[x,2.5]',
+        'c=[(1,2),[a,b]]',
+        '--cfg-options',
+        'd.e=False',
+    ]
+    found = parser.parse_args([DIGITS, *words]).cfg_options
+    assert found.pop('default_hooks.checkpoint.filename_tmpl') == 'epoch_{}.pth'
+    assert found == {'a': 1, 'b': ['x', 2.5], 'c': [(1, 2), ['a', 'b']], 'd.e': False}
+
+
+@pytest.fixture
+def read_only(tmp_path):
+    """A folder on a file system that takes nothing; the superuser may write to any other."""
+    folder = tmp_path / 'read_only'
+    folder.mkdir()
+    mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'ro', 'none', folder])
+    if mounted.returncode:
+        pytest.skip('cannot mount')
+    yield folder
+    subprocess.run(['umount', '-l', folder], check=True)
+
+
+def test_a_work_dir_that_takes_no_files(tmp_path, read_only):
+    (tmp_path / 'file').write_text('')
+    for folder in (read_only, read_only / 'new', tmp_path / 'file', tmp_path / 'file' / 'below'):
+        with pytest.raises(CheckpointError) as caught:
+            check_work_dir(folder)
+        assert f"work_dir='{folder}' takes no files: " in str(caught.value)
+        assert 'Choose another --work-dir' in str(caught.value)
+    found = only_line(train.main, DIGITS, '--work-dir', tmp_path / 'file')
+    assert 'CheckpointError: work_dir=' in found
+
+
+# the wrapper ------------------------------------------------------------------------------------
+
+
+def on_meta():
+    return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to('meta')
+
+
+@pytest.mark.parametrize(
+    ('make', 'told_of'),
+    [
+        (lambda: nn.Sequential(nn.LazyLinear(3)), r'Sequential: 0.weight has no shape yet'),
+        (on_meta, r'Sequential: 0.weight is on the device meta'),
+    ],
+)
+def test_tensors_without_values(make, told_of):
+    with pytest.raises(ModelError, match=told_of):
+        check_materialized(make())
+
+
+def test_lazy_layers_may_wait_in_a_single_process():
+    check_materialized(nn.Sequential(nn.LazyLinear(3)), lazy_allowed=True)
+    check_materialized(nn.BatchNorm1d(2))
+
+
+def wrap_all():
+    from mmdevplug import init_device
+
+    init_device('pytorch', 'cpu', timeout=60)
+    found = []
+    for module in (nn.LazyLinear(3), nn.Linear(2, 2).to('meta'), lambda x: x):
+        try:
+            DeviceDistributedDataParallel(module)
+        except ModelError as error:
+            found.append(str(error))
+    wrapped = DeviceDistributedDataParallel(nn.Linear(2, 2))
+    wrapped(torch.ones(1, 2)).sum().backward()
+    return found
+
+
+def test_what_the_wrapper_refuses():
+    for lazy, meta, function in run_ranks(wrap_all, 2):
+        assert 'weight has no shape yet' in lazy
+        assert 'weight is on the device meta' in meta
+        assert 'of type function; expected an nn.Module' in function
+
+
+# commands ---------------------------------------------------------------------------------------
+
+
+def test_the_version():
+    done = subprocess.run(
+        [sys.executable, '-m', 'mmdevplug.cli.main', '--version'],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert done.stdout.startswith(f'mmdevplug {mmdevplug.__version__} (mmengine 0.10.')
+    assert f'torch {torch.__version__}'.split('+')[0] in done.stdout
+
+
+def test_a_command_calls_itself_as_it_is_typed(capsys):
+    for name in ('train', 'test', 'plan', 'check-devices', 'launch-config'):
+        with pytest.raises(SystemExit):
+            command.main([name, '--help'])
+        assert capsys.readouterr().out.startswith(f'usage: mmdevplug {name} ')
+
+
+@pytest.mark.parametrize(
+    ('devices', 'meant'), [('cudaa:0-3', 'cuda'), ('xl:0,xl:1', 'xla'), ('gcuu:0', 'gcu')]
+)
+def test_a_type_of_device_that_is_misspelt(devices, meant):
+    with pytest.raises(PlacementError, match=f'unknown; expected e.g. .{meant}'):
+        parse_devices(devices)
+
+
+def test_types_that_vendors_may_have():
+    assert parse_devices('zeta:0-1') == ['zeta:0', 'zeta:1']
+    for name in ('cuda', 'xla', 'npu', 'gcu', 'mlu', 'musa', 'xpu', 'hpu', 'mps'):
+        assert parse_devices(f'{name}:1') == [f'{name}:1']

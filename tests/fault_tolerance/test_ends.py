@@ -1,0 +1,61 @@
+"""How ranks end: process groups first, then the failure watch, then the interpreter.
+
+``MMDEVPLUG_STARTS`` says how many jobs of four ranks are started and ended, 6 by default.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from torch import distributed as torch_dist
+
+from tests.jobs import PATHS, ROOT
+from tests.ranks import run_ranks
+
+STARTS = int(os.environ.get('MMDEVPLUG_STARTS', '6'))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120 + 60 * STARTS)
+def test_no_rank_ends_with_another_status():
+    """Once in a while a rank was aborted at its very end: "terminate called without ..."."""
+    paths = os.pathsep.join([PATHS, str(ROOT / 'tests' / 'standins' / 'fakecard')])
+    done = subprocess.run(
+        [sys.executable, '-m', 'tests.distributed.starts', str(STARTS), '4', 'exchange'],
+        cwd=ROOT,
+        env=dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS='1'),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == dict(jobs=STARTS, bad=[])
+
+
+def end(failing):
+    """What is left of the process group after each step of an ordinary end."""
+    from mmdevplug import init_device
+    from mmdevplug.distributed import process_group
+    from mmdevplug.fault_tolerance import failure
+
+    init_device('pytorch', 'cpu', timeout=60)
+    torch_dist.barrier()
+    watch = failure.current_watch()
+    if failing:
+        watch.end()
+    process_group._end_groups()
+    left = torch_dist.is_initialized()
+    names = [thread.name for thread in threading.enumerate()]
+    assert 'mmdevplug-beat' in names  # it still tells the others that this rank is alive
+    watch.stop()
+    names = [thread.name for thread in threading.enumerate()]
+    return left, sorted(name for name in names if name.startswith('mmdevplug'))
+
+
+@pytest.mark.parametrize('failing', [False, True])
+def test_groups_end_before_the_watch_unless_a_rank_failed(failing):
+    """Collectives of a rank that failed may never complete: nothing waits for them."""
+    assert run_ranks(end, 2, failing) == [(failing, [])] * 2

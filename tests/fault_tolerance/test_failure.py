@@ -1,0 +1,331 @@
+"""When one rank is wrong, all ranks end, and every message names that rank."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from mmengine.registry import RUNNERS
+from torch import distributed as torch_dist, nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from mmdevplug.cli.agent import describe_failure
+from tests.jobs import PATHS, PLAIN, ROOT, digits_config, install_card
+from tests.ranks import RanksFailed, run_ranks
+
+
+def errors_of(function, world_size, *args, **kwargs):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(function, world_size, *args, **kwargs)
+    return raised.value.errors
+
+
+# before the model is built ---------------------------------------------------------------------
+
+
+def init(accelerator='cpu', backend=None, timeout=30):
+    from mmdevplug import init_device
+
+    if accelerator not in ('cpu', 'nowhere'):
+        install_card(accelerator)
+    context = init_device('pytorch', accelerator, forced_backend=backend, timeout=timeout)
+    return context.backend, str(context.device), os.environ.get('GLOO_SOCKET_IFNAME')
+
+
+def test_process_group_on_the_loopback_interface():
+    assert run_ranks(init, 2) == [('gloo', 'cpu', 'lo')] * 2
+
+
+def test_a_card_for_each_local_rank_and_gloo_between_them():
+    assert [found[:2] for found in run_ranks(init, 3, 'zeta')] == [
+        ('gloo', f'zeta:{rank}') for rank in range(3)
+    ]
+
+
+def test_unknown_accelerator_ends_all_ranks_with_what_there_is():
+    for kind, message, _ in errors_of(init, 2, 'nowhere').values():
+        assert kind == 'AcceleratorError'
+        assert "'nowhere'" in message
+        assert 'usable here: cpu' in message
+
+
+def init_where_rank_1_has_another_name(rank_1):
+    from mmdevplug import init_device
+
+    return init_device('pytorch', rank_1 if os.environ['RANK'] == '1' else 'cpu', timeout=30)
+
+
+def test_one_rank_without_its_device_ends_all_with_its_name():
+    errors = errors_of(init_where_rank_1_has_another_name, 3, 'npu')
+    assert sorted(errors) == [0, 1, 2]
+    assert errors[1][0] == 'AcceleratorError'
+    assert 'torch_npu' in errors[1][1]
+    for rank in (0, 2):
+        kind, message, _ = errors[rank]
+        assert kind == 'RankFailedError'
+        assert '1 of 3 ranks failed' in message
+        assert 'rank 1 of 3' in message
+        assert 'torch_npu' in message
+
+
+def init_with_broken_card_on_rank_1():
+    from mmdevplug import init_device
+    from mmdevplug.accelerators import CPUAccelerator
+
+    class Broken(CPUAccelerator):
+        def to_host(self, tensors):
+            return [tensor * float('nan') for tensor in tensors]
+
+    return init_device('pytorch', Broken() if os.environ['RANK'] == '1' else 'cpu', timeout=30)
+
+
+def test_a_device_that_computes_wrongly_is_found_before_training():
+    errors = errors_of(init_with_broken_card_on_rank_1, 2)
+    assert 'differs from the CPU' in errors[1][1]
+    assert 'rank 1 of 2' in errors[0][1]
+
+
+def test_more_ranks_than_devices():
+    errors = errors_of(init, 5, 'zeta')
+    assert sorted(errors) == [0, 1, 2, 3, 4]
+    assert 'zeta:4' in errors[4][1]
+    assert '4 zeta device(s)' in errors[4][1]
+    assert 'rank 4 of 5' in errors[0][1]
+
+
+def test_nccl_on_the_cpu_is_refused_on_all_ranks():
+    for kind, message, _ in errors_of(init, 2, 'cpu', 'nccl').values():
+        assert kind == 'LaunchError'
+        assert "'nccl'" in message
+        assert "'gloo'" in message
+
+
+def test_a_rank_that_never_comes():
+    # Two ranks are announced, one is started.
+    variables = dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
+    ((kind, message, _),) = errors_of(
+        init, 1, 'cpu', None, 3, environ=variables, timeout=60
+    ).values()
+    assert kind in ('LaunchError', 'RankFailedError')
+    assert 'MASTER_PORT' in message or '1 of 2 ranks arrived' in message
+
+
+@pytest.mark.parametrize(
+    ('variable', 'value'),
+    [('LOCAL_RANK', None), ('LOCAL_RANK', 'two'), ('RANK', '7'), ('WORLD_SIZE', '0')],
+)
+def test_bad_launch_variables_name_themselves(variable, value):
+    environ = {variable: value}
+    for kind, message, _ in errors_of(init, 1, environ=environ).values():
+        assert kind == 'LaunchError'
+        assert variable in message
+
+
+# while training --------------------------------------------------------------------------------
+
+
+class RaisesLater(nn.Module):
+    """Wraps a model's forward: one rank raises at its third call."""
+
+    def __init__(self, model, rank):
+        super().__init__()
+        self.calls = 0
+        self.forward_of_model = model.forward
+        model.forward = self.raise_at_third
+        self.rank = rank
+
+    def raise_at_third(self, *args, **kwargs):
+        self.calls += 1
+        if self.calls == 3 and torch_dist.get_rank() == self.rank:
+            raise ValueError('the third batch is bad')
+        return self.forward_of_model(*args, **kwargs)
+
+
+def train_with_bad_rank(accelerator, work_dir, bad_rank):
+    install_card(accelerator)
+    cfg = digits_config(accelerator, work_dir, **PLAIN)
+    cfg.env_cfg = dict(dist_cfg=dict(timeout=60))
+    runner = RUNNERS.build(cfg)
+    RaisesLater(runner.model.module, bad_rank)
+    runner.train()
+
+
+@pytest.mark.parametrize(
+    ('accelerator', 'bad_rank'), [('cpu', 1), ('cpu', 0), ('zeta', 1), ('zeta', 0)]
+)
+def test_an_error_in_forward_names_its_rank_on_all_ranks(tmp_path, accelerator, bad_rank):
+    errors = errors_of(train_with_bad_rank, 3, accelerator, tmp_path, bad_rank, timeout=120)
+    assert sorted(errors) == [0, 1, 2]
+    assert errors[bad_rank][:2] == ('ValueError', 'the third batch is bad')
+    for rank in set(errors) - {bad_rank}:
+        kind, message, _ = errors[rank]
+        assert kind == 'RankFailedError'
+        assert f'rank {bad_rank} of 3' in message
+        assert 'the third batch is bad' in message
+
+
+def train_with_detached_loss(accelerator, work_dir):
+    install_card(accelerator)
+    cfg = digits_config(accelerator, work_dir, **PLAIN)
+    runner = RUNNERS.build(cfg)
+    forward = runner.model.module.forward
+    runner.model.module.forward = lambda *args, **kwargs: {
+        name: loss.detach() for name, loss in forward(*args, **kwargs).items()
+    }
+    runner.train()
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_a_loss_that_reaches_no_parameter(tmp_path, accelerator):
+    for kind, message, _ in errors_of(train_with_detached_loss, 2, accelerator, tmp_path).values():
+        assert kind == 'ModelError'
+        assert 'loss.requires_grad is False' in message
+
+
+def die_without_a_word():
+    from mmdevplug.fault_tolerance.failure import fail_together
+
+    init(timeout=60)
+    with fail_together('training'):
+        if torch_dist.get_rank() == 1:
+            os._exit(9)
+        torch_dist.all_reduce(torch.ones(1))
+
+
+def test_a_killed_rank_is_no_riddle():
+    errors = errors_of(die_without_a_word, 2)
+    assert errors[0][0] == 'RankFailedError'
+    assert 'rank 1 of 2' in errors[0][1]
+    assert 'the process is gone and left no message' in errors[0][1]
+
+
+def init_twice():
+    first = init()
+    torch_dist.destroy_process_group()
+    second = init()
+    return first == second
+
+
+def test_a_second_process_group_over_the_same_launch(tmp_path):
+    # As under torchrun, whose store outlives the process group of its workers.
+    agent = torch_dist.TCPStore('127.0.0.1', 0, is_master=True)
+    environ = dict(
+        MASTER_PORT=str(agent.port),
+        TORCHELASTIC_RUN_ID='none',
+        TORCHELASTIC_MAX_RESTARTS='0',
+        TORCHELASTIC_USE_AGENT_STORE='True',
+        TORCHELASTIC_RESTART_COUNT='0',
+    )
+    assert run_ranks(init_twice, 2, environ=environ) == [True, True]
+
+
+# what a user sees --------------------------------------------------------------------------------
+
+
+def go_on_after_failures():
+    """Fail everywhere, rank 1 later than rank 0; then not at all, on rank 1 alone, not at all."""
+    from mmdevplug import init_device
+    from mmdevplug.distributed.waiting import wait_for_everyone
+    from mmdevplug.fault_tolerance.failure import fail_together
+
+    rank = int(os.environ['RANK'])
+    init_device('pytorch', 'cpu', timeout=30)
+    seen = []
+    for attempt, failing in enumerate([(0, 1), (), (1,), ()]):
+        try:
+            with fail_together(f'attempt {attempt}'):
+                if rank in failing:
+                    if failing == (0, 1):
+                        time.sleep(2 * rank)
+                    raise ValueError(f'of rank {rank}')
+                wait_for_everyone(f'end of attempt {attempt}')
+                total = torch.ones(1)
+                torch_dist.all_reduce(total)
+                seen.append(total.item())
+        except Exception as error:
+            seen.append(f'{type(error).__name__}: {error}')
+    return seen
+
+
+def test_a_failure_of_all_ranks_is_forgotten_when_the_process_goes_on():
+    first, second = run_ranks(go_on_after_failures, 2)
+    assert first[:2] == ['ValueError: of rank 0', 2.0]
+    assert second[:3] == ['ValueError: of rank 1', 2.0, 'ValueError: of rank 1']
+    assert 'rank 1 of 2' in first[2]
+    assert 'failed in attempt 2: ValueError: of rank 1' in first[2]
+    assert first[3] == second[3] == 2.0
+
+
+def train_under_torchrun(folder, what, accident=None, **options):
+    """Exit status and output of ``mmdevplug train --nproc 3`` in which rank 1 has an accident."""
+    accident = dict(dict(rank=1, iteration=7, pause=0.2), **(accident or {}))
+    accident.update(type='Accident', what=what)
+    config = folder / 'accident.py'
+    config.write_text(
+        f"_base_ = ['{ROOT}/configs/digits/digits.py']\n"
+        f"custom_imports = dict(imports=['mmdevplug.examples.digits', "
+        f"'tests.fault_tolerance.accidents'])\n"
+        f'custom_hooks = [{accident!r}]\n'
+        f'env_cfg = dict(dist_cfg={options!r})\n'
+    )
+    command = [sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config)]
+    command += ['--accelerator', 'cpu', '--nproc', '3', '--work-dir', str(folder / 'work')]
+    environ = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1')
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_torchrun_shows_one_message_with_the_name_of_a_killed_rank(tmp_path):
+    status, output = train_under_torchrun(tmp_path, 'kill')
+    assert status != 0
+    assert 'Traceback' not in output
+    assert output.count('because of rank 1 of 3 on host') == 1
+    assert "in 'train: " in output
+    # One line of each rank that is left.
+    assert 1 <= output.count('RankFailedError') <= 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(('moment', 'rank'), [('before_save_checkpoint', 0), ('after_run', 1)])
+def test_the_last_line_names_the_rank_that_failed(tmp_path, moment, rank):
+    """It waits until the others have read its report, so another rank ends first."""
+    accident = dict(when=moment, rank=rank, pause=0.0)
+    status, output = train_under_torchrun(tmp_path, 'raise', accident)
+    assert status == 1
+    last = output.strip().splitlines()[-1]
+    assert re.match(rf'mmdevplug: rank {rank} \(pid \d+\) failed: ValueError: the seventh', last)
+
+
+def failed(*ranks):
+    """What torchrun reports of ranks: exit status, time, and what they noted."""
+    failures = {}
+    for rank, exitcode, at, note in ranks:
+        failures[rank] = ProcessFailure(rank, 1000 + rank, exitcode, 'no such file')
+        failures[rank].timestamp = at
+        if note is not None:
+            failures[rank].error_file_data = note
+    return ChildFailedError('train', failures)
+
+
+OWN = dict(message='ValueError: mine', because_of_another=False)
+OTHERS = dict(message='RankFailedError: rank 1 stops because of rank 9', because_of_another=True)
+
+
+@pytest.mark.parametrize(
+    ('ranks', 'told'),
+    [
+        ([(0, 1, 5, OTHERS), (1, 1, 6, OWN)], r'rank 1 \(pid 1001\) failed: ValueError: mine$'),
+        ([(0, 1, 5, None), (1, 1, 5, OWN)], 'rank 1 .* failed: ValueError: mine$'),
+        ([(0, 1, 5, OTHERS), (1, -9, 5, None)], 'rank 1 .* was ended by SIGKILL before'),
+        ([(0, -15, 5, None), (1, 3, 6, None)], 'rank 1 .* ended with exit status 3 before'),
+        ([(0, -15, 5, None)], 'rank 0 .* was ended by SIGTERM before'),
+        ([(0, 1, 5, OTHERS), (1, 1, 5, OTHERS)], 'no rank of this host failed by itself. Rank'),
+        ([(1, 3, 7, None), (0, 1, 8, None)], 'rank 1 .* ended with exit status 3 before'),
+    ],
+)
+def test_the_agent_names_the_cause(ranks, told):
+    assert re.match(told, describe_failure(failed(*ranks)))

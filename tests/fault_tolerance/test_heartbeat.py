@@ -1,0 +1,265 @@
+"""Signs of life: what they hold, who is silent, and when that ends a process."""
+
+import json
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+
+from tests.ranks import (
+    RanksFailed,
+    _context,
+    _work,
+    free_port,
+    launch_variables,
+    run_ranks,
+)
+
+
+def errors_of(function, world_size, *args):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(function, world_size, *args, together=True)
+    return raised.value.errors
+
+
+def start(**options):
+    from mmdevplug import init_device
+    from mmdevplug.fault_tolerance import failure
+
+    init_device('pytorch', 'cpu', **dict(dict(timeout=60), **options))
+    return int(os.environ['RANK']), failure.current_watch()
+
+
+def look_at_each_other():
+    from mmdevplug.distributed.waiting import wait_for_everyone
+    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+
+    rank, watch = start()
+    enter_phase(f'phase of rank {rank}')
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        seen = watch.heartbeat.read(1 - rank)
+        if seen is not None and seen.beat.phase.startswith('phase of'):
+            break
+        time.sleep(0.1)
+    first = seen.beat
+    while watch.heartbeat.read(1 - rank).beat.count == first.count:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    wait_for_everyone('the end')
+    return first.phase, first.pid, os.getpid(), first.at, first.state
+
+
+def test_each_rank_knows_what_the_other_does():
+    (phase_of_1, pid_of_1, pid_0, at, state), (phase_of_0, pid_of_0, pid_1, _, _) = run_ranks(
+        look_at_each_other, 2
+    )
+    assert (phase_of_0, phase_of_1) == ('phase of rank 0', 'phase of rank 1')
+    assert (pid_of_0, pid_of_1) == (pid_0, pid_1)
+    assert state == 'running'
+    assert at
+
+
+def beat_while_blocked():
+    """The main thread waits in the store; beats must go on."""
+    from mmdevplug.distributed.waiting import wait_for_everyone
+
+    rank, watch = start()
+    counts = []
+    if rank == 0:
+        try:
+            watch.store.wait(['never'], timedelta(seconds=7))
+        except RuntimeError:
+            counts.append(watch.heartbeat._count)
+    wait_for_everyone('the end')
+    return counts
+
+
+def test_a_main_thread_that_waits_in_the_store_beats():
+    assert run_ranks(beat_while_blocked, 2)[0][0] >= 3
+
+
+def count_operations(seconds):
+    """What an idle rank asks of the store."""
+    from mmdevplug.distributed.waiting import wait_for_everyone
+
+    _, watch = start()
+    count = [0]
+    own = watch.own
+
+    class Counting:
+        def __getattr__(self, name):
+            count[0] += 1
+            return getattr(own, name)
+
+    watch.own = watch.heartbeat._store = Counting()
+    time.sleep(seconds)
+    found = count[0]
+    watch.own = watch.heartbeat._store = own
+    wait_for_everyone('the end')
+    return found
+
+
+def test_few_operations_on_the_store():
+    for count in run_ranks(count_operations, 3, 8):
+        # Each second two looks for events and half a beat, of two or three operations.
+        assert 1 <= count <= 8 * 4
+
+
+def start_ranks(function, world_size, *args):
+    """Start ranks that the caller ends."""
+    port, processes = free_port(), []
+    for rank in range(world_size):
+        ours, theirs = _context.Pipe()
+        _open.append(ours)  # a rank that is done waits for the other end to close
+        variables = launch_variables(rank, world_size, port)
+        process = _context.Process(target=_work, args=(theirs, variables, function, args))
+        process.start()
+        processes.append(process)
+    return processes
+
+
+_open = []
+
+
+def freeze(stopped_rank, output):
+    """A process that is stopped neither dies nor beats."""
+    from mmdevplug.fault_tolerance import failure
+    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+
+    output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    failure.STOP_SECONDS = 3.0
+    rank, _ = start(heartbeat_timeout=6)
+    enter_phase('reading a broken disk')
+    time.sleep(3)
+    if rank == stopped_rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    failure.before_abort(lambda: print(f'callback of {rank}', flush=True))
+    with failure.fail_together('training'):
+        time.sleep(90)  # as in a collective that notices nothing
+
+
+@pytest.mark.long
+def test_a_rank_that_is_silent_ends_the_others(tmp_path):
+    processes = start_ranks(freeze, 3, 2, str(tmp_path / 'output'))
+    for process in processes[:2]:
+        process.join(60)
+    try:
+        assert [process.exitcode for process in processes[:2]] == [1, 1]
+        assert processes[2].is_alive()
+    finally:
+        for process in processes:
+            process.kill()
+    told = (tmp_path / 'output').read_text()
+    assert 'because of rank 2 of 3' in told
+    assert "in 'reading a broken disk'" in told
+    assert 'no sign of life' in told
+    assert 'callback of 0' in told
+    assert 'callback of 1' in told
+
+
+def hang():
+    from torch import distributed as torch_dist, ones
+
+    from mmdevplug.fault_tolerance import failure
+    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+
+    failure.STOP_SECONDS = 3.0
+    rank, _ = start(timeout=8)
+    enter_phase('loading a batch' if rank == 1 else 'averaging')
+    with failure.fail_together('training'):
+        if rank == 1:
+            time.sleep(3600)
+        torch_dist.all_reduce(ones(1))
+
+
+@pytest.mark.long
+def test_a_collective_that_times_out_names_who_hangs():
+    errors = errors_of(hang, 3)
+    assert sorted(errors) == [0, 1, 2]
+    assert errors.pop(1)[0] == 'Died'  # ended by its thread
+    for kind, message, _ in errors.values():
+        assert kind == 'RankFailedError'
+        assert 'because of rank 1 of 3' in message
+        assert "in 'loading a batch'" in message
+        assert 'test_heartbeat.py' in message
+        assert 'stands still' in message
+
+
+def test_the_clock_stands_while_the_process_does():
+    from mmdevplug.fault_tolerance.heartbeat import AwakeClock
+
+    clock = AwakeClock(longest_step=0.1)
+    time.sleep(0.5)
+    assert clock.tick() == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize('value', [0, -1, 'soon', True, 2])
+def test_an_impossible_heartbeat_timeout(value):
+    from mmdevplug import init_device
+    from mmdevplug.errors import LaunchError
+
+    with pytest.raises(LaunchError, match='accelerator.heartbeat_timeout='):
+        init_device('none', 'cpu', heartbeat_timeout=value)
+
+
+def test_beats_are_json():
+    from mmdevplug.fault_tolerance.heartbeat import Beat
+
+    beat = Beat(1, 'running', 'set-up', 0, 0.5, 'host', 7, 'table', 'a.py:1 in f')
+    assert Beat(*json.loads(json.dumps(beat))) == beat
+
+
+def hold_the_interpreter(report):
+    """A rank whose thread cannot beat for long, and then is stopped."""
+    import ctypes
+
+    from mmdevplug.distributed.waiting import wait_for_everyone
+    from mmdevplug.fault_tolerance import failure, liveness as answering
+    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+
+    output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    failure.BEAT_SECONDS, failure.SILENT_SECONDS, failure.STOP_SECONDS = 0.5, 1.5, 1.0
+    answering.ANSWER_SECONDS = failure.ANSWER_SECONDS = 2.0
+    rank, watch = start()
+    watch.heartbeat_timeout = 4.0
+    enter_phase('compiling' if rank == 1 else 'averaging')
+    with failure.fail_together('training'):
+        wait_for_everyone('beginning')
+        if rank == 1:
+            time.sleep(2)
+            ctypes.PyDLL(None).sleep(9)  # PyDLL does not release the lock
+        # Only a rank that waits in a collective, not here, would notice nothing by itself.
+        time.sleep(13 if rank == 0 else 2)
+        assert watch.peer_failure() is None
+        print(f'rank {rank} goes on', flush=True)
+        wait_for_everyone('compiled')
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(90)
+
+
+def test_a_rank_that_holds_the_interpreter_is_alive_and_a_stopped_one_is_not(tmp_path):
+    path = tmp_path / 'output'
+    first, second = processes = start_ranks(hold_the_interpreter, 2, str(path))
+    try:
+        first.join(90)
+        assert first.exitcode == 1
+        assert second.is_alive()
+    finally:
+        for process in processes:
+            process.kill()
+    told = path.read_text()
+    assert 'rank 0 goes on' in told
+    assert 'rank 1 goes on' in told
+    busy, _, rest = told.partition('rank 0 goes on')
+    assert 'its process answers: one call there holds the Python interpreter' in busy
+    assert 'stops because' not in busy
+    assert 'because of rank 1 of 2' in rest
+    assert 'no sign of life' in rest

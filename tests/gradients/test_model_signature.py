@@ -1,0 +1,60 @@
+"""Ranks whose models differ are told so at the start, by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.gradients.averaging import net, rank, start, wrap
+from tests.ranks import RanksFailed, run_ranks
+
+
+def wrap_different(accelerator, change):
+    start(accelerator)
+    module = net()
+    if rank() == 1:
+        module = globals()[change](module)
+    wrap(module)
+
+
+def another_shape(module):
+    return nn.Sequential(*module[:2], nn.Linear(8, 5))
+
+
+def one_more(module):
+    return nn.Sequential(*module, nn.Linear(4, 4, bias=False))
+
+
+def another_dtype(module):
+    return module.double()
+
+
+def frozen(module):
+    module[0].bias.requires_grad_(False)
+    return module
+
+
+def a_buffer(module):
+    module.register_buffer('scale', torch.ones(3))
+    return module
+
+
+TOLD = {
+    'another_shape': 'rank 1: has parameter 2.weight as 5x8 torch.float32, rank 0 as 4x8 torch.fl',
+    'one_more': 'has 5 parameters and buffers, rank 0 has 4; only this rank has parameter 3.w',
+    'another_dtype': 'has parameter 0.weight as 8x8 torch.float64, rank 0 as 8x8 torch.float32',
+    'frozen': 'has parameter 0.bias as 8 torch.float32, frozen, rank 0 as 8 torch.float32',
+    'a_buffer': 'only this rank has buffer scale (3 torch.float32)',
+}
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+@pytest.mark.parametrize('change', TOLD)
+def test_the_first_difference_is_named_on_all_ranks(accelerator, change):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(wrap_different, 3, accelerator, change, together=True)
+    errors = raised.value.errors
+    assert sorted(errors) == [0, 1, 2]
+    for kind, message, _ in errors.values():
+        assert kind == 'ModelError'
+        assert TOLD[change] in message
+        assert 'rank 2:' not in message

@@ -1,0 +1,182 @@
+"""NaN and infinite gradients: found, named, and answered by all ranks alike."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mmdevplug.errors import ModelError
+from mmdevplug.gradients.nonfinite import names_of_nonfinite, scale_and_check
+from tests.columns import CUDA, NATIVE, job_of
+from tests.gradients.averaging import batch, gradients, net, rank, start, weights, wrap
+from tests.jobs import largest_difference, needs_scaler
+from tests.ranks import RanksFailed, run_ranks
+
+devices = pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+every_device = pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
+
+
+def spoil(module, value):
+    """Let this rank's gradient of one weight be NaN or infinite."""
+
+    def replace(gradient):
+        gradient = gradient.clone()
+        gradient[1, 2] = value
+        return gradient
+
+    return module.weight.register_hook(replace)
+
+
+def train(accelerator, policy, bad_step=2, steps=5, value=float('nan'), left_out=False, **options):
+    """Train with a bad gradient on rank 1, or with that iteration left out."""
+    context = start(accelerator)
+    wrapper = wrap(net(), nonfinite_grads=policy, **options)
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for step in range(steps):
+        bad = step == bad_step
+        if bad and left_out:
+            continue
+        handle = spoil(wrapper.module[2], value) if bad and rank() == 1 else None
+        optimizer.zero_grad()
+        wrapper(batch(step, context.device)).square().mean().backward()
+        if handle is not None:
+            handle.remove()
+        optimizer.step()
+    return weights(wrapper), wrapper.policy.skipped
+
+
+@every_device
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+def test_stop_names_rank_and_parameter_on_all_ranks(accelerator, value):
+    job = job_of(accelerator)
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(train, 2, accelerator, 'stop', 2, 5, value, together=True, **job)
+    errors = raised.value.errors
+    assert sorted(errors) == [0, 1]
+    count = '1 NaN, 0 Inf of 32' if value != value else '0 NaN, 1 Inf of 32'
+    for kind, message, _ in errors.values():
+        assert kind == 'ModelError'
+        assert f'rank 1: 2.weight ({count})' in message
+        assert 'rank 0' not in message
+        assert "nonfinite_grads='skip'" in message
+
+
+@devices
+def test_stop_is_the_default_where_gradients_pass_through_the_host(accelerator):
+    with pytest.raises(RanksFailed, match='rank 1: 2.weight'):
+        run_ranks(train, 2, accelerator, None)
+
+
+@every_device
+@pytest.mark.parametrize('compression', ['none', 'bf16', 'powersgd'])
+def test_skip_is_as_if_the_iteration_had_not_been(accelerator, compression):
+    options = dict(grad_compression=compression)
+    if compression == 'powersgd':
+        options = dict(grad_compression=dict(type='powersgd', start_powerSGD_iter=2))
+    job = job_of(accelerator)
+    found = run_ranks(skip_job, 2, accelerator, options, False, **job)
+    expected = run_ranks(skip_job, 2, accelerator, options, True, **job)
+    for (one, skipped), (other, none_skipped) in zip(found, expected):
+        assert (skipped, none_skipped) == (1, 0)
+        if compression != 'powersgd':  # which forgets its errors at a skip
+            assert largest_difference(one, other) == 0
+        assert all(np.isfinite(value).all() for value in one.values())
+    assert largest_difference(found[0][0], found[1][0]) == 0
+
+
+def skip_job(accelerator, options, left_out):
+    return train(accelerator, 'skip', left_out=left_out, **options)
+
+
+def ignoring(accelerator):
+    context = start(accelerator)
+    wrapper = wrap(net(), nonfinite_grads='ignore')
+    if rank() == 1:
+        spoil(wrapper.module[2], float('nan'))
+    wrapper(batch(0, context.device)).square().mean().backward()
+    return {name: int(np.isnan(value).sum()) for name, value in gradients(wrapper).items()}
+
+
+@every_device
+def test_ignore_leaves_everything_as_it_is(accelerator):
+    for found in run_ranks(ignoring, 2, accelerator, **job_of(accelerator)):
+        assert found == {'0.weight': 0, '0.bias': 0, '2.weight': 1, '2.bias': 0}
+
+
+def overflow(accelerator):
+    context = start(accelerator)
+    wrapper = wrap(net(), grad_compression='fp16', hierarchy=False)
+    (wrapper(batch(0, context.device)) * 1e6).square().mean().backward()
+
+
+@devices
+def test_an_overflow_of_float16_is_told_from_bad_gradients(accelerator):
+    with pytest.raises(RanksFailed, match='every rank has finite gradients: they overflow'):
+        run_ranks(overflow, 2, accelerator)
+
+
+def with_scaler(accelerator):
+    from mmengine.model import BaseModel
+    from mmengine.optim import AmpOptimWrapper
+
+    from mmdevplug.optim import DeviceAmpOptimWrapper
+
+    class Model(BaseModel):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, inputs, data_samples=None, mode='tensor'):
+            return dict(loss=self.layer(inputs).sum())
+
+    start(accelerator)
+    wrapper = wrap(Model(), nonfinite_grads='stop')
+    optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
+    optim_wrapper = DeviceAmpOptimWrapper(
+        optimizer=optimizer, dtype='float16', loss_scale=dict(init_scale=2.0**15)
+    )
+    assert isinstance(optim_wrapper, AmpOptimWrapper)
+    before = weights(wrapper)
+    if rank() == 1:
+        wrapper.module.layer.weight.register_hook(lambda gradient: gradient * float('inf'))
+    wrapper.train_step(dict(inputs=torch.ones(3, 4)), optim_wrapper)
+    after = weights(wrapper)
+    return largest_difference(before, after), optim_wrapper.loss_scaler.get_scale()
+
+
+@needs_scaler
+def test_a_gradient_scaler_skips_by_itself():
+    for change, scale in run_ranks(with_scaler, 2, 'cpu'):
+        assert change == 0
+        assert scale == 2.0**14
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(RanksFailed, match=r"nonfinite_grads='halt'.*'stop', 'skip', 'ignore'"):
+        run_ranks(train, 2, 'cpu', 'halt')
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_values_are_scaled_and_checked(dtype):
+    values = torch.arange(1000, dtype=torch.float32).to(dtype)
+    expected = values * 0.5
+    assert not scale_and_check(values, 0.5)
+    assert torch.equal(values, expected)
+    for bad in (float('nan'), float('inf'), -float('inf')):
+        values[777] = bad
+        assert scale_and_check(values, 1.0)
+        values[777] = 0
+
+
+def test_large_values_are_finite():
+    values = torch.full((1000,), 3e38)
+    assert not scale_and_check(values, 1.0)
+    assert not scale_and_check(values.double() * 1e269, 1.0)
+
+
+def test_names_tell_how_many():
+    bad = torch.tensor([1.0, float('nan'), float('inf')])
+    found = names_of_nonfinite([('good', torch.ones(2)), ('none', None), ('bad', bad)])
+    assert found == ['bad (1 NaN, 1 Inf of 3)']
+    assert issubclass(ModelError, RuntimeError)

@@ -1,0 +1,205 @@
+"""The wrapper that trains each child by itself: its interface, and models it refuses."""
+
+import pytest
+import torch
+from mmengine.model import MMSeparateDistributedDataParallel, is_model_wrapper
+from torch import nn
+
+from tests.columns import CUDA, NATIVE, backend_of, job_of, staged
+from tests.jobs import install_card
+from tests.ranks import RanksFailed, run_ranks
+
+each = pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, CUDA])
+
+
+def in_job(accelerator, check):
+    from mmdevplug import init_device
+
+    install_card(accelerator)
+    backend = backend_of(accelerator)
+    return check(init_device('pytorch', accelerator, forced_backend=backend, timeout=60))
+
+
+def wrapped_gan(**options):
+    from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
+    from tests.features.parts import TinyGAN
+
+    model = TinyGAN()
+    model.register_buffer('own', torch.zeros(2))
+    return DeviceSeparateDistributedDataParallel(model, **options), model
+
+
+def look(context):
+    from mmengine.runner.checkpoint import get_state_dict
+
+    from mmdevplug import DeviceDistributedDataParallel
+    from tests.features.parts import TinyGAN
+
+    wrapper, model = wrapped_gan(detect_anomalous_params=True)
+    wrapper.train()
+    wrapped = [name for name, child in model.named_children() if is_model_wrapper(child)]
+    return dict(
+        subclass=isinstance(wrapper, MMSeparateDistributedDataParallel),
+        is_wrapper=is_model_wrapper(wrapper),
+        wrapped=wrapped,
+        parts=all(isinstance(part, DeviceDistributedDataParallel) for part in wrapper.parts),
+        option=all(part.detect_anomalous_params for part in wrapper.parts),
+        devices={str(tensor.device) for tensor in wrapper.state_dict().values()},
+        preprocessor=str(model.data_preprocessor.device),
+        expected=str(context.device),
+        keys=set(get_state_dict(model)) - set(TinyGAN().state_dict()),
+        training=model.generator.module.training,
+        evaluated=not wrapper.eval().module.generator.module.training,
+        staged=wrapper.staging is not None,
+    )
+
+
+@each
+def test_children_are_wrapped(accelerator):
+    for found in run_ranks(in_job, 2, accelerator, look, **job_of(accelerator)):
+        expected = found.pop('expected')
+        assert found.pop('devices') == {expected}
+        assert found.pop('preprocessor') == expected
+        assert found.pop('wrapped') == ['generator', 'discriminator']
+        assert found.pop('keys') == {'own'}
+        assert found.pop('staged') == staged(accelerator)
+        assert all(found.values()), found
+
+
+def accumulate(context):
+    from torch import distributed as torch_dist
+
+    wrapper, model = wrapped_gan()
+    rank = torch_dist.get_rank()
+
+    def backward():
+        for part, size in ((model.generator, 8), (model.discriminator, 64)):
+            part(torch.full((2, size), float(rank + 1)).to(context.device)).sum().backward()
+        return [part.module[0].weight.grad.cpu().clone().numpy() for part in wrapper.parts]
+
+    with wrapper.no_sync():
+        flags = [part.require_backward_grad_sync for part in wrapper.parts]
+        own = backward()
+    again = [part.require_backward_grad_sync for part in wrapper.parts]
+    for parameter in wrapper.parameters():
+        parameter.grad = None
+    return dict(flags=flags, again=again, own=own, averaged=backward())
+
+
+@each
+def test_no_sync_covers_all_children(accelerator):
+    one, other = run_ranks(in_job, 2, accelerator, accumulate, **job_of(accelerator))
+    for found in (one, other):
+        assert found['flags'] == [False, False]
+        assert found['again'] == [True, True]
+    for part in (0, 1):
+        assert abs(one['own'][part] - other['own'][part]).max() > 0
+        mean = (one['own'][part] + other['own'][part]) / 2
+        assert abs(one['averaged'][part] - mean).max() <= 1e-5 * abs(mean).max()
+        assert (one['averaged'][part] == other['averaged'][part]).all()
+
+
+def stock_no_sync(context):
+    # What ours replaces: two children make the stock context yield twice.
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with MMSeparateDistributedDataParallel(model).no_sync():
+        pass
+
+
+def test_stock_no_sync_fails():
+    with pytest.raises(RanksFailed, match="generator didn't stop"):
+        run_ranks(in_job, 2, 'cpu', stock_no_sync)
+
+
+def frozen_messages(context):
+    """Collectives of a backward without and with a part that is frozen for the moment."""
+    from torch import distributed as torch_dist
+
+    from tests.features.parts import set_requires_grad
+
+    wrapper, model = wrapped_gan(broadcast_buffers=True)
+    counted = []
+    original = torch_dist.all_reduce
+
+    def all_reduce(*args, **kwargs):
+        counted.append(args[0].numel())
+        return original(*args, **kwargs)
+
+    torch_dist.all_reduce = all_reduce
+    set_requires_grad(model.discriminator, False)
+    latent = torch.randn(4, 8).to(context.device)
+    model.generator(latent).sum().backward()
+    without = list(counted)
+    counted.clear()
+    model.discriminator(model.generator(latent)).sum().backward()
+    return without, counted
+
+
+def test_a_frozen_part_sends_nothing():
+    for without, with_frozen in run_ranks(in_job, 2, 'zeta', frozen_messages):
+        assert without
+        assert with_frozen == without
+
+
+def move_after_wrapping(context):
+    wrapper, model = wrapped_gan()
+    before = [id(part.staging) for part in wrapper.parts]
+    wrapper.restart_staging()
+    return [id(part.staging) for part in wrapper.parts] != before
+
+
+def test_staging_can_be_restarted():
+    assert run_ranks(in_job, 2, 'zeta', move_after_wrapping) == [True, True]
+
+
+class OwnParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.part = nn.Linear(2, 2)
+
+
+def wrap_own_parameter(context):
+    from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
+
+    DeviceSeparateDistributedDataParallel(OwnParameter())
+
+
+def wrap_frozen(context):
+    from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
+
+    DeviceSeparateDistributedDataParallel(nn.Sequential(nn.Linear(2, 2)).requires_grad_(False))
+
+
+@pytest.mark.parametrize(
+    ('wrap', 'told'),
+    [
+        (wrap_own_parameter, 'trainable parameters of its own, scale'),
+        (wrap_frozen, 'no child of Sequential has a parameter that requires a gradient'),
+    ],
+)
+def test_models_that_are_refused(wrap, told):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(in_job, 2, 'zeta', wrap, together=True)
+    assert sorted(raised.value.errors) == [0, 1]
+    for kind, message, _ in raised.value.errors.values():
+        assert kind == 'ModelError'
+        assert told in message
+
+
+@pytest.mark.parametrize(
+    ('asked', 'built'),
+    [
+        ('MMSeparateDistributedDataParallel', 'DeviceSeparateDistributedDataParallel'),
+        ('mmengine.MMSeparateDistributedDataParallel', 'DeviceSeparateDistributedDataParallel'),
+        (MMSeparateDistributedDataParallel, 'DeviceSeparateDistributedDataParallel'),
+        ('MMDistributedDataParallel', 'DeviceDistributedDataParallel'),
+        ('MMFullyShardedDataParallel', 'MMFullyShardedDataParallel'),
+    ],
+)
+def test_configs_that_name_mmengines_wrapper_get_ours(asked, built):
+    from mmdevplug.model.placing import wrapper_config
+
+    assert wrapper_config(dict(type=asked, broadcast_buffers=False)) == dict(
+        type=built, broadcast_buffers=False
+    )

@@ -1,0 +1,187 @@
+"""The wrapper's interface, and models it refuses."""
+
+import pytest
+import torch
+from mmengine.model import MMDistributedDataParallel, is_model_wrapper
+from torch import nn
+
+from mmdevplug.accelerators import CPUAccelerator
+from tests.jobs import install_card
+from tests.ranks import RanksFailed, run_ranks
+
+
+def in_job(accelerator, check):
+    from mmdevplug import init_device
+
+    install_card(accelerator)
+    context = init_device('pytorch', accelerator, timeout=60)
+    return check(context)
+
+
+def run(accelerator, check, world_size=2, **options):
+    return run_ranks(in_job, world_size, accelerator, check, **options)
+
+
+def refused(accelerator, check):
+    with pytest.raises(RanksFailed) as raised:
+        run(accelerator, check, together=True)
+    assert sorted(raised.value.errors) == [0, 1]
+    return raised.value.errors[1][:2]
+
+
+both = pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+
+
+def look(context):
+    from mmdevplug import DeviceDistributedDataParallel
+
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    wrapper = DeviceDistributedDataParallel(module, device_ids=[5], output_device=5)
+    stock = MMDistributedDataParallel(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    stock.load_state_dict({name: value.cpu() for name, value in wrapper.state_dict().items()})
+    wrapper.load_state_dict(stock.state_dict())
+    return dict(
+        is_wrapper=is_model_wrapper(wrapper),
+        same_module=wrapper.module is module,
+        devices={str(tensor.device) for tensor in wrapper.state_dict().values()},
+        expected={str(context.device)},
+        keys=list(wrapper.state_dict()) == list(stock.state_dict()),
+        steps=all(hasattr(wrapper, f'{name}_step') for name in ('train', 'val', 'test')),
+        subclass=isinstance(wrapper, MMDistributedDataParallel),
+        staged=wrapper.staging is not None,
+    )
+
+
+@both
+def test_interchangeable_with_mmengines_wrapper(accelerator):
+    for found in run(accelerator, look):
+        assert found.pop('devices') == found.pop('expected')
+        assert found.pop('staged') == (accelerator == 'zeta')
+        assert all(found.values()), found
+
+
+def wrap_twice(context):
+    from mmdevplug import DeviceDistributedDataParallel
+
+    DeviceDistributedDataParallel(DeviceDistributedDataParallel(nn.Linear(2, 2)))
+
+
+@both
+def test_a_wrapped_model_is_refused(accelerator):
+    kind, message = refused(accelerator, wrap_twice)
+    assert kind == 'ModelError'
+    assert 'wrapped already, in DeviceDistributedDataParallel' in message
+
+
+def wrap_frozen(context):
+    from mmdevplug import DeviceDistributedDataParallel
+
+    DeviceDistributedDataParallel(nn.Linear(2, 2).requires_grad_(False))
+
+
+@both
+def test_a_model_with_nothing_to_train_is_refused(accelerator):
+    kind, message = refused(accelerator, wrap_frozen)
+    assert kind == 'ModelError'
+    assert '2 parameters, all frozen' in message
+
+
+def wrap_with_unknown_option(context):
+    from mmdevplug import DeviceDistributedDataParallel
+
+    DeviceDistributedDataParallel(nn.Linear(2, 2), find_unused_paramters=True)
+
+
+@both
+def test_a_misspelt_option_is_refused(accelerator):
+    kind, message = refused(accelerator, wrap_with_unknown_option)
+    assert kind == 'TypeError'
+    assert 'find_unused_paramters' in message
+
+
+class StaysOnHost(nn.Linear):
+    def _apply(self, fn, recurse=True):
+        return self
+
+
+def wrap_immovable(context):
+    from mmdevplug import DeviceDistributedDataParallel
+
+    DeviceDistributedDataParallel(nn.Sequential(nn.Linear(2, 2), StaysOnHost(2, 2)))
+
+
+def test_a_parameter_that_stays_behind_is_named():
+    kind, message = refused('zeta', wrap_immovable)
+    assert kind == 'ModelError'
+    assert '1.weight on cpu' in message
+    assert 'zeta:1' in message
+
+
+def use_ddp_only_methods(context):
+    from mmdevplug import DeviceDistributedDataParallel
+
+    DeviceDistributedDataParallel(nn.Linear(2, 2)).register_comm_hook(None, print)
+
+
+def test_a_communication_hook_is_refused_under_staging():
+    kind, message = refused('zeta', use_ddp_only_methods)
+    assert kind == 'ModelError'
+    assert 'register_comm_hook' in message
+
+
+def sparse(context):
+    from mmdevplug.gradients.staging import GradientStaging
+
+    # The card has no sparse kernels, so the host itself is staged here.
+    module = nn.Embedding(8, 4, sparse=True)
+    staging = GradientStaging(list(module.named_parameters()), CPUAccelerator())
+    outputs = module(torch.tensor([1, 2]))
+    staging.prepare(outputs, synchronize=True)
+    outputs.sum().backward()
+
+
+def test_a_sparse_gradient_is_named():
+    kind, message = refused('cpu', sparse)
+    assert kind == 'ModelError'
+    assert "'weight'" in message
+
+
+def test_needs_a_process_group():
+    from mmdevplug import DeviceDistributedDataParallel
+    from mmdevplug.errors import LaunchError
+
+    with pytest.raises(LaunchError, match='init_device'):
+        DeviceDistributedDataParallel(nn.Linear(2, 2))
+
+
+def count_messages(context):
+    """Messages of an iteration, by kind."""
+    from collections import Counter
+
+    from torch import distributed as torch_dist
+
+    from mmdevplug import DeviceDistributedDataParallel
+
+    sent = Counter()
+    for name in ('all_reduce', 'broadcast'):
+        original = getattr(torch_dist, name)
+
+        def counted(*args, name=name, original=original, **kwargs):
+            sent[name] += 1
+            return original(*args, **kwargs)
+
+        setattr(torch_dist, name, counted)
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)], nn.BatchNorm1d(8))
+    wrapper = DeviceDistributedDataParallel(model, broadcast_buffers=False)
+    start = dict(sent)
+    sent.clear()
+    wrapper(torch.randn(4, 8).to(context.device)).sum().backward()
+    return start, dict(sent)
+
+
+def test_few_messages():
+    for start, step in run('zeta', count_messages):
+        assert start == dict(broadcast=1)
+        # Which parameters were used; and for one bucket in memory that both ranks share: it is
+        # written, it is added up, it is read.
+        assert step == dict(all_reduce=4)

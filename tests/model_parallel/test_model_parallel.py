@@ -1,0 +1,340 @@
+"""Models over several cards of a stand-in, against the same training on one."""
+
+import os
+
+import pytest
+import torch
+from mmengine.registry import RUNNERS
+from mmengine.runner import FlexibleRunner
+
+from mmdevplug.accelerators import get_accelerator
+from mmdevplug.cli.common import load_config
+from mmdevplug.cli.train import build_parser
+from tests.columns import CUDA, within
+from tests.jobs import (
+    ROOT,
+    install_card,
+    largest_difference,
+    need_mmcv_operations,
+    weights_of,
+)
+from tests.parallel_jobs import STEPS, build, config, train
+from tests.ranks import RanksFailed, run_ranks
+
+KINDS = ['classifier', 'llama', 'tied_llama', 'segmentor']
+
+
+def need(kind):
+    if kind == 'segmentor':
+        need_mmcv_operations()
+
+
+def in_one_process(kind, work_dir, counts, options):
+    install_card('zeta')
+    return [train(kind, 'zeta', f'{work_dir}/{count}', count, **options) for count in counts]
+
+
+def check_equal(one, found, tolerance=1e-6):
+    assert len(one['devices']) == 1
+    assert found['strategy'] == 'model_parallel'
+    assert found['devices'] == [f'zeta:{i}' for i in range(len(found['devices']))]
+    assert len(found['devices']) > 1
+    assert found['iter'] == one['iter']
+    assert found['losses'] == pytest.approx(one['losses'], abs=tolerance)
+    assert largest_difference(found['weights'], one['weights']) <= tolerance
+
+
+def compare(kind, work_dir, counts, **options):
+    """Train on one card and on several in one process, and compare losses and weights."""
+    need(kind)
+    ((one, *others),) = run_ranks(in_one_process, 0, kind, str(work_dir), (1, *counts), options)
+    for count, found in zip(counts, others):
+        assert len(found['devices']) == count
+        check_equal(one, found)
+    return one
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_weights_are_those_of_one_device(tmp_path, kind):
+    assert compare(kind, tmp_path, (2, 3, 4))['iter'] == STEPS
+
+
+CLIP = dict(optim_wrapper__clip_grad=dict(max_norm=0.5))
+FEATURES = dict(
+    clipping=CLIP,
+    accumulation=dict(optim_wrapper__accumulative_counts=2),
+    ema=dict(custom_hooks=[dict(type='EMAHook', momentum=0.1)]),
+    sync_bn=dict(sync_bn='exact'),
+    adamw=dict(optim_wrapper__optimizer=dict(_delete_=True, type='AdamW', lr=0.01), **CLIP),
+    amp_bf16=dict(optim_wrapper__type='AmpOptimWrapper', optim_wrapper__dtype='bfloat16'),
+    amp_fp16=dict(optim_wrapper__type='AmpOptimWrapper', optim_wrapper__dtype='float16', **CLIP),
+    checkpointing=dict(activation_checkpointing=['blocks.1', 'blocks.4']),
+)
+
+
+def train_all(work_dir):
+    """Each feature on one card and on three."""
+    install_card('zeta')
+    return {
+        name: [
+            train('classifier', 'zeta', f'{work_dir}/{name}_{count}', count, **options)
+            for count in (1, 3)
+        ]
+        for name, options in FEATURES.items()
+    }
+
+
+@pytest.fixture(scope='module')
+def trained(tmp_path_factory):
+    (found,) = run_ranks(train_all, 0, str(tmp_path_factory.mktemp('features')))
+    return found
+
+
+@pytest.mark.parametrize('feature', FEATURES)
+def test_features_across_devices(trained, feature):
+    check_equal(*trained[feature])
+
+
+@pytest.mark.parametrize('strategy', ['auto', 'dynamic'])
+def test_every_way_to_plan_trains(tmp_path, strategy):
+    compare('llama', tmp_path, (3,), parallel=dict(strategy=strategy))
+
+
+def test_the_host_may_take_part(tmp_path):
+    limits = {'zeta:0': '4KB', 'zeta:1': '4KB'}
+    parallel = dict(exclude_cpu=False, max_memory=limits)
+    ((one, two),) = run_ranks(
+        in_one_process, 0, 'classifier', str(tmp_path), (1, 2), dict(parallel=parallel)
+    )
+    assert 'cpu' in two['devices']
+    assert largest_difference(one['weights'], two['weights']) <= 1e-6
+
+
+def train_beside_the_host(accelerator, work_dir):
+    """On one card, and on a card and the host."""
+    limits = {f'{accelerator}:0': '4KB'}
+    parallel = dict(devices=[f'{accelerator}:0', 'cpu'], exclude_cpu=False, max_memory=limits)
+    one = train('classifier', accelerator, f'{work_dir}/one')
+    two = train('classifier', accelerator, f'{work_dir}/two', 2, parallel=parallel)
+    return one, two
+
+
+@pytest.mark.parametrize('accelerator', ['zeta', CUDA])
+def test_a_card_and_the_host(tmp_path, accelerator):
+    ((one, two),) = run_ranks(train_beside_the_host, 0, accelerator, str(tmp_path))
+    assert two['devices'] == ['cpu', f'{accelerator}:0']
+    assert largest_difference(one['weights'], two['weights']) <= within(accelerator, 1e-6)
+
+
+def test_frozen_weights_are_kept_in_the_precision_that_is_computed_in(tmp_path):
+    options = dict(model__frozen=True)
+    ((one, _),) = run_ranks(in_one_process, 0, 'classifier', str(tmp_path / 'a'), (1, 2), options)
+    options['parallel'] = dict(precision='bf16')
+    ((_, half),) = run_ranks(in_one_process, 0, 'classifier', str(tmp_path / 'b'), (1, 2), options)
+    assert half['dtypes'] == [(False, 'torch.bfloat16'), (True, 'torch.float32')]
+    assert half['losses'] == pytest.approx(one['losses'], rel=1e-2)
+    assert half['losses'] != one['losses']
+
+
+# micro-batches ----------------------------------------------------------------------------------
+
+
+def test_micro_batches(tmp_path):
+    for parts in (2, 3):
+        compare('llama', tmp_path / str(parts), (2,), parallel=dict(num_microbatches=parts))
+
+
+# data parallel over groups of devices ------------------------------------------------------------
+
+
+def train_two_each(kind, work_dir, options):
+    return train(kind, 'zeta', work_dir, 2, **options)
+
+
+@pytest.mark.parametrize('kind', ['llama', 'segmentor'])
+def test_two_ranks_of_two_devices_each_are_one_device_with_all_the_data(tmp_path, kind):
+    need(kind)
+    options = {}
+    if kind == 'segmentor':  # whose statistics are those of all ranks
+        options = dict(sync_bn='exact')
+    (one,) = run_ranks(train, 0, kind, 'zeta', tmp_path / 'one')
+    found = run_ranks(train_two_each, 2, kind, tmp_path / 'two', options)
+    for rank, result in enumerate(found):
+        assert result['strategy'] == 'data_and_model_parallel'
+        assert result['devices'] == [f'zeta:{2 * rank}', f'zeta:{2 * rank + 1}']
+        assert largest_difference(result['weights'], one['weights']) <= 1e-5
+    assert largest_difference(found[0]['weights'], found[1]['weights']) == 0
+
+
+# checkpoints -------------------------------------------------------------------------------------
+
+
+def train_and_resume(work_dir, before, after, options):
+    """Train half of the way on some devices, and go on on others."""
+    install_card('zeta')
+    half = dict(options, train_cfg__max_iters=STEPS // 2)
+    half['default_hooks__checkpoint__interval'] = STEPS // 2
+    whole = train('classifier', 'zeta', f'{work_dir}/whole', before, **options)
+    train('classifier', 'zeta', f'{work_dir}/cut', before, **half)
+    resumed = train('classifier', 'zeta', f'{work_dir}/cut', after, resume=True, **options)
+    checkpoint = torch.load(f'{work_dir}/cut/iter_{STEPS // 2}.pth', weights_only=False)
+    devices = {value.device.type for value in checkpoint['state_dict'].values()}
+    names = sorted(checkpoint['state_dict'])
+    return whole['weights'], resumed['weights'], devices, names, resumed['iter']
+
+
+@pytest.mark.parametrize(
+    ('before', 'after', 'dropout'), [(3, 2, 0.0), (1, 4, 0.0), (4, 1, 0.0), (2, 2, 0.3)]
+)
+def test_checkpoints_know_no_devices(tmp_path, before, after, dropout):
+    ((whole, resumed, devices, names, iters),) = run_ranks(
+        train_and_resume, 0, str(tmp_path), before, after, dict(model__dropout=dropout)
+    )
+    assert iters == STEPS
+    assert devices == {'cpu'}
+    assert names == sorted(whole)
+    assert largest_difference(whole, resumed) <= 1e-6
+
+
+# what the log and the runner say -----------------------------------------------------------------
+
+
+def log_of(work_dir, parallel, memory=None):
+    install_card('zeta')
+    if memory is not None:
+        torch.zeta.set_limit(memory)
+    runner = build('classifier', 'zeta', work_dir, model_parallel=parallel, log_level='INFO')
+    if memory is None:
+        runner.train()
+    (log,) = [
+        os.path.join(folder, name)
+        for folder, _, names in os.walk(work_dir)
+        for name in names
+        if name.endswith('.log')
+    ]
+    with open(log) as file:
+        return file.read(), [str(device) for device in runner.device_context.devices]
+
+
+def test_the_strategy_is_logged_once_with_its_plan(tmp_path):
+    ((log, devices),) = run_ranks(log_of, 0, str(tmp_path), dict(enable=True, devices=2))
+    assert devices == ['zeta:0', 'zeta:1']
+    assert log.count('Training strategy') == 1
+    assert 'model_parallel' in log
+    assert 'imbalance' in log
+    for device in devices:
+        assert f'{device} holds' in log
+
+
+@pytest.mark.parametrize(
+    ('memory', 'count', 'told'),
+    [
+        (2**20, 1, 'one device is faster'),
+        (40_000, 4, 'without activations'),
+        (None, 4, 'not known'),
+    ],
+)
+def test_none_goes_by_what_training_needs(tmp_path, memory, count, told):
+    ((log, devices),) = run_ranks(log_of, 0, str(tmp_path), dict(enable=None), memory)
+    assert len(devices) == count
+    assert told in log
+
+
+def test_none_takes_one_device_where_the_model_has_too_few_parts(tmp_path):
+    ((log, devices),) = run_ranks(
+        log_of, 0, str(tmp_path), dict(enable=None, no_split=['SpreadClassifier'])
+    )
+    assert devices == ['zeta:0']
+    assert 'cannot be spread: 1 blocks for 4 devices' in log
+
+
+def refused(work_dir, parallel):
+    build('classifier', 'zeta', work_dir, model_parallel=parallel)
+
+
+@pytest.mark.parametrize(
+    ('parallel', 'told'),
+    [
+        (dict(enable=True, devices=5), 'need 5'),
+        (dict(enable=True, devices=1), 'two or more devices'),
+        (dict(enable=True, strategy='even'), "'even'"),
+        (dict(enable=True, max_memory={'zeta:0': 1, 'zeta:1': 1}, devices=2), 'zeta:0'),
+        (dict(enable=True, balance_threshold=2, strategy='dynamic'), 'balance_threshold'),
+        (dict(enable=True, size=2), 'size'),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_model_is_built(tmp_path, parallel, told):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(refused, 0, str(tmp_path), parallel)
+    kind, message, trace = raised.value.errors[0]
+    assert kind == 'PlacementError'
+    assert told in message
+    assert 'build_model' not in trace
+
+
+def test_all_ranks_refuse_together(tmp_path):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(refused, 3, str(tmp_path), dict(enable=True, devices=2), together=True)
+    for kind, message, _ in raised.value.errors.values():
+        assert kind == 'PlacementError'
+        assert '3 process(es) on this host with 2 device(s) each need 6' in message
+
+
+# FlexibleRunner ----------------------------------------------------------------------------------
+
+
+def flexible(work_dir, count):
+    install_card('zeta')
+    cfg = config('classifier', 'zeta', work_dir)
+    cfg.pop('accelerator')
+    cfg.runner_type = 'FlexibleRunner'
+    cfg.custom_imports = dict(imports=['mmdevplug'])
+    cfg.strategy = dict(type='DeviceStrategy', accelerator='zeta')
+    if count > 1:
+        cfg.strategy = dict(
+            type='ModelParallelStrategy', accelerator='zeta', model_parallel=dict(devices=count)
+        )
+    cfg.env_cfg = {}
+    runner = RUNNERS.build(cfg)
+    assert isinstance(runner, FlexibleRunner)
+    runner.train()
+    devices = sorted({str(tensor.device) for tensor in runner.model.parameters()})
+    return weights_of(runner.model), devices
+
+
+def test_flexible_runner(tmp_path):
+    ((expected, _),) = run_ranks(flexible, 0, tmp_path / 'one', 1)
+    ((found, devices),) = run_ranks(flexible, 0, tmp_path / 'three', 3)
+    assert devices == ['zeta:0', 'zeta:1', 'zeta:2']
+    assert largest_difference(found, expected) <= 1e-6
+
+
+# the command line and the doctor -----------------------------------------------------------------
+
+DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
+
+
+@pytest.mark.parametrize(('word', 'value'), [('true', True), ('false', False), ('auto', None)])
+def test_the_flag(word, value):
+    args = build_parser().parse_args([DIGITS, '--model-parallel', word])
+    assert load_config(args).model_parallel == dict(enable=value)
+    args.cfg_options = {'model_parallel.devices': 2}
+    assert load_config(args).model_parallel == dict(enable=value, devices=2)
+
+
+def look(work_dir, parallel, ranks):
+    from mmdevplug.doctor.config_model import examine
+
+    install_card('zeta')
+    cfg = config('classifier', 'zeta', work_dir, model_parallel=parallel)
+    return list(examine(cfg, get_accelerator('zeta'), ranks))
+
+
+def test_the_doctor_tells_what_each_device_holds(tmp_path):
+    (findings,) = run_ranks(look, 0, str(tmp_path), dict(enable=True, devices=2), 2)
+    assert [finding.level for finding in findings] == ['ok', 'ok']
+    assert 'each group of devices holds' in findings[0].found
+    assert set(findings[1].data['loads']) == {'zeta:0', 'zeta:1'}
+    (findings,) = run_ranks(look, 0, str(tmp_path), dict(enable=True, devices=2), 3)
+    assert findings[0].level == 'error'
+    assert 'need 6' in findings[0].found

@@ -1,0 +1,62 @@
+"""The config key ``model_parallel``."""
+
+import pytest
+from mmengine.config import ConfigDict
+
+from mmdevplug.errors import DevPlugError, PlacementError
+from mmdevplug.model_parallel.options import read_options
+
+
+def test_no_key_is_one_device():
+    assert read_options(None).enable is False
+    assert read_options(True).enable is True
+    assert read_options({}).enable is None
+
+
+def test_other_names():
+    found = read_options(
+        ConfigDict(
+            enable=True,
+            device_map_strategy='dynamic',
+            use_dynamic_device_map=True,
+            use_balanced_device_map=False,
+            force_balance=True,
+            exclude_cpu=True,
+            balance_threshold=0.2,
+            precision='bf16',
+            check_r_consistency=True,
+            strict_r_check=False,
+        )
+    )
+    assert (found.strategy, found.balance_threshold) == ('dynamic', 0.2)
+    assert (found.precision, found.check_r_consistency) == ('bf16', True)
+    assert read_options(dict(use_balanced_device_map=True)).strategy == 'balanced'
+    assert read_options(dict(use_model_parallel=False)).enable is False
+
+
+@pytest.mark.parametrize(
+    ('options', 'told'),
+    [
+        (dict(enabled=True), 'enabled'),
+        (dict(precision='int8'), "precision='int8'"),
+        (dict(guard='ignore'), "guard='ignore'"),
+        (dict(num_microbatches=0), 'num_microbatches=0'),
+        (dict(num_microbatches=True), 'num_microbatches=True'),
+        (dict(force_balance='yes'), "force_balance='yes'"),
+        (dict(use_balanced_device_map=True, use_dynamic_device_map=True), 'contradict'),
+        (dict(device_map_strategy='auto', use_dynamic_device_map=True), 'contradict'),
+        (dict(device_map_strategy='auto', strategy='balanced'), 'contradict'),
+        (dict(enable=True, use_model_parallel=False), 'contradict'),
+        ('yes', 'expected a dict'),
+    ],
+)
+def test_bad_options_are_named(options, told):
+    with pytest.raises(DevPlugError) as raised:
+        read_options(options)
+    assert told in str(raised.value)
+    assert 'model_parallel' in str(raised.value)
+
+
+def test_they_are_placement_errors():
+    with pytest.raises(PlacementError):
+        read_options(dict(unknown=1))

@@ -1,0 +1,194 @@
+"""Which parallelism: what was asked for, what is there, and how the process was started."""
+
+import pytest
+import torch
+
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.errors import PlacementError
+from mmdevplug.model_parallel.resolve import resolve_strategy
+from tests.jobs import install_card
+from tests.ranks import RanksFailed, run_ranks
+
+GB = 10**9
+
+
+class FourCards(Accelerator):
+    """An accelerator that says it has four devices of 8 GB; none of them is used."""
+
+    name = device_type = 'cuda'
+    visible_devices_env = 'CUDA_VISIBLE_DEVICES'
+    count = 4
+
+    def is_available(self):
+        return True
+
+    def device_count(self):
+        return self.count
+
+    def set_device(self, device):
+        raise AssertionError('no device is used here')
+
+    synchronize = set_device
+
+    def memory_total(self, device):
+        return 8 * GB
+
+
+def cards(count=4):
+    accelerator = FourCards()
+    accelerator.count = count
+    return accelerator
+
+
+def resolve(enable, count=4, **options):
+    return resolve_strategy(enable, accelerator=cards(count), **options)
+
+
+def rank(index, world_size, local_world_size=None):
+    return LaunchEnv('pytorch', index, index, world_size, local_world_size or world_size)
+
+
+def names(strategy):
+    return [str(device) for device in strategy.devices]
+
+
+def test_false_is_one_device():
+    found = resolve(False)
+    assert (found.kind, names(found)) == ('single_device', ['cuda:0'])
+    assert not found.is_model_parallel
+
+
+def test_true_is_all_devices_of_a_single_process():
+    found = resolve(True)
+    assert found.kind == 'model_parallel'
+    assert names(found) == ['cuda:0', 'cuda:1', 'cuda:2', 'cuda:3']
+    assert found.world_size == 1
+
+
+@pytest.mark.parametrize('count', [0, 1])
+def test_true_with_fewer_than_two_devices_says_how_many_there_are(count, monkeypatch):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3')
+    with pytest.raises(PlacementError) as raised:
+        resolve(True, count)
+    message = str(raised.value)
+    assert f'has {count}' in message
+    assert f'sees {count} cuda device(s)' in message
+    assert "CUDA_VISIBLE_DEVICES='3'" in message
+    assert '--model-parallel false' in message
+
+
+def test_true_on_the_cpu_is_refused():
+    with pytest.raises(PlacementError, match='sees 1 cpu device'):
+        resolve_strategy(True, accelerator='cpu')
+
+
+@pytest.mark.parametrize(
+    ('needed', 'kind'), [(4 * GB, 'single_device'), (4 * GB + 1, 'model_parallel')]
+)
+def test_none_takes_one_device_where_the_model_fits_with_room(needed, kind):
+    found = resolve(None, memory_needed=needed)
+    assert found.kind == kind
+    assert '4.00 GB' in found.reason
+    assert '8.00 GB' in found.reason
+    assert resolve(None, memory_needed=needed, auto_rule='count').kind == 'model_parallel'
+
+
+def test_none_goes_by_the_count_where_nothing_is_known():
+    assert resolve(None).kind == 'model_parallel'
+    assert resolve(None, 1).kind == 'single_device'
+    assert 'is not known' in resolve(None).reason
+
+
+def test_none_in_a_job_of_several_processes():
+    assert resolve(None, env=rank(1, 2)).kind == 'data_parallel'
+    too_large = resolve(None, env=rank(1, 2), memory_needed=7 * GB)
+    assert too_large.kind == 'data_and_model_parallel'
+    assert names(too_large) == ['cuda:2', 'cuda:3']
+    assert names(resolve(None, env=rank(1, 2), memory_needed=1)) == ['cuda:1']
+
+
+@pytest.mark.parametrize('index', range(2))
+def test_a_rank_takes_its_group_of_devices(index):
+    expected = [f'cuda:{2 * index}', f'cuda:{2 * index + 1}']
+    for devices in (None, 2, 'cuda:0-3'):
+        found = resolve(True, env=rank(index, 2), devices=devices)
+        assert found.kind == 'data_and_model_parallel'
+        assert names(found) == expected
+    shuffled = ['cuda:3', 'cuda:1', 'cuda:2', 'cuda:0']
+    found = resolve(True, env=rank(index, 2), devices=shuffled)
+    assert names(found) == shuffled[2 * index : 2 * index + 2]
+
+
+def test_ranks_count_for_each_host():
+    env = LaunchEnv('pytorch', 3, 1, 4, 2)
+    assert names(resolve(True, env=env)) == ['cuda:2', 'cuda:3']
+
+
+def test_chosen_devices():
+    assert names(resolve(True, devices=['cuda:3', 'cuda:1'])) == ['cuda:3', 'cuda:1']
+    assert names(resolve(True, devices=3)) == ['cuda:0', 'cuda:1', 'cuda:2']
+    assert names(resolve(False, devices=['cuda:2', 'cuda:1'])) == ['cuda:2']
+
+
+@pytest.mark.parametrize(
+    ('devices', 'told'),
+    [
+        (8, '1 process(es) on this host with 8 device(s) each need 8'),
+        (0, 'devices=0'),
+        (True, 'devices=True'),
+        ('cuda:0-7', 'names cuda:4, but this process sees 4'),
+        (['cuda:0', 'cuda:0'], 'more than once'),
+        (['npu:0', 'npu:1'], 'names npu:0, npu:1, but accelerator'),
+        (['cuda:0', 'npu:1'], 'of different types: cuda, npu'),
+        ([], 'names no device'),
+        ('cuda', "device 'cuda'"),
+    ],
+)
+def test_devices_that_cannot_be(devices, told):
+    with pytest.raises(PlacementError) as raised:
+        resolve(True, devices=devices)
+    assert told in str(raised.value)
+
+
+def test_devices_that_do_not_divide():
+    with pytest.raises(PlacementError, match='3 devices for 2 processes'):
+        resolve(True, devices='cuda:0-2', env=rank(0, 2))
+
+
+@pytest.mark.parametrize('enable', [1, 0, 'yes', 'true', 2])
+def test_enable_is_true_false_or_none(enable):
+    with pytest.raises(PlacementError, match=f'model_parallel.enable={enable!r}'):
+        resolve(enable)
+
+
+def test_auto_rule_has_two_values():
+    with pytest.raises(PlacementError, match="auto_rule='size'"):
+        resolve(None, auto_rule='size')
+
+
+def with_stale_variables():
+    install_card('zeta')
+    found = resolve_strategy(True, accelerator='zeta', devices=2)
+    return found.kind, found.rank, names(found)
+
+
+def test_variables_that_an_earlier_job_left_are_not_read():
+    stale = dict(RANK='3', LOCAL_RANK='3', WORLD_SIZE='8', MASTER_ADDR='h', MASTER_PORT='1')
+    (found,) = run_ranks(with_stale_variables, 0, environ=stale)
+    assert found == ('model_parallel', 0, ['zeta:0', 'zeta:1'])
+
+
+def launched():
+    install_card('zeta')
+    return names(resolve_strategy(True, accelerator='zeta', launcher='pytorch'))
+
+
+def test_a_launcher_is_read():
+    assert run_ranks(launched, 2) == [['zeta:0', 'zeta:1'], ['zeta:2', 'zeta:3']]
+    with pytest.raises(RanksFailed, match='start fewer processes'):
+        run_ranks(launched, 4, together=True)
+
+
+def test_devices_have_an_index():
+    assert resolve(True).devices[1] == torch.device('cuda', 1)

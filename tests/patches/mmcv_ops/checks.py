@@ -1,0 +1,241 @@
+"""What is checked on an eager card, in one process."""
+
+import sys
+
+import pytest
+import torch
+
+from mmdevplug.errors import DeviceMismatchError, DevPlugError, ModelError
+from mmdevplug.hooks.default_hooks import split_options
+from mmdevplug.patches.mmcv_ops import (
+    host_use,
+    kernels,
+    mmcv_ops_patched,
+    outputs,
+    patch_mmcv_ops,
+    restore_mmcv_ops,
+)
+from mmdevplug.patches.mmcv_ops.interception import Interception
+from mmdevplug.patches.mmcv_ops.patch import Serving
+from tests.patches.mmcv_ops.cases import CASES, Tensors, run_case
+
+CHECKS = {}
+
+
+def check(function):
+    """Add a check, which gets the accelerator."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+@check
+def served_when_imported_later_and_as_before_when_removed(accelerator):
+    assert 'mmcv._ext' not in sys.modules
+    before = list(sys.meta_path)
+    patch_mmcv_ops(accelerator)
+    patch_mmcv_ops(accelerator)
+    assert len(sys.meta_path) == len(before) + 1
+    import mmcv._ext
+    from mmcv.ops import nms
+
+    assert sys.meta_path == before
+    device = accelerator.device(0)
+    t = Tensors(device)
+    nms(t.corners(9), t.uniform(9), 0.5)
+    assert host_use()['nms'].calls == 1
+    replaced = mmcv._ext.nms
+    patch_mmcv_ops(accelerator)
+    assert mmcv._ext.nms.__wrapped__ is replaced.__wrapped__
+    assert not hasattr(mmcv._ext.nms.__wrapped__, '__wrapped__')
+    assert host_use() == {}
+    restore_mmcv_ops()
+    assert mmcv._ext.nms is replaced.__wrapped__
+    with pytest.raises(RuntimeError, match='not found'):
+        nms(t.corners(9), t.uniform(9), 0.5)
+
+
+@check
+def the_cpu_needs_nothing(accelerator):
+    import mmcv._ext
+
+    from mmdevplug.accelerators import CPUAccelerator
+
+    patch_mmcv_ops(accelerator)
+    patch_mmcv_ops(CPUAccelerator())
+    assert not hasattr(mmcv._ext.nms, '__wrapped__')
+
+
+@check
+def calls_and_bytes_are_counted(accelerator):
+    with mmcv_ops_patched(accelerator) as serving:
+        run_case('roi_align', accelerator.device(0))
+        uses = serving.ledger.uses()
+    image, rois, out = 4 * 20 * 20, 10 * 5, 10 * 4 * 3 * 3
+    forward, backward = uses['roi_align_forward'], uses['roi_align_backward']
+    assert (forward.calls, forward.fetched, forward.sent) == (1, 4 * (image + rois), 4 * out)
+    assert (backward.calls, backward.fetched, backward.sent) == (1, 4 * (out + rois), 4 * image)
+    assert '(RoIAlign)' in forward.where
+    assert 'cases.py' in forward.where
+    assert 'RoIAlignFunctionBackward' in backward.where
+
+
+@check
+def half_precision_is_computed_in_single(accelerator):
+    from mmcv.ops import roi_align
+
+    t = Tensors('cpu')
+    image, rois = t.normal(1, 2, 12, 12), t.rois(5)
+    with mmcv_ops_patched(accelerator):
+        for dtype in (torch.float16, torch.bfloat16):
+            on_card = image.to(dtype).to('zeta').requires_grad_()
+            found = roi_align(on_card, rois.to(dtype).to('zeta'), (2, 2))
+            expected = roi_align(image.to(dtype).float(), rois.to(dtype).float(), (2, 2))
+            assert found.dtype is dtype
+            assert torch.equal(found.cpu(), expected.to(dtype))
+            found.sum().backward()
+            assert on_card.grad.dtype is dtype
+
+
+@check
+def error_stops_and_names_the_module(accelerator):
+    from mmcv.ops import RoIAlign
+
+    class Head(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pool = RoIAlign(2)
+
+        def forward(self, image):
+            return self.pool(image, torch.tensor([[0.0, 0, 0, 2, 2]], device=image.device))
+
+    with mmcv_ops_patched(accelerator, 'error') as serving:
+        with pytest.raises(ModelError) as caught:
+            Head()(torch.zeros(1, 1, 4, 4, device='zeta:2'))
+        assert serving.ledger.uses() == {}
+    told = str(caught.value)
+    for part in ('roi_align_forward', 'zeta:2', 'pool (RoIAlign)', "mmcv_ops='host'"):
+        assert part in told
+
+
+@check
+def an_operator_without_a_kernel_for_the_cpu_says_so(accelerator):
+    from mmcv.ops import roi_pool
+
+    t = Tensors('zeta:0')
+    with mmcv_ops_patched(accelerator):
+        with pytest.raises(ModelError, match='roi_pool_forward .* none for the CPU either'):
+            roi_pool(t.normal(1, 1, 8, 8), t.rois(2), (2, 2))
+
+
+@check
+def an_unknown_mode_is_refused(accelerator):
+    with pytest.raises(DevPlugError, match="accelerator.mmcv_ops='cpu': expected 'host'"):
+        patch_mmcv_ops(accelerator, 'cpu')
+    with pytest.raises(DevPlugError, match="accelerator.mmcv_ops='cpu': expected 'host'"):
+        split_options(dict(type='zeta', mmcv_ops='cpu'))
+    assert split_options(dict(type='zeta'))[1]['mmcv_ops'] == 'host'
+
+
+@check
+def tensors_of_two_cards_are_refused(accelerator):
+    from mmcv.ops import nms
+
+    t = Tensors('cpu')
+    with mmcv_ops_patched(accelerator):
+        with pytest.raises(DeviceMismatchError, match='nms got tensors of zeta:0, zeta:1'):
+            nms(t.corners(9).to('zeta:0'), t.uniform(9).to('zeta:1'), 0.5)
+
+
+@check
+def arguments_for_a_vendors_kernel_are_refused(accelerator):
+    """On an NPU mmcv gives degrees to its kernel, which the host would take for radians."""
+    known = kernels.VENDOR_ARGUMENTS['box_iou_rotated']
+    assert 'npu' in known
+    kernels.VENDOR_ARGUMENTS['box_iou_rotated'] = ('zeta',)
+    try:
+        with mmcv_ops_patched(accelerator):
+            with pytest.raises(ModelError, match='prepares its arguments for that of zeta'):
+                CASES['box_iou_rotated'](Tensors('zeta:0'))
+    finally:
+        kernels.VENDOR_ARGUMENTS['box_iou_rotated'] = known
+
+
+@check
+def a_kernel_of_the_vendor_is_used(accelerator):
+    """A build of mmcv that has kernels for the card, but not for every operator."""
+    seen = []
+
+    def nms(boxes, *args):
+        """nms(boxes: torch.Tensor) -> torch.Tensor"""
+        seen.append(('nms', boxes.device.type))
+        return boxes + 1
+
+    def other(boxes, *args):
+        """other(boxes: torch.Tensor) -> torch.Tensor"""
+        seen.append(('other', boxes.device.type))
+        if boxes.device.type != 'cpu':
+            raise RuntimeError('other_impl: implementation for device zeta:0 not found.')
+        return boxes + 2
+
+    serving = Serving('host')
+    serving.interception.originals = dict(nms=nms, bbox_overlaps=other, other=other)
+    boxes = torch.zeros(2, 4, device='zeta:0')
+    assert serving.call(nms, (boxes,), {}).tolist() == (boxes + 1).tolist()
+    assert serving.ledger.uses() == {}
+    seen.clear()
+    for _ in range(2):
+        result = serving.call(other, (boxes,), {})
+        assert result.device.type == 'zeta'
+        assert result.tolist() == (boxes + 2).tolist()
+    assert seen == [('other', 'zeta'), ('other', 'cpu'), ('other', 'cpu')]
+    assert serving.ledger.uses()['other'].calls == 2
+
+
+@check
+def an_error_of_the_operator_itself_is_not_hidden(accelerator):
+    import mmcv._ext
+
+    with mmcv_ops_patched(accelerator):
+        with pytest.raises(TypeError):
+            mmcv._ext.nms(torch.zeros(2, 4, device='zeta:0'))
+        with pytest.raises(IndexError):
+            mmcv._ext.nms(torch.zeros(2, device='zeta:0'), torch.zeros(2, device='zeta:0'), 0.5, 0)
+
+
+@check
+def outputs_are_those_that_change(accelerator):
+    """What is listed is what the operators write to, in all cases."""
+    changed = {}
+
+    def watch(function, args, kwargs):
+        names = outputs.parameter_names(function)
+        given = {**dict(zip(names, args)), **kwargs}
+        tensors = {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}
+        comparison = outputs.Comparison(list(tensors.values()))
+        result = function(*args, **kwargs)
+        found = changed.setdefault(function.__name__, set())
+        found.update(list(tensors)[position] for position in comparison.changed())
+        return result
+
+    interception = Interception(watch)
+    interception.install()
+    try:
+        for name in CASES:
+            run_case(name, 'cpu')
+    finally:
+        interception.remove()
+    assert set(changed) == set(outputs.OUTPUTS)
+    for name, found in changed.items():
+        assert found == set(outputs.OUTPUTS[name]), name
+
+
+@check
+def an_operator_that_is_not_listed_is_served_too(accelerator):
+    listed = outputs.OUTPUTS.pop('roi_align_forward')
+    try:
+        with mmcv_ops_patched(accelerator):
+            expected, found = (run_case('roi_align', place) for place in ('cpu', 'zeta:1'))
+    finally:
+        outputs.OUTPUTS['roi_align_forward'] = listed
+    assert torch.equal(expected[0][0], found[0][0])
+    assert torch.equal(expected[1][0], found[1][0])

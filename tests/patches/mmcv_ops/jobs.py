@@ -1,0 +1,209 @@
+"""What tests of mmcv's operators run in processes of their own."""
+
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from tests.jobs import install_card
+from tests.patches.mmcv_ops import checks
+from tests.patches.mmcv_ops.cases import CASES, run_case
+
+T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
+
+
+def prepare(accelerator):
+    """Install what stands in for a device, and make it this process's accelerator."""
+    from mmdevplug.accelerators import get_accelerator, set_current_accelerator
+
+    if accelerator == 'gcu':
+        sys.path.insert(0, T20_STANDIN)
+    install_card(accelerator)
+    chosen = get_accelerator(accelerator)
+    set_current_accelerator(chosen)
+    return chosen
+
+
+def compare_cases(accelerator, names):
+    """Run cases on the CPU and on a device.
+
+    Returns:
+        dict: For each case ``same`` (bits), ``difference`` (the largest, relative to the largest
+        figure), ``sizes`` (number of results and of gradients), ``uses`` (by operator, on the
+        host).
+    """
+    from mmdevplug.patches.mmcv_ops import mmcv_ops_patched
+
+    chosen = prepare(accelerator)
+    found = {}
+    for name in names:
+        with mmcv_ops_patched(chosen) as serving:
+            expected, got = (run_case(name, place) for place in ('cpu', chosen.device(1)))
+            pairs = [pair for each in zip(expected, got) for pair in zip(*each)]
+            found[name] = dict(
+                same=all(one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs),
+                difference=max(_difference(one, two) for one, two in pairs),
+                sizes=[[len(part) for part in each] for each in (expected, got)],
+                uses={name: vars(use) for name, use in serving.ledger.uses().items()},
+            )
+    return found
+
+
+def _difference(one, two):
+    one, two = one.double(), two.double()
+    return ((one - two).abs().max() / one.abs().max().clamp(min=1)).item()
+
+
+def count_executions(accelerator):
+    """Executions of one forward whose inputs are all still to be computed, by operator."""
+    import mmcv.ops
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as metrics
+
+    from mmdevplug.patches.mmcv_ops import mmcv_ops_patched
+    from tests.patches.mmcv_ops.cases import Tensors
+
+    chosen = prepare(accelerator)
+    t = Tensors(chosen.device(0))
+    image, weight = t.normal(2, 4, 8, 8, grad=True), t.normal(5, 4, 3, 3, grad=True)
+    offset, mask = t.normal(2, 18, 8, 8, grad=True), t.uniform(2, 9, 8, 8)
+    boxes, scores, rois, turned = t.corners(20), t.uniform(20), t.rois(10), t.turned(5)
+    forwards = dict(
+        nms=lambda: mmcv.ops.nms(boxes + 1, scores * 2, 0.4),
+        roi_align=lambda: mmcv.ops.roi_align(image[:1] * 2, rois * 1, (3, 3)),
+        deform_conv=lambda: mmcv.ops.deform_conv2d(image * 2, offset + 1, weight * 3, 1, 1),
+        modulated_deform_conv=lambda: mmcv.ops.modulated_deform_conv2d(
+            image * 2, offset + 1, mask * 3, weight + 2, None, 1, 1, 1, 1, 1
+        ),
+        box_iou_rotated=lambda: mmcv.ops.box_iou_rotated(turned * 2, turned + 1),
+    )
+
+    def executions():
+        xm.wait_device_ops()  # they are counted when they end
+        data = metrics.metric_data('ExecuteTime')
+        return data[0] if data else 0
+
+    found = {}
+    with mmcv_ops_patched(chosen):
+        for name, forward in forwards.items():
+            chosen.synchronize()
+            before = executions()
+            forward()
+            found[name] = executions() - before
+    return found
+
+
+def try_without_a_case(accelerator, covered):
+    """Call the operators that no case has called, and tell what each says.
+
+    Returns:
+        dict: By operator: the type of the error and its message.
+    """
+    import mmcv._ext as extension
+
+    from mmdevplug.patches.mmcv_ops import mmcv_ops_patched
+
+    chosen = prepare(accelerator)
+    told = {}
+    with mmcv_ops_patched(chosen) as serving:
+        for name, function in serving.interception.originals.items():
+            signature = re.search(r'\w+\((\w+: .*?)\) ->', function.__doc__ or '')
+            if name in covered or signature is None or 'Tensor' not in signature[1]:
+                continue
+            args = [_argument(part, chosen.device(0)) for part in _parameters(signature[1])]
+            try:
+                getattr(extension, name)(*args)
+                told[name] = ('', 'no error')
+            except Exception as error:
+                told[name] = (type(error).__name__, str(error))
+    return told
+
+
+def _parameters(signature):
+    """The types of a signature's parameters."""
+    return [part.split(': ', 1)[1] for part in re.split(r', (?=\w+: )', signature)]
+
+
+def _argument(kind, device):
+    if kind == 'torch.Tensor':
+        return torch.zeros(1, 1, 1, 1, 1, device=device)
+    if 'Sequence' in kind:
+        return [1, 1]
+    return {'bool': False, 'str': 'mean'}.get(kind, 1)
+
+
+def run_checks(accelerator):
+    """Run all checks of :mod:`tests.patches.mmcv_ops.checks` in this process.
+
+    Returns:
+        dict: By name: None, or the traceback.
+    """
+    chosen = prepare(accelerator)
+    found = {}
+    for name, check in checks.CHECKS.items():
+        try:
+            check(chosen)
+            found[name] = None
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
+
+
+def stop_where_one_rank_needs_the_host():
+    """Rank 1 alone meets an operator without a kernel."""
+    import os
+
+    from mmcv.ops import RoIAlign
+
+    from mmdevplug import init_device
+    from mmdevplug.distributed.waiting import wait_for_everyone
+    from mmdevplug.fault_tolerance.failure import fail_together
+
+    install_card('zeta')
+    context = init_device('pytorch', 'zeta', mmcv_ops='error')
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), RoIAlign(2))
+    model.forward = lambda image, rois: model[1](model[0](image), rois)
+    model.to(context.device)
+    with fail_together('train'):
+        if os.environ['RANK'] == '1':
+            rois = torch.tensor([[0.0, 0, 0, 2, 2]], device=context.device)
+            model(torch.zeros(1, 1, 4, 4, device=context.device), rois)
+        else:
+            wait_for_everyone('end of training')
+
+
+def train_without_the_extension():
+    """A job on a card where mmcv has no compiled operators, as mmcv-lite."""
+    import importlib
+
+    from mmdevplug.patches.mmcv_ops import host_use, restore_mmcv_ops
+
+    class Hidden:
+        def find_spec(self, name, path=None, target=None):
+            if name == 'mmcv._ext':
+                raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+
+    assert 'mmcv._ext' not in sys.modules
+    sys.meta_path.insert(0, Hidden())
+    install_card('zeta')
+    from mmdevplug import init_device
+
+    context = init_device('none', 'zeta')
+    importlib.import_module('mmcv.cnn')
+    layer = importlib.import_module('mmcv.cnn').ConvModule(3, 4, 1).to(context.device)
+    layer(torch.zeros(1, 3, 4, 4, device=context.device)).sum().backward()
+    told = []
+    for _ in range(2):
+        try:
+            importlib.import_module('mmcv.ops')
+        except ModuleNotFoundError as error:
+            told.append(str(error))
+        restore_mmcv_ops()
+    return dict(told=told, uses=host_use(), gradient=layer.conv.weight.grad is not None)
+
+
+def case_names():
+    """All cases."""
+    return list(CASES)

@@ -1,0 +1,205 @@
+"""mmcv's operators on devices without a kernel for them, beside the CPU.
+
+With ``MMDEVPLUG_RESULTS=<folder>`` what was found is written there as JSON;
+``docs/mmcv_ops_table.py`` makes the documentation's table of it.
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmdevplug.patches.mmcv_ops.outputs import OUTPUTS
+from tests.jobs import need_mmcv_operations
+from tests.patches.mmcv_ops import checks, jobs
+from tests.patches.mmcv_ops.detector import train_detector
+from tests.ranks import RanksFailed, run_ranks
+
+LAZY = [pytest.param(name, marks=pytest.mark.xla) for name in ('xla', 'gcu')]
+ENVIRON = dict(
+    zeta={},
+    xla=dict(PJRT_DEVICE='CPU', CPU_NUM_DEVICES='2'),
+    gcu=dict(TOPS_VISIBLE_DEVICES='0,1'),
+)
+#: Layers that compute on the device too, which rounds in its own way.
+ON_THE_DEVICE = ('saconv', 'multi_scale_deformable_attention')
+#: mmcv brings the operands of these to the host by itself, on every device.
+GIVEN_HOST_TENSORS = {'softnms', 'nms_match'}
+#: torch_xla 2.9 aborts the process before mmcv's operator is reached: `index_select` with indices
+#: that `sort` has not computed yet.
+ABORTS_ON_XLA = ('nms_rotated', 'nms_quadri')
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _mmcv():
+    need_mmcv_operations()
+
+
+_found = {}
+
+
+def found_on(accelerator):
+    """The cases on a device, once."""
+    if accelerator not in _found:
+        names = [
+            name
+            for name in jobs.case_names()
+            if accelerator == 'zeta' or name not in ABORTS_ON_XLA
+        ]
+        environ = ENVIRON[accelerator]
+        (_found[accelerator],) = run_ranks(
+            jobs.compare_cases, 0, accelerator, names, environ=environ, timeout=280
+        )
+        _write(accelerator, same=_same_bits(_found[accelerator]))
+    return _found[accelerator]
+
+
+def _same_bits(cases):
+    """For each operator that ran on the host, whether all of its results had the CPU's bits."""
+    same = {}
+    for name, case in cases.items():
+        for operator in case['uses'] if name not in ON_THE_DEVICE else ():
+            same[operator] = same.get(operator, True) and case['same']
+    return dict(sorted(same.items()))
+
+
+def _write(accelerator, **results):
+    folder = os.environ.get('MMDEVPLUG_RESULTS')
+    if folder:
+        path = Path(folder) / f'{accelerator}.json'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        import mmcv
+
+        known.update(results, torch=torch.__version__, mmcv=mmcv.__version__)
+        path.write_text(json.dumps(known, indent=1) + '\n')
+
+
+@pytest.mark.parametrize('accelerator', ['zeta', *LAZY])
+@pytest.mark.parametrize('name', jobs.case_names())
+def test_results_and_gradients_are_those_of_the_cpu(accelerator, name):
+    if accelerator != 'zeta' and name in ABORTS_ON_XLA:
+        assert name not in found_on(accelerator)
+        return
+    found = found_on(accelerator)[name]
+    expected, got = found['sizes']
+    assert expected == got
+    if name in ON_THE_DEVICE and accelerator != 'zeta':
+        assert found['difference'] <= 1e-5
+    else:
+        assert found['same'], found['difference']
+
+
+def test_every_operator_has_a_case_or_no_kernel_for_the_cpu():
+    covered = {name for case in found_on('zeta').values() for name in case['uses']}
+    covered |= GIVEN_HOST_TENSORS
+    (told,) = run_ranks(jobs.try_without_a_case, 0, 'zeta', covered)
+    _write('zeta', lacking=sorted(told))
+    assert covered == set(OUTPUTS)
+    assert len(told) >= 60
+    assert {'roi_pool_forward', 'sigmoid_focal_loss_forward', 'carafe_forward'} <= set(told)
+    wrong = {
+        name: error
+        for name, error in told.items()
+        if error[0] != 'ModelError' or 'none for the CPU either' not in error[1]
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize('accelerator', LAZY)
+def test_a_forward_is_one_execution(accelerator):
+    (found,) = run_ranks(jobs.count_executions, 0, accelerator, environ=ENVIRON[accelerator])
+    assert len(found) == 5
+    assert set(found.values()) == {1}, found
+
+
+#: What `nms_rotated` and `nms_quadri` do before they call their operator.
+SELECT_SORTED = """
+import torch, torch_xla
+_, order = torch.rand(4).to('xla:0').sort(0, descending=True)
+torch.rand(4, 5).to('xla:0').index_select(0, order)
+"""
+
+
+@pytest.mark.xla
+def test_torch_xla_still_aborts_before_two_operators():
+    """Else nothing is left that keeps them from being tried."""
+    done = subprocess.run([sys.executable, '-c', SELECT_SORTED], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT, done.stderr
+
+
+@pytest.fixture(scope='module')
+def checked():
+    (found,) = run_ranks(jobs.run_checks, 0, 'zeta')
+    return found
+
+
+@pytest.mark.parametrize('name', checks.CHECKS)
+def test_check(checked, name):
+    assert checked[name] is None, checked[name]
+
+
+def test_all_ranks_stop_together():
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(jobs.stop_where_one_rank_needs_the_host, 2, together=True)
+    errors = caught.value.errors
+    assert errors[1][0] == 'ModelError'
+    assert errors[0][0] == 'RankFailedError'
+    for _, message, _ in errors.values():
+        assert 'roi_align_forward has no kernel for zeta:1' in message
+
+
+def test_without_the_extension_nothing_changes():
+    (found,) = run_ranks(jobs.train_without_the_extension, 0)
+    assert found == dict(told=["No module named 'mmcv._ext'"] * 2, uses={}, gradient=True)
+
+
+@pytest.fixture(scope='module')
+def detector_on_cpu(tmp_path_factory):
+    pytest.importorskip('mmdet')
+    (found,) = run_ranks(train_detector, 0, 'cpu', tmp_path_factory.mktemp('cpu'))
+    assert found['uses'] == {}
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)  # torch_xla compiles many graphs
+@pytest.mark.parametrize('accelerator', ['zeta', pytest.param('xla', marks=pytest.mark.xla)])
+def test_faster_rcnn_trains_and_detects_as_on_the_cpu(accelerator, detector_on_cpu, tmp_path):
+    environ = ENVIRON[accelerator]
+    (found,) = run_ranks(train_detector, 0, accelerator, tmp_path, environ=environ, timeout=580)
+    for expected, got in zip(detector_on_cpu['losses'], found['losses']):
+        assert got == pytest.approx(expected, abs=1e-4)
+    assert len(found['losses']) == 2
+    for name in ('boxes', 'scores'):
+        for expected, got in zip(detector_on_cpu[name], found[name]):
+            assert len(got) > 0
+            assert got == pytest.approx(expected, abs=1e-2)
+    uses = found['uses']
+    # A picture has one nms of proposals, in training and in detection, and one of boxes.
+    assert uses['roi_align_forward'] == uses['roi_align_backward'] + 1 == 3
+    assert uses['nms'] == 4 + 2 + 2
+    assert found['log'].count('The mmcv operator nms has no kernel') == 1
+    assert 'roi_head.bbox_roi_extractor.roi_layers.0 (RoIAlign)' in found['log']
+    table = found['log'].split('Operators of mmcv that ran on the host')[1]
+    assert [line.split()[:2] for line in table.splitlines() if line.startswith('nms')] == [
+        ['nms', '4']
+    ]
+
+
+def test_the_page_tells_what_was_found():
+    root = Path(__file__).parents[2]
+    place = importlib.util.spec_from_file_location('table', root / 'docs' / 'mmcv_ops_table.py')
+    table = importlib.util.module_from_spec(place)
+    place.loader.exec_module(table)
+    found = table.load()
+    assert all(all(column['same'].values()) for column in found.values())
+    for language, texts in table.LANGUAGES.items():
+        page = (root / 'docs' / language / 'mmcv_ops.md').read_text(encoding='utf-8')
+        assert page == table.render(found, texts) + '\n'

@@ -1,0 +1,241 @@
+"""``torch.load`` while a model's own code runs: every argument kept, each thread by itself."""
+
+import pickle
+import threading
+
+import numpy as np
+import pytest
+import torch
+from mmengine.logging import HistoryBuffer
+from mmengine.runner import CheckpointLoader
+from torch import nn
+
+from mmdevplug.errors import CheckpointError
+from mmdevplug.patches import torch_load as reading
+from mmdevplug.patches.torch_load import safe_loading
+from mmdevplug.utils.patching import LocalPatch
+from tests.jobs import torch_before
+
+_ORIGINAL = torch.load
+
+
+class Unknown:
+    """Not of MMEngine's classes."""
+
+
+@pytest.fixture
+def files(tmp_path):
+    found = {name: str(tmp_path / f'{name}.pth') for name in ('plain', 'buffer', 'unknown')}
+    torch.save(dict(weight=torch.ones(2)), found['plain'])
+    torch.save(dict(log=HistoryBuffer([1.0], [1])), found['buffer'])
+    torch.save(dict(what=Unknown()), found['unknown'])
+    yield found
+    assert torch.load is _ORIGINAL
+
+
+@pytest.fixture(params=['this', 'older'])
+def release(request, monkeypatch):
+    """This release of PyTorch's way to load, and that of older ones."""
+    if request.param == 'older':
+        monkeypatch.setattr(reading, '_TAKES_RENAMED_CLASSES', False)
+
+
+def test_every_argument_arrives(files):
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+        patch.setattr(torch, 'load', lambda *args, **kwargs: calls.append((args, kwargs)))
+        with safe_loading('x', forced=False):
+            torch.load(f=files['plain'], encoding='latin1', mmap=True)
+            torch.load(files['plain'], 'meta', pickle)
+            torch.load(files['plain'], weights_only=False)
+            torch.load(files['plain'], 'meta', weights_only=True)
+        assert torch.load.__name__ == '<lambda>'
+    (first, options), *others = calls
+    assert first[:1] == (files['plain'],)
+    assert options['encoding'] == 'latin1'
+    assert options['mmap'] is True
+    assert others[0][0] == (files['plain'], 'meta', pickle)
+    assert others[1][1] == dict(weights_only=False)
+    assert others[2][0][:2] == (files['plain'], 'meta')
+
+
+def test_bytes_of_python_2_are_decoded_as_asked(tmp_path, release):
+    # A string of Python 2 with a byte that is no UTF-8: readable with the encoding alone.
+    path = tmp_path / 'python2.pth'
+    _write_python_2(path)
+    with safe_loading('x', forced=False):
+        assert torch.load(str(path), encoding='latin1')['name'] == 'caf\xe9'
+
+
+def _write_python_2(path):
+    """A checkpoint in PyTorch's old format, with a string as Python 2 pickled it."""
+    pickled = b'\x80\x02}q\x00X\x04\x00\x00\x00nameq\x01U\x04caf\xe9q\x02s.'
+    magic, version = 0x1950A86A20F9469CFC6C, 1001
+    with open(path, 'wb') as file:
+        for value in (magic, version, dict(little_endian=True)):
+            pickle.dump(value, file, protocol=2)
+        file.write(pickled)
+        pickle.dump([], file, protocol=2)
+
+
+def test_what_the_caller_asks_for_is_respected_in_a_models_own_code(files, release):
+    with safe_loading('x', forced=False):
+        assert isinstance(torch.load(files['unknown'], weights_only=False)['what'], Unknown)
+        assert isinstance(torch.load(files['unknown'], 'cpu', pickle)['what'], Unknown)
+        assert isinstance(torch.load(files['buffer'], weights_only=True)['log'], HistoryBuffer)
+        assert isinstance(torch.load(files['buffer'])['log'], HistoryBuffer)
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(files['unknown'], weights_only=True)
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(files['unknown'])
+    for options in (dict(weights_only=False), dict(pickle_module=pickle)):
+        # A block inside of a forced one is forced.
+        with pytest.raises(CheckpointError, match=r'unknown\.pth.*Unknown'):
+            with safe_loading('x'), safe_loading('x', forced=False):
+                torch.load(files['unknown'], **options)
+
+
+def test_an_error_of_the_models_own_is_left_alone(files):
+    with pytest.raises(pickle.UnpicklingError, match='^mine$'):
+        with safe_loading('x', forced=False):
+            raise pickle.UnpicklingError('mine')
+
+
+def test_threads_and_contexts_that_overlap(files, release):
+    """The first to begin ends first, and a thread that asked for nothing loads meanwhile."""
+    steps = [threading.Event() for _ in range(3)]
+    found, errors = {}, []
+
+    def first():
+        with safe_loading('first', forced=False):
+            found['first'] = torch.load(files['buffer'])
+            steps[0].set()
+            steps[1].wait(30)
+        steps[2].set()
+
+    def second():
+        steps[0].wait(30)
+        with safe_loading('second', forced=False):
+            steps[1].set()
+            steps[2].wait(30)
+            found['second'] = torch.load(files['buffer'])
+
+    def stranger():
+        steps[0].wait(30)
+        options = {} if torch_before('1.13.0') else dict(weights_only=False)
+        found['stranger'] = torch.load(files['unknown'], **options)
+
+    def run(function):
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(each,)) for each in (first, second, stranger)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert isinstance(found['first']['log'], HistoryBuffer)
+    assert isinstance(found['second']['log'], HistoryBuffer)
+    assert isinstance(found['stranger']['what'], Unknown)
+    assert torch.load is _ORIGINAL
+
+
+def test_many_threads_load_at_once(files, release):
+    errors = []
+
+    def load(unsafe):
+        try:
+            for _ in range(20):
+                if unsafe:
+                    assert 'what' in _ORIGINAL(files['unknown'], 'cpu', pickle)
+                else:
+                    with safe_loading('x', forced=False):
+                        assert 'log' in torch.load(files['buffer'])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=load, args=(index % 3 == 0,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    assert torch.serialization.pickle is pickle
+
+
+@pytest.mark.skipif(torch_before('2.6.0'), reason='allowed classes came with PyTorch 2.5')
+def test_classes_that_the_user_allowed_stay_allowed(files):
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals([HistoryBuffer, Unknown])
+    try:
+        with safe_loading('x'):
+            assert 'what' in torch.load(files['unknown'])
+        assert {HistoryBuffer, Unknown} <= set(torch.serialization.get_safe_globals())
+        assert np.ndarray not in torch.serialization.get_safe_globals()
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(known)
+
+
+def test_a_scheme_registered_meanwhile_is_safe_and_stays(files):
+    from mmdevplug import patch_mmengine
+    from mmdevplug.patches.mmengine import restore_mmengine
+
+    before = vars(CheckpointLoader)['load_checkpoint']
+    patch_mmengine('cpu')
+    try:
+
+        @CheckpointLoader.register_scheme(prefixes='mine://')
+        def load_from_mine(filename, map_location=None):
+            return torch.load(files[filename[len('mine://') :]], map_location, weights_only=False)
+
+        assert 'log' in CheckpointLoader.load_checkpoint('mine://buffer', 'cpu')
+        with pytest.raises(CheckpointError, match='Unknown'):
+            CheckpointLoader.load_checkpoint('mine://unknown', 'cpu')
+    finally:
+        restore_mmengine()
+    assert vars(CheckpointLoader)['load_checkpoint'] is before
+    assert 'what' in CheckpointLoader.load_checkpoint('mine://unknown', 'cpu')
+    del CheckpointLoader._schemes['mine://']
+
+
+def test_a_models_own_initialization(files, tmp_path):
+    """As a runner calls it: its loads keep their arguments, in its own threads too."""
+    from mmdevplug.accelerators import get_accelerator
+    from mmdevplug.distributed.process_group import init_device
+    from mmdevplug.model.placing import initialize_weights
+
+    python_2 = tmp_path / 'python2.pth'
+    _write_python_2(python_2)
+
+    class Model(nn.Module):
+        def init_weights(self):
+            self.found = [
+                torch.load(str(python_2), encoding='latin1'),
+                torch.load(files['unknown'], weights_only=False),
+            ]
+            raise RuntimeError('from init_weights')
+
+    assert get_accelerator('cpu').device_type == 'cpu'
+    model = Model()
+    with pytest.raises(RuntimeError, match='from init_weights'):
+        initialize_weights(model, init_device('none', 'cpu'))
+    assert model.found[0] == dict(name='caf\xe9')
+    assert torch.load is _ORIGINAL
+
+
+def test_a_function_put_around_ours_stays():
+    patch = LocalPatch(torch, 'load')
+    with pytest.MonkeyPatch.context() as undo:
+        undo.setattr(torch, 'load', _ORIGINAL)
+        with patch(lambda load, *args: 'ours'):
+            ours = torch.load
+            torch.load = lambda *args: ours(*args)
+            assert torch.load('x') == 'ours'
+            theirs = torch.load
+        assert torch.load is theirs
+        with pytest.raises(FileNotFoundError):
+            torch.load('/does/not/exist')

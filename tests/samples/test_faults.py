@@ -1,0 +1,48 @@
+"""A rank that dies, or never comes, while the others exchange samples: it is named."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.ranks import RanksFailed, run_ranks
+
+from .jobs import start
+
+
+def exchange(name, accident, timeout=60):
+    """Exchange twice; before the second time something happens to rank 1."""
+    from mmdevplug import dist
+    from mmdevplug.fault_tolerance import failure
+
+    failure.STOP_SECONDS = 1.0
+    rank = start(timeout=timeout).env.rank
+    samples = [dict(x=torch.full((1 << 17,), float(rank)))] * (6 if rank == 1 else 1)
+    with dist.fail_together('training'):
+        for turn in range(2):
+            if rank == 1 and turn == 1:
+                accident()
+            getattr(dist, name)(samples)
+
+
+def die(name):
+    exchange(name, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def stay_away(name):
+    exchange(name, lambda: time.sleep(3600), timeout=4)
+
+
+@pytest.mark.parametrize('name', ['gather_samples', 'balance_samples'])
+@pytest.mark.parametrize('accident', [die, stay_away])
+def test_the_rank_is_named(name, accident):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(accident, 3, name, timeout=100, together=True)
+    errors = raised.value.errors
+    assert errors.pop(1)[0] == 'Died'
+    assert sorted(errors) == [0, 2]
+    for kind, message, _ in errors.values():
+        assert kind == 'RankFailedError'
+        assert 'because of rank 1 of 3' in message

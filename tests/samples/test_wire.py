@@ -1,0 +1,71 @@
+"""What an exchange of samples puts on the wire, counted by interfaces of network namespaces."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from benchmarks.hosts import Hosts, available, counter_file, run_ranks
+from tests.jobs import ROOT
+
+SAMPLE_BYTES = 64 << 10
+EXCHANGES = 8
+#: TCP's headers and acknowledgements, what a rank says first, and headers.
+OVERHEAD = 1.1
+#: Bytes of an exchange in which nothing but the numbers of samples travels.
+TALK = 8 << 10
+
+
+def work():
+    """A rank on a host of its own: balance, and count what its host sends."""
+    import torch
+    from torch import distributed as torch_dist
+
+    from mmdevplug import init_device
+    from mmdevplug.samples import balance_samples
+
+    context = init_device('pytorch', 'cpu', timeout=60)
+    rank = context.env.rank
+
+    def bytes_sent():
+        torch_dist.barrier()
+        with open(counter_file('tx')) as file:
+            found = int(file.read())
+        # Nobody sends anything before all have looked.
+        torch_dist.barrier()
+        return found
+
+    found = []
+    for counts in json.loads(os.environ['WIRE_COUNTS']):
+        held = [dict(x=torch.randn(SAMPLE_BYTES // 4), name='a')] * counts[rank]
+        balance_samples(held)
+        before = bytes_sent()
+        for _ in range(EXCHANGES):
+            balance_samples(held)
+        found.append((bytes_sent() - before) / EXCHANGES)
+    print(json.dumps(found), flush=True)
+    torch_dist.barrier()
+
+
+def test_only_what_changes_rank_travels():
+    ranks = 3
+    possible, reason = available()
+    if not possible:
+        pytest.skip(f'no hosts in network namespaces: {reason}')
+    settings = [[12] + [0] * (ranks - 1), [0] * (ranks - 1) + [12], [4] * ranks]
+    environ = dict(
+        WIRE_COUNTS=json.dumps(settings), PYTHONPATH=str(ROOT), TORCH_CPP_LOG_LEVEL='ERROR'
+    )
+    command = [sys.executable, '-c', 'from tests.samples.test_wire import work; work()']
+    with Hosts(ranks) as hosts:
+        printed = run_ranks(command, 1, hosts, environ, timeout=120)
+    sent = [json.loads(text.splitlines()[-1]) for text in printed]
+    share = 12 // ranks * SAMPLE_BYTES
+    for rank, (from_first, from_last, even) in enumerate(sent):
+        leaving = [share * (ranks - 1) if rank == 0 else 0]
+        leaving.append(share * (ranks - 1) if rank == ranks - 1 else 0)
+        for found, needed in zip((from_first, from_last), leaving):
+            assert needed <= found <= OVERHEAD * needed + TALK * ranks
+        assert even <= TALK * ranks
+    assert sum(found[0] for found in sent) <= OVERHEAD * share * (ranks - 1)
