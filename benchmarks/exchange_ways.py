@@ -12,7 +12,7 @@ from grad_ways import CARD, start_device
 from hosts import INTERFACE, counter_file
 from torch import Tensor, distributed as torch_dist
 
-from mmdevplug import dist
+from mmdevplug import samples as exchanges
 
 Samples = List[Dict[str, Any]]
 LOOPBACK = '/sys/class/net/lo/statistics/tx_bytes'
@@ -119,11 +119,15 @@ def by_flat_tensors(job: Exchange) -> Dict[str, Tensor]:
 
 
 def gather_ours(job: Exchange) -> Dict[str, Any]:
-    return dist.stack_samples(dist.gather_samples(job.samples, device=job.device), job.device)
+    return exchanges.stack_samples(
+        exchanges.gather_samples(job.samples, device=job.device), job.device
+    )
 
 
 def balance_ours(job: Exchange) -> Dict[str, Any]:
-    return dist.stack_samples(dist.balance_samples(job.samples, device=job.device), job.device)
+    return exchanges.stack_samples(
+        exchanges.balance_samples(job.samples, device=job.device), job.device
+    )
 
 
 Way = Callable[[Exchange], Dict[str, Any]]

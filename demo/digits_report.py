@@ -19,9 +19,9 @@ from matplotlib.axes import Axes
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.errors import DevPlugError
 from mmdevplug.examples.digits import DigitsDataset
-from mmdevplug.patches.torch_load import read_checkpoint
 
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt  # noqa: E402  after the choice of Agg

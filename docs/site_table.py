@@ -58,8 +58,9 @@ MMEngine's (`CheckpointHook`, `EmptyCacheHook`, `IterTimerHook`, `ProfilerHook`,
 and your config keeps its names. What other packages import by name is exchanged when a job starts,
 never at import, in one module, `mmdevplug/patches/mmengine.py`, and `restore_mmengine()` puts it
 back: the value that `get_device` returns, the index types of `InstanceData`, the clock of
-`TimeCounter`, the device in names of log files, the loader of checkpoints, and on lazy devices the accuracy of heads
-of mmseg. `autocast` is exchanged as well and asks at each call what the accelerator is by then.
+`TimeCounter`, the device in names of log files, the loader of checkpoints, and on lazy devices the
+accuracy of heads of mmseg. `autocast` is exchanged as well and asks at each call what the
+accelerator is by then.
 `torch.load` is replaced while a checkpoint is loaded or `init_weights` of a model runs, for the
 calling thread alone. Where the backend refuses the tensors of the device, the collectives of
 `torch.distributed` are replaced from the start of the process group on

@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from tests.measuring import measured
 
 # Processes are forked from a server that has imported these already and started no thread.
-PRELOAD = ['torch', 'mmengine.runner', 'mmdevplug.runner', 'mmdevplug.strategy', 'tests.jobs']
+PRELOAD = ['torch', 'mmengine.runner', 'mmdevplug.runner', 'tests.jobs']
 if 'PJRT_DEVICE' in os.environ:
     PRELOAD.append('torch_xla')
 PRELOAD.append('tests.preloaded')

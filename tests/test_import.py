@@ -14,11 +14,11 @@ VENDORS = sorted(
 )
 PARTS = [
     ('RUNNERS', 'DeviceRunner', 'mmdevplug.runner'),
-    ('MODEL_WRAPPERS', 'DeviceDistributedDataParallel', 'mmdevplug.model'),
+    ('MODEL_WRAPPERS', 'DeviceDistributedDataParallel', 'mmdevplug.gradients'),
     ('HOOKS', 'DeviceHook', 'mmdevplug.hooks'),
     ('OPTIM_WRAPPERS', 'DeviceOptimWrapper', 'mmdevplug.optim'),
     ('OPTIM_WRAPPERS', 'DeviceAmpOptimWrapper', 'mmdevplug.optim'),
-    ('STRATEGIES', 'DeviceStrategy', 'mmdevplug.strategy'),
+    ('STRATEGIES', 'DeviceStrategy', 'mmdevplug.runner'),
 ]
 LOOK_UPS = '\n'.join(
     f'from mmengine.registry import {registry}\n'
@@ -202,7 +202,7 @@ for name, module in [
     ('get_accelerator', 'mmdevplug.accelerators'),
     ('available_accelerators', 'mmdevplug.accelerators'),
     ('DeviceHook', 'mmdevplug.hooks'),
-    ('DeviceDistributedDataParallel', 'mmdevplug.model'),
+    ('DeviceDistributedDataParallel', 'mmdevplug.gradients'),
     ('DeviceRunner', 'mmdevplug.runner'),
 ]:
     value = getattr(mmdevplug, name)

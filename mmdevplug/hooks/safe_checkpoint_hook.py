@@ -24,6 +24,7 @@ from mmdevplug.checkpoint.exact_resume import (
 )
 from mmdevplug.checkpoint.finding import finished_at, mark_finished
 from mmdevplug.checkpoint.hook_states import repeat_validation
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import CheckpointFile, CheckpointSaver
 from mmdevplug.checkpoint.writing import (
     is_local,
@@ -34,7 +35,6 @@ from mmdevplug.checkpoint.writing import (
 )
 from mmdevplug.distributed.process_group import rank_device, rank_devices
 from mmdevplug.distributed.waiting import run_on_main
-from mmdevplug.patches.torch_load import read_checkpoint
 
 _NUMBERS = (bool, int, float, np.number, torch.Tensor)
 

@@ -22,6 +22,7 @@ from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.collecting import collect_checkpoint
 from mmdevplug.checkpoint.finding import check_file, find_good_checkpoint, mark_start
 from mmdevplug.checkpoint.host_copy import HostCopy
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.checkpoint.writing import join, write_checkpoint
 from mmdevplug.config.prepare import prepare_config
@@ -47,7 +48,7 @@ from mmdevplug.optim import (
     join_consolidation,
 )
 from mmdevplug.patches.mmengine import patch_mmengine
-from mmdevplug.patches.torch_load import read_checkpoint, trust_classes
+from mmdevplug.patches.torch_load import trust_classes
 
 from .device_log_processor import device_log_processor
 from .init_device import init_device

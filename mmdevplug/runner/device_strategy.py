@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from mmdevplug.accelerators.compilation_cache import check_compilation_cache
 from mmdevplug.accelerators.detection import accelerator_options
 from mmdevplug.accelerators.environment_report import describe_devices
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.data.padding_build import build_padded
 from mmdevplug.hooks.default_hooks import split_options
 from mmdevplug.model.placing import place_model
@@ -25,7 +26,6 @@ from mmdevplug.optim import (
     join_consolidation,
 )
 from mmdevplug.patches.mmengine import patch_mmengine
-from mmdevplug.patches.torch_load import read_checkpoint
 
 from .flexible_runner import serve_flexible_runner
 from .init_device import init_device

@@ -14,7 +14,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import loops
 
 from mmdevplug.checkpoint.finding import check_file
-from mmdevplug.patches.torch_load import read_checkpoint
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.utils import files
 
 # The pause of MMEngine's loop between two passes over the data.

@@ -18,8 +18,8 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import loops
 from mmengine.visualization import Visualizer
 
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.hooks.preemption_hook import save_now
-from mmdevplug.patches.torch_load import read_checkpoint
 from mmdevplug.runner import DeviceRunner
 from tests.checkpoint.test_round_trip import check_equal
 from tests.checkpoint.training import config

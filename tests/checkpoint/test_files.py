@@ -21,9 +21,9 @@ from mmdevplug.checkpoint.finding import (
     write_pointer,
 )
 from mmdevplug.checkpoint.host_copy import HostCopy
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.writing import UNFINISHED, remove_unfinished, write_checkpoint
 from mmdevplug.errors import CheckpointError, DevPlugError
-from mmdevplug.patches.torch_load import read_checkpoint
 from mmdevplug.utils import files
 
 

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.patches import torch_load as reading
 from tests.checkpoint.training import build, config, train
 from tests.ranks import RanksFailed, run_ranks
@@ -161,7 +162,7 @@ def test_what_mmengines_own_names_cannot_be_used_for(tmp_path, monkeypatch, olde
         path = str(tmp_path / f'{name}.pth')
         torch.save(dict(state_dict={}, payload=payload), path)
         try:
-            reading.read_checkpoint(path)
+            read_checkpoint(path)
         except CheckpointError:
             continue
         taken.append(name)

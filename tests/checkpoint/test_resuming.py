@@ -5,7 +5,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from mmdevplug.patches.torch_load import read_checkpoint
+from mmdevplug.checkpoint.reading import read_checkpoint
 from tests.checkpoint.resume_cases import (
     COUNTING,
     OF_SEVERAL_RANKS,

@@ -13,9 +13,10 @@ from torch import nn
 
 from mmdevplug.accelerators import get_accelerator
 from mmdevplug.checkpoint.host_copy import HostCopy
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.patches import torch_load as reading
-from mmdevplug.patches.torch_load import read_checkpoint, trust_classes
+from mmdevplug.patches.torch_load import trust_classes
 
 
 class Point(NamedTuple):

@@ -10,9 +10,9 @@ from mmengine.runner import Runner
 
 from mmdevplug.checkpoint import writing
 from mmdevplug.checkpoint.finding import check_file
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.errors import CheckpointError
 from mmdevplug.hooks import SafeCheckpointHook
-from mmdevplug.patches.torch_load import read_checkpoint
 from tests.checkpoint.training import build, config, train
 from tests.jobs import largest_difference
 from tests.ranks import RanksFailed, run_ranks

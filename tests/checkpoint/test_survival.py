@@ -17,7 +17,7 @@ import torch
 from mmengine.config import Config
 
 from mmdevplug.checkpoint.finding import check_file
-from mmdevplug.patches.torch_load import read_checkpoint
+from mmdevplug.checkpoint.reading import read_checkpoint
 from tests.checkpoint.killing import PLACES, make_plan, make_terminations
 from tests.checkpoint.test_round_trip import check_equal
 from tests.checkpoint.training import config

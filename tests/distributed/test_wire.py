@@ -100,7 +100,7 @@ def run(folder, accelerator, ranks_per_host, **options):
         PYTHONPATH=os.pathsep.join([PATHS, str(ROOT / 'tests' / 'standins' / 'fakecard')]),
         TORCH_CPP_LOG_LEVEL='ERROR',
     )
-    command = [sys.executable, '-c', 'from tests.ranks.test_wire import work; work()']
+    command = [sys.executable, '-c', 'from tests.distributed.test_wire import work; work()']
     with Hosts(2, rate='1gbit') as hosts:
         printed = run_ranks(command, ranks_per_host, hosts, environ, timeout=240)
     told = [json.loads(text.splitlines()[-1]) for text in printed]

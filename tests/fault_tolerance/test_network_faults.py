@@ -14,8 +14,8 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from benchmarks.hosts import INTERFACE, PORT, Hosts, available, launch_variables
+from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.fault_tolerance.failure import current_watch
-from mmdevplug.patches.torch_load import read_checkpoint
 from tests.checkpoint.training import train
 from tests.jobs import PATHS
 from tests.ranks import run_ranks

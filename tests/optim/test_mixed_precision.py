@@ -249,7 +249,7 @@ def autocast_elsewhere():
     from mmengine.runner.amp import autocast
 
     from mmdevplug.accelerators import set_current_accelerator
-    from mmdevplug.optim import patch_autocast
+    from mmdevplug.patches.autocast import patch_autocast
 
     install_card('zeta')
     with pytest.raises(ValueError, match='cuda or cpu'), autocast(device_type='zeta'):

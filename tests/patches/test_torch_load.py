@@ -205,7 +205,7 @@ def test_a_scheme_registered_meanwhile_is_safe_and_stays(files):
 def test_a_models_own_initialization(files, tmp_path):
     """As a runner calls it: its loads keep their arguments, in its own threads too."""
     from mmdevplug.accelerators import get_accelerator
-    from mmdevplug.distributed.process_group import init_device
+    from mmdevplug.distributed.process_group import start_distributed
     from mmdevplug.model.placing import initialize_weights
 
     python_2 = tmp_path / 'python2.pth'
@@ -222,7 +222,7 @@ def test_a_models_own_initialization(files, tmp_path):
     assert get_accelerator('cpu').device_type == 'cpu'
     model = Model()
     with pytest.raises(RuntimeError, match='from init_weights'):
-        initialize_weights(model, init_device('none', 'cpu'))
+        initialize_weights(model, start_distributed('none', 'cpu'))
     assert model.found[0] == dict(name='caf\xe9')
     assert torch.load is _ORIGINAL
 

@@ -76,8 +76,8 @@ def load_as_older_pytorch(path):
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
+    from mmdevplug.checkpoint.reading import read_checkpoint
     from mmdevplug.errors import DevPlugError
-    from mmdevplug.patches.torch_load import read_checkpoint
 
     folder = tmp_path / 'made by the checkpoint'
     monkeypatch.setenv('MALICIOUS_FOLDER', str(folder))
@@ -92,7 +92,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
 
 
 def test_older_pytorch_reads_our_checkpoints_too(tmp_path):
-    from mmdevplug.patches.torch_load import read_checkpoint
+    from mmdevplug.checkpoint.reading import read_checkpoint
 
     run_ranks(train, 2, 'cpu', tmp_path, 3, False)
     path = tmp_path / 'epoch_3.pth'

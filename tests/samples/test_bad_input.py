@@ -11,9 +11,9 @@ from .jobs import start
 
 
 def exchange(name, samples, group=None, **options):
-    from mmdevplug import dist
+    from mmdevplug import samples as exchanges
 
-    return getattr(dist, name)(samples, group=group, **options)
+    return getattr(exchanges, name)(samples, group=group, **options)
 
 
 def differing(rank, case):

@@ -14,17 +14,17 @@ from .jobs import start
 
 def exchange(name, accident, timeout=60):
     """Exchange twice; before the second time something happens to rank 1."""
-    from mmdevplug import dist
+    from mmdevplug import samples as exchanges
     from mmdevplug.fault_tolerance import failure
 
     failure.STOP_SECONDS = 1.0
     rank = start(timeout=timeout).env.rank
     samples = [dict(x=torch.full((1 << 17,), float(rank)))] * (6 if rank == 1 else 1)
-    with dist.fail_together('training'):
+    with failure.fail_together('training'):
         for turn in range(2):
             if rank == 1 and turn == 1:
                 accident()
-            getattr(dist, name)(samples)
+            getattr(exchanges, name)(samples)
 
 
 def die(name):
