@@ -42,11 +42,8 @@ from mmdevplug.environments.stale import (
     unset_line,
 )
 from mmdevplug.errors import LaunchError
-from mmdevplug.fault_tolerance.failure import (
-    DEFAULT_HEARTBEAT_TIMEOUT,
-    current_watch,
-    watch_for_failures,
-)
+from mmdevplug.fault_tolerance.failure import current_watch, watch_for_failures
+from mmdevplug.fault_tolerance.failure_watch import DEFAULT_HEARTBEAT_TIMEOUT
 from mmdevplug.fault_tolerance.heartbeat import BEAT_SECONDS, enter_phase
 from mmdevplug.fault_tolerance.store_barrier import LEAVE_SECONDS, raise_on_any_rank
 
