@@ -124,6 +124,24 @@ def test_bad_launch_variables_name_themselves(variable, value):
         assert variable in message
 
 
+def init_with(options):
+    from mmdevplug.dist import init_device
+
+    return init_device('pytorch', 'cpu', timeout=30, **options).backend
+
+
+def test_where_ranks_meet_is_the_launchers_business():
+    # MMEngine passes on what a config says, and this is what is the default in any case.
+    assert run_ranks(init_with, 2, dict(init_method='env://')) == ['gloo', 'gloo']
+    for options in (dict(init_method='tcp://10.0.0.1:29500'), dict(rank=0)):
+        ((key, value),) = options.items()
+        errors = errors_of(init_with, 2, options, together=True)
+        assert sorted(errors) == [0, 1]
+        for kind, message, _ in errors.values():
+            assert kind == 'LaunchError'
+            assert message.startswith(f'env_cfg.dist_cfg.{key}={value!r}: ')
+
+
 # while training --------------------------------------------------------------------------------
 
 
