@@ -13,7 +13,7 @@ from torch import distributed as torch_dist, nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mmdevplug.cli.agent import describe_failure
-from tests.distributed import RanksFailed, run_ranks
+from tests.distributed import RanksFailed, free_port, launch_variables, run_ranks
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config, install_card
 
 
@@ -218,6 +218,40 @@ def test_a_killed_rank_is_no_riddle():
     assert errors[0][0] == 'RankFailedError'
     assert 'rank 1 of 2' in errors[0][1]
     assert 'the process is gone and left no message' in errors[0][1]
+
+
+LEAVES = """
+import os, sys, torch
+from mmdevplug.dist import fail_together, init_device
+init_device('pytorch', 'cpu', timeout=60)
+with fail_together('training'):
+    if os.environ['RANK'] == '1':
+        sys.exit(0)
+    torch.distributed.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_rank_that_leaves_by_itself_was_not_killed():
+    """As a hook that ends training early, and asks one rank alone."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, '-c', LEAVES],
+            env=dict(os.environ, PYTHONPATH=PATHS, **launch_variables(rank, 2, port)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 0], printed
+    assert 'stops because of rank 1 of 2' in printed[0]
+    assert 'it ended while the others went on' in printed[0]
+    assert 'was killed' not in printed[0]
 
 
 def init_twice():
