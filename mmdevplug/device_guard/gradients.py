@@ -1,4 +1,4 @@
-"""Gradients of custom functions, back to the devices of what they are gradients of."""
+"""Move gradients of custom functions back to the devices of their inputs."""
 
 import threading
 from typing import Any, List, Optional, Tuple
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from .moving import size_of
-from .stats import Ledger, Site
+from .stats import MoveStats, Site
 
 
 class GradientReturns:
@@ -22,15 +22,15 @@ class GradientReturns:
     between :meth:`install` and :meth:`remove`.
 
     Args:
-        ledger (Ledger): Where moves are counted.
+        stats (MoveStats): Where moves are counted.
     """
 
     _lock = threading.Lock()
     _installed: List['GradientReturns'] = []
     _original = BackwardCFunction.apply
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, stats: MoveStats) -> None:
+        self._ledger = stats
 
     def install(self) -> None:
         """Start, once for each call."""
@@ -47,7 +47,7 @@ class GradientReturns:
             if not self._installed:
                 BackwardCFunction.apply = GradientReturns._original
 
-    def bring_home(self, node: Any, gradients: Any) -> Any:
+    def return_gradients(self, node: Any, gradients: Any) -> Any:
         """Move what the backward of a node returned to where the next nodes want it."""
         returned = gradients if isinstance(gradients, tuple) else (gradients,)
         moved = dict(enumerate(returned))
@@ -65,7 +65,7 @@ class GradientReturns:
 def _apply(node: Any, *args: Any) -> Any:
     gradients = GradientReturns._original(node, *args)
     for returns in GradientReturns._installed[-1:]:
-        gradients = returns.bring_home(node, gradients)
+        gradients = returns.return_gradients(node, gradients)
     return gradients
 
 

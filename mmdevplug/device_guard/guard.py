@@ -1,4 +1,4 @@
-"""The guard that users enter."""
+"""The context manager that users enter: :class:`DeviceGuard`."""
 
 import logging
 import threading
@@ -13,11 +13,11 @@ from mmdevplug.errors import DeviceMismatchError, DevPlugError
 from .gradients import GradientReturns
 from .mismatch import Mismatch, Operand
 from .mode import OperandMode
-from .moving import bring_together
+from .moving import move_operands
 from .operands import Found, find_tensors, operation_name, roles
-from .rules import Call, call_of, lazy_types, must_meet, takes_several
+from .rules import Call, call_of, lazy_types, operand_groups, takes_several
 from .stack_location import module_and_backward, source_of, user_frame
-from .stats import Ledger, Moved, Site, SiteCount
+from .stats import Moved, MoveStats, Site, SiteCount
 
 POLICIES = ('error', 'warn', 'move')
 
@@ -76,7 +76,7 @@ class DeviceGuard:
         self.policy = policy
         self.model = model
         self.allow = frozenset(allow)
-        self._ledger = Ledger()
+        self._ledger = MoveStats()
         self._entered = threading.local()
         self._returns = GradientReturns(self._ledger)
 
@@ -128,11 +128,11 @@ class DeviceGuard:
         call = call_of(func, args, kwargs, tuple(find_tensors(args, kwargs)))
         if takes_several(call):
             return func(*args, **kwargs)
-        groups = must_meet(call)
+        groups = operand_groups(call)
         if all(_is_together(group) for group in groups) or self._is_allowed(call):
             return func(*args, **kwargs)
         if self.policy == 'move':
-            moves = bring_together(call, groups)
+            moves = move_operands(call, groups)
             if moves is not None:
                 self._ledger.add(self._site(func), moves.number, moves.bytes)
                 return func(*moves.args, **moves.kwargs)
