@@ -15,7 +15,7 @@ from mmdevplug.distributed.process_group import DeviceContext
 from mmdevplug.environments.launch import read_launch_env
 from mmdevplug.runner.init_device import init_device
 
-from .collectives import SIZED, Case, Peers, is_lacking, object_problem, problems
+from .collectives import SIZED, Case, Peers, is_lacking, problems
 from .progress import Progress
 from .setting import Setting
 from .sockets import listening_here
@@ -69,11 +69,6 @@ def run_rank(launcher: str, setting: Setting, measure: Measure, progress: Progre
         context.device if takes else torch.device('cpu'),
     )
     outcomes = [_try_unsized('barrier', _barrier_problem, peers, measure, progress)]
-    if context.env.single_host:
-        # Between hosts nothing that arrives is to be unpickled.
-        outcomes.append(
-            _try_unsized('all_gather_object', object_problem, peers, measure, progress)
-        )
     for name in SIZED:
         outcomes.append(_try_sized(name, peers, measure, progress))
     progress.at('comparing results')
