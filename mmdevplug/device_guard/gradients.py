@@ -30,7 +30,7 @@ class GradientReturns:
     _original = BackwardCFunction.apply
 
     def __init__(self, stats: MoveStats) -> None:
-        self._ledger = stats
+        self._stats = stats
 
     def install(self) -> None:
         """Start, once for each call."""
@@ -58,7 +58,7 @@ class GradientReturns:
                 moved[i] = gradient.to(device)
                 changed = True
                 site = Site(type(node).__name__, '', 0, f'gradient {i}')
-                self._ledger.add(site, 1, size_of(gradient))
+                self._stats.add(site, 1, size_of(gradient))
         return tuple(moved.values()) if changed else gradients
 
 

@@ -76,9 +76,9 @@ class DeviceGuard:
         self.policy = policy
         self.model = model
         self.allow = frozenset(allow)
-        self._ledger = MoveStats()
+        self._stats = MoveStats()
         self._entered = threading.local()
-        self._returns = GradientReturns(self._ledger)
+        self._returns = GradientReturns(self._stats)
 
     def __enter__(self) -> 'DeviceGuard':
         modes = self._modes()
@@ -106,16 +106,16 @@ class DeviceGuard:
     @property
     def moved(self) -> Moved:
         """The number of tensors moved so far, their bytes, and both by place."""
-        return self._ledger.moved()
+        return self._stats.moved()
 
     @property
     def sites(self) -> Dict[Site, SiteCount]:
         """What happened so far at each place where operands of different devices met."""
-        return self._ledger.sites()
+        return self._stats.sites()
 
     def report(self) -> str:
         """A table of the places where operands of different devices met."""
-        return self._ledger.report()
+        return self._stats.report()
 
     def _modes(self) -> List[Optional[OperandMode]]:
         """What this thread entered: a mode the first time, then None."""
@@ -134,7 +134,7 @@ class DeviceGuard:
         if self.policy == 'move':
             moves = move_operands(call, groups)
             if moves is not None:
-                self._ledger.add(self._site(func), moves.number, moves.bytes)
+                self._stats.add(self._site(func), moves.number, moves.bytes)
                 return func(*moves.args, **moves.kwargs)
             self._refuse(
                 call,
@@ -156,7 +156,7 @@ class DeviceGuard:
 
     def _refuse(self, call: Call, groups: Sequence[List[Found]], advice: str) -> None:
         mismatch = self._describe(call, groups)
-        self._ledger.add(self._site(call.func))
+        self._stats.add(self._site(call.func))
         error = DeviceMismatchError(f'{mismatch}\n{advice}')
         error.mismatch = mismatch
         raise error
@@ -173,7 +173,7 @@ class DeviceGuard:
                     "policy='warn' goes on elsewhere, but lazy devices abort the process here. "
                     "Place the operands on one device, or use DeviceGuard(policy='move').",
                 )
-        if self._ledger.add(self._site(call.func)):
+        if self._stats.add(self._site(call.func)):
             print_log(str(self._describe(call, groups)), 'current', logging.WARNING)
 
     def _site(self, func: Callable) -> Site:
