@@ -1,5 +1,6 @@
 """One rank of the test of collectives: runs them all, times them, and agrees with the others."""
 
+import itertools
 import os
 import statistics
 import time
@@ -91,17 +92,16 @@ def _start(launcher: str, setting: Setting, cfg: Any, measure: Measure) -> Devic
     )
 
 
-_barriers = 0
+_barriers = itertools.count()
 
 
 def _barrier_problem(peers: Peers) -> str:
     """Count arrivals in the store: behind a barrier, all ranks have arrived before it."""
-    global _barriers
-    _barriers += 1
+    key = f'mmdevplug/doctor/barrier/{next(_barriers)}'
     store = torch_dist.distributed_c10d._get_default_store()
-    store.add(f'mmdevplug/doctor/barrier/{_barriers}', 1)
+    store.add(key, 1)
     torch_dist.barrier()
-    arrived = store.add(f'mmdevplug/doctor/barrier/{_barriers}', 0)
+    arrived = store.add(key, 0)
     return '' if arrived == peers.size else f'rank {peers.rank} saw {arrived} ranks arrive'
 
 
