@@ -118,8 +118,8 @@ stop there with an error of PyTorch's: `knn`, `furthest_point_sample`, `points_i
         option="""\
 默认为 `'host'`。`'error'` 使所有 rank 在第一个这样的算子处停止，并指出算子、设备和模块。
 有内核的地方使用内核：若 mmcv 的构建含有该设备的内核，则逐个尝试算子，只有明确表示没有内核的算子
-才到主机上运行。在 CPU 上以及没有算子的 `mmcv-lite` 下不做任何事。mmcv 本身不被修改：作业开始时在进程中
-替换 `mmcv._ext` 的函数，`restore_mmcv_ops()` 可恢复。""",
+才到主机上运行。在 CPU 上以及没有算子的 `mmcv-lite` 下不做任何事。mmcv 本身不被修改：作业开始时在
+进程中替换 `mmcv._ext` 的函数，`restore_mmcv_ops()` 可恢复。""",
         log="""\
 日志在每个算子首次使用时指出它，每 1,000 次迭代（可用
 `custom_hooks = [dict(type='MMCVOpsHook', interval=100)]` 更改）以及训练、验证、测试结束时
