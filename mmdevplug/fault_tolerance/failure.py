@@ -19,6 +19,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tupl
 
 from mmengine.logging import MMLogger
 
+from mmdevplug.config.accelerator import DEFAULT_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.files import write_text
@@ -38,7 +39,6 @@ from .heartbeat import (
 from .liveness import ANSWER_SECONDS, Answering
 from .network_hints import network_hint
 
-DEFAULT_HEARTBEAT_TIMEOUT = 60.0
 #: How long a failing rank waits for the others to read its report, and they for it to appear.
 GRACE_SECONDS = 5.0
 #: How long the main thread may go on after another rank's failure is known.
