@@ -16,7 +16,7 @@ accelerator = dict(type='xla', backend='gloo', pad_to=64, memory=dict(interval=5
 
 TEXTS: Dict[str, Dict[str, Any]] = dict(
     en=dict(
-        heading='# Options of `accelerator`',
+        heading='# Options of `accelerator` and `model_parallel`',
         intro="""\
 The config key `accelerator` holds the name of an accelerator, or a dict with its `type`, arguments
 of that accelerator, and the options below. `DeviceRunner` reads the key of the config;
@@ -30,12 +30,16 @@ once.""",
         dicts_intro="""\
 `compilations` and `memory` may be `True`, which takes all of these defaults, or `False`, which
 turns the feature off.""",
+        model_parallel='## Options of `model_parallel`',
+        model_parallel_intro="""\
+The key may also be `True` or `False`, which is `enable` alone; without the key a model stays on
+one device. See [models over several devices](model_parallel.md).""",
         strategy="""\
 `DeviceStrategy` differs in one default: `backend` is `'auto'`, because `FlexibleRunner` asks for
 nccl when a config says nothing.""",
     ),
     zh_cn=dict(
-        heading='# `accelerator` 的选项',
+        heading='# `accelerator` 与 `model_parallel` 的选项',
         intro="""\
 配置键 `accelerator` 是加速器的名称，或一个字典，其中有 `type`、该加速器的参数以及下列选项。
 `DeviceRunner` 读取配置中的该键；`DeviceStrategy` 在 `strategy` 中接受相同的选项。""",
@@ -46,6 +50,10 @@ nccl when a config says nothing.""",
         dicts='## 取值为字典的选项',
         dicts_intro="""\
 `compilations` 与 `memory` 可以是 `True`（全部使用这些默认值）或 `False`（关闭该功能）。""",
+        model_parallel='## `model_parallel` 的选项',
+        model_parallel_intro="""\
+该键也可以是 `True` 或 `False`，即只给出 `enable`；没有该键时模型留在一个设备上。
+见[把模型放在多个设备上](model_parallel.md)。""",
         strategy="""\
 `DeviceStrategy` 只有一个默认值不同：`backend` 为 `'auto'`，因为配置未写明时 `FlexibleRunner`
 会要求 nccl。""",
@@ -78,6 +86,29 @@ nccl when a config says nothing.""",
             '回收时也归还设备的缓存内存；`None` 表示从不。',
             'accelerator.memory.sample_interval': '两次内存采样之间的迭代次数。',
             'accelerator.memory.warmup': '允许内存增长的迭代次数。',
+            'model_parallel.enable': '模型是否分到多个设备上；`None` 由设备与训练所需内存决定。',
+            'model_parallel.devices': "每个进程使用多少个设备，或设备名称，如 `'cuda:0-3'`；"
+            '`None` 表示全部。',
+            'model_parallel.auto_rule': '`enable` 为 `None` 时的依据：训练所需的内存，'
+            '或仅凭设备数量。',
+            'model_parallel.strategy': '计划的做法：最优的连续划分；HF accelerate '
+            '的映射（足够均衡时）；或 accelerate 的映射。',
+            'model_parallel.max_memory': "计划在每个设备上可用的内存，如 `{'cuda:0': '10GB'}`；"
+            '`None` 表示设备现有的内存。',
+            'model_parallel.no_split': '保持在同一设备上的类或模块；`None` 表示自动查找。',
+            'model_parallel.balance_threshold': "不均衡度不超过该值时，`'dynamic'` 采用 "
+            'accelerate 的映射。',
+            'model_parallel.force_balance': '有设备分不到任何部分时，是否拒绝该计划。',
+            'model_parallel.exclude_cpu': '主机是否不参与计算；`False` '
+            '表示由主机承担设备容纳不下的部分。',
+            'model_parallel.precision': '冻结权重与前向传播的精度；被训练的权重保持不变。`None` '
+            '表示一切不变。',
+            'model_parallel.num_microbatches': '一个批分成的份数，各份依次通过各设备。',
+            'model_parallel.guard': '`DeviceGuard` 对混用设备的操作的做法：移动操作数、'
+            '警告或停止；`None` 表示不使用。',
+            'model_parallel.check_r_consistency': 'LoRA 适配器的秩不一致时是否警告。',
+            'model_parallel.strict_r_check': '是否拒绝秩不一致的 LoRA 适配器。',
+            'model_parallel.plan': '直接采用的计划，由 `mmdevplug plan --json` 写出。',
             'accelerator.memory.growth_mb': '所报告的最小增长，单位 MB；`None` 表示不报告。',
         },
     ),
@@ -108,6 +139,7 @@ def parts() -> Iterator[Tuple[str, Type]]:
 def render(texts: Dict[str, Any]) -> List[str]:
     """The parts of the page in one language."""
     from mmdevplug.config.accelerator import AcceleratorOptions
+    from mmdevplug.config.model_parallel import ModelParallelOptions
 
     inner = [row for key, kind in parts() for row in rows(kind, key, texts)]
     return [
@@ -120,6 +152,9 @@ def render(texts: Dict[str, Any]) -> List[str]:
         texts['dicts'],
         texts['dicts_intro'],
         table(texts['titles'], inner),
+        texts['model_parallel'],
+        texts['model_parallel_intro'],
+        table(texts['titles'], list(rows(ModelParallelOptions, 'model_parallel', texts))),
     ]
 
 

@@ -24,6 +24,7 @@ from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.checkpoint.writing import join, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import check_batches, check_samples, explain_empty
@@ -39,7 +40,6 @@ from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.placing import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
-from mmdevplug.model_parallel.options import read_options
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
@@ -69,7 +69,7 @@ class DeviceRunner(Runner):
             backend='gloo')``: see :class:`mmdevplug.config.accelerator.AcceleratorOptions`.
             Defaults to None: the key ``accelerator`` of ``cfg``.
         model_parallel (dict or bool, optional): Whether and how the model is spread over several
-            devices: options of :class:`mmdevplug.model_parallel.options.ModelParallelOptions`.
+            devices: options of :class:`mmdevplug.config.model_parallel.ModelParallelOptions`.
             Defaults to None: the key ``model_parallel`` of ``cfg``.
         **kwargs: See :class:`mmengine.runner.Runner`.
 
@@ -96,7 +96,7 @@ class DeviceRunner(Runner):
         if model_parallel is None and cfg is not None:
             model_parallel = cfg.get('model_parallel')
         self.parallelism = Parallelism(
-            read_options(model_parallel),
+            ModelParallelOptions.from_config(model_parallel),
             kwargs['model'] if 'model' in kwargs else next(iter(args), None),
             _optimizer_of(kwargs.get('optim_wrapper')),
             kwargs.get('default_scope') or 'mmengine',

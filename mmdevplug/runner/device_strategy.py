@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.data.padding_build import build_padded
 from mmdevplug.model.placing import place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
-from mmdevplug.model_parallel.options import ModelParallelOptions
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,

@@ -28,9 +28,11 @@ def test_the_page_is_made_of_the_dataclasses(page, language):
 
 def test_meanings_name_the_same_values_in_both_languages(page):
     from mmdevplug.config.accelerator import AcceleratorOptions
+    from mmdevplug.config.model_parallel import ModelParallelOptions
 
     english, chinese = page.TEXTS['en'], page.TEXTS['zh_cn']
-    kinds = [('accelerator', AcceleratorOptions), *page.parts()]
+    kinds = [('accelerator', AcceleratorOptions), ('model_parallel', ModelParallelOptions)]
+    kinds.extend(page.parts())
     described = []
     for key, kind in kinds:
         for one, other in zip(page.rows(kind, key, english), page.rows(kind, key, chinese)):
