@@ -2,37 +2,10 @@
 
 import os
 import warnings
-from typing import Any, Optional
 
 from mmdevplug.errors import AcceleratorError
 
 from .base import Accelerator, KeptGraphs
-
-
-def check_compilation_cache(option: Any, work_dir: Optional[str] = None) -> Optional[str]:
-    """Check the option.
-
-    Args:
-        option (str or bool, optional): A folder; True for ``compilation_cache`` in the work
-            directory; None or False for none.
-        work_dir (str, optional): The work directory. Defaults to None: there is none.
-
-    Returns:
-        str or None: The folder.
-
-    Raises:
-        AcceleratorError: If it is something else, or there is no work directory to put it into.
-    """
-    if option is None or option is False:
-        return None
-    if option is True and work_dir is not None:
-        return os.path.join(work_dir, 'compilation_cache')
-    if isinstance(option, (str, os.PathLike)) and str(option):
-        return os.path.abspath(option)
-    accepted = (
-        'a folder' if work_dir is None else 'a folder, or True for one in the work directory'
-    )
-    raise AcceleratorError(f'accelerator.compilation_cache={option!r}: expected {accepted}.')
 
 
 def start_compilation_cache(accelerator: Accelerator, folder: str, rank: int) -> None:

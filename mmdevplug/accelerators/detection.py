@@ -7,7 +7,6 @@ from inspect import signature
 from typing import (
     Any,
     Callable,
-    Dict,
     Iterator,
     List,
     Mapping,
@@ -16,6 +15,7 @@ from typing import (
     Union,
 )
 
+from mmdevplug.config.accelerator import to_dict
 from mmdevplug.errors import AcceleratorError, DevPlugError
 from mmdevplug.registry import ACCELERATORS
 
@@ -52,11 +52,12 @@ def choose_accelerator(config: AcceleratorConfig = None) -> Choice:
         Choice: The accelerator and a phrase that says what decided.
 
     Raises:
-        AcceleratorError: If the accelerator is unknown, not usable or broken.
+        AcceleratorError: If the accelerator is unknown, not usable or broken, or if there are
+            arguments and it is left to detection.
     """
     if isinstance(config, Accelerator):
         return Choice(config, 'given as an object')
-    options = accelerator_options(config)
+    options = to_dict(config)
     name = options.pop('type', None) or 'auto'
     if name != 'auto':
         return Choice(
@@ -66,31 +67,13 @@ def choose_accelerator(config: AcceleratorConfig = None) -> Choice:
     if name != 'auto':
         accelerator = _build_usable(name, options, ENVIRONMENT_VARIABLE)
         return Choice(accelerator, f'environment variable {ENVIRONMENT_VARIABLE}={name}')
+    if options:
+        raise AcceleratorError(
+            f'accelerator has {", ".join(sorted(options))}: no option of training, and no '
+            f'argument of an accelerator, since none is named. Correct the name, remove it, or '
+            f"name the accelerator that takes it: accelerator=dict(type='gcu', ...)."
+        )
     return _detect()
-
-
-def accelerator_options(config: Union[str, Mapping[str, Any], None]) -> Dict[str, Any]:
-    """Bring the config key ``accelerator`` into one form.
-
-    Args:
-        config (str, dict or None): A name, or a dict with ``type`` and options.
-
-    Returns:
-        dict: A copy.
-
-    Raises:
-        AcceleratorError: If it is neither.
-    """
-    if config is None:
-        return {}
-    if isinstance(config, str):
-        return dict(type=config)
-    if isinstance(config, Mapping):
-        return dict(config)
-    raise AcceleratorError(
-        f"accelerator={config!r}: expected a name such as 'gcu' or a dict such as "
-        f"dict(type='gcu', backend='gloo')."
-    )
 
 
 def get_accelerator(config: AcceleratorConfig = 'auto') -> Accelerator:

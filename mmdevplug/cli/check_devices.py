@@ -5,6 +5,7 @@ import sys
 import tempfile
 import traceback
 from contextlib import redirect_stdout
+from dataclasses import replace
 from typing import Any, Iterator, List, Optional, Sequence
 
 from mmengine.config import Config
@@ -14,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mmdevplug.accelerators.detection import accelerator_options, choose_accelerator
+from mmdevplug.accelerators import choose_accelerator
+from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.device_guard import POLICIES, DeviceGuard
 from mmdevplug.doctor import launch as launch_variables
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, first_line
-from mmdevplug.hooks.default_hooks import split_options
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors
 from mmdevplug.model.planned import misplaced_by_plan
-from mmdevplug.model_parallel.options import read_options
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.utils.host import gigabytes
 
@@ -143,15 +144,15 @@ def _print_launch_variables(console: Console) -> None:
 
 def _print_strategies(cfg: Config, env: LaunchEnv, console: Console) -> None:
     """What each value of ``model_parallel.enable`` leads to, and the plan of the config's."""
-    options = read_options(cfg.model_parallel)
-    device_options = split_options(accelerator_options(cfg.get('accelerator')))[0]
-    accelerator, reason = choose_accelerator(device_options)
+    options = ModelParallelOptions.from_config(cfg.model_parallel)
+    device = AcceleratorOptions.from_config(cfg.get('accelerator')).device
+    accelerator, reason = choose_accelerator(device)
     count = accelerator.device_count()
     console.print(Text(f'accelerator: {accelerator.name!r} ({reason}), {count} device(s)'))
     chosen: Optional[Parallelism] = None
     for enable, word in ASKED.items():
         parallelism = Parallelism(
-            options._replace(enable=enable),
+            replace(options, enable=enable),
             cfg.get('model'),
             (cfg.get('optim_wrapper') or {}).get('optimizer'),
             cfg.get('default_scope') or 'mmengine',

@@ -6,8 +6,7 @@ import sys
 from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 
 from mmdevplug.accelerators import choose_accelerator
-from mmdevplug.accelerators.detection import accelerator_options
-from mmdevplug.config.accelerator import RUNNER_OPTIONS
+from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.doctor.limits import available_memory
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
@@ -50,10 +49,8 @@ def check_device_count(
     if wanted < 1:
         raise LaunchError(f'{origin}={wanted}: expected 1 or more processes.')
     check_room(wanted, origin, insist=getattr(config, 'oversubscribe', False))
-    options = accelerator_options(load_config(config).get('accelerator'))
-    for key in RUNNER_OPTIONS:
-        options.pop(key, None)
-    accelerator = choose_accelerator(options).accelerator
+    options = AcceleratorOptions.from_config(load_config(config).get('accelerator'))
+    accelerator = choose_accelerator(options.device).accelerator
     count = accelerator.device_count()
     if not accelerator.shares_devices and wanted > count:
         raise LaunchError(

@@ -1,19 +1,254 @@
-"""What the config's key ``accelerator`` may hold besides arguments of the accelerator."""
+"""The config key ``accelerator``: every option of ours, and the arguments of the accelerator."""
 
-from typing import Any, Dict
+import os
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Dict, List, Mapping, Optional, Union
 
-#: The runner's own options and their defaults.
-RUNNER_OPTIONS: Dict[str, Any] = dict(
-    backend=None,
-    compilation_cache=None,
-    compilations=True,
-    heartbeat_timeout=None,
-    hook={},
-    memory=True,
-    mmcv_ops='host',
-    monitor=True,
-    on_nan=None,
-    pad_to=None,
-    preemption=True,
-    safe_checkpoints=True,
-)
+from mmdevplug.errors import AcceleratorError, DevPlugError, LaunchError
+
+from .fields import option, options_of, read_dict, read_flag, read_switch, read_values
+from .hook_options import CompilationOptions, DeviceHookOptions, MemoryOptions
+from .pad_to import PadTo, read_pad_to
+
+#: Heartbeat silence, in seconds, after which a rank counts as dead: default and least value.
+DEFAULT_HEARTBEAT_TIMEOUT = 60.0
+LEAST_HEARTBEAT_TIMEOUT = 6.0
+
+
+# checks -----------------------------------------------------------------------------------------
+
+
+def find_compilation_cache(value: Any, work_dir: Optional[str] = None) -> Optional[str]:
+    """Check ``accelerator.compilation_cache`` and return its folder.
+
+    Args:
+        value (str or bool, optional): A folder; True for ``compilation_cache`` in the work
+            directory; None or False for none.
+        work_dir (str, optional): The work directory. Defaults to None: there is none.
+
+    Returns:
+        str or None: The folder.
+
+    Raises:
+        AcceleratorError: If it is something else, or there is no work directory to put it into.
+    """
+    if value is None or value is False:
+        return None
+    if value is True and work_dir is not None:
+        return os.path.join(work_dir, 'compilation_cache')
+    if isinstance(value, (str, os.PathLike)) and str(value):
+        return os.path.abspath(value)
+    accepted = (
+        'a folder' if work_dir is None else 'a folder, or True for one in the work directory'
+    )
+    raise AcceleratorError(f'accelerator.compilation_cache={value!r}: expected {accepted}.')
+
+
+def _read_compilation_cache(value: Any, key: str) -> Union[None, bool, str]:
+    # The work directory is not known yet.
+    return True if value is True else find_compilation_cache(value, os.curdir)
+
+
+def read_heartbeat_timeout(
+    value: Optional[Real], key: str = 'accelerator.heartbeat_timeout'
+) -> Optional[Real]:
+    """Refuse an impossible value of ``accelerator.heartbeat_timeout``.
+
+    Raises:
+        LaunchError: If it is no number of seconds, or too small.
+    """
+    if value is None:
+        return None
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not value >= LEAST_HEARTBEAT_TIMEOUT:
+        raise LaunchError(
+            f'accelerator.heartbeat_timeout={value!r}: expected a number of seconds, '
+            f'{LEAST_HEARTBEAT_TIMEOUT:g} or more. Remove the key for '
+            f'{DEFAULT_HEARTBEAT_TIMEOUT:g}.'
+        )
+    return value
+
+
+def read_mmcv_ops(value: str, key: str = 'accelerator.mmcv_ops') -> str:
+    """Refuse an unknown value of ``accelerator.mmcv_ops``.
+
+    Raises:
+        DevPlugError: If it is unknown.
+    """
+    if value not in ('host', 'error'):
+        raise DevPlugError(
+            f"accelerator.mmcv_ops={value!r}: expected 'host', to run mmcv's operators on the "
+            f"host where the device has no kernel for them, or 'error', to stop there."
+        )
+    return value
+
+
+def _read_on_nan(value: Optional[str], key: str) -> Optional[str]:
+    if value not in (None, 'stop'):
+        raise DevPlugError(
+            f"accelerator.on_nan={value!r}: expected 'stop' or None. To pass over updates whose "
+            f"gradients are not finite, take model_wrapper_cfg=dict(nonfinite_grads='skip'): when "
+            f'a loss can be read, its update is done already on some devices.'
+        )
+    return value
+
+
+# the key ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AcceleratorOptions:
+    """What the config key ``accelerator`` says, parsed and checked by :meth:`from_config`.
+
+    Attributes:
+        device (dict or Accelerator): What
+            :func:`mmdevplug.accelerators.choose_accelerator` takes: ``type`` and the arguments of
+            that accelerator.
+    """
+
+    device: Union[Dict[str, Any], Any] = field(default_factory=dict)
+    backend: Optional[str] = option(
+        None,
+        accepts="None, 'auto', str",
+        meaning='Backend of torch.distributed, which wins over `env_cfg.dist_cfg.backend`. '
+        "`'auto'` takes that of `env_cfg` only where it suits the device.",
+    )  # checked by accelerators/backend.py, since every accelerator takes others
+    compilation_cache: Union[None, bool, str] = option(
+        None,
+        accepts='None, bool, str',
+        meaning='Folder in which each rank keeps compiled graphs between runs; `True` for one in '
+        'the work directory.',
+        read=_read_compilation_cache,
+    )
+    compilations: Optional[CompilationOptions] = option(
+        True,
+        accepts='bool, dict',
+        meaning='On a lazy device: log `device/compiles`, and warn, with the shapes that changed, '
+        'where compiling does not end.',
+        read=read_switch(CompilationOptions),
+    )
+    heartbeat_timeout: Optional[Real] = option(
+        None,
+        accepts='None, float',
+        meaning='Heartbeat silence, in seconds, after which a rank is asked, and counts as dead '
+        f'if its process does not answer: {LEAST_HEARTBEAT_TIMEOUT:g} or more; `None` for '
+        f'{DEFAULT_HEARTBEAT_TIMEOUT:g}.',
+        read=read_heartbeat_timeout,
+    )
+    hook: DeviceHookOptions = option(
+        {},
+        accepts='dict',
+        meaning='Arguments of `DeviceHook`, which checks where everything is before a run.',
+        read=read_dict(DeviceHookOptions),
+    )
+    memory: Optional[MemoryOptions] = option(
+        True,
+        accepts='bool, dict',
+        meaning='Log memory of the host and the device, and report growth.',
+        read=read_switch(MemoryOptions),
+    )
+    mmcv_ops: str = option(
+        'host',
+        accepts="'host', 'error'",
+        meaning="What happens to mmcv's operators that have no kernel for the device: they run on "
+        'the host, or the job stops.',
+        read=read_mmcv_ops,
+    )
+    monitor: bool = option(
+        True,
+        accepts='bool',
+        meaning='In a job of several ranks: log what communication costs.',
+        read=read_flag,
+    )
+    on_nan: Optional[str] = option(
+        None,
+        accepts="None, 'stop'",
+        meaning='Whether all ranks stop at a loss that is not finite.',
+        read=_read_on_nan,
+    )
+    pad_to: Optional[PadTo] = option(
+        None,
+        accepts='None, int, (int, int), [(int, int), ...]',
+        meaning='Size to which the images of a batch are padded: a multiple, one size, or several '
+        'of which the smallest is taken that holds the batch.',
+        read=read_pad_to,
+    )
+    preemption: bool = option(
+        True,
+        accepts='bool',
+        meaning='Save a checkpoint and end on SIGTERM, SIGINT, SIGHUP and SIGUSR1.',
+        read=read_flag,
+    )
+    safe_checkpoints: bool = option(
+        True,
+        accepts='bool',
+        meaning="Whether `SafeCheckpointHook` takes the place of MMEngine's `CheckpointHook`.",
+        read=read_flag,
+    )
+
+    @classmethod
+    def from_config(
+        cls, config: Any, problems: Optional[List[DevPlugError]] = None, **defaults: Any
+    ) -> 'AcceleratorOptions':
+        """Parse and check the config key.
+
+        Args:
+            config (str, dict or Accelerator, optional): A name, a dict with ``type``, arguments
+                of the accelerator and options of ours, or an accelerator.
+            problems (list, optional): Collects the errors of single options, which keep their
+                defaults. Defaults to None: the first error is raised.
+            **defaults: In place of the defaults of fields.
+
+        Returns:
+            AcceleratorOptions: The options.
+
+        Raises:
+            DevPlugError: If the key or an option has an impossible value.
+
+        Examples:
+            >>> AcceleratorOptions.from_config(dict(type='xla', pad_to=64)).pad_to.multiple
+            64
+        """
+        if not isinstance(config, Mapping) and hasattr(config, 'device_type'):
+            # An accelerator, whose class is above this package.
+            return cls(device=config, **defaults)
+        given = {**defaults, **to_dict(config)}
+        ours = {one.name for one in options_of(cls)}
+        device = {name: value for name, value in given.items() if name not in ours}
+        return cls(device=device, **read_values(cls, given, 'accelerator', problems))
+
+    def compilation_folder(self, work_dir: Optional[str]) -> Optional[str]:
+        """The folder in which compiled graphs are kept, None for none.
+
+        Args:
+            work_dir (str, optional): The work directory, None where there is none.
+
+        Raises:
+            AcceleratorError: If it is to be in the work directory and there is none.
+        """
+        return find_compilation_cache(self.compilation_cache, work_dir)
+
+
+def to_dict(config: Union[str, Mapping[str, Any], None]) -> Dict[str, Any]:
+    """Bring the config key ``accelerator`` into one form.
+
+    Args:
+        config (str, dict or None): A name, or a dict with ``type`` and options.
+
+    Returns:
+        dict: A copy.
+
+    Raises:
+        AcceleratorError: If it is neither.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, str):
+        return dict(type=config)
+    if isinstance(config, Mapping):
+        return dict(config)
+    raise AcceleratorError(
+        f"accelerator={config!r}: expected a name such as 'gcu' or a dict such as "
+        f"dict(type='gcu', backend='gloo')."
+    )

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 from mmengine.logging import print_log
 from mmengine.model import BaseDataPreprocessor
@@ -14,14 +14,16 @@ from mmdevplug.errors import DevPlugError, ModelError
 from .padding import PaddedForward, padded_forward
 
 
-def build_padded(build: Callable[[Any], nn.Module], model: Any, option: Any = None) -> nn.Module:
+def build_padded(
+    build: Callable[[Any], nn.Module], model: Any, option: Optional[PadTo] = None
+) -> nn.Module:
     """Build a model whose data preprocessors pad, if its config or an option says so.
 
     Args:
         build (callable): Builds a model from its config.
         model (dict or nn.Module): With or without ``pad_to`` in ``data_preprocessor``, which wins
             over the option, also as None.
-        option: ``accelerator.pad_to``. Defaults to None: no padding.
+        option (PadTo, optional): ``accelerator.pad_to``. Defaults to None: no padding.
 
     Returns:
         nn.Module: The model.
@@ -32,7 +34,7 @@ def build_padded(build: Callable[[Any], nn.Module], model: Any, option: Any = No
     """
     model, found = take_pad_to(model)
     built = build(model)
-    pad_to = read_pad_to(*((found[0], 'data_preprocessor.pad_to') if found else (option,)))
+    pad_to = read_pad_to(found[0], 'data_preprocessor.pad_to') if found else option
     if pad_to is not None:
         install_padding(built, pad_to)
     return built

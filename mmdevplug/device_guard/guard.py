@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Type
 from mmengine.logging import print_log
 from torch import nn
 
+from mmdevplug.config.model_parallel import GUARD_POLICIES
 from mmdevplug.errors import DeviceMismatchError, DevPlugError
 
 from .gradients import GradientReturns
@@ -19,7 +20,7 @@ from .rules import Call, call_of, lazy_types, operand_groups, takes_several
 from .stack_location import module_and_backward, source_of, user_frame
 from .stats import Moved, MoveStats, Site, SiteCount
 
-POLICIES = ('error', 'warn', 'move')
+POLICIES = GUARD_POLICIES
 
 
 class DeviceGuard:

@@ -28,6 +28,11 @@ from mmdevplug.accelerators.backend import (
 )
 from mmdevplug.accelerators.compilation_cache import start_compilation_cache
 from mmdevplug.accelerators.detection import AcceleratorConfig, Choice
+from mmdevplug.config.accelerator import (
+    DEFAULT_HEARTBEAT_TIMEOUT,
+    LEAST_HEARTBEAT_TIMEOUT,
+    read_heartbeat_timeout,
+)
 from mmdevplug.environments.launch import (
     LaunchEnv,
     read_launch_env,
@@ -43,8 +48,7 @@ from mmdevplug.environments.stale import (
 )
 from mmdevplug.errors import LaunchError
 from mmdevplug.fault_tolerance.failure import current_watch, watch_for_failures
-from mmdevplug.fault_tolerance.failure_watch import DEFAULT_HEARTBEAT_TIMEOUT
-from mmdevplug.fault_tolerance.heartbeat import BEAT_SECONDS, enter_phase
+from mmdevplug.fault_tolerance.heartbeat import enter_phase
 from mmdevplug.fault_tolerance.store_barrier import LEAVE_SECONDS, raise_on_any_rank
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # as torch.distributed has it for gloo
@@ -347,15 +351,8 @@ def to_timeout(
 
 
 def _heartbeat_timeout(seconds: Optional[Real], timeout: timedelta) -> float:
-    shortest = 3 * BEAT_SECONDS
-    if seconds is None:
-        seconds = DEFAULT_HEARTBEAT_TIMEOUT
-    elif isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= shortest:
-        raise LaunchError(
-            f'accelerator.heartbeat_timeout={seconds!r}: expected a number of seconds, '
-            f'{shortest:g} or more. Remove the key for {DEFAULT_HEARTBEAT_TIMEOUT:g}.'
-        )
-    return max(shortest, min(float(seconds), timeout.total_seconds()))
+    wanted = read_heartbeat_timeout(seconds) or DEFAULT_HEARTBEAT_TIMEOUT
+    return max(LEAST_HEARTBEAT_TIMEOUT, min(float(wanted), timeout.total_seconds()))
 
 
 def _first_sentence(error: Exception) -> str:

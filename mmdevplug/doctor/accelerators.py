@@ -67,10 +67,10 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
         cfg = None
     say('looking for devices')
     try:
+        wanted = setting.options(cfg).device
         if task == CHOICE:
-            yield from _choose(setting.accelerator_options(cfg))
+            yield from _choose(wanted)
         else:
-            wanted = setting.accelerator_options(cfg)
             wanted = wanted if wanted.get('type') == task else dict(type=task)
             yield from _examine_family(wanted, asked_for=bool(setting.accelerator), say=say)
     except DevPlugError as error:

@@ -54,7 +54,7 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
     say('choosing the accelerator')
     accelerator = None
     try:
-        accelerator = choose_accelerator(setting.accelerator_options(cfg)).accelerator
+        accelerator = choose_accelerator(setting.options(cfg).device).accelerator
     except DevPlugError as error:
         yield Finding(
             SECTION,

@@ -7,12 +7,12 @@ from mmengine.config import Config
 from torch import nn
 
 from mmdevplug.accelerators import Accelerator
+from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError
 from mmdevplug.model_parallel import DevicePlan
 from mmdevplug.model_parallel.building import build, can_build_on_meta
 from mmdevplug.model_parallel.optimizer_state import state_factor
-from mmdevplug.model_parallel.options import read_options
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.utils.host import gigabytes
 
@@ -88,7 +88,7 @@ def _spread(
     model: nn.Module, cfg: Config, accelerator: Accelerator, ranks: int
 ) -> Optional[DevicePlan]:
     """The plan by which training would spread the model, None if it stays on one device."""
-    options = read_options(cfg.get('model_parallel'))
+    options = ModelParallelOptions.from_config(cfg.get('model_parallel'))
     optimizer = (cfg.get('optim_wrapper') or {}).get('optimizer')
     parallelism = Parallelism(options, model, optimizer)
     if parallelism.wanted:

@@ -1,20 +1,17 @@
 """Values of a config that are this plugin's, or that a job of several processes depends on."""
 
-import os
 from numbers import Real
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 from mmengine.config import Config
 
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.backend import resolve_backend
-from mmdevplug.accelerators.compilation_cache import check_compilation_cache
-from mmdevplug.accelerators.detection import accelerator_options
+from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DevPlugError
 from mmdevplug.explanations.cuda_settings import cuda_settings
 from mmdevplug.gradients.compression import KINDS
 from mmdevplug.gradients.nonfinite import check_policy
-from mmdevplug.hooks.default_hooks import split_options
 from mmdevplug.model.norm_layers import check_sync_bn
 
 from .findings import Finding
@@ -31,15 +28,25 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
         accelerator (Accelerator, optional): None if there is none.
         ranks (int): How many processes would train.
     """
+    options, wrong = _accelerator_options(cfg)
     yield from _runner(cfg)
-    yield from _backend(cfg, accelerator)
+    yield from _backend(cfg, accelerator, options.backend)
     yield from _wrapper(cfg)
-    yield from _options(cfg)
+    for error in wrong:
+        yield _error(str(error), 'write what is expected there, or leave the option out')
     yield from _precision(cfg, accelerator)
     yield from _batch(cfg, ranks)
     yield from _intervals(cfg)
     if accelerator is not None:
         yield from _for_cuda(cfg, accelerator)
+
+
+def _accelerator_options(cfg: Config) -> Tuple[AcceleratorOptions, List[DevPlugError]]:
+    wrong: List[DevPlugError] = []
+    try:
+        return AcceleratorOptions.from_config(cfg.get('accelerator'), problems=wrong), wrong
+    except DevPlugError as error:
+        return AcceleratorOptions(), [error]
 
 
 def _for_cuda(cfg: Config, accelerator: Accelerator) -> Iterator[Finding]:
@@ -79,7 +86,9 @@ def _runner(cfg: Config) -> Iterator[Finding]:
         )
 
 
-def _backend(cfg: Config, accelerator: Optional[Accelerator]) -> Iterator[Finding]:
+def _backend(
+    cfg: Config, accelerator: Optional[Accelerator], forced: Optional[str]
+) -> Iterator[Finding]:
     dist_cfg = _dict_at(cfg, 'env_cfg', 'dist_cfg')
     timeout = dist_cfg.get('timeout')
     if timeout is not None and (
@@ -91,7 +100,6 @@ def _backend(cfg: Config, accelerator: Optional[Accelerator]) -> Iterator[Findin
         )
     if accelerator is None:
         return
-    forced = _dict_at(cfg, 'accelerator').get('backend')
     try:
         backend = resolve_backend(accelerator, forced, dist_cfg.get('backend'))
     except DevPlugError as error:
@@ -104,14 +112,6 @@ def _backend(cfg: Config, accelerator: Optional[Accelerator]) -> Iterator[Findin
         f'accelerator {accelerator.name!r} with backend {backend!r}: gradients are averaged'
         f'{staged}',
     )
-
-
-def _options(cfg: Config) -> Iterator[Finding]:
-    try:
-        _, options = split_options(accelerator_options(cfg.get('accelerator')))
-        check_compilation_cache(options['compilation_cache'], cfg.get('work_dir') or os.curdir)
-    except DevPlugError as error:
-        yield _error(str(error), 'write what is expected there, or leave the option out')
 
 
 def _wrapper(cfg: Config) -> Iterator[Finding]:

@@ -10,7 +10,6 @@ from typing import Any, Dict, List, NamedTuple, Sequence
 import torch
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators.detection import accelerator_options
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.process_group import DeviceContext
 from mmdevplug.environments.launch import read_launch_env
@@ -80,13 +79,12 @@ def run_rank(launcher: str, setting: Setting, measure: Measure, progress: Progre
 
 
 def _start(launcher: str, setting: Setting, cfg: Any, measure: Measure) -> DeviceContext:
-    options = setting.accelerator_options(cfg)
-    configured = accelerator_options(None if cfg is None else cfg.get('accelerator'))
+    options = setting.options(cfg)
     dist_cfg = {} if cfg is None else (cfg.get('env_cfg') or {}).get('dist_cfg') or {}
     return init_device(
         launcher,
-        options,
-        forced_backend=configured.get('backend', 'auto'),
+        options.device,
+        forced_backend=options.backend,
         backend=dist_cfg.get('backend'),
         timeout=measure.timeout,
     )

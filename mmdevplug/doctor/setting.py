@@ -1,11 +1,11 @@
 """What a user asked the doctor to look at, as it travels to processes of their own."""
 
-from typing import Any, Dict, Mapping, NamedTuple, Optional
+from dataclasses import replace
+from typing import Any, Mapping, NamedTuple, Optional
 
 from mmengine.config import Config
 
-from mmdevplug.accelerators.detection import accelerator_options
-from mmdevplug.config.accelerator import RUNNER_OPTIONS
+from mmdevplug.config.accelerator import AcceleratorOptions
 
 
 class Setting(NamedTuple):
@@ -23,12 +23,14 @@ class Setting(NamedTuple):
         """Load the config, which imports what its ``custom_imports`` name."""
         return None if self.config is None else Config.fromfile(self.config)
 
-    def accelerator_options(self, cfg: Optional[Mapping[str, Any]]) -> Dict[str, Any]:
-        """The arguments of the accelerator: those of the config, with the name that was given."""
-        found = accelerator_options(None if cfg is None else cfg.get('accelerator'))
-        options = {key: value for key, value in found.items() if key not in RUNNER_OPTIONS}
-        if self.accelerator is not None:
-            if options.get('type') != self.accelerator:
-                options = {}
-            options['type'] = self.accelerator
-        return options
+    def options(self, cfg: Optional[Mapping[str, Any]]) -> AcceleratorOptions:
+        """The config key ``accelerator``, with the name that was given in place of the config's.
+
+        Wrong values of other options are reported by the section of the config.
+        """
+        given = None if cfg is None else cfg.get('accelerator')
+        options = AcceleratorOptions.from_config(given, problems=[], backend='auto')
+        if self.accelerator is None:
+            return options
+        same = isinstance(options.device, dict) and options.device.get('type') == self.accelerator
+        return replace(options, device=options.device if same else dict(type=self.accelerator))

@@ -8,11 +8,12 @@ import re
 from contextlib import contextmanager
 from typing import Any, Iterator, List, Optional, Tuple
 
+from mmdevplug.config.accelerator import DEFAULT_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 
 from .ending import shorten_tracebacks
-from .failure_watch import DEFAULT_HEARTBEAT_TIMEOUT, FailureWatch
+from .failure_watch import FailureWatch
 from .heartbeat import DESCRIBED, list_ranks
 
 _COMMUNICATION = re.compile(

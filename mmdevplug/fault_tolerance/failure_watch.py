@@ -15,6 +15,7 @@ import threading
 import time
 from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
 
+from mmdevplug.config.accelerator import DEFAULT_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 
@@ -32,8 +33,6 @@ from .heartbeat import (
 from .liveness import ANSWER_SECONDS, LivenessCheck
 from .network_hints import network_hint
 
-#: Heartbeat silence, in seconds, after which a rank counts as dead.
-DEFAULT_HEARTBEAT_TIMEOUT = 60.0
 #: How long a failing rank waits for the others to read its report, and they for it to appear.
 GRACE_SECONDS = 5.0
 #: How long the main thread may go on after another rank's failure is known.

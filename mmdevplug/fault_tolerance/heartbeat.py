@@ -15,9 +15,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional
 
+from mmdevplug.config.accelerator import LEAST_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
 
-BEAT_SECONDS = 2.0
+BEAT_SECONDS = LEAST_HEARTBEAT_TIMEOUT / 3
 #: So many seconds without a beat that a rank is taken for gone, where a connection was lost too.
 SILENT_SECONDS = 2.5 * BEAT_SECONDS
 #: So many ranks are described in one message.

@@ -9,6 +9,7 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.compilation_cache import describe_kept
+from mmdevplug.config.hook_options import CompilationOptions
 from mmdevplug.config.pad_to import Size, suggest_buckets
 from mmdevplug.data.batch_shapes import (
     COMPUTED,
@@ -21,7 +22,6 @@ from mmdevplug.data.batch_shapes import (
     image_size,
 )
 from mmdevplug.distributed.process_group import rank_device
-from mmdevplug.errors import DevPlugError
 
 #: A warning is followed by the next one when there were so many times more compilations.
 RARELY = 10
@@ -47,9 +47,9 @@ class CompilationHook(Hook):
     instead: each is one graph at least.
 
     Args:
-        warmup (int): Iterations in which graphs may be compiled. Defaults to 20.
-        patience (int): How many iterations after that may compile graphs, e.g. for the last,
-            smaller batch of an epoch, before the warning. Defaults to 3.
+        **options: Fields of :class:`mmdevplug.config.hook_options.CompilationOptions`:
+            ``warmup=20`` and ``patience=3``, which is for iterations such as the last, smaller
+            batch of an epoch.
 
     Examples:
         >>> cfg.accelerator = dict(type='xla', compilations=dict(warmup=50))
@@ -58,15 +58,10 @@ class CompilationHook(Hook):
     # After DeviceHook, which runs what the iteration has recorded.
     priority = 'VERY_HIGH'
 
-    def __init__(self, warmup: int = 20, patience: int = 3) -> None:
-        for name, value, least in (('warmup', warmup, 0), ('patience', patience, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise DevPlugError(
-                    f'CompilationHook.{name}={value!r} (accelerator.compilations.{name}): '
-                    f'expected a whole number of at least {least}.'
-                )
-        self.warmup = warmup
-        self.patience = patience
+    def __init__(self, **options: Any) -> None:
+        found = CompilationOptions(**options)
+        self.warmup = found.warmup
+        self.patience = found.patience
         self._accelerator: Optional[Accelerator] = None
         self._recorder: Optional[ShapeRecorder] = None
 

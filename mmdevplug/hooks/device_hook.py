@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mmdevplug.accelerators import to_device
+from mmdevplug.config.hook_options import DeviceHookOptions
 from mmdevplug.distributed.process_group import rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
@@ -27,19 +28,14 @@ class DeviceHook(Hook):
     host, batch by batch.
 
     Args:
-        on_mismatch (str): What to do about parameters, buffers, optimizer state or a data
-            preprocessor that is not on this rank's device: ``'repair'`` moves them and warns,
-            ``'error'`` refuses to run. Defaults to ``'repair'``.
+        **options: Fields of :class:`mmdevplug.config.hook_options.DeviceHookOptions`:
+            ``on_mismatch='repair'``.
     """
 
     priority = 'HIGHEST'
 
-    def __init__(self, on_mismatch: str = 'repair') -> None:
-        if on_mismatch not in ('repair', 'error'):
-            raise ModelError(
-                f"DeviceHook.on_mismatch={on_mismatch!r}: expected 'repair' or 'error'."
-            )
-        self.on_mismatch = on_mismatch
+    def __init__(self, **options: Any) -> None:
+        self.on_mismatch = DeviceHookOptions(**options).on_mismatch
         self._logged = False
         self._sync_bn_cost = SyncBNCost()
 

@@ -6,21 +6,7 @@ from typing import Any, Dict, Optional, Union
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.errors import DevPlugError, ModelError
-
-
-def check_on_nan(value: Optional[str]) -> None:
-    """Refuse an unknown value of ``accelerator.on_nan``.
-
-    Raises:
-        DevPlugError: If it is unknown.
-    """
-    if value not in (None, 'stop'):
-        raise DevPlugError(
-            f"accelerator.on_nan={value!r}: expected 'stop' or None. To pass over updates whose "
-            f"gradients are not finite, take model_wrapper_cfg=dict(nonfinite_grads='skip'): when "
-            f'a loss can be read, its update is done already on some devices.'
-        )
+from mmdevplug.errors import ModelError
 
 
 @HOOKS.register_module()

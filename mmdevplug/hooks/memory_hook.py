@@ -8,8 +8,8 @@ from mmengine import device as mmengine_device
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
+from mmdevplug.config.hook_options import MemoryOptions
 from mmdevplug.distributed.process_group import rank_device, rank_devices
-from mmdevplug.errors import DevPlugError
 from mmdevplug.utils.memory_growth import MB, Growth, GrowthDetector, Snapshot
 
 
@@ -26,13 +26,10 @@ class MemoryHook(Hook):
     None of this runs anything on a lazy device.
 
     Args:
-        interval (int, optional): Every so many iterations, collect garbage and return the
-            device's cached memory. Both cost time, and PyTorch reuses cached memory anyway.
-            Defaults to None: never.
-        sample_interval (int): Iterations between two samples. Defaults to 50.
-        warmup (int): Iterations in which memory may grow. Defaults to 200.
-        growth_mb (float, optional): The least growth that is told of, in MB; None leaves growth
-            alone. Defaults to 32.
+        **options: Fields of :class:`mmdevplug.config.hook_options.MemoryOptions`:
+            ``interval=None`` (collecting garbage and returning cached memory cost time, and
+            PyTorch reuses cached memory anyway), ``sample_interval=50``, ``warmup=200`` and
+            ``growth_mb=32.0``.
 
     Examples:
         >>> cfg.accelerator = dict(type='cuda', memory=dict(interval=500))
@@ -40,21 +37,12 @@ class MemoryHook(Hook):
 
     priority = 'NORMAL'
 
-    def __init__(
-        self,
-        interval: Optional[int] = None,
-        sample_interval: int = 50,
-        warmup: int = 200,
-        growth_mb: Optional[float] = 32.0,
-    ) -> None:
-        _check('interval', interval, least=1, optional=True)
-        _check('sample_interval', sample_interval, least=1)
-        _check('warmup', warmup, least=0)
-        _check('growth_mb', growth_mb, least=0, optional=True)
-        self.interval = interval
-        self.sample_interval = sample_interval
-        self.warmup = warmup
-        self.growth_mb = growth_mb
+    def __init__(self, **options: Any) -> None:
+        found = MemoryOptions(**options)
+        self.interval = found.interval
+        self.sample_interval = found.sample_interval
+        self.warmup = found.warmup
+        self.growth_mb = found.growth_mb
         self._process: Optional[psutil.Process] = None
         self._detectors: Dict[str, GrowthDetector] = {}
         self._done = 0
@@ -145,16 +133,3 @@ def _shown_by_mmengine() -> bool:
     # 0.10.0 does not know MUSA.
     is_musa_available = getattr(mmengine_device, 'is_musa_available', None)
     return mmengine_device.is_cuda_available() or bool(is_musa_available and is_musa_available())
-
-
-def _check(name: str, value: Any, least: int, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    kinds = (int, float) if name == 'growth_mb' else (int,)
-    if isinstance(value, kinds) and not isinstance(value, bool) and value >= least:
-        return
-    kind = 'number' if float in kinds else 'whole number'
-    raise DevPlugError(
-        f'MemoryHook.{name}={value!r} (accelerator.memory.{name}): expected a {kind} of at least '
-        f'{least}{", or None" if optional else ""}.'
-    )

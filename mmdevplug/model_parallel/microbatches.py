@@ -9,6 +9,7 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mmdevplug.config.model_parallel import read_num_microbatches
 from mmdevplug.errors import ModelError
 
 
@@ -31,22 +32,13 @@ def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
     Raises:
         ModelError: If ``num_microbatches`` is no number above 0.
     """
-    check_num_microbatches(num_microbatches)
+    read_num_microbatches(num_microbatches)
     if num_microbatches > 1:
         _warn_of_batch_norm(model, num_microbatches)
         model.forward = functools.partial(
             _forward_in_parts, model, num_microbatches, _forward_of(model)
         )
     return model
-
-
-def check_num_microbatches(value: Any) -> None:
-    """Refuse what is no number of micro-batches."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelError(
-            f'model_parallel.num_microbatches={value!r}: expected a whole number, 1 (no '
-            f'micro-batches) or more.'
-        )
 
 
 def _forward_of(model: nn.Module) -> Any:

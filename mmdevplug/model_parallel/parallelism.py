@@ -10,6 +10,7 @@ from mmengine.model import is_model_wrapper
 from torch import nn
 
 from mmdevplug.accelerators import Accelerator
+from mmdevplug.config.model_parallel import PRECISIONS, ModelParallelOptions
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.device_guard.mode import HAS_MODES
 from mmdevplug.distributed.process_group import DeviceContext
@@ -22,7 +23,6 @@ from .building import build_without_memory
 from .dispatch import dispatch
 from .microbatches import split_batches
 from .optimizer_state import state_factor
-from .options import PRECISIONS, ModelParallelOptions
 from .resolve import MEMORY_UNKNOWN, TrainingStrategy, resolve_strategy
 
 #: AdamW's, where the optimizer of a config cannot be tried alone.
@@ -242,7 +242,7 @@ def keep_frozen_in(model: nn.Module, precision: Optional[str]) -> None:
 
     Args:
         model (nn.Module): Any.
-        precision (str, optional): A key of :data:`mmdevplug.model_parallel.options.PRECISIONS`.
+        precision (str, optional): A key of :data:`mmdevplug.config.model_parallel.PRECISIONS`.
     """
     name = PRECISIONS[precision]
     if name is not None:

@@ -16,8 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from mmdevplug.accelerators.compilation_cache import check_compilation_cache
-from mmdevplug.accelerators.detection import accelerator_options
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.collecting import collect_checkpoint
 from mmdevplug.checkpoint.finding import check_file, find_good_checkpoint, mark_start
@@ -25,6 +23,8 @@ from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.checkpoint.writing import is_local, join, write_checkpoint
+from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import check_batches, check_samples, explain_empty
@@ -38,10 +38,9 @@ from mmdevplug.explanations.cuda_settings import describe_serious
 from mmdevplug.explanations.explain import explained, explained_build, train_together
 from mmdevplug.explanations.versions import explain_versions
 from mmdevplug.fault_tolerance.failure import fail_together
-from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook, split_options
+from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.placing import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
-from mmdevplug.model_parallel.options import read_options
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
@@ -66,22 +65,12 @@ class DeviceRunner(Runner):
 
     Args:
         *args: See :class:`mmengine.runner.Runner`.
-        accelerator (str or dict, optional): ``dict(type='gcu', backend='gloo')``: the accelerator
-            (see :func:`mmdevplug.get_accelerator`), and a backend that wins over
-            ``env_cfg.dist_cfg``: a name, or ``'auto'`` to use that of ``env_cfg`` only where it
-            suits the device. ``hook=dict(...)`` and ``memory=dict(...)`` hold arguments of
-            :class:`DeviceHook` and :class:`MemoryHook`; ``memory=False``, ``monitor=False`` and
-            ``preemption=False`` leave out the latter, :class:`CommunicationHook` and
-            :class:`PreemptionHook`. ``safe_checkpoints=False`` leaves MMEngine's
-            ``CheckpointHook`` as it is, ``on_nan='stop'`` stops at a loss that is not finite, and
-            ``compilations=dict(...)`` holds arguments of :class:`CompilationHook`, ``pad_to`` is
-            to which size batches are padded, ``compilation_cache`` a folder for compiled graphs
-            (True: in the work directory), and
-            ``heartbeat_timeout`` and ``mmcv_ops`` are those of
-            :func:`mmdevplug.init_device`. Defaults to None: the key ``accelerator`` of
-            ``cfg``.
+        accelerator (str, dict or Accelerator, optional): The accelerator (see
+            :func:`mmdevplug.get_accelerator`), and options of ours, e.g. ``dict(type='gcu',
+            backend='gloo')``: see :class:`mmdevplug.config.accelerator.AcceleratorOptions`.
+            Defaults to None: the key ``accelerator`` of ``cfg``.
         model_parallel (dict or bool, optional): Whether and how the model is spread over several
-            devices: options of :class:`mmdevplug.model_parallel.options.ModelParallelOptions`.
+            devices: options of :class:`mmdevplug.config.model_parallel.ModelParallelOptions`.
             Defaults to None: the key ``model_parallel`` of ``cfg``.
         **kwargs: See :class:`mmengine.runner.Runner`.
 
@@ -102,13 +91,13 @@ class DeviceRunner(Runner):
         check_work_dir(kwargs['work_dir'] if 'work_dir' in kwargs else args[1])
         if accelerator is None and cfg is not None:
             accelerator = cfg.get('accelerator')
-        self._accelerator_cfg, self._options = split_options(accelerator_options(accelerator))
+        self.accelerator_options = AcceleratorOptions.from_config(accelerator)
         # MMEngine's default asks for nccl, which nobody asked for.
         kwargs.setdefault('env_cfg', {})
         if model_parallel is None and cfg is not None:
             model_parallel = cfg.get('model_parallel')
         self.parallelism = Parallelism(
-            read_options(model_parallel),
+            ModelParallelOptions.from_config(model_parallel),
             kwargs['model'] if 'model' in kwargs else next(iter(args), None),
             _optimizer_of(kwargs.get('optim_wrapper')),
             kwargs.get('default_scope') or 'mmengine',
@@ -134,15 +123,14 @@ class DeviceRunner(Runner):
                 this rank or another.
         """
         dist_cfg = dict(env_cfg.get('dist_cfg') or {})
+        options = self.accelerator_options
         self.device_context = init_device(
             self._launcher,
-            self._accelerator_cfg,
-            forced_backend=self._options['backend'],
-            heartbeat_timeout=self._options['heartbeat_timeout'],
-            mmcv_ops=self._options['mmcv_ops'],
-            compilation_cache=check_compilation_cache(
-                self._options['compilation_cache'], self.work_dir
-            ),
+            options.device,
+            forced_backend=options.backend,
+            heartbeat_timeout=options.heartbeat_timeout,
+            mmcv_ops=options.mmcv_ops,
+            compilation_cache=options.compilation_folder(self.work_dir),
             choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
             **dist_cfg,
         )
@@ -187,7 +175,7 @@ class DeviceRunner(Runner):
         """Register hooks as MMEngine does, and ours where there are none of their kind."""
         super().register_hooks(default_hooks, custom_hooks)
         world_size = self.device_context.env.world_size
-        for hook in missing_hooks(self._options, world_size, self._hooks):
+        for hook in missing_hooks(self.accelerator_options, world_size, self._hooks):
             self.register_hook(hook)
 
     # the model ----------------------------------------------------------------------------------
@@ -199,7 +187,7 @@ class DeviceRunner(Runner):
         preprocessors pad batches to few sizes.
         """
         with explained_build(self, 'building the model'):
-            return build_padded(super().build_model, model, self._options['pad_to'])
+            return build_padded(super().build_model, model, self.accelerator_options.pad_to)
 
     def wrap_model(self, model_wrapper_cfg: Optional[Dict], model: nn.Module) -> nn.Module:
         """Move the model to this rank's device and wrap it if the job is distributed.
@@ -301,7 +289,8 @@ class DeviceRunner(Runner):
 
         See :meth:`mmengine.runner.Runner.register_hook` and :mod:`mmdevplug.hooks.default_hooks`.
         """
-        super().register_hook(replace_hook(hook, self._options['safe_checkpoints']), priority)
+        safe = self.accelerator_options.safe_checkpoints
+        super().register_hook(replace_hook(hook, safe), priority)
 
     def save_checkpoint(
         self,

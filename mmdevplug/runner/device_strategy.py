@@ -10,15 +10,13 @@ from mmengine.registry import STRATEGIES
 from torch import nn
 from torch.optim import Optimizer
 
-from mmdevplug.accelerators.compilation_cache import check_compilation_cache
-from mmdevplug.accelerators.detection import accelerator_options
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.data.padding_build import build_padded
-from mmdevplug.hooks.default_hooks import split_options
 from mmdevplug.model.placing import place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
-from mmdevplug.model_parallel.options import ModelParallelOptions
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.optim import (
     adapt_optim_wrapper_cfg,
@@ -53,10 +51,8 @@ class DeviceStrategy(DDPStrategy):
 
     def __init__(self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any) -> None:
         self.given_accelerator = accelerator
-        found = accelerator_options(accelerator)
         # FlexibleRunner asks for nccl when a config says nothing.
-        found.setdefault('backend', 'auto')
-        self._accelerator_cfg, self.runner_options = split_options(found)
+        self.accelerator_options = AcceleratorOptions.from_config(accelerator, backend='auto')
         super().__init__(**kwargs)
 
     def _setup_env(
@@ -64,15 +60,14 @@ class DeviceStrategy(DDPStrategy):
     ) -> None:
         # Before MMEngine's own, which is skipped when a process group exists. A single process
         # has a device to choose and to try, too.
+        options = self.accelerator_options
         self.device_context = init_device(
             launcher or 'none',
-            self._accelerator_cfg,
-            forced_backend=self.runner_options['backend'],
-            heartbeat_timeout=self.runner_options['heartbeat_timeout'],
-            mmcv_ops=self.runner_options['mmcv_ops'],
-            compilation_cache=check_compilation_cache(
-                self.runner_options['compilation_cache'], self._work_dir
-            ),
+            options.device,
+            forced_backend=options.backend,
+            heartbeat_timeout=options.heartbeat_timeout,
+            mmcv_ops=options.mmcv_ops,
+            compilation_cache=options.compilation_folder(self._work_dir),
             choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
             **(dist_cfg or {}),
         )
@@ -83,7 +78,7 @@ class DeviceStrategy(DDPStrategy):
 
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
         """Build the model; see :meth:`mmdevplug.DeviceRunner.build_model`."""
-        return build_padded(super().build_model, model, self.runner_options['pad_to'])
+        return build_padded(super().build_model, model, self.accelerator_options.pad_to)
 
     def collect_env(self) -> Tuple[dict, dict]:
         """Collect what MMEngine reports of the environment, and all devices of the accelerator."""

@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Optional
 from mmengine.runner import FlexibleRunner
 from torch import nn
 
-from mmdevplug.accelerators.detection import accelerator_options
+from mmdevplug.config.accelerator import to_dict
 from mmdevplug.errors import DevPlugError
 from mmdevplug.explanations.explain import explained, train_together
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
@@ -35,7 +35,7 @@ def serve_flexible_runner() -> None:
 def _for_our_strategies(original: Callable, method: Callable) -> Callable:
     @wraps(original)
     def replacement(runner: FlexibleRunner, *args: Any, **kwargs: Any) -> Any:
-        if not hasattr(runner.strategy, 'runner_options'):
+        if not hasattr(runner.strategy, 'accelerator_options'):
             return original(runner, *args, **kwargs)
         return method(original, runner, *args, **kwargs)
 
@@ -55,7 +55,7 @@ def _register_hooks(
     original(runner, default_hooks, custom_hooks)
     strategy = runner.strategy
     world_size = strategy.device_context.env.world_size
-    for hook in missing_hooks(strategy.runner_options, world_size, runner.hooks):
+    for hook in missing_hooks(strategy.accelerator_options, world_size, runner.hooks):
         runner.register_hook(hook)
 
 
@@ -63,7 +63,7 @@ def _register_hook(
     original: Callable, runner: FlexibleRunner, hook: Any, priority: Any = None
 ) -> None:
     """Register a hook, ours in the place of some of MMEngine's."""
-    safe = runner.strategy.runner_options['safe_checkpoints']
+    safe = runner.strategy.accelerator_options.safe_checkpoints
     original(runner, replace_hook(hook, safe), priority)
 
 
@@ -92,7 +92,7 @@ def _test(original: Callable, runner: FlexibleRunner) -> dict:
 def _refuse_ignored_keys(runner: FlexibleRunner) -> None:
     """Refuse keys that DeviceRunner reads and FlexibleRunner hands to nobody."""
     strategy = runner.strategy
-    options = accelerator_options(runner.cfg.get('accelerator'))
+    options = to_dict(runner.cfg.get('accelerator'))
     chosen = {key: value for key, value in options.items() if value != 'auto'}
     if chosen and strategy.given_accelerator is None:
         raise DevPlugError(

@@ -3,9 +3,10 @@
 from typing import Any
 
 from mmdevplug.accelerators.detection import AcceleratorConfig
+from mmdevplug.config.accelerator import read_mmcv_ops
 from mmdevplug.distributed.process_group import DeviceContext, start_distributed
 from mmdevplug.patches.collectives import patch_collectives
-from mmdevplug.patches.mmcv_ops import check_mode, patch_mmcv_ops
+from mmdevplug.patches.mmcv_ops import patch_mmcv_ops
 
 
 def init_device(
@@ -37,7 +38,7 @@ def init_device(
         >>> context = mmdevplug.init_device(launcher='pytorch')
         >>> model.to(context.device)
     """
-    check_mode(mmcv_ops)
+    read_mmcv_ops(mmcv_ops)
     context = start_distributed(launcher, accelerator, **options)
     patch_mmcv_ops(context.accelerator, mmcv_ops)
     patch_collectives(context.accelerator)

@@ -6,7 +6,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.registry import STRATEGIES
 from torch import nn
 
-from mmdevplug.model_parallel.options import read_options
+from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.model_parallel.parallelism import Parallelism
 
 from .device_strategy import DeviceStrategy
@@ -21,7 +21,7 @@ class ModelParallelStrategy(DeviceStrategy):
 
     Args:
         model_parallel (dict or bool, optional): See
-            :class:`mmdevplug.model_parallel.options.ModelParallelOptions`. Defaults to None: as
+            :class:`mmdevplug.config.model_parallel.ModelParallelOptions`. Defaults to None: as
             True.
         optimizer (dict, optional): ``optim_wrapper.optimizer`` of the config, for the size of its
             state in the plan. Defaults to None: AdamW's.
@@ -43,7 +43,9 @@ class ModelParallelStrategy(DeviceStrategy):
         options = True if model_parallel is None else model_parallel
         if isinstance(options, dict):
             options = dict(dict(enable=True), **options)
-        self.parallelism = Parallelism(read_options(options), optimizer=optimizer)
+        self.parallelism = Parallelism(
+            ModelParallelOptions.from_config(options), optimizer=optimizer
+        )
         super().__init__(**kwargs)
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:

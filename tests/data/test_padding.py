@@ -141,7 +141,7 @@ class Padding(BaseModel):
 
 
 def build(model, option=None):
-    return build_padded(MODELS.build, model, option)
+    return build_padded(MODELS.build, model, read_pad_to(option))
 
 
 def shape_of(model):
@@ -187,7 +187,7 @@ def test_a_wrapped_model_and_contradictions():
 
 def test_a_model_without_preprocessor_is_refused():
     with pytest.raises(ModelError, match='Linear has no data preprocessor'):
-        build_padded(lambda model: model, nn.Linear(2, 2), 8)
+        build_padded(lambda model: model, nn.Linear(2, 2), read_pad_to(8))
 
 
 # all ranks together --------------------------------------------------------------------------

@@ -8,10 +8,10 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS
 
+from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.examples.llama import BitsPerByte, PythonHelpText
 from mmdevplug.model_parallel import plan
 from mmdevplug.model_parallel.adapters import check_r_consistency
-from mmdevplug.model_parallel.options import read_options
 from tests.examples.training import FOLDER, llama_config, train_llama
 from tests.ranks import run_ranks
 
@@ -102,7 +102,7 @@ def test_configs_build_one_model(path):
     cfg = Config.fromfile(str(path))
     base = Config.fromfile(str(FOLDER / 'llama_lora.py'))
     assert cfg.model == base.model
-    options = read_options(cfg.get('model_parallel'))
+    options = ModelParallelOptions.from_config(cfg.get('model_parallel'))
     assert (options.enable, options.strategy, options.precision, options.check_r_consistency) == {
         'llama_lora.py': (False, 'balanced', None, False),
         'llama_lora_3_devices.py': (True, 'balanced', 'fp32', False),

@@ -103,10 +103,10 @@ def test_where_nothing_can_be_kept_a_warning_says_so(tmp_path, kind, why):
 
 @pytest.mark.parametrize('option', [5, '', ['a']])
 def test_other_values_are_refused(option):
-    from mmdevplug.accelerators.compilation_cache import check_compilation_cache
+    from mmdevplug.config.accelerator import find_compilation_cache
     from mmdevplug.errors import AcceleratorError
 
     with pytest.raises(AcceleratorError, match='expected a folder, or True'):
-        check_compilation_cache(option, '/work_dir')
+        find_compilation_cache(option, '/work_dir')
     with pytest.raises(AcceleratorError, match='expected a folder\\.'):
-        check_compilation_cache(True)
+        find_compilation_cache(True)

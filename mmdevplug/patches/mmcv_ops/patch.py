@@ -10,28 +10,14 @@ from mmengine.logging import print_log
 from torch import Tensor
 
 from mmdevplug.accelerators import Accelerator
-from mmdevplug.errors import DeviceMismatchError, DevPlugError, ModelError, first_line
+from mmdevplug.config.accelerator import read_mmcv_ops
+from mmdevplug.errors import DeviceMismatchError, ModelError, first_line
 
 from .host_call import call_on_host
 from .interception import Interception
 from .kernels import Kernels, called_for_vendor, lacks_kernel
 from .model_location import where
 from .stats import Ledger, OperatorUse
-
-MODES = ('host', 'error')
-
-
-def check_mode(mode: str) -> None:
-    """Refuse an unknown value of ``accelerator.mmcv_ops``.
-
-    Raises:
-        DevPlugError: If it is unknown.
-    """
-    if mode not in MODES:
-        raise DevPlugError(
-            f"accelerator.mmcv_ops={mode!r}: expected 'host', to run mmcv's operators on the host "
-            f"where the device has no kernel for them, or 'error', to stop there."
-        )
 
 
 class Serving:
@@ -158,7 +144,7 @@ def patch_mmcv_ops(accelerator: Accelerator, mode: str = 'host') -> None:
         >>> mmcv.ops.nms(boxes.to('xla'), scores.to('xla'), 0.5)
     """
     global _serving
-    check_mode(mode)
+    read_mmcv_ops(mode)
     restore_mmcv_ops()
     if accelerator.device_type != 'cpu':
         _serving = Serving(mode)

@@ -5,8 +5,8 @@ import sys
 import pytest
 import torch
 
+from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, ModelError
-from mmdevplug.hooks.default_hooks import split_options
 from mmdevplug.patches.mmcv_ops import (
     host_use,
     kernels,
@@ -132,8 +132,8 @@ def an_unknown_mode_is_refused(accelerator):
     with pytest.raises(DevPlugError, match="accelerator.mmcv_ops='cpu': expected 'host'"):
         patch_mmcv_ops(accelerator, 'cpu')
     with pytest.raises(DevPlugError, match="accelerator.mmcv_ops='cpu': expected 'host'"):
-        split_options(dict(type='zeta', mmcv_ops='cpu'))
-    assert split_options(dict(type='zeta'))[1]['mmcv_ops'] == 'host'
+        AcceleratorOptions.from_config(dict(type='zeta', mmcv_ops='cpu'))
+    assert AcceleratorOptions.from_config(dict(type='zeta')).mmcv_ops == 'host'
 
 
 @check

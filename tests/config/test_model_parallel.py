@@ -3,18 +3,18 @@
 import pytest
 from mmengine.config import ConfigDict
 
+from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.errors import DevPlugError, PlacementError
-from mmdevplug.model_parallel.options import read_options
 
 
 def test_no_key_is_one_device():
-    assert read_options(None).enable is False
-    assert read_options(True).enable is True
-    assert read_options({}).enable is None
+    assert ModelParallelOptions.from_config(None).enable is False
+    assert ModelParallelOptions.from_config(True).enable is True
+    assert ModelParallelOptions.from_config({}).enable is None
 
 
 def test_other_names():
-    found = read_options(
+    found = ModelParallelOptions.from_config(
         ConfigDict(
             enable=True,
             device_map_strategy='dynamic',
@@ -30,8 +30,10 @@ def test_other_names():
     )
     assert (found.strategy, found.balance_threshold) == ('dynamic', 0.2)
     assert (found.precision, found.check_r_consistency) == ('bf16', True)
-    assert read_options(dict(use_balanced_device_map=True)).strategy == 'balanced'
-    assert read_options(dict(use_model_parallel=False)).enable is False
+    assert (
+        ModelParallelOptions.from_config(dict(use_balanced_device_map=True)).strategy == 'balanced'
+    )
+    assert ModelParallelOptions.from_config(dict(use_model_parallel=False)).enable is False
 
 
 @pytest.mark.parametrize(
@@ -52,11 +54,11 @@ def test_other_names():
 )
 def test_bad_options_are_named(options, told):
     with pytest.raises(DevPlugError) as raised:
-        read_options(options)
+        ModelParallelOptions.from_config(options)
     assert told in str(raised.value)
     assert 'model_parallel' in str(raised.value)
 
 
 def test_they_are_placement_errors():
     with pytest.raises(PlacementError):
-        read_options(dict(unknown=1))
+        ModelParallelOptions.from_config(dict(unknown=1))

@@ -1,0 +1,150 @@
+"""The config key ``accelerator``: how it is parsed, and what is refused."""
+
+import dataclasses
+import os
+
+import pytest
+from mmengine.config import Config
+
+from mmdevplug.accelerators import CPUAccelerator, choose_accelerator
+from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.config.fields import options_of
+from mmdevplug.config.hook_options import CompilationOptions, DeviceHookOptions, MemoryOptions
+from mmdevplug.config.pad_to import PadTo
+from mmdevplug.errors import AcceleratorError, DevPlugError
+
+read = AcceleratorOptions.from_config
+
+
+@pytest.mark.parametrize(
+    ('config', 'device'),
+    [
+        (None, {}),
+        ({}, {}),
+        ('cpu', dict(type='cpu')),
+        (dict(type='gcu', generation='t20', backend='gloo'), dict(type='gcu', generation='t20')),
+        (Config(dict(accelerator=dict(type='cpu', memory=False))).accelerator, dict(type='cpu')),
+        # No accelerator, but an argument of one.
+        (dict(type='zeta', device_type='card'), dict(type='zeta', device_type='card')),
+    ],
+)
+def test_what_is_not_ours_goes_to_the_accelerator(config, device):
+    assert read(config).device == device
+
+
+def test_an_accelerator_may_be_an_object():
+    accelerator = CPUAccelerator()
+    options = read(accelerator)
+    assert options == AcceleratorOptions(device=accelerator)
+    assert choose_accelerator(options.device).accelerator is accelerator
+
+
+def test_options_have_their_defaults():
+    assert read('cpu') == AcceleratorOptions(device=dict(type='cpu'))
+    for one in options_of(AcceleratorOptions):
+        written = read({one.name: one.metadata['default']})
+        assert getattr(written, one.name) == getattr(read(None), one.name) == one.default
+
+
+def test_defaults_of_a_caller_give_way_to_the_config():
+    assert read(None, backend='auto').backend == 'auto'
+    assert read(CPUAccelerator(), backend='auto').backend == 'auto'
+    assert read(dict(backend=None), backend='auto').backend is None
+
+
+@pytest.mark.parametrize(
+    ('option', 'value', 'held'),
+    [
+        ('memory', True, MemoryOptions()),
+        ('memory', False, None),
+        ('memory', dict(interval=500), MemoryOptions(interval=500)),
+        ('compilations', dict(warmup=0), CompilationOptions(warmup=0)),
+        ('hook', dict(on_mismatch='error'), DeviceHookOptions('error')),
+        ('pad_to', 64, PadTo(multiple=64)),
+        ('pad_to', False, None),
+        ('monitor', None, False),
+        ('preemption', 1, True),
+        ('heartbeat_timeout', 6, 6),
+        ('compilation_cache', False, None),
+        ('compilation_cache', 'kept', os.path.abspath('kept')),
+    ],
+)
+def test_values_are_parsed_once(option, value, held):
+    assert getattr(read({option: value}), option) == held
+
+
+def test_the_compilation_cache_may_be_in_the_work_directory():
+    options = read(dict(compilation_cache=True))
+    assert options.compilation_folder('/work_dir') == os.path.join(
+        '/work_dir', 'compilation_cache'
+    )
+    assert read(None).compilation_folder('/work_dir') is None
+    with pytest.raises(AcceleratorError, match='expected a folder\\.'):
+        options.compilation_folder(None)
+
+
+def test_options_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        read(None).pad_to = None
+
+
+WRONG = [
+    ('compilation_cache', 3, 'expected a folder, or True'),
+    ('compilations', 7, 'expected True, False, or a dict with some of warmup, patience'),
+    ('compilations', dict(depth=3), 'expected True, False, or a dict with some of warmup'),
+    ('compilations', dict(patience=0), 'accelerator.compilations.patience'),
+    ('heartbeat_timeout', 5.9, 'expected a number of seconds, 6 or more'),
+    ('heartbeat_timeout', 'long', 'Remove the key for 60'),
+    ('hook', None, 'expected a dict with some of on_mismatch'),
+    ('hook', dict(on_mismatch='warn'), "expected 'repair' or 'error'"),
+    ('memory', None, 'expected True, False, or a dict with some of interval'),
+    (
+        'memory',
+        dict(growth_mb=-1),
+        'accelerator.memory.growth_mb.*a number of at least 0, or None',
+    ),
+    ('memory', dict(interval=0.5), 'accelerator.memory.interval.*a whole number of at least 1'),
+    ('mmcv_ops', 'cpu', "expected 'host', to run mmcv's operators on the host"),
+    ('monitor', 'no', 'expected True or False'),
+    ('on_nan', 'skip', "expected 'stop' or None. .*nonfinite_grads='skip'"),
+    ('pad_to', 'large', 'expected a number whose next multiple is taken'),
+    ('preemption', dict(signals=['SIGTERM']), 'expected True or False'),
+    ('safe_checkpoints', 2, 'expected True or False'),
+]
+
+
+@pytest.mark.parametrize(('option', 'value', 'expected'), WRONG)
+def test_an_impossible_value_is_refused(option, value, expected):
+    with pytest.raises(DevPlugError, match=expected) as caught:
+        read({option: value})
+    told = str(caught.value)
+    assert repr(next(iter(value.values())) if 'Hook.' in told else value) in told
+
+
+def test_every_wrong_option_can_be_told_at_once():
+    problems = []
+    wrong = dict(on_nan='skip', pad_to='large', memory=False, backend='gloo')
+    options = read(wrong, problems=problems)
+    assert [str(problem).split('=')[0] for problem in problems] == [
+        'accelerator.on_nan',
+        'accelerator.pad_to',
+    ]
+    assert options == AcceleratorOptions(memory=None, backend='gloo')
+
+
+@pytest.mark.parametrize('config', [7, ['cpu'], True])
+def test_a_key_of_another_type_is_refused(config):
+    with pytest.raises(AcceleratorError, match='accelerator=.*expected a name such as'):
+        read(config)
+
+
+@pytest.mark.parametrize('config', [dict(padto=64), dict(type='auto', padto=64)])
+def test_a_misspelt_option_is_refused_where_no_accelerator_is_named(config, monkeypatch):
+    monkeypatch.delenv('MMDEVPLUG_ACCELERATOR', raising=False)
+    with pytest.raises(AcceleratorError, match='accelerator has padto: no option of training'):
+        choose_accelerator(read(config).device)
+
+
+def test_a_misspelt_option_is_refused_by_the_accelerator_that_is_named():
+    with pytest.raises(AcceleratorError, match='has an option it does not take.*padto'):
+        choose_accelerator(read(dict(type='cpu', padto=64)).device)
