@@ -22,6 +22,7 @@ from mmengine.logging import MMLogger
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.files import write_text
+from mmdevplug.utils.patching import patch_symbol
 
 from .heartbeat import (
     BEAT_SECONDS,
@@ -470,7 +471,7 @@ def _shorten_tracebacks() -> None:
         else:
             before(kind, error, trace)
 
-    sys.excepthook = hook
+    patch_symbol(sys, 'excepthook', hook)
 
 
 def note_for_agent(error: BaseException) -> None:
