@@ -24,6 +24,8 @@ while true; do
     kill -0 "$STEP" 2>/dev/null || break
 done
 if [ -n "$OUT_OF_TIME" ] && [ "$STATUS" = 0 ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    # One task of an array has the number of the array, which stands for all of its tasks.
+    TASK=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+    scontrol requeue "${TASK:-$SLURM_JOB_ID}"
 fi
 exit "$STATUS"

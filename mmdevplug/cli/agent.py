@@ -111,7 +111,7 @@ def describe_failure(error: ChildFailedError) -> str:
 
 
 def _note_of(failure: Any) -> Dict[str, Any]:
-    """What :func:`mmdevplug.fault_tolerance.failure.note_for_agent` wrote, empty without it."""
+    """What :func:`mmdevplug.fault_tolerance.ending.note_for_agent` wrote, empty without it."""
     data = getattr(failure, 'error_file_data', None)
     return data if isinstance(data, dict) and 'because_of_another' in data else {}
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from mmdevplug.errors import DevPlugError
 
-_ACCELERATORS = Path(__file__).parent / 'configs' / '_base_' / 'accelerators'
+_ACCELERATORS = Path(__file__).parents[1] / 'configs' / '_base_' / 'accelerators'
 
 
 def base_config(name: str = 'auto') -> str:

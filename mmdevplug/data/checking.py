@@ -10,7 +10,8 @@ from mmengine.runner import EpochBasedTrainLoop
 
 from mmdevplug.distributed.waiting import decide_together
 from mmdevplug.errors import SampleError
-from mmdevplug.fault_tolerance.failure import GRACE_SECONDS, raise_if_another_failed
+from mmdevplug.fault_tolerance.failure import raise_if_another_failed
+from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
 
 #: How many ranks a message lists.
 MOST_NAMED = 8

@@ -8,7 +8,7 @@ import threading
 from contextlib import nullcontext
 from datetime import timedelta
 from numbers import Real
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import distributed as torch_dist
@@ -42,11 +42,8 @@ from mmdevplug.environments.stale import (
     unset_line,
 )
 from mmdevplug.errors import LaunchError
-from mmdevplug.fault_tolerance.failure import (
-    DEFAULT_HEARTBEAT_TIMEOUT,
-    current_watch,
-    watch_for_failures,
-)
+from mmdevplug.fault_tolerance.failure import current_watch, watch_for_failures
+from mmdevplug.fault_tolerance.failure_watch import DEFAULT_HEARTBEAT_TIMEOUT
 from mmdevplug.fault_tolerance.heartbeat import BEAT_SECONDS, enter_phase
 from mmdevplug.fault_tolerance.store_barrier import LEAVE_SECONDS, raise_on_any_rank
 
@@ -199,6 +196,8 @@ def start_distributed(
         )
     env = read_launch_env(launcher, port=port)
     exists = torch_dist.is_available() and torch_dist.is_initialized()
+    if launcher != 'none' and not exists:
+        _refuse_meeting_places(kwargs)
     if launcher == 'none' and not exists:
         refuse_to_run_alone()
     store = None
@@ -300,6 +299,26 @@ def _together(
         return result
     raise_on_any_rank(store, env, stage, error, timeout)
     return result
+
+
+def _refuse_meeting_places(options: Dict[str, Any]) -> None:
+    """Refuse options that say where and as whom ranks meet, which launchers say.
+
+    Args:
+        options (dict): Of ``init_process_group``. ``init_method='env://'``, which says to ask the
+            launcher, is removed.
+
+    Raises:
+        LaunchError: If there is one.
+    """
+    if options.get('init_method') == 'env://':
+        del options['init_method']
+    for key in ('init_method', 'rank', 'world_size', 'store'):
+        if key in options:
+            raise LaunchError(
+                f'env_cfg.dist_cfg.{key}={options[key]!r}: the launcher says which rank this is '
+                f'and where ranks meet. Remove the key; MASTER_ADDR and MASTER_PORT set the place.'
+            )
 
 
 def to_timeout(

@@ -74,7 +74,10 @@ def _through_host(original: Callable, written: str, accelerator: Accelerator) ->
         if not found:
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        if accelerator.takes_tensors(backend_of(given.get('group'))):
+        group = given.get('group')
+        # PyTorch itself lets a rank pass by a group that it is not in.
+        outside = group == torch_dist.GroupMember.NON_GROUP_MEMBER
+        if outside or accelerator.takes_tensors(backend_of(group)):
             return original(*args, **kwargs)
         detached = [tensor.detach() for tensor in found]
         copies = dict(zip(map(id, found), accelerator.to_host(detached)))

@@ -24,12 +24,13 @@ from mmdevplug.checkpoint.finding import check_file, find_good_checkpoint, mark_
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
-from mmdevplug.checkpoint.writing import join, write_checkpoint
+from mmdevplug.checkpoint.writing import is_local, join, write_checkpoint
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import check_batches, check_samples, explain_empty
 from mmdevplug.data.padding_build import build_padded
 from mmdevplug.data.worker_signals import keep_workers_from_signals
+from mmdevplug.distributed.process_group import DeviceContext
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.environments.launch import restarts
 from mmdevplug.errors import CheckpointError
@@ -355,6 +356,7 @@ class DeviceRunner(Runner):
             return
         found = run_on_main('finding the checkpoint to resume from', self._find_checkpoint)
         if found is not None:
+            _check_shared(found, self.device_context)
             self._resume = True  # what MMEngine's EMAHook asks for
             self.resume(found)
             self._has_loaded = True
@@ -458,6 +460,16 @@ class DeviceRunner(Runner):
         """Test; see :meth:`train`."""
         with explained(self, 'test'):
             return super().test()
+
+
+def _check_shared(path: str, context: DeviceContext) -> None:
+    """Refuse a checkpoint that rank 0 has found and this rank cannot see."""
+    if is_local(path) and not os.path.exists(path):
+        raise CheckpointError(
+            f'rank 0 resumes from {path}, which is not there for {context.env.describe()}. Put '
+            f'the work directory on a file system that all hosts share, under the same path, or '
+            f'copy the file to every host.'
+        )
 
 
 def _optimizer_of(optim_wrapper: Any) -> Optional[Dict]:

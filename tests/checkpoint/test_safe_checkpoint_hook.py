@@ -218,6 +218,24 @@ def test_a_newest_file_that_is_damaged_costs_one_interval(tmp_path):
     assert f'Cannot resume: {path}' in logs
 
 
+def resume_where_each_host_has_its_own(folder):
+    os.chdir(os.path.join(folder, os.environ['RANK']))
+    return resume_from(folder, 'epoch_4.pth')
+
+
+def test_a_checkpoint_that_only_one_host_has(tmp_path):
+    """A path means another folder for each rank, as on hosts without a common file system."""
+    for rank in '01':
+        (tmp_path / rank).mkdir()
+    run_ranks(train, 0, tmp_path / '0', timeout=100)
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(resume_where_each_host_has_its_own, 2, str(tmp_path))
+    kind, message, _ = raised.value.errors[1]
+    assert kind == 'CheckpointError'
+    assert message.startswith('rank 0 resumes from epoch_4.pth, which is not there for rank 1')
+    assert 'rank 1 of 2' in raised.value.errors[0][1]
+
+
 def train_resumed(work_dir):
     return train(work_dir, resume=True)
 

@@ -77,9 +77,10 @@ class Started:
         self.wait_until(lambda: all(self.done(rank) >= iteration for rank in range(ranks)))
 
     def look(self):
-        """Remember every process below the command."""
-        for process in psutil.Process(self.process.pid).children(recursive=True):
-            self.below[process.pid] = process
+        """Remember every process below the command, if it still runs."""
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self.below[process.pid] = process
         return list(self.below.values())
 
     def end(self, number=None):
@@ -193,6 +194,22 @@ def test_ranks_that_hang_are_killed_by_a_second_signal(tmp_path):
     assert job.process.poll() is None
     assert job.end(signal.SIGHUP) == 128 + signal.SIGHUP
     assert 'after a second signal' in job.printed
+
+
+@pytest.mark.long
+def test_nothing_is_left_of_a_job_whose_command_is_killed(tmp_path):
+    """`kill -9 PID`, which nobody can pass on; ranks miss what their command held."""
+    config = write_config(tmp_path, workers=1)
+    command = [*MAIN, 'train', config, '--nproc', '2', '--work-dir', tmp_path / 'work']
+    command += ['--cfg-options', 'accelerator.heartbeat_timeout=6']
+    job = Started(tmp_path, command)
+    job.wait_for_iteration(3)
+    assert len(job.look()) >= 4  # two ranks, a worker of each
+    job.process.kill()
+    _, left = psutil.wait_procs(job.below.values(), timeout=60)
+    assert job.end() == -signal.SIGKILL
+    assert left == [], job.printed
+    assert 'which torchrun on the host of rank 0 holds, has not answered' in job.printed
 
 
 @pytest.mark.long

@@ -58,27 +58,38 @@ while True:
 """
 
 
-@pytest.mark.parametrize('status', [0, 3])
-def test_a_job_out_of_time_saves_and_goes_back_to_the_queue(tmp_path, environ, status):
-    environ = dict(environ, SLURM_JOB_ID='4242', SLURM_NTASKS='2')
+def run_out_of_time(folder, environ, status):
+    """A job of two tasks, warned that its time is up, whose tasks save and end with a status."""
     job = subprocess.Popen(
-        ['bash', str(ROOT / 'tools' / 'slurm_job.sh'), sys.executable, '-c', WAITS, str(tmp_path),
+        ['bash', str(ROOT / 'tools' / 'slurm_job.sh'), sys.executable, '-c', WAITS, str(folder),
          str(status)],
-        env=environ,
+        env=dict(environ, SLURM_JOB_ID='4242', SLURM_NTASKS='2'),
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 60
-        while len(list(tmp_path.glob('ready*'))) < 2:
+        while len(list(folder.glob('ready*'))) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         job.send_signal(signal.SIGUSR1)
         assert job.wait(timeout=60) == status
     finally:
         job.kill()
-    assert len(list(tmp_path.glob('saved*'))) == 2
+    assert len(list(folder.glob('saved*'))) == 2
+    called = (folder / 'slurm.log').read_text().splitlines()
+    return [line for line in called if line.startswith('scontrol requeue')]
+
+
+@pytest.mark.parametrize('status', [0, 3])
+def test_a_job_out_of_time_saves_and_goes_back_to_the_queue(tmp_path, environ, status):
     # One that failed to save would fail again.
-    requeued = 'scontrol requeue 4242' in (tmp_path / 'slurm.log').read_text()
-    assert requeued == (status == 0)
+    expected = ['scontrol requeue 4242'] if status == 0 else []
+    assert run_out_of_time(tmp_path, environ, status) == expected
+
+
+def test_a_task_of_an_array_goes_back_to_the_queue_alone(tmp_path, environ):
+    """Slurm gives one task of an array the number of the whole array."""
+    environ.update(SLURM_ARRAY_JOB_ID='4242', SLURM_ARRAY_TASK_ID='7')
+    assert run_out_of_time(tmp_path, environ, 0) == ['scontrol requeue 4242_7']
 
 
 def test_a_batch_job_asks_for_the_warning_and_the_queue(tmp_path, environ):

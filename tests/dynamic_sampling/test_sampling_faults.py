@@ -78,7 +78,7 @@ def test_a_rank_that_is_killed_is_named():
 
 def sample_slowly():
     """Rank 1 does not go on before the others have asked for it."""
-    from mmdevplug.fault_tolerance import failure
+    from mmdevplug.fault_tolerance import ending, failure
 
     rank = start()
     store, _ = failure.current_job()
@@ -89,7 +89,7 @@ def sample_slowly():
         if "in 'generating, resample 1'" in text:
             store.set('told', '1')
 
-    failure.say = tell
+    ending.say = tell
     return sample(rank, lambda: store.wait(['told'])).tolist(), told
 
 
@@ -104,11 +104,11 @@ def test_a_slow_rank_is_named_and_waited_for():
 
 
 def sample_and_stay_away():
-    from mmdevplug.fault_tolerance import failure
+    from mmdevplug.fault_tolerance import failure_watch
 
     rank = start()
     # It cannot be ended by an exception while it hangs, so its watch ends it.
-    failure.STOP_SECONDS = 1.0
+    failure_watch.STOP_SECONDS = 1.0
     sample(rank, lambda: time.sleep(3600), timeout=3)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from mmdevplug.cli.agent import describe_failure
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config, install_card
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, free_port, launch_variables, run_ranks
 
 
 def errors_of(function, world_size, *args, **kwargs):
@@ -124,6 +124,24 @@ def test_bad_launch_variables_name_themselves(variable, value):
         assert variable in message
 
 
+def init_with(options):
+    from mmdevplug import init_device
+
+    return init_device('pytorch', 'cpu', timeout=30, **options).backend
+
+
+def test_where_ranks_meet_is_the_launchers_business():
+    # MMEngine passes on what a config says, and this is what is the default in any case.
+    assert run_ranks(init_with, 2, dict(init_method='env://')) == ['gloo', 'gloo']
+    for options in (dict(init_method='tcp://10.0.0.1:29500'), dict(rank=0)):
+        ((key, value),) = options.items()
+        errors = errors_of(init_with, 2, options, together=True)
+        assert sorted(errors) == [0, 1]
+        for kind, message, _ in errors.values():
+            assert kind == 'LaunchError'
+            assert message.startswith(f'env_cfg.dist_cfg.{key}={value!r}: ')
+
+
 # while training --------------------------------------------------------------------------------
 
 
@@ -200,6 +218,41 @@ def test_a_killed_rank_is_no_riddle():
     assert errors[0][0] == 'RankFailedError'
     assert 'rank 1 of 2' in errors[0][1]
     assert 'the process is gone and left no message' in errors[0][1]
+
+
+LEAVES = """
+import os, sys, torch
+from mmdevplug import init_device
+from mmdevplug.fault_tolerance.failure import fail_together
+init_device('pytorch', 'cpu', timeout=60)
+with fail_together('training'):
+    if os.environ['RANK'] == '1':
+        sys.exit(0)
+    torch.distributed.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_rank_that_leaves_by_itself_was_not_killed():
+    """As a hook that ends training early, and asks one rank alone."""
+    port = free_port()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, '-c', LEAVES],
+            env=dict(os.environ, PYTHONPATH=PATHS, **launch_variables(rank, 2, port)),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 0], printed
+    assert 'stops because of rank 1 of 2' in printed[0]
+    assert 'it ended while the others went on' in printed[0]
+    assert 'was killed' not in printed[0]
 
 
 def init_twice():

@@ -126,19 +126,19 @@ _open = []
 
 def freeze(stopped_rank, output):
     """A process that is stopped neither dies nor beats."""
-    from mmdevplug.fault_tolerance import failure
+    from mmdevplug.fault_tolerance import ending, failure, failure_watch
     from mmdevplug.fault_tolerance.heartbeat import enter_phase
 
     output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    failure.STOP_SECONDS = 3.0
+    failure_watch.STOP_SECONDS = 3.0
     rank, _ = start(heartbeat_timeout=6)
     enter_phase('reading a broken disk')
     time.sleep(3)
     if rank == stopped_rank:
         os.kill(os.getpid(), signal.SIGSTOP)
-    failure.before_abort(lambda: print(f'callback of {rank}', flush=True))
+    ending.before_abort(lambda: print(f'callback of {rank}', flush=True))
     with failure.fail_together('training'):
         time.sleep(90)  # as in a collective that notices nothing
 
@@ -165,10 +165,10 @@ def test_a_rank_that_is_silent_ends_the_others(tmp_path):
 def hang():
     from torch import distributed as torch_dist, ones
 
-    from mmdevplug.fault_tolerance import failure
+    from mmdevplug.fault_tolerance import failure, failure_watch
     from mmdevplug.fault_tolerance.heartbeat import enter_phase
 
-    failure.STOP_SECONDS = 3.0
+    failure_watch.STOP_SECONDS = 3.0
     rank, _ = start(timeout=8)
     enter_phase('loading a batch' if rank == 1 else 'averaging')
     with failure.fail_together('training'):
@@ -219,14 +219,18 @@ def hold_the_interpreter(report):
     import ctypes
 
     from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure, liveness as answering
+    from mmdevplug.fault_tolerance import failure, failure_watch, liveness as answering
     from mmdevplug.fault_tolerance.heartbeat import enter_phase
 
     output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    failure.BEAT_SECONDS, failure.SILENT_SECONDS, failure.STOP_SECONDS = 0.5, 1.5, 1.0
-    answering.ANSWER_SECONDS = failure.ANSWER_SECONDS = 2.0
+    failure_watch.BEAT_SECONDS, failure_watch.SILENT_SECONDS, failure_watch.STOP_SECONDS = (
+        0.5,
+        1.5,
+        1.0,
+    )
+    answering.ANSWER_SECONDS = failure_watch.ANSWER_SECONDS = 2.0
     rank, watch = start()
     watch.heartbeat_timeout = 4.0
     enter_phase('compiling' if rank == 1 else 'averaging')

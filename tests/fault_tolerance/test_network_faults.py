@@ -49,12 +49,12 @@ def work(hold=0):
 
     from mmdevplug import init_device
     from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure
+    from mmdevplug.fault_tolerance import failure_watch
     from mmdevplug.fault_tolerance.failure import fail_together
     from mmdevplug.fault_tolerance.heartbeat import enter_phase
 
     torch.set_num_threads(1)
-    failure.STOP_SECONDS = STOP_SECONDS
+    failure_watch.STOP_SECONDS = STOP_SECONDS
     init_device('pytorch', 'cpu', timeout=300, heartbeat_timeout=HEARTBEAT_TIMEOUT)
     with fail_together('training'):
         for step in range(STEPS):
@@ -81,9 +81,9 @@ class Slowly(Hook):
 
 def train_slowly(work_dir, resume=False):
     """A rank of a real training run."""
-    from mmdevplug.fault_tolerance import failure
+    from mmdevplug.fault_tolerance import failure_watch
 
-    failure.STOP_SECONDS = STOP_SECONDS
+    failure_watch.STOP_SECONDS = STOP_SECONDS
     train(
         work_dir,
         by_epoch=False,

@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,9 +12,10 @@ import torch
 from mmengine.logging import MMLogger
 from torch import nn
 
+from benchmarks.hosts import INTERFACE, Hosts, available
 from tests.gradients.averaging import batch, gradients, net, rank, start, wrap
-from tests.jobs import checkpoint, largest_difference, weights_of
-from tests.ranks import RanksFailed, run_ranks
+from tests.jobs import ROOT, checkpoint, largest_difference, need_card, weights_of
+from tests.ranks import RanksFailed, launch_variables, run_ranks
 
 
 def deep(layers=12, width=128):
@@ -166,6 +169,50 @@ def plain_gradient(number):
     module = net(64)
     module(torch.full((4, 64), float(number))).sum().backward()
     return module[0].bias.grad.numpy()
+
+
+UNLIKE = (
+    'import sys, torch; from tests.gradients import test_staging as t; t.save_trained(sys.argv[1])'
+)
+
+
+def save_trained(path):
+    kind, weights = train('zeta')
+    np.savez(path, kind=kind, **weights)
+
+
+@pytest.mark.long
+def test_hosts_with_unlike_numbers_of_ranks(tmp_path):
+    """Two ranks on one host and one on another, as when a host has lost a card."""
+    need_card()
+    found = available()
+    if not found.possible:
+        pytest.skip(found.reason)
+    paths = [str(ROOT), str(ROOT / 'tests' / 'standins' / 'fakecard')]
+    jobs = []
+    with Hosts(2) as hosts:
+        for number, (host, local_rank, local_size) in enumerate([(0, 0, 2), (0, 1, 2), (1, 0, 1)]):
+            environ = launch_variables(number, 3, 29500)
+            environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size))
+            environ.update(MASTER_ADDR=hosts.address, GLOO_SOCKET_IFNAME=INTERFACE)
+            command = [sys.executable, '-c', UNLIKE, str(tmp_path / f'{number}.npz')]
+            jobs.append(
+                subprocess.Popen(
+                    hosts.command(host, command),
+                    cwd=str(ROOT),
+                    env=dict(os.environ, PYTHONPATH=os.pathsep.join(paths), **environ),
+                )
+            )
+        try:
+            assert [job.wait(timeout=120) for job in jobs] == [0, 0, 0]
+        finally:
+            for job in jobs:
+                job.kill()
+    ((_, expected), _, _) = run_ranks(flat_train, 3, 'zeta')
+    for number in range(3):
+        weights = dict(np.load(str(tmp_path / f'{number}.npz')))
+        assert weights.pop('kind') == 'Reduction'
+        assert largest_difference(weights, expected) <= 1e-6
 
 
 def test_a_group_of_some_ranks_averages_by_itself():

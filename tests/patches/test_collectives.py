@@ -1,7 +1,10 @@
 """Collectives that models call by themselves, on devices whose tensors gloo refuses."""
 
+import warnings
+
 import pytest
 import torch
+import torch.distributed.nn
 from torch import distributed as torch_dist
 
 from tests.jobs import install_card, torch_before
@@ -88,3 +91,142 @@ def test_collectives_of_models(accelerator):
 @pytest.mark.xla
 def test_collectives_of_models_on_torch_xla():
     check('xla', patched=True)
+
+
+# in three ranks, compared with the CPU -----------------------------------------------------------
+
+
+def start(accelerator):
+    """This rank's number, and a function that puts a tensor on its device."""
+    from mmdevplug import init_device
+
+    install_card(accelerator)
+    context = init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
+    return context.env.rank, lambda *values, **kwargs: torch.tensor(values, **kwargs).to(
+        context.device
+    )
+
+
+def told(*tensors):
+    """What tensors hold, and of which type."""
+    return [(str(tensor.dtype), tensor.detach().cpu().tolist()) for tensor in tensors]
+
+
+def check_as_on_the_cpu(function):
+    expected = run_ranks(function, 3, 'cpu')
+    assert run_ranks(function, 3, 'zeta') == expected
+    return expected
+
+
+def pass_by_groups(accelerator):
+    """Call collectives of groups that overlap, in all ranks, as PyTorch allows it."""
+    rank, put = start(accelerator)
+    left, right = torch_dist.new_group([0, 1]), torch_dist.new_group([1, 2])
+    first, second, third = put(rank + 1.0), put(rank + 1.0), put(rank + 1.0)
+    parts = [put(0.0), put(0.0)]
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # that the rank is not in the group
+        torch_dist.all_reduce(first, group=left)
+        later = torch_dist.all_reduce(second, group=right, async_op=True)
+        if later is not None:
+            later.wait()
+        torch_dist.broadcast(third, 2, group=right)
+        torch_dist.all_gather(parts, put(rank + 1.0), group=left)
+    return [tensor.item() for tensor in (first, second, third, *parts)]
+
+
+@pytest.mark.filterwarnings('ignore')
+def test_a_rank_passes_by_a_group_that_it_is_not_in():
+    assert check_as_on_the_cpu(pass_by_groups) == [
+        [3.0, 1.0, 1.0, 1.0, 2.0],
+        [3.0, 5.0, 3.0, 1.0, 2.0],
+        [3.0, 5.0, 3.0, 0.0, 0.0],
+    ]
+
+
+def send_all_kinds(accelerator):
+    """Sum up tensors of many types and layouts, and reduce them in every way."""
+    rank, put = start(accelerator)
+    found = {}
+
+    def reduce(name, tensor, op='SUM', shown=None):
+        torch_dist.all_reduce(tensor, op=getattr(torch_dist.ReduceOp, op))
+        found[name] = told(tensor if shown is None else shown)
+
+    for dtype in ('uint8', 'int32', 'int64', 'float16', 'float64'):
+        reduce(dtype, put(1, 0, rank, dtype=getattr(torch, dtype)))
+    reduce('scalar', put(rank + 1.0)[0])
+    reduce('nothing', put()[:0])
+    whole = put(1.0, 2.0, 3.0, 4.0)
+    reduce('part', whole[1:3], shown=whole)
+    reduce('transposed', (put(*range(6)) + rank).view(2, 3).t().contiguous())
+    for op in ('MIN', 'MAX', 'PRODUCT', 'BAND', 'BOR', 'BXOR'):
+        reduce(op, put(rank + 1, 3), op)
+    return found
+
+
+def test_types_layouts_and_operations():
+    first, *others = check_as_on_the_cpu(send_all_kinds)
+    assert others == [first, first]
+    assert first['int64'] == [('torch.int64', [3, 0, 3])]
+    assert first['part'] == [('torch.float32', [1.0, 6.0, 9.0, 4.0])]
+    assert first['PRODUCT'] == [('torch.int64', [6, 27])]
+    assert first['BXOR'] == [('torch.int64', [0, 3])]
+
+
+def send_to_one(accelerator):
+    """Collectives in which ranks have different parts."""
+    rank, put = start(accelerator)
+    found = {}
+    total = put(rank + 1.0)
+    torch_dist.reduce(total, 1)
+    if rank == 1:  # undefined elsewhere
+        found['reduce'] = told(total)
+    parts = [put(0.0) for _ in range(3)] if rank == 1 else None
+    torch_dist.gather(put(rank + 1.0), parts, dst=1)
+    found['gather'] = told(*(parts or []))
+    mine = put(0.0)
+    torch_dist.scatter(mine, [put(5.0), put(6.0), put(7.0)] if rank == 2 else None, src=2)
+    found['scatter'] = told(mine)
+    table = put(0.0, 0.0, 0.0, 0.0, 0.0, 0.0).view(3, 2)
+    torch_dist.all_gather(list(table.unbind(0)), put(rank + 1.0, 0.0))
+    found['into views'] = told(table)
+    if rank < 2:
+        message = put(8.0 + rank)
+        if rank == 0:
+            torch_dist.send(message, 1)
+        else:
+            assert torch_dist.recv(message, 0) == 0
+        found['message'] = told(message)
+    return found
+
+
+def test_ranks_with_different_parts():
+    first, second, third = check_as_on_the_cpu(send_to_one)
+    assert second['reduce'] == told(torch.tensor([6.0]))
+    assert second['gather'] == told(*torch.tensor([[1.0], [2.0], [3.0]]))
+    assert [each['scatter'][0][1] for each in (first, second, third)] == [[5.0], [6.0], [7.0]]
+    assert third['into views'] == told(torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]))
+    assert second['message'] == told(torch.tensor([8.0]))
+
+
+def go_backward(accelerator):
+    """Collectives that backward goes through, as losses over the features of all ranks."""
+    rank, put = start(accelerator)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # newer releases have other names for them
+        for name in ('all_reduce', 'all_gather'):
+            feature = put(rank + 1.0).requires_grad_()
+            result = getattr(torch.distributed.nn, name)(feature * 2)
+            if name == 'all_gather':
+                result = torch.cat(result)
+            (result * (rank + 1)).sum().backward()
+            found.append(told(result, feature.grad))
+    return found
+
+
+def test_backward_goes_through_collectives():
+    for reduced, gathered in check_as_on_the_cpu(go_backward):
+        assert reduced == told(torch.tensor([12.0]), torch.tensor([12.0]))
+        assert gathered == told(torch.tensor([2.0, 4.0, 6.0]), torch.tensor([12.0]))

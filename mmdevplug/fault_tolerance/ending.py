@@ -1,0 +1,107 @@
+"""End this process and leave its last words where people and torchrun's agent look."""
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from typing import Any, Callable, List
+
+from mmengine.logging import MMLogger
+
+from mmdevplug.errors import RankFailedError, first_line
+from mmdevplug.utils.files import write_text
+from mmdevplug.utils.patching import patch_symbol
+
+#: How long the functions of `before_abort` may take together.
+ABORT_SECONDS = 10.0
+
+_before_abort: List[Callable[[], Any]] = []
+
+
+def shorten_tracebacks() -> None:
+    """Print one line for the failure of another rank, whose own traceback is the one to read."""
+    before = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        note_for_agent(error)
+        if isinstance(error, RankFailedError):
+            print(f'mmdevplug: {error.one_line()}', file=sys.stderr, flush=True)
+        else:
+            before(kind, error, trace)
+
+    patch_symbol(sys, 'excepthook', hook)
+
+
+def note_for_agent(error: BaseException) -> None:
+    """Leave the error that ends this rank where torchrun's agent reads it.
+
+    The rank that ends first is often not the one that failed: that one waits until the others have
+    read its report.
+
+    Args:
+        error (Exception): What is about to end this process.
+    """
+    path = os.environ.get('TORCHELASTIC_ERROR_FILE')
+    if path is None or 'TORCHELASTIC_RUN_ID' not in os.environ:
+        return
+    told = f'{type(error).__name__}: {first_line(error)}'
+    note = dict(
+        message=told[:1000],
+        timestamp=int(time.time()),
+        because_of_another=isinstance(error, RankFailedError),
+    )
+    try:
+        write_text(json.dumps(note), path)
+    except OSError as failed:
+        logging.getLogger(__name__).debug('no note in %s: %s', path, failed)
+
+
+def before_abort(callback: Callable[[], Any]) -> None:
+    """Register a function to be called before a hanging process is ended.
+
+    Args:
+        callback (callable): Called without arguments, from another thread than the main one, which
+            may hang anywhere. All of them together have a few seconds.
+
+    Examples:
+        >>> before_abort(lambda: None)
+    """
+    _before_abort.append(callback)
+
+
+def abort(message: str) -> None:
+    """End this process, whatever its main thread does.
+
+    Args:
+        message (str): Goes to the log and to the standard error.
+    """
+    say(f'RankFailedError: {message}', logging.ERROR)
+    ending = threading.Thread(target=_run_callbacks, name='mmdevplug-abort', daemon=True)
+    ending.start()
+    ending.join(ABORT_SECONDS)
+    # A collective that hangs in the driver or in the kernel cannot be called off.
+    os._exit(1)
+
+
+def _run_callbacks() -> None:
+    for callback in _before_abort:
+        try:
+            callback()
+        except Exception as error:
+            print(f'mmdevplug: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
+    logging.shutdown()
+
+
+def say(text: str, level: int = logging.WARNING) -> None:
+    """Write to the log, and to the standard error where this rank's log is not shown."""
+    logger = MMLogger.get_current_instance() if MMLogger._instance_dict else None
+    if logger is not None:
+        logger.log(level, text)
+    shown = logger is not None and any(
+        type(handler) is logging.StreamHandler and handler.level <= level
+        for handler in logger.handlers
+    )
+    if not shown:
+        print(f'mmdevplug: {text}', file=sys.stderr, flush=True)

@@ -1,0 +1,432 @@
+"""Detect the failure of other ranks, and report this rank's own, through the job's store.
+
+A rank that fails leaves a report in the store and waits a moment. On every other rank a thread
+looks for such a report, so the name of the failed rank has arrived before the lost connection
+makes their own collective fail. The thread also publishes the heartbeat (see :mod:`.heartbeat`),
+and one neighbour notices when a rank stops doing so.
+"""
+
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+
+from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.errors import DevPlugError, RankFailedError, first_line
+
+from .ending import abort, say
+from .heartbeat import (
+    BEAT_SECONDS,
+    ENDED,
+    FAILED,
+    LOST,
+    RUNNING,
+    SILENT_SECONDS,
+    AwakeClock,
+    Heartbeat,
+)
+from .liveness import ANSWER_SECONDS, Answering
+from .network_hints import network_hint
+
+#: Heartbeat silence, in seconds, after which a rank counts as dead.
+DEFAULT_HEARTBEAT_TIMEOUT = 60.0
+#: How long a failing rank waits for the others to read its report, and they for it to appear.
+GRACE_SECONDS = 5.0
+#: How long the main thread may go on after another rank's failure is known.
+STOP_SECONDS = 15.0
+_TICK = 0.5
+#: At most this many ranks investigate a lost connection at once; the others wait for their report.
+_MAX_INVESTIGATORS = 16
+
+_RANK = re.compile(r'\brank \d+')
+
+GONE = (
+    'the process is gone and left no message. It was killed (out of memory, SIGKILL) or its host '
+    'is down; look at the end of its log and at the kernel log of its host'
+)
+
+
+class FailureWatch:
+    """Publish this rank's heartbeat, and look for the failures of other ranks, in two threads.
+
+    Args:
+        store (torch.distributed.Store): The store that all ranks share, for the main thread.
+        own (torch.distributed.Store): A connection to it that only this object uses.
+        env (LaunchEnv): How this process was started.
+        heartbeat_timeout (float): Heartbeat silence, in seconds, after which a rank counts as
+            dead.
+        is_armed (callable): Whether this rank is in a part of the program that all ranks run
+            together. Elsewhere the silence of another rank is no failure.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        own: Any,
+        env: LaunchEnv,
+        heartbeat_timeout: float = DEFAULT_HEARTBEAT_TIMEOUT,
+        is_armed: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.store, self.env = store, env
+        self.heartbeat_timeout = heartbeat_timeout
+        self._is_armed = is_armed
+        self.own = own
+        self._clock = AwakeClock(2 * _TICK)
+        self._answering = Answering(own, env)
+        self.heartbeat = Heartbeat(own, env, self._clock)
+        self._neighbour = (env.rank + 1) % env.world_size
+        self._reported = threading.Event()
+        self._report: Dict[str, Any] = {}
+        self._report_at = 0.0
+        self._answered = 0.0
+        self._ending = False  # the main thread ends by itself
+        self._attempt = 0  # failures of this job that this rank has met and may have survived
+        self._attempt_lock = threading.Lock()
+        self._store_error: Optional[str] = None
+        self._stopped, self._wake = threading.Event(), threading.Event()
+        self._stop_round = 0  # which training of this process is going on
+        self._stops: Dict[int, str] = {}  # why all ranks are to stop, by round
+        self._to_publish: Optional[Tuple[int, str]] = None
+        self._reread = False  # look for what was asked in a round that has just begun
+        self._beating = threading.Thread(target=self._beat, name='mmdevplug-beat', daemon=True)
+        self._guarding = threading.Thread(target=self._guard, name='mmdevplug-guard', daemon=True)
+        self._beating.start()
+        self._guarding.start()
+
+    def stop(self) -> None:
+        """End the threads before the interpreter does, which would not wait for them."""
+        self._stopped.set()
+        self._wake.set()
+        self._beating.join(timeout=GRACE_SECONDS)
+        self._guarding.join(timeout=GRACE_SECONDS)
+
+    # the thread that beats ----------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        # Many ranks ask one store.
+        pause = min(BEAT_SECONDS, max(_TICK, self.env.world_size / 512))
+        next_beat, beats, events = 0.0, 0, 0
+        try:
+            while not self._stopped.is_set():
+                due = time.monotonic() >= next_beat or self._wake.is_set()
+                if due or self.heartbeat.is_outdated():
+                    next_beat = time.monotonic() + BEAT_SECONDS
+                    self._wake.clear()
+                    self.heartbeat.publish()
+                    self._look_at_others(beats)
+                    beats += 1
+                self._publish_request()
+                found = self.own.add('events', 0)
+                if found != events or self._reread:
+                    events, self._reread = found, False
+                    self._read_events()
+                self._answered = self._clock.now
+                self._wake.wait(pause)
+            if self.heartbeat.state == RUNNING:
+                self.heartbeat.state = ENDED
+            self.heartbeat.publish()
+        except RuntimeError as error:
+            # The store ended with its rank, which the main thread meets by itself.
+            self._store_error = str(error)
+            logging.getLogger(__name__).debug('the store is gone: %s', error)
+
+    def _look_at_others(self, beats: int) -> None:
+        """Look at one neighbour always, and sometimes at rank 0, whose store may go with it."""
+        self.heartbeat.read(self._neighbour)
+        if self.env.rank and beats % max(1, self.env.world_size // 64) == 0:
+            self.heartbeat.read(0)
+        seen = self.heartbeat.seen.get(self._neighbour)
+        silence = self.heartbeat.silence(self._neighbour)
+        if (
+            seen is None
+            or seen.beat.state == ENDED
+            or not self._is_armed()
+            or self._reported.is_set()
+        ):
+            return
+        if silence > self.heartbeat_timeout:
+            silent = self.silent_among(self._others())
+            if self._neighbour in silent:
+                self.accuse(
+                    silent,
+                    f'no sign of life for {silence:.0f} s (accelerator.heartbeat_timeout='
+                    f'{self.heartbeat_timeout:g}): the process hangs, or its host or the link to '
+                    f'it is down',
+                )
+
+    def _others(self) -> List[int]:
+        return [rank for rank in range(self.env.world_size) if rank != self.env.rank]
+
+    def _read_events(self) -> None:
+        attempt = self._attempt
+        if not self._reported.is_set() and self.own.add(f'failure/{attempt}/there', 0):
+            report = json.loads(self.own.get(f'failure/{attempt}/report'))
+            with self._attempt_lock:
+                if attempt != self._attempt:
+                    return  # The main thread has met the failure by itself and gone on.
+                self._report = report
+                self._report_at = self._clock.now
+                self._reported.set()
+            self.own.add(f'failure/{attempt}/seen', 1)
+        number = self._stop_round
+        if number not in self._stops and self.own.add(f'stop/{number}/there', 0):
+            self._stops[number] = json.loads(self.own.get(f'stop/{number}/why'))
+
+    # the thread that watches the clock ----------------------------------------------------------
+
+    def _guard(self) -> None:
+        while not self._stopped.wait(_TICK):
+            now = self._clock.tick()
+            if not self._is_armed():
+                # Silence outside of what all ranks do together is nobody's business.
+                self._answered = max(self._answered, now - _TICK)
+                self._report_at = max(self._report_at, now)
+                continue
+            silence = now - self._answered
+            if self._reported.is_set() and not self._ending:
+                if now - self._report_at > STOP_SECONDS:
+                    abort(str(self._stops_because(self._report['text'])))
+            elif silence > self.heartbeat_timeout:
+                abort(str(self.store_lost(self._store_error or 'it does not answer', silence)))
+
+    # what the main thread asks ------------------------------------------------------------------
+
+    def report(self, text: str, readers: int) -> bool:
+        """Leave a report for the others and give them time to read it.
+
+        Args:
+            text (str): What happened, as the end of a sentence.
+            readers (int): How many ranks will read it, this one included.
+
+        Returns:
+            bool: Whether this rank was the first to report.
+        """
+        key = f'failure/{self._attempt}'
+        if self.own.add(f'{key}/count', 1) > 1:
+            return False  # Another rank was first; one name is enough.
+        told = {'by': self.env.rank, 'host': self.heartbeat.host, 'text': text[:4000]}
+        self.own.set(f'{key}/report', json.dumps(told))
+        self.own.add(f'{key}/there', 1)
+        self.own.add('events', 1)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while time.monotonic() < deadline and threading.current_thread() is not self._beating:
+            if self.own.add(f'{key}/seen', 0) >= readers:
+                break
+            time.sleep(_TICK / 5)
+        return True
+
+    def tell(self, error: Exception, stage: str) -> None:
+        """Leave this rank's own error for the others."""
+        self._set_state(FAILED)
+        text = f'{self.env.describe()} failed in {stage}: {type(error).__name__}: {error}'
+        try:
+            if not self.report(text, self.env.world_size) and isinstance(error, DevPlugError):
+                self._shorten(error)
+        except RuntimeError:
+            # Without the store nothing can be told; the error itself is about to be raised.
+            print(f'{self.env.describe()} cannot reach the store.', file=sys.stderr)
+
+    def _shorten(self, error: DevPlugError) -> None:
+        """Shorten the message if another rank of this host already logged the error."""
+        found = self.peer_failure(wait=2 * _TICK)
+        told = _RANK.sub('', str(error))[:1000]
+        if found is not None and told in _RANK.sub('', str(found)):
+            error.brief = found.brief  # type: ignore[attr-defined]
+
+    def accuse(self, ranks: List[int], of: str, alive: bool = False) -> RankFailedError:
+        """Report ranks that cannot report themselves.
+
+        Returns:
+            RankFailedError: To raise on this rank.
+        """
+        text = f'{self.heartbeat.describe_all(ranks)}: {of}'
+        if self.report(text, self.env.world_size - (0 if alive else len(ranks))):
+            return self._stops_because(text)
+        # Another rank has said the same, and one long message is enough.
+        beats = threading.current_thread() is self._beating
+        if beats:
+            self._read_events()
+        return self.peer_failure(wait=0 if beats else GRACE_SECONDS) or self._stops_because(text)
+
+    def silent_among(self, ranks: Iterable[int]) -> List[int]:
+        """The ranks that neither beat, while two or three beats should have come, nor answer."""
+        ranks = list(ranks)
+        for rank in ranks:
+            self.heartbeat.read(rank)
+        self._stopped.wait(SILENT_SECONDS)
+        seen = {rank: self.heartbeat.read(rank) for rank in ranks}
+        enough = SILENT_SECONDS - 2 * _TICK
+        silent = [
+            rank
+            for rank, last in seen.items()
+            if last and last.beat.state == RUNNING and self.heartbeat.silence(rank) >= enough
+        ]
+        # The store has answered just now, and is not asked while ranks are.
+        self._answered = self._clock.now + ANSWER_SECONDS
+        alive = self._answering.ask(silent)
+        for rank in alive:
+            self._note_busy(rank)
+        return [rank for rank in silent if rank not in alive]
+
+    def _note_busy(self, rank: int) -> None:
+        """Take an answer as a beat, and say why there was none for a long time."""
+        if self.heartbeat.silence(rank) > self.heartbeat_timeout:
+            say(
+                f'{self.env.describe()} has seen no beat of {self.heartbeat.describe(rank)}, but '
+                f'its process answers: one call there holds the Python interpreter, as a first '
+                f'compilation may. The others wait for it, at most env_cfg.dist_cfg.timeout.'
+            )
+        self.heartbeat.note_answer(rank)
+
+    def peer_failure(self, wait: float = 0.0) -> Optional[RankFailedError]:
+        """What another rank reported, waiting a moment for it; None if nothing came."""
+        self._reported.wait(wait)
+        if not self._report or self._report['by'] == self.env.rank:
+            return None
+        error = self._stops_because(self._report['text'])
+        if self._report['host'] == self.heartbeat.host:
+            # Ranks of one host mostly share a terminal, where one long message is enough.
+            error.brief = f'{self.env.describe()} stops too; see rank {self._report["by"]}.'
+        return error
+
+    def _stops_because(self, text: str) -> RankFailedError:
+        return RankFailedError(f'{self.env.describe()} stops because of {text}')
+
+    def store_lost(self, error: Any, silence: float = 0.0) -> RankFailedError:
+        """What to say when the store does not answer any more."""
+        found = self.peer_failure()
+        if found is not None:
+            return found
+        by_agent = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
+        holder = 'torchrun on the host of rank 0' if by_agent else 'rank 0'
+        waited = f' for {silence:.0f} s' if silence >= 1 else ''
+        return self._stops_because(
+            f'{self.heartbeat.describe(0)}: the store at {self.env.master_addr}:'
+            f'{self.env.master_port}, which {holder} holds, has not answered{waited} '
+            f'({first_line(error)}). That process was killed (out of memory, SIGKILL), or its '
+            f'host or the link to it is down; look at its log and at the kernel log of its host.'
+        )
+
+    @property
+    def ending(self) -> bool:
+        """Whether this rank ends because of an error, its own or another's."""
+        return self._ending
+
+    def begin_attempt(self) -> None:
+        """Forget the failure that this rank has met, if any: the process goes on after it.
+
+        A failure ends the attempts of all ranks, so all of them count the same number. What was
+        reported in the last attempt, which a rank may find late, says nothing about the next one.
+        """
+        if not self._ending:
+            return
+        with self._attempt_lock:
+            self._attempt += 1
+            self._report = {}
+            self._reported.clear()
+        self._reread = True
+        self.heartbeat.state = RUNNING
+        self._ending = False
+        self._wake.set()
+
+    def end(self) -> None:
+        """Mark the main thread as exiting, so the watch does not abort it."""
+        self._set_state(LOST)
+
+    def _set_state(self, state: str) -> None:
+        self._ending = True
+        self.heartbeat.state = state
+        self._wake.set()
+
+    def explain(self, error: RuntimeError) -> RankFailedError:
+        """Find out why a connection was lost."""
+        try:
+            return self._find_culprit(error)
+        except RuntimeError as lost:
+            return self.store_lost(lost)
+
+    def _find_culprit(self, error: RuntimeError) -> RankFailedError:
+        self._set_state(LOST)
+        if self.own.add(f'failure/{self._attempt}/lost', 1) > _MAX_INVESTIGATORS:
+            self._reported.wait(2 * SILENT_SECONDS)
+        found = self.peer_failure(wait=_TICK)
+        if found is not None:
+            return found
+        others = self._others()
+        gone = self.gone_among(others)
+        if gone:
+            return self.accuse(gone, GONE)
+        before = {rank: seen.beat.progress for rank, seen in self.heartbeat.seen.items()}
+        silent = self.silent_among(others)
+        found = self.peer_failure()
+        if found is not None:
+            return found
+        if silent:
+            return self.accuse(silent, GONE)
+        seen = {rank: self.heartbeat.seen[rank].beat for rank in others if rank in before}
+        ended = [rank for rank, beat in seen.items() if beat.state == ENDED]
+        if ended:
+            return self.accuse(ended, 'it ended while the others went on')
+        still = {
+            rank: beat.progress
+            for rank, beat in seen.items()
+            if beat.state == RUNNING and beat.progress == before[rank]
+        }
+        if still:
+            slowest = [rank for rank in still if still[rank] == min(still.values())]
+            return self.accuse(
+                slowest,
+                'the process is alive but stands still there, while other ranks waited for it '
+                'longer than env_cfg.dist_cfg.timeout, or lost the connection to it'
+                + network_hint(self.env),
+                alive=True,
+            )
+        return RankFailedError(
+            f'{self.env.describe()} lost the connection to another rank, which left no message: '
+            f'{first_line(error)}. All ranks are alive, so the network is at fault, or a rank '
+            f"waits longer than env_cfg.dist_cfg.timeout; look at the end of the other ranks' "
+            f'logs and at the kernel log.{network_hint(self.env)}'
+        )
+
+    def gone_among(self, ranks: Iterable[int]) -> List[int]:
+        """The ranks whose processes were on this host and have ended without a word."""
+        ranks = list(ranks)
+        for rank in ranks:
+            self.heartbeat.read(rank)
+        return [rank for rank in ranks if self.heartbeat.is_gone(rank)]
+
+    # stopping on purpose ------------------------------------------------------------------------
+
+    def begin_stop_round(self, number: int) -> None:
+        """Forget earlier requests to stop: another training begins.
+
+        Args:
+            number (int): Of this training, the same on all ranks.
+        """
+        self._stop_round = number
+        # Another rank may have asked before this one began.
+        self._reread = True
+        self._wake.set()
+
+    @property
+    def stop_wanted(self) -> Optional[str]:
+        """Why all ranks are to stop, None if nobody has asked."""
+        return self._stops.get(self._stop_round)
+
+    def request_stop(self, why: str) -> None:
+        """Ask all ranks to stop soon; may be called by a signal handler."""
+        # The thread publishes it: a handler must not wait for a connection or a lock in use.
+        self._to_publish = (self._stop_round, why)
+
+    def _publish_request(self) -> None:
+        if self._to_publish is None:
+            return
+        (number, why), self._to_publish = self._to_publish, None
+        if self.own.add(f'stop/{number}/count', 1) == 1:
+            self.own.set(f'stop/{number}/why', json.dumps(why))
+            self.own.add(f'stop/{number}/there', 1)
+            self.own.add('events', 1)

@@ -1,0 +1,137 @@
+"""The rooms of the package: imports go downwards, none in a circle, and tests mirror them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT
+
+PACKAGE = ROOT / 'mmdevplug'
+#: From the top to the bottom, as CONTRIBUTING.md has them. A room imports from those below it.
+ROOMS = [
+    'examples',
+    'cli',
+    'doctor',
+    'runner',
+    'explanations',
+    'hooks',
+    'model_parallel',
+    'gradients',
+    'checkpoint',
+    'data',
+    'model',
+    'optim',
+    'dynamic_sampling',
+    'samples',
+    'patches',
+    'distributed',
+    'fault_tolerance',
+    'environments',
+    'device_guard',
+    'accelerators',
+    'config',
+    'utils',
+    'errors',
+    'registry',
+    'version',
+]
+#: Meet in the modules at the top of the package.
+DOORS = ('__init__', 'autopatch')
+#: Configs are no code, and these rooms are tested through others.
+WITHOUT_TESTS_OF_THEIR_OWN = {'configs', 'config', 'utils'}
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob('*.py')):
+        name = path.relative_to(PACKAGE).with_suffix('').as_posix().replace('/', '.')
+        if not name.startswith('configs.'):
+            yield name, path
+
+
+def imported(name, path):
+    """The modules of ours that a module imports, however deep inside a function."""
+    package = ['mmdevplug', *name.split('.')][:-1]
+    known = {module for module, _ in modules()}
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            prefix = '.'.join([*base, *filter(None, [node.module])])
+            names = [f'{prefix}.{alias.name}' for alias in node.names]
+        else:
+            continue
+        for full in names:
+            parts = full.split('.')
+            if parts[0] != 'mmdevplug':
+                continue
+            candidates = ['.'.join(parts[1:]), '.'.join(parts[1:-1])]
+            candidates += [f'{each}.__init__' for each in candidates]
+            found = next((each for each in candidates if each in known), None)
+            if found is not None and found != name:
+                yield found
+
+
+def room_of(name):
+    return name.split('.')[0]
+
+
+IMPORTS = {name: sorted(set(imported(name, path))) for name, path in modules()}
+
+
+def test_there_is_no_room_that_the_order_does_not_know():
+    assert {room_of(name) for name in IMPORTS} == {*ROOMS, *DOORS}
+
+
+@pytest.mark.parametrize('room', ROOMS)
+def test_a_room_imports_from_those_below_it_alone(room):
+    upward = [
+        f'{name} imports {other}'
+        for name, others in IMPORTS.items()
+        for other in others
+        if room_of(name) == room
+        and room_of(other) not in DOORS
+        and ROOMS.index(room_of(other)) < ROOMS.index(room)
+    ]
+    assert not upward
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    def reach(start):
+        seen, left = set(), [start]
+        while left:
+            for other in IMPORTS.get(left.pop(), ()):
+                if other not in seen:
+                    seen.add(other)
+                    left.append(other)
+        return seen
+
+    # A package's own __init__ gathers what its modules define, and they import each other.
+    circles = [name for name in IMPORTS if not name.endswith('__init__') and name in reach(name)]
+    assert not circles
+
+
+def test_hooks_holds_hooks():
+    for path in (PACKAGE / 'hooks').glob('*.py'):
+        if path.stem in ('__init__', 'default_hooks'):
+            continue
+        kinds = [
+            node
+            for node in ast.parse(path.read_text(encoding='utf-8')).body
+            if isinstance(node, ast.ClassDef)
+        ]
+        bases = {getattr(base, 'id', '') for kind in kinds for base in kind.bases}
+        assert any(base.endswith('Hook') for base in bases), path.name
+
+
+def test_every_room_has_its_tests():
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name[0] != '_'}
+    tested = {path.name for path in Path(ROOT / 'tests').iterdir() if path.is_dir()}
+    assert rooms - tested <= WITHOUT_TESTS_OF_THEIR_OWN
+
+
+def test_contributing_names_the_rooms_in_this_order():
+    text = (ROOT / 'CONTRIBUTING.md').read_text(encoding='utf-8')
+    places = [text.index(f'| `{room}/`') for room in ROOMS if (PACKAGE / room).is_dir()]
+    assert places == sorted(places)
