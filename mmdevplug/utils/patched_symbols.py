@@ -93,8 +93,8 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'mmengine.dist.utils',
         ['get_comm_device'],
         JOB,
-        'It takes every backend that it does not list for one that needs CUDA tensors or host '
-        'tensors.',
+        'With a backend that MMEngine does not list it chooses host tensors, which the backend of '
+        'a vendor refuses.',
         'MMEngine asks the process group which devices it takes.',
     ),
     *_symbols(
@@ -220,9 +220,9 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'torch.serialization',
         ['pickle'],
         LOADING,
-        'PyTorch before 2.6 cannot be told which classes to allow, and 1.13 ignores the argument '
-        'that names a pickle module.',
-        'PyTorch 2.6, which has `torch.serialization.safe_globals`.',
+        'PyTorch before 2.6 cannot allow a class under another name, and 1.13 ignores the '
+        'argument that names a pickle module.',
+        'PyTorch 2.6, whose `torch.serialization.safe_globals` takes names.',
     ),
     *_symbols(
         'torch',
