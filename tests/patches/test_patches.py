@@ -71,7 +71,7 @@ def recorded():
     }
 
 
-def watch_job(accelerator, folder):
+def watch_job(accelerator, folder, flexible):
     """What jobs in one process change: before, in the middle, at the end, after restoring."""
     from mmengine.hooks import Hook
     from mmengine.registry import HOOKS
@@ -80,6 +80,7 @@ def watch_job(accelerator, folder):
     from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
     from mmdevplug.patches.mmengine import restore_mmengine
     from tests.jobs import install_card
+    from tests.runner import test_flexible_runner
 
     with suppress(ImportError):  # mmcv-lite
         import mmcv.ops  # noqa: F401
@@ -94,10 +95,14 @@ def watch_job(accelerator, folder):
     HOOKS.register_module(module=SnapshotHook, force=True)
 
     def train(name):
+        hooks = [dict(type='SnapshotHook')]
+        if flexible:
+            test_flexible_runner.flexible(folder / name, hooks, iterations=3).train()
+            return
         train_digits(
             accelerator,
             folder / name,
-            custom_hooks=[dict(type='SnapshotHook')],
+            custom_hooks=hooks,
             train_cfg__max_epochs=1,
             default_hooks__checkpoint__interval=100,
         )
@@ -137,12 +142,14 @@ INDICES = ('BoolTypeTensor', 'LongTypeTensor', 'IndexType')
 CLOCK = ('torch', 'is_cuda_available')
 
 
-def expected_of(accelerator, ranks):
+def expected_of(accelerator, ranks, flexible):
     """The symbols that a job patches by the list."""
     without = dict(cpu=(*INDICES, *CLOCK, 'print_time'), xla=CLOCK).get(
         accelerator, ('print_time',)
     )
     found = symbols_of(patched_symbols.JOB, patched_symbols.AUTOCAST, without=without)
+    if flexible:
+        found |= symbols_of(patched_symbols.FLEXIBLE_RUNNER)
     if ranks > 1:
         found |= symbols_of(patched_symbols.WATCH)
         if accelerator != 'cpu':
@@ -157,18 +164,22 @@ def expected_of(accelerator, ranks):
     return found
 
 
-def check_job(accelerator, ranks, folder):
+def check_job(accelerator, ranks, folder, flexible=False):
     options = job_of(accelerator, ranks) if accelerator == 'xla' else {}
     number = ranks if ranks > 1 else 0
-    for found in run_ranks(watch_job, number, accelerator, folder, **options):
+    for found in run_ranks(watch_job, number, accelerator, folder, flexible, **options):
         assert found['during'] == found['after'] == found['again'] == found['recorded']
-        assert set(found['listed']) == expected_of(accelerator, ranks)
+        assert set(found['listed']) == expected_of(accelerator, ranks, flexible)
         assert found['left'] == found['active'] == set()
 
 
 @pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 1), ('zeta', 1), ('zeta', 2)])
 def test_a_job_changes_what_the_list_says_and_all_of_it_is_restored(accelerator, ranks, tmp_path):
     check_job(accelerator, ranks, tmp_path)
+
+
+def test_a_job_of_flexible_runner_changes_what_the_list_says(tmp_path):
+    check_job('cpu', 1, tmp_path, flexible=True)
 
 
 @pytest.mark.xla
