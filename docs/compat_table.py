@@ -27,7 +27,7 @@ OTHERS = ('numpy', 'mmcv', 'mmcv-lite', 'accelerate', 'transformers', 'peft')
 
 COMMANDS = """```bash
 tools/compat.sh                                     # all tests on all of them: hours
-TESTS="tests/dist tests/model" tools/compat.sh 2.6.0
+TESTS="tests/gradients tests/model" tools/compat.sh 2.6.0
 python docs/compat_table.py
 ```"""
 

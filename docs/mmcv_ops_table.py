@@ -1,7 +1,7 @@
 """Write ``docs/en/mmcv_ops.md`` and ``docs/zh_cn/mmcv_ops.md`` from what the tests found.
 
-The tests in ``tests/mmcv_ops`` write one JSON file for each kind of device. Which other devices an
-operator has kernels for is read from the sources that mmcv is installed with.
+The tests in ``tests/patches/mmcv_ops`` write one JSON file for each kind of device. Which other
+devices an operator has kernels for is read from the sources that mmcv is installed with.
 """
 
 import json
@@ -16,8 +16,8 @@ VENDORS = dict(cuda='CUDA', mlu='MLU', npu='NPU', mps='MPS')
 DEVICES = ('zeta', 'xla', 'gcu')
 
 COMMANDS = """```bash
-MMDEVPLUG_RESULTS=docs/mmcv_ops python -m pytest tests/mmcv_ops -m "not xla"
-MMDEVPLUG_RESULTS=docs/mmcv_ops PJRT_DEVICE=CPU python -m pytest tests/mmcv_ops -m xla
+MMDEVPLUG_RESULTS=docs/mmcv_ops python -m pytest tests/patches/mmcv_ops -m "not xla"
+MMDEVPLUG_RESULTS=docs/mmcv_ops PJRT_DEVICE=CPU python -m pytest tests/patches/mmcv_ops -m xla
 python docs/mmcv_ops_table.py
 ```"""
 
@@ -111,52 +111,52 @@ stop there with an error of PyTorch's: `knn`, `furthest_point_sample`, `points_i
     zh_cn=dict(
         heading='# mmcv 算子在没有对应内核的设备上',
         intro="""\
-`mmcv.ops` 的算子(`nms`、`RoIAlign`、可变形卷积等)编译了 CPU 内核,视构建而定还有 CUDA 或某一厂商
-设备的内核。在其他设备上,mmcv 会以 "implementation for device ... not found" 停止,或使进程退出。
-使用本包的 runner 时,没有内核的算子在主机上运行:张量复制到主机,由 mmcv 的 CPU 内核计算,结果复制
-回设备。反向传播同样如此,因此模型可以训练。""",
+`mmcv.ops` 的算子（`nms`、`RoIAlign`、可变形卷积等）编译了 CPU 内核，视构建而定还有 CUDA 或某一厂商
+设备的内核。在其他设备上，mmcv 会以 "implementation for device ... not found" 停止，或使进程退出。
+使用本包的 runner 时，没有内核的算子在主机上运行：张量复制到主机，由 mmcv 的 CPU 内核计算，结果复制
+回设备。反向传播同样如此，因此模型可以训练。""",
         option="""\
-默认为 `'host'`。`'error'` 使所有 rank 在第一个这样的算子处停止,并指出算子、设备和模块。
-有内核的地方使用内核:若 mmcv 的构建含有该设备的内核,则逐个尝试算子,只有明确表示没有内核的算子才到
-主机上运行。在 CPU 上以及没有算子的 `mmcv-lite` 下不做任何事。mmcv 本身不被修改:作业开始时在进程中
-替换 `mmcv._ext` 的函数,`restore_mmcv_ops()` 可恢复。""",
+默认为 `'host'`。`'error'` 使所有 rank 在第一个这样的算子处停止，并指出算子、设备和模块。
+有内核的地方使用内核：若 mmcv 的构建含有该设备的内核，则逐个尝试算子，只有明确表示没有内核的算子
+才到主机上运行。在 CPU 上以及没有算子的 `mmcv-lite` 下不做任何事。mmcv 本身不被修改：作业开始时在
+进程中替换 `mmcv._ext` 的函数，`restore_mmcv_ops()` 可恢复。""",
         log="""\
-日志在每个算子首次使用时指出它,每 1,000 次迭代(可用
-`custom_hooks = [dict(type='MMCVOpsHook', interval=100)]` 更改)以及训练、验证、测试结束时
-给出一张表:""",
-        script='在没有 runner 的脚本中,例如推理:',
+日志在每个算子首次使用时指出它，每 1,000 次迭代（可用
+`custom_hooks = [dict(type='MMCVOpsHook', interval=100)]` 更改）以及训练、验证、测试结束时
+给出一张表：""",
+        script='在没有 runner 的脚本中，例如推理：',
         cost_heading='## 代价',
         cost="""\
-- 每次调用把算子读取的数据复制到主机,把写入的数据复制回设备;只写不读的不取回。其间设备等待。
+- 每次调用把算子读取的数据复制到主机，把写入的数据复制回设备；只写不读的不取回。其间设备等待。
   日志中的表给出字节数和秒数。
-- 在惰性设备(torch_xla、T20)上,所有输入一次取回,即每次调用执行一次图,反向中的每次调用也是一次
-  (可变形卷积在反向中有两次)。此前记录的所有操作都在这次执行中完成,之后不会重复计算。秒数包含这次执行,
+- 在惰性设备（torch_xla、T20）上，所有输入一次取回，即每次调用执行一次图，反向中的每次调用也是一次
+  （可变形卷积在反向中有两次）。此前记录的所有操作都在这次执行中完成，之后不会重复计算。秒数包含这次执行，
   首次还包含编译。
-- float16 和 bfloat16 在主机上以 float32 计算,然后舍入。""",
+- float16 和 bfloat16 在主机上以 float32 计算，然后舍入。""",
         table_heading='## 有 CPU 内核的算子',
         table="""\
-*逐位相同*:结果和梯度与 CPU 逐位相同。最后一列是 mmcv 源码中含有哪些设备的内核;在为该设备构建的
-mmcv 中,算子直接在设备上运行。这一点未经试验:手边没有这些设备。""",
+*逐位相同*：结果和梯度与 CPU 逐位相同。最后一列是 mmcv 源码中含有哪些设备的内核；在为该设备构建的
+mmcv 中，算子直接在设备上运行。这一点未经试验：手边没有这些设备。""",
         operator='算子',
-        titles=dict(zeta='PrivateUse1 卡(替身)', xla='torch_xla', gcu='GCU T20(替身)'),
+        titles=dict(zeta='PrivateUse1 卡（替身）', xla='torch_xla', gcu='GCU T20（替身）'),
         native='原生内核',
         same='逐位相同',
         differs='不同',
         untried='未试',
         lacking_heading='## 没有 CPU 内核的算子',
         lacking="""\
-这些算子在 mmcv 中没有 CPU 内核,因此在没有自己内核的设备上会停止,错误信息会说明这一点。其中一些在
-模型库中有 PyTorch 实现,在 CUDA 以外会自动使用:mmdet 的 focal loss,mmcv 的
+这些算子在 mmcv 中没有 CPU 内核，因此在没有自己内核的设备上会停止，错误信息会说明这一点。其中一些在
+模型库中有 PyTorch 实现，在 CUDA 以外会自动使用：mmdet 的 focal loss，mmcv 的
 `MultiScaleDeformableAttention`、`upfirdn2d`、`bias_act`、`filtered_lrelu` 和
-`fused_bias_leakyrelu`。另一些在 Python 代码中就要求 CUDA,会以 PyTorch 的错误停止:`knn`、
+`fused_bias_leakyrelu`。另一些在 Python 代码中就要求 CUDA，会以 PyTorch 的错误停止：`knn`、
 `furthest_point_sample`、`points_in_boxes_part` 和 `points_in_boxes_all`。""",
         limits_heading='## 限制',
         limits="""\
-- `soft_nms` 和 `nms_match` 在所有设备(包括 CUDA)上都由 mmcv 自己复制到主机,不计入统计。
-- `bbox_overlaps` 只在 CPU 上有梯度;在 CUDA 上同样没有。
-- `nms_rotated` 和 `nms_quadri`:torch_xla 2.9 在到达算子之前,就在 `index_select` 中使进程退出。
+- `soft_nms` 和 `nms_match` 在所有设备（包括 CUDA）上都由 mmcv 自己复制到主机，不计入统计。
+- `bbox_overlaps` 只在 CPU 上有梯度；在 CUDA 上同样没有。
+- `nms_rotated` 和 `nms_quadri`：torch_xla 2.9 在到达算子之前，就在 `index_select` 中使进程退出。
   它们未在 torch_xla 和 T20 上试过。
-- 在 `npu`(和 `mlu`)上,mmcv 为厂商内核准备 `box_iou_rotated`(和 `nms_rotated`)的参数,因此没有
+- 在 `npu`（和 `mlu`）上，mmcv 为厂商内核准备 `box_iou_rotated`（和 `nms_rotated`）的参数，因此没有
   该内核时拒绝运行。
 - 操作数位于两个设备上时拒绝运行。""",
         measured='测量环境:mmcv {mmcv};{torch}。',

@@ -5,7 +5,7 @@
 #   tools/compat.sh                       # every combination below
 #   tools/compat.sh 1.13.1 2.6.0          # those with these releases of torch
 #   tools/compat.sh 2.1.2-0.10.0          # the one with these releases of torch and MMEngine
-#   TESTS="tests/dist tests/model" tools/compat.sh 2.1.2     # some of the tests
+#   TESTS="tests/gradients tests/model" tools/compat.sh 2.1.2     # some of the tests
 #
 # An environment takes 3 to 9 GB, in $COMPAT_ENVS (default: a temporary folder), and is deleted after
 # its run unless KEEP=1; one that is there already is used. Pythons are looked for in $PYTHONS, a list

@@ -1,4 +1,4 @@
-"""Accelerators: what a family of devices can do. Knows nothing of the rest of the package."""
+"""Accelerators: one object for each family of devices, and choosing one of them."""
 
 from .base import HOST_BACKENDS, Accelerator, devices_of, registered_device_types
 from .cpu import CPUAccelerator

@@ -1,4 +1,4 @@
-"""Which backend of torch.distributed carries the messages of an accelerator."""
+"""Choose the backend of torch.distributed for an accelerator."""
 
 import re
 from typing import Any, List, Optional

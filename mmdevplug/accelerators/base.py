@@ -1,4 +1,4 @@
-"""The interface that the rest of the package knows a family of devices by."""
+"""The interface of an accelerator: one object for each family of devices."""
 
 import os
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""The option ``accelerator.compilation_cache``: compiled graphs that outlive their process."""
+"""Keep compiled graphs on disk: the option ``accelerator.compilation_cache``."""
 
 import os
 import warnings

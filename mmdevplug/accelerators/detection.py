@@ -1,4 +1,4 @@
-"""Choosing the accelerator: the config, then the environment, then what is present."""
+"""Choose the accelerator: from the config, then the environment, then what is present."""
 
 import os
 import traceback

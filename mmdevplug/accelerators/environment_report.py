@@ -1,4 +1,4 @@
-"""What the environment report at the start of a log says about accelerators."""
+"""Describe the accelerators in the environment report at the start of a log."""
 
 import os
 import sys

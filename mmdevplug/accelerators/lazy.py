@@ -1,4 +1,4 @@
-"""What the lazy families share: the module ``torch.<type>``, which their packages do not bring.
+"""What lazy devices share: the module ``torch.<type>``, which their packages do not bring.
 
 PyTorch asks a module of that name for the random-number state when a checkpointed segment of a
 model is run a second time, and fails where there is none.
@@ -62,7 +62,7 @@ class LazyAccelerator(Accelerator):
     def load_rng(self, state: bytes, device: torch.device) -> None:
         self.set_rng_state(int.from_bytes(state, 'little'), device)
 
-    def keep_apart(self, tensors: Sequence[Tensor]) -> None:
+    def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
         """Let the compiler not recognize what is computed from these tensors from now on.
 
         Else it finds that a checkpointed segment is computed twice, and keeps the first result
@@ -161,20 +161,20 @@ class DeviceModule(ModuleType):
         PyTorch calls it without a device just before it runs a checkpointed segment again.
         """
         if device is None:
-            self._keep_next_module_apart()
+            self._separate_next_module()
         if state.numel():
             number = int.from_bytes(bytes(state.tolist()), 'little')
             self._accelerator.set_rng_state(number, self._device(device))
 
-    def _keep_next_module_apart(self) -> None:
-        def keep_apart(_: nn.Module, inputs: Tuple[Any, ...]) -> None:
+    def _separate_next_module(self) -> None:
+        def optimization_barrier(_: nn.Module, inputs: Tuple[Any, ...]) -> None:
             handle.remove()
             kind = self._accelerator.device_type
             tensors = [x for x in inputs if isinstance(x, Tensor) and x.device.type == kind]
             if tensors:
-                self._accelerator.keep_apart(tensors)
+                self._accelerator.optimization_barrier(tensors)
 
-        handle = register_module_forward_pre_hook(keep_apart)
+        handle = register_module_forward_pre_hook(optimization_barrier)
 
     def get_amp_supported_dtype(self) -> List[torch.dtype]:
         return [torch.bfloat16, torch.float16]

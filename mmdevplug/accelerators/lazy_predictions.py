@@ -1,6 +1,7 @@
 """Run each prediction of a lazy device as one graph."""
 
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Iterator, Sequence
 
 import torch
@@ -20,7 +21,7 @@ def materialize_predictions(
     """
 
     def materialize(*_: object) -> None:
-        if not torch.is_grad_enabled() and not _in_training_step:
+        if not torch.is_grad_enabled() and not _in_training_step.get():
             accelerator.materialize_all(devices)
 
     if not isinstance(module, BaseTTAModel):
@@ -38,15 +39,14 @@ def materialize_predictions(
     module.merge_preds = merge_as_one
 
 
-_in_training_step = False
+_in_training_step: ContextVar[bool] = ContextVar('in_training_step', default=False)
 
 
 @contextmanager
 def training_step() -> Iterator[None]:
     """Leave forward passes without gradients to the graph of the training step around them."""
-    global _in_training_step
-    before, _in_training_step = _in_training_step, True
+    token = _in_training_step.set(True)
     try:
         yield
     finally:
-        _in_training_step = before
+        _in_training_step.reset(token)

@@ -1,4 +1,4 @@
-"""Walking nested samples: containers of tensors, moved to a device in one call."""
+"""Move nested containers of tensors to a device in one call."""
 
 from typing import Any, Dict, List, Optional, Sequence, Union
 

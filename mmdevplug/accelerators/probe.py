@@ -1,4 +1,4 @@
-"""Trying a device before a model is built on it."""
+"""Try a device before a model is built on it."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The states of all random-number generators of a rank."""
+"""Save and restore the states of all random-number generators of a rank."""
 
 import base64
 import json

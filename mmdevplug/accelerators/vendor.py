@@ -1,4 +1,4 @@
-"""Importing vendors' packages: absent is an answer, broken is an error."""
+"""Import the packages of vendors: a missing one is an answer, a broken one an error."""
 
 import sys
 from importlib import import_module

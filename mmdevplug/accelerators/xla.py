@@ -222,7 +222,7 @@ class XLAAccelerator(LazyAccelerator):
 
         xm.set_rng_state(state, str(device))
 
-    def keep_apart(self, tensors: Sequence[Tensor]) -> None:
+    def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
         import torch_xla.core.xla_model as xm
 
         xm.optimization_barrier_(list(tensors))

@@ -1,4 +1,4 @@
-"""Work in the background, one piece at a time, whose errors are not lost."""
+"""Run one task at a time in the background, and keep its error."""
 
 import threading
 from typing import Callable, Optional

@@ -1,4 +1,4 @@
-"""What a runner has to save, as MMEngine collects it, without copies of its own."""
+"""Collect what a runner has to save, as MMEngine does, without copies."""
 
 import time
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""What MMEngine leaves out of a checkpoint, and what it takes to go on as if nothing had been.
+"""Save and restore what MMEngine leaves out of a checkpoint, so that resuming is exact.
 
 The random states of every rank, the batches of the epoch that were trained on, the seed that the
 sampler really used, and whether the validation that follows was done already.

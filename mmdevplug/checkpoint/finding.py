@@ -1,4 +1,4 @@
-"""Which checkpoint to resume from: the newest that is whole."""
+"""Find the checkpoint to resume from: the newest that is whole."""
 
 import logging
 import os

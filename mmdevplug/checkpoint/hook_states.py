@@ -1,4 +1,4 @@
-"""What hooks remember, for checkpoints."""
+"""Save and restore the state of hooks."""
 
 from typing import Any, Dict, Iterator, Mapping, Optional, Tuple, Type
 

@@ -1,4 +1,4 @@
-"""Copying nested states to the host in one call, into memory that is used again."""
+"""Copy nested states to the host in one call, into memory that is used again."""
 
 import copy
 import mmap

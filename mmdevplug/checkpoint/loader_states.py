@@ -1,4 +1,4 @@
-"""What data loaders remember from one pass to the next."""
+"""Save and restore what data loaders keep from one pass to the next."""
 
 from typing import Any, Dict
 

@@ -1,4 +1,4 @@
-"""Buffers that each rank has for itself, such as running statistics that are not synchronized."""
+"""Save and restore buffers that differ between ranks, such as unsynchronized statistics."""
 
 import hashlib
 from typing import List, Optional

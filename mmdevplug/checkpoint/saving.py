@@ -1,4 +1,4 @@
-"""Saving a checkpoint of a runner: on rank 0, or in the background, or by the runner's own way."""
+"""Save a checkpoint of a runner: on rank 0, in the background, or by the runner's own way."""
 
 import os
 from pathlib import Path

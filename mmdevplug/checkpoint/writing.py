@@ -1,4 +1,4 @@
-"""Writing checkpoints, whole or not at all."""
+"""Write a checkpoint to a temporary file, then rename it: a crash keeps the earlier ones."""
 
 import copyreg
 import os

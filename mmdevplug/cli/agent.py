@@ -1,4 +1,4 @@
-"""torchrun with its store on the loopback interface, for jobs on one host.
+"""Run torchrun's agent with its store on the loopback interface, for jobs on one host.
 
 By itself torchrun's store listens on every interface of the host and answers whoever connects.
 PyTorch gives one store to all who ask for the same port in one process, so a store that listens on

@@ -1,4 +1,4 @@
-"""The command ``mmdevplug check-devices``: where a config trains, and where everything lives."""
+"""``mmdevplug check-devices``: show where a config trains, and on which device everything is."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Testing collectives: ``tools/comm_test.py``, and what each process of the doctor's job runs."""
+"""Test collectives: ``tools/comm_test.py``, and each process of the doctor's job."""
 
 import argparse
 import json

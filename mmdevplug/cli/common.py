@@ -1,4 +1,4 @@
-"""What the training and the testing script share."""
+"""Arguments and steps that the training and the testing script share."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""``mmdevplug doctor``: what is wrong here, why it matters, and the command that mends it."""
+"""``mmdevplug doctor``: find what is wrong here, and print the command that mends it."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Starting the processes of a job, after counting the devices of this host."""
+"""Start the processes of a job, after counting the devices of this host."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Writing a launch file for what is present: ``mmdevplug launch-config``."""
+"""``mmdevplug launch-config``: write a launch file for what is present."""
 
 import argparse
 import os

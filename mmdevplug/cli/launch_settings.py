@@ -1,4 +1,4 @@
-"""How a job is started: from flags, from a launch file, checked before anything runs."""
+"""Read how to start a job from flags and a launch file, checked before anything runs."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""Configs of installed packages: ``mmseg::pspnet/pspnet_r50-d8_4xb2-40k_cityscapes-512x1024.py``.
+"""Load configs of installed packages, such as ``mmseg::pspnet/...``.
 
 MMEngine looks for packages with pkg_resources, which setuptools has no longer since release 81.
 """

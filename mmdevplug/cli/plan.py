@@ -1,4 +1,4 @@
-"""``mmdevplug plan``: which device would hold which part of a model. No device need be present."""
+"""``mmdevplug plan``: show which device would hold which part of a model; needs no device."""
 
 import argparse
 import json

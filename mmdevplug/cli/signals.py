@@ -1,4 +1,4 @@
-"""Signals to the process that started a job: passed on to the ranks, which save and end."""
+"""Forward signals from the process that started a job to the ranks, which save and end."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Where everything of one training step lives: what ``check_devices.py`` prints."""
+"""Record on which device everything of one training step is, for ``check-devices``."""
 
 import inspect
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple

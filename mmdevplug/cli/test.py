@@ -1,4 +1,4 @@
-"""Testing: ``tools/test.py``."""
+"""Test: ``tools/test.py``."""
 
 import argparse
 import sys

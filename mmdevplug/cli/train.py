@@ -1,4 +1,4 @@
-"""Training: ``tools/train.py``, and what every process of ``mmdevplug train`` runs."""
+"""Train: ``tools/train.py``, and what every process of ``mmdevplug train`` runs."""
 
 import argparse
 import logging

@@ -1,4 +1,4 @@
-"""Batches that can be continued in the middle of an epoch."""
+"""Data loaders that can go on in the middle of an epoch, checks of data, and padding."""
 
 from .batches import ResumableBatches
 from .building import make_resumable

@@ -1,4 +1,4 @@
-"""The shapes of what a training iteration computes on, which is what a graph is compiled for."""
+"""Find the shapes that a training iteration computes on, for which graphs are compiled."""
 
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 

@@ -1,4 +1,4 @@
-"""Making a data loader resumable in place."""
+"""Make a data loader resumable in place."""
 
 import copy
 from typing import Any, Mapping, Optional

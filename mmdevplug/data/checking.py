@@ -1,4 +1,4 @@
-"""Data that is not there, or not as much on one rank as on the others: told before training."""
+"""Check before training that every rank has data, and as much as the others."""
 
 import traceback
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Padding batches to few sizes, in front of and behind any data preprocessor of OpenMMLab.
+"""Pad batches to few sizes, in front of and behind any data preprocessor of OpenMMLab.
 
 On a lazy device every new shape is a new graph to compile. So images are made larger on the host,
 before the preprocessor sends them; there they are of raw bytes, which have no value that becomes

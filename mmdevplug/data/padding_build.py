@@ -1,4 +1,4 @@
-"""Building models whose data preprocessors pad."""
+"""Build models whose data preprocessors pad."""
 
 import copy
 import logging

@@ -4,7 +4,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from typing import Any, Callable, Optional
+from functools import partial
+from typing import Any
 
 from torch.utils.data import DataLoader
 
@@ -17,22 +18,23 @@ def keep_workers_from_signals(loader: Any) -> None:
     """
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return
-    if not isinstance(loader.worker_init_fn, KeepFromSignals):
-        loader.worker_init_fn = KeepFromSignals(loader.worker_init_fn)
+    before = loader.worker_init_fn
+    if before is None:
+        loader.worker_init_fn = KeepFromSignals(_do_nothing)
+    elif isinstance(before, partial) and not isinstance(before, KeepFromSignals):
+        loader.worker_init_fn = KeepFromSignals(before.func, *before.args, **before.keywords)
+    elif not isinstance(before, KeepFromSignals):
+        loader.worker_init_fn = KeepFromSignals(before)
 
 
-class KeepFromSignals:
+class KeepFromSignals(partial):
     """What a worker process does first, see :func:`keep_workers_from_signals`.
 
     Slurm, systemd, a terminal and torchrun signal all processes of a rank. A rank that is about to
     save needs its workers until the end of the iteration, but by itself a worker dies at SIGTERM.
-
-    Args:
-        before (callable, optional): The ``worker_init_fn`` of the data loader. Defaults to None.
+    MMEngine's ``worker_init_fn`` is a partial function, and code that looks into it finds the same
+    function and arguments here.
     """
-
-    def __init__(self, before: Optional[Callable[[int], None]] = None) -> None:
-        self._before = before
 
     def __call__(self, worker_id: int) -> None:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -40,14 +42,17 @@ class KeepFromSignals:
             signal.signal(number, _ignore)
         if hasattr(signal, 'sigwaitinfo'):  # not on macOS
             self._wait()
-        if self._before is not None:
-            self._before(worker_id)
+        super().__call__(worker_id)
 
     @staticmethod
     def _wait() -> None:
         # Whoever waits for a signal learns who sent it, unlike a handler.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         threading.Thread(target=_end_with_parent, name='mmdevplug-signals', daemon=True).start()
+
+
+def _do_nothing(worker_id: int) -> None:
+    """Stand for the ``worker_init_fn`` of a loader that has none."""
 
 
 def _ignore(number: int, frame: Any) -> None:

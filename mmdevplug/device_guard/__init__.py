@@ -1,4 +1,4 @@
-"""Finding, and repairing, operations whose operands are on different devices."""
+"""Find, and repair, operations whose operands are on different devices."""
 
 from .guard import POLICIES, DeviceGuard
 from .mismatch import Mismatch, Operand, Source

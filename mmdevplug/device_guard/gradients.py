@@ -1,4 +1,4 @@
-"""Gradients of custom functions, back to the devices of what they are gradients of."""
+"""Move gradients of custom functions back to the devices of their inputs."""
 
 import threading
 from typing import Any, List, Optional, Tuple
@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from mmdevplug.utils.patching import Patch, patch_symbol
 
 from .moving import size_of
-from .stats import Ledger, Site
+from .stats import MoveStats, Site
 
 
 class GradientReturns:
@@ -24,15 +24,15 @@ class GradientReturns:
     between :meth:`install` and :meth:`remove`.
 
     Args:
-        ledger (Ledger): Where moves are counted.
+        stats (MoveStats): Where moves are counted.
     """
 
     _lock = threading.Lock()
     _installed: List['GradientReturns'] = []
     _patch: Optional[Patch] = None
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, stats: MoveStats) -> None:
+        self._stats = stats
 
     def install(self) -> None:
         """Start, once for each call."""
@@ -48,7 +48,7 @@ class GradientReturns:
             if not self._installed and self._patch is not None:
                 self._patch.restore()
 
-    def bring_home(self, node: Any, gradients: Any) -> Any:
+    def return_gradients(self, node: Any, gradients: Any) -> Any:
         """Move what the backward of a node returned to where the next nodes want it."""
         returned = gradients if isinstance(gradients, tuple) else (gradients,)
         moved = dict(enumerate(returned))
@@ -59,7 +59,7 @@ class GradientReturns:
                 moved[i] = gradient.to(device)
                 changed = True
                 site = Site(type(node).__name__, '', 0, f'gradient {i}')
-                self._ledger.add(site, 1, size_of(gradient))
+                self._stats.add(site, 1, size_of(gradient))
         return tuple(moved.values()) if changed else gradients
 
 
@@ -67,7 +67,7 @@ def _apply(node: Any, *args: Any) -> Any:
     assert GradientReturns._patch is not None
     gradients = GradientReturns._patch.original(node, *args)
     for returns in GradientReturns._installed[-1:]:
-        gradients = returns.bring_home(node, gradients)
+        gradients = returns.return_gradients(node, gradients)
     return gradients
 
 

@@ -1,4 +1,4 @@
-"""The guard that users enter."""
+"""The context manager that users enter: :class:`DeviceGuard`."""
 
 import logging
 import threading
@@ -13,11 +13,11 @@ from mmdevplug.errors import DeviceMismatchError, DevPlugError
 from .gradients import GradientReturns
 from .mismatch import Mismatch, Operand
 from .mode import OperandMode
-from .moving import bring_together
+from .moving import move_operands
 from .operands import Found, find_tensors, operation_name, roles
-from .rules import Call, call_of, lazy_types, must_meet, takes_several
+from .rules import Call, call_of, lazy_types, operand_groups, takes_several
 from .stack_location import module_and_backward, source_of, user_frame
-from .stats import Ledger, Moved, Site, SiteCount
+from .stats import Moved, MoveStats, Site, SiteCount
 
 POLICIES = ('error', 'warn', 'move')
 
@@ -76,9 +76,9 @@ class DeviceGuard:
         self.policy = policy
         self.model = model
         self.allow = frozenset(allow)
-        self._ledger = Ledger()
+        self._stats = MoveStats()
         self._entered = threading.local()
-        self._returns = GradientReturns(self._ledger)
+        self._returns = GradientReturns(self._stats)
 
     def __enter__(self) -> 'DeviceGuard':
         modes = self._modes()
@@ -106,16 +106,16 @@ class DeviceGuard:
     @property
     def moved(self) -> Moved:
         """The number of tensors moved so far, their bytes, and both by place."""
-        return self._ledger.moved()
+        return self._stats.moved()
 
     @property
     def sites(self) -> Dict[Site, SiteCount]:
         """What happened so far at each place where operands of different devices met."""
-        return self._ledger.sites()
+        return self._stats.sites()
 
     def report(self) -> str:
         """A table of the places where operands of different devices met."""
-        return self._ledger.report()
+        return self._stats.report()
 
     def _modes(self) -> List[Optional[OperandMode]]:
         """What this thread entered: a mode the first time, then None."""
@@ -128,13 +128,13 @@ class DeviceGuard:
         call = call_of(func, args, kwargs, tuple(find_tensors(args, kwargs)))
         if takes_several(call):
             return func(*args, **kwargs)
-        groups = must_meet(call)
+        groups = operand_groups(call)
         if all(_is_together(group) for group in groups) or self._is_allowed(call):
             return func(*args, **kwargs)
         if self.policy == 'move':
-            moves = bring_together(call, groups)
+            moves = move_operands(call, groups)
             if moves is not None:
-                self._ledger.add(self._site(func), moves.number, moves.bytes)
+                self._stats.add(self._site(func), moves.number, moves.bytes)
                 return func(*moves.args, **moves.kwargs)
             self._refuse(
                 call,
@@ -156,7 +156,7 @@ class DeviceGuard:
 
     def _refuse(self, call: Call, groups: Sequence[List[Found]], advice: str) -> None:
         mismatch = self._describe(call, groups)
-        self._ledger.add(self._site(call.func))
+        self._stats.add(self._site(call.func))
         error = DeviceMismatchError(f'{mismatch}\n{advice}')
         error.mismatch = mismatch
         raise error
@@ -173,7 +173,7 @@ class DeviceGuard:
                     "policy='warn' goes on elsewhere, but lazy devices abort the process here. "
                     "Place the operands on one device, or use DeviceGuard(policy='move').",
                 )
-        if self._ledger.add(self._site(call.func)):
+        if self._stats.add(self._site(call.func)):
             print_log(str(self._describe(call, groups)), 'current', logging.WARNING)
 
     def _site(self, func: Callable) -> Site:

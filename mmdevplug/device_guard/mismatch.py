@@ -1,4 +1,4 @@
-"""What is told of an operation whose operands are on different devices."""
+"""Describe an operation whose operands are on different devices."""
 
 from typing import NamedTuple, Optional, Tuple
 

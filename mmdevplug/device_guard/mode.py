@@ -1,4 +1,4 @@
-"""What stands between PyTorch's functions and their operands."""
+"""Intercept PyTorch's functions before they see their operands."""
 
 from types import FunctionType
 from typing import Any, Callable, Iterable, Optional, Tuple

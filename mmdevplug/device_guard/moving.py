@@ -1,4 +1,4 @@
-"""Bringing the operands of an operation together, with the fewest bytes."""
+"""Move the operands of an operation to one device, with the fewest bytes."""
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -18,7 +18,7 @@ class Moves(NamedTuple):
     bytes: int
 
 
-def bring_together(call: Call, groups: Sequence[List[Found]]) -> Optional[Moves]:
+def move_operands(call: Call, groups: Sequence[List[Found]]) -> Optional[Moves]:
     """Copy operands so that each group is on one device.
 
     What is written to stays, or else the result would be lost in a copy. The copies are part of

@@ -1,4 +1,4 @@
-"""The tensors among the arguments of an operation, and what the arguments are called."""
+"""Find the tensors among the arguments of an operation, and the names of the arguments."""
 
 import inspect
 from functools import lru_cache

@@ -1,4 +1,4 @@
-"""Which operands have to be on one device, and which PyTorch takes from another.
+"""Know which operands must be on one device, and which PyTorch accepts from another.
 
 By names, because an operation comes as a method, a function, an operator and an overload.
 """
@@ -126,7 +126,7 @@ def _is_read_as_number(index: Tensor, *but: torch.dtype) -> bool:
     return index.dtype not in but
 
 
-def must_meet(call: Call) -> List[List[Found]]:
+def operand_groups(call: Call) -> List[List[Found]]:
     """The operands that have to be on one device, in groups that need not be on the same one.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Where an operation is called from: the user's line, and the module of the model.
+"""Find where an operation is called from: the user's line and the module of the model.
 
 Both are read off the Python stack when they are needed, so that nothing has to be recorded before,
 nothing to be undone after an exception, and each thread tells its own.

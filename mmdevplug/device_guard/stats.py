@@ -1,4 +1,4 @@
-"""Counts of what a guard found and moved, by place."""
+"""Count what a guard found and moved, by place."""
 
 import threading
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Moved(NamedTuple):
     sites: Dict[Site, SiteCount]
 
 
-class Ledger:
+class MoveStats:
     """Adds up by place; autograd's threads write to it too."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Bytes from rank to rank, never more than there are.
+"""Exchange byte buffers of different lengths between ranks without padding.
 
 A rank begins with a message of one small size, which says how much it has and holds the beginning
 of it. Mostly that is all. What is left is broadcast by its rank in pieces, several at a time:

@@ -1,4 +1,4 @@
-"""Many tensors in few messages."""
+"""Broadcast many tensors in few messages."""
 
 from typing import Any, Iterator, List, Sequence
 

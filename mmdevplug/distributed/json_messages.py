@@ -1,4 +1,4 @@
-"""Small values from every rank to every rank, as JSON: nothing that arrives is run."""
+"""Gather small values from all ranks as JSON, so that nothing that arrives is run."""
 
 import json
 from typing import Any, List

@@ -1,4 +1,4 @@
-"""Starting torch.distributed on any accelerator, for every launcher of MMEngine."""
+"""Start torch.distributed on any accelerator, for every launcher of MMEngine."""
 
 import atexit
 import logging

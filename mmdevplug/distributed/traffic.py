@@ -1,4 +1,4 @@
-"""What the collectives of this rank cost, for logs and reports."""
+"""Count what the collectives of this rank cost, for logs and reports."""
 
 from dataclasses import dataclass
 from typing import Dict

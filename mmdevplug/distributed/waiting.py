@@ -1,4 +1,4 @@
-"""Waiting for the other ranks in the store: it is told who is missing and what they do."""
+"""Wait for the other ranks in the store, and say which are missing and what they do."""
 
 import json
 from datetime import timedelta

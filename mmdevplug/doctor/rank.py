@@ -1,5 +1,6 @@
 """One rank of the test of collectives: runs them all, times them, and agrees with the others."""
 
+import itertools
 import os
 import statistics
 import time
@@ -15,7 +16,7 @@ from mmdevplug.distributed.process_group import DeviceContext
 from mmdevplug.environments.launch import read_launch_env
 from mmdevplug.runner.init_device import init_device
 
-from .collectives import SIZED, Case, Peers, is_lacking, object_problem, problems
+from .collectives import SIZED, Case, Peers, is_lacking, problems
 from .progress import Progress
 from .setting import Setting
 from .sockets import listening_here
@@ -69,11 +70,6 @@ def run_rank(launcher: str, setting: Setting, measure: Measure, progress: Progre
         context.device if takes else torch.device('cpu'),
     )
     outcomes = [_try_unsized('barrier', _barrier_problem, peers, measure, progress)]
-    if context.env.single_host:
-        # Between hosts nothing that arrives is to be unpickled.
-        outcomes.append(
-            _try_unsized('all_gather_object', object_problem, peers, measure, progress)
-        )
     for name in SIZED:
         outcomes.append(_try_sized(name, peers, measure, progress))
     progress.at('comparing results')
@@ -96,17 +92,16 @@ def _start(launcher: str, setting: Setting, cfg: Any, measure: Measure) -> Devic
     )
 
 
-_barriers = 0
+_barriers = itertools.count()
 
 
 def _barrier_problem(peers: Peers) -> str:
     """Count arrivals in the store: behind a barrier, all ranks have arrived before it."""
-    global _barriers
-    _barriers += 1
+    key = f'mmdevplug/doctor/barrier/{next(_barriers)}'
     store = torch_dist.distributed_c10d._get_default_store()
-    store.add(f'mmdevplug/doctor/barrier/{_barriers}', 1)
+    store.add(key, 1)
     torch_dist.barrier()
-    arrived = store.add(f'mmdevplug/doctor/barrier/{_barriers}', 0)
+    arrived = store.add(key, 0)
     return '' if arrived == peers.size else f'rank {peers.rank} saw {arrived} ranks arrive'
 
 

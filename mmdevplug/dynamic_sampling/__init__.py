@@ -1,4 +1,4 @@
-"""Drawing samples on all ranks until together they have enough that are valid."""
+"""Draw samples on all ranks until together they have enough that are valid."""
 
 from .report import SamplingReport
 from .sampler import DynamicSampler

@@ -1,4 +1,4 @@
-"""What all ranks decide, each by itself, from the same numbers."""
+"""Decide, on every rank alike and from the same numbers, whether to draw another round."""
 
 from typing import List, NamedTuple, Sequence
 

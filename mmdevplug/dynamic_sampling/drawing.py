@@ -1,4 +1,4 @@
-"""One rank's part of a round: generate, bring to the host, and keep the groups that are valid."""
+"""Draw one rank's part of a round, and keep the groups that are valid."""
 
 from typing import Any, Callable, List, NamedTuple, Optional
 

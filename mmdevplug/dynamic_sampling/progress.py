@@ -1,4 +1,4 @@
-"""What a user sees of sampling: log lines, a progress bar on a terminal, and scalars."""
+"""Show the progress of sampling: log lines, a progress bar and scalars."""
 
 import logging
 import sys
@@ -11,7 +11,7 @@ from .report import SamplingReport
 from .settings import Settings
 
 
-class Teller:
+class ProgressLog:
     """Tells how a pool fills, on the first rank alone, and keeps scalars on all.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a sampler did for one pool."""
+"""Report what a sampler did for one pool."""
 
 from typing import NamedTuple, Optional, Tuple
 

@@ -1,4 +1,4 @@
-"""Ranks telling each other, once in a round, what they have; and ending together."""
+"""Exchange counts between ranks once in a round, and end together."""
 
 from typing import Any, Dict, List, Optional
 

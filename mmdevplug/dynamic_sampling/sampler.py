@@ -1,4 +1,4 @@
-"""The sampler: rounds of drawing on all ranks, until the pool of all ranks is full."""
+"""Draw rounds of samples on all ranks until the pool of all ranks is full."""
 
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
@@ -10,7 +10,7 @@ from mmdevplug.samples.stacking import stack_samples
 
 from .decisions import GO_ON, SHORT, Tally, decide, first_tally, offers, round_name, too_few
 from .drawing import Drawn, draw
-from .progress import Teller
+from .progress import ProgressLog
 from .report import SamplingReport
 from .rounds import Rounds
 from .settings import check_callable, check_interval, check_settings
@@ -91,7 +91,7 @@ class DynamicSampler:
         )
         self._accelerator, self._device = rank_device()
         self._rounds = Rounds(settings, group, timeout)
-        self._teller = Teller(settings, check_interval(log_interval), progress)
+        self._progress = ProgressLog(settings, check_interval(log_interval), progress)
         self._held: List[Any] = []  # those left over first
         self._ended = self._over = False
         self._pools = 0
@@ -122,11 +122,11 @@ class DynamicSampler:
         samples = None
         if not self._over:
             with fail_together('dynamic sampling'):
-                self._teller.begin(self._pools + 1)
+                self._progress.begin(self._pools + 1)
                 try:
                     samples = self._next_samples()
                 finally:
-                    self._teller.end()
+                    self._progress.end()
         if samples is None:
             self._over = True
             raise StopIteration
@@ -156,7 +156,7 @@ class DynamicSampler:
             self._held += drawn.groups
             self._ended = drawn.ended
             tally = self._rounds.tell(number, [old, len(self._held) - old], drawn, tally)
-            self._teller.round(tally)
+            self._progress.round(tally)
         return tally
 
     def _draw(self, number: int) -> Drawn:
@@ -208,7 +208,7 @@ class DynamicSampler:
 
     def _give_up(self, groups: int, why: str) -> None:
         self._held = []
-        self._teller.dropped(
+        self._progress.dropped(
             groups * self._settings.per_group,
             f'{why}; {groups * self._settings.per_group} valid sample(s) of an unfinished pool of '
             f'{self._settings.target} are dropped.',
@@ -232,7 +232,7 @@ class DynamicSampler:
             slice=(settings.rank * mine, (settings.rank + 1) * mine),
             short=short,
         )
-        self._teller.report(self.last)
+        self._progress.report(self.last)
 
     def _flat(self, groups: List[Any]) -> List[Any]:
         if self._settings.per_group == 1:

@@ -1,4 +1,4 @@
-"""What a sampler was asked for, checked where it is made."""
+"""Check the arguments of a sampler where it is made."""
 
 from typing import Any, Callable, NamedTuple, Optional
 

@@ -1,4 +1,4 @@
-"""The launch variables: read, checked and, where a launcher leaves them out, filled in."""
+"""Read and check the launch variables, and fill in those that a launcher leaves out."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A store that other hosts cannot reach, for jobs that stay on one host."""
+"""Hold the store on the loopback interface, for jobs that stay on one host."""
 
 import ipaddress
 import socket

@@ -1,4 +1,4 @@
-"""Launch variables that an earlier job left behind in the shell."""
+"""Find launch variables that an earlier job left behind in the shell."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Code that asks for CUDA where a run computes elsewhere: which line, and what to write there."""
+"""Explain code that asks for CUDA where a run computes elsewhere: which line, what to write."""
 
 import re
 from contextlib import contextmanager

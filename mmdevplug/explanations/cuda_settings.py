@@ -1,4 +1,4 @@
-"""Settings of a config that are for CUDA, where a run computes elsewhere."""
+"""Find settings of a config that are for CUDA, where a run computes elsewhere."""
 
 import re
 from typing import Any, Iterator, NamedTuple, Tuple

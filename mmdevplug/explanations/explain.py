@@ -1,4 +1,4 @@
-"""Errors of the libraries below, in words that say what to do."""
+"""Replace errors of the libraries below by messages that say what to do."""
 
 from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Iterator

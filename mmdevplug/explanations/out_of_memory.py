@@ -1,4 +1,4 @@
-"""What to do when memory does not suffice: what holds it, and which batch size to try."""
+"""Explain an out-of-memory error: what holds memory, and which batch size to try."""
 
 import gc
 import re

@@ -1,4 +1,4 @@
-"""Where in a user's own code an error comes from."""
+"""Find the line of a user's own code that an error comes from."""
 
 import linecache
 import os

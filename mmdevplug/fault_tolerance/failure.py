@@ -90,7 +90,7 @@ def fail_together(stage: str) -> Iterator[None]:
             if lost and not isinstance(error, DevPlugError):  # ours may well name a backend
                 raise _watch.explain(error) from error
             error._mmdevplug_told = True
-            _watch.tell(error, getattr(error, '_mmdevplug_stage', stage))
+            _watch.report_error(error, getattr(error, '_mmdevplug_stage', stage))
             raise
 
 
@@ -130,15 +130,17 @@ def raise_if_another_failed(wait: float = 0.0) -> None:
         raise found
 
 
-def gone_among(ranks: List[int]) -> List[int]:
-    """See :meth:`FailureWatch.gone_among`."""
-    return [] if _watch is None else _watch.gone_among(ranks)
+def find_dead(ranks: List[int]) -> List[int]:
+    """See :meth:`FailureWatch.find_dead`."""
+    return [] if _watch is None else _watch.find_dead(ranks)
 
 
-def blame(env: LaunchEnv, ranks: List[int], why: str, alive: bool = False) -> RankFailedError:
+def missing_ranks_error(
+    env: LaunchEnv, ranks: List[int], why: str, alive: bool = False
+) -> RankFailedError:
     """Report ranks that did not come, and return what to raise."""
     if _watch is not None:
-        return _watch.accuse(ranks, why, alive)
+        return _watch.report_ranks(ranks, why, alive)
     return RankFailedError(f'{env.describe()} stops because of {describe_ranks(ranks)}: {why}')
 
 

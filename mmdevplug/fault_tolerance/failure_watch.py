@@ -29,7 +29,7 @@ from .heartbeat import (
     AwakeClock,
     Heartbeat,
 )
-from .liveness import ANSWER_SECONDS, Answering
+from .liveness import ANSWER_SECONDS, LivenessCheck
 from .network_hints import network_hint
 
 #: Heartbeat silence, in seconds, after which a rank counts as dead.
@@ -76,7 +76,7 @@ class FailureWatch:
         self._is_armed = is_armed
         self.own = own
         self._clock = AwakeClock(2 * _TICK)
-        self._answering = Answering(own, env)
+        self._answering = LivenessCheck(own, env)
         self.heartbeat = Heartbeat(own, env, self._clock)
         self._neighbour = (env.rank + 1) % env.world_size
         self._reported = threading.Event()
@@ -149,9 +149,9 @@ class FailureWatch:
         ):
             return
         if silence > self.heartbeat_timeout:
-            silent = self.silent_among(self._others())
+            silent = self.find_silent(self._others())
             if self._neighbour in silent:
-                self.accuse(
+                self.report_ranks(
                     silent,
                     f'no sign of life for {silence:.0f} s (accelerator.heartbeat_timeout='
                     f'{self.heartbeat_timeout:g}): the process hangs, or its host or the link to '
@@ -219,7 +219,7 @@ class FailureWatch:
             time.sleep(_TICK / 5)
         return True
 
-    def tell(self, error: Exception, stage: str) -> None:
+    def report_error(self, error: Exception, stage: str) -> None:
         """Leave this rank's own error for the others."""
         self._set_state(FAILED)
         text = f'{self.env.describe()} failed in {stage}: {type(error).__name__}: {error}'
@@ -237,7 +237,7 @@ class FailureWatch:
         if found is not None and told in _RANK.sub('', str(found)):
             error.brief = found.brief  # type: ignore[attr-defined]
 
-    def accuse(self, ranks: List[int], of: str, alive: bool = False) -> RankFailedError:
+    def report_ranks(self, ranks: List[int], of: str, alive: bool = False) -> RankFailedError:
         """Report ranks that cannot report themselves.
 
         Returns:
@@ -252,7 +252,7 @@ class FailureWatch:
             self._read_events()
         return self.peer_failure(wait=0 if beats else GRACE_SECONDS) or self._stops_because(text)
 
-    def silent_among(self, ranks: Iterable[int]) -> List[int]:
+    def find_silent(self, ranks: Iterable[int]) -> List[int]:
         """The ranks that neither beat, while two or three beats should have come, nor answer."""
         ranks = list(ranks)
         for rank in ranks:
@@ -357,20 +357,20 @@ class FailureWatch:
         if found is not None:
             return found
         others = self._others()
-        gone = self.gone_among(others)
+        gone = self.find_dead(others)
         if gone:
-            return self.accuse(gone, GONE)
+            return self.report_ranks(gone, GONE)
         before = {rank: seen.beat.progress for rank, seen in self.heartbeat.seen.items()}
-        silent = self.silent_among(others)
+        silent = self.find_silent(others)
         found = self.peer_failure()
         if found is not None:
             return found
         if silent:
-            return self.accuse(silent, GONE)
+            return self.report_ranks(silent, GONE)
         seen = {rank: self.heartbeat.seen[rank].beat for rank in others if rank in before}
         ended = [rank for rank, beat in seen.items() if beat.state == ENDED]
         if ended:
-            return self.accuse(ended, 'it ended while the others went on')
+            return self.report_ranks(ended, 'it ended while the others went on')
         still = {
             rank: beat.progress
             for rank, beat in seen.items()
@@ -378,7 +378,7 @@ class FailureWatch:
         }
         if still:
             slowest = [rank for rank in still if still[rank] == min(still.values())]
-            return self.accuse(
+            return self.report_ranks(
                 slowest,
                 'the process is alive but stands still there, while other ranks waited for it '
                 'longer than env_cfg.dist_cfg.timeout, or lost the connection to it'
@@ -392,7 +392,7 @@ class FailureWatch:
             f'logs and at the kernel log.{network_hint(self.env)}'
         )
 
-    def gone_among(self, ranks: Iterable[int]) -> List[int]:
+    def find_dead(self, ranks: Iterable[int]) -> List[int]:
         """The ranks whose processes were on this host and have ended without a word."""
         ranks = list(ranks)
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""What each rank does now, published in the store as a sign of life.
+"""Publish what each rank does in the store, as a sign of life.
 
 Every rank writes a key of its own every two seconds. Others read it when somebody must be named,
 and one neighbour reads it all the time.

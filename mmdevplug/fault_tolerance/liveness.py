@@ -1,4 +1,4 @@
-"""Answering other ranks without Python: which processes live, though their beats stay away.
+"""Answer other ranks without Python, so that a busy process is not taken for a dead one.
 
 A thread of Python beats, so a call that holds the interpreter's lock silences its rank. Vendors'
 compilers do that: a first compilation on a lazy device may take minutes. Before a silent rank is
@@ -29,7 +29,7 @@ from mmdevplug.errors import LaunchError
 ANSWER_SECONDS = 5.0
 
 
-class Answering:
+class LivenessCheck:
     """Answers for this rank, and asks others.
 
     Args:

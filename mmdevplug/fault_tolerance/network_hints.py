@@ -1,4 +1,4 @@
-"""What to try when the network is at fault, for the backend in use."""
+"""Suggest what to try when the network is at fault, for the backend in use."""
 
 from torch import distributed as torch_dist
 

@@ -1,4 +1,4 @@
-"""Stopping all ranks after the same iteration, without a message in ordinary iterations."""
+"""Stop all ranks after the same iteration, without a message in ordinary iterations."""
 
 import json
 from typing import Optional

@@ -1,4 +1,4 @@
-"""Meeting in the store: all ranks wait for each other, and fail together."""
+"""Let all ranks meet in the store, and fail together if one of them cannot."""
 
 import json
 import logging
@@ -129,9 +129,9 @@ class Wait:
             return
         missing = self._missing()
         if missing:  # else the last one came this very moment
-            gone = failure.gone_among(missing)
+            gone = failure.find_dead(missing)
             if gone:
-                raise failure.blame(
+                raise failure.missing_ranks_error(
                     self._env, gone, f'needed at {self._stage!r}, but {failure_watch.GONE}'
                 )
             ending.say(
@@ -145,7 +145,7 @@ class Wait:
             failure.raise_if_another_failed(wait=LEAVE_SECONDS)
         missing = self._missing()
         there = self._env.world_size - len(missing)
-        return failure.blame(
+        return failure.missing_ranks_error(
             self._env,
             missing,
             f'missing after {timeout.total_seconds():.0f} s at {self._stage!r}, where {there} of '

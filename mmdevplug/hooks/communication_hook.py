@@ -1,4 +1,4 @@
-"""What the averaging of gradients costs: in every log line, and as a picture in the end."""
+"""Log what averaging gradients costs, and draw it at the end."""
 
 import time
 from pathlib import Path

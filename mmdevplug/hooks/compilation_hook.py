@@ -1,4 +1,4 @@
-"""Says so when a lazy device goes on compiling graphs, and which shapes make it do so."""
+"""Warn if a lazy device keeps compiling graphs, and name the shapes that cause it."""
 
 import logging
 from typing import Any, Dict, List, Optional, Set, Union

@@ -1,4 +1,4 @@
-"""The hooks that a runner has without being told, and how ``accelerator`` changes that."""
+"""Choose the hooks that a runner gets by default, as the key ``accelerator`` asks."""
 
 from inspect import signature
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Type

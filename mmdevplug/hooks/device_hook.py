@@ -1,4 +1,4 @@
-"""Checks that everything is on this rank's device, and keeps lazy devices moving."""
+"""Check that everything is on this rank's device, and materialize lazy devices."""
 
 from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 

@@ -1,4 +1,4 @@
-"""Empties the cache of any accelerator."""
+"""Empty the cache of any accelerator."""
 
 from typing import Any
 

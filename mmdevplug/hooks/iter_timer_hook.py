@@ -1,4 +1,4 @@
-"""Times of iterations that hold the work of the device, too."""
+"""Time iterations, the work of the device included."""
 
 from typing import Any, Optional, Sequence, Union
 

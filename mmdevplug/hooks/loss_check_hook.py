@@ -1,4 +1,4 @@
-"""Stops a run whose loss is no number any more."""
+"""Stop a run whose loss is not a finite number."""
 
 import math
 from typing import Any, Dict, Optional, Union

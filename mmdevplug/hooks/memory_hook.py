@@ -1,4 +1,4 @@
-"""Memory of this rank: in the log line, and a word when it grows for no reason."""
+"""Log the memory of this rank, and warn if it keeps growing."""
 
 import gc
 from typing import Any, Dict, Optional, Union

@@ -1,4 +1,4 @@
-"""Says what mmcv's operators cost where they run on the host."""
+"""Log what mmcv's operators cost where they run on the host."""
 
 from typing import Any, Optional, Union
 

@@ -1,4 +1,4 @@
-"""Notes what this rank does, so that the others can tell it if this rank is late or gone."""
+"""Publish what this rank does, so that other ranks can say it if this one is late."""
 
 from typing import Any, Optional, Sequence, Union
 

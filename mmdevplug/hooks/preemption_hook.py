@@ -1,4 +1,4 @@
-"""Ends training in good order when a scheduler takes the machine away."""
+"""Save and stop when a scheduler takes the machine away."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Profiles the device, with PyTorch's profiler or the vendor's."""
+"""Profile the device with PyTorch's profiler or the vendor's."""
 
 import os.path as osp
 from typing import Any

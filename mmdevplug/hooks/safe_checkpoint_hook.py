@@ -1,4 +1,4 @@
-"""Checkpoints that survive a kill or a full disk, and from which training goes on exactly."""
+"""Save checkpoints that survive a kill or a full disk and resume exactly."""
 
 import hashlib
 import io

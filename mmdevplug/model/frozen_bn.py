@@ -1,4 +1,4 @@
-"""Batch normalization with frozen statistics on lazy devices.
+"""Compute batch normalization with frozen statistics on lazy devices.
 
 torch_xla has no gradient of PyTorch's own in eval mode, in which ``norm_eval=True`` of OpenMMLab's
 backbones trains: backward fails.

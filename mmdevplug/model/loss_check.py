@@ -1,4 +1,4 @@
-"""Losses that cannot train anything, told before ranks wait for each other's gradients."""
+"""Refuse a loss that trains nothing before ranks wait for each other's gradients."""
 
 from typing import Set
 

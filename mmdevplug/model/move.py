@@ -1,4 +1,4 @@
-"""Moving modules to a device, whole and with their sharing intact."""
+"""Move modules to a device, and keep shared tensors shared."""
 
 from contextlib import contextmanager
 from typing import Dict, Iterator, List, Optional, Tuple
@@ -62,7 +62,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
         ModelError: If something stays behind, e.g. because a submodule overrides ``_apply``.
     """
     if not misplaced_tensors(module, device):
-        tell_preprocessors(module, device)
+        set_preprocessor_devices(module, device)
         return module
     shared, plan = _shared_slots(module), plan_of(module)
     if plan is None:
@@ -73,7 +73,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
         first_place, first_name = slots[0]
         for place, name in slots[1:]:
             place[name] = first_place[first_name]
-    tell_preprocessors(module, device)
+    set_preprocessor_devices(module, device)
     left = misplaced_tensors(module, device)
     if left:
         raise ModelError(
@@ -137,7 +137,7 @@ def _shared_slots(module: nn.Module) -> List[List[Slot]]:
     return [slots for slots in by_tensor.values() if len(slots) > 1]
 
 
-def tell_preprocessors(module: nn.Module, device: torch.device) -> None:
+def set_preprocessor_devices(module: nn.Module, device: torch.device) -> None:
     """Tell the data preprocessors in a module where batches go."""
     for part in module.modules():
         if isinstance(part, BaseDataPreprocessor):

@@ -1,4 +1,4 @@
-"""Which batch normalization a model gets: the values of ``sync_bn``."""
+"""Convert batch normalization layers: the values of ``sync_bn``."""
 
 import logging
 from typing import Dict, Optional, Tuple

@@ -1,4 +1,4 @@
-"""From a bare model to one that trains on this rank's device."""
+"""Place a bare model on this rank's device and make it ready for training."""
 
 from typing import Any, Callable, Dict, Mapping, Optional
 

@@ -1,4 +1,4 @@
-"""Embeddings with sparse gradients, which few devices have kernels for."""
+"""Check embeddings with sparse gradients, which few devices have kernels for."""
 
 import torch
 from torch import nn

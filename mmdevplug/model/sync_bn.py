@@ -1,4 +1,4 @@
-"""Synchronized batch normalization on any device.
+"""Synchronize batch normalization over ranks on any device.
 
 PyTorch's own works on a few types of devices. This one computes with ordinary operations, and its
 statistics travel through the host where the backend does not take the device's tensors.

@@ -1,4 +1,4 @@
-"""What synchronized batch normalization costs on a lazy device, told once in a run."""
+"""Measure once in a run what synchronized batch normalization costs on a lazy device."""
 
 import time
 from typing import Any, Optional, Tuple

@@ -1,4 +1,4 @@
-"""Spreading one model over several devices: measuring it, and planning what goes where."""
+"""Spread one model over several devices: measure it, plan, and dispatch."""
 
 from .devices import parse_devices, parse_max_memory, parse_size, probe_capacities
 from .dispatch import dispatch

@@ -1,4 +1,4 @@
-"""The device map of HF accelerate, for devices of any type."""
+"""Make the device map that HF accelerate would, for devices of any type."""
 
 import logging
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): whether they all have the same rank."""
+"""Check that low-rank adapters (LoRA) all have the same rank."""
 
 import logging
 from typing import Dict, Iterator, List, Mapping, Tuple

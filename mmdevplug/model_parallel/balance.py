@@ -1,4 +1,4 @@
-"""How even a distribution is."""
+"""Measure how even a distribution is."""
 
 from typing import Sequence
 

@@ -1,4 +1,4 @@
-"""A model as a sequence of blocks: what is put on a device as one."""
+"""Divide a model into a sequence of blocks, each of which stays on one device."""
 
 import re
 from dataclasses import dataclass, field

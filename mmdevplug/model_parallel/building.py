@@ -1,4 +1,4 @@
-"""Models from their configs, without memory for their weights."""
+"""Build models from their configs without memory for their weights."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The devices of a plan and what each may hold, as a user writes them."""
+"""Read the devices of a plan and what each may hold, as a user writes them."""
 
 import re
 from difflib import get_close_matches

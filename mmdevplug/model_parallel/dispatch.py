@@ -1,4 +1,4 @@
-"""Putting a planned model on its devices: HF accelerate's dispatch, and what it leaves to do."""
+"""Dispatch a planned model to its devices with HF accelerate, and do what that leaves undone."""
 
 import functools
 import warnings

@@ -1,4 +1,4 @@
-"""A plan as a picture: one bar for each device, its blocks coloured by class."""
+"""Draw a plan: one bar for each device, its blocks coloured by class."""
 
 from typing import Any, Dict, List
 

@@ -1,4 +1,4 @@
-"""Blocks onto devices: the best split, or the figures of why there is none."""
+"""Fit blocks onto devices: the best split, or the figures of why there is none."""
 
 from dataclasses import dataclass, field
 from typing import List, Mapping, NoReturn, Optional, Sequence

@@ -1,4 +1,4 @@
-"""Micro-batches: parts of a batch that follow each other through the devices of a model."""
+"""Split a batch into micro-batches that follow each other through the devices of a model."""
 
 import functools
 import logging

@@ -1,4 +1,4 @@
-"""Walking through the modules and tensors of a model by their names."""
+"""Walk through the modules and tensors of a model by their names."""
 
 from functools import lru_cache
 from typing import Any, List, Optional, Tuple

@@ -1,4 +1,4 @@
-"""How much an optimizer keeps for each parameter, found out by trying it."""
+"""Measure how much an optimizer keeps for each parameter, by trying it."""
 
 import copy
 from typing import Any, Optional, Tuple

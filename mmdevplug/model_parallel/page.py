@@ -1,4 +1,4 @@
-"""A plan as one HTML file, which loads nothing from anywhere."""
+"""Write a plan as one HTML file that loads nothing from anywhere."""
 
 from html import escape
 from typing import List

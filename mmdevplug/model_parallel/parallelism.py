@@ -1,4 +1,4 @@
-"""From the options of ``model_parallel`` to a strategy, a plan, and a model that follows it."""
+"""Turn the options of ``model_parallel`` into a strategy, a plan and a dispatched model."""
 
 import functools
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""The best split of a sequence into contiguous parts, one for each device.
+"""Find the best split of a sequence into contiguous parts, one for each device.
 
 First the largest load relative to its device is made as small as any split can make it, by
 bisection with an exact check; then, among the splits that reach it, the imbalance; then the cost

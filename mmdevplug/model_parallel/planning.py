@@ -1,4 +1,4 @@
-"""Making a plan: ``auto``, ``balanced`` or ``dynamic``."""
+"""Make a plan: ``auto``, ``balanced`` or ``dynamic``."""
 
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 

@@ -1,4 +1,4 @@
-"""Which parallelism: what the user asked for, what is present, and how the process was started."""
+"""Choose the parallelism from what the user asked, what is present and how the job started."""
 
 from typing import Any, NamedTuple, Optional, Sequence, Tuple, Union
 

@@ -1,4 +1,4 @@
-"""Bytes of every module: weights, and what training keeps beside them."""
+"""Measure every module in bytes: weights, and what training keeps beside them."""
 
 from dataclasses import dataclass, field
 from typing import Any, Dict, Iterable, Mapping, Optional, Set, Tuple, Union

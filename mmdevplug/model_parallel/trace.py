@@ -1,4 +1,4 @@
-"""One pass on the meta device: the order of execution, activations, and what modules are given."""
+"""Run a model once on the meta device: order of execution, activations, inputs of modules."""
 
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Which modules of a model must stay on one device."""
+"""Find the modules of a model that must stay on one device."""
 
 from typing import Dict, Iterable, List, Set, Tuple, Type, Union
 

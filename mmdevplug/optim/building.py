@@ -1,4 +1,4 @@
-"""From MMEngine's optimizer wrappers in a config to those that the device needs."""
+"""Replace MMEngine's optimizer wrappers in a config by those that the device needs."""
 
 import copy
 from typing import Any, Iterator, Optional, Type

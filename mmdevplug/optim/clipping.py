@@ -1,4 +1,4 @@
-"""Clipping gradients that are on several devices, with one number from and to each of them."""
+"""Clip gradients that are on several devices, with one number to and from each of them."""
 
 from typing import List, Sequence
 

@@ -1,4 +1,4 @@
-"""The memory column of the log on any accelerator."""
+"""Fill the memory column of the log on any accelerator."""
 
 from typing import Any, Dict, Tuple, Union
 

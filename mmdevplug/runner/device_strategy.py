@@ -1,4 +1,4 @@
-"""Single-device and data parallel training for MMEngine's FlexibleRunner."""
+"""Train on one device or data parallel with MMEngine's FlexibleRunner."""
 
 from typing import Any, Callable, Dict, Optional, Tuple, Union
 

@@ -1,4 +1,4 @@
-"""A training loop whose batches are made of samples that all ranks draw until enough are valid."""
+"""Train on batches of samples that all ranks draw until enough are valid."""
 
 import logging
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union

@@ -1,4 +1,4 @@
-"""A model over several devices, for MMEngine's FlexibleRunner."""
+"""Train a model over several devices with MMEngine's FlexibleRunner."""
 
 from typing import Any, Dict, Optional, Union
 

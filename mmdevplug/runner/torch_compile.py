@@ -1,4 +1,4 @@
-"""Letting ``torch.compile`` look at the model alone."""
+"""Let ``torch.compile`` trace the model alone."""
 
 import torch
 

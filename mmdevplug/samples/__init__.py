@@ -1,4 +1,4 @@
-"""Nested samples from rank to rank: packed tensors and typed plain values, nothing to be run."""
+"""Exchange nested samples between ranks: tensors and plain values, never code."""
 
 from .balancing import balance_samples
 from .gathering import gather_samples

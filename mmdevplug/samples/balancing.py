@@ -1,4 +1,4 @@
-"""A slice of the samples of all ranks for each rank."""
+"""Give each rank an equal slice of the samples of all ranks."""
 
 from typing import Any, List, Optional, Sequence, Tuple, Union
 
@@ -18,9 +18,9 @@ from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 
 from .comparing import Example
-from .deserialize import open_parcel, place_blocks, put_together, read_header
-from .exchange import Device, Job, Options, begin, place_own
-from .serialize import pack
+from .deserialize import deserialize, move_blocks, read_header, rebuild_samples
+from .exchange import Device, Job, Options, begin, copy_own_samples
+from .serialize import serialize
 from .slices import Slice, holdings, parts_for, slices_of
 
 
@@ -80,7 +80,7 @@ def balance_samples(
         if per_rank is None:
             return mine
         left = slice(max(0, slices[-1].end - held[job.rank].begin), None)
-        return mine, place_own(job.samples[left], job.device)
+        return mine, copy_own_samples(job.samples[left], job.device)
 
 
 def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
@@ -115,7 +115,7 @@ def _swap(job: Job, slices: Sequence[Slice], held: Sequence[Slice], in_flight: i
     outgoing = parts_for(held[job.rank], slices)
     kept = outgoing.pop(job.rank, Slice(0, 0))
     sources = [rank for rank in parts_for(slices[job.rank], held) if rank != job.rank]
-    pieces = {job.rank: place_own(_part(job, kept, held), job.device)}
+    pieces = {job.rank: copy_own_samples(_part(job, kept, held), job.device)}
     if job.world_size > 1:
         begin = held[job.rank].begin
         chosen = [
@@ -125,23 +125,23 @@ def _swap(job: Job, slices: Sequence[Slice], held: Sequence[Slice], in_flight: i
         on_host = to_device([parts.blocks for parts in chosen], 'cpu')
         for parts, blocks in zip(chosen, on_host):
             parts.blocks = blocks
-        packed = {rank: pack(parts) for rank, parts in zip(outgoing, chosen)}
+        packed = {rank: serialize(parts) for rank, parts in zip(outgoing, chosen)}
         data = {rank: message.data for rank, message in packed.items()}
         arrived = exchange_bytes(data, sources, job.group, in_flight)
-        parcels = [
-            open_parcel(arrived[rank], read_header(arrived[rank]), job.options.allow_pickle)
+        received = [
+            deserialize(arrived[rank], read_header(arrived[rank]), job.options.allow_pickle)
             for rank in sources
         ]
         place = group_device(job.group)
         swap_pieces(
             {rank: [t.to(place) for t in message.large] for rank, message in packed.items()},
-            {rank: parcel.to_fill() for rank, parcel in zip(sources, parcels)},
+            {rank: received.to_fill() for rank, received in zip(sources, received)},
             job.group,
             in_flight,
         )
-        placed = place_blocks(parcels, job.device)
-        for rank, parcel, blocks in zip(sources, parcels, placed):
-            pieces[rank] = put_together(parcel, blocks)
+        placed = move_blocks(received, job.device)
+        for rank, one, blocks in zip(sources, received, placed):
+            pieces[rank] = rebuild_samples(one, blocks)
     return [sample for rank in sorted(pieces) for sample in pieces[rank]]
 
 

@@ -1,4 +1,4 @@
-"""Do all ranks mean the same by a sample? The first difference, with its place."""
+"""Compare the structure of samples across ranks, and name the first difference."""
 
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 

@@ -1,4 +1,4 @@
-"""What arrived, see :mod:`.serialize`: read, checked and copied to where samples are wanted."""
+"""Deserialize received samples and move their tensors to the requested device."""
 
 from itertools import islice
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
@@ -16,8 +16,8 @@ from .serialize import LARGE_BYTES, VERSION, aligned, bytes_of, itemsize, places
 from .unflatten import Plan, plans_of
 
 
-class Parcel(NamedTuple):
-    """What arrived, its blocks still to be copied.
+class ReceivedSamples(NamedTuple):
+    """Samples of another rank, their blocks not yet copied.
 
     Attributes:
         plans (List[Plan]): How samples of each structure are put together.
@@ -39,16 +39,16 @@ class Parcel(NamedTuple):
     large: Set[int]
 
     def to_fill(self) -> List[Tensor]:
-        """The memory of large tensors, as :attr:`Packed.large` has them on the sender."""
+        """The memory of large tensors, as ``SerializedSamples.large`` has them on the sender."""
         return [bytes_of(self.blocks[index]) for index in sorted(self.large)]
 
 
 class Header(NamedTuple):
-    """What a parcel says of itself.
+    """The first part of a message.
 
     Attributes:
         error (str, optional): Why there are no samples.
-        structures (list): As :class:`.flatten.Parts` has them.
+        structures (list): As :class:`.flatten.FlatSamples` has them.
         shapes (list): The shapes of the blocks of samples.
         kinds (List[int]): For each sample the numbers of its structure and shapes.
         values (list): Plain values in order.
@@ -64,7 +64,7 @@ class Header(NamedTuple):
 
 
 def read_header(buffer: Tensor) -> Header:
-    """Read the header of what :func:`.serialize.pack` or ``pack_error`` made on another rank.
+    """Read the header of what ``serialize`` or ``serialize_error`` made on another rank.
 
     Raises:
         SampleError: If it is none.
@@ -72,27 +72,27 @@ def read_header(buffer: Tensor) -> Header:
     length = int.from_bytes(to_bytes(buffer[:8]), 'little')
     header = msgpack.unpackb(to_bytes(buffer[8 : 8 + length]), unicode_errors='surrogatepass')
     if not isinstance(header, list) or len(header) not in (2, 5) or header[0] != VERSION:
-        raise damaged()
+        raise corrupt_data()
     if len(header) == 2:
         return Header(header[1], [], [], [], [], 0)
     return Header(None, *header[1:], aligned(8 + length))
 
 
-def open_parcel(
+def deserialize(
     buffer: Tensor,
     header: Header,
     allow_pickle: bool = False,
     more: Optional[int] = None,
     large_bytes: float = LARGE_BYTES,
-) -> Parcel:
-    """Read a parcel.
+) -> ReceivedSamples:
+    """Read samples from the bytes of a message; large tensors are still to be filled.
 
     Args:
-        buffer (Tensor): The data that :func:`.serialize.pack` made on another rank.
+        buffer (Tensor): The data that :func:`.serialize.serialize` made on another rank.
         header (Header): What :func:`read_header` found in it.
         allow_pickle (bool): Whether pickled objects are accepted.
         more (int, optional): The bytes of large tensors, where they are known. Defaults to None.
-        large_bytes (float): As for :func:`.serialize.pack`.
+        large_bytes (float): As for :func:`.serialize.serialize`.
 
     Raises:
         SampleError: If it does not fit together, or names classes unknown here.
@@ -104,7 +104,7 @@ def open_parcel(
     pieces = _list_pieces(plans, pairs, shapes)
     large = {i for i, piece in enumerate(pieces) if piece.shape and piece.bytes >= large_bytes}
     if more is not None and more != sum(pieces[index].bytes for index in large):
-        raise damaged()
+        raise corrupt_data()
     small = iter(_cut(buffer, begin, [p for i, p in enumerate(pieces) if i not in large]))
     blocks = [
         torch.empty(piece.shape, dtype=piece.dtype, device=buffer.device)
@@ -113,7 +113,7 @@ def open_parcel(
         for i, piece in enumerate(pieces)
     ]
     arrays = {index for index, piece in enumerate(pieces) if piece.shape is None}
-    return Parcel(plans, pairs, shapes, values, blocks, arrays, large)
+    return ReceivedSamples(plans, pairs, shapes, values, blocks, arrays, large)
 
 
 class _Piece(NamedTuple):
@@ -142,7 +142,7 @@ def _list_pieces(
     for kind in dict.fromkeys(kinds):
         types, sizes = plans[kind[0]].blocks, shapes[kind[1]]
         if len(types) != len(sizes):
-            raise damaged()
+            raise corrupt_data()
         of_kind[kind] = [
             _Piece(each.dtype, each.elements(shape), None if each.is_array else shape)
             for each, shape in zip(types, sizes)
@@ -157,7 +157,7 @@ def _cut(buffer: Tensor, begin: int, pieces: Sequence[_Piece]) -> List[Tensor]:
     totals = [(dtype, sum([piece.elements for piece in group])) for dtype, group in wanted.items()]
     places = places_of(begin, totals)
     if places[-1] != buffer.numel():
-        raise damaged()
+        raise corrupt_data()
     cut: Dict[torch.dtype, Iterator[Tensor]] = {}
     for (dtype, total), place in zip(totals, places):
         run = memory_as(buffer[place : place + total * itemsize(dtype)], dtype)
@@ -176,20 +176,20 @@ def _split(run: Tensor, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
     ]
 
 
-def place_blocks(parcels: Sequence[Parcel], device: torch.device) -> List[List[Tensor]]:
-    """Copy the blocks of parcels to where samples are wanted, in one call for a device.
+def move_blocks(received: Sequence[ReceivedSamples], device: torch.device) -> List[List[Tensor]]:
+    """Copy the blocks of received samples to their device, in one call for each device.
 
     Args:
-        parcels (Sequence[Parcel]): What arrived.
+        received (Sequence[ReceivedSamples]): As read.
         device (torch.device): For tensors; arrays stay on the host.
 
     Returns:
-        List[List[Tensor]]: For each parcel its blocks, each with memory of its own.
+        List[List[Tensor]]: For each rank its blocks, each with memory of its own.
     """
-    blocks = [block for parcel in parcels for block in parcel.blocks]
-    places = [(parcel, i) for parcel in parcels for i in range(len(parcel.blocks))]
-    is_array = [i in parcel.arrays for parcel, i in places]
-    is_large = [i in parcel.large for parcel, i in places]
+    blocks = [block for each in received for block in each.blocks]
+    places = [(each, i) for each in received for i in range(len(each.blocks))]
+    is_array = [i in each.arrays for each, i in places]
+    is_large = [i in each.large for each, i in places]
     tensors = [block for block, array in zip(blocks, is_array) if not array]
     moved = iter(move_tensors(tensors, device))
     placed: List[Tensor] = []
@@ -200,22 +200,22 @@ def place_blocks(parcels: Sequence[Parcel], device: torch.device) -> List[List[T
             tensor = tensor.clone()
         placed.append(tensor)
     rest = iter(placed)
-    return [list(islice(rest, len(parcel.blocks))) for parcel in parcels]
+    return [list(islice(rest, len(each.blocks))) for each in received]
 
 
-def put_together(parcel: Parcel, blocks: Sequence[Tensor]) -> List[Any]:
-    """Make the samples of a parcel.
+def rebuild_samples(received: ReceivedSamples, blocks: Sequence[Tensor]) -> List[Any]:
+    """Rebuild the samples.
 
     Args:
-        parcel (Parcel): What arrived.
+        received (ReceivedSamples): As read.
         blocks (Sequence[Tensor]): Its blocks, where they are to be.
     """
-    shapes = [shape for _, number in parcel.kinds for shape in parcel.shapes[number]]
-    values, pieces = iter(parcel.values), iter(zip(blocks, shapes))
-    return [parcel.plans[number].build(values, pieces) for number, _ in parcel.kinds]
+    shapes = [shape for _, number in received.kinds for shape in received.shapes[number]]
+    values, pieces = iter(received.values), iter(zip(blocks, shapes))
+    return [received.plans[number].build(values, pieces) for number, _ in received.kinds]
 
 
-def damaged() -> SampleError:
+def corrupt_data() -> SampleError:
     """What to raise for a message that no release of ours wrote."""
     return SampleError(
         'a rank sent samples whose parts do not fit together. Install the same release of '

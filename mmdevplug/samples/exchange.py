@@ -1,4 +1,4 @@
-"""What an exchange of samples begins with, and how all ranks refuse it together."""
+"""Start an exchange of samples, and let all ranks refuse it together."""
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Union
 
@@ -12,7 +12,7 @@ from mmdevplug.fault_tolerance.failure import known_to_all
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .comparing import Example, describe_difference
-from .flatten import Parts
+from .flatten import FlatSamples
 
 Device = Union[str, torch.device, None]
 
@@ -41,7 +41,7 @@ class Job(NamedTuple):
     Attributes:
         name (str): The function that was called.
         samples (List[Any]): Of this rank.
-        parts (Parts): What they consist of.
+        parts (FlatSamples): What they consist of.
         error (Exception, optional): Why this rank cannot take part.
         group (ProcessGroup, optional): None for all ranks.
         rank (int): Of this process in the group.
@@ -52,7 +52,7 @@ class Job(NamedTuple):
 
     name: str
     samples: List[Any]
-    parts: Parts
+    parts: FlatSamples
     error: Optional[Exception]
     group: Any
     rank: int
@@ -137,7 +137,7 @@ def begin(
     """
     world_size, rank = _place_in(group)
     device = rank_device()[1] if options.device is None else torch.device(options.device)
-    parts = Parts(options.allow_pickle)
+    parts = FlatSamples(options.allow_pickle)
     error: Optional[Exception] = None
     chosen: List[Any] = []
     try:
@@ -197,7 +197,7 @@ def first_samples(kinds: Sequence[int]) -> Dict[int, int]:
     """For the number of each structure the first sample that has it.
 
     Args:
-        kinds (Sequence[int]): See :class:`.flatten.Parts`.
+        kinds (Sequence[int]): See :class:`.flatten.FlatSamples`.
     """
     found: Dict[int, int] = {}
     for sample, number in enumerate(kinds[::2]):
@@ -205,7 +205,7 @@ def first_samples(kinds: Sequence[int]) -> Dict[int, int]:
     return found
 
 
-def place_own(samples: List[Any], device: torch.device) -> List[Any]:
+def copy_own_samples(samples: List[Any], device: torch.device) -> List[Any]:
     """This rank's samples as they would arrive: on its device, and without gradients."""
     tensors = tensors_in(samples)
     if any(tensor.requires_grad for tensor in tensors):

@@ -1,4 +1,4 @@
-"""Samples taken apart: their structure, their plain values, their tensors.
+"""Flatten samples into their structure, their plain values and their tensors.
 
 A structure is a nested tuple that describes a sample without its values, so that samples of the
 same kind share it. A leaf is a word: ``'float'``, ``'tensor float32'``, ``'list int'``. A
@@ -36,7 +36,7 @@ class Unencodable(Exception):
         self.steps: List[str] = []
 
 
-class Parts:
+class FlatSamples:
     """What samples consist of.
 
     Args:
@@ -80,14 +80,14 @@ class Parts:
             self.kinds.append(self.shapes.setdefault(shapes, len(self.shapes)))
             self._ends += (len(self.values), len(self.blocks))
 
-    def select(self, begin: int, end: int) -> 'Parts':
+    def select(self, begin: int, end: int) -> 'FlatSamples':
         """Some of the samples.
 
         Args:
             begin (int): The first.
             end (int): One after the last.
         """
-        chosen = Parts(self.allow_pickle)
+        chosen = FlatSamples(self.allow_pickle)
         chosen.structures, chosen.shapes = self.structures, self.shapes
         chosen.kinds = self.kinds[2 * begin : 2 * end]
         ends = self._ends
@@ -250,8 +250,8 @@ def _is_big(value: int) -> bool:
     return not -(2**63) <= value < 2**63
 
 
-_SPECIAL: Dict[type, Callable[[Parts, Any], Structure]] = {
-    int: Parts._describe_int,
-    complex: Parts._describe_complex,
-    np.ndarray: Parts._describe_array,
+_SPECIAL: Dict[type, Callable[[FlatSamples, Any], Structure]] = {
+    int: FlatSamples._describe_int,
+    complex: FlatSamples._describe_complex,
+    np.ndarray: FlatSamples._describe_array,
 }

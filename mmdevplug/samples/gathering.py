@@ -1,4 +1,4 @@
-"""The samples of all ranks on every rank."""
+"""Gather the samples of all ranks on every rank."""
 
 from typing import Any, List, Optional, Sequence
 
@@ -6,9 +6,9 @@ from mmdevplug.distributed.byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes,
 from mmdevplug.fault_tolerance.failure import fail_together
 
 from .comparing import Example
-from .deserialize import Header, open_parcel, place_blocks, put_together, read_header
-from .exchange import Device, Job, Options, begin, first_samples, place_own
-from .serialize import pack, pack_error
+from .deserialize import Header, deserialize, move_blocks, read_header, rebuild_samples
+from .exchange import Device, Job, Options, begin, copy_own_samples, first_samples
+from .serialize import serialize, serialize_error
 
 
 def gather_samples(
@@ -66,13 +66,13 @@ def gather_samples(
     with fail_together('gather_samples()'):
         job = begin('gather_samples', samples, group, options, problem)
         if job.world_size == 1:
-            return place_own(job.samples, job.device)
+            return copy_own_samples(job.samples, job.device)
         return _gather(job, max_bytes if job.error is None else None)
 
 
 def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     failed = job.error is not None
-    message = pack_error(str(job.error)) if failed else pack(job.parts)
+    message = serialize_error(str(job.error)) if failed else serialize(job.parts)
     in_flight = DEFAULT_IN_FLIGHT if failed else job.options.in_flight
     gathered = gather_bytes(
         message.data, job.group, job.purpose, in_flight, max_bytes, message.more
@@ -82,8 +82,8 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     if job.options.same_structure:
         job.refuse_differences(_examples(headers))
     others = [rank for rank in range(job.world_size) if rank != job.rank]
-    parcels = [
-        open_parcel(
+    received = [
+        deserialize(
             gathered.parts[rank], headers[rank], job.options.allow_pickle, gathered.more[rank]
         )
         for rank in others
@@ -92,15 +92,15 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     # Point to point: many small broadcasts take three times as long over gloo.
     swap_pieces(
         dict.fromkeys(others, mine),
-        {rank: parcel.to_fill() for rank, parcel in zip(others, parcels)},
+        {rank: received.to_fill() for rank, received in zip(others, received)},
         job.group,
         gathered.in_flight,
     )
-    placed = place_blocks(parcels, job.device)
+    placed = move_blocks(received, job.device)
     pool = {
-        rank: put_together(parcel, blocks) for rank, parcel, blocks in zip(others, parcels, placed)
+        rank: rebuild_samples(one, blocks) for rank, one, blocks in zip(others, received, placed)
     }
-    pool[job.rank] = place_own(job.samples, job.device)
+    pool[job.rank] = copy_own_samples(job.samples, job.device)
     return [sample for rank in range(job.world_size) for sample in pool[rank]]
 
 

@@ -1,4 +1,4 @@
-"""Samples as one run of bytes: a header in msgpack, then the tensors, packed by dtype.
+"""Serialize samples into one run of bytes: a header in msgpack, then tensors packed by dtype.
 
     length of the header (8 bytes) | header | padding | all blocks of one dtype | padding | ...
 
@@ -19,7 +19,7 @@ from mmdevplug.accelerators import to_device
 from mmdevplug.distributed.byte_exchange import to_tensor
 from mmdevplug.utils.torch_compat import memory_as
 
-from .flatten import Parts
+from .flatten import FlatSamples
 
 VERSION = 1
 #: Blocks of one dtype begin at multiples of it, where any dtype can be read.
@@ -28,7 +28,7 @@ ALIGNMENT = 64
 LARGE_BYTES = 256 << 10
 
 
-class Packed(NamedTuple):
+class SerializedSamples(NamedTuple):
     """Samples on their way out.
 
     Attributes:
@@ -45,11 +45,11 @@ class Packed(NamedTuple):
         return sum(tensor.numel() for tensor in self.large)
 
 
-def pack(parts: Parts, large_bytes: float = LARGE_BYTES) -> Packed:
+def serialize(parts: FlatSamples, large_bytes: float = LARGE_BYTES) -> SerializedSamples:
     """Pack samples.
 
     Args:
-        parts (Parts): What they consist of.
+        parts (FlatSamples): What they consist of.
         large_bytes (float): From which size on tensors are large; infinite for none.
     """
     by_dtype: Dict[torch.dtype, List[Tensor]] = {}
@@ -74,13 +74,13 @@ def pack(parts: Parts, large_bytes: float = LARGE_BYTES) -> Packed:
             end = place + size * itemsize(dtype)
             torch.cat(group, out=memory_as(buffer[place:end], dtype))
             buffer[end : aligned(end)] = 0
-    return Packed(buffer, large)
+    return SerializedSamples(buffer, large)
 
 
-def pack_error(message: str) -> Packed:
+def serialize_error(message: str) -> SerializedSamples:
     """Pack the reason why there are no samples."""
     header = msgpack.packb([VERSION, message], unicode_errors='surrogatepass')
-    return Packed(to_tensor(len(header).to_bytes(8, 'little') + header), [])
+    return SerializedSamples(to_tensor(len(header).to_bytes(8, 'little') + header), [])
 
 
 def _on_host(blocks: Sequence[Union[Tensor, np.ndarray]]) -> List[Tensor]:

@@ -1,4 +1,4 @@
-"""Who gets which samples of a pool, and which of them have to travel."""
+"""Decide which rank gets which samples of a pool, and which of them have to travel."""
 
 from typing import Dict, List, NamedTuple, Optional, Sequence
 

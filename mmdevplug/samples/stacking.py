@@ -1,4 +1,4 @@
-"""Many samples to one batch, on one device."""
+"""Stack samples into one batch on one device."""
 
 from typing import Any, List, Sequence, Union
 

@@ -1,4 +1,4 @@
-"""Samples put together again, from what a peer sent: checked, and nothing of it is run.
+"""Rebuild samples from what a peer sent: everything is checked, and no code of it is run.
 
 Classes of data, which a message names, are those that this process has imported already: named
 tuples, dataclasses and MMEngine's data elements, made without their constructors.
@@ -84,7 +84,7 @@ class Planner:
         self._blocks: List[BlockType] = []
 
     def plan(self, structure: Any) -> Plan:
-        """Read a structure, as :class:`.flatten.Parts` made it.
+        """Read a structure, as :class:`.flatten.FlatSamples` made it.
 
         Raises:
             SampleError: If it is none, or names a class that this process does not know.
@@ -96,7 +96,7 @@ class Planner:
         if isinstance(structure, str):
             return self._plan_leaf(structure)
         if not isinstance(structure, (list, tuple)) or len(structure) != 4 or level > MOST_LEVELS:
-            raise _damaged(f'the structure {str(structure)[:80]}')
+            raise _corrupt(f'the structure {str(structure)[:80]}')
         name, where, names, parts = structure
         if name in _BUILT_IN:
             kind, container = _BUILT_IN[name]
@@ -137,7 +137,7 @@ class Planner:
             return lambda values, blocks: np.frombuffer(next(values), dtype)[0]
         if kind == 'pickle':
             return self._plan_pickle(rest)
-        raise _damaged(f'the type {word!r}')
+        raise _corrupt(f'the type {word!r}')
 
     def _plan_pickle(self, rest: str) -> Build:
         if not self.allow_pickle:
@@ -192,7 +192,7 @@ def _tensor_type(name: str) -> BlockType:
 def _array_dtype(text: str) -> np.dtype:
     dtype = np.dtype(text)
     if dtype.kind not in ARRAY_KINDS:
-        raise _damaged(f'the dtype {text!r}')
+        raise _corrupt(f'the dtype {text!r}')
     return dtype
 
 
@@ -212,7 +212,7 @@ def _read_names(container: Any, kind: type, names: Sequence[Any], count: int) ->
                 f'{list(expected)}. Run the same code on all ranks.'
             )
     if len(names) != count:
-        raise _damaged(f'{count} parts for {len(names)} names')
+        raise _corrupt(f'{count} parts for {len(names)} names')
     return names
 
 
@@ -232,7 +232,7 @@ def _read_key(key: Any) -> Any:
 def _find_class(name: str, where: str) -> Tuple[type, Any]:
     container = _NAMED.get(name)
     if container is None:
-        raise _damaged(f'the container {name!r}')
+        raise _corrupt(f'the container {name!r}')
     module_name, _, qualified = where.partition(':')
     found: Any = sys.modules.get(module_name)
     for part in qualified.split('.'):
@@ -243,11 +243,11 @@ def _find_class(name: str, where: str) -> Tuple[type, Any]:
             f'Import its module on all ranks, outside of functions and of __main__ blocks.'
         )
     if container_of(found) is not container:
-        raise _damaged(f'{where} as a {name}')
+        raise _corrupt(f'{where} as a {name}')
     return found, container
 
 
-def _damaged(what: str) -> SampleError:
+def _corrupt(what: str) -> SampleError:
     return SampleError(
         f'a rank sent {what}, which is no part of a sample. Install the same release of mmdevplug '
         f'on all ranks.'

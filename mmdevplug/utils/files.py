@@ -1,4 +1,4 @@
-"""Writing files so that a crash, a kill or a full disk leaves what was there before."""
+"""Write files so that a crash, a kill or a full disk leaves the earlier ones whole."""
 
 import os
 import tempfile

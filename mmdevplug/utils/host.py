@@ -1,4 +1,4 @@
-"""What this host has, in words and numbers."""
+"""Memory and cores of this host, and sizes in words."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Memory that grows for as long as a run lasts: when to suspect it, and what it consists of."""
+"""Notice memory that grows for as long as a run lasts, and say what it consists of."""
 
 import gc
 from collections import Counter, deque

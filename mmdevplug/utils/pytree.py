@@ -1,4 +1,4 @@
-"""The containers that samples consist of: how each is taken apart and put together again."""
+"""Walk nested containers of tensors: flatten them, rebuild them, replace their leaves."""
 
 import copy
 import dataclasses

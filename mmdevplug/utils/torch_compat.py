@@ -1,4 +1,4 @@
-"""Memory of one dtype read as another, on any release of PyTorch."""
+"""Differences between releases of PyTorch, with the release that makes each one unnecessary."""
 
 from functools import lru_cache
 

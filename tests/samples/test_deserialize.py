@@ -12,28 +12,28 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mmdevplug.distributed.byte_exchange import to_tensor
 from mmdevplug.errors import SampleError
-from mmdevplug.samples.deserialize import open_parcel, place_blocks, put_together, read_header
-from mmdevplug.samples.flatten import Parts
-from mmdevplug.samples.serialize import VERSION, pack
+from mmdevplug.samples.deserialize import deserialize, move_blocks, read_header, rebuild_samples
+from mmdevplug.samples.flatten import FlatSamples
+from mmdevplug.samples.serialize import VERSION, serialize
 from mmdevplug.utils.torch_compat import memory_as
 
 from .values import bits, pools
 
 
 def read(data, allow_pickle=False, more=None):
-    return open_parcel(data, read_header(data), allow_pickle, more)
+    return deserialize(data, read_header(data), allow_pickle, more)
 
 
 def there_and_back(samples, allow_pickle=False):
-    parts = Parts(allow_pickle)
+    parts = FlatSamples(allow_pickle)
     parts.take(samples)
     # From another address, as on another rank.
-    packed = pack(parts)
-    parcel = read(packed.data.clone(), allow_pickle, packed.more)
-    for sent, room in zip_longest(packed.large, parcel.to_fill()):
+    packed = serialize(parts)
+    received = read(packed.data.clone(), allow_pickle, packed.more)
+    for sent, room in zip_longest(packed.large, received.to_fill()):
         room.copy_(sent)
-    (blocks,) = place_blocks([parcel], torch.device('cpu'))
-    return put_together(parcel, blocks)
+    (blocks,) = move_blocks([received], torch.device('cpu'))
+    return rebuild_samples(received, blocks)
 
 
 @settings(
@@ -64,9 +64,9 @@ def test_tensors_have_memory_of_their_own():
 def test_large_tensors_travel_from_and_to_their_own_memory():
     large = torch.arange(2.0**16)
     samples = [dict(x=large, y=torch.ones(1)), dict(x=large.view(256, 256).t(), y=torch.ones(1))]
-    parts = Parts()
+    parts = FlatSamples()
     parts.take(samples)
-    packed = pack(parts)
+    packed = serialize(parts)
     assert packed.large[0].data_ptr() == large.data_ptr()
     assert packed.data.numel() < 1024
     assert packed.more == 2**19
@@ -96,9 +96,9 @@ def test_gradients_and_views_arrive_as_plain_tensors():
 
 
 def test_tensors_of_one_dtype_are_one_run_of_bytes():
-    parts = Parts()
+    parts = FlatSamples()
     parts.take([dict(x=torch.full((3,), float(n)), y=torch.tensor([n])) for n in range(100)])
-    packed = pack(parts).data
+    packed = serialize(parts).data
     begin = read_header(packed).begin
     values = memory_as(packed[begin : begin + 1200], torch.float32).view(100, 3)
     assert values[:, 0].tolist() == list(range(100))
@@ -127,7 +127,7 @@ class Private:
 )
 def test_what_cannot_travel_is_named_with_its_place(sample, place, kind):
     with pytest.raises(SampleError) as raised:
-        Parts().take([dict(a=1), sample])
+        FlatSamples().take([dict(a=1), sample])
     assert place in str(raised.value)
     assert kind in str(raised.value)
 
@@ -136,7 +136,7 @@ def test_a_sample_that_contains_itself_is_refused():
     sample = []
     sample.append(sample)
     with pytest.raises(SampleError, match='does one contain itself'):
-        Parts().take([sample])
+        FlatSamples().take([sample])
 
 
 def test_pickles_are_for_those_who_ask():
@@ -144,11 +144,13 @@ def test_pickles_are_for_those_who_ask():
     (arrived,) = there_and_back([sample], allow_pickle=True)
     assert type(arrived['x']) is Private
     assert [tensor.tolist() for tensor in arrived['x'].tensors] == [[0, 1, 2], [0, 2, 4]]
-    parts = Parts(allow_pickle=True)
+    parts = FlatSamples(allow_pickle=True)
     parts.take([sample])
-    assert b'storage' not in pack(parts).data.numpy().tobytes()  # tensors are packed, not pickled
+    assert (
+        b'storage' not in serialize(parts).data.numpy().tobytes()
+    )  # tensors are packed, not pickled
     with pytest.raises(SampleError, match='allow_pickle=True if you trust'):
-        read(pack(parts).data)
+        read(serialize(parts).data)
 
 
 def message(structures, shapes=((),), kinds=(0, 0), values=()):

@@ -19,6 +19,14 @@ def train_on(kind, work_dir, counts, options):
     return [train(kind, 'xla', f'{work_dir}/{count}', count, **options) for count in counts]
 
 
+def assert_close(found, expected):
+    """Running variances of the segmentor are above 10, where float32 itself has steps of 1e-6."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        apart = abs(found[name] - value).max()
+        assert apart <= TOLERANCE * max(1.0, abs(value).max()), name
+
+
 def compare(kind, work_dir, counts, **options):
     if kind == 'segmentor':
         need_mmcv_operations()
@@ -30,7 +38,7 @@ def compare(kind, work_dir, counts, **options):
         assert found['devices'] == [f'xla:{i}' for i in range(count)]
         assert found['strategy'] == 'model_parallel'
         assert found['iter'] == STEPS
-        assert largest_difference(found['weights'], one['weights']) <= TOLERANCE
+        assert_close(found['weights'], one['weights'])
 
 
 @pytest.mark.parametrize('kind', ['classifier', 'llama', 'segmentor'])
