@@ -10,6 +10,7 @@ from typing import Any
 from mmengine.runner import Runner
 
 from .runner import DeviceRunner
+from .utils.patching import patch_symbol
 
 _from_cfg = Runner.from_cfg.__func__
 
@@ -18,4 +19,4 @@ def _build_device_runner(cls: type, cfg: Any) -> Runner:
     return DeviceRunner.from_cfg(cfg) if cls is Runner else _from_cfg(cls, cfg)
 
 
-Runner.from_cfg = classmethod(_build_device_runner)
+patch_symbol(Runner, 'from_cfg', classmethod(_build_device_runner))

@@ -21,6 +21,7 @@ from torch.distributed.run import parse_args, run
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
 from mmdevplug.errors import LaunchError
+from mmdevplug.utils.patching import patch_symbol
 
 from .signals import RankSignals, describe_signal, end_leftovers, exit_status
 
@@ -132,7 +133,7 @@ def _install_before_each_start(signals: RankSignals) -> None:
         signals.install()
         start(context)
 
-    api.SubprocessContext._start = start_with_ours
+    patch_symbol(api.SubprocessContext, '_start', start_with_ours)
 
 
 def _main() -> int:

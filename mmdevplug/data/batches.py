@@ -10,6 +10,7 @@ from mmengine.utils import digit_version
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from mmdevplug.accelerators.random_states import host_random_state
+from mmdevplug.utils.patching import patch_symbol
 
 _ASKS_FOR_BATCHES = digit_version(torch.__version__) >= digit_version('1.13.0')
 
@@ -158,4 +159,8 @@ class WorkerInit:
         if _ASKS_FOR_BATCHES:  # the fetcher looks for it on the object
             dataset.__getitems__ = fetch
         else:
-            _MapDatasetFetcher.fetch = lambda self, indices: self.collate_fn(fetch(indices))
+            patch_symbol(
+                _MapDatasetFetcher,
+                'fetch',
+                lambda self, indices: self.collate_fn(fetch(indices)),
+            )

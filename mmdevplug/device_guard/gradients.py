@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from mmdevplug.utils.patching import Patch, patch_symbol
+
 from .moving import size_of
 from .stats import MoveStats, Site
 
@@ -27,7 +29,7 @@ class GradientReturns:
 
     _lock = threading.Lock()
     _installed: List['GradientReturns'] = []
-    _original = BackwardCFunction.apply
+    _patch: Optional[Patch] = None
 
     def __init__(self, stats: MoveStats) -> None:
         self._stats = stats
@@ -36,16 +38,15 @@ class GradientReturns:
         """Start, once for each call."""
         with self._lock:
             if not self._installed:
-                GradientReturns._original = BackwardCFunction.apply
-                BackwardCFunction.apply = _apply
+                GradientReturns._patch = patch_symbol(BackwardCFunction, 'apply', _apply)
             self._installed.append(self)
 
     def remove(self) -> None:
         """End; autograd is as before when the last has ended."""
         with self._lock:
             self._installed.remove(self)
-            if not self._installed:
-                BackwardCFunction.apply = GradientReturns._original
+            if not self._installed and self._patch is not None:
+                self._patch.restore()
 
     def return_gradients(self, node: Any, gradients: Any) -> Any:
         """Move what the backward of a node returned to where the next nodes want it."""
@@ -63,7 +64,8 @@ class GradientReturns:
 
 
 def _apply(node: Any, *args: Any) -> Any:
-    gradients = GradientReturns._original(node, *args)
+    assert GradientReturns._patch is not None
+    gradients = GradientReturns._patch.original(node, *args)
     for returns in GradientReturns._installed[-1:]:
         gradients = returns.return_gradients(node, gradients)
     return gradients

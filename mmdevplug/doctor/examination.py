@@ -67,6 +67,7 @@ def _others(wanted: Wanted, say: Callable[[str], Any]) -> Iterator[Finding]:
         ('launch', ()),
         ('network', ()),
         ('limits', (ranks, wanted.work_dir)),
+        ('patches', ()),
     ):
         say(name)
         yield from import_module(f'mmdevplug.doctor.{name}').examine(*arguments)

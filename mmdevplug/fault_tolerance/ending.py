@@ -12,6 +12,7 @@ from mmengine.logging import MMLogger
 
 from mmdevplug.errors import RankFailedError, first_line
 from mmdevplug.utils.files import write_text
+from mmdevplug.utils.patching import patch_symbol
 
 #: How long the functions of `before_abort` may take together.
 ABORT_SECONDS = 10.0
@@ -30,7 +31,7 @@ def shorten_tracebacks() -> None:
         else:
             before(kind, error, trace)
 
-    sys.excepthook = hook
+    patch_symbol(sys, 'excepthook', hook)
 
 
 def note_for_agent(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""MMEngine's ``autocast``, made to serve the accelerator in use.
+"""Patch MMEngine's ``autocast`` for devices that MMEngine does not know.
 
 Models take mixed precision into their own hands with ``from mmengine.runner.amp import autocast``.
 That function knows the devices of MMEngine's own list: others it refuses, or it silently casts
@@ -12,9 +12,11 @@ from mmengine import device as mmengine_device
 from mmengine.runner.amp import autocast
 
 from mmdevplug.accelerators import Accelerator, current_accelerator
+from mmdevplug.utils.patched_symbols import AUTOCAST
+from mmdevplug.utils.patching import active_patches, patch_symbol
 
 #: The devices with a gradient scaler that MMEngine knows; 0.10.0 does not know MUSA.
-_SERVED = ('cuda', 'npu', 'mlu', 'musa')
+_KNOWN = ('cuda', 'npu', 'mlu', 'musa')
 
 #: The generator function inside MMEngine's context manager.
 _of_mmengine = autocast.__wrapped__
@@ -24,24 +26,23 @@ def mmengine_supports(accelerator: Accelerator) -> bool:
     """Whether MMEngine's own mixed precision works on an accelerator's devices."""
     kind = accelerator.device_type
     available = getattr(mmengine_device, f'is_{kind}_available', None)
-    return kind in _SERVED and available is not None and available()
+    return kind in _KNOWN and available is not None and available()
 
 
 def patch_autocast(accelerator: Accelerator) -> None:
-    """Let ``mmengine.runner.amp.autocast`` serve an accelerator that MMEngine does not know.
+    """Let ``mmengine.runner.amp.autocast`` cast on an accelerator that MMEngine does not know.
 
-    The function object stays, because models have imported it already: what is exchanged is the
-    generator inside it. It asks at each call what the accelerator is by then, and leaves to
+    The function object stays, because models have imported it already: the generator in its
+    closure is replaced. It asks at each call what the accelerator is by then, and leaves to
     MMEngine the devices that MMEngine knows and other device types that a caller names. A second
     call changes nothing.
+    :func:`mmdevplug.patches.mmengine.restore_mmengine` restores it.
 
     Args:
         accelerator (Accelerator): The one in use.
     """
-    if not mmengine_supports(accelerator):
-        for cell in autocast.__closure__:
-            if cell.cell_contents is _of_mmengine:
-                cell.cell_contents = _autocast
+    if not mmengine_supports(accelerator) and not active_patches(AUTOCAST):
+        patch_symbol(autocast, 'func', _autocast)
 
 
 def _autocast(

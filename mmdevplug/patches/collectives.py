@@ -7,13 +7,15 @@ group is for. Here these tensors travel through the host, each call by itself.
 
 import inspect
 from functools import wraps
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, List, Optional
 
 import torch
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.backend import backend_of
+from mmdevplug.utils.patched_symbols import PROCESS_GROUP
+from mmdevplug.utils.patching import patch_symbol, restore_patches
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 #: The argument that each function writes to.
@@ -33,15 +35,12 @@ _WRITTEN = dict(
     send='',
 )
 
-#: What was replaced: the name, and PyTorch's own.
-_replaced: List[Tuple[str, Callable]] = []
-
 
 def patch_collectives(accelerator: Accelerator) -> None:
     """Let ``torch.distributed`` take tensors of an accelerator whose backend refuses them.
 
-    A second call serves another accelerator. Tensors that a group takes as they are go the way
-    they went, and so does everything where there is no process group or it takes the tensors.
+    A second call patches for another accelerator. Tensors that a group takes as they are go to
+    PyTorch as before, and nothing is patched where there is no process group or it takes them.
 
     Args:
         accelerator (Accelerator): The one in use.
@@ -54,15 +53,12 @@ def patch_collectives(accelerator: Accelerator) -> None:
     for name, written in _WRITTEN.items():
         original = getattr(torch_dist, name, None)  # some came with PyTorch 2.0
         if original is not None:
-            _replaced.append((name, original))
-            setattr(torch_dist, name, _through_host(original, written, accelerator))
+            patch_symbol(torch_dist, name, _through_host(original, written, accelerator))
 
 
 def restore_collectives() -> None:
-    """Leave ``torch.distributed`` as it was."""
-    while _replaced:
-        name, original = _replaced.pop()
-        setattr(torch_dist, name, original)
+    """Restore what :func:`patch_collectives` replaced."""
+    restore_patches(PROCESS_GROUP)
 
 
 def _through_host(original: Callable, written: str, accelerator: Accelerator) -> Callable:

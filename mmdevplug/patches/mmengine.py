@@ -1,14 +1,15 @@
-"""MMEngine's own functions, made to serve the accelerator in use.
+"""Patch functions of MMEngine for the accelerator in use.
 
-A registry, a subclass or an argument answers most of what MMEngine assumes about devices. What is
-left are functions that other packages import by name, so what they look up is exchanged here: when
-a job starts, never at import, and :func:`restore_mmengine` puts everything back.
+A registry, a subclass or an argument answers most of what MMEngine assumes about devices. The
+rest are functions that other packages import by name. They are patched when a job starts, never at
+import, and stay so when its loops end, so that an inferencer or another loop can follow;
+:func:`restore_mmengine` restores them.
 """
 
 import time
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any, Callable, List, Tuple, Union
+from typing import Any, Callable, Union
 
 import numpy as np
 import torch
@@ -26,14 +27,12 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.process_group import device_context, group_device, rank_device
+from mmdevplug.utils.patched_symbols import AUTOCAST, FLEXIBLE_RUNNER, JOB, LAZY_MODEL
+from mmdevplug.utils.patching import patch_symbol, restore_patches
 
 from .autocast import patch_autocast
-from .mmseg import restore_accuracy
 from .sync_batchnorm import explain_missing_group
 from .torch_load import safe_loading
-
-#: What was exchanged: where, its name there, and MMEngine's own.
-_exchanged: List[Tuple[Any, str, Any]] = []
 
 #: Devices whose index tensors MMEngine takes, and for which its clock waits. On others one of both
 #: is missing: on NPU and MLU it times the queueing, on MPS it refuses masks.
@@ -41,10 +40,10 @@ _KNOWN = ('cpu', 'cuda')
 
 
 def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
-    """Let MMEngine's own functions serve an accelerator that MMEngine does not know.
+    """Patch functions of MMEngine for an accelerator that MMEngine does not know.
 
     The runner and the strategies call it. Call it yourself before you use MMEngine without a
-    runner, for inference for example. A second call serves another accelerator.
+    runner, for inference for example. A second call patches for another accelerator.
 
     - ``mmengine.device.get_device`` tells its device type, so inferencers compute on it.
     - ``InstanceData[...]`` takes masks and indices on it.
@@ -70,38 +69,30 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
         >>> mmdevplug.patch_mmengine('xla')
         >>> DetInferencer('rtmdet-tiny')  # computes on xla
     """
-    restore_mmengine()
+    restore_patches(JOB, LAZY_MODEL)
     chosen, _ = rank_device(accelerator)
-    _exchange(device_utils, 'DEVICE', chosen.device_type)
-    _exchange(logger_module, '_get_device_id', _device_id)
+    patch_symbol(device_utils, 'DEVICE', chosen.device_type)
+    patch_symbol(logger_module, '_get_device_id', _device_id)
     for functions in (dist_utils, dist_functions):
-        _exchange(functions, 'get_comm_device', group_device)
-    _serve_checkpoint_loader()
+        patch_symbol(functions, 'get_comm_device', group_device)
+    _patch_checkpoint_loader()
     if chosen.device_type not in _KNOWN:
-        _serve_instance_data()
-        _serve_time_counter(chosen)
-    _exchange(BaseInferencer, '_init_model', _for_device(BaseInferencer._init_model, chosen))
+        _patch_instance_data()
+        _patch_time_counter(chosen)
+    patch_symbol(BaseInferencer, '_init_model', _for_device(BaseInferencer._init_model, chosen))
     convert = model_utils.convert_sync_batchnorm
-    _exchange(model_utils, 'convert_sync_batchnorm', explain_missing_group(convert))
+    patch_symbol(model_utils, 'convert_sync_batchnorm', explain_missing_group(convert))
     patch_autocast(chosen)
     return chosen
 
 
 def restore_mmengine() -> None:
-    """Put back what :func:`patch_mmengine` has exchanged, all but ``autocast``.
+    """Restore all functions of MMEngine, and the accuracy of mmseg's heads.
 
-    That one asks at each call what the accelerator is by then.
+    That is what :func:`patch_mmengine` patched, ``mmengine.runner.amp.autocast``, and the methods
+    of ``FlexibleRunner``.
     """
-    while _exchanged:
-        owner, name, original = _exchanged.pop()
-        setattr(owner, name, original)
-    restore_accuracy()
-
-
-def _exchange(owner: Any, name: str, value: Any) -> None:
-    # As the owner holds it: a class has the classmethod, not what it binds to.
-    _exchanged.append((owner, name, vars(owner)[name]))
-    setattr(owner, name, value)
+    restore_patches(JOB, LAZY_MODEL, AUTOCAST, FLEXIBLE_RUNNER)
 
 
 _id_of_mmengine: Callable[[], Union[int, str]] = logger_module._get_device_id
@@ -136,23 +127,25 @@ class AnyLongTensor(metaclass=_OfDtype):
     dtype = torch.int64
 
 
-def _serve_instance_data() -> None:
+def _patch_instance_data() -> None:
     # The names that `InstanceData.__getitem__` looks up; it asks for their `__args__`.
     masks = Union[torch.BoolTensor, AnyBoolTensor]
     indices = Union[torch.LongTensor, AnyLongTensor]
-    _exchange(instance_data, 'BoolTypeTensor', masks)
-    _exchange(instance_data, 'LongTypeTensor', indices)
-    _exchange(instance_data, 'IndexType', Union[str, slice, int, list, indices, masks, np.ndarray])
+    patch_symbol(instance_data, 'BoolTypeTensor', masks)
+    patch_symbol(instance_data, 'LongTypeTensor', indices)
+    patch_symbol(
+        instance_data, 'IndexType', Union[str, slice, int, list, indices, masks, np.ndarray]
+    )
 
 
-def _serve_time_counter(accelerator: Accelerator) -> None:
+def _patch_time_counter(accelerator: Accelerator) -> None:
     """Functions that are decorated already look these up at each call."""
     if accelerator.lazy:
-        _exchange(TimeCounter, 'print_time', _waiting(TimeCounter.print_time, accelerator))
+        patch_symbol(TimeCounter, 'print_time', _waiting(TimeCounter.print_time, accelerator))
         return
     card = SimpleNamespace(is_available=lambda: True, synchronize=accelerator.synchronize)
-    _exchange(time_counter, 'torch', _TorchWith(cuda=card))
-    _exchange(time_counter, 'is_cuda_available', card.is_available)
+    patch_symbol(time_counter, 'torch', _TorchWith(cuda=card))
+    patch_symbol(time_counter, 'is_cuda_available', card.is_available)
 
 
 class _TorchWith(SimpleNamespace):
@@ -178,7 +171,7 @@ def _waiting(print_time: Callable, accelerator: Accelerator) -> Callable:
     return waiting
 
 
-def _serve_checkpoint_loader() -> None:
+def _patch_checkpoint_loader() -> None:
     """Keep MMEngine's loader of checkpoints, by any scheme, from running what it loads."""
     of_mmengine = CheckpointLoader.load_checkpoint.__func__
 
@@ -187,7 +180,7 @@ def _serve_checkpoint_loader() -> None:
         with safe_loading(filename):
             return of_mmengine(cls, filename, *args, **kwargs)
 
-    _exchange(CheckpointLoader, 'load_checkpoint', classmethod(load_checkpoint))
+    patch_symbol(CheckpointLoader, 'load_checkpoint', classmethod(load_checkpoint))
 
 
 def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:

@@ -5,27 +5,25 @@ so a lazy device, which has to run half of the iteration to know it, compiles th
 """
 
 import sys
-from types import ModuleType
-from typing import Any, Callable, List, Tuple, Union
+from typing import Any, Callable, Tuple, Union
 
 import torch
 from torch import Tensor, nn
 
-_ACCURACY = 'mmseg.models.losses.accuracy'
+from mmdevplug.utils.patching import patch_symbol
 
-#: Modules of mmseg's where the function was exchanged, with the one they had.
-_exchanged: List[Tuple[ModuleType, Callable]] = []
+_ACCURACY = 'mmseg.models.losses.accuracy'
 
 
 def patch_accuracy(model: nn.Module) -> int:
     """Let the heads of mmseg in a model count with masks that they multiply with.
 
     Args:
-        model (nn.Module): Any model. The name ``accuracy`` is exchanged in the modules that its
+        model (nn.Module): Any model. The name ``accuracy`` is patched in the modules that its
             classes come from; the function gives the same results on every device.
 
     Returns:
-        int: In how many modules it was exchanged.
+        int: In how many modules it was patched.
     """
     original = getattr(sys.modules.get(_ACCURACY), 'accuracy', None)
     if original is None:
@@ -34,16 +32,8 @@ def patch_accuracy(model: nn.Module) -> int:
     users = [sys.modules[place] for place in sorted(places) if place in sys.modules]
     users = [user for user in users if getattr(user, 'accuracy', None) is original]
     for user in users:
-        user.accuracy = masked(original)  # type: ignore[attr-defined]
-        _exchanged.append((user, original))
+        patch_symbol(user, 'accuracy', masked(original), listed_owner=_ACCURACY)
     return len(users)
-
-
-def restore_accuracy() -> None:
-    """Put back what :func:`patch_accuracy` has exchanged."""
-    while _exchanged:
-        user, original = _exchanged.pop()
-        user.accuracy = original  # type: ignore[attr-defined]
 
 
 def masked(original: Callable) -> Callable:

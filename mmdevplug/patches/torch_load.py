@@ -25,7 +25,7 @@ from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from mmengine.utils import digit_version, get_object_from_string
 
 from mmdevplug.errors import CheckpointError
-from mmdevplug.utils.patching import LocalPatch
+from mmdevplug.utils.patching import LocalPatch, patch_symbol
 
 #: Older releases have no list of allowed classes, or none in which a class has another name.
 _TAKES_RENAMED_CLASSES = digit_version(torch.__version__) >= digit_version('2.6.0')
@@ -216,12 +216,12 @@ def _pickle_of_torch(module: Any) -> Iterator[Any]:
     Other threads that load meanwhile meet the same module, which restricts only this context.
     """
     with _process_wide:
-        before, token = torch.serialization.pickle, _restricting.set(True)
-        torch.serialization.pickle = module
+        token = _restricting.set(True)
+        patch = patch_symbol(torch.serialization, 'pickle', module)
         try:
             yield module
         finally:
-            torch.serialization.pickle = before
+            patch.restore()
             _restricting.reset(token)
 
 

@@ -25,7 +25,7 @@ from mmdevplug.optim import (
 )
 from mmdevplug.patches.mmengine import patch_mmengine
 
-from .flexible_runner import serve_flexible_runner
+from .flexible_runner import patch_flexible_runner
 from .init_device import init_device
 
 
@@ -74,7 +74,7 @@ class DeviceStrategy(DDPStrategy):
         super()._setup_env(launcher=launcher or 'none', dist_cfg=dist_cfg, **kwargs)
         self.device_context.accelerator.manual_seed(self._seed)
         patch_mmengine()
-        serve_flexible_runner()
+        patch_flexible_runner()
 
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
         """Build the model; see :meth:`mmdevplug.DeviceRunner.build_model`."""

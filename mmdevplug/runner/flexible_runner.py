@@ -16,20 +16,23 @@ from mmdevplug.errors import DevPlugError
 from mmdevplug.explanations.explain import explained, train_together
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.patches.torch_load import trust_classes
+from mmdevplug.utils.patched_symbols import FLEXIBLE_RUNNER
+from mmdevplug.utils.patching import active_patches, patch_symbol
 
 from .device_log_processor import device_log_processor
 
 
-def serve_flexible_runner() -> None:
+def patch_flexible_runner() -> None:
     """Let FlexibleRunner do more where its strategy is one of ours.
 
-    A second call changes nothing.
+    A second call changes nothing. :func:`mmdevplug.patches.mmengine.restore_mmengine` restores it.
     """
+    if active_patches(FLEXIBLE_RUNNER):
+        return
     for method in (_register_hooks, _register_hook, _build_log_processor, _train, _val, _test):
         name = method.__name__[1:]
-        original = vars(FlexibleRunner)[name]
-        if not hasattr(original, 'for_our_strategies'):
-            setattr(FlexibleRunner, name, _for_our_strategies(original, method))
+        replacement = _for_our_strategies(vars(FlexibleRunner)[name], method)
+        patch_symbol(FlexibleRunner, name, replacement)
 
 
 def _for_our_strategies(original: Callable, method: Callable) -> Callable:
@@ -39,7 +42,6 @@ def _for_our_strategies(original: Callable, method: Callable) -> Callable:
             return original(runner, *args, **kwargs)
         return method(original, runner, *args, **kwargs)
 
-    replacement.for_our_strategies = True  # type: ignore[attr-defined]
     return replacement
 
 

@@ -82,7 +82,8 @@ def test_everything_at_once(tmp_path):
     assert all(list(finding) == KEYS for finding in report['findings'])
     sections = {finding['section'] for finding in report['findings']}
     assert sections == {
-        'versions', 'accelerators', 'launch', 'network', 'limits', 'config', 'collectives'
+        'versions', 'accelerators', 'launch', 'network', 'limits', 'patches', 'config',
+        'collectives',
     }  # fmt: skip
     (data,) = [f['data'] for f in report['findings'] if 'checks' in f['data']]
     assert (data['world_size'], data['passed'], data['single_host']) == (3, True, True)

@@ -57,17 +57,17 @@ def call_all(accelerator):
     tensor = torch.ones(1)
     torch_dist.all_reduce(tensor)
     found['host'] = tensor.tolist()
-    served = torch_dist.all_reduce is not original
+    patched = torch_dist.all_reduce is not original
     restore_collectives()
     assert torch_dist.all_reduce is original
-    return found, served
+    return found, patched
 
 
-def check(accelerator, served):
+def check(accelerator, patched):
     first, second = (2.0 * torch.tensor([1.0, 2.0])).exp().tolist()
     environ = dict(CPU_NUM_DEVICES='2') if accelerator == 'xla' else {}
-    for found, was_served in run_ranks(call_all, 2, accelerator, environ=environ):
-        assert was_served == served
+    for found, was_patched in run_ranks(call_all, 2, accelerator, environ=environ):
+        assert was_patched == patched
         assert found.pop('all_gather') == [
             [[pytest.approx(first)] * 2],
             [[pytest.approx(second)] * 2],
@@ -85,12 +85,12 @@ def check(accelerator, served):
 
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 def test_collectives_of_models(accelerator):
-    check(accelerator, served=accelerator == 'zeta')
+    check(accelerator, patched=accelerator == 'zeta')
 
 
 @pytest.mark.xla
 def test_collectives_of_models_on_torch_xla():
-    check('xla', served=True)
+    check('xla', patched=True)
 
 
 # in three ranks, compared with the CPU -----------------------------------------------------------

@@ -11,7 +11,9 @@ from functools import wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Callable, Dict, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+from mmdevplug.utils.patching import Patch, patch_symbol
 
 EXTENSION = 'mmcv._ext'
 Handler = Callable[[Callable, Sequence[Any], Dict[str, Any]], Any]
@@ -26,12 +28,12 @@ class Interception(MetaPathFinder):
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._module: Optional[ModuleType] = None
+        self._patches: List[Patch] = []
         self.originals: Dict[str, Callable] = {}
 
     def install(self) -> None:
         """Begin, now or as soon as the extension is imported; a second call changes nothing."""
-        if self._module is not None or self in sys.meta_path:
+        if self._patches or self in sys.meta_path:
             return
         module = sys.modules.get(EXTENSION)
         if module is not None:
@@ -43,9 +45,9 @@ class Interception(MetaPathFinder):
         """Put everything back."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-        for name, function in self.originals.items():
-            setattr(self._module, name, function)
-        self._module = None
+        for patch in self._patches:
+            patch.restore()
+        self._patches = []
         self.originals = {}
 
     def replace(self, module: ModuleType) -> None:
@@ -56,11 +58,11 @@ class Interception(MetaPathFinder):
         """
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-        self._module = module
         for name, function in list(vars(module).items()):
             if callable(function) and not name.startswith('_'):
                 self.originals[name] = function
-                setattr(module, name, self._replacement(function))
+                patch = patch_symbol(module, name, self._replacement(function), EXTENSION)
+                self._patches.append(patch)
 
     def _replacement(self, function: Callable) -> Callable:
         @wraps(function)

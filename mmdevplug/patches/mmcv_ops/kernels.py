@@ -42,10 +42,10 @@ class Kernels:
     """
 
     def __init__(self) -> None:
-        self._served: Dict[str, Set[str]] = {}
+        self._with_kernel: Dict[str, Set[str]] = {}
         self._lacking: Set[Tuple[str, str]] = set()
 
-    def may_serve(
+    def has_kernel(
         self, name: str, device: torch.device, functions: Mapping[str, Callable]
     ) -> bool:
         """Whether an operator may be called with tensors of a device.
@@ -57,12 +57,12 @@ class Kernels:
         """
         if name in HOST_ONLY:
             return False
-        if device.type not in self._served:
-            self._served[device.type] = _probe(device, functions)
-        served = self._served[device.type]
+        if device.type not in self._with_kernel:
+            self._with_kernel[device.type] = _probe(device, functions)
+        found = self._with_kernel[device.type]
         if name in UNREGISTERED:
-            return 'nms' in served
-        return bool(served) and (name, device.type) not in self._lacking
+            return 'nms' in found
+        return bool(found) and (name, device.type) not in self._lacking
 
     def note_lacking(self, name: str, device: torch.device) -> None:
         """Remember that an operator said that it has no kernel for a device."""
@@ -77,12 +77,12 @@ def _probe(device: torch.device, functions: Mapping[str, Callable]) -> Set[str]:
         nms=(box, number, 0.5, 0),
         bbox_overlaps=(box, box, number.view(1, 1), 0, False, 0),
     )
-    served = set()
+    found = set()
     for name, args in trials.items():
         try:
             functions[name](*args)
         except (RuntimeError, KeyError) as error:
             if isinstance(error, KeyError) or lacks_kernel(error):
                 continue
-        served.add(name)
-    return served
+        found.add(name)
+    return found

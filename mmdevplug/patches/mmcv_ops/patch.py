@@ -1,4 +1,4 @@
-"""Serving mmcv's operators on devices that they have no kernel for."""
+"""Patch mmcv's operators for devices that they have no kernel for."""
 
 import logging
 import time
@@ -20,8 +20,8 @@ from .model_location import where
 from .stats import Ledger, OperatorUse
 
 
-class Serving:
-    """Takes the calls of mmcv's compiled operators.
+class OperatorPatch:
+    """Replaces mmcv's compiled operators.
 
     Args:
         mode (str): ``'host'`` or ``'error'``.
@@ -49,7 +49,7 @@ class Serving:
         device = _device_of(function.__name__, [*args, *kwargs.values()])
         if device is None:
             return function(*args, **kwargs)
-        if self._kernels.may_serve(function.__name__, device, self.interception.originals):
+        if self._kernels.has_kernel(function.__name__, device, self.interception.originals):
             try:
                 return function(*args, **kwargs)
             except RuntimeError as error:
@@ -121,7 +121,7 @@ def _device_of(name: str, values: Sequence[Any]) -> Optional[torch.device]:
     return next(iter(devices), None)
 
 
-_serving: Optional[Serving] = None
+_patch: Optional[OperatorPatch] = None
 
 
 def patch_mmcv_ops(accelerator: Accelerator, mode: str = 'host') -> None:
@@ -143,37 +143,37 @@ def patch_mmcv_ops(accelerator: Accelerator, mode: str = 'host') -> None:
         >>> patch_mmcv_ops(accelerator)
         >>> mmcv.ops.nms(boxes.to('xla'), scores.to('xla'), 0.5)
     """
-    global _serving
+    global _patch
     read_mmcv_ops(mode)
     restore_mmcv_ops()
     if accelerator.device_type != 'cpu':
-        _serving = Serving(mode)
-        _serving.interception.install()
+        _patch = OperatorPatch(mode)
+        _patch.interception.install()
 
 
 def restore_mmcv_ops() -> None:
-    """Leave mmcv as it was."""
-    global _serving
-    if _serving is not None:
-        _serving.interception.remove()
-        _serving = None
+    """Restore mmcv's operators."""
+    global _patch
+    if _patch is not None:
+        _patch.interception.remove()
+        _patch = None
 
 
 @contextmanager
-def mmcv_ops_patched(accelerator: Accelerator, mode: str = 'host') -> Iterator[Serving]:
-    """Serve mmcv's operators for a while; see :func:`patch_mmcv_ops`.
+def mmcv_ops_patched(accelerator: Accelerator, mode: str = 'host') -> Iterator[OperatorPatch]:
+    """Patch mmcv's operators for a while; see :func:`patch_mmcv_ops`.
 
     Returns:
-        Serving: With the counts in ``ledger``.
+        OperatorPatch: With the counts in ``ledger``.
     """
     patch_mmcv_ops(accelerator, mode)
-    assert _serving is not None
+    assert _patch is not None
     try:
-        yield _serving
+        yield _patch
     finally:
         restore_mmcv_ops()
 
 
 def host_use() -> Dict[str, OperatorUse]:
-    """What ran on the host since this process began to serve operators, by operator."""
-    return {} if _serving is None else _serving.ledger.uses()
+    """What ran on the host since mmcv's operators were patched, by operator."""
+    return {} if _patch is None else _patch.ledger.uses()

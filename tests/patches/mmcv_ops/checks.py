@@ -16,7 +16,7 @@ from mmdevplug.patches.mmcv_ops import (
     restore_mmcv_ops,
 )
 from mmdevplug.patches.mmcv_ops.interception import Interception
-from mmdevplug.patches.mmcv_ops.patch import Serving
+from mmdevplug.patches.mmcv_ops.patch import OperatorPatch
 from tests.patches.mmcv_ops.cases import CASES, Tensors, run_case
 
 CHECKS = {}
@@ -67,9 +67,9 @@ def the_cpu_needs_nothing(accelerator):
 
 @check
 def calls_and_bytes_are_counted(accelerator):
-    with mmcv_ops_patched(accelerator) as serving:
+    with mmcv_ops_patched(accelerator) as patch:
         run_case('roi_align', accelerator.device(0))
-        uses = serving.ledger.uses()
+        uses = patch.ledger.uses()
     image, rois, out = 4 * 20 * 20, 10 * 5, 10 * 4 * 3 * 3
     forward, backward = uses['roi_align_forward'], uses['roi_align_backward']
     assert (forward.calls, forward.fetched, forward.sent) == (1, 4 * (image + rois), 4 * out)
@@ -108,10 +108,10 @@ def error_stops_and_names_the_module(accelerator):
         def forward(self, image):
             return self.pool(image, torch.tensor([[0.0, 0, 0, 2, 2]], device=image.device))
 
-    with mmcv_ops_patched(accelerator, 'error') as serving:
+    with mmcv_ops_patched(accelerator, 'error') as patch:
         with pytest.raises(ModelError) as caught:
             Head()(torch.zeros(1, 1, 4, 4, device='zeta:2'))
-        assert serving.ledger.uses() == {}
+        assert patch.ledger.uses() == {}
     told = str(caught.value)
     for part in ('roi_align_forward', 'zeta:2', 'pool (RoIAlign)', "mmcv_ops='host'"):
         assert part in told
@@ -177,18 +177,18 @@ def a_kernel_of_the_vendor_is_used(accelerator):
             raise RuntimeError('other_impl: implementation for device zeta:0 not found.')
         return boxes + 2
 
-    serving = Serving('host')
-    serving.interception.originals = dict(nms=nms, bbox_overlaps=other, other=other)
+    patch = OperatorPatch('host')
+    patch.interception.originals = dict(nms=nms, bbox_overlaps=other, other=other)
     boxes = torch.zeros(2, 4, device='zeta:0')
-    assert serving.call(nms, (boxes,), {}).tolist() == (boxes + 1).tolist()
-    assert serving.ledger.uses() == {}
+    assert patch.call(nms, (boxes,), {}).tolist() == (boxes + 1).tolist()
+    assert patch.ledger.uses() == {}
     seen.clear()
     for _ in range(2):
-        result = serving.call(other, (boxes,), {})
+        result = patch.call(other, (boxes,), {})
         assert result.device.type == 'zeta'
         assert result.tolist() == (boxes + 2).tolist()
     assert seen == [('other', 'zeta'), ('other', 'cpu'), ('other', 'cpu')]
-    assert serving.ledger.uses()['other'].calls == 2
+    assert patch.ledger.uses()['other'].calls == 2
 
 
 @check
@@ -230,7 +230,7 @@ def outputs_are_those_that_change(accelerator):
 
 
 @check
-def an_operator_that_is_not_listed_is_served_too(accelerator):
+def an_operator_that_is_not_listed_is_patched_too(accelerator):
     listed = outputs.OUTPUTS.pop('roi_align_forward')
     try:
         with mmcv_ops_patched(accelerator):

@@ -39,14 +39,14 @@ def compare_cases(accelerator, names):
     chosen = prepare(accelerator)
     found = {}
     for name in names:
-        with mmcv_ops_patched(chosen) as serving:
+        with mmcv_ops_patched(chosen) as patch:
             expected, got = (run_case(name, place) for place in ('cpu', chosen.device(1)))
             pairs = [pair for each in zip(expected, got) for pair in zip(*each)]
             found[name] = dict(
                 same=all(one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs),
                 difference=max(_difference(one, two) for one, two in pairs),
                 sizes=[[len(part) for part in each] for each in (expected, got)],
-                uses={name: vars(use) for name, use in serving.ledger.uses().items()},
+                uses={name: vars(use) for name, use in patch.ledger.uses().items()},
             )
     return found
 
@@ -107,8 +107,8 @@ def try_without_a_case(accelerator, covered):
 
     chosen = prepare(accelerator)
     told = {}
-    with mmcv_ops_patched(chosen) as serving:
-        for name, function in serving.interception.originals.items():
+    with mmcv_ops_patched(chosen) as patch:
+        for name, function in patch.interception.originals.items():
             signature = re.search(r'\w+\((\w+: .*?)\) ->', function.__doc__ or '')
             if name in covered or signature is None or 'Tensor' not in signature[1]:
                 continue

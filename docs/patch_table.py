@@ -1,0 +1,222 @@
+"""Write ``docs/en/patches.md`` and ``docs/zh_cn/patches.md`` from the list of patched symbols."""
+
+import sys
+from typing import Any, Dict, List
+
+from tables import DOCS, table, write_pages
+
+sys.path.insert(0, str(DOCS.parent))
+from mmdevplug.utils import patched_symbols as listed  # noqa: E402
+
+SCRIPT = """```python
+from mmdevplug.patches.collectives import restore_collectives
+from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
+from mmdevplug.patches.mmengine import restore_mmengine
+from mmdevplug.utils.patching import active_patches
+
+print([str(patch.symbol) for patch in active_patches()])
+for restore in (restore_mmengine, restore_collectives, restore_mmcv_ops):
+    restore()
+```"""
+
+#: Periods in Chinese: the beginning and the end.
+PERIODS = {
+    listed.JOB: ('runner 或 strategy 启动，或调用 `patch_mmengine()`', '`restore_mmengine()`'),
+    listed.LAZY_MODEL: ('模型移动到惰性设备', '`restore_mmengine()`'),
+    listed.AUTOCAST: (
+        '`patch_mmengine()` 或 `DeviceAmpOptimWrapper`，且 MMEngine 不支持该设备的混合精度',
+        '`restore_mmengine()`',
+    ),
+    listed.FLEXIBLE_RUNNER: ('`DeviceStrategy` 启动', '`restore_mmengine()`'),
+    listed.PROCESS_GROUP: ('`init_device()`，且后端不接收设备张量', '`restore_collectives()`'),
+    listed.MMCV_OPS: ('在 CPU 以外的设备上调用 `init_device()`', '`restore_mmcv_ops()`'),
+    listed.LOADING: ('开始加载检查点，或 `init_weights()` 开始', '该操作结束'),
+    listed.PLANNING: ('开始在 meta 设备上测量模型', '该操作结束'),
+    listed.CONFIG: ('没有 pkg_resources 时，`mmdevplug` 开始读取配置', '该操作结束'),
+    listed.GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
+    listed.AUTOPATCH: ('导入 `mmdevplug.autopatch`', '进程结束'),
+    listed.WATCH: ('分布式作业开始监视各 rank', '进程结束'),
+    listed.LAUNCHER: ('`mmdevplug train --nproc` 启动各 rank', '启动器进程结束'),
+    listed.WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
+}
+
+_CLASSES = 'MMEngine 以 `weights_only=True` 加载，并登记自己的类。'
+_CLOCK = 'MMEngine 的 `TimeCounter` 同步任意加速器。'
+_GROUP = 'MMEngine 向进程组询问其接收哪些设备的张量。'
+
+#: Reason and condition in Chinese, by the first symbol of a row.
+REASONS = {
+    'mmengine.device.utils.DEVICE': (
+        '`get_device()` 返回此常量，它在导入时从 MMEngine 列出的设备中选定。',
+        'MMEngine 询问 `torch.accelerator` 或注册表。',
+    ),
+    'mmengine.logging.logger._get_device_id': (
+        '在所有设备上，它都按 `CUDA_VISIBLE_DEVICES` 命名各 rank 的日志文件。',
+        'MMEngine 只按 rank 命名日志文件。',
+    ),
+    'mmengine.dist.utils.get_comm_device': (
+        '对未列出的后端，它选择主机张量，而厂商的后端拒绝这些张量。',
+        _GROUP,
+    ),
+    'mmengine.dist.dist.get_comm_device': (
+        '该模块按名称导入了 `mmengine.dist.utils` 中的函数。',
+        _GROUP,
+    ),
+    'mmengine.runner.checkpoint.CheckpointLoader.load_checkpoint': (
+        '它会执行检查点中的代码；在 PyTorch 2.6 及以后，则拒绝 MMEngine 自己的检查点。',
+        _CLASSES,
+    ),
+    'mmengine.structures.instance_data.BoolTypeTensor': (
+        '`InstanceData` 只接受 CPU、CUDA、NPU、MLU 和 MUSA 上的索引。',
+        'MMEngine 检查索引的 dtype，而不是类。',
+    ),
+    'mmengine.utils.dl_utils.time_counter.TimeCounter.print_time': (
+        '在惰性设备上，它在设备完成之前就给出结果。',
+        _CLOCK,
+    ),
+    'mmengine.utils.dl_utils.time_counter.torch': ('`TimeCounter` 只等待 CUDA。', _CLOCK),
+    'mmengine.infer.infer.BaseInferencer._init_model': (
+        '推理器保留同步批归一化；在惰性设备上，每个样本各成一张计算图。',
+        'MMEngine 提供供推理器准备模型的接口。',
+    ),
+    'mmengine.model.utils.convert_sync_batchnorm': (
+        "参数为 'mmcv' 且没有进程组时，它报出的错误不说明原因。",
+        'mmcv 说明其 SyncBatchNorm 需要进程组。',
+    ),
+    'mmengine.runner.amp.autocast.func': (
+        '它拒绝 MMEngine 未列出的设备，或转而在 CPU 上转换精度；模型已导入该函数，'
+        '因此替换其闭包中的生成器。',
+        'MMEngine 将设备类型传给 `torch.autocast`。',
+    ),
+    'mmseg.models.losses.accuracy.accuracy': (
+        '它用掩码作索引，大小逐批变化，惰性设备每次迭代都要重新编译；在模型中每个导入它的模块里替换。',
+        'mmseg 改为与掩码相乘。',
+    ),
+    'mmengine.runner._flexible_runner.FlexibleRunner.register_hooks': (
+        'FlexibleRunner 不把钩子、日志和错误告知 strategy；使用其他 strategy 时，'
+        '替换后的方法调用 MMEngine 的方法。',
+        'FlexibleRunner 为此提供可由 strategy 覆盖的方法。',
+    ),
+    'torch.distributed.all_reduce': (
+        '模型用设备张量调用它，而后端拒绝这些张量；替换后的函数经由主机传输。',
+        '装有支持该设备的厂商后端。',
+    ),
+    'mmcv._ext.*': (
+        '所装的 mmcv 可能没有该设备的算子；替换后的函数在主机上运行算子。',
+        'mmcv 注册 CPU 回退，或提供该设备的算子。',
+    ),
+    'torch.load': (
+        '他人的代码调用它时未登记 MMEngine 检查点所需的类，或使用 `weights_only=False`；'
+        '其他线程仍得到原函数。',
+        _CLASSES,
+    ),
+    'torch.serialization.pickle': (
+        'PyTorch 2.6 之前无法以其他名称登记允许的类，1.13 还会忽略指定 pickle 模块的参数。',
+        'PyTorch 2.6，其 `torch.serialization.safe_globals` 接受名称。',
+    ),
+    'torch.autocast': (
+        '模型会为其张量所在的设备关闭 autocast，而较旧的 PyTorch 拒绝 meta 设备。',
+        '所用最旧的 PyTorch 在 `torch.autocast` 中接受 `meta`。',
+    ),
+    'mmengine.config.config.is_installed': (
+        '它用 pkg_resources 查找包，而 setuptools 81 已将其移除。',
+        'MMEngine 使用 `importlib.metadata`。',
+    ),
+    'torch.autograd.function.BackwardCFunction.apply': (
+        '自定义函数返回的梯度若与操作数不在同一设备，autograd 会拒绝。',
+        'PyTorch 为自定义函数返回的梯度提供钩子。',
+    ),
+    'mmengine.runner.runner.Runner.from_cfg': (
+        '直接调用 `Runner.from_cfg` 的脚本忽略 `runner_type`；此补丁由用户自行启用。',
+        'MMEngine 在 `Runner.from_cfg` 中读取 `runner_type`。',
+    ),
+    'sys.excepthook': (
+        '因其他 rank 而停止的 rank 只打印一行，不用回溯信息淹没出错的 rank。',
+        'torchrun 打印最先出错的 rank 的错误。',
+    ),
+    'torch.distributed.elastic.multiprocessing.api.SubprocessContext._start': (
+        'torchrun 在启动各 rank 之前安装自己的信号处理函数，我们的必须在其后安装。',
+        'torchrun 允许调用者选择转发哪些信号。',
+    ),
+    'torch.utils.data._utils.fetch._MapDatasetFetcher.fetch': (
+        'PyTorch 1.13 之前不查找数据集的 `__getitems__`，而批的随机种子在其中设置。',
+        'PyTorch 1.13。',
+    ),
+}
+
+LANGUAGES: Dict[str, Dict[str, Any]] = dict(
+    en=dict(
+        period=lambda period: period,
+        reasons=lambda symbol: (symbol.reason, symbol.until),
+        heading='# Patches of other packages',
+        intro="""\
+Every symbol of another package that mmdevplug replaces in a running process. Nothing is patched at
+import, except by `mmdevplug.autopatch`, which a user imports for that. The list is
+`mmdevplug/utils/patched_symbols.py`: the one function that patches refuses a symbol that is not
+in it, and a test compares with it all attributes of MMEngine, mmcv, mmseg and PyTorch before,
+during and after a job. `mmdevplug doctor` prints it.""",
+        when='## When patches are active',
+        periods=('#', 'from', 'to'),
+        ends="""\
+Patches of a context (loading, measuring, reading a config, the guard) end with it, also when it
+fails. The end of `runner.train()`, `val()` or `test()` restores nothing: inferencers and other
+loops in the same process use the same device. A second runner, or a second call, first restores
+what belongs to the device of the first. The other patches stay until they are restored:""",
+        restore="""\
+A process whose runner goes on needs its patches: restore them after the last use of the runner. If
+another package has replaced the same symbol in the meantime, its function stays.""",
+        which='## Symbols',
+        symbols=('symbol', 'active', 'why', 'unnecessary when'),
+    ),
+    zh_cn=dict(
+        period=PERIODS.__getitem__,
+        reasons=lambda symbol: REASONS[str(symbol)],
+        heading='# 对其他包的补丁',
+        intro="""\
+mmdevplug 在运行的进程中替换的其他包的全部符号。导入时不打任何补丁，只有用户为此导入的
+`mmdevplug.autopatch` 例外。列表位于 `mmdevplug/utils/patched_symbols.py`：
+唯一的补丁函数拒绝列表以外的符号；有测试在作业之前、期间和之后将 MMEngine、mmcv、mmseg 和
+PyTorch 的所有属性与它对比。`mmdevplug doctor` 会打印此列表。""",
+        when='## 补丁何时有效',
+        periods=('#', '开始', '结束'),
+        ends="""\
+限于某个上下文的补丁（加载、测量、读取配置、设备检查）随其结束而恢复，出错时也一样。
+`runner.train()`、`val()` 或 `test()` 结束时不恢复任何补丁：同一进程中的推理器和其他循环使用同一
+设备。第二个 runner 或第二次调用会先恢复属于前一个设备的补丁。其余补丁一直有效，直到被恢复：""",
+        restore="""\
+runner 仍在使用时需要这些补丁：请在最后一次使用 runner 之后恢复。
+若其他包在此期间替换了同一符号，则保留其函数。""",
+        which='## 符号',
+        symbols=('符号', '有效期', '原因', '何时不再需要'),
+    ),
+)
+
+
+def render(texts: Dict[str, Any]) -> List[str]:
+    """The parts of the page in one language."""
+    groups = listed.group_symbols()
+    periods = list(dict.fromkeys(group[0].period for group in groups))
+    rows = []
+    for group in groups:
+        reason, until = texts['reasons'](group[0])
+        names = ' '.join(f'`{symbol.name}`' for symbol in group)
+        number = str(periods.index(group[0].period) + 1)
+        rows.append([f'`{group[0].owner}`: {names}', number, reason, until])
+    return [
+        texts['heading'],
+        texts['intro'],
+        texts['when'],
+        table(
+            texts['periods'],
+            [[str(i), *texts['period'](period)] for i, period in enumerate(periods, 1)],
+        ),
+        texts['ends'],
+        SCRIPT,
+        texts['restore'],
+        texts['which'],
+        table(texts['symbols'], rows),
+    ]
+
+
+if __name__ == '__main__':
+    write_pages('patches.md', LANGUAGES, render)

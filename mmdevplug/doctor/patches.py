@@ -1,0 +1,22 @@
+"""Section *patches*: which symbols of other packages are replaced, when and why."""
+
+from typing import Iterator
+
+from mmdevplug.utils.patched_symbols import group_symbols
+
+from .findings import Finding
+
+SECTION = 'patches'
+
+
+def examine() -> Iterator[Finding]:
+    """List all patches; nothing is patched to find out."""
+    for group in group_symbols():
+        owner, _, period, reason, until = group[0]
+        names = ', '.join(symbol.name for symbol in group)
+        yield Finding(
+            SECTION,
+            'ok',
+            f'{owner}: {names}; from {period.begins} to {period.ends}',
+            why=f'{reason} Unnecessary when: {until}',
+        )

@@ -1,0 +1,311 @@
+"""List every symbol of another package that is replaced, with the reason and the period.
+
+:func:`mmdevplug.utils.patching.patch_symbol` refuses symbols that are not listed. ``mmdevplug
+doctor`` prints the list, and ``docs/patch_table.py`` writes the page ``patches.md`` from it.
+"""
+
+from typing import List, NamedTuple, Sequence
+
+
+class Period(NamedTuple):
+    """When a group of patches is active.
+
+    Attributes:
+        begins (str): What applies the patches.
+        ends (str): What restores them.
+    """
+
+    begins: str
+    ends: str
+
+
+JOB = Period('a runner or a strategy starts, or `patch_mmengine()`', '`restore_mmengine()`')
+LAZY_MODEL = Period('a model is moved to a lazy device', '`restore_mmengine()`')
+AUTOCAST = Period(
+    '`patch_mmengine()` or `DeviceAmpOptimWrapper`, on a device whose mixed precision MMEngine '
+    'does not know',
+    '`restore_mmengine()`',
+)
+FLEXIBLE_RUNNER = Period('a `DeviceStrategy` starts', '`restore_mmengine()`')
+PROCESS_GROUP = Period(
+    '`init_device()`, where the backend refuses tensors of the device', '`restore_collectives()`'
+)
+MMCV_OPS = Period('`init_device()` on any device but the CPU', '`restore_mmcv_ops()`')
+LOADING = Period('a checkpoint begins to load, or `init_weights()` begins', 'its end')
+PLANNING = Period('a model begins to be measured on the meta device', 'its end')
+CONFIG = Period('`mmdevplug` begins to read a config, without pkg_resources', 'its end')
+GUARD = Period('a `DeviceGuard` that moves operands is entered', 'its exit')
+AUTOPATCH = Period('the import of `mmdevplug.autopatch`', 'the end of the process')
+WATCH = Period('a distributed job begins to watch its ranks', 'the end of the process')
+LAUNCHER = Period('`mmdevplug train --nproc` starts ranks', 'the end of the launcher process')
+WORKER = Period(
+    'a worker process of a data loader starts, with PyTorch before 1.13',
+    'the end of the worker process',
+)
+
+
+class PatchedSymbol(NamedTuple):
+    """A symbol of another package that is replaced for a while.
+
+    Attributes:
+        owner (str): Full name of the module, the class, or the function whose closure holds it.
+        name (str): Its name there; ``'*'`` for every public function.
+        period (Period): When the patch is active.
+        reason (str): Why it is replaced, as one sentence.
+        until (str): The condition that makes the patch unnecessary.
+    """
+
+    owner: str
+    name: str
+    period: Period
+    reason: str
+    until: str
+
+    def __str__(self) -> str:
+        return f'{self.owner}.{self.name}'
+
+
+def _symbols(
+    owner: str, names: Sequence[str], period: Period, reason: str, until: str
+) -> List[PatchedSymbol]:
+    return [PatchedSymbol(owner, name, period, reason, until) for name in names]
+
+
+_TIME_COUNTER = 'mmengine.utils.dl_utils.time_counter'
+
+PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
+    *_symbols(
+        'mmengine.device.utils',
+        ['DEVICE'],
+        JOB,
+        '`get_device()` returns this constant, which is chosen at import from the devices that '
+        'MMEngine lists.',
+        'MMEngine asks `torch.accelerator` or a registry.',
+    ),
+    *_symbols(
+        'mmengine.logging.logger',
+        ['_get_device_id'],
+        JOB,
+        'It names the log files of ranks after `CUDA_VISIBLE_DEVICES` on every device.',
+        'MMEngine names log files after the rank alone.',
+    ),
+    *_symbols(
+        'mmengine.dist.utils',
+        ['get_comm_device'],
+        JOB,
+        'With a backend that MMEngine does not list it chooses host tensors, which the backend of '
+        'a vendor refuses.',
+        'MMEngine asks the process group which devices it takes.',
+    ),
+    *_symbols(
+        'mmengine.dist.dist',
+        ['get_comm_device'],
+        JOB,
+        'This module imported the function of `mmengine.dist.utils` by name.',
+        'MMEngine asks the process group which devices it takes.',
+    ),
+    *_symbols(
+        'mmengine.runner.checkpoint.CheckpointLoader',
+        ['load_checkpoint'],
+        JOB,
+        'It runs code from checkpoints, or with PyTorch 2.6 and later refuses those of MMEngine.',
+        'MMEngine loads with `weights_only=True` and names its own classes.',
+    ),
+    *_symbols(
+        'mmengine.structures.instance_data',
+        ['BoolTypeTensor', 'LongTypeTensor', 'IndexType'],
+        JOB,
+        '`InstanceData` takes indices of the CPU, CUDA, NPU, MLU and MUSA alone.',
+        'MMEngine checks the dtype of an index and not its class.',
+    ),
+    *_symbols(
+        f'{_TIME_COUNTER}.TimeCounter',
+        ['print_time'],
+        JOB,
+        'On a lazy device it reports before the device has finished.',
+        'MMEngine synchronizes any accelerator in `TimeCounter`.',
+    ),
+    *_symbols(
+        _TIME_COUNTER,
+        ['torch', 'is_cuda_available'],
+        JOB,
+        '`TimeCounter` waits for CUDA alone.',
+        'MMEngine synchronizes any accelerator in `TimeCounter`.',
+    ),
+    *_symbols(
+        'mmengine.infer.infer.BaseInferencer',
+        ['_init_model'],
+        JOB,
+        'Inferencers keep synchronized batch normalization, and on a lazy device compute every '
+        'sample as a graph of its own.',
+        'MMEngine has a place where an inferencer prepares its model.',
+    ),
+    *_symbols(
+        'mmengine.model.utils',
+        ['convert_sync_batchnorm'],
+        JOB,
+        "With 'mmcv' and no process group it fails with a message that does not name the cause.",
+        'mmcv says that its SyncBatchNorm needs a process group.',
+    ),
+    *_symbols(
+        'mmengine.runner.amp.autocast',
+        ['func'],
+        AUTOCAST,
+        'It refuses devices that MMEngine does not list, or casts for the CPU; models have '
+        'imported the function, so the generator in its closure is replaced.',
+        'MMEngine passes the device type on to `torch.autocast`.',
+    ),
+    *_symbols(
+        'mmseg.models.losses.accuracy',
+        ['accuracy'],
+        LAZY_MODEL,
+        'It indexes with a mask, whose varying size makes a lazy device compile every iteration '
+        'anew; it is replaced in each module of the model that imported it.',
+        'mmseg multiplies with the mask.',
+    ),
+    *_symbols(
+        'mmengine.runner._flexible_runner.FlexibleRunner',
+        [
+            'register_hooks',
+            'register_hook',
+            'build_log_processor',
+            'train',
+            'val',
+            'test',
+        ],
+        FLEXIBLE_RUNNER,
+        'FlexibleRunner tells its strategy nothing of hooks, logs and errors; with any other '
+        "strategy the replacement calls MMEngine's method.",
+        'FlexibleRunner has methods that a strategy can override for these.',
+    ),
+    *_symbols(
+        'torch.distributed',
+        [
+            'all_reduce',
+            'broadcast',
+            'reduce',
+            'all_gather',
+            'all_gather_into_tensor',
+            'gather',
+            'scatter',
+            'reduce_scatter',
+            'reduce_scatter_tensor',
+            'all_to_all',
+            'all_to_all_single',
+            'recv',
+            'send',
+        ],
+        PROCESS_GROUP,
+        'Models call it with tensors of the device, which the backend refuses; the replacement '
+        'sends them through the host.',
+        "A backend for the vendor's device is installed.",
+    ),
+    *_symbols(
+        'mmcv._ext',
+        ['*'],
+        MMCV_OPS,
+        'The build of mmcv may have no kernel for the device; the replacement runs the operator '
+        'on the host.',
+        'mmcv registers a fallback to the CPU, or has kernels for the device.',
+    ),
+    *_symbols(
+        'torch',
+        ['load'],
+        LOADING,
+        'Code that is not ours calls it without the classes that a checkpoint of MMEngine needs, '
+        'or with `weights_only=False`; other threads get the original.',
+        'MMEngine loads with `weights_only=True` and names its own classes.',
+    ),
+    *_symbols(
+        'torch.serialization',
+        ['pickle'],
+        LOADING,
+        'PyTorch before 2.6 cannot allow a class under another name, and 1.13 ignores the '
+        'argument that names a pickle module.',
+        'PyTorch 2.6, whose `torch.serialization.safe_globals` takes names.',
+    ),
+    *_symbols(
+        'torch',
+        ['autocast'],
+        PLANNING,
+        'Models turn autocast off for the device of their tensors, which older releases of '
+        'PyTorch refuse for meta.',
+        'The oldest PyTorch in use takes `meta` in `torch.autocast`.',
+    ),
+    *_symbols(
+        'mmengine.config.config',
+        ['is_installed', 'get_installed_path'],
+        CONFIG,
+        'It looks for packages with pkg_resources, which setuptools removed in release 81.',
+        'MMEngine uses `importlib.metadata`.',
+    ),
+    *_symbols(
+        'torch.autograd.function.BackwardCFunction',
+        ['apply'],
+        GUARD,
+        'Autograd refuses gradients of custom functions that are on another device than their '
+        'operand.',
+        'PyTorch offers a hook on the gradients that a custom function returns.',
+    ),
+    *_symbols(
+        'mmengine.runner.runner.Runner',
+        ['from_cfg'],
+        AUTOPATCH,
+        'Scripts that call `Runner.from_cfg` ignore `runner_type`; the user asks for this patch.',
+        'MMEngine reads `runner_type` in `Runner.from_cfg`.',
+    ),
+    *_symbols(
+        'sys',
+        ['excepthook'],
+        WATCH,
+        'A rank that stops because of another prints one line, not a traceback that hides the '
+        "other's.",
+        'torchrun prints the error of the rank that failed first.',
+    ),
+    *_symbols(
+        'torch.distributed.elastic.multiprocessing.api.SubprocessContext',
+        ['_start'],
+        LAUNCHER,
+        'torchrun installs its own signal handlers right before it starts ranks, so ours have to '
+        'be installed after them.',
+        'torchrun lets the caller choose the signals that it forwards.',
+    ),
+    *_symbols(
+        'torch.utils.data._utils.fetch._MapDatasetFetcher',
+        ['fetch'],
+        WORKER,
+        'PyTorch before 1.13 does not ask the dataset for `__getitems__`, where the seed of a '
+        'batch is set.',
+        'PyTorch 1.13.',
+    ),
+)
+
+
+def find_symbol(owner: str, name: str) -> PatchedSymbol:
+    """Look up a symbol in the list.
+
+    Args:
+        owner (str): Full name of the module, class or function.
+        name (str): The name there.
+
+    Raises:
+        LookupError: If it is not listed.
+    """
+    for symbol in PATCHED_SYMBOLS:
+        if symbol.owner == owner and symbol.name in (name, '*'):
+            return symbol
+    raise LookupError(
+        f'{owner}.{name} is not in PATCHED_SYMBOLS of mmdevplug/utils/patched_symbols.py: add it '
+        f'there with the reason and the period before you replace it.'
+    )
+
+
+def group_symbols() -> List[List[PatchedSymbol]]:
+    """The list, with symbols of one owner that share period and reason together."""
+    groups: List[List[PatchedSymbol]] = []
+    for symbol in PATCHED_SYMBOLS:
+        if groups and groups[-1][0]._replace(name=symbol.name) == symbol:
+            groups[-1].append(symbol)
+        else:
+            groups.append([symbol])
+    return groups

@@ -1,0 +1,406 @@
+"""Symbols of other packages: what is replaced is listed, recorded and restored."""
+
+import ast
+import importlib
+import importlib.util
+import sys
+import types
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import distributed as torch_dist
+
+from mmdevplug.utils import patched_symbols
+from mmdevplug.utils.patched_symbols import PATCHED_SYMBOLS
+from mmdevplug.utils.patching import (
+    LocalPatch,
+    active_patches,
+    full_name,
+    patch_symbol,
+    restore_patches,
+)
+from tests.columns import job_of
+from tests.jobs import ROOT, need_mmcv_operations, train_digits
+from tests.ranks import run_ranks
+
+PACKAGES = ('mmengine', 'mmcv', 'mmseg', 'torch')
+#: What MMEngine and PyTorch change by themselves in a job: the scopes of runners, and a counter.
+STATE = {
+    ('mmengine.registry.default_scope.DefaultScope', '_instance_dict'),
+    ('torch.utils.hooks.RemovableHandle', 'next_id'),
+}
+
+
+def package_of(name):
+    return name.split('.')[0]
+
+
+def snapshot():
+    """All attributes of loaded modules of the packages and of their classes."""
+    from mmengine.runner.amp import autocast
+
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if package_of(name) not in PACKAGES or not isinstance(module, types.ModuleType):
+            continue
+        for key, value in list(vars(module).items()):
+            found[name, key] = value
+            # Some old names of PyTorch warn when asked for their class.
+            if issubclass(type(value), type) and package_of(value.__module__) in PACKAGES:
+                for attribute, held in list(vars(value).items()):
+                    found[full_name(value), attribute] = held
+    (cell,) = autocast.__closure__
+    found[full_name(autocast), 'func'] = cell.cell_contents
+    return found
+
+
+def changed(before, after):
+    """Which attributes of a snapshot are others, or gone, in a later one."""
+    gone = object()
+    return {key for key, value in before.items() if after.get(key, gone) is not value} - STATE
+
+
+def recorded():
+    """The active patches that change something: a constant may be what it was."""
+    return {
+        (full_name(patch.owner), patch.name)
+        for patch in active_patches()
+        if patch.replacement is not patch.original
+        and package_of(full_name(patch.owner)) in PACKAGES
+    }
+
+
+def watch_job(accelerator, folder, flexible):
+    """What jobs in one process change: before, in the middle, at the end, after restoring."""
+    from mmengine.hooks import Hook
+    from mmengine.registry import HOOKS
+
+    from mmdevplug.patches.collectives import restore_collectives
+    from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
+    from mmdevplug.patches.mmengine import restore_mmengine
+    from tests.jobs import install_card
+    from tests.runner import test_flexible_runner
+
+    with suppress(ImportError):  # mmcv-lite
+        import mmcv.ops  # noqa: F401
+    install_card(accelerator)
+    seen = []
+
+    class SnapshotHook(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            if batch_idx == 1:
+                seen.append(snapshot())
+
+    HOOKS.register_module(module=SnapshotHook, force=True)
+
+    def train(name):
+        hooks = [dict(type='SnapshotHook')]
+        if flexible:
+            test_flexible_runner.flexible(folder / name, hooks, iterations=3).train()
+            return
+        train_digits(
+            accelerator,
+            folder / name,
+            custom_hooks=hooks,
+            train_cfg__max_epochs=1,
+            default_hooks__checkpoint__interval=100,
+        )
+
+    def restore():
+        restore_mmengine()
+        restore_collectives()
+        restore_mmcv_ops()
+
+    train('first')  # PyTorch loads many of its parts when they are first used
+    restore()
+    before = snapshot()
+    train('second')
+    found = dict(
+        during=changed(before, seen[-1]),
+        after=changed(before, snapshot()),
+        recorded=recorded(),
+        listed=sorted({str(patch.symbol) for patch in active_patches()}),
+    )
+    train('third')  # restores and patches again
+    found['again'] = changed(before, seen[-1])
+    restore()
+    found['left'] = changed(before, snapshot())
+    found['active'] = recorded()
+    return found
+
+
+def symbols_of(*periods, without=()):
+    return {
+        str(symbol)
+        for symbol in PATCHED_SYMBOLS
+        if symbol.period in periods and symbol.name not in without
+    }
+
+
+INDICES = ('BoolTypeTensor', 'LongTypeTensor', 'IndexType')
+CLOCK = ('torch', 'is_cuda_available')
+
+
+def expected_of(accelerator, ranks, flexible):
+    """The symbols that a job patches by the list."""
+    without = dict(cpu=(*INDICES, *CLOCK, 'print_time'), xla=CLOCK).get(
+        accelerator, ('print_time',)
+    )
+    found = symbols_of(patched_symbols.JOB, patched_symbols.AUTOCAST, without=without)
+    if flexible:
+        found |= symbols_of(patched_symbols.FLEXIBLE_RUNNER)
+    if ranks > 1:
+        found |= symbols_of(patched_symbols.WATCH)
+        if accelerator != 'cpu':
+            here = [name for name in vars(torch_dist) if name]
+            found |= {
+                str(symbol)
+                for symbol in PATCHED_SYMBOLS
+                if symbol.period == patched_symbols.PROCESS_GROUP and symbol.name in here
+            }
+    if accelerator != 'cpu' and importlib.util.find_spec('mmcv._ext') is not None:
+        found |= symbols_of(patched_symbols.MMCV_OPS)
+    return found
+
+
+def check_job(accelerator, ranks, folder, flexible=False):
+    options = job_of(accelerator, ranks) if accelerator == 'xla' else {}
+    number = ranks if ranks > 1 else 0
+    for found in run_ranks(watch_job, number, accelerator, folder, flexible, **options):
+        assert found['during'] == found['after'] == found['again'] == found['recorded']
+        assert set(found['listed']) == expected_of(accelerator, ranks, flexible)
+        assert found['left'] == found['active'] == set()
+
+
+@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 1), ('zeta', 1), ('zeta', 2)])
+def test_a_job_changes_what_the_list_says_and_all_of_it_is_restored(accelerator, ranks, tmp_path):
+    check_job(accelerator, ranks, tmp_path)
+
+
+def test_a_job_of_flexible_runner_changes_what_the_list_says(tmp_path):
+    check_job('cpu', 1, tmp_path, flexible=True)
+
+
+@pytest.mark.xla
+def test_a_job_on_torch_xla_changes_what_the_list_says(tmp_path):
+    check_job('xla', 1, tmp_path)
+
+
+def test_autocast_is_restored_and_patched_anew():
+    from mmengine.runner.amp import autocast
+
+    from mmdevplug import patch_mmengine
+    from mmdevplug.patches.mmengine import restore_mmengine
+
+    restore_mmengine()
+    (cell,) = autocast.__closure__
+    original = cell.cell_contents
+    for _ in range(2):
+        patch_mmengine('cpu')
+        assert cell.cell_contents is not original
+        restore_mmengine()
+        assert cell.cell_contents is original
+
+
+def test_flexible_runner_is_patched_once_and_restored():
+    from mmengine.runner import FlexibleRunner
+
+    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
+    from mmdevplug.runner.flexible_runner import patch_flexible_runner
+
+    restore_mmengine()
+    before = dict(vars(FlexibleRunner))
+    patch_flexible_runner()
+    patched = dict(vars(FlexibleRunner))
+    patch_flexible_runner()
+    patch_mmengine('cpu')  # another runner of this process
+    assert dict(vars(FlexibleRunner)) == patched
+    names = {str(patch.symbol) for patch in active_patches(patched_symbols.FLEXIBLE_RUNNER)}
+    assert names == symbols_of(patched_symbols.FLEXIBLE_RUNNER)
+    assert {f'{full_name(FlexibleRunner)}.{name}' for name in before if before[name] is not
+            patched[name]} == names  # fmt: skip
+    restore_mmengine()
+    assert dict(vars(FlexibleRunner)) == before
+
+
+# the helper -------------------------------------------------------------------------------------
+
+
+def test_a_symbol_that_is_not_listed_is_refused():
+    original = torch.save
+    with pytest.raises(LookupError, match=r'torch.save is not in PATCHED_SYMBOLS of .*: add it'):
+        patch_symbol(torch, 'save', print)
+    with pytest.raises(LookupError), LocalPatch(torch, 'save')(print):
+        pass
+    assert torch.save is original
+    assert not [patch for patch in active_patches() if patch.name == 'save']
+
+
+@pytest.mark.parametrize('order', [(0, 1), (1, 0)])
+def test_patches_of_one_symbol_are_restored_in_any_order(order):
+    original = torch.load
+    patches = [patch_symbol(torch, 'load', lambda: 1), patch_symbol(torch, 'load', lambda: 2)]
+    assert active_patches(patched_symbols.LOADING) == patches
+    for number in order:
+        patches[number].restore()
+        patches[number].restore()
+    assert torch.load is original
+    assert not active_patches(patched_symbols.LOADING)
+
+
+def test_no_period_restores_nothing_and_a_period_its_own_patches():
+    original = torch.load, torch.autocast
+    patch_symbol(torch, 'load', lambda: 1)
+    patch_symbol(torch, 'autocast', lambda: 1)
+    restore_patches()
+    assert len(active_patches(patched_symbols.LOADING, patched_symbols.PLANNING)) == 2
+    restore_patches(patched_symbols.LOADING)
+    assert torch.load is original[0]
+    assert torch.autocast is not original[1]
+    restore_patches(patched_symbols.PLANNING)
+    assert torch.autocast is original[1]
+
+
+def test_a_context_is_recorded_until_it_ends():
+    from mmdevplug.patches.torch_load import safe_loading
+
+    with safe_loading('x'):
+        assert [patch.name for patch in active_patches(patched_symbols.LOADING)] == ['load']
+    assert not active_patches(patched_symbols.LOADING)
+
+
+def test_accuracy_is_recorded_where_it_was_imported():
+    need_mmcv_operations()
+    pytest.importorskip('mmseg')
+    from mmseg.models.decode_heads import FCNHead
+
+    from mmdevplug.patches.mmengine import restore_mmengine
+    from mmdevplug.patches.mmseg import patch_accuracy
+
+    model = FCNHead(in_channels=2, channels=2, num_classes=2)
+    assert patch_accuracy(model) == 1
+    (patch,) = active_patches(patched_symbols.LAZY_MODEL)
+    assert patch.owner.__name__ == 'mmseg.models.decode_heads.decode_head'
+    assert str(patch.symbol) == 'mmseg.models.losses.accuracy.accuracy'
+    restore_mmengine()
+    assert not active_patches(patched_symbols.LAZY_MODEL)
+
+
+# the list ---------------------------------------------------------------------------------------
+
+#: Came with later releases than some that are supported, or are gone from the newest.
+OPTIONAL = {'all_gather_into_tensor', 'reduce_scatter_tensor', '*'}
+
+
+def sources():
+    for path in sorted((ROOT / 'mmdevplug').rglob('*.py')):
+        yield path, ast.parse(path.read_text(encoding='utf-8'))
+
+
+@pytest.mark.parametrize('symbol', PATCHED_SYMBOLS, ids=str)
+def test_what_is_listed_exists(symbol):
+    if package_of(symbol.owner) in ('mmcv', 'mmseg'):
+        need_mmcv_operations()
+        pytest.importorskip(package_of(symbol.owner))
+    try:
+        owner = importlib.import_module(symbol.owner)
+    except ImportError:
+        module, _, kind = symbol.owner.rpartition('.')
+        owner = getattr(importlib.import_module(module), kind)
+    assert full_name(owner) == symbol.owner
+    if isinstance(owner, types.FunctionType):
+        assert symbol.name in owner.__code__.co_freevars
+    else:
+        assert symbol.name in {*vars(owner), *OPTIONAL}
+    for text in (symbol.reason, symbol.until):
+        assert text.endswith('.')
+
+
+def test_every_listed_name_is_patched_somewhere():
+    named = set()
+    for path, tree in sources():
+        if path.name != 'patched_symbols.py':
+            for node in ast.walk(tree):
+                # Strings, keywords of a dict, and FlexibleRunner's methods, patched by name.
+                found = [getattr(node, key, None) for key in ('value', 'arg', 'name')]
+                named.update(each for each in found if isinstance(each, str))
+    listed = {symbol.name for symbol in PATCHED_SYMBOLS} - {'*'}
+    assert {name for name in listed if not {name, f'_{name}'} & named} == set()
+
+
+def foreign_targets(tree):
+    """Attributes of imported modules and classes of other packages that a module assigns to."""
+    foreign = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            foreign |= {(each.asname or package_of(each.name)) for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and package_of(node.module or '') != 'mmdevplug':
+            foreign |= {each.asname or each.name for each in node.names if not node.level}
+    for node in ast.walk(tree):
+        targets = []
+        if isinstance(node, (ast.Assign, ast.Delete)):
+            targets = node.targets
+        elif isinstance(node, (ast.AugAssign, ast.AnnAssign)):
+            targets = [node.target]
+        elif getattr(getattr(node, 'func', None), 'id', '') in ('setattr', 'delattr'):
+            targets = [ast.Attribute(node.args[0], '?')]
+        for target in targets:
+            for each in getattr(target, 'elts', [target]):
+                root = each
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                theirs = isinstance(each, ast.Attribute) and getattr(root, 'id', '') in foreign
+                if theirs or getattr(each, 'attr', '') == 'cell_contents':
+                    yield node.lineno
+
+
+def test_nothing_is_replaced_but_by_the_helper():
+    found = [
+        f'{path.relative_to(ROOT)}:{line}'
+        for path, tree in sources()
+        if path.name != 'patching.py'
+        for line in foreign_targets(tree)
+    ]
+    assert found == []
+    assert list(foreign_targets(ast.parse('import torch.cuda\ntorch.cuda.x = 1')))
+    assert list(foreign_targets(ast.parse('from a import b as c\nsetattr(c, "x", 1)')))
+
+
+# where it is told -------------------------------------------------------------------------------
+
+
+@pytest.fixture(name='page')
+def _page(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / 'docs'))
+    place = importlib.util.spec_from_file_location('patch_table', ROOT / 'docs/patch_table.py')
+    page = importlib.util.module_from_spec(place)
+    place.loader.exec_module(page)
+    return page
+
+
+@pytest.mark.parametrize('language', ['en', 'zh_cn'])
+def test_the_page_is_what_the_list_says(language, page):
+    told = '\n\n'.join(page.render(page.LANGUAGES[language])) + '\n'
+    path = ROOT / 'docs' / language / 'patches.md'
+    assert path.read_text(encoding='utf-8') == told, 'run python docs/patch_table.py'
+
+
+def test_the_translation_has_nothing_that_is_not_listed(page):
+    firsts = [str(group[0]) for group in patched_symbols.group_symbols()]
+    assert list(page.REASONS) == firsts
+    assert set(page.PERIODS) == {symbol.period for symbol in PATCHED_SYMBOLS}
+
+
+def test_the_doctor_lists_every_patch():
+    from mmdevplug.doctor import patches
+
+    found = list(patches.examine())
+    assert {finding.level for finding in found} == {'ok'}
+    for symbol in PATCHED_SYMBOLS:
+        assert any(
+            finding.found.startswith(f'{symbol.owner}: ')
+            and symbol.name in finding.found
+            and symbol.reason in finding.why
+            for finding in found
+        )
