@@ -1,7 +1,7 @@
 """Write ``docs/en/mmcv_ops.md`` and ``docs/zh_cn/mmcv_ops.md`` from what the tests found.
 
-The tests in ``tests/mmcv_ops`` write one JSON file for each kind of device. Which other devices an
-operator has kernels for is read from the sources that mmcv is installed with.
+The tests in ``tests/patches/mmcv_ops`` write one JSON file for each kind of device. Which other
+devices an operator has kernels for is read from the sources that mmcv is installed with.
 """
 
 import json
@@ -16,8 +16,8 @@ VENDORS = dict(cuda='CUDA', mlu='MLU', npu='NPU', mps='MPS')
 DEVICES = ('zeta', 'xla', 'gcu')
 
 COMMANDS = """```bash
-MMDEVPLUG_RESULTS=docs/mmcv_ops python -m pytest tests/mmcv_ops -m "not xla"
-MMDEVPLUG_RESULTS=docs/mmcv_ops PJRT_DEVICE=CPU python -m pytest tests/mmcv_ops -m xla
+MMDEVPLUG_RESULTS=docs/mmcv_ops python -m pytest tests/patches/mmcv_ops -m "not xla"
+MMDEVPLUG_RESULTS=docs/mmcv_ops PJRT_DEVICE=CPU python -m pytest tests/patches/mmcv_ops -m xla
 python docs/mmcv_ops_table.py
 ```"""
 

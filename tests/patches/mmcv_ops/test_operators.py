@@ -194,7 +194,7 @@ def test_faster_rcnn_trains_and_detects_as_on_the_cpu(accelerator, detector_on_c
 
 
 def test_the_page_tells_what_was_found():
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     place = importlib.util.spec_from_file_location('table', root / 'docs' / 'mmcv_ops_table.py')
     table = importlib.util.module_from_spec(place)
     place.loader.exec_module(table)
