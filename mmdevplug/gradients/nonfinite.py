@@ -71,15 +71,15 @@ def _has_fused_kernel() -> bool:
     return True
 
 
-def poison(flat: Tensor) -> None:
-    """Mark a bucket; the mark survives adding up and compression."""
+def mark_nonfinite(flat: Tensor) -> None:
+    """Mark a bucket as not finite; the mark survives all-reduce and compression."""
     # A sparse gradient carries what was found in it: ranks store different elements of it.
     if not flat.is_sparse:
         flat[:1] = float('nan')
 
 
-def is_poisoned(flat: Tensor) -> bool:
-    """Whether any rank marked the bucket."""
+def is_marked_nonfinite(flat: Tensor) -> bool:
+    """Tell whether any rank marked the bucket as not finite."""
     if flat.is_sparse:
         return not bool(torch.isfinite(flat._values()).all())
     return flat.numel() > 0 and not bool(torch.isfinite(flat[0]))
