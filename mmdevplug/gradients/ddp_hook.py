@@ -151,7 +151,7 @@ class BucketAveraging:
         found, not_finite = self._found, self._not_finite
         self._begin_iteration()
         if not_finite:
-            self.policy.settle(found)
+            self.policy.apply(found)
             for parameter in self._parameters:
                 parameter.grad = None
             if self.compression is not None:

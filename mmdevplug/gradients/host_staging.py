@@ -266,7 +266,7 @@ class HostStaging:
         self._record_traffic()
         self._begin_iteration()
         if nonfinite:
-            self.policy.settle(found)
+            self.policy.apply(found)
             # An optimizer skips parameters without a gradient, with momentum and decay.
             for parameter in self.parameters:
                 parameter.grad = None

@@ -24,8 +24,8 @@ class OptionalReducerDDP(MMDistributedDataParallel):
     Args:
         module (nn.Module): The model, on its device.
         reducer (bool): Whether to make DDP's reducer. Defaults to True.
-        device (torch.device, optional): Device of this rank. Needed without a reducer, where DDP
-            does not find it out. Defaults to None.
+        device (torch.device, optional): Device of this rank; only needed without a reducer.
+            Defaults to None.
         **kwargs: Arguments of DDP. Without a reducer only ``process_group``,
             ``broadcast_buffers`` and ``find_unused_parameters``.
     """

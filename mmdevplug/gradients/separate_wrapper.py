@@ -18,7 +18,7 @@ from mmdevplug.model.move import move_module
 from mmdevplug.optim import log_norms
 
 from .host_staging import HostStaging
-from .wrapper import DeviceDistributedDataParallel, _has_scaler as has_scaler
+from .wrapper import DeviceDistributedDataParallel, has_scaler
 
 
 class _Part(DeviceDistributedDataParallel):

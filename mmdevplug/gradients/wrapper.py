@@ -217,7 +217,7 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
             if not self._loss_checked:
                 check_loss(parsed_loss, self.module)
                 self._loss_checked = True
-            self.policy.suspended = _has_scaler(optim_wrapper)
+            self.policy.suspended = has_scaler(optim_wrapper)
             trust_averages(optim_wrapper, self.staging)
             optim_wrapper.update_params(parsed_loss)
             if self.detect_anomalous_params:
@@ -267,8 +267,8 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
         self._hooked = True
 
 
-def _has_scaler(optim_wrapper: Any) -> bool:
-    """Whether a gradient scaler skips the updates that overflow."""
+def has_scaler(optim_wrapper: Any) -> bool:
+    """Tell whether a gradient scaler skips the updates that overflow."""
     wrappers = optim_wrapper.values() if hasattr(optim_wrapper, 'values') else [optim_wrapper]
     scalers = [getattr(wrapper, 'loss_scaler', None) for wrapper in wrappers]
     return any(scaler is not None and scaler.is_enabled() for scaler in scalers)
