@@ -35,10 +35,19 @@ def measured(function, args):
 
 def _follow_backward():
     """Trace methods that backward calls, in whichever thread it runs."""
-    from mmdevplug.gradients import ddp_hook as comm_hooks, nonfinite as finite, reduction, staging
+    from mmdevplug.gradients import (
+        buckets,
+        ddp_hook,
+        host_staging,
+        lazy_staging,
+        nonfinite,
+        overlapped_staging,
+        reduction,
+    )
     from mmdevplug.model import sync_bn
 
-    for module in (comm_hooks, finite, reduction, staging, sync_bn):
+    staging = (buckets, host_staging, lazy_staging, overlapped_staging, reduction)
+    for module in (ddp_hook, nonfinite, sync_bn, *staging):
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__:
                 _follow_methods(kind)

@@ -1,4 +1,4 @@
-"""Fewer bytes on the wire: gradients in half precision, or as products of thin matrices."""
+"""Compress gradients to half precision, or to products of thin matrices."""
 
 from typing import (
     Any,
@@ -6,7 +6,6 @@ from typing import (
     Generator,
     List,
     Mapping,
-    NamedTuple,
     Optional,
     Sequence,
     Tuple,
@@ -21,7 +20,8 @@ from mmdevplug.distributed.traffic import all_reduce_bytes
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.torch_compat import memory_as
 
-from .nonfinite import poison, scale_and_check
+from .buckets import Bucket
+from .nonfinite import mark_nonfinite, scale_and_check
 
 _GATHERS_INTO_TENSOR = digit_version(torch.__version__) >= digit_version('2.4.0')
 
@@ -31,58 +31,26 @@ KINDS = ('none', 'bf16', 'fp16', 'powersgd')
 Sending = Generator[None, None, float]
 
 
-class Bucket(NamedTuple):
-    """Gradients that are averaged together, in host memory.
-
-    Its methods are those of ``torch.distributed.GradBucket``, for PyTorch's hooks.
-
-    Attributes:
-        flat (Tensor): One-dimensional.
-        views (List[Tensor]): For each gradient a piece of ``flat`` in its shape.
-        number (int): Which bucket of an iteration.
-        indices (List[int]): Which parameters.
-    """
-
-    flat: Tensor
-    views: List[Tensor]
-    number: int = 0
-    indices: List[int] = []
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def gradients(self) -> List[Tensor]:
-        # PowerSGD takes the first dimension of each, and a scalar has none.
-        return [view if view.dim() else view.view(1) for view in self.views]
-
-    def index(self) -> int:
-        return self.number
-
-    def is_last(self) -> bool:
-        # Hooks count iterations by it, and which bucket is the last turns out only at the end.
-        return self.number == 0
-
-
 class HalfCompression:
-    """Two bytes for each value; the sum is in float32.
+    """Send two bytes for each value, and add up in float32.
 
-    gloo adds up in the dtype that it sends. Here each rank gets its share of the bucket from all
-    others, adds up in float32, rounds once, and passes the result on: as many bytes as a ring
-    sends.
+    gloo adds up in the dtype that it sends. Here each rank receives its share of the bucket from
+    all others, adds up in float32, rounds once, and sends the result to all. This takes as many
+    bytes as a ring.
 
     Args:
         dtype (torch.dtype): float16, which keeps 11 bits and overflows beyond 65504, or bfloat16,
             which keeps 8 bits and has the range of float32.
     """
 
-    #: Whether parts of a bucket may be compressed by themselves.
+    #: Whether parts of a bucket may be compressed separately.
     works_on_parts = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._free: List[Tensor] = []
 
-    def add_up(self, bucket: Bucket, group: Any = None) -> Sending:
+    def all_reduce(self, bucket: Bucket, group: Any = None) -> Sending:
         """Add up a bucket over all ranks of a group, in place.
 
         Args:
@@ -97,8 +65,8 @@ class HalfCompression:
         sent[: flat.numel()].copy_(flat)
         sent[flat.numel() :].zero_()
         if self.dtype == torch.float16 and scale_and_check(sent, 1.0):
-            poison(sent)
-        # As integers, which gloo of any release moves; it need not add up.
+            mark_nonfinite(sent)
+        # As integers, which gloo of any release can send; it need not add them up.
         as_integers = [memory_as(sent, torch.int32), memory_as(received, torch.int32)]
         work = torch_dist.all_to_all_single(*as_integers[::-1], group=group, async_op=True)
         yield
@@ -113,11 +81,11 @@ class HalfCompression:
         return all_reduce_bytes(received.numel() * received.element_size(), world_size)
 
     def reset(self) -> None:
-        """Forget the buffers, for buckets of other sizes."""
+        """Release the buffers, because buckets change their sizes."""
         self._free = []
 
     def _take(self, size: int) -> Tensor:
-        """A buffer that an earlier bucket left, or a new one."""
+        """Return a buffer that an earlier bucket has returned, or a new one."""
         for place, buffer in enumerate(self._free):
             if buffer.numel() == size:
                 return self._free.pop(place)
@@ -125,7 +93,7 @@ class HalfCompression:
 
 
 class PowerSGDCompression:
-    """PyTorch's PowerSGD: matrices as products of thin ones, with error feedback.
+    """Send matrices as products of thin ones, with error feedback: PyTorch's PowerSGD.
 
     T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for
     Distributed Optimization, NeurIPS 2019.
@@ -143,14 +111,14 @@ class PowerSGDCompression:
         self._hook = powersgd.powerSGD_hook
         self._state = powersgd.PowerSGDState(process_group=None, **options)
 
-    def add_up(self, bucket: Bucket, group: Any = None) -> Sending:
+    def all_reduce(self, bucket: Bucket, group: Any = None) -> Sending:
         """Add up a bucket over all ranks of a group, in place; see :class:`HalfCompression`."""
         self._state.process_group = group
         compressing = self._state.iter >= self._state.start_powerSGD_iter
         before = self._state.total_numel_after_compression
         world_size = torch_dist.get_world_size(group)
-        # Waited for at once: the hook starts collectives when others end, and with several
-        # buckets under way the order would differ between ranks.
+        # Wait at once: the hook starts collectives when others end, so with several buckets in
+        # progress their order would differ between ranks.
         average = self._hook(self._state, bucket).wait()
         bucket.flat.copy_(average).mul_(world_size)
         yield
@@ -161,7 +129,7 @@ class PowerSGDCompression:
         )
 
     def reset(self) -> None:
-        """Forget errors and factors, for other buckets, or after values that are not finite."""
+        """Drop errors and factors, for other buckets, or after values that are not finite."""
         for memory in ('error_dict', 'p_memory_dict', 'q_memory_dict'):
             getattr(self._state, memory).clear()
 
@@ -209,7 +177,7 @@ def make_compression(
 
 
 def _all_gather(target: Tensor, source: Tensor, group: Any) -> Any:
-    """``all_gather_into_tensor``; gloo before 2.4 knows lists alone, and copies once more."""
+    """Gather into one tensor; gloo before 2.4 takes only lists, which costs a further copy."""
     if _GATHERS_INTO_TENSOR:
         return torch_dist.all_gather_into_tensor(target, source, group=group, async_op=True)
     parts = list(target.chunk(torch_dist.get_world_size(group)))

@@ -1,4 +1,4 @@
-"""What PyTorch's DDP does with a full bucket: compression, a look for NaN, and a tally."""
+"""Average the buckets of PyTorch's DDP: compress, look for NaN, and count bytes."""
 
 import time
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -9,8 +9,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes
 
-from .compression import Bucket, Compression, HalfCompression
-from .nonfinite import FinitePolicy, is_poisoned, names_of_nonfinite, poison, scale_and_check
+from .buckets import Bucket
+from .compression import Compression, HalfCompression
+from .nonfinite import (
+    FinitePolicy,
+    is_marked_nonfinite,
+    mark_nonfinite,
+    names_of_nonfinite,
+    scale_and_check,
+)
 
 _HALF_HOOKS = {torch.float16: default_hooks.fp16_compress_hook}
 if hasattr(default_hooks, 'bf16_compress_hook'):
@@ -18,7 +25,7 @@ if hasattr(default_hooks, 'bf16_compress_hook'):
 
 
 class BucketAveraging:
-    """The communication hook of :class:`mmdevplug.DeviceDistributedDataParallel` over DDP.
+    """Average buckets, as a communication hook of PyTorch's DDP.
 
     Args:
         named_parameters (Sequence[Tuple[str, nn.Parameter]]): What DDP averages.
@@ -56,11 +63,11 @@ class BucketAveraging:
         return _HALF_HOOKS.get(dtype)
 
     def _begin_iteration(self) -> None:
-        self._begun = False
+        self._in_iteration = False
         self._found: List[str] = []
         self._not_finite = False
         self._messages = 0
-        self._sent = self._started = self._launched = self._arrived = 0.0
+        self._sent = self._started = self._last_started = self._completed = 0.0
 
     # DDP looks at annotations, and takes none but its own of a release that has them.
     def hook(self, state, bucket):
@@ -73,8 +80,8 @@ class BucketAveraging:
         Returns:
             torch.futures.Future: Of their average.
         """
-        if not self._begun:
-            self._begun = True
+        if not self._in_iteration:
+            self._in_iteration = True
             self._started = time.perf_counter()
             torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_ddp)
         flat = bucket.buffer()
@@ -83,8 +90,8 @@ class BucketAveraging:
         self._scale(bucket, 1.0 if scaled_by_hook else 1 / self.world_size)
         self._messages += 1
         average = self._half_hook if scaled_by_hook else self._average
-        future = average(self.group, bucket).then(lambda done: self._arrive(done.value()))
-        self._launched = time.perf_counter()
+        future = average(self.group, bucket).then(lambda done: self._complete(done.value()))
+        self._last_started = time.perf_counter()
         if scaled_by_hook:
             self._sent += all_reduce_bytes(flat.numel() * 2, self.world_size)
         return future
@@ -97,7 +104,7 @@ class BucketAveraging:
                 gradients = [flat] if flat.is_sparse else bucket.gradients()
                 named = zip(bucket.parameters(), gradients)
                 self._found += names_of_nonfinite([(self._names[id(p)], g) for p, g in named])
-                poison(flat)
+                mark_nonfinite(flat)
         elif factor != 1.0:
             flat.mul_(factor)
 
@@ -108,24 +115,24 @@ class BucketAveraging:
             work = torch_dist.all_reduce(flat, group=group, async_op=True)
             return work.get_future().then(lambda done: done.value()[0])
         in_host_memory = Bucket(flat, bucket.gradients(), bucket.index())
-        self._sent += _run(self.compression.add_up(in_host_memory, group))
+        self._sent += _run(self.compression.all_reduce(in_host_memory, group))
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(flat)
         return future
 
     def _bytes_of(self, flat: Tensor) -> float:
-        """What this rank sends of a bucket that is not compressed."""
+        """Count the bytes that this rank sends of a bucket without compression."""
         if not flat.is_sparse:
             return all_reduce_bytes(flat.numel() * flat.element_size(), self.world_size)
         # gloo gathers the indices and the values of all ranks, and each adds them up.
         stored = (flat._indices(), flat._values())
         return (self.world_size - 1) * sum(part.numel() * part.element_size() for part in stored)
 
-    def _arrive(self, flat: Tensor) -> Tensor:
-        self._arrived = time.perf_counter()
+    def _complete(self, flat: Tensor) -> Tensor:
+        self._completed = time.perf_counter()
         if self.policy.active:
             overflows = self._half_hook is not None and self.compression.dtype == torch.float16
-            if is_poisoned(flat) or (overflows and scale_and_check(flat, 1.0)):
+            if is_marked_nonfinite(flat) or (overflows and scale_and_check(flat, 1.0)):
                 self._not_finite = True
         return flat
 
@@ -137,14 +144,14 @@ class BucketAveraging:
         TRAFFIC.record(
             'gradients',
             sent=self._sent,
-            seconds=self._arrived - self._started,
-            waited=max(0.0, self._arrived - self._launched),
+            seconds=self._completed - self._started,
+            waited=max(0.0, self._completed - self._last_started),
             messages=self._messages,
         )
         found, not_finite = self._found, self._not_finite
         self._begin_iteration()
         if not_finite:
-            self.policy.settle(found)
+            self.policy.apply(found)
             for parameter in self._parameters:
                 parameter.grad = None
             if self.compression is not None:

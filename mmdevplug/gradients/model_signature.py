@@ -1,4 +1,4 @@
-"""Do all ranks have the same model? Asked once, before their tensors are put into one message."""
+"""Check once that all ranks have the same model, before their tensors share a message."""
 
 import hashlib
 import json

@@ -1,8 +1,8 @@
-"""NaN and infinite gradients: found while averaging, at no cost, and named.
+"""Find NaN and infinite gradients while averaging, name them, and apply the policy.
 
-Scaling by the number of ranks reads every value once; the same pass looks for values that are not
-finite. A rank that finds one puts NaN into the first element of the bucket. The sum carries it to
-all ranks, so that they agree without a message of its own.
+Scaling by the number of ranks reads every value once, and the same pass looks for values that are
+not finite. A rank that finds one puts NaN into the first element of the bucket. The sum carries it
+to all ranks, so that they agree without a further message.
 """
 
 import logging
@@ -61,7 +61,7 @@ def stored_values(tensor: Tensor) -> Tensor:
 
 @lru_cache(None)
 def _has_fused_kernel() -> bool:
-    """Whether this PyTorch has the kernel of CUDA's gradient scaler for the CPU, too."""
+    """Tell whether this PyTorch has the kernel of the gradient scaler for the CPU."""
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(
             [torch.ones(1)], torch.zeros(1), torch.ones(1)
@@ -71,22 +71,22 @@ def _has_fused_kernel() -> bool:
     return True
 
 
-def poison(flat: Tensor) -> None:
-    """Mark a bucket; the mark survives adding up and compression."""
+def mark_nonfinite(flat: Tensor) -> None:
+    """Mark a bucket as not finite; the mark survives all-reduce and compression."""
     # A sparse gradient carries what was found in it: ranks store different elements of it.
     if not flat.is_sparse:
         flat[:1] = float('nan')
 
 
-def is_poisoned(flat: Tensor) -> bool:
-    """Whether any rank marked the bucket."""
+def is_marked_nonfinite(flat: Tensor) -> bool:
+    """Tell whether any rank marked the bucket as not finite."""
     if flat.is_sparse:
         return not bool(torch.isfinite(flat._values()).all())
     return flat.numel() > 0 and not bool(torch.isfinite(flat[0]))
 
 
 def names_of_nonfinite(named: Sequence[Tuple[str, Optional[Tensor]]]) -> List[str]:
-    """Say which gradients are not finite.
+    """Describe the gradients that are not finite.
 
     Args:
         named (Sequence[Tuple[str, Tensor]]): Names of parameters and their gradients, on the host.
@@ -108,14 +108,14 @@ def names_of_nonfinite(named: Sequence[Tuple[str, Optional[Tensor]]]) -> List[st
 
 
 class FinitePolicy:
-    """What all ranks do about gradients that are not finite on some rank.
+    """Stop training or skip an update on all ranks if gradients of any rank are not finite.
 
     Args:
         policy (str): ``'stop'``, ``'skip'`` or ``'ignore'``.
         group (ProcessGroup, optional): Defaults to None: all ranks.
 
     Attributes:
-        suspended (bool): Whether a gradient scaler is in charge, whose search for the right scale
+        suspended (bool): Whether a gradient scaler skips updates. Its search for the right scale
             makes gradients overflow on purpose.
         skipped (int): How many updates were skipped so far.
     """
@@ -129,23 +129,23 @@ class FinitePolicy:
 
     @property
     def active(self) -> bool:
-        """Whether gradients that are not finite are to be answered."""
+        """Whether to look for gradients that are not finite."""
         return self.policy != 'ignore' and not self.suspended
 
-    def settle(self, found_here: Sequence[str]) -> None:
-        """Tell all ranks what was found, and stop or return to skip the update.
+    def apply(self, found_here: Sequence[str]) -> None:
+        """Exchange what the ranks found, then raise an error, or log that the update is skipped.
 
-        To be called by all ranks.
+        All ranks must call it.
 
         Args:
-            found_here (Sequence[str]): What this rank has found, see :func:`names_of_nonfinite`.
+            found_here (Sequence[str]): What this rank found, see :func:`names_of_nonfinite`.
 
         Raises:
             ModelError: Under ``'stop'``, on every rank, with the ranks and parameters.
         """
-        told = gather_json(list(found_here[:5]), self.group)
+        found = gather_json(list(found_here[:5]), self.group)
         lines = [
-            f'  rank {rank}: {", ".join(names)}' for rank, names in enumerate(told) if names
+            f'  rank {rank}: {", ".join(names)}' for rank, names in enumerate(found) if names
         ] or ['  every rank has finite gradients: they overflow when compressed or added up']
         text = 'gradients are not finite:\n' + '\n'.join(lines)
         if self.policy == 'stop':

@@ -1,4 +1,4 @@
-"""The model wrapper of GANs: each part of a model is trained in parallel by itself."""
+"""Wrap each part of a model separately for data parallel training, e.g. of a GAN."""
 
 from contextlib import ExitStack, contextmanager
 from typing import Any, Dict, Iterator, List, Optional, Union
@@ -17,18 +17,18 @@ from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import move_module
 from mmdevplug.optim import log_norms
 
-from .staging import GradientStaging
-from .wrapper import DeviceDistributedDataParallel, _has_scaler as has_scaler
+from .host_staging import HostStaging
+from .wrapper import DeviceDistributedDataParallel, has_scaler
 
 
 class _Part(DeviceDistributedDataParallel):
-    """A part whose gradients are averaged unless all of it is frozen for the moment."""
+    """Average the gradients of a part, unless all its parameters are frozen."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if any(parameter.requires_grad for parameter in self.module.parameters()):
             return super().forward(*inputs, **kwargs)
-        # E.g. the discriminator while the generator learns: no gradient will come, so nothing
-        # has to be prepared, and no rank has to be asked.
+        # E.g. the discriminator while the generator learns: there will be no gradient, and the
+        # ranks need not agree on anything.
         return self.module(*inputs, **kwargs)
 
 
@@ -81,17 +81,17 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
 
     @property
     def parts(self) -> List[DeviceDistributedDataParallel]:
-        """The wrapped children."""
+        """Return the wrapped children."""
         return [part for part in self.module.children() if isinstance(part, _Part)]
 
     @property
-    def staging(self) -> Optional[List[GradientStaging]]:
-        """The averaging by way of the host of each part; None where PyTorch's DDP averages."""
+    def staging(self) -> Optional[List[HostStaging]]:
+        """Return the host staging of each part; None where PyTorch's DDP averages."""
         found = [part.staging for part in self.parts if part.staging is not None]
         return found or None
 
     def restart_staging(self) -> None:
-        """Stage the gradients of the parameters that the parts have now."""
+        """Average the gradients of the parameters that the parts have now."""
         for part in self.parts:
             if part.staging is not None:
                 part.restart_staging()
@@ -122,7 +122,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave the gradients of all parts as they are on each rank."""
+        """Skip the averaging of the gradients of all parts."""
         with ExitStack() as stack:
             for part in self.parts:
                 stack.enter_context(part.no_sync())

@@ -1,8 +1,8 @@
-"""Memory that the ranks of one host share.
+"""Share memory between the ranks of one host.
 
-Each rank makes an anonymous file in memory and opens those of the others through ``/proc``.
-Nothing has a name, so nothing is left behind however a job ends, and ``/dev/shm``, which is small
-in containers, is not used.
+Each rank makes an anonymous file in memory and opens those of the others through ``/proc``. The
+files have no names, so nothing stays behind when a job is killed. ``/dev/shm`` is not used: it is
+small in containers.
 """
 
 import logging
@@ -18,7 +18,7 @@ from mmdevplug.distributed.json_messages import gather_json
 
 
 class Hosts(NamedTuple):
-    """Which ranks share a host.
+    """Describe which ranks share a host.
 
     Attributes:
         ranks (List[List[int]]): For each host its ranks, in ascending order; ranks are those of
@@ -33,17 +33,17 @@ class Hosts(NamedTuple):
 
     @property
     def local_world_size(self) -> int:
-        """Number of ranks on this host."""
+        """Return the number of ranks on this host."""
         return len(self.ranks[self.here])
 
     @property
     def even(self) -> bool:
-        """Whether all hosts have the same number of ranks."""
+        """Tell whether all hosts have the same number of ranks."""
         return len({len(ranks) for ranks in self.ranks}) == 1
 
 
 def find_hosts(group: Any = None) -> Hosts:
-    """Ask all ranks where they run.
+    """Find out which ranks share a host.
 
     A host is a kernel with a network of its own, so that containers and network namespaces count
     as hosts.
@@ -82,14 +82,14 @@ def share_slots(size: int, hosts: Hosts, group: Any = None) -> Optional[List[Ten
     """
     file, error = _reserve(size)
     inode = None if file is None else os.fstat(file).st_ino
-    told = gather_json(dict(pid=os.getpid(), file=file, inode=inode, error=error), group)
+    files = gather_json(dict(pid=os.getpid(), file=file, inode=inode, error=error), group)
     slots: List[Tensor] = []
-    errors = [f'rank {rank}: {other["error"]}' for rank, other in enumerate(told)]
-    failed = [text for text, other in zip(errors, told) if other['error'] is not None]
+    errors = [f'rank {rank}: {other["error"]}' for rank, other in enumerate(files)]
+    failed = [text for text, other in zip(errors, files) if other['error'] is not None]
     error = None
     if not failed:
-        slots, error = _open([told[rank] for rank in hosts.ranks[hosts.here]], size)
-        # Also what keeps every file open until all have it.
+        slots, error = _open([files[rank] for rank in hosts.ranks[hosts.here]], size)
+        # Each rank keeps its file open until all ranks have opened it: this message waits.
         answers = gather_json(error, group)
         failed = [f'rank {rank}: {text}' for rank, text in enumerate(answers) if text is not None]
     if file is not None:
@@ -107,7 +107,7 @@ def share_slots(size: int, hosts: Hosts, group: Any = None) -> Optional[List[Ten
 
 
 def _reserve(size: int) -> Any:
-    """Make a file in memory and claim its pages now, while a lack of them is still an error."""
+    """Make a file in memory, and allocate its pages while a lack of memory is still an error."""
     file = None
     try:
         file = os.memfd_create('mmdevplug-gradients')

@@ -1,15 +1,11 @@
-"""The model wrapper: data parallel training on any device."""
+"""Wrap a model for data parallel training on any device."""
 
 import copy
 import inspect
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
-from mmengine.model import (
-    MMDistributedDataParallel,
-    detect_anomalous_params,
-    is_model_wrapper,
-)
+from mmengine.model import detect_anomalous_params, is_model_wrapper
 from mmengine.optim import OptimWrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, distributed as torch_dist, nn
@@ -31,9 +27,12 @@ from mmdevplug.optim import log_norms, trust_averages
 
 from .compression import make_compression
 from .ddp_hook import BucketAveraging
+from .host_staging import HostStaging
+from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
 from .nonfinite import FinitePolicy
-from .staging import GradientStaging
+from .optional_reducer_ddp import OptionalReducerDDP
+from .overlapped_staging import OverlappedStaging
 
 #: On the host, small buckets start to travel earlier, and gradients that are views of a bucket
 #: need no copy.
@@ -41,12 +40,12 @@ CPU_DEFAULTS = dict(gradient_as_bucket_view=True, bucket_cap_mb=5)
 
 
 @MODEL_WRAPPERS.register_module()
-class DeviceDistributedDataParallel(MMDistributedDataParallel):
-    """Data parallel training on whatever device this rank has.
+class DeviceDistributedDataParallel(OptionalReducerDDP):
+    """Train data parallel on the device of this rank.
 
     The module is moved to its device first. Then PyTorch's DDP averages the gradients where the
-    backend takes the device's tensors (CPU, CUDA, a vendor's own backend); elsewhere they are
-    staged on the host at the end of backward, with the same results. ``train_step``,
+    backend takes the device's tensors (CPU, CUDA, a vendor's own backend). Elsewhere they are
+    averaged through host memory, with the same results. ``train_step``,
     ``val_step``, ``test_step``, ``module`` and the keys of ``state_dict`` are those of
     :class:`mmengine.model.MMDistributedDataParallel`.
 
@@ -84,8 +83,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         AcceleratorError: If the device cannot be used.
     """
 
-    #: The averaging by way of the host; None where PyTorch's DDP averages.
-    staging: Optional[GradientStaging] = None
+    #: Averages gradients through host memory; None where PyTorch's DDP averages.
+    staging: Optional[HostStaging] = None
 
     def __init__(
         self,
@@ -137,7 +136,10 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             averaging['hierarchy'] = hierarchy
             if bucket_cap_mb is not None:
                 averaging['bucket_bytes'] = int(bucket_cap_mb * 2**20)
-            self._init_staging(module, chosen, device, **options)
+            # Before the move: on the host it takes no copy between devices.
+            broadcast_tensors([*module.parameters(), *module.buffers()], chosen, process_group)
+            module = move_module(module, device)
+            super().__init__(module, reducer=False, device=device, **options)
         self.accelerator = chosen
         self.policy = averaging['policy']
         self._averaging = averaging
@@ -153,37 +155,12 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if chosen.lazy:
             materialize_predictions(module, chosen, self._devices)
 
-    def _init_staging(
-        self,
-        module: nn.Module,
-        accelerator: Accelerator,
-        device: torch.device,
-        **options: Any,
-    ) -> None:
-        """Set up what PyTorch's DDP would, less the reducer."""
-        nn.Module.__init__(self)
-        group = options['process_group']
-        # Before the move: on the host it takes no copy between devices.
-        broadcast_tensors([*module.parameters(), *module.buffers()], accelerator, group)
-        self.module = move_module(module, device)
-        # The names of DDP's own attributes, for `no_sync` and for code that looks at them.
-        self.device = device
-        self.device_type = device.type
-        self.device_ids = self.output_device = None
-        self.process_group = group if group is not None else torch_dist.group.WORLD
-        self.broadcast_buffers = options['broadcast_buffers']
-        self.find_unused_parameters = options['find_unused_parameters']
-        self.require_backward_grad_sync = True
-        self.require_forward_param_sync = True
-
     def restart_staging(self) -> None:
-        """Stage the gradients of the parameters that the module has now."""
-        self.staging = GradientStaging(
-            _trainable(self.module),
-            self.accelerator,
-            self.process_group,
-            **self._averaging,
-        )
+        """Average the gradients of the parameters that the module has now."""
+        named = _trainable(self.module)
+        spread = len(devices_of([parameter for _, parameter in named])) > 1
+        kind = LazyStaging if self.accelerator.lazy or spread else OverlappedStaging
+        self.staging = kind(named, self.accelerator, self.process_group, **self._averaging)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; see :meth:`torch.nn.parallel.DistributedDataParallel.forward`."""
@@ -240,7 +217,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             if not self._loss_checked:
                 check_loss(parsed_loss, self.module)
                 self._loss_checked = True
-            self.policy.suspended = _has_scaler(optim_wrapper)
+            self.policy.suspended = has_scaler(optim_wrapper)
             trust_averages(optim_wrapper, self.staging)
             optim_wrapper.update_params(parsed_loss)
             if self.detect_anomalous_params:
@@ -249,20 +226,20 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             log_norms(optim_wrapper)
         return log_vars
 
-    def rehearse(self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper) -> None:
-        """Let PyTorch's DDP arrange its buckets, as the first backward pass of a run does.
+    def warm_up(self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper) -> None:
+        """Run a backward pass, so that PyTorch's DDP orders its buckets before training resumes.
 
-        They are put into the order in which gradients became ready, and the order decides how the
-        values of more than two ranks are added up. A resumed run has to add up its first gradients
-        as the uninterrupted one did. What this pass computes is dropped; the caller restores the
-        random states.
+        After the first backward pass of a run DDP orders buckets by the time at which gradients
+        became ready, and this order decides how the values of more than two ranks are added up. A
+        resumed run has to add up its first gradients as the uninterrupted run did. Gradients and
+        buffers are restored; the caller restores the random states.
 
         Args:
             data (dict or tuple or list): A batch; it is copied.
             optim_wrapper (OptimWrapper): Casts as in training.
         """
         if self.staging is not None or torch_dist.get_world_size(self.process_group) <= 2:
-            return  # Staging never changes its buckets, and two values add up the same either way.
+            return  # Host staging needs no warm-up, and the sum of two values has no order.
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         for parameter, _ in gradients:
@@ -285,32 +262,13 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         Raises:
             ModelError: Under host staging, which has no buckets on the device to give to a hook.
         """
-        self._refuse_under_staging('register_comm_hook')
+        super().register_comm_hook(state, hook)
         self._hook_is_due = False  # DDP takes only one.
         self._hooked = True
-        super().register_comm_hook(state, hook)
-
-    def join(self, *args: Any, **kwargs: Any) -> Any:
-        """Train with uneven inputs; see :meth:`torch.nn.parallel.DistributedDataParallel.join`.
-
-        Raises:
-            ModelError: Under host staging.
-        """
-        self._refuse_under_staging('join')
-        return super().join(*args, **kwargs)
-
-    def _refuse_under_staging(self, method: str) -> None:
-        if self.staging is not None:
-            raise ModelError(
-                f"{method}() needs PyTorch's DDP, but gradients on {self.device} travel through "
-                f'the host, because backend {torch_dist.get_backend(self.process_group)!r} does '
-                f'not take {self.device_type} tensors. Remove the call, or use the native '
-                f'backend of the device.'
-            )
 
 
-def _has_scaler(optim_wrapper: Any) -> bool:
-    """Whether a gradient scaler skips the updates that overflow."""
+def has_scaler(optim_wrapper: Any) -> bool:
+    """Tell whether a gradient scaler skips the updates that overflow."""
     wrappers = optim_wrapper.values() if hasattr(optim_wrapper, 'values') else [optim_wrapper]
     scalers = [getattr(wrapper, 'loss_scaler', None) for wrapper in wrappers]
     return any(scaler is not None and scaler.is_enabled() for scaler in scalers)

@@ -159,12 +159,12 @@ class SafeCheckpointHook(CheckpointHook):
         if self._resumption is None:
             return
         self._resumption = None
-        rehearse = getattr(runner.model, 'rehearse', None)
-        if rehearse is None:
+        warm_up = getattr(runner.model, 'warm_up', None)
+        if warm_up is None:
             return
         accelerator, devices = rank_device()[0], rank_devices()
         state = random_state(accelerator, devices)
-        rehearse(data_batch, runner.optim_wrapper)
+        warm_up(data_batch, runner.optim_wrapper)
         set_random_state(state, accelerator, devices)
 
     # the position -------------------------------------------------------------------------------

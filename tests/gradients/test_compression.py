@@ -49,12 +49,12 @@ def test_half_precision_rounds_and_sends_half(accelerator, kind, ranks):
 def add_up_many(dtype):
     from torch import distributed as torch_dist
 
-    from mmdevplug.gradients.compression import Bucket
+    from mmdevplug.gradients.buckets import Bucket
 
     start('cpu')
     # In half precision 256 + 1 is 256 again; in float32 four ranks make 259.
     flat = torch.full((10,), 256.0 if rank() == 0 else 1.0)
-    steps = HalfCompression(getattr(torch, dtype)).add_up(Bucket(flat, [flat]))
+    steps = HalfCompression(getattr(torch, dtype)).all_reduce(Bucket(flat, [flat]))
     for _ in steps:
         pass
     in_half = torch.full((1,), 256.0 if rank() == 0 else 1.0).to(getattr(torch, dtype))

@@ -31,19 +31,19 @@ def under_way_in_backward(accelerator):
 
     def look(gradient):
         # Backward has just one layer left: the first, whose weight's gradient comes after this.
-        seen.append([flight.landed for flight in wrapper.staging._flights])
+        seen.append([work.completed for work in wrapper.staging._works])
 
     inputs.register_hook(look)
     wrapper(inputs).sum().backward()
     return seen, len(wrapper.staging._buckets)
 
 
-def test_buckets_set_off_during_backward_on_an_eager_device():
+def test_buckets_start_during_backward_on_an_eager_device():
     for seen, buckets in run_ranks(under_way_in_backward, 2, 'zeta'):
         assert buckets >= 6
-        (landed,) = seen
-        assert len(landed) >= buckets - 2
-        assert sum(landed) >= 1  # some had even arrived
+        (completed,) = seen
+        assert len(completed) >= buckets - 2
+        assert sum(completed) >= 1
 
 
 class TwoSegments(nn.Module):

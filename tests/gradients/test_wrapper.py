@@ -130,11 +130,11 @@ def test_a_communication_hook_is_refused_under_staging():
 
 
 def sparse(context):
-    from mmdevplug.gradients.staging import GradientStaging
+    from mmdevplug.gradients.overlapped_staging import OverlappedStaging
 
     # The card has no sparse kernels, so the host itself is staged here.
     module = nn.Embedding(8, 4, sparse=True)
-    staging = GradientStaging(list(module.named_parameters()), CPUAccelerator())
+    staging = OverlappedStaging(list(module.named_parameters()), CPUAccelerator())
     outputs = module(torch.tensor([1, 2]))
     staging.prepare(outputs, synchronize=True)
     outputs.sum().backward()
