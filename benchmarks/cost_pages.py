@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
 import numpy
-from cost_fit import (
-    Cluster,
-    Model,
-    Point,
-    connections_of_all,
-    connections_of_rank,
-    ring_messages,
-)
+from cost_fit import Cluster, Model, Point, connections_of_all, connections_of_rank, ring_messages
 
 DOCS = Path(__file__).parents[1] / 'docs'
 PICTURE = DOCS / 'images' / 'cost_model.png'

@@ -4,16 +4,7 @@ import os
 import traceback
 import warnings
 from inspect import signature
-from typing import (
-    Any,
-    Callable,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Union,
-)
+from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Optional, Union
 
 from mmdevplug.config.accelerator import to_dict
 from mmdevplug.errors import AcceleratorError, DevPlugError

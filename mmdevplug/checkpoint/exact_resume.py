@@ -23,12 +23,7 @@ from mmdevplug.accelerators.random_states import (
     set_random_state,
 )
 from mmdevplug.data import make_resumable
-from mmdevplug.data.building import (
-    renew_sampler,
-    resumable_batches,
-    sampler_of,
-    seed_workers,
-)
+from mmdevplug.data.building import renew_sampler, resumable_batches, sampler_of, seed_workers
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.process_group import rank_device, rank_devices
 from mmdevplug.samples import gather_samples

@@ -11,7 +11,7 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.distributed.byte_exchange import all_gather
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.process_group import group_device
-from mmdevplug.utils.torch_compat import memory_as
+from mmdevplug.utils.torch_compat import view_as_dtype
 
 #: Of one rank; more than that is no statistics, and would make a checkpoint too large.
 MOST_BYTES = 64 * 2**20
@@ -53,7 +53,7 @@ def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) 
         return False
     values = [
         # A copy, because a view needs an aligned start.
-        memory_as(part.clone(), buffer.dtype).reshape(buffer.shape)
+        view_as_dtype(part.clone(), buffer.dtype).reshape(buffer.shape)
         for part, buffer in zip(packed.split(sizes), buffers)
     ]
     # A moving average counts its steps in a buffer that stays on the host.
@@ -68,5 +68,5 @@ def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) 
 
 def _pack(model: nn.Module, accelerator: Accelerator) -> Tensor:
     host = accelerator.to_host(list(model.buffers()))
-    parts = [memory_as(value.contiguous().reshape(-1), torch.uint8) for value in host]
+    parts = [view_as_dtype(value.contiguous().reshape(-1), torch.uint8) for value in host]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)

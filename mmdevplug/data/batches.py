@@ -6,13 +6,11 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence
 
 import numpy as np
 import torch
-from mmengine.utils import digit_version
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from mmdevplug.accelerators.random_states import host_random_state
 from mmdevplug.utils.patching import patch_symbol
-
-_ASKS_FOR_BATCHES = digit_version(torch.__version__) >= digit_version('1.13.0')
+from mmdevplug.utils.torch_compat import asks_samplers_for_batches
 
 
 class SeededBatch(list):
@@ -156,7 +154,7 @@ class WorkerInit:
         dataset = torch.utils.data.get_worker_info().dataset
         fetch = SeededFetch(dataset)
         # Both in this process alone.
-        if _ASKS_FOR_BATCHES:  # the fetcher looks for it on the object
+        if asks_samplers_for_batches():  # the fetcher looks for it on the object
             dataset.__getitems__ = fetch
         else:
             patch_symbol(

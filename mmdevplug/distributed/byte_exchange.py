@@ -10,18 +10,7 @@ import os
 import struct
 from collections import deque
 from itertools import zip_longest
-from typing import (
-    Any,
-    Deque,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-)
+from typing import Any, Deque, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import psutil
 import torch

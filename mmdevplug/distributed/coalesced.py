@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators import Accelerator, CPUAccelerator
-from mmdevplug.utils.torch_compat import memory_as
+from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .byte_exchange import global_rank
 from .process_group import group_device
@@ -66,7 +66,7 @@ def _broadcast(
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if here:
         values = accelerator.to_host(tensors) if place.type == 'cpu' else tensors
-        message = torch.cat([memory_as(v.contiguous().view(-1), torch.uint8) for v in values])
+        message = torch.cat([view_as_dtype(v.contiguous().view(-1), torch.uint8) for v in values])
         message = message.to(place)
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
@@ -82,4 +82,4 @@ def _broadcast(
 def _reinterpret(data: Tensor, like: Tensor) -> Tensor:
     """Read bytes as a tensor of another's shape and dtype."""
     # A copy, because the piece of the message may start at an address that dtype cannot take.
-    return memory_as(data.clone(), like.dtype).view(like.shape)
+    return view_as_dtype(data.clone(), like.dtype).view(like.shape)

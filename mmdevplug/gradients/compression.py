@@ -1,29 +1,16 @@
 """Compress gradients to half precision, or to products of thin matrices."""
 
-from typing import (
-    Any,
-    Dict,
-    Generator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Dict, Generator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
-from mmengine.utils import digit_version
 from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.distributed.traffic import all_reduce_bytes
 from mmdevplug.errors import ModelError
-from mmdevplug.utils.torch_compat import memory_as
+from mmdevplug.utils.torch_compat import gathers_into_tensor, view_as_dtype
 
 from .buckets import Bucket
 from .nonfinite import mark_nonfinite, scale_and_check
-
-_GATHERS_INTO_TENSOR = digit_version(torch.__version__) >= digit_version('2.4.0')
 
 KINDS = ('none', 'bf16', 'fp16', 'powersgd')
 
@@ -67,13 +54,13 @@ class HalfCompression:
         if self.dtype == torch.float16 and scale_and_check(sent, 1.0):
             mark_nonfinite(sent)
         # As integers, which gloo of any release can send; it need not add them up.
-        as_integers = [memory_as(sent, torch.int32), memory_as(received, torch.int32)]
+        as_integers = [view_as_dtype(sent, torch.int32), view_as_dtype(received, torch.int32)]
         work = torch_dist.all_to_all_single(*as_integers[::-1], group=group, async_op=True)
         yield
         work.wait()
         mine = sent[rank * share : (rank + 1) * share]
         mine.copy_(torch.sum(received.view(world_size, share), 0, dtype=torch.float32))
-        work = _all_gather(as_integers[1], memory_as(mine, torch.int32), group)
+        work = _all_gather(as_integers[1], view_as_dtype(mine, torch.int32), group)
         yield
         work.wait()
         flat.copy_(received[: flat.numel()])
@@ -178,7 +165,7 @@ def make_compression(
 
 def _all_gather(target: Tensor, source: Tensor, group: Any) -> Any:
     """Gather into one tensor; gloo before 2.4 takes only lists, which costs a further copy."""
-    if _GATHERS_INTO_TENSOR:
+    if gathers_into_tensor():
         return torch_dist.all_gather_into_tensor(target, source, group=group, async_op=True)
     parts = list(target.chunk(torch_dist.get_world_size(group)))
     return torch_dist.all_gather(parts, source, group=group, async_op=True)

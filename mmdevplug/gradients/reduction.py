@@ -16,7 +16,7 @@ from torch import Tensor, distributed as torch_dist
 from mmdevplug.distributed.byte_exchange import global_rank
 from mmdevplug.distributed.process_group import DEFAULT_TIMEOUT, device_context
 from mmdevplug.distributed.traffic import all_reduce_bytes
-from mmdevplug.utils.torch_compat import memory_as
+from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .buckets import Bucket
 from .compression import Compression
@@ -149,7 +149,7 @@ class TwoLevelReduction(Reduction):
             return None
         pieces = [slot.split(list(lengths.values())) for slot in slots]
         for index, (dtype, size) in enumerate(sizes.items()):
-            self._slots[dtype] = [memory_as(parts[index], dtype)[:size] for parts in pieces]
+            self._slots[dtype] = [view_as_dtype(parts[index], dtype)[:size] for parts in pieces]
         return {dtype: slots[self.hosts.local_rank] for dtype, slots in self._slots.items()}
 
     def begin(self) -> None:

@@ -22,13 +22,14 @@ import torch
 from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
-from mmengine.utils import digit_version, get_object_from_string
+from mmengine.utils import get_object_from_string
 
 from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.patching import LocalPatch, patch_symbol
+from mmdevplug.utils.torch_compat import allows_renamed_classes
 
 #: Older releases have no list of allowed classes, or none in which a class has another name.
-_TAKES_RENAMED_CLASSES = digit_version(torch.__version__) >= digit_version('2.6.0')
+_TAKES_RENAMED_CLASSES = allows_renamed_classes()
 
 
 def _multiarray() -> Any:

@@ -42,11 +42,7 @@ from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.placing import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.parallelism import Parallelism
-from mmdevplug.optim import (
-    adapt_optim_wrapper_cfg,
-    check_optimizers,
-    join_consolidation,
-)
+from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 from mmdevplug.patches.mmengine import patch_mmengine
 from mmdevplug.patches.torch_load import trust_classes
 

@@ -18,11 +18,7 @@ from mmdevplug.data.padding_build import build_padded
 from mmdevplug.model.placing import place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.parallelism import Parallelism
-from mmdevplug.optim import (
-    adapt_optim_wrapper_cfg,
-    check_optimizers,
-    join_consolidation,
-)
+from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 from mmdevplug.patches.mmengine import patch_mmengine
 
 from .flexible_runner import patch_flexible_runner

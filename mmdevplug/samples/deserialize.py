@@ -10,7 +10,7 @@ from torch import Tensor
 from mmdevplug.accelerators.nested import move_tensors
 from mmdevplug.distributed.byte_exchange import to_bytes
 from mmdevplug.errors import SampleError
-from mmdevplug.utils.torch_compat import memory_as
+from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .serialize import LARGE_BYTES, VERSION, aligned, bytes_of, itemsize, places_of
 from .unflatten import Plan, plans_of
@@ -160,7 +160,7 @@ def _cut(buffer: Tensor, begin: int, pieces: Sequence[_Piece]) -> List[Tensor]:
         raise corrupt_data()
     cut: Dict[torch.dtype, Iterator[Tensor]] = {}
     for (dtype, total), place in zip(totals, places):
-        run = memory_as(buffer[place : place + total * itemsize(dtype)], dtype)
+        run = view_as_dtype(buffer[place : place + total * itemsize(dtype)], dtype)
         cut[dtype] = iter(_split(run, wanted[dtype]))
     return [next(cut[piece.dtype]) for piece in pieces]
 

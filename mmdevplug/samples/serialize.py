@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mmdevplug.accelerators import to_device
 from mmdevplug.distributed.byte_exchange import to_tensor
-from mmdevplug.utils.torch_compat import memory_as
+from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .flatten import FlatSamples
 
@@ -72,7 +72,7 @@ def serialize(parts: FlatSamples, large_bytes: float = LARGE_BYTES) -> Serialize
     for (dtype, group), place, size in zip(by_dtype.items(), places, sizes):
         if size:
             end = place + size * itemsize(dtype)
-            torch.cat(group, out=memory_as(buffer[place:end], dtype))
+            torch.cat(group, out=view_as_dtype(buffer[place:end], dtype))
             buffer[end : aligned(end)] = 0
     return SerializedSamples(buffer, large)
 
@@ -93,7 +93,7 @@ def _on_host(blocks: Sequence[Union[Tensor, np.ndarray]]) -> List[Tensor]:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as uint8."""
-    return memory_as(tensor.view(-1), torch.uint8)
+    return view_as_dtype(tensor.view(-1), torch.uint8)
 
 
 def places_of(begin: int, totals: Sequence[Tuple[torch.dtype, int]]) -> List[int]:

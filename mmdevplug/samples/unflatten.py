@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 
 from mmdevplug.errors import SampleError
-from mmdevplug.utils.pytree import (
-    DATACLASS,
-    DICT,
-    ELEMENT,
-    LIST,
-    NAMED_TUPLE,
-    TUPLE,
-    container_of,
-)
+from mmdevplug.utils.pytree import DATACLASS, DICT, ELEMENT, LIST, NAMED_TUPLE, TUPLE, container_of
 
 from .flatten import ARRAY_KINDS, MOST_LEVELS
 

@@ -3,6 +3,7 @@
 from functools import lru_cache
 
 import torch
+from mmengine.utils import digit_version
 from torch import Tensor
 
 #: Integers by size in bytes, whose memory NumPy can share.
@@ -18,8 +19,30 @@ def _views_change_sizes() -> bool:
     return True
 
 
-def memory_as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The memory of a flat, contiguous tensor, as one of another dtype.
+def is_at_least(release: str) -> bool:
+    """Whether this is a release of PyTorch, or a later one."""
+    return digit_version(torch.__version__) >= digit_version(release)
+
+
+def asks_samplers_for_batches() -> bool:
+    """Whether a data loader asks its data set for ``__getitems__``: from PyTorch 1.13 on."""
+    return is_at_least('1.13.0')
+
+
+def gathers_into_tensor() -> bool:
+    """Whether gloo gathers into one tensor: from PyTorch 2.4 on."""
+    return is_at_least('2.4.0')
+
+
+def allows_renamed_classes() -> bool:
+    """Whether ``weights_only`` takes classes under other names: from PyTorch 2.6 on."""
+    return is_at_least('2.6.0')
+
+
+def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """View the memory of a flat, contiguous tensor as another dtype.
+
+    ``Tensor.view(dtype)`` does it by itself from PyTorch 1.11 on.
 
     Args:
         tensor (Tensor): With one dimension; under PyTorch 1.10 on the host.

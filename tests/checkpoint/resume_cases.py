@@ -4,13 +4,7 @@ import numpy as np
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapperDict
-from mmengine.registry import (
-    HOOKS,
-    MODELS,
-    OPTIM_WRAPPER_CONSTRUCTORS,
-    OPTIM_WRAPPERS,
-    OPTIMIZERS,
-)
+from mmengine.registry import HOOKS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from torch import nn
 
 from tests.checkpoint.resuming import LENGTH

@@ -9,13 +9,7 @@ sampling, model parallel and real models on a GPU, too.
 import pytest
 
 from tests.columns import CUDA, NATIVE, device_of, job_of, within
-from tests.cuda.jobs import (
-    carry_objects,
-    infer,
-    page_locked,
-    train_plain,
-    try_collectives,
-)
+from tests.cuda.jobs import carry_objects, infer, page_locked, train_plain, try_collectives
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference, train_digits
 from tests.ranks import run_ranks

@@ -9,27 +9,18 @@ from mmengine import dist as mmengine_dist
 from torch import distributed as torch_dist, nn
 
 import mmdevplug
-from mmdevplug import (
-    init_device,
-)
+from mmdevplug import init_device
 from mmdevplug.checkpoint.rank_buffers import gather_buffers
-from mmdevplug.distributed.coalesced import (
-    broadcast_tensors,
-)
+from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.process_group import group_device
-from mmdevplug.dynamic_sampling import (
-    DynamicSampler,
-)
+from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.gradients.model_signature import check_same_model
 from mmdevplug.gradients.nonfinite import FinitePolicy
 from mmdevplug.gradients.shared_memory import find_hosts
-from mmdevplug.samples import (
-    balance_samples,
-    gather_samples,
-)
+from mmdevplug.samples import balance_samples, gather_samples
 from mmdevplug.utils.pytree import tensors_in
-from mmdevplug.utils.torch_compat import memory_as
+from mmdevplug.utils.torch_compat import view_as_dtype
 from tests.native import CARDS, STANDINS, needs_native, run_native
 
 pytestmark = needs_native
@@ -286,7 +277,7 @@ def send(name, made_by, backend):
     layers.running_mean.fill_(rank)
     check_same_model(layers)
     buffers = gather_buffers(layers, context.accelerator)
-    got['buffers'] = [memory_as(each[:4], torch.float32).item() for each in buffers]
+    got['buffers'] = [view_as_dtype(each[:4], torch.float32).item() for each in buffers]
     got['hosts'] = find_hosts().ranks
     got['settled'] = refused(FinitePolicy('stop').settle, [f'weight of {rank}'])
 

@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from mmdevplug.dynamic_sampling import DynamicSampler, progress as telling
-from mmdevplug.dynamic_sampling.decisions import (
-    FULL,
-    GO_ON,
-    SHORT,
-    Tally,
-    decide,
-    offers,
-    too_few,
-)
+from mmdevplug.dynamic_sampling.decisions import FULL, GO_ON, SHORT, Tally, decide, offers, too_few
 from mmdevplug.dynamic_sampling.settings import Settings
 from mmdevplug.errors import SampleError
 

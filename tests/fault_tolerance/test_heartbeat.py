@@ -8,14 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from tests.ranks import (
-    RanksFailed,
-    _context,
-    _work,
-    free_port,
-    launch_variables,
-    run_ranks,
-)
+from tests.ranks import RanksFailed, _context, _work, free_port, launch_variables, run_ranks
 
 
 def errors_of(function, world_size, *args):

@@ -8,13 +8,7 @@ from mmengine.evaluator import BaseMetric
 from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapperDict, build_optim_wrapper
-from mmengine.registry import (
-    DATASETS,
-    HOOKS,
-    METRICS,
-    MODELS,
-    OPTIM_WRAPPER_CONSTRUCTORS,
-)
+from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS, OPTIM_WRAPPER_CONSTRUCTORS
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 

@@ -9,12 +9,7 @@ import torch
 from mmdevplug.errors import DevPlugError
 from mmdevplug.hooks import MemoryHook
 from mmdevplug.utils.memory_growth import MB, GrowthDetector, Snapshot
-from tests.hooks.memory_jobs import (
-    SOON,
-    build,
-    train_all,
-    warnings_of,
-)
+from tests.hooks.memory_jobs import SOON, build, train_all, warnings_of
 from tests.ranks import RanksFailed, run_ranks
 
 LEAST = 10 * MB

@@ -9,13 +9,7 @@ from torch import nn
 from mmdevplug.errors import ModelError
 from mmdevplug.model.norm_layers import SYNC_BN, check_sync_bn, convert_norm_layers
 from tests.columns import CUDA, NATIVE, backend_of, job_of
-from tests.jobs import (
-    PLAIN,
-    install_card,
-    largest_difference,
-    need_mmcv_operations,
-    train_digits,
-)
+from tests.jobs import PLAIN, install_card, largest_difference, need_mmcv_operations, train_digits
 from tests.model.sync_bn_cases import CASES, compare, run_all
 from tests.ranks import RanksFailed, run_ranks
 

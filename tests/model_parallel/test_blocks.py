@@ -8,14 +8,7 @@ from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import plan
 from mmdevplug.model_parallel.whole import WholeModules
 from tests.jobs import needs_meta_pass
-from tests.model_parallel.models import (
-    MODELS,
-    Patched,
-    Residual,
-    every_name,
-    make,
-    without_memory,
-)
+from tests.model_parallel.models import MODELS, Patched, Residual, every_name, make, without_memory
 
 peft = pytest.importorskip('peft', reason='needs peft, which needs PyTorch 1.13')
 

@@ -11,13 +11,7 @@ from mmdevplug.accelerators import get_accelerator
 from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
 from tests.columns import CUDA, within
-from tests.jobs import (
-    ROOT,
-    install_card,
-    largest_difference,
-    need_mmcv_operations,
-    weights_of,
-)
+from tests.jobs import ROOT, install_card, largest_difference, need_mmcv_operations, weights_of
 from tests.parallel_jobs import STEPS, build, config, train
 from tests.ranks import RanksFailed, run_ranks
 

@@ -14,11 +14,7 @@ from torch import nn
 
 from mmdevplug.accelerators import get_accelerator
 from mmdevplug.errors import ModelError
-from mmdevplug.optim import (
-    DeviceAmpOptimWrapper,
-    DeviceOptimWrapper,
-    adapt_optim_wrapper_cfg,
-)
+from mmdevplug.optim import DeviceAmpOptimWrapper, DeviceOptimWrapper, adapt_optim_wrapper_cfg
 from tests.columns import CUDA, NATIVE, amp_wrapper, backend_of, job_of
 from tests.jobs import PATHS, ROOT, install_card, largest_difference, needs_scaler
 from tests.optim.scenarios import cast_inside, train

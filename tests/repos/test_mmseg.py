@@ -13,13 +13,7 @@ from tests.columns import NATIVE, device_of, job_of
 from tests.jobs import largest_difference, need_mmcv_operations
 from tests.ranks import run_ranks
 from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer
-from tests.repos.training import (
-    ITERATIONS,
-    mean_losses,
-    run_script,
-    train_all,
-    write_config,
-)
+from tests.repos.training import ITERATIONS, mean_losses, run_script, train_all, write_config
 
 NAMES = ['segformer', 'deeplabv3plus']
 

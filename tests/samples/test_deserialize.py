@@ -15,7 +15,7 @@ from mmdevplug.errors import SampleError
 from mmdevplug.samples.deserialize import deserialize, move_blocks, read_header, rebuild_samples
 from mmdevplug.samples.flatten import FlatSamples
 from mmdevplug.samples.serialize import VERSION, serialize
-from mmdevplug.utils.torch_compat import memory_as
+from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .values import bits, pools
 
@@ -100,7 +100,7 @@ def test_tensors_of_one_dtype_are_one_run_of_bytes():
     parts.take([dict(x=torch.full((3,), float(n)), y=torch.tensor([n])) for n in range(100)])
     packed = serialize(parts).data
     begin = read_header(packed).begin
-    values = memory_as(packed[begin : begin + 1200], torch.float32).view(100, 3)
+    values = view_as_dtype(packed[begin : begin + 1200], torch.float32).view(100, 3)
     assert values[:, 0].tolist() == list(range(100))
     # Structure and shapes are told once, a sample then costs a few bytes besides its data.
     assert begin <= 400

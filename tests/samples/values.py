@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from mmengine.structures import BaseDataElement, InstanceData
 
-from mmdevplug.utils.torch_compat import memory_as
+from mmdevplug.utils.torch_compat import view_as_dtype
 
 Answer = namedtuple('Answer', 'text score')
 
@@ -64,7 +64,7 @@ def make_tensor(dtype, shape, seed, strided=False):
     else:
         size = torch.empty(shape, dtype=dtype).numel() * torch.empty(0, dtype=dtype).element_size()
         data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-        made = memory_as(data, dtype).view(shape)
+        made = view_as_dtype(data, dtype).view(shape)
     return made[..., 0] if strided else made
 
 
@@ -164,7 +164,7 @@ def bits(value):
     """Equal for two values if and only if structure, types and all bits are."""
     if isinstance(value, torch.Tensor):
         data = torch.empty(value.shape, dtype=value.dtype).copy_(value.detach().cpu())
-        data = memory_as(data.view(-1), torch.uint8) if data.numel() else torch.empty(0)
+        data = view_as_dtype(data.view(-1), torch.uint8) if data.numel() else torch.empty(0)
         return ('tensor', str(value.dtype), tuple(value.shape), data.view(-1).numpy().tobytes())
     if isinstance(value, (np.str_, np.bytes_)):
         return (type(value).__name__, value.item())  # to NumPy, zeros at the end are nothing

@@ -28,14 +28,7 @@ from torch import distributed as torch_dist, nn
 
 from tests.columns import backend_of
 from tests.sites.devices import Counted, Waits, drawn, executions, rank_device_of
-from tests.sites.parts import (
-    Nested,
-    SiteInferencer,
-    SiteNet,
-    SiteParts,
-    config,
-    counted_function,
-)
+from tests.sites.parts import Nested, SiteInferencer, SiteNet, SiteParts, config, counted_function
 
 
 def attempt(function, *args, **kwargs):
