@@ -37,33 +37,38 @@ def test_picture(made, tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-class Bars(HTMLParser):
-    """The blocks of each bar, and whatever would be loaded."""
+class Page(HTMLParser):
+    """The text of a page, and whatever would be loaded."""
 
     def __init__(self):
         super().__init__()
-        self.bars, self.loaded = [], []
+        self.text, self.loaded = '', []
 
     def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
-        if found.get('class') == 'bar':
-            self.bars.append([])
-        if tag == 'i' and 'title' in found:
-            self.bars[-1].append(found['title'].split(' ')[0])
-        self.loaded += [value for key, value in found.items() if key in ('src', 'href')]
+        self.loaded += [value for key, value in attributes if key in ('src', 'href')]
+
+    def handle_data(self, data):
+        self.text += data
 
 
 def test_page(made, tmp_path):
     path = tmp_path / 'plan.html'
     save_html(made, path)
     text = path.read_text()
-    page = Bars()
+    page = Page()
     page.feed(text)
-    expected = [[b.name for b in made.blocks if b.device == d] for d in made.devices]
-    assert page.bars == expected
+    rows = re.findall(r'^│ (\S+) +│ \S+ +│ [^│]+ │ (xla:\d) +│$', page.text, re.M)
+    assert rows == [(block.name, block.device) for block in made.blocks]
     assert page.loaded == []
     assert not re.search(r'https?://|<script|@import|url\(', text)
     assert "default-src 'none'" in text
+    # A bar for each device, as long as its load.
+    longest = max(made.loads.values())
+    for device in made.devices:
+        bar = next(line for line in page.text.splitlines() if line.startswith(device))
+        assert len(bar) - 8 == pytest.approx(100 * made.loads[device] / longest, abs=1)
+    for kind in {block.kind for block in made.blocks}:
+        assert f' {kind} ' in page.text
 
 
 def test_hostile_names():
