@@ -19,7 +19,7 @@ from mmdevplug.config.accelerator import DEFAULT_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 
-from .ending import abort, say
+from .abort import abort, say
 from .heartbeat import (
     BEAT_SECONDS,
     ENDED,

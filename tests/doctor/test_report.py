@@ -8,7 +8,7 @@ import pytest
 
 from mmdevplug.cli.doctor import SCHEMA, as_dict
 from mmdevplug.doctor.findings import LEVELS, Finding, exit_status
-from mmdevplug.doctor.page import render
+from mmdevplug.doctor.html_page import render
 
 from .running import CONFIG, doctor, examined
 

@@ -11,8 +11,8 @@ from mmdevplug.utils.files import PathLike, write_text
 from mmdevplug.utils.html_page import make_page
 
 from .devices import describe_bytes
-from .drawing import NARROW, colours_of, short_name
 from .plan import DevicePlan
+from .plot import NARROW, colours_of, short_name
 
 #: Letters of the longest bar.
 _BAR = 100
