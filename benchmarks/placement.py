@@ -33,7 +33,7 @@ from mmdevplug.model_parallel.accelerate_map import accelerate_map
 from mmdevplug.model_parallel.balance import balance_score, imbalance
 from mmdevplug.model_parallel.blocks import find_units, group_units, order_units, shared_names
 from mmdevplug.model_parallel.partition import Partition
-from mmdevplug.model_parallel.whole import WholeModules
+from mmdevplug.model_parallel.unsplittable import WholeModules
 
 DOCS = Path(__file__).parents[1] / 'docs'
 COUNTS = (2, 3, 4, 8)

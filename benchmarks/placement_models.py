@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict
 import torch
 from torch import nn
 
-from mmdevplug.model_parallel.building import build_from_file
+from mmdevplug.model_parallel.meta_build import build_from_file
 
 SEGMENTATION = 'segformer/segformer_mit-b5_8xb2-160k_ade20k-512x512.py'
 DETECTION = 'cascade_rcnn/cascade-mask-rcnn_x101-64x4d_fpn_1x_coco.py'

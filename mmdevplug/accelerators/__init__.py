@@ -11,7 +11,7 @@ from .detection import (
     set_current_accelerator,
 )
 from .gcu import S60Accelerator, T20Accelerator
-from .nested import to_device
+from .move_nested import to_device
 from .probe import probe_device
 from .torch_native import TorchNativeAccelerator
 from .xla import XLAAccelerator

@@ -5,12 +5,12 @@ from functools import lru_cache
 from typing import Any, Dict, Optional
 
 import mmengine
-from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper
 from mmengine.runner.checkpoint import get_state_dict
 from mmengine.utils import get_git_hash
 
 from mmdevplug.errors import CheckpointError
+from mmdevplug.utils.model import unwrap_model
 
 
 def collect_checkpoint(
@@ -39,7 +39,7 @@ def collect_checkpoint(
     """
     if meta is not None and not isinstance(meta, dict):
         raise TypeError(f'meta should be a dict or None, but got {type(meta)}')
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    model = unwrap_model(runner.model)
     checkpoint: Dict[str, Any] = {
         'meta': _meta(runner, dict(meta or {}), by_epoch),
         # Children may be wrapped, too; their names are saved without `module.`.

@@ -9,7 +9,6 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from mmengine.dist import get_rank, get_world_size
 from mmengine.logging import print_log
-from mmengine.model import is_model_wrapper
 from mmengine.runner.loops import (
     EpochBasedTrainLoop,
     IterBasedTrainLoop,
@@ -23,11 +22,17 @@ from mmdevplug.accelerators.random_states import (
     set_random_state,
 )
 from mmdevplug.data import make_resumable
-from mmdevplug.data.building import renew_sampler, resumable_batches, sampler_of, seed_workers
+from mmdevplug.data.resumable_loader import (
+    renew_sampler,
+    resumable_batches,
+    sampler_of,
+    seed_workers,
+)
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.process_group import rank_device, rank_devices
 from mmdevplug.samples import gather_samples
 from mmdevplug.utils.mmengine_compat import batches_dropped
+from mmdevplug.utils.model import unwrap_model
 
 from .hook_states import had_switched_pipeline, hook_states, restore_hook_states
 from .loader_states import loader_states, restart_workers_silently, restore_loaders
@@ -71,7 +76,7 @@ def capture(runner: Any, position: Position) -> Dict:
     )
     ranks = gather_json(mine) if get_world_size() > 1 else [mine]
     return dict(
-        buffers=gather_buffers(_bare(runner.model), accelerator),
+        buffers=gather_buffers(unwrap_model(runner.model), accelerator),
         averaged_buffers=[gather_buffers(each, accelerator) for each in _averaged_models(runner)],
         version=VERSION,
         epoch=position.epoch,
@@ -157,7 +162,7 @@ class Resumption:
     def _restore_buffers(self) -> None:
         if self._mine is None:
             return
-        models = [_bare(self.runner.model), *_averaged_models(self.runner)]
+        models = [unwrap_model(self.runner.model), *_averaged_models(self.runner)]
         of_models = [self.saved.get('buffers'), *self.saved.get('averaged_buffers', ())]
         for model, saved in zip(models, of_models):
             if saved is not None and not restore_buffers(
@@ -356,10 +361,6 @@ def current_position(runner: Any, batch_idx: int) -> Position:
     epoch = iterator._epoch
     # A sampler that never ends stays in the first pass.
     return Position(epoch, done if epoch == 0 else done - epoch * len(loop.dataloader))
-
-
-def _bare(model: nn.Module) -> nn.Module:
-    return model.module if is_model_wrapper(model) else model
 
 
 def _averaged_models(runner: Any) -> List[nn.Module]:

@@ -4,7 +4,7 @@ from typing import Any, Dict
 
 import torch
 
-from mmdevplug.data.building import resumable_batches
+from mmdevplug.data.resumable_loader import resumable_batches
 
 
 def loader_states(runner: Any) -> Dict[str, Dict]:

@@ -11,7 +11,7 @@ from mmengine.runner import Runner
 from mmdevplug.distributed.process_group import rank_device
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
-from mmdevplug.fault_tolerance.ending import before_abort
+from mmdevplug.fault_tolerance.abort import before_abort
 from mmdevplug.optim import join_consolidation
 
 from .background import Background

@@ -23,7 +23,7 @@ from mmdevplug.doctor import launch as launch_variables
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, first_line
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors
-from mmdevplug.model.planned import misplaced_by_plan
+from mmdevplug.model.place_by_plan import misplaced_by_plan
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.utils.host import gigabytes
 

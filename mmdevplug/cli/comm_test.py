@@ -7,10 +7,10 @@ from typing import List, Optional
 
 from rich.console import Console
 
-from mmdevplug.doctor.progress import Progress, laggards
-from mmdevplug.doctor.rank import Measure, is_first, leave, rank_and_size, run_rank
+from mmdevplug.doctor.comm_progress import Progress, laggards
+from mmdevplug.doctor.comm_rank import Measure, is_first, leave, rank_and_size, run_rank
 from mmdevplug.doctor.report import print_collectives
-from mmdevplug.doctor.setting import Setting
+from mmdevplug.doctor.request import Setting
 from mmdevplug.environments.launch import LAUNCHERS
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.files import check_writable, write_text

@@ -15,7 +15,7 @@ from mmdevplug.environments.launch import LAUNCHERS, LaunchEnv, read_launch_env
 from mmdevplug.environments.stale import describe_stale, forget_stale_variables
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.explanations.versions import explain_versions
-from mmdevplug.fault_tolerance.ending import note_for_agent
+from mmdevplug.fault_tolerance.abort import note_for_agent
 
 from .packages import load_file
 from .signals import end_on_signals, end_with_mim, exit_status

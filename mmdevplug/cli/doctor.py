@@ -92,7 +92,7 @@ def _examine(args: argparse.Namespace, argv: List[str]) -> int:
         write_text(json.dumps(as_dict(findings), indent=1), args.json)
     if args.html is not None:
         # It draws pictures, which takes a moment to import.
-        from mmdevplug.doctor.page import render
+        from mmdevplug.doctor.html_page import render
 
         command = ' '.join(map(shlex.quote, ['mmdevplug', 'doctor', *argv]))
         write_text(render(findings, command), args.html)

@@ -136,7 +136,7 @@ def _check_and_start(
 
 def agent_command(settings: LaunchSettings) -> List[str]:
     """The command line of torchrun, up to the script."""
-    command = [sys.executable, '-m', 'mmdevplug.cli.agent']
+    command = [sys.executable, '-m', 'mmdevplug.cli.torchrun_agent']
     command += [f'--nproc_per_node={settings.nproc}', f'--max_restarts={settings.max_restarts}']
     if settings.nnodes == 1:
         # Port 0: the agent takes a free one.
@@ -220,7 +220,12 @@ def script_command(script: str, words: Sequence[str], environ: Mapping[str, str]
     # Left over from another job, these would be waited for.
     master = environ.get('MASTER_ADDR', '') if several else LOOPBACK
     node_rank = environ.get('NODE_RANK') if several else None
-    command = [sys.executable, '-m', 'mmdevplug.cli.agent', f'--nproc_per_node={words[0]}']
+    command = [
+        sys.executable,
+        '-m',
+        'mmdevplug.cli.torchrun_agent',
+        f'--nproc_per_node={words[0]}',
+    ]
     command += [f'--nnodes={environ["NNODES"] if several else 1}', f'--node_rank={node_rank or 0}']
     command += [f'--master_addr={master}', f'--master_port={environ.get("PORT") or DEFAULT_PORT}']
     command += [f'--max_restarts={environ.get("MAX_RESTARTS") or 0}']

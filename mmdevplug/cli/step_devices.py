@@ -3,11 +3,11 @@
 import inspect
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple
 
-from mmengine.optim import OptimWrapperDict
 from torch import Tensor, nn
 
 from mmdevplug.accelerators import devices_of
 from mmdevplug.model.move import same_device
+from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.pytree import tensors_in
 
 #: Since torch 2.0 hooks can be told of keyword arguments, too.
@@ -157,6 +157,4 @@ def _named(devices: Iterable[Any]) -> Devices:
 
 
 def _optimizers(optim_wrapper: Any) -> List[Any]:
-    if isinstance(optim_wrapper, OptimWrapperDict):
-        return [wrapper.optimizer for wrapper in optim_wrapper.values()]
-    return [optim_wrapper.optimizer]
+    return [wrapper.optimizer for wrapper in list_optim_wrappers(optim_wrapper)]

@@ -75,8 +75,9 @@ class ModelParallelOptions:
     """How a model is to be spread over devices, parsed and checked by :meth:`from_config`.
 
     What depends on the devices that are there (``enable``, ``devices``, ``auto_rule``,
-    ``max_memory``) is checked by :func:`mmdevplug.model_parallel.resolve.resolve_strategy`, and
-    what depends on the model by :func:`mmdevplug.model_parallel.plan`.
+    ``max_memory``) is checked by
+    :func:`mmdevplug.model_parallel.choose_strategy.resolve_strategy`, and what depends on the
+    model by :func:`mmdevplug.model_parallel.plan`.
     """
 
     enable: Optional[bool] = option(

@@ -17,7 +17,7 @@ from mmdevplug.utils.host import gigabytes
 from .findings import Finding
 from .isolated import Death, run_isolated
 from .probes import PROBES, RELATIVE_TOLERANCE, run_probe
-from .setting import Setting
+from .request import Setting
 
 SECTION = 'accelerators'
 STEP_SECONDS = 120.0
@@ -28,7 +28,7 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Find
     """Look at every family, or at the one that was asked for, and try each device.
 
     Args:
-        options (dict): Fields of :class:`mmdevplug.doctor.setting.Setting`.
+        options (dict): Fields of :class:`mmdevplug.doctor.request.Setting`.
         seconds (float): How long a step may take before it counts as hanging.
     """
     names = [options['accelerator']] if options.get('accelerator') else families()

@@ -13,9 +13,9 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 from mmdevplug.environments.stale import stale_variables
 
 from . import sockets
+from .comm_progress import laggards, read
 from .findings import Finding
 from .isolated import describe_status, end_tree
-from .progress import laggards, read
 
 SECTION = 'collectives'
 POLL_SECONDS = 0.1
@@ -55,14 +55,14 @@ def run_job(
 
     Args:
         ranks (int): How many.
-        options (dict): Fields of :class:`mmdevplug.doctor.setting.Setting`.
+        options (dict): Fields of :class:`mmdevplug.doctor.request.Setting`.
         largest_mb (float): Of a message. Defaults to 16.
         rounds (int): How often each is timed. Defaults to 5.
         timeout (float): Of a collective, in seconds. Defaults to 120.
     """
     with tempfile.TemporaryDirectory(prefix='mmdevplug-doctor-') as name:
         folder = Path(name)
-        command = [sys.executable, '-m', 'mmdevplug.cli.agent', '--nnodes=1']
+        command = [sys.executable, '-m', 'mmdevplug.cli.torchrun_agent', '--nnodes=1']
         command += [f'--nproc_per_node={ranks}', '--master_addr=127.0.0.1', '--master_port=0']
         command += ['-m', 'mmdevplug.cli.comm_test', '--progress', name]
         command += ['--largest-mb', str(largest_mb), '--rounds', str(rounds)]

@@ -14,7 +14,7 @@ from mmdevplug.errors import DevPlugError
 from . import config_model, config_names, config_values
 from .findings import Finding
 from .isolated import Death, run_isolated
-from .setting import Setting
+from .request import Setting
 
 SECTION = 'config'
 STEP_SECONDS = 300.0
@@ -26,7 +26,7 @@ def examine(
     """Look at a config, in a process of its own: loading one imports what it names.
 
     Args:
-        options (dict): Fields of :class:`mmdevplug.doctor.setting.Setting`.
+        options (dict): Fields of :class:`mmdevplug.doctor.request.Setting`.
         ranks (int): How many processes would train. Defaults to 1.
         seconds (float): How long a step may take before it counts as hanging.
     """

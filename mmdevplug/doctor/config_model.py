@@ -11,7 +11,7 @@ from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError
 from mmdevplug.model_parallel import DevicePlan
-from mmdevplug.model_parallel.building import build, can_build_on_meta
+from mmdevplug.model_parallel.meta_build import build, can_build_on_meta
 from mmdevplug.model_parallel.optimizer_state import state_factor
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.utils.host import gigabytes

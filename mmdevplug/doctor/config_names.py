@@ -32,7 +32,7 @@ from mmengine.registry import (
     Registry,
 )
 
-import mmdevplug.model.placing as placing
+from mmdevplug.model import prepare
 
 from .findings import Finding
 
@@ -138,7 +138,7 @@ def examine(cfg: Config) -> Iterator[Finding]:
         cfg (Config): With its default scope set.
     """
     for named in names_in(cfg):
-        if named.path == 'model_wrapper_cfg.type' and named.name in placing.REPLACED_BY:
+        if named.path == 'model_wrapper_cfg.type' and named.name in prepare.REPLACED_BY:
             continue
         problem = _problem(named)
         if problem is not None:

@@ -11,7 +11,7 @@ from mmdevplug.errors import RankFailedError, SampleError, first_line
 from mmdevplug.fault_tolerance.heartbeat import enter_phase
 
 from .decisions import DESCRIBED, Tally, round_name
-from .drawing import Drawn
+from .draw_round import Drawn
 from .settings import Settings
 
 #: What must be the same on all ranks, lest they decide differently.

@@ -9,7 +9,7 @@ from mmdevplug.samples import balance_samples, gather_samples
 from mmdevplug.samples.stacking import stack_samples
 
 from .decisions import GO_ON, SHORT, Tally, decide, first_tally, offers, round_name, too_few
-from .drawing import Drawn, draw
+from .draw_round import Drawn, draw
 from .progress import ProgressLog
 from .report import SamplingReport
 from .rounds import Rounds

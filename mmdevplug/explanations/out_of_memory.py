@@ -8,13 +8,13 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import psutil
 import torch
-from mmengine.model import is_model_wrapper
-from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.optim import OptimWrapper
 from torch import Tensor
 
 from mmdevplug.distributed.process_group import rank_device
 from mmdevplug.errors import DeviceOutOfMemoryError, DevPlugError
 from mmdevplug.utils.memory_growth import MB, describe_tensor, tensor_bytes
+from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 
 #: What the libraries say of the host's memory, and of a device's.
 _HOST = re.compile(
@@ -147,7 +147,7 @@ class LiveTensors:
 
 def _named_tensors(runner: Any) -> Dict[int, Tuple[str, str, Tensor]]:
     """By identity: the parameter or buffer that a tensor belongs to, and what it is of it."""
-    model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+    model = unwrap_model(runner.model)
     named: Dict[int, Tuple[str, str, Tensor]] = {}
     owners: Dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -167,10 +167,9 @@ def _named_tensors(runner: Any) -> Dict[int, Tuple[str, str, Tensor]]:
 
 
 def _optimizers(wrapper: Any) -> List[torch.optim.Optimizer]:
-    if isinstance(wrapper, OptimWrapperDict):
-        return [each.optimizer for each in wrapper.values()]
     # A config has not been built yet.
-    return [wrapper.optimizer] if isinstance(wrapper, OptimWrapper) else []
+    wrappers = list_optim_wrappers(wrapper)
+    return [each.optimizer for each in wrappers if isinstance(each, OptimWrapper)]
 
 
 def _advice(runner: Any, stage: str, in_use: Optional[int], fixed: Optional[int]) -> str:

@@ -12,7 +12,7 @@ from mmdevplug.config.accelerator import DEFAULT_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 
-from .ending import shorten_tracebacks
+from .abort import shorten_tracebacks
 from .failure_watch import FailureWatch
 from .heartbeat import DESCRIBED, list_ranks
 

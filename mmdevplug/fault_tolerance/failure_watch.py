@@ -13,13 +13,13 @@ import re
 import sys
 import threading
 import time
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional
 
 from mmdevplug.config.accelerator import DEFAULT_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 
-from .ending import abort, say
+from .abort import abort, say
 from .heartbeat import (
     BEAT_SECONDS,
     ENDED,
@@ -32,6 +32,7 @@ from .heartbeat import (
 )
 from .liveness import ANSWER_SECONDS, LivenessCheck
 from .network_hints import network_hint
+from .stop_requests import StopRequests
 
 #: How long a failing rank waits for the others to read its report, and they for it to appear.
 GRACE_SECONDS = 5.0
@@ -87,9 +88,7 @@ class FailureWatch:
         self._attempt_lock = threading.Lock()
         self._store_error: Optional[str] = None
         self._stopped, self._wake = threading.Event(), threading.Event()
-        self._stop_round = 0  # which training of this process is going on
-        self._stops: Dict[int, str] = {}  # why all ranks are to stop, by round
-        self._to_publish: Optional[Tuple[int, str]] = None
+        self.stop_requests = StopRequests(own)
         self._reread = False  # look for what was asked in a round that has just begun
         self._beating = threading.Thread(target=self._beat, name='mmdevplug-beat', daemon=True)
         self._guarding = threading.Thread(target=self._guard, name='mmdevplug-guard', daemon=True)
@@ -118,7 +117,7 @@ class FailureWatch:
                     self.heartbeat.publish()
                     self._look_at_others(beats)
                     beats += 1
-                self._publish_request()
+                self.stop_requests.publish()
                 found = self.own.add('events', 0)
                 if found != events or self._reread:
                     events, self._reread = found, False
@@ -171,9 +170,7 @@ class FailureWatch:
                 self._report_at = self._clock.now
                 self._reported.set()
             self.own.add(f'failure/{attempt}/seen', 1)
-        number = self._stop_round
-        if number not in self._stops and self.own.add(f'stop/{number}/there', 0):
-            self._stops[number] = json.loads(self.own.get(f'stop/{number}/why'))
+        self.stop_requests.read()
 
     # the thread that watches the clock ----------------------------------------------------------
 
@@ -401,31 +398,8 @@ class FailureWatch:
     # stopping on purpose ------------------------------------------------------------------------
 
     def begin_stop_round(self, number: int) -> None:
-        """Forget earlier requests to stop: another training begins.
-
-        Args:
-            number (int): Of this training, the same on all ranks.
-        """
-        self._stop_round = number
+        """Forget earlier requests to stop; see :meth:`.StopRequests.begin_round`."""
+        self.stop_requests.begin_round(number)
         # Another rank may have asked before this one began.
         self._reread = True
         self._wake.set()
-
-    @property
-    def stop_wanted(self) -> Optional[str]:
-        """Why all ranks are to stop, None if nobody has asked."""
-        return self._stops.get(self._stop_round)
-
-    def request_stop(self, why: str) -> None:
-        """Ask all ranks to stop soon; may be called by a signal handler."""
-        # The thread publishes it: a handler must not wait for a connection or a lock in use.
-        self._to_publish = (self._stop_round, why)
-
-    def _publish_request(self) -> None:
-        if self._to_publish is None:
-            return
-        (number, why), self._to_publish = self._to_publish, None
-        if self.own.add(f'stop/{number}/count', 1) == 1:
-            self.own.set(f'stop/{number}/why', json.dumps(why))
-            self.own.add(f'stop/{number}/there', 1)
-            self.own.add('events', 1)

@@ -45,14 +45,14 @@ class StopAgreement:
     def why(self) -> str:
         """Why all stop."""
         watch = failure.current_watch()
-        return str((watch.stop_wanted if watch is not None else None) or self._asked)
+        return str((watch.stop_requests.reason if watch is not None else None) or self._asked)
 
     def request(self, why: str) -> None:
         """Ask all ranks to stop; safe in a signal handler."""
         self._asked = why
         watch = failure.current_watch()
         if watch is not None:
-            watch.request_stop(why)
+            watch.stop_requests.request(why)
 
     def reached(self, iteration: int, interval: int) -> bool:
         """Whether to stop now; called by all ranks after each iteration.
@@ -64,7 +64,7 @@ class StopAgreement:
         watch = failure.current_watch()
         if watch is None:
             return self._asked is not None
-        if watch.stop_wanted is None:
+        if watch.stop_requests.reason is None:
             return False
         if self.iteration is None:
             self.iteration = self._agree(watch, iteration, interval)

@@ -11,7 +11,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError
 
-from . import ending, failure, failure_watch
+from . import abort, failure, failure_watch
 from .network_hints import network_hint
 
 #: How often it is said for whom the others wait.
@@ -134,7 +134,7 @@ class Wait:
                 raise failure.missing_ranks_error(
                     self._env, gone, f'needed at {self._stage!r}, but {failure_watch.GONE}'
                 )
-            ending.say(
+            abort.say(
                 f'{self._env.describe()} has waited {waited:.0f} s in {self._stage!r} for '
                 f'{failure.describe_ranks(missing)}.'
             )

@@ -24,6 +24,7 @@ from mmdevplug.model.loss_check import check_loss
 from mmdevplug.model.move import check_materialized, move_module
 from mmdevplug.model.norm_layers import convert_norm_layers
 from mmdevplug.optim import log_norms, trust_averages
+from mmdevplug.utils.model import list_optim_wrappers
 
 from .compression import make_compression
 from .ddp_hook import BucketAveraging
@@ -269,7 +270,7 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
 
 def has_scaler(optim_wrapper: Any) -> bool:
     """Tell whether a gradient scaler skips the updates that overflow."""
-    wrappers = optim_wrapper.values() if hasattr(optim_wrapper, 'values') else [optim_wrapper]
+    wrappers = list_optim_wrappers(optim_wrapper)
     scalers = [getattr(wrapper, 'loss_scaler', None) for wrapper in wrappers]
     return any(scaler is not None and scaler.is_enabled() for scaler in scalers)
 

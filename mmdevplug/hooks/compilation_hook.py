@@ -4,7 +4,6 @@ import logging
 from typing import Any, Dict, List, Optional, Set, Union
 
 from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import Accelerator
@@ -22,6 +21,7 @@ from mmdevplug.data.batch_shapes import (
     image_size,
 )
 from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.utils.model import unwrap_model
 
 #: A warning is followed by the next one when there were so many times more compilations.
 RARELY = 10
@@ -73,7 +73,7 @@ class CompilationHook(Hook):
         self._accelerator = accelerator if accelerator.lazy else None
         if self._accelerator is None:
             return
-        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        model = unwrap_model(runner.model)
         self._recorder = ShapeRecorder(model)
         self._counted = accelerator.compilations()
         self._seen: Set[int] = set()

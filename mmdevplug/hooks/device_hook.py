@@ -4,8 +4,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
-from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.optim import OptimWrapper
 from mmengine.registry import HOOKS
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +16,7 @@ from mmdevplug.errors import ModelError
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
 from mmdevplug.model.sync_bn_cost import SyncBNCost
 from mmdevplug.optim import log_norms
+from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 
 
 @HOOKS.register_module()
@@ -49,7 +49,7 @@ class DeviceHook(Hook):
             ModelError: If something is on another device and ``on_mismatch='error'``.
         """
         _, device = rank_device()
-        model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        model = unwrap_model(runner.model)
         optimizers = _optimizers(runner.optim_wrapper)
         found = {**misplaced_tensors(model, device), **_misplaced_state(optimizers, device)}
         if found:
@@ -132,9 +132,8 @@ class DeviceHook(Hook):
 
 def _optimizers(optim_wrapper: Any) -> List[Optimizer]:
     """The optimizers that are built already."""
-    if isinstance(optim_wrapper, OptimWrapperDict):
-        return [wrapper.optimizer for wrapper in optim_wrapper.values()]
-    return [optim_wrapper.optimizer] if isinstance(optim_wrapper, OptimWrapper) else []
+    wrappers = list_optim_wrappers(optim_wrapper)
+    return [wrapper.optimizer for wrapper in wrappers if isinstance(wrapper, OptimWrapper)]
 
 
 def _belongs_on_device(value: Any) -> bool:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.errors import ModelError
 
-from .planned import misplaced_by_plan, place_by_plan, plan_of
+from .place_by_plan import misplaced_by_plan, place_by_plan, plan_of
 
 Slot = Tuple[Dict[str, Optional[Tensor]], str]
 

@@ -2,8 +2,8 @@
 
 from .devices import parse_devices, parse_max_memory, parse_size, probe_capacities
 from .dispatch import dispatch
+from .make_plan import STRATEGIES, plan
 from .plan import DevicePlan, PlannedBlock
-from .planning import STRATEGIES, plan
 from .sizes import ModuleSizes, module_sizes
 
 __all__ = [

@@ -10,7 +10,7 @@ from torch import nn
 from mmdevplug.errors import PlacementError, first_line
 
 from .blocks import Unit
-from .names import named_tensors, prefixes
+from .walk_modules import named_tensors, prefixes
 
 #: For accelerate, where a device has no limit.
 _PLENTY = 2**60

@@ -7,9 +7,9 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from torch import Tensor, nn
 
-from .names import all_modules, class_or_own, named_tensors, prefixes
 from .sizes import ModuleSizes
-from .whole import WholeModules
+from .unsplittable import WholeModules
+from .walk_modules import all_modules, class_or_own, named_tensors, prefixes
 
 
 @dataclass

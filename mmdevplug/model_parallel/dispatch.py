@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmdevplug.errors import PlacementError
-from mmdevplug.model.planned import place_by_plan
+from mmdevplug.model.place_by_plan import place_by_plan
 
 from .plan import DevicePlan
 

@@ -6,7 +6,6 @@ from typing import Any, Optional, Sequence
 
 import torch
 from mmengine.logging import MMLogger
-from mmengine.model import is_model_wrapper
 from torch import nn
 
 from mmdevplug.accelerators import Accelerator
@@ -16,14 +15,15 @@ from mmdevplug.device_guard.mode import HAS_MODES
 from mmdevplug.distributed.process_group import DeviceContext
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import PlacementError
+from mmdevplug.utils.model import unwrap_model
 
 from . import DevicePlan, module_sizes, plan, probe_capacities
-from .adapters import check_r_consistency
-from .building import build_without_memory
+from .choose_strategy import MEMORY_UNKNOWN, TrainingStrategy, resolve_strategy
 from .dispatch import dispatch
+from .lora_check import check_r_consistency
+from .meta_build import build_without_memory
 from .microbatches import split_batches
 from .optimizer_state import state_factor
-from .resolve import MEMORY_UNKNOWN, TrainingStrategy, resolve_strategy
 
 #: AdamW's, where the optimizer of a config cannot be tried alone.
 USUAL_STATE = 2.0
@@ -198,7 +198,7 @@ class Parallelism:
                 f'off: operations that mix devices are not repaired or named.'
             )
             return model
-        bare = model.module if is_model_wrapper(model) else model
+        bare = unwrap_model(model)
         watch = Watch(DeviceGuard(policy=self.options.guard, model=bare))
         for name in STEPS:
             if hasattr(model, name):

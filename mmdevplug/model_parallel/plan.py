@@ -14,7 +14,7 @@ from mmdevplug.errors import PlacementError
 
 from . import balance
 from .devices import describe_bytes, device_weights
-from .names import named_tensors, prefixes
+from .walk_modules import named_tensors, prefixes
 
 Signature = Tuple[Tuple[str, Tuple[int, ...]], ...]
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from mmdevplug.errors import PlacementError
 
-from .names import named_tensors, prefixes, tensor_bytes
 from .trace import trace
+from .walk_modules import named_tensors, prefixes, tensor_bytes
 
 #: Values an optimizer keeps for each value of a parameter.
 STATE_VALUES = {

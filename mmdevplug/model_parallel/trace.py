@@ -11,7 +11,7 @@ from mmdevplug.errors import PlacementError, first_line
 from mmdevplug.utils.patching import LocalPatch
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
-from .names import named_tensors, prefixes, tensor_bytes
+from .walk_modules import named_tensors, prefixes, tensor_bytes
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Optimizer wrappers for lazy devices and for mixed precision."""
 
-from .building import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
+from .adapt_config import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 from .device_amp_optim_wrapper import DeviceAmpOptimWrapper, trust_averages
 from .device_optim_wrapper import DeviceOptimWrapper, log_norms
 

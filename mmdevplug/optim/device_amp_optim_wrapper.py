@@ -8,13 +8,14 @@ from typing import Any, Dict, Iterator, Optional, Union
 import torch
 from mmengine.dist import all_reduce, get_world_size
 from mmengine.logging import print_log
-from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
 from mmdevplug.distributed.process_group import rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import patch_autocast
+from mmdevplug.utils.model import list_optim_wrappers
 
 from .device_optim_wrapper import DeviceOptimWrapper
 
@@ -161,8 +162,7 @@ def trust_averages(optim_wrapper: Any, averaging: Any) -> None:
         optim_wrapper (OptimWrapper or OptimWrapperDict): Wrappers of any kind.
         averaging (HostStaging, optional): None where the device has to be asked.
     """
-    several = isinstance(optim_wrapper, OptimWrapperDict)
-    for wrapper in optim_wrapper.values() if several else [optim_wrapper]:
+    for wrapper in list_optim_wrappers(optim_wrapper):
         if isinstance(wrapper, DeviceAmpOptimWrapper):
             wrapper.averaging = averaging
 

@@ -2,11 +2,12 @@
 
 from typing import Any, Tuple
 
-from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import Tensor
 
 from mmdevplug.distributed.process_group import rank_device, rank_devices
+from mmdevplug.utils.model import list_optim_wrappers
 
 from .clipping import clip_grad_norm_by_device
 
@@ -76,7 +77,6 @@ def log_norms(optim_wrapper: Any) -> None:
     Args:
         optim_wrapper (OptimWrapper or OptimWrapperDict): Wrappers of any kind.
     """
-    several = isinstance(optim_wrapper, OptimWrapperDict)
-    for wrapper in optim_wrapper.values() if several else [optim_wrapper]:
+    for wrapper in list_optim_wrappers(optim_wrapper):
         if isinstance(wrapper, DeviceOptimWrapper):
             wrapper.log_norms()

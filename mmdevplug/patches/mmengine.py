@@ -31,7 +31,7 @@ from mmdevplug.utils.patched_symbols import AUTOCAST, FLEXIBLE_RUNNER, JOB, LAZY
 from mmdevplug.utils.patching import patch_symbol, restore_patches
 
 from .autocast import patch_autocast
-from .sync_batchnorm import explain_missing_group
+from .explain_sync_bn import explain_missing_group
 from .torch_load import safe_loading
 
 #: Devices whose index tensors MMEngine takes, and for which its clock waits. On others one of both

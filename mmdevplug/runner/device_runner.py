@@ -27,8 +27,8 @@ from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
+from mmdevplug.data.build_padded import build_padded
 from mmdevplug.data.checking import check_batches, check_samples, explain_empty
-from mmdevplug.data.padding_build import build_padded
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.distributed.process_group import DeviceContext
 from mmdevplug.distributed.waiting import run_on_main
@@ -39,12 +39,13 @@ from mmdevplug.explanations.explain import explained, explained_build, train_tog
 from mmdevplug.explanations.versions import explain_versions
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
-from mmdevplug.model.placing import initialize_weights, place_model
+from mmdevplug.model.prepare import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 from mmdevplug.patches.mmengine import patch_mmengine
 from mmdevplug.patches.torch_load import trust_classes
+from mmdevplug.utils.model import unwrap_model
 
 from .device_log_processor import device_log_processor
 from .init_device import init_device
@@ -213,7 +214,7 @@ class DeviceRunner(Runner):
 
     def _init_model_weights(self) -> None:
         """Initialize weights on the host and make them equal on all ranks."""
-        model = self.model.module if is_model_wrapper(self.model) else self.model
+        model = unwrap_model(self.model)
         initialize_weights(model, self.device_context)
 
     def _maybe_compile(self, target: str) -> None:
@@ -402,7 +403,7 @@ class DeviceRunner(Runner):
         checkpoint = read_checkpoint(filename, map_location)
         # As MMEngine's own method from here on.
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
-        model = self.model.module if is_model_wrapper(self.model) else self.model
+        model = unwrap_model(self.model)
         checkpoint = _load_checkpoint_to_model(model, checkpoint, strict, revise_keys=revise_keys)
         self._has_loaded = True
         self.logger.info(f'Load checkpoint from {filename}')

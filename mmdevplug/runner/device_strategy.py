@@ -14,8 +14,8 @@ from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
-from mmdevplug.data.padding_build import build_padded
-from mmdevplug.model.placing import place_model
+from mmdevplug.data.build_padded import build_padded
+from mmdevplug.model.prepare import place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
@@ -144,5 +144,5 @@ class DeviceStrategy(DDPStrategy):
         return checkpoint
 
     def convert_model(self, model: nn.Module) -> nn.Module:
-        """Leave layers to :func:`mmdevplug.model.placing.place_model`."""
+        """Leave layers to :func:`mmdevplug.model.prepare.place_model`."""
         return model

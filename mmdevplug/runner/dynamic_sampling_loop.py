@@ -5,7 +5,6 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from mmengine.logging import print_log
-from mmengine.model import is_model_wrapper
 from mmengine.registry import LOOPS
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader
 from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.errors import ModelError, SampleError
 from mmdevplug.utils.mmengine_compat import batches_dropped
+from mmdevplug.utils.model import unwrap_model
 
 
 @LOOPS.register_module()
@@ -70,7 +70,7 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
         sampler: Optional[Dict] = None,
     ) -> None:
         super().__init__(runner, dataloader, max_iters, val_begin, val_interval, dynamic_intervals)
-        self._model = runner.model.module if is_model_wrapper(runner.model) else runner.model
+        self._model = unwrap_model(runner.model)
         self._generate = self._method('generate', generate)
         self.sampler = DynamicSampler(
             self._draw,

@@ -7,7 +7,7 @@ import msgpack
 import torch
 from torch import Tensor
 
-from mmdevplug.accelerators.nested import move_tensors
+from mmdevplug.accelerators.move_nested import move_tensors
 from mmdevplug.distributed.byte_exchange import to_bytes
 from mmdevplug.errors import SampleError
 from mmdevplug.utils.torch_compat import view_as_dtype

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmdevplug.accelerators.nested import to_device
+from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import SampleError
 from mmdevplug.utils.pytree import ELEMENT, LIST, TUPLE, container_of, tensors_in
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from mmdevplug.cli import agent, launch, launch_config, train
+from mmdevplug.cli import launch, launch_config, torchrun_agent as agent, train
 from mmdevplug.cli.launch import agent_command
 from mmdevplug.cli.launch_settings import LaunchSettings, read_launch_file
 from mmdevplug.errors import DevPlugError, LaunchError

@@ -68,9 +68,9 @@ def carry_objects(accelerator):
 def try_collectives(accelerator):
     """The doctor's, with the base config of this job."""
     import mmdevplug
-    from mmdevplug.doctor.progress import Progress
-    from mmdevplug.doctor.rank import Measure, run_rank
-    from mmdevplug.doctor.setting import Setting
+    from mmdevplug.doctor.comm_progress import Progress
+    from mmdevplug.doctor.comm_rank import Measure, run_rank
+    from mmdevplug.doctor.request import Setting
 
     install_card(accelerator)
     config = mmdevplug.base_config(base_config_of(accelerator))

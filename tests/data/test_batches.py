@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mmdevplug.data import ResumableBatches, make_resumable
 from mmdevplug.data.batches import derive_seed
-from mmdevplug.data.building import seed_workers
+from mmdevplug.data.resumable_loader import seed_workers
 
 
 class Augmented(Dataset):

@@ -10,8 +10,8 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from mmdevplug.config.pad_to import read_pad_to, suggest_buckets
-from mmdevplug.data import padding_build
-from mmdevplug.data.padding_build import build_padded, install_padding, take_pad_to
+from mmdevplug.data import build_padded as padding_build
+from mmdevplug.data.build_padded import build_padded, install_padding, take_pad_to
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.patches.mmseg import patch_accuracy

@@ -78,12 +78,12 @@ def test_a_single_process_waits_for_nobody():
 
 def wait_for_rank_2(seconds):
     from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import ending, store_barrier as agreement
+    from mmdevplug.fault_tolerance import abort, store_barrier as agreement
     from mmdevplug.fault_tolerance.heartbeat import enter_phase
 
     agreement.PROGRESS_SECONDS = 1.0
     told = []
-    ending.say = told.append
+    abort.say = told.append
     rank = start()
     enter_phase('data preparation')
     if rank == 2:

@@ -11,9 +11,9 @@ from torch import distributed as torch_dist
 
 from mmdevplug.doctor import comm_job
 from mmdevplug.doctor.collectives import SIZED
-from mmdevplug.doctor.progress import Progress
-from mmdevplug.doctor.rank import Measure, run_rank
-from mmdevplug.doctor.setting import Setting
+from mmdevplug.doctor.comm_progress import Progress
+from mmdevplug.doctor.comm_rank import Measure, run_rank
+from mmdevplug.doctor.request import Setting
 from tests.jobs import ROOT
 from tests.native import needs_native, run_native
 from tests.needs_card import needs_card
@@ -177,7 +177,7 @@ def test_rank_that_stops_in_the_middle_is_named(tmp_path, monkeypatch):
     # From its own thread, when the collectives have begun.
     stop = (
         'import signal, threading\n'
-        '    from mmdevplug.doctor import progress\n'
+        '    from mmdevplug.doctor import comm_progress as progress\n'
         '    at = progress.Progress.at\n'
         '    def stop(self, stage):\n'
         '        at(self, stage)\n'

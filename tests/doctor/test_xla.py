@@ -4,9 +4,9 @@ import pytest
 
 from mmdevplug.doctor import accelerators
 from mmdevplug.doctor.collectives import SIZED
-from mmdevplug.doctor.progress import Progress
-from mmdevplug.doctor.rank import Measure, run_rank
-from mmdevplug.doctor.setting import Setting
+from mmdevplug.doctor.comm_progress import Progress
+from mmdevplug.doctor.comm_rank import Measure, run_rank
+from mmdevplug.doctor.request import Setting
 from tests.jobs import ROOT
 from tests.ranks import run_ranks
 

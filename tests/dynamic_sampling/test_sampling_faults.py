@@ -78,7 +78,7 @@ def test_a_rank_that_is_killed_is_named():
 
 def sample_slowly():
     """Rank 1 does not go on before the others have asked for it."""
-    from mmdevplug.fault_tolerance import ending, failure
+    from mmdevplug.fault_tolerance import abort, failure
 
     rank = start()
     store, _ = failure.current_job()
@@ -89,7 +89,7 @@ def sample_slowly():
         if "in 'generating, resample 1'" in text:
             store.set('told', '1')
 
-    ending.say = tell
+    abort.say = tell
     return sample(rank, lambda: store.wait(['told'])).tolist(), told
 
 

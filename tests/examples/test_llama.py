@@ -11,7 +11,7 @@ from mmengine.registry import MODELS
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.examples.llama import BitsPerByte, PythonHelpText
 from mmdevplug.model_parallel import plan
-from mmdevplug.model_parallel.adapters import check_r_consistency
+from mmdevplug.model_parallel.lora_check import check_r_consistency
 from tests.examples.training import FOLDER, llama_config, train_llama
 from tests.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from mmengine.registry import RUNNERS
 from torch import distributed as torch_dist, nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from mmdevplug.cli.agent import describe_failure
+from mmdevplug.cli.torchrun_agent import describe_failure
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config, install_card
 from tests.ranks import RanksFailed, free_port, launch_variables, run_ranks
 

@@ -119,7 +119,7 @@ _open = []
 
 def freeze(stopped_rank, output):
     """A process that is stopped neither dies nor beats."""
-    from mmdevplug.fault_tolerance import ending, failure, failure_watch
+    from mmdevplug.fault_tolerance import abort, failure, failure_watch
     from mmdevplug.fault_tolerance.heartbeat import enter_phase
 
     output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -131,7 +131,7 @@ def freeze(stopped_rank, output):
     time.sleep(3)
     if rank == stopped_rank:
         os.kill(os.getpid(), signal.SIGSTOP)
-    ending.before_abort(lambda: print(f'callback of {rank}', flush=True))
+    abort.before_abort(lambda: print(f'callback of {rank}', flush=True))
     with failure.fail_together('training'):
         time.sleep(90)  # as in a collective that notices nothing
 

@@ -198,7 +198,7 @@ def test_models_that_are_refused(wrap, told):
     ],
 )
 def test_configs_that_name_mmengines_wrapper_get_ours(asked, built):
-    from mmdevplug.model.placing import wrapper_config
+    from mmdevplug.model.prepare import wrapper_config
 
     assert wrapper_config(dict(type=asked, broadcast_buffers=False)) == dict(
         type=built, broadcast_buffers=False

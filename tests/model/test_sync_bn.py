@@ -139,7 +139,7 @@ def test_conversion(converted, accelerator, sync_bn):
 
 
 def place_with_mmcv():
-    from mmdevplug.model.placing import place_model
+    from mmdevplug.model.prepare import place_model
 
     context = start('cpu')
     try:
@@ -185,7 +185,7 @@ def test_unknown_values_are_refused_with_a_list(value):
 
 def place_in_single_process(sync_bn):
     from mmdevplug import init_device
-    from mmdevplug.model.placing import place_model
+    from mmdevplug.model.prepare import place_model
 
     context = init_device('none', 'cpu')
     with pytest.raises(ModelError, match="sync_bn='sync'"):

@@ -21,7 +21,7 @@ from transformers import (
     ViTConfig,
 )
 
-from mmdevplug.model_parallel.building import build_from_file, can_build_on_meta
+from mmdevplug.model_parallel.meta_build import build_from_file, can_build_on_meta
 from tests.jobs import need_mmcv_operations, torch_before
 
 LLAMA = dict(

@@ -6,7 +6,7 @@ from accelerate.utils import get_balanced_memory, infer_auto_device_map
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import plan
 from mmdevplug.model_parallel.accelerate_map import balanced_memory
-from mmdevplug.model_parallel.whole import WholeModules
+from mmdevplug.model_parallel.unsplittable import WholeModules
 from tests.model_parallel.models import MODELS, make
 
 LIMITS = [{0: 2**50, 1: 2**50, 2: 2**50}, {0: 2**30, 1: 2**14, 2: 2**30}, {0: 2**40}]

@@ -6,7 +6,7 @@ from torch import nn
 
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import plan
-from mmdevplug.model_parallel.whole import WholeModules
+from mmdevplug.model_parallel.unsplittable import WholeModules
 from tests.jobs import needs_meta_pass
 from tests.model_parallel.models import MODELS, Patched, Residual, every_name, make, without_memory
 

@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 
 from mmdevplug.model_parallel import plan
-from mmdevplug.model_parallel.drawing import save_png
-from mmdevplug.model_parallel.page import save_html
+from mmdevplug.model_parallel.html_page import save_html
+from mmdevplug.model_parallel.plot import save_png
 from tests.model_parallel.models import make
 
 
@@ -37,39 +37,44 @@ def test_picture(made, tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-class Bars(HTMLParser):
-    """The blocks of each bar, and whatever would be loaded."""
+class Page(HTMLParser):
+    """The text of a page, and whatever would be loaded."""
 
     def __init__(self):
         super().__init__()
-        self.bars, self.loaded = [], []
+        self.text, self.loaded = '', []
 
     def handle_starttag(self, tag, attributes):
-        found = dict(attributes)
-        if found.get('class') == 'bar':
-            self.bars.append([])
-        if tag == 'i' and 'title' in found:
-            self.bars[-1].append(found['title'].split(' ')[0])
-        self.loaded += [value for key, value in found.items() if key in ('src', 'href')]
+        self.loaded += [value for key, value in attributes if key in ('src', 'href')]
+
+    def handle_data(self, data):
+        self.text += data
 
 
 def test_page(made, tmp_path):
     path = tmp_path / 'plan.html'
     save_html(made, path)
     text = path.read_text()
-    page = Bars()
+    page = Page()
     page.feed(text)
-    expected = [[b.name for b in made.blocks if b.device == d] for d in made.devices]
-    assert page.bars == expected
+    rows = re.findall(r'^│ (\S+) +│ \S+ +│ [^│]+ │ (xla:\d) +│$', page.text, re.M)
+    assert rows == [(block.name, block.device) for block in made.blocks]
     assert page.loaded == []
     assert not re.search(r'https?://|<script|@import|url\(', text)
     assert "default-src 'none'" in text
+    # A bar for each device, as long as its load.
+    longest = max(made.loads.values())
+    for device in made.devices:
+        bar = next(line for line in page.text.splitlines() if line.startswith(device))
+        assert len(bar) - 8 == pytest.approx(100 * made.loads[device] / longest, abs=1)
+    for kind in {block.kind for block in made.blocks}:
+        assert f' {kind} ' in page.text
 
 
 def test_hostile_names():
     evil = type('<script>alert(1)</script>', (nn.Linear,), {})
     model = nn.ModuleDict({'<b>one</b>': evil(4, 4), 'two': nn.Linear(4, 4)})
-    from mmdevplug.model_parallel.page import render
+    from mmdevplug.model_parallel.html_page import render
 
     text = render(plan(model, 'xla:0-1'))
     assert '<script' not in text

@@ -8,7 +8,7 @@ from torch import nn
 
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import STRATEGIES, DevicePlan, plan
-from mmdevplug.model_parallel.whole import WholeModules
+from mmdevplug.model_parallel.unsplittable import WholeModules
 from tests.model_parallel.models import Residual, every_name, without_memory
 
 

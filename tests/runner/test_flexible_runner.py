@@ -44,7 +44,7 @@ class Preempt(Hook):
             return
         if runner.rank == self.rank:
             os.kill(os.getpid(), signal.SIGTERM)
-        while current_watch().stop_wanted is None:
+        while current_watch().stop_requests.reason is None:
             time.sleep(0.01)
 
 

@@ -16,7 +16,7 @@ import mmdevplug
 from mmdevplug import init_device
 from mmdevplug.distributed.process_group import device_context
 from mmdevplug.hooks import DeviceEmptyCacheHook, DeviceProfilerHook
-from mmdevplug.model.placing import place_model
+from mmdevplug.model.prepare import place_model
 from tests.columns import NATIVE_BACKENDS, backend_of
 from tests.ranks import free_port
 from tests.sites.devices import (

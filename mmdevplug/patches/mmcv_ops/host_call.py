@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mmdevplug.accelerators import to_device
-from mmdevplug.accelerators.nested import accelerator_for
+from mmdevplug.accelerators.move_nested import accelerator_for
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .outputs import Comparison, output_ids

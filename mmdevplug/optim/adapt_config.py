@@ -4,7 +4,7 @@ import copy
 from typing import Any, Iterator, Optional, Type
 
 from mmengine.config import Config
-from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch.optim import Optimizer
 
@@ -12,6 +12,7 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.distributed.process_group import DeviceContext
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import mmengine_supports
+from mmdevplug.utils.model import list_optim_wrappers
 
 from .device_amp_optim_wrapper import DeviceAmpOptimWrapper
 from .device_optim_wrapper import DeviceOptimWrapper
@@ -90,8 +91,7 @@ def join_consolidation(optim_wrapper: OptimWrapper) -> None:
 
 
 def _sharded_optimizers(optim_wrapper: Any) -> Iterator[Optimizer]:
-    several = isinstance(optim_wrapper, OptimWrapperDict)
-    for wrapper in optim_wrapper.values() if several else [optim_wrapper]:
+    for wrapper in list_optim_wrappers(optim_wrapper):
         optimizer = getattr(wrapper, 'optimizer', None)
         if ZeroRedundancyOptimizer is not None and isinstance(optimizer, ZeroRedundancyOptimizer):
             yield optimizer

@@ -5,7 +5,7 @@ from mmengine.logging import MMLogger
 from torch import nn
 
 from mmdevplug.errors import ModelError
-from mmdevplug.model_parallel.adapters import check_r_consistency
+from mmdevplug.model_parallel.lora_check import check_r_consistency
 
 peft = pytest.importorskip('peft', reason='needs peft, which needs PyTorch 1.13')
 

@@ -16,8 +16,8 @@ from mmdevplug.environments.launch import read_launch_env
 from mmdevplug.runner.init_device import init_device
 
 from .collectives import SIZED, Case, Peers, is_lacking, problems
-from .progress import Progress
-from .setting import Setting
+from .comm_progress import Progress
+from .request import Setting
 from .sockets import listening_here
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)

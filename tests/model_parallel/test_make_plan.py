@@ -143,7 +143,7 @@ def test_dynamic_balances_where_auto_fails():
 
 
 def test_dynamic_falls_back_to_auto(monkeypatch):
-    from mmdevplug.model_parallel import planning
+    from mmdevplug.model_parallel import make_plan as planning
 
     def fail(*args, **kwargs):
         raise PlacementError('no split')

@@ -6,7 +6,7 @@ from torch import nn
 
 from mmdevplug.errors import PlacementError
 
-from .names import all_modules, class_or_own, named_tensors
+from .walk_modules import all_modules, class_or_own, named_tensors
 
 #: Bases, by name, of modules that use the weights of their children without calling them: PEFT's
 #: adapters beside their base layer, and what PEFT trains in full.

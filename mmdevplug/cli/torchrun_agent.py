@@ -4,7 +4,7 @@ By itself torchrun's store listens on every interface of the host and answers wh
 PyTorch gives one store to all who ask for the same port in one process, so a store that listens on
 loopback already is the one that torchrun takes.
 
-    python -m mmdevplug.cli.agent --nproc_per_node 2 --master_port 0 train.py ...
+    python -m mmdevplug.cli.torchrun_agent --nproc_per_node 2 --master_port 0 train.py ...
 """
 
 import os
@@ -111,7 +111,7 @@ def describe_failure(error: ChildFailedError) -> str:
 
 
 def _note_of(failure: Any) -> Dict[str, Any]:
-    """What :func:`mmdevplug.fault_tolerance.ending.note_for_agent` wrote, empty without it."""
+    """What :func:`mmdevplug.fault_tolerance.abort.note_for_agent` wrote, empty without it."""
     data = getattr(failure, 'error_file_data', None)
     return data if isinstance(data, dict) and 'because_of_another' in data else {}
 

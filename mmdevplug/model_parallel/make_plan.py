@@ -12,11 +12,11 @@ from .accelerate_map import accelerate_map
 from .blocks import Group, Unit, find_units, group_units, order_units, shared_names
 from .devices import Devices, Size, parse_devices, parse_max_memory
 from .fitting import fit
-from .names import named_tensors, prefixes
 from .plan import DevicePlan, PlannedBlock, signature_of
 from .sizes import add_activations, as_dtype, weigh
 from .trace import Trace, trace
-from .whole import WholeModules
+from .unsplittable import WholeModules
+from .walk_modules import named_tensors, prefixes
 
 STRATEGIES = ('auto', 'balanced', 'dynamic')
 

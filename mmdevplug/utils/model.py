@@ -1,0 +1,23 @@
+"""Look inside model wrappers and dicts of optimizer wrappers."""
+
+from typing import Any, List
+
+from mmengine.model import is_model_wrapper
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from torch import nn
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the model inside a wrapper, or the model itself if it is not wrapped."""
+    return model.module if is_model_wrapper(model) else model
+
+
+def list_optim_wrappers(optim_wrapper: Any) -> List[OptimWrapper]:
+    """List the optimizer wrappers of a model that may have several.
+
+    Args:
+        optim_wrapper (OptimWrapper or OptimWrapperDict): Wrappers of any kind.
+    """
+    if isinstance(optim_wrapper, OptimWrapperDict):
+        return list(optim_wrapper.values())
+    return [optim_wrapper]
