@@ -184,6 +184,7 @@ def test_a_scheme_registered_meanwhile_is_safe_and_stays(files):
     from mmdevplug import patch_mmengine
     from mmdevplug.patches.mmengine import restore_mmengine
 
+    restore_mmengine()  # another test in this process may have left it patched
     before = vars(CheckpointLoader)['load_checkpoint']
     patch_mmengine('cpu')
     try:
