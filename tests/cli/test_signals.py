@@ -54,6 +54,8 @@ class Started:
             self.process = subprocess.Popen(
                 list(map(str, command)), cwd=ROOT, env=env, stdout=output, stderr=output,
                 start_new_session=True,
+                # The tests themselves may run under nohup, which children inherit.
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             )  # fmt: skip
         self.below = {}
 
