@@ -17,7 +17,7 @@ from .host_call import call_on_host
 from .interception import Interception
 from .kernels import Kernels, called_for_vendor, lacks_kernel
 from .model_location import where
-from .stats import Ledger, OperatorUse
+from .stats import HostUse, OperatorUse
 
 
 class OperatorPatch:
@@ -29,7 +29,7 @@ class OperatorPatch:
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
-        self.ledger = Ledger()
+        self.host_use = HostUse()
         self.interception = Interception(self.call)
         self._kernels = Kernels()
 
@@ -86,14 +86,14 @@ class OperatorPatch:
                 f'cannot run on the host. Install a build of mmcv that has kernels for '
                 f'{device.type}, or take a variant of the model that does without it.'
             ) from error
-        if not self.ledger.knows(name) and self.ledger.begin(name, where()):
+        if not self.host_use.knows(name) and self.host_use.begin(name, where()):
             print_log(
                 f'{_told(name, device)}: it runs on the host. docs/en/mmcv_ops.md tells what that '
                 f"costs; accelerator=dict(mmcv_ops='error') stops instead.",
                 'current',
                 logging.WARNING,
             )
-        self.ledger.add(name, done.fetched, done.sent, time.perf_counter() - started)
+        self.host_use.add(name, done.fetched, done.sent, time.perf_counter() - started)
         return done.result
 
 
@@ -164,7 +164,7 @@ def mmcv_ops_patched(accelerator: Accelerator, mode: str = 'host') -> Iterator[O
     """Patch mmcv's operators for a while; see :func:`patch_mmcv_ops`.
 
     Returns:
-        OperatorPatch: With the counts in ``ledger``.
+        OperatorPatch: With the counts in ``host_use``.
     """
     patch_mmcv_ops(accelerator, mode)
     assert _patch is not None
@@ -176,4 +176,4 @@ def mmcv_ops_patched(accelerator: Accelerator, mode: str = 'host') -> Iterator[O
 
 def host_use() -> Dict[str, OperatorUse]:
     """What ran on the host since mmcv's operators were patched, by operator."""
-    return {} if _patch is None else _patch.ledger.uses()
+    return {} if _patch is None else _patch.host_use.uses()

@@ -1,4 +1,4 @@
-"""Counts of what ran on the host."""
+"""Count what ran on the host, by operator."""
 
 import threading
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ class OperatorUse:
     where: str = ''
 
 
-class Ledger:
-    """Adds up by operator; autograd's threads write to it too."""
+class HostUse:
+    """Counts by operator; the threads of autograd write to it, too."""
 
     def __init__(self) -> None:
         self._uses: Dict[str, OperatorUse] = {}

@@ -69,7 +69,7 @@ def the_cpu_needs_nothing(accelerator):
 def calls_and_bytes_are_counted(accelerator):
     with mmcv_ops_patched(accelerator) as patch:
         run_case('roi_align', accelerator.device(0))
-        uses = patch.ledger.uses()
+        uses = patch.host_use.uses()
     image, rois, out = 4 * 20 * 20, 10 * 5, 10 * 4 * 3 * 3
     forward, backward = uses['roi_align_forward'], uses['roi_align_backward']
     assert (forward.calls, forward.fetched, forward.sent) == (1, 4 * (image + rois), 4 * out)
@@ -111,7 +111,7 @@ def error_stops_and_names_the_module(accelerator):
     with mmcv_ops_patched(accelerator, 'error') as patch:
         with pytest.raises(ModelError) as caught:
             Head()(torch.zeros(1, 1, 4, 4, device='zeta:2'))
-        assert patch.ledger.uses() == {}
+        assert patch.host_use.uses() == {}
     told = str(caught.value)
     for part in ('roi_align_forward', 'zeta:2', 'pool (RoIAlign)', "mmcv_ops='host'"):
         assert part in told
@@ -181,14 +181,14 @@ def a_kernel_of_the_vendor_is_used(accelerator):
     patch.interception.originals = dict(nms=nms, bbox_overlaps=other, other=other)
     boxes = torch.zeros(2, 4, device='zeta:0')
     assert patch.call(nms, (boxes,), {}).tolist() == (boxes + 1).tolist()
-    assert patch.ledger.uses() == {}
+    assert patch.host_use.uses() == {}
     seen.clear()
     for _ in range(2):
         result = patch.call(other, (boxes,), {})
         assert result.device.type == 'zeta'
         assert result.tolist() == (boxes + 2).tolist()
     assert seen == [('other', 'zeta'), ('other', 'cpu'), ('other', 'cpu')]
-    assert patch.ledger.uses()['other'].calls == 2
+    assert patch.host_use.uses()['other'].calls == 2
 
 
 @check

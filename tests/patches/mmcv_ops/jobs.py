@@ -46,7 +46,7 @@ def compare_cases(accelerator, names):
                 same=all(one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs),
                 difference=max(_difference(one, two) for one, two in pairs),
                 sizes=[[len(part) for part in each] for each in (expected, got)],
-                uses={name: vars(use) for name, use in patch.ledger.uses().items()},
+                uses={name: vars(use) for name, use in patch.host_use.uses().items()},
             )
     return found
 
