@@ -2,6 +2,7 @@
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import torch
@@ -53,7 +54,7 @@ class BucketWork:
             self.advance()
 
 
-class HostStaging:
+class HostStaging(ABC):
     """Average gradients over ranks through host memory.
 
     Subclasses decide when gradients are fetched. All ranks agree on the parameters that were used.
@@ -146,9 +147,9 @@ class HostStaging:
         if is_due:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
+    @abstractmethod
     def _finish(self) -> None:
         """Average what backward left, and send the averages to the device."""
-        raise NotImplementedError
 
     def _begin_iteration(self) -> None:
         self._used = [False] * len(self.parameters)
