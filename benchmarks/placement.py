@@ -171,7 +171,7 @@ WORDS = {
         'equal': '相等',
         'memory': '内存',
         'search, ms': '搜索，毫秒',
-        'whole plan, ms': '整个规划，毫秒',
+        'whole plan, ms': '整个计划，毫秒',
         'accelerate, ms': 'accelerate，毫秒',
         'split': '划分',
         'components': '组件数',

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / 'mmdevplug'
 GAP = '…'
 #: A message with fewer letters of its own is put together elsewhere.
 _LEAST = 12
-#: What Python's own protocols ask for, or is caught and told in other words.
+#: What Python's own protocols ask for, or is caught and explained in other words.
 _INTERNAL = ('Attribute', 'Key', 'Type', 'pickle.', 'Unencodable')
 
 

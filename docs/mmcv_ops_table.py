@@ -159,7 +159,7 @@ mmcv 中，算子直接在设备上运行。这一点未经试验：手边没有
 - 在 `npu`（和 `mlu`）上，mmcv 为厂商内核准备 `box_iou_rotated`（和 `nms_rotated`）的参数，因此没有
   该内核时拒绝运行。
 - 操作数位于两个设备上时拒绝运行。""",
-        measured='测量环境:mmcv {mmcv};{torch}。',
+        measured='测量环境：mmcv {mmcv}；{torch}。',
         again='## 重新测量',
     ),
 )
@@ -257,10 +257,10 @@ def render(found: Dict[str, Dict[str, Any]], texts: Dict[str, Any]) -> str:
 
 
 def _cell(same: Dict[str, bool], operator: str, texts: Dict[str, Any]) -> str:
-    told = [bits for name, bits in same.items() if group(name) == operator]
-    if not told:
+    values = [bits for name, bits in same.items() if group(name) == operator]
+    if not values:
         return texts['untried']
-    return texts['same'] if all(told) else texts['differs']
+    return texts['same'] if all(values) else texts['differs']
 
 
 def _vendors(titles: Set[str]) -> str:

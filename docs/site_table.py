@@ -41,7 +41,7 @@ the card's own backend in the last column; the cells say what came out.""",
 - *as MMEngine*: MMEngine is right there already. In the last column, whose card and backend
   MMEngine knows by name, tests look at MMEngine by itself and at ours.
 - *none*: there is nothing of the kind. The CPU and lazy devices have no cache to empty; PJRT's CPU
-  client tells nothing of memory, and the published interface of the T20's package has no functions
+  client reports no memory, and the published interface of the T20's package has no functions
   for memory, for seeds or for profiles (`ProfilerHook` warns); `CPU_NUM_DEVICES` is no list of
   devices.
 - *—*: is about devices that MMEngine names, or about a vendor's backend. In the column of the
@@ -107,7 +107,7 @@ MMEngine 0.10.7 中所有假设设备种类之处：假设不成立时它自身�
   自身，也检查我们的实现。
 - *无*：不存在此类功能。CPU 与惰性设备没有可清空的缓存；PJRT 的 CPU 客户端不提供内存信息，T20 的包
   公开的接口没有内存、种子或性能分析函数（`ProfilerHook` 会警告）；`CPU_NUM_DEVICES` 不是设备列表。
-- *—*：涉及 MMEngine 指名的设备或厂商后端。在 PrivateUse1 卡一列中，这些行在名为 `npu` 的卡与
+- *—*：涉及 MMEngine 指名的设备或原生后端。在 PrivateUse1 卡一列中，这些行在名为 `npu` 的卡与
   MMEngine 不认识的后端上运行。
 - 替身的说明见 [tests/standins](../../tests/standins/README.md)。torch_xla 运行在 PJRT 的 CPU
   客户端上。手头没有昇腾卡：`torch_npu` 与 `hccl` 同样是替身。
@@ -158,9 +158,9 @@ def render(
     shown = [name for name in titles if name in columns]
     lines = []
     for number, row in rows.items():
-        told = [getattr(row, f'{who}{texts["suffix"]}') for who in ('stock', 'ours')]
+        texts_of_row = [getattr(row, f'{who}{texts["suffix"]}') for who in ('stock', 'ours')]
         cells = [texts[_status(columns[name]['rows'][str(number)])] for name in shown]
-        lines.append([str(number), row.where, *told, *cells])
+        lines.append([str(number), row.where, *texts_of_row, *cells])
     return '\n\n'.join(
         [
             texts['heading'],
@@ -179,7 +179,7 @@ def render(
 
 def _status(cell: Dict[str, Any]) -> str:
     """A row where MMEngine does not do what the page says fails as well."""
-    return cell['status'] if cell.get('stock_as_told', True) else 'failed'
+    return cell['status'] if cell.get('stock_as_expected', True) else 'failed'
 
 
 def _evidence(

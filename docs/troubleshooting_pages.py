@@ -56,6 +56,7 @@ def is_in(says: str, text: str) -> bool:
 def render(topics: List[Dict[str, Any]], language: str) -> str:
     """The page in one language."""
     texts = TEXTS[language]
+    colon = '：' if language == 'zh_cn' else ': '
     blocks = [texts['heading'], texts['intro']]
     for topic in topics:
         blocks.append(f'## {topic["title"][language]}')
@@ -64,7 +65,7 @@ def render(topics: List[Dict[str, Any]], language: str) -> str:
         for entry in topic['entries']:
             why, what = entry[language]
             blocks.append('\n'.join(['```text', *entry['says'], '```']))
-            blocks.append(f'- **{texts["why"]}**: {why}\n- **{texts["do"]}**: {what}')
+            blocks.append(f'- **{texts["why"]}**{colon}{why}\n- **{texts["do"]}**{colon}{what}')
     return '\n\n'.join(blocks) + '\n'
 
 

@@ -95,7 +95,7 @@ def _cell(number, name, ranks):
     if not _holds(OURS[number], 'ours', number, name, ranks):
         status = 'failed'
     as_told = _holds(stock_check(number, name), 'stock', number, name, ranks)
-    return dict(status=status, stock_as_told=as_told, stock=_short(ranks[0]['stock'][number]))
+    return dict(status=status, stock_as_expected=as_told, stock=_short(ranks[0]['stock'][number]))
 
 
 def _holds(check, who, number, name, ranks):
