@@ -79,7 +79,7 @@ def test_a_single_process_waits_for_nobody():
 def wait_for_rank_2(seconds):
     from mmdevplug.distributed.waiting import wait_for_everyone
     from mmdevplug.fault_tolerance import abort, store_barrier as agreement
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     agreement.PROGRESS_SECONDS = 1.0
     told = []
@@ -107,7 +107,7 @@ def test_the_lowest_waiting_rank_says_for_whom():
 
 def come_too_late():
     from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     rank = start()
     enter_phase('reading annotations')
@@ -147,7 +147,7 @@ def test_an_error_of_rank_0_ends_all():
 def die_while_others_wait(dying):
     from mmdevplug.distributed.waiting import wait_for_everyone
     from mmdevplug.fault_tolerance import store_barrier as agreement
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     agreement.PROGRESS_SECONDS = 1.0
     rank = start()

@@ -27,7 +27,7 @@ def start(**options):
 
 def look_at_each_other():
     from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     rank, watch = start()
     enter_phase(f'phase of rank {rank}')
@@ -120,7 +120,7 @@ _open = []
 def freeze(stopped_rank, output):
     """A process that is stopped neither dies nor beats."""
     from mmdevplug.fault_tolerance import abort, failure, failure_watch
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -159,7 +159,7 @@ def hang():
     from torch import distributed as torch_dist, ones
 
     from mmdevplug.fault_tolerance import failure, failure_watch
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     failure_watch.STOP_SECONDS = 3.0
     rank, _ = start(timeout=8)
@@ -213,7 +213,7 @@ def hold_the_interpreter(report):
 
     from mmdevplug.distributed.waiting import wait_for_everyone
     from mmdevplug.fault_tolerance import failure, failure_watch, liveness as answering
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)

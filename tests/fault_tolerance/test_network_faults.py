@@ -50,8 +50,7 @@ def work(hold=0):
     from mmdevplug import init_device
     from mmdevplug.distributed.waiting import wait_for_everyone
     from mmdevplug.fault_tolerance import failure_watch
-    from mmdevplug.fault_tolerance.failure import fail_together
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 
     torch.set_num_threads(1)
     failure_watch.STOP_SECONDS = STOP_SECONDS
