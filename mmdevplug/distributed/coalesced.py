@@ -18,17 +18,11 @@ _HOST = CPUAccelerator()
 def broadcast_tensors(
     tensors: Sequence[Tensor], accelerator: Accelerator, group: Any = None, src: int = 0
 ) -> None:
-    """Overwrite tensors on every rank with those of one rank.
+    """Overwrite tensors on every rank with those of the rank ``src`` of a group.
 
-    The tensors travel as bytes, so dtypes may mix: one message for every 64 MB, through the host
-    unless the backend takes no tensors of the host.
-
-    Args:
-        tensors (Sequence[Tensor]): Same number, shapes, dtypes and order on every rank. They may
-            lie on the accelerator's device or on the host.
-        accelerator (Accelerator): Copies between device and host.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-        src (int): The rank of the group whose tensors are taken. Defaults to 0.
+    Tensors are sent as bytes, so dtypes may mix: one message for every 64 MB, through the host
+    unless the backend takes no tensors of the host. Number, shapes, dtypes and order are the same
+    on every rank; tensors may be on the accelerator's device or on the host.
     """
     place = group_device(group)
     tensors = [tensor.detach() for tensor in tensors if tensor.numel()]

@@ -121,8 +121,11 @@ def known_to_all(error: Exception) -> Exception:
 
 
 def current_job() -> Optional[Tuple[Any, LaunchEnv]]:
-    """The store and this process's place in the job, None where there is no watch."""
-    return None if _watch is None else (_watch.store, _watch.env)
+    """The store and how this process was started, None where there is no watch."""
+    if _watch is None:
+        return None
+    # Ranks that failed together may have come to different numbers of meetings before.
+    return torch_dist.PrefixStore(f'mmdevplug/{_watch.attempt}', _watch.store), _watch.env
 
 
 def raise_if_another_failed(wait: float = 0.0) -> None:

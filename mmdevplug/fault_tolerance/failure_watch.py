@@ -53,19 +53,15 @@ GONE = (
 class FailureWatch:
     """Publish this rank's heartbeat, and look for the failures of other ranks, in two threads.
 
-    Args:
-        store (torch.distributed.Store): The store that all ranks share, for the main thread.
-        own (torch.distributed.Store): A connection to it that only this object uses.
-        env (LaunchEnv): How this process was started.
-        heartbeat_timeout (float): Heartbeat silence, in seconds, after which a rank counts as
-            dead.
+    The main thread uses ``store``; ``own`` is a second connection to it. A rank counts as dead
+    after ``heartbeat_timeout`` seconds of silence.
     """
 
     def __init__(self, store: Any, own: Any, env: LaunchEnv, heartbeat_timeout: float) -> None:
         self.store, self.own, self.env = store, own, env
         self.heartbeat_timeout = heartbeat_timeout
-        #: How many parts of the program that all ranks run together this rank is inside of, one
-        #: in another. At 0 the silence of another rank is no failure.
+        #: Above 0 inside parts of the program that all ranks run together, which may be nested.
+        #: Elsewhere the silence of another rank is no failure.
         self.armed = 0
         self._clock = AwakeClock(2 * _TICK)
         self._answering = LivenessCheck(own, env)
@@ -76,7 +72,7 @@ class FailureWatch:
         self._report_at = 0.0
         self._answered = 0.0
         self._ending = False  # the main thread ends by itself
-        self._attempt = 0  # failures of this job that this rank has survived
+        self.attempt = 0  # failures of this job that this rank has survived
         self._attempt_lock = threading.Lock()
         self._store_error: Optional[str] = None
         self._stopped, self._wake = threading.Event(), threading.Event()
@@ -147,11 +143,11 @@ class FailureWatch:
         return [rank for rank in range(self.env.world_size) if rank != self.env.rank]
 
     def _read_events(self) -> None:
-        attempt = self._attempt
+        attempt = self.attempt
         if not self._reported.is_set() and self.own.add(f'failure/{attempt}/there', 0):
             report = json.loads(self.own.get(f'failure/{attempt}/report'))
             with self._attempt_lock:
-                if attempt != self._attempt:
+                if attempt != self.attempt:
                     return  # The main thread found the failure by itself and went on.
                 self._report = report
                 self._report_at = self._clock.now
@@ -183,7 +179,7 @@ class FailureWatch:
 
         Returns False if another rank has reported before.
         """
-        key = f'failure/{self._attempt}'
+        key = f'failure/{self.attempt}'
         if self.own.add(f'{key}/count', 1) > 1:
             return False
         report = {'by': self.env.rank, 'host': self.heartbeat.host, 'text': text[:4000]}
@@ -299,7 +295,7 @@ class FailureWatch:
         if not self._ending:
             return
         with self._attempt_lock:
-            self._attempt += 1
+            self.attempt += 1
             self._report = {}
             self._reported.clear()
         self._reread = True
@@ -325,7 +321,7 @@ class FailureWatch:
 
     def _find_culprit(self, error: RuntimeError) -> RankFailedError:
         self._set_state(LOST)
-        if self.own.add(f'failure/{self._attempt}/lost', 1) > _MAX_INVESTIGATORS:
+        if self.own.add(f'failure/{self.attempt}/lost', 1) > _MAX_INVESTIGATORS:
             self._reported.wait(2 * SILENT_SECONDS)
         found = self.peer_failure(wait=_TICK)
         if found is not None:
