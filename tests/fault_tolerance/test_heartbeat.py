@@ -147,12 +147,12 @@ def test_a_rank_that_is_silent_ends_the_others(tmp_path):
     finally:
         for process in processes:
             process.kill()
-    told = (tmp_path / 'output').read_text()
-    assert 'because of rank 2 of 3' in told
-    assert "in 'reading a broken disk'" in told
-    assert 'no sign of life' in told
-    assert 'callback of 0' in told
-    assert 'callback of 1' in told
+    printed = (tmp_path / 'output').read_text()
+    assert 'because of rank 2 of 3' in printed
+    assert "in 'reading a broken disk'" in printed
+    assert 'no sign of life' in printed
+    assert 'callback of 0' in printed
+    assert 'callback of 1' in printed
 
 
 def hang():
@@ -252,10 +252,10 @@ def test_a_rank_that_holds_the_interpreter_is_alive_and_a_stopped_one_is_not(tmp
     finally:
         for process in processes:
             process.kill()
-    told = path.read_text()
-    assert 'rank 0 goes on' in told
-    assert 'rank 1 goes on' in told
-    busy, _, rest = told.partition('rank 0 goes on')
+    printed = path.read_text()
+    assert 'rank 0 goes on' in printed
+    assert 'rank 1 goes on' in printed
+    busy, _, rest = printed.partition('rank 0 goes on')
     assert 'its process answers: one call there holds the Python interpreter' in busy
     assert 'stops because' not in busy
     assert 'because of rank 1 of 2' in rest
