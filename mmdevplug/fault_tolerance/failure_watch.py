@@ -64,14 +64,14 @@ class FailureWatch:
         #: Elsewhere the silence of another rank is no failure.
         self.armed = 0
         self._clock = AwakeClock(2 * _TICK)
-        self._answering = LivenessCheck(own, env)
+        self._liveness = LivenessCheck(own, env)
         self.heartbeat = Heartbeat(own, env, self._clock)
         self._neighbour = (env.rank + 1) % env.world_size
         self._reported = threading.Event()
         self._report: Dict[str, Any] = {}
         self._report_at = 0.0
         self._answered = 0.0
-        self._ending = False  # the main thread ends by itself
+        self.ending = False  # the main thread ends because of an error
         self.attempt = 0  # failures of this job that this rank has survived
         self._attempt_lock = threading.Lock()
         self._store_error: Optional[str] = None
@@ -166,7 +166,7 @@ class FailureWatch:
                 self._report_at = max(self._report_at, now)
                 continue
             silence = now - self._answered
-            if self._reported.is_set() and not self._ending:
+            if self._reported.is_set() and not self.ending:
                 if now - self._report_at > STOP_SECONDS:
                     abort(str(self._stops_because(self._report['text'])))
             elif silence > self.heartbeat_timeout:
@@ -237,7 +237,7 @@ class FailureWatch:
         ]
         # The store has just answered; it is not used while ranks are asked.
         self._answered = self._clock.now + ANSWER_SECONDS
-        alive = self._answering.ask(silent)
+        alive = self._liveness.ask(silent)
         for rank in alive:
             self._note_busy(rank)
         return [rank for rank in silent if rank not in alive]
@@ -281,18 +281,13 @@ class FailureWatch:
             f'host or the link to it is down; look at its log and at the kernel log of its host.'
         )
 
-    @property
-    def ending(self) -> bool:
-        """Whether this rank ends because of an error, its own or another's."""
-        return self._ending
-
     def begin_attempt(self) -> None:
         """Forget the last failure, if any: the process goes on after it.
 
         A failure ends the attempts of all ranks, so all of them count the same number, and a late
         report of the last attempt is not read in the next one.
         """
-        if not self._ending:
+        if not self.ending:
             return
         with self._attempt_lock:
             self.attempt += 1
@@ -300,7 +295,7 @@ class FailureWatch:
             self._reported.clear()
         self._reread = True
         self.heartbeat.state = RUNNING
-        self._ending = False
+        self.ending = False
         self._wake.set()
 
     def end(self) -> None:
@@ -308,7 +303,7 @@ class FailureWatch:
         self._set_state(LOST)
 
     def _set_state(self, state: str) -> None:
-        self._ending = True
+        self.ending = True
         self.heartbeat.state = state
         self._wake.set()
 
