@@ -245,21 +245,18 @@ def swap_pieces(
     ranks.
     """
     most = _piece_bytes(in_flight, torch_dist.get_world_size(group))
-    sends = [(torch_dist.isend, rank, _batches(ts, most)) for rank, ts in outgoing.items()]
-    receives = [(torch_dist.irecv, rank, _batches(ts, most)) for rank, ts in incoming.items()]
+    sends = [(torch_dist.isend, rank, tensors) for rank, tensors in outgoing.items()]
+    receives = [(torch_dist.irecv, rank, tensors) for rank, tensors in incoming.items()]
     ways = sends + receives
-    while ways:
-        operations, left = [], []
-        for operation, rank, batches in ways:
-            batch = next(batches, None)
-            if batch is not None:
-                left.append((operation, rank, batches))
-                peer = global_rank(group, rank)
-                operations += [torch_dist.P2POp(operation, data, peer, group) for data in batch]
-        if operations:
-            for work in torch_dist.batch_isend_irecv(operations):
-                work.wait()
-        ways = left
+    batches = [_batches(tensors, most) for _, _, tensors in ways]
+    for turn in zip_longest(*batches, fillvalue=()):
+        operations = [
+            torch_dist.P2POp(operation, data, global_rank(group, rank), group)
+            for (operation, rank, _), batch in zip(ways, turn)
+            for data in batch
+        ]
+        for work in torch_dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 def _batches(tensors: Sequence[Tensor], most: int) -> Iterator[List[Tensor]]:

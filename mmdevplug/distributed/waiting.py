@@ -74,7 +74,19 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
     store, env = job
     prefix = next_meeting(store, env, phase)
     if env.rank == 0:
-        return _run(store, env, prefix, phase, function)
+        try:
+            result = function()
+            outcome = json.dumps({'result': result})
+        except Exception as error:
+            message = f'{type(error).__name__}: {error}'[:2000]
+            store.set(f'{prefix}/result', json.dumps({'who': env.describe(), 'error': message}))
+            store.add(f'{prefix}/done', 1)
+            leave_together(store, env, prefix)
+            raise
+        with in_store(env, phase):
+            store.set(f'{prefix}/result', outcome)
+            store.add(f'{prefix}/done', 1)
+        return result
     with in_store(env, phase):
         Wait(store, env, prefix, phase, [0]).until(f'{prefix}/done', 1, _limit(timeout))
         found = json.loads(store.get(f'{prefix}/result'))
@@ -124,22 +136,6 @@ def decide_together(
     )
 
 
-def _run(store: Any, env: LaunchEnv, prefix: str, phase: str, function: Callable[[], Any]) -> Any:
-    try:
-        result = function()
-        outcome = json.dumps({'result': result})
-    except Exception as error:
-        message = f'{type(error).__name__}: {error}'[:2000]
-        store.set(f'{prefix}/result', json.dumps({'who': env.describe(), 'error': message}))
-        store.add(f'{prefix}/done', 1)
-        leave_together(store, env, prefix)
-        raise
-    with in_store(env, phase):
-        store.set(f'{prefix}/result', outcome)
-        store.add(f'{prefix}/done', 1)
-    return result
-
-
 def _job() -> Optional[Tuple[Any, LaunchEnv]]:
     """The store and how this process was started, None in a single process."""
     found = failure.current_job()
@@ -159,5 +155,4 @@ def _job() -> Optional[Tuple[Any, LaunchEnv]]:
 
 def _limit(timeout: Timeout) -> timedelta:
     context = device_context()
-    default = DEFAULT_TIMEOUT if context is None else context.timeout
-    return to_timeout(timeout, default, 'timeout')
+    return to_timeout(timeout, context.timeout if context else DEFAULT_TIMEOUT, 'timeout')

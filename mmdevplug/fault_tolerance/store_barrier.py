@@ -48,12 +48,8 @@ def wait_until(reached: Callable[[], bool], timeout: float) -> bool:
 class Wait:
     """One rank's wait for a counter in the store, with messages that name the missing ranks.
 
-    Args:
-        store (torch.distributed.Store): A store that all ranks share.
-        env (LaunchEnv): How this process was started.
-        prefix (str): Prefix of this wait's keys.
-        stage (str): What is waited for, for messages.
-        ranks (Iterable[int]): The ranks that may be missing.
+    ``prefix`` begins the names of its keys; ``stage`` names the wait in messages; ``ranks`` may be
+    missing.
     """
 
     def __init__(
@@ -144,17 +140,9 @@ def in_store(env: LaunchEnv, stage: str) -> Iterator[None]:
 
 
 def meet(store: Any, env: LaunchEnv, prefix: str, stage: str, timeout: timedelta) -> int:
-    """Wait until all ranks are here; costs two round trips and a few short looks.
+    """Wait until all ranks are here; return how often its keys have been used, with this time.
 
-    Args:
-        store (torch.distributed.Store): A store that all ranks share.
-        env (LaunchEnv): How this process was started.
-        prefix (str): Prefix of this meeting's keys, which may be used again.
-        stage (str): What is being done, for messages.
-        timeout (timedelta): How long to wait for the slowest rank.
-
-    Returns:
-        int: How often the keys have been used, this time included.
+    It costs two round trips and a few short reads of the store.
 
     Raises:
         RankFailedError: If a rank does not come in time, or failed.
@@ -173,13 +161,7 @@ def run_on_every_rank(
 ) -> Result:
     """Call a function on every rank, and raise on every rank if it raises on any.
 
-    Args:
-        store (torch.distributed.Store, optional): A store that all ranks share; None if this rank
-            is alone.
-        env (LaunchEnv): How this process was started.
-        stage (str): What the function does, for messages.
-        function (callable): Called without arguments.
-        timeout (timedelta): How long to wait for the slowest rank.
+    Without a store this rank is alone.
 
     Raises:
         Exception: This rank's own error.
