@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from numbers import Real
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
@@ -71,23 +70,31 @@ def rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.de
             :func:`mmdevplug.init_device` set up, or else what detection finds.
     """
     context = device_context()
-    final = context is not None and context.final
-    if context is not None and final and config is None:
-        return context.accelerator, context.device
-    if config is None:
-        accelerator, reason = current_accelerator(), 'detected'
-    else:
+    if context is None or config is not None:
         accelerator, reason = choose_accelerator(config)
+    elif context.final:
+        return context.accelerator, context.device
+    else:
+        accelerator, reason = context.accelerator, context.reason
     distributed = torch_dist.is_available() and torch_dist.is_initialized()
     # The CPU has room for every rank, so a missing LOCAL_RANK is no error there.
     alone = accelerator.shares_devices or not distributed
     device = accelerator.device(0 if alone else read_local_rank())
     accelerator.set_device(device)
-    if context is None:
-        context = DeviceContext(accelerator, reason, device, final=False)
-    if not final:
-        set_device_context(replace(context, accelerator=accelerator, device=device))
+    if context is None or not context.final:
+        env = group_env() if distributed else LaunchEnv()
+        groups = {} if context is None else context.side_groups
+        set_device_context(
+            DeviceContext(accelerator, reason, device, env, side_groups=groups, final=False)
+        )
     return accelerator, device
+
+
+def group_env() -> LaunchEnv:
+    """The place of this process in a process group that another package started."""
+    return LaunchEnv(
+        rank=torch_dist.get_rank(), world_size=torch_dist.get_world_size(), local_world_size=None
+    )
 
 
 def group_device(group: Any = None) -> torch.device:

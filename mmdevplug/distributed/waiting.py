@@ -18,7 +18,7 @@ from mmdevplug.fault_tolerance.store_barrier import (
     next_meeting,
 )
 
-from .process_group import Timeout, to_timeout
+from .process_group import Timeout, group_env, to_timeout
 
 
 def wait_for_everyone(phase: str, timeout: Timeout = None) -> None:
@@ -147,10 +147,7 @@ def _job() -> Optional[Tuple[Any, LaunchEnv]]:
         return None
     # Under a stock runner, whose process group was not made here.
     store = torch_dist.distributed_c10d._get_default_store()
-    env = LaunchEnv(
-        rank=torch_dist.get_rank(), world_size=torch_dist.get_world_size(), local_world_size=None
-    )
-    return torch_dist.PrefixStore('mmdevplug', store), env
+    return torch_dist.PrefixStore('mmdevplug', store), group_env()
 
 
 def _limit(timeout: Timeout) -> timedelta:

@@ -6,7 +6,7 @@ import pytest
 from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 
-from mmdevplug.accelerators import device_context
+from mmdevplug.accelerators import current_accelerator, device_context
 from tests.jobs import PLAIN, digits_config, install_card, largest_difference, weights_of
 from tests.ranks import run_ranks
 
@@ -111,10 +111,7 @@ def test_a_runner_after_failed_ones_computes_the_same(tmp_path, accelerator, ran
         assert 'in after_train' in at_the_end
 
 
-def train_on_two_devices(work_dir):
-    install_card('zeta')
-    from mmdevplug.accelerators import current_accelerator
-
+def build_on_two_devices(work_dir):
     card = build('zeta', work_dir / 'card')
     host = build('cpu', work_dir / 'host')
     assert device_context() is host.device_context
@@ -123,4 +120,24 @@ def train_on_two_devices(work_dir):
 
 
 def test_each_runner_keeps_its_context(tmp_path):
-    assert run_ranks(train_on_two_devices, 1, tmp_path) == [('zeta:0', 'cpu')]
+    assert run_ranks(build_on_two_devices, 1, tmp_path) == [('zeta:0', 'cpu')]
+
+
+def start_group_after_choosing():
+    """As under a stock runner: a script asks for the device before the process group exists."""
+    from torch import distributed as torch_dist
+
+    from mmdevplug.distributed.process_group import group_device, rank_device
+
+    install_card('zeta')
+    before = str(rank_device('zeta')[1])
+    torch_dist.init_process_group('gloo')
+    accelerator, device = rank_device()
+    assert current_accelerator() is accelerator is device_context().accelerator
+    assert group_device().type == 'cpu'
+    return before, str(device), device_context().env.rank
+
+
+def test_the_device_follows_a_process_group_that_starts_later():
+    found = run_ranks(start_group_after_choosing, 2)
+    assert found == [('zeta:0', 'zeta:0', 0), ('zeta:0', 'zeta:1', 1)]
