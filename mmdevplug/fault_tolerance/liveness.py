@@ -34,9 +34,15 @@ class LivenessCheck:
         self._store = store
         self._held: Any = None
         place: Optional[Tuple[str, int]] = None
+        wait = timedelta(seconds=ANSWER_SECONDS)
         try:
             reached_at, listens_at = _addresses(env)
-            self._held, port = _hold(listens_at)
+            port, self._held = loopback_store(0, listens_at, wait)
+            if self._held is None:
+                # An older PyTorch opens the port by itself.
+                self._held = torch_dist.TCPStore(
+                    listens_at, port, is_master=True, timeout=wait, wait_for_workers=False
+                )
             place = reached_at, port
         except (OSError, RuntimeError, LaunchError) as error:
             # Without a port only its beats show that this rank is alive.
@@ -69,18 +75,6 @@ def _ask(rank: int, address: str, port: int, answered: List[int]) -> None:
         logging.getLogger(__name__).debug('rank %d does not answer: %s', rank, error)
     else:
         answered.append(rank)
-
-
-def _hold(address: str) -> Tuple[Any, int]:
-    """Make a store at a free port of an address."""
-    wait = timedelta(seconds=ANSWER_SECONDS)
-    port, store = loopback_store(0, address, wait)
-    if store is None:
-        # An older PyTorch opens the port by itself.
-        store = torch_dist.TCPStore(
-            address, port, is_master=True, timeout=wait, wait_for_workers=False
-        )
-    return store, port
 
 
 def _addresses(env: LaunchEnv) -> Tuple[str, str]:
