@@ -1,14 +1,19 @@
 """Accelerators: one object for each family of devices, and choosing one of them."""
 
 from .base import HOST_BACKENDS, Accelerator, devices_of, registered_device_types
+from .context import (
+    DEFAULT_TIMEOUT,
+    DeviceContext,
+    current_accelerator,
+    device_context,
+    set_device_context,
+)
 from .cpu import CPUAccelerator
 from .cuda import CUDAAccelerator
 from .detection import (
     available_accelerators,
     choose_accelerator,
-    current_accelerator,
     get_accelerator,
-    set_current_accelerator,
 )
 from .gcu import S60Accelerator, T20Accelerator
 from .move_nested import to_device
@@ -20,6 +25,8 @@ __all__ = [
     'Accelerator',
     'CPUAccelerator',
     'CUDAAccelerator',
+    'DEFAULT_TIMEOUT',
+    'DeviceContext',
     'HOST_BACKENDS',
     'S60Accelerator',
     'T20Accelerator',
@@ -28,10 +35,11 @@ __all__ = [
     'available_accelerators',
     'choose_accelerator',
     'current_accelerator',
+    'device_context',
     'devices_of',
     'get_accelerator',
     'probe_device',
     'registered_device_types',
-    'set_current_accelerator',
+    'set_device_context',
     'to_device',
 ]

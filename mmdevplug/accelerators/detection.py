@@ -4,7 +4,7 @@ import os
 import traceback
 import warnings
 from inspect import signature
-from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Optional, Union
+from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Union
 
 from mmdevplug.config.accelerator import to_dict
 from mmdevplug.errors import AcceleratorError, DevPlugError
@@ -26,9 +26,6 @@ class Choice(NamedTuple):
 
     accelerator: Accelerator
     reason: str
-
-
-_current: Optional[Accelerator] = None
 
 
 def choose_accelerator(config: AcceleratorConfig = None) -> Choice:
@@ -93,17 +90,6 @@ def available_accelerators() -> List[str]:
     A vendor's package that is installed but broken is warned about and left out.
     """
     return [accelerator.name for accelerator in _usable_accelerators()]
-
-
-def set_current_accelerator(accelerator: Optional[Accelerator]) -> None:
-    """Remember the accelerator of this process, for parts that are built without being told."""
-    global _current
-    _current = accelerator
-
-
-def current_accelerator() -> Accelerator:
-    """The accelerator set for this process, or else the one that detection finds."""
-    return _current if _current is not None else get_accelerator('auto')
 
 
 def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:

@@ -8,8 +8,8 @@ from torch import Tensor
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .base import Accelerator
+from .context import current_accelerator
 from .cpu import CPUAccelerator
-from .detection import current_accelerator
 
 
 def to_device(nested: Any, device: Union[str, torch.device]) -> Any:

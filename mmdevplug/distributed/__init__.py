@@ -1,1 +1,1 @@
-"""Start torch.distributed on any accelerator, and carry bytes and tensors between ranks."""
+"""Start torch.distributed on any accelerator; exchange bytes and tensors between ranks."""

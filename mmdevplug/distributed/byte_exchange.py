@@ -1,9 +1,9 @@
 """Exchange byte buffers of different lengths between ranks without padding.
 
-A rank begins with a message of one small size, which says how much it has and holds the beginning
-of it. Mostly that is all. What is left is broadcast by its rank in pieces, several at a time:
-unlike an all-gather, that needs no padding to the longest and no copy out of a common buffer, and
-over gloo it takes a third of the time.
+The first message of a rank has a fixed, small size. It holds the length of the rank's buffer and
+its beginning, which mostly is all of it. The rank broadcasts the rest in pieces, several at a
+time: unlike an all-gather, that needs no padding to the longest buffer and no copy out of a common
+one, and over gloo it takes a third of the time.
 """
 
 import os
@@ -24,7 +24,7 @@ from .process_group import group_device
 #: Bytes of the first message of each rank.
 FIRST_BYTES = 1024
 DEFAULT_IN_FLIGHT = 64 << 20
-#: Pools up to this size are not compared with the memory that is free.
+#: Samples up to this size are not compared with the free memory.
 _UNCHECKED_BYTES = 256 << 20
 _SMALLEST_PIECE = 64 << 10
 
@@ -36,44 +36,30 @@ _NO_LIMIT = 2**63 - 1
 
 
 class Head(NamedTuple):
-    """What a rank says first.
+    """The header of a rank's first message."""
 
-    Attributes:
-        purpose (str): What it exchanges; the same on all ranks.
-        size (int): Bytes that it has for the others.
-        more (int): Bytes of tensors that follow, see :func:`swap_pieces`.
-        in_flight (int): Bytes that may be under way at a time.
-        limit (int): Bytes that this rank takes from all ranks together.
-    """
-
-    purpose: str
-    size: int
-    more: int
-    in_flight: int
-    limit: int
+    purpose: str  # what is exchanged, the same on all ranks
+    size: int  # bytes of its buffer
+    more: int  # bytes of tensors that follow, see `swap_pieces`
+    in_flight: int  # bytes that may be in flight at a time
+    limit: int  # bytes that this rank accepts from all ranks together
 
     @property
     def total(self) -> int:
-        """All bytes that this rank sends."""
+        """All bytes that the rank sends."""
         return self.size + self.more
 
 
 class Gathered(NamedTuple):
-    """What :func:`gather_bytes` returns.
+    """The result of :func:`gather_bytes`."""
 
-    Attributes:
-        parts (List[Tensor]): One-dimensional uint8 tensors in the order of ranks.
-        more (List[int]): The bytes that each rank has said will follow.
-        in_flight (int): The smallest of the ranks' bounds.
-    """
-
-    parts: List[Tensor]
-    more: List[int]
-    in_flight: int
+    parts: List[Tensor]  # one-dimensional uint8 tensors in the order of ranks
+    more: List[int]  # the bytes that will follow from each rank
+    in_flight: int  # the smallest of the ranks' bounds
 
 
 def global_rank(group: Any, rank: int) -> int:
-    """What a rank of a group is called in the whole job."""
+    """The rank in the whole job of a rank of a group."""
     if group is None or group is torch_dist.group.WORLD:
         return rank
     return torch_dist.get_global_rank(group, rank)
@@ -103,10 +89,9 @@ def gather_bytes(
         data (Tensor): One-dimensional uint8 tensor, of any length on each rank.
         group (ProcessGroup, optional): Defaults to None: all ranks.
         purpose (str): At most 12 letters that must be the same on all ranks.
-        in_flight (int): How many bytes may be under way at a time; the smallest of the ranks
-            counts.
-        limit (int, optional): How many bytes all ranks together may have; the smallest counts.
-            Defaults to None: what fits into the memory that is free.
+        in_flight (int): Bytes that may be in flight at a time; the smallest of the ranks counts.
+        limit (int, optional): Bytes that all ranks together may have; the smallest counts.
+            Defaults to None: the free memory.
         more (int): Bytes that follow and count, too. Defaults to 0.
 
     Raises:
@@ -161,16 +146,16 @@ def _check(heads: Sequence[Head], purpose: str, group: Any) -> None:
             )
     total = sum(head.total for head in heads)
     limit = min(head.limit for head in heads)
-    asked = 'max_bytes'
+    limited_by = 'max_bytes'
     if limit == _NO_LIMIT and total > _UNCHECKED_BYTES:
-        limit, asked = _free_memory(group), 'the memory that is free for it'
+        limit, limited_by = _free_memory(group), 'the memory that is free for it'
     if total > limit:
         largest = max(range(len(heads)), key=lambda rank: heads[rank].total)
         raise SampleError(
             f'{purpose}: the samples of all ranks are {total:,} bytes together, more than '
-            f'{asked}, {limit:,} bytes; rank {largest} has the most, {heads[largest].total:,}. '
-            f'Gather fewer or smaller samples, share them out with balance_samples(), or raise '
-            f'max_bytes.'
+            f'{limited_by}, {limit:,} bytes; rank {largest} has the most, '
+            f'{heads[largest].total:,}. Gather fewer or smaller samples, share them out with '
+            f'balance_samples(), or raise max_bytes.'
         )
 
 
@@ -189,23 +174,23 @@ def _beginning(received: Tensor, size: int) -> Tensor:
 
 
 def _broadcast_rest(parts: Sequence[Tensor], group: Any, in_flight: int) -> None:
-    """Broadcast what of each rank's bytes was not in its first message, in place."""
+    """Broadcast the bytes of each rank that were not in its first message, in place."""
     most = _piece_bytes(in_flight, len(parts))
     pending: Deque[Tuple[Any, int]] = deque()
-    under_way = 0
+    in_transit = 0
     # Ranks take turns, so that all of them send at the same time.
     for turn in zip_longest(*(_pieces([part[ROOM:]], most) for part in parts)):
         for rank, piece in enumerate(turn):
             if piece is None:
                 continue
-            while pending and under_way + piece.numel() > in_flight:
+            while pending and in_transit + piece.numel() > in_flight:
                 work, size = pending.popleft()
                 work.wait()
-                under_way -= size
+                in_transit -= size
             source = global_rank(group, rank)
             work = torch_dist.broadcast(piece, source, group=group, async_op=True)
             pending.append((work, piece.numel()))
-            under_way += piece.numel()
+            in_transit += piece.numel()
     for work, _ in pending:
         work.wait()
 
@@ -226,17 +211,7 @@ def exchange_bytes(
     group: Any = None,
     in_flight: int = DEFAULT_IN_FLIGHT,
 ) -> Dict[int, Tensor]:
-    """Send bytes to some ranks and receive from some.
-
-    Args:
-        outgoing (Mapping[int, Tensor]): For ranks of the group a uint8 tensor each.
-        sources (Sequence[int]): The ranks that have something for this one.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-        in_flight (int): How many bytes may be under way at a time, the same on all ranks.
-
-    Returns:
-        Dict[int, Tensor]: For each source what it sent.
-    """
+    """Send a uint8 tensor to each of some ranks, and receive those of the ranks in ``sources``."""
     place = group_device(group)
     sent = {rank: data.to(place) for rank, data in outgoing.items()}
     first = {rank: torch.empty(FIRST_BYTES, dtype=torch.uint8, device=place) for rank in sources}
@@ -264,35 +239,28 @@ def swap_pieces(
     group: Any,
     in_flight: int,
 ) -> None:
-    """Send tensors to some ranks while those of others arrive.
+    """Send one-dimensional uint8 tensors to some ranks while those in ``incoming`` are received.
 
-    Args:
-        outgoing (Mapping[int, Sequence[Tensor]]): For ranks one-dimensional uint8 tensors.
-        incoming (Mapping[int, Sequence[Tensor]]): For ranks tensors of the sizes that they send,
-            which are overwritten.
-        group (ProcessGroup, optional): None for all ranks.
-        in_flight (int): Bytes under way at a time, the same on all ranks.
+    Tensors in ``incoming`` have the sizes that their ranks send. ``in_flight`` is the same on all
+    ranks.
     """
     most = _piece_bytes(in_flight, torch_dist.get_world_size(group))
-    sends = [(torch_dist.isend, rank, _batches(ts, most)) for rank, ts in outgoing.items()]
-    receives = [(torch_dist.irecv, rank, _batches(ts, most)) for rank, ts in incoming.items()]
+    sends = [(torch_dist.isend, rank, tensors) for rank, tensors in outgoing.items()]
+    receives = [(torch_dist.irecv, rank, tensors) for rank, tensors in incoming.items()]
     ways = sends + receives
-    while ways:
-        operations, left = [], []
-        for operation, rank, batches in ways:
-            batch = next(batches, None)
-            if batch is not None:
-                left.append((operation, rank, batches))
-                peer = global_rank(group, rank)
-                operations += [torch_dist.P2POp(operation, data, peer, group) for data in batch]
-        if operations:
-            for work in torch_dist.batch_isend_irecv(operations):
-                work.wait()
-        ways = left
+    batches = [_batches(tensors, most) for _, _, tensors in ways]
+    for turn in zip_longest(*batches, fillvalue=()):
+        operations = [
+            torch_dist.P2POp(operation, data, global_rank(group, rank), group)
+            for (operation, rank, _), batch in zip(ways, turn)
+            for data in batch
+        ]
+        for work in torch_dist.batch_isend_irecv(operations):
+            work.wait()
 
 
 def _batches(tensors: Sequence[Tensor], most: int) -> Iterator[List[Tensor]]:
-    """Pieces of tensors, as many at a time as may be under way; alike on both ends."""
+    """Pieces of tensors, as many at a time as may be in flight; the same on both ends."""
     batch: List[Tensor] = []
     size = 0
     for piece in _pieces(tensors, most):

@@ -18,26 +18,17 @@ _HOST = CPUAccelerator()
 def broadcast_tensors(
     tensors: Sequence[Tensor], accelerator: Accelerator, group: Any = None, src: int = 0
 ) -> None:
-    """Overwrite tensors on every rank with those of one rank.
+    """Overwrite tensors on every rank with those of the rank ``src`` of a group.
 
-    The tensors travel as bytes, so dtypes may mix: one message for every 64 MB, through the host
-    unless the backend takes no tensors of the host.
-
-    Args:
-        tensors (Sequence[Tensor]): Same number, shapes, dtypes and order on every rank. They may
-            lie on the accelerator's device or on the host.
-        accelerator (Accelerator): Copies between device and host.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-        src (int): The rank of the group whose tensors are taken. Defaults to 0.
+    Tensors are sent as bytes, so dtypes may mix: one message for every 64 MB, through the host
+    unless the backend takes no tensors of the host. Number, shapes, dtypes and order are the same
+    on every rank; tensors may be on the accelerator's device or on the host.
     """
     place = group_device(group)
     tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
-    on_host = [tensor for tensor in tensors if tensor.device.type == 'cpu']
-    on_device = [tensor for tensor in tensors if tensor.device.type != 'cpu']
-    for part in _parts(on_host):
-        _broadcast(part, _HOST, place, group, src)
-    for part in _parts(on_device):
-        _broadcast(part, accelerator, place, group, src)
+    for part in _parts(sorted(tensors, key=lambda tensor: tensor.device.type != 'cpu')):
+        copier = _HOST if part[0].device.type == 'cpu' else accelerator
+        _broadcast(part, copier, place, group, src)
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[List[Tensor]]:
@@ -56,11 +47,7 @@ def _parts(tensors: Sequence[Tensor]) -> Iterator[List[Tensor]]:
 
 
 def _broadcast(
-    tensors: List[Tensor],
-    accelerator: Accelerator,
-    place: torch.device,
-    group: Any,
-    src: int,
+    tensors: List[Tensor], accelerator: Accelerator, place: torch.device, group: Any, src: int
 ) -> None:
     here = torch_dist.get_rank(group) == src
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
@@ -71,15 +58,10 @@ def _broadcast(
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
     torch_dist.broadcast(message, global_rank(group, src), group=group)
-    if here:
-        return
-    received = [
-        _reinterpret(bytes_, tensor) for bytes_, tensor in zip(message.split(sizes), tensors)
-    ]
-    accelerator.copy_to_device(received, tensors)
-
-
-def _reinterpret(data: Tensor, like: Tensor) -> Tensor:
-    """Read bytes as a tensor of another's shape and dtype."""
-    # A copy, because the piece of the message may start at an address that dtype cannot take.
-    return view_as_dtype(data.clone(), like.dtype).view(like.shape)
+    if not here:
+        # Copies, because a piece of the message may start at an address that its dtype refuses.
+        received = [
+            view_as_dtype(piece.clone(), tensor.dtype).view(tensor.shape)
+            for piece, tensor in zip(message.split(sizes), tensors)
+        ]
+        accelerator.copy_to_device(received, tensors)

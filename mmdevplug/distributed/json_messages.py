@@ -1,4 +1,4 @@
-"""Gather small values from all ranks as JSON, so that nothing that arrives is run."""
+"""Gather small values from all ranks as JSON, which unlike pickle runs no code."""
 
 import json
 from typing import Any, List
@@ -7,15 +7,7 @@ from .byte_exchange import gather_bytes, to_bytes, to_tensor
 
 
 def gather_json(value: Any, group: Any = None) -> List[Any]:
-    """Collect a value from all ranks.
-
-    Args:
-        value: What ``json`` takes: dicts, lists, strings, numbers, None.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-
-    Returns:
-        list: The values in the order of ranks; tuples have become lists.
-    """
+    """Collect a value from all ranks, in the order of ranks; tuples have become lists."""
     data = to_tensor(json.dumps(value).encode())
     parts = gather_bytes(data, group, purpose='gather_json').parts
     return [json.loads(to_bytes(part)) for part in parts]

@@ -6,21 +6,13 @@ from typing import Dict
 
 @dataclass
 class Cost:
-    """The cost of some messages of one kind.
+    """The cost of some messages of one kind."""
 
-    Attributes:
-        messages (int): Number of collectives.
-        sent (float): Bytes that this rank sent over a network or the loopback interface.
-        shared (float): Bytes that it exchanged in memory shared with ranks of its host.
-        seconds (float): From the start of each collective to its end, added up.
-        waited (float): The part of ``seconds`` in which this rank did nothing else.
-    """
-
-    messages: int = 0
-    sent: float = 0.0
-    shared: float = 0.0
-    seconds: float = 0.0
-    waited: float = 0.0
+    messages: int = 0  # number of collectives
+    sent: float = 0.0  # bytes that this rank sent over a network or the loopback interface
+    shared: float = 0.0  # bytes that it exchanged in memory shared with ranks of its host
+    seconds: float = 0.0  # from the start of each collective to its end, added up
+    waited: float = 0.0  # the part of `seconds` in which this rank did nothing else
 
     @property
     def overlap(self) -> float:
@@ -29,7 +21,7 @@ class Cost:
 
 
 class Traffic:
-    """Adds up costs by kind (``'gradients'``, ``'sync_bn'``, ...) until they are taken."""
+    """Add up costs by kind (``'gradients'``, ``'sync_bn'``, ...)."""
 
     def __init__(self) -> None:
         self._costs: Dict[str, Cost] = {}
@@ -43,16 +35,7 @@ class Traffic:
         messages: int = 1,
         shared: float = 0.0,
     ) -> None:
-        """Add a cost.
-
-        Args:
-            kind (str): What the messages were for.
-            sent (float): Bytes that this rank sent. Defaults to 0.
-            seconds (float): Duration. Defaults to 0.
-            waited (float): The part of it that nothing else was done in. Defaults to 0.
-            messages (int): Number of collectives. Defaults to 1.
-            shared (float): Bytes exchanged in shared memory. Defaults to 0.
-        """
+        """Add a cost, see :class:`Cost`."""
         cost = self._costs.setdefault(kind, Cost())
         cost.messages += messages
         cost.sent += sent
@@ -61,7 +44,7 @@ class Traffic:
         cost.waited += waited
 
     def take(self) -> Dict[str, Cost]:
-        """The costs by kind since the last call."""
+        """Return the costs by kind since the last call."""
         costs, self._costs = self._costs, {}
         return costs
 
@@ -71,5 +54,5 @@ TRAFFIC = Traffic()
 
 
 def all_reduce_bytes(size: float, world_size: int) -> float:
-    """Bytes that a rank sends in an all-reduce of ``size`` bytes, as a ring does it."""
+    """Bytes that a rank sends in a ring all-reduce of ``size`` bytes."""
     return 2.0 * size * (world_size - 1) / world_size

@@ -1,4 +1,4 @@
-"""Wait for the other ranks in the store, and say which are missing and what they do."""
+"""Wait for the other ranks in the store, and name the missing ranks and their phases."""
 
 import json
 from datetime import timedelta
@@ -6,6 +6,7 @@ from typing import Any, Callable, List, Optional, Tuple
 
 from torch import distributed as torch_dist
 
+from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import RankFailedError
 from mmdevplug.fault_tolerance import failure
@@ -15,17 +16,16 @@ from mmdevplug.fault_tolerance.store_barrier import (
     leave_together,
     meet,
     next_meeting,
-    next_round,
 )
 
-from .process_group import DEFAULT_TIMEOUT, Timeout, device_context, to_timeout
+from .process_group import Timeout, group_env, to_timeout
 
 
 def wait_for_everyone(phase: str, timeout: Timeout = None) -> None:
     """Wait until every rank has come here; does nothing in a single process.
 
-    It is no collective: it goes through the store, and while it waits, the lowest waiting rank
-    says every few seconds for which ranks, and what they were last seen doing.
+    It is no collective: it uses the store. Every few seconds the lowest waiting rank names the
+    missing ranks and their last known phases.
 
     Args:
         phase (str): What is being done, for messages; the same on all ranks.
@@ -44,9 +44,8 @@ def wait_for_everyone(phase: str, timeout: Timeout = None) -> None:
     store, env = job
     # The same keys every time: some callers come here in every iteration, and the store lives in
     # the memory of one process.
-    prefix, number = f'mmdevplug/waiting/{phase}', next_round(phase)
-    meet(store, env, prefix, phase, _limit(timeout), number)
-    leave_together(store, env, prefix, number)
+    prefix = f'mmdevplug/waiting/{phase}'
+    leave_together(store, env, prefix, meet(store, env, prefix, phase, _limit(timeout)))
 
 
 def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None) -> Any:
@@ -73,13 +72,23 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
     if job is None:
         return function()
     store, env = job
-    prefix = next_meeting(phase)
+    prefix = next_meeting(store, env, phase)
     if env.rank == 0:
-        return _run(store, env, prefix, phase, function)
-    wait = Wait(store, env, prefix, phase, [0])
+        try:
+            result = function()
+            outcome = json.dumps({'result': result})
+        except Exception as error:
+            message = f'{type(error).__name__}: {error}'[:2000]
+            store.set(f'{prefix}/result', json.dumps({'who': env.describe(), 'error': message}))
+            store.add(f'{prefix}/done', 1)
+            leave_together(store, env, prefix)
+            raise
+        with in_store(env, phase):
+            store.set(f'{prefix}/result', outcome)
+            store.add(f'{prefix}/done', 1)
+        return result
     with in_store(env, phase):
-        wait.mark()
-        wait.until(f'{prefix}/done', 1, _limit(timeout))
+        Wait(store, env, prefix, phase, [0]).until(f'{prefix}/done', 1, _limit(timeout))
         found = json.loads(store.get(f'{prefix}/result'))
     if 'error' not in found:
         return found['result']
@@ -92,18 +101,18 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
 def decide_together(
     phase: str, value: Any, decide: Callable[[List[Any]], Any], timeout: Timeout = None
 ) -> Any:
-    """Wait for everyone, and let rank 0 decide on what each rank knows.
+    """Wait for all ranks, and let rank 0 decide from the values of all ranks.
 
     Args:
         phase (str): What is being done, for messages; the same on all ranks.
-        value: What this rank knows, as JSON can hold it.
+        value: The value of this rank, as JSON can hold it.
         decide (callable): Called on rank 0 with the values in the order of ranks; returns what
             JSON can hold.
         timeout (float or timedelta, optional): In seconds. Defaults to None: the timeout of the
             process group.
 
     Returns:
-        Any: What was decided, on every rank; tuples have become lists on the others.
+        Any: The decision, on every rank; tuples have become lists on the others.
 
     Raises:
         RankFailedError: If a rank has not come in time, or failed meanwhile.
@@ -116,7 +125,7 @@ def decide_together(
     if job is None:
         return decide([value])
     store, env = job
-    prefix = f'mmdevplug/values/{phase}/{next_round(f"values/{phase}")}'
+    prefix = next_meeting(store, env, f'values/{phase}')
     store.set(f'{prefix}/{env.rank}', json.dumps(value))
     wait_for_everyone(phase, timeout)
     ranks = range(env.world_size)
@@ -127,24 +136,8 @@ def decide_together(
     )
 
 
-def _run(store: Any, env: LaunchEnv, prefix: str, phase: str, function: Callable[[], Any]) -> Any:
-    try:
-        result = function()
-        told = json.dumps({'result': result})
-    except Exception as error:
-        message = f'{type(error).__name__}: {error}'[:2000]
-        store.set(f'{prefix}/result', json.dumps({'who': env.describe(), 'error': message}))
-        store.add(f'{prefix}/done', 1)
-        leave_together(store, env, prefix)
-        raise
-    with in_store(env, phase):
-        store.set(f'{prefix}/result', told)
-        store.add(f'{prefix}/done', 1)
-    return result
-
-
 def _job() -> Optional[Tuple[Any, LaunchEnv]]:
-    """The store and this process's place, None in a single process."""
+    """The store and how this process was started, None in a single process."""
     found = failure.current_job()
     if found is not None:
         return found
@@ -154,13 +147,9 @@ def _job() -> Optional[Tuple[Any, LaunchEnv]]:
         return None
     # Under a stock runner, whose process group was not made here.
     store = torch_dist.distributed_c10d._get_default_store()
-    env = LaunchEnv(
-        rank=torch_dist.get_rank(), world_size=torch_dist.get_world_size(), local_world_size=None
-    )
-    return torch_dist.PrefixStore('mmdevplug', store), env
+    return torch_dist.PrefixStore('mmdevplug', store), group_env()
 
 
 def _limit(timeout: Timeout) -> timedelta:
     context = device_context()
-    default = DEFAULT_TIMEOUT if context is None else context.timeout
-    return to_timeout(timeout, default, 'timeout')
+    return to_timeout(timeout, context.timeout if context else DEFAULT_TIMEOUT, 'timeout')

@@ -8,7 +8,7 @@ from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.process_group import Timeout
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import RankFailedError, SampleError, first_line
-from mmdevplug.fault_tolerance.heartbeat import enter_phase
+from mmdevplug.fault_tolerance.failure import enter_phase
 
 from .decisions import DESCRIBED, Tally, round_name
 from .draw_round import Drawn

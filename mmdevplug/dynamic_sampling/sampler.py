@@ -3,8 +3,7 @@
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
 from mmdevplug.distributed.process_group import Timeout, rank_device, rank_devices
-from mmdevplug.fault_tolerance.failure import fail_together
-from mmdevplug.fault_tolerance.heartbeat import enter_phase
+from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.samples import balance_samples, gather_samples
 from mmdevplug.samples.stacking import stack_samples
 

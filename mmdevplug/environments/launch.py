@@ -71,12 +71,6 @@ def read_launch_env(
         launcher (str): ``'pytorch'`` (torchrun), ``'slurm'``, ``'mpi'`` (Open MPI) or ``'none'``.
         environ (Mapping, optional): Defaults to ``os.environ``.
         port (int, optional): The master's port, instead of ``MASTER_PORT``. Defaults to None.
-
-    Returns:
-        LaunchEnv: The checked values.
-
-    Raises:
-        LaunchError: If a variable is missing, not a number or contradicts another.
     """
     environ = os.environ if environ is None else environ
     if launcher == 'none':
@@ -123,7 +117,7 @@ _MOST = 2**31 - 1
 
 
 def shortened(value: Any) -> str:
-    """A value for a message: in quotes, and cut if it is long."""
+    """Quote a value for a message, shortened to 60 characters if it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f'{text[:60]}... ({len(text)} characters)'
 
@@ -189,11 +183,7 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnv:
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:
-    """A port that two jobs of Slurm on one host are unlikely to share.
-
-    Args:
-        environ (Mapping): With ``SLURM_JOB_ID``; without it the port of torch.distributed.
-    """
+    """Derive a port from ``SLURM_JOB_ID`` that two jobs on one host are unlikely to share."""
     job = _number(environ, 'SLURM_JOB_ID', 'slurm', required=False)
     # Below the ports that systems hand out by themselves.
     return DEFAULT_PORT if job is None else 15000 + job % 15000
@@ -210,14 +200,7 @@ def _slurm_local_world_size(environ: Mapping[str, str], world_size: int) -> Opti
 
 
 def slurm_first_host(environ: Mapping[str, str]) -> str:
-    """The host of rank 0 in a job of Slurm.
-
-    Args:
-        environ (Mapping): With ``SLURM_NODELIST``.
-
-    Raises:
-        LaunchError: If it cannot be told.
-    """
+    """Find the host of rank 0 in ``SLURM_NODELIST``."""
     hosts = environ.get('SLURM_NODELIST')
     if not hosts:
         raise LaunchError(
@@ -304,23 +287,12 @@ def _check(env: LaunchEnv) -> None:
 
 
 def read_local_rank() -> int:
-    """The local rank that a launcher or MMEngine wrote into the environment.
-
-    Raises:
-        LaunchError: If it is missing or not a number.
-    """
+    """Read the local rank that a launcher or MMEngine wrote into the environment."""
     return _number(os.environ, 'LOCAL_RANK', 'pytorch')
 
 
 def restart_count(environ: Optional[Mapping[str, str]] = None) -> int:
-    """How often torchrun has restarted this job's workers; 0 without torchrun.
-
-    Args:
-        environ (Mapping, optional): Defaults to None: ``os.environ``.
-
-    Raises:
-        LaunchError: If ``TORCHELASTIC_RESTART_COUNT`` is not a number.
-    """
+    """How often torchrun has restarted this job's workers; 0 without torchrun."""
     environ = os.environ if environ is None else environ
     return _number(environ, 'TORCHELASTIC_RESTART_COUNT', 'pytorch', default=0)
 
@@ -330,13 +302,6 @@ REQUEUED = 'SLURM_RESTART_COUNT'
 
 def restarts(launcher: str, environ: Optional[Mapping[str, str]] = None) -> int:
     """How often this job was started again, by torchrun or by Slurm.
-
-    Args:
-        launcher (str): How this process was started.
-        environ (Mapping, optional): Defaults to None: ``os.environ``.
-
-    Raises:
-        LaunchError: If a count is not a number.
 
     Examples:
         >>> restarts('slurm', {'SLURM_RESTART_COUNT': '1'})

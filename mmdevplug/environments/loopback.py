@@ -14,15 +14,10 @@ _BACKLOG = 4096
 
 
 class HeldStore(NamedTuple):
-    """A store and the port it listens on.
-
-    Attributes:
-        port (int): The port.
-        store (TCPStore, optional): None if this PyTorch opens its ports by itself.
-    """
+    """A store and the port it listens on."""
 
     port: int
-    store: Optional[Any]
+    store: Optional[Any]  # None if this PyTorch opens its ports by itself
 
 
 def is_loopback(address: str) -> bool:
@@ -43,18 +38,9 @@ def is_loopback(address: str) -> bool:
 def loopback_store(
     port: int, address: str = LOOPBACK, timeout: timedelta = timedelta(minutes=30)
 ) -> HeldStore:
-    """Make the store of a single-host job, which others in this process get by its port.
+    """Make the store of a single-host job, which listens for as long as the result is kept.
 
-    Args:
-        port (int): 0 for a free one.
-        address (str): One that :func:`is_loopback` knows. Defaults to 127.0.0.1.
-        timeout (timedelta): The timeout of the store's operations.
-
-    Returns:
-        HeldStore: The store listens for as long as this lives.
-
-    Raises:
-        LaunchError: If the port is taken.
+    At port 0 it chooses a free one.
     """
     address = LOOPBACK if address == 'localhost' else address
     listener = socket.socket(socket.AF_INET6 if ':' in address else socket.AF_INET)

@@ -31,20 +31,12 @@ AGENT_VARIABLES = (
 
 
 def stale_variables(launcher: str, environ: Optional[Mapping[str, str]] = None) -> Dict[str, str]:
-    """The launch variables that cannot be meant for this process.
+    """Find the launch variables that are not meant for this process, by name.
 
-    A scheduler's own variables (``SLURM_*``, ``OMPI_*``) never count: inside an allocation they
-    are set for every process, and a single process does not read them.
-
-    Args:
-        launcher (str): How this process was started: one of
-            :data:`mmdevplug.environments.launch.LAUNCHERS`. Without a launcher every launch
-            variable is stale; under Slurm and MPI those of torchrun are; under torchrun its
-            agent's variables are if some of them are missing, because it sets all of them.
-        environ (Mapping, optional): Defaults to None: ``os.environ``.
-
-    Returns:
-        Dict[str, str]: Names and values, in a fixed order.
+    Without a launcher every launch variable is stale; under Slurm and MPI those of torchrun are;
+    under torchrun its agent's variables are if some of them are missing, because it sets all of
+    them. A scheduler's own variables (``SLURM_*``, ``OMPI_*``) are never stale: inside an
+    allocation they are set for every process, and a single process does not read them.
 
     Examples:
         >>> stale_variables('none', {'RANK': '3', 'HOME': '/root'})
@@ -66,13 +58,7 @@ def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
     """Refuse a single process where the variables say that it is one of several.
 
     Operators of Kubernetes set ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR`` in every pod of a job.
-    torchrun sets more, so what it left in a shell is not taken for these.
-
-    Args:
-        environ (Mapping, optional): Defaults to None: ``os.environ``.
-
-    Raises:
-        LaunchError: If the process would train alone, as would each of the others.
+    torchrun sets more, so its variables of an earlier job are not taken for these.
     """
     environ = os.environ if environ is None else environ
     rank, world_size, address = (environ.get(name, '').strip() for name in _MEMBER_VARIABLES)
@@ -111,13 +97,7 @@ def unset_line(names: Iterable[str]) -> str:
 
 
 def forget_stale_variables(launcher: str) -> Dict[str, str]:
-    """Remove the stale variables from this process, for a script that owns its process.
-
-    Args:
-        launcher (str): See :func:`stale_variables`.
-
-    Returns:
-        Dict[str, str]: What was removed.
+    """Remove the stale variables from this process and return them.
 
     Raises:
         LaunchError: If torchrun is running this process as one of several, or the variables of a
@@ -140,7 +120,7 @@ def forget_stale_variables(launcher: str) -> Dict[str, str]:
 
 
 def describe_stale(launcher: str, stale: Mapping[str, str]) -> str:
-    """One line that names the variables and how to get rid of them."""
+    """One line that names the variables and the command that removes them."""
     found = ' '.join(f'{name}={value}' for name, value in stale.items())
     return (
         f'launcher={launcher!r}: left over from an earlier job and ignored: {found}. To remove '
@@ -150,11 +130,7 @@ def describe_stale(launcher: str, stale: Mapping[str, str]) -> str:
 
 @contextmanager
 def stale_variables_hidden(launcher: str) -> Iterator[Dict[str, str]]:
-    """Hide the stale variables for a moment, for vendors' packages that read them.
-
-    Args:
-        launcher (str): See :func:`stale_variables`.
-    """
+    """Hide the stale variables from vendors' packages inside this context."""
     stale = stale_variables(launcher)
     for name in stale:
         del os.environ[name]
@@ -167,7 +143,7 @@ def stale_variables_hidden(launcher: str) -> Iterator[Dict[str, str]]:
 
 
 def _parent_is_torchrun() -> bool:
-    """Whether torchrun started this process, where the system tells."""
+    """Whether torchrun started this process; False where the system does not say."""
     try:
         words = Path(f'/proc/{os.getppid()}/cmdline').read_bytes().split(b'\0')
     except OSError:

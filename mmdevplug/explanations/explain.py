@@ -9,8 +9,7 @@ from mmdevplug.checkpoint.work_dir_lock import locked_work_dir
 from mmdevplug.distributed.process_group import device_context
 from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
 from mmdevplug.environments.launch import restarts
-from mmdevplug.fault_tolerance.failure import fail_together
-from mmdevplug.fault_tolerance.heartbeat import enter_phase
+from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 
 from .cuda_code import explain_cuda
 from .out_of_memory import explain_out_of_memory

@@ -1,1 +1,1 @@
-"""Notice ranks that fail or hang, and end the others with a message."""
+"""Detect ranks that fail or hang, and end the others with a message."""

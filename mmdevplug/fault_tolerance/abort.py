@@ -1,4 +1,4 @@
-"""End this process and leave its last words where people and torchrun's agent look."""
+"""End this process, and report why in the log and to torchrun's agent."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ _before_abort: List[Callable[[], Any]] = []
 
 
 def shorten_tracebacks() -> None:
-    """Print one line for the failure of another rank, whose own traceback is the one to read."""
+    """Print one line in place of the traceback where another rank failed."""
     before = sys.excepthook
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
@@ -35,20 +35,16 @@ def shorten_tracebacks() -> None:
 
 
 def note_for_agent(error: BaseException) -> None:
-    """Leave the error that ends this rank where torchrun's agent reads it.
+    """Write the error that ends this process where torchrun's agent reads it.
 
     The rank that ends first is often not the one that failed: that one waits until the others have
     read its report.
-
-    Args:
-        error (Exception): What is about to end this process.
     """
     path = os.environ.get('TORCHELASTIC_ERROR_FILE')
     if path is None or 'TORCHELASTIC_RUN_ID' not in os.environ:
         return
-    told = f'{type(error).__name__}: {first_line(error)}'
     note = dict(
-        message=told[:1000],
+        message=f'{type(error).__name__}: {first_line(error)}'[:1000],
         timestamp=int(time.time()),
         because_of_another=isinstance(error, RankFailedError),
     )
@@ -61,27 +57,19 @@ def note_for_agent(error: BaseException) -> None:
 def before_abort(callback: Callable[[], Any]) -> None:
     """Register a function to be called before a hanging process is ended.
 
-    Args:
-        callback (callable): Called without arguments, from another thread than the main one, which
-            may hang anywhere. All of them together have a few seconds.
-
-    Examples:
-        >>> before_abort(lambda: None)
+    It is called from another thread than the main one, which may hang anywhere. All of these
+    functions together have a few seconds.
     """
     _before_abort.append(callback)
 
 
 def abort(message: str) -> None:
-    """End this process, whatever its main thread does.
-
-    Args:
-        message (str): Goes to the log and to the standard error.
-    """
+    """End this process, even if its main thread hangs, with a message in the log."""
     say(f'RankFailedError: {message}', logging.ERROR)
     ending = threading.Thread(target=_run_callbacks, name='mmdevplug-abort', daemon=True)
     ending.start()
     ending.join(ABORT_SECONDS)
-    # A collective that hangs in the driver or in the kernel cannot be called off.
+    # A collective that hangs in the driver or in the kernel cannot be cancelled.
     os._exit(1)
 
 

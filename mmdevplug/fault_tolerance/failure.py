@@ -6,10 +6,12 @@ One :class:`.failure_watch.FailureWatch` for each process does the work.
 import atexit
 import re
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Iterator, List, Optional, Tuple
 
-from mmdevplug.config.accelerator import DEFAULT_HEARTBEAT_TIMEOUT
-from mmdevplug.environments.launch import LaunchEnv
+from torch import distributed as torch_dist
+
+from mmdevplug.environments.launch import LaunchEnv, restart_count
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 
 from .abort import shorten_tracebacks
@@ -23,23 +25,20 @@ _COMMUNICATION = re.compile(
 )
 
 _watch: Optional[FailureWatch] = None
-_armed = 0
 
 
 def watch_for_failures(
-    store: Any, own: Any, env: LaunchEnv, heartbeat_timeout: float = DEFAULT_HEARTBEAT_TIMEOUT
+    store: Any, env: LaunchEnv, heartbeat_timeout: float, timeout: timedelta
 ) -> None:
-    """Begin to beat and to look for failures of other ranks, once in a process.
-
-    Args:
-        store (torch.distributed.Store): The store that all ranks share.
-        own (torch.distributed.Store): A second connection to it.
-        env (LaunchEnv): How this process was started.
-        heartbeat_timeout (float): After how many seconds of silence a rank is given up.
-    """
+    """Publish this rank's heartbeat and look for failures of other ranks, once in a process."""
     global _watch
     if _watch is None:
-        _watch = FailureWatch(store, own, env, heartbeat_timeout, lambda: _armed > 0)
+        # A second connection, which is free while the main thread waits in the first.
+        own = torch_dist.TCPStore(
+            env.master_addr, env.master_port, timeout=timeout, wait_for_workers=False
+        )
+        own = torch_dist.PrefixStore(f'mmdevplug/watch/{restart_count()}', own)
+        _watch = FailureWatch(store, own, env, heartbeat_timeout)
         atexit.register(_watch.stop)
         shorten_tracebacks()
     _watch.heartbeat_timeout = heartbeat_timeout
@@ -50,20 +49,33 @@ def current_watch() -> Optional[FailureWatch]:
     return _watch
 
 
+def enter_phase(text: str) -> None:
+    """Set what this rank does now, which the others name if it is late; takes under 1 µs.
+
+    Examples:
+        >>> enter_phase('saving a checkpoint')
+    """
+    if _watch is not None:
+        _watch.heartbeat.enter_phase(text)
+
+
 @contextmanager
 def armed() -> Iterator[None]:
-    """Give other ranks up while they are silent inside this, and only there."""
-    global _armed
-    _armed += 1
+    """Treat the silence of another rank as its failure inside this context, and only there."""
+    watch = _watch
+    if watch is None:
+        yield
+        return
+    watch.armed += 1
     try:
         yield
     finally:
-        _armed -= 1
+        watch.armed -= 1
 
 
 @contextmanager
 def fail_together(stage: str) -> Iterator[None]:
-    """Tell the other ranks of an error, and turn a lost connection into the name of its cause.
+    """Report an error to the other ranks, and replace a lost connection with its cause.
 
     Args:
         stage (str): What is being done, for the message.
@@ -71,60 +83,53 @@ def fail_together(stage: str) -> Iterator[None]:
     Raises:
         RankFailedError: In place of an error of communication, if another rank failed or is gone.
     """
-    if _watch is not None and not _armed:
-        _watch.begin_attempt()
+    watch = _watch
+    if watch is None:
+        yield
+        return
+    outermost = not watch.armed
+    if outermost:
+        watch.begin_attempt()
     with armed():
         try:
             yield
         except RankFailedError:
-            if _watch is not None:
-                _watch.end()
+            watch.end()
             raise
         except Exception as error:
-            if _watch is None or getattr(error, '_mmdevplug_told', False):
+            if getattr(error, '_mmdevplug_reported', False):
                 raise
-            if _armed > 1:
-                # Whoever is around this may have more to say about the error.
+            if not outermost:
+                # A context around this one may explain the error better.
                 error._mmdevplug_stage = getattr(error, '_mmdevplug_stage', stage)
                 raise
             lost = isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error))
             if lost and not isinstance(error, DevPlugError):  # ours may well name a backend
-                raise _watch.explain(error) from error
-            error._mmdevplug_told = True
-            _watch.report_error(error, getattr(error, '_mmdevplug_stage', stage))
+                raise watch.explain(error) from error
+            error._mmdevplug_reported = True
+            watch.report_error(error, getattr(error, '_mmdevplug_stage', stage))
             raise
 
 
 def known_to_all(error: Exception) -> Exception:
-    """Mark an error that all ranks raise by themselves, of which none needs to be told.
-
-    Args:
-        error (Exception): Raised inside of :func:`fail_together`, on every rank.
-
-    Returns:
-        Exception: The same. Ranks that catch it can go on.
-    """
-    error._mmdevplug_told = True  # type: ignore[attr-defined]
+    """Mark an error that every rank raises by itself, so that none reports it to the others."""
+    error._mmdevplug_reported = True  # type: ignore[attr-defined]
     return error
 
 
-# for those that wait in the store ----------------------------------------------------------------
+# for ranks that wait in the store ----------------------------------------------------------------
 
 
 def current_job() -> Optional[Tuple[Any, LaunchEnv]]:
-    """The store and this process's place in the job, None where there is no watch."""
-    return None if _watch is None else (_watch.store, _watch.env)
+    """The store and how this process was started, None where there is no watch."""
+    if _watch is None:
+        return None
+    # Ranks that failed together may have come to different numbers of meetings before.
+    return torch_dist.PrefixStore(f'mmdevplug/{_watch.attempt}', _watch.store), _watch.env
 
 
 def raise_if_another_failed(wait: float = 0.0) -> None:
-    """Raise if another rank has reported a failure.
-
-    Args:
-        wait (float): For how many seconds to wait for a report.
-
-    Raises:
-        RankFailedError: With the report.
-    """
+    """Raise the report of another rank's failure, waiting up to ``wait`` seconds for one."""
     found = None if _watch is None else _watch.peer_failure(wait)
     if found is not None:
         _watch.end()
@@ -146,14 +151,14 @@ def missing_ranks_error(
 
 
 def describe_ranks(ranks: List[int]) -> str:
-    """Name ranks and what they were last seen doing."""
+    """Name ranks and their last known phases."""
     if _watch is None:
         return list_ranks([f'rank {rank}' for rank in ranks[:DESCRIBED]], len(ranks))
     return _watch.heartbeat.describe_all(ranks)
 
 
 def store_lost(env: LaunchEnv, error: Exception, stage: str) -> RankFailedError:
-    """What to raise when the store is gone while something is waited for."""
+    """What to raise when the store does not answer during a wait."""
     if _watch is not None:
         return _watch.store_lost(error)
     return RankFailedError(

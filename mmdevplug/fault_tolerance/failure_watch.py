@@ -1,9 +1,8 @@
 """Detect the failure of other ranks, and report this rank's own, through the job's store.
 
-A rank that fails leaves a report in the store and waits a moment. On every other rank a thread
-looks for such a report, so the name of the failed rank has arrived before the lost connection
-makes their own collective fail. The thread also publishes the heartbeat (see :mod:`.heartbeat`),
-and one neighbour notices when a rank stops doing so.
+A rank that fails leaves a report in the store and waits a moment. A thread of every other rank
+reads it before the lost connection makes a collective there fail. The thread also publishes the
+heartbeat (see :mod:`.heartbeat`); one neighbour detects its silence.
 """
 
 import json
@@ -13,9 +12,11 @@ import re
 import sys
 import threading
 import time
-from typing import Any, Callable, Dict, Iterable, List, Optional
+from typing import Any, Dict, Iterable, List, Optional
 
-from mmdevplug.config.accelerator import DEFAULT_HEARTBEAT_TIMEOUT
+from torch import distributed as torch_dist
+
+from mmdevplug.accelerators.backend import backend_of
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 
@@ -31,7 +32,6 @@ from .heartbeat import (
     Heartbeat,
 )
 from .liveness import ANSWER_SECONDS, LivenessCheck
-from .network_hints import network_hint
 from .stop_requests import StopRequests
 
 #: How long a failing rank waits for the others to read its report, and they for it to appear.
@@ -53,43 +53,31 @@ GONE = (
 class FailureWatch:
     """Publish this rank's heartbeat, and look for the failures of other ranks, in two threads.
 
-    Args:
-        store (torch.distributed.Store): The store that all ranks share, for the main thread.
-        own (torch.distributed.Store): A connection to it that only this object uses.
-        env (LaunchEnv): How this process was started.
-        heartbeat_timeout (float): Heartbeat silence, in seconds, after which a rank counts as
-            dead.
-        is_armed (callable): Whether this rank is in a part of the program that all ranks run
-            together. Elsewhere the silence of another rank is no failure.
+    The main thread uses ``store``; ``own`` is a second connection to it. A rank counts as dead
+    after ``heartbeat_timeout`` seconds of silence.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        own: Any,
-        env: LaunchEnv,
-        heartbeat_timeout: float = DEFAULT_HEARTBEAT_TIMEOUT,
-        is_armed: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.store, self.env = store, env
+    def __init__(self, store: Any, own: Any, env: LaunchEnv, heartbeat_timeout: float) -> None:
+        self.store, self.own, self.env = store, own, env
         self.heartbeat_timeout = heartbeat_timeout
-        self._is_armed = is_armed
-        self.own = own
+        #: Above 0 inside parts of the program that all ranks run together, which may be nested.
+        #: Elsewhere the silence of another rank is no failure.
+        self.armed = 0
         self._clock = AwakeClock(2 * _TICK)
-        self._answering = LivenessCheck(own, env)
+        self._liveness = LivenessCheck(own, env)
         self.heartbeat = Heartbeat(own, env, self._clock)
         self._neighbour = (env.rank + 1) % env.world_size
         self._reported = threading.Event()
         self._report: Dict[str, Any] = {}
         self._report_at = 0.0
         self._answered = 0.0
-        self._ending = False  # the main thread ends by itself
-        self._attempt = 0  # failures of this job that this rank has met and may have survived
+        self.ending = False  # the main thread ends because of an error
+        self.attempt = 0  # failures of this job that this rank has survived
         self._attempt_lock = threading.Lock()
         self._store_error: Optional[str] = None
         self._stopped, self._wake = threading.Event(), threading.Event()
         self.stop_requests = StopRequests(own)
-        self._reread = False  # look for what was asked in a round that has just begun
+        self._reread = False  # a round of stop requests has just begun: read its requests
         self._beating = threading.Thread(target=self._beat, name='mmdevplug-beat', daemon=True)
         self._guarding = threading.Thread(target=self._guard, name='mmdevplug-guard', daemon=True)
         self._beating.start()
@@ -105,7 +93,7 @@ class FailureWatch:
     # the thread that beats ----------------------------------------------------------------------
 
     def _beat(self) -> None:
-        # Many ranks ask one store.
+        # One store serves all ranks.
         pause = min(BEAT_SECONDS, max(_TICK, self.env.world_size / 512))
         next_beat, beats, events = 0.0, 0, 0
         try:
@@ -128,23 +116,18 @@ class FailureWatch:
                 self.heartbeat.state = ENDED
             self.heartbeat.publish()
         except RuntimeError as error:
-            # The store ended with its rank, which the main thread meets by itself.
+            # The store ended with its rank; the main thread gets an error by itself.
             self._store_error = str(error)
             logging.getLogger(__name__).debug('the store is gone: %s', error)
 
     def _look_at_others(self, beats: int) -> None:
-        """Look at one neighbour always, and sometimes at rank 0, whose store may go with it."""
+        """Read the beat of one neighbour always, and sometimes that of rank 0."""
         self.heartbeat.read(self._neighbour)
         if self.env.rank and beats % max(1, self.env.world_size // 64) == 0:
             self.heartbeat.read(0)
         seen = self.heartbeat.seen.get(self._neighbour)
         silence = self.heartbeat.silence(self._neighbour)
-        if (
-            seen is None
-            or seen.beat.state == ENDED
-            or not self._is_armed()
-            or self._reported.is_set()
-        ):
+        if seen is None or seen.beat.state == ENDED or not self.armed or self._reported.is_set():
             return
         if silence > self.heartbeat_timeout:
             silent = self.find_silent(self._others())
@@ -160,12 +143,12 @@ class FailureWatch:
         return [rank for rank in range(self.env.world_size) if rank != self.env.rank]
 
     def _read_events(self) -> None:
-        attempt = self._attempt
+        attempt = self.attempt
         if not self._reported.is_set() and self.own.add(f'failure/{attempt}/there', 0):
             report = json.loads(self.own.get(f'failure/{attempt}/report'))
             with self._attempt_lock:
-                if attempt != self._attempt:
-                    return  # The main thread has met the failure by itself and gone on.
+                if attempt != self.attempt:
+                    return  # The main thread found the failure by itself and went on.
                 self._report = report
                 self._report_at = self._clock.now
                 self._reported.set()
@@ -177,13 +160,13 @@ class FailureWatch:
     def _guard(self) -> None:
         while not self._stopped.wait(_TICK):
             now = self._clock.tick()
-            if not self._is_armed():
-                # Silence outside of what all ranks do together is nobody's business.
+            if not self.armed:
+                # Silence outside of what all ranks do together is no failure.
                 self._answered = max(self._answered, now - _TICK)
                 self._report_at = max(self._report_at, now)
                 continue
             silence = now - self._answered
-            if self._reported.is_set() and not self._ending:
+            if self._reported.is_set() and not self.ending:
                 if now - self._report_at > STOP_SECONDS:
                     abort(str(self._stops_because(self._report['text'])))
             elif silence > self.heartbeat_timeout:
@@ -192,20 +175,15 @@ class FailureWatch:
     # what the main thread asks ------------------------------------------------------------------
 
     def report(self, text: str, readers: int) -> bool:
-        """Leave a report for the others and give them time to read it.
+        """Write a report and wait a moment until as many ranks as ``readers`` have read it.
 
-        Args:
-            text (str): What happened, as the end of a sentence.
-            readers (int): How many ranks will read it, this one included.
-
-        Returns:
-            bool: Whether this rank was the first to report.
+        Returns False if another rank has reported before.
         """
-        key = f'failure/{self._attempt}'
+        key = f'failure/{self.attempt}'
         if self.own.add(f'{key}/count', 1) > 1:
-            return False  # Another rank was first; one name is enough.
-        told = {'by': self.env.rank, 'host': self.heartbeat.host, 'text': text[:4000]}
-        self.own.set(f'{key}/report', json.dumps(told))
+            return False
+        report = {'by': self.env.rank, 'host': self.heartbeat.host, 'text': text[:4000]}
+        self.own.set(f'{key}/report', json.dumps(report))
         self.own.add(f'{key}/there', 1)
         self.own.add('events', 1)
         deadline = time.monotonic() + GRACE_SECONDS
@@ -216,40 +194,36 @@ class FailureWatch:
         return True
 
     def report_error(self, error: Exception, stage: str) -> None:
-        """Leave this rank's own error for the others."""
+        """Report this rank's own error to the others."""
         self._set_state(FAILED)
         text = f'{self.env.describe()} failed in {stage}: {type(error).__name__}: {error}'
         try:
             if not self.report(text, self.env.world_size) and isinstance(error, DevPlugError):
                 self._shorten(error)
         except RuntimeError:
-            # Without the store nothing can be told; the error itself is about to be raised.
+            # The error itself is about to be raised.
             print(f'{self.env.describe()} cannot reach the store.', file=sys.stderr)
 
     def _shorten(self, error: DevPlugError) -> None:
         """Shorten the message if another rank of this host already logged the error."""
         found = self.peer_failure(wait=2 * _TICK)
-        told = _RANK.sub('', str(error))[:1000]
-        if found is not None and told in _RANK.sub('', str(found)):
+        message = _RANK.sub('', str(error))[:1000]
+        if found is not None and message in _RANK.sub('', str(found)):
             error.brief = found.brief  # type: ignore[attr-defined]
 
     def report_ranks(self, ranks: List[int], of: str, alive: bool = False) -> RankFailedError:
-        """Report ranks that cannot report themselves.
-
-        Returns:
-            RankFailedError: To raise on this rank.
-        """
+        """Report ranks that cannot report themselves, and return what to raise on this rank."""
         text = f'{self.heartbeat.describe_all(ranks)}: {of}'
         if self.report(text, self.env.world_size - (0 if alive else len(ranks))):
             return self._stops_because(text)
-        # Another rank has said the same, and one long message is enough.
+        # Another rank has reported the same, and one long message is enough.
         beats = threading.current_thread() is self._beating
         if beats:
             self._read_events()
         return self.peer_failure(wait=0 if beats else GRACE_SECONDS) or self._stops_because(text)
 
     def find_silent(self, ranks: Iterable[int]) -> List[int]:
-        """The ranks that neither beat, while two or three beats should have come, nor answer."""
+        """The ranks that have not beaten for two or three intervals and do not answer either."""
         ranks = list(ranks)
         for rank in ranks:
             self.heartbeat.read(rank)
@@ -261,15 +235,15 @@ class FailureWatch:
             for rank, last in seen.items()
             if last and last.beat.state == RUNNING and self.heartbeat.silence(rank) >= enough
         ]
-        # The store has answered just now, and is not asked while ranks are.
+        # The store has just answered; it is not used while ranks are asked.
         self._answered = self._clock.now + ANSWER_SECONDS
-        alive = self._answering.ask(silent)
+        alive = self._liveness.ask(silent)
         for rank in alive:
             self._note_busy(rank)
         return [rank for rank in silent if rank not in alive]
 
     def _note_busy(self, rank: int) -> None:
-        """Take an answer as a beat, and say why there was none for a long time."""
+        """Count an answer as a beat, and log why there was none for a long time."""
         if self.heartbeat.silence(rank) > self.heartbeat_timeout:
             say(
                 f'{self.env.describe()} has seen no beat of {self.heartbeat.describe(rank)}, but '
@@ -279,13 +253,13 @@ class FailureWatch:
         self.heartbeat.note_answer(rank)
 
     def peer_failure(self, wait: float = 0.0) -> Optional[RankFailedError]:
-        """What another rank reported, waiting a moment for it; None if nothing came."""
+        """The report of another rank, waiting ``wait`` seconds for it; None if there is none."""
         self._reported.wait(wait)
         if not self._report or self._report['by'] == self.env.rank:
             return None
         error = self._stops_because(self._report['text'])
         if self._report['host'] == self.heartbeat.host:
-            # Ranks of one host mostly share a terminal, where one long message is enough.
+            # Ranks of one host mostly share a terminal; one long message is enough.
             error.brief = f'{self.env.describe()} stops too; see rank {self._report["by"]}.'
         return error
 
@@ -293,7 +267,7 @@ class FailureWatch:
         return RankFailedError(f'{self.env.describe()} stops because of {text}')
 
     def store_lost(self, error: Any, silence: float = 0.0) -> RankFailedError:
-        """What to say when the store does not answer any more."""
+        """What to raise when the store does not answer any more."""
         found = self.peer_failure()
         if found is not None:
             return found
@@ -307,26 +281,21 @@ class FailureWatch:
             f'host or the link to it is down; look at its log and at the kernel log of its host.'
         )
 
-    @property
-    def ending(self) -> bool:
-        """Whether this rank ends because of an error, its own or another's."""
-        return self._ending
-
     def begin_attempt(self) -> None:
-        """Forget the failure that this rank has met, if any: the process goes on after it.
+        """Forget the last failure, if any: the process goes on after it.
 
-        A failure ends the attempts of all ranks, so all of them count the same number. What was
-        reported in the last attempt, which a rank may find late, says nothing about the next one.
+        A failure ends the attempts of all ranks, so all of them count the same number, and a late
+        report of the last attempt is not read in the next one.
         """
-        if not self._ending:
+        if not self.ending:
             return
         with self._attempt_lock:
-            self._attempt += 1
+            self.attempt += 1
             self._report = {}
             self._reported.clear()
         self._reread = True
         self.heartbeat.state = RUNNING
-        self._ending = False
+        self.ending = False
         self._wake.set()
 
     def end(self) -> None:
@@ -334,7 +303,7 @@ class FailureWatch:
         self._set_state(LOST)
 
     def _set_state(self, state: str) -> None:
-        self._ending = True
+        self.ending = True
         self.heartbeat.state = state
         self._wake.set()
 
@@ -347,7 +316,7 @@ class FailureWatch:
 
     def _find_culprit(self, error: RuntimeError) -> RankFailedError:
         self._set_state(LOST)
-        if self.own.add(f'failure/{self._attempt}/lost', 1) > _MAX_INVESTIGATORS:
+        if self.own.add(f'failure/{self.attempt}/lost', 1) > _MAX_INVESTIGATORS:
             self._reported.wait(2 * SILENT_SECONDS)
         found = self.peer_failure(wait=_TICK)
         if found is not None:
@@ -389,7 +358,7 @@ class FailureWatch:
         )
 
     def find_dead(self, ranks: Iterable[int]) -> List[int]:
-        """The ranks whose processes were on this host and have ended without a word."""
+        """The ranks whose processes were on this host and have ended without a message."""
         ranks = list(ranks)
         for rank in ranks:
             self.heartbeat.read(rank)
@@ -397,9 +366,29 @@ class FailureWatch:
 
     # stopping on purpose ------------------------------------------------------------------------
 
-    def begin_stop_round(self, number: int) -> None:
-        """Forget earlier requests to stop; see :meth:`.StopRequests.begin_round`."""
-        self.stop_requests.begin_round(number)
+    def begin_stop_round(self) -> None:
+        """Forget earlier requests to stop: another training begins."""
+        self.stop_requests.round += 1
         # Another rank may have asked before this one began.
         self._reread = True
         self._wake.set()
+
+
+def network_hint(env: LaunchEnv) -> str:
+    """A sentence that suggests settings of the network, empty where the backend has none."""
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        return ''
+    backend = backend_of()
+    if 'nccl' in backend:
+        return (
+            ' If all ranks are well: NCCL_SOCKET_IFNAME names the network interface to use, and '
+            'NCCL_P2P_DISABLE=1 rules out direct copies between the cards of a host.'
+        )
+    if 'hccl' in backend:
+        return ' If all ranks are well: HCCL_SOCKET_IFNAME names the network interface to use.'
+    if 'gloo' in backend and not env.single_host:
+        return (
+            ' If all ranks are well: GLOO_SOCKET_IFNAME names the network interface to use on '
+            'each host.'
+        )
+    return ''

@@ -1,7 +1,7 @@
-"""Publish what each rank does in the store, as a sign of life.
+"""Publish in the store that each rank is alive, and what it does.
 
-Every rank writes a key of its own every two seconds. Others read it when somebody must be named,
-and one neighbour reads it all the time.
+Every rank writes its key every two seconds. One neighbour always reads it, others do when a
+message names the rank.
 """
 
 import json
@@ -19,9 +19,9 @@ from mmdevplug.config.accelerator import LEAST_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
 
 BEAT_SECONDS = LEAST_HEARTBEAT_TIMEOUT / 3
-#: So many seconds without a beat that a rank is taken for gone, where a connection was lost too.
+#: Heartbeat silence, in seconds, after which a rank counts as dead if a connection was lost too.
 SILENT_SECONDS = 2.5 * BEAT_SECONDS
-#: So many ranks are described in one message.
+#: How many ranks one message describes.
 DESCRIBED = 8
 
 #: States of a rank.
@@ -29,64 +29,25 @@ RUNNING, LOST, FAILED, ENDED = 'running', 'lost', 'failed', 'ended'
 
 
 class Phase(NamedTuple):
-    """What a rank does.
-
-    Attributes:
-        text (str): For people.
-        progress (int): How many phases this rank has entered.
-        began (float): In seconds of the monotonic clock.
-    """
+    """What a rank does."""
 
     text: str
-    progress: int
-    began: float
-
-
-_phase = Phase('set-up', 0, time.monotonic())
-
-
-def enter_phase(text: str) -> None:
-    """Note what this rank does from now on; costs less than a microsecond.
-
-    Args:
-        text (str): E.g. ``'data preparation'``; the others name it if this rank is late or gone.
-
-    Examples:
-        >>> enter_phase('saving a checkpoint')
-    """
-    global _phase
-    _phase = Phase(text, _phase.progress + 1, time.monotonic())
-
-
-def current_phase() -> Phase:
-    """What this rank does now."""
-    return _phase
+    progress: int  # how many phases this rank has entered
+    began: float  # in seconds of the monotonic clock
 
 
 class Beat(NamedTuple):
-    """A sign of life.
+    """One entry of a rank's heartbeat."""
 
-    Attributes:
-        count (int): Of beats.
-        state (str): One of :data:`RUNNING`, :data:`LOST`, :data:`FAILED`, :data:`ENDED`.
-        phase (str): See :class:`Phase`.
-        progress (int): See :class:`Phase`.
-        seconds (float): For how long it has been in this phase.
-        host (str): Name of the host.
-        pid (int): The process.
-        place (str): Which table of processes the number is from.
-        at (str): Where in the code the main thread is.
-    """
-
-    count: int
-    state: str
+    count: int  # number of beats, this one included
+    state: str  # RUNNING, LOST, FAILED or ENDED
     phase: str
     progress: int
-    seconds: float
+    seconds: float  # since the phase began
     host: str
     pid: int
-    place: str
-    at: str
+    process_table: str  # what `pid` is a number of
+    at: str  # the line of code that the main thread executes
 
 
 class Seen(NamedTuple):
@@ -97,10 +58,7 @@ class Seen(NamedTuple):
 
 
 class AwakeClock:
-    """Seconds during which this process was awake.
-
-    While a job is suspended nobody beats, which must not look like a failure afterwards.
-    """
+    """Count seconds in which this process ran: a suspended job must not look like a failure."""
 
     def __init__(self, longest_step: float) -> None:
         self._longest = longest_step
@@ -108,7 +66,7 @@ class AwakeClock:
         self.now = 0.0
 
     def tick(self) -> float:
-        """Go on; called more often than every ``longest_step`` seconds by one thread."""
+        """Advance; one thread calls this more often than every ``longest_step`` seconds."""
         now = time.monotonic()
         self.now += min(now - self._last, self._longest)
         self._last = now
@@ -116,27 +74,26 @@ class AwakeClock:
 
 
 class Heartbeat:
-    """This rank's beats, and what is known of those of others.
-
-    Args:
-        store (torch.distributed.Store): A connection that nothing blocks.
-        env (LaunchEnv): How this process was started.
-        clock (AwakeClock): The clock of this process.
-    """
+    """Publish this rank's beats and read those of others, through a store that nothing blocks."""
 
     def __init__(self, store: Any, env: LaunchEnv, clock: AwakeClock) -> None:
         self._store, self._env, self._clock = store, env, clock
         self.state = RUNNING
         self._count = 0
+        self._phase = Phase('set-up', 0, time.monotonic())
         self._published: Optional[Phase] = None
-        self.host, self._place = socket.gethostname(), _process_table()
+        self.host, self._process_table = socket.gethostname(), _process_table()
         self.seen: Dict[int, Seen] = {}
         self._present = {env.rank}
+
+    def enter_phase(self, text: str) -> None:
+        """Set what this rank does now."""
+        self._phase = Phase(text, self._phase.progress + 1, time.monotonic())
 
     def publish(self) -> None:
         """Write this rank's beat."""
         self._count += 1
-        phase = self._published = _phase
+        phase = self._published = self._phase
         beat = Beat(
             self._count,
             self.state,
@@ -145,8 +102,8 @@ class Heartbeat:
             round(time.monotonic() - phase.began, 1),
             self.host,
             os.getpid(),
-            self._place,
-            _where(threading.main_thread()),
+            self._process_table,
+            _code_location(threading.main_thread()),
         )
         self._store.set(f'beat/{self._env.rank}', json.dumps(beat))
         if self._count == 1:
@@ -154,12 +111,12 @@ class Heartbeat:
 
     def is_outdated(self) -> bool:
         """Whether this rank has entered a phase since it was last published."""
-        return self._published is not _phase
+        return self._published is not self._phase
 
     def read(self, rank: int) -> Optional[Seen]:
-        """Look at a rank's beat; None if it has not made one yet."""
+        """Read a rank's newest beat, None if there is none yet."""
         if rank not in self._present:
-            # `get` waits for a key that is not there yet.
+            # `get` would wait for a missing key.
             if not self._store.add(f'beats/{rank}', 0):
                 return None
             self._present.add(rank)
@@ -170,20 +127,20 @@ class Heartbeat:
         return self.seen[rank]
 
     def silence(self, rank: int) -> float:
-        """For how many seconds nothing new has been seen of a rank that was looked at."""
+        """Seconds since the newest beat of a rank that was read."""
         found = self.seen.get(rank)
         return 0.0 if found is None else self._clock.now - found.since
 
     def note_answer(self, rank: int) -> None:
-        """Note that a rank that was looked at lives, though it does not beat."""
+        """Count an answer of a rank that was read as a beat."""
         self.seen[rank] = Seen(self.seen[rank].beat, self._clock.now)
 
     def is_gone(self, rank: int) -> bool:
-        """Whether the process of a rank, as last seen, ran on this host and does no more."""
+        """Whether the process of a rank ran on this host and has ended without a word."""
         found = self.seen.get(rank)
-        if found is None or found.beat.place != self._place:
+        if found is None or found.beat.process_table != self._process_table:
             return False
-        return found.beat.state == RUNNING and not _runs(found.beat.pid)
+        return found.beat.state == RUNNING and not _is_running(found.beat.pid)
 
     def describe(self, rank: int) -> str:
         """Name a rank, its host and its phase as last seen."""
@@ -204,7 +161,7 @@ class Heartbeat:
         return text
 
     def describe_all(self, ranks: Iterable[int]) -> str:
-        """Name some ranks, after looking at them."""
+        """Read the beats of some ranks and describe them."""
         ranks = list(ranks)
         for rank in ranks[:DESCRIBED]:
             self.read(rank)
@@ -212,13 +169,13 @@ class Heartbeat:
 
 
 def list_ranks(described: List[str], count: int) -> str:
-    """Join descriptions into part of a sentence, with a word on those that were left out."""
+    """Join descriptions of ranks; the rest of ``count`` ranks is only counted."""
     more = count - len(described)
     return '; '.join(described) + (f'; and {more} more' if more > 0 else '')
 
 
 def _process_table() -> str:
-    """Names the table of processes that a process number is from, empty if it has no name."""
+    """Name the host and namespace that process numbers are unique in, empty if unknown."""
     try:
         boot = Path('/proc/sys/kernel/random/boot_id').read_text().strip()
         return f'{boot} {os.readlink("/proc/self/ns/pid")}'
@@ -226,9 +183,9 @@ def _process_table() -> str:
         return ''
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
-        # The name, in parentheses, may hold anything; the state follows it.
+        # The state follows the name, which is in parentheses and may contain any character.
         state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
     except OSError:
         return not Path('/proc/self/stat').exists()
@@ -238,8 +195,8 @@ def _runs(pid: int) -> bool:
 _STANDARD = (sysconfig.get_paths()['stdlib'], sysconfig.get_paths()['platstdlib'])
 
 
-def _where(thread: threading.Thread) -> str:
-    """The line that a thread executes, the nearest outside PyTorch and the standard library."""
+def _code_location(thread: threading.Thread) -> str:
+    """The line that a thread executes; frames of PyTorch and the standard library are skipped."""
     innermost = frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None and _is_foreign(frame):
         frame = frame.f_back

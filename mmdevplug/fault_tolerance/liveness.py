@@ -1,15 +1,13 @@
-"""Answer other ranks without Python, so that a busy process is not taken for a dead one.
+"""Answer other ranks without Python, so that a busy process does not count as dead.
 
-A thread of Python beats, so a call that holds the interpreter's lock silences its rank. Vendors'
-compilers do that: a first compilation on a lazy device may take minutes. Before a silent rank is
-given up, it is asked, and a thread of C++ answers, which needs no lock: that of a small
-``TCPStore`` which each rank holds for nothing else.
+The thread that beats needs the interpreter's lock, which vendors' compilers hold: for minutes in a
+first compilation on a lazy device. Before a silent rank counts as dead it is asked, and a C++
+thread answers, which needs no lock: that of a small ``TCPStore`` which each rank holds for this.
 
-What an answer proves is what a beat proves: the process runs, and its host and the link to it are
-up. A process that is gone, was stopped (SIGSTOP) or whose host is down does not answer. Neither
-proves that the main thread makes progress; a rank that holds the lock for ever is found as one
-whose main thread hangs, when the collective that the others wait in times out. A helper process
-beside each rank would prove no more, would cost memory, and could be left behind.
+An answer proves what a beat proves: the process runs, and its host and the link to it are up. A
+process that has ended or was stopped (SIGSTOP), or whose host is down, does not answer. Neither
+proves that the main thread makes progress; a rank that holds the lock for ever is found when the
+collective that the others wait in times out.
 """
 
 import json
@@ -30,35 +28,29 @@ ANSWER_SECONDS = 5.0
 
 
 class LivenessCheck:
-    """Answers for this rank, and asks others.
-
-    Args:
-        store (torch.distributed.Store): A connection to the store of the job that nothing blocks.
-        env (LaunchEnv): How this process was started.
-    """
+    """Answer for this rank, and ask others."""
 
     def __init__(self, store: Any, env: LaunchEnv) -> None:
         self._store = store
         self._held: Any = None
         place: Optional[Tuple[str, int]] = None
+        wait = timedelta(seconds=ANSWER_SECONDS)
         try:
             reached_at, listens_at = _addresses(env)
-            self._held, port = _hold(listens_at)
+            port, self._held = loopback_store(0, listens_at, wait)
+            if self._held is None:
+                # An older PyTorch opens the port by itself.
+                self._held = torch_dist.TCPStore(
+                    listens_at, port, is_master=True, timeout=wait, wait_for_workers=False
+                )
             place = reached_at, port
         except (OSError, RuntimeError, LaunchError) as error:
-            # Without a port this rank is known by its beats alone.
+            # Without a port only its beats show that this rank is alive.
             logging.getLogger(__name__).debug('no port to answer at: %s', error)
         store.set(f'answers/{env.rank}', json.dumps(place))
 
     def ask(self, ranks: Iterable[int]) -> List[int]:
-        """Ask ranks that have beaten at least once whether they live.
-
-        Args:
-            ranks (Iterable[int]): Whom; all are asked at the same time.
-
-        Returns:
-            List[int]: Those that answer within a few seconds.
-        """
+        """Ask ranks that have beaten at least once, all together; return those that answer."""
         places = {rank: json.loads(self._store.get(f'answers/{rank}')) for rank in ranks}
         answered: List[int] = []
         asking = [
@@ -69,7 +61,7 @@ class LivenessCheck:
         for thread in asking:
             thread.start()
         for thread in asking:
-            # A stopped process still takes connections, and never answers: its thread is left.
+            # A stopped process accepts connections and never answers; its thread is abandoned.
             thread.join(ANSWER_SECONDS)
         return sorted(answered)
 
@@ -85,20 +77,8 @@ def _ask(rank: int, address: str, port: int, answered: List[int]) -> None:
         answered.append(rank)
 
 
-def _hold(address: str) -> Tuple[Any, int]:
-    """Make a store at a free port of an address."""
-    wait = timedelta(seconds=ANSWER_SECONDS)
-    port, store = loopback_store(0, address, wait)
-    if store is None:
-        # An older PyTorch opens the port by itself.
-        store = torch_dist.TCPStore(
-            address, port, is_master=True, timeout=wait, wait_for_workers=False
-        )
-    return store, port
-
-
 def _addresses(env: LaunchEnv) -> Tuple[str, str]:
-    """Find out at which address others reach this host, and at which to listen for them."""
+    """Return the address at which others reach this host, and the one to listen at."""
     if env.single_host and is_loopback(env.master_addr):
         return LOOPBACK, LOOPBACK
     kind = socket.SOCK_DGRAM

@@ -1,10 +1,9 @@
-"""Stop all ranks after the same iteration, without a message in ordinary iterations."""
+"""Stop all ranks after the same iteration, since they average gradients in all iterations."""
 
 import json
 from typing import Optional
 
 from . import failure
-from .store_barrier import next_round
 
 #: Schedulers signal every process of a job, and the agent passes the signal on, too. A second
 #: signal within this time, in seconds, counts as the same notice.
@@ -12,13 +11,12 @@ SAME_NOTICE_SECONDS = 3.0
 
 
 class StopAgreement:
-    """Let all ranks of a job, asked by any one, stop after the same iteration.
+    """Stop all ranks of a training after the same iteration, at the request of any rank.
 
-    One object serves one training; all ranks create it when training begins.
-
-    The rank that is asked leaves a request in the store, which the thread of each rank sees. From
-    then on each rank publishes where it is. The last one to do so chooses an iteration that no
-    rank has finished: ranks that average gradients are never further apart than one average.
+    All ranks create it when training begins. The rank that asks leaves a request in the store,
+    which the thread of each rank reads. From then on each rank publishes its iteration. The last
+    one to do so chooses an iteration that no rank has finished: ranks that average gradients are
+    never further apart than one average.
 
     Examples:
         >>> agreement = StopAgreement()
@@ -27,32 +25,27 @@ class StopAgreement:
         True
     """
 
-    #: So many iterations after the one in which the last rank published.
+    #: Iterations between the one in which the last rank published and the chosen one.
     MARGIN = 3
 
     def __init__(self) -> None:
         self._asked: Optional[str] = None
         self._published = False
-        #: All ranks count alike how often they have trained, so that what an earlier training
-        #: has left in the store stops no later one.
-        self._round = next_round('stop')
-        watch = failure.current_watch()
-        if watch is not None:
-            watch.begin_stop_round(self._round)
+        self._watch = failure.current_watch()
+        if self._watch is not None:
+            self._watch.begin_stop_round()
         self.iteration: Optional[int] = None
 
     @property
     def why(self) -> str:
-        """Why all stop."""
-        watch = failure.current_watch()
-        return str((watch.stop_requests.reason if watch is not None else None) or self._asked)
+        """Why all ranks stop."""
+        return str((self._watch and self._watch.stop_requests.reason) or self._asked)
 
     def request(self, why: str) -> None:
         """Ask all ranks to stop; safe in a signal handler."""
         self._asked = why
-        watch = failure.current_watch()
-        if watch is not None:
-            watch.stop_requests.request(why)
+        if self._watch is not None:
+            self._watch.stop_requests.request(why)
 
     def reached(self, iteration: int, interval: int) -> bool:
         """Whether to stop now; called by all ranks after each iteration.
@@ -61,17 +54,16 @@ class StopAgreement:
             iteration (int): How many iterations are done.
             interval (int): After how many iterations ranks average gradients.
         """
-        watch = failure.current_watch()
-        if watch is None:
+        if self._watch is None:
             return self._asked is not None
-        if watch.stop_requests.reason is None:
+        if self._watch.stop_requests.reason is None:
             return False
         if self.iteration is None:
-            self.iteration = self._agree(watch, iteration, interval)
+            self.iteration = self._agree(self._watch, iteration, interval)
         return self.iteration is not None and iteration >= self.iteration
 
     def _agree(self, watch: failure.FailureWatch, iteration: int, interval: int) -> Optional[int]:
-        store, env, keys = watch.own, watch.env, f'stop/{self._round}'
+        store, env, keys = watch.own, watch.env, f'stop/{watch.stop_requests.round}'
         if not self._published:
             self._published = True
             store.set(f'{keys}/seen/{env.rank}', str(iteration))

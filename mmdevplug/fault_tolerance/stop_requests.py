@@ -7,36 +7,26 @@ from typing import Any, Dict, Optional, Tuple
 class StopRequests:
     """Which trainings of this process are to stop, and why.
 
-    A training is a round, with the same number on all ranks. :meth:`request` may be called by a
-    signal handler, which must not wait for a connection or a lock in use: the thread of
-    :class:`.failure_watch.FailureWatch` writes and reads the store.
-
-    Args:
-        store (torch.distributed.Store): A connection that only this thread uses.
+    A training is a round, with the same number on all ranks: what an earlier training left in the
+    store stops no later one. A signal handler, which must not wait for a connection or a lock in
+    use, only calls :meth:`request`; the thread of :class:`.failure_watch.FailureWatch` writes and
+    reads the store.
     """
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._round = 0
+        self.round = 0
         self._reasons: Dict[int, str] = {}
         self._to_publish: Optional[Tuple[int, str]] = None
 
-    def begin_round(self, number: int) -> None:
-        """Forget earlier requests: another training begins.
-
-        Args:
-            number (int): Of this training, the same on all ranks.
-        """
-        self._round = number
-
     @property
     def reason(self) -> Optional[str]:
-        """Why all ranks are to stop, None if nobody has asked."""
-        return self._reasons.get(self._round)
+        """Why all ranks are to stop, None if no rank asked for it."""
+        return self._reasons.get(self.round)
 
     def request(self, why: str) -> None:
         """Ask all ranks to stop soon."""
-        self._to_publish = (self._round, why)
+        self._to_publish = (self.round, why)
 
     def publish(self) -> None:
         """Write a request of this rank to the store, unless another rank was first."""
@@ -50,6 +40,6 @@ class StopRequests:
 
     def read(self) -> None:
         """Read a request of any rank from the store."""
-        number = self._round
+        number = self.round
         if number not in self._reasons and self._store.add(f'stop/{number}/there', 0):
             self._reasons[number] = json.loads(self._store.get(f'stop/{number}/why'))

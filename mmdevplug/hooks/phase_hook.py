@@ -7,7 +7,7 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.data.checking import compare_batches
 from mmdevplug.distributed.waiting import wait_for_everyone
-from mmdevplug.fault_tolerance.heartbeat import enter_phase
+from mmdevplug.fault_tolerance.failure import enter_phase
 
 DATA_BATCH = Optional[Union[dict, tuple, list]]
 

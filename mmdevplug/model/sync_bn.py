@@ -13,9 +13,9 @@ from torch import Tensor, distributed as torch_dist
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators import Accelerator, device_context
 from mmdevplug.accelerators.backend import backend_of, takes_host_tensors
-from mmdevplug.distributed.process_group import DEFAULT_TIMEOUT, device_context, rank_device
+from mmdevplug.distributed.process_group import rank_device
 from mmdevplug.distributed.traffic import TRAFFIC, Cost, all_reduce_bytes
 from mmdevplug.errors import ModelError
 
@@ -24,8 +24,6 @@ HALF = (torch.float16, torch.bfloat16)
 
 #: What the exchanges that ran a lazy device's graph have cost this process so far.
 LAZY_EXCHANGES = Cost()
-
-_statistics_group: Tuple[Any, Any] = (None, None)  # that of all ranks, and ours
 
 
 class DeviceSyncBatchNorm(_BatchNorm):
@@ -309,15 +307,12 @@ def prepare_statistics_group() -> None:
     In the group of the gradients, ranks whose graphs differ (unused parameters) may issue
     statistics and gradients in another order, and statistics wait for large messages.
     """
-    global _statistics_group
-    world = torch_dist.group.WORLD
-    if _statistics_group[0] is world or not takes_host_tensors():
+    world, context = torch_dist.group.WORLD, device_context()
+    if context is None or world in context.side_groups or not takes_host_tensors():
         return
     # A lost rank shows here at once, and in the making of a group only after the timeout.
     torch_dist.all_reduce(torch.zeros(1))
-    context = device_context()
-    timeout = DEFAULT_TIMEOUT if context is None else context.timeout
-    _statistics_group = (world, torch_dist.new_group(timeout=timeout))
+    context.side_groups[world] = torch_dist.new_group(timeout=context.timeout)
 
 
 def normalize_frozen(layer: _BatchNorm, inputs: Tensor) -> Tensor:
@@ -336,9 +331,9 @@ def _group_of(process_group: Any) -> Any:
     if not (torch_dist.is_available() and torch_dist.is_initialized()):
         return None
     if process_group is None:
-        process_group = torch_dist.group.WORLD
-        if _statistics_group[0] is process_group:
-            process_group = _statistics_group[1]
+        process_group, context = torch_dist.group.WORLD, device_context()
+        if context is not None:
+            process_group = context.side_groups.get(process_group, process_group)
     return process_group if torch_dist.get_world_size(process_group) > 1 else None
 
 

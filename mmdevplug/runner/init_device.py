@@ -26,8 +26,7 @@ def init_device(
         **options: See :func:`mmdevplug.distributed.process_group.start_distributed`.
 
     Returns:
-        DeviceContext: Also returned by
-        :func:`mmdevplug.distributed.process_group.device_context`.
+        DeviceContext: Also returned by :func:`mmdevplug.accelerators.device_context`.
 
     Raises:
         DevPlugError: If an option has an unknown value, or if an accelerator, a device, a launch

@@ -12,13 +12,14 @@ from mmengine.registry import DefaultScope
 
 from mmdevplug.accelerators import (
     CPUAccelerator,
+    DeviceContext,
     S60Accelerator,
     T20Accelerator,
     available_accelerators,
     choose_accelerator,
     current_accelerator,
     get_accelerator,
-    set_current_accelerator,
+    set_device_context,
 )
 from mmdevplug.accelerators.detection import DETECTION_ORDER, ENVIRONMENT_VARIABLE
 from mmdevplug.accelerators.torch_native import FAMILIES
@@ -38,9 +39,9 @@ def no_vendor(monkeypatch):
     for name in ('cuda', 'xpu', 'mps'):
         if hasattr(torch, name):
             monkeypatch.setattr(getattr(torch, name), 'is_available', lambda: False, raising=False)
-    set_current_accelerator(None)
+    set_device_context(None)
     yield
-    set_current_accelerator(None)
+    set_device_context(None)
 
 
 @pytest.fixture
@@ -174,7 +175,7 @@ def test_accelerator_that_is_not_preferred_has_to_be_asked_for(monkeypatch):
 def test_current_accelerator_is_the_one_that_was_set():
     assert current_accelerator().name == 'cpu'
     accelerator = CPUAccelerator()
-    set_current_accelerator(accelerator)
+    set_device_context(DeviceContext(accelerator, 'a test', accelerator.device(0)))
     assert current_accelerator() is accelerator
 
 

@@ -74,11 +74,16 @@ def test_all_tensors_are_found_in_order():
 
 def move():
     install_card('zeta')
-    from mmdevplug.accelerators import CPUAccelerator, get_accelerator, set_current_accelerator
+    from mmdevplug.accelerators import (
+        CPUAccelerator,
+        DeviceContext,
+        get_accelerator,
+        set_device_context,
+    )
     from mmdevplug.accelerators.torch_native import TorchNativeAccelerator
 
     accelerator = get_accelerator('zeta')
-    set_current_accelerator(accelerator)
+    set_device_context(DeviceContext(accelerator, 'a test', accelerator.device(0)))
     calls = dict(to=[], host=[])
     to, host = TorchNativeAccelerator.to_device, TorchNativeAccelerator.to_host
 

@@ -1,4 +1,4 @@
-"""Start jobs of several ranks again and again, and tell how each rank ended.
+"""Start jobs of several ranks again and again, and report how each rank ended.
 
     python -m tests.distributed.starts TIMES RANKS WORK
 

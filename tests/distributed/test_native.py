@@ -200,15 +200,15 @@ def compound(name, backend):
     host, there = torch.ones(1), torch.ones(1, device=f'{name}:{rank}')
     torch_dist.all_reduce(host)
     torch_dist.all_reduce(there)
-    told = torch_dist.get_backend()
+    backend = torch_dist.get_backend()
     torch_dist.destroy_process_group()
-    return host.item(), there.item(), told
+    return host.item(), there.item(), backend
 
 
 def test_compound():
-    for host, there, told in run_native('npu', compound, 2, 'npu', 'hccl'):
+    for host, there, backend in run_native('npu', compound, 2, 'npu', 'hccl'):
         assert (host, there) == (2, 2)
-        assert 'hccl' in told or 'gloo' in told
+        assert 'hccl' in backend or 'gloo' in backend
 
 
 # what the package sends ------------------------------------------------------------------------

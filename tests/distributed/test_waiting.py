@@ -1,4 +1,4 @@
-"""Waiting for other ranks: who is missing is told, and nobody waits for ever."""
+"""Waiting for other ranks: missing ranks are named, and nobody waits for ever."""
 
 import os
 import time
@@ -79,22 +79,22 @@ def test_a_single_process_waits_for_nobody():
 def wait_for_rank_2(seconds):
     from mmdevplug.distributed.waiting import wait_for_everyone
     from mmdevplug.fault_tolerance import abort, store_barrier as agreement
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     agreement.PROGRESS_SECONDS = 1.0
-    told = []
-    abort.say = told.append
+    messages = []
+    abort.say = messages.append
     rank = start()
     enter_phase('data preparation')
     if rank == 2:
         time.sleep(seconds)
     wait_for_everyone('first batch')
-    return told
+    return messages
 
 
 def test_the_lowest_waiting_rank_says_for_whom():
-    told = run_ranks(wait_for_rank_2, 3, 6)
-    lines = told[0]
+    messages = run_ranks(wait_for_rank_2, 3, 6)
+    lines = messages[0]
     assert len(lines) >= 2
     for line in lines:
         assert "'first batch'" in line
@@ -102,12 +102,12 @@ def test_the_lowest_waiting_rank_says_for_whom():
         assert 'rank 1' not in line
     assert "in 'data preparation'" in lines[-1]
     assert 'test_waiting.py' in lines[-1]  # where it stands
-    assert told[1:] == [[], []]
+    assert messages[1:] == [[], []]
 
 
 def come_too_late():
     from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     rank = start()
     enter_phase('reading annotations')
@@ -147,7 +147,7 @@ def test_an_error_of_rank_0_ends_all():
 def die_while_others_wait(dying):
     from mmdevplug.distributed.waiting import wait_for_everyone
     from mmdevplug.fault_tolerance import store_barrier as agreement
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     agreement.PROGRESS_SECONDS = 1.0
     rank = start()

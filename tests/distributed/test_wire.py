@@ -47,7 +47,7 @@ class Training:
 
 
 def work():
-    """A rank: train, count what its host sends, and tell both."""
+    """A rank: train, count what its host sends, and print both."""
     from torch import distributed as torch_dist
 
     from mmdevplug import DeviceDistributedDataParallel, init_device
@@ -91,7 +91,7 @@ def run(folder, accelerator, ranks_per_host, **options):
     """Train on two hosts.
 
     Returns:
-        tuple: For each host the bytes that it sent in ``STEPS`` steps, for each rank what it told,
+        tuple: For each host the bytes that it sent in ``STEPS`` steps, for each rank its output,
         and for each rank its weights.
     """
     settings = dict(accelerator=accelerator, options=options, folder=str(folder))
@@ -103,11 +103,11 @@ def run(folder, accelerator, ranks_per_host, **options):
     command = [sys.executable, '-c', 'from tests.distributed.test_wire import work; work()']
     with Hosts(2, rate='1gbit') as hosts:
         printed = run_ranks(command, ranks_per_host, hosts, environ, timeout=240)
-    told = [json.loads(text.splitlines()[-1]) for text in printed]
+    by_rank = [json.loads(text.splitlines()[-1]) for text in printed]
     weights = [
         torch.load(folder / f'{rank}.pt', weights_only=True) for rank in range(len(printed))
     ]
-    return [found['sent'] for found in told[::ranks_per_host]], told, weights
+    return [found['sent'] for found in by_rank[::ranks_per_host]], by_rank, weights
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -144,14 +144,14 @@ def single(steps):
 @pytest.mark.parametrize('ranks_per_host', [1, 2])
 @pytest.mark.parametrize(('accelerator', 'staged'), [('cpu', False), ('zeta', True)])
 def test_no_host_sends_more_than_a_ring(job, accelerator, staged, ranks_per_host):
-    sent, told, weights = job(accelerator, ranks_per_host)
+    sent, by_rank, weights = job(accelerator, ranks_per_host)
     world_size = 2 * ranks_per_host
     ring = 2 * GRADIENT_BYTES * (world_size - 1) / world_size
     for bytes_ in sent:
         # Less than once would be too little for the hosts to agree.
         assert GRADIENT_BYTES * STEPS <= bytes_ <= ring * STEPS * OVERHEAD
-    expected = single(told[0]['steps'])
-    for found, state in zip(told, weights):
+    expected = single(by_rank[0]['steps'])
+    for found, state in zip(by_rank, weights):
         assert found['staged'] is staged
         assert largest_difference(state, expected) <= 1e-5
 
@@ -159,20 +159,20 @@ def test_no_host_sends_more_than_a_ring(job, accelerator, staged, ranks_per_host
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
 def test_bfloat16_halves_what_is_sent(job, accelerator):
     sent, _, _ = job(accelerator, 1)
-    compressed, told, weights = job(accelerator, 1, grad_compression='bf16')
+    compressed, by_rank, weights = job(accelerator, 1, grad_compression='bf16')
     for fewer, bytes_ in zip(compressed, sent):
         assert 0.45 * bytes_ <= fewer <= 0.55 * bytes_
     assert largest_difference(weights[0], weights[1]) == 0
-    assert largest_difference(weights[0], single(told[0]['steps'])) <= 1e-2
+    assert largest_difference(weights[0], single(by_rank[0]['steps'])) <= 1e-2
 
 
 def test_ranks_of_a_host_send_once(job):
-    sent, told, weights = job('zeta', 2, hierarchy=True)
+    sent, by_rank, weights = job('zeta', 2, hierarchy=True)
     for bytes_ in sent:
         # As if each host were a rank: 2 * G * (2 - 1) / 2.
         assert bytes_ <= GRADIENT_BYTES * STEPS * OVERHEAD
     for state in weights:
-        assert largest_difference(state, single(told[0]['steps'])) <= 1e-5
+        assert largest_difference(state, single(by_rank[0]['steps'])) <= 1e-5
 
 
 def test_a_failing_rank_ends_the_job_and_leaves_nothing():

@@ -324,14 +324,14 @@ def test_slurm_node_list_without_scontrol_is_refused(put_scontrol, nodes):
 
 
 @pytest.mark.parametrize(
-    ('script', 'told'),
+    ('script', 'expected'),
     [('echo no such host >&2; exit 1', 'no such host'), ('exit 0', 'names no host')],
 )
-def test_slurm_node_list_that_scontrol_cannot_expand_is_refused(put_scontrol, script, told):
+def test_slurm_node_list_that_scontrol_cannot_expand_is_refused(put_scontrol, script, expected):
     put_scontrol(script)
     message = refusal('slurm', changed(SLURM, MASTER_ADDR=None))
     assert '`scontrol show hostname node[3-4]` names no host' in message
-    assert told in message
+    assert expected in message
 
 
 @pytest.mark.parametrize('value', [None, ''])

@@ -36,7 +36,7 @@ def test_no_rank_ends_with_another_status():
 
 
 def end(failing):
-    """What is left of the process group after each step of an ordinary end."""
+    """Whether a process group exists, and which threads, after each step of an ordinary end."""
     from mmdevplug import init_device
     from mmdevplug.distributed import process_group
     from mmdevplug.fault_tolerance import failure
@@ -49,7 +49,7 @@ def end(failing):
     process_group._end_groups()
     left = torch_dist.is_initialized()
     names = [thread.name for thread in threading.enumerate()]
-    assert 'mmdevplug-beat' in names  # it still tells the others that this rank is alive
+    assert 'mmdevplug-beat' in names  # it still shows the others that this rank is alive
     watch.stop()
     names = [thread.name for thread in threading.enumerate()]
     return left, sorted(name for name in names if name.startswith('mmdevplug'))

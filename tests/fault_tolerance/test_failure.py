@@ -369,7 +369,7 @@ OTHERS = dict(message='RankFailedError: rank 1 stops because of rank 9', because
 
 
 @pytest.mark.parametrize(
-    ('ranks', 'told'),
+    ('ranks', 'message'),
     [
         ([(0, 1, 5, OTHERS), (1, 1, 6, OWN)], r'rank 1 \(pid 1001\) failed: ValueError: mine$'),
         ([(0, 1, 5, None), (1, 1, 5, OWN)], 'rank 1 .* failed: ValueError: mine$'),
@@ -380,5 +380,5 @@ OTHERS = dict(message='RankFailedError: rank 1 stops because of rank 9', because
         ([(1, 3, 7, None), (0, 1, 8, None)], 'rank 1 .* ended with exit status 3 before'),
     ],
 )
-def test_the_agent_names_the_cause(ranks, told):
-    assert re.match(told, describe_failure(failed(*ranks)))
+def test_the_agent_names_the_cause(ranks, message):
+    assert re.match(message, describe_failure(failed(*ranks)))

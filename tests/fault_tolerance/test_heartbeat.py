@@ -27,7 +27,7 @@ def start(**options):
 
 def look_at_each_other():
     from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     rank, watch = start()
     enter_phase(f'phase of rank {rank}')
@@ -120,7 +120,7 @@ _open = []
 def freeze(stopped_rank, output):
     """A process that is stopped neither dies nor beats."""
     from mmdevplug.fault_tolerance import abort, failure, failure_watch
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -147,19 +147,19 @@ def test_a_rank_that_is_silent_ends_the_others(tmp_path):
     finally:
         for process in processes:
             process.kill()
-    told = (tmp_path / 'output').read_text()
-    assert 'because of rank 2 of 3' in told
-    assert "in 'reading a broken disk'" in told
-    assert 'no sign of life' in told
-    assert 'callback of 0' in told
-    assert 'callback of 1' in told
+    printed = (tmp_path / 'output').read_text()
+    assert 'because of rank 2 of 3' in printed
+    assert "in 'reading a broken disk'" in printed
+    assert 'no sign of life' in printed
+    assert 'callback of 0' in printed
+    assert 'callback of 1' in printed
 
 
 def hang():
     from torch import distributed as torch_dist, ones
 
     from mmdevplug.fault_tolerance import failure, failure_watch
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     failure_watch.STOP_SECONDS = 3.0
     rank, _ = start(timeout=8)
@@ -213,7 +213,7 @@ def hold_the_interpreter(report):
 
     from mmdevplug.distributed.waiting import wait_for_everyone
     from mmdevplug.fault_tolerance import failure, failure_watch, liveness as answering
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase
 
     output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -252,10 +252,10 @@ def test_a_rank_that_holds_the_interpreter_is_alive_and_a_stopped_one_is_not(tmp
     finally:
         for process in processes:
             process.kill()
-    told = path.read_text()
-    assert 'rank 0 goes on' in told
-    assert 'rank 1 goes on' in told
-    busy, _, rest = told.partition('rank 0 goes on')
+    printed = path.read_text()
+    assert 'rank 0 goes on' in printed
+    assert 'rank 1 goes on' in printed
+    busy, _, rest = printed.partition('rank 0 goes on')
     assert 'its process answers: one call there holds the Python interpreter' in busy
     assert 'stops because' not in busy
     assert 'because of rank 1 of 2' in rest

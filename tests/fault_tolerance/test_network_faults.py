@@ -31,7 +31,7 @@ ENOUGH = 90
 
 
 def note(step):
-    """Tell the test how far this rank is, and whether it has read that the other one trains."""
+    """Report to the test how far this rank is, and whether it has seen the other one train."""
     seen = current_watch().heartbeat.seen.values()
     with open(os.environ['NOTE'], 'w') as file:
         file.write(json.dumps([step, any('iteration' in one.beat.phase for one in list(seen))]))
@@ -50,8 +50,7 @@ def work(hold=0):
     from mmdevplug import init_device
     from mmdevplug.distributed.waiting import wait_for_everyone
     from mmdevplug.fault_tolerance import failure_watch
-    from mmdevplug.fault_tolerance.failure import fail_together
-    from mmdevplug.fault_tolerance.heartbeat import enter_phase
+    from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 
     torch.set_num_threads(1)
     failure_watch.STOP_SECONDS = STOP_SECONDS
@@ -124,7 +123,7 @@ class Job:
                 )
         deadline = time.monotonic() + 120
         while not all(self.in_the_middle(host) for host in range(self.hosts.count)):
-            assert time.monotonic() < deadline, self.told(0)
+            assert time.monotonic() < deadline, self.output(0)
             time.sleep(0.1)
 
     def noted(self, host):
@@ -139,7 +138,7 @@ class Job:
         step, sees_the_other = self.noted(host)
         return step >= 5 and sees_the_other
 
-    def told(self, host):
+    def output(self, host):
         return (self.folder / f'out{host}').read_text()
 
     def link(self, host, state):
@@ -165,12 +164,12 @@ def job(folder, *call):
                 rank.wait()
 
 
-def check_blamed(told, rank):
-    lines = [line for line in told.splitlines() if 'RankFailedError' in line]
-    assert len(lines) == 1, told
+def check_blamed(output, rank):
+    lines = [line for line in output.splitlines() if 'RankFailedError' in line]
+    assert len(lines) == 1, output
     assert f'because of rank {rank} of 2 on host' in lines[0]
     assert "in 'train: iteration" in lines[0]
-    assert 'Traceback' not in told
+    assert 'Traceback' not in output
 
 
 def test_a_link_that_comes_back_soon(tmp_path):
@@ -178,26 +177,26 @@ def test_a_link_that_comes_back_soon(tmp_path):
         running.link(1, 'down')
         time.sleep(2)
         running.link(1, 'up')
-        assert running.statuses() == [0, 0], running.told(0) + running.told(1)
+        assert running.statuses() == [0, 0], running.output(0) + running.output(1)
         assert [running.step(host) for host in range(2)] == [STEPS, STEPS]
 
 
 def test_a_rank_that_holds_the_interpreter_answers_from_another_host(tmp_path):
     with job(tmp_path, f'work(hold={3 * HEARTBEAT_TIMEOUT})') as running:
-        assert running.statuses() == [0, 0], running.told(0) + running.told(1)
+        assert running.statuses() == [0, 0], running.output(0) + running.output(1)
         assert [running.step(host) for host in range(2)] == [STEPS, STEPS]
-        assert 'its process answers' in running.told(0)
+        assert 'its process answers' in running.output(0)
 
 
 def test_a_link_that_is_cut_for_good(tmp_path):
     with job(tmp_path) as running:
         running.link(1, 'down')
         assert running.statuses() == [1, 1]
-        check_blamed(running.told(0), 1)
-        assert 'no sign of life' in running.told(0)
+        check_blamed(running.output(0), 1)
+        assert 'no sign of life' in running.output(0)
         # That host cannot reach the store, and says so.
-        check_blamed(running.told(1), 0)
-        assert f'10.0.0.1:{PORT}' in running.told(1)
+        check_blamed(running.output(1), 0)
+        assert f'10.0.0.1:{PORT}' in running.output(1)
         assert max(running.step(host) for host in range(2)) < STEPS
 
 
@@ -209,7 +208,7 @@ def test_training_goes_on_when_the_link_is_back(tmp_path):
         assert max(running.step(host) for host in range(2)) < STEPS
         running.link(1, 'up')
         running.start(f'train_slowly({str(cut)!r}, resume=True)')
-        assert running.statuses() == [0, 0], running.told(0) + running.told(1)
+        assert running.statuses() == [0, 0], running.output(0) + running.output(1)
     run_ranks(train_slowly, 2, str(whole))
     got, expected = (read_checkpoint(str(run / f'iter_{STEPS}.pth')) for run in (cut, whole))
     for key in ('state_dict', 'ema_state_dict'):
@@ -226,14 +225,14 @@ def test_a_host_that_vanishes(tmp_path, gone):
         statuses = running.statuses()
         assert statuses[gone] == -9
         assert statuses[1 - gone] == 1
-        check_blamed(running.told(1 - gone), gone)
+        check_blamed(running.output(1 - gone), gone)
 
 
 def test_the_process_that_holds_the_store_is_killed(tmp_path):
     with job(tmp_path) as running:
         running.ranks[0].kill()
         assert running.statuses() == [-9, 1]
-        check_blamed(running.told(1), 0)
+        check_blamed(running.output(1), 0)
 
 
 def drop_by_firewall(hosts, host):
@@ -260,5 +259,5 @@ def test_packets_that_are_dropped(tmp_path, drop):
     with job(tmp_path) as running:
         drop(running.hosts, 1)
         assert running.statuses() == [1, 1]
-        check_blamed(running.told(0), 1)
-        check_blamed(running.told(1), 0)
+        check_blamed(running.output(0), 1)
+        check_blamed(running.output(1), 0)

@@ -83,11 +83,12 @@ def test_ranks_agree_on_an_overflow_of_one_of_them(accelerator):
 
 @pytest.fixture
 def on_cpu():
-    from mmdevplug.accelerators import set_current_accelerator
+    from mmdevplug.accelerators import DeviceContext, set_device_context
 
-    set_current_accelerator(get_accelerator('cpu'))
+    cpu = get_accelerator('cpu')
+    set_device_context(DeviceContext(cpu, 'a test', cpu.device(0)))
     yield
-    set_current_accelerator(None)
+    set_device_context(None)
 
 
 def build(**kwargs):
@@ -244,14 +245,14 @@ def test_autocast_inside_a_model(tmp_path, accelerator, own):
 def autocast_elsewhere():
     from mmengine.runner.amp import autocast
 
-    from mmdevplug.accelerators import set_current_accelerator
+    from mmdevplug.accelerators import DeviceContext, set_device_context
     from mmdevplug.patches.autocast import patch_autocast
 
     install_card('zeta')
     with pytest.raises(ValueError, match='cuda or cpu'), autocast(device_type='zeta'):
         pass
     accelerator = get_accelerator('zeta')
-    set_current_accelerator(accelerator)
+    set_device_context(DeviceContext(accelerator, 'a test', accelerator.device(0)))
     patch_autocast(accelerator)
     patch_autocast(accelerator)
     with autocast(device_type='zeta', dtype=torch.bfloat16):

@@ -16,13 +16,13 @@ T20_STANDIN = str(Path(__file__).parents[2] / 'standins' / 't20')
 
 def prepare(accelerator):
     """Install what stands in for a device, and make it this process's accelerator."""
-    from mmdevplug.accelerators import get_accelerator, set_current_accelerator
+    from mmdevplug.accelerators import DeviceContext, get_accelerator, set_device_context
 
     if accelerator == 'gcu':
         sys.path.insert(0, T20_STANDIN)
     install_card(accelerator)
     chosen = get_accelerator(accelerator)
-    set_current_accelerator(chosen)
+    set_device_context(DeviceContext(chosen, 'a test', chosen.device(0), final=False))
     return chosen
 
 

@@ -1,0 +1,82 @@
+"""The state of this process: which accelerator it computes on, and how it was started."""
+
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Dict, Optional, Tuple
+
+import torch
+
+from mmdevplug.environments.launch import LaunchEnv
+
+from .base import Accelerator
+from .detection import get_accelerator
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # as torch.distributed has it for gloo
+
+
+@dataclass(frozen=True)
+class DeviceContext:
+    """Where this process computes and how it communicates with the other ranks.
+
+    A runner keeps the context that it was built with; :func:`device_context` returns the newest.
+
+    Attributes:
+        accelerator (Accelerator): The family of devices.
+        reason (str): Why it was chosen.
+        device (torch.device): The device of this rank.
+        env (LaunchEnv): How this process was started.
+        backend (str, optional): The backend of the process group, None for a single process.
+        timeout (timedelta): The timeout of the process group.
+        more_devices (Tuple[torch.device]): Other devices that this rank's model is spread over.
+        side_groups (Dict[ProcessGroup, ProcessGroup]): For a process group a second one of the
+            same ranks, which carries other messages than the first.
+        final (bool): Whether :func:`mmdevplug.init_device` set it up. Under a stock runner the
+            device may still change, when that runner starts its process group.
+    """
+
+    accelerator: Accelerator
+    reason: str
+    device: torch.device
+    env: LaunchEnv = LaunchEnv()
+    backend: Optional[str] = None
+    timeout: timedelta = DEFAULT_TIMEOUT
+    more_devices: Tuple[torch.device, ...] = ()
+    side_groups: Dict[Any, Any] = field(default_factory=dict)
+    final: bool = True
+
+    @property
+    def devices(self) -> Tuple[torch.device, ...]:
+        """All devices of this rank; batches arrive on the first."""
+        return (self.device, *self.more_devices)
+
+    def materialize(self) -> None:
+        """Run what the devices of this rank have recorded, if they are lazy."""
+        self.accelerator.materialize_all(self.devices)
+
+    def describe(self) -> str:
+        """One line for the log."""
+        named = 'devices' if self.more_devices else 'device'
+        line = (
+            f'accelerator {self.accelerator.name!r} ({self.reason}): {named} '
+            f'{", ".join(map(str, self.devices))} ({self.accelerator.device_name(self.device)})'
+        )
+        return line if self.backend is None else f'{line}, backend {self.backend!r}'
+
+
+_context: Optional[DeviceContext] = None
+
+
+def device_context() -> Optional[DeviceContext]:
+    """The context of this process, None before a device was chosen."""
+    return _context
+
+
+def set_device_context(context: Optional[DeviceContext]) -> None:
+    """Replace the context of this process."""
+    global _context
+    _context = context
+
+
+def current_accelerator() -> Accelerator:
+    """The accelerator of this process, or else the one that detection finds."""
+    return get_accelerator('auto') if _context is None else _context.accelerator

@@ -1,0 +1,143 @@
+"""Several runners, and several trainings of one runner, in one process."""
+
+import os
+
+import pytest
+from mmengine.hooks import Hook
+from mmengine.registry import RUNNERS
+
+from mmdevplug.accelerators import current_accelerator, device_context
+from tests.jobs import PLAIN, digits_config, install_card, largest_difference, weights_of
+from tests.ranks import run_ranks
+
+JOBS = pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 1), ('cpu', 2), ('zeta', 2)])
+
+
+class FailOnce(Hook):
+    """Raises after an iteration on all ranks, or at the end of training on the last one.
+
+    Where one rank fails in the middle, the others are in a collective that never completes, and
+    their processes end.
+    """
+
+    def __init__(self, place):
+        self.place = place
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if self.place == 'after_train_iter' and runner.iter == 3:
+            raise ValueError('in after_train_iter')
+
+    def after_train(self, runner):
+        last = int(os.environ['RANK']) == int(os.environ['WORLD_SIZE']) - 1
+        if self.place == 'after_train' and last:
+            raise ValueError('in after_train')
+
+
+def build(accelerator, work_dir, hooks=()):
+    install_card(accelerator)
+    cfg = digits_config(accelerator, work_dir, **PLAIN)
+    cfg.train_dataloader.batch_size = 64
+    cfg.train_cfg.max_epochs = 1
+    runner = RUNNERS.build(cfg)
+    for hook in hooks:
+        runner.register_hook(hook)
+    return runner
+
+
+def train(accelerator, work_dir, hooks=()):
+    runner = build(accelerator, work_dir, hooks)
+    runner.train()
+    assert device_context() is runner.device_context
+    return weights_of(getattr(runner.model, 'module', runner.model))
+
+
+def train_twice_as_long(accelerator, work_dir):
+    runner = build(accelerator, work_dir)
+    runner.train()
+    iterations = runner.iter
+    weights = weights_of(getattr(runner.model, 'module', runner.model))
+    first = {name: value.copy() for name, value in weights.items()}
+    runner.train_loop._max_epochs = 2
+    runner.train()
+    assert runner.iter == 2 * iterations
+    return first, weights_of(getattr(runner.model, 'module', runner.model))
+
+
+@JOBS
+def test_a_second_train_goes_on(tmp_path, accelerator, ranks):
+    results = run_ranks(train_twice_as_long, ranks, accelerator, tmp_path)
+    for first, second in results:
+        assert largest_difference(first, second) > 0
+        assert largest_difference(second, results[0][1]) == 0
+
+
+def train_two_runners(accelerator, work_dir):
+    first = train(accelerator, work_dir / 'first')
+    context = device_context()
+    second = train(accelerator, work_dir / 'second')
+    assert device_context() is not context
+    assert device_context().device == context.device
+    return first, second
+
+
+@JOBS
+def test_a_second_runner_computes_the_same(tmp_path, accelerator, ranks):
+    results = run_ranks(train_two_runners, ranks, accelerator, tmp_path)
+    for first, second in results:
+        assert largest_difference(first, second) == 0
+        assert largest_difference(first, results[0][0]) == 0
+
+
+def train_after_failures(accelerator, work_dir):
+    errors = []
+    for place in ('after_train_iter', 'after_train'):
+        try:
+            train(accelerator, work_dir / place, [FailOnce(place)])
+        except Exception as error:
+            errors.append(f'{type(error).__name__}: {error}')
+    return errors, train(accelerator, work_dir / 'whole')
+
+
+@JOBS
+def test_a_runner_after_failed_ones_computes_the_same(tmp_path, accelerator, ranks):
+    expected = run_ranks(train, ranks, accelerator, tmp_path / 'expected')
+    for rank, (errors, weights) in enumerate(
+        run_ranks(train_after_failures, ranks, accelerator, tmp_path)
+    ):
+        assert largest_difference(weights, expected[0]) == 0
+        in_iteration, at_the_end = errors
+        assert in_iteration == 'ValueError: in after_train_iter'
+        assert at_the_end.startswith('ValueError' if rank == ranks - 1 else 'RankFailedError')
+        assert 'in after_train' in at_the_end
+
+
+def build_on_two_devices(work_dir):
+    card = build('zeta', work_dir / 'card')
+    host = build('cpu', work_dir / 'host')
+    assert device_context() is host.device_context
+    assert current_accelerator() is host.device_context.accelerator
+    return str(card.device_context.device), str(host.device_context.device)
+
+
+def test_each_runner_keeps_its_context(tmp_path):
+    assert run_ranks(build_on_two_devices, 1, tmp_path) == [('zeta:0', 'cpu')]
+
+
+def start_group_after_choosing():
+    """As under a stock runner: a script asks for the device before the process group exists."""
+    from torch import distributed as torch_dist
+
+    from mmdevplug.distributed.process_group import group_device, rank_device
+
+    install_card('zeta')
+    before = str(rank_device('zeta')[1])
+    torch_dist.init_process_group('gloo')
+    accelerator, device = rank_device()
+    assert current_accelerator() is accelerator is device_context().accelerator
+    assert group_device().type == 'cpu'
+    return before, str(device), device_context().env.rank
+
+
+def test_the_device_follows_a_process_group_that_starts_later():
+    found = run_ranks(start_group_after_choosing, 2)
+    assert found == [('zeta:0', 'zeta:0', 0), ('zeta:0', 'zeta:1', 1)]
