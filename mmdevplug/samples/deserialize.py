@@ -1,6 +1,5 @@
 """Deserialize received samples and move their tensors to the requested device."""
 
-from itertools import islice
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import msgpack
@@ -13,21 +12,21 @@ from mmdevplug.errors import SampleError
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .serialize import LARGE_BYTES, VERSION, aligned, bytes_of, itemsize, places_of
-from .unflatten import Plan, plans_of
+from .unflatten import Plan
 
 
 class ReceivedSamples(NamedTuple):
     """Samples of another rank, their blocks not yet copied.
 
     Attributes:
-        plans (List[Plan]): How samples of each structure are put together.
+        plans (List[Plan]): How to build samples of each structure.
         kinds (List[Tuple[int, int]]): For each sample the numbers of its structure and shapes.
         shapes (List[tuple]): The shapes of the blocks of samples.
         values (list): Plain values in order.
-        blocks (List[Tensor]): In order; large ones have memory that waits to be filled, all
-            others are pieces of one memory.
-        arrays (Set[int]): Which blocks are arrays.
-        large (Set[int]): Which blocks are large.
+        blocks (List[Tensor]): In order; large ones are still to be filled, the others are views
+            of the received buffer.
+        arrays (Set[int]): Indices of the blocks that are arrays.
+        large (Set[int]): Indices of the large blocks.
     """
 
     plans: List[Plan]
@@ -39,20 +38,14 @@ class ReceivedSamples(NamedTuple):
     large: Set[int]
 
     def to_fill(self) -> List[Tensor]:
-        """The memory of large tensors, as ``SerializedSamples.large`` has them on the sender."""
+        """The memory of large tensors, in the order of ``SerializedSamples.large``."""
         return [bytes_of(self.blocks[index]) for index in sorted(self.large)]
 
 
 class Header(NamedTuple):
-    """The first part of a message.
+    """The header of a message: an error, or the fields of :class:`.flatten.FlatSamples`.
 
-    Attributes:
-        error (str, optional): Why there are no samples.
-        structures (list): As :class:`.flatten.FlatSamples` has them.
-        shapes (list): The shapes of the blocks of samples.
-        kinds (List[int]): For each sample the numbers of its structure and shapes.
-        values (list): Plain values in order.
-        begin (int): Where the blocks begin.
+    The blocks start at ``begin``.
     """
 
     error: Optional[str]
@@ -64,11 +57,7 @@ class Header(NamedTuple):
 
 
 def read_header(buffer: Tensor) -> Header:
-    """Read the header of what ``serialize`` or ``serialize_error`` made on another rank.
-
-    Raises:
-        SampleError: If it is none.
-    """
+    """Read the header of what ``serialize`` or ``serialize_error`` returned on another rank."""
     length = int.from_bytes(to_bytes(buffer[:8]), 'little')
     header = msgpack.unpackb(to_bytes(buffer[8 : 8 + length]), unicode_errors='surrogatepass')
     if not isinstance(header, list) or len(header) not in (2, 5) or header[0] != VERSION:
@@ -85,20 +74,13 @@ def deserialize(
     more: Optional[int] = None,
     large_bytes: float = LARGE_BYTES,
 ) -> ReceivedSamples:
-    """Read samples from the bytes of a message; large tensors are still to be filled.
-
-    Args:
-        buffer (Tensor): The data that :func:`.serialize.serialize` made on another rank.
-        header (Header): What :func:`read_header` found in it.
-        allow_pickle (bool): Whether pickled objects are accepted.
-        more (int, optional): The bytes of large tensors, where they are known. Defaults to None.
-        large_bytes (float): As for :func:`.serialize.serialize`.
+    """Read samples from a message; large tensors, of ``more`` bytes, are still to be filled.
 
     Raises:
-        SampleError: If it does not fit together, or names classes unknown here.
+        SampleError: If the message is inconsistent, or names classes unknown here.
     """
     _, structures, shapes, kinds, values, begin = header
-    plans = plans_of(structures, allow_pickle)
+    plans = [Plan.of(structure, allow_pickle) for structure in structures]
     pairs = list(zip(kinds[::2], kinds[1::2]))
     shapes = [tuple([tuple(shape) for shape in each]) for each in shapes]
     pieces = _list_pieces(plans, pairs, shapes)
@@ -117,13 +99,7 @@ def deserialize(
 
 
 class _Piece(NamedTuple):
-    """A block to be cut out.
-
-    Attributes:
-        dtype (torch.dtype): Of the run of bytes that it is in.
-        elements (int): Their number.
-        shape (Tuple[int], optional): None for an array.
-    """
+    """A block in the buffer; the shape of an array is None."""
 
     dtype: torch.dtype
     elements: int
@@ -131,7 +107,6 @@ class _Piece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size."""
         return self.elements * itemsize(self.dtype)
 
 
@@ -177,46 +152,32 @@ def _split(run: Tensor, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
 
 
 def move_blocks(received: Sequence[ReceivedSamples], device: torch.device) -> List[List[Tensor]]:
-    """Copy the blocks of received samples to their device, in one call for each device.
-
-    Args:
-        received (Sequence[ReceivedSamples]): As read.
-        device (torch.device): For tensors; arrays stay on the host.
-
-    Returns:
-        List[List[Tensor]]: For each rank its blocks, each with memory of its own.
-    """
-    blocks = [block for each in received for block in each.blocks]
-    places = [(each, i) for each in received for i in range(len(each.blocks))]
-    is_array = [i in each.arrays for each, i in places]
-    is_large = [i in each.large for each, i in places]
-    tensors = [block for block, array in zip(blocks, is_array) if not array]
+    """Copy the blocks of each rank to a device in one call; those of arrays to the host."""
+    tensors = [
+        block for each in received for i, block in enumerate(each.blocks) if i not in each.arrays
+    ]
     moved = iter(move_tensors(tensors, device))
-    placed: List[Tensor] = []
-    for block, array, large in zip(blocks, is_array, is_large):
-        tensor = block.cpu() if array else next(moved)
-        if tensor is block and not array and not large:
-            # Still a piece of the message, all of which would be kept for its sake.
-            tensor = tensor.clone()
-        placed.append(tensor)
-    rest = iter(placed)
-    return [list(islice(rest, len(each.blocks))) for each in received]
+
+    def move(each: ReceivedSamples, index: int) -> Tensor:
+        block = each.blocks[index]
+        if index in each.arrays:
+            return block.cpu()
+        tensor = next(moved)
+        # A view would keep the whole buffer in memory.
+        return tensor.clone() if tensor is block and index not in each.large else tensor
+
+    return [[move(each, index) for index in range(len(each.blocks))] for each in received]
 
 
 def rebuild_samples(received: ReceivedSamples, blocks: Sequence[Tensor]) -> List[Any]:
-    """Rebuild the samples.
-
-    Args:
-        received (ReceivedSamples): As read.
-        blocks (Sequence[Tensor]): Its blocks, where they are to be.
-    """
+    """Rebuild the samples from blocks that :func:`move_blocks` returned."""
     shapes = [shape for _, number in received.kinds for shape in received.shapes[number]]
     values, pieces = iter(received.values), iter(zip(blocks, shapes))
     return [received.plans[number].build(values, pieces) for number, _ in received.kinds]
 
 
 def corrupt_data() -> SampleError:
-    """What to raise for a message that no release of ours wrote."""
+    """The error for a message that this release did not write."""
     return SampleError(
         'a rank sent samples whose parts do not fit together. Install the same release of '
         'mmdevplug on all ranks.'

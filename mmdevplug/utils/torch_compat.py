@@ -39,6 +39,13 @@ def allows_renamed_classes() -> bool:
     return is_at_least('2.6.0')
 
 
+def default_autocast_dtype(device_type: str) -> torch.dtype:
+    """The dtype that autocast casts to by default, which PyTorch reports from 2.4 on."""
+    if hasattr(torch, 'get_autocast_dtype'):
+        return torch.get_autocast_dtype(device_type)
+    return torch.float16  # on every device but the CPU
+
+
 def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """View the memory of a flat, contiguous tensor as another dtype.
 
