@@ -8,12 +8,7 @@ from typing import List, NamedTuple, Sequence
 
 
 class Period(NamedTuple):
-    """When a group of patches is active.
-
-    Attributes:
-        begins (str): What applies the patches.
-        ends (str): What restores them.
-    """
+    """When a group of patches is active: what applies and what restores them."""
 
     begins: str
     ends: str
@@ -51,7 +46,7 @@ class PatchedSymbol(NamedTuple):
         owner (str): Full name of the module, the class, or the function whose closure holds it.
         name (str): Its name there; ``'*'`` for every public function.
         period (Period): When the patch is active.
-        reason (str): Why it is replaced, as one sentence.
+        reason (str): Why it is replaced.
         until (str): The condition that makes the patch unnecessary.
     """
 
@@ -282,15 +277,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
 
 
 def find_symbol(owner: str, name: str) -> PatchedSymbol:
-    """Look up a symbol in the list.
-
-    Args:
-        owner (str): Full name of the module, class or function.
-        name (str): The name there.
-
-    Raises:
-        LookupError: If it is not listed.
-    """
+    """Look up a symbol in the list, or raise LookupError."""
     for symbol in PATCHED_SYMBOLS:
         if symbol.owner == owner and symbol.name in (name, '*'):
             return symbol

@@ -47,16 +47,9 @@ def default_autocast_dtype(device_type: str) -> torch.dtype:
 
 
 def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """View the memory of a flat, contiguous tensor as another dtype.
+    """View the memory of a flat, contiguous tensor as another dtype, also of another size.
 
-    ``Tensor.view(dtype)`` does it by itself from PyTorch 1.11 on.
-
-    Args:
-        tensor (Tensor): With one dimension; under PyTorch 1.10 on the host.
-        dtype (torch.dtype): Its elements may have another size.
-
-    Returns:
-        Tensor: In the same memory.
+    ``Tensor.view(dtype)`` can do it from PyTorch 1.11 on; in 1.10 only host tensors are possible.
     """
     if _views_change_sizes():
         return tensor.view(dtype)
