@@ -120,8 +120,8 @@ class DeviceModule(ModuleType):
         state = self._accelerator.rng_state(self._device(device))
         if state is None:
             warnings.warn(
-                f'accelerator {self._accelerator.name!r} does not tell the state of its random '
-                f'numbers: dropout inside a checkpointed segment (with_cp, '
+                f'accelerator {self._accelerator.name!r} does not report the state of its '
+                f'random numbers: dropout inside a checkpointed segment (with_cp, '
                 f'activation_checkpointing) drops other elements when the segment is run again, '
                 f'and its gradients are wrong. Expected: no dropout there. Set its rate to 0, or '
                 f'checkpoint other segments.',

@@ -60,7 +60,7 @@ def set_random_state(
         if on_device is not None:
             accelerator.load_rng(_decode(on_device), device)
         elif not accelerator.shares_devices:
-            return f'accelerator {accelerator.name!r} does not tell the state of its generator'
+            return f'accelerator {accelerator.name!r} does not report the state of its generator'
     if len(saved) != len(devices):
         return f'they were saved of {len(saved)} device(s), and this rank has {len(devices)}'
     return None

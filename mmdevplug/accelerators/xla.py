@@ -120,7 +120,7 @@ class XLAAccelerator(LazyAccelerator):
         if not hasattr(xr, 'initialize_cache'):
             return f'torch_xla {torch_xla.__version__} has no torch_xla.runtime.initialize_cache'
         if self._xlac._xla_computation_cache_is_initialized():
-            return 'this process has compiled a graph before it was told where to keep graphs'
+            return 'this process compiled a graph before the folder was known'
         xr.initialize_cache(folder, readonly=False)
         self._keeps_in = folder
         if xr.device_type() == 'CPU':

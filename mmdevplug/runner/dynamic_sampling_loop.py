@@ -31,7 +31,8 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
         target (int): Samples of a pool, of all ranks together.
         per_group (int): Samples of a group, which stays whole. Defaults to 1.
         max_resamples (int): How many rounds may follow the first. Defaults to 10.
-        on_short (str): ``'error'``, ``'fewer'`` or ``'repeat'``. Defaults to ``'error'``.
+        on_short (str): ``'error'``, ``'fewer'`` or ``'repeat'``, see
+            :class:`mmdevplug.dynamic_sampling.DynamicSampler`. Defaults to ``'error'``.
         generate (str): The model's method that makes a list of samples of what its data
             preprocessor returns. Defaults to ``'generate_samples'``.
         is_valid (str): The model's method that decides on a group, which is in host memory.

@@ -1,4 +1,4 @@
-"""Memory and cores of this host, and readable sizes."""
+"""Memory and cores of this host, and sizes in words."""
 
 import os
 from pathlib import Path
@@ -8,7 +8,7 @@ import psutil
 
 
 def gigabytes(size: float) -> str:
-    """Format bytes.
+    """Bytes for people.
 
     Examples:
         >>> gigabytes(3 * 2**29)
