@@ -1,6 +1,7 @@
 """Deserialize received samples and move their tensors to the requested device."""
 
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from math import prod
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgpack
 import torch
@@ -15,31 +16,36 @@ from .serialize import LARGE_BYTES, VERSION, aligned, bytes_of, itemsize, places
 from .unflatten import Plan
 
 
+class _Piece(NamedTuple):
+    """A block: its elements in the buffer, and the shape of its tensor or array."""
+
+    dtype: torch.dtype
+    elements: int
+    shape: Tuple[int, ...]
+    is_array: bool
+    is_large: bool
+
+
 class ReceivedSamples(NamedTuple):
     """Samples of another rank, their blocks not yet copied.
 
     Attributes:
-        plans (List[Plan]): How to build samples of each structure.
-        kinds (List[Tuple[int, int]]): For each sample the numbers of its structure and shapes.
-        shapes (List[tuple]): The shapes of the blocks of samples.
+        plans (List[Plan]): How to build each sample.
         values (list): Plain values in order.
         blocks (List[Tensor]): In order; large ones are still to be filled, the others are views
             of the received buffer.
-        arrays (Set[int]): Indices of the blocks that are arrays.
-        large (Set[int]): Indices of the large blocks.
+        pieces (List[_Piece]): What each block is.
     """
 
     plans: List[Plan]
-    kinds: List[Tuple[int, int]]
-    shapes: List[Tuple]
     values: List[Any]
     blocks: List[Tensor]
-    arrays: Set[int]
-    large: Set[int]
+    pieces: List[_Piece]
 
     def to_fill(self) -> List[Tensor]:
         """The memory of large tensors, in the order of ``SerializedSamples.large``."""
-        return [bytes_of(self.blocks[index]) for index in sorted(self.large)]
+        pairs = zip(self.blocks, self.pieces)
+        return [bytes_of(block) for block, piece in pairs if piece.is_large]
 
 
 class Header(NamedTuple):
@@ -83,45 +89,36 @@ def deserialize(
     plans = [Plan.of(structure, allow_pickle) for structure in structures]
     pairs = list(zip(kinds[::2], kinds[1::2]))
     shapes = [tuple([tuple(shape) for shape in each]) for each in shapes]
-    pieces = _list_pieces(plans, pairs, shapes)
-    large = {i for i, piece in enumerate(pieces) if piece.shape and piece.bytes >= large_bytes}
-    if more is not None and more != sum(pieces[index].bytes for index in large):
+    pieces = _list_pieces(plans, pairs, shapes, large_bytes)
+    large = [piece for piece in pieces if piece.is_large]
+    if more is not None and more != sum(p.elements * itemsize(p.dtype) for p in large):
         raise corrupt_data()
-    small = iter(_cut(buffer, begin, [p for i, p in enumerate(pieces) if i not in large]))
+    small = iter(_cut(buffer, begin, [piece for piece in pieces if not piece.is_large]))
     blocks = [
         torch.empty(piece.shape, dtype=piece.dtype, device=buffer.device)
-        if i in large
+        if piece.is_large
         else next(small)
-        for i, piece in enumerate(pieces)
+        for piece in pieces
     ]
-    arrays = {index for index, piece in enumerate(pieces) if piece.shape is None}
-    return ReceivedSamples(plans, pairs, shapes, values, blocks, arrays, large)
-
-
-class _Piece(NamedTuple):
-    """A block in the buffer; the shape of an array is None."""
-
-    dtype: torch.dtype
-    elements: int
-    shape: Optional[Tuple[int, ...]]
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * itemsize(self.dtype)
+    return ReceivedSamples([plans[number] for number, _ in pairs], values, blocks, pieces)
 
 
 def _list_pieces(
-    plans: Sequence[Plan], kinds: Sequence[Tuple[int, int]], shapes: Sequence[Tuple]
+    plans: Sequence[Plan],
+    kinds: Sequence[Tuple[int, int]],
+    shapes: Sequence[Tuple],
+    large_bytes: float,
 ) -> List[_Piece]:
     of_kind: Dict[Tuple[int, int], List[_Piece]] = {}
     for kind in dict.fromkeys(kinds):
         types, sizes = plans[kind[0]].blocks, shapes[kind[1]]
         if len(types) != len(sizes):
             raise corrupt_data()
-        of_kind[kind] = [
-            _Piece(each.dtype, each.elements(shape), None if each.is_array else shape)
-            for each, shape in zip(types, sizes)
-        ]
+        of_kind[kind] = []
+        for (dtype, size, is_array), shape in zip(types, sizes):
+            elements = prod(shape) * (size if is_array else 1)
+            is_large = bool(shape) and not is_array and elements * size >= large_bytes
+            of_kind[kind].append(_Piece(dtype, elements, shape, is_array, is_large))
     return [piece for kind in kinds for piece in of_kind[kind]]
 
 
@@ -142,38 +139,34 @@ def _cut(buffer: Tensor, begin: int, pieces: Sequence[_Piece]) -> List[Tensor]:
 
 def _split(run: Tensor, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
     first = pieces[0]
-    if first.shape is not None and first.elements and pieces.count(first) == len(pieces):
+    if not first.is_array and first.elements and pieces.count(first) == len(pieces):
         return run.view(len(pieces), *first.shape).unbind()
     parts = run.split([piece.elements for piece in pieces])
     return [
-        part if piece.shape is None else part.view(piece.shape)
-        for part, piece in zip(parts, pieces)
+        part if piece.is_array else part.view(piece.shape) for part, piece in zip(parts, pieces)
     ]
 
 
 def move_blocks(received: Sequence[ReceivedSamples], device: torch.device) -> List[List[Tensor]]:
     """Copy the blocks of each rank to a device in one call; those of arrays to the host."""
-    tensors = [
-        block for each in received for i, block in enumerate(each.blocks) if i not in each.arrays
-    ]
-    moved = iter(move_tensors(tensors, device))
+    pairs = [pair for each in received for pair in zip(each.blocks, each.pieces)]
+    moved = iter(move_tensors([block for block, piece in pairs if not piece.is_array], device))
 
-    def move(each: ReceivedSamples, index: int) -> Tensor:
-        block = each.blocks[index]
-        if index in each.arrays:
+    def move(block: Tensor, piece: _Piece) -> Tensor:
+        if piece.is_array:
             return block.cpu()
         tensor = next(moved)
         # A view would keep the whole buffer in memory.
-        return tensor.clone() if tensor is block and index not in each.large else tensor
+        return tensor.clone() if tensor is block and not piece.is_large else tensor
 
-    return [[move(each, index) for index in range(len(each.blocks))] for each in received]
+    return [[move(*pair) for pair in zip(each.blocks, each.pieces)] for each in received]
 
 
 def rebuild_samples(received: ReceivedSamples, blocks: Sequence[Tensor]) -> List[Any]:
     """Rebuild the samples from blocks that :func:`move_blocks` returned."""
-    shapes = [shape for _, number in received.kinds for shape in received.shapes[number]]
-    values, pieces = iter(received.values), iter(zip(blocks, shapes))
-    return [received.plans[number].build(values, pieces) for number, _ in received.kinds]
+    shapes = [piece.shape for piece in received.pieces]
+    values, shaped = iter(received.values), iter(zip(blocks, shapes))
+    return [plan.build(values, shaped) for plan in received.plans]
 
 
 def corrupt_data() -> SampleError:

@@ -8,7 +8,6 @@ import pickle
 import sys
 from collections import OrderedDict
 from io import BytesIO
-from math import prod
 from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
@@ -36,10 +35,6 @@ class BlockType(NamedTuple):
     dtype: torch.dtype
     itemsize: int
     is_array: bool
-
-    def elements(self, shape: Sequence[int]) -> int:
-        """The number of elements of ``dtype`` for a tensor or an array of a shape."""
-        return prod(shape) * (self.itemsize if self.is_array else 1)
 
 
 #: Builds a value from the next plain values and the next blocks, which come with their shapes.

@@ -82,8 +82,8 @@ class OperatorPatch:
             if not lacks_kernel(error):
                 raise
             raise ModelError(
-                f'{_no_kernel(name, device)}, and none for the CPU either ({first_line(error)}), so '
-                f'it cannot run on the host. Install a build of mmcv that has kernels for '
+                f'{_no_kernel(name, device)}, and none for the CPU either ({first_line(error)}), '
+                f'so it cannot run on the host. Install a build of mmcv that has kernels for '
                 f'{device.type}, or take a variant of the model that does without it.'
             ) from error
         if not self.host_use.knows(name) and self.host_use.begin(name, where()):
