@@ -146,7 +146,7 @@ class TorchNativeAccelerator(Accelerator):
         return known
 
     def current_device(self) -> torch.device:
-        return torch.device(self.device_type, self._module().current_device())
+        return torch.device(self.device_type, self._call('current_device', default=0))
 
     def autocast(
         self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
