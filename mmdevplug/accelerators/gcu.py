@@ -51,12 +51,6 @@ class T20Accelerator(LazyAccelerator):
     def current_device(self) -> torch.device:
         return torch.device(self.device_type, self._torch_gcu.current_device())
 
-    def rng_state(self, device: torch.device) -> Optional[int]:
-        return None  # The vendor's package offers no function for it.
-
-    def set_rng_state(self, state: int, device: torch.device) -> None:
-        pass
-
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         self.materialize(device)
         self._torch_gcu.synchronize(device)

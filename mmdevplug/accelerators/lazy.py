@@ -8,7 +8,7 @@ import warnings
 from abc import abstractmethod
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, List, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .base import Accelerator
 
 DeviceLike = Union[int, str, torch.device, None]
-STATE_BYTES = 8
 
 
 class LazyAccelerator(Accelerator):
@@ -37,21 +36,6 @@ class LazyAccelerator(Accelerator):
     @abstractmethod
     def current_device(self) -> torch.device:
         """The device of the last :meth:`set_device`."""
-
-    @abstractmethod
-    def rng_state(self, device: torch.device) -> Optional[int]:
-        """The state of a device's generator, below 2**64, without execution; None if unknown."""
-
-    @abstractmethod
-    def set_rng_state(self, state: int, device: torch.device) -> None:
-        """Put a device's generator into a state that :meth:`rng_state` returned."""
-
-    def save_rng(self, device: torch.device) -> Optional[bytes]:
-        state = self.rng_state(device)
-        return None if state is None else state.to_bytes(STATE_BYTES, 'little')
-
-    def load_rng(self, state: bytes, device: torch.device) -> None:
-        self.set_rng_state(int.from_bytes(state, 'little'), device)
 
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
         """Keep the compiler from merging later operations on these tensors with earlier ones.
@@ -116,8 +100,8 @@ class DeviceModule(ModuleType):
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device: DeviceLike = None) -> Tensor:
-        """The state as 8 bytes, or none if the vendor does not report it."""
-        state = self._accelerator.rng_state(self._device(device))
+        """The state as bytes, or none if the vendor does not report it."""
+        state = self._accelerator.save_rng(self._device(device))
         if state is None:
             warnings.warn(
                 f'accelerator {self._accelerator.name!r} does not report the state of its '
@@ -127,8 +111,7 @@ class DeviceModule(ModuleType):
                 f'checkpoint other segments.',
                 stacklevel=2,
             )
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.tensor(list(state.to_bytes(STATE_BYTES, 'little')), dtype=torch.uint8)
+        return torch.tensor(list(state or b''), dtype=torch.uint8)
 
     def set_rng_state(self, state: Tensor, device: DeviceLike = None) -> None:
         """Restore what :meth:`get_rng_state` returned.
@@ -138,8 +121,7 @@ class DeviceModule(ModuleType):
         if device is None:
             self._separate_next_module()
         if state.numel():
-            number = int.from_bytes(bytes(state.tolist()), 'little')
-            self._accelerator.set_rng_state(number, self._device(device))
+            self._accelerator.load_rng(bytes(state.tolist()), self._device(device))
 
     def _separate_next_module(self) -> None:
         def optimization_barrier(_: nn.Module, inputs: Tuple[Any, ...]) -> None:

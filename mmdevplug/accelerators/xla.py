@@ -186,13 +186,13 @@ class XLAAccelerator(LazyAccelerator):
 
     def manual_seed(self, seed: int) -> None:
         for index in range(self.device_count()):
-            self.set_rng_state(seed, torch.device(self.device_type, index))
+            self._xm.set_rng_state(seed, f'{self.device_type}:{index}')
 
-    def rng_state(self, device: torch.device) -> int:
-        return self._xm.get_rng_state(str(device))
+    def save_rng(self, device: torch.device) -> bytes:
+        return self._xm.get_rng_state(str(device)).to_bytes(8, 'little')
 
-    def set_rng_state(self, state: int, device: torch.device) -> None:
-        self._xm.set_rng_state(state, str(device))
+    def load_rng(self, state: bytes, device: torch.device) -> None:
+        self._xm.set_rng_state(int.from_bytes(state, 'little'), str(device))
 
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
         self._xm.optimization_barrier_(list(tensors))
