@@ -9,13 +9,13 @@ from mmdevplug.errors import LaunchError
 
 from . import HOST_BACKENDS, Accelerator, registered_device_types
 
-#: Under these MMEngine sends its own messages in tensors of that device type, and in host tensors
-#: under all others.
+#: With these MMEngine sends its messages in tensors of that device type, and with all others in
+#: host tensors.
 KNOWN_TO_MMENGINE = dict(nccl='cuda', smddp='cuda', hccl='npu', cncl='mlu', mccl='musa')
 
 
 def available_backends() -> List[str]:
-    """The backends that this PyTorch can start, vendors' plug-ins included."""
+    """The backends that this PyTorch can start, those of vendors included."""
     present = {
         'gloo': getattr(torch_dist, 'is_gloo_available', lambda: True)(),
         'nccl': torch_dist.is_nccl_available(),
@@ -29,27 +29,16 @@ def available_backends() -> List[str]:
 
 
 def backend_of(group: Any = None) -> str:
-    """Ask a process group which backend carries tensors of which device type.
+    """The backend of a process group for each device type, e.g. ``'cpu:gloo,npu:hccl'``.
 
-    Args:
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-
-    Returns:
-        str: One for each device type, e.g. ``'cpu:gloo,npu:hccl'``; in PyTorch 1, whose groups
-        have one backend for all tensors, its name.
+    Groups of PyTorch 1 have one backend for all tensors: its name.
     """
     ask = getattr(torch_dist.distributed_c10d, 'get_backend_config', None)
     return str(torch_dist.get_backend(group) if ask is None else ask(group)).lower()
 
 
 def takes_host_tensors(group: Any = None) -> bool:
-    """Ask a process group whether its collectives take tensors of the host.
-
-    Those of a vendor's library (nccl, hccl, cncl) take tensors of its own device alone.
-
-    Args:
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-    """
+    """Whether the collectives of a process group take host tensors, unlike those of nccl."""
     backend = backend_of(group)
     if ':' in backend:
         backend = dict(part.split(':', 1) for part in backend.split(',')).get('cpu', '')
@@ -57,18 +46,9 @@ def takes_host_tensors(group: Any = None) -> bool:
 
 
 def check_backend(backend: str, accelerator: Accelerator, origin: str) -> str:
-    """Refuse a backend that cannot work on an accelerator, before a process group is made.
+    """Refuse a backend that is unknown or does not work on an accelerator.
 
-    Args:
-        backend (str): The backend asked for, e.g. ``'gloo'`` or ``'nccl'``.
-        accelerator (Accelerator): The accelerator of this process.
-        origin (str): The config key that named it, for messages.
-
-    Returns:
-        str: The backend in lower case.
-
-    Raises:
-        LaunchError: If the backend is unknown here or belongs to other devices.
+    ``origin`` is the config key that names it. Returns the backend in lower case.
     """
     if not isinstance(backend, str):
         raise LaunchError(
@@ -78,7 +58,7 @@ def check_backend(backend: str, accelerator: Accelerator, origin: str) -> str:
     backend = backend.lower()
     names = _names(backend, origin)
     available = available_backends()
-    # Gloo works everywhere: where it does not take the tensors, they are staged on the host.
+    # Gloo works everywhere: tensors that it does not take are staged on the host.
     if not (set(names) & set(HOST_BACKENDS) or accelerator.takes_tensors(backend)):
         wanted = [name for name in (accelerator.native_backend, 'gloo') if name in available]
         raise LaunchError(
@@ -97,7 +77,7 @@ def check_backend(backend: str, accelerator: Accelerator, origin: str) -> str:
 
 
 def _names(backend: str, origin: str) -> List[str]:
-    """The backends in a name, or in one for each device type: ``'cpu:gloo,cuda:nccl'``."""
+    """The backends in ``'gloo'`` or ``'cpu:gloo,cuda:nccl'``."""
     parts = backend.split(',')
     if len(parts) == 1 and ':' not in backend:
         return parts
@@ -112,20 +92,17 @@ def _names(backend: str, origin: str) -> List[str]:
 def resolve_backend(
     accelerator: Accelerator, forced: Optional[str] = None, configured: Optional[str] = None
 ) -> str:
-    """Decide on a backend.
+    """Choose a backend that works here.
 
     Args:
         accelerator (Accelerator): The accelerator of this process.
-        forced (str, optional): ``accelerator.backend`` of the config: a name that wins over
-            ``env_cfg``, or ``'auto'`` to take ``env_cfg``'s where it suits the device and the
-            device's default elsewhere. Defaults to None.
-        configured (str, optional): ``env_cfg.dist_cfg.backend``. Defaults to None.
-
-    Returns:
-        str: A backend that works here.
+        forced (str, optional): ``accelerator.backend`` of the config: a name that takes precedence
+            over ``env_cfg``, or ``'auto'`` for ``env_cfg``'s if it works on the device and the
+            device's default otherwise.
+        configured (str, optional): ``env_cfg.dist_cfg.backend``.
 
     Raises:
-        LaunchError: If the backend asked for does not.
+        LaunchError: If the requested backend does not work here.
     """
     if forced not in (None, 'auto'):
         return check_backend(forced, accelerator, 'accelerator.backend')
@@ -140,15 +117,7 @@ def resolve_backend(
 
 
 def with_host_backend(backend: str, accelerator: Accelerator) -> str:
-    """Add gloo for host tensors to a vendor's backend that MMEngine does not know.
-
-    Args:
-        backend (str): A checked backend.
-        accelerator (Accelerator): The accelerator of this process.
-
-    Returns:
-        str: What ``init_process_group`` takes, e.g. ``'cpu:gloo,xpu:xccl'``.
-    """
+    """Add gloo for host tensors to a backend unknown to MMEngine: ``'cpu:gloo,xpu:xccl'``."""
     known = KNOWN_TO_MMENGINE.get(backend) == accelerator.device_type
     if ':' in backend or backend in HOST_BACKENDS or known:
         return backend

@@ -3,12 +3,13 @@
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Any, Callable, Iterable, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Union
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.errors import AcceleratorError
+from mmdevplug.utils.torch_compat import default_autocast_dtype
 
 #: Backends of torch.distributed for host tensors; what they do with others differs.
 HOST_BACKENDS = ('gloo', 'mpi', 'ucc')
@@ -20,31 +21,23 @@ def devices_of(tensors: Iterable[Tensor]) -> List[torch.device]:
 
 
 def registered_device_types(backend: str) -> Sequence[str]:
-    """The device types that a backend of torch.distributed was registered for.
-
-    PyTorch 1 does not know them.
-    """
-    from torch import distributed as torch_dist
-
-    return getattr(torch_dist.Backend, 'backend_capability', {}).get(backend, ())
+    """The device types that a backend of torch.distributed was registered for."""
+    return _backend_capabilities().get(backend, ())
 
 
-def _registered_backend(device_type: str) -> Optional[str]:
-    """The backend that a vendor's package registered for its device type alone, if any."""
-    from torch import distributed as torch_dist
-
-    backends = getattr(torch_dist.Backend, 'backend_capability', {})
-    return next((name for name, types in backends.items() if list(types) == [device_type]), None)
+def _backend_capabilities() -> Dict[str, Sequence[str]]:
+    """The device types of each backend; empty in PyTorch 1."""
+    return getattr(torch_dist.Backend, 'backend_capability', {})
 
 
 class KeptGraphs(NamedTuple):
-    """What became of graphs where compiled ones are kept on disk.
+    """Counts of a cache of compiled graphs on disk.
 
     Attributes:
-        folder (str): Where they are kept.
-        read (int): How many were found on disk, and were not compiled.
-        missed (int): How many were not there, and were compiled.
-        unreadable (int): How many were there and had to be compiled in spite of it.
+        folder (str): The cache.
+        read (int): Graphs read from it instead of compiled.
+        missed (int): Graphs that were not in it, and were compiled.
+        unreadable (int): Graphs that were in it but had to be compiled again.
     """
 
     folder: str
@@ -57,15 +50,18 @@ class Accelerator(ABC):
     """One family of devices, eager unless a subclass says otherwise.
 
     A subclass names its device type and overrides what differs. Device indices are local to this
-    process; memory is in bytes.
+    process; memory is in bytes. Where a method takes an optional device, None is the current one.
 
     Attributes:
-        name (str): What a user asks for, e.g. ``'gcu'``.
-        device_type (str): What ``torch.device`` takes, e.g. ``'xla'`` for a T20 GCU.
+        name (str): The name in configs, e.g. ``'gcu'``.
+        device_type (str): The type for ``torch.device``, e.g. ``'xla'`` for a T20 GCU.
         lazy (bool): Whether operations run only when they are materialized.
         native_backend (str, optional): The vendor's backend of ``torch.distributed``.
         visible_devices_env (str, optional): The environment variable that limits the devices a
             process sees. It is read, never changed.
+        package (str, optional): The vendor's package; None for devices of PyTorch itself.
+        gloo_takes_tensors (bool): Whether gloo reads and writes tensors on these devices.
+        shares_devices (bool): Whether all ranks of a host use one device (true for the CPU).
     """
 
     name: str = ''
@@ -73,11 +69,8 @@ class Accelerator(ABC):
     lazy: bool = False
     native_backend: Optional[str] = None
     visible_devices_env: Optional[str] = None
-    #: The vendor's package, None for what PyTorch brings itself.
     package: Optional[str] = None
-    #: Whether gloo reads and writes tensors of this family as they are.
     gloo_takes_tensors: bool = False
-    #: Several ranks may share one device without being told (true of the CPU alone).
     shares_devices: bool = False
 
     # presence ---------------------------------------------------------------------------------
@@ -99,26 +92,23 @@ class Accelerator(ABC):
         """The number of devices this process sees."""
 
     def requirement(self) -> str:
-        """What has to be present for :meth:`is_available` to be true, for error messages."""
-        return f'a PyTorch build with {self.device_type} support and a visible device'
+        """What :meth:`is_available` needs, for error messages."""
+        if self.package is not None:
+            return f'the package {self.package}'
+        kind = self.device_type
+        return f'a PyTorch build with {kind} support (torch.{kind}) and a visible device'
 
     def device_name(self, device: torch.device) -> str:
-        """The product name of a device, or its type where the vendor tells none."""
+        """The product name of a device, or its type if the vendor reports none."""
         return self.device_type
 
     # devices ----------------------------------------------------------------------------------
 
     def device(self, local_rank: int = 0) -> torch.device:
-        """The device of a local rank.
+        """The device of a local rank, with an index.
 
-        A process that sees exactly one device takes index 0 whatever its local rank, as under
+        A process that sees exactly one device uses index 0 whatever its local rank is, as under
         launchers that mask the devices.
-
-        Args:
-            local_rank (int): Index of this process among those of its host.
-
-        Returns:
-            torch.device: A device with an index.
 
         Raises:
             AcceleratorError: If there is no such device.
@@ -141,33 +131,28 @@ class Accelerator(ABC):
         """Make ``device`` the current one of this process."""
 
     def current_device(self) -> torch.device:
-        """The device that this process computes on unless told otherwise."""
+        """The current device of this process."""
         return self.device()
 
     @abstractmethod
     def synchronize(self, device: Optional[torch.device] = None) -> None:
-        """Wait until the device has done what was asked of it."""
+        """Wait until the device has finished all work."""
 
     def materialize(
         self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
     ) -> None:
-        """Run what a lazy device has recorded; nothing to do on an eager one.
+        """Run the operations that a lazy device has recorded.
 
         Args:
             device (torch.device, optional): Defaults to None: the current one.
-            wanted (Sequence[Tensor]): Tensors that are about to be fetched, which a device may
-                have to be told of so that fetching them costs no execution of its own.
+            wanted (Sequence[Tensor]): Tensors about to be copied to the host: computed in the same
+                execution.
         """
 
     def materialize_all(
         self, devices: Sequence[torch.device], wanted: Sequence[Tensor] = ()
     ) -> None:
-        """Materialize several devices, each with those of the tensors that are on it.
-
-        Args:
-            devices (Sequence[torch.device]): All that one model computes on.
-            wanted (Sequence[Tensor]): See :meth:`materialize`.
-        """
+        """Materialize several devices; see :meth:`materialize`."""
         for device in devices:
             here = [tensor for tensor in wanted if tensor.device == device]
             self.materialize(device, here if len(devices) > 1 else wanted)
@@ -175,28 +160,21 @@ class Accelerator(ABC):
     # compilation ------------------------------------------------------------------------------
 
     def compilations(self) -> Optional[int]:
-        """How many graphs this process has compiled so far.
-
-        Returns:
-            int, optional: None where nothing is compiled, or the vendor tells no number.
-        """
+        """The number of graphs that this process has compiled; None if it is unknown."""
         return None
 
     def keep_compilations(self, folder: str) -> Optional[str]:
-        """Keep compiled graphs in a folder, and take from there those that are in it.
+        """Read compiled graphs from a folder of this process, and write new ones to it.
 
-        To be called before the device is first used, with a folder for this process alone.
-
-        Args:
-            folder (str): An existing folder.
+        Called before the device is first used.
 
         Returns:
-            str, optional: Why this is of no use here, as the end of a sentence; None if it is.
+            str, optional: Why this does not work here, as the end of a sentence; None if it does.
         """
         return f'accelerator {self.name!r} compiles no graphs'
 
     def kept_compilations(self) -> Optional[KeptGraphs]:
-        """What became of graphs since :meth:`keep_compilations`; None where nothing is kept."""
+        """The counts since :meth:`keep_compilations`; None without a cache."""
         return None
 
     def describe_visibility(self) -> str:
@@ -209,14 +187,7 @@ class Accelerator(ABC):
         return f'{self.visible_devices_env}={value!r}'
 
     def device_id(self, device: torch.device) -> Union[int, str]:
-        """What the host calls a device, of which this process may see a selection.
-
-        Args:
-            device (torch.device): A device of this family.
-
-        Returns:
-            int or str: Its entry in the visible-devices variable, or else its index.
-        """
+        """The device's entry in the visible-devices variable, or else its index."""
         names = os.environ.get(self.visible_devices_env or '', '').split(',')
         index = device.index or 0
         name = names[index].strip() if index < len(names) else ''
@@ -225,19 +196,12 @@ class Accelerator(ABC):
     # copies -----------------------------------------------------------------------------------
 
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
-        """Copy tensors of one device to the host in one call.
-
-        Args:
-            tensors (Sequence[Tensor]): Tensors of any shapes and dtypes.
-
-        Returns:
-            List[Tensor]: CPU tensors with the same shapes and dtypes.
-        """
+        """Copy tensors to the host in one call, detached."""
         return [tensor.detach().cpu() for tensor in tensors]
 
     def copy_to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy device tensors into existing host tensors, converting dtypes as ``copy_`` does."""
-        # A lazy device reads many tensors in one call; an eager one needs no copy in between.
+        # A lazy device is read in one call; an eager one needs no intermediate copy.
         fetched = self.to_host(sources) if self.lazy else sources
         for source, target in zip(fetched, targets):
             target.copy_(source.detach())
@@ -245,16 +209,12 @@ class Accelerator(ABC):
     def start_copy_to_host(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor]
     ) -> Optional[Callable[[], None]]:
-        """As :meth:`copy_to_host`, but may return before the data are there.
-
-        Returns:
-            Callable or None: Waits for the data; None if they are there.
-        """
+        """Start :meth:`copy_to_host`; returns a function that waits for it, None if it is done."""
         self.copy_to_host(sources, targets)
         return None
 
     def pins_memory(self) -> bool:
-        """Whether copies are faster from and to page-locked host memory."""
+        """Whether copies to and from page-locked host memory are faster."""
         return False
 
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -263,29 +223,21 @@ class Accelerator(ABC):
             target.copy_(source)
 
     def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> List[Tensor]:
-        """Copy host tensors to a device in one call.
-
-        Args:
-            tensors (Sequence[Tensor]): Host tensors of any shapes and dtypes.
-            device (torch.device): A device of this family.
-
-        Returns:
-            List[Tensor]: New tensors with the same shapes and dtypes.
-        """
+        """Copy host tensors to new tensors on a device, in one call."""
         return [tensor.detach().to(device) for tensor in tensors]
 
     # memory -----------------------------------------------------------------------------------
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
-        """Bytes in use on a device, or None where the vendor tells nothing."""
+        """Bytes in use on a device; None if the vendor does not report them."""
         return None
 
     def max_memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
-        """The largest number of bytes in use so far, or None where the vendor tells nothing."""
+        """Peak of bytes in use; None if the vendor does not report it."""
         return None
 
     def memory_total(self, device: torch.device) -> Optional[int]:
-        """Bytes that a device has, or None where the vendor tells nothing."""
+        """Bytes that a device has; None if the vendor does not report them."""
         return None
 
     def empty_cache(self) -> None:
@@ -297,10 +249,7 @@ class Accelerator(ABC):
         """Seed the generators of all devices of this family that this process sees."""
 
     def save_rng(self, device: torch.device) -> Optional[bytes]:
-        """The state of a device's generator, None where the vendor does not tell it.
-
-        It is to be used on a device of the same family alone.
-        """
+        """The state of a device's generator, for this family only; None if it is unknown."""
         return None
 
     def load_rng(self, state: bytes, device: torch.device) -> None:
@@ -308,25 +257,18 @@ class Accelerator(ABC):
 
     @property
     def amp_dtype(self) -> torch.dtype:
-        """What mixed precision casts to unless told otherwise: PyTorch's own choice."""
-        chosen = getattr(torch, 'get_autocast_dtype', None)
-        # Older releases have float16 for whatever is not the CPU.
-        return torch.float16 if chosen is None else chosen(self.device_type)
+        """The default dtype of mixed precision: PyTorch's."""
+        return default_autocast_dtype(self.device_type)
 
     def autocast(
         self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
     ) -> AbstractContextManager:
-        """The mixed-precision context of this family.
-
-        Args:
-            dtype (torch.dtype, optional): bfloat16 or float16. Defaults to :attr:`amp_dtype`.
-            enabled (bool): Defaults to True.
-        """
+        """The mixed-precision context; ``dtype`` defaults to :attr:`amp_dtype`."""
         dtype = dtype or self.amp_dtype
         return torch.autocast(self.device_type, dtype=dtype, enabled=enabled, **kwargs)
 
     def grad_scaler(self, **kwargs: Any) -> Any:
-        """The gradient scaler for float16, with the arguments of ``torch.cuda.amp.GradScaler``.
+        """The gradient scaler for float16; arguments as of ``torch.cuda.amp.GradScaler``.
 
         Raises:
             AcceleratorError: If the family has none.
@@ -337,44 +279,41 @@ class Accelerator(ABC):
         )
 
     def _torch_grad_scaler(self, **kwargs: Any) -> Any:
-        """PyTorch's scaler for any device, None in releases before it."""
+        """PyTorch's scaler for any device; None before PyTorch 2.3."""
         scaler = getattr(getattr(torch, 'amp', None), 'GradScaler', None)
         return None if scaler is None else scaler(self.device_type, **kwargs)
 
     # profiling --------------------------------------------------------------------------------
 
     def profiler_activity(self) -> Any:
-        """What ``torch.profiler`` calls recording such a device, None if it knows none."""
+        """The member of ``torch.profiler.ProfilerActivity``; None if there is none."""
         return torch.profiler.ProfilerActivity.__members__.get(self.device_type.upper())
 
     def trace(self, folder: str) -> Optional[AbstractContextManager]:
-        """The vendor's own profiler, where ``torch.profiler`` records nothing of the device.
-
-        Args:
-            folder (str): Where it is to write.
+        """The vendor's profiler, for devices that ``torch.profiler`` does not record.
 
         Returns:
-            context manager: Records inside; None if no profiler is known.
+            context manager: Records to ``folder``; None if there is no such profiler.
         """
         return None
 
     # collectives ------------------------------------------------------------------------------
 
     def default_backend(self) -> str:
-        """The backend of torch.distributed when a config names none."""
-        from torch import distributed as torch_dist
-
+        """The backend of torch.distributed if a config names none."""
         native = self.native_backend
-        # What torch_xla registers runs inside of its graphs and takes nothing else.
+        # torch_xla's backend runs inside graphs only.
         if native is None and not self.lazy:
-            native = _registered_backend(self.device_type)
+            for name, types in _backend_capabilities().items():
+                if list(types) == [self.device_type]:
+                    native = name
         if native is None or not hasattr(torch_dist.Backend, native.upper()):
             return 'gloo'
         is_available = getattr(torch_dist, f'is_{native}_available', lambda: True)
         return native if is_available() else 'gloo'
 
     def takes_tensors(self, backend: str) -> bool:
-        """Whether a collective works on this family's tensors as they are.
+        """Whether a backend's collectives take tensors on these devices.
 
         Args:
             backend (str): A name, or one for each device type: ``'cpu:gloo,cuda:nccl'``.
@@ -391,7 +330,7 @@ class Accelerator(ABC):
         return self.device_type in registered_device_types(backend)
 
     def ddp_device_ids(self, device: torch.device) -> Optional[List[int]]:
-        """What PyTorch's DDP wants as ``device_ids``: None where it takes no such list."""
+        """The ``device_ids`` for PyTorch's DDP; None if it takes none for these devices."""
         return None
 
     def __repr__(self) -> str:

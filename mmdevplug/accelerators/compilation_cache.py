@@ -9,31 +9,17 @@ from .base import Accelerator, KeptGraphs
 
 
 def start_compilation_cache(accelerator: Accelerator, folder: str, rank: int) -> None:
-    """Keep the graphs that this rank compiles, in a folder of its own.
-
-    Where that is not possible, a warning says why, and training goes on without.
-
-    Args:
-        accelerator (Accelerator): Not used yet.
-        folder (str): For all ranks; each makes one inside.
-        rank (int): The rank of this process.
-
-    Raises:
-        AcceleratorError: If the folder cannot be written.
-    """
+    """Keep the graphs that this rank compiles in its subfolder, or warn why that is impossible."""
     own = os.path.join(folder, f'rank_{rank}')
     try:
         os.makedirs(own, exist_ok=True)
-        writable = os.access(own, os.W_OK | os.X_OK)
+        problem = '' if os.access(own, os.W_OK | os.X_OK) else 'cannot be written to'
     except OSError as error:
+        problem = f'cannot be made: {error}'
+    if problem:
         raise AcceleratorError(
-            f'accelerator.compilation_cache={folder!r}: {own} cannot be made: {error}. Name a '
-            f'folder that every rank can write to.'
-        ) from error
-    if not writable:
-        raise AcceleratorError(
-            f'accelerator.compilation_cache={folder!r}: {own} cannot be written to. Name a folder '
-            f'that every rank can write to.'
+            f'accelerator.compilation_cache={folder!r}: {own} {problem}. Name a folder that every '
+            f'rank can write to.'
         )
     why_not = accelerator.keep_compilations(own)
     if why_not is not None and rank == 0:
@@ -44,19 +30,15 @@ def start_compilation_cache(accelerator: Accelerator, folder: str, rank: int) ->
 
 
 def describe_kept(kept: KeptGraphs) -> str:
-    """One line for the log.
-
-    Args:
-        kept (KeptGraphs): What became of graphs.
-    """
-    told = (
+    """Describe the counts of the cache in a sentence for the log."""
+    text = (
         f'compilation cache {kept.folder}: {kept.read} graphs read, {kept.missed} compiled and '
         f'written'
     )
     if kept.unreadable:
-        told += (
+        text += (
             f', {kept.unreadable} found that could not be read and were compiled again. Either '
             f'another release of torch_xla wrote them (delete the folder), or this device cannot '
             f'read compiled graphs (remove accelerator.compilation_cache)'
         )
-    return f'{told}.'
+    return f'{text}.'

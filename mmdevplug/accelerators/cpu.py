@@ -44,5 +44,4 @@ class CPUAccelerator(Accelerator):
         return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
     def grad_scaler(self, **kwargs: Any) -> Any:
-        scaler = self._torch_grad_scaler(**kwargs)
-        return super().grad_scaler(**kwargs) if scaler is None else scaler
+        return self._torch_grad_scaler(**kwargs) or super().grad_scaler(**kwargs)

@@ -3,6 +3,7 @@
 import os
 import traceback
 import warnings
+from functools import partial
 from inspect import signature
 from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Union
 
@@ -37,11 +38,11 @@ def choose_accelerator(config: AcceleratorConfig = None) -> Choice:
             choice to ``MMDEVPLUG_ACCELERATOR`` and then to detection. Defaults to None.
 
     Returns:
-        Choice: The accelerator and a phrase that says what decided.
+        Choice: The accelerator and the reason.
 
     Raises:
         AcceleratorError: If the accelerator is unknown, not usable or broken, or if there are
-            arguments and it is left to detection.
+            arguments but no name.
     """
     if isinstance(config, Accelerator):
         return Choice(config, 'given as an object')
@@ -93,10 +94,11 @@ def available_accelerators() -> List[str]:
 
 
 def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
-    if name in ACCELERATORS.module_dict:
-        return _call(ACCELERATORS.module_dict[name], ACCELERATORS.build, name, options)
-    if name == privateuse1_name() or 'package' in options:
-        return _call(TorchNativeAccelerator, _build_native, name, dict(options, type=name))
+    kind = ACCELERATORS.module_dict.get(name)
+    if kind is None and (name == privateuse1_name() or 'package' in options):
+        kind = partial(TorchNativeAccelerator, name)
+    if kind is not None:
+        return _call(kind, name, options)
     raise AcceleratorError(
         f'{origin} names the accelerator {name!r}, which is unknown. Known: '
         f'{", ".join(sorted(ACCELERATORS.module_dict))}; usable here: '
@@ -106,8 +108,8 @@ def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
     )
 
 
-def _call(kind: Callable, build: Callable, name: str, options: Mapping[str, Any]) -> Accelerator:
-    """Build an accelerator; tell options that it does not take from an error inside it."""
+def _call(kind: Callable, name: str, options: Mapping[str, Any]) -> Accelerator:
+    """Build an accelerator; report options that it does not take, and errors inside it."""
     try:
         signature(kind).bind(**options)
     except TypeError as error:
@@ -117,11 +119,11 @@ def _call(kind: Callable, build: Callable, name: str, options: Mapping[str, Any]
             f'options of training.'
         ) from error
     try:
-        return build(dict(options, type=name))
+        return kind(**options)
     except DevPlugError:
         raise
     except Exception as error:
-        # Whatever a vendor's class does when it is built.
+        # A vendor's class may raise anything.
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise AcceleratorError(
             f'accelerator {name!r} fails when it is built, at {place.filename}:{place.lineno} '
@@ -130,18 +132,17 @@ def _call(kind: Callable, build: Callable, name: str, options: Mapping[str, Any]
         ) from error
 
 
-def _build_native(options: Mapping[str, Any]) -> Accelerator:
-    return TorchNativeAccelerator(**options)
-
-
 def _is_usable(accelerator: Accelerator) -> bool:
-    """Whether there is a device; a driver that raises instead of answering is an error."""
+    """Whether there is a device.
+
+    Raises:
+        AcceleratorError: If the vendor's driver fails.
+    """
     try:
         return accelerator.is_available() and accelerator.device_count() > 0
     except AcceleratorError:
         raise
     except Exception as error:
-        # Vendors' drivers fail in many ways when they are asked for their devices.
         raise AcceleratorError(
             f'accelerator {accelerator.name!r} fails when asked for its devices, with '
             f'{type(error).__name__}: {error} ({accelerator.describe_visibility()}). Check the '
@@ -173,7 +174,7 @@ def _usable_accelerators() -> Iterator[Accelerator]:
             accelerator = _build(name, {}, 'detection')
             usable = _is_usable(accelerator)
         except AcceleratorError as error:
-            # Said aloud: training on the CPU beside a broken card is what nobody wants.
+            # Not silent: nobody wants to train on the CPU beside a broken card.
             warnings.warn(str(error), stacklevel=3)
             continue
         if usable:

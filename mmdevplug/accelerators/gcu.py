@@ -3,8 +3,8 @@
 - T20, ``torch_gcu 1.10``: lazy devices that PyTorch calls ``xla:<index>``.
 - S60, ``torch_gcu 2.5`` and later: eager devices of PyTorch's PrivateUse1, ``gcu:<index>``.
 
-Neither card was at hand when this was written: both paths are tested on stand-ins that follow the
-vendor's published interface.
+Neither card was available: both are tested with stand-ins that follow the vendor's published
+interface.
 """
 
 from typing import Any, List, Optional, Sequence
@@ -33,9 +33,6 @@ class T20Accelerator(LazyAccelerator):
     def _torch_gcu(self) -> Any:
         return import_vendor('torch_gcu')
 
-    def requirement(self) -> str:
-        return "the vendor's package torch_gcu"
-
     def is_available(self) -> bool:
         return self._torch_gcu is not None and self._torch_gcu.is_available()
 
@@ -54,12 +51,6 @@ class T20Accelerator(LazyAccelerator):
     def current_device(self) -> torch.device:
         return torch.device(self.device_type, self._torch_gcu.current_device())
 
-    def rng_state(self, device: torch.device) -> Optional[int]:
-        return None  # The vendor's package offers no function for it.
-
-    def set_rng_state(self, state: int, device: torch.device) -> None:
-        pass
-
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         self.materialize(device)
         self._torch_gcu.synchronize(device)
@@ -67,18 +58,14 @@ class T20Accelerator(LazyAccelerator):
     def materialize(
         self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
     ) -> None:
-        # The default mode waits for the graph before: two graphs in flight need more memory
-        # than a card may have.
+        # The default mode waits for the previous graph: two at a time may exceed a card's memory.
         self._torch_gcu.sync_lived_tensor(device=device)
-
-    def compilations(self) -> Optional[int]:
-        return None  # The vendor's package offers no function for it.
 
     def keep_compilations(self, folder: str) -> Optional[str]:
         return "the vendor's package torch_gcu offers no cache of compiled graphs"
 
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
-        # One graph for all of a card's; each copy then finds its data ready.
+        # Compute all tensors of a card in one graph before they are copied.
         for device in devices_of(tensors):
             self._torch_gcu.unlazy([tensor for tensor in tensors if tensor.device == device])
         return super().to_host(tensors)
@@ -113,14 +100,10 @@ def build_gcu(generation: Optional[str] = None) -> Accelerator:
     """Build the accelerator of the GCU generation that is installed.
 
     Args:
-        generation (str, optional): ``'t20'`` or ``'s60'``; found out from what is installed when
-            None. Defaults to None.
-
-    Returns:
-        Accelerator: :class:`T20Accelerator` or :class:`S60Accelerator`.
+        generation (str, optional): ``'t20'`` or ``'s60'``. Defaults to None: as installed.
 
     Raises:
-        AcceleratorError: If ``generation`` is another word or ``torch_gcu`` cannot be imported.
+        AcceleratorError: If ``generation`` has another value or ``torch_gcu`` cannot be imported.
     """
     if generation not in (None, 't20', 's60'):
         raise AcceleratorError(

@@ -1,14 +1,14 @@
-"""What lazy devices share: the module ``torch.<type>``, which their packages do not bring.
+"""Lazy devices, and the module ``torch.<type>`` that their packages do not provide.
 
-PyTorch asks a module of that name for the random-number state when a checkpointed segment of a
-model is run a second time, and fails where there is none.
+PyTorch reads the random-number state from that module when it runs a checkpointed segment of a
+model again, and fails if there is none.
 """
 
 import warnings
 from abc import abstractmethod
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, List, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .base import Accelerator
 
 DeviceLike = Union[int, str, torch.device, None]
-STATE_BYTES = 8
 
 
 class LazyAccelerator(Accelerator):
@@ -27,69 +26,29 @@ class LazyAccelerator(Accelerator):
     lazy = True
 
     def device(self, local_rank: int = 0) -> torch.device:
-        """See :meth:`Accelerator.device`; gives PyTorch its module at the first call."""
-        provide_device_module(self)
+        """See :meth:`Accelerator.device`; the first call registers ``torch.<type>``."""
+        # Releases without this function keep the states of CUDA devices only and need no module.
+        register = getattr(torch, '_register_device_module', None)
+        if register is not None and not hasattr(torch, self.device_type):
+            register(self.device_type, DeviceModule(self))
         return super().device(local_rank)
 
     @abstractmethod
     def current_device(self) -> torch.device:
-        """The device that :meth:`set_device` chose last."""
-
-    @abstractmethod
-    def rng_state(self, device: torch.device) -> Optional[int]:
-        """The state of a device's generator, below 2**64, without running anything.
-
-        Returns:
-            int, optional: None if the vendor does not tell.
-        """
-
-    @abstractmethod
-    def set_rng_state(self, state: int, device: torch.device) -> None:
-        """Put a device's generator into a state that :meth:`rng_state` told."""
-
-    @abstractmethod
-    def compilations(self) -> Optional[int]:
-        """See :meth:`Accelerator.compilations`; each lazy vendor has an answer of its own."""
-
-    @abstractmethod
-    def keep_compilations(self, folder: str) -> Optional[str]:
-        """See :meth:`Accelerator.keep_compilations`."""
-
-    def save_rng(self, device: torch.device) -> Optional[bytes]:
-        state = self.rng_state(device)
-        return None if state is None else state.to_bytes(STATE_BYTES, 'little')
-
-    def load_rng(self, state: bytes, device: torch.device) -> None:
-        self.set_rng_state(int.from_bytes(state, 'little'), device)
+        """The device of the last :meth:`set_device`."""
 
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
-        """Let the compiler not recognize what is computed from these tensors from now on.
+        """Keep the compiler from merging later operations on these tensors with earlier ones.
 
-        Else it finds that a checkpointed segment is computed twice, and keeps the first result
-        until backward, with all the memory that checkpointing should save.
+        It would compute a checkpointed segment only once and keep the result until backward, with
+        all the memory that checkpointing should save.
         """
-
-
-def provide_device_module(accelerator: LazyAccelerator) -> None:
-    """Register ``torch.<type>`` unless there is one.
-
-    Args:
-        accelerator (LazyAccelerator): Answers what the module is asked.
-    """
-    # Releases without this function keep the states of CUDA devices alone, and ask for no module.
-    register = getattr(torch, '_register_device_module', None)
-    if register is not None and not hasattr(torch, accelerator.device_type):
-        register(accelerator.device_type, DeviceModule(accelerator))
 
 
 class DeviceModule(ModuleType):
-    """The functions that PyTorch's checkpointing, ``fork_rng`` and autocast call.
+    """The functions of ``torch.<type>`` that checkpointing, ``fork_rng`` and autocast call."""
 
-    Args:
-        accelerator (LazyAccelerator): Answers them.
-    """
-
-    #: PyTorch keeps the random-number states of modules that say this.
+    #: PyTorch keeps the random-number states of initialized modules.
     _initialized = True
 
     def __init__(self, accelerator: LazyAccelerator) -> None:
@@ -141,19 +100,18 @@ class DeviceModule(ModuleType):
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device: DeviceLike = None) -> Tensor:
-        """The state as 8 bytes, or none where the vendor does not tell it."""
-        state = self._accelerator.rng_state(self._device(device))
+        """The state as bytes, or none if the vendor does not report it."""
+        state = self._accelerator.save_rng(self._device(device))
         if state is None:
             warnings.warn(
-                f'accelerator {self._accelerator.name!r} does not tell the state of its random '
-                f'numbers: dropout inside a checkpointed segment (with_cp, '
+                f'accelerator {self._accelerator.name!r} does not report the state of its '
+                f'random numbers: dropout inside a checkpointed segment (with_cp, '
                 f'activation_checkpointing) drops other elements when the segment is run again, '
                 f'and its gradients are wrong. Expected: no dropout there. Set its rate to 0, or '
                 f'checkpoint other segments.',
                 stacklevel=2,
             )
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.tensor(list(state.to_bytes(STATE_BYTES, 'little')), dtype=torch.uint8)
+        return torch.tensor(list(state or b''), dtype=torch.uint8)
 
     def set_rng_state(self, state: Tensor, device: DeviceLike = None) -> None:
         """Restore what :meth:`get_rng_state` returned.
@@ -163,8 +121,7 @@ class DeviceModule(ModuleType):
         if device is None:
             self._separate_next_module()
         if state.numel():
-            number = int.from_bytes(bytes(state.tolist()), 'little')
-            self._accelerator.set_rng_state(number, self._device(device))
+            self._accelerator.load_rng(bytes(state.tolist()), self._device(device))
 
     def _separate_next_module(self) -> None:
         def optimization_barrier(_: nn.Module, inputs: Tuple[Any, ...]) -> None:

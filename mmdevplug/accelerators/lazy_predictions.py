@@ -14,10 +14,9 @@ from .base import Accelerator
 def materialize_predictions(
     module: nn.Module, accelerator: Accelerator, devices: Sequence[torch.device]
 ) -> None:
-    """Let a lazy device run each forward pass that needs no gradient as one graph.
+    """Materialize after each forward pass without gradients.
 
-    Metrics read predictions sample by sample; without this every sample would be a graph of its
-    own.
+    Metrics read predictions sample by sample; without this every sample would be its own graph.
     """
 
     def materialize(*_: object) -> None:
@@ -27,7 +26,7 @@ def materialize_predictions(
     if not isinstance(module, BaseTTAModel):
         module.register_forward_hook(materialize)
         return
-    # Test-time augmentation calls the model inside, once for each view, and merges what it said.
+    # Test-time augmentation calls the inner model for each view and merges the predictions.
     module.module.register_forward_hook(materialize)
     merge = module.merge_preds
 
@@ -44,7 +43,7 @@ _in_training_step: ContextVar[bool] = ContextVar('in_training_step', default=Fal
 
 @contextmanager
 def training_step() -> Iterator[None]:
-    """Leave forward passes without gradients to the graph of the training step around them."""
+    """Keep forward passes without gradients in the graph of the training step around them."""
     token = _in_training_step.set(True)
     try:
         yield

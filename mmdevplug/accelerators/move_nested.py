@@ -1,6 +1,6 @@
 """Move nested containers of tensors to a device in one call."""
 
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Any, Dict, List, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -15,15 +15,15 @@ from .cpu import CPUAccelerator
 def to_device(nested: Any, device: Union[str, torch.device]) -> Any:
     """Move all tensors in nested containers to a device.
 
-    They travel between host and device in one call; those that are there already cost nothing.
-    Tensors that require gradients move one by one, so that gradients find back.
+    One call copies all of them between host and device. Tensors that require gradients are copied
+    one by one, within the graph of autograd.
 
     Args:
-        nested: Containers, see :func:`container_of`, and anything else, which stays as it is.
-        device (str or torch.device): Where to.
+        nested: Dicts, lists, tuples, dataclasses and data elements; anything else stays as it is.
+        device (str or torch.device): The target device.
 
     Returns:
-        Any: The same structure; the very same object if all of it was there.
+        Any: The same structure; the same object if nothing in it had to move.
 
     Examples:
         >>> to_device(dict(image=torch.zeros(3, 8, 8), name='a'), 'cpu')['name']
@@ -40,39 +40,30 @@ def to_device(nested: Any, device: Union[str, torch.device]) -> Any:
 
 
 def move_tensors(tensors: Sequence[Tensor], device: torch.device) -> List[Tensor]:
-    """Copy tensors to a device, in one call for those that take the same way.
-
-    Args:
-        tensors (Sequence[Tensor]): On any devices.
-        device (torch.device): With an index, unless it is the host.
-    """
+    """Copy tensors to a device, in one call for those of the same source."""
     result: List[Tensor] = list(tensors)
-    if all(tensor.device == device for tensor in tensors):
-        return result
-    ways: Dict[Optional[torch.device], List[int]] = {}
+    by_source: Dict[torch.device, List[int]] = {}
     for index, tensor in enumerate(tensors):
-        single = tensor.requires_grad or 'cpu' not in (tensor.device.type, device.type)
-        ways.setdefault(None if single else tensor.device, []).append(index)
-    for source, indices in ways.items():
+        if tensor.requires_grad or 'cpu' not in (tensor.device.type, device.type):
+            result[index] = tensor.to(device)
+        elif tensor.device != device:
+            by_source.setdefault(tensor.device, []).append(index)
+    for source, indices in by_source.items():
         chosen = [tensors[index] for index in indices]
-        if source is None:
-            copies = [tensor.to(device) for tensor in chosen]
-        elif source == device:
-            copies = chosen
-        elif device.type == 'cpu':
+        if device.type == 'cpu':
             copies = accelerator_for(source.type).to_host(chosen)
         else:
             copies = accelerator_for(device.type).to_device(chosen, device)
-        for index, made in zip(indices, copies):
-            result[index] = made
+        for index, copy in zip(indices, copies):
+            result[index] = copy
     return result
 
 
 def accelerator_for(device_type: str) -> Accelerator:
-    """What copies between the host and devices of a type: this process's accelerator if it can."""
+    """The accelerator that copies between the host and devices of a type."""
     if device_type != 'cpu':
         current = current_accelerator()
         if current.device_type == device_type:
             return current
-    # Its copies are those that PyTorch has for any device.
+    # It copies with PyTorch's own functions, which work for any device.
     return CPUAccelerator()

@@ -6,22 +6,17 @@ from mmdevplug.errors import AcceleratorError
 
 from .base import Accelerator
 
-#: Of the largest expected value; devices that multiply in bfloat16 or TF32 stay well below it.
+#: Relative to the largest expected value; devices that multiply in bfloat16 or TF32 stay below.
 RELATIVE_TOLERANCE = 1e-2
 
 
 def probe_device(accelerator: Accelerator, device: torch.device) -> None:
     """Run one small computation on a device and compare it with the CPU.
 
-    Args:
-        accelerator (Accelerator): The family of the device.
-        device (torch.device): The device to try.
-
     Raises:
-        AcceleratorError: If the device cannot be used or computes something else; it names the
-            device, the count of devices and the visible-devices variable.
+        AcceleratorError: If the device cannot be used or computes something else.
     """
-    # Named in full, since a user may have changed the defaults.
+    # Device and dtype are explicit because a user may have changed the defaults.
     host = torch.linspace(-1.0, 1.0, 64, device='cpu', dtype=torch.float32).reshape(8, 8)
     expected = host @ host.t() + 1.0
     try:

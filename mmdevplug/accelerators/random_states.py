@@ -14,10 +14,9 @@ RandomState = Dict[str, Any]
 
 
 def host_random_state() -> RandomState:
-    """The states of Python's, NumPy's and PyTorch's generators on the host.
+    """The states of Python's, NumPy's and PyTorch's generators on the host, as text.
 
-    Returns:
-        dict: Of text, which JSON and ``weights_only`` loading take, and which is quick to copy.
+    JSON and ``weights_only`` loading take text.
     """
     kind, keys, position, has_gauss, cached = np.random.get_state()
     numbers = [str(kind), _encode(keys.tobytes()), int(position), int(has_gauss), float(cached)]
@@ -41,13 +40,8 @@ def set_host_random_state(state: RandomState) -> None:
 def random_state(accelerator: Accelerator, devices: Sequence[torch.device]) -> RandomState:
     """The states of the host's generators and of a rank's devices.
 
-    Args:
-        accelerator (Accelerator): The family of the devices.
-        devices (Sequence[torch.device]): Those of this rank, the main one first.
-
-    Returns:
-        dict: With ``device`` None where the vendor tells no state, and ``more_devices`` for a
-        model that is spread over several.
+    ``device`` is None if the vendor reports no state; ``more_devices`` is there for a model that
+    is spread over several.
     """
     first, *others = (_saved(accelerator, device) for device in devices)
     state = dict(host_random_state(), accelerator=accelerator.name, device=first)
@@ -57,11 +51,7 @@ def random_state(accelerator: Accelerator, devices: Sequence[torch.device]) -> R
 def set_random_state(
     state: RandomState, accelerator: Accelerator, devices: Sequence[torch.device]
 ) -> Optional[str]:
-    """Restore what :func:`random_state` returned.
-
-    Returns:
-        str or None: What could not be restored and why.
-    """
+    """Restore what :func:`random_state` returned; returns what could not be restored and why."""
     set_host_random_state(state)
     if state['accelerator'] != accelerator.name:
         return f'they were saved on accelerator {state["accelerator"]!r}'
@@ -70,7 +60,7 @@ def set_random_state(
         if on_device is not None:
             accelerator.load_rng(_decode(on_device), device)
         elif not accelerator.shares_devices:
-            return f'accelerator {accelerator.name!r} does not tell the state of its generator'
+            return f'accelerator {accelerator.name!r} does not report the state of its generator'
     if len(saved) != len(devices):
         return f'they were saved of {len(saved)} device(s), and this rank has {len(devices)}'
     return None

@@ -1,7 +1,7 @@
 """Eager devices that PyTorch knows by a module ``torch.<type>``: one class for all of them."""
 
 from contextlib import AbstractContextManager, nullcontext
-from inspect import signature
+from functools import partial
 from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence
 
 import torch
@@ -15,11 +15,11 @@ from .vendor import import_vendor
 
 
 class Family(NamedTuple):
-    """What cannot be asked of ``torch.<type>`` itself."""
+    """What ``torch.<type>`` does not report itself."""
 
-    package: Optional[str]
-    native_backend: Optional[str]
-    visible_devices_env: Optional[str]
+    package: Optional[str] = None
+    native_backend: Optional[str] = None
+    visible_devices_env: Optional[str] = None
 
 
 FAMILIES: Dict[str, Family] = {
@@ -28,7 +28,7 @@ FAMILIES: Dict[str, Family] = {
     'musa': Family('torch_musa', 'mccl', 'MUSA_VISIBLE_DEVICES'),
     'xpu': Family(None, 'xccl', 'ZE_AFFINITY_MASK'),
     'hpu': Family('habana_frameworks.torch', 'hccl', 'HABANA_VISIBLE_MODULES'),
-    'mps': Family(None, None, None),
+    'mps': Family(),
 }
 
 
@@ -40,7 +40,7 @@ def privateuse1_name() -> Optional[str]:
 
 
 class TorchNativeAccelerator(Accelerator):
-    """A device type with a module ``torch.<type>``, also one that nobody has heard of.
+    """A device type with a module ``torch.<type>``, also of a vendor that is not listed here.
 
     Args:
         type (str): The device type, e.g. ``'npu'`` or the name given to PrivateUse1.
@@ -56,16 +56,11 @@ class TorchNativeAccelerator(Accelerator):
         native_backend: Optional[str] = None,
         visible_devices_env: Optional[str] = None,
     ) -> None:
-        known = FAMILIES.get(type, Family(None, None, None))
+        known = FAMILIES.get(type, Family())
         self.name = self.device_type = type
         self.package = package or known.package
         self.native_backend = native_backend or known.native_backend
         self.visible_devices_env = visible_devices_env or known.visible_devices_env
-
-    def requirement(self) -> str:
-        if self.package is not None:
-            return f'the package {self.package}'
-        return f'a PyTorch that has torch.{self.device_type}'
 
     def _module(self) -> Any:
         """``torch.<type>``, after the vendor's package was imported; None if there is none."""
@@ -82,9 +77,13 @@ class TorchNativeAccelerator(Accelerator):
         return module.device_count() if module is not None else 0
 
     def _call(self, function: str, *args: Any, default: Any = None) -> Any:
-        """Call ``torch.<type>.<function>`` where the vendor has it."""
+        """Call ``torch.<type>.<function>``, if there is one, without arguments that are None."""
         found = getattr(self._module(), function, None)
-        return default if found is None else found(*args)
+        if found is None:
+            return default
+        # Functions of torch.mps take no device.
+        skipped = torch.device if self.name == 'mps' else ()
+        return found(*[arg for arg in args if arg is not None and not isinstance(arg, skipped)])
 
     def device_name(self, device: torch.device) -> str:
         return self._call('get_device_name', device, default=self.device_type)
@@ -93,8 +92,7 @@ class TorchNativeAccelerator(Accelerator):
         self._call('set_device', device)
 
     def synchronize(self, device: Optional[torch.device] = None) -> None:
-        # torch.mps.synchronize takes no device.
-        self._call('synchronize', *([] if device is None or self.name == 'mps' else [device]))
+        self._call('synchronize', device)
 
     def pins_memory(self) -> bool:
         try:
@@ -115,10 +113,10 @@ class TorchNativeAccelerator(Accelerator):
         return copied.synchronize
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
-        return self._call('memory_allocated', *([] if device is None else [device]))
+        return self._call('memory_allocated', device)
 
     def max_memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
-        return self._call('max_memory_allocated', *([] if device is None else [device]))
+        return self._call('max_memory_allocated', device)
 
     def memory_total(self, device: torch.device) -> Optional[int]:
         if self.name == 'mps':
@@ -132,17 +130,14 @@ class TorchNativeAccelerator(Accelerator):
         self._call('empty_cache')
 
     def manual_seed(self, seed: int) -> None:
-        seed_all = 'manual_seed' if self.name == 'mps' else 'manual_seed_all'
-        self._call(seed_all, seed)
+        self._call('manual_seed' if self.name == 'mps' else 'manual_seed_all', seed)
 
     def save_rng(self, device: torch.device) -> Optional[bytes]:
-        # torch.mps.get_rng_state takes no device.
-        state = self._call('get_rng_state', *([] if self.name == 'mps' else [device]))
+        state = self._call('get_rng_state', device)
         return None if state is None else bytes(state.cpu().tolist())
 
     def load_rng(self, state: bytes, device: torch.device) -> None:
-        told = torch.tensor(list(state), dtype=torch.uint8)
-        self._call('set_rng_state', told, *([] if self.name == 'mps' else [device]))
+        self._call('set_rng_state', torch.tensor(list(state), dtype=torch.uint8), device)
 
     def profiler_activity(self) -> Any:
         known = super().profiler_activity()
@@ -151,7 +146,7 @@ class TorchNativeAccelerator(Accelerator):
         return known
 
     def current_device(self) -> torch.device:
-        return torch.device(self.device_type, self._module().current_device())
+        return torch.device(self.device_type, self._call('current_device', default=0))
 
     def autocast(
         self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
@@ -165,7 +160,7 @@ class TorchNativeAccelerator(Accelerator):
             return super().autocast(dtype, enabled, **kwargs)
         except (AssertionError, RuntimeError) as error:
             if not enabled:
-                return nullcontext()  # what cannot be on is off
+                return nullcontext()
             raise AcceleratorError(
                 f'torch {torch.__version__} has no mixed precision for accelerator '
                 f'{self.name!r}: {error}. Expected a vendor package that offers it; train '
@@ -185,17 +180,5 @@ class TorchNativeAccelerator(Accelerator):
         )
 
 
-def _register(name: str) -> None:
-    def build(**kwargs: Any) -> TorchNativeAccelerator:
-        return TorchNativeAccelerator(type=name, **kwargs)
-
-    # Without `type`: that an option is unknown is seen before anything is built.
-    taken = signature(TorchNativeAccelerator)
-    options = [each for key, each in taken.parameters.items() if key != 'type']
-    build.__signature__ = taken.replace(parameters=options)  # type: ignore[attr-defined]
-    build.__name__ = f'build_{name}'
-    ACCELERATORS.register_module(name=name, module=build)
-
-
 for _name in FAMILIES:
-    _register(_name)
+    ACCELERATORS.register_module(name=_name, module=partial(TorchNativeAccelerator, _name))

@@ -1,4 +1,4 @@
-"""Import the packages of vendors: a missing one is an answer, a broken one an error."""
+"""Import the packages of vendors."""
 
 import sys
 from importlib import import_module
@@ -28,7 +28,7 @@ def import_vendor(package: str) -> Optional[ModuleType]:
     try:
         return import_module(package)
     except Exception as error:
-        # Vendors' packages fail in many ways: a missing driver, a library of another version.
+        # A missing driver or a library of another version may raise anything.
         raise AcceleratorError(
             f'the package {package!r} is installed for {sys.executable} but `import {package}` '
             f'fails with {type(error).__name__}: {error}. Mend the installation (driver, version '

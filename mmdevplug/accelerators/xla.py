@@ -10,18 +10,14 @@ from torch import Tensor
 
 from mmdevplug.registry import ACCELERATORS
 
-from .base import KeptGraphs
+from .base import KeptGraphs, devices_of
 from .lazy import LazyAccelerator
 from .vendor import import_vendor
 
 
 @ACCELERATORS.register_module(name='xla')
 class XLAAccelerator(LazyAccelerator):
-    """Devices of torch_xla, through PJRT.
-
-    Operations are recorded and run when :meth:`materialize` is called, so what counts is how
-    often that happens: tensors travel in batched calls, never one by one.
-    """
+    """Devices of torch_xla, through PJRT."""
 
     name = 'xla'
     package = 'torch_xla'
@@ -35,7 +31,7 @@ class XLAAccelerator(LazyAccelerator):
         return 'CPU_NUM_DEVICES' if on_cpu else 'TPU_VISIBLE_CHIPS'
 
     def device_id(self, device: torch.device) -> Union[int, str]:
-        # CPU_NUM_DEVICES is no list of devices but how many there are.
+        # CPU_NUM_DEVICES is a count, not a list.
         on_cpu = self.visible_devices_env == 'CPU_NUM_DEVICES'
         return device.index or 0 if on_cpu else super().device_id(device)
 
@@ -49,50 +45,47 @@ class XLAAccelerator(LazyAccelerator):
         return import_vendor('torch_xla') is not None
 
     def is_preferred(self) -> bool:
-        # torch_xla falls back to the host's CPU, where plain PyTorch is the better choice unless
-        # the user asked for PJRT.
+        # torch_xla falls back to the CPU, on which plain PyTorch is faster.
         from torch_xla._internal import tpu
 
         asked_for = 'PJRT_DEVICE' in os.environ and not XLAAccelerator._chosen_by_torch_xla
         return asked_for or tpu.num_available_chips() > 0
 
+    @property
+    def _xm(self) -> Any:
+        import torch_xla.core.xla_model as xm
+
+        return xm
+
+    @property
+    def _xlac(self) -> Any:
+        import torch_xla
+
+        return torch_xla._XLAC
+
     def device_count(self) -> int:
-        import torch_xla.runtime as xr
-
-        self._join_host()
-        return xr.addressable_device_count()
-
-    @staticmethod
-    def _join_host() -> None:
-        """Share the chips of a TPU host among its processes, before the runtime starts."""
         import torch_xla.runtime as xr
 
         local_world_size = int(os.environ.get('LOCAL_WORLD_SIZE', '1'))
         if xr.device_type() == 'TPU' and local_world_size > 1:
+            # The processes of a host share its chips; before the runtime starts.
             from torch_xla._internal import pjrt
 
             pjrt.initialize_multiprocess(int(os.environ['LOCAL_RANK']), local_world_size)
+        return xr.addressable_device_count()
 
     def device_name(self, device: torch.device) -> str:
-        import torch_xla.core.xla_model as xm
-
-        return xm.xla_device_hw(device)
+        return self._xm.xla_device_hw(device)
 
     def set_device(self, device: torch.device) -> None:
-        import torch_xla
-
-        torch_xla._XLAC._xla_set_default_device(str(device))
+        self._xlac._xla_set_default_device(str(device))
 
     def current_device(self) -> torch.device:
-        import torch_xla
-
-        return torch.device(torch_xla._XLAC._xla_get_default_device())
+        return torch.device(self._xlac._xla_get_default_device())
 
     def synchronize(self, device: Optional[torch.device] = None) -> None:
-        import torch_xla.core.xla_model as xm
-
         self.materialize(device)
-        xm.wait_device_ops()
+        self._xm.wait_device_ops()
 
     def materialize(
         self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
@@ -100,19 +93,19 @@ class XLAAccelerator(LazyAccelerator):
         import torch_xla
 
         for tensor in wanted:
-            # A view (accumulated gradients often are) is recorded only when it is looked at.
+            # A view (accumulated gradients often are) is recorded only when it is read.
             if torch._is_functional_tensor(tensor):
                 torch._sync(tensor)
-        # torch_xla's own `sync` knows the default device alone.
-        default = torch_xla._XLAC._xla_get_default_device()
-        if device is None or str(device) == default:
+        # torch_xla's `sync` runs the default device only.
+        default = self.current_device()
+        if device is None or device == default:
             torch_xla.sync()
             return
-        torch_xla._XLAC._xla_set_default_device(str(device))
+        self.set_device(device)
         try:
             torch_xla.sync()
         finally:
-            torch_xla._XLAC._xla_set_default_device(default)
+            self.set_device(default)
 
     def compilations(self) -> int:
         from torch_xla.debug import metrics
@@ -126,8 +119,8 @@ class XLAAccelerator(LazyAccelerator):
 
         if not hasattr(xr, 'initialize_cache'):
             return f'torch_xla {torch_xla.__version__} has no torch_xla.runtime.initialize_cache'
-        if torch_xla._XLAC._xla_computation_cache_is_initialized():
-            return 'this process has compiled a graph before it was told where to keep graphs'
+        if self._xlac._xla_computation_cache_is_initialized():
+            return 'this process compiled a graph before the folder was known'
         xr.initialize_cache(folder, readonly=False)
         self._keeps_in = folder
         if xr.device_type() == 'CPU':
@@ -142,43 +135,31 @@ class XLAAccelerator(LazyAccelerator):
 
         if self._keeps_in is None:
             return None
-        counters = (
-            'PersistentCacheHit',
-            'PersistentCacheMiss',
-            'PersistentCacheDeserializeFailure',
-        )
-        counts = [metrics.counter_value(name) or 0 for name in counters]
+        counters = ('Hit', 'Miss', 'DeserializeFailure')
+        counts = [metrics.counter_value(f'PersistentCache{name}') or 0 for name in counters]
         return KeptGraphs(self._keeps_in, *counts)
 
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
-        import torch_xla
-
-        if not tensors:
-            return []
         fetched: Dict[int, Tensor] = {}
-        for device in sorted({str(tensor.device) for tensor in tensors}):
-            here = [i for i, tensor in enumerate(tensors) if str(tensor.device) == device]
-            copies = torch_xla._XLAC._xla_get_cpu_tensors([tensors[i] for i in here])
+        for device in devices_of(tensors):
+            here = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+            copies = self._xlac._xla_get_cpu_tensors([tensors[i] for i in here])
             fetched.update(zip(here, copies))
         return [fetched[i].detach() for i in range(len(tensors))]
 
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        import torch_xla.core.xla_model as xm
-
-        for device in sorted({str(target.device) for target in targets}):
-            here = [(s, t) for s, t in zip(sources, targets) if str(t.device) == device]
-            ready = [source.detach().to(target.dtype).contiguous() for source, target in here]
-            for sent, (_, target) in zip(xm.send_cpu_data_to_device(ready, device), here):
-                # Not `target.data = sent`: with updates still to be run, torch_xla then computes
-                # on stale values. A copy between tensors of one device costs no execution.
-                target.copy_(sent)
+        for device in devices_of(targets):
+            here = [(s, t) for s, t in zip(sources, targets) if t.device == device]
+            sent = self.to_device([source.to(target.dtype) for source, target in here], device)
+            for on_device, (_, target) in zip(sent, here):
+                # Not `target.data = on_device`: with updates still to be run, torch_xla then
+                # computes on stale values. A copy within a device costs no execution.
+                target.copy_(on_device)
 
     def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> List[Tensor]:
-        import torch_xla.core.xla_model as xm
-
         if not tensors:
             return []
-        return xm.send_cpu_data_to_device([t.detach().contiguous() for t in tensors], device)
+        return self._xm.send_cpu_data_to_device([t.detach().contiguous() for t in tensors], device)
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._memory_info(device).get('bytes_used')
@@ -189,12 +170,9 @@ class XLAAccelerator(LazyAccelerator):
     def memory_total(self, device: torch.device) -> Optional[int]:
         return self._memory_info(device).get('bytes_limit')
 
-    @staticmethod
-    def _memory_info(device: Optional[torch.device]) -> dict:
-        import torch_xla.core.xla_model as xm
-
+    def _memory_info(self, device: Optional[torch.device]) -> dict:
         try:
-            return dict(xm.get_memory_info(device or xm.xla_device()))
+            return dict(self._xm.get_memory_info(device or self._xm.xla_device()))
         except RuntimeError as error:
             if 'UNIMPLEMENTED' not in str(error):
                 raise
@@ -203,29 +181,21 @@ class XLAAccelerator(LazyAccelerator):
     def trace(self, folder: str) -> Optional[AbstractContextManager]:
         import torch_xla.debug.profiler as profiler
 
-        # Releases before 2.8 record through a server, which a user has to start and to ask.
+        # Releases before 2.8 record through a server, which a user has to start.
         return _trace(profiler, folder) if hasattr(profiler, 'start_trace') else None
 
     def manual_seed(self, seed: int) -> None:
-        import torch_xla.core.xla_model as xm
-
         for index in range(self.device_count()):
-            xm.set_rng_state(seed, f'{self.device_type}:{index}')
+            self._xm.set_rng_state(seed, f'{self.device_type}:{index}')
 
-    def rng_state(self, device: torch.device) -> int:
-        import torch_xla.core.xla_model as xm
+    def save_rng(self, device: torch.device) -> bytes:
+        return self._xm.get_rng_state(str(device)).to_bytes(8, 'little')
 
-        return xm.get_rng_state(str(device))
-
-    def set_rng_state(self, state: int, device: torch.device) -> None:
-        import torch_xla.core.xla_model as xm
-
-        xm.set_rng_state(state, str(device))
+    def load_rng(self, state: bytes, device: torch.device) -> None:
+        self._xm.set_rng_state(int.from_bytes(state, 'little'), str(device))
 
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
-        import torch_xla.core.xla_model as xm
-
-        xm.optimization_barrier_(list(tensors))
+        self._xm.optimization_barrier_(list(tensors))
 
 
 @contextmanager

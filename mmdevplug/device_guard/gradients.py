@@ -14,17 +14,12 @@ from .stats import MoveStats, Site
 
 
 class GradientReturns:
-    """Moves what the backward of a custom function returns, where autograd would refuse it.
+    """Moves the gradients that custom functions return to the devices of their operands.
 
-    If a forward got its operands together by moves, its backward computes on that one device too,
-    but autograd wants each gradient on the device of its operand. Moves of built-in operations
-    are part of the graph and need no such help.
-
-    ``BackwardCFunction.apply`` is what autograd calls for every custom function; it is replaced
-    between :meth:`install` and :meth:`remove`.
-
-    Args:
-        stats (MoveStats): Where moves are counted.
+    If a guard moved the operands of a custom function, its backward returns gradients on one
+    device, and autograd refuses them. Moves of built-in operations are part of the graph instead.
+    Autograd calls ``BackwardCFunction.apply`` for every custom function; it is replaced between
+    :meth:`install` and :meth:`remove`.
     """
 
     _lock = threading.Lock()
@@ -35,21 +30,21 @@ class GradientReturns:
         self._stats = stats
 
     def install(self) -> None:
-        """Start, once for each call."""
+        """Start; calls can be nested."""
         with self._lock:
             if not self._installed:
                 GradientReturns._patch = patch_symbol(BackwardCFunction, 'apply', _apply)
             self._installed.append(self)
 
     def remove(self) -> None:
-        """End; autograd is as before when the last has ended."""
+        """End; the last one restores autograd."""
         with self._lock:
             self._installed.remove(self)
             if not self._installed and self._patch is not None:
                 self._patch.restore()
 
     def return_gradients(self, node: Any, gradients: Any) -> Any:
-        """Move what the backward of a node returned to where the next nodes want it."""
+        """Move the gradients of a node to the devices that the next nodes expect."""
         returned = gradients if isinstance(gradients, tuple) else (gradients,)
         moved = dict(enumerate(returned))
         changed = False
@@ -72,9 +67,9 @@ def _apply(node: Any, *args: Any) -> Any:
 
 
 def _expected_devices(node: Any) -> List[Tuple[int, torch.device]]:
-    """For each argument of a custom function that needs a gradient, where it wants it."""
+    """The device of the gradient of each argument that needs one."""
     needed = [i for i, needs in enumerate(node.needs_input_grad) if needs]
-    # Arguments that are no tensors have no edge, those that need no gradient an empty one.
+    # Arguments that are not tensors have no edge; those without a gradient have an empty one.
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if len(needed) != len(edges):
         return []
@@ -83,7 +78,7 @@ def _expected_devices(node: Any) -> List[Tuple[int, torch.device]]:
 
 
 def _expected_device(node: Any, position: int) -> Optional[torch.device]:
-    """Where a node wants its gradient; None if nobody can tell."""
+    """The device of a node's gradient; None if it is unknown."""
     if hasattr(node, 'variable'):
         return node.variable.device
     metadata = getattr(node, '_input_metadata', None)  # Since torch 2.1.

@@ -15,8 +15,8 @@ from .gradients import GradientReturns
 from .mismatch import Mismatch, Operand
 from .mode import OperandMode
 from .moving import move_operands
-from .operands import Found, find_tensors, operation_name, roles
-from .rules import Call, call_of, lazy_types, operand_groups, takes_several
+from .operands import Found, find_tensors, operation_name, roles, short_name
+from .rules import Call, lazy_types, operand_groups, takes_several
 from .stack_location import module_and_backward, source_of, user_frame
 from .stats import Moved, MoveStats, Site, SiteCount
 
@@ -24,28 +24,27 @@ POLICIES = GUARD_POLICIES
 
 
 class DeviceGuard:
-    """Name, and on request repair, operations whose operands are on different devices.
+    """Report or repair operations whose operands are on different devices.
 
-    PyTorch's message tells neither the operands nor the module. An operation without a kernel for
-    the device falls back to the CPU and mixes in silence; torch_xla aborts the process. The guard
-    looks at the operands of every operation of this thread before it runs, and at those of the
-    backward passes that this thread starts. What PyTorch takes from another device is none of its
-    business: numbers on the CPU, indices on the CPU, copies.
+    PyTorch's message names neither the operands nor the module, a CPU fallback mixes devices
+    silently, and torch_xla aborts the process. The guard checks the operands of every operation
+    of this thread before it runs, also in the backward passes that this thread starts. Operands
+    that PyTorch accepts from another device are ignored: numbers and indices on the CPU, copies.
 
-    It is a context manager that can be entered again, also by itself, and nested in others; the
-    innermost comes first. Outside it nothing is changed.
+    It is a context manager that can be entered again and nested in others; the innermost is asked
+    first.
 
     Args:
         policy (str): ``'error'`` raises before the operation runs; ``'warn'`` logs each place once
-            and goes on, except where torch_xla would abort the process: there it raises;
-            ``'move'`` copies the operands that cost the fewest bytes. Defaults to ``'error'``.
-        model (nn.Module, optional): What the paths of modules start from. Defaults to None: the
-            outermost module at work.
+            and continues, but raises where torch_xla would abort the process; ``'move'`` copies
+            operands with the fewest bytes. Defaults to ``'error'``.
+        model (nn.Module, optional): The root of module paths. Defaults to None: the outermost
+            module on the stack.
         allow (Sequence[str]): Operations that may take several devices, by their name or its last
             part. Defaults to ``()``.
 
     Raises:
-        DevPlugError: If an argument is of no use, or, on entering, if torch is older than 1.13.
+        DevPlugError: If an argument is invalid, or, on entering, if torch is older than 1.13.
 
     Examples:
         >>> with DeviceGuard('move', model=model) as guard:
@@ -106,27 +105,27 @@ class DeviceGuard:
 
     @property
     def moved(self) -> Moved:
-        """The number of tensors moved so far, their bytes, and both by place."""
+        """The tensors moved so far, their bytes, and both by place."""
         return self._stats.moved()
 
     @property
     def sites(self) -> Dict[Site, SiteCount]:
-        """What happened so far at each place where operands of different devices met."""
+        """The counts for each place where operands were on different devices."""
         return self._stats.sites()
 
     def report(self) -> str:
-        """A table of the places where operands of different devices met."""
+        """A table of the places where operands were on different devices."""
         return self._stats.report()
 
     def _modes(self) -> List[Optional[OperandMode]]:
-        """What this thread entered: a mode the first time, then None."""
+        """An entry for each time that this thread entered: a mode first, then None."""
         if not hasattr(self._entered, 'modes'):
             self._entered.modes = []
         return self._entered.modes
 
     def _handle(self, func: Callable, args: Sequence[Any], kwargs: dict) -> Any:
         """Run an operation that got tensors of different devices."""
-        call = call_of(func, args, kwargs, tuple(find_tensors(args, kwargs)))
+        call = Call(func, short_name(func), args, kwargs, find_tensors(args, kwargs))
         if takes_several(call):
             return func(*args, **kwargs)
         groups = operand_groups(call)
@@ -163,7 +162,7 @@ class DeviceGuard:
         raise error
 
     def _warn(self, call: Call, groups: Sequence[List[Found]]) -> None:
-        """Log a place the first time; raise where the process would be aborted."""
+        """Log a place the first time; raise where the process would abort."""
         lazy = lazy_types()
         for group in groups:
             devices = {each.tensor.device for each in group}
@@ -180,8 +179,7 @@ class DeviceGuard:
     def _site(self, func: Callable) -> Site:
         frame = user_frame()
         file, line = (frame.f_code.co_filename, frame.f_lineno) if frame else ('', 0)
-        module, backward = module_and_backward(self.model)
-        mismatch = Mismatch(operation_name(func), (), module, backward, None)
+        mismatch = Mismatch(operation_name(func), (), *module_and_backward(self.model), None)
         return Site(mismatch.operation, file, line, mismatch.where())
 
     def _describe(self, call: Call, groups: Sequence[List[Found]]) -> Mismatch:

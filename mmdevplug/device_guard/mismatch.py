@@ -13,7 +13,7 @@ class Operand(NamedTuple):
         device (torch.device): Where the tensor is.
         dtype (torch.dtype): Its type.
         shape (tuple): Its sizes.
-        left_alone (bool): PyTorch takes it from another device, e.g. a number on the CPU.
+        left_alone (bool): Whether PyTorch accepts it on another device, e.g. a number on the CPU.
     """
 
     role: str
@@ -46,9 +46,9 @@ class Mismatch(NamedTuple):
     Attributes:
         operation (str): E.g. ``'torch.stack'``.
         operands (tuple): An :class:`Operand` for each tensor.
-        module (str): Path and class of the module whose code ran, e.g.
+        module (str): Path and class of the innermost module, e.g.
             ``'decode_head.conv_seg (Conv2d)'``; ``''`` outside modules.
-        backward (str): The node of the graph in whose backward it happened, or ``''``.
+        backward (str): The graph node whose backward ran, or ``''``.
         source (Source, optional): The innermost line outside the libraries.
     """
 
@@ -60,11 +60,11 @@ class Mismatch(NamedTuple):
 
     @property
     def devices(self) -> Tuple[torch.device, ...]:
-        """The devices of the operands that must be on one, in the order of the operands."""
+        """The devices of the operands that must be on one device."""
         return tuple(dict.fromkeys(each.device for each in self.operands if not each.left_alone))
 
     def where(self) -> str:
-        """The place of the operation in the model, in a phrase."""
+        """The place of the operation in the model."""
         backward = f'the backward of {self.backward}' if self.backward else ''
         return ', '.join(filter(None, (self.module, backward))) or 'outside the model'
 

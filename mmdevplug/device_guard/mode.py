@@ -16,12 +16,7 @@ _tensor_backward, _backward, _grad = Tensor.backward, torch.autograd.backward, t
 
 
 class OperandMode(_Mode if HAS_MODES else object):  # type: ignore[misc]
-    """Hands on the operations whose operands are on different devices.
-
-    Args:
-        mixed (Callable): Gets such an operation, its arguments and its keyword arguments; returns
-            its result.
-    """
+    """Calls ``mixed(func, args, kwargs)`` for operations with operands on different devices."""
 
     def __init__(self, mixed: Callable[[Callable, Tuple, dict], Any]) -> None:
         if not HAS_MODES:
@@ -35,7 +30,7 @@ class OperandMode(_Mode if HAS_MODES else object):  # type: ignore[misc]
     def __torch_function__(
         self, func: Callable, types: Any, args: Tuple = (), kwargs: Optional[dict] = None
     ) -> Any:
-        # Every operation comes through here: no calls, no allocations before it is needed.
+        # Every operation passes here: no calls and no allocations unless they are needed.
         if func is _tensor_backward or func is _backward or func is _grad:
             return self._run_backward(func, types, args, kwargs or {})
         first = None
@@ -57,22 +52,21 @@ class OperandMode(_Mode if HAS_MODES else object):  # type: ignore[misc]
         return func(*args, **kwargs)
 
     def _run_backward(self, func: Callable, types: Any, args: Tuple, kwargs: dict) -> Any:
-        """Run autograd with a mode of its own.
+        """Run autograd with a new mode: PyTorch disables this one while it runs.
 
-        PyTorch takes a mode away while it is at work, and autograd's threads get the modes that
-        are there when it starts.
+        Autograd's threads inherit the modes that are active when backward starts.
         """
-        if any(kind is not Tensor for kind in types):  # A subclass has a backward of its own.
+        if any(kind is not Tensor for kind in types):  # A subclass may override backward.
             return func(*args, **kwargs)
         with type(self)(self._mixed):
             return _not_overridden(func)(*args, **kwargs)
 
 
-#: In place of a tensor: there are tensors of several devices.
+#: In place of a tensor: the tensors are on several devices.
 MIXED: Any = object()
 
 TENSOR, SEQUENCE, OTHER = 'tensor', 'sequence', 'other'
-#: Looked up first: `isinstance` costs as much as all the rest.
+#: Looked up first: `isinstance` takes as long as everything else.
 _KINDS = {Tensor: TENSOR, nn.Parameter: TENSOR, list: SEQUENCE, tuple: SEQUENCE}
 _KINDS.update(
     (kind, OTHER)
@@ -87,7 +81,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _first_unless_mixed(values: Iterable[Any], first: Any) -> Any:
-    """The first tensor in nested lists, ``first`` if there is one, MIXED if they are apart."""
+    """``first`` or the first tensor in nested lists; MIXED if there are several devices."""
     for value in values:
         kind = _KINDS.get(type(value)) or _kind_of(value)
         if kind is TENSOR:
@@ -103,14 +97,9 @@ def _first_unless_mixed(values: Iterable[Any], first: Any) -> Any:
 
 
 def _not_overridden(func: Callable) -> Callable:
-    """A function of torch.autograd that does not ask the modes again whether to run."""
+    """A copy of a function of torch.autograd that does not call the modes again."""
     names = dict(func.__globals__)
-    for name in ('has_torch_function', 'has_torch_function_unary'):
-        names[name] = _never
+    names['has_torch_function'] = names['has_torch_function_unary'] = lambda *_: False
     copy = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
-
-
-def _never(*_: Any) -> bool:
-    return False

@@ -5,6 +5,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from mmdevplug.accelerators import devices_of
+
 from .operands import Found, Place, replace_tensors
 from .rules import Call, is_written
 
@@ -19,18 +21,10 @@ class Moves(NamedTuple):
 
 
 def move_operands(call: Call, groups: Sequence[List[Found]]) -> Optional[Moves]:
-    """Copy operands so that each group is on one device.
+    """Copy operands so that each group is on one device; None if no copies can do that.
 
-    What is written to stays, or else the result would be lost in a copy. The copies are part of
-    the graph of autograd, which brings each gradient back to where the operand was.
-
-    Args:
-        call (Call): The operation.
-        groups (list): The operands that must meet, group by group.
-
-    Returns:
-        Moves, optional: None if no copies help: the operands that are written to are on several
-        devices, one operand is needed on two, or one has no data (``meta``).
+    Operands that the operation writes to stay. Autograd returns each gradient to the device of the
+    original operand.
     """
     targets: Dict[Place, torch.device] = {}
     tensors: Dict[Place, Tensor] = {}
@@ -57,15 +51,15 @@ def move_operands(call: Call, groups: Sequence[List[Found]]) -> Optional[Moves]:
 
 
 def size_of(tensor: Tensor) -> int:
-    """The bytes that travel when a tensor does."""
+    """The bytes of a tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def _target(call: Call, group: Sequence[Found]) -> Optional[torch.device]:
-    """Where a group meets; None if its members that must stay are apart."""
-    devices = dict.fromkeys(each.tensor.device for each in group)
+    """The target device of a group; None if operands that must stay are on several."""
+    devices = devices_of(each.tensor for each in group)
     if len(devices) == 1:
-        return group[0].tensor.device
+        return devices[0]
     fixed = {each.tensor.device for each in group if is_written(call, each)}
     if fixed:
         return fixed.pop() if len(fixed) == 1 else None
@@ -74,15 +68,15 @@ def _target(call: Call, group: Sequence[Found]) -> Optional[torch.device]:
         device: sum(size for other, size in sizes.values() if other == device)
         for device in devices
     }
-    # The first of equals, so that the choice is the same in every step.
-    return max(_candidates(group, list(devices)), key=lambda device: here[device])
+    # max() takes the first of equals, so the choice is the same in every step.
+    return max(_candidates(group, devices), key=lambda device: here[device])
 
 
 def _candidates(group: Sequence[Found], devices: List[torch.device]) -> List[torch.device]:
-    """All devices, but not the CPU where an accelerator would lose its computation to it.
+    """All devices, without the CPU if that would move computation from an accelerator to it.
 
-    A single batch that was left on the CPU would otherwise draw the whole model there, layer by
-    layer. Indices and masks are no computation: they may go to a table on the CPU.
+    Otherwise one batch on the CPU would move the whole model there, layer by layer. Indices and
+    masks may move to a table on the CPU.
     """
     accelerators = [device for device in devices if device.type != 'cpu']
     computes = any(

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Seq
 import torch
 from torch import Tensor
 
-#: Where a tensor is among the arguments: a position or a keyword, then indices into nested lists.
+#: A tensor's place among the arguments: position or keyword, then indices into nested lists.
 Place = Tuple[Union[int, str], ...]
 
 
@@ -28,7 +28,7 @@ _NAMES = {
 
 
 def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> List[Found]:
-    """List the tensors among the arguments, those in nested lists and tuples too."""
+    """List the tensors among the arguments, also in nested lists and tuples."""
     found = [each for i, arg in enumerate(args) for each in _walk((i,), arg)]
     return found + [each for name, arg in kwargs.items() for each in _walk((name,), arg)]
 
@@ -44,7 +44,7 @@ def _walk(place: Place, value: Any) -> Iterator[Found]:
 def replace_tensors(
     args: Sequence[Any], kwargs: Mapping[str, Any], new: Mapping[Place, Tensor]
 ) -> Tuple[Tuple[Any, ...], Dict[str, Any]]:
-    """Copy the arguments, with other tensors at some places."""
+    """Copy the arguments with some tensors replaced."""
     args = tuple(_rebuild((i,), arg, new) for i, arg in enumerate(args))
     return args, {name: _rebuild((name,), arg, new) for name, arg in kwargs.items()}
 
@@ -55,7 +55,6 @@ def _rebuild(place: Place, value: Any, new: Mapping[Place, Tensor]) -> Any:
     if not isinstance(value, (list, tuple)) or not any(key[: len(place)] == place for key in new):
         return value
     parts = [_rebuild((*place, i), part, new) for i, part in enumerate(value)]
-    # A named tuple takes its fields one by one.
     return type(value)(*parts) if hasattr(value, '_fields') else type(value)(parts)
 
 
@@ -65,7 +64,7 @@ def short_name(func: Callable) -> str:
 
 
 def operation_name(func: Callable) -> str:
-    """What users call a function, e.g. ``'torch.nn.functional.linear'``."""
+    """The public name of a function, e.g. ``'torch.nn.functional.linear'``."""
     name = torch.overrides.resolve_name(func)
     if name is None:
         name = short_name(func)
@@ -75,7 +74,7 @@ def operation_name(func: Callable) -> str:
 
 
 def roles(func: Callable, places: Sequence[Place]) -> Dict[Place, str]:
-    """What the arguments at some places are called, e.g. ``'weight'`` or ``'tensors[1]'``."""
+    """The names of the arguments at some places, e.g. ``'weight'`` or ``'tensors[1]'``."""
     names, rest = argument_names(func, tuple(place[0] for place in places))
     return {place: _role(place, names, rest) for place in places}
 
@@ -95,14 +94,9 @@ def _role(place: Place, names: Sequence[str], rest: str) -> str:
 def argument_names(
     func: Callable, tensors_at: Tuple[Union[int, str], ...] = ()
 ) -> Tuple[Tuple[str, ...], str]:
-    """The names of a function's positional arguments.
+    """The names of a function's positional arguments, and of its ``*args`` or ``''``.
 
-    Args:
-        func (Callable): A function of PyTorch, built in or not.
-        tensors_at (tuple): The arguments that hold tensors, to choose among overloads.
-
-    Returns:
-        tuple: The names, and the name of what ``*`` collects or ``''``.
+    ``tensors_at`` are the arguments that hold tensors, to choose among overloads.
     """
     name = short_name(func)
     is_method = getattr(func, '__objclass__', None) is not None
@@ -125,7 +119,7 @@ def argument_names(
 
 
 def _schema_names(func: Callable, name: str, tensors_at: Tuple) -> Tuple[str, ...]:
-    """The names in the operator's schema, of the overload that has tensors where these are."""
+    """The names in the operator's schema, of the overload with tensors in these places."""
     schema = getattr(func, '_schema', None)
     if schema is not None:
         return tuple(argument.name for argument in schema.arguments)

@@ -1,24 +1,24 @@
-"""Know which operands must be on one device, and which PyTorch accepts from another.
+"""Know which operands must be on one device, and which PyTorch accepts on another.
 
-By names, because an operation comes as a method, a function, an operator and an overload.
+Operations are known by name, because each is a method, a function, an operator and an overload.
 """
 
 from numbers import Integral
-from typing import Any, Callable, FrozenSet, List, Mapping, NamedTuple, Sequence, Set, Tuple
+from typing import Any, Callable, FrozenSet, List, Mapping, NamedTuple, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from mmdevplug.registry import ACCELERATORS
 
-from .operands import Found, argument_names, short_name
+from .operands import Found, argument_names
 
 
 def _words(text: str) -> FrozenSet[str]:
     return frozenset(text.split())
 
 
-#: They copy between devices, look at shapes or types alone, or read numbers as Python would.
+#: They copy between devices, use shapes or types only, or read numbers as Python does.
 TAKE_SEVERAL = _words(
     """
     __get__ __set__ __delete__ __deepcopy__ __reduce_ex__ __setstate__ __len__ __format__
@@ -34,10 +34,10 @@ TAKE_SEVERAL = _words(
     """
 )
 
-#: Operand by operand, each with its partners in the other lists.
+#: Operations on lists, item by item.
 LISTWISE = ('_foreach_', '_fused_', '_amp_foreach_')
 
-#: Even a number has to be on the device of the others. Elsewhere PyTorch reads it as a number.
+#: Here numbers must be on the device of the others, too.
 REFUSE_NUMBERS = _words(
     """
     stack cat concat concatenate hstack vstack dstack column_stack row_stack block_diag meshgrid
@@ -47,13 +47,13 @@ REFUSE_NUMBERS = _words(
     """
 )
 
-#: torch_xla takes no number of the CPU here.
+#: Here torch_xla takes no numbers on the CPU.
 LAZY_REFUSES_NUMBERS = _words('where lerp lerp_ clamp clamp_ clip clip_ clamp_min clamp_max')
 
-#: PyTorch takes indices from the CPU here, whatever device it indexes.
+#: Here PyTorch takes indices on the CPU for a tensor on any device.
 INDEXING = _words('__getitem__ __setitem__ index index_put index_put_ _index_put_impl_')
 
-#: Arguments that may, or must, be on the CPU.
+#: Arguments that may or must be on the CPU.
 ON_HOST: Mapping[str, FrozenSet[str]] = {
     'lstm': _words('batch_sizes'),
     'gru': _words('batch_sizes'),
@@ -65,7 +65,7 @@ ON_HOST: Mapping[str, FrozenSet[str]] = {
     'tensor_split': _words('indices_or_sections tensor_indices_or_sections'),
 }
 
-#: Arguments that are written to though the name of the operation does not say so.
+#: Arguments that are written to by operations without ``_`` at the end of their name.
 _WRITTEN: Mapping[str, FrozenSet[str]] = {
     'batch_norm': _words('running_mean running_var'),
     'instance_norm': _words('running_mean running_var'),
@@ -85,7 +85,7 @@ class Call(NamedTuple):
     found: List[Found]
 
     def argument(self, each: Found) -> str:
-        """The name of the argument that a tensor is, or is in."""
+        """The name of the argument that is or holds a tensor."""
         place = each.place[0]
         if isinstance(place, str):
             return place
@@ -95,16 +95,14 @@ class Call(NamedTuple):
 
 
 def lazy_types() -> Set[str]:
-    """The device types whose operations are recorded first, e.g. ``{'xla'}``."""
+    """The device types of lazy accelerators, e.g. ``{'xla'}``."""
     families = ACCELERATORS.module_dict.values()
     return {family.device_type for family in families if getattr(family, 'lazy', False)}
 
 
 def takes_several(call: Call) -> bool:
-    """Whether an operation is meant for operands of several devices."""
-    if call.name in TAKE_SEVERAL:
-        return True
-    return call.name == '__setitem__' and _copies(call.args[1])
+    """Whether an operation takes operands on several devices."""
+    return call.name in TAKE_SEVERAL or (call.name == '__setitem__' and _copies(call.args[1]))
 
 
 def _copies(index: Any) -> bool:
@@ -120,25 +118,20 @@ def _copies(index: Any) -> bool:
 
 
 def _is_read_as_number(index: Tensor, *but: torch.dtype) -> bool:
-    """Whether an index counts as a Python number: a single whole one."""
+    """Whether an index is read as a Python number: a single integer."""
     if index.dim() or index.is_floating_point() or index.is_complex():
         return False
     return index.dtype not in but
 
 
 def operand_groups(call: Call) -> List[List[Found]]:
-    """The operands that have to be on one device, in groups that need not be on the same one.
-
-    Returns:
-        list: Groups; the operands that PyTorch takes from anywhere are in none.
-    """
-    lazy = None
+    """Group the operands that must be on one device; others are in no group."""
     bound = []
     for each in call.found:
         if each.tensor.device.type == 'cpu' and each.tensor.dim() == 0:
-            # Asked for only here: most operands are no numbers.
-            lazy = _has_lazy(call.found) if lazy is None else lazy
-            if not is_written(call, each) and _takes_number(call.name, lazy):
+            lazy = _has_lazy(call.found)
+            refused = call.name in REFUSE_NUMBERS or (lazy and call.name in LAZY_REFUSES_NUMBERS)
+            if not refused and not is_written(call, each):
                 continue
         if not _is_free(call, each):
             bound.append(each)
@@ -150,29 +143,22 @@ def _has_lazy(found: Sequence[Found]) -> bool:
     return any(each.tensor.device.type in lazy for each in found)
 
 
-def _takes_number(name: str, lazy: bool) -> bool:
-    return name not in REFUSE_NUMBERS and not (lazy and name in LAZY_REFUSES_NUMBERS)
-
-
 def _is_free(call: Call, each: Found) -> bool:
-    """Whether PyTorch takes this operand from another device, by its role."""
+    """Whether PyTorch takes this operand on another device because of its role."""
     tensor, on_host = each.tensor, each.tensor.device.type == 'cpu'
     if call.name in INDEXING:
         if each.place[0] == 1:
-            return (on_host and _indexed(call).device.type != 'cpu') or _is_read_as_number(tensor)
-        # A single value is sent where it is needed, though not by torch_xla.
+            indexed = next((one for one in call.found if one.place == (0,)), call.found[0])
+            return (on_host and indexed.tensor.device.type != 'cpu') or _is_read_as_number(tensor)
+        # PyTorch copies a single value to the device, but torch_xla does not.
         if each.place[0] == 2 and tensor.dim() == 0:
             return not _has_lazy(call.found)
         return False
     return on_host and call.name in ON_HOST and call.argument(each) in ON_HOST[call.name]
 
 
-def _indexed(call: Call) -> Tensor:
-    return next((each.tensor for each in call.found if each.place == (0,)), call.found[0].tensor)
-
-
 def _partners(found: Sequence[Found]) -> List[List[Found]]:
-    """The first of all lists, the second of all lists, …, each with the tensors in no list."""
+    """Group the first items of all lists, the second items, …, with all tensors in no list."""
     single = [each for each in found if len(each.place) == 1]
     rows: dict = {}
     for each in found:
@@ -182,7 +168,7 @@ def _partners(found: Sequence[Found]) -> List[List[Found]]:
 
 
 def is_written(call: Call, each: Found) -> bool:
-    """Whether an operation writes to this operand, so that a copy of it will not do."""
+    """Whether an operation writes to this operand, so that it cannot be copied."""
     place = each.place[0]
     schema = getattr(call.func, '_schema', None)
     if schema is not None:
@@ -199,7 +185,9 @@ def is_written(call: Call, each: Found) -> bool:
     if _is_in_place(call.name):
         return place in (0, 'self', 'input')
     if call.name in ('embedding', 'embedding_bag'):
-        return call.argument(each) == 'weight' and _renormalizes(call)
+        names, _ = argument_names(call.func)
+        given = dict(zip(names, call.args), **call.kwargs)
+        return call.argument(each) == 'weight' and given.get('max_norm') is not None
     return call.name in _WRITTEN and call.argument(each) in _WRITTEN[call.name]
 
 
@@ -208,14 +196,3 @@ def _is_in_place(name: str) -> bool:
         in_place = name.startswith('__i') and name not in _NOT_IN_PLACE
         return in_place or name == '__setitem__'
     return name.endswith('_')
-
-
-def _renormalizes(call: Call) -> bool:
-    names, _ = argument_names(call.func)
-    given = dict(zip(names, call.args), **call.kwargs)
-    return given.get('max_norm') is not None
-
-
-def call_of(func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any], found: Tuple) -> Call:
-    """Put together what is known of an operation."""
-    return Call(func, short_name(func), args, kwargs, list(found))

@@ -1,7 +1,6 @@
-"""Find where an operation is called from: the user's line and the module of the model.
+"""Find where an operation is called: the user's line and the module of the model.
 
-Both are read off the Python stack when they are needed, so that nothing has to be recorded before,
-nothing to be undone after an exception, and each thread tells its own.
+Both are read from the Python stack when they are needed, so nothing has to be recorded.
 """
 
 import linecache
@@ -14,11 +13,11 @@ from torch.autograd.function import BackwardCFunction
 
 from .mismatch import Source
 
-#: Their lines are not the user's.
+#: Packages whose lines are not the user's.
 LIBRARIES = frozenset(
     ['torch', 'torch_xla', 'functorch', 'mmengine', 'accelerate', 'mmdevplug', 'contextlib']
 )
-#: What this package teaches by is a user's code.
+#: The examples count as user code.
 EXAMPLES = 'mmdevplug.examples'
 _GUARD = __name__.rpartition('.')[0]
 
@@ -33,7 +32,7 @@ def user_frame() -> Optional[FrameType]:
 
 
 def source_of(frame: Optional[FrameType]) -> Optional[Source]:
-    """The line that a frame is at."""
+    """The current line of a frame."""
     if frame is None:
         return None
     file, line = frame.f_code.co_filename, frame.f_lineno
@@ -42,15 +41,10 @@ def source_of(frame: Optional[FrameType]) -> Optional[Source]:
 
 
 def module_and_backward(model: Optional[nn.Module]) -> Tuple[str, str]:
-    """The innermost module at work, and the backward it is in.
+    """The innermost module, e.g. ``'decode_head.conv_seg (Conv2d)'``, and its backward.
 
-    Args:
-        model (nn.Module, optional): What the module's path starts from. Defaults to None: the
-            outermost module at work.
-
-    Returns:
-        tuple: A path and class such as ``'decode_head.conv_seg (Conv2d)'`` and the name of a node
-        such as ``'RoIAlignBackward'``; ``''`` for what there is not.
+    The path starts from ``model``, or else from the outermost module on the stack. The backward is
+    the name of a graph node such as ``'RoIAlignBackward'``. Both are ``''`` if there is none.
     """
     inner, outer, backward = None, None, ''
     for frame in _frames():
@@ -58,7 +52,7 @@ def module_and_backward(model: Optional[nn.Module]) -> Tuple[str, str]:
         if isinstance(owner, nn.Module):
             inner, outer = owner if inner is None else inner, owner
         elif frame.f_code is _APPLY and isinstance(owner, BackwardCFunction):
-            # What lies further out started the backward; it is not where this was computed.
+            # Outer frames started the backward; they are not where this is computed.
             backward = type(owner).__name__
             break
     if inner is None:
@@ -70,12 +64,12 @@ def module_and_backward(model: Optional[nn.Module]) -> Tuple[str, str]:
     return f'({type(inner).__name__})', backward
 
 
-#: Kept from before anything wraps it.
+#: Before it is patched.
 _APPLY = BackwardCFunction.apply.__code__
 
 
 def _frames() -> Iterator[FrameType]:
-    """The frames of this thread outside the guard itself, the innermost first."""
+    """The frames of this thread outside the guard, innermost first."""
     frame: Optional[FrameType] = sys._getframe(1)
     while frame is not None:
         if not (frame.f_globals.get('__name__') or '').startswith(_GUARD):
@@ -88,12 +82,12 @@ def _first_argument(frame: FrameType) -> Any:
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
-#: Paths found before, by root and module; looked at again before they are told.
+#: Paths by root and module; checked before they are used.
 _known: Dict[Tuple[int, int], str] = {}
 
 
 def _path(root: nn.Module, module: nn.Module) -> Optional[str]:
-    """The path of a module inside another; None if it is not there."""
+    """The path of a module inside another; None if it is not inside."""
     key = id(root), id(module)
     known = _known.get(key)
     if known is not None and _at(root, known) is module:

@@ -6,13 +6,13 @@ from typing import Dict, NamedTuple
 
 
 class Site(NamedTuple):
-    """A place in the code where operands of different devices meet.
+    """A place in the code where operands are on different devices.
 
     Attributes:
         operation (str): E.g. ``'torch.stack'``.
         file (str): The user's file.
         line (int): The line in it.
-        where (str): Module and backward, as :meth:`Mismatch.where` puts it.
+        where (str): Module and backward, see :meth:`Mismatch.where`.
     """
 
     operation: str
@@ -37,7 +37,7 @@ class SiteCount:
 
 
 class Moved(NamedTuple):
-    """What a guard moved in all.
+    """What a guard has moved.
 
     Attributes:
         number (int): Tensors.
@@ -51,41 +51,36 @@ class Moved(NamedTuple):
 
 
 class MoveStats:
-    """Adds up by place; autograd's threads write to it too."""
+    """Counts by place; autograd's threads write to it, too."""
 
     def __init__(self) -> None:
         self._sites: Dict[Site, SiteCount] = {}
         self._lock = threading.Lock()
 
-    def add(self, site: Site, number: int = 0, size: int = 0, times: int = 1) -> bool:
-        """Count an operation, and the tensors of ``size`` bytes that were moved for it.
-
-        Returns:
-            bool: Whether the place is new.
-        """
+    def add(self, site: Site, number: int = 0, size: int = 0) -> bool:
+        """Count an operation and the tensors moved for it; returns whether the place is new."""
         with self._lock:
             new = site not in self._sites
             count = self._sites.setdefault(site, SiteCount())
-            count.times += times
+            count.times += 1
             count.number += number
             count.bytes += size
         return new
 
     def sites(self) -> Dict[Site, SiteCount]:
-        """The counts by place, as they are now."""
+        """A copy of the counts by place."""
         with self._lock:
             return {site: SiteCount(**vars(count)) for site, count in self._sites.items()}
 
     def moved(self) -> Moved:
-        """What was moved so far."""
+        """The sums so far."""
         sites = {site: count for site, count in self.sites().items() if count.number}
         counts = sites.values()
         return Moved(sum(c.number for c in counts), sum(c.bytes for c in counts), sites)
 
     def report(self) -> str:
         """A table of the places, the most bytes first."""
-        sites = self.sites()
-        moved = self.moved()
+        sites, moved = self.sites(), self.moved()
         if not sites:
             return 'No operation had operands on different devices.'
         times = sum(count.times for count in sites.values())

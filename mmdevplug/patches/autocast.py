@@ -1,8 +1,7 @@
 """Patch MMEngine's ``autocast`` for devices that MMEngine does not know.
 
-Models take mixed precision into their own hands with ``from mmengine.runner.amp import autocast``.
-That function knows the devices of MMEngine's own list: others it refuses, or it silently casts
-for the CPU beside them.
+Models use ``from mmengine.runner.amp import autocast``. That function refuses devices that
+MMEngine does not list, or silently casts for the CPU.
 """
 
 from typing import Any, Iterator, Optional
@@ -32,14 +31,9 @@ def mmengine_supports(accelerator: Accelerator) -> bool:
 def patch_autocast(accelerator: Accelerator) -> None:
     """Let ``mmengine.runner.amp.autocast`` cast on an accelerator that MMEngine does not know.
 
-    The function object stays, because models have imported it already: the generator in its
-    closure is replaced. It asks at each call what the accelerator is by then, and leaves to
-    MMEngine the devices that MMEngine knows and other device types that a caller names. A second
-    call changes nothing.
-    :func:`mmdevplug.patches.mmengine.restore_mmengine` restores it.
-
-    Args:
-        accelerator (Accelerator): The one in use.
+    Models have imported the function already, so the generator in its closure is replaced. At
+    each call it looks up the current accelerator, and calls MMEngine's for devices that MMEngine
+    knows and for other device types that the caller names.
     """
     if not mmengine_supports(accelerator) and not active_patches(AUTOCAST):
         patch_symbol(autocast, 'func', _autocast)
@@ -57,7 +51,7 @@ def _autocast(
     if not ours or mmengine_supports(accelerator):
         yield from _of_mmengine(device_type, dtype, enabled, cache_enabled)
         return
-    # The vendor of the T20 has no None for it.
+    # The T20's autocast refuses None.
     options: Any = {} if cache_enabled is None else dict(cache_enabled=cache_enabled)
     dtype = dtype or _dtype_around(accelerator.device_type)
     with accelerator.autocast(dtype=dtype, enabled=enabled, **options):
@@ -65,7 +59,7 @@ def _autocast(
 
 
 def _dtype_around(device_type: str) -> Optional[torch.dtype]:
-    """The dtype of an active context, which an inner one without a dtype takes over."""
+    """The dtype of the enclosing context, which an inner one without a dtype inherits."""
     # Releases that lack the first function have the second without its argument.
     if hasattr(torch, 'get_autocast_dtype') and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)

@@ -1,8 +1,7 @@
-"""Collectives that models call by themselves, on devices whose tensors the backend refuses.
+"""Send collectives that models call through the host where the backend refuses their tensors.
 
-mmdet's heads average the number of positive samples with ``torch.distributed.all_reduce``, and
-other libraries' models gather features. PyTorch refuses tensors of a device that no backend of the
-group is for. Here these tensors travel through the host, each call by itself.
+mmdet's heads, for example, average the number of positive samples with
+``torch.distributed.all_reduce``.
 """
 
 import inspect
@@ -39,11 +38,8 @@ _WRITTEN = dict(
 def patch_collectives(accelerator: Accelerator) -> None:
     """Let ``torch.distributed`` take tensors of an accelerator whose backend refuses them.
 
-    A second call patches for another accelerator. Tensors that a group takes as they are go to
-    PyTorch as before, and nothing is patched where there is no process group or it takes them.
-
-    Args:
-        accelerator (Accelerator): The one in use.
+    Tensors that a group takes are passed to PyTorch as before. A second call patches for another
+    accelerator.
     """
     restore_collectives()
     if not torch_dist.is_available() or not torch_dist.is_initialized():
@@ -75,7 +71,7 @@ def _through_host(original: Callable, written: str, accelerator: Accelerator) ->
             return original(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
         group = given.get('group')
-        # PyTorch itself lets a rank pass by a group that it is not in.
+        # PyTorch ignores the call of a rank that is not in the group.
         outside = group == torch_dist.GroupMember.NON_GROUP_MEMBER
         if outside or accelerator.takes_tensors(backend_of(group)):
             return original(*args, **kwargs)
@@ -102,19 +98,14 @@ def _copy_back(accelerator: Accelerator, sources: List[Tensor], targets: List[Te
 
 
 class _Work:
-    """A collective under way, whose results are sent to the device when it is waited for.
-
-    Args:
-        work (torch.distributed.Work): Of the tensors on the host.
-        finish (callable): Sends the results.
-    """
+    """An asynchronous collective on host tensors; ``wait()`` sends the results to the device."""
 
     def __init__(self, work: Any, finish: Callable[[], None]) -> None:
         self._work = work
         self._finish: Optional[Callable[[], None]] = finish
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait for the end; see :meth:`torch.distributed.Work.wait`."""
+        """See :meth:`torch.distributed.Work.wait`."""
         done = self._work.wait(*args, **kwargs)
         finish, self._finish = self._finish, None
         if finish is not None:

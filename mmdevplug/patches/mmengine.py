@@ -1,9 +1,8 @@
 """Patch functions of MMEngine for the accelerator in use.
 
-A registry, a subclass or an argument answers most of what MMEngine assumes about devices. The
-rest are functions that other packages import by name. They are patched when a job starts, never at
-import, and stay so when its loops end, so that an inferencer or another loop can follow;
-:func:`restore_mmengine` restores them.
+They are functions that other packages import by name, so that no registry, subclass or argument
+can replace them. They are patched when a job starts, never at import, and stay patched when its
+loops end, so that an inferencer or another loop can follow.
 """
 
 import time
@@ -14,28 +13,28 @@ from typing import Any, Callable, Union
 import numpy as np
 import torch
 from mmengine.device import utils as device_utils
-from mmengine.dist import dist as dist_functions, utils as dist_utils
+from mmengine.dist import dist as dist_functions, is_distributed, utils as dist_utils
 from mmengine.infer import BaseInferencer
 from mmengine.logging import logger as logger_module
 from mmengine.model import revert_sync_batchnorm, utils as model_utils
 from mmengine.runner import CheckpointLoader
 from mmengine.structures import instance_data
 from mmengine.utils.dl_utils import TimeCounter, time_counter
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.process_group import device_context, group_device, rank_device
+from mmdevplug.errors import ModelError
 from mmdevplug.utils.patched_symbols import AUTOCAST, FLEXIBLE_RUNNER, JOB, LAZY_MODEL
 from mmdevplug.utils.patching import patch_symbol, restore_patches
 
 from .autocast import patch_autocast
-from .explain_sync_bn import explain_missing_group
 from .torch_load import safe_loading
 
-#: Devices whose index tensors MMEngine takes, and for which its clock waits. On others one of both
-#: is missing: on NPU and MLU it times the queueing, on MPS it refuses masks.
+#: Devices whose index tensors MMEngine takes and for which its clock waits. Elsewhere one of both
+#: fails: on NPU and MLU it measures the time of queueing, on MPS it refuses masks.
 _KNOWN = ('cpu', 'cuda')
 
 
@@ -45,20 +44,20 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     The runner and the strategies call it. Call it yourself before you use MMEngine without a
     runner, for inference for example. A second call patches for another accelerator.
 
-    - ``mmengine.device.get_device`` tells its device type, so inferencers compute on it.
+    - ``mmengine.device.get_device`` returns its device type, so inferencers compute on it.
     - ``InstanceData[...]`` takes masks and indices on it.
-    - ``TimeCounter`` waits for it: in every call where operations run at once, and when it reports
-      on a lazy device, where waiting in between would cut the graph.
-    - ``mmengine.dist`` sends its messages where the backend of the process group takes tensors.
-    - The log files of ranks are named after the devices that this process was given.
+    - ``TimeCounter`` waits for it: in every call on an eager device, and when it reports on a lazy
+      one, where waiting in between would split the graph.
+    - ``mmengine.dist`` uses tensors that the backend of the process group takes.
+    - The log files of ranks are named after the visible devices of this process.
     - ``mmengine.runner.load_checkpoint``, inferencers and ``init_cfg`` run no code from a file.
     - ``mmengine.runner.amp.autocast`` casts on it.
-    - ``convert_sync_batchnorm(..., 'mmcv')`` says that it needs a process group where none is.
+    - ``convert_sync_batchnorm(..., 'mmcv')`` says that it needs a process group if there is none.
 
     Args:
         accelerator (str, dict or Accelerator, optional): See
-            :func:`mmdevplug.get_accelerator`. Defaults to None: that of the job that has started,
-            or else what detection finds.
+            :func:`mmdevplug.get_accelerator`. Defaults to None: that of the running job, or else
+            the detected one.
 
     Returns:
         Accelerator: The accelerator.
@@ -81,17 +80,13 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
         _patch_time_counter(chosen)
     patch_symbol(BaseInferencer, '_init_model', _for_device(BaseInferencer._init_model, chosen))
     convert = model_utils.convert_sync_batchnorm
-    patch_symbol(model_utils, 'convert_sync_batchnorm', explain_missing_group(convert))
+    patch_symbol(model_utils, 'convert_sync_batchnorm', _explaining_missing_group(convert))
     patch_autocast(chosen)
     return chosen
 
 
 def restore_mmengine() -> None:
-    """Restore all functions of MMEngine, and the accuracy of mmseg's heads.
-
-    That is what :func:`patch_mmengine` patched, ``mmengine.runner.amp.autocast``, and the methods
-    of ``FlexibleRunner``.
-    """
+    """Restore all functions of MMEngine, methods of ``FlexibleRunner``, and mmseg's accuracy."""
     restore_patches(JOB, LAZY_MODEL, AUTOCAST, FLEXIBLE_RUNNER)
 
 
@@ -99,7 +94,7 @@ _id_of_mmengine: Callable[[], Union[int, str]] = logger_module._get_device_id
 
 
 def _device_id() -> Union[int, str]:
-    """See ``mmengine.logging.logger._get_device_id``, which asks ``CUDA_VISIBLE_DEVICES``."""
+    """See ``mmengine.logging.logger._get_device_id``, which reads ``CUDA_VISIBLE_DEVICES``."""
     context = device_context()
     if context is None or context.accelerator.shares_devices:
         return _id_of_mmengine()
@@ -107,7 +102,7 @@ def _device_id() -> Union[int, str]:
 
 
 class _OfDtype(type):
-    """A class of tensors by what they hold, wherever they are."""
+    """A class of tensors by dtype, on any device."""
 
     dtype: torch.dtype
 
@@ -128,7 +123,7 @@ class AnyLongTensor(metaclass=_OfDtype):
 
 
 def _patch_instance_data() -> None:
-    # The names that `InstanceData.__getitem__` looks up; it asks for their `__args__`.
+    # `InstanceData.__getitem__` looks these names up and reads their `__args__`.
     masks = Union[torch.BoolTensor, AnyBoolTensor]
     indices = Union[torch.LongTensor, AnyLongTensor]
     patch_symbol(instance_data, 'BoolTypeTensor', masks)
@@ -139,7 +134,7 @@ def _patch_instance_data() -> None:
 
 
 def _patch_time_counter(accelerator: Accelerator) -> None:
-    """Functions that are decorated already look these up at each call."""
+    # Decorated functions look these names up at each call.
     if accelerator.lazy:
         patch_symbol(TimeCounter, 'print_time', _waiting(TimeCounter.print_time, accelerator))
         return
@@ -149,14 +144,14 @@ def _patch_time_counter(accelerator: Accelerator) -> None:
 
 
 class _TorchWith(SimpleNamespace):
-    """PyTorch with other attributes in the place of some."""
+    """The module ``torch`` with some attributes replaced."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
 
 def _waiting(print_time: Callable, accelerator: Accelerator) -> Callable:
-    """Add to a time that is about to be reported how long the device still takes."""
+    """Add the time that the device still needs to a time that is about to be reported."""
 
     @wraps(print_time)
     def waiting(counter: TimeCounter, elapsed: float) -> None:
@@ -172,7 +167,7 @@ def _waiting(print_time: Callable, accelerator: Accelerator) -> Callable:
 
 
 def _patch_checkpoint_loader() -> None:
-    """Keep MMEngine's loader of checkpoints, by any scheme, from running what it loads."""
+    """Keep MMEngine's checkpoint loader from running code of a file."""
     of_mmengine = CheckpointLoader.load_checkpoint.__func__
 
     @wraps(of_mmengine)
@@ -184,14 +179,11 @@ def _patch_checkpoint_loader() -> None:
 
 
 def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
-    """Let the models of inferencers run on any device, on lazy ones each batch as one graph.
-
-    Synchronized batch normalization predicts as any other does, but that of PyTorch 1 takes no
-    tensors except CUDA's.
-    """
+    """Let the models of inferencers run on any device, on lazy ones each batch as one graph."""
 
     @wraps(init_model)
     def init(*args: Any, **kwargs: Any) -> Any:
+        # SyncBatchNorm of PyTorch 1 takes CUDA tensors only.
         model = revert_sync_batchnorm(init_model(*args, **kwargs))
         if accelerator.lazy:
             devices = {parameter.device for parameter in model.parameters()}
@@ -200,3 +192,22 @@ def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
         return model
 
     return init
+
+
+def _explaining_missing_group(convert: Callable) -> Callable:
+    """Explain why ``convert_sync_batchnorm(..., 'mmcv')`` fails without a process group."""
+
+    @wraps(convert)
+    def converted(module: nn.Module, implementation: str = 'torch', **kwargs: Any) -> nn.Module:
+        try:
+            return convert(module, implementation, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            if implementation != 'mmcv' or is_distributed() or isinstance(error, ModelError):
+                raise
+            raise ModelError(
+                "convert_sync_batchnorm(..., 'mmcv'): mmcv's SyncBatchNorm needs a process group, "
+                "and this process has started none. Choose 'torch', or start the job with a "
+                'launcher, e.g. mmdevplug train --nproc 2.'
+            ) from error
+
+    return converted

@@ -1,7 +1,7 @@
-"""Counting what is right among pixels that are not ignored, with shapes that never change.
+"""Compute mmseg's accuracy with constant shapes.
 
-mmseg's heads choose these pixels with a mask as index. Their number differs from batch to batch,
-so a lazy device, which has to run half of the iteration to know it, compiles the other half anew.
+mmseg's heads index with the mask of pixels that are not ignored. Their number differs from batch
+to batch, so a lazy device runs half of the iteration to know it and recompiles the other half.
 """
 
 import sys
@@ -16,14 +16,9 @@ _ACCURACY = 'mmseg.models.losses.accuracy'
 
 
 def patch_accuracy(model: nn.Module) -> int:
-    """Let the heads of mmseg in a model count with masks that they multiply with.
+    """Patch ``accuracy`` in the modules of a model's classes; returns in how many.
 
-    Args:
-        model (nn.Module): Any model. The name ``accuracy`` is patched in the modules that its
-            classes come from; the function gives the same results on every device.
-
-    Returns:
-        int: In how many modules it was patched.
+    The replacement multiplies with the mask, and gives the same results on every device.
     """
     original = getattr(sys.modules.get(_ACCURACY), 'accuracy', None)
     if original is None:
@@ -32,17 +27,11 @@ def patch_accuracy(model: nn.Module) -> int:
     users = [sys.modules[place] for place in sorted(places) if place in sys.modules]
     users = [user for user in users if getattr(user, 'accuracy', None) is original]
     for user in users:
-        patch_symbol(user, 'accuracy', masked(original), listed_owner=_ACCURACY)
+        patch_symbol(user, 'accuracy', _masked(original), listed_owner=_ACCURACY)
     return len(users)
 
 
-def masked(original: Callable) -> Callable:
-    """mmseg's ``accuracy`` without indexing.
-
-    Args:
-        original (callable): mmseg's own, for calls that ignore no pixels.
-    """
-
+def _masked(original: Callable) -> Callable:
     def accuracy(
         pred: Tensor,
         target: Tensor,

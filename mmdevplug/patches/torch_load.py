@@ -1,8 +1,8 @@
-"""Loading checkpoints without running what is inside them.
+"""Load checkpoints without running code from them.
 
-MMEngine's checkpoints hold more than tensors: the message hub keeps log buffers, which are NumPy
-arrays in a class of MMEngine's. PyTorch's ``weights_only`` loader refuses classes that it was not
-told of, and MMEngine 0.10 tells it of none, so resuming fails on torch 2.6 and later.
+MMEngine's checkpoints hold more than tensors, such as log buffers: NumPy arrays in a class of
+MMEngine's. PyTorch's ``weights_only`` loader refuses classes that are not allowed explicitly, and
+MMEngine 0.10 allows none, so resuming fails with PyTorch 2.6 and later.
 """
 
 import io
@@ -28,17 +28,13 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.patching import LocalPatch, patch_symbol
 from mmdevplug.utils.torch_compat import allows_renamed_classes
 
-#: Older releases have no list of allowed classes, or none in which a class has another name.
 _TAKES_RENAMED_CLASSES = allows_renamed_classes()
 
+# NumPy 2 moved it; 1.26 has an empty package in the new place.
+_core = getattr(np, '_core', None)
+_multiarray: Any = _core.multiarray if hasattr(_core, 'multiarray') else np.core.multiarray
 
-def _multiarray() -> Any:
-    # NumPy 2 moved it; 1.26 has an empty package at the new place.
-    core = getattr(np, '_core', None)
-    return core.multiarray if hasattr(core, 'multiarray') else np.core.multiarray
-
-
-#: Of Python: containers and types that are created from plain values and run nothing.
+#: Containers and types of Python, whose creation runs no code.
 _BUILTINS = (
     *(bool, bytearray, bytes, complex, dict, float, frozenset, int, list, range, set, slice),
     *(str, tuple),
@@ -47,8 +43,7 @@ _NUMPY_DTYPES = '?bhilqBHILQefdFDSU'  # NumPy's codes of bool, integers, floats,
 
 
 def allowed_classes() -> List[Any]:
-    """What a checkpoint of MMEngine's own holds besides tensors and plain values."""
-    multiarray = _multiarray()
+    """The classes in MMEngine's checkpoints, besides tensors and plain values."""
     return [
         *_trusted,
         *_BUILTINS,
@@ -60,27 +55,24 @@ def allowed_classes() -> List[Any]:
         HistoryBuffer,
         np.ndarray,
         np.dtype,
-        multiarray._reconstruct,
-        multiarray.scalar,
+        _multiarray._reconstruct,
+        _multiarray.scalar,
         *dict.fromkeys(type(np.dtype(name)) for name in _NUMPY_DTYPES),
     ]
 
 
 def _one_cycle(*_: Any) -> None:
-    """Stand for the class OneCycleParamScheduler, which no checkpoint may create."""
+    """Stand in for the class OneCycleParamScheduler, which no checkpoint may create."""
     raise pickle.UnpicklingError(f'{_ONE_CYCLE} is not allowed to be called.')
 
 
-#: Checkpoints name the class to reach its two annealing functions.
+#: Checkpoints name the class because of its two annealing functions.
 _ONE_CYCLE = f'{OneCycleParamScheduler.__module__}.{OneCycleParamScheduler.__name__}'
 _ANNEALING = ('_annealing_cos', '_annealing_linear')
 
 
 def _method(owner: Any, name: str) -> Any:
-    """Stand in for ``getattr``, by which methods of MMEngine's classes were pickled.
-
-    These are the statistics of log buffers and the annealing functions of OneCycleLR.
-    """
+    """Stand in for ``getattr`` in pickled methods: of log buffers, and OneCycleLR's annealing."""
     method = None
     if owner is _one_cycle and name in _ANNEALING:
         method = getattr(OneCycleParamScheduler, name)
@@ -95,14 +87,9 @@ _trusted: List[Any] = []
 
 
 def trust_classes(names: Sequence[str]) -> None:
-    """Let checkpoints hold objects of more classes, which is for whoever knows these.
+    """Let checkpoints hold objects of more classes, e.g. ``['my_package.BoxCoder']``.
 
-    Args:
-        names (Sequence[str]): Dotted names, e.g. ``['my_package.BoxCoder']``. Loading a file may
-            then create such objects and call their ``__setstate__``.
-
-    Raises:
-        CheckpointError: If there is no such class.
+    Loading a file may then create such objects and call their ``__setstate__``.
     """
     for name in names:
         found = get_object_from_string(name) if isinstance(name, str) else None
@@ -116,26 +103,23 @@ def trust_classes(names: Sequence[str]) -> None:
 
 
 _patch = LocalPatch(torch, 'load')
-#: Whether loads of the context that this is in run no code even if the caller asks for it.
+#: Whether loads in this context are safe even if the caller passes ``weights_only=False``.
 _forced: ContextVar[bool] = ContextVar('forced', default=False)
-#: Guards what PyTorch keeps once in a process: its allowed classes and its pickle module.
+#: Guards state that PyTorch has once in a process: its allowed classes and its pickle module.
 _process_wide = threading.RLock()
 
 
 @contextmanager
 def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
-    """Let ``torch.load`` accept MMEngine's own classes and nothing else in this context.
-
-    Other threads load as before.
+    """Let ``torch.load`` accept MMEngine's classes and no others in this context and thread.
 
     Args:
         filename (str): The checkpoint, for messages.
         forced (bool): Whether calls with ``weights_only=False`` or a ``pickle_module`` are made
-            safe, too. False where a user's own code loads, which then knows what it asks for.
-            Defaults to True.
+            safe, too. False where a user's code loads. Defaults to True.
 
     Raises:
-        CheckpointError: If the file holds other classes; the first is named.
+        CheckpointError: If the file holds other classes; names the first.
     """
     opened: List[str] = []
     refusals: List[pickle.UnpicklingError] = []
@@ -149,7 +133,7 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
             refusals.append(error)
             raise
 
-    # A context inside of a forced one is forced.
+    # A context inside a forced one is forced.
     token = _forced.set(forced or _forced.get())
     try:
         with _patch(load):
@@ -171,7 +155,7 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
 def _load_safely(
     load: Callable, f: Any, map_location: Any = None, pickle_module: Any = None, **options: Any
 ) -> Any:
-    """``torch.load`` with a list of allowed classes, whatever a variable asks."""
+    """``torch.load`` with a list of allowed classes, which no environment variable disables."""
     weights_only = options.pop('weights_only', None)
     asks_for_code = weights_only is False or (weights_only is None and pickle_module is not None)
     if asks_for_code and not _forced.get():
@@ -182,7 +166,7 @@ def _load_safely(
         with _pickle_of_torch(_restricted_pickle()) as restricted:
             return load(f, map_location, restricted, **options)
     with _process_wide:
-        # Those that are allowed already stay so afterwards.
+        # Classes that were allowed before stay allowed afterwards.
         known = torch.serialization.get_safe_globals()
         added = [each for each in _allowed_with_names() if each not in known]
         with torch.serialization.safe_globals(added):
@@ -191,10 +175,9 @@ def _load_safely(
 
 def _allowed_with_names() -> List[Any]:
     """:func:`allowed_classes`, and functions by the names that older and newer NumPy write."""
-    multiarray = _multiarray()
     renamed = [
         (function, f'{module}.{function.__name__}')
-        for function in (multiarray._reconstruct, multiarray.scalar)
+        for function in (_multiarray._reconstruct, _multiarray.scalar)
         for module in ('numpy.core.multiarray', 'numpy._core.multiarray')
     ]
     renamed += [(_method, 'builtins.getattr'), (_one_cycle, _ONE_CYCLE)]
@@ -214,7 +197,7 @@ _restricting: ContextVar[bool] = ContextVar('restricting', default=False)
 def _pickle_of_torch(module: Any) -> Iterator[Any]:
     """Let PyTorch unpickle with a module: release 1.13 ignores the argument that names one.
 
-    Other threads that load meanwhile meet the same module, which restricts only this context.
+    Other threads get the same module meanwhile, which restricts this context only.
     """
     with _process_wide:
         token = _restricting.set(True)
@@ -227,7 +210,7 @@ def _pickle_of_torch(module: Any) -> Iterator[Any]:
 
 
 def _restricted_pickle() -> Any:
-    """A pickle module whose unpickler knows tensors and :func:`allowed_classes` alone."""
+    """A pickle module whose unpickler takes tensors and :func:`allowed_classes` only."""
     allowed = {(cls.__module__, cls.__name__) for cls in allowed_classes()}
     allowed |= {
         (f'numpy.{core}.multiarray', name)

@@ -1,6 +1,6 @@
 """Fill the memory column of the log on any accelerator."""
 
-from typing import Any, Dict, Tuple, Union
+from typing import Any, Tuple, Union
 
 from mmengine.registry import LOG_PROCESSORS
 from mmengine.runner import LogProcessor
@@ -14,12 +14,9 @@ MB = 2**20
 class DeviceLogProcessor(LogProcessor):
     """MMEngine's log processor, with the memory of the accelerator in use.
 
-    MMEngine has a column ``memory`` for CUDA and MUSA alone. Here every log line of training,
-    validation and testing has it where the vendor tells how much memory was in use at most.
-
-    Args:
-        *args: See :class:`mmengine.runner.LogProcessor`.
-        **kwargs: See :class:`mmengine.runner.LogProcessor`.
+    MMEngine fills the column ``memory`` on CUDA and MUSA only. Here every log line of training,
+    validation and testing has it where the vendor reports peak memory. Arguments are those of
+    :class:`mmengine.runner.LogProcessor`.
     """
 
     def get_log_after_iter(self, runner: Any, batch_idx: int, mode: str) -> Tuple[dict, str]:
@@ -32,7 +29,7 @@ class DeviceLogProcessor(LogProcessor):
         return tag, line
 
     def _get_max_memory(self, runner: Any) -> int:
-        # Asked beside a CUDA or MUSA device alone, which need not be the one in use.
+        # MMEngine calls it where CUDA or MUSA is present, also if another device is in use.
         return _peak() or 0
 
 
@@ -43,18 +40,7 @@ def _peak() -> Union[int, None]:
 
 
 def device_log_processor(cfg: Any) -> Any:
-    """Put our log processor into the config of MMEngine's.
-
-    Args:
-        cfg (LogProcessor or dict): Those of others are kept.
-
-    Returns:
-        LogProcessor or dict: What to build.
-    """
-    if not isinstance(cfg, dict) or cfg.get('type', 'LogProcessor') not in _REPLACED:
-        return cfg
-    ours: Dict[str, Any] = dict(cfg, type=DeviceLogProcessor)
-    return ours
-
-
-_REPLACED = ('LogProcessor', LogProcessor)
+    """Replace MMEngine's log processor in a config; others stay."""
+    if isinstance(cfg, dict) and cfg.get('type', 'LogProcessor') in ('LogProcessor', LogProcessor):
+        return dict(cfg, type=DeviceLogProcessor)
+    return cfg

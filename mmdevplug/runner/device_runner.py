@@ -1,7 +1,6 @@
 """The runner: the one place where the pieces meet."""
 
-import os
-import re
+from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
 from mmengine.dist import is_main_process
@@ -18,11 +17,11 @@ from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.collecting import collect_checkpoint
-from mmdevplug.checkpoint.finding import check_file, find_good_checkpoint, mark_start
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.resume_point import find_resume_point
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
-from mmdevplug.checkpoint.writing import is_local, join, write_checkpoint
+from mmdevplug.checkpoint.writing import join, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.config.prepare import prepare_config
@@ -30,10 +29,6 @@ from mmdevplug.data import make_resumable
 from mmdevplug.data.build_padded import build_padded
 from mmdevplug.data.checking import check_batches, check_samples, explain_empty
 from mmdevplug.data.worker_signals import keep_workers_from_signals
-from mmdevplug.distributed.process_group import DeviceContext
-from mmdevplug.distributed.waiting import run_on_main
-from mmdevplug.environments.launch import restarts
-from mmdevplug.errors import CheckpointError
 from mmdevplug.explanations.cuda_settings import describe_serious
 from mmdevplug.explanations.explain import explained, explained_build, train_together
 from mmdevplug.explanations.versions import explain_versions
@@ -43,12 +38,11 @@ from mmdevplug.model.prepare import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
-from mmdevplug.patches.mmengine import patch_mmengine
 from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.utils.model import unwrap_model
 
 from .device_log_processor import device_log_processor
-from .init_device import init_device
+from .init_device import init_from_options
 from .torch_compile import keep_from_tracing
 
 
@@ -84,19 +78,20 @@ class DeviceRunner(Runner):
         model_parallel: Union[None, bool, Dict] = None,
         **kwargs: Any,
     ) -> None:
-        cfg = kwargs.get('cfg')
+        cfg = kwargs.get('cfg') or {}
         check_work_dir(kwargs['work_dir'] if 'work_dir' in kwargs else args[1])
-        if accelerator is None and cfg is not None:
+        if accelerator is None:
             accelerator = cfg.get('accelerator')
-        self.accelerator_options = AcceleratorOptions.from_config(accelerator)
-        # MMEngine's default asks for nccl, which nobody asked for.
-        kwargs.setdefault('env_cfg', {})
-        if model_parallel is None and cfg is not None:
+        if model_parallel is None:
             model_parallel = cfg.get('model_parallel')
+        self.accelerator_options = AcceleratorOptions.from_config(accelerator)
+        # MMEngine's default is backend='nccl'.
+        kwargs.setdefault('env_cfg', {})
+        optim_wrapper = kwargs.get('optim_wrapper')
         self.parallelism = Parallelism(
             ModelParallelOptions.from_config(model_parallel),
             kwargs['model'] if 'model' in kwargs else next(iter(args), None),
-            _optimizer_of(kwargs.get('optim_wrapper')),
+            optim_wrapper.get('optimizer') if isinstance(optim_wrapper, dict) else None,
             kwargs.get('default_scope') or 'mmengine',
         )
         super().__init__(*args, **kwargs)
@@ -110,31 +105,14 @@ class DeviceRunner(Runner):
     # set-up -------------------------------------------------------------------------------------
 
     def setup_env(self, env_cfg: Dict) -> None:
-        """Start the process group on this rank's device, then do the rest as MMEngine does.
-
-        Args:
-            env_cfg (dict): See :meth:`mmengine.runner.Runner.setup_env`.
-
-        Raises:
-            DevPlugError: If the accelerator, the launch variables or the backend are wrong, on
-                this rank or another.
-        """
+        """Start the process group on this rank's device, then do the rest as MMEngine does."""
         dist_cfg = dict(env_cfg.get('dist_cfg') or {})
-        options = self.accelerator_options
-        self.device_context = init_device(
-            self._launcher,
-            options.device,
-            forced_backend=options.backend,
-            heartbeat_timeout=options.heartbeat_timeout,
-            mmcv_ops=options.mmcv_ops,
-            compilation_cache=options.compilation_folder(self.work_dir),
-            choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
-            **dist_cfg,
+        self.device_context = init_from_options(
+            self._launcher, self.accelerator_options, self.parallelism, self.work_dir, dist_cfg
         )
         if self.device_context.backend is not None:
             # What runs is what the log shows.
             env_cfg['dist_cfg'] = dict(dist_cfg, backend=self.device_context.backend)
-        patch_mmengine()
         trust_classes(self.cfg.get('checkpoint_classes') or [])
         super().setup_env(env_cfg)
 
@@ -178,24 +156,12 @@ class DeviceRunner(Runner):
     # the model ----------------------------------------------------------------------------------
 
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
-        """Build the model; see :meth:`mmengine.runner.Runner.build_model`.
-
-        With ``pad_to``, in ``model.data_preprocessor`` or in ``accelerator``, its data
-        preprocessors pad batches to few sizes.
-        """
+        """Build the model; with the option ``pad_to`` it pads batches to a few sizes."""
         with explained_build(self, 'building the model'):
             return build_padded(super().build_model, model, self.accelerator_options.pad_to)
 
     def wrap_model(self, model_wrapper_cfg: Optional[Dict], model: nn.Module) -> nn.Module:
-        """Move the model to this rank's device and wrap it if the job is distributed.
-
-        Args:
-            model_wrapper_cfg (dict, optional): See :meth:`mmengine.runner.Runner.wrap_model`.
-            model (nn.Module): The model.
-
-        Returns:
-            nn.Module: The model, wrapped in a distributed job.
-        """
+        """Move the model to this rank's device and wrap it if the job is distributed."""
         if is_model_wrapper(model):
             return super().wrap_model(model_wrapper_cfg, model)
         with fail_together('wrapping the model'):
@@ -205,17 +171,15 @@ class DeviceRunner(Runner):
                 model_wrapper_cfg,
                 sync_bn=self.cfg.get('sync_bn'),
                 find_unused_parameters=self.cfg.get('find_unused_parameters', False),
-                spread=self._spread if self.parallelism.wanted else None,
+                spread=partial(self.parallelism.place, context=self.device_context)
+                if self.parallelism.wanted
+                else None,
             )
             return self.parallelism.guard(placed)
 
-    def _spread(self, model: nn.Module) -> nn.Module:
-        return self.parallelism.place(model, self.device_context)
-
     def _init_model_weights(self) -> None:
         """Initialize weights on the host and make them equal on all ranks."""
-        model = unwrap_model(self.model)
-        initialize_weights(model, self.device_context)
+        initialize_weights(unwrap_model(self.model), self.device_context)
 
     def _maybe_compile(self, target: str) -> None:
         """Compile as MMEngine does, if the config says so, but not our own functions."""
@@ -230,19 +194,13 @@ class DeviceRunner(Runner):
     ) -> Union[OptimWrapper, OptimWrapperDict]:
         """Build the optimizer wrapper that suits the device.
 
-        Args:
-            optim_wrapper (OptimWrapper or dict): See
-                :meth:`mmengine.runner.Runner.build_optim_wrapper`. ``OptimWrapper`` becomes
-                :class:`mmdevplug.optim.DeviceOptimWrapper` on a lazy device, and
-                ``AmpOptimWrapper`` becomes :class:`mmdevplug.optim.DeviceAmpOptimWrapper` where
-                MMEngine's own refuses the device.
-
-        Returns:
-            OptimWrapper or OptimWrapperDict: As built by MMEngine.
+        ``OptimWrapper`` becomes :class:`mmdevplug.optim.DeviceOptimWrapper` on a lazy device, and
+        ``AmpOptimWrapper`` becomes :class:`mmdevplug.optim.DeviceAmpOptimWrapper` where MMEngine's
+        refuses the device.
 
         Raises:
-            ModelError: If the optimizer cannot work with the process group, or the device with
-                the model's sparse gradients.
+            ModelError: If the optimizer cannot work with the process group, or the device cannot
+                work with the model's sparse gradients.
         """
         cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
         built = super().build_optim_wrapper(cfg)
@@ -258,10 +216,7 @@ class DeviceRunner(Runner):
         seed: Optional[int] = None,
         diff_rank_seed: bool = False,
     ) -> DataLoader:
-        """Build a data loader that can begin in the middle of an epoch.
-
-        See :meth:`mmengine.runner.Runner.build_dataloader`.
-        """
+        """Build a data loader that can start in the middle of an epoch."""
         with explain_empty(dataloader):
             loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
         check_samples(loader, dataloader)
@@ -271,7 +226,7 @@ class DeviceRunner(Runner):
 
     def build_train_loop(self, loop: Union[BaseLoop, Dict]) -> BaseLoop:
         """Build the loop; see :meth:`mmengine.runner.Runner.build_train_loop`."""
-        # Before an iteration-based loop begins to read from it.
+        # An iteration-based loop reads from the loader when it is built.
         make_resumable(self._train_dataloader, self.seed)
         built = super().build_train_loop(loop)
         check_batches(built, 'train_dataloader')
@@ -282,10 +237,7 @@ class DeviceRunner(Runner):
     def register_hook(
         self, hook: Union[Hook, Dict], priority: Optional[Union[str, int, Priority]] = None
     ) -> None:
-        """Register a hook, ours in the place of some of MMEngine's.
-
-        See :meth:`mmengine.runner.Runner.register_hook` and :mod:`mmdevplug.hooks.default_hooks`.
-        """
+        """Register a hook, ours in place of some of MMEngine's: see ``hooks/default_hooks.py``."""
         safe = self.accelerator_options.safe_checkpoints
         super().register_hook(replace_hook(hook, safe), priority)
 
@@ -300,16 +252,14 @@ class DeviceRunner(Runner):
         by_epoch: bool = True,
         backend_args: Optional[Dict] = None,
     ) -> None:
-        """Save a checkpoint, whole or not at all.
-
-        See :meth:`mmengine.runner.Runner.save_checkpoint`. Tensors leave the device in one call.
+        """Save a checkpoint atomically; see :meth:`mmengine.runner.Runner.save_checkpoint`.
 
         Raises:
-            CheckpointError: If the file cannot be written; one of that name is as it was.
+            CheckpointError: If the file cannot be written; an earlier file of that name stays.
         """
-        if save_optimizer and not is_main_process():
-            join_consolidation(self.optim_wrapper)
         if not is_main_process():
+            if save_optimizer:
+                join_consolidation(self.optim_wrapper)
             return
         if file_client_args is not None:
             super().save_checkpoint(
@@ -331,19 +281,19 @@ class DeviceRunner(Runner):
     def load_or_resume(self) -> None:
         """Load or resume; see :meth:`mmengine.runner.Runner.load_or_resume`.
 
-        A job that torchrun or Slurm has started again resumes by itself from what it has saved.
-        Where a checkpoint is looked for, the newest that is whole is taken, and those that are not
-        are named in the log.
+        A job that torchrun or Slurm has restarted resumes from its last checkpoint. Damaged
+        checkpoints are named in the log, and the newest that is whole is taken.
 
         Raises:
             CheckpointError: If no checkpoint is whole.
         """
         if self._has_loaded:
             return
-        found = run_on_main('finding the checkpoint to resume from', self._find_checkpoint)
+        found = find_resume_point(
+            self.work_dir, self._load_from, self._resume, self.device_context.env
+        )
         if found is not None:
-            _check_shared(found, self.device_context)
-            self._resume = True  # what MMEngine's EMAHook asks for
+            self._resume = True  # MMEngine's EMAHook reads it
             self.resume(found)
             self._has_loaded = True
         elif self._load_from is not None:
@@ -352,31 +302,6 @@ class DeviceRunner(Runner):
             self.logger.info(
                 f'No checkpoint in {self.work_dir} yet: training starts from scratch.'
             )
-
-    def _find_checkpoint(self) -> Optional[str]:
-        count = restarts(self._launcher)
-        if count > 0:
-            found = find_good_checkpoint(self.work_dir, only_this_run=True)
-            self.logger.info(
-                f'This is restart {count} of this job, '
-                + ('which has saved nothing yet.' if found is None else f'resuming from {found}.')
-            )
-            if found is not None:
-                return found
-        else:
-            mark_start(self.work_dir)
-        if not self._resume:
-            return None
-        if self._load_from is None:
-            return find_good_checkpoint(self.work_dir)
-        if os.path.isfile(self._load_from):
-            check_file(self._load_from)
-        elif re.match(r'\w+://', self._load_from) is None:
-            raise CheckpointError(
-                f'resume=True and load_from={self._load_from!r}: there is no such file. Correct '
-                f'the path, or remove load_from to resume from the newest in {self.work_dir}.'
-            )
-        return self._load_from
 
     def load_checkpoint(
         self,
@@ -387,21 +312,13 @@ class DeviceRunner(Runner):
     ) -> Dict:
         """Load a checkpoint without running code from it.
 
-        Args:
-            filename (str): See :meth:`mmengine.runner.Runner.load_checkpoint`.
-            map_location (str or callable): Defaults to ``'cpu'``; the weights are copied to the
-                model's device from there.
-            strict (bool): Defaults to False.
-            revise_keys (list): Defaults to stripping ``module.``.
-
-        Returns:
-            dict: The checkpoint.
+        See :meth:`mmengine.runner.Runner.load_checkpoint`.
 
         Raises:
             DevPlugError: If the file holds objects of classes that are not MMEngine's.
         """
         checkpoint = read_checkpoint(filename, map_location)
-        # As MMEngine's own method from here on.
+        # From here on as MMEngine's method.
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
         model = unwrap_model(self.model)
         checkpoint = _load_checkpoint_to_model(model, checkpoint, strict, revise_keys=revise_keys)
@@ -419,8 +336,8 @@ class DeviceRunner(Runner):
     ) -> None:
         """Resume; see :meth:`mmengine.runner.Runner.resume`.
 
-        The default location is the host: PyTorch cannot load to every device, and the states are
-        copied to where the model's parameters are in any case.
+        By default the file is read to the host: PyTorch cannot load to every device, and the
+        states are copied to the device of the parameters in any case.
         """
         location = 'cpu' if map_location == 'default' else map_location
         super().resume(filename, resume_optimizer, resume_param_scheduler, location)
@@ -428,12 +345,10 @@ class DeviceRunner(Runner):
     # runs ---------------------------------------------------------------------------------------
 
     def train(self) -> nn.Module:
-        """Train; an error of one rank ends all of them with its name.
-
-        Meanwhile no other job can train in the same work directory.
+        """Train; an error of one rank ends all ranks, and their messages name it.
 
         Raises:
-            CheckpointError: If another job trains there.
+            CheckpointError: If another job trains in the same work directory.
         """
         return train_together(self, super().train)
 
@@ -446,18 +361,3 @@ class DeviceRunner(Runner):
         """Test; see :meth:`train`."""
         with explained(self, 'test'):
             return super().test()
-
-
-def _check_shared(path: str, context: DeviceContext) -> None:
-    """Refuse a checkpoint that rank 0 has found and this rank cannot see."""
-    if is_local(path) and not os.path.exists(path):
-        raise CheckpointError(
-            f'rank 0 resumes from {path}, which is not there for {context.env.describe()}. Put '
-            f'the work directory on a file system that all hosts share, under the same path, or '
-            f'copy the file to every host.'
-        )
-
-
-def _optimizer_of(optim_wrapper: Any) -> Optional[Dict]:
-    """The config of the optimizer, where there is one and it is one."""
-    return optim_wrapper.get('optimizer') if isinstance(optim_wrapper, dict) else None

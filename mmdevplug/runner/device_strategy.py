@@ -1,5 +1,6 @@
 """Train on one device or data parallel with MMEngine's FlexibleRunner."""
 
+from functools import partial
 from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 from mmengine._strategy import DDPStrategy
@@ -19,18 +20,17 @@ from mmdevplug.model.prepare import place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
-from mmdevplug.patches.mmengine import patch_mmengine
 
 from .flexible_runner import patch_flexible_runner
-from .init_device import init_device
+from .init_device import init_from_options
 
 
 @STRATEGIES.register_module()
 class DeviceStrategy(DDPStrategy):
-    """What :class:`mmdevplug.DeviceRunner` does, for ``FlexibleRunner``.
+    """Do for ``FlexibleRunner`` what :class:`mmdevplug.DeviceRunner` does.
 
-    It serves single processes and distributed jobs alike, and FlexibleRunner gets the hooks that
-    DeviceRunner has.
+    It works in single processes and in distributed jobs, and gives FlexibleRunner the hooks of
+    DeviceRunner.
 
     Args:
         accelerator (str or dict, optional): As the key ``accelerator`` of DeviceRunner, with all
@@ -47,29 +47,19 @@ class DeviceStrategy(DDPStrategy):
 
     def __init__(self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any) -> None:
         self.given_accelerator = accelerator
-        # FlexibleRunner asks for nccl when a config says nothing.
         self.accelerator_options = AcceleratorOptions.from_config(accelerator, backend='auto')
         super().__init__(**kwargs)
 
     def _setup_env(
         self, *, launcher: Optional[str] = None, dist_cfg: Optional[dict] = None, **kwargs: Any
     ) -> None:
-        # Before MMEngine's own, which is skipped when a process group exists. A single process
-        # has a device to choose and to try, too.
-        options = self.accelerator_options
-        self.device_context = init_device(
-            launcher or 'none',
-            options.device,
-            forced_backend=options.backend,
-            heartbeat_timeout=options.heartbeat_timeout,
-            mmcv_ops=options.mmcv_ops,
-            compilation_cache=options.compilation_folder(self._work_dir),
-            choose_devices=self.parallelism.choose_devices if self.parallelism.wanted else None,
-            **(dist_cfg or {}),
+        launcher = launcher or 'none'
+        # MMEngine starts no second process group.
+        self.device_context = init_from_options(
+            launcher, self.accelerator_options, self.parallelism, self._work_dir, dist_cfg or {}
         )
-        super()._setup_env(launcher=launcher or 'none', dist_cfg=dist_cfg, **kwargs)
+        super()._setup_env(launcher=launcher, dist_cfg=dist_cfg, **kwargs)
         self.device_context.accelerator.manual_seed(self._seed)
-        patch_mmengine()
         patch_flexible_runner()
 
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
@@ -90,21 +80,17 @@ class DeviceStrategy(DDPStrategy):
             self.device_context,
             self.model_wrapper,
             self.sync_bn,
-            spread=self._spread if self.parallelism.wanted else None,
+            spread=partial(self.parallelism.place, context=self.device_context)
+            if self.parallelism.wanted
+            else None,
         )
-
-    def _spread(self, model: nn.Module) -> nn.Module:
-        return self.parallelism.place(model, self.device_context)
 
     def build_optim_wrapper(
         self,
         optim_wrapper: Union[Optimizer, BaseOptimWrapper, dict],
         model: Optional[nn.Module] = None,
     ) -> BaseOptimWrapper:
-        """Build the optimizer wrapper that suits the device.
-
-        See :meth:`mmdevplug.DeviceRunner.build_optim_wrapper`.
-        """
+        """See :meth:`mmdevplug.DeviceRunner.build_optim_wrapper`."""
         cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
         built = super().build_optim_wrapper(cfg, model)
         check_optimizers(built, self.device_context)
@@ -128,11 +114,7 @@ class DeviceStrategy(DDPStrategy):
         revise_keys: list = [(r'^module.', '')],  # noqa: B006  MMEngine's signature
         callback: Optional[Callable] = None,
     ) -> dict:
-        """Load a checkpoint without running code from it.
-
-        See :meth:`mmengine._strategy.SingleDeviceStrategy.load_checkpoint`; the default location
-        is the host.
-        """
+        """Load a checkpoint without running code from it, by default to the host."""
         self.logger.info(f'Load checkpoint from {filename}')
         checkpoint = read_checkpoint(
             filename, 'cpu' if map_location == 'default' else map_location

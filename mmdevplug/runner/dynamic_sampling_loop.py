@@ -17,12 +17,12 @@ from mmdevplug.utils.model import unwrap_model
 
 @LOOPS.register_module()
 class DynamicSamplingTrainLoop(IterBasedTrainLoop):
-    """Each iteration draws as many batches of data as it takes to fill a pool, and trains on it.
+    """Draw batches of data in each iteration until a pool of samples is full, and train on it.
 
-    For each batch of data the model is put into eval mode and makes samples of it, without
-    gradients: ``generate(data_preprocessor(batch))``. When all ranks together have ``target``
-    valid samples, see :class:`mmdevplug.dynamic_sampling.DynamicSampler`, this rank's slice of
-    them, stacked, is what ``train_step`` gets, in train mode.
+    The model makes samples of each batch in eval mode, without gradients:
+    ``generate(data_preprocessor(batch))``. When all ranks together have ``target`` valid samples
+    (see :class:`mmdevplug.dynamic_sampling.DynamicSampler`), ``train_step`` gets this rank's
+    slice of them, stacked, in train mode.
 
     Args:
         runner (Runner): A reference of the runner.
@@ -84,7 +84,7 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
         self._data = self.dataloader_iterator
         #: Batches of data that this rank has drawn since the beginning of training.
         self.batches_drawn = 0
-        # What MMEngine's loop asks for its next batch.
+        # MMEngine's loop takes its next batch from here.
         self.dataloader_iterator = _Pools(self)
 
     def _method(self, argument: str, name: str) -> Callable:
@@ -103,14 +103,7 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
             return self._generate(self._model.data_preprocessor(batch, False))
 
     def next_pool(self) -> Any:
-        """Draw until the pool is full.
-
-        Returns:
-            Any: This rank's slice of it.
-
-        Raises:
-            SampleError: If not one group for each rank is valid.
-        """
+        """Draw until the pool is full, and return this rank's slice of it."""
         self.runner.model.eval()
         batch = next(self.sampler, None)
         self.runner.model.train()
@@ -122,23 +115,13 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
             )
         return batch
 
-    # resuming -----------------------------------------------------------------------------------
-
-    @property
-    def epoch_of_data(self) -> int:
-        """The pass over the data that is going on."""
-        return self._data._epoch
-
     def go_on(
         self, data: Any, batches_drawn: int, states: Sequence[Dict], begin: Callable[[], None]
     ) -> None:
-        """Continue where an interrupted run has been; to be called before training.
+        """Continue an interrupted run; called before training.
 
-        Args:
-            data (iterator): Over the data, from the next batch on.
-            batches_drawn (int): Those before it.
-            states (Sequence[dict]): Of the sampler, from the ranks whose surplus this one takes.
-            begin (callable): To be called when the first pool is about to be drawn.
+        ``data`` starts at the next batch, ``states`` are the sampler's of the ranks whose surplus
+        this rank takes, and ``begin`` is called just before the first pool is drawn.
         """
         self._data, self.batches_drawn = data, batches_drawn
         self.sampler.load_state_dict(*states)
@@ -146,11 +129,7 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
 
 
 class _Pools:
-    """Stands where MMEngine's loop has its iterator over the data, and yields pools.
-
-    Args:
-        loop (DynamicSamplingTrainLoop): The loop.
-    """
+    """The loop's iterator: yields pools in place of batches of data."""
 
     def __init__(self, loop: DynamicSamplingTrainLoop) -> None:
         self._loop = loop
@@ -159,7 +138,7 @@ class _Pools:
 
     @property
     def _epoch(self) -> int:
-        return self._loop.epoch_of_data
+        return self._loop._data._epoch
 
     def __iter__(self) -> '_Pools':
         return self
@@ -168,22 +147,19 @@ class _Pools:
         if self._to_skip is None:
             self._to_skip = batches_dropped(self._loop)
             if self._loop.iter and self.before_first is None:
-                _warn_of_lost_place(self._loop.iter)
+                print_log(
+                    f'Resuming at iteration {self._loop.iter}, but not exactly: the checkpoint '
+                    f'does not say how many batches of data were drawn, nor which samples were '
+                    f'left over, so the data begin anew. SafeCheckpointHook '
+                    f'(accelerator.safe_checkpoints) saves both.',
+                    'current',
+                    logging.WARNING,
+                )
         if self._to_skip > 0:
-            # A loop that resumes drops what was trained on: these pools are not drawn again.
+            # A resuming loop drops the batches it was trained on; their pools are not drawn.
             self._to_skip -= 1
             return None
         if self.before_first is not None:
             self.before_first()
             self.before_first = None
         return self._loop.next_pool()
-
-
-def _warn_of_lost_place(iteration: int) -> None:
-    print_log(
-        f'Resuming at iteration {iteration}, but not exactly: the checkpoint does not say how '
-        f'many batches of data were drawn, nor which samples were left over, so the data begin '
-        f'anew. SafeCheckpointHook (accelerator.safe_checkpoints) saves both.',
-        'current',
-        logging.WARNING,
-    )

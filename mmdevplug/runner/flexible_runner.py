@@ -1,8 +1,8 @@
 """Give MMEngine's FlexibleRunner the hooks, the log and the errors that DeviceRunner has.
 
-FlexibleRunner builds its strategy before its hooks and never tells it of them, so some of its
-methods are replaced when a :class:`mmdevplug.runner.DeviceStrategy` starts. They ask for the
-strategy at each call: a runner with any other gets MMEngine's own.
+FlexibleRunner has no interface through which a strategy can do this, so some of its methods are
+replaced when a :class:`mmdevplug.runner.DeviceStrategy` starts. A runner with another strategy
+gets MMEngine's own methods.
 """
 
 from functools import wraps
@@ -23,10 +23,7 @@ from .device_log_processor import device_log_processor
 
 
 def patch_flexible_runner() -> None:
-    """Let FlexibleRunner do more where its strategy is one of ours.
-
-    A second call changes nothing. :func:`mmdevplug.patches.mmengine.restore_mmengine` restores it.
-    """
+    """Replace methods of FlexibleRunner until ``restore_mmengine()``; once in a process."""
     if active_patches(FLEXIBLE_RUNNER):
         return
     for method in (_register_hooks, _register_hook, _build_log_processor, _train, _val, _test):

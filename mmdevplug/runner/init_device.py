@@ -1,12 +1,14 @@
 """Prepare this process for its device: the one call that a script without a runner needs."""
 
-from typing import Any
+from typing import Any, Dict
 
 from mmdevplug.accelerators.detection import AcceleratorConfig
-from mmdevplug.config.accelerator import read_mmcv_ops
+from mmdevplug.config.accelerator import AcceleratorOptions, read_mmcv_ops
 from mmdevplug.distributed.process_group import DeviceContext, start_distributed
+from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.patches.collectives import patch_collectives
 from mmdevplug.patches.mmcv_ops import patch_mmcv_ops
+from mmdevplug.patches.mmengine import patch_mmengine
 
 
 def init_device(
@@ -15,7 +17,7 @@ def init_device(
     mmcv_ops: str = 'host',
     **options: Any,
 ) -> DeviceContext:
-    """Choose the accelerator, start the process group, and patch what refuses the device.
+    """Choose the accelerator, start the process group, patch functions that refuse the device.
 
     Args:
         launcher (str): ``'pytorch'``, ``'slurm'``, ``'mpi'`` or ``'none'``.
@@ -41,4 +43,26 @@ def init_device(
     context = start_distributed(launcher, accelerator, **options)
     patch_mmcv_ops(context.accelerator, mmcv_ops)
     patch_collectives(context.accelerator)
+    return context
+
+
+def init_from_options(
+    launcher: str,
+    options: AcceleratorOptions,
+    parallelism: Parallelism,
+    work_dir: str,
+    dist_cfg: Dict[str, Any],
+) -> DeviceContext:
+    """Call :func:`init_device` for a runner or a strategy, and patch MMEngine."""
+    context = init_device(
+        launcher,
+        options.device,
+        forced_backend=options.backend,
+        heartbeat_timeout=options.heartbeat_timeout,
+        mmcv_ops=options.mmcv_ops,
+        compilation_cache=options.compilation_folder(work_dir),
+        choose_devices=parallelism.choose_devices if parallelism.wanted else None,
+        **dist_cfg,
+    )
+    patch_mmengine()
     return context

@@ -14,10 +14,10 @@ from .device_strategy import DeviceStrategy
 
 @STRATEGIES.register_module()
 class ModelParallelStrategy(DeviceStrategy):
-    """Spreads the model of each process over several devices.
+    """Spread the model of each process over several devices.
 
-    FlexibleRunner gives a strategy its model after the devices are chosen, so the plan is made
-    when the model is wrapped, and ``enable=None`` goes by the number of devices alone.
+    FlexibleRunner passes the model after the devices are chosen, so the plan is made when the
+    model is wrapped, and ``enable=None`` depends on the number of devices only.
 
     Args:
         model_parallel (dict or bool, optional): See

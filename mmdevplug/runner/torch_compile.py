@@ -1,8 +1,8 @@
-"""Let ``torch.compile`` trace the model alone."""
+"""Keep ``torch.compile`` from tracing this package."""
 
 import torch
 
-#: What makes collectives, checks and copies, and no graph worth compiling.
+#: Collectives, checks and copies, at which the compiler would break its graphs.
 UNTRACED = (
     'accelerators',
     'distributed',
@@ -17,14 +17,12 @@ UNTRACED = (
 
 
 def keep_from_tracing() -> None:
-    """Tell ``torch.compile`` to pass over this package's own functions.
+    """Exclude this package from the ``train_step`` that MMEngine compiles.
 
-    MMEngine compiles ``train_step``. The compiler would trace the averaging of gradients and the
-    checks inside it, and break its graphs there; the model and the optimizer that these call are
-    compiled all the same. Without a compiler nothing is done: MMEngine says what is needed.
+    The model and the optimizer that it calls are compiled all the same.
     """
     if not hasattr(torch, 'compile'):
-        return
+        return  # MMEngine's own error says what is needed
     from torch import _dynamo
 
     # PyTorch 2.0 and 2.1 call it by its old name.

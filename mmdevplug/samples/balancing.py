@@ -1,6 +1,7 @@
 """Give each rank an equal slice of the samples of all ranks."""
 
-from typing import Any, List, Optional, Sequence, Tuple, Union
+from itertools import accumulate
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import msgpack
 
@@ -21,7 +22,6 @@ from .comparing import Example
 from .deserialize import deserialize, move_blocks, read_header, rebuild_samples
 from .exchange import Device, Job, Options, begin, copy_own_samples
 from .serialize import serialize
-from .slices import Slice, holdings, parts_for, slices_of
 
 
 def balance_samples(
@@ -35,15 +35,15 @@ def balance_samples(
     device: Device = None,
     max_bytes_in_flight: int = DEFAULT_IN_FLIGHT,
 ) -> Union[List[Any], Tuple[List[Any], List[Any]]]:
-    """Share the samples of all ranks out evenly.
+    """Distribute the samples of all ranks evenly.
 
     The pool is the samples of rank 0, then those of rank 1, and so on; each rank gets the next
-    slice of it. Only samples that change rank travel, straight from the one rank to the other.
+    slice of it. Only samples that change rank are sent, directly from one rank to the other.
 
     Args:
         samples (Sequence): See :func:`gather_samples`.
         per_rank (int, optional): How many samples each rank gets. Defaults to None: all samples
-            are shared out, and the numbers differ by at most one, lower ranks getting more.
+            are distributed; the numbers differ by at most one, and lower ranks get more.
         group (ProcessGroup, optional): Defaults to None: all ranks.
         flatten (bool): See :func:`gather_samples`.
         same_structure (bool): See :func:`gather_samples`.
@@ -52,12 +52,12 @@ def balance_samples(
         max_bytes_in_flight (int): See :func:`gather_samples`.
 
     Returns:
-        list or Tuple[list, list]: This rank's slice; with ``per_rank`` also the samples that are
-        left over, each on the rank that had it.
+        list or Tuple[list, list]: This rank's slice; with ``per_rank`` also the surplus samples
+        of this rank.
 
     Raises:
-        SampleError: If samples cannot travel, differ in structure, or are too few.
-        RankFailedError: If that is so on another rank, or another rank failed.
+        SampleError: If samples cannot be sent, differ in structure, or are too few.
+        RankFailedError: If that happens on another rank, or another rank failed.
 
     Examples:
         >>> mine = balance_samples(valid)
@@ -73,33 +73,72 @@ def balance_samples(
         if job.world_size > 1:
             counts, in_flight = _count(job, per_rank)
         try:
-            slices, held = slices_of(counts, per_rank), holdings(counts)
+            slices, held = _slices(counts, per_rank), _consecutive(counts)
         except SampleError as error:
             raise known_to_all(error) from None
         mine = _swap(job, slices, held, in_flight)
         if per_rank is None:
             return mine
-        left = slice(max(0, slices[-1].end - held[job.rank].begin), None)
-        return mine, copy_own_samples(job.samples[left], job.device)
+        surplus = job.samples[max(0, slices[-1].stop - held[job.rank].start) :]
+        return mine, copy_own_samples(surplus, job.device)
+
+
+def _consecutive(counts: Sequence[int]) -> List[range]:
+    """Ranges of these lengths, one after the other."""
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for end, count in zip(ends, counts)]
+
+
+def _slices(counts: Sequence[int], per_rank: Optional[int]) -> List[range]:
+    """The slice of the pool that each rank gets, by the number of samples that each has."""
+    world_size, total = len(counts), sum(counts)
+    if per_rank is None:
+        even, more = divmod(total, world_size)
+        return _consecutive([even + (rank < more) for rank in range(world_size)])
+    if total < per_rank * world_size:
+        found = ', '.join(f'rank {rank} has {count}' for rank, count in enumerate(counts[:8]))
+        raise SampleError(
+            f'balance_samples(): per_rank={per_rank} on {world_size} ranks needs '
+            f'{per_rank * world_size} samples, but the pool has {total}: {found}'
+            f'{", ..." if world_size > 8 else ""}. Make more samples first, or leave per_rank out '
+            f'to share out what there is.'
+        )
+    return _consecutive([per_rank] * world_size)
+
+
+def _overlaps(mine: range, others: Sequence[range]) -> Dict[int, range]:
+    """The parts of one range that lie in others, by their index, without empty ones."""
+    found = {
+        index: range(max(mine.start, other.start), min(mine.stop, other.stop))
+        for index, other in enumerate(others)
+    }
+    return {index: part for index, part in found.items() if part}
 
 
 def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
-    """How many samples each rank has, and the smallest bound of bytes under way."""
+    """The number of samples of each rank, and the smallest ``max_bytes_in_flight``."""
     if job.error is not None:
-        told: List[Any] = [str(job.error)]
+        own: List[Any] = [str(job.error)]
     else:
-        # Of the same structure but for the lengths of lists, which may be many.
+        # Structures may differ in many ways by the lengths of lists alone.
         examples = {example.structure: example.sample for example in reversed(job.examples())}
-        told = [len(job.samples), per_rank, list(examples.items())]
-    message = to_tensor(msgpack.packb(told, unicode_errors='surrogatepass'))
+        own = [len(job.samples), per_rank, list(examples.items())]
+    message = to_tensor(msgpack.packb(own, unicode_errors='surrogatepass'))
     in_flight = DEFAULT_IN_FLIGHT if job.error is not None else job.options.in_flight
     gathered = gather_bytes(message, job.group, job.purpose, in_flight)
     answers = [
         msgpack.unpackb(to_bytes(part), unicode_errors='surrogatepass') for part in gathered.parts
     ]
     job.raise_together([answer[0] if len(answer) == 1 else None for answer in answers])
-    wanted = [answer[1] for answer in answers]
-    job.refuse_other_value('per_rank', wanted)
+    first = answers[0][1]
+    for rank, (_, value, _) in enumerate(answers):
+        if value != first:
+            raise known_to_all(
+                SampleError(
+                    f'{job.name}(): per_rank={value!r} on rank {rank}, but {first!r} on rank 0; '
+                    f'expected the same on all ranks.'
+                )
+            )
     job.refuse_differences(
         [
             Example.of(rank, sample, structure)
@@ -110,18 +149,19 @@ def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
     return [answer[0] for answer in answers], gathered.in_flight
 
 
-def _swap(job: Job, slices: Sequence[Slice], held: Sequence[Slice], in_flight: int) -> List[Any]:
-    """Send what others get, receive what is for this rank, and put it in the order of the pool."""
-    outgoing = parts_for(held[job.rank], slices)
-    kept = outgoing.pop(job.rank, Slice(0, 0))
-    sources = [rank for rank in parts_for(slices[job.rank], held) if rank != job.rank]
-    pieces = {job.rank: copy_own_samples(_part(job, kept, held), job.device)}
+def _swap(job: Job, slices: Sequence[range], held: Sequence[range], in_flight: int) -> List[Any]:
+    """Send samples to other ranks, receive this rank's, and order them as in the pool."""
+    outgoing = _overlaps(held[job.rank], slices)
+    begin = held[job.rank].start
+    kept = outgoing.pop(job.rank, range(begin, begin))
+    sources = [rank for rank in _overlaps(slices[job.rank], held) if rank != job.rank]
+    own = job.samples[kept.start - begin : kept.stop - begin]
+    pieces = {job.rank: copy_own_samples(own, job.device)}
     if job.world_size > 1:
-        begin = held[job.rank].begin
         chosen = [
-            job.parts.select(part.begin - begin, part.end - begin) for part in outgoing.values()
+            job.parts.select(part.start - begin, part.stop - begin) for part in outgoing.values()
         ]
-        # One call, and so one execution, for what goes to all ranks.
+        # One call, and so one execution on a lazy device, for all ranks.
         on_host = to_device([parts.blocks for parts in chosen], 'cpu')
         for parts, blocks in zip(chosen, on_host):
             parts.blocks = blocks
@@ -143,8 +183,3 @@ def _swap(job: Job, slices: Sequence[Slice], held: Sequence[Slice], in_flight: i
         for rank, one, blocks in zip(sources, received, placed):
             pieces[rank] = rebuild_samples(one, blocks)
     return [sample for rank in sorted(pieces) for sample in pieces[rank]]
-
-
-def _part(job: Job, part: Slice, held: Sequence[Slice]) -> List[Any]:
-    begin = held[job.rank].begin
-    return job.samples[part.begin - begin : part.end - begin] if part.size else []

@@ -8,13 +8,7 @@ _NUMBERS = {'bool', 'int', 'big int', 'float', 'complex', 'scalar'}
 
 
 class Example(NamedTuple):
-    """A structure that samples of a rank have.
-
-    Attributes:
-        rank (int): Which rank.
-        sample (int): The first of its samples with this structure.
-        structure (Structure): Without the lengths of lists, see :func:`outline`.
-    """
+    """A sample of a rank, and its structure without the lengths of lists."""
 
     rank: int
     sample: int
@@ -22,19 +16,16 @@ class Example(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, sample: int, structure: Any) -> 'Example':
-        """Make one from a structure as it was sent."""
-        return cls(rank, sample, outline(structure))
+        """Create one from a structure as it was sent."""
+        return cls(rank, sample, _outline(structure))
 
 
-def outline(structure: Any) -> Structure:
-    """What two samples of one kind have in common.
-
-    Lists may differ in length: of their items each structure is kept once.
-    """
+def _outline(structure: Any) -> Structure:
+    """A structure in which lists have each structure of their items once."""
     if isinstance(structure, str):
         return structure
     kind, where, names, parts = structure
-    parts = tuple(outline(part) for part in parts)
+    parts = tuple(_outline(part) for part in parts)
     if kind == 'list':
         return (kind, where, (), tuple(dict.fromkeys(parts)))
     return (kind, where, tuple(map(_hashable, names)), parts)
@@ -45,12 +36,9 @@ def _hashable(name: Any) -> Any:
 
 
 def describe_difference(examples: Sequence[Example]) -> Optional[str]:
-    """Say where samples differ in structure first, None if they do not.
+    """Describe the first difference in structure; None if there is none.
 
     Numbers of all kinds count as one, None fits everything, and lists may differ in length.
-
-    Args:
-        examples (Sequence[Example]): Of all ranks, in their order.
     """
     first = examples[0] if examples else None
     for example in examples[1:]:
@@ -76,12 +64,12 @@ def _difference(one: Structure, other: Structure, place: str) -> _Difference:
         return _difference_of_lists(one, other, place)
     if isinstance(one, str) or isinstance(other, str):
         same = _category(one) == _category(other)
-        return None if same else (place, describe(one), describe(other))
+        return None if same else (place, _describe(one), _describe(other))
     if one[:2] != other[:2]:
-        return place, describe(one), describe(other)
+        return place, _describe(one), _describe(other)
     ours, theirs = dict(zip(one[2], one[3])), dict(zip(other[2], other[3]))
     if one[2] and set(ours) != set(theirs) or len(one[3]) != len(other[3]):
-        return place, describe(one), describe(other)
+        return place, _describe(one), _describe(other)
     if not one[2]:
         ours, theirs = dict(enumerate(one[3])), dict(enumerate(other[3]))
     for name, part in ours.items():
@@ -113,7 +101,7 @@ def _items(structure: Structure) -> List[Structure]:
 
 
 def _category(structure: Structure) -> Any:
-    """Leaves of one category may stand for each other."""
+    """Leaves of one category count as the same structure."""
     if not isinstance(structure, str):
         return structure[:2]
     word, _, rest = structure.partition(' ')
@@ -132,8 +120,7 @@ def _step(structure: Tuple, name: Any) -> str:
     return f'.{name[-1]}' if isinstance(name, tuple) else f'.{name}'
 
 
-def describe(structure: Structure) -> str:
-    """What a structure is called in messages."""
+def _describe(structure: Structure) -> str:
     if isinstance(structure, str):
         return f'a {structure}' if structure != 'None' else 'None'
     kind, where, names, parts = structure

@@ -1,7 +1,7 @@
 """Deserialize received samples and move their tensors to the requested device."""
 
-from itertools import islice
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from math import prod
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgpack
 import torch
@@ -13,46 +13,45 @@ from mmdevplug.errors import SampleError
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .serialize import LARGE_BYTES, VERSION, aligned, bytes_of, itemsize, places_of
-from .unflatten import Plan, plans_of
+from .unflatten import Plan
+
+
+class _Piece(NamedTuple):
+    """A block: its elements in the buffer, and the shape of its tensor or array."""
+
+    dtype: torch.dtype
+    elements: int
+    shape: Tuple[int, ...]
+    is_array: bool
+    is_large: bool
 
 
 class ReceivedSamples(NamedTuple):
     """Samples of another rank, their blocks not yet copied.
 
     Attributes:
-        plans (List[Plan]): How samples of each structure are put together.
-        kinds (List[Tuple[int, int]]): For each sample the numbers of its structure and shapes.
-        shapes (List[tuple]): The shapes of the blocks of samples.
+        plans (List[Plan]): How to build each sample.
         values (list): Plain values in order.
-        blocks (List[Tensor]): In order; large ones have memory that waits to be filled, all
-            others are pieces of one memory.
-        arrays (Set[int]): Which blocks are arrays.
-        large (Set[int]): Which blocks are large.
+        blocks (List[Tensor]): In order; large ones are still to be filled, the others are views
+            of the received buffer.
+        pieces (List[_Piece]): What each block is.
     """
 
     plans: List[Plan]
-    kinds: List[Tuple[int, int]]
-    shapes: List[Tuple]
     values: List[Any]
     blocks: List[Tensor]
-    arrays: Set[int]
-    large: Set[int]
+    pieces: List[_Piece]
 
     def to_fill(self) -> List[Tensor]:
-        """The memory of large tensors, as ``SerializedSamples.large`` has them on the sender."""
-        return [bytes_of(self.blocks[index]) for index in sorted(self.large)]
+        """The memory of large tensors, in the order of ``SerializedSamples.large``."""
+        pairs = zip(self.blocks, self.pieces)
+        return [bytes_of(block) for block, piece in pairs if piece.is_large]
 
 
 class Header(NamedTuple):
-    """The first part of a message.
+    """The header of a message: an error, or the fields of :class:`.flatten.FlatSamples`.
 
-    Attributes:
-        error (str, optional): Why there are no samples.
-        structures (list): As :class:`.flatten.FlatSamples` has them.
-        shapes (list): The shapes of the blocks of samples.
-        kinds (List[int]): For each sample the numbers of its structure and shapes.
-        values (list): Plain values in order.
-        begin (int): Where the blocks begin.
+    The blocks start at ``begin``.
     """
 
     error: Optional[str]
@@ -64,11 +63,7 @@ class Header(NamedTuple):
 
 
 def read_header(buffer: Tensor) -> Header:
-    """Read the header of what ``serialize`` or ``serialize_error`` made on another rank.
-
-    Raises:
-        SampleError: If it is none.
-    """
+    """Read the header of what ``serialize`` or ``serialize_error`` returned on another rank."""
     length = int.from_bytes(to_bytes(buffer[:8]), 'little')
     header = msgpack.unpackb(to_bytes(buffer[8 : 8 + length]), unicode_errors='surrogatepass')
     if not isinstance(header, list) or len(header) not in (2, 5) or header[0] != VERSION:
@@ -85,68 +80,45 @@ def deserialize(
     more: Optional[int] = None,
     large_bytes: float = LARGE_BYTES,
 ) -> ReceivedSamples:
-    """Read samples from the bytes of a message; large tensors are still to be filled.
-
-    Args:
-        buffer (Tensor): The data that :func:`.serialize.serialize` made on another rank.
-        header (Header): What :func:`read_header` found in it.
-        allow_pickle (bool): Whether pickled objects are accepted.
-        more (int, optional): The bytes of large tensors, where they are known. Defaults to None.
-        large_bytes (float): As for :func:`.serialize.serialize`.
+    """Read samples from a message; large tensors, of ``more`` bytes, are still to be filled.
 
     Raises:
-        SampleError: If it does not fit together, or names classes unknown here.
+        SampleError: If the message is inconsistent, or names classes unknown here.
     """
     _, structures, shapes, kinds, values, begin = header
-    plans = plans_of(structures, allow_pickle)
+    plans = [Plan.of(structure, allow_pickle) for structure in structures]
     pairs = list(zip(kinds[::2], kinds[1::2]))
     shapes = [tuple([tuple(shape) for shape in each]) for each in shapes]
-    pieces = _list_pieces(plans, pairs, shapes)
-    large = {i for i, piece in enumerate(pieces) if piece.shape and piece.bytes >= large_bytes}
-    if more is not None and more != sum(pieces[index].bytes for index in large):
+    pieces = _list_pieces(plans, pairs, shapes, large_bytes)
+    large = [piece for piece in pieces if piece.is_large]
+    if more is not None and more != sum(p.elements * itemsize(p.dtype) for p in large):
         raise corrupt_data()
-    small = iter(_cut(buffer, begin, [p for i, p in enumerate(pieces) if i not in large]))
+    small = iter(_cut(buffer, begin, [piece for piece in pieces if not piece.is_large]))
     blocks = [
         torch.empty(piece.shape, dtype=piece.dtype, device=buffer.device)
-        if i in large
+        if piece.is_large
         else next(small)
-        for i, piece in enumerate(pieces)
+        for piece in pieces
     ]
-    arrays = {index for index, piece in enumerate(pieces) if piece.shape is None}
-    return ReceivedSamples(plans, pairs, shapes, values, blocks, arrays, large)
-
-
-class _Piece(NamedTuple):
-    """A block to be cut out.
-
-    Attributes:
-        dtype (torch.dtype): Of the run of bytes that it is in.
-        elements (int): Their number.
-        shape (Tuple[int], optional): None for an array.
-    """
-
-    dtype: torch.dtype
-    elements: int
-    shape: Optional[Tuple[int, ...]]
-
-    @property
-    def bytes(self) -> int:
-        """Its size."""
-        return self.elements * itemsize(self.dtype)
+    return ReceivedSamples([plans[number] for number, _ in pairs], values, blocks, pieces)
 
 
 def _list_pieces(
-    plans: Sequence[Plan], kinds: Sequence[Tuple[int, int]], shapes: Sequence[Tuple]
+    plans: Sequence[Plan],
+    kinds: Sequence[Tuple[int, int]],
+    shapes: Sequence[Tuple],
+    large_bytes: float,
 ) -> List[_Piece]:
     of_kind: Dict[Tuple[int, int], List[_Piece]] = {}
     for kind in dict.fromkeys(kinds):
         types, sizes = plans[kind[0]].blocks, shapes[kind[1]]
         if len(types) != len(sizes):
             raise corrupt_data()
-        of_kind[kind] = [
-            _Piece(each.dtype, each.elements(shape), None if each.is_array else shape)
-            for each, shape in zip(types, sizes)
-        ]
+        of_kind[kind] = []
+        for (dtype, size, is_array), shape in zip(types, sizes):
+            elements = prod(shape) * (size if is_array else 1)
+            is_large = bool(shape) and not is_array and elements * size >= large_bytes
+            of_kind[kind].append(_Piece(dtype, elements, shape, is_array, is_large))
     return [piece for kind in kinds for piece in of_kind[kind]]
 
 
@@ -167,56 +139,38 @@ def _cut(buffer: Tensor, begin: int, pieces: Sequence[_Piece]) -> List[Tensor]:
 
 def _split(run: Tensor, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
     first = pieces[0]
-    if first.shape is not None and first.elements and pieces.count(first) == len(pieces):
+    if not first.is_array and first.elements and pieces.count(first) == len(pieces):
         return run.view(len(pieces), *first.shape).unbind()
     parts = run.split([piece.elements for piece in pieces])
     return [
-        part if piece.shape is None else part.view(piece.shape)
-        for part, piece in zip(parts, pieces)
+        part if piece.is_array else part.view(piece.shape) for part, piece in zip(parts, pieces)
     ]
 
 
 def move_blocks(received: Sequence[ReceivedSamples], device: torch.device) -> List[List[Tensor]]:
-    """Copy the blocks of received samples to their device, in one call for each device.
+    """Copy the blocks of each rank to a device in one call; those of arrays to the host."""
+    pairs = [pair for each in received for pair in zip(each.blocks, each.pieces)]
+    moved = iter(move_tensors([block for block, piece in pairs if not piece.is_array], device))
 
-    Args:
-        received (Sequence[ReceivedSamples]): As read.
-        device (torch.device): For tensors; arrays stay on the host.
+    def move(block: Tensor, piece: _Piece) -> Tensor:
+        if piece.is_array:
+            return block.cpu()
+        tensor = next(moved)
+        # A view would keep the whole buffer in memory.
+        return tensor.clone() if tensor is block and not piece.is_large else tensor
 
-    Returns:
-        List[List[Tensor]]: For each rank its blocks, each with memory of its own.
-    """
-    blocks = [block for each in received for block in each.blocks]
-    places = [(each, i) for each in received for i in range(len(each.blocks))]
-    is_array = [i in each.arrays for each, i in places]
-    is_large = [i in each.large for each, i in places]
-    tensors = [block for block, array in zip(blocks, is_array) if not array]
-    moved = iter(move_tensors(tensors, device))
-    placed: List[Tensor] = []
-    for block, array, large in zip(blocks, is_array, is_large):
-        tensor = block.cpu() if array else next(moved)
-        if tensor is block and not array and not large:
-            # Still a piece of the message, all of which would be kept for its sake.
-            tensor = tensor.clone()
-        placed.append(tensor)
-    rest = iter(placed)
-    return [list(islice(rest, len(each.blocks))) for each in received]
+    return [[move(*pair) for pair in zip(each.blocks, each.pieces)] for each in received]
 
 
 def rebuild_samples(received: ReceivedSamples, blocks: Sequence[Tensor]) -> List[Any]:
-    """Rebuild the samples.
-
-    Args:
-        received (ReceivedSamples): As read.
-        blocks (Sequence[Tensor]): Its blocks, where they are to be.
-    """
-    shapes = [shape for _, number in received.kinds for shape in received.shapes[number]]
-    values, pieces = iter(received.values), iter(zip(blocks, shapes))
-    return [received.plans[number].build(values, pieces) for number, _ in received.kinds]
+    """Rebuild the samples from blocks that :func:`move_blocks` returned."""
+    shapes = [piece.shape for piece in received.pieces]
+    values, shaped = iter(received.values), iter(zip(blocks, shapes))
+    return [plan.build(values, shaped) for plan in received.plans]
 
 
 def corrupt_data() -> SampleError:
-    """What to raise for a message that no release of ours wrote."""
+    """The error for a message that this release did not write."""
     return SampleError(
         'a rank sent samples whose parts do not fit together. Install the same release of '
         'mmdevplug on all ranks.'

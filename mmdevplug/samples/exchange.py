@@ -18,15 +18,7 @@ Device = Union[str, torch.device, None]
 
 
 class Options(NamedTuple):
-    """Arguments that both functions have.
-
-    Attributes:
-        flatten (bool): Whether nested lists are taken apart.
-        same_structure (bool): Whether samples must have the same structure.
-        allow_pickle (bool): Whether objects of other types travel, pickled.
-        device (str or torch.device, optional): Where tensors are wanted; None for this rank's.
-        in_flight (int): Bytes under way at a time.
-    """
+    """Arguments of ``gather_samples`` and ``balance_samples``."""
 
     flatten: bool
     same_structure: bool
@@ -36,18 +28,18 @@ class Options(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One rank's part in an exchange.
+    """This rank's part in an exchange.
 
     Attributes:
         name (str): The function that was called.
-        samples (List[Any]): Of this rank.
-        parts (FlatSamples): What they consist of.
+        samples (List[Any]): This rank's samples.
+        parts (FlatSamples): The same, flattened.
         error (Exception, optional): Why this rank cannot take part.
         group (ProcessGroup, optional): None for all ranks.
-        rank (int): Of this process in the group.
+        rank (int): In the group.
         world_size (int): Of the group.
-        options (Options): As they were given.
-        device (torch.device): Where tensors are wanted.
+        options (Options): As given.
+        device (torch.device): Where tensors of the result will be.
     """
 
     name: str
@@ -62,78 +54,37 @@ class Job(NamedTuple):
 
     @property
     def purpose(self) -> str:
-        """What this rank calls, with the options that must be the same on all ranks."""
+        """The function, with the options that must be the same on all ranks."""
         short = self.name.partition('_')[0]
         same = self.options.same_structure
         return f'{short}{"" if same else "*"}{"+" if self.options.allow_pickle else ""}'
 
     def raise_together(self, errors: Sequence[Optional[str]]) -> None:
-        """Raise on all ranks if any of them cannot take part.
-
-        Args:
-            errors (Sequence[str, optional]): What each rank says.
-
-        Raises:
-            Exception: This rank's own, if it has one.
-            RankFailedError: If another has.
-        """
+        """Raise this rank's error, or RankFailedError with the errors of other ranks."""
         if self.error is not None:
             raise known_to_all(self.error)
-        told = [f'rank {rank}: {text}' for rank, text in enumerate(errors) if text is not None]
-        if told:
-            raise RankFailedError(f'{self.name}() stops because of {"; ".join(told[:8])}')
+        failed = [f'rank {rank}: {text}' for rank, text in enumerate(errors) if text is not None]
+        if failed:
+            raise RankFailedError(f'{self.name}() stops because of {"; ".join(failed[:8])}')
 
     def refuse_differences(self, examples: Sequence[Example]) -> None:
-        """Raise if samples differ in structure and must not.
-
-        Raises:
-            SampleError: On all ranks, which have the same examples.
-        """
+        """Raise if samples differ in structure and must not; on all ranks, with all examples."""
         found = describe_difference(examples) if self.options.same_structure else None
         if found is not None:
             raise known_to_all(SampleError(f'{self.name}(): {found}'))
 
-    def refuse_other_value(self, name: str, values: Sequence[Any]) -> None:
-        """Raise if an argument is not the same on all ranks.
-
-        Raises:
-            SampleError: On all ranks, which have the same values.
-        """
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                raise known_to_all(
-                    SampleError(
-                        f'{self.name}(): {name}={value!r} on rank {rank}, but {values[0]!r} on '
-                        f'rank 0; expected the same on all ranks.'
-                    )
-                )
-
     def examples(self) -> List[Example]:
         """A sample of this rank for each structure."""
-        first = first_samples(self.parts.kinds)
-        return [
-            Example.of(self.rank, first[number], structure)
-            for structure, number in self.parts.structures.items()
-        ]
+        return list_examples(self.rank, self.parts.kinds, list(self.parts.structures))
 
 
 def begin(
     name: str, samples: Sequence[Any], group: Any, options: Options, problem: Optional[str] = None
 ) -> Job:
-    """Take this rank's samples apart.
+    """Check the arguments of a function and flatten this rank's samples.
 
-    Args:
-        name (str): The function that was called.
-        samples (Sequence): Its first argument.
-        group (ProcessGroup, optional): Its argument.
-        options (Options): Its other arguments.
-        problem (str, optional): What is wrong with an argument of its own. Defaults to None.
-
-    Returns:
-        Job: With an error if they cannot travel, which the other ranks do not know yet.
-
-    Raises:
-        SampleError: If the group is none, or not this rank's.
+    ``problem`` says what is wrong with another argument of the function. Errors that the other
+    ranks do not know yet are kept in the job.
     """
     world_size, rank = _place_in(group)
     device = rank_device()[1] if options.device is None else torch.device(options.device)
@@ -193,20 +144,18 @@ def _flat(samples: Sequence[Any]) -> List[Any]:
     return flat
 
 
-def first_samples(kinds: Sequence[int]) -> Dict[int, int]:
-    """For the number of each structure the first sample that has it.
-
-    Args:
-        kinds (Sequence[int]): See :class:`.flatten.FlatSamples`.
-    """
-    found: Dict[int, int] = {}
+def list_examples(rank: int, kinds: Sequence[int], structures: Sequence[Any]) -> List[Example]:
+    """The first sample of each structure; ``kinds`` as in :class:`.flatten.FlatSamples`."""
+    first: Dict[int, int] = {}
     for sample, number in enumerate(kinds[::2]):
-        found.setdefault(number, sample)
-    return found
+        first.setdefault(number, sample)
+    return [
+        Example.of(rank, first[number], structure) for number, structure in enumerate(structures)
+    ]
 
 
 def copy_own_samples(samples: List[Any], device: torch.device) -> List[Any]:
-    """This rank's samples as they would arrive: on its device, and without gradients."""
+    """This rank's samples as if received: on its device and without gradients."""
     tensors = tensors_in(samples)
     if any(tensor.requires_grad for tensor in tensors):
         samples = replace_parts(samples, lambda t: t.detach() if t.requires_grad else t)

@@ -1,8 +1,8 @@
 """Flatten samples into their structure, their plain values and their tensors.
 
-A structure is a nested tuple that describes a sample without its values, so that samples of the
-same kind share it. A leaf is a word: ``'float'``, ``'tensor float32'``, ``'list int'``. A
-container is ``(kind, class, names, structures of its parts)``.
+A structure is a nested tuple that describes a sample without its values. Samples of the same kind
+share it. A leaf is a string: ``'float'``, ``'tensor float32'``, ``'list int'``. A container is
+``(kind, class, names, structures of its parts)``.
 """
 
 import pickle
@@ -19,9 +19,9 @@ from mmdevplug.utils.pytree import DICT, container_of
 
 Structure = Union[str, Tuple]
 
-#: Containers inside each other.
+#: Levels of nested containers.
 MOST_LEVELS = 64
-#: The kinds of NumPy's dtypes whose bytes say all: numbers, texts and times.
+#: The kinds of NumPy's dtypes that are plain bytes: numbers, texts and times.
 ARRAY_KINDS = 'biufcSUmM'
 _BUILT_IN = {dict: 'dict', OrderedDict: 'OrderedDict', list: 'list', tuple: 'tuple'}
 _PLAIN = {type(None): 'None', bool: 'bool', float: 'float', str: 'str', bytes: 'bytes'}
@@ -29,7 +29,7 @@ _LISTED = {*_PLAIN, int}
 
 
 class Unencodable(Exception):
-    """Something that cannot travel; carries its place, from the inside out."""
+    """A value cannot be sent; carries the steps to it, the innermost first."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -37,14 +37,11 @@ class Unencodable(Exception):
 
 
 class FlatSamples:
-    """What samples consist of.
-
-    Args:
-        allow_pickle (bool): Whether objects of other types are pickled.
+    """Samples, flattened.
 
     Attributes:
-        structures (Dict[Structure, int]): Each with its number.
-        shapes (Dict[Tuple, int]): The shapes of the blocks of a sample, with their number.
+        structures (Dict[Structure, int]): Structures, numbered.
+        shapes (Dict[Tuple, int]): The shapes of the blocks of a sample, numbered.
         kinds (List[int]): For each sample the numbers of its structure and its shapes.
         values (list): Plain values, in order.
         blocks (List[Union[Tensor, np.ndarray]]): In order; tensors may be on any device.
@@ -57,16 +54,16 @@ class FlatSamples:
         self.kinds: List[int] = []
         self.values: List[Any] = []
         self.blocks: List[Union[Tensor, np.ndarray]] = []
-        # Lists of numbers rather than an object for each sample: many small objects make Python
-        # look through all it has for garbage.
-        self._ends: List[int] = [0, 0]  # in values and blocks, after each sample
+        # The numbers of values and of blocks after each sample. One flat list, because an object
+        # for each sample would trigger Python's garbage collector.
+        self._ends: List[int] = [0, 0]
         self._level = 0
 
     def take(self, samples: Sequence[Any]) -> None:
-        """Take samples apart.
+        """Add samples.
 
         Raises:
-            SampleError: If something in them cannot travel; names the place and its type.
+            SampleError: If something in them cannot be sent; names its place and type.
         """
         for index, sample in enumerate(samples):
             first = len(self.blocks)
@@ -81,12 +78,7 @@ class FlatSamples:
             self._ends += (len(self.values), len(self.blocks))
 
     def select(self, begin: int, end: int) -> 'FlatSamples':
-        """Some of the samples.
-
-        Args:
-            begin (int): The first.
-            end (int): One after the last.
-        """
+        """The samples from ``begin`` up to, but not including, ``end``."""
         chosen = FlatSamples(self.allow_pickle)
         chosen.structures, chosen.shapes = self.structures, self.shapes
         chosen.kinds = self.kinds[2 * begin : 2 * end]
@@ -144,7 +136,7 @@ class FlatSamples:
         return (builtin or container.name, where, names, tuple(structures))
 
     def _describe_plain_list(self, value: List[Any]) -> Optional[str]:
-        """Lists of plain values travel as they are, whatever their length."""
+        """Lists of plain values are sent as one value, whatever their length."""
         kinds = set(map(type, value))
         if int in kinds and any(type(item) is int and _is_big(item) for item in value):
             return None
@@ -169,7 +161,7 @@ class FlatSamples:
         if value.requires_grad:
             value = value.detach()
         if value.is_complex() or value.is_neg():
-            # PyTorch may have noted a conjugation without carrying it out.
+            # PyTorch conjugates and negates lazily.
             value = value.resolve_conj().resolve_neg()
         self.blocks.append(value)
         return f'tensor {str(value.dtype)[len("torch.") :]}'
@@ -185,7 +177,7 @@ class FlatSamples:
 
     def _describe_scalar(self, value: np.generic) -> Structure:
         if isinstance(value, (np.str_, np.bytes_)):
-            # An array would lose zeros at its end.
+            # NumPy's bytes would lose trailing zeros.
             text = isinstance(value, np.str_)
             self.values.append(str(value) if text else bytes(value))
             return 'scalar str' if text else 'scalar bytes'
@@ -216,7 +208,7 @@ class FlatSamples:
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves the tensors in an object out of the pickle, so that they arrive on any device."""
+    """Keeps the tensors of an object out of the pickle; they are sent as other tensors are."""
 
     def __init__(self, stream: BytesIO, tensors: List[Tensor]) -> None:
         super().__init__(stream, protocol=4)
@@ -233,7 +225,7 @@ def _describe_key(key: Any) -> Any:
     kind = type(key)
     if kind is str:
         return key
-    # With its type: 1, 1.0 and True are equal.
+    # With the type, because 1, 1.0 and True are equal.
     if kind is int and _is_big(key):
         return ('big int', str(key))
     if kind is int or kind in _PLAIN:

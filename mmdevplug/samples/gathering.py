@@ -5,9 +5,8 @@ from typing import Any, List, Optional, Sequence
 from mmdevplug.distributed.byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes, swap_pieces
 from mmdevplug.fault_tolerance.failure import fail_together
 
-from .comparing import Example
-from .deserialize import Header, deserialize, move_blocks, read_header, rebuild_samples
-from .exchange import Device, Job, Options, begin, copy_own_samples, first_samples
+from .deserialize import deserialize, move_blocks, read_header, rebuild_samples
+from .exchange import Device, Job, Options, begin, copy_own_samples, list_examples
 from .serialize import serialize, serialize_error
 
 
@@ -26,33 +25,33 @@ def gather_samples(
 
     A sample is a tensor, a NumPy array, a number, a string, bytes, None, or a ``dict``, ``list``,
     ``tuple``, named tuple, dataclass, or data element of MMEngine that consists of samples.
-    Tensors travel as they lie in memory, the rest as typed plain values: what a rank sends cannot
-    make another one run code. Gradients do not travel: tensors arrive detached.
+    Tensors are sent as raw bytes, the rest as typed plain values: received data cannot run code.
+    Tensors arrive detached.
 
     Args:
         samples (Sequence): The samples of this rank, any number.
         group (ProcessGroup, optional): Defaults to None: all ranks.
-        flatten (bool): Whether lists in ``samples``, and lists in these, are taken apart, so that
-            the pool is one flat list. Defaults to False: a list is a sample.
+        flatten (bool): Whether nested lists in ``samples`` are flattened. Defaults to False: a
+            list is a sample.
         same_structure (bool): Whether to refuse samples that differ in structure. Numbers of all
             kinds count as one, None fits everything, lists may differ in length and tensors in
             shape. Defaults to True.
         allow_pickle (bool): Whether objects of other types are pickled, which lets every rank run
             code on every other. Defaults to False.
-        device (str or torch.device, optional): Where tensors are wanted. Defaults to None: on this
-            rank's device.
-        max_bytes_in_flight (int): How many bytes may be under way at a time, the smallest of all
-            ranks. Defaults to 64 MB.
-        max_bytes (int, optional): How many bytes the pool may have. Defaults to None: what fits
-            into the memory of the host that is free.
+        device (str or torch.device, optional): The device of received tensors. Defaults to None:
+            this rank's device.
+        max_bytes_in_flight (int): Bytes sent at a time; the smallest value of all ranks is used.
+            Defaults to 64 MB.
+        max_bytes (int, optional): The largest size of the pool. Defaults to None: the free memory
+            of the host.
 
     Returns:
         list: The pool: the samples of rank 0, then those of rank 1, and so on. This rank's own are
         the objects that were passed, unless they had to be moved.
 
     Raises:
-        SampleError: If samples cannot travel, differ in structure, or are too many bytes.
-        RankFailedError: If that is so on another rank, or another rank failed.
+        SampleError: If samples cannot be sent, differ in structure, or are too many bytes.
+        RankFailedError: If that happens on another rank, or another rank failed.
 
     Examples:
         >>> pool = gather_samples([dict(answer='7', reward=torch.tensor(1.0))])
@@ -80,7 +79,13 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     headers = [read_header(part) for part in gathered.parts]
     job.raise_together([header.error for header in headers])
     if job.options.same_structure:
-        job.refuse_differences(_examples(headers))
+        job.refuse_differences(
+            [
+                example
+                for rank, header in enumerate(headers)
+                for example in list_examples(rank, header.kinds, header.structures)
+            ]
+        )
     others = [rank for rank in range(job.world_size) if rank != job.rank]
     received = [
         deserialize(
@@ -89,7 +94,7 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
         for rank in others
     ]
     mine = [tensor.to(gathered.parts[job.rank].device) for tensor in message.large]
-    # Point to point: many small broadcasts take three times as long over gloo.
+    # Many small broadcasts take three times as long over gloo.
     swap_pieces(
         dict.fromkeys(others, mine),
         {rank: received.to_fill() for rank, received in zip(others, received)},
@@ -102,14 +107,3 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     }
     pool[job.rank] = copy_own_samples(job.samples, job.device)
     return [sample for rank in range(job.world_size) for sample in pool[rank]]
-
-
-def _examples(headers: Sequence[Header]) -> List[Example]:
-    found = []
-    for rank, header in enumerate(headers):
-        first = first_samples(header.kinds)
-        found += [
-            Example.of(rank, first[number], structure)
-            for number, structure in enumerate(header.structures)
-        ]
-    return found

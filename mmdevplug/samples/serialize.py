@@ -1,9 +1,8 @@
-"""Serialize samples into one run of bytes: a header in msgpack, then tensors packed by dtype.
+"""Serialize samples into one buffer: a header in msgpack, then tensors packed by dtype.
 
     length of the header (8 bytes) | header | padding | all blocks of one dtype | padding | ...
 
-Large tensors are not in it. They follow by themselves, from the memory that they are in to memory
-of their own, in the order of the samples.
+Large tensors are not in it. They are sent separately, without a copy, in the order of the samples.
 """
 
 from functools import lru_cache
@@ -22,19 +21,14 @@ from mmdevplug.utils.torch_compat import view_as_dtype
 from .flatten import FlatSamples
 
 VERSION = 1
-#: Blocks of one dtype begin at multiples of it, where any dtype can be read.
+#: Blocks of one dtype start at multiples of this, so that any dtype can be read there.
 ALIGNMENT = 64
-#: Tensors of this size and more are large: two copies of them cost more than a message.
+#: Tensors from this size on are large: two copies of them take longer than another message.
 LARGE_BYTES = 256 << 10
 
 
 class SerializedSamples(NamedTuple):
-    """Samples on their way out.
-
-    Attributes:
-        data (Tensor): The run of bytes, a uint8 tensor on the host.
-        large (List[Tensor]): The bytes of large tensors, as uint8 tensors on the host.
-    """
+    """Samples to send: the buffer and the large tensors, as uint8 tensors on the host."""
 
     data: Tensor
     large: List[Tensor]
@@ -46,12 +40,7 @@ class SerializedSamples(NamedTuple):
 
 
 def serialize(parts: FlatSamples, large_bytes: float = LARGE_BYTES) -> SerializedSamples:
-    """Pack samples.
-
-    Args:
-        parts (FlatSamples): What they consist of.
-        large_bytes (float): From which size on tensors are large; infinite for none.
-    """
+    """Serialize samples; tensors of ``large_bytes`` and more stay separate."""
     by_dtype: Dict[torch.dtype, List[Tensor]] = {}
     large: List[Tensor] = []
     for block, tensor in zip(parts.blocks, _on_host(parts.blocks)):
@@ -78,7 +67,7 @@ def serialize(parts: FlatSamples, large_bytes: float = LARGE_BYTES) -> Serialize
 
 
 def serialize_error(message: str) -> SerializedSamples:
-    """Pack the reason why there are no samples."""
+    """Serialize the reason why there are no samples."""
     header = msgpack.packb([VERSION, message], unicode_errors='surrogatepass')
     return SerializedSamples(to_tensor(len(header).to_bytes(8, 'little') + header), [])
 
@@ -87,7 +76,7 @@ def _on_host(blocks: Sequence[Union[Tensor, np.ndarray]]) -> List[Tensor]:
     tensors = [
         to_tensor(block.tobytes()) if isinstance(block, np.ndarray) else block for block in blocks
     ]
-    # One call, and so one execution, for all that are on a device.
+    # One call, and so one execution on a lazy device.
     return to_device(tensors, 'cpu')
 
 
@@ -97,13 +86,13 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def places_of(begin: int, totals: Sequence[Tuple[torch.dtype, int]]) -> List[int]:
-    """Where the blocks of each dtype begin, and where the last ones end."""
+    """The start of the blocks of each dtype, and the end of the last."""
     sizes = [aligned(total * itemsize(dtype)) for dtype, total in totals]
     return list(accumulate([begin, *sizes]))
 
 
 def aligned(size: int) -> int:
-    """The next place at which a block may begin."""
+    """Round up to the next place at which blocks may start."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -17,13 +17,12 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 def stack_samples(samples: Sequence[Any], device: Union[str, torch.device]) -> Any:
     """Stack samples of the same structure into a batch on a device.
 
-    Tensors are stacked on the host where all of them are there, and the batch then travels in one
-    call.
+    If all tensors are on the host, they are stacked there, and the batch is copied in one call.
 
     Args:
-        samples (Sequence): At least one; N of them, nested as
-            :func:`mmdevplug.accelerators.to_device` takes them.
-        device (str or torch.device): Where the batch is to be.
+        samples (Sequence): N samples, at least one, nested as for
+            :func:`mmdevplug.accelerators.to_device`.
+        device (str or torch.device): The device of the batch.
 
     Returns:
         Any: The structure of a sample. Tensors and NumPy arrays of shape S become tensors of
@@ -65,7 +64,7 @@ def _stack(values: List[Any], path: str) -> Any:
         if set(container.names(value)) != set(names):
             expected, found = list(map(str, names)), list(map(str, container.names(value)))
             raise _mismatch(path, index, f'the keys {expected}', f'the keys {found}')
-    # One column after the other: an object for each sample would make Python look for garbage.
+    # Column by column: an object for each sample would trigger Python's garbage collector.
     parts = [
         _stack([container.part(value, name) for value in values], path + container.step(name))
         for name in names
@@ -77,9 +76,9 @@ def _stack_tensors(values: List[Any], path: str) -> Tensor:
     first = values[0]
     for index, value in enumerate(values):
         if not isinstance(value, type(first)) and not isinstance(value, (Tensor, np.ndarray)):
-            raise _mismatch(path, index, describe_leaf(first), describe_leaf(value))
+            raise _mismatch(path, index, _describe_leaf(first), _describe_leaf(value))
         if tuple(value.shape) != tuple(first.shape) or value.dtype != first.dtype:
-            raise _mismatch(path, index, describe_leaf(first), describe_leaf(value))
+            raise _mismatch(path, index, _describe_leaf(first), _describe_leaf(value))
     if isinstance(first, np.ndarray):
         return torch.from_numpy(np.stack(values))
     return torch.stack(values)
@@ -88,14 +87,13 @@ def _stack_tensors(values: List[Any], path: str) -> Tensor:
 def _stack_numbers(values: List[Any], path: str) -> Tensor:
     for index, value in enumerate(values):
         if not isinstance(value, _NUMBERS):
-            raise _mismatch(path, index, describe_leaf(values[0]), describe_leaf(value))
+            raise _mismatch(path, index, _describe_leaf(values[0]), _describe_leaf(value))
     if isinstance(values[0], np.generic):
         return torch.from_numpy(np.stack(values))
     return torch.tensor(values)
 
 
-def describe_leaf(value: Any) -> str:
-    """What kind of value it is, with the shape and dtype of an array."""
+def _describe_leaf(value: Any) -> str:
     if isinstance(value, (Tensor, np.ndarray)):
         kind = 'a tensor' if isinstance(value, Tensor) else 'an array'
         dtype = str(value.dtype).replace('torch.', '')

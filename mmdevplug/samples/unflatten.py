@@ -1,14 +1,13 @@
-"""Rebuild samples from what a peer sent: everything is checked, and no code of it is run.
+"""Rebuild samples from received structures: everything is checked, and no received code is run.
 
-Classes of data, which a message names, are those that this process has imported already: named
-tuples, dataclasses and MMEngine's data elements, made without their constructors.
+The classes that a message names (named tuples, dataclasses, MMEngine's data elements) must have
+been imported by this process. Objects are created without their constructors.
 """
 
 import pickle
 import sys
 from collections import OrderedDict
 from io import BytesIO
-from math import prod
 from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
@@ -31,60 +30,40 @@ _NAMED = {each.name: each for each in (NAMED_TUPLE, DATACLASS, ELEMENT)}
 
 
 class BlockType(NamedTuple):
-    """What a block of bytes is.
-
-    Attributes:
-        dtype (torch.dtype): Of its elements; uint8 for an array.
-        itemsize (int): How many bytes an element of the tensor or the array has.
-        is_array (bool): Whether it is an array, whose bytes travel as uint8.
-    """
+    """The type of a block: of a tensor, or of an array, whose bytes are sent as uint8."""
 
     dtype: torch.dtype
     itemsize: int
     is_array: bool
 
-    def elements(self, shape: Sequence[int]) -> int:
-        """The elements of the block of a tensor or an array of a shape."""
-        return prod(shape) * (self.itemsize if self.is_array else 1)
 
-
-#: Makes a value from the plain values, and the tensors of blocks with their shapes, that follow.
+#: Builds a value from the next plain values and the next blocks, which come with their shapes.
 Build = Callable[[Iterator[Any], Iterator[Tuple[Tensor, Tuple[int, ...]]]], Any]
 
 
 class Plan(NamedTuple):
-    """How samples of one structure are put together.
-
-    Attributes:
-        build (Callable): Makes one.
-        blocks (List[BlockType]): The blocks that it takes.
-    """
+    """How to build samples of one structure, from which blocks."""
 
     build: Build
     blocks: List[BlockType]
 
-
-class Planner:
-    """Reads structures.
-
-    Args:
-        allow_pickle (bool): Whether pickled objects are accepted.
-    """
-
-    def __init__(self, allow_pickle: bool = False) -> None:
-        self.allow_pickle = allow_pickle
-        self._blocks: List[BlockType] = []
-
-    def plan(self, structure: Any) -> Plan:
-        """Read a structure, as :class:`.flatten.FlatSamples` made it.
+    @classmethod
+    def of(cls, structure: Any, allow_pickle: bool) -> 'Plan':
+        """Read a structure of :class:`.flatten.FlatSamples`.
 
         Raises:
-            SampleError: If it is none, or names a class that this process does not know.
+            SampleError: If it is invalid, or names a class that this process has not imported.
         """
-        self._blocks = []
-        return Plan(self._plan(structure, 0), self._blocks)
+        planner = _Planner(allow_pickle)
+        return cls(planner.plan(structure, 0), planner.blocks)
 
-    def _plan(self, structure: Any, level: int) -> Build:
+
+class _Planner:
+    def __init__(self, allow_pickle: bool) -> None:
+        self._allow_pickle = allow_pickle
+        self.blocks: List[BlockType] = []
+
+    def plan(self, structure: Any, level: int) -> Build:
         if isinstance(structure, str):
             return self._plan_leaf(structure)
         if not isinstance(structure, (list, tuple)) or len(structure) != 4 or level > MOST_LEVELS:
@@ -94,7 +73,7 @@ class Planner:
             kind, container = _BUILT_IN[name]
         else:
             kind, container = _find_class(name, where)
-        builds = [self._plan(part, level + 1) for part in parts]
+        builds = [self.plan(part, level + 1) for part in parts]
         names = _read_names(container, kind, names, len(builds))
         if kind is dict:
             pairs = list(zip(names, builds))
@@ -116,11 +95,11 @@ class Planner:
         if word == 'complex':
             return lambda values, blocks: complex(*next(values))
         if kind == 'tensor':
-            self._blocks.append(_tensor_type(rest))
+            self.blocks.append(_tensor_type(rest))
             return _next_tensor
         if kind == 'array':
             dtype = _array_dtype(rest)
-            self._blocks.append(BlockType(torch.uint8, dtype.itemsize, True))
+            self.blocks.append(BlockType(torch.uint8, dtype.itemsize, True))
             return lambda values, blocks: _to_array(*next(blocks), dtype)
         if kind == 'scalar' and rest in _TEXTS:
             return lambda values, blocks: _TEXTS[rest](next(values))
@@ -132,13 +111,13 @@ class Planner:
         raise _corrupt(f'the type {word!r}')
 
     def _plan_pickle(self, rest: str) -> Build:
-        if not self.allow_pickle:
+        if not self._allow_pickle:
             raise SampleError(
                 'a rank sent pickled objects, which can run code; expected plain data. Pass '
                 'allow_pickle=True if you trust all ranks.'
             )
         types = [_tensor_type(name) for name in rest.split() if name != 'tensor']
-        self._blocks.extend(types)
+        self.blocks.extend(types)
 
         def build(values: Iterator, blocks: Iterator) -> Any:
             unpickler = _Unpickler(BytesIO(next(values)))
@@ -164,7 +143,7 @@ def _next_tensor(values: Iterator, blocks: Iterator) -> Tensor:
 
 
 def _to_array(data: Tensor, shape: Tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    # A copy: of its own, writable, and aligned.
+    # A copy is writable and aligned.
     array = np.empty(shape, dtype)
     if array.nbytes:
         array.reshape(-1).view(np.uint8)[:] = data.numpy()
@@ -188,7 +167,7 @@ def _array_dtype(text: str) -> np.dtype:
     return dtype
 
 
-def _read_names(container: Any, kind: type, names: Sequence[Any], count: int) -> Tuple:
+def _read_names(container: Any, kind: Any, names: Sequence[Any], count: int) -> Tuple:
     if container in (LIST, TUPLE):
         return tuple(range(count))
     if container is DICT:
@@ -197,7 +176,8 @@ def _read_names(container: Any, kind: type, names: Sequence[Any], count: int) ->
         names = tuple((str(place), str(name)) for place, name in names)
     else:
         names = tuple(map(str, names))
-        expected = _own_names(container, kind)
+        fields: Any = kind._fields if container is NAMED_TUPLE else kind.__dataclass_fields__
+        expected = tuple(fields)
         if names != expected:
             raise SampleError(
                 f'a rank sent a {kind.__qualname__} with the fields {list(names)}, which here has '
@@ -206,10 +186,6 @@ def _read_names(container: Any, kind: type, names: Sequence[Any], count: int) ->
     if len(names) != count:
         raise _corrupt(f'{count} parts for {len(names)} names')
     return names
-
-
-def _own_names(container: Any, kind: Any) -> Tuple[str, ...]:
-    return tuple(kind._fields if container is NAMED_TUPLE else kind.__dataclass_fields__)
 
 
 def _read_key(key: Any) -> Any:
@@ -244,13 +220,3 @@ def _corrupt(what: str) -> SampleError:
         f'a rank sent {what}, which is no part of a sample. Install the same release of mmdevplug '
         f'on all ranks.'
     )
-
-
-def plans_of(structures: Sequence[Any], allow_pickle: bool) -> List[Plan]:
-    """Read the structures of a message.
-
-    Raises:
-        SampleError: See :meth:`Planner.plan`.
-    """
-    planner = Planner(allow_pickle)
-    return [planner.plan(structure) for structure in structures]

@@ -1,4 +1,4 @@
-"""Write files so that a crash, a kill or a full disk leaves the earlier ones whole."""
+"""Write files atomically."""
 
 import os
 import tempfile
@@ -8,7 +8,7 @@ from typing import Iterator, Union
 
 from mmdevplug.errors import DevPlugError
 
-#: Ends the name of a file that is being written; followed by the number of the process.
+#: Suffix of a file that is being written, before the number of the process.
 UNFINISHED = '.unfinished-'
 
 PathLike = Union[str, Path]
@@ -16,13 +16,9 @@ PathLike = Union[str, Path]
 
 @contextmanager
 def replacing(path: PathLike) -> Iterator[Path]:
-    """Write a file under another name and give it its own when it is on the disk.
+    """Yield a temporary path to write to, and rename it to ``path`` when it is on the disk.
 
-    Args:
-        path (str or Path): The file, in a folder that exists.
-
-    Yields:
-        Path: Where to write. Whatever is raised, what was at ``path`` before is still there.
+    After an error, a crash or with a full disk, an earlier file at ``path`` is still there.
     """
     path = Path(path)
     unfinished = path.with_name(f'{path.name}{UNFINISHED}{os.getpid()}')
@@ -32,7 +28,6 @@ def replacing(path: PathLike) -> Iterator[Path]:
         os.replace(str(unfinished), str(path))
         _flush(path.parent)
     finally:
-        # After a successful replacement there is nothing of that name.
         if unfinished.exists():
             unfinished.unlink()
 
@@ -44,7 +39,7 @@ def write_text(text: str, path: PathLike) -> None:
 
 
 def _flush(path: Path) -> None:
-    """Bring a file, or a folder's list of names, to the disk."""
+    """Flush a file or a folder to the disk."""
     descriptor = os.open(str(path), os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,15 +48,7 @@ def _flush(path: Path) -> None:
 
 
 def check_writable(path: str, option: str) -> None:
-    """Refuse a file that cannot be written, by making one beside it.
-
-    Args:
-        path (str): The file.
-        option (str): The option that named it, for the message.
-
-    Raises:
-        DevPlugError: If the folder does not take a file.
-    """
+    """Raise if a file, named by an option, cannot be written."""
     target = Path(path)
     hint = f'Give {option} a file in a folder that exists and may be written to.'
     if target.is_dir():

@@ -27,32 +27,31 @@ def usable_cores() -> int:
 
 
 def available_memory(root: str = '/sys/fs/cgroup') -> Tuple[int, str]:
-    """Bytes that processes may still take, and who says so.
+    """The bytes that processes may still allocate, and what limits them.
 
-    Args:
-        root (str): Where control groups are mounted.
+    ``root`` is the mount point of control groups.
     """
     host = psutil.virtual_memory().available
     for limit, used in (
         ('memory.max', 'memory.current'),
         ('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes'),
     ):
-        left = _left_in_group(Path(root) / limit, Path(root) / used)
-        if left is not None and left < host:
-            return left, f'limited by {Path(root) / limit}'
+        free = _free_in_group(Path(root) / limit, Path(root) / used)
+        if free is not None and free < host:
+            return free, f'limited by {Path(root) / limit}'
     return host, 'of the host'
 
 
-def _left_in_group(limit: Path, used: Path) -> Optional[int]:
+def _free_in_group(limit: Path, used: Path) -> Optional[int]:
     try:
-        left = int(limit.read_text()) - int(used.read_text()) + _inactive_files(used.parent)
+        free = int(limit.read_text()) - int(used.read_text()) + _inactive_files(used.parent)
     except (OSError, ValueError):
-        return None  # no such group, or 'max': no limit
-    return max(0, left)
+        return None  # no such group, or no limit: 'max'
+    return max(0, free)
 
 
 def _inactive_files(group: Path) -> int:
-    """Bytes of files that the kernel keeps in memory until a process needs the room."""
+    """Bytes of the file cache that the kernel frees when a process needs memory."""
     try:
         lines = (group / 'memory.stat').read_text().splitlines()
     except OSError:

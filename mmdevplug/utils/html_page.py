@@ -1,4 +1,4 @@
-"""Export what rich prints as one HTML file that loads nothing from anywhere."""
+"""Export what rich prints as one HTML file without external resources."""
 
 import io
 from html import escape
@@ -6,24 +6,18 @@ from typing import Callable, Sequence, Tuple
 
 from rich.console import Console
 
-#: Also forbids whatever a hostile text might bring.
+#: Also stops scripts that a hostile text might contain.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-#: In columns of letters.
+#: In characters.
 WIDTH = 140
 
 
 def make_page(
     title: str, write: Callable[[Console], None], pictures: Sequence[Tuple[str, str]] = ()
 ) -> str:
-    """Make a page of what would be printed on a terminal.
+    """Make an HTML page of what ``write`` prints to a console, and of pictures below.
 
-    Args:
-        title (str): Of the page.
-        write (callable): Prints to the console that it is given; strings are no markup there.
-        pictures (Sequence[Tuple[str, str]]): PNGs below it: a text, and the data as base64.
-
-    Returns:
-        str: HTML.
+    Each picture is its text and a PNG as base64.
     """
     console = Console(record=True, width=WIDTH, file=io.StringIO(), markup=False, highlight=False)
     write(console)

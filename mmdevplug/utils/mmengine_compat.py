@@ -4,15 +4,8 @@ from typing import Any
 
 
 def batches_dropped(loop: Any) -> int:
-    """How many batches MMEngine's loop over iterations drops before it goes on.
-
-    Args:
-        loop (IterBasedTrainLoop): It resumes.
-
-    Returns:
-        int: As many as it has done; 0 with MMEngine 0.10.0, which drops none.
-    """
+    """How many batches an IterBasedTrainLoop skips when it resumes; MMEngine 0.10.0 skips none."""
     from mmengine.runner import IterBasedTrainLoop
 
-    said = map(str, IterBasedTrainLoop.run.__code__.co_consts)
-    return loop.iter if any('Advance dataloader' in text for text in said) else 0
+    constants = map(str, IterBasedTrainLoop.run.__code__.co_consts)
+    return loop.iter if any('Advance dataloader' in text for text in constants) else 0

@@ -13,11 +13,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def list_optim_wrappers(optim_wrapper: Any) -> List[OptimWrapper]:
-    """List the optimizer wrappers of a model that may have several.
-
-    Args:
-        optim_wrapper (OptimWrapper or OptimWrapperDict): Wrappers of any kind.
-    """
+    """List the optimizer wrappers in an OptimWrapper or OptimWrapperDict."""
     if isinstance(optim_wrapper, OptimWrapperDict):
         return list(optim_wrapper.values())
     return [optim_wrapper]

@@ -8,12 +8,7 @@ from typing import List, NamedTuple, Sequence
 
 
 class Period(NamedTuple):
-    """When a group of patches is active.
-
-    Attributes:
-        begins (str): What applies the patches.
-        ends (str): What restores them.
-    """
+    """When a group of patches is active: what applies and what restores them."""
 
     begins: str
     ends: str
@@ -51,7 +46,7 @@ class PatchedSymbol(NamedTuple):
         owner (str): Full name of the module, the class, or the function whose closure holds it.
         name (str): Its name there; ``'*'`` for every public function.
         period (Period): When the patch is active.
-        reason (str): Why it is replaced, as one sentence.
+        reason (str): Why it is replaced.
         until (str): The condition that makes the patch unnecessary.
     """
 
@@ -66,9 +61,9 @@ class PatchedSymbol(NamedTuple):
 
 
 def _symbols(
-    owner: str, names: Sequence[str], period: Period, reason: str, until: str
+    owner: str, names: str, period: Period, reason: str, until: str
 ) -> List[PatchedSymbol]:
-    return [PatchedSymbol(owner, name, period, reason, until) for name in names]
+    return [PatchedSymbol(owner, name, period, reason, until) for name in names.split()]
 
 
 _TIME_COUNTER = 'mmengine.utils.dl_utils.time_counter'
@@ -76,7 +71,7 @@ _TIME_COUNTER = 'mmengine.utils.dl_utils.time_counter'
 PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     *_symbols(
         'mmengine.device.utils',
-        ['DEVICE'],
+        'DEVICE',
         JOB,
         '`get_device()` returns this constant, which is chosen at import from the devices that '
         'MMEngine lists.',
@@ -84,14 +79,14 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'mmengine.logging.logger',
-        ['_get_device_id'],
+        '_get_device_id',
         JOB,
         'It names the log files of ranks after `CUDA_VISIBLE_DEVICES` on every device.',
         'MMEngine names log files after the rank alone.',
     ),
     *_symbols(
         'mmengine.dist.utils',
-        ['get_comm_device'],
+        'get_comm_device',
         JOB,
         'With a backend that MMEngine does not list it chooses host tensors, which the backend of '
         'a vendor refuses.',
@@ -99,42 +94,42 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'mmengine.dist.dist',
-        ['get_comm_device'],
+        'get_comm_device',
         JOB,
         'This module imported the function of `mmengine.dist.utils` by name.',
         'MMEngine asks the process group which devices it takes.',
     ),
     *_symbols(
         'mmengine.runner.checkpoint.CheckpointLoader',
-        ['load_checkpoint'],
+        'load_checkpoint',
         JOB,
         'It runs code from checkpoints, or with PyTorch 2.6 and later refuses those of MMEngine.',
         'MMEngine loads with `weights_only=True` and names its own classes.',
     ),
     *_symbols(
         'mmengine.structures.instance_data',
-        ['BoolTypeTensor', 'LongTypeTensor', 'IndexType'],
+        'BoolTypeTensor LongTypeTensor IndexType',
         JOB,
         '`InstanceData` takes indices of the CPU, CUDA, NPU, MLU and MUSA alone.',
         'MMEngine checks the dtype of an index and not its class.',
     ),
     *_symbols(
         f'{_TIME_COUNTER}.TimeCounter',
-        ['print_time'],
+        'print_time',
         JOB,
         'On a lazy device it reports before the device has finished.',
         'MMEngine synchronizes any accelerator in `TimeCounter`.',
     ),
     *_symbols(
         _TIME_COUNTER,
-        ['torch', 'is_cuda_available'],
+        'torch is_cuda_available',
         JOB,
         '`TimeCounter` waits for CUDA alone.',
         'MMEngine synchronizes any accelerator in `TimeCounter`.',
     ),
     *_symbols(
         'mmengine.infer.infer.BaseInferencer',
-        ['_init_model'],
+        '_init_model',
         JOB,
         'Inferencers keep synchronized batch normalization, and on a lazy device compute every '
         'sample as a graph of its own.',
@@ -142,14 +137,14 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'mmengine.model.utils',
-        ['convert_sync_batchnorm'],
+        'convert_sync_batchnorm',
         JOB,
         "With 'mmcv' and no process group it fails with a message that does not name the cause.",
         'mmcv says that its SyncBatchNorm needs a process group.',
     ),
     *_symbols(
         'mmengine.runner.amp.autocast',
-        ['func'],
+        'func',
         AUTOCAST,
         'It refuses devices that MMEngine does not list, or casts for the CPU; models have '
         'imported the function, so the generator in its closure is replaced.',
@@ -157,7 +152,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'mmseg.models.losses.accuracy',
-        ['accuracy'],
+        'accuracy',
         LAZY_MODEL,
         'It indexes with a mask, whose varying size makes a lazy device compile every iteration '
         'anew; it is replaced in each module of the model that imported it.',
@@ -165,14 +160,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'mmengine.runner._flexible_runner.FlexibleRunner',
-        [
-            'register_hooks',
-            'register_hook',
-            'build_log_processor',
-            'train',
-            'val',
-            'test',
-        ],
+        'register_hooks register_hook build_log_processor train val test',
         FLEXIBLE_RUNNER,
         'FlexibleRunner tells its strategy nothing of hooks, logs and errors; with any other '
         "strategy the replacement calls MMEngine's method.",
@@ -180,21 +168,8 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'torch.distributed',
-        [
-            'all_reduce',
-            'broadcast',
-            'reduce',
-            'all_gather',
-            'all_gather_into_tensor',
-            'gather',
-            'scatter',
-            'reduce_scatter',
-            'reduce_scatter_tensor',
-            'all_to_all',
-            'all_to_all_single',
-            'recv',
-            'send',
-        ],
+        'all_reduce broadcast reduce all_gather all_gather_into_tensor gather scatter '
+        'reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single recv send',
         PROCESS_GROUP,
         'Models call it with tensors of the device, which the backend refuses; the replacement '
         'sends them through the host.',
@@ -202,7 +177,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'mmcv._ext',
-        ['*'],
+        '*',
         MMCV_OPS,
         'The build of mmcv may have no kernel for the device; the replacement runs the operator '
         'on the host.',
@@ -210,7 +185,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'torch',
-        ['load'],
+        'load',
         LOADING,
         'Code that is not ours calls it without the classes that a checkpoint of MMEngine needs, '
         'or with `weights_only=False`; other threads get the original.',
@@ -218,7 +193,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'torch.serialization',
-        ['pickle'],
+        'pickle',
         LOADING,
         'PyTorch before 2.6 cannot allow a class under another name, and 1.13 ignores the '
         'argument that names a pickle module.',
@@ -226,7 +201,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'torch',
-        ['autocast'],
+        'autocast',
         PLANNING,
         'Models turn autocast off for the device of their tensors, which older releases of '
         'PyTorch refuse for meta.',
@@ -234,14 +209,14 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'mmengine.config.config',
-        ['is_installed', 'get_installed_path'],
+        'is_installed get_installed_path',
         CONFIG,
         'It looks for packages with pkg_resources, which setuptools removed in release 81.',
         'MMEngine uses `importlib.metadata`.',
     ),
     *_symbols(
         'torch.autograd.function.BackwardCFunction',
-        ['apply'],
+        'apply',
         GUARD,
         'Autograd refuses gradients of custom functions that are on another device than their '
         'operand.',
@@ -249,14 +224,14 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'mmengine.runner.runner.Runner',
-        ['from_cfg'],
+        'from_cfg',
         AUTOPATCH,
         'Scripts that call `Runner.from_cfg` ignore `runner_type`; the user asks for this patch.',
         'MMEngine reads `runner_type` in `Runner.from_cfg`.',
     ),
     *_symbols(
         'sys',
-        ['excepthook'],
+        'excepthook',
         WATCH,
         'A rank that stops because of another prints one line, not a traceback that hides the '
         "other's.",
@@ -264,7 +239,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'torch.distributed.elastic.multiprocessing.api.SubprocessContext',
-        ['_start'],
+        '_start',
         LAUNCHER,
         'torchrun installs its own signal handlers right before it starts ranks, so ours have to '
         'be installed after them.',
@@ -272,7 +247,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'torch.utils.data._utils.fetch._MapDatasetFetcher',
-        ['fetch'],
+        'fetch',
         WORKER,
         'PyTorch before 1.13 does not ask the dataset for `__getitems__`, where the seed of a '
         'batch is set.',
@@ -282,15 +257,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
 
 
 def find_symbol(owner: str, name: str) -> PatchedSymbol:
-    """Look up a symbol in the list.
-
-    Args:
-        owner (str): Full name of the module, class or function.
-        name (str): The name there.
-
-    Raises:
-        LookupError: If it is not listed.
-    """
+    """Look up a symbol in the list, or raise LookupError."""
     for symbol in PATCHED_SYMBOLS:
         if symbol.owner == owner and symbol.name in (name, '*'):
             return symbol

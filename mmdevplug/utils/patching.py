@@ -22,25 +22,14 @@ _active: List['Patch'] = []
 
 
 class Patch:
-    """A symbol that is replaced until :meth:`restore`; :func:`patch_symbol` creates it.
-
-    Attributes:
-        symbol (PatchedSymbol): Its entry in the list.
-        owner (module, type or function): What holds the symbol.
-        name (str): The name there.
-        original: What stood there before, as the owner holds it.
-        replacement: What stands there now.
-    """
+    """A symbol that is replaced until :meth:`restore`; :func:`patch_symbol` creates it."""
 
     def __init__(self, symbol: PatchedSymbol, owner: Any, name: str, replacement: Any) -> None:
         self.symbol, self.owner, self.name = symbol, owner, name
         self.original, self.replacement = _read(owner, name), replacement
 
     def restore(self) -> None:
-        """Put the original back; a second call changes nothing.
-
-        If somebody else has replaced the symbol since, theirs stays.
-        """
+        """Restore the original, unless another package has replaced the symbol since."""
         with _lock:
             if self not in _active:
                 return
@@ -56,22 +45,15 @@ class Patch:
 def patch_symbol(
     owner: Any, name: str, replacement: Any, listed_owner: Optional[str] = None
 ) -> Patch:
-    """Replace a symbol of another package.
+    """Replace a symbol of another package, which must be listed in ``PATCHED_SYMBOLS``.
 
     Args:
-        owner (module, type or function): What holds the symbol. Of a function, the variable of
-            that name in its closure is replaced.
+        owner (module, type or function): What holds the symbol. If it is a function, the variable
+            in its closure is replaced.
         name (str): The name there.
         replacement: The new value. In a class, as the class holds it, e.g. a ``classmethod``.
-        listed_owner (str, optional): The owner's name in the list, where the symbol was imported
+        listed_owner (str, optional): The owner's name in the list, if the symbol was imported
             into another module. Defaults to None: the full name of ``owner``.
-
-    Returns:
-        Patch: The handle that restores it.
-
-    Raises:
-        LookupError: If the symbol is not in
-            :data:`mmdevplug.utils.patched_symbols.PATCHED_SYMBOLS`.
 
     Examples:
         >>> patch = patch_symbol(torch.serialization, 'pickle', restricted)
@@ -86,21 +68,13 @@ def patch_symbol(
 
 
 def active_patches(*periods: Period) -> List[Patch]:
-    """The patches that are active in this process, in the order in which they were applied.
-
-    Args:
-        *periods (Period): Only those of these periods. Defaults to all.
-    """
+    """The active patches of some or all periods, in the order in which they were applied."""
     with _lock:
         return [patch for patch in _active if not periods or patch.symbol.period in periods]
 
 
 def restore_patches(*periods: Period) -> None:
-    """Restore the patches of some periods, the latest first.
-
-    Args:
-        *periods (Period): Which; none of them restores nothing.
-    """
+    """Restore the patches of some periods, the latest first."""
     for patch in reversed(active_patches(*periods) if periods else []):
         patch.restore()
 
@@ -115,7 +89,7 @@ def full_name(owner: Any) -> str:
 def _read(owner: Any, name: str) -> Any:
     if isinstance(owner, FunctionType):
         return _cell(owner, name).cell_contents
-    # As the owner holds it: a class has the classmethod, not what it binds to.
+    # Not getattr(): a class holds the classmethod, not the bound method.
     return vars(owner)[name]
 
 
@@ -131,16 +105,10 @@ def _cell(function: FunctionType, name: str) -> Any:
 
 
 class LocalPatch:
-    """Call a handler in the place of a function, in the threads and contexts that ask for it.
+    """Replace a function within contexts; other contexts and threads get the original.
 
-    The function is looked up by name in its module by code that is not ours, so the name itself
-    has to be replaced. What stands there in between asks who calls: outside of the context, and in
-    other threads, the original gets all arguments as they are. The last context that ends puts the
-    original back, also if contexts of several threads overlap or one ends with an error.
-
-    Args:
-        owner: The module or class that holds the function.
-        name (str): Its name there.
+    The last context that ends restores the original, also if contexts of several threads overlap
+    or one ends with an error.
 
     Examples:
         >>> patch = LocalPatch(torch, 'load')
@@ -156,36 +124,29 @@ class LocalPatch:
 
     @contextmanager
     def __call__(self, handler: Handler) -> Iterator[None]:
-        """Let a handler take the calls from here, until the context ends.
-
-        Args:
-            handler (callable): Gets the original function, then the arguments of the call.
-        """
-        self._install()
+        """Pass calls to a handler, which gets the original function and its arguments."""
+        with self._lock:
+            if self._users == 0:
+                self._install()
+            self._users += 1
         token = self._handler.set(handler)
         try:
             yield
         finally:
             self._handler.reset(token)
-            self._remove()
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._patch.restore()
 
     def _install(self) -> None:
-        with self._lock:
-            if self._users == 0:
-                original = getattr(self._owner, self._name)
+        original = getattr(self._owner, self._name)
 
-                @wraps(original, updated=())
-                def dispatch(*args: Any, **kwargs: Any) -> Any:
-                    handler = self._handler.get()
-                    if handler is None:
-                        return original(*args, **kwargs)
-                    return handler(original, *args, **kwargs)
+        @wraps(original, updated=())
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            handler = self._handler.get()
+            if handler is None:
+                return original(*args, **kwargs)
+            return handler(original, *args, **kwargs)
 
-                self._patch = patch_symbol(self._owner, self._name, dispatch)
-            self._users += 1
-
-    def _remove(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._patch.restore()
+        self._patch = patch_symbol(self._owner, self._name, dispatch)

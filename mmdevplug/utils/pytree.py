@@ -1,4 +1,4 @@
-"""Walk nested containers of tensors: flatten them, rebuild them, replace their leaves."""
+"""Walk nested containers of tensors and replace their leaves."""
 
 import copy
 import dataclasses
@@ -14,16 +14,16 @@ Names = Tuple[Any, ...]
 
 
 class Container(NamedTuple):
-    """A kind of container: how it is taken apart and put together again.
+    """How a kind of container is flattened and rebuilt.
 
     Attributes:
-        name (str): What messages call it.
+        name (str): For messages.
         names (Callable): Names of the parts; indices for a sequence.
         parts (Callable): The parts, in the order of their names.
         part (Callable): The part of a name.
-        build (Callable): From a type, names and parts, without running the type's constructor
-            where that may do more than store them.
-        step (Callable): A name as it is written behind an expression: ``'.x'``, ``"['x']"``.
+        build (Callable): From a type, names and parts, without constructors that do more than
+            store them.
+        step (Callable): The access to a name in Python: ``'.x'``, ``"['x']"``.
     """
 
     name: str
@@ -37,12 +37,12 @@ class Container(NamedTuple):
 def _build_dataclass(kind: type, names: Names, parts: Sequence[Any]) -> Any:
     made = object.__new__(kind)
     for name, part in zip(names, parts):
-        object.__setattr__(made, name, part)  # also where the class is frozen
+        object.__setattr__(made, name, part)  # the class may be frozen
     return made
 
 
 def _field_names(value: Any) -> Names:
-    # Sets have another order in each process. A property has its value under a name of its own.
+    # Sorted: sets have another order in each process. The value of a property has its own name.
     fields = [('', name) for name in sorted(value._data_fields) if not _is_property(value, name)]
     return tuple(fields + [('metainfo', name) for name in sorted(value._metainfo_fields)])
 
@@ -55,7 +55,7 @@ def _build_element(kind: type, names: Names, parts: Sequence[Any]) -> Any:
     made = object.__new__(kind)
     element_type().__init__(made)
     for (place, name), part in zip(names, parts):
-        # The element checks lengths when a field is set, and these were checked.
+        # Lengths were checked on the sender.
         object.__setattr__(made, name, part)
         fields = made._metainfo_fields if place else made._data_fields
         fields.add(name)
@@ -116,29 +116,24 @@ ELEMENT = Container(
 )
 
 _BUILT_IN = {dict: DICT, OrderedDict: DICT, list: LIST, tuple: TUPLE}
-#: Values without parts, so many of them that a look at the type must do.
+#: Types of values without parts.
 LEAVES = frozenset({str, bytes, bool, int, float, complex, type(None)})
 
 
 def element_type() -> Any:
-    """MMEngine's ``BaseDataElement``; None where nobody has imported it."""
-    # Importing it imports vendors' packages, whose failures are told when a device is looked for.
+    """MMEngine's ``BaseDataElement``; None if it has not been imported."""
+    # Importing it imports vendors' packages, whose failures detection reports.
     structures = sys.modules.get('mmengine.structures')
     return None if structures is None else structures.BaseDataElement
 
 
 @lru_cache(maxsize=512)
 def container_of(kind: type) -> Optional[Container]:
-    """How values of a type are taken apart; None if they are not.
-
-    Args:
-        kind (type): ``dict``, ``OrderedDict``, ``list``, ``tuple``, a named tuple, a dataclass, or
-            a kind of MMEngine's ``BaseDataElement``.
-    """
+    """The container of a type; None for a leaf."""
     if kind in _BUILT_IN:
         return _BUILT_IN[kind]
     if issubclass(kind, (dict, list)):
-        return None  # it may hold more than its items
+        return None  # it may have attributes besides its items
     if issubclass(kind, tuple) and hasattr(kind, '_fields'):
         return NAMED_TUPLE
     element = element_type()
@@ -154,15 +149,9 @@ def replace_parts(
 ) -> Any:
     """Apply functions to the leaves of nested containers.
 
-    Subclasses of ``dict`` keep what else they hold, and so do OpenMMLab's boxes.
-
-    Args:
-        nested: Containers, see :func:`container_of`, and anything else.
-        function (callable): Applied to each tensor.
-        other (callable, optional): Applied to every other leaf. Defaults to None: they stay.
-
-    Returns:
-        Any: The same structure; the very same object where nothing in it has changed.
+    ``function`` gets each tensor, ``other`` every other leaf. Returns the same structure, and the
+    same object where nothing in it has changed. Subclasses of ``dict`` and OpenMMLab's boxes keep
+    their attributes.
     """
     if isinstance(nested, Tensor):
         return function(nested)
@@ -176,7 +165,7 @@ def replace_parts(
     if all(one is another for one, another in zip(parts, new)):
         return nested
     if container is DATACLASS:
-        # It may hold more than its fields.
+        # It may have attributes besides its fields.
         made = copy.copy(nested)
         for name, part in zip(container.names(nested), new):
             object.__setattr__(made, name, part)
@@ -213,11 +202,7 @@ def _replace_in_object(
 
 
 def tensors_in(nested: Any) -> List[Tensor]:
-    """The tensors in nested containers, in order.
-
-    Args:
-        nested: See :func:`replace_parts`.
-    """
+    """The tensors in nested containers, in order."""
     found: List[Tensor] = []
     _collect(nested, found)
     return found

@@ -39,17 +39,17 @@ def allows_renamed_classes() -> bool:
     return is_at_least('2.6.0')
 
 
+def default_autocast_dtype(device_type: str) -> torch.dtype:
+    """The dtype that autocast casts to by default, which PyTorch reports from 2.4 on."""
+    if hasattr(torch, 'get_autocast_dtype'):
+        return torch.get_autocast_dtype(device_type)
+    return torch.float16  # on every device but the CPU
+
+
 def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """View the memory of a flat, contiguous tensor as another dtype.
+    """View the memory of a flat, contiguous tensor as another dtype, also of another size.
 
-    ``Tensor.view(dtype)`` does it by itself from PyTorch 1.11 on.
-
-    Args:
-        tensor (Tensor): With one dimension; under PyTorch 1.10 on the host.
-        dtype (torch.dtype): Its elements may have another size.
-
-    Returns:
-        Tensor: In the same memory.
+    ``Tensor.view(dtype)`` can do it from PyTorch 1.11 on; in 1.10 only host tensors are possible.
     """
     if _views_change_sizes():
         return tensor.view(dtype)

@@ -111,7 +111,7 @@ def test_cpu_has_one_shared_device_and_gloo():
     assert cpu.describe_visibility() == 'no variable limits the devices seen'
 
 
-def test_cpu_tells_no_memory_and_takes_every_call():
+def test_cpu_reports_no_memory_and_takes_every_call():
     cpu, device = CPUAccelerator(), torch.device('cpu')
     assert cpu.memory_allocated(device) is None
     assert cpu.max_memory_allocated() is None
@@ -220,7 +220,7 @@ ZETA = TorchNativeAccelerator('zeta', native_backend='eccl')
         (XLAAccelerator(), 'gloo', False),
     ],
 )
-def test_backend_takes_the_tensors_of_its_own_devices_alone(accelerator, backend, taken):
+def test_backend_takes_tensors_of_its_devices_only(accelerator, backend, taken):
     assert accelerator.takes_tensors(backend) is taken
 
 
@@ -407,7 +407,7 @@ assert parameter.cpu().tolist() == [7.0] * 3
 """)
 
 
-def test_memory_is_told_in_bytes_for_each_card(zeta):
+def test_memory_is_reported_in_bytes_for_each_card(zeta):
     zeta("""
 before = [accelerator.memory_allocated(torch.device('zeta', i)) for i in range(4)]
 kept = torch.zeros(256, device='zeta:1')

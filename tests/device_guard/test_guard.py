@@ -114,7 +114,7 @@ print(BackwardCFunction.apply.__module__)
 """
 
 
-def test_old_torch_is_told_on_entering():
+def test_old_torch_is_refused_on_entering():
     told = subprocess.run([sys.executable, '-c', OLD_TORCH], capture_output=True, text=True)
     error, where = told.stdout.strip().splitlines()
     assert 'torch >= 1.13' in error
@@ -152,7 +152,7 @@ def whereabouts():
     return told.source.line
 
 
-def test_module_and_line_are_told():
+def test_module_and_line_are_named():
     (line,) = run_ranks(whereabouts, 0)
     assert 'x + x.to(TWO)' in Path(__file__).read_text().splitlines()[line - 1]
 

@@ -107,8 +107,8 @@ def start(accelerator):
     )
 
 
-def told(*tensors):
-    """What tensors hold, and of which type."""
+def contents(*tensors):
+    """The values and dtypes of tensors."""
     return [(str(tensor.dtype), tensor.detach().cpu().tolist()) for tensor in tensors]
 
 
@@ -151,7 +151,7 @@ def send_all_kinds(accelerator):
 
     def reduce(name, tensor, op='SUM', shown=None):
         torch_dist.all_reduce(tensor, op=getattr(torch_dist.ReduceOp, op))
-        found[name] = told(tensor if shown is None else shown)
+        found[name] = contents(tensor if shown is None else shown)
 
     for dtype in ('uint8', 'int32', 'int64', 'float16', 'float64'):
         reduce(dtype, put(1, 0, rank, dtype=getattr(torch, dtype)))
@@ -181,33 +181,33 @@ def send_to_one(accelerator):
     total = put(rank + 1.0)
     torch_dist.reduce(total, 1)
     if rank == 1:  # undefined elsewhere
-        found['reduce'] = told(total)
+        found['reduce'] = contents(total)
     parts = [put(0.0) for _ in range(3)] if rank == 1 else None
     torch_dist.gather(put(rank + 1.0), parts, dst=1)
-    found['gather'] = told(*(parts or []))
+    found['gather'] = contents(*(parts or []))
     mine = put(0.0)
     torch_dist.scatter(mine, [put(5.0), put(6.0), put(7.0)] if rank == 2 else None, src=2)
-    found['scatter'] = told(mine)
+    found['scatter'] = contents(mine)
     table = put(0.0, 0.0, 0.0, 0.0, 0.0, 0.0).view(3, 2)
     torch_dist.all_gather(list(table.unbind(0)), put(rank + 1.0, 0.0))
-    found['into views'] = told(table)
+    found['into views'] = contents(table)
     if rank < 2:
         message = put(8.0 + rank)
         if rank == 0:
             torch_dist.send(message, 1)
         else:
             assert torch_dist.recv(message, 0) == 0
-        found['message'] = told(message)
+        found['message'] = contents(message)
     return found
 
 
 def test_ranks_with_different_parts():
     first, second, third = check_as_on_the_cpu(send_to_one)
-    assert second['reduce'] == told(torch.tensor([6.0]))
-    assert second['gather'] == told(*torch.tensor([[1.0], [2.0], [3.0]]))
+    assert second['reduce'] == contents(torch.tensor([6.0]))
+    assert second['gather'] == contents(*torch.tensor([[1.0], [2.0], [3.0]]))
     assert [each['scatter'][0][1] for each in (first, second, third)] == [[5.0], [6.0], [7.0]]
-    assert third['into views'] == told(torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]))
-    assert second['message'] == told(torch.tensor([8.0]))
+    assert third['into views'] == contents(torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]))
+    assert second['message'] == contents(torch.tensor([8.0]))
 
 
 def go_backward(accelerator):
@@ -222,11 +222,11 @@ def go_backward(accelerator):
             if name == 'all_gather':
                 result = torch.cat(result)
             (result * (rank + 1)).sum().backward()
-            found.append(told(result, feature.grad))
+            found.append(contents(result, feature.grad))
     return found
 
 
 def test_backward_goes_through_collectives():
     for reduced, gathered in check_as_on_the_cpu(go_backward):
-        assert reduced == told(torch.tensor([12.0]), torch.tensor([12.0]))
-        assert gathered == told(torch.tensor([2.0, 4.0, 6.0]), torch.tensor([12.0]))
+        assert reduced == contents(torch.tensor([12.0]), torch.tensor([12.0]))
+        assert gathered == contents(torch.tensor([2.0, 4.0, 6.0]), torch.tensor([12.0]))

@@ -367,7 +367,7 @@ def test_nothing_is_replaced_but_by_the_helper():
     assert list(foreign_targets(ast.parse('from a import b as c\nsetattr(c, "x", 1)')))
 
 
-# where it is told -------------------------------------------------------------------------------
+# the page and the report ----------------------------------------------------------------------
 
 
 @pytest.fixture(name='page')
@@ -381,9 +381,9 @@ def _page(monkeypatch):
 
 @pytest.mark.parametrize('language', ['en', 'zh_cn'])
 def test_the_page_is_what_the_list_says(language, page):
-    told = '\n\n'.join(page.render(page.LANGUAGES[language])) + '\n'
+    expected = '\n\n'.join(page.render(page.LANGUAGES[language])) + '\n'
     path = ROOT / 'docs' / language / 'patches.md'
-    assert path.read_text(encoding='utf-8') == told, 'run python docs/patch_table.py'
+    assert path.read_text(encoding='utf-8') == expected, 'run python docs/patch_table.py'
 
 
 def test_the_translation_has_nothing_that_is_not_listed(page):

@@ -95,7 +95,7 @@ def test_all_ranks_learn_which_one_was_full(tmp_path):
         (DevPlugError('out of memory'), None),
     ],
 )
-def test_errors_are_told_apart(error, place):
+def test_errors_are_distinguished(error, place):
     assert out_of_memory_at(error) == place
 
 

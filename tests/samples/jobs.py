@@ -34,9 +34,9 @@ def all_agree(truth, group=None):
     """Whether something is true of all ranks; so all of them go on, or fail, together."""
     from torch import distributed as torch_dist
 
-    told = torch.tensor([int(truth)])
-    torch_dist.all_reduce(told, op=torch_dist.ReduceOp.MIN, group=group)
-    return bool(told)
+    agreed = torch.tensor([int(truth)])
+    torch_dist.all_reduce(agreed, op=torch_dist.ReduceOp.MIN, group=group)
+    return bool(agreed)
 
 
 def fingerprint(samples):

@@ -108,10 +108,10 @@ def test_the_first_difference_is_named(refused, case):
     assert kind == 'SampleError'
     assert 'sample 1 of rank 1 has' in text
     assert 'sample 0 of rank 0 has' in text
-    told, _, reference = text.partition(', where')
+    described, _, reference = text.partition(', where')
     assert place in text
     assert expected in reference
-    assert found in told
+    assert found in described
 
 
 @pytest.mark.parametrize(

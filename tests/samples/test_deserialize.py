@@ -102,7 +102,7 @@ def test_tensors_of_one_dtype_are_one_run_of_bytes():
     begin = read_header(packed).begin
     values = view_as_dtype(packed[begin : begin + 1200], torch.float32).view(100, 3)
     assert values[:, 0].tolist() == list(range(100))
-    # Structure and shapes are told once, a sample then costs a few bytes besides its data.
+    # Structure and shapes are sent once; a sample then costs a few bytes besides its data.
     assert begin <= 400
     assert packed.numel() <= begin + 1200 + 800 + 128
 

@@ -44,10 +44,10 @@ def stack_pool():
     context = start('zeta')
     rank, device = context.env.rank, context.device
     mine = [dict(reward=torch.tensor(float(rank)).to(device))] * (3 if rank else 1)
-    told = [None, None]
+    held_by_rank = [None, None]
     # What a pickle says of a tensor: its values, and the device that it left.
-    torch_dist.all_gather_object(told, [(float(s['reward']), str(device)) for s in mine])
-    by_hand = [torch.tensor(value).to(place) for held in told for value, place in held]
+    torch_dist.all_gather_object(held_by_rank, [(float(s['reward']), str(device)) for s in mine])
+    by_hand = [torch.tensor(value).to(place) for held in held_by_rank for value, place in held]
     with DeviceGuard('error'):
         with pytest.raises(DeviceMismatchError) as raised:
             torch.stack(by_hand)

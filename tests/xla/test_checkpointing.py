@@ -152,7 +152,7 @@ def test_t20_checkpoints_without_dropout_and_says_so():
     for kind in KINDS[1:]:
         gradients = found[kind][0]
         assert max(abs(a - b).max() for a, b in zip(gradients, expected)) <= 1e-6
-    assert any("accelerator 'gcu' does not tell" in message for message in warned)
+    assert any("accelerator 'gcu' does not report" in message for message in warned)
 
 
 @pytest.fixture(scope='module')

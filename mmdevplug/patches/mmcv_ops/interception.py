@@ -1,14 +1,13 @@
-"""Calling the functions of ``mmcv._ext`` through others, without editing mmcv.
+"""Intercept calls of the functions of ``mmcv._ext``.
 
-All modules of ``mmcv.ops`` hold the extension module itself and look a function up at each call,
-so its attributes are the narrowest place for this. If mmcv is not imported yet, as before a runner
-has built its model, they are replaced right after the import; mmcv is not imported for it, and
-without the extension nothing ever happens.
+All modules of ``mmcv.ops`` look a function up in the extension module at each call, so its
+attributes are replaced. If mmcv is not imported yet, as before a runner has built its model, they
+are replaced right after its import.
 """
 
 import sys
 from functools import wraps
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Optional, Sequence
@@ -32,7 +31,7 @@ class Interception(MetaPathFinder):
         self.originals: Dict[str, Callable] = {}
 
     def install(self) -> None:
-        """Begin, now or as soon as the extension is imported; a second call changes nothing."""
+        """Start, now or as soon as the extension is imported; a second call changes nothing."""
         if self._patches or self in sys.meta_path:
             return
         module = sys.modules.get(EXTENSION)
@@ -42,7 +41,7 @@ class Interception(MetaPathFinder):
             sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Put everything back."""
+        """Restore the functions."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         for patch in self._patches:
@@ -51,11 +50,7 @@ class Interception(MetaPathFinder):
         self.originals = {}
 
     def replace(self, module: ModuleType) -> None:
-        """Replace the functions of the extension.
-
-        Args:
-            module (ModuleType): The extension, imported.
-        """
+        """Replace the functions of the extension."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
         for name, function in list(vars(module).items()):
@@ -74,33 +69,23 @@ class Interception(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Any = None, target: Optional[ModuleType] = None
     ) -> Optional[ModuleSpec]:
-        """Find the extension as others do, to be told when it has been imported."""
+        """Find the extension as other finders do, and replace its functions after it is loaded."""
         if fullname != EXTENSION:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _TellingLoader(spec.loader, self)
+                    self._replace_after_loading(spec.loader)
                 return spec
         return None
 
+    def _replace_after_loading(self, loader: Any) -> None:
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            loader.exec_module(module)
+            # `remove` may have been called between finding and loading.
+            if self in sys.meta_path:
+                self.replace(module)
 
-class _TellingLoader(Loader):
-    """Loads as another loader does, and then replaces the functions."""
-
-    def __init__(self, loader: Any, interception: Interception) -> None:
-        self._loader = loader
-        self._interception = interception
-
-    def create_module(self, spec: ModuleSpec) -> Optional[ModuleType]:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        # It may have been removed between finding and loading.
-        if self._interception in sys.meta_path:
-            self._interception.replace(module)
+        loader.exec_module = exec_module

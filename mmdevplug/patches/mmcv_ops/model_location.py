@@ -1,4 +1,4 @@
-"""Where a model uses an operator."""
+"""Find where a model uses an operator."""
 
 from types import FrameType
 
@@ -9,12 +9,12 @@ from mmdevplug.device_guard.stack_location import (
     user_frame,
 )
 
-#: The line in mmcv tells no more than the name of the operator does.
+#: The line in mmcv says no more than the name of the operator.
 _PASSED_OVER = LIBRARIES | {'mmcv'}
 
 
 def where() -> str:
-    """The module or the backward at work, and the line, as far as they are known."""
+    """The current module or backward, and the line, as far as they are known."""
     module, backward = module_and_backward(None)
     frame = innermost = user_frame()
     while frame is not None and not backward and _package(frame) in _PASSED_OVER:

@@ -1,8 +1,8 @@
-"""Which arguments mmcv's operators write to.
+"""Know which arguments mmcv's operators write to.
 
-mmcv allocates most results in Python and lets the operator fill them. Nothing tells them from the
-other arguments, so those of the operators with a CPU kernel are listed; for any other operator
-they are found by comparing arguments before and after.
+mmcv allocates most results in Python and passes them to the operator like any other argument.
+Those of operators with a CPU kernel are listed; for any other operator, arguments are compared
+before and after the call.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
-#: By operator: what it writes to and does not read. mmcv gives it zeros or uninitialized memory.
+#: The arguments that an operator writes to and does not read.
 OUTPUTS: Dict[str, Tuple[str, ...]] = dict(
     active_rotated_filter_forward=('output',),
     active_rotated_filter_backward=('grad_in',),
@@ -54,14 +54,7 @@ OUTPUTS: Dict[str, Tuple[str, ...]] = dict(
 
 
 def parameter_names(function: Callable) -> List[str]:
-    """The names of an operator's parameters, from the first line that pybind11 documents it with.
-
-    Args:
-        function (callable): Of ``mmcv._ext``.
-
-    Returns:
-        List[str]: Empty if nothing tells them.
-    """
+    """The names of an operator's parameters, from pybind11's docstring; empty if there is none."""
     signature = (function.__doc__ or '').partition('\n')[0].partition('->')[0]
     return re.findall(r'(\w+): ', signature)
 
@@ -69,16 +62,7 @@ def parameter_names(function: Callable) -> List[str]:
 def output_ids(
     function: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Optional[List[int]]:
-    """The identities of the tensors that a call writes to and does not read.
-
-    Args:
-        function (callable): Of ``mmcv._ext``.
-        args (Sequence): Its arguments.
-        kwargs (Mapping): Those by name.
-
-    Returns:
-        List[int] or None: None if nobody can tell.
-    """
+    """The ``id()`` of tensors that a call writes to and does not read; None if unknown."""
     names = parameter_names(function)
     outputs = OUTPUTS.get(function.__name__)
     if outputs is None or len(names) < len(args):
@@ -87,30 +71,11 @@ def output_ids(
     return [id(given[name]) for name in outputs if name in given]
 
 
-class Comparison:
-    """Tells which tensors a call has changed.
-
-    Args:
-        tensors (Sequence[Tensor]): On the host.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._before = [tensor.clone() for tensor in tensors]
-
-    def changed(self) -> List[int]:
-        """The positions of those that are no longer the same, NaN being equal to itself."""
-        return [
-            position
-            for position, (before, after) in enumerate(zip(self._before, self._tensors))
-            if not _same(before, after)
-        ]
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    equal = one == other
-    if one.is_floating_point():
-        equal |= torch.isnan(one) & torch.isnan(other)
-    return bool(equal.all())
+def has_changed(before: Tensor, after: Tensor) -> bool:
+    """Whether two host tensors differ, where NaN equals NaN."""
+    if before.shape != after.shape:
+        return True
+    equal = before == after
+    if before.is_floating_point():
+        equal |= torch.isnan(before) & torch.isnan(after)
+    return not equal.all()

@@ -64,13 +64,13 @@ class OperatorPatch:
         name = function.__name__
         if called_for_vendor(name, device):
             raise ModelError(
-                f'{_told(name, device)}, and mmcv prepares its arguments for that of '
+                f'{_no_kernel(name, device)}, and mmcv prepares its arguments for that of '
                 f'{device.type}, so the host would compute something else. Install the build of '
                 f'mmcv for {device.type}.'
             )
         if self.mode == 'error':
             raise ModelError(
-                f"{_told(name, device)}. accelerator.mmcv_ops='error' asks to stop here. Set "
+                f"{_no_kernel(name, device)}. accelerator.mmcv_ops='error' asks to stop here. Set "
                 f"accelerator=dict(mmcv_ops='host') to run it on the host, install a build of "
                 f'mmcv that has kernels for {device.type}, or take a variant of the model that '
                 f'does without it.'
@@ -82,14 +82,14 @@ class OperatorPatch:
             if not lacks_kernel(error):
                 raise
             raise ModelError(
-                f'{_told(name, device)}, and none for the CPU either ({first_line(error)}), so it '
-                f'cannot run on the host. Install a build of mmcv that has kernels for '
+                f'{_no_kernel(name, device)}, and none for the CPU either ({first_line(error)}), '
+                f'so it cannot run on the host. Install a build of mmcv that has kernels for '
                 f'{device.type}, or take a variant of the model that does without it.'
             ) from error
         if not self.host_use.knows(name) and self.host_use.begin(name, where()):
             print_log(
-                f'{_told(name, device)}: it runs on the host. docs/en/mmcv_ops.md tells what that '
-                f"costs; accelerator=dict(mmcv_ops='error') stops instead.",
+                f'{_no_kernel(name, device)}: it runs on the host. docs/en/mmcv_ops.md says what '
+                f"that costs; accelerator=dict(mmcv_ops='error') stops instead.",
                 'current',
                 logging.WARNING,
             )
@@ -97,7 +97,7 @@ class OperatorPatch:
         return done.result
 
 
-def _told(name: str, device: torch.device) -> str:
+def _no_kernel(name: str, device: torch.device) -> str:
     place = where()
     used = f' (used in {place})' if place else ''
     return f'The mmcv operator {name} has no kernel for {device}{used}'

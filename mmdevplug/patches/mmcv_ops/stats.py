@@ -9,13 +9,13 @@ MB = 1024 * 1024
 
 @dataclass
 class OperatorUse:
-    """What one operator cost so far.
+    """What one operator has cost so far.
 
     Attributes:
         calls (int): How often it ran on the host.
         fetched (int): Bytes copied from the device.
         sent (int): Bytes copied back.
-        seconds (float): Time in all, with waiting for the device.
+        seconds (float): Total time, with waiting for the device.
         where (str): Where it was used first.
     """
 
@@ -27,7 +27,7 @@ class OperatorUse:
 
 
 class HostUse:
-    """Counts by operator; the threads of autograd write to it, too."""
+    """Counts by operator; autograd's threads write to it, too."""
 
     def __init__(self) -> None:
         self._uses: Dict[str, OperatorUse] = {}
@@ -54,17 +54,13 @@ class HostUse:
         return name in self._uses
 
     def uses(self) -> Dict[str, OperatorUse]:
-        """The counts by operator, as they are now."""
+        """A copy of the counts."""
         with self._lock:
             return {name: OperatorUse(**vars(use)) for name, use in self._uses.items()}
 
 
 def describe_uses(uses: Dict[str, OperatorUse]) -> str:
-    """A table of what ran on the host, what moved most first.
-
-    Args:
-        uses (dict): By operator.
-    """
+    """A table of the operators that ran on the host, sorted by bytes copied."""
     width = max([len(name) for name in uses] + [len('operator')])
     lines = [f'{"operator":{width}} {"calls":>8} {"MB fetched":>11} {"MB sent":>9} {"seconds":>8}']
     for name, use in sorted(uses.items(), key=lambda item: -item[1].fetched - item[1].sent):

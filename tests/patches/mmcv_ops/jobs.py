@@ -96,7 +96,7 @@ def count_executions(accelerator):
 
 
 def try_without_a_case(accelerator, covered):
-    """Call the operators that no case has called, and tell what each says.
+    """Call the operators that no case has called, and return what each says.
 
     Returns:
         dict: By operator: the type of the error and its message.
@@ -106,7 +106,7 @@ def try_without_a_case(accelerator, covered):
     from mmdevplug.patches.mmcv_ops import mmcv_ops_patched
 
     chosen = prepare(accelerator)
-    told = {}
+    messages = {}
     with mmcv_ops_patched(chosen) as patch:
         for name, function in patch.interception.originals.items():
             signature = re.search(r'\w+\((\w+: .*?)\) ->', function.__doc__ or '')
@@ -115,10 +115,10 @@ def try_without_a_case(accelerator, covered):
             args = [_argument(part, chosen.device(0)) for part in _parameters(signature[1])]
             try:
                 getattr(extension, name)(*args)
-                told[name] = ('', 'no error')
+                messages[name] = ('', 'no error')
             except Exception as error:
-                told[name] = (type(error).__name__, str(error))
-    return told
+                messages[name] = (type(error).__name__, str(error))
+    return messages
 
 
 def _parameters(signature):
@@ -194,14 +194,14 @@ def train_without_the_extension():
     importlib.import_module('mmcv.cnn')
     layer = importlib.import_module('mmcv.cnn').ConvModule(3, 4, 1).to(context.device)
     layer(torch.zeros(1, 3, 4, 4, device=context.device)).sum().backward()
-    told = []
+    messages = []
     for _ in range(2):
         try:
             importlib.import_module('mmcv.ops')
         except ModuleNotFoundError as error:
-            told.append(str(error))
+            messages.append(str(error))
         restore_mmcv_ops()
-    return dict(told=told, uses=host_use(), gradient=layer.conv.weight.grad is not None)
+    return dict(messages=messages, uses=host_use(), gradient=layer.conv.weight.grad is not None)
 
 
 def case_names():

@@ -99,14 +99,14 @@ def test_results_and_gradients_are_those_of_the_cpu(accelerator, name):
 def test_every_operator_has_a_case_or_no_kernel_for_the_cpu():
     covered = {name for case in found_on('zeta').values() for name in case['uses']}
     covered |= GIVEN_HOST_TENSORS
-    (told,) = run_ranks(jobs.try_without_a_case, 0, 'zeta', covered)
-    _write('zeta', lacking=sorted(told))
+    (messages,) = run_ranks(jobs.try_without_a_case, 0, 'zeta', covered)
+    _write('zeta', lacking=sorted(messages))
     assert covered == set(OUTPUTS)
-    assert len(told) >= 60
-    assert {'roi_pool_forward', 'sigmoid_focal_loss_forward', 'carafe_forward'} <= set(told)
+    assert len(messages) >= 60
+    assert {'roi_pool_forward', 'sigmoid_focal_loss_forward', 'carafe_forward'} <= set(messages)
     wrong = {
         name: error
-        for name, error in told.items()
+        for name, error in messages.items()
         if error[0] != 'ModelError' or 'none for the CPU either' not in error[1]
     }
     assert not wrong
@@ -157,7 +157,7 @@ def test_all_ranks_stop_together():
 
 def test_without_the_extension_nothing_changes():
     (found,) = run_ranks(jobs.train_without_the_extension, 0)
-    assert found == dict(told=["No module named 'mmcv._ext'"] * 2, uses={}, gradient=True)
+    assert found == dict(messages=["No module named 'mmcv._ext'"] * 2, uses={}, gradient=True)
 
 
 @pytest.fixture(scope='module')
@@ -193,7 +193,7 @@ def test_faster_rcnn_trains_and_detects_as_on_the_cpu(accelerator, detector_on_c
     ]
 
 
-def test_the_page_tells_what_was_found():
+def test_the_page_says_what_was_found():
     root = Path(__file__).parents[3]
     place = importlib.util.spec_from_file_location('table', root / 'docs' / 'mmcv_ops_table.py')
     table = importlib.util.module_from_spec(place)
