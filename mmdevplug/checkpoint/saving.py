@@ -1,6 +1,7 @@
 """Save a checkpoint of a runner: on rank 0, in the background, or by the runner's own way."""
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
@@ -14,7 +15,6 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.abort import before_abort
 from mmdevplug.optim import join_consolidation
 
-from .background import Background
 from .collecting import collect_checkpoint
 from .finding import write_pointer
 from .host_copy import HostCopy
@@ -38,6 +38,29 @@ class CheckpointFile(NamedTuple):
     path: str
     outdated: List[str]
     is_last: bool
+
+
+class BackgroundWriter:
+    """Run one function at a time in a thread, which the interpreter waits for when it exits."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix='mmdevplug-checkpoint')
+        self._running: Optional[Future] = None
+
+    def start(self, function: Callable[[], None]) -> None:
+        """Start a function after the one before; raise the error of that one."""
+        self.join()
+        self._running = self._executor.submit(function)
+
+    def join(self, timeout: Optional[float] = None) -> bool:
+        """Wait, raise the function's error once, and return whether nothing runs any more."""
+        if self._running is None:
+            return True
+        if wait([self._running], timeout).not_done:
+            return False
+        done, self._running = self._running, None
+        done.result()
+        return True
 
 
 class CheckpointSaver:
@@ -74,7 +97,7 @@ class CheckpointSaver:
         self.timeout = timeout
         self.on_error = on_error
         self.backend_args = backend_args
-        self._background = Background()
+        self._background = BackgroundWriter()
         self._kept_copy: Optional[HostCopy] = None
         #: Why the newest checkpoint could not be written.
         self._failed: Optional[str] = None

@@ -12,7 +12,6 @@ import torch
 
 from mmdevplug.accelerators import get_accelerator
 from mmdevplug.checkpoint import finding
-from mmdevplug.checkpoint.background import Background
 from mmdevplug.checkpoint.finding import (
     check_file,
     find_good_checkpoint,
@@ -22,6 +21,7 @@ from mmdevplug.checkpoint.finding import (
 )
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.saving import BackgroundWriter
 from mmdevplug.checkpoint.writing import UNFINISHED, remove_unfinished, write_checkpoint
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.utils import files
@@ -290,7 +290,7 @@ def test_host_tensors_are_not_copied_when_training_waits():
 
 
 def test_errors_of_the_background_are_raised_once():
-    background = Background()
+    background = BackgroundWriter()
 
     def fail():
         raise CheckpointError('the disk is full')
@@ -305,7 +305,7 @@ def test_errors_of_the_background_are_raised_once():
 
 
 def test_one_after_the_other():
-    background, order = Background(), []
+    background, order = BackgroundWriter(), []
     background.start(lambda: (time.sleep(0.2), order.append(1)))
     background.start(lambda: order.append(2))
     assert order[0] == 1
