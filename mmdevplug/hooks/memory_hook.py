@@ -1,7 +1,7 @@
 """Log the memory of this rank, and warn if it keeps growing."""
 
 import gc
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Optional
 
 import psutil
 from mmengine import device as mmengine_device
@@ -46,17 +46,11 @@ class MemoryHook(Hook):
         self._detectors: Dict[str, GrowthDetector] = {}
         self._done = 0
         #: The growth to explain at the next sample, and the objects when it was found.
-        self._growth: Optional[str] = None
+        self._growth = ''
         self._before: Optional[ObjectCounts] = None
 
-    def after_train_iter(
-        self,
-        runner: Any,
-        batch_idx: int,
-        data_batch: Optional[Union[dict, tuple, list]] = None,
-        outputs: Optional[dict] = None,
-    ) -> None:
-        """Empty caches, sample; see :meth:`mmengine.hooks.Hook.after_train_iter`."""
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Empty caches and sample memory, each at its interval."""
         self._done += 1
         if self.options.interval is not None and self._done % self.options.interval == 0:
             gc.collect()
@@ -82,16 +76,15 @@ class MemoryHook(Hook):
         elif self._done > self.options.warmup:
             in_use = {str(device): accelerator.memory_allocated(device) for device in devices}
             for name, value in {'host memory': resident, **in_use}.items():
-                if value is not None:
-                    self._look_for_growth(runner, name, value)
-
-    def _look_for_growth(self, runner: Any, name: str, value: int) -> None:
-        least = int((self.options.growth_mb or 0) * MB)
-        detector = self._detectors.setdefault(name, GrowthDetector(least))
-        growth = detector.add(runner.iter + 1, value)
-        if growth is not None:
-            self._growth, self._before = f'{name} {growth}', ObjectCounts()
-            self._since = runner.iter + 1
+                if value is None:
+                    continue
+                detector = self._detectors.setdefault(
+                    name, GrowthDetector(int(self.options.growth_mb * MB))
+                )
+                growth = detector.add(runner.iter + 1, value)
+                if growth is not None:
+                    self._since, self._growth = runner.iter + 1, f'{name} {growth}'
+                    self._before = ObjectCounts()
 
     def _report(self, runner: Any, before: ObjectCounts) -> None:
         grown = ObjectCounts().growth_since(before)
@@ -101,7 +94,9 @@ class MemoryHook(Hook):
             else 'No Python object or tensor grew in number or size since: look at the libraries '
             'that allocate by themselves, and at the data they are given'
         )
-        runner.logger.warning(f'Memory of rank {runner.rank} keeps growing: {self._growth}. {what}.')
+        runner.logger.warning(
+            f'Memory of rank {runner.rank} keeps growing: {self._growth}. {what}.'
+        )
         self._before = None
 
 
