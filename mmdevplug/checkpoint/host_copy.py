@@ -58,31 +58,22 @@ class HostCopy:
 
     def _kept(self, tensors: List[Tensor]) -> List[Tensor]:
         """Copy host tensors; views of one storage become views of one copy."""
-        storages: Dict[Any, int] = {}
-        wholes: List[Tensor] = []
-        for tensor in tensors:
-            if _has_plain_memory(tensor):
-                whole = _whole_storage(tensor)
-                key = (whole.data_ptr(), tensor.dtype)
-                if key not in storages:
-                    storages[key] = len(wholes)
-                    wholes.append(whole)
-        same = len(wholes) == len(self._memory) and all(
-            kept.shape == whole.shape and kept.dtype == whole.dtype
-            for kept, whole in zip(self._memory, wholes)
-        )
-        if not same:
-            self._memory = _allocate_like(wholes)
-        for kept, whole in zip(self._memory, wholes):
-            kept.copy_(whole)
+        plain = {id(each): _whole_storage(each) for each in tensors if _has_plain_memory(each)}
+        wholes = {(whole.data_ptr(), whole.dtype): whole for whole in plain.values()}
+        sizes = [(whole.shape, whole.dtype) for whole in wholes.values()]
+        if [(kept.shape, kept.dtype) for kept in self._memory] != sizes:
+            self._memory = _allocate_like(list(wholes.values()))
+        memory = dict(zip(wholes, self._memory))
+        for key, whole in wholes.items():
+            memory[key].copy_(whole)
         copies = []
         for tensor in tensors:
-            if not _has_plain_memory(tensor):
+            if id(tensor) not in plain:
                 copies.append(copy.deepcopy(tensor))
                 continue
-            kept = self._memory[storages[_whole_storage(tensor).data_ptr(), tensor.dtype]]
+            whole = plain[id(tensor)]
             place = (tensor.shape, tensor.stride(), tensor.storage_offset())
-            copies.append(kept.as_strided(*place))
+            copies.append(memory[whole.data_ptr(), whole.dtype].as_strided(*place))
         return copies
 
 

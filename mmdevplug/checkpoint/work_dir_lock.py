@@ -101,7 +101,8 @@ def _check_left_behind(
 ) -> None:
     """Raise CheckpointError if the holder of a lock is running."""
     if found is None:
-        found = _read(path, wait=2.0) or {}
+        time.sleep(2.0)  # its holder may be writing it
+        found = _read(path) or {}
     pid, host, since = (found.get(key, 'unknown') for key in ('pid', 'host', 'since'))
     holder = f'process {pid} on host {host}, which has trained there since {since}'
     same_job = restarted and found.get('job') is not None and found['job'] == own['job']
@@ -153,19 +154,13 @@ def _beat(path: Path, ended: threading.Event) -> None:
             logging.getLogger(__name__).debug('%s: %s', path, error)
 
 
-def _read(path: Path, wait: float = 0.0) -> Optional[Dict[str, Any]]:
+def _read(path: Path) -> Optional[Dict[str, Any]]:
     """The content of a lock; None if there is none, or nothing in it yet."""
-    deadline = time.monotonic() + wait
-    while True:
-        try:
-            found = json.loads(path.read_text(encoding='utf-8'))
-        except (OSError, ValueError):
-            found = None
-        if isinstance(found, dict):
-            return found
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(0.1)
+    try:
+        found = json.loads(path.read_text(encoding='utf-8'))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _describe_self() -> Dict[str, Any]:

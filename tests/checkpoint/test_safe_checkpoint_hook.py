@@ -55,8 +55,8 @@ def both(work_dir, options):
             if 'ckpt' in name or 'best' in name
         }
         last = (folder / 'last_checkpoint').read_text()
-        told = without_folder(dict(info, pointer=last), str(folder))
-        found.append((sorted(name.split('-')[0] for name in names_in(folder)), told))
+        known = without_folder(dict(info, pointer=last), str(folder))
+        found.append((sorted(name.split('-')[0] for name in names_in(folder)), known))
     return found
 
 
@@ -93,7 +93,7 @@ def _build(cfg):
     return DeviceRunner.from_cfg(Config(cfg))
 
 
-def test_mmengines_hook_is_replaced_unless_told_otherwise(tmp_path):
+def test_mmengines_hook_is_replaced_unless_turned_off(tmp_path):
     assert run_ranks(replaced, 0, tmp_path) == [
         ['SafeCheckpointHook', 'CheckpointHook', 'SafeCheckpointHook']
     ]
