@@ -96,7 +96,7 @@ def test_between_epochs_with_validation_pending(tmp_path, async_save):
     assert_equal_bits(expected, got)
 
 
-def test_a_seed_that_is_not_in_the_config(tmp_path):
+def test_a_seed_that_nobody_chose(tmp_path):
     """The resumed run finds a new seed at its start, and goes back to the one it had."""
     options = dict(checkpoint=EVERY_THIRD, randomness={}, by_epoch=False)
     first = run_ranks(_train, 2, tmp_path, options)

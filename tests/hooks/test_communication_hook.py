@@ -73,7 +73,7 @@ def test_it_can_be_left_out(tmp_path):
     assert not list(tmp_path.glob('*/communication.png'))
 
 
-def test_a_single_process_logs_no_communication(tmp_path):
+def test_a_single_process_has_nothing_to_tell(tmp_path):
     run_ranks(train, 0, 'cpu', tmp_path)
     assert not any('comm/mb' in line for line in scalars(tmp_path))
 
