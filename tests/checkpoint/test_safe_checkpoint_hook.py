@@ -338,6 +338,14 @@ def test_nothing_is_left_of_killed_writers(tmp_path):
     assert not list(tmp_path.glob(f'*{writing.UNFINISHED}*'))
 
 
+def test_an_end_that_cannot_be_noted_is_a_warning(tmp_path):
+    (tmp_path / '.finished').mkdir()
+    (found,) = run_ranks(train, 0, tmp_path)
+    assert found['iter'] == 52
+    (log,) = tmp_path.glob('*/*.log')
+    assert f'Cannot note in {tmp_path} that this run is finished' in log.read_text()
+
+
 def test_out_dir_that_cannot_be_made(tmp_path):
     (tmp_path / 'file').write_text('')
     with pytest.raises(RanksFailed) as raised:
