@@ -20,18 +20,7 @@ def collect_checkpoint(
     meta: Optional[Dict[str, Any]] = None,
     by_epoch: bool = True,
 ) -> Dict[str, Any]:
-    """Collect a checkpoint, tensors where they are.
-
-    Args:
-        runner (Runner): The runner.
-        save_optimizer (bool): Defaults to True.
-        save_param_scheduler (bool): Defaults to True.
-        meta (dict, optional): Defaults to None.
-        by_epoch (bool): Whether an epoch has just ended, rather than an iteration. Defaults to
-            True.
-
-    Returns:
-        dict: What :meth:`mmengine.runner.Runner.save_checkpoint` writes.
+    """Collect what :meth:`mmengine.runner.Runner.save_checkpoint` writes, tensors where they are.
 
     Raises:
         CheckpointError: If there is no optimizer to save.
@@ -39,15 +28,20 @@ def collect_checkpoint(
     """
     if meta is not None and not isinstance(meta, dict):
         raise TypeError(f'meta should be a dict or None, but got {type(meta)}')
-    model = unwrap_model(runner.model)
     checkpoint: Dict[str, Any] = {
         'meta': _meta(runner, dict(meta or {}), by_epoch),
         # Children may be wrapped, too; their names are saved without `module.`.
-        'state_dict': get_state_dict(model),
+        'state_dict': get_state_dict(unwrap_model(runner.model)),
         'message_hub': runner.message_hub.state_dict(),
     }
     if save_optimizer:
-        checkpoint['optimizer'] = _optimizer_state(runner.optim_wrapper)
+        if not isinstance(runner.optim_wrapper, OptimWrapper):
+            raise CheckpointError(
+                f'the optimizer wrapper is of type {type(runner.optim_wrapper).__name__}; '
+                f'expected an OptimWrapper or OptimWrapperDict. Save without it: '
+                f'default_hooks.checkpoint.save_optimizer=False.'
+            )
+        checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
     if save_param_scheduler and runner.param_schedulers is None:
         runner.logger.warning('There are no parameter schedulers, so none are saved.')
     elif save_param_scheduler:
@@ -87,16 +81,6 @@ def _pretty_text(cfg: Any) -> str:
         _formatted.clear()
         _formatted[plain] = cfg.pretty_text
     return _formatted[plain]
-
-
-def _optimizer_state(optim_wrapper: Any) -> Dict[str, Any]:
-    if not isinstance(optim_wrapper, OptimWrapper):
-        raise CheckpointError(
-            f'the optimizer wrapper is of type {type(optim_wrapper).__name__}; expected an '
-            f'OptimWrapper or OptimWrapperDict. Save without it: '
-            f'default_hooks.checkpoint.save_optimizer=False.'
-        )
-    return optim_wrapper.state_dict()
 
 
 def _scheduler_states(schedulers: Any) -> Any:

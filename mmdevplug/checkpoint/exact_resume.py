@@ -1,7 +1,7 @@
 """Save and restore what MMEngine leaves out of a checkpoint, so that resuming is exact.
 
-The random states of every rank, the batches of the epoch that were trained on, the seed that the
-sampler really used, and whether the validation that follows was done already.
+These are the random states of every rank, the batches of the epoch that were trained on, the seed
+that the sampler really used, and whether the validation that follows was done already.
 """
 
 import logging
@@ -44,37 +44,30 @@ VERSION = 1
 
 
 class Position(NamedTuple):
-    """How far training has come.
+    """How far training has come."""
 
-    Attributes:
-        epoch (int): The pass over the data, as the sampler counts them.
-        batch (int): How many batches of it this rank has trained on; -1 between two epochs.
-        validated (bool): Whether the validation that follows has been done.
-    """
-
+    #: The pass over the data, as the sampler counts them.
     epoch: int
+    #: How many batches of it this rank has trained on; -1 between two epochs.
     batch: int
+    #: Whether the validation that follows has been done.
     validated: bool = False
 
 
 def capture(runner: Any, position: Position) -> Dict:
-    """Collect what goes into a checkpoint besides MMEngine's; all ranks take part.
-
-    Args:
-        runner (Runner): The runner.
-        position (Position): Where training is.
-
-    Returns:
-        dict: Of plain values and host tensors, the same on all ranks.
-    """
+    """Collect plain values and host tensors for the key :data:`KEY`; all ranks take part."""
     accelerator, _ = rank_device()
-    loader = runner.train_loop.dataloader
+    loop, loader = runner.train_loop, runner.train_loop.dataloader
     batches = resumable_batches(loader)
     mine = dict(
         random=random_state(accelerator, rank_devices()),
         at_start=None if batches is None else batches.state_at_start,
     )
     ranks = gather_json(mine) if get_world_size() > 1 else [mine]
+    sampling = None
+    if _draws_several(loop):
+        # Samples that the samplers of all ranks have drawn and not used yet.
+        sampling = gather_samples([loop.sampler.state_dict()], device='cpu')
     return dict(
         buffers=gather_buffers(unwrap_model(runner.model), accelerator),
         averaged_buffers=[gather_buffers(each, accelerator) for each in _averaged_models(runner)],
@@ -86,17 +79,10 @@ def capture(runner: Any, position: Position) -> Dict:
         batch_size=_batch_size(loader),
         sampler_seed=getattr(sampler_of(loader), 'seed', None),
         ranks=ranks,
-        sampling=_sampler_states(runner.train_loop),
+        sampling=sampling,
         loaders=loader_states(runner),
         hooks=hook_states(runner),
     )
-
-
-def _sampler_states(loop: Any) -> Optional[List[Dict]]:
-    """What the samplers of all ranks have left over, where the loop has one."""
-    if not _draws_several(loop):
-        return None
-    return gather_samples([loop.sampler.state_dict()], device='cpu')
 
 
 def _draws_several(loop: Any) -> bool:
@@ -105,12 +91,7 @@ def _draws_several(loop: Any) -> bool:
 
 
 class Resumption:
-    """Puts a runner, which has resumed as MMEngine does, exactly where it was.
-
-    Args:
-        runner (Runner): The runner, before its training loop runs.
-        saved (dict): What :func:`capture` returned.
-    """
+    """Restore what :func:`capture` collected in a runner that has resumed as MMEngine does."""
 
     def __init__(self, runner: Any, saved: Dict) -> None:
         self.runner = runner
@@ -119,21 +100,20 @@ class Resumption:
         self._accelerator, self._device = rank_device()
         self._devices = rank_devices()
         self._inexact: List[str] = []
-        self._mine = self._of_this_rank()
-        #: Restored before the next epoch begins.
+        #: What was saved of this rank.
+        self._mine: Optional[Dict] = None
+        if saved['world_size'] == get_world_size():
+            self._mine = saved['ranks'][get_rank()]
+        else:
+            self._inexact.append(
+                f'the checkpoint is of {saved["world_size"]} rank(s) and this job has '
+                f'{get_world_size()}'
+            )
+        #: Whether random states are restored only before the next epoch begins.
         self._between_epochs = saved['batch'] < 0
 
-    def _of_this_rank(self) -> Optional[Dict]:
-        if self.saved['world_size'] == get_world_size():
-            return self.saved['ranks'][get_rank()]
-        self._inexact.append(
-            f'the checkpoint is of {self.saved["world_size"]} rank(s) and this job has '
-            f'{get_world_size()}'
-        )
-        return None
-
     def prepare(self) -> None:
-        """Find the place in the data; what is random follows when that place is reached."""
+        """Restore all but random states, which follow when the position in the data is reached."""
         self._restore_buffers()
         restore_loaders(self.runner, self.saved.get('loaders') or {})
         restore_hook_states(self.runner, self.saved.get('hooks') or {})
@@ -212,7 +192,7 @@ class Resumption:
         )
 
     def _batches_to_skip(self) -> int:
-        """The batches that were trained on, in batches of this job's size."""
+        """The number of batches that were trained on, in batches of this job's size."""
         trained = max(0, self.saved['batch'])
         before = (self.saved['batch_size'] or 1) * self.saved['world_size']
         now = (_batch_size(self.loop.dataloader) or 1) * get_world_size()
@@ -227,7 +207,7 @@ class Resumption:
         return trained * before // now
 
     def _restore_start_of_epoch(self) -> None:
-        """Prepare the sampler for its first pass, which is about to begin."""
+        """Prepare the sampler for its first pass."""
         # Not earlier: DistSamplerSeedHook sets the epoch of the loop, which is always 0 in one
         # over iterations.
         sampler = sampler_of(self.loop.dataloader)
@@ -250,16 +230,16 @@ class Resumption:
             )
 
     def begin_epoch(self) -> None:
-        """To be called when the first epoch is about to begin."""
+        """Restore random states if the run was interrupted between two epochs."""
         if self._between_epochs:
             self._between_epochs = False
             if had_switched_pipeline(self.saved.get('hooks') or {}):
-                # The hook has switched once more, and has thrown away what was to start workers.
+                # The hook has switched once more, which has replaced the loader's iterator.
                 restart_workers_silently(self.loop.dataloader)
             self.restore_random_state()
 
     def validate_if_due(self) -> None:
-        """Do the validation that an interrupted run has not come to."""
+        """Validate if the interrupted run ended before the validation that was due."""
         if not validation_follows(self.runner):
             return
         if isinstance(self.loop, EpochBasedTrainLoop) and not self._between_epochs:
@@ -297,29 +277,15 @@ def _progress(loop: Any) -> Optional[Tuple[int, int]]:
     return None
 
 
-class _Advanced:
-    """Stands for an iterator over the data that has been advanced already.
+class _Advanced(_InfiniteDataloaderIterator):
+    """An iterator over a loader that begins where training continues.
 
-    MMEngine loads and drops every batch that was trained on; here these are only counted.
-
-    Args:
-        loader (DataLoader): Begins where training goes on.
-        epoch (int): The pass that it begins in.
-        steps (int): How many batches MMEngine is going to drop.
+    MMEngine loads and drops the batches that were trained on; here ``steps`` only counts them.
     """
 
     def __init__(self, loader: Any, epoch: int, steps: int) -> None:
-        self._loader = loader
-        self._steps = steps
-        self._first_epoch = epoch
+        self._dataloader, self._epoch, self._steps = loader, epoch, steps
         self._iterator: Any = None
-
-    @property
-    def _epoch(self) -> int:
-        return self._first_epoch if self._iterator is None else self._iterator._epoch
-
-    def __iter__(self) -> '_Advanced':
-        return self
 
     def __next__(self) -> Any:
         if self._steps > 0:
@@ -327,32 +293,22 @@ class _Advanced:
             return None
         if self._iterator is None:
             # Not earlier: it draws a random number, and workers begin to load.
-            self._iterator = _InfiniteDataloaderIterator(self._loader)
-            self._iterator._epoch = self._first_epoch
-        return next(self._iterator)
+            self._iterator = iter(self._dataloader)
+        return super().__next__()
 
 
 def _number_batches_from(loop: EpochBasedTrainLoop, first: int) -> None:
-    """Let hooks see the true index of each batch in the epoch that goes on."""
+    """Pass hooks the true index of each batch in the epoch that was interrupted."""
     run_iter, epoch = loop.run_iter, loop.epoch
 
     def run_numbered(idx: int, data_batch: Any) -> None:
-        if loop.epoch != epoch:
-            vars(loop).pop('run_iter', None)
-            run_iter(idx, data_batch)
-            return
-        run_iter(idx + first, data_batch)
+        run_iter(idx + first if loop.epoch == epoch else idx, data_batch)
 
     loop.run_iter = run_numbered  # type: ignore[method-assign]
 
 
 def current_position(runner: Any, batch_idx: int) -> Position:
-    """Where training is at the end of an iteration.
-
-    Args:
-        runner (Runner): The runner.
-        batch_idx (int): What the hook was given.
-    """
+    """Where training is at the end of an iteration; ``batch_idx`` is the hook's argument."""
     loop = runner.train_loop
     iterator = getattr(loop, 'dataloader_iterator', None)
     if iterator is None:
@@ -364,7 +320,7 @@ def current_position(runner: Any, batch_idx: int) -> Position:
 
 
 def _averaged_models(runner: Any) -> List[nn.Module]:
-    """The moving averages of the model that hooks such as EMAHook keep, each for its rank."""
+    """The moving averages of the model that hooks such as EMAHook keep."""
     kept = (getattr(hook, 'ema_model', None) for hook in runner.hooks)
     return [model for model in kept if isinstance(model, nn.Module)]
 

@@ -1,12 +1,12 @@
 """Save and restore the state of hooks."""
 
-from typing import Any, Dict, Iterator, Mapping, Optional, Tuple, Type
+from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
 
 from mmengine.hooks import EarlyStoppingHook, Hook, SyncBuffersHook
 
 #: The attributes that MMEngine's own hooks change while training; those that are derived from the
 #: runner or the message hub are not listed.
-_ATTRIBUTES: Dict[Type[Hook], Tuple[str, ...]] = {
+_ATTRIBUTES = {
     EarlyStoppingHook: ('wait_count', 'best_score'),
     SyncBuffersHook: ('called_in_train',),
 }
@@ -15,17 +15,7 @@ _SWITCHED = '_has_switched'
 
 
 def hook_states(runner: Any) -> Dict[str, Any]:
-    """Collect the states of hooks.
-
-    These are hooks of MMEngine's that have one, and any hook with the methods ``state_dict`` and
-    ``load_state_dict``.
-
-    Args:
-        runner (Runner): The runner.
-
-    Returns:
-        dict: By hook.
-    """
+    """Collect the states of MMEngine's hooks, and of hooks with ``state_dict``, by hook."""
     return {
         name: _state(hook)
         for name, hook in _named(runner)
@@ -34,12 +24,7 @@ def hook_states(runner: Any) -> Dict[str, Any]:
 
 
 def restore_hook_states(runner: Any, states: Mapping[str, Any]) -> None:
-    """Give hooks back what :func:`hook_states` collected.
-
-    Args:
-        runner (Runner): With the same hooks, or others: those without a saved state begin anew.
-        states (Mapping): By hook.
-    """
+    """Restore what :func:`hook_states` collected; hooks without a saved state begin anew."""
     for name, hook in _named(runner):
         if name not in states or not _keeps_state(hook):
             continue
@@ -52,13 +37,7 @@ def restore_hook_states(runner: Any, states: Mapping[str, Any]) -> None:
 def repeat_validation(
     runner: Any, checkpoint_hook: Hook, metrics: Optional[Mapping[str, Any]]
 ) -> None:
-    """Tell hooks about a validation after which the checkpoint was saved, but before their turn.
-
-    Args:
-        runner (Runner): Whose hooks have the states that were saved.
-        checkpoint_hook (Hook): The hook that saved; those of a lower priority are told.
-        metrics (Mapping, optional): Of that validation, None if there was none.
-    """
+    """Call ``after_val_epoch`` of the hooks whose turn came after the checkpoint was saved."""
     hooks = runner.hooks
     for hook in hooks[hooks.index(checkpoint_hook) + 1 :] if metrics is not None else ():
         if _keeps_state(hook):

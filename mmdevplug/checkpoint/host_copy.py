@@ -16,17 +16,14 @@ _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
 class HostCopy:
-    """Copy the tensors of a nested state to the host.
+    """Copy the tensors of a nested state to the host, in one call for each device.
 
-    Tensors of a device are fetched in one call for each device. Everything else keeps its type:
-    containers are copied by :func:`copy.deepcopy`, that is by their own means. Tensors and
-    containers that occur more than once stay shared.
+    Containers keep their types. Tensors and containers that occur more than once stay shared.
 
     Args:
         accelerator (Accelerator): Of the devices that tensors are on.
-        keep (bool): Whether what is returned must not change with the original: all else is
-            copied too, host tensors into memory that the next call uses again. Defaults to
-            False.
+        keep (bool): Whether the copy must not change with the original: then host tensors are
+            copied, too, into memory that the next call uses again. Defaults to False.
     """
 
     def __init__(self, accelerator: Accelerator, keep: bool = False) -> None:
@@ -35,14 +32,7 @@ class HostCopy:
         self._memory: List[Tensor] = []
 
     def __call__(self, state: Any) -> Any:
-        """Copy.
-
-        Args:
-            state: Dicts, lists, tuples, sets, deques and tensors, nested, and whatever else.
-
-        Returns:
-            The same structure with host tensors.
-        """
+        """Copy dicts, lists, tuples, sets, deques and tensors, nested, and any other objects."""
         leaves: Dict[int, Any] = {}
         _find_leaves(state, leaves, set())
         tensors = {key: leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor)}
@@ -52,60 +42,38 @@ class HostCopy:
         return copy.deepcopy(state, memo)
 
     def _copy(self, tensors: List[Tensor]) -> List[Tensor]:
-        places: Dict[Any, int] = {}
-        chosen: List[Tensor] = []
-        order: List[int] = []
+        by_device: Dict[torch.device, Dict[Any, Tensor]] = {}
         for tensor in tensors:
-            place = _place(tensor)
-            if place not in places:
-                places[place] = len(chosen)
-                chosen.append(tensor.detach())
-            order.append(places[place])
-        on_host = self._to_host(chosen)
-        return [_as_before(on_host[index], tensor) for index, tensor in zip(order, tensors)]
-
-    def _to_host(self, tensors: List[Tensor]) -> List[Tensor]:
-        result: List[Any] = [None] * len(tensors)
-        by_device: Dict[torch.device, List[int]] = {}
-        for index, tensor in enumerate(tensors):
-            by_device.setdefault(tensor.device, []).append(index)
-        for device, indices in by_device.items():
-            group = [tensors[index] for index in indices]
+            # Tensors at the same place are copied once.
+            by_device.setdefault(tensor.device, {}).setdefault(_place(tensor), tensor.detach())
+        on_host: Dict[Any, Tensor] = {}
+        for device, chosen in by_device.items():
+            copies = list(chosen.values())
             if device.type != 'cpu':
-                copies = self._accelerator.to_host(group)
-            else:
-                copies = self._kept(group) if self._keep else group
-            for index, copied in zip(indices, copies):
-                result[index] = copied
-        return result
+                copies = self._accelerator.to_host(copies)
+            elif self._keep:
+                copies = self._kept(copies)
+            on_host.update(zip(chosen, copies))
+        return [_like_original(on_host[_place(tensor)], tensor) for tensor in tensors]
 
     def _kept(self, tensors: List[Tensor]) -> List[Tensor]:
         """Copy host tensors; views of one storage become views of one copy."""
-        storages: Dict[Any, int] = {}
-        wholes: List[Tensor] = []
-        for tensor in tensors:
-            if _has_plain_memory(tensor):
-                whole = _whole_storage(tensor)
-                key = (whole.data_ptr(), tensor.dtype)
-                if key not in storages:
-                    storages[key] = len(wholes)
-                    wholes.append(whole)
-        same = len(wholes) == len(self._memory) and all(
-            kept.shape == whole.shape and kept.dtype == whole.dtype
-            for kept, whole in zip(self._memory, wholes)
-        )
-        if not same:
-            self._memory = _allocate_like(wholes)
-        for kept, whole in zip(self._memory, wholes):
-            kept.copy_(whole)
+        plain = {id(each): _whole_storage(each) for each in tensors if _has_plain_memory(each)}
+        wholes = {(whole.data_ptr(), whole.dtype): whole for whole in plain.values()}
+        sizes = [(whole.shape, whole.dtype) for whole in wholes.values()]
+        if [(kept.shape, kept.dtype) for kept in self._memory] != sizes:
+            self._memory = _allocate_like(list(wholes.values()))
+        memory = dict(zip(wholes, self._memory))
+        for key, whole in wholes.items():
+            memory[key].copy_(whole)
         copies = []
         for tensor in tensors:
-            if not _has_plain_memory(tensor):
+            if id(tensor) not in plain:
                 copies.append(copy.deepcopy(tensor))
                 continue
-            kept = self._memory[storages[_whole_storage(tensor).data_ptr(), tensor.dtype]]
+            whole = plain[id(tensor)]
             place = (tensor.shape, tensor.stride(), tensor.storage_offset())
-            copies.append(kept.as_strided(*place))
+            copies.append(memory[whole.data_ptr(), whole.dtype].as_strided(*place))
         return copies
 
 
@@ -116,13 +84,9 @@ def _has_plain_memory(tensor: Tensor) -> bool:
         and tensor.layout == torch.strided
         and tensor.numel() > 0
         and not tensor.is_quantized
-        and not _is_lazily_changed(tensor)
+        # Not read from its memory with another sign.
+        and not (tensor.is_conj() or tensor.is_neg())
     )
-
-
-def _is_lazily_changed(tensor: Tensor) -> bool:
-    """Whether a tensor reads its memory with another sign."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
@@ -132,7 +96,7 @@ def _whole_storage(tensor: Tensor) -> Tensor:
 
 
 def _allocate_like(tensors: Sequence[Tensor]) -> List[Tensor]:
-    """Memory apart from malloc's heap, each tensor with a storage of its own.
+    """Allocate memory apart from malloc's heap, with one storage for each tensor.
 
     In the heap it would fill the gaps that gradients leave after each iteration; these would then
     be at its end, and glibc returns a free end to the system and asks for it again each time.
@@ -148,13 +112,13 @@ def _allocate_like(tensors: Sequence[Tensor]) -> List[Tensor]:
 
 
 def _place(tensor: Tensor) -> Any:
-    """What two tensors of the same memory have in common."""
+    """A key that tensors with the same memory, shape and dtype have in common."""
     if tensor.device.type != 'cpu' or not _has_plain_memory(tensor.detach()):
         return id(tensor)  # lazy tensors have no address
     return (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
-def _as_before(copied: Tensor, tensor: Tensor) -> Tensor:
+def _like_original(copied: Tensor, tensor: Tensor) -> Tensor:
     """Make a host copy a parameter, or let it require gradients, if the original does."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copied, requires_grad=tensor.requires_grad)

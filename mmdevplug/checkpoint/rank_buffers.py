@@ -18,35 +18,26 @@ MOST_BYTES = 64 * 2**20
 
 
 def gather_buffers(model: nn.Module, accelerator: Accelerator) -> Optional[List[Tensor]]:
-    """Collect the buffers of all ranks where they differ; all ranks take part.
-
-    Args:
-        model (nn.Module): The bare model.
-        accelerator (Accelerator): The family of its device.
+    """Gather the bytes of all ranks' buffers; all ranks take part.
 
     Returns:
-        List[Tensor] or None: For each rank the bytes of its buffers, one after the other; None if
-        they are the same on all ranks, or too large.
+        List[Tensor] or None: By rank; None if they are equal, too large or of different sizes.
     """
     if get_world_size() == 1:
         return None
-    mine = _pack(model, accelerator)
+    host = accelerator.to_host(list(model.buffers()))
+    parts = [view_as_dtype(value.contiguous().reshape(-1), torch.uint8) for value in host]
+    mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     digest = hashlib.sha256(mine.numpy().tobytes()).hexdigest()
     found = gather_json([mine.numel(), digest])
-    same = all(each == found[0] for each in found)
-    if same or max(size for size, _ in found) > MOST_BYTES:
+    equal = all(each == found[0] for each in found)
+    if equal or mine.numel() > MOST_BYTES or any(size != mine.numel() for size, _ in found):
         return None
-    if any(size != mine.numel() for size, _ in found):
-        return None  # ranks whose buffers have other shapes
     return [each.cpu() for each in all_gather(mine.to(group_device()))]
 
 
 def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) -> bool:
-    """Put back what :func:`gather_buffers` collected on this rank.
-
-    Returns:
-        bool: Whether the model has buffers of that size.
-    """
+    """Restore what :func:`gather_buffers` gathered; False if the model has other sizes."""
     buffers = list(model.buffers())
     sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
     if sum(sizes) != packed.numel():
@@ -64,9 +55,3 @@ def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) 
             buffer.copy_(value)
         accelerator.copy_to_device([value for value, _ in on_device], [b for _, b in on_device])
     return True
-
-
-def _pack(model: nn.Module, accelerator: Accelerator) -> Tensor:
-    host = accelerator.to_host(list(model.buffers()))
-    parts = [view_as_dtype(value.contiguous().reshape(-1), torch.uint8) for value in host]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)

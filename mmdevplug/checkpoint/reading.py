@@ -11,14 +11,7 @@ from mmdevplug.patches.torch_load import safe_loading
 
 
 def read_checkpoint(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
-    """Read a checkpoint.
-
-    Args:
-        filename (str): A path, or an address that MMEngine knows (``https://``, ``s3://``, ...).
-        map_location: See ``torch.load``. Defaults to ``'cpu'``.
-
-    Returns:
-        dict: The checkpoint.
+    """Read a checkpoint from a path, or an address that MMEngine knows (``https://``, ...).
 
     Raises:
         CheckpointError: If the file holds classes other than MMEngine's own, or is no checkpoint.

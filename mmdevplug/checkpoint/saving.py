@@ -1,6 +1,7 @@
-"""Save a checkpoint of a runner: on rank 0, in the background, or by the runner's own way."""
+"""Save a checkpoint of a runner: on rank 0, in the background, or by the runner's own method."""
 
 import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
@@ -14,7 +15,6 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.abort import before_abort
 from mmdevplug.optim import join_consolidation
 
-from .background import Background
 from .collecting import collect_checkpoint
 from .finding import write_pointer
 from .host_copy import HostCopy
@@ -23,45 +23,51 @@ from .writing import UNFINISHED, is_local, replacing, write_checkpoint
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
 ABORT_SECONDS = 5.0
 
-ON_ERROR = ('stop', 'continue')
-
 
 class CheckpointFile(NamedTuple):
-    """A checkpoint to be written, and what follows once it is on the disk.
-
-    Attributes:
-        path (str): Where.
-        outdated (List[str]): Checkpoints to be removed then.
-        is_last (bool): Whether ``last_checkpoint`` is to name it.
-    """
+    """A checkpoint to write, and what to do once it is on the disk."""
 
     path: str
+    #: Checkpoints to remove then.
     outdated: List[str]
+    #: Whether ``last_checkpoint`` is to name it.
     is_last: bool
 
 
+class BackgroundWriter:
+    """Run one function at a time in a thread, which the interpreter waits for when it exits."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix='mmdevplug-checkpoint')
+        self._running: Optional[Future] = None
+
+    def start(self, function: Callable[[], None]) -> None:
+        """Start a function after the one before; raise the error of that one."""
+        self.join()
+        self._running = self._executor.submit(function)
+
+    def join(self, timeout: Optional[float] = None) -> bool:
+        """Wait, raise the function's error once, and return whether nothing runs any more."""
+        running = self._running
+        if running is not None:
+            if wait([running], timeout).not_done:
+                return False
+            self._running = None
+            running.result()
+        return True
+
+
 class CheckpointSaver:
-    """Saves checkpoints of a runner.
-
-    Args:
-        in_background (bool): Whether rank 0 only copies to host memory before training goes on.
-        timeout (float, optional): Seconds that the other ranks wait. Defaults to None: the
-            timeout of the process group.
-        on_error (str): ``'stop'`` or ``'continue'``. Defaults to ``'stop'``.
-        backend_args (dict, optional): See :func:`mmengine.fileio.get_file_backend`.
-
-    Raises:
-        CheckpointError: If an argument has a value that does not work.
-    """
+    """Save checkpoints of a runner, as the arguments of ``SafeCheckpointHook`` say."""
 
     def __init__(
         self,
-        in_background: bool = False,
-        timeout: Optional[float] = None,
-        on_error: str = 'stop',
-        backend_args: Optional[Dict] = None,
+        in_background: bool,
+        timeout: Optional[float],
+        on_error: str,
+        backend_args: Optional[Dict],
     ) -> None:
-        if on_error not in ON_ERROR:
+        if on_error not in ('stop', 'continue'):
             raise CheckpointError(
                 f"SafeCheckpointHook.on_error={on_error!r}: expected 'stop' or 'continue'."
             )
@@ -74,27 +80,17 @@ class CheckpointSaver:
         self.timeout = timeout
         self.on_error = on_error
         self.backend_args = backend_args
-        self._background = Background()
+        self._background = BackgroundWriter()
         self._kept_copy: Optional[HostCopy] = None
         #: Why the newest checkpoint could not be written.
         self._failed: Optional[str] = None
         before_abort(lambda: self._background.join(ABORT_SECONDS))
 
     def save(self, runner: Any, file: CheckpointFile, meta: Dict, options: Dict) -> bool:
-        """Save; all ranks take part.
+        """Save; return whether it worked or runs in the background. All ranks take part.
 
-        Args:
-            runner (Runner): The runner.
-            file (CheckpointFile): Where, and what follows.
-            meta (dict): The epoch and the iteration.
-            options (dict): Further arguments of ``runner.save_checkpoint``.
-
-        Returns:
-            bool: Whether it worked, or has been left to the background.
-
-        Raises:
-            CheckpointError: On rank 0, if it did not and ``on_error='stop'``.
-            RankFailedError: On the other ranks in that case.
+        With ``on_error='stop'``, a failure raises CheckpointError on rank 0 and RankFailedError on
+        the others. ``options`` are further arguments of ``runner.save_checkpoint``.
         """
         if not _collects_as_mmengine(runner):
             return self._save_by_runner(runner, file, meta, options)
@@ -104,32 +100,27 @@ class CheckpointSaver:
             if is_main_process():
                 self._start(runner, file, meta, options)
             return True
+
+        def write() -> None:
+            checkpoint = HostCopy(rank_device()[0])(_collect(runner, meta, options))
+            self._put(runner.work_dir, checkpoint, file)
+
         failed = run_on_main(
             f'saving {os.path.basename(file.path)}',
-            lambda: self._attempt(lambda: self._write(runner, file, meta, options)),
+            lambda: self._attempt(write),
             self.timeout,
         )
         return self._settle(runner, failed)
 
     def finish(self) -> None:
-        """Wait until nothing is being written any more; all ranks take part.
-
-        Raises:
-            CheckpointError: If the last checkpoint could not be written, whatever ``on_error``.
-            RankFailedError: On the other ranks in that case.
-        """
+        """Wait for the background; raise if the last checkpoint failed, whatever ``on_error``."""
         if self.in_background:
-            run_on_main('writing the last checkpoint', self._join, self.timeout)
+            run_on_main('writing the last checkpoint', self._background.join, self.timeout)
         elif self._failed is not None:
             raise CheckpointError(self._failed)
 
-    def _join(self) -> None:
-        self._background.join()
-
-    # in the foreground --------------------------------------------------------------------------
-
-    def _attempt(self, write: Callable[[], None]) -> Optional[str]:
-        """Write; the message of an error that is not to stop training."""
+    def _attempt(self, write: Callable[[], Any]) -> Optional[str]:
+        """Write, and return the message of an error that does not stop training."""
         try:
             write()
         except CheckpointError as error:
@@ -147,10 +138,6 @@ class CheckpointSaver:
             )
         return failed is None
 
-    def _write(self, runner: Any, file: CheckpointFile, meta: Dict, options: Dict) -> None:
-        checkpoint = collect_checkpoint(runner, meta=meta, **_known(options))
-        self._put(runner.work_dir, HostCopy(rank_device()[0])(checkpoint), file)
-
     def _put(self, work_dir: str, checkpoint: Dict, file: CheckpointFile) -> None:
         write_checkpoint(checkpoint, file.path, self.backend_args)
         self._follow(work_dir, file)
@@ -167,23 +154,18 @@ class CheckpointSaver:
             elif backend.isdir(path):
                 backend.rmtree(path)  # as DeepSpeed saves them
 
-    # in the background --------------------------------------------------------------------------
-
     def _start(self, runner: Any, file: CheckpointFile, meta: Dict, options: Dict) -> None:
-        """Copy to host memory, and write that in a thread."""
-        self._settle(runner, self._attempt(self._join))
+        """Copy to host memory, and write the copy in the background."""
+        self._settle(runner, self._attempt(self._background.join))
         if self._kept_copy is None:
             self._kept_copy = HostCopy(rank_device()[0], keep=True)
-        checkpoint = collect_checkpoint(runner, meta=meta, **_known(options))
-        copied, work_dir = self._kept_copy(checkpoint), runner.work_dir
+        copied, work_dir = self._kept_copy(_collect(runner, meta, options)), runner.work_dir
         self._background.start(lambda: self._put(work_dir, copied, file))
-
-    # by other runners ---------------------------------------------------------------------------
 
     def _save_by_runner(
         self, runner: Any, file: CheckpointFile, meta: Dict, options: Dict
     ) -> bool:
-        """Let a runner with a way of its own save, under a name that is not the last one."""
+        """Let a runner with its own method save under a temporary name, then rename the file."""
         folder, name = os.path.split(file.path)
         local = is_local(file.path, self.backend_args)
         given = f'{name}{UNFINISHED}by-runner' if local else name
@@ -202,9 +184,10 @@ class CheckpointSaver:
         return self._settle(runner, failed)
 
 
-def _known(options: Dict[str, Any]) -> Dict[str, Any]:
+def _collect(runner: Any, meta: Dict, options: Dict) -> Dict[str, Any]:
     names = ('save_optimizer', 'save_param_scheduler', 'by_epoch')
-    return {name: options[name] for name in names if name in options}
+    known = {name: options[name] for name in names if name in options}
+    return collect_checkpoint(runner, meta=meta, **known)
 
 
 def _collects_as_mmengine(runner: Any) -> bool:

@@ -21,21 +21,14 @@ from mmdevplug.utils.files import PathLike
 from .writing import write_text
 
 NAME = '.lock'
-#: How often the holder of a lock changes its file, in seconds.
+#: How often the holder of a lock touches its file, in seconds.
 BEAT_SECONDS = 10.0
-#: How long another host's lock has to stay unchanged to count as left behind.
+#: After how many seconds without a change another host's lock counts as left behind.
 SILENT_SECONDS = 6 * BEAT_SECONDS
 
 
 def check_work_dir(work_dir: PathLike) -> None:
-    """Make a work directory and see whether it takes files.
-
-    Args:
-        work_dir (str or Path): Of a run.
-
-    Raises:
-        CheckpointError: If it cannot be made or written to.
-    """
+    """Make a work directory; raise CheckpointError if it cannot be made or written to."""
     try:
         os.makedirs(str(work_dir), exist_ok=True)
         with tempfile.TemporaryFile(dir=str(work_dir)):
@@ -55,8 +48,8 @@ def _refused(work_dir: PathLike, error: OSError) -> CheckpointError:
 def locked_work_dir(work_dir: PathLike, restarted: bool = False) -> Iterator[None]:
     """Hold the lock of a work directory; called by the rank that writes there.
 
-    The lock is a file that names its holder. One whose process has ended is taken over: known at
-    once on the same host, and on another host after a minute without a sign of life.
+    The lock is a file that names its holder. It is taken over if that process has ended: this is
+    known at once on the same host, and on another host after a minute without a heartbeat.
 
     Args:
         work_dir (str or Path): An existing folder.
@@ -68,12 +61,11 @@ def locked_work_dir(work_dir: PathLike, restarted: bool = False) -> Iterator[Non
     """
     path = Path(work_dir) / NAME
     own = _describe_self()
-    # One that this process holds already: a second runner, after the first.
     taken = _take(path, own, restarted)
     ended = threading.Event()
     if taken:
         threading.Thread(
-            target=_beat, args=(path, own, ended), name='mmdevplug-lock', daemon=True
+            target=_beat, args=(path, ended), name='mmdevplug-lock', daemon=True
         ).start()
     try:
         yield
@@ -84,10 +76,12 @@ def locked_work_dir(work_dir: PathLike, restarted: bool = False) -> Iterator[Non
 
 
 def _take(path: Path, own: Dict[str, Any], restarted: bool) -> bool:
-    """Take a lock; False if this process holds it."""
+    """Take a lock; False if an earlier runner of this process holds it."""
     while True:
         try:
-            descriptor = os.open(str(path), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            with open(str(path), 'x') as file:
+                file.write(json.dumps(own))
+            return True
         except FileExistsError:
             found = _read(path)
             if found == own:
@@ -100,22 +94,15 @@ def _take(path: Path, own: Dict[str, Any], restarted: bool) -> bool:
                 return True
         except OSError as error:
             raise _refused(path.parent, error) from error
-        else:
-            with open(descriptor, 'w') as file:
-                file.write(json.dumps(own))
-            return True
 
 
 def _check_left_behind(
     path: Path, found: Optional[Dict[str, Any]], own: Dict[str, Any], restarted: bool
 ) -> None:
-    """Return if the holder of a lock has ended.
-
-    Raises:
-        CheckpointError: If it runs.
-    """
+    """Raise CheckpointError if the holder of a lock is running."""
     if found is None:
-        found = _read(path, wait=2.0) or {}
+        time.sleep(2.0)  # its holder may be writing it
+        found = _read(path) or {}
     pid, host, since = (found.get(key, 'unknown') for key in ('pid', 'host', 'since'))
     holder = f'process {pid} on host {host}, which has trained there since {since}'
     same_job = restarted and found.get('job') is not None and found['job'] == own['job']
@@ -136,7 +123,7 @@ def _check_left_behind(
 
 
 def _changes(path: Path, holder: str) -> bool:
-    """Whether the holder of a lock on another host gives a sign of life."""
+    """Whether the holder of a lock on another host touches it."""
     print_log(
         f'{path} names {holder}. Waiting {SILENT_SECONDS:.0f} s for a sign of life of it.',
         'current',
@@ -158,7 +145,7 @@ def _changed(path: Path) -> Optional[int]:
         return None
 
 
-def _beat(path: Path, own: Dict[str, Any], ended: threading.Event) -> None:
+def _beat(path: Path, ended: threading.Event) -> None:
     while not ended.wait(BEAT_SECONDS):
         try:
             os.utime(str(path))
@@ -167,43 +154,33 @@ def _beat(path: Path, own: Dict[str, Any], ended: threading.Event) -> None:
             logging.getLogger(__name__).debug('%s: %s', path, error)
 
 
-def _read(path: Path, wait: float = 0.0) -> Optional[Dict[str, Any]]:
-    """What a lock says; None if there is none, or nothing in it yet."""
-    deadline = time.monotonic() + wait
-    while True:
-        try:
-            found = json.loads(path.read_text(encoding='utf-8'))
-        except (OSError, ValueError):
-            found = None
-        if isinstance(found, dict):
-            return found
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(0.1)
+def _read(path: Path) -> Optional[Dict[str, Any]]:
+    """The content of a lock; None if there is none, or nothing in it yet."""
+    try:
+        found = json.loads(path.read_text(encoding='utf-8'))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _describe_self() -> Dict[str, Any]:
+    # Process ids are unique in a boot of a host, or in a container on it.
+    system = [socket.gethostname()]
+    if sys.platform == 'linux':
+        system.append(Path('/proc/sys/kernel/random/boot_id').read_text().strip())
+        system.append(os.readlink('/proc/self/ns/pid'))
     return dict(
         host=socket.gethostname(),
         pid=os.getpid(),
         began=_began(os.getpid()),
         since=time.strftime('%Y-%m-%d %H:%M:%S'),
-        system=_system(),
+        system=' '.join(system),
         job=os.environ.get('SLURM_JOB_ID'),
     )
 
 
-def _system() -> str:
-    """What process ids are unique in: a boot of a host, or a container on it."""
-    parts = [socket.gethostname()]
-    if sys.platform == 'linux':
-        parts.append(Path('/proc/sys/kernel/random/boot_id').read_text().strip())
-        parts.append(os.readlink('/proc/self/ns/pid'))
-    return ' '.join(parts)
-
-
 def _runs(found: Dict[str, Any]) -> bool:
-    """Whether the holder of a lock runs; its number may be another process's by now."""
+    """Whether the holder of a lock runs; another process may have its number by now."""
     try:
         pid = int(found['pid'])
         return (

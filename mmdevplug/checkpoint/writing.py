@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, BinaryIO, Dict, Iterator, Optional
+from typing import Any, BinaryIO, Callable, Dict, Iterator, Optional
 
 import torch
 from mmengine.fileio import LocalBackend, get_file_backend, join_path
@@ -21,12 +21,7 @@ from mmdevplug.utils.files import UNFINISHED, PathLike
 
 @contextmanager
 def replacing(path: PathLike) -> Iterator[Path]:
-    """Write a file of a run; see :func:`mmdevplug.utils.files.replacing`.
-
-    Raises:
-        CheckpointError: If it cannot be written. What was at ``path`` before is still there.
-    """
-    folder = Path(path).parent
+    """Write a file of a run; raise CheckpointError if :func:`files.replacing` cannot."""
     try:
         with files.replacing(path) as unfinished:
             yield unfinished
@@ -36,9 +31,9 @@ def replacing(path: PathLike) -> Iterator[Path]:
             raise
         raise CheckpointError(
             f'cannot write {path}: {type(error).__name__}: {first_line(error)} '
-            f'({describe_room(folder)}). What was saved before is untouched. Make room or mend '
-            f'the permissions, or choose another folder: default_hooks.checkpoint.out_dir or '
-            f'--work-dir.'
+            f'({_free_space(Path(path).parent)}). What was saved before is untouched. Make room '
+            f'or mend the permissions, or choose another folder: '
+            f'default_hooks.checkpoint.out_dir or --work-dir.'
         ) from error
 
 
@@ -51,18 +46,9 @@ def write_text(text: str, path: PathLike) -> None:
 def write_checkpoint(
     checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict[str, Any]] = None
 ) -> None:
-    """Write a checkpoint of host tensors.
-
-    Args:
-        checkpoint (dict): What to save.
-        path (str): A local path, or an address that MMEngine's file backends know; those store
-            whole objects or nothing by themselves.
-        backend_args (dict, optional): See :func:`mmengine.fileio.get_file_backend`.
-
-    Raises:
-        CheckpointError: If it cannot be written.
-    """
+    """Write a checkpoint of host tensors to a local path or an address; raise CheckpointError."""
     if not is_local(path, backend_args):
+        # Object stores keep whole objects or none.
         save_checkpoint(checkpoint, path, backend_args=backend_args)
         return
     make_folder(os.path.dirname(path))
@@ -93,14 +79,7 @@ _PICKLE = SimpleNamespace(**dict(vars(pickle), Pickler=_Pickler))
 
 
 class _HoldingErrors:
-    """A file that keeps its first error: PyTorch 1's writer aborts the process after one.
-
-    Args:
-        file (BinaryIO): What to write to, until that fails.
-
-    Attributes:
-        error (OSError, optional): What failed first.
-    """
+    """A file that keeps its first error: PyTorch 1's writer aborts the process after one."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.error: Optional[OSError] = None
@@ -110,19 +89,18 @@ class _HoldingErrors:
         return str(self._file.name)
 
     def write(self, data: Any) -> int:
-        """Write, and say that all was written."""
-        if self.error is None:
-            try:
-                self._file.write(data)
-            except OSError as error:
-                self.error = error
+        """Write unless an earlier call failed, and return the full length in any case."""
+        self._attempt(self._file.write, data)
         return len(data)
 
     def flush(self) -> None:
         """Hand what was written to the system."""
+        self._attempt(self._file.flush)
+
+    def _attempt(self, function: Callable[..., Any], *args: Any) -> None:
         if self.error is None:
             try:
-                self._file.flush()
+                function(*args)
             except OSError as error:
                 self.error = error
 
@@ -138,11 +116,7 @@ def join(folder: str, name: str, backend_args: Optional[Dict[str, Any]] = None) 
 
 
 def make_folder(folder: PathLike) -> None:
-    """Make a folder unless it exists.
-
-    Raises:
-        CheckpointError: If that is not possible.
-    """
+    """Make a folder unless it exists; raise CheckpointError if that fails."""
     try:
         os.makedirs(str(folder) or '.', exist_ok=True)
     except OSError as error:
@@ -153,12 +127,9 @@ def make_folder(folder: PathLike) -> None:
 
 
 def remove_unfinished(folder: PathLike) -> int:
-    """Remove what killed processes left half-written in a folder.
+    """Remove the files that killed processes left half-written; return how many there were.
 
-    To be called by one process of a job, before any of them writes.
-
-    Returns:
-        int: How many files there were.
+    One process of a job calls this, before any of them writes.
     """
     left = list(Path(folder).glob(f'*{UNFINISHED}*'))
     for path in left:
@@ -166,8 +137,7 @@ def remove_unfinished(folder: PathLike) -> int:
     return len(left)
 
 
-def describe_room(folder: PathLike) -> str:
-    """Free space of a folder's file system, for messages."""
+def _free_space(folder: Path) -> str:
     try:
         free = shutil.disk_usage(str(folder)).free
     except OSError as error:

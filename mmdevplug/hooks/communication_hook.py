@@ -1,8 +1,9 @@
 """Log what averaging gradients costs, and draw it at the end."""
 
 import time
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Union
+from typing import Any, Dict, List, Optional
 
 from mmengine.dist import get_world_size, is_main_process
 from mmengine.hooks import Hook
@@ -11,24 +12,18 @@ from mmengine.registry import HOOKS
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.traffic import TRAFFIC, Cost
 
-#: What is kept of each iteration: milliseconds and megabytes.
+#: The figures of each iteration: milliseconds and megabytes.
 KEPT = ('iteration', 'hidden', 'waited', 'sent', 'shared')
 MOST_POINTS = 4096
 
 
 class History:
-    """Figures of many iterations in little memory: neighbours are averaged when there are many.
-
-    Attributes:
-        every (int): How many iterations a point stands for.
-        points (Dict[str, List[float]]): The averages, oldest first.
-        count (int): Number of iterations.
-    """
+    """Figures of many iterations in little memory: neighbours are averaged when there are many."""
 
     def __init__(self) -> None:
-        self.every = 1
+        self.every = 1  # number of iterations that a point is the average of
         self.count = 0
-        self.points: Dict[str, List[float]] = {name: [] for name in KEPT}
+        self.points: Dict[str, List[float]] = {name: [] for name in KEPT}  # oldest first
         self.totals = dict.fromkeys(KEPT, 0.0)
         self._pending: List[Dict[str, float]] = []
 
@@ -58,12 +53,12 @@ class CommunicationHook(Hook):
     """Log bytes, time and overlap of the communication of each training iteration.
 
     The scalars are ``comm/mb`` (MB that this rank sent, or exchanged in memory shared with other
-    ranks of its host), ``comm/ms`` (milliseconds from the start
-    of the first message to the end of the last) and ``comm/overlap`` (the part of that time in
-    which this rank went on computing or copying, 0 to 1). They are in the log line, the JSON log
-    and whatever other backends the visualizer has. At the end of training the log has a table of
-    all ranks, and ``communication.png`` lies beside it. A vendor's backend (nccl, hccl, ...) does
-    not tell how long its messages take: then there are bytes and the time of an iteration alone.
+    ranks of its host), ``comm/ms`` (milliseconds from the start of the first message to the end of
+    the last) and ``comm/overlap`` (the part of that time in which this rank went on computing or
+    copying, 0 to 1). They are in the log line, the JSON log and the other backends of the
+    visualizer. At the end of training the log has a table of all ranks, and ``communication.png``
+    lies beside it. A vendor's backend (nccl, hccl, ...) does not report how long its messages
+    take: then there are only bytes and the time of an iteration.
 
     Args:
         picture (bool): Whether to draw. Defaults to True.
@@ -77,27 +72,21 @@ class CommunicationHook(Hook):
         self._last: Optional[float] = None
 
     def before_train(self, runner: Any) -> None:
-        """Forget what was sent before training, e.g. the initial weights."""
+        """Discard the traffic before training, e.g. the initial weights."""
         TRAFFIC.take()
         self._last = time.perf_counter()
 
-    def after_train_iter(
-        self,
-        runner: Any,
-        batch_idx: int,
-        data_batch: Optional[Union[dict, tuple, list]] = None,
-        outputs: Optional[dict] = None,
-    ) -> None:
-        """Log the iteration; see :meth:`mmengine.hooks.Hook.after_train_iter`."""
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Log the communication of the iteration."""
         now = time.perf_counter()
-        cost = _sum(TRAFFIC.take())
+        kinds = [astuple(cost) for cost in TRAFFIC.take().values()]
+        cost = Cost(*map(sum, zip(*kinds)))
         if not cost.messages and not self.history.count:
-            return  # Nothing of this job's communication can be seen from here.
+            return  # this job's communication cannot be seen from here
         scalars = {'train/comm/mb': (cost.sent + cost.shared) / 2**20}
         if cost.seconds:
-            scalars.update(
-                {'train/comm/ms': cost.seconds * 1e3, 'train/comm/overlap': cost.overlap}
-            )
+            scalars['train/comm/ms'] = cost.seconds * 1e3
+            scalars['train/comm/overlap'] = cost.overlap
         runner.message_hub.update_scalars(scalars)
         waited = min(cost.waited, cost.seconds) * 1e3
         self.history.append(
@@ -112,11 +101,7 @@ class CommunicationHook(Hook):
         self._last = now
 
     def after_train(self, runner: Any) -> None:
-        """Log the table of all ranks and draw; all ranks take part.
-
-        Args:
-            runner (Runner): The runner.
-        """
+        """Log the table of all ranks and draw; all ranks take part."""
         if get_world_size() == 1:
             return
         ranks = gather_json(dict(self.history.means(), count=self.history.count))
@@ -127,17 +112,6 @@ class CommunicationHook(Hook):
             path = Path(runner.log_dir) / 'communication.png'
             draw(self.history, ranks, path)
             runner.logger.info(f'Communication drawn in {path}')
-
-
-def _sum(costs: Dict[str, Cost]) -> Cost:
-    total = Cost()
-    for cost in costs.values():
-        total.messages += cost.messages
-        total.sent += cost.sent
-        total.shared += cost.shared
-        total.seconds += cost.seconds
-        total.waited += cost.waited
-    return total
 
 
 def _is_timed(ranks: List[Dict[str, float]]) -> bool:
@@ -168,7 +142,7 @@ def _table(ranks: List[Dict[str, float]]) -> str:
         )
     if not timed:
         lines.append(
-            'The backend does not tell how long its messages take: measure it with '
+            'The backend does not report how long its messages take: measure it with '
             "custom_hooks=[dict(type='ProfilerHook')]."
         )
         return '\n'.join(lines)
@@ -180,13 +154,7 @@ def _table(ranks: List[Dict[str, float]]) -> str:
 
 
 def draw(history: History, ranks: List[Dict[str, float]], path: Path) -> None:
-    """Draw time and bytes of each iteration on rank 0, and the waiting of each rank.
-
-    Args:
-        history (History): Of rank 0.
-        ranks (List[Dict[str, float]]): The means of each rank.
-        path (Path): A PNG file to write.
-    """
+    """Draw time and bytes of each iteration on rank 0, and the waiting of each rank, as PNG."""
     # Not pyplot, which keeps state and picks a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

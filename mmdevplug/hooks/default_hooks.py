@@ -24,21 +24,12 @@ from .safe_checkpoint_hook import SafeCheckpointHook
 def missing_hooks(
     options: AcceleratorOptions, world_size: int, present: Sequence[Hook]
 ) -> List[Hook]:
-    """The hooks that a runner is to have and has not.
-
-    Args:
-        options (AcceleratorOptions): Those of the config.
-        world_size (int): Number of ranks.
-        present (Sequence[Hook]): Those that it has.
-
-    Returns:
-        List[Hook]: To be registered.
-    """
+    """Build the hooks that the options ask for and that are not present."""
     several, memory, compilations = world_size > 1, options.memory, options.compilations
     context = device_context()
     lazy = context is not None and context.accelerator.lazy
-    # Arguments by class, None for a hook that is not wanted.
-    wanted: Dict[Type[Hook], Optional[Dict[str, Any]]] = {
+    # Arguments by class, None for a hook that is turned off.
+    arguments: Dict[Type[Hook], Optional[Dict[str, Any]]] = {
         DeviceHook: vars(options.hook),
         CommunicationHook: {} if several and options.monitor else None,
         CompilationHook: vars(compilations) if lazy and compilations is not None else None,
@@ -49,9 +40,9 @@ def missing_hooks(
         PreemptionHook: {} if options.preemption else None,
     }
     return [
-        kind(**arguments)
-        for kind, arguments in wanted.items()
-        if arguments is not None and not any(isinstance(hook, kind) for hook in present)
+        kind(**values)
+        for kind, values in arguments.items()
+        if values is not None and not any(isinstance(hook, kind) for hook in present)
     ]
 
 
@@ -63,21 +54,10 @@ REPLACED_BY: Dict[Type[Hook], Type[Hook]] = {
 }
 
 
-_BY_NAME = {kind.__name__: ours for kind, ours in REPLACED_BY.items()}
-
-
 def replace_hook(hook: Any, safe_checkpoints: bool = True) -> Any:
-    """Put our hook into the config of one of MMEngine's.
-
-    Args:
-        hook (Hook or dict): Hooks that are built already and those of others are kept.
-        safe_checkpoints (bool): Whether ``CheckpointHook`` is replaced, too. Defaults to True.
-
-    Returns:
-        Hook or dict: What to register.
-    """
+    """Replace the config of one of MMEngine's hooks by that of ours; built hooks stay."""
     kind = hook.get('type') if isinstance(hook, dict) else None
-    ours = _BY_NAME.get(kind) if isinstance(kind, str) else REPLACED_BY.get(kind)
+    ours = next((ours for old, ours in REPLACED_BY.items() if kind in (old, old.__name__)), None)
     if ours is None or (ours is SafeCheckpointHook and not safe_checkpoints):
         return hook
     return dict(hook, type=ours)

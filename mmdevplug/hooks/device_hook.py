@@ -1,6 +1,6 @@
 """Check that everything is on this rank's device, and materialize lazy devices."""
 
-from typing import Any, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Dict, Iterator, List, Tuple
 
 import torch
 from mmengine.hooks import Hook
@@ -24,7 +24,7 @@ class DeviceHook(Hook):
     """Check devices before a run; materialize after every training iteration on a lazy device.
 
     It runs before the hooks that read losses, because reading a value that is not materialized
-    yet costs an execution of its own. In validation it brings the results that metrics keep to the
+    yet costs one more execution. In validation it copies the results that metrics keep to the
     host, batch by batch.
 
     Args:
@@ -40,28 +40,27 @@ class DeviceHook(Hook):
         self._sync_bn_cost = SyncBNCost()
 
     def before_run(self, runner: Any) -> None:
-        """Check, repair or refuse, and log the device map once.
-
-        Args:
-            runner (Runner): The runner.
+        """Check and repair devices, and log the device map once.
 
         Raises:
             ModelError: If something is on another device and ``on_mismatch='error'``.
         """
         _, device = rank_device()
         model = unwrap_model(runner.model)
-        optimizers = _optimizers(runner.optim_wrapper)
+        # A wrapper that has not been built yet is a config.
+        wrappers = list_optim_wrappers(runner.optim_wrapper)
+        optimizers = [each.optimizer for each in wrappers if isinstance(each, OptimWrapper)]
         found = {**misplaced_tensors(model, device), **_misplaced_state(optimizers, device)}
         if found:
-            told = (
+            problem = (
                 f'not on {device}, the device of rank {runner.rank}: {describe_misplaced(found)}.'
             )
             if self.on_mismatch == 'error':
                 raise ModelError(
-                    f'{told} Build the model before the runner moves it and leave its parts '
+                    f'{problem} Build the model before the runner moves it and leave its parts '
                     f"where they are, or set DeviceHook's on_mismatch='repair'."
                 )
-            runner.logger.warning(f'{told} Moved there.')
+            runner.logger.warning(f'{problem} Moved there.')
             self._repair(runner.model, model, optimizers, device)
         if not self._logged:
             runner.logger.info(f'Device map: {_device_map(model, optimizers)}')
@@ -89,51 +88,28 @@ class DeviceHook(Hook):
                         state[name] = value.to(place)
 
     def before_train(self, runner: Any) -> None:
-        """Let optimizer wrappers wait for the end of the iteration with what they log.
-
-        Args:
-            runner (Runner): The runner.
-        """
+        """Let optimizer wrappers log gradient norms only at the end of an iteration."""
         log_norms(runner.optim_wrapper)
 
-    def after_train_iter(
-        self,
-        runner: Any,
-        batch_idx: int,
-        data_batch: Optional[Union[dict, tuple, list]] = None,
-        outputs: Optional[dict] = None,
-    ) -> None:
-        """Materialize, also after an iteration that only accumulated gradients.
-
-        Args:
-            runner (Runner): The runner.
-            batch_idx (int): Index of the batch in the loop.
-            data_batch (dict or tuple or list, optional): The batch.
-            outputs (dict, optional): What ``train_step`` returned.
-        """
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Materialize, also after an iteration that only accumulated gradients."""
         rank_device()[0].materialize_all(rank_devices())
         log_norms(runner.optim_wrapper)
         self._sync_bn_cost.after_iteration(runner)
 
     def before_val_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
-        """Note what the metrics hold already."""
+        """Note how many results the metrics have."""
         self._results = MetricResults(runner.val_loop.evaluator)
 
     def after_val_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
-        """Bring what the metrics keep of this batch to the host."""
+        """Copy the metrics' results of this batch to the host."""
         self._results.fetch_new()
 
     def before_test_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
-        """See :meth:`before_val_iter`."""
+        """Note how many results the metrics have."""
         self._results = MetricResults(runner.test_loop.evaluator)
 
     after_test_iter = after_val_iter
-
-
-def _optimizers(optim_wrapper: Any) -> List[Optimizer]:
-    """The optimizers that are built already."""
-    wrappers = list_optim_wrappers(optim_wrapper)
-    return [wrapper.optimizer for wrapper in wrappers if isinstance(wrapper, OptimWrapper)]
 
 
 def _belongs_on_device(value: Any) -> bool:
@@ -156,7 +132,6 @@ def _state(optimizers: List[Optimizer]) -> Iterator[Tuple[str, Tensor, Tensor]]:
 
 
 def _misplaced_state(optimizers: List[Optimizer], device: torch.device) -> Dict[str, torch.device]:
-    devices = rank_devices()
     found = {
         name: value.device
         for name, value, parameter in _state(optimizers)
@@ -165,7 +140,7 @@ def _misplaced_state(optimizers: List[Optimizer], device: torch.device) -> Dict[
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group['params']):
-                if not any(same_device(parameter.device, one) for one in devices):
+                if not any(same_device(parameter.device, one) for one in rank_devices()):
                     name = f'{type(optimizer).__name__} parameter {index} of group {number}'
                     found[name] = parameter.device
     return found
@@ -186,14 +161,10 @@ def _device_map(model: nn.Module, optimizers: List[Optimizer]) -> str:
 
 
 class MetricResults:
-    """Fetches what the metrics of an evaluator keep of each batch, in one batched copy.
+    """Copy what the metrics of an evaluator keep of each batch to the host, in one call.
 
-    MMEngine collects them from all ranks with pickle, and a tensor then wants to arrive on the
-    device that it left: a device of another rank, which the receiver may not have.
-
-    Args:
-        evaluator (Evaluator): One whose ``metrics`` have a list ``results`` is served, any other
-            is left alone.
+    MMEngine collects results from all ranks with pickle, which restores a tensor on the device
+    that it was on: a device of another rank, which the receiver may not have.
     """
 
     def __init__(self, evaluator: Any) -> None:

@@ -10,15 +10,15 @@ from mmdevplug.distributed.process_group import rank_device
 
 @HOOKS.register_module()
 class DeviceEmptyCacheHook(EmptyCacheHook):
-    """MMEngine's ``EmptyCacheHook``, which serves CUDA and MUSA alone, for any accelerator.
+    """MMEngine's ``EmptyCacheHook``, which knows only CUDA and MUSA, for any accelerator.
 
-    :class:`mmdevplug.DeviceRunner` takes it in the place of MMEngine's. Where a vendor has no
-    cache to empty (XLA, the CPU) it does nothing.
+    :class:`mmdevplug.DeviceRunner` uses it instead of MMEngine's. It does nothing on devices
+    without a cache (XLA, the CPU).
 
     Args:
-        before_epoch (bool): Whether to do it before an epoch. Defaults to False.
-        after_epoch (bool): Whether to do it after an epoch. Defaults to True.
-        after_iter (bool): Whether to do it after an iteration. Defaults to False.
+        before_epoch (bool): Whether to empty it before an epoch. Defaults to False.
+        after_epoch (bool): Whether to empty it after an epoch. Defaults to True.
+        after_iter (bool): Whether to empty it after an iteration. Defaults to False.
     """
 
     def _after_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 """Time iterations, the work of the device included."""
 
-from typing import Any, Optional, Sequence, Union
+from typing import Any
 
 from mmengine.hooks import IterTimerHook, LoggerHook
 from mmengine.registry import HOOKS
@@ -12,18 +12,18 @@ from mmdevplug.distributed.process_group import rank_device, rank_devices
 class DeviceIterTimerHook(IterTimerHook):
     """MMEngine's ``IterTimerHook``, which waits for the device before a time is written.
 
-    By itself the host only queues work, and MMEngine's hook times that. Here the last iteration
-    before each log line, and the last one of an epoch, ends when the device has done what was
-    asked of it. So the averages in the log are right, and the device need not wait for the host in
-    all the other iterations. :class:`mmdevplug.DeviceRunner` takes it in the place of MMEngine's.
+    The host only queues work, and MMEngine's hook times that. Here the last iteration before each
+    log line, and the last one of an epoch, ends when the device has finished its work. So the
+    averages in the log are right, and the device does not wait for the host in other iterations.
+    :class:`mmdevplug.DeviceRunner` uses it instead of MMEngine's.
     """
 
     def _after_iter(
         self,
         runner: Any,
         batch_idx: int,
-        data_batch: Optional[Union[dict, tuple, list]] = None,
-        outputs: Optional[Union[dict, Sequence]] = None,
+        data_batch: Any = None,
+        outputs: Any = None,
         mode: str = 'train',
     ) -> None:
         if self._is_written(runner, batch_idx, mode):

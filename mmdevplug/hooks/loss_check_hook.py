@@ -1,7 +1,7 @@
 """Stop a run whose loss is not a finite number."""
 
 import math
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Optional
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
@@ -13,9 +13,9 @@ from mmdevplug.errors import ModelError
 class LossCheckHook(Hook):
     """Stop at the first iteration with a NaN or infinite loss, on all ranks.
 
-    MMDetection's ``CheckInvalidLossHook`` looks at the loss on the device every 50 iterations,
-    which costs a lazy device an execution. This hook looks at what MMEngine has brought to the
-    host for the log, which is there after every iteration and costs nothing.
+    MMDetection's ``CheckInvalidLossHook`` reads the loss from the device every 50 iterations,
+    which costs a lazy device an execution. This hook reads what MMEngine has copied to the host
+    for the log, after every iteration and at no cost.
     """
 
     # Right after RuntimeInfoHook, which is VERY_HIGH, and before anything is logged or saved.
@@ -25,29 +25,19 @@ class LossCheckHook(Hook):
         self,
         runner: Any,
         batch_idx: int,
-        data_batch: Optional[Union[dict, tuple, list]] = None,
+        data_batch: Any = None,
         outputs: Optional[dict] = None,
     ) -> None:
-        """Check what was logged of this iteration.
-
-        Args:
-            runner (Runner): The runner.
-            batch_idx (int): Index of the batch in the loop.
-            data_batch (dict or tuple or list, optional): The batch.
-            outputs (dict, optional): What ``train_step`` returned.
-
-        Raises:
-            ModelError: If a loss is not finite.
-        """
+        """Raise ModelError if a loss of this iteration is not finite."""
         found = _nonfinite_losses(runner.message_hub.log_scalars, outputs or {})
         if not found:
             return
         rates = ', '.join(
             f'{name}={values[0]:g}' for name, values in runner.optim_wrapper.get_lr().items()
         )
-        told = ', '.join(f'{name}={value}' for name, value in found.items())
+        losses = ', '.join(f'{name}={value}' for name, value in found.items())
         raise ModelError(
-            f'rank {runner.rank}, iteration {runner.iter + 1}: {told}; learning rate {rates}. '
+            f'rank {runner.rank}, iteration {runner.iter + 1}: {losses}; learning rate {rates}. '
             f'accelerator.on_nan asks to stop at a loss that is not finite. Look at the batch of '
             f'that rank, lower the learning rate, clip gradients, or train without mixed '
             f'precision; the last checkpoint is from before.'
@@ -55,7 +45,7 @@ class LossCheckHook(Hook):
 
 
 def _nonfinite_losses(scalars: Any, outputs: Dict[str, Any]) -> Dict[str, float]:
-    """Losses among what ``train_step`` returned, as MMEngine's own hook has logged them."""
+    """Losses in the outputs of ``train_step``, as MMEngine's own hook has logged them."""
     found = {}
     for name in outputs:
         logged = scalars.get(f'train/{name}')

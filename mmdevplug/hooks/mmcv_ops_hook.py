@@ -1,6 +1,6 @@
 """Log what mmcv's operators cost where they run on the host."""
 
-from typing import Any, Optional, Union
+from typing import Any
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
@@ -24,37 +24,22 @@ class MMCVOpsHook(Hook):
 
     def __init__(self, interval: int = 1000) -> None:
         self.interval = interval
-        self._told = 0
+        self._logged = 0
 
-    def after_train_iter(
-        self,
-        runner: Any,
-        batch_idx: int,
-        data_batch: Optional[Union[dict, tuple, list]] = None,
-        outputs: Optional[dict] = None,
-    ) -> None:
-        """Log at intervals; see :meth:`mmengine.hooks.Hook.after_train_iter`."""
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Log at intervals."""
         if self.every_n_train_iters(runner, self.interval):
-            self._tell(runner)
+            self.after_train(runner)
 
     def after_train(self, runner: Any) -> None:
-        """Log at the end of training."""
-        self._tell(runner)
-
-    def after_val(self, runner: Any) -> None:
-        """Log at the end of validation."""
-        self._tell(runner)
-
-    def after_test(self, runner: Any) -> None:
-        """Log at the end of testing."""
-        self._tell(runner)
-
-    def _tell(self, runner: Any) -> None:
+        """Log unless no operator was called since the last table."""
         uses = host_use()
         calls = sum(use.calls for use in uses.values())
-        if calls != self._told:
-            self._told = calls
+        if calls != self._logged:
+            self._logged = calls
             runner.logger.info(
                 f'Operators of mmcv that ran on the host so far, on rank {runner.rank}:\n'
                 f'{describe_uses(uses)}'
             )
+
+    after_val = after_test = after_train

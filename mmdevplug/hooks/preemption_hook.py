@@ -42,12 +42,12 @@ class PreemptionHook(Hook):
         self._handlers: Dict[int, Any] = {}
         self._agreement: Optional[StopAgreement] = None
         self._asked: Optional[int] = None  # the first signal
-        self._asked_to_end = 0.0  # when the first came that is no mere notice
+        self._asked_to_end = 0.0  # time of the first signal other than SIGUSR1
         self._pid = 0
 
     def before_train(self, runner: Any) -> None:
-        """Take over the signals; see :class:`mmengine.hooks.Hook`."""
-        self._agreement, self._terminated = StopAgreement(), 0.0
+        """Install the signal handlers."""
+        self._agreement = StopAgreement()
         if threading.current_thread() is not threading.main_thread():
             return  # Python handles signals in the main thread alone.
         self._pid = os.getpid()
@@ -58,11 +58,10 @@ class PreemptionHook(Hook):
             self._handlers[number] = signal.signal(number, self._on_signal)
 
     def after_train(self, runner: Any) -> None:
-        """Give the signals back; see :class:`mmengine.hooks.Hook`."""
-        self.restore()
-
-    def restore(self) -> None:
         """Put back the handlers that were there before."""
+        self._restore_handlers()
+
+    def _restore_handlers(self) -> None:
         for number, handler in self._handlers.items():
             # None is a handler that was not set from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -71,15 +70,13 @@ class PreemptionHook(Hook):
     def _on_signal(self, number: int, _: Any) -> None:
         if os.getpid() != self._pid:
             return  # in a worker of a data loader, which its training process ends
-        now = time.monotonic()
-        notice = number == signal.SIGUSR1
-        if not notice and self._asked_to_end:
-            if now - self._asked_to_end < SAME_NOTICE_SECONDS:
+        if number != signal.SIGUSR1:
+            now = time.monotonic()
+            if self._asked_to_end:
+                if now - self._asked_to_end >= SAME_NOTICE_SECONDS:
+                    self._restore_handlers()
+                    os.kill(os.getpid(), number)
                 return
-            self.restore()
-            os.kill(os.getpid(), number)
-            return
-        if not notice:
             self._asked_to_end = now
         self._asked = self._asked or number
         context = device_context()
@@ -87,18 +84,12 @@ class PreemptionHook(Hook):
         if self._agreement is not None:
             self._agreement.request(f'{signal.Signals(number).name}{where}')
 
-    def after_train_iter(
-        self,
-        runner: Any,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: Optional[dict] = None,
-    ) -> None:
-        """Stop if all have agreed on this iteration; see :class:`mmengine.hooks.Hook`.
+    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Stop if all ranks have agreed on this iteration.
 
         Raises:
             SystemExit: After a checkpoint has been saved.
-            KeyboardInterrupt: In its place, after SIGINT to a single process.
+            KeyboardInterrupt: Instead, after SIGINT to a single process.
         """
         interval = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
         if self._agreement is not None and self._agreement.reached(runner.iter + 1, interval):
@@ -127,21 +118,14 @@ class PreemptionHook(Hook):
 
 
 def save_now(runner: Any) -> Optional[str]:
-    """Save a checkpoint at the end of an iteration, through the runner's checkpoint hook.
-
-    Args:
-        runner (Runner): The runner.
-
-    Returns:
-        str or None: Where; None without such a hook, or if saving failed and is allowed to.
-    """
+    """Save at the end of an iteration through the checkpoint hook; None if there is none."""
     for hook in runner.hooks:
         if not isinstance(hook, CheckpointHook):
             continue
         if hasattr(hook, 'save_now'):
             return hook.save_now(runner)
         iteration, template = runner.iter + 1, hook.filename_tmpl
-        # A name with an epoch's number would say that the epoch was finished.
+        # A name with an epoch's number would mean that the epoch was finished.
         hook.filename_tmpl = 'iter_{}.pth'
         try:
             meta = dict(epoch=runner.epoch, iter=iteration)

@@ -14,12 +14,11 @@ from mmdevplug.distributed.process_group import rank_device
 class DeviceProfilerHook(ProfilerHook):
     """MMEngine's ``ProfilerHook`` for any accelerator.
 
-    ``activity_with_cuda=True`` asks for the device, whatever its kind: PyTorch's profiler records
-    CUDA, XPU, HPU and PrivateUse1 devices, and torch_xla's writes what it sees of XLA devices into
-    ``device_trace`` of the log folder, which TensorBoard shows. Where neither knows the device, a
-    warning says so and the host alone is recorded. Without any activity, PyTorch's profiler
-    records all that it can. :class:`mmdevplug.DeviceRunner` takes this hook in the place of
-    MMEngine's.
+    ``activity_with_cuda=True`` records the device, whatever its kind: PyTorch's profiler records
+    CUDA, XPU, HPU and PrivateUse1 devices, and torch_xla's writes a trace of XLA devices into
+    ``device_trace`` of the log folder, which TensorBoard shows. If neither knows the device, only
+    the host is recorded, with a warning. Without any activity, PyTorch's profiler records all that
+    it can. :class:`mmdevplug.DeviceRunner` uses this hook instead of MMEngine's.
 
     Args:
         activity_with_cuda (bool): Whether to record the device. Defaults to False.
@@ -31,7 +30,7 @@ class DeviceProfilerHook(ProfilerHook):
         self._records_device = activity_with_cuda and accelerator.name != 'cpu'
         activity = accelerator.profiler_activity()
         super().__init__(activity_with_cuda=activity_with_cuda and activity is None, **kwargs)
-        # MMEngine's own check of the argument is done; CUDA is not what was meant.
+        # MMEngine adds CUDA, whatever the device is.
         self.activities = [a for a in self.activities if a.name != 'CUDA']
         if self._records_device and activity is not None:
             self.activities.append(activity)

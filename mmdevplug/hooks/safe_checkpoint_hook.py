@@ -3,7 +3,7 @@
 import hashlib
 import io
 import os
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional
 
 import numpy as np
 import torch
@@ -35,20 +35,20 @@ from mmdevplug.checkpoint.writing import (
 )
 from mmdevplug.distributed.process_group import rank_device, rank_devices
 from mmdevplug.distributed.waiting import run_on_main
+from mmdevplug.errors import CheckpointError
 
 _NUMBERS = (bool, int, float, np.number, torch.Tensor)
 
 
 @HOOKS.register_module()
 class SafeCheckpointHook(CheckpointHook):
-    """MMEngine's checkpoints, written so that none is ever lost.
+    """Save MMEngine's checkpoints so that none is ever lost, and resume exactly.
 
-    A checkpoint is written under another name, flushed to the disk and renamed; then
-    ``last_checkpoint`` moves to it, and only then outdated ones are removed. When a write fails
-    there are as many good checkpoints as before. Besides what MMEngine saves, the file holds the
-    random states of all ranks and the position in the data, under the key ``mmdevplug``, which
-    MMEngine ignores: training resumes as if it had not been interrupted, also in the middle of an
-    epoch.
+    A checkpoint is written to a temporary file, flushed to the disk and renamed; then
+    ``last_checkpoint`` names it, and only then outdated ones are removed. If a write fails, the
+    earlier checkpoints are still there. Besides what MMEngine saves, the file holds the random
+    states of all ranks and the position in the data, under the key ``mmdevplug``, which MMEngine
+    ignores: training resumes as if it had not been interrupted, also in the middle of an epoch.
 
     Args:
         *args: See :class:`mmengine.hooks.CheckpointHook`.
@@ -81,14 +81,12 @@ class SafeCheckpointHook(CheckpointHook):
         self._exact: Optional[Dict] = None
         self._loaded: Optional[Dict] = None
         self._resumption: Optional[Resumption] = None
-        #: Of the validation that has just ended, while hooks are told about it.
+        #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
         self._metrics: Optional[Dict[str, Any]] = None
         self._warned_of_accumulation = False
 
-    # resuming -----------------------------------------------------------------------------------
-
     def after_load_checkpoint(self, runner: Any, checkpoint: dict) -> None:
-        """Keep what MMEngine does not look at; see :class:`mmengine.hooks.Hook`."""
+        """Keep the states for exact resuming."""
         found = checkpoint.get(KEY)
         if found is None:
             return
@@ -102,10 +100,7 @@ class SafeCheckpointHook(CheckpointHook):
         self._loaded = dict(found, iter=checkpoint['meta']['iter'])
 
     def before_train(self, runner: Any) -> None:
-        """Prepare the folder, and continue where a resumed run has stopped.
-
-        Args:
-            runner (Runner): The runner.
+        """Prepare the folder, and restore the state of an interrupted run.
 
         Raises:
             CheckpointError: If the folder cannot be written to.
@@ -150,34 +145,30 @@ class SafeCheckpointHook(CheckpointHook):
         return ended_at
 
     def before_train_epoch(self, runner: Any) -> None:
-        """Restore random states; see :class:`mmengine.hooks.Hook`."""
+        """Restore random states."""
         if self._resumption is not None:
             self._resumption.begin_epoch()
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Let DDP arrange its buckets as they were; see :class:`mmengine.hooks.Hook`."""
+        """Let DDP arrange its buckets as they were."""
         if self._resumption is None:
             return
         self._resumption = None
-        warm_up = getattr(runner.model, 'warm_up', None)
-        if warm_up is None:
-            return
-        accelerator, devices = rank_device()[0], rank_devices()
-        state = random_state(accelerator, devices)
-        warm_up(data_batch, runner.optim_wrapper)
-        set_random_state(state, accelerator, devices)
-
-    # the position -------------------------------------------------------------------------------
+        if hasattr(runner.model, 'warm_up'):
+            accelerator, devices = rank_device()[0], rank_devices()
+            state = random_state(accelerator, devices)
+            runner.model.warm_up(data_batch, runner.optim_wrapper)
+            set_random_state(state, accelerator, devices)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Optional[dict] = None
     ) -> None:
-        """Save if it is time to; see :class:`mmengine.hooks.CheckpointHook`."""
+        """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
         self._position = current_position(runner, batch_idx)
         super().after_train_iter(runner, batch_idx, data_batch, outputs)
 
     def after_train_epoch(self, runner: Any) -> None:
-        """Save if it is time to; see :class:`mmengine.hooks.CheckpointHook`."""
+        """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
         if not hasattr(runner.train_loop, 'dataloader_iterator'):
             self._position = Position(runner.epoch + 1, -1)
         super().after_train_epoch(runner)
@@ -192,32 +183,21 @@ class SafeCheckpointHook(CheckpointHook):
         super().after_val_epoch(runner, metrics)
         self._metrics = None
 
-    # saving -------------------------------------------------------------------------------------
-
     def save_now(self, runner: Any) -> str:
-        """Save at the end of an iteration that no interval asked for.
+        """Save at the end of any iteration, whatever ``on_error``, and return the path.
 
         The file is removed after the next checkpoint of the ordinary kind.
-
-        Args:
-            runner (Runner): The runner.
-
-        Returns:
-            str: Where.
-
-        Raises:
-            CheckpointError: If it could not be written, whatever ``on_error``.
         """
         step = runner.iter + 1
         meta = dict(epoch=runner.epoch, iter=step)
         path = join(self.out_dir, f'interrupted_iter_{step}.pth', self.backend_args)
         runner.message_hub.update_info('interrupted_ckpt', path)
-        self._save(runner, CheckpointFile(path, [], is_last=True), meta, self._options())
+        self._save(runner, CheckpointFile(path, [], is_last=True), meta)
         self._saver.finish()
         return path
 
     def before_save_checkpoint(self, runner: Any, checkpoint: dict) -> None:
-        """Add what exact resuming needs, on rank 0."""
+        """Add the states for exact resuming, on rank 0."""
         if self._exact is not None and 'optimizer' in checkpoint:
             checkpoint[KEY] = self._exact
 
@@ -226,26 +206,22 @@ class SafeCheckpointHook(CheckpointHook):
         path = join(self.out_dir, self.filename_tmpl.format(step), self.backend_args)
         hub = runner.message_hub
         outdated = []
-        before = None
-        if self.max_keep_ckpts > 0:
-            before = list(self.keep_ckpt_ids)
-            if not before or before[-1] != step:
-                kept = [*before, step][-self.max_keep_ckpts :]
-                outdated = [
-                    join(self.out_dir, self.filename_tmpl.format(old), self.backend_args)
-                    for old in before
-                    if old not in kept
-                ]
-                self.keep_ckpt_ids.extend([step])
-                hub.update_info('keep_ckpt_ids', kept)
+        before = list(self.keep_ckpt_ids) if self.max_keep_ckpts > 0 else None
+        if before is not None and before[-1:] != [step]:
+            kept = [*before, step][-self.max_keep_ckpts :]
+            outdated = [
+                join(self.out_dir, self.filename_tmpl.format(old), self.backend_args)
+                for old in before
+                if old not in kept
+            ]
+            self.keep_ckpt_ids.append(step)
+            hub.update_info('keep_ckpt_ids', kept)
         if 'interrupted_ckpt' in hub.runtime_info:
             outdated.append(hub.get_info('interrupted_ckpt'))
             hub.pop_info('interrupted_ckpt')
         last_before, self.last_ckpt = self.last_ckpt, path
         hub.update_info('last_ckpt', path)
-        if not self._save(
-            runner, CheckpointFile(path, outdated, is_last=True), meta, self._options()
-        ):
+        if not self._save(runner, CheckpointFile(path, outdated, is_last=True), meta):
             self.last_ckpt = last_before
             hub.update_info('last_ckpt', last_before)
             if before is not None:
@@ -256,48 +232,38 @@ class SafeCheckpointHook(CheckpointHook):
     def _save_best_checkpoint(self, runner: Any, metrics: dict) -> None:
         if not self.save_best:
             return
-        if self.by_epoch:
-            kind, step = 'epoch', runner.epoch
-        else:
-            kind, step = 'iter', runner.iter
+        step = runner.epoch if self.by_epoch else runner.iter
         meta = dict(epoch=runner.epoch, iter=runner.iter)
         if 'auto' in self.key_indicators:
             self._init_rule(self.rules, [next(iter(metrics))])
         saved_any = False
         for key, rule in zip(self.key_indicators, self.rules):
-            saved_any |= self._save_if_best(runner, metrics, key, rule, (kind, step), meta)
+            saved_any |= self._save_if_best(runner, metrics[key], key, rule, step, meta)
         # Once more, so that the newest checkpoint knows of the best score and its file.
         if saved_any and self.last_ckpt is not None:
             self._save_checkpoint_with_step(runner, step, dict(meta))
 
     def _save_if_best(
-        self,
-        runner: Any,
-        metrics: dict,
-        key: str,
-        rule: str,
-        when: Tuple[str, int],
-        meta: dict,
+        self, runner: Any, score: Any, key: str, rule: str, step: int, meta: dict
     ) -> bool:
         single = len(self.key_indicators) == 1
         score_key = 'best_score' if single else f'best_score_{key}'
         path_key = 'best_ckpt' if single else f'best_ckpt_{key}'
         hub = runner.message_hub
-        score, best = metrics[key], self.init_value_map[rule]
+        best = self.init_value_map[rule]
         if score_key in hub.runtime_info:
             best = hub.get_info(score_key)
         if score is None or not self.is_better_than[key](score, best):
             return False
         previous = self.best_ckpt_path if single else self.best_ckpt_path_dict[key]
-        name = f'best_{key}_{self.filename_tmpl.format(when[1])}'.replace('/', '_')
+        name = f'best_{key}_{self.filename_tmpl.format(step)}'.replace('/', '_')
         path = join(self.out_dir, name, self.backend_args)
         hub.update_info(score_key, score)
         hub.update_info(path_key, path)
         outdated = [previous] if previous and previous != path else []
         options = dict(save_optimizer=False, save_param_scheduler=False, by_epoch=False)
-        if not self._save(
-            runner, CheckpointFile(path, outdated, is_last=False), dict(meta), options
-        ):
+        file = CheckpointFile(path, outdated, is_last=False)
+        if not self._save(runner, file, dict(meta), options):
             hub.update_info(score_key, best)
             hub.update_info(path_key, previous)
             return False
@@ -306,16 +272,13 @@ class SafeCheckpointHook(CheckpointHook):
         else:
             self.best_ckpt_path_dict[key] = path
         runner.logger.info(
-            f'The best checkpoint with {score:0.4f} {key} at {when[1]} {when[0]} is saved to '
-            f'{name}.'
+            f'The best checkpoint with {score:0.4f} {key} at {step} '
+            f'{"epoch" if self.by_epoch else "iter"} is saved to {name}.'
         )
         return True
 
     def after_train(self, runner: Any) -> None:
-        """Wait for what is being written, and publish; see MMEngine's hook.
-
-        Args:
-            runner (Runner): The runner.
+        """Wait for the background, and publish; see MMEngine's hook.
 
         Raises:
             CheckpointError: If the last checkpoint could not be written.
@@ -324,27 +287,25 @@ class SafeCheckpointHook(CheckpointHook):
         super().after_train(runner)
         validated = self._position is not None and self._position.validated
         ended = validated or not validation_follows(runner)
-        if is_main_process() and is_complete(runner) and ended:
-            self._note_end(runner)
-
-    def _note_end(self, runner: Any) -> None:
+        if not (is_main_process() and is_complete(runner) and ended):
+            return
         try:
             mark_finished(runner.work_dir, runner.iter)
-        except OSError as error:
+        except CheckpointError as error:
             runner.logger.warning(
                 f'Cannot note in {runner.work_dir} that this run is finished: {error}. Resuming '
                 f'it will validate once more.'
             )
 
-    def _options(self) -> Dict[str, Any]:
-        return dict(
+    def _save(
+        self, runner: Any, file: CheckpointFile, meta: dict, options: Optional[dict] = None
+    ) -> bool:
+        options = options or dict(
             save_optimizer=self.save_optimizer,
             save_param_scheduler=self.save_param_scheduler,
             by_epoch=self.by_epoch,
             **self.args,
         )
-
-    def _save(self, runner: Any, file: CheckpointFile, meta: dict, options: dict) -> bool:
         self._exact = None
         if options['save_optimizer'] and self._position is not None:
             self._exact = dict(capture(runner, self._position), metrics=self._metrics)
@@ -356,7 +317,10 @@ class SafeCheckpointHook(CheckpointHook):
         checkpoint = read_checkpoint(ckpt_path)
         removed = [key for key in checkpoint if key not in self.published_keys]
         published = {key: checkpoint[key] for key in checkpoint if key not in removed}
-        path = f'{os.path.splitext(ckpt_path)[0]}-{_digest(published)}.pth'
+        with io.BytesIO() as file:
+            torch.save(published, file)
+            digest = hashlib.sha256(file.getvalue()).hexdigest()[:8]
+        path = f'{os.path.splitext(ckpt_path)[0]}-{digest}.pth'
         write_checkpoint(published, path, self.backend_args)
         runner.logger.info(f'{ckpt_path} is published without {removed} as {path}.')
 
@@ -373,9 +337,3 @@ class SafeCheckpointHook(CheckpointHook):
             f'those of {iteration % counts} iteration(s). Choose an interval that is a multiple '
             f'of {counts}.'
         )
-
-
-def _digest(checkpoint: dict) -> str:
-    with io.BytesIO() as file:
-        torch.save(checkpoint, file)
-        return hashlib.sha256(file.getvalue()).hexdigest()[:8]

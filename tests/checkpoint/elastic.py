@@ -23,7 +23,7 @@ def work(path):
     stopped = True
     while stopped:
         cfg = Config.fromfile(path)
-        # As each process would have: a message hub and a logger of its own.
+        # As each process would have: its own message hub and logger.
         cfg.update(launcher='pytorch', experiment_name=f'at {time.time()}')
         try:
             RUNNERS.build(cfg).train()

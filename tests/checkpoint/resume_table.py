@@ -21,10 +21,10 @@ from tests.checkpoint.resuming import differences
 
 def main():
     torch.set_num_threads(1)
-    path, wanted = Path(sys.argv[1]) / 'cpu.json', sys.argv[2:] or optimizers()
+    path, chosen = Path(sys.argv[1]) / 'cpu.json', sys.argv[2:] or optimizers()
     rows = json.loads(path.read_text())['rows'] if sys.argv[2:] else {}
     for number, (kind, optimizer) in enumerate(product(SCHEDULES, optimizers())):
-        if optimizer not in wanted:
+        if optimizer not in chosen:
             continue
         # Each in one way to count; neighbours in another.
         ways = COUNTING[:1] if kind == 'ReduceOnPlateau' else COUNTING

@@ -102,7 +102,7 @@ def tiny(work_dir, by_epoch=True, **changes):
 
 
 def start(work_dir, options, resume=False, stop=None):
-    """Train, as if in a process of its own.
+    """Train, as if in a separate process.
 
     Returns:
         dict: What `Notes` has seen.

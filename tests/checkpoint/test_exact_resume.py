@@ -73,7 +73,7 @@ def test_a_single_process(tmp_path, by_epoch, die_at, workers):
 def test_several_ranks(tmp_path, world_size, by_epoch):
     options = dict(by_epoch=by_epoch, checkpoint=EVERY_THIRD, **SEVERAL_BUCKETS)
     expected = uninterrupted(world_size, tmp_path / 'whole', options)
-    # Since the last validation each rank has running statistics of its own.
+    # Since the last validation each rank has its own running statistics.
     got = interrupted(world_size, tmp_path / 'killed', 10, options, rank=world_size - 1)
     assert_equal_bits(expected, got)
 
@@ -226,19 +226,19 @@ def _finish_and_go_on(work_dir, options):
     """A whole run, the same resumed twice, and then a longer one."""
     counts = work_dir.parent / 'counts'
     options = dict(options, custom_hooks=[EMA, dict(type='CountCalls', path=str(counts))])
-    told = []
+    results = []
 
     def run(**more):
         counts.write_text('')
         found = train(work_dir, **dict(options, log_level='INFO', **more))
         log = max(work_dir.glob('*/*.log'), key=lambda path: path.stat().st_mtime_ns)
-        told.append((counts.read_text(), log.read_text(), found['iter']))
+        results.append((counts.read_text(), log.read_text(), found['iter']))
 
     run()
     for length in (options['length'], options['length'], 2 * options['length']):
-        time.sleep(1.1)  # runs are told apart by the second
+        time.sleep(1.1)  # runs are distinguished by the second
         run(resume=True, length=length)
-    return told
+    return results
 
 
 @pytest.mark.parametrize('by_epoch', [True, False])
@@ -251,16 +251,16 @@ def test_a_finished_run_is_not_validated_again(tmp_path, by_epoch):
     found = run_ranks(_finish_and_go_on, 0, tmp_path / 'work', options)[0]
     (first, _, iterations), *again, (longer, log, total) = found
     assert 'v' in first
-    for calls, told, done in again:
+    for calls, log, done in again:
         assert calls == ''
-        assert 'This run was already finished' in told
+        assert 'This run was already finished' in log
         assert done == iterations
     assert longer.count('.') == iterations
     assert total == 2 * iterations
     assert 'already finished' not in log
 
 
-def test_the_last_validation_of_a_killed_run_is_made_up_for(tmp_path):
+def test_the_last_validation_of_a_killed_run_is_done_after_resuming(tmp_path):
     """Also where an earlier run of the same length has finished in that folder."""
     counts = tmp_path / 'counts'
     options = dict(length=2)

@@ -12,7 +12,6 @@ import torch
 
 from mmdevplug.accelerators import get_accelerator
 from mmdevplug.checkpoint import finding
-from mmdevplug.checkpoint.background import Background
 from mmdevplug.checkpoint.finding import (
     check_file,
     find_good_checkpoint,
@@ -22,6 +21,7 @@ from mmdevplug.checkpoint.finding import (
 )
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.saving import BackgroundWriter
 from mmdevplug.checkpoint.writing import UNFINISHED, remove_unfinished, write_checkpoint
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.utils import files
@@ -157,13 +157,13 @@ def three(tmp_path):
 
 @pytest.mark.parametrize('sixteenth', range(16))
 def test_a_truncated_newest_file(tmp_path, sixteenth, monkeypatch):
-    told = []
-    monkeypatch.setattr(finding, 'print_log', lambda text, *_: told.append(text))
+    messages = []
+    monkeypatch.setattr(finding, 'print_log', lambda text, *_: messages.append(text))
     paths = three(tmp_path)
     os.truncate(paths[2], os.path.getsize(paths[2]) * sixteenth // 16)
     assert find_good_checkpoint(tmp_path) == paths[1]
-    assert len(told) == 1
-    assert told[0].startswith(f'Cannot resume: {paths[2]} ')
+    assert len(messages) == 1
+    assert messages[0].startswith(f'Cannot resume: {paths[2]} ')
 
 
 def test_a_flipped_bit_which_pytorch_would_not_notice(tmp_path):
@@ -290,7 +290,7 @@ def test_host_tensors_are_not_copied_when_training_waits():
 
 
 def test_errors_of_the_background_are_raised_once():
-    background = Background()
+    background = BackgroundWriter()
 
     def fail():
         raise CheckpointError('the disk is full')
@@ -304,8 +304,20 @@ def test_errors_of_the_background_are_raised_once():
         background.start(lambda: None)
 
 
+def test_the_interpreter_waits_for_the_background(tmp_path):
+    script = (
+        'import pathlib, time\n'
+        'from mmdevplug.checkpoint.saving import BackgroundWriter\n'
+        f'path = pathlib.Path({str(tmp_path / "written")!r})\n'
+        'BackgroundWriter().start(lambda: (time.sleep(0.5), path.touch()))\n'
+        'raise SystemExit("training failed")'
+    )
+    assert subprocess.run([sys.executable, '-c', script], capture_output=True).returncode == 1
+    assert (tmp_path / 'written').exists()
+
+
 def test_one_after_the_other():
-    background, order = Background(), []
+    background, order = BackgroundWriter(), []
     background.start(lambda: (time.sleep(0.2), order.append(1)))
     background.start(lambda: order.append(2))
     assert order[0] == 1

@@ -55,8 +55,8 @@ def both(work_dir, options):
             if 'ckpt' in name or 'best' in name
         }
         last = (folder / 'last_checkpoint').read_text()
-        told = without_folder(dict(info, pointer=last), str(folder))
-        found.append((sorted(name.split('-')[0] for name in names_in(folder)), told))
+        known = without_folder(dict(info, pointer=last), str(folder))
+        found.append((sorted(name.split('-')[0] for name in names_in(folder)), known))
     return found
 
 
@@ -93,7 +93,7 @@ def _build(cfg):
     return DeviceRunner.from_cfg(Config(cfg))
 
 
-def test_mmengines_hook_is_replaced_unless_told_otherwise(tmp_path):
+def test_mmengines_hook_is_replaced_unless_turned_off(tmp_path):
     assert run_ranks(replaced, 0, tmp_path) == [
         ['SafeCheckpointHook', 'CheckpointHook', 'SafeCheckpointHook']
     ]
@@ -336,6 +336,14 @@ def test_nothing_is_left_of_killed_writers(tmp_path):
         (tmp_path / f'{name}{writing.UNFINISHED}123').write_text('half')
     run_ranks(train, 2, tmp_path)
     assert not list(tmp_path.glob(f'*{writing.UNFINISHED}*'))
+
+
+def test_an_end_that_cannot_be_noted_is_a_warning(tmp_path):
+    (tmp_path / '.finished').mkdir()
+    (found,) = run_ranks(train, 0, tmp_path)
+    assert found['iter'] == 52
+    (log,) = tmp_path.glob('*/*.log')
+    assert f'Cannot note in {tmp_path} that this run is finished' in log.read_text()
 
 
 def test_out_dir_that_cannot_be_made(tmp_path):

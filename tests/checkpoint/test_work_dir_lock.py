@@ -23,7 +23,7 @@ def hold(folder, connection):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the lock of tmp_path until it is told to end."""
+    """Another process that holds the lock of tmp_path until it receives a message."""
     ours, theirs = _context.Pipe()
     process = _context.Process(target=hold, args=(tmp_path, theirs))
     process.start()
@@ -53,11 +53,11 @@ def test_a_lock_is_released_when_it_ends_and_when_an_error_does(tmp_path):
 def test_another_job_is_refused_and_a_killed_one_leaves_no_obstacle(tmp_path, holder, caplog):
     with pytest.raises(CheckpointError) as caught, locked_work_dir(tmp_path):
         pass
-    told = str(caught.value)
+    message = str(caught.value)
     found = held(tmp_path)
-    assert f"work_dir='{tmp_path}' is in use by process {holder.pid} on host" in told
-    assert re.search(r'since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d', told)
-    assert '--work-dir' in told
+    assert f"work_dir='{tmp_path}' is in use by process {holder.pid} on host" in message
+    assert re.search(r'since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d', message)
+    assert '--work-dir' in message
     assert found['pid'] == holder.pid  # untouched
 
     holder.kill()
@@ -128,7 +128,7 @@ def test_the_number_of_an_ended_process_may_be_used_again(tmp_path, holder):
 
 
 @pytest.mark.parametrize('text', ['', '{', '[]', '{"pid": "x"}'])
-def test_a_lock_that_says_nothing_is_left_behind_by_somebody(tmp_path, monkeypatch, text):
+def test_a_lock_without_content_counts_as_left_behind(tmp_path, monkeypatch, text):
     monkeypatch.setattr(work_dir_lock, 'SILENT_SECONDS', 0.3)
     (tmp_path / NAME).write_text(text)
     with locked_work_dir(tmp_path):

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.jobs import install_card
 
-#: Little enough that a leak is found soon: a sample every 5 iterations, told from 100 on.
+#: Little enough that a leak is found soon: a sample every 5 iterations, reported from 100 on.
 SOON = dict(sample_interval=5, warmup=20, growth_mb=4)
 ITERATIONS = 140
 

@@ -39,10 +39,10 @@ def test_repairs(tmp_path, ranks):
     ):
         assert devices == {f'zeta:{rank}'}
         if rank == 0:
-            told = [message for message in messages if message.startswith('not on zeta:0')]
-            assert len(told) == 1
-            assert 'head.weight on cpu' in told[0]
-            assert 'data_preprocessor (data preprocessor) on cpu' in told[0]
+            problems = [message for message in messages if message.startswith('not on zeta:0')]
+            assert len(problems) == 1
+            assert 'head.weight on cpu' in problems[0]
+            assert 'data_preprocessor (data preprocessor) on cpu' in problems[0]
             maps = [message for message in messages if message.startswith('Device map')]
             assert len(maps) == 1
             assert 'zeta:0 holds' in maps[0]

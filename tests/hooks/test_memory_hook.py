@@ -8,15 +8,15 @@ import torch
 
 from mmdevplug.errors import DevPlugError
 from mmdevplug.hooks import MemoryHook
-from mmdevplug.utils.memory_growth import MB, GrowthDetector, Snapshot
+from mmdevplug.utils.memory_growth import MB, GrowthDetector, ObjectCounts
 from tests.hooks.memory_jobs import SOON, build, train_all, warnings_of
 from tests.ranks import RanksFailed, run_ranks
 
 LEAST = 10 * MB
 
 
-def told(values):
-    """The iterations at which a detector tells of growth."""
+def reports(values):
+    """The iterations at which a detector reports growth."""
     detector = GrowthDetector(LEAST)
     return [number for number, value in enumerate(values) if detector.add(number, int(value))]
 
@@ -25,21 +25,21 @@ def noise(count, size=3 * MB, seed=0):
     return np.random.default_rng(seed).uniform(0, size, count)
 
 
-def test_steady_growth_is_told_and_again_when_doubled():
-    found = told(300 * MB + np.arange(400) * MB + noise(400))
+def test_steady_growth_is_reported_and_again_when_doubled():
+    found = reports(300 * MB + np.arange(400) * MB + noise(400))
     assert found[0] < 30
     assert 3 <= len(found) <= 6  # 16, 32, 64, 128, 256 MB
     gaps = np.diff(found)
     assert all(later > earlier for earlier, later in zip(gaps, gaps[1:]))
 
 
-def test_slow_growth_is_told_in_the_end():
-    assert told(300 * MB + np.arange(2000) * 0.02 * MB + noise(2000, MB))
+def test_slow_growth_is_reported_in_the_end():
+    assert reports(300 * MB + np.arange(2000) * 0.02 * MB + noise(2000, MB))
 
 
-def test_growth_that_begins_late_is_told_soon():
+def test_growth_that_begins_late_is_reported_soon():
     values = 300 * MB + noise(3000) + np.maximum(np.arange(3000) - 2500, 0) * 2.0 * MB
-    found = told(values)
+    found = reports(values)
     assert 2500 < found[0] < 2540
 
 
@@ -55,25 +55,25 @@ def test_growth_that_begins_late_is_told_soon():
     ids=['noise', 'jump', 'cache', 'sawtooth'],
 )
 def test_what_is_no_growth(values):
-    assert told(values) == []
+    assert reports(values) == []
 
 
-def test_a_snapshot_counts_parameters_that_have_no_shape_yet():
-    before = Snapshot()
+def test_object_counts_have_parameters_that_have_no_shape_yet():
+    before = ObjectCounts()
     kept = [torch.nn.LazyLinear(2) for _ in range(4)]
     name = 'UninitializedParameter without a shape yet'
-    assert Snapshot().counts[name] - before.counts[name] == 2 * len(kept)
+    assert ObjectCounts().counts[name] - before.counts[name] == 2 * len(kept)
 
 
-def test_a_snapshot_counts_arrays_tensors_and_containers():
-    before = Snapshot()
+def test_object_counts_have_arrays_tensors_and_containers():
+    before = ObjectCounts()
     kept = dict(
         tensors=[torch.zeros(64, 128) for _ in range(7)],
         arrays=[np.zeros((3, 1000, 100)) for _ in range(5)],
         text=[b'x' * (MB + number) for number in range(4)],
     )
     kept['views'] = [tensor[:] for tensor in kept['tensors']]
-    grown = Snapshot().growth_since(before)
+    grown = ObjectCounts().growth_since(before)
     assert 'Tensor (64, 128) float32: +14 objects, +0.2 MB' in grown
     assert 'ndarray (3, 1000, 100) float64: +5 objects, +11.4 MB' in grown
     assert 'bytes: +4 objects, +4.0 MB' in grown
@@ -112,7 +112,7 @@ def test_a_list_of_tensors_is_named_first(logs):
 
 
 @pytest.mark.parametrize('case', ['cache', 'some', 'nothing'])
-def test_no_leak_no_word(logs, case):
+def test_no_leak_no_warning(logs, case):
     assert warnings_of(logs[case]) == []
 
 
@@ -162,10 +162,10 @@ def test_caches_are_emptied_only_when_asked_for(tmp_path):
 
 def registered(work_dir, option):
     runner = build(work_dir, iterations=1, **({} if option is None else dict(memory=option)))
-    return [hook.sample_interval for hook in runner.hooks if isinstance(hook, MemoryHook)]
+    return [hook.options.sample_interval for hook in runner.hooks if isinstance(hook, MemoryHook)]
 
 
-def test_the_runner_registers_it_unless_told_not_to(tmp_path):
+def test_the_runner_registers_it_unless_turned_off(tmp_path):
     for name, option, expected in (
         ('default', None, [50]),
         ('off', False, []),

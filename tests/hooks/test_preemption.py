@@ -32,7 +32,7 @@ def train(environ, accelerator, work_dir, output, options):
 
 
 class Job:
-    """The ranks of a training, each a process of its own."""
+    """The ranks of a training, each in its own process."""
 
     def __init__(self, folder, world_size, accelerator='cpu', **options):
         self.folder, self.notes = folder, folder / 'notes'

@@ -75,7 +75,7 @@ def build_some(work_dir):
     found['all'] = names(runner)
     (memory,) = [hook for hook in runner.hooks if type(hook).__name__ == 'MemoryHook']
     (device,) = [hook for hook in runner.hooks if type(hook).__name__ == 'DeviceHook']
-    found['arguments'] = (memory.interval, device.on_mismatch)
+    found['arguments'] = (memory.options.interval, device.on_mismatch)
     found['log'] = type(runner.log_processor).__name__
     off = dict(memory=False, preemption=False, safe_checkpoints=False)
     found['off'] = names(flexible(work_dir / 'off', **off))

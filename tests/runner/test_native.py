@@ -65,7 +65,7 @@ def test_digits(tmp_path, name, ranks):
     assert f"backend '{CARDS[name][1]}'" in text
     assert (TABLE in text) == (ranks > 1)
     if ranks > 1:
-        assert 'does not tell how long its messages take' in text
+        assert 'does not report how long its messages take' in text
         assert text.count('comm/mb: ') == 2
 
 

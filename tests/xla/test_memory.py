@@ -34,8 +34,8 @@ def test_a_list_of_tensors_is_named(tmp_path):
 def test_losses_kept_with_their_graph_are_named(tmp_path):
     options = dict(hooks=[dict(type='KeepLosses')], model=dict(hidden=512), memory=SOON)
     ((_, log),) = run_ranks(train_and_count, 0, tmp_path, options)
-    told = warnings_of(log)
-    assert any('Tensor () float32 with its graph: +5 objects' in warning for warning in told)
+    warnings = warnings_of(log)
+    assert any('Tensor () float32 with its graph: +5 objects' in warning for warning in warnings)
 
 
 def test_watching_runs_and_compiles_nothing(tmp_path):

@@ -164,7 +164,7 @@ def test_t20_tells_no_number_so_shapes_are_counted(tmp_path):
     plain, padded = found
     (told,) = plain['warnings']
     assert '7 different ones in 7 iterations' in told
-    assert 'tells no number of compilations' in told
+    assert 'reports no number of compilations' in told
     assert padded['warnings'] == []
 
 
