@@ -3,9 +3,11 @@
 import platform
 import re
 import sys
+from collections import defaultdict
+from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple, Union
 
 from mmdevplug.explanations.versions import explain_import, install_command
 
@@ -35,9 +37,6 @@ LIBRARIES = {
     'mmagic': 'mmagic',
 }
 
-#: Accelerators come with a torch of their vendor's.
-_INSTALL = {'torch': "install the torch of the accelerator's vendor"}
-
 Versions = Dict[str, Tuple[int, ...]]
 
 
@@ -49,18 +48,18 @@ class Rule(NamedTuple):
         level (str): Of the finding.
         found (str): A format string of the versions as text.
         why (str): What goes wrong.
-        remedy (Callable or str): The command; a callable takes the versions.
+        remedy (str or Callable): The command; a callable takes the versions.
     """
 
     applies: Callable[[Versions], bool]
     level: str
     found: str
     why: str
-    remedy: Any
+    remedy: Union[str, Callable[[Versions], str]]
 
 
 def release(text: str) -> Tuple[int, ...]:
-    """The numbers at the beginning of a version.
+    """Read the numbers at the beginning of a version.
 
     Examples:
         >>> release('2.13.0+cpu')
@@ -71,7 +70,7 @@ def release(text: str) -> Tuple[int, ...]:
 
 
 def torchvision_for(torch: Tuple[int, ...]) -> Tuple[int, int]:
-    """The release of torchvision that is made for a release of torch.
+    """Name the release of torchvision that is made for a release of torch.
 
     Examples:
         >>> torchvision_for((2, 9, 0)), torchvision_for((1, 13, 1))
@@ -141,7 +140,7 @@ RULES = (
         'warning',
         'setuptools {setuptools}',
         "setuptools 81 removed pkg_resources, which MMEngine imports for _base_ = 'package::path' "
-        'and when it asks which packages are installed.',
+        'and to list installed packages.',
         'pip install "setuptools<81"',
     ),
     Rule(
@@ -180,60 +179,43 @@ RULES = (
 )
 
 
-def installed_versions() -> Dict[str, str]:
-    """The versions of all packages that matter here, without importing any."""
-    found = {'python': platform.python_version()}
-    for package in (*REQUIRED, *OPTIONAL, *LIBRARIES):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
-    """Apply :data:`RULES`.
-
-    Args:
-        installed (dict): As :func:`installed_versions` returns it.
-    """
+    """Apply :data:`RULES` to installed versions, ``python`` among them."""
     versions = {name: release(text) for name, text in installed.items()}
+    named = defaultdict(lambda: 'that is not installed', installed)
     for rule in RULES:
         if rule.applies(versions):
             remedy = rule.remedy if isinstance(rule.remedy, str) else rule.remedy(versions)
-            found = rule.found.format_map(_Blank(installed))
-            yield Finding(SECTION, rule.level, found, rule.why, remedy)
+            yield Finding(SECTION, rule.level, rule.found.format_map(named), rule.why, remedy)
 
 
-class _Blank(dict):
-    def __missing__(self, key: str) -> str:
-        return 'that is not installed'
-
-
-def examine() -> List[Finding]:
-    """Look at the versions and try the imports, each library in a process that it may abort."""
-    installed = installed_versions()
+def examine() -> Iterator[Finding]:
+    """Compare versions, and import each library in a process that it may abort."""
+    installed = {'python': platform.python_version()}
+    for package in (*REQUIRED, *OPTIONAL, *LIBRARIES):
+        with suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
     listed = ', '.join(f'{name} {version}' for name, version in installed.items())
-    findings = [Finding(SECTION, 'ok', f'installed: {listed}', data=dict(installed))]
+    yield Finding(SECTION, 'ok', f'installed: {listed}', data=dict(installed))
     for package in REQUIRED:
         if package not in installed and find_spec(package) is None:
-            findings.append(
-                Finding(
-                    SECTION,
-                    'error',
-                    f'{package} is not installed for {sys.executable}',
-                    'nothing can be trained without it.',
-                    _INSTALL.get(package, f'pip install {package}'),
-                )
+            yield Finding(
+                SECTION,
+                'error',
+                f'{package} is not installed for {sys.executable}',
+                'nothing can be trained without it.',
+                # Vendors of accelerators ship a torch for them.
+                "install the torch of the accelerator's vendor"
+                if package == 'torch'
+                else f'pip install {package}',
             )
-    findings += check_rules(installed)
-    for told in run_isolated(__name__, modules_to_try(), {}, IMPORT_SECONDS):
-        findings.append(_broken(told.task, told.describe()) if isinstance(told, Death) else told)
-    return findings
+    yield from check_rules(installed)
+    for found in run_isolated(__name__, modules_to_try(), {}, IMPORT_SECONDS):
+        yield _broken(found.task, found.describe()) if isinstance(found, Death) else found
 
 
 def modules_to_try() -> List[str]:
-    """Modules that are there to be imported; vendors' own belong to another section."""
+    """List installed modules; those of vendors belong to the section *accelerators*."""
     names = [*REQUIRED, 'torchvision', 'torch_xla', 'mmcv', *LIBRARIES.values()]
     found = [name for name in names if find_spec(name) is not None]
     if 'mmcv' in found:
@@ -248,12 +230,12 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
         import_module(task)
     except Exception as error:
         # Compiled libraries fail in many ways.
-        told = f'import {task} fails with {type(error).__name__}: {error}'
+        found = f'import {task} fails with {type(error).__name__}: {error}'
         problems = explain_import(error)
         for problem in problems:
-            yield Finding(SECTION, 'error', f'{told}. {problem.what}', _WHY, problem.command)
+            yield Finding(SECTION, 'error', f'{found}. {problem.what}', _WHY, problem.command)
         if not problems:
-            yield _broken(task, told)
+            yield _broken(task, found)
         return
     yield Finding(SECTION, 'ok', f'import {task} works')
 
@@ -262,21 +244,17 @@ _WHY = 'whatever imports it fails; mmdet and mmsegmentation import the operators
 
 
 def _broken(module: str, found: str) -> Finding:
-    if module == 'mmcv.ops':  # the process ended there
+    if module == 'mmcv.ops':
         return Finding(SECTION, 'error', found, _WHY, install_command('mmcv'))
-    package = next((name for name, found_ in LIBRARIES.items() if found_ == module), module)
+    package = {module: package for package, module in LIBRARIES.items()}.get(module, module)
+    version = 'VERSION'
+    with suppress(metadata.PackageNotFoundError):
+        version = metadata.version(package)
     return Finding(
         SECTION,
         'error',
         found,
         f'{module} is installed but broken: whatever imports it fails.',
-        f'{sys.executable} -c "import {module}"  # then mend what it names, or: '
-        f'pip install --force-reinstall --no-deps {package}=={_version(package)}',
+        f'{sys.executable} -c "import {module}"  # then repair what it names, or: '
+        f'pip install --force-reinstall --no-deps {package}=={version}',
     )
-
-
-def _version(package: str) -> Optional[str]:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return 'VERSION'
