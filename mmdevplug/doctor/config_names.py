@@ -6,31 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Dict, Iterator, NamedTuple, Optional, Sequence
 
+from mmengine import registry as mm
 from mmengine.config import Config
-from mmengine.registry import (
-    DATA_SAMPLERS,
-    DATASETS,
-    EVALUATOR,
-    FUNCTIONS,
-    HOOKS,
-    LOG_PROCESSORS,
-    LOOPS,
-    METRICS,
-    MODEL_WRAPPERS,
-    MODELS,
-    OPTIM_WRAPPER_CONSTRUCTORS,
-    OPTIM_WRAPPERS,
-    OPTIMIZERS,
-    PARAM_SCHEDULERS,
-    RUNNERS,
-    STRATEGIES,
-    TASK_UTILS,
-    TRANSFORMS,
-    VISBACKENDS,
-    VISUALIZERS,
-    WEIGHT_INITIALIZERS,
-    Registry,
-)
+from mmengine.registry import Registry
 
 from mmdevplug.model import prepare
 
@@ -40,42 +18,50 @@ SECTION = 'config'
 
 #: The registries with which MMEngine's runner builds these keys.
 TOP_LEVEL = {
-    'model': MODELS,
-    'model_wrapper_cfg': MODEL_WRAPPERS,
-    'optim_wrapper': OPTIM_WRAPPERS,
-    'param_scheduler': PARAM_SCHEDULERS,
+    'model': mm.MODELS,
+    'model_wrapper_cfg': mm.MODEL_WRAPPERS,
+    'optim_wrapper': mm.OPTIM_WRAPPERS,
+    'param_scheduler': mm.PARAM_SCHEDULERS,
     'train_dataloader': None,
     'val_dataloader': None,
     'test_dataloader': None,
-    'train_cfg': LOOPS,
-    'val_cfg': LOOPS,
-    'test_cfg': LOOPS,
-    'val_evaluator': METRICS,
-    'test_evaluator': METRICS,
-    'default_hooks': HOOKS,
-    'custom_hooks': HOOKS,
-    'visualizer': VISUALIZERS,
-    'log_processor': LOG_PROCESSORS,
-    'strategy': STRATEGIES,
+    'train_cfg': mm.LOOPS,
+    'val_cfg': mm.LOOPS,
+    'test_cfg': mm.LOOPS,
+    'val_evaluator': mm.METRICS,
+    'test_evaluator': mm.METRICS,
+    'default_hooks': mm.HOOKS,
+    'custom_hooks': mm.HOOKS,
+    'visualizer': mm.VISUALIZERS,
+    'log_processor': mm.LOG_PROCESSORS,
+    'strategy': mm.STRATEGIES,
 }
 
 #: The registries of keys inside of these, at any depth.
 INSIDE = {
-    'optimizer': OPTIMIZERS,
-    'dataset': DATASETS,
-    'datasets': DATASETS,
-    'sampler': DATA_SAMPLERS,
-    'batch_sampler': DATA_SAMPLERS,
-    'collate_fn': FUNCTIONS,
-    'pipeline': TRANSFORMS,
-    'vis_backends': VISBACKENDS,
+    'optimizer': mm.OPTIMIZERS,
+    'dataset': mm.DATASETS,
+    'datasets': mm.DATASETS,
+    'sampler': mm.DATA_SAMPLERS,
+    'batch_sampler': mm.DATA_SAMPLERS,
+    'collate_fn': mm.FUNCTIONS,
+    'pipeline': mm.TRANSFORMS,
+    'vis_backends': mm.VISBACKENDS,
 }
 
 #: Keys whose `type` is no registered name.
 OWN_WORDS = ('clip_grad', 'grad_compression', 'backend_args', 'file_client_args', 'paramwise_cfg')
 
 #: The registries of a part of a model whose builder is not known.
-ANYWHERE = (MODELS, WEIGHT_INITIALIZERS, TASK_UTILS, TRANSFORMS, DATASETS, FUNCTIONS, METRICS)
+ANYWHERE = (
+    mm.MODELS,
+    mm.WEIGHT_INITIALIZERS,
+    mm.TASK_UTILS,
+    mm.TRANSFORMS,
+    mm.DATASETS,
+    mm.FUNCTIONS,
+    mm.METRICS,
+)
 
 
 class Named(NamedTuple):
@@ -101,9 +87,9 @@ def names_in(cfg: Config) -> Iterator[Named]:
     constructor = (cfg.get('optim_wrapper') or {}).get('constructor')
     if isinstance(constructor, str):
         path = 'optim_wrapper.constructor'
-        yield Named(path, constructor, OPTIM_WRAPPER_CONSTRUCTORS, None)
+        yield Named(path, constructor, mm.OPTIM_WRAPPER_CONSTRUCTORS, None)
     if isinstance(cfg.get('runner_type'), str):
-        yield Named('runner_type', cfg.runner_type, RUNNERS, None)
+        yield Named('runner_type', cfg.runner_type, mm.RUNNERS, None)
 
 
 def _walk(
@@ -137,8 +123,8 @@ def examine(cfg: Config) -> Iterator[Finding]:
 def _problem(named: Named) -> Optional[str]:
     """What is wrong with a name, None if it is registered."""
     registries: Sequence[Registry] = ANYWHERE if named.registry is None else (named.registry,)
-    if named.registry is METRICS:
-        registries = (METRICS, EVALUATOR)
+    if named.registry is mm.METRICS:
+        registries = (mm.METRICS, mm.EVALUATOR)
     problem = 'it is not registered'
     for registry in registries:
         try:
@@ -201,7 +187,9 @@ def scope_problem(scope: str) -> str:
     try:
         import_module(f'{scope}.registry')
     except ModuleNotFoundError as error:
-        registered = any(scope in one.children for one in (MODELS, DATASETS, HOOKS, TRANSFORMS))
+        registered = any(
+            scope in one.children for one in (mm.MODELS, mm.DATASETS, mm.HOOKS, mm.TRANSFORMS)
+        )
         if error.name in (scope, f'{scope}.registry') and registered:
             return ''  # registries of a config's custom_imports
         return f'{type(error).__name__}: {error}'

@@ -3,11 +3,10 @@
 import platform
 import re
 import sys
-from collections import defaultdict
 from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 from mmdevplug.explanations.versions import explain_import, install_command
 
@@ -37,26 +36,6 @@ LIBRARIES = {
     'mmagic': 'mmagic',
 }
 
-Versions = Dict[str, Tuple[int, ...]]
-
-
-class Rule(NamedTuple):
-    """Versions that do not go together.
-
-    Attributes:
-        applies (Callable): Takes the installed versions, ``python`` among them.
-        level (str): Of the finding.
-        found (str): A format string of the versions as text.
-        why (str): What goes wrong.
-        remedy (str or Callable): The command; a callable takes the versions.
-    """
-
-    applies: Callable[[Versions], bool]
-    level: str
-    found: str
-    why: str
-    remedy: Union[str, Callable[[Versions], str]]
-
 
 def release(text: str) -> Tuple[int, ...]:
     """Read the numbers at the beginning of a version.
@@ -69,124 +48,97 @@ def release(text: str) -> Tuple[int, ...]:
     return tuple(int(number) for number in numbers.group().split('.')) if numbers else ()
 
 
-def torchvision_for(torch: Tuple[int, ...]) -> Tuple[int, int]:
-    """Name the release of torchvision that is made for a release of torch.
-
-    Examples:
-        >>> torchvision_for((2, 9, 0)), torchvision_for((1, 13, 1))
-        ((0, 24), (0, 14))
-    """
-    return (0, torch[1] + (15 if torch[0] == 2 else 1))
-
-
-def _both(versions: Versions, *names: str) -> bool:
-    return all(versions.get(name) for name in names)
-
-
-def _dotted(numbers: Tuple[int, ...]) -> str:
-    return '.'.join(map(str, numbers))
-
-
-RULES = (
-    Rule(
-        lambda v: v['python'] < (3, 8),
-        'error',
-        'Python {python}',
-        'mmdevplug is written for Python 3.8 and later.',
-        'make a virtual environment with Python 3.8 or later',
-    ),
-    Rule(
-        lambda v: _both(v, 'torch') and v['torch'] < (1, 10),
-        'error',
-        'torch {torch}',
-        'mmdevplug is written for torch 1.10 and later.',
-        "install the vendor's torch of release 1.10 or later",
-    ),
-    Rule(
-        lambda v: _both(v, 'mmengine') and not (0, 10) <= v['mmengine'] < (1, 0),
-        'error',
-        'mmengine {mmengine}',
-        'mmdevplug is written for MMEngine 0.10.',
-        'pip install "mmengine>=0.10.0,<1.0"',
-    ),
-    Rule(
-        lambda v: _both(v, 'torch', 'torch_xla') and v['torch'][:2] != v['torch_xla'][:2],
-        'error',
-        'torch {torch} beside torch_xla {torch_xla}',
-        'torch_xla is compiled against the torch of its own release and fails with others.',
-        lambda v: f'pip install "torch_xla=={_dotted(v["torch"][:2])}.*"',
-    ),
-    Rule(
-        lambda v: (
-            _both(v, 'torch', 'torchvision')
-            and v['torchvision'][:2] != torchvision_for(v['torch'])
-        ),
-        'error',
-        'torch {torch} beside torchvision {torchvision}',
-        'torchvision is compiled against one release of torch; with another its operators are '
-        'missing.',
-        lambda v: f'pip install --no-deps "torchvision=={_dotted(torchvision_for(v["torch"]))}.*"',
-    ),
-    Rule(
-        lambda v: _both(v, 'torch', 'numpy') and v['numpy'] >= (2,) and v['torch'] < (2, 3),
-        'error',
-        'numpy {numpy} beside torch {torch}',
-        'torch before 2.3 is compiled against NumPy 1: tensor.numpy() fails with "Numpy is not '
-        'available".',
-        'pip install "numpy<2"',
-    ),
-    Rule(
-        lambda v: _both(v, 'setuptools') and v['setuptools'] >= (81,),
-        'warning',
-        'setuptools {setuptools}',
-        "setuptools 81 removed pkg_resources, which MMEngine imports for _base_ = 'package::path' "
-        'and to list installed packages.',
-        'pip install "setuptools<81"',
-    ),
-    Rule(
-        lambda v: not v.get('setuptools'),
-        'warning',
-        'setuptools is not installed',
-        "MMEngine imports pkg_resources, a part of it, for _base_ = 'package::path'.",
-        'pip install "setuptools<81"',
-    ),
-    Rule(
-        lambda v: _both(v, 'mmcv', 'mmcv-full') or _both(v, 'mmcv', 'mmcv-lite'),
-        'error',
-        'mmcv {mmcv} beside mmcv-full or mmcv-lite',
-        'they install the same folder, and each overwrites a part of the other.',
-        'pip uninstall -y mmcv mmcv-full mmcv-lite && pip install "mmcv>=2.0.0,<2.2.0"',
-    ),
-    Rule(
-        lambda v: (
-            # mmpretrain looks for both, and without one leaves out what fails.
-            _both(v, 'mmpretrain', 'transformers', 'pycocotools') and v['transformers'] >= (4, 52)
-        ),
-        'error',
-        'mmpretrain {mmpretrain} beside transformers {transformers}',
-        'mmpretrain imports names that transformers 4.52 removed, and then none of its models is '
-        'found.',
-        'pip install "transformers<4.52"',
-    ),
-    Rule(
-        lambda v: _both(v, 'torch', 'mmengine') and v['torch'] >= (2, 6) and v['mmengine'] < (1,),
-        'note',
-        'torch {torch} beside mmengine {mmengine}',
-        "MMEngine's own Runner cannot read its checkpoints with torch 2.6 and later, which does "
-        'not run code from them; DeviceRunner can.',
-        "runner_type = 'DeviceRunner'",
-    ),
-)
-
-
 def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
-    """Apply :data:`RULES` to installed versions, ``python`` among them."""
+    """Report installed versions, ``python`` among them, that do not go together."""
     versions = {name: release(text) for name, text in installed.items()}
-    named = defaultdict(lambda: 'that is not installed', installed)
-    for rule in RULES:
-        if rule.applies(versions):
-            remedy = rule.remedy if isinstance(rule.remedy, str) else rule.remedy(versions)
-            yield Finding(SECTION, rule.level, rule.found.format_map(named), rule.why, remedy)
+    python, torch, mmengine, numpy, torch_xla, torchvision, setuptools, transformers = (
+        versions.get(name)
+        for name in (
+            *('python', 'torch', 'mmengine', 'numpy'),
+            *('torch_xla', 'torchvision', 'setuptools', 'transformers'),
+        )
+    )
+
+    def named(*names: str) -> str:
+        return ' beside '.join(f'{name} {installed[name]}' for name in names)
+
+    def error(found: str, why: str, remedy: str) -> Finding:
+        return Finding(SECTION, 'error', found, why, remedy)
+
+    if python < (3, 8):
+        yield error(
+            f'Python {installed["python"]}',
+            'mmdevplug is written for Python 3.8 and later.',
+            'make a virtual environment with Python 3.8 or later',
+        )
+    if torch and torch < (1, 10):
+        yield error(
+            named('torch'),
+            'mmdevplug is written for torch 1.10 and later.',
+            "install the vendor's torch of release 1.10 or later",
+        )
+    if mmengine and not (0, 10) <= mmengine < (1, 0):
+        yield error(
+            named('mmengine'),
+            'mmdevplug is written for MMEngine 0.10.',
+            'pip install "mmengine>=0.10.0,<1.0"',
+        )
+    if torch and torch_xla and torch[:2] != torch_xla[:2]:
+        yield error(
+            named('torch', 'torch_xla'),
+            'torch_xla is compiled against the torch of its own release and fails with others.',
+            f'pip install "torch_xla=={torch[0]}.{torch[1]}.*"',
+        )
+    # The release of torchvision for torch 2.9 is 0.24, for torch 1.13 it is 0.14.
+    minor = torch[1] + (15 if torch[0] == 2 else 1) if torch else 0
+    if torch and torchvision and torchvision[:2] != (0, minor):
+        yield error(
+            named('torch', 'torchvision'),
+            'torchvision is compiled against one release of torch; with another its operators are '
+            'missing.',
+            f'pip install --no-deps "torchvision==0.{minor}.*"',
+        )
+    if torch and numpy and numpy >= (2,) and torch < (2, 3):
+        yield error(
+            named('numpy', 'torch'),
+            'torch before 2.3 is compiled against NumPy 1: tensor.numpy() fails with "Numpy is '
+            'not available".',
+            'pip install "numpy<2"',
+        )
+    if not setuptools or setuptools >= (81,):
+        yield Finding(
+            SECTION,
+            'warning',
+            named('setuptools') if setuptools else 'setuptools is not installed',
+            'MMEngine imports pkg_resources, which setuptools 81 removed, for _base_ = '
+            "'package::path' and to list installed packages.",
+            'pip install "setuptools<81"',
+        )
+    for other in ('mmcv-full', 'mmcv-lite'):
+        if 'mmcv' in installed and other in installed:
+            yield error(
+                named('mmcv', other),
+                'they install the same folder, and each overwrites a part of the other.',
+                'pip uninstall -y mmcv mmcv-full mmcv-lite && pip install "mmcv>=2.0.0,<2.2.0"',
+            )
+    # mmpretrain looks for both, and without one leaves out what fails.
+    both = 'mmpretrain' in installed and 'pycocotools' in installed
+    if both and transformers and transformers >= (4, 52):
+        yield error(
+            named('mmpretrain', 'transformers'),
+            'mmpretrain imports names that transformers 4.52 removed, and then none of its models '
+            'is found.',
+            'pip install "transformers<4.52"',
+        )
+    if torch and mmengine and torch >= (2, 6) and mmengine < (1,):
+        yield Finding(
+            SECTION,
+            'note',
+            named('torch', 'mmengine'),
+            "MMEngine's own Runner cannot read its checkpoints with torch 2.6 and later, which "
+            'does not run code from them; DeviceRunner can.',
+            "runner_type = 'DeviceRunner'",
+        )
 
 
 def examine() -> Iterator[Finding]:
