@@ -50,7 +50,7 @@ RECORDINGS: Dict[str, Recording] = dict(
             r'^(versions|accelerators|launch|network|limits|patches|config|collectives)\b'
             r'|│ ok|\d ok'
         ),
-        re.compile(r'import .* works|host name|loopback|; begin: '),
+        re.compile(r'import .* works|host name|loopback|ok +│ (mm|torch|sys)[\w.]*: '),
     ),
 )
 #: The title of a section of the doctor.

@@ -32,12 +32,7 @@ RELATIVE_TOLERANCE = 1e-2
 
 
 def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Finding]:
-    """Examine every family, or the given one, and compute on each device.
-
-    Args:
-        options (dict): ``config`` and ``accelerator``, each a str or None.
-        seconds (float): How long a step may take before it counts as hanging.
-    """
+    """Examine every family, or ``options['accelerator']``, and compute on each device."""
     # A vendor's package may change what PyTorch answers afterwards, so those without come first.
     ordered = list(reversed(DETECTION_ORDER))
     names = ordered + [name for name in ACCELERATORS.module_dict if name not in ordered]
@@ -59,11 +54,9 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Find
 def accelerator_options(
     cfg: Optional[Mapping[str, Any]], accelerator: Optional[str]
 ) -> AcceleratorOptions:
-    """Read the config key ``accelerator``; the section of the config reports its wrong options.
+    """Read the config key ``accelerator``, whose name ``accelerator`` replaces if given.
 
-    Args:
-        cfg (Mapping, optional): The config.
-        accelerator (str, optional): A name that is used in place of the config's.
+    The section *config* reports wrong options.
     """
     given = None if cfg is None else cfg.get('accelerator')
     options = AcceleratorOptions.from_config(given, problems=[], backend='auto')

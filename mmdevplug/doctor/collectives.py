@@ -31,14 +31,9 @@ def examine(
     rounds: int = 5,
     timeout: float = 120.0,
 ) -> List[Finding]:
-    """Run the test of collectives under torchrun on the loopback interface.
+    """Run :mod:`mmdevplug.cli.comm_test` under torchrun on the loopback interface.
 
-    Args:
-        ranks (int): Number of processes.
-        options (dict): ``config`` and ``accelerator``, each a str or None.
-        largest_mb (float): Size of the largest message.
-        rounds (int): How often a collective is timed.
-        timeout (float): Of a collective, in seconds.
+    ``options`` has its ``config`` and ``accelerator``, each a str or None.
     """
     with tempfile.TemporaryDirectory(prefix='mmdevplug-doctor-') as name:
         folder = Path(name)

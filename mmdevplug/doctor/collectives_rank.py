@@ -34,26 +34,15 @@ MOST_PROBLEMS = 8
 
 
 class Case(NamedTuple):
-    """A collective with tensors of one size.
-
-    Attributes:
-        run (Callable): Communicates; may be called again.
-        problems (Callable): Says what is wrong with the results of the first run.
-    """
+    """A collective with tensors of one size."""
 
     run: Callable[[], Any]
+    #: Says what is wrong with the results of the first run.
     problems: Callable[[], Iterator[str]]
 
 
 class Ranks:
-    """The ranks of a process group, and the values that they put in.
-
-    Args:
-        context (DeviceContext): Where this process computes.
-
-    Attributes:
-        device (torch.device): Where the backend takes tensors from.
-    """
+    """The ranks of a process group, the values that they put in, and the device for them."""
 
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
@@ -165,12 +154,7 @@ SIZED: Dict[str, Callable[[Ranks, int], Case]] = {
 
 
 class Progress:
-    """Report what this rank does: to the other ranks, and to whoever watches the job from outside.
-
-    Args:
-        rank (int): Of this process.
-        folder (str, optional): Folder for a file of each rank. Defaults to None: no files.
-    """
+    """Report what this rank does: to the other ranks, and in a file if there is a folder."""
 
     def __init__(self, rank: int, folder: Optional[str] = None) -> None:
         self._path = None if folder is None else Path(folder) / f'rank-{rank}.json'
@@ -206,20 +190,7 @@ def run_rank(
     timeout: float = 120.0,
     progress: Optional[Progress] = None,
 ) -> Dict[str, Any]:
-    """Take part in the test.
-
-    Args:
-        launcher (str): How this process was started.
-        accelerator (str, optional): A name that is used in place of the config's.
-        config (str, optional): Path of a config.
-        largest (int): Bytes of the largest message.
-        rounds (int): How often each collective is timed.
-        timeout (float): Of a collective, in seconds.
-        progress (Progress, optional): Where to report stages.
-
-    Returns:
-        dict: The results, the same on all ranks.
-    """
+    """Take part in the test; return the results, the same on all ranks."""
     progress = progress or Progress(0)
     progress.enter('loading the config')
     cfg = Config() if config is None else Config.fromfile(config)

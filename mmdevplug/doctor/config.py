@@ -22,13 +22,7 @@ STEP_SECONDS = 300.0
 def examine(
     options: Dict[str, Any], ranks: int = 1, seconds: float = STEP_SECONDS
 ) -> List[Finding]:
-    """Examine a config in a separate process: loading it imports what it names.
-
-    Args:
-        options (dict): ``config`` and ``accelerator``, each a str or None.
-        ranks (int): How many processes would train. Defaults to 1.
-        seconds (float): How long a step may take before it counts as hanging.
-    """
+    """Examine a config in a separate process: loading it imports what it names."""
     found = run_isolated(__name__, [options['config']], dict(options, ranks=ranks), seconds)
     return [_died(one) if isinstance(one, Death) else one for one in found]
 

@@ -25,13 +25,7 @@ COMFORTABLE_PART = 0.5
 
 
 def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iterator[Finding]:
-    """Build the model and predict what a device has to hold.
-
-    Args:
-        cfg (Config): With its default scope set.
-        accelerator (Accelerator, optional): None if none can be used.
-        ranks (int): How many processes would train.
-    """
+    """Build the model and predict what a device holds in a training of ``ranks`` processes."""
     if cfg.get('model') is None:
         text, why = 'the config has no model', 'there is nothing to train.'
         yield Finding(SECTION, 'error', text, why, "model = dict(type='...')")

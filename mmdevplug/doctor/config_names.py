@@ -65,19 +65,12 @@ ANYWHERE = (
 
 
 class Named(NamedTuple):
-    """A type that a config names.
+    """A type that a config names, its key, and where it is looked up."""
 
-    Attributes:
-        path (str): Its key, e.g. ``'model.backbone.type'``.
-        name (str): The name.
-        registry (Registry, optional): Where it is looked up. None if that is not known.
-        scope (str, optional): ``_scope_`` of the dict.
-    """
-
-    path: str
+    path: str  # e.g. 'model.backbone.type'
     name: str
-    registry: Optional[Registry]
-    scope: Optional[str]
+    registry: Optional[Registry]  # None if it is not known
+    scope: Optional[str]  # `_scope_` of the dict
 
 
 def names_in(cfg: Config) -> Iterator[Named]:

@@ -26,13 +26,7 @@ _CUDA_SETTINGS_WHY = dict(
 
 
 def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iterator[Finding]:
-    """Check values.
-
-    Args:
-        cfg (Config): The config.
-        accelerator (Accelerator, optional): None if none can be used.
-        ranks (int): How many processes would train.
-    """
+    """Check values for a training of ``ranks`` processes."""
     kind = cfg.get('runner_type')
     if kind in (None, 'Runner'):
         yield Finding(

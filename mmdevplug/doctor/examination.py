@@ -24,17 +24,9 @@ def examine(
     rounds: int = 5,
     timeout: float = 120.0,
 ) -> Iterator[Finding]:
-    """Examine everything; without ``ranks``, no collectives.
+    """Examine everything; the arguments are the options of ``mmdevplug doctor``.
 
-    Args:
-        say (Callable): Called with the name of each section before it is examined.
-        config (str, optional): Path of a config.
-        accelerator (str, optional): Name of the only one to examine. Defaults to None: all.
-        ranks (int, optional): Number of processes for the collectives.
-        work_dir (str): Where checkpoints would go.
-        largest_mb (float): Size of the largest message.
-        rounds (int): How often a collective is timed.
-        timeout (float): Of a collective, in seconds.
+    ``say`` is called with the name of each section before it is examined.
     """
     say('versions')
     broken = False

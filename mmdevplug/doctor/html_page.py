@@ -16,15 +16,7 @@ from .report import describe_size, find_data, message_sizes, print_report
 
 
 def render(findings: Sequence[Finding], subtitle: str) -> str:
-    """Make the page: what the terminal shows, and pictures.
-
-    Args:
-        findings (Sequence[Finding]): In the order of sections.
-        subtitle (str): What was examined, e.g. the command line.
-
-    Returns:
-        str: HTML.
-    """
+    """Return the page as HTML: what the terminal shows, and pictures."""
 
     def write(console: Console) -> None:
         console.print(Text(subtitle))

@@ -26,14 +26,7 @@ MOST_OUTPUT = 1 << 14
 
 
 class Death(NamedTuple):
-    """A check whose process ended or hung.
-
-    Attributes:
-        task (str): Which check.
-        step (str): What it was doing.
-        how (str): How it ended.
-        output (str): The end of what it printed.
-    """
+    """A check that ended early: its task and step, how it ended, and the end of its output."""
 
     task: str
     step: str
@@ -52,16 +45,9 @@ class Death(NamedTuple):
 def run_isolated(
     module: str, tasks: Sequence[str], options: Dict[str, Any], seconds: float
 ) -> Iterator[Union[Finding, Death]]:
-    """Run checks one after the other; if one dies, the next ones run in a new process.
+    """Call ``module.work`` for one task after the other; after a death, in a new process.
 
-    Args:
-        module (str): The module whose ``work`` is called for each task.
-        tasks (Sequence[str]): The checks.
-        options (dict): For all checks, as JSON takes it.
-        seconds (float): How long a step may take.
-
-    Yields:
-        Finding or Death: In the order of the tasks.
+    A step that takes more than ``seconds`` counts as hanging.
     """
     remaining = list(tasks)
     while remaining:
@@ -96,14 +82,7 @@ def run_watched(
     seconds: float,
     environ: Optional[Dict[str, str]] = None,
 ) -> Optional[int]:
-    """Run a command, and kill it with all its children when it makes no progress.
-
-    Args:
-        command (Sequence[str]): The command.
-        output (Path): File for what it prints.
-        activity (Callable): Returns another value whenever the command makes progress.
-        seconds (float): How long ``activity`` may return the same value.
-        environ (dict, optional): Environment variables. Defaults to None: those of this process.
+    """Run a command, and kill it and its children if ``activity()`` does not change for long.
 
     Returns:
         int or None: The exit status; None if the command was killed.
@@ -125,12 +104,7 @@ def run_watched(
 
 
 def describe_end(status: Optional[int], seconds: float) -> str:
-    """Describe what :func:`run_watched` returned.
-
-    Examples:
-        >>> describe_end(-6, 60)
-        'ended the process with SIGABRT'
-    """
+    """Describe what :func:`run_watched` returned, e.g. ``'ended the process with SIGABRT'``."""
     if status is None:
         return f'gave no answer for {seconds:.0f} s'
     if status >= 0:

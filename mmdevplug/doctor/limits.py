@@ -26,13 +26,7 @@ COMFORTABLE_DISK, LEAST_DISK = 5 * GB, GB // 5
 def examine(
     ranks: int = 1, work_dir: str = 'work_dirs', environ: Optional[Mapping[str, str]] = None
 ) -> Iterator[Finding]:
-    """Compare the limits of this host with what a job needs.
-
-    Args:
-        ranks (int): Number of processes.
-        work_dir (str): Where checkpoints would go; it is not made.
-        environ (Mapping, optional): Defaults to None: ``os.environ``.
-    """
+    """Compare the limits of this host with what a job needs; ``work_dir`` is not made."""
     yield _open_files(ranks)
     if os.path.isdir('/dev/shm'):  # on Linux
         yield _shared_memory('/dev/shm')

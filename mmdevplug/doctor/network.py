@@ -167,11 +167,7 @@ def _check_interfaces(variable: str, value: str, names: List[str]) -> Finding:
 
 
 def listening_here(rank: int) -> List[Dict[str, Any]]:
-    """List where this process listens, and torchrun if this is its first worker.
-
-    Returns:
-        list: Of dicts with ``who``, ``address`` and ``port``.
-    """
+    """List where this process listens, and torchrun if this is its first worker."""
     processes = {os.getpid(): f'rank {rank}'}
     if 'TORCHELASTIC_RUN_ID' in os.environ and os.environ.get('LOCAL_RANK') == '0':
         processes[os.getppid()] = 'torchrun'

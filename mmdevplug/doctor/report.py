@@ -13,12 +13,7 @@ COLOURS = {'error': 'bold red', 'warning': 'yellow', 'note': 'cyan', 'ok': 'gree
 
 
 def print_report(findings: Sequence[Finding], console: Console) -> None:
-    """Print a table for each section, then what to do, then the number of findings.
-
-    Args:
-        findings (Sequence[Finding]): In the order of sections.
-        console (Console): Where to print.
-    """
+    """Print a table for each section, then what to do, then the number of findings."""
     sections: Dict[str, List[Finding]] = {}
     for finding in findings:
         sections.setdefault(finding.section, []).append(finding)

@@ -75,15 +75,11 @@ class DigitsClassifier(BaseModel):
     def forward(
         self, inputs: Tensor, labels: Optional[Tensor] = None, mode: str = 'tensor'
     ) -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Tensor]]]:
-        """Classify a batch.
-
-        Args:
-            inputs (Tensor): Images of shape (N, 1, 8, 8).
-            labels (Tensor, optional): Digits of shape (N,).
-            mode (str): ``'loss'``, ``'predict'`` or ``'tensor'``.
+        """Classify images of shape (N, 1, 8, 8), with the right digits of shape (N,) as labels.
 
         Returns:
-            The losses; a dict for each image; or scores of shape (N, 10).
+            For ``mode='loss'`` the losses; for ``'predict'`` a dict for each image; for
+            ``'tensor'`` scores of shape (N, 10).
         """
         scores = self.head(self.backbone(inputs))
         if mode == 'loss':

@@ -30,14 +30,7 @@ class DigitsPolicy(DigitsClassifier):
         self.answers, self.exploration = answers, exploration
 
     def generate_samples(self, data: Dict[str, Tensor]) -> List[Dict[str, Tensor]]:
-        """Answer each image of a batch several times.
-
-        Args:
-            data (dict): ``inputs`` of shape (N, 1, 8, 8), and ``labels`` of shape (N,).
-
-        Returns:
-            List[dict]: For each answer ``inputs``, ``answers`` and ``rewards``.
-        """
+        """Answer each image several times; a sample has ``inputs``, ``answers``, ``rewards``."""
         inputs, labels = data['inputs'], data['labels']
         chances = super().forward(inputs).softmax(dim=1)
         chances = (1 - self.exploration) * chances + self.exploration / chances.shape[1]
@@ -66,17 +59,10 @@ class DigitsPolicy(DigitsClassifier):
         rewards: Optional[Tensor] = None,
         mode: str = 'tensor',
     ) -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Tensor]]]:
-        """Learn from answers, or classify.
+        """Learn from answers and rewards of shape (N,), in whole groups, or classify.
 
-        Args:
-            inputs (Tensor): Images of shape (N, 1, 8, 8); for ``mode='loss'`` one for each answer.
-            labels (Tensor, optional): Digits of shape (N,), for ``mode='predict'``.
-            answers (Tensor, optional): Of shape (N,), whole groups.
-            rewards (Tensor, optional): Of shape (N,).
-            mode (str): ``'loss'``, ``'predict'`` or ``'tensor'``.
-
-        Returns:
-            See :class:`mmdevplug.examples.digits.DigitsClassifier`.
+        For ``mode='loss'`` there is an image for each answer; for other modes see
+        :class:`mmdevplug.examples.digits.DigitsClassifier`.
         """
         if mode != 'loss':
             return super().forward(inputs, labels, mode)

@@ -81,15 +81,12 @@ class LlamaForText(BaseModel):
     def forward(
         self, inputs: Tensor, mode: str = 'tensor'
     ) -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Any]]]:
-        """Predict every token from those before it.
-
-        Args:
-            inputs (Tensor): Tokens of shape (N, T).
-            mode (str): ``'loss'``, ``'predict'`` or ``'tensor'``.
+        """Predict every token of pieces of shape (N, T) from the tokens before it.
 
         Returns:
-            The losses; for each piece ``nats`` (the negative log likelihood) and ``tokens`` (their
-            number); or scores of shape (N, T, vocabulary).
+            For ``mode='loss'`` the losses; for ``'predict'`` the ``nats`` (negative log
+            likelihood) and number of ``tokens`` of each piece; for ``'tensor'`` scores of shape
+            (N, T, vocabulary).
         """
         scores = self.llama(input_ids=inputs).logits
         if mode == 'tensor':

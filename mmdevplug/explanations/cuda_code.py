@@ -45,16 +45,9 @@ _ADVICE = (
 
 @contextmanager
 def explain_cuda(stage: str, cfg: Any = None) -> Iterator[None]:
-    """Replace an error of code that asks for CUDA by one that names the line and what to write.
+    """Replace an error of code that asks for CUDA by a ``ModelError``: where, and what to write.
 
-    It does nothing if the run computes on CUDA.
-
-    Args:
-        stage (str): What is being done, e.g. ``'building the model'``.
-        cfg (Config, optional): Its settings for CUDA are named, too. Defaults to None.
-
-    Raises:
-        ModelError: In place of PyTorch's or mmcv's error.
+    It does nothing if the run computes on CUDA. Settings of ``cfg`` for CUDA are named, too.
     """
     try:
         yield

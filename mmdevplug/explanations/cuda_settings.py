@@ -27,20 +27,11 @@ _CUDA = re.compile(r'cuda(:\d+)?$')
 
 
 class CudaSetting(NamedTuple):
-    """A setting that is for CUDA.
+    """A setting that is for CUDA, what follows, and what to write."""
 
-    Attributes:
-        path (str): Its key, e.g. ``'model.head.device'``.
-        value (Any): What the config has.
-        level (str): ``'error'``: training fails where it is used; ``'warning'``: it may;
-            ``'note'``: it has no effect.
-        why (str): What follows.
-        write (str): What to write.
-    """
-
-    path: str
+    path: str  # e.g. 'model.head.device'
     value: Any
-    level: str
+    level: str  # 'error': training fails there; 'warning': it may; 'note': it has no effect
     why: str
     write: str
 

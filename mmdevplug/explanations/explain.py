@@ -19,15 +19,7 @@ from .versions import explain_versions
 
 @contextmanager
 def explained_build(runner: Any, stage: str) -> Iterator[None]:
-    """Explain an error of this rank while the runner is built, then report it to the others.
-
-    Args:
-        runner (Runner): With its config.
-        stage (str): What is being built.
-
-    Raises:
-        DevPlugError: In place of an error that could be explained.
-    """
+    """Explain an error of this rank while the runner is built, then report it to the others."""
     with fail_together(stage), explain_versions(), explain_cuda(stage, runner.cfg):
         yield
 
@@ -40,19 +32,7 @@ def explained(runner: Any, stage: str) -> Iterator[None]:
 
 
 def train_together(runner: Any, train: Callable[[], nn.Module]) -> nn.Module:
-    """Train while no other job does so in the same work directory; wait for all ranks at the end.
-
-    Args:
-        runner (Runner): The runner.
-        train (callable): MMEngine's own method.
-
-    Returns:
-        nn.Module: The model.
-
-    Raises:
-        DevPlugError: If training fails, on this rank or another.
-        CheckpointError: If another job trains in the same work directory.
-    """
+    """Train, alone in the work directory; wait for all ranks at the end; return the model."""
     context = device_context()
     restarted = context is not None and restarts(context.env.launcher) > 0
     with explained(runner, 'train'), ExitStack() as held:

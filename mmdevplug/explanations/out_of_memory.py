@@ -28,14 +28,9 @@ MOSTLY_FIXED = 0.75
 
 @contextmanager
 def explain_out_of_memory(runner: Any, stage: str) -> Iterator[None]:
-    """Replace errors of full memory by one that says what fills it and what to try.
+    """Replace errors of full memory by a ``DeviceOutOfMemoryError`` that says what to try.
 
-    Args:
-        runner (Runner): The runner.
-        stage (str): ``'train'``, ``'val'`` or ``'test'``: whose batch size is named.
-
-    Raises:
-        DeviceOutOfMemoryError: In place of the error of PyTorch, XLA or a vendor's library.
+    Its stage is ``'train'``, ``'val'`` or ``'test'``: that batch size is named.
     """
     try:
         yield

@@ -28,17 +28,11 @@ PACKAGES = {'mmseg': 'mmsegmentation', 'mmaction': 'mmaction2'}
 
 
 class Range(NamedTuple):
-    """Versions that a package accepts of another.
-
-    Attributes:
-        minimum (str, optional): The lowest.
-        maximum (str, optional): Where it ends.
-        inclusive (bool): Whether ``maximum`` itself is accepted.
-    """
+    """Versions that a package accepts of another."""
 
     minimum: Optional[str] = None
     maximum: Optional[str] = None
-    inclusive: bool = False
+    inclusive: bool = False  # of the maximum
 
     def describe(self) -> str:
         """Write it as pip takes it, e.g. ``'>=2.0.0rc4,<2.2.0'``."""
@@ -67,11 +61,7 @@ class Problem(NamedTuple):
 
 
 def required_ranges(module: str) -> Dict[str, Range]:
-    """Read from the text of an installed package what it requires of others.
-
-    Returns:
-        dict: By module, e.g. ``{'mmcv': Range('2.0.0rc4', '2.2.0')}``.
-    """
+    """Read from the text of an installed package which versions of other modules it requires."""
     spec = find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith('.py'):
         return {}
@@ -152,11 +142,7 @@ def _folder(module: str) -> str:
 
 @contextmanager
 def explain_versions() -> Iterator[None]:
-    """Replace an import error that versions cause by an error that names them.
-
-    Raises:
-        DevPlugError: In place of an ``AssertionError`` or an ``ImportError`` of these packages.
-    """
+    """Replace an import error that versions cause by a ``DevPlugError`` that names them."""
     try:
         yield
     except DevPlugError:
