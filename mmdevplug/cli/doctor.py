@@ -1,4 +1,4 @@
-"""``mmdevplug doctor``: find what is wrong here, and print the command that mends it."""
+"""``mmdevplug doctor``: find what is wrong here, and print the command that fixes it."""
 
 import argparse
 import json
@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
         'nothing is written but the files asked for. The exit status is 1 if there is an error.',
         allow_abbrev=False,
     )
-    parser.add_argument('--nproc', type=int, help='test collectives between so many processes')
+    parser.add_argument('--nproc', type=int, help='test collectives between this many processes')
     parser.add_argument('--config', help='also look at this config and build its model')
     parser.add_argument('--accelerator', help='look at this one alone, e.g. cuda, xla, gcu')
     parser.add_argument('--json', help='a file for the findings')

@@ -108,11 +108,12 @@ def conflicts(module: str) -> Iterator[Problem]:
         version = installed_version(other)
         if version is not None and required.accepts(version):
             continue
-        what = f'{_named(module)} needs {other} {required.describe()}, '
+        name, spec = _named(module), required.describe()
         if version is None:
-            what += f'which is not installed for {sys.executable}'
+            what = f'{name} needs {other} {spec}, which is not installed for {sys.executable}'
         else:
-            what += f'but {other} {version} is installed ({_folder(other)})'
+            folder = _folder(other)
+            what = f'{name} needs {other} {spec}, but {other} {version} is installed ({folder})'
         yield Problem(what, install_command(other, required))
 
 
