@@ -30,7 +30,7 @@ class Recording(NamedTuple):
     Attributes:
         command (str): As it is typed.
         shown (Pattern): Of the lines that are kept.
-        many (Pattern): Of lines of which the first two are kept.
+        many (Pattern): Of lines of which a section shows the first two.
     """
 
     command: str
@@ -47,11 +47,14 @@ RECORDINGS: Dict[str, Recording] = dict(
     doctor=Recording(
         f'mmdevplug doctor --nproc 2 --config {CONFIG}',
         re.compile(
-            r'^(versions|accelerators|launch|network|limits|config|collectives)\b|│ ok|\d ok'
+            r'^(versions|accelerators|launch|network|limits|patches|config|collectives)\b'
+            r'|│ ok|\d ok'
         ),
-        re.compile(r'import .* works|host name|loopback'),
+        re.compile(r'import .* works|host name|loopback|ok +│ (mm|torch|sys)[\w.]*: '),
     ),
 )
+#: The title of a section of the doctor.
+SECTION = re.compile(r'\w+ *')
 #: A row of a table: level, what was found, and nothing but borders around them.
 ROW = re.compile(r'^│ (\S+) +│ (.*?) *│$')
 
@@ -115,6 +118,8 @@ def shorten(output: str, recording: Recording) -> List[Text]:
     for line, following in zip(lines, [*lines[1:], Text()]):
         if not recording.shown.search(line.plain):
             continue
+        if SECTION.fullmatch(line.plain):
+            many = 0
         many += bool(recording.many.search(line.plain))
         if many > 2 and recording.many.search(line.plain):
             if kept[-1].plain.strip() != '...':

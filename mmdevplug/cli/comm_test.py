@@ -6,20 +6,20 @@ import sys
 from typing import List, Optional
 
 from rich.console import Console
+from torch import distributed as torch_dist
 
-from mmdevplug.doctor.comm_progress import Progress, laggards
-from mmdevplug.doctor.comm_rank import Measure, is_first, leave, rank_and_size, run_rank
+from mmdevplug.doctor.collectives_rank import Progress, run_rank
 from mmdevplug.doctor.report import print_collectives
-from mmdevplug.doctor.request import Setting
-from mmdevplug.environments.launch import LAUNCHERS
-from mmdevplug.errors import LaunchError
+from mmdevplug.environments.launch import LAUNCHERS, read_launch_env
+from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.utils.files import check_writable, write_text
 
 from .common import run
+from .doctor import add_measure_arguments, check_measure_arguments
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of ``tools/comm_test.py``."""
+    """Define the arguments of ``tools/comm_test.py``."""
     parser = argparse.ArgumentParser(
         prog='comm_test.py',
         description='Run every collective in a job, compare the results with known values, and '
@@ -31,64 +31,50 @@ def build_parser() -> argparse.ArgumentParser:
         default='pytorch',
         help='how the processes were started (default: torchrun)',
     )
-    parser.add_argument('--accelerator', help='e.g. cpu, cuda, xla, gcu; else what is found')
+    parser.add_argument('--accelerator', help='e.g. cpu, cuda, xla, gcu (default: detected)')
     parser.add_argument('--config', help='take custom_imports, accelerator and env_cfg from it')
-    parser.add_argument('--largest-mb', type=float, default=16.0, help='of a message')
-    parser.add_argument('--rounds', type=int, default=5, help='of which the median is taken')
-    parser.add_argument('--timeout', type=float, default=120.0, help='of a collective, in seconds')
+    add_measure_arguments(parser)
     parser.add_argument('--json', help='a file for the results, written by rank 0')
     parser.add_argument('--progress', help=argparse.SUPPRESS)
     return parser
-
-
-def check_measure(args: argparse.Namespace) -> Measure:
-    """Refuse numbers that make no test.
-
-    Raises:
-        LaunchError: With the option and what it expects.
-    """
-    for option in ('largest_mb', 'rounds', 'timeout'):
-        value = getattr(args, option)
-        if not 0 < value < float('inf'):
-            raise LaunchError(
-                f'--{option.replace("_", "-")} {value:g}: expected a number above 0.'
-            )
-    return Measure(max(4, int(args.largest_mb * 2**20)), args.rounds, args.timeout)
 
 
 def main(argv: Optional[List[str]] = None) -> None:
     """Test collectives as one rank of a job.
 
     Args:
-        argv (List[str], optional): Arguments; those of the command line when None.
+        argv (List[str], optional): Arguments. Defaults to None: those of the command line.
 
     Raises:
         DevPlugError: If the job cannot be started.
         SystemExit: With status 1 if a collective failed.
     """
     args = build_parser().parse_args(argv)
-    measure = check_measure(args)
-    rank, world_size = rank_and_size(args.launcher)
+    check_measure_arguments(args)
+    rank = read_launch_env(args.launcher).rank
     if args.json is not None and rank == 0:
         check_writable(args.json, '--json')
-    progress = Progress(rank, world_size, args.progress)
-    setting = Setting(args.config, args.accelerator)
+    progress = Progress(rank, args.progress)
     try:
-        results = run_rank(args.launcher, setting, measure, progress)
+        results = run_rank(
+            args.launcher,
+            args.accelerator,
+            args.config,
+            max(4, int(args.largest_mb * 2**20)),
+            args.rounds,
+            args.timeout,
+            progress,
+        )
     except Exception as error:
-        progress.failed(error)
-        for report in laggards(progress.others()):
-            print(
-                f'rank {report["rank"]} is the last in {report["stage"]!r}: it hangs or was '
-                f'ended.',
-                file=sys.stderr,
-            )
-        raise
-    if is_first():
+        progress.fail(error)
+        # Not around all of it: only the timeout ends the wait for a rank that hangs.
+        with fail_together(progress.stage):
+            raise
+    if rank == 0:
         print_collectives(results, Console(soft_wrap=True))
         if args.json is not None:
             write_text(json.dumps(results, indent=1), args.json)
-    leave()
+    torch_dist.destroy_process_group()
     if not results['passed']:
         raise SystemExit(1)
 

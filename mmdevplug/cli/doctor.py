@@ -1,4 +1,4 @@
-"""``mmdevplug doctor``: find what is wrong here, and print the command that mends it."""
+"""``mmdevplug doctor``: find what is wrong here, and print the command that fixes it."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Optional
 
 from rich.console import Console
 
-from mmdevplug.doctor.examination import Wanted, examine
+from mmdevplug.doctor.examination import examine
 from mmdevplug.doctor.findings import Finding, count_levels, exit_status
 from mmdevplug.doctor.report import print_report
 from mmdevplug.errors import DevPlugError, LaunchError
@@ -29,16 +29,35 @@ def build_parser() -> argparse.ArgumentParser:
         'nothing is written but the files asked for. The exit status is 1 if there is an error.',
         allow_abbrev=False,
     )
-    parser.add_argument('--nproc', type=int, help='test collectives between so many processes')
+    parser.add_argument('--nproc', type=int, help='test collectives between this many processes')
     parser.add_argument('--config', help='also look at this config and build its model')
     parser.add_argument('--accelerator', help='look at this one alone, e.g. cuda, xla, gcu')
     parser.add_argument('--json', help='a file for the findings')
     parser.add_argument('--html', help='a file for the findings, to be read in a browser')
     parser.add_argument('--work-dir', help="where checkpoints would go (default: the config's)")
-    parser.add_argument('--timeout', type=float, default=120.0, help='of a collective, in seconds')
-    parser.add_argument('--largest-mb', type=float, default=16.0, help='of a message')
-    parser.add_argument('--rounds', type=int, default=5, help='of which the median is taken')
+    add_measure_arguments(parser)
     return parser
+
+
+def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add how collectives are timed."""
+    parser.add_argument('--timeout', type=float, default=120.0, help='of a collective, in seconds')
+    parser.add_argument('--largest-mb', type=float, default=16.0, help='of the largest message')
+    parser.add_argument('--rounds', type=int, default=5, help='the median of these is reported')
+
+
+def check_measure_arguments(args: argparse.Namespace) -> None:
+    """Refuse numbers that make no test.
+
+    Raises:
+        LaunchError: With the option and the expected value.
+    """
+    for option in ('timeout', 'largest_mb', 'rounds'):
+        value = getattr(args, option)
+        if not 0 < value < float('inf'):
+            raise LaunchError(
+                f'--{option.replace("_", "-")} {value:g}: expected a number above 0.'
+            )
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -67,26 +86,23 @@ def _check(args: argparse.Namespace) -> None:
             check_writable(getattr(args, option), f'--{option}')
     if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
         raise LaunchError(f'--nproc {args.nproc}: expected 1 to {MOST_RANKS} processes.')
-    for option in ('timeout', 'largest_mb', 'rounds'):
-        if not 0 < getattr(args, option) < float('inf'):
-            raise LaunchError(
-                f'--{option.replace("_", "-")} {getattr(args, option):g}: expected a number '
-                f'above 0.'
-            )
+    check_measure_arguments(args)
 
 
 def _examine(args: argparse.Namespace, argv: List[str]) -> int:
-    wanted = Wanted(
-        config=args.config,
-        accelerator=args.accelerator,
-        ranks=args.nproc,
-        timeout=args.timeout,
-        largest_mb=args.largest_mb,
-        rounds=args.rounds,
-        work_dir=args.work_dir or _default_work_dir(args.config),
-    )
     progress = Console(stderr=True)
-    findings = examine(wanted, lambda section: progress.print(f'looking at {section} ...'))
+    findings = list(
+        examine(
+            lambda section: progress.print(f'looking at {section} ...'),
+            config=args.config,
+            accelerator=args.accelerator,
+            ranks=args.nproc,
+            work_dir=args.work_dir or _default_work_dir(args.config),
+            largest_mb=args.largest_mb,
+            rounds=args.rounds,
+            timeout=args.timeout,
+        )
+    )
     print_report(findings, Console())
     if args.json is not None:
         write_text(json.dumps(as_dict(findings), indent=1), args.json)

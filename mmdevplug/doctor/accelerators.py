@@ -1,7 +1,13 @@
 """Section *accelerators*: which families are there, and whether every device computes."""
 
+import math
 import os
-from typing import Any, Callable, Dict, Iterator, List
+from dataclasses import replace
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+
+import torch
+from mmengine.config import Config
+from torch import Tensor, nn
 
 from mmdevplug.accelerators import (
     Accelerator,
@@ -10,76 +16,79 @@ from mmdevplug.accelerators import (
     choose_accelerator,
 )
 from mmdevplug.accelerators.detection import DETECTION_ORDER
+from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DevPlugError
 from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.host import gigabytes
 
 from .findings import Finding
 from .isolated import Death, run_isolated
-from .probes import PROBES, RELATIVE_TOLERANCE, run_probe
-from .request import Setting
 
 SECTION = 'accelerators'
 STEP_SECONDS = 120.0
 CHOICE = 'choice'
+#: Of the largest expected value: devices that multiply in bfloat16 or TF32 stay below it.
+RELATIVE_TOLERANCE = 1e-2
 
 
 def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Finding]:
-    """Look at every family, or at the one that was asked for, and try each device.
-
-    Args:
-        options (dict): Fields of :class:`mmdevplug.doctor.request.Setting`.
-        seconds (float): How long a step may take before it counts as hanging.
-    """
-    names = [options['accelerator']] if options.get('accelerator') else families()
+    """Examine every family, or ``options['accelerator']``, and compute on each device."""
+    # A vendor's package may change what PyTorch answers afterwards, so those without come first.
+    ordered = list(reversed(DETECTION_ORDER))
+    names = ordered + [name for name in ACCELERATORS.module_dict if name not in ordered]
+    if options['accelerator']:
+        names = [options['accelerator']]
     findings, absent = [], []
-    for told in run_isolated(__name__, [*names, CHOICE], options, seconds):
-        if isinstance(told, Death):
-            findings.append(_died(told))
-        elif told.level == 'absent':
-            absent.append(told.found)
+    for found in run_isolated(__name__, [*names, CHOICE], options, seconds):
+        if isinstance(found, Death):
+            findings.append(_broken(found.describe()))
+        elif found.level == 'absent':
+            absent.append(found.found)
         else:
-            findings.append(told)
+            findings.append(found)
     if absent:
         findings.append(Finding(SECTION, 'note', f'not there: {"; ".join(absent)}'))
     return findings
 
 
-def families() -> List[str]:
-    """The names of all families, those without a vendor's package first.
+def accelerator_options(
+    cfg: Optional[Mapping[str, Any]], accelerator: Optional[str]
+) -> AcceleratorOptions:
+    """Read the config key ``accelerator``, whose name ``accelerator`` replaces if given.
 
-    A vendor's package may change what is asked of PyTorch afterwards.
+    The section *config* reports wrong options.
     """
-    ordered = list(reversed(DETECTION_ORDER))
-    return ordered + [name for name in ACCELERATORS.module_dict if name not in ordered]
+    given = None if cfg is None else cfg.get('accelerator')
+    options = AcceleratorOptions.from_config(given, problems=[], backend='auto')
+    same = isinstance(options.device, dict) and options.device.get('type') == accelerator
+    if accelerator is None or same:
+        return options
+    return replace(options, device=dict(type=accelerator))
 
 
 def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:
-    """Look at one family; see :mod:`mmdevplug.doctor.isolated`."""
+    """Examine one family; see :mod:`mmdevplug.doctor.isolated`."""
     say('loading the config')
-    setting = Setting(**options)
+    cfg = None
     try:
-        cfg = setting.load()
+        if options['config'] is not None:
+            cfg = Config.fromfile(options['config'])
     except Exception as error:
         # The section of the config says more.
         message = f'the config cannot be loaded: {type(error).__name__}: {error}'
-        yield Finding(SECTION, 'note', f'{task}: looked at without the config; {message}')
-        cfg = None
+        yield Finding(SECTION, 'note', f'{task}: examined without the config; {message}')
     say('looking for devices')
     try:
-        wanted = setting.options(cfg).device
+        device = accelerator_options(cfg, options['accelerator']).device
         if task == CHOICE:
-            yield from _choose(wanted)
+            accelerator, reason = choose_accelerator(device)
+            text = f'training here uses {accelerator.name!r} ({reason})'
+            yield Finding(SECTION, 'ok', text)
         else:
-            wanted = wanted if wanted.get('type') == task else dict(type=task)
-            yield from _examine_family(wanted, asked_for=bool(setting.accelerator), say=say)
+            device = device if device.get('type') == task else dict(type=task)
+            yield from _examine_family(device, bool(options['accelerator']), say)
     except DevPlugError as error:
         yield _broken(f'{task}: {error}')
-
-
-def _choose(options: Dict[str, Any]) -> Iterator[Finding]:
-    accelerator, reason = choose_accelerator(options)
-    yield Finding(SECTION, 'ok', f'training here uses {accelerator.name!r} ({reason})')
 
 
 def _examine_family(
@@ -88,93 +97,53 @@ def _examine_family(
     name = options['type']
     known = name in ACCELERATORS.module_dict
     accelerator = ACCELERATORS.build(options) if known else TorchNativeAccelerator(**options)
-    there = accelerator.is_available()
-    count = accelerator.device_count() if there else 0
-    seen = accelerator.describe_visibility()
-    if not count and asked_for:
+    count = accelerator.device_count() if accelerator.is_available() else 0
+    if count:
+        yield from _examine_devices(accelerator, count, say)
+        return
+    seen, variable = accelerator.describe_visibility(), accelerator.visible_devices_env
+    value = None if variable is None else os.environ.get(variable)
+    remedy = '' if value is None else f'unset {variable}'
+    if asked_for:
         yield Finding(
             SECTION,
             'error',
             f'{name}: no device ({seen}); it needs {accelerator.requirement()}',
             'the accelerator that was asked for cannot be used here.',
-            _how_to_see(accelerator) or f'--accelerator {available_accelerators()[0]}',
+            remedy or f'--accelerator {available_accelerators()[0]}',
         )
-    elif not count and _hides_all(accelerator):
+    elif value is not None and value.strip() in ('', '-1', 'void'):
         yield Finding(
             SECTION,
             'warning',
             f'{name}: no device is visible ({seen})',
             'the variable hides every device from this process.',
-            _how_to_see(accelerator),
+            remedy,
         )
-    elif not count:
-        yield Finding(SECTION, 'absent', f'{name} (needs {accelerator.requirement()})')
     else:
-        yield from _examine_devices(accelerator, count, say)
-
-
-def _hides_all(accelerator: Accelerator) -> bool:
-    variable = accelerator.visible_devices_env
-    return variable is not None and os.environ.get(variable, '0').strip() in ('', '-1', 'void')
-
-
-def _how_to_see(accelerator: Accelerator) -> str:
-    variable = accelerator.visible_devices_env
-    return f'unset {variable}' if variable is not None and variable in os.environ else ''
+        yield Finding(SECTION, 'absent', f'{name} (needs {accelerator.requirement()})')
 
 
 def _examine_devices(
     accelerator: Accelerator, count: int, say: Callable[[str], None]
 ) -> Iterator[Finding]:
-    told, devices = [], []
+    described, devices = [], []
     for index in range(count):
         say(f'asking for device {index}')
         device = accelerator.device(index)
         memory = accelerator.memory_total(device)
         size = 'size of memory unknown' if memory is None else gigabytes(memory)
-        told.append(f'{device} ({accelerator.device_name(device)}, {size})')
+        described.append(f'{device} ({accelerator.device_name(device)}, {size})')
         devices.append(dict(device=str(device), memory=memory))
     yield Finding(
         SECTION,
         'ok',
-        f'{accelerator.name}: {count} device(s): {", ".join(told)}; '
+        f'{accelerator.name}: {count} device(s): {", ".join(described)}; '
         f'{accelerator.describe_visibility()}',
         data=dict(name=accelerator.name, devices=devices),
     )
     for index in range(count):
-        yield _probe(accelerator, index, say)
-
-
-def _probe(accelerator: Accelerator, index: int, say: Callable[[str], None]) -> Finding:
-    device = accelerator.device(index)
-    differences, wrong = {}, []
-    for name in PROBES:
-        say(f'{name} on {device}')
-        try:
-            accelerator.set_device(device)
-            differences[name] = run_probe(name, accelerator, device)
-        except Exception as error:
-            # Vendors' libraries fail in many ways.
-            wrong.append(f'{name} fails with {type(error).__name__}: {error}')
-            continue
-        # Written so that NaN fails as well.
-        if not differences[name] <= RELATIVE_TOLERANCE:
-            wrong.append(f'{name} differs by {differences[name]:.2g}')
-    data = dict(device=str(device), tolerance=RELATIVE_TOLERANCE)
-    if wrong:
-        return _broken(f'{device} computes wrongly: {"; ".join(wrong)}', data)
-    largest = max(differences.values())
-    return Finding(
-        SECTION,
-        'ok',
-        f'{device} computes {", ".join(PROBES)} as the CPU does: largest relative difference '
-        f'{largest:.1e}, tolerance {RELATIVE_TOLERANCE:g}',
-        data=data,
-    )
-
-
-def _died(death: Death) -> Finding:
-    return _broken(death.describe())
+        yield _probe(accelerator, accelerator.device(index), say)
 
 
 def _broken(found: str, data: Any = None) -> Finding:
@@ -183,7 +152,67 @@ def _broken(found: str, data: Any = None) -> Finding:
         'error',
         found,
         'training on this accelerator fails or computes something else.',
-        "MMDEVPLUG_ACCELERATOR=cpu mmdevplug doctor  # then mend the driver or the vendor's "
+        "MMDEVPLUG_ACCELERATOR=cpu mmdevplug doctor  # then repair the driver or the vendor's "
         'package, or choose another accelerator',
         data,
     )
+
+
+# computations that are compared with the CPU ----------------------------------------------------
+
+
+def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], None]) -> Finding:
+    differences, wrong = [], []
+    for name, compute in _PROBES.items():
+        say(f'{name} on {device}')
+        try:
+            accelerator.set_device(device)
+            expected = compute(torch.device('cpu'))
+            (found,) = accelerator.to_host([compute(device)])
+            difference = ((found - expected).abs().max() / expected.abs().max()).item()
+        except Exception as error:
+            # Vendors' libraries fail in many ways.
+            wrong.append(f'{name} fails with {type(error).__name__}: {error}')
+            continue
+        differences.append(difference)
+        # Written so that NaN fails as well.
+        if not difference <= RELATIVE_TOLERANCE:
+            wrong.append(f'{name} differs by {difference:.2g}')
+    data = dict(device=str(device), tolerance=RELATIVE_TOLERANCE)
+    if wrong:
+        return _broken(f'{device} computes wrongly: {"; ".join(wrong)}', data)
+    return Finding(
+        SECTION,
+        'ok',
+        f'{device} computes {", ".join(_PROBES)} as the CPU does: largest relative difference '
+        f'{max(differences):.1e}, tolerance {RELATIVE_TOLERANCE:g}',
+        data=data,
+    )
+
+
+def _values(device: torch.device, *shape: int) -> Tensor:
+    # The same numbers everywhere, without a generator.
+    numbers = torch.arange(math.prod(shape), device='cpu', dtype=torch.float32)
+    return torch.sin(numbers * 0.37).reshape(shape).to(device)
+
+
+def _reduction(device: torch.device) -> Tensor:
+    values = _values(device, 8, 64)
+    return torch.cat([values.sum(dim=0), values.mean(dim=1), values.amax(dim=1)])
+
+
+def _softmax_backward(device: torch.device) -> Tensor:
+    scores = _values(device, 8, 10).requires_grad_()
+    labels = torch.arange(8, device='cpu').to(device)
+    nn.functional.cross_entropy(scores, labels).backward()
+    return scores.grad
+
+
+_PROBES: Dict[str, Callable[[torch.device], Tensor]] = {
+    'matmul': lambda device: _values(device, 16, 32) @ _values(device, 32, 16),
+    'convolution': lambda device: nn.functional.conv2d(
+        _values(device, 2, 3, 8, 8), _values(device, 4, 3, 3, 3), padding=1
+    ),
+    'reduction': _reduction,
+    'softmax backward': _softmax_backward,
+}

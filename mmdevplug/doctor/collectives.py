@@ -1,185 +1,132 @@
-"""Run the collectives that training needs with values that are known beforehand.
+"""Section *collectives*: a job of real processes on this host, watched from outside."""
 
-Rank r of N puts in ``(r + 1) * pattern``, where the pattern repeats 1 to 7. All values are whole
-numbers that float32 holds exactly, so results are compared without a tolerance; averages alone
-are rounded.
-"""
-
+import json
+import os
 import re
-from typing import Callable, Dict, Iterator, List, NamedTuple, Tuple
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Dict, Iterator, List
 
-import torch
-from torch import Tensor, distributed as torch_dist, nn
+from mmdevplug.environments.stale import stale_variables
 
-from mmdevplug.distributed.process_group import DeviceContext
-from mmdevplug.gradients import DeviceDistributedDataParallel
+from .findings import Finding
+from .isolated import describe_end, run_watched
+from .network import examine_listening
 
-#: Averages are divided by the number of ranks.
-AVERAGING_TOLERANCE = 1e-6
+SECTION = 'collectives'
+#: Added to the timeout of a collective: to start Python, and for ranks to report their errors.
+SLACK_SECONDS = 60.0
 
-#: What a backend says that lacks a collective, on all ranks and before anything is sent.
-_LACKING = re.compile(r'does not (support|implement)|not (yet )?(supported|implemented)', re.I)
+#: How torchrun names the process that ended first.
+_ROOT_CAUSE = re.compile(r'failed \(exitcode: (-?\d+)\) local_rank: (\d+)')
+#: Errors that another rank's failure causes.
+_CAUSED = re.compile(r'^RankFailedError|Connection (closed|reset)|[Tt]imed out|Broken pipe|gloo')
 
 
-class Peers(NamedTuple):
-    """A process group, and where its tensors have to be.
+def examine(
+    ranks: int,
+    options: Dict[str, Any],
+    largest_mb: float = 16.0,
+    rounds: int = 5,
+    timeout: float = 120.0,
+) -> List[Finding]:
+    """Run :mod:`mmdevplug.cli.comm_test` under torchrun on the loopback interface.
 
-    Attributes:
-        context (DeviceContext): Where this process computes.
-        rank (int): Of this process.
-        size (int): Number of ranks.
-        device (torch.device): Where the backend takes tensors from.
+    ``options`` has its ``config`` and ``accelerator``, each a str or None.
     """
-
-    context: DeviceContext
-    rank: int
-    size: int
-    device: torch.device
-
-    @property
-    def total(self) -> int:
-        """The sum of ``r + 1`` over all ranks."""
-        return self.size * (self.size + 1) // 2
-
-    def pattern(self, count: int) -> Tensor:
-        return (torch.arange(count, device='cpu') % 7 + 1).float()
-
-    def mine(self, count: int) -> Tensor:
-        return ((self.rank + 1) * self.pattern(count)).to(self.device)
-
-    def empty(self, count: int) -> Tensor:
-        return torch.zeros(count, device=self.device)
-
-
-class Case(NamedTuple):
-    """A collective with tensors of one size.
-
-    Attributes:
-        reset (Callable): Puts the inputs back; not timed.
-        run (Callable): Communicates.
-        results (Callable): What came out, and the host tensors that it should be.
-        device (torch.device): Where it should have come out.
-        tolerance (float): Of the largest expected value.
-    """
-
-    reset: Callable[[], None]
-    run: Callable[[], None]
-    results: Callable[[], List[Tuple[Tensor, Tensor]]]
-    device: torch.device
-    tolerance: float = 0.0
+    with tempfile.TemporaryDirectory(prefix='mmdevplug-doctor-') as name:
+        folder = Path(name)
+        written, output = folder / 'results.json', folder / 'output'
+        command = [sys.executable, '-m', 'mmdevplug.cli.torchrun_agent', '--nnodes=1']
+        command += [f'--nproc_per_node={ranks}', '--master_addr=127.0.0.1', '--master_port=0']
+        command += ['-m', 'mmdevplug.cli.comm_test', '--progress', name]
+        command += ['--largest-mb', str(largest_mb), '--rounds', str(rounds)]
+        command += ['--timeout', str(timeout), '--json', str(written)]
+        for option, value in options.items():
+            command += [] if value is None else [f'--{option}', value]
+        environ = {k: v for k, v in os.environ.items() if k not in stale_variables('none')}
+        status = run_watched(
+            command, output, lambda: _read_reports(folder), timeout + SLACK_SECONDS, environ
+        )
+        if written.exists():
+            results = json.loads(written.read_text(encoding='utf-8'))
+            return [
+                *describe_results(results),
+                *examine_listening(results['listening'], results['single_host']),
+            ]
+        text = output.read_text(encoding='utf-8', errors='replace')
+        found = list(_failures(_read_reports(folder), text, ranks, timeout))
+        if not found:
+            last = text.strip().splitlines()[-1:] or ['it printed nothing']
+            how = describe_end(status, timeout + SLACK_SECONDS)
+            found = [f'the job {how}: {last[0][:300]}']
+    why = f'a training of {ranks} processes would end or hang there.'
+    return [Finding(SECTION, 'error', one, why, _remedy(one)) for one in found]
 
 
-def _nothing() -> None:
-    pass
+def _remedy(found: str) -> str:
+    if ' failed in ' not in found:
+        return 'sudo dmesg | tail  # names processes that were killed when memory was full'
+    # Our own errors say what to do, as whole sentences.
+    return '' if found.rstrip().endswith('.') else 'mmdevplug doctor --accelerator cpu'
 
 
-def _all_reduce(peers: Peers, count: int) -> Case:
-    tensor, mine = peers.empty(count), peers.mine(count)
-    return Case(
-        lambda: _copy(tensor, mine),
-        lambda: torch_dist.all_reduce(tensor),
-        lambda: [(tensor, peers.total * peers.pattern(count))],
-        peers.device,
-    )
+def _read_reports(folder: Path) -> List[Dict[str, Any]]:
+    """Read what the ranks reported last, in the order of ranks."""
+    files = folder.glob('rank-*.json')
+    reports = [json.loads(path.read_text(encoding='utf-8')) for path in files]
+    return sorted(reports, key=lambda report: report['rank'])
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
-
-
-def _broadcast(peers: Peers, count: int) -> Case:
-    tensor, mine = peers.empty(count), peers.mine(count)
-    source = peers.size - 1
-    return Case(
-        lambda: _copy(tensor, mine),
-        lambda: torch_dist.broadcast(tensor, source),
-        lambda: [(tensor, peers.size * peers.pattern(count))],
-        peers.device,
-    )
-
-
-def _all_gather(peers: Peers, count: int) -> Case:
-    gathered, mine = [peers.empty(count) for _ in range(peers.size)], peers.mine(count)
-    return Case(
-        _nothing,
-        lambda: torch_dist.all_gather(gathered, mine),
-        lambda: _of_each_rank(gathered, peers.pattern(count)),
-        peers.device,
-    )
-
-
-def _of_each_rank(tensors: List[Tensor], pattern: Tensor) -> List[Tuple[Tensor, Tensor]]:
-    return [(tensor, (rank + 1) * pattern) for rank, tensor in enumerate(tensors)]
-
-
-# our own ----------------------------------------------------------------------------------------
-
-
-class _Weighted(nn.Module):
-    """One parameter, whose gradient is the input."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(count, device='cpu'))
-
-    def forward(self, factors: Tensor) -> Tensor:
-        return (self.weight * factors).sum()
-
-
-def _gradient_averaging(peers: Peers, count: int) -> Case:
-    """A backward of the model wrapper, as in training; staged on the host where it has to be."""
-    device = peers.context.device
-    wrapper = DeviceDistributedDataParallel(_Weighted(count))
-    factors = ((peers.rank + 1) * peers.pattern(count)).to(device)
-    weight = wrapper.module.weight
-
-    def reset() -> None:
-        weight.grad = None
-
-    return Case(
-        reset,
-        lambda: wrapper(factors).backward(),
-        lambda: [(weight.grad, peers.total / peers.size * peers.pattern(count))],
-        device,
-        AVERAGING_TOLERANCE,
-    )
-
-
-#: What is timed with messages of several sizes.
-SIZED: Dict[str, Callable[[Peers, int], Case]] = {
-    'all_reduce': _all_reduce,
-    'broadcast': _broadcast,
-    'all_gather': _all_gather,
-    'gradient averaging': _gradient_averaging,
-}
-
-
-def is_lacking(error: Exception) -> bool:
-    """Whether a backend says that it has no such collective."""
-    if isinstance(error, AttributeError):
-        return "module 'torch.distributed' has no attribute" in str(error)
-    return isinstance(error, RuntimeError) and _LACKING.search(str(error)) is not None
-
-
-def problems(case: Case, peers: Peers) -> Iterator[str]:
-    """What is wrong with the results of a case: values and devices."""
-    for number, (found, expected) in enumerate(case.results()):
-        which = f'tensor {number} of rank {peers.rank}'
-        if found.device != case.device:
-            yield f'{which} is on {found.device}, expected {case.device}'
-        (on_host,) = peers.context.accelerator.to_host([found]) if _remote(found) else (found,)
-        if on_host.shape != expected.shape:
-            yield f'{which} has shape {tuple(on_host.shape)}, expected {tuple(expected.shape)}'
-            continue
-        difference = (on_host.detach() - expected).abs()
-        # Written so that NaN fails as well.
-        wrong = ~(difference <= case.tolerance * expected.abs().max())
-        if wrong.any():
-            at = int(wrong.nonzero()[0])
-            yield (
-                f'{which} holds {on_host[at].item():g} at {at}, expected {expected[at].item():g}'
+def describe_results(results: Dict[str, Any]) -> Iterator[Finding]:
+    """Report the results of :func:`mmdevplug.doctor.collectives_rank.run_rank`."""
+    for check in results['checks']:
+        for problem in check['problems']:
+            yield Finding(
+                SECTION,
+                'error',
+                f'{check["name"]}: {problem}',
+                'what ranks send to each other does not arrive as it was sent.',
+                f"accelerator = dict(type={results['accelerator']!r}, backend='gloo')",
             )
+    passed = [check for check in results['checks'] if check['status'] == 'pass']
+    yield Finding(
+        SECTION,
+        'ok',
+        f'{len(passed)} collectives are right: {results["world_size"]} ranks on '
+        f'{", ".join(results["devices"])}, backend {results["backend"]!r}, which takes '
+        f'{results["tensors_on"]} tensors',
+        data=results,
+    )
 
 
-def _remote(tensor: Tensor) -> bool:
-    return tensor.device.type != 'cpu'
+def _failures(
+    reports: List[Dict[str, Any]], output: str, ranks: int, timeout: float
+) -> Iterator[str]:
+    """Name the ranks that failed by themselves, or for which the others waited."""
+    own = [r for r in reports if r['error'] is not None and not _CAUSED.search(r['error'])]
+    for report in own:
+        yield f'rank {report["rank"]} failed in {report["stage"]!r}: {report["error"]}'
+    root = _ROOT_CAUSE.search(output)
+    missing = sorted({*range(ranks)} - {report['rank'] for report in reports})
+    if root is None and missing:
+        yield f'rank(s) {", ".join(map(str, missing))} never began'
+    if own:
+        return
+    if root is not None:
+        status, rank = int(root.group(1)), int(root.group(2))
+        report = next(
+            (r for r in reports if r['rank'] == rank), dict(stage='starting', error=None)
+        )
+        # A rank that reported an error ended because of another rank.
+        if status < 0 or report['error'] is None:
+            yield f'rank {rank} in {report["stage"]!r}: {describe_end(status, timeout)}'
+            return
+    silent = [report for report in reports if report['error'] is None]
+    for report in silent:
+        if report['count'] == min(each['count'] for each in silent):
+            yield (
+                f'rank {report["rank"]} hangs in {report["stage"]!r}: the others got no answer '
+                f'within {timeout:g} s'
+            )

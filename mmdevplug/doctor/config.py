@@ -2,19 +2,18 @@
 
 import sys
 import traceback
-from types import TracebackType
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List
 
 from mmengine.config import Config
 from mmengine.registry import DefaultScope
 
-from mmdevplug.accelerators import Accelerator, choose_accelerator
+from mmdevplug.accelerators import choose_accelerator
 from mmdevplug.errors import DevPlugError
 
 from . import config_model, config_names, config_values
+from .accelerators import accelerator_options
 from .findings import Finding
 from .isolated import Death, run_isolated
-from .request import Setting
 
 SECTION = 'config'
 STEP_SECONDS = 300.0
@@ -23,27 +22,25 @@ STEP_SECONDS = 300.0
 def examine(
     options: Dict[str, Any], ranks: int = 1, seconds: float = STEP_SECONDS
 ) -> List[Finding]:
-    """Look at a config, in a process of its own: loading one imports what it names.
-
-    Args:
-        options (dict): Fields of :class:`mmdevplug.doctor.request.Setting`.
-        ranks (int): How many processes would train. Defaults to 1.
-        seconds (float): How long a step may take before it counts as hanging.
-    """
-    tasks = [options['config']]
-    found = run_isolated(__name__, tasks, dict(options, ranks=ranks), seconds)
-    return [_died(told) if isinstance(told, Death) else told for told in found]
+    """Examine a config in a separate process: loading it imports what it names."""
+    found = run_isolated(__name__, [options['config']], dict(options, ranks=ranks), seconds)
+    return [_died(one) if isinstance(one, Death) else one for one in found]
 
 
 def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:
-    """Look at one config; see :mod:`mmdevplug.doctor.isolated`."""
-    ranks = options.pop('ranks')
-    setting = Setting(**options)
+    """Examine one config; see :mod:`mmdevplug.doctor.isolated`."""
+    ranks = options['ranks']
     say('loading the config')
     try:
-        cfg = setting.load()
+        cfg = Config.fromfile(task)
     except Exception as error:
-        yield _cannot_load(task, error)
+        yield Finding(
+            SECTION,
+            'error',
+            f'{_place_in_config(task, error)}: {type(error).__name__}: {error}',
+            'the config cannot be loaded.',
+            f'{sys.executable} -c "from mmengine.config import Config; Config.fromfile({task!r})"',
+        )
         return
     yield Finding(SECTION, 'ok', f'{task} can be loaded', data=dict(config=task))
     cfg.setdefault('accelerator', dict(type='auto', backend='auto'))  # as `mmdevplug train` does
@@ -54,7 +51,8 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
     say('choosing the accelerator')
     accelerator = None
     try:
-        accelerator = choose_accelerator(setting.options(cfg).device).accelerator
+        device = accelerator_options(cfg, options['accelerator']).device
+        accelerator = choose_accelerator(device).accelerator
     except DevPlugError as error:
         yield Finding(
             SECTION,
@@ -63,72 +61,45 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
             'the job stops before it begins.',
             "accelerator = dict(type='auto', backend='auto')",
         )
-    say('looking at values')
+    say('checking values')
     yield from config_values.examine(cfg, accelerator, ranks)
     say('building the model')
-    built = yield from _examine_model(cfg, accelerator, ranks)
-    # What a model that can be built calls by a name of its own is none of a registry.
-    yield from (f for f in unknown if f.level == 'error' or not built)
+    model = list(config_model.examine(cfg, accelerator, ranks))
+    yield from model
+    # Names without a registry are no mistakes if the model can be built with them.
+    built = any('parameters' in (finding.data or {}) for finding in model)
+    yield from (finding for finding in unknown if finding.level == 'error' or not built)
     if not any(finding.level == 'error' for finding in unknown):
         yield Finding(SECTION, 'ok', 'all types in the config are registered')
-
-
-def _examine_model(
-    cfg: Config, accelerator: Optional[Accelerator], ranks: int
-) -> Iterator[Finding]:
-    built = False
-    for finding in config_model.examine(cfg, accelerator, ranks):
-        built = built or bool(finding.data and 'parameters' in finding.data)
-        yield finding
-    return built  # noqa: B901  the value of `yield from`
 
 
 def _set_scope(cfg: Config) -> Iterator[Finding]:
     scope = cfg.get('default_scope') or 'mmengine'
     DefaultScope.get_instance('mmdevplug-doctor', scope_name=scope)
-    if scope == 'mmengine':
-        return
-    problem = config_names.scope_problem(scope)
+    problem = '' if scope == 'mmengine' else config_names.scope_problem(scope)
     if problem:
         yield Finding(
             SECTION,
             'error',
             f'default_scope={scope!r}: {problem}',
             'the types of the config are looked up in that package.',
-            f'{sys.executable} -c "import {scope}"  # then install it or mend what it names',
+            f'{sys.executable} -c "import {scope}"  # then install it or repair what it names',
         )
 
 
-def _cannot_load(path: str, error: Exception) -> Finding:
-    where = _place_in_config(path, error)
-    return Finding(
-        SECTION,
-        'error',
-        f'{where}: {type(error).__name__}: {error}',
-        'the config cannot be loaded.',
-        f'{sys.executable} -c "from mmengine.config import Config; Config.fromfile({path!r})"',
-    )
-
-
 def _place_in_config(path: str, error: BaseException) -> str:
-    """The file and line of a config that an error comes from, its own path if that is not told."""
+    """Name the file and line of a config that an error comes from; at least its path."""
     own = sys.modules['mmengine.config.config'].__file__
-    place = path
-    loading: Optional[str] = None
-    for frame, line in _frames(error.__traceback__):
+    place = loading = path
+    for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if code.co_filename == own and code.co_name == '_file2dict':
-            loading = frame.f_locals.get('filename', loading)
-            place = str(loading)
-        elif loading is not None and code.co_filename == loading:
+            place = loading = str(frame.f_locals.get('filename', loading))
+        elif code.co_filename == loading:
             place = f'{loading}:{line}'
     if isinstance(error, SyntaxError) and error.lineno is not None:
-        return f'{loading or path}:{error.lineno}'
+        return f'{loading}:{error.lineno}'
     return place
-
-
-def _frames(trace: Optional[TracebackType]) -> Iterator[Any]:
-    return traceback.walk_tb(trace)
 
 
 def _died(death: Death) -> Finding:

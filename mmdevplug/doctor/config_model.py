@@ -1,6 +1,6 @@
-"""The model of a config: built without memory where PyTorch can, counted, and weighed."""
+"""Build the model of a config, without memory where PyTorch can, and add up what it takes."""
 
-from typing import Any, Dict, Iterator, Optional
+from typing import Dict, Iterator, Optional
 
 import torch
 from mmengine.config import Config
@@ -20,39 +20,24 @@ from .findings import Finding
 
 SECTION = 'config'
 
-#: The largest part of a device's memory that what is counted may take, to leave room for the rest.
+#: The largest part of a device's memory for weights and states; the rest is for activations.
 COMFORTABLE_PART = 0.5
 
 
 def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iterator[Finding]:
-    """Build the model and predict what a device has to hold.
-
-    Args:
-        cfg (Config): With its default scope set.
-        accelerator (Accelerator, optional): None if there is none.
-        ranks (int): How many processes would train.
-    """
+    """Build the model and predict what a device holds in a training of ``ranks`` processes."""
     if cfg.get('model') is None:
-        yield Finding(
-            SECTION,
-            'error',
-            'the config has no model',
-            'there is nothing to train.',
-            "model = dict(type='...')",
-        )
+        text, why = 'the config has no model', 'there is nothing to train.'
+        yield Finding(SECTION, 'error', text, why, "model = dict(type='...')")
         return
     if not can_build_on_meta():
-        yield Finding(
-            SECTION,
-            'note',
-            f'torch {torch.__version__} cannot build a model without memory (torch 2.0 can); it '
-            f'was not built',
-        )
+        text = f'torch {torch.__version__} cannot build a model without memory (torch 2.0 can)'
+        yield Finding(SECTION, 'note', f'{text}; it was not built')
         return
     try:
         model, on_host = build(cfg.model)
     except Exception as error:
-        # Models fail in as many ways as there are.
+        # A model may raise anything.
         yield Finding(
             SECTION,
             'error',
@@ -62,11 +47,10 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
         )
         return
     if on_host:
-        yield Finding(
-            SECTION,
-            'note',
-            'the model was built on the host, because it computes with tensors while it is built',
+        text = (
+            'the model was built on the host, because it computes with tensors while it is built'
         )
+        yield Finding(SECTION, 'note', text)
     spread = None
     if accelerator is not None:
         try:
@@ -79,9 +63,11 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
                 'the job stops before the model is built.',
                 'model_parallel = dict(enable=False)',
             )
-    yield _weigh(model, cfg, accelerator, ranks, spread)
+    yield _predict_memory(model, cfg, accelerator, ranks, spread)
     if spread is not None:
-        yield Finding(SECTION, 'ok', _describe(spread), data=dict(loads=spread.loads))
+        loads = ', '.join(f'{device} {gigabytes(load)}' for device, load in spread.loads.items())
+        text = f'the model is spread over devices, activations not counted: {loads}'
+        yield Finding(SECTION, 'ok', text, data=dict(loads=spread.loads))
 
 
 def _spread(
@@ -97,61 +83,54 @@ def _spread(
     return parallelism.plan
 
 
-def _describe(plan: DevicePlan) -> str:
-    loads = ', '.join(f'{device} {gigabytes(load)}' for device, load in plan.loads.items())
-    return f'the model is spread over devices, activations not counted: {loads}'
-
-
-def _weigh(
+def _predict_memory(
     model: nn.Module,
     cfg: Config,
     accelerator: Optional[Accelerator],
     ranks: int,
     spread: Optional[DevicePlan],
 ) -> Finding:
-    trained = [p for p in model.parameters() if p.requires_grad]
+    sizes = [p.numel() * p.element_size() for p in model.parameters()]
     count = sum(p.numel() for p in model.parameters())
-    trained_bytes = _bytes_of(trained)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    trained_count = sum(p.numel() for p in trained)
+    gradients = sum(p.numel() * p.element_size() for p in trained)
     factor, unknown = state_factor((cfg.get('optim_wrapper') or {}).get('optimizer'))
     parts: Dict[str, float] = {
-        'parameters': _bytes_of(model.parameters()),
-        'buffers': _bytes_of(model.buffers()),
-        'gradients': trained_bytes,
+        'parameters': sum(sizes),
+        'buffers': sum(b.numel() * b.element_size() for b in model.buffers()),
+        'gradients': gradients,
     }
     if factor is not None:
-        parts['optimizer state'] = factor * trained_bytes
+        parts['optimizer state'] = factor * gradients
     needed = sum(parts.values())
-    memory = None if accelerator is None else accelerator.memory_total(accelerator.device(0))
-    if memory is not None and accelerator is not None and accelerator.shares_devices:
-        memory //= ranks
-    told = ', '.join(f'{name} {gigabytes(size)}' for name, size in parts.items())
+    memory = None
+    if accelerator is not None:
+        memory = accelerator.memory_total(accelerator.device(0))
+        if memory is not None and accelerator.shares_devices:
+            memory //= ranks
+    listed = ', '.join(f'{name} {gigabytes(size)}' for name, size in parts.items())
     holder = 'device' if spread is None else 'group of devices'
     found = (
-        f'the model has {count:,} parameters, of which {sum(p.numel() for p in trained):,} are '
-        f'trained; each {holder} holds {gigabytes(needed)} ({told}), activations not counted'
+        f'the model has {count:,} parameters, of which {trained_count:,} are trained; each '
+        f'{holder} holds {gigabytes(needed)} ({listed}), activations not counted'
     )
     if factor is None:
         found += f'; the state of the optimizer is not known: {unknown}'
-    found += '' if memory is None else f'; it has {gigabytes(memory)}'
+    if memory is not None:
+        found += f'; it has {gigabytes(memory)}'
+    level, why, remedy = 'ok', '', ''
+    if spread is None and memory is not None and needed > memory:
+        level, why = 'error', 'the device has less memory than that, even without activations.'
+        remedy = 'model_parallel = dict(enable=True)  # over several devices'
+    elif spread is None and memory is not None and needed > COMFORTABLE_PART * memory:
+        level, why = 'warning', 'little memory remains for activations.'
+        remedy = 'train_dataloader.batch_size = 1'
     data = dict(
         parameters=count,
-        trained=sum(p.numel() for p in trained),
+        trained=trained_count,
         memory_parts=parts,
         memory_total=memory,
         state_factor=factor,
     )
-    level, why, remedy = ('ok', '', '') if spread else _judge(needed, memory)
     return Finding(SECTION, level, found, why, remedy, data)
-
-
-def _judge(needed: float, memory: Optional[float]) -> Any:
-    remedy = 'model_parallel = dict(enable=True)  # over several devices'
-    if memory is None or needed <= COMFORTABLE_PART * memory:
-        return 'ok', '', ''
-    if needed > memory:
-        return 'error', 'the device has less memory than that, even without activations.', remedy
-    return 'warning', 'little is left for activations.', 'train_dataloader.batch_size = 1'
-
-
-def _bytes_of(tensors: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

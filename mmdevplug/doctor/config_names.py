@@ -1,36 +1,14 @@
-"""Whether the types that a config names are registered."""
+"""Check that the types that a config names are registered."""
 
 import difflib
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Sequence
 
+from mmengine import registry as mm
 from mmengine.config import Config
-from mmengine.registry import (
-    DATA_SAMPLERS,
-    DATASETS,
-    EVALUATOR,
-    FUNCTIONS,
-    HOOKS,
-    LOG_PROCESSORS,
-    LOOPS,
-    METRICS,
-    MODEL_WRAPPERS,
-    MODELS,
-    OPTIM_WRAPPER_CONSTRUCTORS,
-    OPTIM_WRAPPERS,
-    OPTIMIZERS,
-    PARAM_SCHEDULERS,
-    RUNNERS,
-    STRATEGIES,
-    TASK_UTILS,
-    TRANSFORMS,
-    VISBACKENDS,
-    VISUALIZERS,
-    WEIGHT_INITIALIZERS,
-    Registry,
-)
+from mmengine.registry import Registry
 
 from mmdevplug.model import prepare
 
@@ -38,79 +16,73 @@ from .findings import Finding
 
 SECTION = 'config'
 
-#: The registries that MMEngine's runner builds these keys with.
+#: The registries with which MMEngine's runner builds these keys.
 TOP_LEVEL = {
-    'model': MODELS,
-    'model_wrapper_cfg': MODEL_WRAPPERS,
-    'optim_wrapper': OPTIM_WRAPPERS,
-    'param_scheduler': PARAM_SCHEDULERS,
+    'model': mm.MODELS,
+    'model_wrapper_cfg': mm.MODEL_WRAPPERS,
+    'optim_wrapper': mm.OPTIM_WRAPPERS,
+    'param_scheduler': mm.PARAM_SCHEDULERS,
     'train_dataloader': None,
     'val_dataloader': None,
     'test_dataloader': None,
-    'train_cfg': LOOPS,
-    'val_cfg': LOOPS,
-    'test_cfg': LOOPS,
-    'val_evaluator': METRICS,
-    'test_evaluator': METRICS,
-    'default_hooks': HOOKS,
-    'custom_hooks': HOOKS,
-    'visualizer': VISUALIZERS,
-    'log_processor': LOG_PROCESSORS,
-    'strategy': STRATEGIES,
+    'train_cfg': mm.LOOPS,
+    'val_cfg': mm.LOOPS,
+    'test_cfg': mm.LOOPS,
+    'val_evaluator': mm.METRICS,
+    'test_evaluator': mm.METRICS,
+    'default_hooks': mm.HOOKS,
+    'custom_hooks': mm.HOOKS,
+    'visualizer': mm.VISUALIZERS,
+    'log_processor': mm.LOG_PROCESSORS,
+    'strategy': mm.STRATEGIES,
 }
 
-#: The registries of keys inside these, wherever they are.
+#: The registries of keys inside of these, at any depth.
 INSIDE = {
-    'optimizer': OPTIMIZERS,
-    'dataset': DATASETS,
-    'datasets': DATASETS,
-    'sampler': DATA_SAMPLERS,
-    'batch_sampler': DATA_SAMPLERS,
-    'collate_fn': FUNCTIONS,
-    'pipeline': TRANSFORMS,
-    'vis_backends': VISBACKENDS,
+    'optimizer': mm.OPTIMIZERS,
+    'dataset': mm.DATASETS,
+    'datasets': mm.DATASETS,
+    'sampler': mm.DATA_SAMPLERS,
+    'batch_sampler': mm.DATA_SAMPLERS,
+    'collate_fn': mm.FUNCTIONS,
+    'pipeline': mm.TRANSFORMS,
+    'vis_backends': mm.VISBACKENDS,
 }
 
-#: Where `type` is no name of a registry.
+#: Keys whose `type` is no registered name.
 OWN_WORDS = ('clip_grad', 'grad_compression', 'backend_args', 'file_client_args', 'paramwise_cfg')
 
-#: What a part of a model may be registered in.
-ANYWHERE = (MODELS, WEIGHT_INITIALIZERS, TASK_UTILS, TRANSFORMS, DATASETS, FUNCTIONS, METRICS)
-
-ACCEPTED_TOO = {METRICS: (EVALUATOR,), DATASETS: (), LOOPS: ()}
+#: The registries of a part of a model whose builder is not known.
+ANYWHERE = (
+    mm.MODELS,
+    mm.WEIGHT_INITIALIZERS,
+    mm.TASK_UTILS,
+    mm.TRANSFORMS,
+    mm.DATASETS,
+    mm.FUNCTIONS,
+    mm.METRICS,
+)
 
 
 class Named(NamedTuple):
-    """A type that a config names.
+    """A type that a config names, its key, and where it is looked up."""
 
-    Attributes:
-        path (str): Where, e.g. ``'model.backbone.type'``.
-        name (str): The name.
-        registry (Registry, optional): Where it is looked up; None if the one who reads it decides.
-        scope (str, optional): ``_scope_`` of the dict.
-    """
-
-    path: str
+    path: str  # e.g. 'model.backbone.type'
     name: str
-    registry: Optional[Registry]
-    scope: Optional[str]
+    registry: Optional[Registry]  # None if it is not known
+    scope: Optional[str]  # `_scope_` of the dict
 
 
 def names_in(cfg: Config) -> Iterator[Named]:
-    """All types that a runner or what it builds looks up by name."""
+    """Yield all types that a runner or what it builds looks up by name."""
     for key, registry in TOP_LEVEL.items():
-        if cfg.get(key) is not None:
-            yield from _walk(cfg[key], key, registry, None)
-    constructor = _get(cfg.get('optim_wrapper'), 'constructor')
+        yield from _walk(cfg.get(key), key, registry, None)
+    constructor = (cfg.get('optim_wrapper') or {}).get('constructor')
     if isinstance(constructor, str):
         path = 'optim_wrapper.constructor'
-        yield Named(path, constructor, OPTIM_WRAPPER_CONSTRUCTORS, None)
+        yield Named(path, constructor, mm.OPTIM_WRAPPER_CONSTRUCTORS, None)
     if isinstance(cfg.get('runner_type'), str):
-        yield Named('runner_type', cfg.runner_type, RUNNERS, None)
-
-
-def _get(value: Any, key: str) -> Any:
-    return value.get(key) if isinstance(value, dict) else None
+        yield Named('runner_type', cfg.runner_type, mm.RUNNERS, None)
 
 
 def _walk(
@@ -132,11 +104,7 @@ def _walk(
 
 
 def examine(cfg: Config) -> Iterator[Finding]:
-    """Look up all names.
-
-    Args:
-        cfg (Config): With its default scope set.
-    """
+    """Look up all names of a config whose default scope is set."""
     for named in names_in(cfg):
         if named.path == 'model_wrapper_cfg.type' and named.name in prepare.REPLACED_BY:
             continue
@@ -147,79 +115,55 @@ def examine(cfg: Config) -> Iterator[Finding]:
 
 def _problem(named: Named) -> Optional[str]:
     """What is wrong with a name, None if it is registered."""
-    if named.registry is None:
-        registries: Any = ANYWHERE
-    else:
-        registries = (named.registry, *ACCEPTED_TOO.get(named.registry, ()))
-    broken = None
+    registries: Sequence[Registry] = ANYWHERE if named.registry is None else (named.registry,)
+    if named.registry is mm.METRICS:
+        registries = (mm.METRICS, mm.EVALUATOR)
+    problem = 'it is not registered'
     for registry in registries:
         try:
-            if _look_up(registry, named.name, named.scope) is not None:
-                return None
+            with registry.switch_scope_and_registry(named.scope) as found:
+                if found.get(named.name) is not None:
+                    return None
         except Exception as error:
-            # A package that registers its parts by imports, one of which fails in whatever way.
-            broken = f'looking it up fails with {type(error).__name__}: {error}'
-    return broken or 'it is not registered'
-
-
-def _look_up(registry: Registry, name: str, scope: Optional[str]) -> Any:
-    with registry.switch_scope_and_registry(scope) as found:
-        try:
-            return found.get(name)
-        except RuntimeError as error:
-            if str(error) == f'Failed to get {name}':
-                return None  # a path of a module that is not there
-            raise
+            # A package registers its parts by imports, which may fail in any way. MMEngine itself
+            # raises for the path of a module that does not exist.
+            if str(error) != f'Failed to get {named.name}':
+                problem = f'looking it up fails with {type(error).__name__}: {error}'
+    return problem
 
 
 def _unknown(named: Named, problem: str, cfg: Config) -> Finding:
-    registry = named.registry
-    close = _close_names(named)
-    where = place_of(named.name, cfg)
-    found = f'{named.path}={named.name!r}: {problem}{f" ({where})" if where else ""}'
-    if registry is not None:
-        found += f'; looked for among {registry.name}s'
-    if close:
-        found += f'; close to it: {", ".join(close)}'
-    remedy = (
-        f'{named.path} = {close[0]!r}'
-        if close
-        else "custom_imports = dict(imports=['MODULE_THAT_REGISTERS_IT'], "
-        'allow_failed_imports=False)'
-    )
-    return Finding(
-        SECTION,
-        'warning' if registry is None else 'error',
-        found,
-        'who builds it may know the word by itself; if not, the job stops there.'
-        if registry is None
-        else 'the job stops when it is built.',
-        remedy,
-        dict(path=named.path, name=named.name, close=close),
-    )
-
-
-def _close_names(named: Named) -> List[str]:
+    level, why = 'error', 'the job stops when it is built.'
     scope, _, name = named.name.rpartition('.')
-    close = difflib.get_close_matches(name, _all_names(named.registry), n=3, cutoff=0.5)
-    return [f'{scope}.{found}' if scope else found for found in close]
+    known: Dict[str, None] = {}
+    for registry in ANYWHERE if named.registry is None else (named.registry,):
+        _collect_names(registry.root, known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = [f'{scope}.{found}' if scope else found for found in close]
+    place = _place_of(named.name, cfg)
+    found = f'{named.path}={named.name!r}: {problem}{f" ({place})" if place else ""}'
+    if named.registry is None:
+        level, why = 'warning', 'what builds it may know the name; if not, the job stops there.'
+    else:
+        found += f'; searched among {named.registry.name}s'
+    remedy = (
+        "custom_imports = dict(imports=['MODULE_THAT_REGISTERS_IT'], allow_failed_imports=False)"
+    )
+    if close:
+        found += f'; similar: {", ".join(close)}'
+        remedy = f'{named.path} = {close[0]!r}'
+    data = dict(path=named.path, name=named.name, close=close)
+    return Finding(SECTION, level, found, why, remedy, data)
 
 
-def _all_names(registry: Optional[Registry]) -> List[str]:
-    names: Dict[str, None] = {}
-    for found in ANYWHERE if registry is None else (registry,):
-        _collect(found.root, names)
-    return list(names)
-
-
-def _collect(registry: Registry, names: Dict[str, None]) -> None:
+def _collect_names(registry: Registry, names: Dict[str, None]) -> None:
     names.update(dict.fromkeys(registry.module_dict))
     for child in registry.children.values():
-        _collect(child, names)
+        _collect_names(child, names)
 
 
-def place_of(name: str, cfg: Config) -> str:
-    """The file and line where a config names something, as far as its text tells."""
+def _place_of(name: str, cfg: Config) -> str:
+    """Find the file and line where a config names something; empty if it is in no file."""
     file, line, quoted = '', 0, re.compile(f'[\'"]{re.escape(name)}[\'"]')
     for text in (cfg.text or '').splitlines():
         if text.endswith(('.py', '.yml', '.yaml', '.json')) and Path(text).is_file():
@@ -232,17 +176,16 @@ def place_of(name: str, cfg: Config) -> str:
 
 
 def scope_problem(scope: str) -> str:
-    """Why a default scope cannot be used, empty if it can."""
+    """Say why a default scope cannot be used; empty if it can."""
     try:
         import_module(f'{scope}.registry')
     except ModuleNotFoundError as error:
-        if error.name in (scope, f'{scope}.registry') and _registered(scope):
+        registered = any(
+            scope in one.children for one in (mm.MODELS, mm.DATASETS, mm.HOOKS, mm.TRANSFORMS)
+        )
+        if error.name in (scope, f'{scope}.registry') and registered:
             return ''  # registries of a config's custom_imports
         return f'{type(error).__name__}: {error}'
     except Exception as error:
         return f'import {scope}.registry fails with {type(error).__name__}: {error}'
     return ''
-
-
-def _registered(scope: str) -> bool:
-    return any(scope in registry.children for registry in (MODELS, DATASETS, HOOKS, TRANSFORMS))

@@ -1,7 +1,7 @@
-"""Values of a config that are this plugin's, or that a job of several processes depends on."""
+"""Check values of a config that are this plugin's, or that depend on the number of processes."""
 
 from numbers import Real
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional
 
 from mmengine.config import Config
 
@@ -17,49 +17,44 @@ from mmdevplug.model.norm_layers import check_sync_bn
 from .findings import Finding
 
 SECTION = 'config'
-HALF = ('float16', 'torch.float16')
 
-
-def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iterator[Finding]:
-    """Look at values.
-
-    Args:
-        cfg (Config): The config.
-        accelerator (Accelerator, optional): None if there is none.
-        ranks (int): How many processes would train.
-    """
-    options, wrong = _accelerator_options(cfg)
-    yield from _runner(cfg)
-    yield from _backend(cfg, accelerator, options.backend)
-    yield from _wrapper(cfg)
-    for error in wrong:
-        yield _error(str(error), 'write what is expected there, or leave the option out')
-    yield from _precision(cfg, accelerator)
-    yield from _batch(cfg, ranks)
-    yield from _intervals(cfg)
-    if accelerator is not None:
-        yield from _for_cuda(cfg, accelerator)
-
-
-def _accelerator_options(cfg: Config) -> Tuple[AcceleratorOptions, List[DevPlugError]]:
-    wrong: List[DevPlugError] = []
-    try:
-        return AcceleratorOptions.from_config(cfg.get('accelerator'), problems=wrong), wrong
-    except DevPlugError as error:
-        return AcceleratorOptions(), [error]
-
-
-def _for_cuda(cfg: Config, accelerator: Accelerator) -> Iterator[Finding]:
-    for setting in cuda_settings(cfg, accelerator.device_type):
-        found = f'{setting.path}={setting.value!r}: {setting.why}'
-        yield Finding(SECTION, setting.level, found, _FOLLOWS[setting.level], setting.write)
-
-
-_FOLLOWS = dict(
+_CUDA_SETTINGS_WHY = dict(
     error='the job stops where it is used.',
     warning='the job may stop where it is used.',
     note='training goes on without it.',
 )
+
+
+def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iterator[Finding]:
+    """Check values for a training of ``ranks`` processes."""
+    kind = cfg.get('runner_type')
+    if kind in (None, 'Runner'):
+        yield Finding(
+            SECTION,
+            'note',
+            f'runner_type={kind!r}: the config does not choose DeviceRunner',
+            '`mmdevplug train` uses it where runner_type is missing; the tools of model libraries '
+            "use MMEngine's own, which ignores the device keys.",
+            "_base_ = [..., __import__('mmdevplug').base_config('auto')]",
+        )
+    wrong: List[DevPlugError] = []
+    options = AcceleratorOptions()
+    try:
+        options = AcceleratorOptions.from_config(cfg.get('accelerator'), problems=wrong)
+    except DevPlugError as error:
+        wrong = [error]
+    for error in wrong:
+        yield _error(str(error), 'write what is expected there, or leave the option out')
+    yield from _process_group(cfg, accelerator, options.backend)
+    yield from _wrapper(cfg)
+    if accelerator is not None:
+        yield from _precision(cfg, accelerator)
+        for setting in cuda_settings(cfg, accelerator.device_type):
+            found = f'{setting.path}={setting.value!r}: {setting.why}'
+            why = _CUDA_SETTINGS_WHY[setting.level]
+            yield Finding(SECTION, setting.level, found, why, setting.write)
+    yield from _batch(cfg, ranks)
+    yield from _intervals(cfg)
 
 
 def _error(found: str, remedy: str, why: str = 'the job stops before it trains.') -> Finding:
@@ -67,33 +62,19 @@ def _error(found: str, remedy: str, why: str = 'the job stops before it trains.'
 
 
 def _dict_at(cfg: Any, *keys: str) -> Dict[str, Any]:
-    """What is at a path of keys, an empty dict where nothing is."""
+    """Get what is at a path of keys, an empty dict if nothing is."""
     for key in keys:
         cfg = cfg.get(key) if hasattr(cfg, 'get') else None
     return cfg if isinstance(cfg, dict) else {}
 
 
-def _runner(cfg: Config) -> Iterator[Finding]:
-    kind = cfg.get('runner_type')
-    if kind in (None, 'Runner'):
-        yield Finding(
-            SECTION,
-            'note',
-            f'runner_type={kind!r}: the config does not ask for DeviceRunner',
-            '`mmdevplug train` takes it where nothing is said; the tools of model libraries take '
-            "MMEngine's own, for which the device keys are without effect.",
-            "_base_ = [..., __import__('mmdevplug').base_config('auto')]",
-        )
-
-
-def _backend(
+def _process_group(
     cfg: Config, accelerator: Optional[Accelerator], forced: Optional[str]
 ) -> Iterator[Finding]:
     dist_cfg = _dict_at(cfg, 'env_cfg', 'dist_cfg')
     timeout = dist_cfg.get('timeout')
-    if timeout is not None and (
-        isinstance(timeout, bool) or not isinstance(timeout, Real) or not timeout > 0
-    ):
+    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0):
         yield _error(
             f'env_cfg.dist_cfg.timeout={timeout!r}: expected a number of seconds above 0',
             'env_cfg = dict(dist_cfg=dict(timeout=1800))',
@@ -106,12 +87,8 @@ def _backend(
         yield _error(str(error), f"accelerator = dict(type={accelerator.name!r}, backend='auto')")
         return
     staged = '' if accelerator.takes_tensors(backend) else ', by way of the host'
-    yield Finding(
-        SECTION,
-        'ok',
-        f'accelerator {accelerator.name!r} with backend {backend!r}: gradients are averaged'
-        f'{staged}',
-    )
+    found = f'accelerator {accelerator.name!r} with backend {backend!r}: gradients are averaged'
+    yield Finding(SECTION, 'ok', found + staged)
 
 
 def _wrapper(cfg: Config) -> Iterator[Finding]:
@@ -141,20 +118,15 @@ def _wrapper(cfg: Config) -> Iterator[Finding]:
         yield _error(str(error), "sync_bn = 'auto'")
 
 
-def _precision(cfg: Config, accelerator: Optional[Accelerator]) -> Iterator[Finding]:
+def _precision(cfg: Config, accelerator: Accelerator) -> Iterator[Finding]:
     optim_wrapper = _dict_at(cfg, 'optim_wrapper')
-    if accelerator is None or 'Amp' not in str(optim_wrapper.get('type')):
-        return
     dtype = str(optim_wrapper.get('dtype') or accelerator.amp_dtype)
-    if dtype not in HALF:
-        return
-    try:
-        accelerator.grad_scaler()
-    except DevPlugError as error:
-        yield _error(f'optim_wrapper.dtype={dtype!r}: {error}', "optim_wrapper.dtype = 'bfloat16'")
-
-
-# batches ----------------------------------------------------------------------------------------
+    if 'Amp' in str(optim_wrapper.get('type')) and dtype in ('float16', 'torch.float16'):
+        try:
+            accelerator.grad_scaler()
+        except DevPlugError as error:
+            remedy = "optim_wrapper.dtype = 'bfloat16'"
+            yield _error(f'optim_wrapper.dtype={dtype!r}: {error}', remedy)
 
 
 def _batch(cfg: Config, ranks: int) -> Iterator[Finding]:
@@ -163,10 +135,10 @@ def _batch(cfg: Config, ranks: int) -> Iterator[Finding]:
     if not isinstance(batch, int) or batch < 1:
         return
     accumulated = _accumulative_counts(cfg)
-    together = batch * ranks * accumulated
     how = f'{batch} on each of {ranks} rank(s)'
     how += f', accumulated {accumulated} times' if accumulated > 1 else ''
-    yield Finding(SECTION, 'ok', f'an update of the weights sees {together} samples: {how}')
+    count = batch * ranks * accumulated
+    yield Finding(SECTION, 'ok', f'an update of the weights sees {count} samples: {how}')
     length = _dict_at(loader, 'dataset').get('indices')
     if isinstance(length, int) and 0 < length < batch * ranks:
         yield _error(
@@ -175,9 +147,9 @@ def _batch(cfg: Config, ranks: int) -> Iterator[Finding]:
             f'train_dataloader.batch_size = {max(1, length // ranks)}',
             'with drop_last an epoch has no iteration; without, ranks see samples twice.',
         )
-    base = _dict_at(cfg, 'auto_scale_lr').get('base_batch_size')
-    enabled = bool(_dict_at(cfg, 'auto_scale_lr').get('enable'))
-    if isinstance(base, int) and batch * ranks != base and not enabled:
+    scaling = _dict_at(cfg, 'auto_scale_lr')
+    base = scaling.get('base_batch_size')
+    if isinstance(base, int) and batch * ranks != base and not scaling.get('enable'):
         yield Finding(
             SECTION,
             'warning',
@@ -196,26 +168,26 @@ def _accumulative_counts(cfg: Config) -> int:
 def _intervals(cfg: Config) -> Iterator[Finding]:
     counts = _accumulative_counts(cfg)
     checkpoint = _dict_at(cfg, 'default_hooks', 'checkpoint')
-    interval, by_epoch = checkpoint.get('interval'), checkpoint.get('by_epoch', True)
-    loop = _dict_at(cfg, 'train_cfg')
-    if not isinstance(interval, int) or interval < 1 or counts == 1:
-        return
-    if not by_epoch and interval % counts:
-        yield Finding(
-            SECTION,
+    interval = None if checkpoint.get('by_epoch', True) else checkpoint.get('interval')
+    for key, value, level, why in (
+        (
+            'default_hooks.checkpoint.interval',
+            interval,
             'warning',
-            f'default_hooks.checkpoint.interval={interval} is no multiple of '
-            f'optim_wrapper.accumulative_counts={counts}',
             'a checkpoint in the middle of an accumulation does not hold the gradients so far.',
-            f'default_hooks.checkpoint.interval = {-(-interval // counts) * counts}',
-        )
-    iterations = loop.get('max_iters')
-    if isinstance(iterations, int) and iterations % counts:
-        yield Finding(
-            SECTION,
+        ),
+        (
+            'train_cfg.max_iters',
+            _dict_at(cfg, 'train_cfg').get('max_iters'),
             'note',
-            f'train_cfg.max_iters={iterations} is no multiple of '
-            f'optim_wrapper.accumulative_counts={counts}',
             'the last update sees fewer samples than the others.',
-            f'train_cfg.max_iters = {-(-iterations // counts) * counts}',
-        )
+        ),
+    ):
+        if isinstance(value, int) and value > 0 and value % counts:
+            yield Finding(
+                SECTION,
+                level,
+                f'{key}={value} is no multiple of optim_wrapper.accumulative_counts={counts}',
+                why,
+                f'{key} = {-(-value // counts) * counts}',
+            )

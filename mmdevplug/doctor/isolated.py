@@ -1,11 +1,10 @@
-"""Checks in a process of their own, because a vendor's library may hang or abort it.
+"""Run checks in a separate process, because a vendor's library may hang or abort it.
 
 A module with such checks has a function ``work(task, options, say)`` that yields findings and
-tells by ``say(step)`` what it is about to do. The process that runs it writes one JSON list a
-line; what it was doing when it ended or stopped answering is the last line.
+calls ``say(step)`` before each step. Its process writes one JSON message a line; the last step
+names what it was doing when it ended or stopped answering.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -13,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Union
+from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Sequence, Union
 
 import psutil
 
@@ -26,14 +26,7 @@ MOST_OUTPUT = 1 << 14
 
 
 class Death(NamedTuple):
-    """A check that came to no end.
-
-    Attributes:
-        task (str): Which.
-        step (str): What it was doing.
-        how (str): What became of the process.
-        output (str): The end of what it printed.
-    """
+    """A check that ended early: its task and step, how it ended, and the end of its output."""
 
     task: str
     step: str
@@ -43,104 +36,85 @@ class Death(NamedTuple):
     def describe(self) -> str:
         """One phrase for a finding."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
-        # Where Python was, if a signal ended it; else what it said last.
+        # Where Python was, if a signal ended it; else the last line.
         places = [line for line in lines if line.startswith('File "')]
-        told = f' Its last words: {(places or lines[::-1])[0][:300]}' if lines else ''
-        return f'{self.task}: {self.step} {self.how}.{told}'
-
-
-Told = Union[Finding, Death]
+        last = f' It printed: {(places or lines[::-1])[0][:300]}' if lines else ''
+        return f'{self.task}: {self.step} {self.how}.{last}'
 
 
 def run_isolated(
     module: str, tasks: Sequence[str], options: Dict[str, Any], seconds: float
-) -> Iterator[Told]:
-    """Run checks one after the other; those behind one that dies get another process.
+) -> Iterator[Union[Finding, Death]]:
+    """Call ``module.work`` for one task after the other; after a death, in a new process.
 
-    Args:
-        module (str): The module whose ``work`` is called for each task.
-        tasks (Sequence[str]): Which.
-        options (dict): For all of them, as JSON takes it.
-        seconds (float): How long a step may take.
-
-    Yields:
-        Finding or Death: In the order of the tasks.
+    A step that takes more than ``seconds`` counts as hanging.
     """
-    left = list(tasks)
-    while left:
+    remaining = list(tasks)
+    while remaining:
         with tempfile.TemporaryDirectory(prefix='mmdevplug-doctor-') as folder:
-            told = _run(module, left, options, seconds, Path(folder))
-        ended = [words[1] for words in told.lines if words[0] in ('done', 'raised')]
-        for words in told.lines:
-            if words[0] == 'finding':
-                yield Finding(**words[2])
-            elif words[0] == 'raised':
-                yield Death(words[1], words[2], f'raised {words[3]}', '')
-        left = left[len(ended) :]
-        if left:
-            yield Death(left.pop(0), told.step, told.how, told.output)
+            messages, printed = Path(folder) / 'messages', Path(folder) / 'printed'
+            messages.touch()
+            command = [sys.executable, '-X', 'faulthandler', '-m', __name__, module]
+            command += [str(messages), json.dumps(options), *remaining]
+            status = run_watched(
+                command, printed, partial(os.path.getsize, str(messages)), seconds
+            )
+            lines = messages.read_text(encoding='utf-8').splitlines()
+            output = printed.read_bytes()[-MOST_OUTPUT:].decode(errors='replace')
+        step = 'starting Python'
+        for kind, value in map(json.loads, lines):
+            if kind == 'step':
+                step = value
+            elif kind == 'finding':
+                yield Finding(**value)
+            else:
+                task = remaining.pop(0)
+                if kind == 'raised':
+                    yield Death(task, step, f'raised {value}', '')
+        if remaining:
+            yield Death(remaining.pop(0), step, describe_end(status, seconds), output)
 
 
-class _Run(NamedTuple):
-    lines: List[List[Any]]
-    how: str
-    output: str
+def run_watched(
+    command: Sequence[str],
+    output: Path,
+    activity: Callable[[], Any],
+    seconds: float,
+    environ: Optional[Dict[str, str]] = None,
+) -> Optional[int]:
+    """Run a command, and kill it and its children if ``activity()`` does not change for long.
 
-    @property
-    def step(self) -> str:
-        steps = [words[2] for words in self.lines if words[0] == 'step']
-        return steps[-1] if steps else 'starting Python'
-
-
-def _run(
-    module: str, tasks: List[str], options: Dict[str, Any], seconds: float, folder: Path
-) -> _Run:
-    lines, printed = folder / 'lines', folder / 'printed'
-    lines.touch()
-    command = [sys.executable, '-X', 'faulthandler', '-m', __name__, module, str(lines)]
-    command += [json.dumps(options), *tasks]
-    with open(str(printed), 'wb') as output:
+    Returns:
+        int or None: The exit status; None if the command was killed.
+    """
+    with open(str(output), 'wb') as file:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            command, env=environ, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT
         )
     try:
-        how = _watch(process, lines, seconds)
+        seen, deadline = activity(), time.monotonic() + seconds
+        while process.poll() is None and time.monotonic() < deadline:
+            found = activity()
+            if found != seen:
+                seen, deadline = found, time.monotonic() + seconds
+            time.sleep(POLL_SECONDS)
+        return process.returncode
     finally:
-        end_tree(process)
-    found = lines.read_text(encoding='utf-8').splitlines()
-    output_tail = printed.read_bytes()[-MOST_OUTPUT:].decode(errors='replace')
-    return _Run([json.loads(line) for line in found], how, output_tail)
+        _end_tree(process)
 
 
-def _watch(process: subprocess.Popen, lines: Path, seconds: float) -> str:
-    size, deadline = 0, time.monotonic() + seconds
-    while process.poll() is None:
-        grown = lines.stat().st_size
-        if grown != size:
-            size, deadline = grown, time.monotonic() + seconds
-        if time.monotonic() > deadline:
-            return f'gave no answer for {seconds:.0f} s'
-        time.sleep(POLL_SECONDS)
-    return describe_status(process.returncode)
+def describe_end(status: Optional[int], seconds: float) -> str:
+    """Describe what :func:`run_watched` returned, e.g. ``'ended the process with SIGABRT'``."""
+    if status is None:
+        return f'gave no answer for {seconds:.0f} s'
+    if status >= 0:
+        return f'ended the process with exit status {status}'
+    names = {number.value: number.name for number in signal.Signals}
+    return f'ended the process with {names.get(-status, f"signal {-status}")}'
 
 
-def describe_status(status: int) -> str:
-    """What became of a process.
-
-    Examples:
-        >>> describe_status(-6)
-        'ended the process with SIGABRT'
-    """
-    if status < 0:
-        try:
-            return f'ended the process with {signal.Signals(-status).name}'
-        except ValueError:
-            return f'ended the process with signal {-status}'
-    return f'ended the process with exit status {status}'
-
-
-def end_tree(process: subprocess.Popen) -> None:
-    """End a process and all it started, also what has a session of its own."""
+def _end_tree(process: subprocess.Popen) -> None:
+    """Kill a process and all its children, also those in another session."""
     try:
         parent = psutil.Process(process.pid)
         family = [*parent.children(recursive=True), parent]
@@ -150,49 +124,32 @@ def end_tree(process: subprocess.Popen) -> None:
         try:
             member.kill()
         except psutil.NoSuchProcess:
-            continue  # it ended by itself
+            continue
     process.wait()
 
 
-def main() -> None:
-    """Run the tasks of the command line."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument('module')
-    parser.add_argument('lines')
-    parser.add_argument('options', type=json.loads)
-    parser.add_argument('tasks', nargs='+')
-    args = parser.parse_args()
-    with open(args.lines, 'w', encoding='utf-8') as file:
+def main(module: str, messages: str, options: str, *tasks: str) -> None:
+    """Run tasks in this process; the arguments are those of :func:`run_isolated` as text."""
+    with open(messages, 'w', encoding='utf-8') as file:
 
-        def tell(*words: Any) -> None:
-            file.write(json.dumps(words) + '\n')
+        def send(kind: str, value: Any = None) -> None:
+            file.write(json.dumps([kind, value]) + '\n')
             file.flush()
 
-        work = import_module(args.module).work
-        for task in args.tasks:
-            _work(work, task, args.options, tell)
-        # Without the clean-up of vendors' libraries, which is no part of what was asked.
+        work = import_module(module).work
+        for task in tasks:
+            try:
+                for finding in work(task, json.loads(options), lambda step: send('step', step)):
+                    send('finding', finding.as_dict())
+            except Exception as error:
+                # Whatever a library raises is a finding; the next checks still run.
+                send('raised', f'{type(error).__name__}: {error}')
+            else:
+                send('done')
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(0)
-
-
-def _work(work: Any, task: str, options: Dict[str, Any], tell: Any) -> None:
-    step = ['the check']
-
-    def say(what: str) -> None:
-        step[0] = what
-        tell('step', task, what)
-
-    try:
-        for finding in work(task, options, say):
-            tell('finding', task, finding.as_dict())
-    except Exception as error:
-        # Whatever a library raises is a finding, and never the end of the examination.
-        tell('raised', task, step[0], f'{type(error).__name__}: {error}')
-        return
-    tell('done', task)
+    os._exit(0)  # without the clean-up of vendors' libraries, which may abort
 
 
 if __name__ == '__main__':
-    main()
+    main(*sys.argv[1:])

@@ -1,9 +1,9 @@
-"""Section *launch*: the variables of launchers, what contradicts what, what an old job left."""
+"""Section *launch*: launch variables, contradictions between them, leftovers of an old job."""
 
 import os
 from typing import Iterator, List, Mapping, Optional
 
-from mmdevplug.environments.launch import LaunchEnv, read_launch_env
+from mmdevplug.environments.launch import read_launch_env
 from mmdevplug.environments.stale import stale_variables, unset_line
 from mmdevplug.errors import LaunchError
 
@@ -11,54 +11,30 @@ from .findings import Finding
 
 SECTION = 'launch'
 
-#: What is printed; no other variable's value is, because some hold secrets.
+#: Variables whose values are printed; others may hold secrets.
 SHOWN = (
-    'RANK',
-    'LOCAL_RANK',
-    'WORLD_SIZE',
-    'LOCAL_WORLD_SIZE',
-    'GROUP_RANK',
-    'ROLE_RANK',
-    'ROLE_WORLD_SIZE',
-    'MASTER_ADDR',
-    'MASTER_PORT',
-    'TORCHELASTIC_RUN_ID',
-    'TORCHELASTIC_RESTART_COUNT',
-    'TORCHELASTIC_MAX_RESTARTS',
-    'TORCHELASTIC_USE_AGENT_STORE',
-    'SLURM_JOB_ID',
-    'SLURM_PROCID',
-    'SLURM_LOCALID',
-    'SLURM_NTASKS',
-    'SLURM_NNODES',
-    'SLURM_TASKS_PER_NODE',
-    'SLURM_NODELIST',
-    'OMPI_COMM_WORLD_RANK',
-    'OMPI_COMM_WORLD_SIZE',
-    'OMPI_COMM_WORLD_LOCAL_RANK',
-    'OMPI_COMM_WORLD_LOCAL_SIZE',
-    'MMDEVPLUG_ACCELERATOR',
-    'PJRT_DEVICE',
-    'CUDA_VISIBLE_DEVICES',
-    'GLOO_SOCKET_IFNAME',
-    'NCCL_SOCKET_IFNAME',
-    'OMP_NUM_THREADS',
+    *('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'),
+    *('GROUP_RANK', 'ROLE_RANK', 'ROLE_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'),
+    *('TORCHELASTIC_RUN_ID', 'TORCHELASTIC_RESTART_COUNT'),
+    *('TORCHELASTIC_MAX_RESTARTS', 'TORCHELASTIC_USE_AGENT_STORE'),
+    *('SLURM_JOB_ID', 'SLURM_PROCID', 'SLURM_LOCALID', 'SLURM_NTASKS', 'SLURM_NNODES'),
+    *('SLURM_TASKS_PER_NODE', 'SLURM_NODELIST'),
+    *('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE'),
+    *('OMPI_COMM_WORLD_LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_SIZE'),
+    *('MMDEVPLUG_ACCELERATOR', 'PJRT_DEVICE', 'CUDA_VISIBLE_DEVICES'),
+    *('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME', 'OMP_NUM_THREADS'),
 )
 
-#: What a launcher of several processes sets and nobody else.
+#: Variables that only these launchers set.
 MARKS = {'slurm': 'SLURM_PROCID', 'mpi': 'OMPI_COMM_WORLD_RANK'}
 
 
 def examine(environ: Optional[Mapping[str, str]] = None) -> List[Finding]:
-    """Look at the variables.
-
-    Args:
-        environ (Mapping, optional): Defaults to None: ``os.environ``.
-    """
+    """Examine the variables; by default those of this process."""
     environ = os.environ if environ is None else environ
     shown = [f'{name}={environ[name]}' for name in SHOWN if name in environ]
     findings = [Finding(SECTION, 'note', f'set: {" ".join(shown)}')] if shown else []
-    findings += _left_over(environ)
+    findings += _stale(environ)
     for launcher, mark in MARKS.items():
         if mark in environ:
             findings += _under(launcher, environ)
@@ -67,8 +43,8 @@ def examine(environ: Optional[Mapping[str, str]] = None) -> List[Finding]:
     return findings
 
 
-def _left_over(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """What is set in a shell that starts single processes."""
+def _stale(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Report what an earlier job left in a shell that starts single processes."""
     stale = stale_variables('none', environ)
     if not stale:
         return
@@ -78,9 +54,9 @@ def _left_over(environ: Mapping[str, str]) -> Iterator[Finding]:
         SECTION,
         'warning',
         f'left over from an earlier job: {named}'
-        + (f". As torchrun's they are wrong, too: {problem}" if problem else ''),
+        + (f'. For torchrun they are wrong, too: {problem}' if problem else ''),
         'scripts that read them take a single process for one of several, and wait for the others '
-        'for ever.',
+        'without end.',
         unset_line(stale),
         dict(stale=list(stale)),
     )
@@ -89,15 +65,16 @@ def _left_over(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _under(launcher: str, environ: Mapping[str, str]) -> Iterator[Finding]:
     problem = _contradiction(launcher, environ)
     if problem:
+        named = [name for name in SHOWN if name in environ and name in problem]
         yield Finding(
             SECTION,
             'error',
             f'--launcher {launcher} is refused here: {problem}',
             'every process of the job would be refused.',
-            unset_line(_named_in(problem, environ)),
+            unset_line(named or ['RANK']),
         )
         return
-    env: LaunchEnv = read_launch_env(launcher, environ)
+    env = read_launch_env(launcher, environ)
     yield Finding(
         SECTION,
         'ok',
@@ -109,7 +86,7 @@ def _under(launcher: str, environ: Mapping[str, str]) -> Iterator[Finding]:
             SECTION,
             'note',
             f'this shell is one of {env.world_size} tasks of {launcher}',
-            'each of them starts a training of its own unless it is told of the launcher.',
+            'each task trains alone unless --launcher is passed.',
             f'python tools/train.py CONFIG --launcher {launcher}',
         )
 
@@ -120,7 +97,3 @@ def _contradiction(launcher: str, environ: Mapping[str, str]) -> str:
     except LaunchError as error:
         return str(error)
     return ''
-
-
-def _named_in(problem: str, environ: Mapping[str, str]) -> List[str]:
-    return [name for name in SHOWN if name in environ and name in problem] or ['RANK']

@@ -1,82 +1,68 @@
-"""Section *network*: port, host name and interfaces."""
+"""Section *network*: port, host name, interfaces, and what a job listens on."""
 
 import os
 import socket
 import threading
-from typing import Any, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
 
 import psutil
+
+from mmdevplug.environments.launch import DEFAULT_PORT
 
 from .findings import Finding
 
 SECTION = 'network'
-DEFAULT_PORT = 29500  # torch.distributed's own
 LOOK_UP_SECONDS = 10.0
 
 
-def examine(environ: Optional[Mapping[str, str]] = None) -> List[Finding]:
-    """Look at what rank 0 listens on and how ranks find each other.
-
-    Args:
-        environ (Mapping, optional): Defaults to None: ``os.environ``.
-    """
+def examine(environ: Optional[Mapping[str, str]] = None) -> Iterator[Finding]:
+    """Examine where rank 0 listens and how ranks find each other (from ``os.environ``)."""
     environ = os.environ if environ is None else environ
-    addresses = interfaces()
-    listed = '; '.join(f'{name}: {", ".join(found)}' for name, found in addresses.items())
-    return [
-        Finding(SECTION, 'note', f'interfaces: {listed}', data=dict(interfaces=addresses)),
-        *_check_port(environ.get('MASTER_PORT')),
-        *_check_host_name(addresses),
-        *_check_interface_variables(environ, list(addresses)),
-    ]
-
-
-def interfaces() -> Dict[str, List[str]]:
-    """The interfaces that have addresses, with these."""
     families = (socket.AF_INET, socket.AF_INET6)
-    found = {
+    interfaces = {
         name: [entry.address.split('%')[0] for entry in entries if entry.family in families]
         for name, entries in psutil.net_if_addrs().items()
     }
-    return {name: addresses for name, addresses in found.items() if addresses}
+    interfaces = {name: addresses for name, addresses in interfaces.items() if addresses}
+    listed = '; '.join(f'{name}: {", ".join(found)}' for name, found in interfaces.items())
+    yield Finding(SECTION, 'note', f'interfaces: {listed}', data=dict(interfaces=interfaces))
+    yield _check_port(environ.get('MASTER_PORT'))
+    yield from _check_host_name(interfaces)
+    for variable in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME'):
+        if variable in environ:
+            yield _check_interfaces(variable, environ[variable], list(interfaces))
 
 
-# the port ---------------------------------------------------------------------------------------
-
-
-def _check_port(value: Optional[str]) -> Iterator[Finding]:
+def _check_port(value: Optional[str]) -> Finding:
     text = str(DEFAULT_PORT) if value is None else value.strip()
     if not text.isdigit() or not 0 < int(text) < 65536:
-        yield Finding(
+        return Finding(
             SECTION,
             'error',
             f'MASTER_PORT={value!r}',
             'expected a port from 1 to 65535.',
-            f'export MASTER_PORT={free_port()}',
+            f'export MASTER_PORT={_free_port()}',
         )
-        return
     port = int(text)
     problem = _cannot_listen(port)
     if not problem:
-        yield Finding(SECTION, 'ok', f'port {port} is free')
-        return
-    owner = _listener(port)
+        return Finding(SECTION, 'ok', f'port {port} is free')
+    taken = f'is taken{_listener(port)}: {problem}'
     if value is None:
-        yield Finding(
+        return Finding(
             SECTION,
             'warning',
-            f'port {port} is taken{owner}: {problem}',
-            'tools/dist_train.sh and torchrun take it unless they are given another; '
-            '`mmdevplug train --nproc N` finds a free one by itself.',
-            f'PORT={free_port()} bash tools/dist_train.sh CONFIG NUM_DEVICES',
+            f'port {port} {taken}',
+            'tools/dist_train.sh and torchrun use it by default; `mmdevplug train --nproc N` '
+            'finds a free one by itself.',
+            f'PORT={_free_port()} bash tools/dist_train.sh CONFIG NUM_DEVICES',
         )
-        return
-    yield Finding(
+    return Finding(
         SECTION,
         'error',
-        f'MASTER_PORT={port} is taken{owner}: {problem}',
+        f'MASTER_PORT={port} {taken}',
         'rank 0 cannot hold the store there, and the job does not start.',
-        f'export MASTER_PORT={free_port()}',
+        f'export MASTER_PORT={_free_port()}',
     )
 
 
@@ -93,47 +79,35 @@ def _cannot_listen(port: int) -> str:
 
 
 def _listener(port: int) -> str:
-    """Who listens on a port, where the system tells."""
+    """Name the process that listens on a port; empty if the system does not show it."""
     try:
-        connections = psutil.net_connections('inet')
+        for found in psutil.net_connections('inet'):
+            if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
+                return f' by process {found.pid} ({psutil.Process(found.pid).name()})'
     except psutil.Error:
-        return ''  # another user's, or a system that tells only root
-    for found in connections:
-        if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
-            return f' by process {found.pid} ({_name_of(found.pid)})'
+        return ''
     return ''
 
 
-def _name_of(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return 'which has ended'
-
-
-def free_port() -> int:
-    """A port that is free now."""
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(('', 0))
         return probe.getsockname()[1]
 
 
-# the host's name --------------------------------------------------------------------------------
-
-
-def _check_host_name(addresses: Dict[str, List[str]]) -> Iterator[Finding]:
+def _check_host_name(interfaces: Dict[str, List[str]]) -> Iterator[Finding]:
     name = socket.gethostname()
-    found = look_up(name)
-    outward = [i for i, a in addresses.items() if not all(map(_is_loopback, a))]
-    interface = (outward or list(addresses) or ['eth0'])[0]
+    found = _look_up(name)
+    outward = [i for i, addresses in interfaces.items() if not all(map(_is_loopback, addresses))]
+    remedy = f'export GLOO_SOCKET_IFNAME={(outward or list(interfaces) or ["eth0"])[0]}'
     if isinstance(found, str):
         yield Finding(
             SECTION,
             'warning',
             f'the host name {name!r} is not known: {found}',
-            'gloo looks it up unless it is told an interface. Jobs on one host are: mmdevplug '
-            'takes the loopback interface for them. Jobs on several hosts fail.',
-            f'export GLOO_SOCKET_IFNAME={interface}',
+            'gloo looks it up unless GLOO_SOCKET_IFNAME names an interface. For jobs on one host '
+            'mmdevplug chooses the loopback interface. Jobs on several hosts fail.',
+            remedy,
         )
         return
     yield Finding(SECTION, 'ok', f'the host name {name!r} is {", ".join(found)}')
@@ -143,17 +117,13 @@ def _check_host_name(addresses: Dict[str, List[str]]) -> Iterator[Finding]:
             'note',
             f'the host name {name!r} is known as a loopback address alone',
             'on several hosts gloo would listen where the others cannot reach it.',
-            f'export GLOO_SOCKET_IFNAME={interface}',
+            remedy,
         )
 
 
-def look_up(name: str, seconds: float = LOOK_UP_SECONDS) -> Any:
-    """Look up a host's name, without waiting for ever for a name server.
-
-    Returns:
-        list or str: The addresses, or what is wrong.
-    """
-    answer: List[Any] = [f'no answer within {seconds:.0f} s']
+def _look_up(name: str) -> Union[List[str], str]:
+    """Return the addresses of a host, or what is wrong; a name server may not answer."""
+    answer: List[Any] = [f'no answer within {LOOK_UP_SECONDS:.0f} s']
 
     def ask() -> None:
         try:
@@ -163,45 +133,78 @@ def look_up(name: str, seconds: float = LOOK_UP_SECONDS) -> Any:
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(LOOK_UP_SECONDS)
     return answer[0]
 
 
 def _is_loopback(address: str) -> bool:
-    return address.startswith('127.') or address == '::1'
+    return address.startswith(('127.', '::ffff:127.')) or address == '::1'
 
 
-# variables that name interfaces -----------------------------------------------------------------
-
-
-def _check_interface_variables(environ: Mapping[str, str], names: List[str]) -> Iterator[Finding]:
-    for variable in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME'):
-        value = environ.get(variable)
-        if value is None:
-            continue
-        missing = _missing_interfaces(variable, value, names)
-        if missing:
-            yield Finding(
-                SECTION,
-                'error',
-                f'{variable}={value!r}, but there is no interface {", ".join(missing)}; there are '
-                f'{", ".join(names)}',
-                'the process group does not start.',
-                f'unset {variable}',
-            )
-        else:
-            yield Finding(SECTION, 'ok', f'{variable}={value!r} is there')
-
-
-def _missing_interfaces(variable: str, value: str, names: List[str]) -> List[str]:
+def _check_interfaces(variable: str, value: str, names: List[str]) -> Finding:
     if variable.startswith('GLOO'):
-        return [name for name in value.split(',') if name not in names]
-    if value.startswith('^'):
-        return []  # these are left out
-    exact = value.startswith('=')
-    wanted = value.lstrip('=').split(',')
-    return [
-        prefix
-        for prefix in wanted
-        if not any(name == prefix if exact else name.startswith(prefix) for name in names)
-    ]
+        missing = [name for name in value.split(',') if name not in names]
+    elif value.startswith('^'):
+        missing = []  # names that NCCL leaves out
+    elif value.startswith('='):
+        missing = [name for name in value[1:].split(',') if name not in names]
+    else:
+        prefixes = value.split(',')
+        missing = [one for one in prefixes if not any(name.startswith(one) for name in names)]
+    if not missing:
+        return Finding(SECTION, 'ok', f'{variable}={value!r} is there')
+    return Finding(
+        SECTION,
+        'error',
+        f'{variable}={value!r}, but there is no interface {", ".join(missing)}; there are '
+        f'{", ".join(names)}',
+        'the process group does not start.',
+        f'unset {variable}',
+    )
+
+
+# what a job listens on --------------------------------------------------------------------------
+
+
+def listening_here(rank: int) -> List[Dict[str, Any]]:
+    """List where this process listens, and torchrun if this is its first worker."""
+    processes = {os.getpid(): f'rank {rank}'}
+    if 'TORCHELASTIC_RUN_ID' in os.environ and os.environ.get('LOCAL_RANK') == '0':
+        processes[os.getppid()] = 'torchrun'
+    found = []
+    for pid, who in processes.items():
+        process = psutil.Process(pid)
+        # psutil renamed it in release 6.
+        get_connections = getattr(process, 'net_connections', None) or process.connections
+        try:
+            connections = get_connections('inet')
+        except psutil.Error:
+            continue  # the system does not show them
+        for one in connections:
+            if one.status == psutil.CONN_LISTEN:
+                found.append(dict(who=who, address=one.laddr.ip, port=one.laddr.port))
+    return found
+
+
+def examine_listening(listening: List[Dict[str, Any]], single_host: bool) -> Iterator[Finding]:
+    """Report which addresses of a job's ranks other hosts can reach."""
+    inside = [one for one in listening if _is_loopback(one['address'])]
+    outside = [one for one in listening if not _is_loopback(one['address'])]
+    if inside:
+        yield Finding(SECTION, 'ok', f'on the loopback interface alone: {_name(inside)}')
+    if outside:
+        port = outside[0]['port']
+        yield Finding(
+            SECTION,
+            'warning' if single_host else 'note',
+            f'reachable from other hosts: {_name(outside)}',
+            "whoever connects can read and write the job's store. PyTorch's store listens on all "
+            'interfaces unless it is given a socket, which older releases do not accept; gloo and '
+            "vendors' backends choose their ports themselves, and GLOO_SOCKET_IFNAME or "
+            'NCCL_SOCKET_IFNAME only chooses the interface.',
+            f'sudo iptables -A INPUT -p tcp --dport {port} ! -i lo -j DROP' if single_host else '',
+        )
+
+
+def _name(found: List[Dict[str, Any]]) -> str:
+    return ', '.join(f'{one["who"]} at {one["address"]}:{one["port"]}' for one in found)

@@ -17,6 +17,6 @@ def examine() -> Iterator[Finding]:
         yield Finding(
             SECTION,
             'ok',
-            f'{owner}: {names}; from {period.begins} to {period.ends}',
+            f'{owner}: {names}; begin: {period.begins}; end: {period.ends}',
             why=f'{reason} Unnecessary when: {until}',
         )

@@ -1,45 +1,40 @@
-"""The report on the terminal."""
+"""Print the report on the terminal."""
 
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .findings import Finding, by_level, summary
+from .findings import Finding, by_level, count_levels
 
-UNITS = 'latency in ms, then MB/s of the bytes that a rank puts in'
 COLOURS = {'error': 'bold red', 'warning': 'yellow', 'note': 'cyan', 'ok': 'green'}
 
 
 def print_report(findings: Sequence[Finding], console: Console) -> None:
-    """Print a table for each section, and then what there is to do.
-
-    Args:
-        findings (Sequence[Finding]): In the order of sections.
-        console (Console): Where to.
-    """
+    """Print a table for each section, then what to do, then the number of findings."""
     sections: Dict[str, List[Finding]] = {}
     for finding in findings:
         sections.setdefault(finding.section, []).append(finding)
     for section, found in sections.items():
-        console.print(_section_table(section, found))
-    results = collective_results(findings)
+        # Text, not str: what was found may look like markup of rich.
+        table = Table(title=section, title_justify='left', title_style='bold', expand=True)
+        table.add_column('', no_wrap=True)
+        table.add_column('found', ratio=1, overflow='fold')
+        for finding in by_level(found):
+            table.add_row(Text(finding.level, style=COLOURS[finding.level]), Text(finding.found))
+        console.print(table)
+    results = find_data(findings, 'checks')
     if results is not None:
         print_collectives(results, console)
     _print_remedies(findings, console)
-    console.print(Text(summary(findings), style='bold'))
-
-
-def _section_table(section: str, findings: Sequence[Finding]) -> Table:
-    # Text, not str: what was found may look like markup of rich.
-    table = Table(title=section, title_justify='left', title_style='bold', expand=True)
-    table.add_column('', no_wrap=True)
-    table.add_column('found', ratio=1, overflow='fold')
-    for finding in by_level(findings):
-        table.add_row(Text(finding.level, style=COLOURS[finding.level]), Text(finding.found))
-    return table
+    counts = count_levels(findings)
+    numbers = [
+        f'{count} {level}{"s" if count != 1 and level != "ok" else ""}'
+        for level, count in counts.items()
+    ]
+    console.print(Text(', '.join(numbers), style='bold'))
 
 
 def _print_remedies(findings: Sequence[Finding], console: Console) -> None:
@@ -56,64 +51,46 @@ def _print_remedies(findings: Sequence[Finding], console: Console) -> None:
     console.print()
 
 
-def collective_results(findings: Sequence[Finding]) -> Any:
-    """The results of the test of collectives among the findings, None without one."""
-    for finding in findings:
-        if finding.data is not None and 'checks' in finding.data:
-            return finding.data
-    return None
+def find_data(findings: Sequence[Finding], key: str) -> Optional[Dict[str, Any]]:
+    """Find the data of the first finding that has a key."""
+    return next((f.data for f in findings if f.data is not None and key in f.data), None)
 
 
 def print_collectives(results: Dict[str, Any], console: Console) -> None:
-    """Print a table of the collectives.
-
-    Args:
-        results (dict): Of the test of collectives.
-        console (Console): Where to.
-    """
-    sizes = sizes_of(results)
+    """Print a table of the results of :func:`mmdevplug.doctor.collectives_rank.run_rank`."""
+    sizes = message_sizes(results)
     table = Table(
-        title=f'{results["world_size"]} ranks over {results["backend"]}: {UNITS}',
+        title=f'{results["world_size"]} ranks over {results["backend"]}: latency in ms, then MB/s '
+        f'of the bytes that a rank puts in',
         title_justify='left',
         title_style='bold',
         box=SIMPLE_HEAD,
     )
     table.add_column('', no_wrap=True)
     table.add_column('', no_wrap=True)
-    for name in headings(sizes):
-        table.add_column(name, justify='right', no_wrap=True)
+    for heading in ('ms', *map(describe_size, sizes)):
+        table.add_column(heading, justify='right', no_wrap=True)
     for check in results['checks']:
-        colour = {'pass': 'ok', 'fail': 'error'}.get(check['status'], 'note')
-        status = Text(check['status'], style=COLOURS[colour])
-        table.add_row(check['name'], status, *cells_of(check, sizes))
+        seconds = {point['bytes']: point['seconds'] for point in check['points']}
+        rates = [size / seconds[size] / 1e6 if size in seconds else None for size in sizes]
+        table.add_row(
+            check['name'],
+            Text(check['status'], COLOURS['ok' if check['status'] == 'pass' else 'error']),
+            f'{1e3 * seconds[min(seconds)]:.2f}',
+            *['' if rate is None else f'{rate:.{0 if rate >= 10 else 1}f}' for rate in rates],
+        )
     console.print(table)
     for check in results['checks']:
         for problem in check['problems']:
             console.print(Text(f'{check["name"]}: {problem}', style=COLOURS['error']))
 
 
-def sizes_of(results: Dict[str, Any]) -> List[int]:
-    """All sizes of messages, in order."""
+def message_sizes(results: Dict[str, Any]) -> List[int]:
+    """List the bytes of all timed messages in order."""
     points = [point for check in results['checks'] for point in check['points']]
     return sorted({point['bytes'] for point in points} - {0})
 
 
-def headings(sizes: Sequence[int]) -> List[str]:
-    """The columns of :func:`cells_of`."""
-    return ['ms', *[_size(size) for size in sizes]]
-
-
-def cells_of(check: Dict[str, Any], sizes: Sequence[int]) -> List[str]:
-    """The time of the smallest message, and the bandwidth for each size."""
-    found = {point['bytes']: point['seconds'] for point in check['points']}
-    latency = f'{1e3 * found[min(found)]:.2f}' if found else ''
-    return [latency, *[_rate(size / found[size]) if size in found else '' for size in sizes]]
-
-
-def _rate(bytes_per_second: float) -> str:
-    megabytes = bytes_per_second / 1e6
-    return f'{megabytes:.0f}' if megabytes >= 10 else f'{megabytes:.1f}'
-
-
-def _size(size: int) -> str:
+def describe_size(size: int) -> str:
+    """Shorten a number of bytes, e.g. ``'16K'``."""
     return f'{size >> 20}M' if size >= 1 << 20 else f'{size / 1024:g}K'

@@ -3,9 +3,10 @@
 import platform
 import re
 import sys
+from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 from mmdevplug.explanations.versions import explain_import, install_command
 
@@ -35,32 +36,9 @@ LIBRARIES = {
     'mmagic': 'mmagic',
 }
 
-#: Accelerators come with a torch of their vendor's.
-_INSTALL = {'torch': "install the torch of the accelerator's vendor"}
-
-Versions = Dict[str, Tuple[int, ...]]
-
-
-class Rule(NamedTuple):
-    """Versions that do not go together.
-
-    Attributes:
-        applies (Callable): Takes the installed versions, ``python`` among them.
-        level (str): Of the finding.
-        found (str): A format string of the versions as text.
-        why (str): What goes wrong.
-        remedy (Callable or str): The command; a callable takes the versions.
-    """
-
-    applies: Callable[[Versions], bool]
-    level: str
-    found: str
-    why: str
-    remedy: Any
-
 
 def release(text: str) -> Tuple[int, ...]:
-    """The numbers at the beginning of a version.
+    """Read the numbers at the beginning of a version.
 
     Examples:
         >>> release('2.13.0+cpu')
@@ -70,170 +48,126 @@ def release(text: str) -> Tuple[int, ...]:
     return tuple(int(number) for number in numbers.group().split('.')) if numbers else ()
 
 
-def torchvision_for(torch: Tuple[int, ...]) -> Tuple[int, int]:
-    """The release of torchvision that is made for a release of torch.
-
-    Examples:
-        >>> torchvision_for((2, 9, 0)), torchvision_for((1, 13, 1))
-        ((0, 24), (0, 14))
-    """
-    return (0, torch[1] + (15 if torch[0] == 2 else 1))
-
-
-def _both(versions: Versions, *names: str) -> bool:
-    return all(versions.get(name) for name in names)
-
-
-def _dotted(numbers: Tuple[int, ...]) -> str:
-    return '.'.join(map(str, numbers))
-
-
-RULES = (
-    Rule(
-        lambda v: v['python'] < (3, 8),
-        'error',
-        'Python {python}',
-        'mmdevplug is written for Python 3.8 and later.',
-        'make a virtual environment with Python 3.8 or later',
-    ),
-    Rule(
-        lambda v: _both(v, 'torch') and v['torch'] < (1, 10),
-        'error',
-        'torch {torch}',
-        'mmdevplug is written for torch 1.10 and later.',
-        "install the vendor's torch of release 1.10 or later",
-    ),
-    Rule(
-        lambda v: _both(v, 'mmengine') and not (0, 10) <= v['mmengine'] < (1, 0),
-        'error',
-        'mmengine {mmengine}',
-        'mmdevplug is written for MMEngine 0.10.',
-        'pip install "mmengine>=0.10.0,<1.0"',
-    ),
-    Rule(
-        lambda v: _both(v, 'torch', 'torch_xla') and v['torch'][:2] != v['torch_xla'][:2],
-        'error',
-        'torch {torch} beside torch_xla {torch_xla}',
-        'torch_xla is compiled against the torch of its own release and fails with others.',
-        lambda v: f'pip install "torch_xla=={_dotted(v["torch"][:2])}.*"',
-    ),
-    Rule(
-        lambda v: (
-            _both(v, 'torch', 'torchvision')
-            and v['torchvision'][:2] != torchvision_for(v['torch'])
-        ),
-        'error',
-        'torch {torch} beside torchvision {torchvision}',
-        'torchvision is compiled against one release of torch; with another its operators are '
-        'missing.',
-        lambda v: f'pip install --no-deps "torchvision=={_dotted(torchvision_for(v["torch"]))}.*"',
-    ),
-    Rule(
-        lambda v: _both(v, 'torch', 'numpy') and v['numpy'] >= (2,) and v['torch'] < (2, 3),
-        'error',
-        'numpy {numpy} beside torch {torch}',
-        'torch before 2.3 is compiled against NumPy 1: tensor.numpy() fails with "Numpy is not '
-        'available".',
-        'pip install "numpy<2"',
-    ),
-    Rule(
-        lambda v: _both(v, 'setuptools') and v['setuptools'] >= (81,),
-        'warning',
-        'setuptools {setuptools}',
-        "setuptools 81 removed pkg_resources, which MMEngine imports for _base_ = 'package::path' "
-        'and when it asks which packages are installed.',
-        'pip install "setuptools<81"',
-    ),
-    Rule(
-        lambda v: not v.get('setuptools'),
-        'warning',
-        'setuptools is not installed',
-        "MMEngine imports pkg_resources, a part of it, for _base_ = 'package::path'.",
-        'pip install "setuptools<81"',
-    ),
-    Rule(
-        lambda v: _both(v, 'mmcv', 'mmcv-full') or _both(v, 'mmcv', 'mmcv-lite'),
-        'error',
-        'mmcv {mmcv} beside mmcv-full or mmcv-lite',
-        'they install the same folder, and each overwrites a part of the other.',
-        'pip uninstall -y mmcv mmcv-full mmcv-lite && pip install "mmcv>=2.0.0,<2.2.0"',
-    ),
-    Rule(
-        lambda v: (
-            # mmpretrain looks for both, and without one leaves out what fails.
-            _both(v, 'mmpretrain', 'transformers', 'pycocotools') and v['transformers'] >= (4, 52)
-        ),
-        'error',
-        'mmpretrain {mmpretrain} beside transformers {transformers}',
-        'mmpretrain imports names that transformers 4.52 removed, and then none of its models is '
-        'found.',
-        'pip install "transformers<4.52"',
-    ),
-    Rule(
-        lambda v: _both(v, 'torch', 'mmengine') and v['torch'] >= (2, 6) and v['mmengine'] < (1,),
-        'note',
-        'torch {torch} beside mmengine {mmengine}',
-        "MMEngine's own Runner cannot read its checkpoints with torch 2.6 and later, which does "
-        'not run code from them; DeviceRunner can.',
-        "runner_type = 'DeviceRunner'",
-    ),
-)
-
-
-def installed_versions() -> Dict[str, str]:
-    """The versions of all packages that matter here, without importing any."""
-    found = {'python': platform.python_version()}
-    for package in (*REQUIRED, *OPTIONAL, *LIBRARIES):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
-    """Apply :data:`RULES`.
-
-    Args:
-        installed (dict): As :func:`installed_versions` returns it.
-    """
+    """Report installed versions, ``python`` among them, that do not go together."""
     versions = {name: release(text) for name, text in installed.items()}
-    for rule in RULES:
-        if rule.applies(versions):
-            remedy = rule.remedy if isinstance(rule.remedy, str) else rule.remedy(versions)
-            found = rule.found.format_map(_Blank(installed))
-            yield Finding(SECTION, rule.level, found, rule.why, remedy)
+    python, torch, mmengine, numpy, torch_xla, torchvision, setuptools, transformers = (
+        versions.get(name)
+        for name in (
+            *('python', 'torch', 'mmengine', 'numpy'),
+            *('torch_xla', 'torchvision', 'setuptools', 'transformers'),
+        )
+    )
+
+    def named(*names: str) -> str:
+        return ' beside '.join(f'{name} {installed[name]}' for name in names)
+
+    def error(found: str, why: str, remedy: str) -> Finding:
+        return Finding(SECTION, 'error', found, why, remedy)
+
+    if python < (3, 8):
+        yield error(
+            f'Python {installed["python"]}',
+            'mmdevplug is written for Python 3.8 and later.',
+            'make a virtual environment with Python 3.8 or later',
+        )
+    if torch and torch < (1, 10):
+        yield error(
+            named('torch'),
+            'mmdevplug is written for torch 1.10 and later.',
+            "install the vendor's torch of release 1.10 or later",
+        )
+    if mmengine and not (0, 10) <= mmengine < (1, 0):
+        yield error(
+            named('mmengine'),
+            'mmdevplug is written for MMEngine 0.10.',
+            'pip install "mmengine>=0.10.0,<1.0"',
+        )
+    if torch and torch_xla and torch[:2] != torch_xla[:2]:
+        yield error(
+            named('torch', 'torch_xla'),
+            'torch_xla is compiled against the torch of its own release and fails with others.',
+            f'pip install "torch_xla=={torch[0]}.{torch[1]}.*"',
+        )
+    # The release of torchvision for torch 2.9 is 0.24, for torch 1.13 it is 0.14.
+    minor = torch[1] + (15 if torch[0] == 2 else 1) if torch else 0
+    if torch and torchvision and torchvision[:2] != (0, minor):
+        yield error(
+            named('torch', 'torchvision'),
+            'torchvision is compiled against one release of torch; with another its operators are '
+            'missing.',
+            f'pip install --no-deps "torchvision==0.{minor}.*"',
+        )
+    if torch and numpy and numpy >= (2,) and torch < (2, 3):
+        yield error(
+            named('numpy', 'torch'),
+            'torch before 2.3 is compiled against NumPy 1: tensor.numpy() fails with "Numpy is '
+            'not available".',
+            'pip install "numpy<2"',
+        )
+    if not setuptools or setuptools >= (81,):
+        yield Finding(
+            SECTION,
+            'warning',
+            named('setuptools') if setuptools else 'setuptools is not installed',
+            'MMEngine imports pkg_resources, which setuptools 81 removed, for _base_ = '
+            "'package::path' and to list installed packages.",
+            'pip install "setuptools<81"',
+        )
+    for other in ('mmcv-full', 'mmcv-lite'):
+        if 'mmcv' in installed and other in installed:
+            yield error(
+                named('mmcv', other),
+                'they install the same folder, and each overwrites a part of the other.',
+                'pip uninstall -y mmcv mmcv-full mmcv-lite && pip install "mmcv>=2.0.0,<2.2.0"',
+            )
+    # mmpretrain looks for both, and without one leaves out what fails.
+    both = 'mmpretrain' in installed and 'pycocotools' in installed
+    if both and transformers and transformers >= (4, 52):
+        yield error(
+            named('mmpretrain', 'transformers'),
+            'mmpretrain imports names that transformers 4.52 removed, and then none of its models '
+            'is found.',
+            'pip install "transformers<4.52"',
+        )
+    if torch and mmengine and torch >= (2, 6) and mmengine < (1,):
+        yield Finding(
+            SECTION,
+            'note',
+            named('torch', 'mmengine'),
+            "MMEngine's own Runner cannot read its checkpoints with torch 2.6 and later, which "
+            'does not run code from them; DeviceRunner can.',
+            "runner_type = 'DeviceRunner'",
+        )
 
 
-class _Blank(dict):
-    def __missing__(self, key: str) -> str:
-        return 'that is not installed'
-
-
-def examine() -> List[Finding]:
-    """Look at the versions and try the imports, each library in a process that it may abort."""
-    installed = installed_versions()
+def examine() -> Iterator[Finding]:
+    """Compare versions, and import each library in a process that it may abort."""
+    installed = {'python': platform.python_version()}
+    for package in (*REQUIRED, *OPTIONAL, *LIBRARIES):
+        with suppress(metadata.PackageNotFoundError):
+            installed[package] = metadata.version(package)
     listed = ', '.join(f'{name} {version}' for name, version in installed.items())
-    findings = [Finding(SECTION, 'ok', f'installed: {listed}', data=dict(installed))]
+    yield Finding(SECTION, 'ok', f'installed: {listed}', data=dict(installed))
     for package in REQUIRED:
         if package not in installed and find_spec(package) is None:
-            findings.append(
-                Finding(
-                    SECTION,
-                    'error',
-                    f'{package} is not installed for {sys.executable}',
-                    'nothing can be trained without it.',
-                    _INSTALL.get(package, f'pip install {package}'),
-                )
+            yield Finding(
+                SECTION,
+                'error',
+                f'{package} is not installed for {sys.executable}',
+                'nothing can be trained without it.',
+                # Vendors of accelerators ship a torch for them.
+                "install the torch of the accelerator's vendor"
+                if package == 'torch'
+                else f'pip install {package}',
             )
-    findings += check_rules(installed)
-    for told in run_isolated(__name__, modules_to_try(), {}, IMPORT_SECONDS):
-        findings.append(_broken(told.task, told.describe()) if isinstance(told, Death) else told)
-    return findings
+    yield from check_rules(installed)
+    for found in run_isolated(__name__, modules_to_try(), {}, IMPORT_SECONDS):
+        yield _broken(found.task, found.describe()) if isinstance(found, Death) else found
 
 
 def modules_to_try() -> List[str]:
-    """Modules that are there to be imported; vendors' own belong to another section."""
+    """List installed modules; those of vendors belong to the section *accelerators*."""
     names = [*REQUIRED, 'torchvision', 'torch_xla', 'mmcv', *LIBRARIES.values()]
     found = [name for name in names if find_spec(name) is not None]
     if 'mmcv' in found:
@@ -248,12 +182,12 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
         import_module(task)
     except Exception as error:
         # Compiled libraries fail in many ways.
-        told = f'import {task} fails with {type(error).__name__}: {error}'
+        found = f'import {task} fails with {type(error).__name__}: {error}'
         problems = explain_import(error)
         for problem in problems:
-            yield Finding(SECTION, 'error', f'{told}. {problem.what}', _WHY, problem.command)
+            yield Finding(SECTION, 'error', f'{found}. {problem.what}', _WHY, problem.command)
         if not problems:
-            yield _broken(task, told)
+            yield _broken(task, found)
         return
     yield Finding(SECTION, 'ok', f'import {task} works')
 
@@ -262,21 +196,17 @@ _WHY = 'whatever imports it fails; mmdet and mmsegmentation import the operators
 
 
 def _broken(module: str, found: str) -> Finding:
-    if module == 'mmcv.ops':  # the process ended there
+    if module == 'mmcv.ops':
         return Finding(SECTION, 'error', found, _WHY, install_command('mmcv'))
-    package = next((name for name, found_ in LIBRARIES.items() if found_ == module), module)
+    package = {module: package for package, module in LIBRARIES.items()}.get(module, module)
+    version = 'VERSION'
+    with suppress(metadata.PackageNotFoundError):
+        version = metadata.version(package)
     return Finding(
         SECTION,
         'error',
         found,
         f'{module} is installed but broken: whatever imports it fails.',
-        f'{sys.executable} -c "import {module}"  # then mend what it names, or: '
-        f'pip install --force-reinstall --no-deps {package}=={_version(package)}',
+        f'{sys.executable} -c "import {module}"  # then repair what it names, or: '
+        f'pip install --force-reinstall --no-deps {package}=={version}',
     )
-
-
-def _version(package: str) -> Optional[str]:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return 'VERSION'

@@ -3,7 +3,6 @@
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 import numpy as np
-import torch
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
 from mmengine.model import BaseModel
@@ -33,7 +32,6 @@ class DigitsDataset(BaseDataset):
         super().__init__(**kwargs)
 
     def load_data_list(self) -> List[Dict[str, Any]]:
-        """Read the images."""
         from sklearn.datasets import load_digits
 
         images, labels = load_digits(return_X_y=True)
@@ -47,7 +45,6 @@ class DigitsDataset(BaseDataset):
         ]
 
     def prepare_data(self, idx: int) -> Dict[str, Any]:
-        """Get an item without the index that MMEngine adds."""
         data = self.get_data_info(idx)
         return dict(inputs=data['inputs'], labels=data['labels'])
 
@@ -59,18 +56,11 @@ class DigitsClassifier(BaseModel):
     Args:
         channels (int): Channels after the first convolution. Defaults to 32.
         norm (bool): Whether batch normalization follows the first. Defaults to True.
-        data_preprocessor (dict, optional): See BaseModel.
-        init_cfg (dict or list, optional): See BaseModel.
+        **kwargs: See :class:`mmengine.model.BaseModel`.
     """
 
-    def __init__(
-        self,
-        channels: int = 32,
-        norm: bool = True,
-        data_preprocessor: Optional[Dict] = None,
-        init_cfg: Optional[Union[Dict, List]] = None,
-    ) -> None:
-        super().__init__(data_preprocessor, init_cfg)
+    def __init__(self, channels: int = 32, norm: bool = True, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
         self.backbone = nn.Sequential(
             nn.Conv2d(1, channels, 3, padding=1, bias=not norm),
             *([nn.BatchNorm2d(channels)] if norm else []),
@@ -85,15 +75,11 @@ class DigitsClassifier(BaseModel):
     def forward(
         self, inputs: Tensor, labels: Optional[Tensor] = None, mode: str = 'tensor'
     ) -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Tensor]]]:
-        """Classify a batch.
-
-        Args:
-            inputs (Tensor): Images of shape (N, 1, 8, 8).
-            labels (Tensor, optional): Digits of shape (N,).
-            mode (str): ``'loss'``, ``'predict'`` or ``'tensor'``.
+        """Classify images of shape (N, 1, 8, 8), with the right digits of shape (N,) as labels.
 
         Returns:
-            The losses; a dict for each image; or scores of shape (N, 10).
+            For ``mode='loss'`` the losses; for ``'predict'`` a dict for each image; for
+            ``'tensor'`` scores of shape (N, 10).
         """
         scores = self.head(self.backbone(inputs))
         if mode == 'loss':
@@ -106,15 +92,10 @@ class DigitsClassifier(BaseModel):
 
 @METRICS.register_module()
 class DigitsAccuracy(BaseMetric):
-    """The share of images classified rightly, in percent."""
+    """The share of images that are classified correctly, in percent."""
 
     def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
-        """Compare a batch."""
-        pairs = torch.stack(
-            [torch.stack([sample['pred'].cpu(), sample['label'].cpu()]) for sample in data_samples]
-        )
-        self.results.extend((pairs[:, 0] == pairs[:, 1]).tolist())
+        self.results.extend(bool(one['pred'].cpu() == one['label'].cpu()) for one in data_samples)
 
     def compute_metrics(self, results: List[bool]) -> Dict[str, float]:
-        """Compute the accuracy of all batches of all ranks."""
         return dict(accuracy=100.0 * sum(results) / len(results))

@@ -13,15 +13,15 @@ from .digits import DigitsClassifier
 
 @MODELS.register_module()
 class DigitsPolicy(DigitsClassifier):
-    """Answers which digit an image shows, several times, and learns which answers were right.
+    """Answer several times which digit an image shows, and learn which answers were right.
 
     A group is an image with several answers, each with its reward: 1 for the right digit, 0 for
-    any other. From a group whose answers are all right, or all wrong, there is nothing to learn.
+    any other. A group whose answers are all right, or all wrong, teaches nothing.
 
     Args:
         answers (int): Answers to each image, the size of a group. Defaults to 8.
-        exploration (float): The share of answers that are mere guesses, so that no digit is
-            forgotten for ever because it is never answered. Defaults to 0.02.
+        exploration (float): The share of random answers, so that every digit is answered
+            sometimes. Defaults to 0.02.
         **kwargs: See :class:`mmdevplug.examples.digits.DigitsClassifier`.
     """
 
@@ -30,24 +30,16 @@ class DigitsPolicy(DigitsClassifier):
         self.answers, self.exploration = answers, exploration
 
     def generate_samples(self, data: Dict[str, Tensor]) -> List[Dict[str, Tensor]]:
-        """Answer each image of a batch several times.
-
-        Args:
-            data (dict): ``inputs`` of shape (N, 1, 8, 8), and ``labels`` of shape (N,).
-
-        Returns:
-            List[dict]: For each answer ``inputs``, ``answers`` and ``rewards``.
-        """
+        """Answer each image several times; a sample has ``inputs``, ``answers``, ``rewards``."""
         inputs, labels = data['inputs'], data['labels']
         chances = super().forward(inputs).softmax(dim=1)
         chances = (1 - self.exploration) * chances + self.exploration / chances.shape[1]
         scores = chances.log().unsqueeze(1).expand(-1, self.answers, -1)
-        # The largest score after adding this noise is a draw by these chances, and every device
-        # has what it takes.
+        # The Gumbel-max trick: sampling with operations that every device has.
         noise = -torch.log(-torch.log(torch.rand_like(scores).clamp(1e-9, 1 - 1e-7)))
         answers = (scores + noise).argmax(dim=2)
         rewards = (answers == labels.unsqueeze(1)).float()
-        # To the host as a whole, and taken apart there.
+        # Copied to the host before it is split.
         made = to_device(dict(inputs=inputs, answers=answers, rewards=rewards), 'cpu')
         return [
             dict(inputs=image, answers=answer, rewards=reward)
@@ -56,11 +48,7 @@ class DigitsPolicy(DigitsClassifier):
         ]
 
     def is_valid_group(self, group: List[Dict[str, Tensor]]) -> bool:
-        """Whether some answers to an image are right and some are wrong.
-
-        Args:
-            group (List[dict]): All answers to one image.
-        """
+        """Whether some answers to an image are right and some are wrong."""
         return 0 < sum(float(sample['rewards']) for sample in group) < len(group)
 
     def forward(
@@ -71,17 +59,10 @@ class DigitsPolicy(DigitsClassifier):
         rewards: Optional[Tensor] = None,
         mode: str = 'tensor',
     ) -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Tensor]]]:
-        """Learn from answers, or classify.
+        """Learn from answers and rewards of shape (N,), in whole groups, or classify.
 
-        Args:
-            inputs (Tensor): Images of shape (N, 1, 8, 8); for ``mode='loss'`` one for each answer.
-            labels (Tensor, optional): Digits of shape (N,), for ``mode='predict'``.
-            answers (Tensor, optional): Of shape (N,), whole groups.
-            rewards (Tensor, optional): Of shape (N,).
-            mode (str): ``'loss'``, ``'predict'`` or ``'tensor'``.
-
-        Returns:
-            See :class:`mmdevplug.examples.digits.DigitsClassifier`.
+        For ``mode='loss'`` there is an image for each answer; for other modes see
+        :class:`mmdevplug.examples.digits.DigitsClassifier`.
         """
         if mode != 'loss':
             return super().forward(inputs, labels, mode)
@@ -89,7 +70,7 @@ class DigitsPolicy(DigitsClassifier):
         # The answers of a group are to the same image.
         log_p = super().forward(inputs[:: self.answers]).log_softmax(dim=1).gather(1, answers)
         mean, std = rewards.mean(dim=1, keepdim=True), rewards.std(dim=1, keepdim=True)
-        # Only what is better than the rest of its group: pushing wrong answers away as well makes
-        # the model so sure of some digits that it does not answer others any more.
+        # Only answers better than the mean: with negative advantages too, the model becomes so
+        # sure of some digits that it never answers others.
         advantage = ((rewards - mean) / (std + 1e-6)).clamp(min=0)
         return dict(loss=-(advantage * log_p).mean())

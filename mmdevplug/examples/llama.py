@@ -11,16 +11,16 @@ from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, METRICS, MODELS
 from torch import Tensor, nn
 
-#: Every so-many-th piece of text is set aside for testing.
+#: One piece of text in this many is for testing.
 HELD_OUT = 10
 
 
 @DATASETS.register_module()
 class PythonHelpText(BaseDataset):
-    """The texts that ``help('topics')`` names, which come with Python, in pieces of equal length.
+    """The texts of ``help('topics')``, which come with Python, in pieces of equal length.
 
-    An item is ``dict(inputs=tokens)``: an int64 array of shape (length,), a byte for each token,
-    so that 256 tokens are all there are. Python 3.11 has 465,000 bytes.
+    An item is ``dict(inputs=tokens)``: an int64 array of shape (length,), one token for each byte,
+    so the vocabulary has 256 tokens. Python 3.11 has 465,000 bytes.
 
     Args:
         split (str): ``'train'``, or ``'test'``: every tenth piece.
@@ -35,7 +35,6 @@ class PythonHelpText(BaseDataset):
         super().__init__(**kwargs)
 
     def load_data_list(self) -> List[Dict[str, Any]]:
-        """Read the texts."""
         from pydoc_data.topics import topics
 
         text = '\n'.join(topics[name] for name in sorted(topics)).encode()
@@ -46,7 +45,6 @@ class PythonHelpText(BaseDataset):
         return [dict(inputs=piece) for piece in pieces[chosen]]
 
     def prepare_data(self, idx: int) -> Dict[str, Any]:
-        """Get an item without the index that MMEngine adds."""
         return dict(inputs=self.get_data_info(idx)['inputs'].astype(np.int64))
 
 
@@ -78,55 +76,39 @@ class LlamaForText(BaseModel):
             self.llama = get_peft_model(self.llama, LoraConfig(**lora))
 
     def init_weights(self) -> None:
-        """Leave the weights as transformers and peft made them.
-
-        MMEngine would call transformers' own method again, which does not know that an adapter
-        has to begin at zero.
-        """
+        """Keep the weights: transformers' own method does not start adapters at zero."""
 
     def forward(
         self, inputs: Tensor, mode: str = 'tensor'
     ) -> Union[Tensor, Dict[str, Tensor], List[Dict[str, Any]]]:
-        """Predict every token from those before it.
-
-        Args:
-            inputs (Tensor): Tokens of shape (N, T).
-            mode (str): ``'loss'``, ``'predict'`` or ``'tensor'``.
+        """Predict every token of pieces of shape (N, T) from the tokens before it.
 
         Returns:
-            The losses; for each piece its ``nats`` (how much the tokens surprised the model, in
-            all) and how many ``tokens`` were predicted; or scores of shape (N, T, vocabulary).
+            For ``mode='loss'`` the losses; for ``'predict'`` the ``nats`` (negative log
+            likelihood) and number of ``tokens`` of each piece; for ``'tensor'`` scores of shape
+            (N, T, vocabulary).
         """
         scores = self.llama(input_ids=inputs).logits
         if mode == 'tensor':
             return scores
-        surprise = self._surprise(scores, inputs)
-        if mode == 'loss':
-            return dict(loss=surprise.mean())
-        count = surprise.shape[1]
-        return [dict(nats=nats, tokens=count) for nats in surprise.sum(dim=1).unbind()]
-
-    @staticmethod
-    def _surprise(scores: Tensor, inputs: Tensor) -> Tensor:
-        """The negative log likelihood of shape (N, T - 1)."""
-        # A model that is spread over devices has its scores where its last layer is. What is made
-        # of them goes back as one tensor: on a lazy device every copy is an execution.
+        # A model that is spread over devices has its scores on the device of its last layer. Only
+        # one tensor is copied back: on a lazy device every copy is an execution.
         expected = inputs[:, 1:].to(scores.device)
         scores = scores[:, :-1].float().transpose(1, 2)
-        surprise = nn.functional.cross_entropy(scores, expected, reduction='none')
-        return surprise.to(inputs.device)
+        nats = nn.functional.cross_entropy(scores, expected, reduction='none').to(inputs.device)
+        if mode == 'loss':
+            return dict(loss=nats.mean())
+        return [dict(nats=each, tokens=nats.shape[1]) for each in nats.sum(dim=1).unbind()]
 
 
 @METRICS.register_module()
 class BitsPerByte(BaseMetric):
-    """How many bits the model needs for a byte: 8 for one that knows nothing."""
+    """How many bits the model needs for a byte: 8 before training."""
 
     def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Any]]) -> None:
-        """Add up a batch."""
         nats = torch.stack([sample['nats'] for sample in data_samples]).sum()
         self.results.append((float(nats), sum(sample['tokens'] for sample in data_samples)))
 
     def compute_metrics(self, results: List[Tuple[float, int]]) -> Dict[str, float]:
-        """Divide what all batches of all ranks add up to."""
         nats, tokens = (sum(column) for column in zip(*results))
         return dict(bits_per_byte=nats / tokens / math.log(2))

@@ -1,4 +1,4 @@
-"""Aerial tiles that are drawn, with LoveDA's classes, for models of mmseg; no download."""
+"""Synthetic aerial tiles with LoveDA's classes, for models of mmseg; no download."""
 
 from typing import Any, Dict, List
 
@@ -22,7 +22,7 @@ BACKGROUND, BUILDING, ROAD, WATER, BARREN, FOREST, AGRICULTURAL = range(len(GROU
 
 @DATASETS.register_module()
 class AerialTiles(LoveDADataset):
-    """Numbers of tiles, which :class:`DrawTile` draws.
+    """A list of tiles that :class:`DrawTile` draws.
 
     Args:
         split (str): ``'train'``, or ``'val'``: other tiles.
@@ -40,11 +40,10 @@ class AerialTiles(LoveDADataset):
         super().__init__(reduce_zero_label=False, **kwargs)
 
     def load_data_list(self) -> List[Dict[str, Any]]:
-        """List the tiles."""
         return [
             dict(
                 img_path=f'{self.split}/{number}.png',
-                # Other numbers for other splits, whatever their sizes.
+                # Splits share no number, whatever their sizes.
                 tile=2 * number + (self.split == 'val'),
                 tile_size=self.size,
                 reduce_zero_label=self.reduce_zero_label,
@@ -56,10 +55,10 @@ class AerialTiles(LoveDADataset):
 
 @TRANSFORMS.register_module()
 class DrawTile(BaseTransform):
-    """Draws a tile, in the place of ``LoadImageFromFile`` and ``LoadAnnotations``."""
+    """Draw a tile; replaces ``LoadImageFromFile`` and ``LoadAnnotations``."""
 
     def transform(self, results: Dict[str, Any]) -> Dict[str, Any]:
-        """Add ``img`` (BGR) and ``gt_seg_map``, which depend on the tile's number alone."""
+        """Add ``img`` (BGR) and ``gt_seg_map``, which only depend on the tile's number."""
         random = np.random.RandomState(results['tile'])
         labels = draw_ground(random, results['tile_size'])
         results['img'] = paint(random, labels)[..., ::-1]  # as OpenCV reads a file
@@ -70,22 +69,13 @@ class DrawTile(BaseTransform):
 
 
 def draw_ground(random: np.random.RandomState, size: int) -> np.ndarray:
-    """What is where: fields and woods, a river, a road, and houses along the road.
-
-    Args:
-        random (RandomState): Where the tile comes from.
-        size (int): Pixels of a side.
-
-    Returns:
-        np.ndarray: Classes of shape (size, size), uint8.
-    """
+    """Draw the classes, uint8: fields and woods, a river, a road, and houses along the road."""
     rows, columns = np.mgrid[:size, :size] / size
-    labels = np.full((size, size), BACKGROUND, np.uint8)
-    # Each point belongs to the nearest of some centres, each of which is of one class.
+    # Each point has the class of the nearest centre.
     centres = random.rand(5, 2)
     classes = random.choice([BACKGROUND, BARREN, FOREST, AGRICULTURAL, AGRICULTURAL], 5)
     distances = (rows[..., None] - centres[:, 0]) ** 2 + (columns[..., None] - centres[:, 1]) ** 2
-    labels[:] = classes[distances.argmin(axis=-1)]
+    labels = classes[distances.argmin(axis=-1)].astype(np.uint8)
 
     bend, width = random.uniform(0.05, 0.15), random.uniform(0.05, 0.1)
     river = random.uniform(0.1, 0.9) + bend * np.sin(6 * columns + random.uniform(0, 6))
@@ -103,15 +93,7 @@ def draw_ground(random: np.random.RandomState, size: int) -> np.ndarray:
 
 
 def paint(random: np.random.RandomState, labels: np.ndarray) -> np.ndarray:
-    """Give classes their colours, with light that differs from tile to tile.
-
-    Args:
-        random (RandomState): Where the tile comes from.
-        labels (np.ndarray): Classes of shape (H, W).
-
-    Returns:
-        np.ndarray: An RGB image of shape (H, W, 3), uint8.
-    """
+    """Paint classes as an RGB image, uint8, with light that differs from tile to tile."""
     colours = np.array([colour for colour, _ in GROUND.values()], float)
     roughness = np.array([spread for _, spread in GROUND.values()], float)
     noise = random.normal(0, 1, labels.shape) * roughness[labels]

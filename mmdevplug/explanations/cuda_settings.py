@@ -1,11 +1,11 @@
-"""Find settings of a config that are for CUDA, where a run computes elsewhere."""
+"""Find settings of a config that are for CUDA while a run computes elsewhere."""
 
 import re
-from typing import Any, Iterator, NamedTuple, Tuple
+from typing import Any, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 
-#: Parts of models that mmcv has kernels for on CUDA alone, and what may do in their place.
+#: Parts of models for which mmcv has kernels on CUDA alone, and what may replace them.
 _ONLY_CUDA = {
     'BorderAlign': '',
     'CARAFE': "'bilinear'",
@@ -21,26 +21,17 @@ _ONLY_CUDA = {
     'SoftmaxFocalLoss': "'mmdet.FocalLoss'",
     'carafe': "'bilinear'",
 }
-#: Keys that choose this package's own devices, where 'cuda' means what it says.
+#: Keys of this package that choose devices: 'cuda' is meant there.
 _OWN = ('accelerator', 'model_parallel', 'strategy')
 _CUDA = re.compile(r'cuda(:\d+)?$')
 
 
 class CudaSetting(NamedTuple):
-    """A setting that is for CUDA.
+    """A setting that is for CUDA, what follows, and what to write."""
 
-    Attributes:
-        path (str): Its key, e.g. ``'model.head.device'``.
-        value (Any): What the config has.
-        level (str): ``'error'``: training fails where it is used; ``'warning'``: it may;
-            ``'note'``: it is without effect.
-        why (str): What follows.
-        write (str): What to write.
-    """
-
-    path: str
+    path: str  # e.g. 'model.head.device'
     value: Any
-    level: str
+    level: str  # 'error': training fails there; 'warning': it may; 'note': it has no effect
     why: str
     write: str
 
@@ -50,24 +41,14 @@ class CudaSetting(NamedTuple):
 
 
 def cuda_settings(cfg: Any, device_type: str) -> Iterator[CudaSetting]:
-    """Look for settings that are for CUDA.
-
-    Args:
-        cfg (Config): The config.
-        device_type (str): What the run computes on, e.g. ``'cpu'``; on ``'cuda'`` there is
-            nothing to say.
-    """
+    """Yield the settings of a config that are for CUDA, none if the run computes on ``'cuda'``."""
     if device_type == 'cuda':
         return
     for key in cfg:
         if key == 'fp16' and cfg[key] is not None:
-            yield CudaSetting(
-                key,
-                cfg[key],
-                'warning',
-                'MMEngine reads no such key, which is of MMCV 1: training is in full precision',
-                "optim_wrapper = dict(type='AmpOptimWrapper') or start with --amp",
-            )
+            why = 'MMEngine reads no such key, which is of MMCV 1: training is in full precision'
+            write = "optim_wrapper = dict(type='AmpOptimWrapper') or start with --amp"
+            yield CudaSetting(key, cfg[key], 'warning', why, write)
         elif key not in _OWN:
             yield from _walk(cfg[key], key, device_type)
 
@@ -80,14 +61,12 @@ def _walk(value: Any, path: str, device_type: str) -> Iterator[CudaSetting]:
         for key, item in value.items():
             yield from _walk(item, f'{path}.{key}', device_type)
     else:
-        key = path.rsplit('.', 1)[-1]
-        found = _judge(key, path, value, device_type)
+        found = _judge(path.rsplit('.', 1)[-1], path, value, device_type)
         if found is not None:
-            level, why, write = found
-            yield CudaSetting(path, value, level, why, write)
+            yield CudaSetting(path, value, *found)
 
 
-def _judge(key: str, path: str, value: Any, device_type: str) -> Any:
+def _judge(key: str, path: str, value: Any, device_type: str) -> Optional[Tuple[str, str, str]]:
     """Level, reason and what to write for a setting; None if it is not for CUDA."""
     name = value if isinstance(value, str) else getattr(value, '__name__', '')
     if key == 'type':
@@ -109,7 +88,7 @@ def _judge(key: str, path: str, value: Any, device_type: str) -> Any:
     return 'warning', why, f'nothing there, or {path} = {device_type!r}'
 
 
-def _judge_type(name: str, path: str, device_type: str) -> Any:
+def _judge_type(name: str, path: str, device_type: str) -> Optional[Tuple[str, str, str]]:
     if name == 'ApexOptimWrapper':
         why = f'apex works on CUDA alone, and this run computes on {device_type}'
         return 'error', why, f"{path} = 'AmpOptimWrapper'"
@@ -121,7 +100,7 @@ def _judge_type(name: str, path: str, device_type: str) -> Any:
     return level, f'mmcv has a kernel for CUDA, and none for the CPU or {device_type}', write
 
 
-def describe_serious(cfg: Any, device_type: str) -> Tuple[str, ...]:
-    """What may stop a run, a line for each."""
+def describe_serious(cfg: Any, device_type: str) -> List[str]:
+    """Describe what may stop a run, a line for each setting."""
     found = cuda_settings(cfg, device_type)
-    return tuple(setting.describe() for setting in found if setting.level != 'note')
+    return [setting.describe() for setting in found if setting.level != 'note']

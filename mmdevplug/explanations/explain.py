@@ -17,50 +17,21 @@ from .versions import explain_versions
 
 
 @contextmanager
-def explained(runner: Any, stage: str) -> Iterator[None]:
-    """Explain an error of this rank, then tell it to the others.
-
-    Args:
-        runner (Runner): The runner.
-        stage (str): ``'train'``, ``'val'`` or ``'test'``.
-
-    Raises:
-        DevPlugError: In place of an error that could be explained.
-    """
-    with fail_together(stage), explain_versions(), explain_cuda(stage, runner.cfg):
-        with explain_out_of_memory(runner, stage):
-            yield
-
-
-@contextmanager
 def explained_build(runner: Any, stage: str) -> Iterator[None]:
-    """The same while the runner is built.
-
-    Args:
-        runner (Runner): With its config.
-        stage (str): What is being built.
-
-    Raises:
-        DevPlugError: In place of an error that could be explained.
-    """
+    """Explain an error of this rank while the runner is built, then report it to the others."""
     with fail_together(stage), explain_versions(), explain_cuda(stage, runner.cfg):
         yield
 
 
+@contextmanager
+def explained(runner: Any, stage: str) -> Iterator[None]:
+    """Do the same, also for full memory, in a loop: ``'train'``, ``'val'`` or ``'test'``."""
+    with explained_build(runner, stage), explain_out_of_memory(runner, stage):
+        yield
+
+
 def train_together(runner: Any, train: Callable[[], nn.Module]) -> nn.Module:
-    """Train while no other job does so in the same work directory; wait for all ranks in the end.
-
-    Args:
-        runner (Runner): The runner.
-        train (callable): MMEngine's own way.
-
-    Returns:
-        nn.Module: The model.
-
-    Raises:
-        DevPlugError: If training fails, on this rank or another.
-        CheckpointError: If another job trains in the same work directory.
-    """
+    """Train, alone in the work directory; wait for all ranks at the end; return the model."""
     context = device_context()
     restarted = context is not None and restarts(context.env.launcher) > 0
     with explained(runner, 'train'), ExitStack() as held:

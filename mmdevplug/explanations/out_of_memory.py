@@ -12,7 +12,7 @@ from mmengine.optim import OptimWrapper
 from torch import Tensor
 
 from mmdevplug.distributed.process_group import rank_device
-from mmdevplug.errors import DeviceOutOfMemoryError, DevPlugError
+from mmdevplug.errors import DeviceOutOfMemoryError, DevPlugError, first_line
 from mmdevplug.utils.memory_growth import MB, describe_tensor, tensor_bytes
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 
@@ -22,20 +22,15 @@ _HOST = re.compile(
 )
 _DEVICE = re.compile(r'out of memory|RESOURCE_EXHAUSTED', re.IGNORECASE)
 MOST_NAMED = 5
-#: Above this part, what no batch size changes is what fills the memory.
+#: Above this part of the memory in use, a smaller batch does not help.
 MOSTLY_FIXED = 0.75
 
 
 @contextmanager
 def explain_out_of_memory(runner: Any, stage: str) -> Iterator[None]:
-    """Turn errors of full memory into one that says what fills it and what to try.
+    """Replace errors of full memory by a ``DeviceOutOfMemoryError`` that says what to try.
 
-    Args:
-        runner (Runner): The runner.
-        stage (str): ``'train'``, ``'val'`` or ``'test'``: whose batch size is meant.
-
-    Raises:
-        DeviceOutOfMemoryError: In place of the error of PyTorch, XLA or a vendor's library.
+    Its stage is ``'train'``, ``'val'`` or ``'test'``: that batch size is named.
     """
     try:
         yield
@@ -47,14 +42,7 @@ def explain_out_of_memory(runner: Any, stage: str) -> Iterator[None]:
 
 
 def out_of_memory_at(error: BaseException) -> Optional[str]:
-    """Say whose memory an error is about.
-
-    Args:
-        error (BaseException): Of any library.
-
-    Returns:
-        str or None: ``'host'``, ``'device'``, or None for other errors.
-    """
+    """Say whose memory an error is about: ``'host'``, ``'device'``, or None for other errors."""
     if isinstance(error, DevPlugError):
         return None
     text = str(error)
@@ -74,75 +62,59 @@ def _message(runner: Any, stage: str, place: str, error: BaseException) -> str:
     else:
         in_use = accelerator.memory_allocated(device)
         total = accelerator.memory_total(device)
-    where = f'rank {runner.rank}: {device} has no memory left in {stage}'
     used = '' if in_use is None else f' with {in_use / MB:.0f} MB in use'
     of = '' if total is None else f' of {total / MB:.0f} MB'
-    first_line = (str(error) or type(error).__name__).splitlines()[0]
-    parts = [f'{where}{used}{of}: {first_line}']
-    fixed = None
+    parts = [
+        f'rank {runner.rank}: {device} has no memory left in {stage}{used}{of}: '
+        f'{first_line(error)}'
+    ]
+    fixed = 0
     try:
-        live = LiveTensors(runner, device.type)
-        fixed = live.fixed
-        parts.append(live.describe())
+        fixed, description = _describe_tensors(runner, device.type)
+        parts.append(description)
     except MemoryError:
-        parts.append('There is no memory left to find out what holds it either.')
-    parts.append(_advice(runner, stage, in_use, fixed))
+        parts.append('No memory remains to find out what holds it.')
+    mostly_fixed = in_use is not None and fixed > MOSTLY_FIXED * in_use
+    parts.append(_advice(runner, stage, mostly_fixed))
     return '\n'.join(parts)
 
 
-class LiveTensors:
-    """The tensors that Python knows on devices of one type; nothing is run for it.
+def _describe_tensors(runner: Any, device_type: str) -> Tuple[int, str]:
+    """Add up the tensors that Python knows on devices of a type; nothing is run for it.
 
     What autograd alone keeps for backward is not among them.
 
-    Args:
-        runner (Runner): Its model and optimizers have names for tensors.
-        device_type (str): As of ``torch.device``.
-
-    Attributes:
-        fixed (int): Bytes of parameters, buffers, gradients and optimizer state, which do not
-            depend on the batch.
-        others (int): Bytes of all other tensors.
+    Returns:
+        Tuple[int, str]: The bytes of weights, gradients and optimizer state, and the description.
     """
-
-    def __init__(self, runner: Any, device_type: str) -> None:
-        named = _named_tensors(runner)
-        self._sizes: Dict[str, int] = Counter()
-        self._parts: Dict[str, List[str]] = {}
-        self.fixed = self.others = 0
-        # One object for each of them, because reading `grad` may make a new one.
-        for owner, part, tensor in named.values():
-            if tensor.device.type == device_type:
-                self._sizes[owner] += tensor_bytes(tensor)
-                self._parts.setdefault(owner, []).append(part)
-                self.fixed += tensor_bytes(tensor)
-        counts: Dict[str, int] = Counter()
-        sizes: Dict[str, int] = Counter()
-        for thing in gc.get_objects():
-            # Not isinstance, which asks proxies for what they stand for.
-            if not issubclass(type(thing), Tensor) or id(thing) in named:
-                continue
-            # Views hold no memory of their own.
-            if thing.device.type == device_type and not thing._is_view():
-                counts[describe_tensor(thing)] += 1
-                sizes[describe_tensor(thing)] += tensor_bytes(thing)
-        self.others = sum(sizes.values())
-        self._sizes.update({f'{counts[kind]} x {kind}': size for kind, size in sizes.items()})
-
-    def describe(self) -> str:
-        """Sums, and the biggest of them by name or by shape."""
-        biggest = sorted(self._sizes.items(), key=lambda item: -item[1])[:MOST_NAMED]
-        told = [
-            f'{name}{self._with(name)}: {size / MB:.1f} MB' for name, size in biggest if size > 0
-        ]
-        return (
-            f'Weights, gradients and optimizer state take {self.fixed / MB:.1f} MB, other tensors '
-            f'that Python can see {self.others / MB:.1f} MB. Biggest: {"; ".join(told)}.'
-        )
-
-    def _with(self, name: str) -> str:
-        parts = self._parts.get(name, [])[1:]
-        return f' with its {", ".join(parts)}' if parts else ''
+    named = _named_tensors(runner)
+    sizes: Dict[str, int] = Counter()
+    parts: Dict[str, List[str]] = {}
+    for owner, part, tensor in named.values():
+        if tensor.device.type == device_type:
+            sizes[owner] += tensor_bytes(tensor)
+            parts.setdefault(owner, []).append(part)
+    fixed = sum(sizes.values())
+    counts: Dict[str, int] = Counter()
+    others: Dict[str, int] = Counter()
+    for thing in gc.get_objects():
+        # Not isinstance, which runs code of proxy objects.
+        if not issubclass(type(thing), Tensor) or id(thing) in named:
+            continue
+        # Views hold no memory themselves.
+        if thing.device.type == device_type and not thing._is_view():
+            counts[describe_tensor(thing)] += 1
+            others[describe_tensor(thing)] += tensor_bytes(thing)
+    for owner, of_owner in parts.items():
+        if len(of_owner) > 1:
+            sizes[f'{owner} with its {", ".join(of_owner[1:])}'] = sizes.pop(owner)
+    sizes.update({f'{counts[kind]} x {kind}': size for kind, size in others.items()})
+    biggest = sorted(sizes.items(), key=lambda item: -item[1])[:MOST_NAMED]
+    listed = '; '.join(f'{name}: {size / MB:.1f} MB' for name, size in biggest if size > 0)
+    return fixed, (
+        f'Weights, gradients and optimizer state take {fixed / MB:.1f} MB, other tensors that '
+        f'Python can see {sum(others.values()) / MB:.1f} MB. Biggest: {listed}.'
+    )
 
 
 def _named_tensors(runner: Any) -> Dict[int, Tuple[str, str, Tensor]]:
@@ -151,56 +123,48 @@ def _named_tensors(runner: Any) -> Dict[int, Tuple[str, str, Tensor]]:
     named: Dict[int, Tuple[str, str, Tensor]] = {}
     owners: Dict[int, str] = {}
     for name, parameter in model.named_parameters():
-        shape = tuple(parameter.shape)
-        owners[id(parameter)] = f'{name} {shape}'
-        named[id(parameter)] = (owners[id(parameter)], 'weight', parameter)
-        if parameter.grad is not None:
-            named[id(parameter.grad)] = (owners[id(parameter)], 'gradient', parameter.grad)
+        owner = owners[id(parameter)] = f'{name} {tuple(parameter.shape)}'
+        named[id(parameter)] = (owner, 'weight', parameter)
+        gradient = parameter.grad  # kept, because reading it again may make another object
+        if gradient is not None:
+            named[id(gradient)] = (owner, 'gradient', gradient)
     for name, buffer in model.named_buffers():
         named[id(buffer)] = (f'{name} {tuple(buffer.shape)}', 'buffer', buffer)
-    for optimizer in _optimizers(runner.optim_wrapper):
-        for parameter, state in optimizer.state.items():
+    for wrapper in list_optim_wrappers(runner.optim_wrapper):
+        if not isinstance(wrapper, OptimWrapper):
+            continue  # a config that has not been built yet
+        for parameter, state in wrapper.optimizer.state.items():
             for part, value in state.items():
                 if isinstance(value, Tensor) and id(parameter) in owners:
                     named[id(value)] = (owners[id(parameter)], part, value)
     return named
 
 
-def _optimizers(wrapper: Any) -> List[torch.optim.Optimizer]:
-    # A config has not been built yet.
-    wrappers = list_optim_wrappers(wrapper)
-    return [each.optimizer for each in wrappers if isinstance(each, OptimWrapper)]
-
-
-def _advice(runner: Any, stage: str, in_use: Optional[int], fixed: Optional[int]) -> str:
+def _advice(runner: Any, stage: str, mostly_fixed: bool) -> str:
     key = f'{stage}_dataloader.batch_size'
     size = _batch_size(getattr(runner, f'_{stage}_dataloader', None))
-    levers = _levers(runner) if stage == 'train' else ''
-    mostly_fixed = fixed is not None and in_use is not None and fixed > MOSTLY_FIXED * in_use
+    more = ''
+    if stage == 'train':
+        counts = 2 * getattr(runner.optim_wrapper, '_accumulative_counts', 1)
+        more = f', with optim_wrapper.accumulative_counts={counts} for as many samples an update'
+        more += "; or activation checkpointing (with_cp=True of the model's parts that have it)"
+        if 'Amp' not in type(runner.optim_wrapper).__name__:
+            more += '; or mixed precision (--amp)'
     if mostly_fixed:
         found = '' if size is None else f' (it is {size})'
         return (
             f'Most of it does not depend on {key}{found}: take an optimizer with less state, a '
-            f'smaller model, or several devices{levers}.'
+            f'smaller model, or several devices{more}.'
         )
     if size is None:
-        return f'Try fewer samples in a batch{levers}.'
+        return f'Try fewer samples in a batch{more}.'
     if size == 1:
-        return f'{key} is 1 already: take smaller samples{levers}.'
-    return f'{key} is {size}: try {size // 2}{levers}.'
-
-
-def _levers(runner: Any) -> str:
-    counts = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
-    told = f', with optim_wrapper.accumulative_counts={2 * counts} for as many samples an update'
-    told += "; or activation checkpointing (with_cp=True of the model's parts that have it)"
-    if 'Amp' not in type(runner.optim_wrapper).__name__:
-        told += '; or mixed precision (--amp)'
-    return told
+        return f'{key} is 1 already: take smaller samples{more}.'
+    return f'{key} is {size}: try {size // 2}{more}.'
 
 
 def _batch_size(loader: Any) -> Optional[int]:
-    """What a data loader, or the config of one, has as its batch size."""
+    """The batch size of a data loader, or of the config of one."""
     if not isinstance(loader, Mapping):
         return getattr(getattr(loader, 'batch_sampler', None), 'batch_size', None)
     inner = loader.get('batch_sampler') or {}

@@ -1,4 +1,4 @@
-"""OpenMMLab's packages that do not go together: which, what is expected, and what to type.
+"""Explain OpenMMLab packages that do not go together: which, what is expected, what to type.
 
 They check each other with an ``assert`` when they are imported, somewhere inside whatever imported
 them. The ranges are read from the packages themselves, without running them.
@@ -9,7 +9,7 @@ import glob
 import re
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,26 +28,20 @@ PACKAGES = {'mmseg': 'mmsegmentation', 'mmaction': 'mmaction2'}
 
 
 class Range(NamedTuple):
-    """Versions that a package accepts of another.
-
-    Attributes:
-        minimum (str, optional): The lowest.
-        maximum (str, optional): Where it ends.
-        inclusive (bool): Whether ``maximum`` itself is accepted.
-    """
+    """Versions that a package accepts of another."""
 
     minimum: Optional[str] = None
     maximum: Optional[str] = None
-    inclusive: bool = False
+    inclusive: bool = False  # of the maximum
 
     def describe(self) -> str:
-        """As pip takes it, e.g. ``'>=2.0.0rc4,<2.2.0'``."""
+        """Write it as pip takes it, e.g. ``'>=2.0.0rc4,<2.2.0'``."""
         end = '<=' if self.inclusive else '<'
         parts = [f'>={self.minimum}'] if self.minimum else []
         return ','.join(parts + ([f'{end}{self.maximum}'] if self.maximum else []))
 
     def accepts(self, version: str) -> bool:
-        """Whether a version is inside; compared as these packages do it."""
+        """Compare a version as these packages do it."""
         from mmengine.utils import digit_version
 
         found = digit_version(version)
@@ -56,72 +50,45 @@ class Range(NamedTuple):
         if not self.maximum:
             return True
         end = digit_version(self.maximum)
-        return found <= end if self.inclusive else found < end
+        return found < end or (self.inclusive and found == end)
 
 
 class Problem(NamedTuple):
-    """Packages that do not fit.
-
-    Attributes:
-        what (str): What was found and what is expected.
-        command (str): What to type.
-    """
+    """Packages that do not fit: what was found and expected, and what to type."""
 
     what: str
     command: str
 
-    def describe(self) -> str:
-        """Both, for a message."""
-        return f'{self.what}. Type: {self.command}'
-
 
 def required_ranges(module: str) -> Dict[str, Range]:
-    """What an installed package wants of others, read from its text.
-
-    Args:
-        module (str): E.g. ``'mmdet'``.
-
-    Returns:
-        dict: By module, e.g. ``{'mmcv': Range('2.0.0rc4', '2.2.0')}``; empty if it says nothing.
-    """
+    """Read from the text of an installed package which versions of other modules it requires."""
     spec = find_spec(module)
     if spec is None or spec.origin is None or not spec.origin.endswith('.py'):
         return {}
     try:
         tree = ast.parse(Path(spec.origin).read_text(encoding='utf-8'))
     except (OSError, SyntaxError):
-        return {}  # whoever imports it is told
-    found: Dict[str, Dict[str, str]] = {}
+        return {}  # its import raises the error
+    ranges: Dict[str, Range] = {}
     for node in tree.body:
         if not (isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)):
             continue
-        bound, value = _BOUND.match(node.targets[0].id), node.value
-        if bound and isinstance(value, ast.Constant):
-            key = 'minimum' if bound.group(2).lower() == 'min' else 'maximum'
-            found.setdefault(bound.group(1).lower(), {})[key] = value.value
-    inclusive = _inclusive(tree)
-    return {
-        name: Range(inclusive=name in inclusive, **bounds)
-        for name, bounds in found.items()
-        if name != module
-    }
+        bound = _BOUND.match(node.targets[0].id)
+        if bound and bound.group(1).lower() != module and isinstance(node.value, ast.Constant):
+            name, end = bound.group(1).lower(), f'{bound.group(2).lower()}imum'
+            changed = {end: node.value.value, 'inclusive': name in _inclusive(tree)}
+            ranges[name] = ranges.get(name, Range())._replace(**changed)
+    return ranges
 
 
 def _inclusive(tree: ast.Module) -> List[str]:
-    """The packages whose maximum an assertion compares with ``<=``."""
-    found = []
-    for check in [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]:
-        for compare in [node for node in ast.walk(check.test) if isinstance(node, ast.Compare)]:
-            names = {n.id.lower() for n in ast.walk(compare.comparators[-1]) if _is_name(n)}
-            for name in names:
-                bound = re.match(r'(mm\w+?)_max', name)
-                if bound and isinstance(compare.ops[-1], ast.LtE):
-                    found.append(bound.group(1))
-    return found
-
-
-def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name)
+    """List the packages whose maximum an assertion compares with ``<=``."""
+    asserts = [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    compares = [node for one in asserts for node in ast.walk(one) if isinstance(node, ast.Compare)]
+    ends = [one.comparators[-1] for one in compares if isinstance(one.ops[-1], ast.LtE)]
+    names = [node.id for end in ends for node in ast.walk(end) if isinstance(node, ast.Name)]
+    bounds = [re.match(r'(mm\w+?)_max', name, re.IGNORECASE) for name in names]
+    return [bound.group(1).lower() for bound in bounds if bound]
 
 
 def installed_version(module: str) -> Optional[str]:
@@ -130,46 +97,32 @@ def installed_version(module: str) -> Optional[str]:
     if isinstance(loaded, str):
         return loaded
     for package in (PACKAGES.get(module, module), f'{module}-lite', f'{module}-full'):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return None
 
 
 def conflicts(module: str) -> Iterator[Problem]:
-    """What an installed package refuses of the others that are installed.
-
-    Args:
-        module (str): E.g. ``'mmdet'``.
-    """
-    for other, wanted in required_ranges(module).items():
+    """Compare what an installed package requires with what is installed."""
+    for other, required in required_ranges(module).items():
         version = installed_version(other)
+        if version is not None and required.accepts(version):
+            continue
+        name, spec = _named(module), required.describe()
         if version is None:
-            yield Problem(
-                f'{_named(module)} needs {other} {wanted.describe()}, which is not installed for '
-                f'{sys.executable}',
-                install_command(other, wanted),
-            )
-        elif not wanted.accepts(version):
-            yield Problem(
-                f'{_named(module)} needs {other} {wanted.describe()}, but {other} {version} is '
-                f'installed ({_folder(other)})',
-                install_command(other, wanted),
-            )
+            what = f'{name} needs {other} {spec}, which is not installed for {sys.executable}'
+        else:
+            folder = _folder(other)
+            what = f'{name} needs {other} {spec}, but {other} {version} is installed ({folder})'
+        yield Problem(what, install_command(other, required))
 
 
-def install_command(module: str, wanted: Optional[Range] = None) -> str:
-    """What to type to get a version that is accepted.
-
-    Args:
-        module (str): What is missing or wrong.
-        wanted (Range, optional): Defaults to None: mmcv's versions that OpenMMLab's packages take.
-    """
-    spec = '>=2.0.0,<2.2.0' if wanted is None else wanted.describe()
+def install_command(module: str, required: Optional[Range] = None) -> str:
+    """What to type for an accepted version, by default of mmcv for OpenMMLab's packages."""
+    spec = '>=2.0.0,<2.2.0' if required is None else required.describe()
     if module != 'mmcv':
         return f'pip install "{PACKAGES.get(module, module)}{spec}"'
-    # Compiled for the torch that is there, which a vendor may have made.
+    # Compiled for the installed torch, which may be a vendor's.
     return (
         f'MMCV_WITH_OPS=1 pip install --no-build-isolation --no-binary mmcv --force-reinstall '
         f'--no-deps "mmcv{spec}"'
@@ -190,11 +143,7 @@ def _folder(module: str) -> str:
 
 @contextmanager
 def explain_versions() -> Iterator[None]:
-    """Turn an import that fails because of versions into an error that names them.
-
-    Raises:
-        DevPlugError: In place of an ``AssertionError`` or an ``ImportError`` of these packages.
-    """
+    """Replace an import error that versions cause by a ``DevPlugError`` that names them."""
     try:
         yield
     except DevPlugError:
@@ -203,24 +152,26 @@ def explain_versions() -> Iterator[None]:
         problems = explain_import(error)
         if not problems:
             raise
-        raise DevPlugError('\n'.join(each.describe() for each in problems)) from error
+        lines = [f'{problem.what}. Type: {problem.command}' for problem in problems]
+        raise DevPlugError('\n'.join(lines)) from error
 
 
 def explain_import(error: BaseException) -> List[Problem]:
-    """Say what is wrong if versions are the reason of an error.
-
-    Args:
-        error (BaseException): As caught; what it was raised from is looked at, too.
-
-    Returns:
-        List[Problem]: Empty if versions are not the reason.
-    """
+    """Find versions that are the reason of an error or of what it was raised from."""
     each: Optional[BaseException] = error
     while each is not None:
         if isinstance(each, ImportError) and _OPERATORS.search(f'{each.name} {each.path} {each}'):
             return [_operators(each)]
         if isinstance(each, (AssertionError, ModuleNotFoundError)):
-            found = [told for module in _importing(each) for told in conflicts(module)]
+            frames = [frame for frame, _ in traceback.walk_tb(each.__traceback__)]
+            # The packages whose `__init__` it went through, the innermost first.
+            names = [
+                frame.f_globals.get('__name__') or ''
+                for frame in reversed(frames)
+                if frame.f_code.co_name == '<module>'
+            ]
+            modules = [name for name in names if name.startswith('mm') and '.' not in name]
+            found = [problem for module in modules for problem in conflicts(module)]
             if found:
                 return list(dict.fromkeys(found))
         if isinstance(each, KeyError) and _NOT_FOUND.search(str(each)):
@@ -229,18 +180,8 @@ def explain_import(error: BaseException) -> List[Problem]:
     return []
 
 
-def _importing(error: BaseException) -> List[str]:
-    """The packages whose ``__init__`` an error went through, the innermost first."""
-    found = []
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        name = frame.f_globals.get('__name__') or ''
-        if frame.f_code.co_name == '<module>' and name.startswith('mm') and '.' not in name:
-            found.append(name)
-    return found[::-1]
-
-
 def _operators(error: ImportError) -> Problem:
-    """mmcv's compiled operators: not there, or compiled for something else."""
+    """Describe mmcv's compiled operators: missing, or compiled for another PyTorch or Python."""
     import torch
 
     folder = _folder('mmcv')
@@ -250,14 +191,14 @@ def _operators(error: ImportError) -> Problem:
         what = f'the compiled operators of {_named("mmcv")} ({files[0]}) are not for {here}'
     else:
         what = (
-            f'{_named("mmcv")} ({folder}) has no operators (mmcv._ext) compiled for {here}, which '
-            f'what is imported needs'
+            f'{_named("mmcv")} ({folder}) has no operators (mmcv._ext) compiled for {here}, but '
+            f'the imported package needs them'
         )
     return Problem(f'{what}: {first_line(error)}', install_command('mmcv'))
 
 
 def _unregistered(text: str) -> List[Problem]:
-    """MMEngine passes over a package that it cannot import, and then knows none of its names."""
+    """Find packages that MMEngine could not import, so that it knows none of their names."""
     for scope in dict.fromkeys(re.findall(r'\b(mm[a-z0-9]+)\b', text)):
         if scope in ('mmengine', 'mmdevplug') or find_spec(scope) is None:
             continue

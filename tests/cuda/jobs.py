@@ -68,15 +68,11 @@ def carry_objects(accelerator):
 def try_collectives(accelerator):
     """The doctor's, with the base config of this job."""
     import mmdevplug
-    from mmdevplug.doctor.comm_progress import Progress
-    from mmdevplug.doctor.comm_rank import Measure, run_rank
-    from mmdevplug.doctor.request import Setting
+    from mmdevplug.doctor.collectives_rank import run_rank
 
     install_card(accelerator)
     config = mmdevplug.base_config(base_config_of(accelerator))
-    measure = Measure(largest=16 << 10, rounds=2, timeout=60)
-    setting = Setting(config=config, accelerator=accelerator)
-    return run_rank('pytorch', setting, measure, Progress(0, 1))
+    return run_rank('pytorch', accelerator, config, largest=16 << 10, rounds=2, timeout=60)
 
 
 def infer(accelerator):

@@ -9,11 +9,8 @@ import pytest
 import torch
 from torch import distributed as torch_dist
 
-from mmdevplug.doctor import comm_job
-from mmdevplug.doctor.collectives import SIZED
-from mmdevplug.doctor.comm_progress import Progress
-from mmdevplug.doctor.comm_rank import Measure, run_rank
-from mmdevplug.doctor.request import Setting
+from mmdevplug.doctor import collectives
+from mmdevplug.doctor.collectives_rank import SIZED, run_rank
 from tests.jobs import ROOT
 from tests.native import needs_native, run_native
 from tests.needs_card import needs_card
@@ -21,7 +18,7 @@ from tests.ranks import free_port, run_ranks
 
 from .running import environment, the
 
-SMALL = Measure(largest=16 << 10, rounds=2, timeout=60)
+SMALL = dict(largest=16 << 10, rounds=2, timeout=60)
 
 
 def look(accelerator, spoilt=None):
@@ -31,12 +28,11 @@ def look(accelerator, spoilt=None):
         card.install('zeta')
     if spoilt is not None:
         spoil(*spoilt)
-    env_rank = Progress(0, 1)
-    return run_rank('pytorch', Setting(accelerator=accelerator), SMALL, env_rank)
+    return run_rank('pytorch', accelerator, **SMALL)
 
 
 def look_at_config(path):
-    return run_rank('pytorch', Setting(config=path), SMALL, Progress(0, 1))['passed']
+    return run_rank('pytorch', config=path, **SMALL)['passed']
 
 
 @pytest.mark.parametrize('written', ["'cpu'", "dict(type='cpu')"])
@@ -99,7 +95,7 @@ def test_wrong_value_on_one_rank_is_a_failure_on_all(spoilt):
         (failed,) = [check for check in results['checks'] if check['status'] == 'fail']
         assert failed['name'] == spoilt[0]
         assert f'rank {spoilt[1]} holds' in failed['problems'][0]
-    (error,) = [f for f in comm_job._outcomes(results) if f.level == 'error'][:1]
+    (error,) = [f for f in collectives.describe_results(results) if f.level == 'error'][:1]
     assert f'rank {spoilt[1]} holds' in error.found
 
 
@@ -112,20 +108,15 @@ def look_at_misplaced():
     import card
 
     from mmdevplug.accelerators import get_accelerator
-    from mmdevplug.doctor.collectives import Case, Peers, problems
+    from mmdevplug.distributed.process_group import DeviceContext
+    from mmdevplug.doctor.collectives_rank import Ranks
+    from mmdevplug.environments.launch import LaunchEnv
 
     card.install('zeta')
     accelerator = get_accelerator('zeta')
     device = accelerator.device(0)
-    host = torch.ones(3)
-
-    class Context:
-        pass
-
-    context = Context()
-    context.accelerator, context.device = accelerator, device
-    case = Case(lambda: None, lambda: None, lambda: [(host, host)], device)
-    return list(problems(case, Peers(context, 0, 1, device)))
+    context = DeviceContext(accelerator, '', device, LaunchEnv('none'), 'gloo')
+    return list(Ranks(context).compare(torch.ones(3), torch.ones(3), device))
 
 
 # failures ---------------------------------------------------------------------------------------
@@ -140,11 +131,11 @@ def run_job(folder, monkeypatch, what, timeout=15):
     monkeypatch.setenv('PYTHONPATH', environment(folder)['PYTHONPATH'])
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     options = dict(config=str(config), accelerator='cpu')
-    job = comm_job.run_job(3, options, largest_mb=0.01, rounds=1, timeout=timeout)
+    findings = collectives.examine(3, options, largest_mb=0.01, rounds=1, timeout=timeout)
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
     assert left == []
     assert not [p for p in psutil.process_iter() if str(config) in _words(p)]
-    return comm_job.examine(job, 3, timeout)
+    return findings
 
 
 def _words(process):
@@ -176,14 +167,14 @@ def test_rank_that_fails_or_hangs_is_named_and_nothing_is_left_over(
 def test_rank_that_stops_in_the_middle_is_named(tmp_path, monkeypatch):
     # From its own thread, when the collectives have begun.
     stop = (
-        'import signal, threading\n'
-        '    from mmdevplug.doctor import comm_progress as progress\n'
-        '    at = progress.Progress.at\n'
+        'import signal\n'
+        '    from mmdevplug.doctor.collectives_rank import Progress\n'
+        '    enter = Progress.enter\n'
         '    def stop(self, stage):\n'
-        '        at(self, stage)\n'
+        '        enter(self, stage)\n'
         "        if stage.startswith('broadcast'):\n"
         '            os.kill(os.getpid(), signal.SIGSTOP)\n'
-        '    progress.Progress.at = stop'
+        '    Progress.enter = stop'
     )
     found = the(run_job(tmp_path, monkeypatch, stop), 'error').found
     assert "rank 1 hangs in 'broadcast" in found
@@ -196,7 +187,7 @@ def test_more_ranks_than_devices_are_refused(tmp_path, monkeypatch):
     for name, value in environment(FAKECARD_NAME='zeta', FAKECARD_COUNT='2').items():
         monkeypatch.setenv(name, value)
     options = dict(config=str(config), accelerator='zeta')
-    findings = comm_job.examine(comm_job.run_job(3, options, 0.01, 1, 30), 3, 30)
+    findings = collectives.examine(3, options, 0.01, 1, 30)
     errors = [f.found for f in findings if f.level == 'error']
     assert any('rank 2 failed' in f and 'sees 2 zeta device(s)' in f for f in errors)
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mmdevplug.doctor import launch, limits, network, sockets
+from mmdevplug.doctor import launch, limits, network
 
 from .running import environment, python, the
 
@@ -90,7 +90,7 @@ def test_port_that_is_none(port):
 
 def test_interfaces_are_listed_and_missing_ones_are_errors():
     environ = dict(GLOO_SOCKET_IFNAME='lo,nope0', NCCL_SOCKET_IFNAME='^docker')
-    findings = network.examine(environ)
+    findings = list(network.examine(environ))
     assert '127.0.0.1' in the(findings, 'note', 'interfaces:').found
     found = the(findings, 'error', 'GLOO_SOCKET_IFNAME')
     assert 'no interface nope0' in found.found
@@ -122,7 +122,7 @@ def test_sockets_of_this_process_are_told_apart():
         for one in (inside, outside):
             one.listen(1)
         ports = [one.getsockname()[1] for one in (inside, outside)]
-        findings = sockets.examine(sockets.listening_here(4))
+        findings = list(network.examine_listening(network.listening_here(4), True))
     assert f'rank 4 at 127.0.0.1:{ports[0]}' in the(findings, 'ok').found
     found = the(findings, 'warning')
     assert f'rank 4 at 0.0.0.0:{ports[1]}' in found.found

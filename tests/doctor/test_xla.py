@@ -3,10 +3,7 @@
 import pytest
 
 from mmdevplug.doctor import accelerators
-from mmdevplug.doctor.collectives import SIZED
-from mmdevplug.doctor.comm_progress import Progress
-from mmdevplug.doctor.comm_rank import Measure, run_rank
-from mmdevplug.doctor.request import Setting
+from mmdevplug.doctor.collectives_rank import SIZED, run_rank
 from tests.jobs import ROOT
 from tests.ranks import run_ranks
 
@@ -16,8 +13,7 @@ pytestmark = pytest.mark.xla
 
 
 def look():
-    measure = Measure(largest=1 << 10, rounds=1, timeout=100)
-    return run_rank('pytorch', Setting(accelerator='xla'), measure, Progress(0, 1))
+    return run_rank('pytorch', 'xla', largest=1 << 10, rounds=1, timeout=100)
 
 
 def test_collectives_between_lazy_devices():
