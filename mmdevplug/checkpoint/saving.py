@@ -8,6 +8,7 @@ from mmengine.dist import is_main_process
 from mmengine.fileio import get_file_backend
 from mmengine.runner import Runner
 
+from mmdevplug.config.hook_options import CheckpointOptions
 from mmdevplug.distributed.process_group import rank_device
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
@@ -22,8 +23,6 @@ from .writing import UNFINISHED, is_local, replacing, write_checkpoint
 
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
 ABORT_SECONDS = 5.0
-
-ON_ERROR = ('stop', 'continue')
 
 
 class CheckpointFile(NamedTuple):
@@ -44,35 +43,14 @@ class CheckpointSaver:
     """Saves checkpoints of a runner.
 
     Args:
-        in_background (bool): Whether rank 0 only copies to host memory before training goes on.
-        timeout (float, optional): Seconds that the other ranks wait. Defaults to None: the
-            timeout of the process group.
-        on_error (str): ``'stop'`` or ``'continue'``. Defaults to ``'stop'``.
+        options (CheckpointOptions): Those of the hook.
         backend_args (dict, optional): See :func:`mmengine.fileio.get_file_backend`.
-
-    Raises:
-        CheckpointError: If an argument has a value that does not work.
     """
 
-    def __init__(
-        self,
-        in_background: bool = False,
-        timeout: Optional[float] = None,
-        on_error: str = 'stop',
-        backend_args: Optional[Dict] = None,
-    ) -> None:
-        if on_error not in ON_ERROR:
-            raise CheckpointError(
-                f"SafeCheckpointHook.on_error={on_error!r}: expected 'stop' or 'continue'."
-            )
-        if timeout is not None and not timeout > 0:
-            raise CheckpointError(
-                f'SafeCheckpointHook.timeout={timeout!r}: expected seconds above 0, or None for '
-                f'the timeout of the process group.'
-            )
-        self.in_background = in_background
-        self.timeout = timeout
-        self.on_error = on_error
+    def __init__(self, options: CheckpointOptions, backend_args: Optional[Dict] = None) -> None:
+        self.in_background = options.async_save
+        self.timeout = options.timeout
+        self.on_error = options.on_error
         self.backend_args = backend_args
         self._background = Background()
         self._kept_copy: Optional[HostCopy] = None

@@ -3,11 +3,11 @@
 import os
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Dict, List, Mapping, Optional, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
 from mmdevplug.errors import AcceleratorError, DevPlugError, LaunchError
 
-from .fields import option, options_of, read_dict, read_flag, read_switch, read_values
+from .fields import Options, did_you_mean, option, read_dict, read_flag, read_switch
 from .hook_options import CompilationOptions, DeviceHookOptions, MemoryOptions
 from .pad_to import PadTo, read_pad_to
 
@@ -20,18 +20,10 @@ LEAST_HEARTBEAT_TIMEOUT = 6.0
 
 
 def find_compilation_cache(value: Any, work_dir: Optional[str] = None) -> Optional[str]:
-    """Check ``accelerator.compilation_cache`` and return its folder.
-
-    Args:
-        value (str or bool, optional): A folder; True for ``compilation_cache`` in the work
-            directory; None or False for none.
-        work_dir (str, optional): The work directory. Defaults to None: there is none.
-
-    Returns:
-        str or None: The folder.
+    """Return the folder of ``accelerator.compilation_cache``, None for none.
 
     Raises:
-        AcceleratorError: If it is something else, or there is no work directory to put it into.
+        AcceleratorError: If it is something else, or True and there is no work directory.
     """
     if value is None or value is False:
         return None
@@ -53,11 +45,7 @@ def _read_compilation_cache(value: Any, key: str) -> Union[None, bool, str]:
 def read_heartbeat_timeout(
     value: Optional[Real], key: str = 'accelerator.heartbeat_timeout'
 ) -> Optional[Real]:
-    """Refuse an impossible value of ``accelerator.heartbeat_timeout``.
-
-    Raises:
-        LaunchError: If it is no number of seconds, or too small.
-    """
+    """Refuse what is no number of seconds, or too small."""
     if value is None:
         return None
     is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -71,11 +59,7 @@ def read_heartbeat_timeout(
 
 
 def read_mmcv_ops(value: str, key: str = 'accelerator.mmcv_ops') -> str:
-    """Refuse an unknown value of ``accelerator.mmcv_ops``.
-
-    Raises:
-        DevPlugError: If it is unknown.
-    """
+    """Refuse what is neither ``'host'`` nor ``'error'``."""
     if value not in ('host', 'error'):
         raise DevPlugError(
             f"accelerator.mmcv_ops={value!r}: expected 'host', to run mmcv's operators on the "
@@ -98,7 +82,7 @@ def _read_on_nan(value: Optional[str], key: str) -> Optional[str]:
 
 
 @dataclass(frozen=True)
-class AcceleratorOptions:
+class AcceleratorOptions(Options):
     """What the config key ``accelerator`` says, parsed and checked by :meth:`from_config`.
 
     Attributes:
@@ -106,6 +90,8 @@ class AcceleratorOptions:
             :func:`mmdevplug.accelerators.choose_accelerator` takes: ``type`` and the arguments of
             that accelerator.
     """
+
+    key = 'accelerator'
 
     device: Union[Dict[str, Any], Any] = field(default_factory=dict)
     backend: Optional[str] = option(
@@ -214,33 +200,24 @@ class AcceleratorOptions:
             # An accelerator, whose class is above this package.
             return cls(device=config, **defaults)
         given = {**defaults, **to_dict(config)}
-        ours = {one.name for one in options_of(cls)}
-        device = {name: value for name, value in given.items() if name not in ours}
-        return cls(device=device, **read_values(cls, given, 'accelerator', problems))
+        device = {name: value for name, value in given.items() if name not in cls.names()}
+        return cls(device=device, **cls.read(given, problems))
 
     def compilation_folder(self, work_dir: Optional[str]) -> Optional[str]:
-        """The folder in which compiled graphs are kept, None for none.
-
-        Args:
-            work_dir (str, optional): The work directory, None where there is none.
-
-        Raises:
-            AcceleratorError: If it is to be in the work directory and there is none.
-        """
+        """Return the folder in which compiled graphs are kept, None for none."""
         return find_compilation_cache(self.compilation_cache, work_dir)
 
 
+def suggest_option(names: Iterable[str], others: Iterable[str] = ()) -> str:
+    """The end of a sentence about unknown options, with the nearest of ours and of others."""
+    return did_you_mean(names, [*AcceleratorOptions.names(), *others])
+
+
 def to_dict(config: Union[str, Mapping[str, Any], None]) -> Dict[str, Any]:
-    """Bring the config key ``accelerator`` into one form.
-
-    Args:
-        config (str, dict or None): A name, or a dict with ``type`` and options.
-
-    Returns:
-        dict: A copy.
+    """Return the config key ``accelerator`` as a dict, which is a copy.
 
     Raises:
-        AcceleratorError: If it is neither.
+        AcceleratorError: If it is neither a name nor a dict.
     """
     if config is None:
         return {}

@@ -1,21 +1,99 @@
-"""Declare the options of a config key: default, accepted types, meaning and check in one place."""
+"""Declare options of a config key: default, accepted values, meaning and check in one place."""
 
 import dataclasses
-from typing import Any, Callable, Dict, List, Mapping, Optional, Type
+from difflib import get_close_matches
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Type,
+    TypeVar,
+)
 
 from mmdevplug.errors import DevPlugError
 
 #: Checks the value of an option, given with its full key, and returns what its field holds.
 Reader = Callable[[Any, str], Any]
+REQUIRED = dataclasses.MISSING
+_Self = TypeVar('_Self', bound='Options')
 
 
-def option(default: Any, accepts: str, meaning: str, read: Optional[Reader] = None) -> Any:
-    """Declare an option as a field of a dataclass.
+# checks -----------------------------------------------------------------------------------------
+
+
+class Check(NamedTuple):
+    """What a value must fulfil, and these words for a message."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+    def or_none(self) -> 'Check':
+        """Accept None, too."""
+        return Check(lambda value: value is None or self.holds(value), f'{self.expected}, or None')
+
+    def named(self, expected: str) -> 'Check':
+        """Use other words."""
+        return self._replace(expected=expected)
+
+
+def whole(least: int, most: Optional[int] = None) -> Check:
+    """Check a whole number."""
+    return Check(
+        lambda value: (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and least <= value
+            and (most is None or value <= most)
+        ),
+        f'a whole number of at least {least}' if most is None else f'{least} to {most}',
+    )
+
+
+def number(least: float = 0, above: bool = False) -> Check:
+    """Check a number that is at least, or above, another; not infinity and not NaN."""
+    return Check(
+        lambda value: (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and (value > least if above else value >= least)
+            and value < float('inf')
+        ),
+        f'a number {"above" if above else "of at least"} {least}',
+    )
+
+
+def choice(*words: Optional[str]) -> Check:
+    """Check that a value is one of some words."""
+    names = [repr(word) for word in words]
+    return Check(lambda value: value in words, f'{", ".join(names[:-1])} or {names[-1]}')
+
+
+FLAG = Check(lambda value: isinstance(value, bool), 'True or False')
+
+
+# options ----------------------------------------------------------------------------------------
+
+
+def option(
+    default: Any,
+    accepts: str,
+    meaning: str,
+    check: Optional[Check] = None,
+    read: Optional[Reader] = None,
+) -> Any:
+    """Declare an option as a field of a subclass of :class:`Options`.
 
     Args:
-        default: The value that a config has by leaving the option out.
+        default: The value that a config has by leaving the option out, or :data:`REQUIRED`.
         accepts (str): Types and words that a config may write, for the documentation.
         meaning (str): One line for the documentation.
+        check (Check, optional): What values other than the default must fulfil.
         read (callable, optional): Takes a value and the full key, e.g. ``'accelerator.pad_to'``,
             and returns what the field holds. Raises DevPlugError for an impossible value.
             Defaults to None: the field holds the value as it is.
@@ -23,8 +101,10 @@ def option(default: Any, accepts: str, meaning: str, read: Optional[Reader] = No
     Returns:
         dataclasses.Field: The field.
     """
-    metadata = dict(default=default, accepts=accepts, meaning=meaning, read=read)
+    metadata = dict(default=default, accepts=accepts, meaning=meaning, check=check, read=read)
     held = default if read is None else read(default, '')
+    if isinstance(held, dict):
+        return dataclasses.field(default_factory=held.copy, metadata=metadata)
     return dataclasses.field(default=held, metadata=metadata)
 
 
@@ -33,88 +113,138 @@ def options_of(kind: Type) -> List[dataclasses.Field]:
     return [field for field in dataclasses.fields(kind) if 'meaning' in field.metadata]
 
 
-def read_values(
-    kind: Type, given: Mapping[str, Any], key: str, problems: Optional[List[DevPlugError]] = None
-) -> Dict[str, Any]:
-    """Check the options of a dataclass that a config gives.
+class Options:
+    """Base of the dataclasses of options; a wrong value is refused when an instance is made."""
 
-    Args:
-        kind (type): The dataclass.
-        given (Mapping): The options by name; other names are left out.
-        key (str): The config key that holds them, e.g. ``'accelerator'``.
-        problems (list, optional): Collects the errors; such an option keeps its default. Defaults
-            to None: the first error is raised.
+    #: The config key that holds the options, and the class that takes them.
+    key: ClassVar[str] = ''
+    taken_by: ClassVar[str] = ''
+    error: ClassVar[Type[DevPlugError]] = DevPlugError
 
-    Returns:
-        dict: What the fields are to hold.
+    def __post_init__(self) -> None:
+        for one in options_of(type(self)):
+            value = getattr(self, one.name)
+            if value is not one.default:
+                self.check(one.name, value)
 
-    Raises:
-        DevPlugError: If an option has an impossible value.
-    """
-    values = {}
-    for field in options_of(kind):
-        if field.name not in given:
-            continue
-        value, read = given[field.name], field.metadata['read']
-        try:
-            values[field.name] = value if read is None else read(value, f'{key}.{field.name}')
-        except DevPlugError as error:
-            if problems is None:
-                raise
-            problems.append(error)
-    return values
+    @classmethod
+    def names(cls) -> List[str]:
+        """The names of the options."""
+        return [one.name for one in options_of(cls)]
+
+    @classmethod
+    def check(cls, name: str, value: Any, origin: Optional[str] = None) -> None:
+        """Refuse an impossible value of an option, which a message calls ``origin``."""
+        check = cls.__dataclass_fields__[name].metadata['check']
+        if check is None or check.holds(value):
+            return
+        shown = _shortened(value)
+        if origin is None and cls.taken_by:
+            raise cls.error(
+                f'{cls.taken_by}.{name}={shown} ({cls.key}.{name}): expected {check.expected}.'
+            )
+        raise cls.error(f'{origin or f"{cls.key}.{name}"}={shown}: expected {check.expected}.')
+
+    @classmethod
+    def from_dict(cls: Type[_Self], given: Mapping[str, Any]) -> _Self:
+        """Parse and check options.
+
+        Raises:
+            DevPlugError: If an option is unknown or missing, or has an impossible value.
+        """
+        refuse_unknown(given, cls.names(), cls.key, cls.error)
+        for one in options_of(cls):
+            if one.metadata['default'] is REQUIRED and one.name not in given:
+                raise cls.error(
+                    f'{cls.key} has no {one.name}; expected {one.metadata["accepts"]}. Add it.'
+                )
+        return cls(**cls.read(given))
+
+    @classmethod
+    def read(
+        cls, given: Mapping[str, Any], problems: Optional[List[DevPlugError]] = None
+    ) -> Dict[str, Any]:
+        """Return what the fields are to hold; names that are no options are left out.
+
+        Args:
+            given (Mapping): Values by name.
+            problems (list, optional): Collects the errors; such an option keeps its default.
+                Defaults to None: the first error is raised.
+        """
+        values = {}
+        for field in options_of(cls):
+            if field.name not in given:
+                continue
+            value, read = given[field.name], field.metadata['read']
+            try:
+                if read is not None:
+                    value = read(value, f'{cls.key}.{field.name}')
+                cls.check(field.name, value)
+            except DevPlugError as error:
+                if problems is None:
+                    raise
+                problems.append(error)
+            else:
+                values[field.name] = value
+        return values
+
+
+# names ------------------------------------------------------------------------------------------
+
+
+def refuse_unknown(
+    given: Iterable[Any], known: Iterable[str], where: str, error: Type[DevPlugError]
+) -> None:
+    """Refuse options that do not exist, and suggest the nearest that does."""
+    known = list(known)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise error(
+            f'{where} has no option {", ".join(map(repr, unknown))}{did_you_mean(unknown, known)} '
+            f'Correct the name or remove it; known: {", ".join(known)}.'
+        )
+
+
+def did_you_mean(unknown: Iterable[Any], known: Iterable[str]) -> str:
+    """The end of a sentence about unknown names, with the nearest known ones."""
+    known = list(known)
+    found = [match for name in unknown for match in get_close_matches(str(name), known, n=1)]
+    return f'; did you mean {" and ".join(map(repr, dict.fromkeys(found)))}?' if found else '.'
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f'{text[:60]}... ({len(text)} characters)'
+
+
+# readers ----------------------------------------------------------------------------------------
 
 
 def read_flag(value: Any, key: str) -> bool:
-    """Check an option that is on or off; None is off."""
+    """Read an option that is on or off; None is off."""
     if value is None or isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
     raise DevPlugError(f'{key}={value!r}: expected True or False.')
 
 
-def read_switch(kind: Type) -> Reader:
-    """Make the reader of an option that is on, off, or a dict of options of its own.
+def read_switch(kind: Type[Options]) -> Reader:
+    """Make the reader of an option that is True, False (None is held), or a dict of options."""
 
-    Args:
-        kind (type): The dataclass of these options.
-
-    Returns:
-        callable: Returns an instance, or None where the option is off.
-    """
-
-    def read(value: Any, key: str) -> Optional[Any]:
+    def read(value: Any, key: str) -> Optional[Options]:
         if isinstance(value, bool):
             return kind() if value else None
-        if _holds_options(value, kind):
-            return kind(**value)
-        raise DevPlugError(
-            f'{key}={value!r}: expected True, False, or a dict with some of {_names(kind)}.'
-        )
+        return _read_dict(kind, value, key, 'True, False, or a dict')
 
     return read
 
 
-def read_dict(kind: Type) -> Reader:
-    """Make the reader of an option that is a dict of options of its own.
-
-    Args:
-        kind (type): The dataclass of these options.
-
-    Returns:
-        callable: Returns an instance.
-    """
-
-    def read(value: Any, key: str) -> Any:
-        if _holds_options(value, kind):
-            return kind(**value)
-        raise DevPlugError(f'{key}={value!r}: expected a dict with some of {_names(kind)}.')
-
-    return read
+def read_dict(kind: Type[Options]) -> Reader:
+    """Make the reader of an option that is a dict of options."""
+    return lambda value, key: _read_dict(kind, value, key, 'a dict')
 
 
-def _holds_options(value: Any, kind: Type) -> bool:
-    return isinstance(value, Mapping) and set(value) <= {one.name for one in options_of(kind)}
-
-
-def _names(kind: Type) -> str:
-    return ', '.join(one.name for one in options_of(kind))
+def _read_dict(kind: Type[Options], value: Any, key: str, accepted: str) -> Options:
+    if not isinstance(value, Mapping):
+        names = ', '.join(kind.names())
+        raise kind.error(f'{key}={value!r}: expected {accepted} with some of {names}.')
+    return kind.from_dict(value)

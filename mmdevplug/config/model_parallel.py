@@ -5,73 +5,32 @@ from typing import Any, Dict, Mapping, Optional, Union
 
 from mmdevplug.errors import ModelError, PlacementError
 
-from .fields import option, options_of, read_values
+from .fields import FLAG, Options, choice, option, whole
 
 #: Policies of :class:`mmdevplug.device_guard.DeviceGuard`.
 GUARD_POLICIES = ('error', 'warn', 'move')
 
-#: Precisions of the weights that a plan counts with.
-PRECISIONS = {
-    None: None,
-    'fp32': 'float32',
-    'float32': 'float32',
-    'bf16': 'bfloat16',
-    'bfloat16': 'bfloat16',
-    'fp16': 'float16',
-    'float16': 'float16',
-}
+#: The dtype for each precision.
+PRECISIONS = {None: None, 'fp32': 'float32', 'bf16': 'bfloat16', 'fp16': 'float16'}
 
+#: Names that configs of LoRA trainings have for our options; a choice holds where it is True.
 _RENAMED = {'device_map_strategy': 'strategy', 'use_model_parallel': 'enable'}
 _CHOICES = {'use_balanced_device_map': 'balanced', 'use_dynamic_device_map': 'dynamic'}
 
-
-# checks -----------------------------------------------------------------------------------------
+_MICROBATCHES = whole(1).named('a whole number, 1 (no micro-batches) or more')
 
 
 def read_num_microbatches(value: Any, key: str = 'model_parallel.num_microbatches') -> int:
-    """Refuse what is no number of micro-batches.
-
-    Raises:
-        ModelError: If it is none.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    """Refuse what is no number of micro-batches."""
+    if not _MICROBATCHES.holds(value):
         raise ModelError(
-            f'model_parallel.num_microbatches={value!r}: expected a whole number, 1 (no '
-            f'micro-batches) or more.'
+            f'model_parallel.num_microbatches={value!r}: expected {_MICROBATCHES.expected}.'
         )
     return value
-
-
-def _read_guard(value: Any, key: str) -> Optional[str]:
-    if value is not None and value not in GUARD_POLICIES:
-        raise PlacementError(
-            f'model_parallel.guard={value!r}: expected one of '
-            f'{", ".join(map(repr, GUARD_POLICIES))}, or None for no guard.'
-        )
-    return value
-
-
-def _read_precision(value: Any, key: str) -> Optional[str]:
-    if value not in PRECISIONS:
-        known = ', '.join(repr(name) for name in PRECISIONS if name)
-        raise PlacementError(
-            f'model_parallel.precision={value!r}: expected one of {known}, or None to leave '
-            f'everything as it is.'
-        )
-    return value
-
-
-def _read_bool(value: Any, key: str) -> bool:
-    if not isinstance(value, bool):
-        raise PlacementError(f'{key}={value!r}: expected True or False.')
-    return value
-
-
-# the key ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class ModelParallelOptions:
+class ModelParallelOptions(Options):
     """How a model is to be spread over devices, parsed and checked by :meth:`from_config`.
 
     What depends on the devices that are there (``enable``, ``devices``, ``auto_rule``,
@@ -79,6 +38,8 @@ class ModelParallelOptions:
     :func:`mmdevplug.model_parallel.choose_strategy.resolve_strategy`, and what depends on the
     model by :func:`mmdevplug.model_parallel.plan`.
     """
+
+    key, error = 'model_parallel', PlacementError
 
     enable: Optional[bool] = option(
         None,
@@ -124,20 +85,20 @@ class ModelParallelOptions:
         True,
         accepts='bool',
         meaning='Whether a plan is refused in which a device gets nothing.',
-        read=_read_bool,
+        check=FLAG,
     )
     exclude_cpu: bool = option(
         True,
         accepts='bool',
         meaning='Whether the host computes nothing; `False` gives it what devices cannot hold.',
-        read=_read_bool,
+        check=FLAG,
     )
     precision: Optional[str] = option(
         None,
         accepts="None, 'fp32', 'bf16', 'fp16'",
         meaning='Precision of frozen weights and of forward passes; weights that are trained stay '
         'as they are. `None` leaves everything as it is.',
-        read=_read_precision,
+        check=choice(*PRECISIONS),
     )
     num_microbatches: int = option(
         1,
@@ -150,19 +111,19 @@ class ModelParallelOptions:
         accepts="None, 'move', 'warn', 'error'",
         meaning='What `DeviceGuard` does about an operation that mixes devices: move operands, '
         'warn, or stop; `None` for no guard.',
-        read=_read_guard,
+        check=choice(None, *GUARD_POLICIES),
     )
     check_r_consistency: bool = option(
         False,
         accepts='bool',
         meaning='Whether to warn of LoRA adapters that differ in rank.',
-        read=_read_bool,
+        check=FLAG,
     )
     strict_r_check: bool = option(
         False,
         accepts='bool',
         meaning='Whether to refuse LoRA adapters that differ in rank.',
-        read=_read_bool,
+        check=FLAG,
     )
     plan: Optional[Mapping[str, Any]] = option(
         None,
@@ -197,15 +158,7 @@ class ModelParallelOptions:
                 f'model_parallel={config!r}: expected a dict such as dict(enable=True, '
                 f'devices=2), or True or False.'
             )
-        given = _with_our_names(config)
-        ours = [one.name for one in options_of(cls)]
-        unknown = sorted(set(given) - set(ours))
-        if unknown:
-            raise PlacementError(
-                f'model_parallel has {", ".join(unknown)}, which it does not take. Correct the '
-                f'name or remove it; known: {", ".join(sorted((*ours, *_RENAMED, *_CHOICES)))}.'
-            )
-        return cls(**read_values(cls, given, 'model_parallel'))
+        return cls.from_dict(_with_our_names(config))
 
 
 def _with_our_names(config: Mapping[str, Any]) -> Dict[str, Any]:
