@@ -12,10 +12,10 @@ from mmdevplug.doctor.comm_rank import Measure, is_first, leave, rank_and_size, 
 from mmdevplug.doctor.report import print_collectives
 from mmdevplug.doctor.request import Setting
 from mmdevplug.environments.launch import LAUNCHERS
-from mmdevplug.errors import LaunchError
 from mmdevplug.utils.files import check_writable, write_text
 
 from .common import run
+from .doctor import add_measure_arguments, check_measure
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,41 +33,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument('--accelerator', help='e.g. cpu, cuda, xla, gcu; else what is found')
     parser.add_argument('--config', help='take custom_imports, accelerator and env_cfg from it')
-    parser.add_argument('--largest-mb', type=float, default=16.0, help='of a message')
-    parser.add_argument('--rounds', type=int, default=5, help='of which the median is taken')
-    parser.add_argument('--timeout', type=float, default=120.0, help='of a collective, in seconds')
+    add_measure_arguments(parser)
     parser.add_argument('--json', help='a file for the results, written by rank 0')
     parser.add_argument('--progress', help=argparse.SUPPRESS)
     return parser
 
 
-def check_measure(args: argparse.Namespace) -> Measure:
-    """Refuse numbers that make no test.
-
-    Raises:
-        LaunchError: With the option and what it expects.
-    """
-    for option in ('largest_mb', 'rounds', 'timeout'):
-        value = getattr(args, option)
-        if not 0 < value < float('inf'):
-            raise LaunchError(
-                f'--{option.replace("_", "-")} {value:g}: expected a number above 0.'
-            )
-    return Measure(max(4, int(args.largest_mb * 2**20)), args.rounds, args.timeout)
-
-
 def main(argv: Optional[List[str]] = None) -> None:
     """Test collectives as one rank of a job.
-
-    Args:
-        argv (List[str], optional): Arguments; those of the command line when None.
 
     Raises:
         DevPlugError: If the job cannot be started.
         SystemExit: With status 1 if a collective failed.
     """
     args = build_parser().parse_args(argv)
-    measure = check_measure(args)
+    check_measure(args)
+    measure = Measure(max(4, int(args.largest_mb * 2**20)), args.rounds, args.timeout)
     rank, world_size = rank_and_size(args.launcher)
     if args.json is not None and rank == 0:
         check_writable(args.json, '--json')

@@ -29,27 +29,35 @@ def build_parser() -> argparse.ArgumentParser:
         'nothing is written but the files asked for. The exit status is 1 if there is an error.',
         allow_abbrev=False,
     )
-    parser.add_argument('--nproc', type=int, help='test collectives between so many processes')
+    parser.add_argument('--nproc', type=int, help='test collectives between this many processes')
     parser.add_argument('--config', help='also look at this config and build its model')
     parser.add_argument('--accelerator', help='look at this one alone, e.g. cuda, xla, gcu')
     parser.add_argument('--json', help='a file for the findings')
     parser.add_argument('--html', help='a file for the findings, to be read in a browser')
     parser.add_argument('--work-dir', help="where checkpoints would go (default: the config's)")
-    parser.add_argument('--timeout', type=float, default=120.0, help='of a collective, in seconds')
-    parser.add_argument('--largest-mb', type=float, default=16.0, help='of a message')
-    parser.add_argument('--rounds', type=int, default=5, help='of which the median is taken')
+    add_measure_arguments(parser)
     return parser
 
 
+def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how collectives are measured."""
+    parser.add_argument('--timeout', type=float, default=120.0, help='of a collective, in seconds')
+    parser.add_argument('--largest-mb', type=float, default=16.0, help='of a message')
+    parser.add_argument('--rounds', type=int, default=5, help='of which the median is taken')
+
+
+def check_measure(args: argparse.Namespace) -> None:
+    """Refuse numbers that make no test."""
+    for option in ('largest_mb', 'rounds', 'timeout'):
+        value = getattr(args, option)
+        if not 0 < value < float('inf'):
+            raise LaunchError(
+                f'--{option.replace("_", "-")} {value:g}: expected a number above 0.'
+            )
+
+
 def main(argv: Optional[List[str]] = None) -> int:
-    """Examine, print, and write the files that were asked for.
-
-    Args:
-        argv (List[str], optional): Arguments; those of the command line when None.
-
-    Returns:
-        int: 1 if there is an error, else 0.
-    """
+    """Examine, print, and write the requested files; return 1 if there is an error, else 0."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     try:
@@ -67,12 +75,7 @@ def _check(args: argparse.Namespace) -> None:
             check_writable(getattr(args, option), f'--{option}')
     if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
         raise LaunchError(f'--nproc {args.nproc}: expected 1 to {MOST_RANKS} processes.')
-    for option in ('timeout', 'largest_mb', 'rounds'):
-        if not 0 < getattr(args, option) < float('inf'):
-            raise LaunchError(
-                f'--{option.replace("_", "-")} {getattr(args, option):g}: expected a number '
-                f'above 0.'
-            )
+    check_measure(args)
 
 
 def _examine(args: argparse.Namespace, argv: List[str]) -> int:
@@ -83,7 +86,10 @@ def _examine(args: argparse.Namespace, argv: List[str]) -> int:
         timeout=args.timeout,
         largest_mb=args.largest_mb,
         rounds=args.rounds,
-        work_dir=args.work_dir or _default_work_dir(args.config),
+        work_dir=args.work_dir
+        or (
+            'work_dirs' if args.config is None else str(Path('work_dirs') / Path(args.config).stem)
+        ),
     )
     progress = Console(stderr=True)
     findings = examine(wanted, lambda section: progress.print(f'looking at {section} ...'))
@@ -99,21 +105,8 @@ def _examine(args: argparse.Namespace, argv: List[str]) -> int:
     return exit_status(findings)
 
 
-def _default_work_dir(config: Optional[str]) -> str:
-    return str(Path('work_dirs') / Path(config).stem) if config is not None else 'work_dirs'
-
-
 def as_dict(findings: List[Finding]) -> Dict[str, Any]:
-    """What the JSON file holds.
-
-    Args:
-        findings (List[Finding]): In the order of sections.
-
-    Returns:
-        dict: ``schema``, ``mmdevplug`` (the version), ``exit_status``, ``counts`` (for each
-        level) and ``findings``, each with ``section``, ``level``, ``found``, ``why``, ``remedy``
-        and ``data``.
-    """
+    """Return what the JSON file holds."""
     return dict(
         schema=SCHEMA,
         mmdevplug=__version__,
@@ -121,7 +114,3 @@ def as_dict(findings: List[Finding]) -> Dict[str, Any]:
         counts=count_levels(findings),
         findings=[finding.as_dict() for finding in findings],
     )
-
-
-if __name__ == '__main__':
-    sys.exit(main())

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import List, Optional
@@ -15,7 +14,6 @@ from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.files import write_text
 
-from .common import run
 from .launch_settings import add_launch_arguments, check_together, flags_of
 
 
@@ -112,7 +110,3 @@ def render(settings: LaunchOptions, name: str, why: str) -> str:
         else:
             lines.append(f'{one.name}: {value}')
     return '\n'.join(lines) + '\n'
-
-
-if __name__ == '__main__':
-    sys.exit(run(main))

@@ -19,14 +19,7 @@ _MODULES = {package: module for module, package in MODULE2PACKAGE.items()}
 
 
 def load_file(path: str) -> Config:
-    """Load a config from a file or from an installed package.
-
-    Args:
-        path (str): A path, or ``package::path`` as in a config's ``_base_``.
-
-    Returns:
-        Config: The config; ``_base_`` in it may name packages, too.
-    """
+    """Load a config from a path, or from ``package::path`` as in a config's ``_base_``."""
     with _packages_found():
         if '::' in path:
             path, _ = Config._get_cfg_path(path, '')

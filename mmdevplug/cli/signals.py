@@ -21,13 +21,13 @@ SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-#: Signals that ranks may take without ending.
+#: Signals that ranks may handle without ending.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 #: How long ranks may take to save and end before they are killed.
 SAVE_SECONDS = 300.0
-#: How long what is left over may take to end after SIGTERM.
+#: How long other processes may take to end after SIGTERM.
 _LEFTOVER_SECONDS = 5.0
-#: How often what `mim` started looks whether it still runs.
+#: Between two checks of a parent process.
 _FOLLOW_SECONDS = 0.5
 
 
@@ -68,11 +68,7 @@ class RankSignals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def handle(self, number: int, _: Any = None) -> None:
-        """Pass a signal on; the handler of all of them.
-
-        Raises:
-            SignalException: When all ranks have ended, unless all of them did so with status 0.
-        """
+        """Pass a signal on, and raise SignalException if not all ranks end with status 0."""
         if self._closed:
             return
         if self.number is not None:
@@ -96,7 +92,7 @@ class RankSignals:
             raise SignalException(f'got {name}', sigval=signal.Signals(number))
 
     def close(self) -> None:
-        """Take no more notice of signals: this process is about to end."""
+        """Ignore signals from now on: this process is about to end."""
         self._closed = True
 
     def _wait_for(self, ranks: Sequence[psutil.Process]) -> bool:
@@ -155,7 +151,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _ended_well(pid: int) -> bool:
-    """Whether a child ended with status 0; its status is left for the one that started it."""
+    """Whether a child ended with status 0; the status can still be read by others."""
     if not hasattr(os, 'waitid'):  # macOS
         return False
     try:
@@ -192,15 +188,7 @@ def _exit(number: int, _: Any) -> NoReturn:
 
 
 def run_check(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command that ends with this process.
-
-    Args:
-        command (Sequence[str]): What to run.
-        environ (Mapping): Its variables.
-
-    Returns:
-        int: Its exit status.
-    """
+    """Run a command that ends with this process, and return its exit status."""
     before: Dict[int, Any] = {}
     process = subprocess.Popen(list(command), env=dict(environ))
 
@@ -219,13 +207,7 @@ def run_check(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def replace_process(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Go on as another program, which gets the signals to this process.
-
-    Args:
-        command (Sequence[str]): The program and its arguments. It has to call
-            :meth:`RankSignals.install`.
-        environ (Mapping): Its variables.
-    """
+    """Become another program, which has to call :meth:`RankSignals.install`."""
     sys.stdout.flush()
     sys.stderr.flush()
     # Until it can handle them: process 1 would lose them.
@@ -234,9 +216,9 @@ def replace_process(command: Sequence[str], environ: Mapping[str, str]) -> NoRet
 
 
 def end_with_mim() -> None:
-    """End as after SIGTERM when ``mim`` ends, which passes no signal on to what it started.
+    """End as after SIGTERM when ``mim`` ends, which passes no signal on.
 
-    It runs a script in a child of its own, or in children of a launcher.
+    It runs a script in a child process, or in children of a launcher.
     """
     for process in psutil.Process().parents()[:2]:
         try:

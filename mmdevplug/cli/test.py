@@ -1,7 +1,6 @@
 """Test: ``tools/test.py``."""
 
 import argparse
-import sys
 from typing import List, Optional
 
 from mmengine.config import Config
@@ -15,7 +14,6 @@ from .common import (
     check_keys,
     check_launch_variables,
     load_config,
-    run,
 )
 
 
@@ -32,9 +30,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Optional[List[str]] = None) -> None:
     """Test.
-
-    Args:
-        argv (List[str], optional): Arguments; those of the command line when None.
 
     Raises:
         DevPlugError: If something is wrong with the config, the devices or the launch.
@@ -64,7 +59,7 @@ def _use_tta(cfg: Config) -> None:
     while 'dataset' in dataset:  # one that wraps another
         dataset = dataset.dataset
     if 'batch_shapes_cfg' in dataset:
-        dataset.batch_shapes_cfg = None  # mmdet and mmyolo: views have sizes of their own
+        dataset.batch_shapes_cfg = None  # mmdet and mmyolo: views have different sizes
     dataset.pipeline = cfg.tta_pipeline
     cfg.model = dict(cfg.tta_model, module=cfg.model)
 
@@ -75,7 +70,3 @@ def _dump_predictions(cfg: Config, path: str) -> None:
     evaluators = cfg.test_evaluator
     evaluators = list(evaluators) if isinstance(evaluators, (list, tuple)) else [evaluators]
     cfg.test_evaluator = [*evaluators, dict(type='DumpResults', out_file_path=path)]
-
-
-if __name__ == '__main__':
-    sys.exit(run(main))

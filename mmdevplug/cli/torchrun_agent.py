@@ -25,17 +25,13 @@ from mmdevplug.utils.patching import patch_symbol
 
 from .signals import RankSignals, describe_signal, end_leftovers, exit_status
 
-#: How the names of variables begin that torchrun reads an option from.
+#: Begins the names of variables from which torchrun reads options.
 OPTION_VARIABLES = 'PET_'
 
 
 @record
 def main(argv: Optional[List[str]] = None) -> None:
-    """Run torchrun.
-
-    Args:
-        argv (List[str], optional): torchrun's arguments. ``--master_port 0`` takes a free port of
-            a single host. Defaults to None: those of the command line.
+    """Run torchrun; ``--master_port 0`` takes a free port of a single host.
 
     Raises:
         LaunchError: If the port is taken.
@@ -52,9 +48,6 @@ def read_arguments(argv: Optional[List[str]] = None) -> Namespace:
 
     By itself torchrun takes what the command line leaves out from variables such as
     ``PET_NODE_RANK``, which operators of Kubernetes set in every pod.
-
-    Args:
-        argv (List[str], optional): Defaults to None: those of the command line.
     """
     hidden = {k: v for k, v in os.environ.items() if k.startswith(OPTION_VARIABLES)}
     for name in hidden:
@@ -74,7 +67,7 @@ def read_arguments(argv: Optional[List[str]] = None) -> Namespace:
 
 
 def _hold_store(args: Namespace) -> Any:
-    """Make the store that torchrun is going to take, if all of the job is on this host."""
+    """Make the store that torchrun will take, if all of the job is on this host."""
     single_host = str(args.nnodes) in ('1', '1:1')
     if not single_host or args.rdzv_backend != 'static' or args.rdzv_endpoint:
         return None
@@ -90,9 +83,6 @@ def describe_failure(error: ChildFailedError) -> str:
     """Name the rank that failed, in one line in place of torchrun's table and traceback.
 
     The rank that ended first may be one that stopped because of another.
-
-    Args:
-        error (ChildFailedError): With the ranks of this host that failed.
     """
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     notes = {rank: _note_of(failure) for rank, failure in failures}
@@ -111,7 +101,7 @@ def describe_failure(error: ChildFailedError) -> str:
 
 
 def _note_of(failure: Any) -> Dict[str, Any]:
-    """What :func:`mmdevplug.fault_tolerance.abort.note_for_agent` wrote, empty without it."""
+    """Read what :func:`mmdevplug.fault_tolerance.abort.note_for_agent` wrote."""
     data = getattr(failure, 'error_file_data', None)
     return data if isinstance(data, dict) and 'because_of_another' in data else {}
 
@@ -125,21 +115,17 @@ def _ended(rank: int, failure: Any) -> str:
     return f'rank {rank} (pid {failure.pid}) {how} before the others; its own message is above.'
 
 
-def _install_before_each_start(signals: RankSignals) -> None:
-    """Put back our handlers before ranks start: PyTorch has just installed its own."""
+def _main() -> int:
+    signals = RankSignals()
+    signals.install()
     start = api.SubprocessContext._start
 
     def start_with_ours(context: Any) -> None:
+        # PyTorch has just installed its own handlers.
         signals.install()
         start(context)
 
     patch_symbol(api.SubprocessContext, '_start', start_with_ours)
-
-
-def _main() -> int:
-    signals = RankSignals()
-    signals.install()
-    _install_before_each_start(signals)
     status = 1
     try:
         main()
@@ -149,7 +135,7 @@ def _main() -> int:
     except LaunchError as error:
         print(f'mmdevplug: LaunchError: {error}', file=sys.stderr, flush=True)
     except SignalException:
-        status = 1  # See below.
+        pass  # The signal decides the status, below.
     finally:
         signals.close()
         end_leftovers()

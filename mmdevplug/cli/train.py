@@ -48,9 +48,6 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[List[str]] = None) -> None:
     """Train.
 
-    Args:
-        argv (List[str], optional): Arguments; those of the command line when None.
-
     Raises:
         DevPlugError: If something is wrong with the config, the devices or the launch.
     """

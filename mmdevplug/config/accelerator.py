@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
 from mmdevplug.errors import AcceleratorError, DevPlugError, LaunchError
 
-from .fields import Options, did_you_mean, option, read_dict, read_flag, read_switch
+from .fields import Options, choice, did_you_mean, flag, option, read_dict, read_switch
 from .hook_options import CompilationOptions, DeviceHookOptions, MemoryOptions
 from .pad_to import PadTo, read_pad_to
 
@@ -20,11 +20,7 @@ LEAST_HEARTBEAT_TIMEOUT = 6.0
 
 
 def find_compilation_cache(value: Any, work_dir: Optional[str] = None) -> Optional[str]:
-    """Return the folder of ``accelerator.compilation_cache``, None for none.
-
-    Raises:
-        AcceleratorError: If it is something else, or True and there is no work directory.
-    """
+    """Return the folder of ``accelerator.compilation_cache``, None for none."""
     if value is None or value is False:
         return None
     if value is True and work_dir is not None:
@@ -58,37 +54,14 @@ def read_heartbeat_timeout(
     return value
 
 
-def read_mmcv_ops(value: str, key: str = 'accelerator.mmcv_ops') -> str:
-    """Refuse what is neither ``'host'`` nor ``'error'``."""
-    if value not in ('host', 'error'):
-        raise DevPlugError(
-            f"accelerator.mmcv_ops={value!r}: expected 'host', to run mmcv's operators on the "
-            f"host where the device has no kernel for them, or 'error', to stop there."
-        )
-    return value
-
-
-def _read_on_nan(value: Optional[str], key: str) -> Optional[str]:
-    if value not in (None, 'stop'):
-        raise DevPlugError(
-            f"accelerator.on_nan={value!r}: expected 'stop' or None. To pass over updates whose "
-            f"gradients are not finite, take model_wrapper_cfg=dict(nonfinite_grads='skip'): when "
-            f'a loss can be read, its update is done already on some devices.'
-        )
-    return value
-
-
 # the key ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class AcceleratorOptions(Options):
-    """What the config key ``accelerator`` says, parsed and checked by :meth:`from_config`.
+    """The config key ``accelerator``, parsed and checked by :meth:`from_config`.
 
-    Attributes:
-        device (dict or Accelerator): What
-            :func:`mmdevplug.accelerators.choose_accelerator` takes: ``type`` and the arguments of
-            that accelerator.
+    ``device`` holds ``type`` and the arguments of that accelerator, or an accelerator.
     """
 
     key = 'accelerator'
@@ -96,101 +69,88 @@ class AcceleratorOptions(Options):
     device: Union[Dict[str, Any], Any] = field(default_factory=dict)
     backend: Optional[str] = option(
         None,
-        accepts="None, 'auto', str",
-        meaning='Backend of torch.distributed, which wins over `env_cfg.dist_cfg.backend`. '
+        'Backend of torch.distributed, which wins over `env_cfg.dist_cfg.backend`. '
         "`'auto'` takes that of `env_cfg` only where it suits the device.",
+        accepts="None, 'auto', str",
     )  # checked by accelerators/backend.py, since every accelerator takes others
     compilation_cache: Union[None, bool, str] = option(
         None,
-        accepts='None, bool, str',
-        meaning='Folder in which each rank keeps compiled graphs between runs; `True` for one in '
+        'Folder in which each rank keeps compiled graphs between runs; `True` for one in '
         'the work directory.',
+        accepts='None, bool, str',
         read=_read_compilation_cache,
     )
     compilations: Optional[CompilationOptions] = option(
         True,
-        accepts='bool, dict',
-        meaning='On a lazy device: log `device/compiles`, and warn, with the shapes that changed, '
+        'On a lazy device: log `device/compiles`, and warn, with the shapes that changed, '
         'where compiling does not end.',
+        accepts='bool, dict',
         read=read_switch(CompilationOptions),
     )
     heartbeat_timeout: Optional[Real] = option(
         None,
-        accepts='None, float',
-        meaning='Heartbeat silence, in seconds, after which a rank is asked, and counts as dead '
+        'Heartbeat silence, in seconds, after which a rank is asked, and counts as dead '
         f'if its process does not answer: {LEAST_HEARTBEAT_TIMEOUT:g} or more; `None` for '
         f'{DEFAULT_HEARTBEAT_TIMEOUT:g}.',
+        accepts='None, float',
         read=read_heartbeat_timeout,
     )
     hook: DeviceHookOptions = option(
         {},
+        'Arguments of `DeviceHook`, which checks where everything is before a run.',
         accepts='dict',
-        meaning='Arguments of `DeviceHook`, which checks where everything is before a run.',
         read=read_dict(DeviceHookOptions),
     )
     memory: Optional[MemoryOptions] = option(
         True,
+        'Log memory of the host and the device, and report growth.',
         accepts='bool, dict',
-        meaning='Log memory of the host and the device, and report growth.',
         read=read_switch(MemoryOptions),
     )
     mmcv_ops: str = option(
         'host',
-        accepts="'host', 'error'",
-        meaning="What happens to mmcv's operators that have no kernel for the device: they run on "
+        "What happens to mmcv's operators that have no kernel for the device: they run on "
         'the host, or the job stops.',
-        read=read_mmcv_ops,
+        check=choice('host', 'error').named(
+            "'host', to run mmcv's operators on the host where the device has no kernel for them, "
+            "or 'error', to stop there"
+        ),
     )
-    monitor: bool = option(
-        True,
-        accepts='bool',
-        meaning='In a job of several ranks: log what communication costs.',
-        read=read_flag,
-    )
+    monitor: bool = flag(True, 'In a job of several ranks: log what communication costs.')
     on_nan: Optional[str] = option(
         None,
-        accepts="None, 'stop'",
-        meaning='Whether all ranks stop at a loss that is not finite.',
-        read=_read_on_nan,
+        'Whether all ranks stop at a loss that is not finite.',
+        check=choice(None, 'stop').named(
+            "'stop' or None. To pass over updates whose gradients are not finite, take "
+            "model_wrapper_cfg=dict(nonfinite_grads='skip'): when a loss can be read, its update "
+            'is done already on some devices'
+        ),
     )
     pad_to: Optional[PadTo] = option(
         None,
-        accepts='None, int, (int, int), [(int, int), ...]',
-        meaning='Size to which the images of a batch are padded: a multiple, one size, or several '
+        'Size to which the images of a batch are padded: a multiple, one size, or several '
         'of which the smallest is taken that holds the batch.',
+        accepts='None, int, (int, int), [(int, int), ...]',
         read=read_pad_to,
     )
-    preemption: bool = option(
-        True,
-        accepts='bool',
-        meaning='Save a checkpoint and end on SIGTERM, SIGINT, SIGHUP and SIGUSR1.',
-        read=read_flag,
+    preemption: bool = flag(
+        True, 'Save a checkpoint and end on SIGTERM, SIGINT, SIGHUP and SIGUSR1.'
     )
-    safe_checkpoints: bool = option(
-        True,
-        accepts='bool',
-        meaning="Whether `SafeCheckpointHook` takes the place of MMEngine's `CheckpointHook`.",
-        read=read_flag,
+    safe_checkpoints: bool = flag(
+        True, "Whether `SafeCheckpointHook` takes the place of MMEngine's `CheckpointHook`."
     )
 
     @classmethod
     def from_config(
         cls, config: Any, problems: Optional[List[DevPlugError]] = None, **defaults: Any
     ) -> 'AcceleratorOptions':
-        """Parse and check the config key.
+        """Parse and check the config key: a name, a dict, or an accelerator.
 
         Args:
-            config (str, dict or Accelerator, optional): A name, a dict with ``type``, arguments
-                of the accelerator and options of ours, or an accelerator.
+            config (str, dict or Accelerator, optional): The key.
             problems (list, optional): Collects the errors of single options, which keep their
                 defaults. Defaults to None: the first error is raised.
-            **defaults: In place of the defaults of fields.
-
-        Returns:
-            AcceleratorOptions: The options.
-
-        Raises:
-            DevPlugError: If the key or an option has an impossible value.
+            **defaults: Replace the defaults of fields.
 
         Examples:
             >>> AcceleratorOptions.from_config(dict(type='xla', pad_to=64)).pad_to.multiple
@@ -214,11 +174,7 @@ def suggest_option(names: Iterable[str], others: Iterable[str] = ()) -> str:
 
 
 def to_dict(config: Union[str, Mapping[str, Any], None]) -> Dict[str, Any]:
-    """Return the config key ``accelerator`` as a dict, which is a copy.
-
-    Raises:
-        AcceleratorError: If it is neither a name nor a dict.
-    """
+    """Return the config key ``accelerator``, a name or a dict, as a new dict."""
     if config is None:
         return {}
     if isinstance(config, str):

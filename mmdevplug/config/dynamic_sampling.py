@@ -6,12 +6,24 @@ from typing import Optional, Union
 
 from mmdevplug.errors import SampleError
 
-from .fields import FLAG, REQUIRED, Check, Options, choice, number, option, read_dict, whole
+from .fields import (
+    FLAG,
+    REQUIRED,
+    TEXT,
+    Check,
+    Options,
+    choice,
+    option,
+    positive,
+    read_dict,
+    whole,
+)
 
-_SECONDS = number(0, above=True)
+_SECONDS = positive()
 _TIMEOUT = Check(
     lambda value: value is None or isinstance(value, timedelta) or _SECONDS.holds(value),
     'seconds above 0, or None',
+    'None, float',
 )
 
 
@@ -23,33 +35,24 @@ class SamplerOptions(Options):
 
     same_structure: bool = option(
         True,
-        accepts='bool',
-        meaning='Whether the samples of all ranks must have the same keys, dtypes and shapes.',
+        'Whether the samples of all ranks must have the same keys, dtypes and shapes.',
         check=FLAG,
     )
     allow_pickle: bool = option(
-        False,
-        accepts='bool',
-        meaning='Whether samples may hold objects that only pickle can send.',
-        check=FLAG,
+        False, 'Whether samples may hold objects that only pickle can send.', check=FLAG
     )
     timeout: Union[None, float, timedelta] = option(
         None,
-        accepts='None, float',
-        meaning='Seconds that ranks wait for the slowest one in a round; `None` for the timeout '
+        'Seconds that ranks wait for the slowest one in a round; `None` for the timeout '
         'of the process group.',
         check=_TIMEOUT,
     )
     log_interval: Optional[int] = option(
-        10,
-        accepts='None, int',
-        meaning='Pools between two that rank 0 logs; 0 or `None` for no log.',
-        check=whole(0).or_none(),
+        10, 'Pools between two that rank 0 logs; 0 or `None` for no log.', check=whole(0).or_none()
     )
     progress: Optional[bool] = option(
         None,
-        accepts='None, bool',
-        meaning='Whether rank 0 shows a progress bar; `None` if the standard error is a terminal.',
+        'Whether rank 0 shows a progress bar; `None` if the standard error is a terminal.',
         check=FLAG.or_none(),
     )
 
@@ -62,39 +65,32 @@ class DynamicSamplingOptions(Options):
 
     target: int = option(
         REQUIRED,
-        accepts='int',
-        meaning='Samples of a pool, of all ranks together: a multiple of `per_group` times the '
+        'Samples of a pool, of all ranks together: a multiple of `per_group` times the '
         'number of ranks.',
         check=whole(1),
     )
-    per_group: int = option(
-        1, accepts='int', meaning='Samples of a group, which stays whole.', check=whole(1)
-    )
-    max_resamples: int = option(
-        10, accepts='int', meaning='Rounds that may follow the first.', check=whole(0)
-    )
+    per_group: int = option(1, 'Samples of a group, which stays whole.', check=whole(1))
+    max_resamples: int = option(10, 'Rounds that may follow the first.', check=whole(0))
     on_short: str = option(
         'error',
-        accepts="'error', 'fewer', 'repeat'",
-        meaning='What follows if too few groups are valid: an error, a smaller pool that ranks '
+        'What follows if too few groups are valid: an error, a smaller pool that ranks '
         'share evenly, or valid groups are repeated.',
         check=choice('error', 'fewer', 'repeat'),
     )
     generate: str = option(
         'generate_samples',
-        accepts='str',
-        meaning="Method of the model that makes a list of samples of its data preprocessor's "
-        'result.',
+        "Method of the model that makes a list of samples of its data preprocessor's result.",
+        check=TEXT,
     )
     is_valid: str = option(
         'is_valid_group',
-        accepts='str',
-        meaning='Method of the model that decides on a group, which is in host memory.',
+        'Method of the model that decides on a group, which is in host memory.',
+        check=TEXT,
     )
     sampler: SamplerOptions = option(
         {},
+        'Further arguments of `DynamicSampler`.',
         accepts='dict',
-        meaning='Further arguments of `DynamicSampler`.',
         read=read_dict(SamplerOptions),
     )
 

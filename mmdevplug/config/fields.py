@@ -18,7 +18,6 @@ from typing import (
 
 from mmdevplug.errors import DevPlugError
 
-#: Checks the value of an option, given with its full key, and returns what its field holds.
 Reader = Callable[[Any, str], Any]
 REQUIRED = dataclasses.MISSING
 _Self = TypeVar('_Self', bound='Options')
@@ -28,53 +27,53 @@ _Self = TypeVar('_Self', bound='Options')
 
 
 class Check(NamedTuple):
-    """What a value must fulfil, and these words for a message."""
+    """A condition of values: for a message in words, and for the documentation as types."""
 
     holds: Callable[[Any], bool]
     expected: str
+    accepts: str
 
     def or_none(self) -> 'Check':
         """Accept None, too."""
-        return Check(lambda value: value is None or self.holds(value), f'{self.expected}, or None')
+        return Check(
+            lambda value: value is None or self.holds(value),
+            f'{self.expected}, or None',
+            f'None, {self.accepts}',
+        )
 
     def named(self, expected: str) -> 'Check':
         """Use other words."""
         return self._replace(expected=expected)
 
 
-def whole(least: int, most: Optional[int] = None) -> Check:
+def whole(least: int, most: float = float('inf')) -> Check:
     """Check a whole number."""
-    return Check(
-        lambda value: (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and least <= value
-            and (most is None or value <= most)
-        ),
-        f'a whole number of at least {least}' if most is None else f'{least} to {most}',
+    expected = (
+        f'{least} to {most}' if isinstance(most, int) else f'a whole number of at least {least}'
     )
+    return Check(lambda value: type(value) is int and least <= value <= most, expected, 'int')
 
 
-def number(least: float = 0, above: bool = False) -> Check:
-    """Check a number that is at least, or above, another; not infinity and not NaN."""
+def positive(zero: bool = False) -> Check:
+    """Check a finite number above 0, or of at least 0."""
     return Check(
         lambda value: (
-            isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and (value > least if above else value >= least)
-            and value < float('inf')
+            type(value) in (int, float) and (0 < value < float('inf') or (zero and value == 0))
         ),
-        f'a number {"above" if above else "of at least"} {least}',
+        f'a number {"of at least" if zero else "above"} 0',
+        'float',
     )
 
 
 def choice(*words: Optional[str]) -> Check:
     """Check that a value is one of some words."""
     names = [repr(word) for word in words]
-    return Check(lambda value: value in words, f'{", ".join(names[:-1])} or {names[-1]}')
+    expected = f'{", ".join(names[:-1])} or {names[-1]}'
+    return Check(lambda value: value in words, expected, ', '.join(names))
 
 
-FLAG = Check(lambda value: isinstance(value, bool), 'True or False')
+FLAG = Check(lambda value: isinstance(value, bool), 'True or False', 'bool')
+TEXT = Check(lambda value: isinstance(value, str), 'a str', 'str')
 
 
 # options ----------------------------------------------------------------------------------------
@@ -82,25 +81,24 @@ FLAG = Check(lambda value: isinstance(value, bool), 'True or False')
 
 def option(
     default: Any,
-    accepts: str,
     meaning: str,
     check: Optional[Check] = None,
     read: Optional[Reader] = None,
+    accepts: Optional[str] = None,
 ) -> Any:
     """Declare an option as a field of a subclass of :class:`Options`.
 
     Args:
         default: The value that a config has by leaving the option out, or :data:`REQUIRED`.
-        accepts (str): Types and words that a config may write, for the documentation.
         meaning (str): One line for the documentation.
         check (Check, optional): What values other than the default must fulfil.
         read (callable, optional): Takes a value and the full key, e.g. ``'accelerator.pad_to'``,
-            and returns what the field holds. Raises DevPlugError for an impossible value.
-            Defaults to None: the field holds the value as it is.
-
-    Returns:
-        dataclasses.Field: The field.
+            and returns what the field holds. Defaults to None: the value.
+        accepts (str, optional): Types and words that a config may write, for the documentation.
+            Defaults to None: those of ``check``.
     """
+    if accepts is None and check is not None:
+        accepts = check.accepts
     metadata = dict(default=default, accepts=accepts, meaning=meaning, check=check, read=read)
     held = default if read is None else read(default, '')
     if isinstance(held, dict):
@@ -147,11 +145,7 @@ class Options:
 
     @classmethod
     def from_dict(cls: Type[_Self], given: Mapping[str, Any]) -> _Self:
-        """Parse and check options.
-
-        Raises:
-            DevPlugError: If an option is unknown or missing, or has an impossible value.
-        """
+        """Make an instance, unless an option is unknown, missing or has an impossible value."""
         refuse_unknown(given, cls.names(), cls.key, cls.error)
         for one in options_of(cls):
             if one.metadata['default'] is REQUIRED and one.name not in given:
@@ -164,12 +158,9 @@ class Options:
     def read(
         cls, given: Mapping[str, Any], problems: Optional[List[DevPlugError]] = None
     ) -> Dict[str, Any]:
-        """Return what the fields are to hold; names that are no options are left out.
+        """Return the values of fields; names that are no options are left out.
 
-        Args:
-            given (Mapping): Values by name.
-            problems (list, optional): Collects the errors; such an option keeps its default.
-                Defaults to None: the first error is raised.
+        A list of ``problems`` collects the errors of options, which keep their defaults.
         """
         values = {}
         for field in options_of(cls):
@@ -220,11 +211,16 @@ def _shortened(value: Any) -> str:
 # readers ----------------------------------------------------------------------------------------
 
 
-def read_flag(value: Any, key: str) -> bool:
-    """Read an option that is on or off; None is off."""
+def _read_flag(value: Any, key: str) -> bool:
+    # None is off, too.
     if value is None or isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
     raise DevPlugError(f'{key}={value!r}: expected True or False.')
+
+
+def flag(default: bool, meaning: str) -> Any:
+    """Declare an option that is on or off."""
+    return option(default, meaning, read=_read_flag, accepts='bool')
 
 
 def read_switch(kind: Type[Options]) -> Reader:

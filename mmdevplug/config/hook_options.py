@@ -5,7 +5,7 @@ from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
 
 from mmdevplug.errors import CheckpointError, ModelError
 
-from .fields import FLAG, Options, choice, number, option, refuse_unknown, whole
+from .fields import FLAG, Options, choice, option, positive, refuse_unknown, whole
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,7 @@ class DeviceHookOptions(Options):
 
     on_mismatch: str = option(
         'repair',
-        accepts="'repair', 'error'",
-        meaning='What happens before a run to tensors that are not on the device of their rank: '
+        'What happens before a run to tensors that are not on the device of their rank: '
         'they are moved with a warning, or the job stops.',
         check=choice('repair', 'error'),
     )
@@ -31,25 +30,16 @@ class MemoryOptions(Options):
 
     interval: Optional[int] = option(
         None,
-        accepts='None, int',
-        meaning='Iterations between two collections of garbage, which also return cached memory '
+        'Iterations between two collections of garbage, which also return cached memory '
         'of the device; `None` for never.',
         check=whole(1).or_none(),
     )
-    sample_interval: int = option(
-        50,
-        accepts='int',
-        meaning='Iterations between two samples of memory.',
-        check=whole(1),
-    )
-    warmup: int = option(
-        200, accepts='int', meaning='Iterations in which memory may grow.', check=whole(0)
-    )
+    sample_interval: int = option(50, 'Iterations between two samples of memory.', check=whole(1))
+    warmup: int = option(200, 'Iterations in which memory may grow.', check=whole(0))
     growth_mb: Optional[float] = option(
         32.0,
-        accepts='None, float',
-        meaning='Least growth that is reported, in MB; `None` for no report.',
-        check=number(0).or_none(),
+        'Least growth that is reported, in MB; `None` for no report.',
+        check=positive(zero=True).or_none(),
     )
 
 
@@ -59,13 +49,10 @@ class CompilationOptions(Options):
 
     key, taken_by = 'accelerator.compilations', 'CompilationHook'
 
-    warmup: int = option(
-        20, accepts='int', meaning='Iterations in which graphs may be compiled.', check=whole(0)
-    )
+    warmup: int = option(20, 'Iterations in which graphs may be compiled.', check=whole(0))
     patience: int = option(
         3,
-        accepts='int',
-        meaning='Iterations after the warm-up that may compile graphs before the warning.',
+        'Iterations after the warm-up that may compile graphs before the warning.',
         check=whole(1),
     )
 
@@ -78,22 +65,19 @@ class CheckpointOptions(Options):
 
     async_save: bool = option(
         False,
-        accepts='bool',
-        meaning='Whether a thread of rank 0 writes while training goes on; training waits only '
+        'Whether a thread of rank 0 writes while training goes on; training waits only '
         'for a copy in host memory. An error is raised at the next checkpoint, or at the end.',
         check=FLAG,
     )
     timeout: Optional[float] = option(
         None,
-        accepts='None, float',
-        meaning='Seconds that the other ranks wait for rank 0 to write; `None` for the timeout of '
+        'Seconds that the other ranks wait for rank 0 to write; `None` for the timeout of '
         'the process group.',
-        check=number(0, above=True).or_none(),
+        check=positive().or_none(),
     )
     on_error: str = option(
         'stop',
-        accepts="'stop', 'continue'",
-        meaning='What follows if a checkpoint cannot be written: all ranks stop, or they warn and '
+        'What follows if a checkpoint cannot be written: all ranks stop, or they warn and '
         'try again at the next one. The last checkpoint of all stops them in any case.',
         check=choice('stop', 'continue'),
     )

@@ -6,13 +6,14 @@ from typing import Any, Dict, Optional
 
 from mmdevplug.errors import LaunchError
 
-from .fields import Check, Options, number, option, whole
+from .fields import Check, Options, option, positive, whole
 
 _NAME = Check(
     lambda value: (
         isinstance(value, str) and re.fullmatch(r'[\w.:-]+', value, re.ASCII) is not None
     ),
     "a name such as 'auto', 'cpu' or 'gcu'",
+    'str',
 )
 #: What a launch file may set for the job's processes. Nothing that could hold a secret, and not
 #: the variables that hide devices, which belong to whoever shares out the host.
@@ -30,61 +31,41 @@ class LaunchOptions(Options):
     key, error = 'launch file', LaunchError
 
     accelerator: Optional[str] = option(
-        None,
-        accepts='str',
-        meaning='The family of devices; `auto` takes what is present.',
-        check=_NAME,
+        None, 'The family of devices; `auto` takes what is present.', check=_NAME
     )
     nproc: Optional[int] = option(
-        None,
-        accepts='int',
-        meaning='Processes on each host.',
-        check=whole(1).named('1 or more processes on each host'),
+        None, 'Processes on each host.', check=whole(1).named('1 or more processes on each host')
     )
-    nnodes: int = option(
-        1,
-        accepts='int',
-        meaning='Hosts.',
-        check=whole(1).named('1 or more hosts'),
-    )
+    nnodes: int = option(1, 'Hosts.', check=whole(1).named('1 or more hosts'))
     node_rank: Optional[int] = option(
         None,
-        accepts='int',
-        meaning='Which of the hosts this is, from 0; another on each. `srun` sets it by '
-        '`SLURM_NODEID`.',
+        'Which of the hosts this is, from 0; another on each. `srun` sets it by `SLURM_NODEID`.',
         check=whole(0).named('0 or more'),
     )
     master_addr: Optional[str] = option(
-        None,
-        accepts='str',
-        meaning='Name or address of host 0.',
-        check=_NAME.named('the name or the address of host 0'),
+        None, 'Name or address of host 0.', check=_NAME.named('the name or the address of host 0')
     )
     master_port: Optional[int] = option(
         None,
-        accepts='int',
-        meaning='A free port of host 0; without it a single host finds one, and several take '
-        '29500.',
+        'A free port of host 0; without it a single host finds one, and several take 29500.',
         check=whole(1, 65535).named('a port from 1 to 65535'),
     )
     max_restarts: int = option(
         0,
-        accepts='int',
-        meaning='How often failed processes are started again; they resume from the newest '
-        'checkpoint.',
+        'How often failed processes are started again; they resume from the newest checkpoint.',
         check=whole(0, 10000),
     )
     timeout: Optional[float] = option(
         None,
-        accepts='float',
-        meaning='Seconds until ranks give up waiting for each other.',
-        check=number(0, above=True).named('a number of seconds above 0'),
+        'Seconds until ranks give up waiting for each other.',
+        check=positive().named('a number of seconds above 0'),
     )
     env: Dict[str, str] = option(
         {},
-        accepts='dict',
-        meaning='Variables for the processes; those set in the shell win.',
-        check=Check(lambda value: isinstance(value, dict), 'a mapping of variables to values'),
+        'Variables for the processes; those set in the shell win.',
+        check=Check(
+            lambda value: isinstance(value, dict), 'a mapping of variables to values', 'dict'
+        ),
     )
 
 
