@@ -69,7 +69,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what cannot be done before anything is begun."""
+    """Refuse wrong arguments before anything is examined."""
     for option in ('json', 'html'):
         if getattr(args, option) is not None:
             check_writable(getattr(args, option), f'--{option}')

@@ -29,19 +29,10 @@ from .signals import replace_process, run_check
 LEAST_BYTES_PER_RANK = 150 << 20
 
 
-def check_device_count(config: argparse.Namespace, wanted: int, origin: str) -> None:
-    """Refuse more processes than this host has devices, or memory for.
-
-    Args:
-        config (argparse.Namespace): Arguments of a script, which name the config.
-        wanted (int): Number of processes on this host.
-        origin (str): What to call the number in messages.
-
-    Raises:
-        DevPlugError: If there are fewer devices.
-    """
-    check_room(wanted, origin, insist=config.oversubscribe)
-    options = AcceleratorOptions.from_config(load_config(config).get('accelerator'))
+def check_device_count(args: argparse.Namespace, wanted: int, origin: str) -> None:
+    """Refuse more processes than this host has devices, or memory for."""
+    check_room(wanted, origin, insist=args.oversubscribe)
+    options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
     accelerator = choose_accelerator(options.device).accelerator
     count = accelerator.device_count()
     if not accelerator.shares_devices and wanted > count:
@@ -75,16 +66,12 @@ def check_room(wanted: int, origin: str, insist: bool = False) -> None:
 
 
 def launch(module: str, argv: List[str], args: argparse.Namespace) -> NoReturn:
-    """Become torchrun, which runs a module in the processes that flags or a launch file ask for.
+    """Become torchrun, which runs a module in several processes.
 
     Args:
         module (str): A module with a ``__main__`` part.
-        argv (List[str]): Its arguments, with those that start processes among them.
+        argv (List[str]): Its arguments, and those that start processes.
         args (argparse.Namespace): The same, parsed.
-
-    Raises:
-        DevPlugError: If the settings are wrong.
-        SystemExit: If there are too few devices.
     """
     settings = read_settings(args, args.launch)
     if settings.nnodes == 1:
@@ -135,11 +122,11 @@ def agent_command(settings: LaunchOptions) -> List[str]:
     ]
 
 
-def _environment(wanted: Dict[str, str]) -> Dict[str, str]:
-    """This process's variables without stale ones, with those of a launch file."""
+def _environment(given: Dict[str, str]) -> Dict[str, str]:
+    """Return this process's variables without stale ones, and those of a launch file."""
     stale = stale_variables('none')
     environ = {name: value for name, value in os.environ.items() if name not in stale}
-    for name, value in wanted.items():
+    for name, value in given.items():
         if environ.setdefault(name, value) != value:
             print(
                 f'mmdevplug: {name}={environ[name]} of the shell wins over {value} of the launch '
@@ -162,16 +149,7 @@ def without_options(argv: List[str], options: Sequence[str]) -> List[str]:
 
 
 def read_hosts(nproc: int, environ: Mapping[str, str]) -> LaunchOptions:
-    """Read the variables that name the hosts for ``tools/dist_train.sh``.
-
-    Args:
-        nproc (int): Processes on each host.
-        environ (Mapping): With ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR``, ``PORT`` and
-            ``MAX_RESTARTS``, where they are set.
-
-    Raises:
-        LaunchError: If one is impossible or contradicts another.
-    """
+    """Read the variables that name the hosts for ``tools/dist_train.sh``."""
     values: Dict[str, Any] = {}
     names = dict(NNODES='nnodes', NODE_RANK='node_rank', PORT='master_port')
     for name, key in dict(names, MAX_RESTARTS='max_restarts').items():

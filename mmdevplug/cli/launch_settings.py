@@ -45,11 +45,7 @@ def flags_of(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def starts_processes(args: argparse.Namespace) -> bool:
-    """Whether arguments ask for processes to be started, rather than to be one of them.
-
-    Raises:
-        LaunchError: If they ask for both.
-    """
+    """Whether arguments start processes; refuse those that also say that they were started."""
     flags = [
         flag
         for flag in LAUNCH_FLAGS
@@ -64,11 +60,7 @@ def starts_processes(args: argparse.Namespace) -> bool:
 
 
 def read_settings(args: argparse.Namespace, path: Optional[str] = None) -> LaunchOptions:
-    """Put flags over a launch file, if there is one, and check the whole.
-
-    Raises:
-        LaunchError: If a value is impossible or contradicts another; nothing was started.
-    """
+    """Lay flags over a launch file, if there is one, and check the result."""
     flags = flags_of(args)
     settings = replace(LaunchOptions() if path is None else read_launch_file(path), **flags)
     found = os.environ.get('SLURM_NODEID')
@@ -126,11 +118,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_launch_file(path: str) -> LaunchOptions:
-    """Read a launch file and check each value of it.
-
-    Raises:
-        LaunchError: If it cannot be read, or a key or a value is not what is expected.
-    """
+    """Read a launch file and check each value of it."""
     if not Path(path).is_file():
         raise LaunchError(
             f'--launch {path!r} is no file. Write one with mmdevplug launch-config --out {path}.'

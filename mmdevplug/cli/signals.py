@@ -31,13 +31,8 @@ _LEFTOVER_SECONDS = 5.0
 _FOLLOW_SECONDS = 0.5
 
 
-def describe_signal(number: int) -> str:
-    """The name of a signal, such as ``'SIGTERM'``."""
-    return signal.Signals(number).name
-
-
 def exit_status(number: int) -> int:
-    """The exit status that shells give to what a signal ended."""
+    """Return the exit status that shells give to a process that a signal ended."""
     return 128 + number
 
 
@@ -48,18 +43,18 @@ class RankSignals:
     what it was about to start, and signals the workers of data loaders too, without which a rank
     cannot finish its iteration.
 
-    Attributes:
-        number (int, optional): The signal that ended the job, None so far.
     """
 
     def __init__(self) -> None:
+        #: The signal that ended the job, None so far.
         self.number: Optional[int] = None
         self._at = 0.0
         self._impatient = False
         # Under `nohup`; ranks inherit it.
         ignores_hup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self._ignored = [signal.SIGHUP] if ignores_hup else []
-        self._closed = False
+        #: Signals are ignored: this process is about to end.
+        self.closed = False
 
     def install(self) -> None:
         """Handle signals from now on, also those that :func:`replace_process` held back."""
@@ -69,14 +64,14 @@ class RankSignals:
 
     def handle(self, number: int, _: Any = None) -> None:
         """Pass a signal on, and raise SignalException if not all ranks end with status 0."""
-        if self._closed:
+        if self.closed:
             return
         if self.number is not None:
             self._impatient |= time.monotonic() - self._at >= SAME_NOTICE_SECONDS
             return
         self.number, self._at = number, time.monotonic()
         ranks = psutil.Process().children()
-        name = describe_signal(number)
+        name = signal.Signals(number).name
         if ranks:
             _say(
                 f'{name} is passed on to {len(ranks)} process(es), which save a checkpoint if '
@@ -91,10 +86,6 @@ class RankSignals:
 
             raise SignalException(f'got {name}', sigval=signal.Signals(number))
 
-    def close(self) -> None:
-        """Ignore signals from now on: this process is about to end."""
-        self._closed = True
-
     def _wait_for(self, ranks: Sequence[psutil.Process]) -> bool:
         """Wait until processes have ended, and kill them if they take too long."""
         patience = self._at + SAVE_SECONDS
@@ -108,7 +99,7 @@ class RankSignals:
                     + ('after a second signal.' if self._impatient else 'that have not ended.')
                 )
                 for rank in ranks:
-                    kill_tree(rank)
+                    _kill_tree(rank)
                 patience = float('inf')
                 self._impatient = False
             time.sleep(0.05)
@@ -117,16 +108,14 @@ class RankSignals:
 
 def end_leftovers() -> None:
     """End every process below this one."""
-    processes = psutil.Process().children(recursive=True)
-    for process in processes:
-        _send(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(processes, timeout=_LEFTOVER_SECONDS)
-    for process in alive:
-        _send(process, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=_LEFTOVER_SECONDS)
+    alive = psutil.Process().children(recursive=True)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in alive:
+            _send(process, number)
+        _, alive = psutil.wait_procs(alive, timeout=_LEFTOVER_SECONDS)
 
 
-def kill_tree(process: psutil.Process) -> None:
+def _kill_tree(process: psutil.Process) -> None:
     """Kill a process and all that it started."""
     try:
         below = process.children(recursive=True)
@@ -182,7 +171,7 @@ def end_on_signals() -> None:
 
 
 def _exit(number: int, _: Any) -> NoReturn:
-    _say(f'ended by {describe_signal(number)}.')
+    _say(f'ended by {signal.Signals(number).name}.')
     # Not SystemExit: MMEngine catches it in places and goes on with an error of another kind.
     os._exit(exit_status(number))
 

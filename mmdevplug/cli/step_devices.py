@@ -1,7 +1,8 @@
 """Record on which device everything of one training step is, for ``check-devices``."""
 
 import inspect
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple
+from functools import partial
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Tuple
 
 from torch import Tensor, nn
 
@@ -53,19 +54,16 @@ class StepDevices:
 
     def __enter__(self) -> 'StepDevices':
         for name, module in self._model.named_modules():
-            before, after = _recorder(self._inputs, name), _recorder(self._outputs, name)
+            inputs = self._inputs.setdefault(name, {})
+            outputs = self._outputs.setdefault(name, {})
             self._handles += [
-                # The last argument of a hook is the result.
-                module.register_forward_pre_hook(
-                    lambda _, *args, note=before: note(args), **_KEYWORDS
-                ),
-                module.register_forward_hook(
-                    lambda _, *args, note=after: note(args[-1]), **_KEYWORDS
-                ),
+                module.register_forward_pre_hook(partial(_note_inputs, inputs), **_KEYWORDS),
+                module.register_forward_hook(partial(_note_outputs, outputs), **_KEYWORDS),
             ]
         for parameter in self._model.parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._note_gradient(id(parameter))))
+                note = partial(self._note_gradient, id(parameter))
+                self._handles.append(parameter.register_hook(note))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,11 +71,8 @@ class StepDevices:
             handle.remove()
         self._handles.clear()
 
-    def _note_gradient(self, key: int) -> Callable[[Tensor], None]:
-        def note(gradient: Tensor) -> None:
-            self._gradients[key] = gradient.device
-
-        return note
+    def _note_gradient(self, key: int, gradient: Tensor) -> None:
+        self._gradients[key] = gradient.device
 
     def modules(self) -> List[ModuleDevices]:
         """Return all modules in the model's order."""
@@ -126,11 +121,12 @@ class StepDevices:
         return found
 
 
-def _recorder(seen: Dict[str, Dict[str, None]], name: str) -> Callable[[Any], None]:
-    def record(nested: Any) -> None:
-        seen.setdefault(name, {}).update(dict.fromkeys(_named(devices_of(tensors_in(nested)))))
+def _note_inputs(seen: Dict[str, None], module: nn.Module, *args: Any) -> None:
+    seen.update(dict.fromkeys(_named(devices_of(tensors_in(args)))))
 
-    return record
+
+def _note_outputs(seen: Dict[str, None], module: nn.Module, *args: Any) -> None:
+    seen.update(dict.fromkeys(_named(devices_of(tensors_in(args[-1])))))
 
 
 def _named(devices: Iterable[Any]) -> Devices:

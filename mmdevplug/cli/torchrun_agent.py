@@ -18,12 +18,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import parse_args, run
 
-from mmdevplug.environments.launch import DEFAULT_PORT
-from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
+from mmdevplug.environments.loopback import LOOPBACK, loopback_store
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.patching import patch_symbol
 
-from .signals import RankSignals, describe_signal, end_leftovers, exit_status
+from .signals import RankSignals, end_leftovers, exit_status
 
 #: Begins the names of variables from which torchrun reads options.
 OPTION_VARIABLES = 'PET_'
@@ -37,8 +36,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         LaunchError: If the port is taken.
     """
     args = read_arguments(argv)
-    # Kept for as long as torchrun runs.
-    store = _hold_store(args)
+    store = _hold_store(args)  # kept for as long as torchrun runs
     run(args)
     del store
 
@@ -68,13 +66,10 @@ def read_arguments(argv: Optional[List[str]] = None) -> Namespace:
 
 def _hold_store(args: Namespace) -> Any:
     """Make the store that torchrun will take, if all of the job is on this host."""
-    single_host = str(args.nnodes) in ('1', '1:1')
-    if not single_host or args.rdzv_backend != 'static' or args.rdzv_endpoint:
-        return None
-    if args.standalone or not is_loopback(args.master_addr):
+    if str(args.nnodes) not in ('1', '1:1'):
         return None
     args.master_addr = LOOPBACK
-    store = loopback_store(DEFAULT_PORT if args.master_port is None else args.master_port)
+    store = loopback_store(args.master_port)
     args.master_port = store.port
     return store
 
@@ -107,11 +102,9 @@ def _note_of(failure: Any) -> Dict[str, Any]:
 
 
 def _ended(rank: int, failure: Any) -> str:
-    how = (
-        f'was ended by {failure.signal_name()}'
-        if failure.exitcode < 0
-        else f'ended with exit status {failure.exitcode}'
-    )
+    how = f'ended with exit status {failure.exitcode}'
+    if failure.exitcode < 0:
+        how = f'was ended by {failure.signal_name()}'
     return f'rank {rank} (pid {failure.pid}) {how} before the others; its own message is above.'
 
 
@@ -137,12 +130,13 @@ def _main() -> int:
     except SignalException:
         pass  # The signal decides the status, below.
     finally:
-        signals.close()
+        signals.closed = True
         end_leftovers()
     if signals.number is None:
         return status
+    name = signal.Signals(signals.number).name
     print(
-        f'mmdevplug: ended by {describe_signal(signals.number)}; all ranks of this host ended, '
+        f'mmdevplug: ended by {name}; all ranks of this host ended, '
         + ('each with status 0.' if status == 0 else 'not all of them with status 0.'),
         file=sys.stderr,
         flush=True,
