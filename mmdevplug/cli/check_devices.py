@@ -6,7 +6,7 @@ import tempfile
 import traceback
 from contextlib import redirect_stdout
 from dataclasses import replace
-from typing import Any, Iterator, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence
 
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
@@ -186,19 +186,16 @@ def _check_step(runner: Any, args: argparse.Namespace, console: Console) -> List
         console.print(Text(guard.report()))
         if guard.policy == 'warn':
             failure.append('operations got operands of different devices; see above')
-    return [*failure, *_misplaced(runner), *seen.problems()]
-
-
-def _misplaced(runner: Any) -> Iterator[str]:
-    """Describe weights that are not where the strategy places them."""
-    plan = runner.parallelism.plan
-    if plan is None:
-        left = misplaced_tensors(runner.model, runner.device_context.device)
-        if left:
-            yield f'not on {runner.device_context.device}: {describe_misplaced(left)}'
-        return
-    for name, tensor, planned in misplaced_by_plan(runner.model, plan):
-        yield f'{name} is on {tensor.device}, but planned on {planned}'
+    plan, device = runner.parallelism.plan, runner.device_context.device
+    if plan is not None:
+        misplaced = [
+            f'{name} is on {tensor.device}, but planned on {planned}'
+            for name, tensor, planned in misplaced_by_plan(runner.model, plan)
+        ]
+    else:
+        found = misplaced_tensors(runner.model, device)
+        misplaced = [f'not on {device}: {describe_misplaced(found)}'] if found else []
+    return [*failure, *misplaced, *seen.problems()]
 
 
 def _print_modules(rows: Sequence[ModuleDevices], depth: Optional[int], console: Console) -> None:

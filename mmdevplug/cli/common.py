@@ -50,9 +50,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         action=Options,
         help='override settings of the config: key=value, key="[a,b]"',
     )
-    parser.add_argument(
-        '--accelerator', help='lay the base config of this accelerator over CONFIG'
-    )
+    parser.add_argument('--accelerator', help='lay its base config over CONFIG')
 
 
 def load_config(args: argparse.Namespace) -> Config:
@@ -95,14 +93,17 @@ def load_config(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def check_keys(cfg: Config, args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Refuse a config in which a key that a command needs is missing or None."""
+def load_complete_config(args: argparse.Namespace, names: Sequence[str]) -> Config:
+    """Check the launch variables, load a config, and refuse one that lacks keys of some names."""
+    check_launch_variables(args)
+    cfg = load_config(args)
     missing = [name for name in names if cfg.get(name) is None]
     if missing:
         raise DevPlugError(
             f'CONFIG {args.config!r} has no {", ".join(missing)}; expected {", ".join(names)}. '
             f'Add what is missing, or inherit it with _base_.'
         )
+    return cfg
 
 
 def check_checkpoint(path: str, origin: str) -> None:

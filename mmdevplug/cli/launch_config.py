@@ -32,11 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    """Write a launch file.
-
-    Raises:
-        DevPlugError: If a value is impossible, or the file exists.
-    """
+    """Write a launch file, unless a value is impossible or the file exists."""
     args = build_parser().parse_args(argv)
     flags = flags_of(args)
     accelerator = choose_accelerator(args.accelerator).accelerator

@@ -53,11 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    """Plan, print, and write the requested files.
-
-    Raises:
-        DevPlugError: If an argument is wrong, or the model does not fit.
-    """
+    """Plan, print, and write the requested files."""
     args = build_parser().parse_args(argv)
     _check(args)
     model, cfg = build_from_file(args.model)

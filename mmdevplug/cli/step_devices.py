@@ -35,14 +35,7 @@ class ModuleDevices(NamedTuple):
 
 
 class StepDevices:
-    """Record the devices of calls and gradients while this context is entered.
-
-    Examples:
-        >>> with StepDevices(model, optim_wrapper) as seen:
-        >>>     model.train_step(batch, optim_wrapper)
-        >>> seen.modules()[0].gradients
-        ('cpu',)
-    """
+    """Record the devices of calls and gradients while this context is entered."""
 
     def __init__(self, model: nn.Module, optim_wrapper: Any) -> None:
         self._model = model

@@ -8,13 +8,7 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
 
-from .common import (
-    add_common_arguments,
-    check_checkpoint,
-    check_keys,
-    check_launch_variables,
-    load_config,
-)
+from .common import add_common_arguments, check_checkpoint, load_complete_config
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -29,15 +23,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    """Test.
-
-    Raises:
-        DevPlugError: If something is wrong with the config, the devices or the launch.
-    """
+    """Test a model."""
     args = build_parser().parse_args(argv)
-    check_launch_variables(args)
-    cfg = load_config(args)
-    check_keys(cfg, args, ('model', 'test_dataloader', 'test_cfg', 'test_evaluator'))
+    keys = ('model', 'test_dataloader', 'test_cfg', 'test_evaluator')
+    cfg = load_complete_config(args, keys)
     check_checkpoint(args.checkpoint, 'CHECKPOINT')
     cfg.load_from = args.checkpoint
     cfg.resume = False

@@ -30,11 +30,7 @@ OPTION_VARIABLES = 'PET_'
 
 @record
 def main(argv: Optional[List[str]] = None) -> None:
-    """Run torchrun; ``--master_port 0`` takes a free port of a single host.
-
-    Raises:
-        LaunchError: If the port is taken.
-    """
+    """Run torchrun; ``--master_port 0`` takes a free port of a single host."""
     args = read_arguments(argv)
     store = _hold_store(args)  # kept for as long as torchrun runs
     run(args)

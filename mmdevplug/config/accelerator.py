@@ -16,9 +16,6 @@ DEFAULT_HEARTBEAT_TIMEOUT = 60.0
 LEAST_HEARTBEAT_TIMEOUT = 6.0
 
 
-# checks -----------------------------------------------------------------------------------------
-
-
 def find_compilation_cache(value: Any, work_dir: Optional[str] = None) -> Optional[str]:
     """Return the folder of ``accelerator.compilation_cache``, None for none."""
     if value is None or value is False:
@@ -52,9 +49,6 @@ def read_heartbeat_timeout(
             f'{DEFAULT_HEARTBEAT_TIMEOUT:g}.'
         )
     return value
-
-
-# the key ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

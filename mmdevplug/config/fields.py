@@ -2,25 +2,12 @@
 
 import dataclasses
 from difflib import get_close_matches
-from typing import (
-    Any,
-    Callable,
-    ClassVar,
-    Dict,
-    Iterable,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Type,
-    TypeVar,
-)
+from typing import Any, Callable, ClassVar, Dict, Iterable, List, Mapping, NamedTuple, Optional
 
 from mmdevplug.errors import DevPlugError
 
 Reader = Callable[[Any, str], Any]
 REQUIRED = dataclasses.MISSING
-_Self = TypeVar('_Self', bound='Options')
 
 
 # checks -----------------------------------------------------------------------------------------
@@ -106,7 +93,7 @@ def option(
     return dataclasses.field(default=held, metadata=metadata)
 
 
-def options_of(kind: Type) -> List[dataclasses.Field]:
+def options_of(kind: Any) -> List[dataclasses.Field]:
     """List the fields of a dataclass that :func:`option` made."""
     return [field for field in dataclasses.fields(kind) if 'meaning' in field.metadata]
 
@@ -117,13 +104,12 @@ class Options:
     #: The config key that holds the options, and the class that takes them.
     key: ClassVar[str] = ''
     taken_by: ClassVar[str] = ''
-    error: ClassVar[Type[DevPlugError]] = DevPlugError
+    error: ClassVar[Any] = DevPlugError
 
     def __post_init__(self) -> None:
         for one in options_of(type(self)):
-            value = getattr(self, one.name)
-            if value is not one.default:
-                self.check(one.name, value)
+            if getattr(self, one.name) is not one.default:
+                self.check(one.name, getattr(self, one.name))
 
     @classmethod
     def names(cls) -> List[str]:
@@ -144,7 +130,7 @@ class Options:
         raise cls.error(f'{origin or f"{cls.key}.{name}"}={shown}: expected {check.expected}.')
 
     @classmethod
-    def from_dict(cls: Type[_Self], given: Mapping[str, Any]) -> _Self:
+    def from_dict(cls, given: Mapping[str, Any]) -> Any:
         """Make an instance, unless an option is unknown, missing or has an impossible value."""
         refuse_unknown(given, cls.names(), cls.key, cls.error)
         for one in options_of(cls):
@@ -183,9 +169,7 @@ class Options:
 # names ------------------------------------------------------------------------------------------
 
 
-def refuse_unknown(
-    given: Iterable[Any], known: Iterable[str], where: str, error: Type[DevPlugError]
-) -> None:
+def refuse_unknown(given: Iterable[Any], known: Iterable[str], where: str, error: Any) -> None:
     """Refuse options that do not exist, and suggest the nearest that does."""
     known = list(known)
     unknown = [name for name in given if name not in known]
@@ -199,7 +183,8 @@ def refuse_unknown(
 def did_you_mean(unknown: Iterable[Any], known: Iterable[str]) -> str:
     """The end of a sentence about unknown names, with the nearest known ones."""
     known = list(known)
-    found = [match for name in unknown for match in get_close_matches(str(name), known, n=1)]
+    names = [str(name) for name in unknown if name not in known]
+    found = [match for name in names for match in get_close_matches(name, known, n=1)]
     return f'; did you mean {" and ".join(map(repr, dict.fromkeys(found)))}?' if found else '.'
 
 
@@ -223,7 +208,7 @@ def flag(default: bool, meaning: str) -> Any:
     return option(default, meaning, read=_read_flag, accepts='bool')
 
 
-def read_switch(kind: Type[Options]) -> Reader:
+def read_switch(kind: Any) -> Reader:
     """Make the reader of an option that is True, False (None is held), or a dict of options."""
 
     def read(value: Any, key: str) -> Optional[Options]:
@@ -234,13 +219,13 @@ def read_switch(kind: Type[Options]) -> Reader:
     return read
 
 
-def read_dict(kind: Type[Options]) -> Reader:
+def read_dict(kind: Any) -> Reader:
     """Make the reader of an option that is a dict of options."""
     return lambda value, key: _read_dict(kind, value, key, 'a dict')
 
 
-def _read_dict(kind: Type[Options], value: Any, key: str, accepted: str) -> Options:
-    if not isinstance(value, Mapping):
-        names = ', '.join(kind.names())
-        raise kind.error(f'{key}={value!r}: expected {accepted} with some of {names}.')
-    return kind.from_dict(value)
+def _read_dict(kind: Any, value: Any, key: str, accepted: str) -> Options:
+    if isinstance(value, Mapping):
+        return kind.from_dict(value)
+    names = ', '.join(kind.names())
+    raise kind.error(f'{key}={value!r}: expected {accepted} with some of {names}.')

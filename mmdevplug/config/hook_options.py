@@ -86,7 +86,12 @@ class CheckpointOptions(Options):
     def split(
         cls, given: Mapping[str, Any], theirs: Iterable[str]
     ) -> Tuple['CheckpointOptions', Dict[str, Any]]:
-        """Parse ours of some arguments, and return them and the others, whose names are given."""
-        refuse_unknown(given, [*cls.names(), *theirs], cls.key, cls.error)
+        """Parse our options, and return them and the others, which have names of ``theirs``."""
+        refuse_unknown(
+            given,
+            [*cls.names(), *(name for name in theirs if name != 'kwargs')],
+            cls.key,
+            cls.error,
+        )
         others = {name: value for name, value in given.items() if name not in cls.names()}
         return cls(**cls.read(given)), others

@@ -34,20 +34,13 @@ class Rounds:
         options.check_ranks(self.world_size)
 
     def exchange(self, number: int, held: List[int], drawn: Drawn, tally: Tally) -> Tally:
-        """Send the counts of this rank and receive those of the others.
+        """Exchange counts and return the new tally; raise if any rank has an error.
 
         Args:
-            number (int): Of the round.
+            number (int): The round, from 0.
             held (List[int]): Groups of this rank that are left over, and drawn for this pool.
-            drawn (Drawn): In this round.
-            tally (Tally): Of the round before.
-
-        Returns:
-            Tally: The same on all ranks.
-
-        Raises:
-            Exception: This rank's own error.
-            RankFailedError: If another rank has one.
+            drawn (Drawn): The groups drawn in this round.
+            tally (Tally): The tally of the round before.
         """
         name = round_name(number)
         mine = dict(

@@ -11,7 +11,6 @@ import torch
 from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
-from mmengine.runner import Runner
 
 from mmdevplug.accelerators.random_states import random_state, set_random_state
 from mmdevplug.checkpoint.exact_resume import (
@@ -68,11 +67,7 @@ class SafeCheckpointHook(CheckpointHook):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        known = {
-            **signature(CheckpointHook).parameters,
-            **signature(Runner.save_checkpoint).parameters,
-        }
-        ours, theirs = CheckpointOptions.split(options, known)
+        ours, theirs = CheckpointOptions.split(options, signature(CheckpointHook).parameters)
         super().__init__(*args, **theirs)
         self._saver = CheckpointSaver(ours, self.backend_args)
         self._position: Optional[Position] = None
