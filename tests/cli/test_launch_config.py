@@ -373,7 +373,7 @@ def test_the_script_takes_the_hosts_from_its_variables(monkeypatch):
     assert '--nproc_per_node=8 --max_restarts=4' in ' '.join(command)
     assert command[-5:] == ['tools/train.py', 'config.py', '--amp', '--launcher', 'pytorch']
     monkeypatch.setenv('NNODES', '1')
-    monkeypatch.delenv('MASTER_ADDR')
+    monkeypatch.delenv('MASTER_ADDR', raising=False)
     alone = '--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=23456'
     assert alone in ' '.join(command_of())
 
