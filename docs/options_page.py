@@ -6,7 +6,7 @@ here. A test compares the pages with both.
 
 import sys
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Tuple, Type
+from typing import Any, Dict, Iterator, List, Type
 
 from tables import table, write_pages
 
@@ -16,17 +16,20 @@ accelerator = dict(type='xla', backend='gloo', pad_to=64, memory=dict(interval=5
 
 TEXTS: Dict[str, Dict[str, Any]] = dict(
     en=dict(
-        heading='# Options of `accelerator` and `model_parallel`',
+        heading='# Options',
         intro="""\
+Every option of ours, by config key: `accelerator`, `model_parallel`, `default_hooks.checkpoint`,
+`train_cfg` of dynamic sampling, and launch files. A value that an option cannot have is refused
+when the job starts, and so is an unknown name; the message suggests the nearest.
+
+## Options of `accelerator`
+
 The config key `accelerator` holds the name of an accelerator, or a dict with its `type`, arguments
 of that accelerator, and the options below. `DeviceRunner` reads the key of the config;
 `DeviceStrategy` takes the same options in `strategy`.""",
-        after="""\
-A value that an option cannot have is refused when the job starts, and so is a name that neither
-this page nor the accelerator knows. `mmdevplug doctor --config CONFIG` lists all wrong values at
-once.""",
+        after='`mmdevplug doctor --config CONFIG` lists all wrong values at once.',
         titles=('option', 'values', 'default', 'meaning'),
-        dicts='## Options that are dicts',
+        dicts='### Options that are dicts',
         dicts_intro="""\
 `compilations` and `memory` may be `True`, which takes all of these defaults, or `False`, which
 turns the feature off.""",
@@ -34,26 +37,68 @@ turns the feature off.""",
         model_parallel_intro="""\
 The key may also be `True` or `False`, which is `enable` alone; without the key a model stays on
 one device. See [models over several devices](model_parallel.md).""",
+        required='required',
+        sections={
+            'default_hooks.checkpoint': """\
+## Options of checkpoints
+
+`SafeCheckpointHook`, which takes the place of MMEngine's `CheckpointHook` unless
+`accelerator.safe_checkpoints=False`, takes these besides the arguments of that hook. See
+[resuming](resuming.md).""",
+            'train_cfg': """\
+## Options of dynamic sampling
+
+`train_cfg` with `type='DynamicSamplingTrainLoop'` takes these besides the arguments of MMEngine's
+`IterBasedTrainLoop`. See [dynamic sampling](dynamic_sampling.md).""",
+            'launch file': """\
+## Options of launch files
+
+`mmdevplug launch-config` writes such a file, and `mmdevplug train CONFIG --launch FILE` reads it.
+All but `env` are flags of `mmdevplug train`, too (`--node-rank` for `node_rank`), which win over
+the file.""",
+        },
         strategy="""\
 `DeviceStrategy` differs in one default: `backend` is `'auto'`, because `FlexibleRunner` asks for
 nccl when a config says nothing.""",
     ),
     zh_cn=dict(
-        heading='# `accelerator` 与 `model_parallel` 的选项',
+        heading='# 选项',
         intro="""\
+本插件的全部选项，按配置键排列：`accelerator`、`model_parallel`、`default_hooks.checkpoint`、
+动态采样的 `train_cfg`，以及启动文件。选项的取值不可能或名称未知时，作业在启动时拒绝，
+报错给出最接近的名称。
+
+## `accelerator` 的选项
+
 配置键 `accelerator` 是加速器的名称，或一个字典，其中有 `type`、该加速器的参数以及下列选项。
 `DeviceRunner` 读取配置中的该键；`DeviceStrategy` 在 `strategy` 中接受相同的选项。""",
-        after="""\
-选项的取值不可能时，作业在启动时拒绝；本页与加速器都不认识的名称同样被拒绝。
-`mmdevplug doctor --config CONFIG` 一次列出所有错误的取值。""",
+        after='`mmdevplug doctor --config CONFIG` 一次列出所有错误的取值。',
         titles=('选项', '取值', '默认值', '含义'),
-        dicts='## 取值为字典的选项',
+        dicts='### 取值为字典的选项',
         dicts_intro="""\
 `compilations` 与 `memory` 可以是 `True`（全部使用这些默认值）或 `False`（关闭该功能）。""",
         model_parallel='## `model_parallel` 的选项',
         model_parallel_intro="""\
 该键也可以是 `True` 或 `False`，即只给出 `enable`；没有该键时模型留在一个设备上。
 见[把模型放在多个设备上](model_parallel.md)。""",
+        required='必填',
+        sections={
+            'default_hooks.checkpoint': """\
+## 检查点的选项
+
+除非 `accelerator.safe_checkpoints=False`，`SafeCheckpointHook` 代替 MMEngine 的
+`CheckpointHook`；除该钩子的参数外，还接受下列选项。见[恢复训练](resuming.md)。""",
+            'train_cfg': """\
+## 动态采样的选项
+
+`train_cfg` 的 `type='DynamicSamplingTrainLoop'` 时，除 MMEngine 的 `IterBasedTrainLoop`
+的参数外，还接受下列选项。见[动态采样](dynamic_sampling.md)。""",
+            'launch file': """\
+## 启动文件的选项
+
+`mmdevplug launch-config` 写出启动文件，`mmdevplug train CONFIG --launch FILE` 读取它。
+除 `env` 外，各项也是 `mmdevplug train` 的参数（`node_rank` 即 `--node-rank`），优先于文件。""",
+        },
         strategy="""\
 `DeviceStrategy` 只有一个默认值不同：`backend` 为 `'auto'`，因为配置未写明时 `FlexibleRunner`
 会要求 nccl。""",
@@ -109,53 +154,110 @@ nccl when a config says nothing.""",
             'model_parallel.check_r_consistency': 'LoRA 适配器的秩不一致时是否警告。',
             'model_parallel.strict_r_check': '是否拒绝秩不一致的 LoRA 适配器。',
             'model_parallel.plan': '直接采用的计划，由 `mmdevplug plan --json` 写出。',
+            'default_hooks.checkpoint.async_save': '是否由 rank 0 的一个线程写入，训练同时继续；'
+            '训练只等待复制到主机内存。错误在下一个检查点或结束时抛出。',
+            'default_hooks.checkpoint.timeout': '其他 rank 等待 rank 0 写入的秒数；`None` '
+            '表示进程组的超时。',
+            'default_hooks.checkpoint.on_error': '检查点无法写入时的做法：所有 rank 停止，'
+            '或警告并在下一个检查点再试。最后一个检查点失败时总是停止。',
+            'train_cfg.target': '一个池的样本数（所有 rank 合计）：`per_group` 与 rank '
+            '数之积的倍数。',
+            'train_cfg.per_group': '一组的样本数，组不拆分。',
+            'train_cfg.max_resamples': '第一轮之后最多还有多少轮。',
+            'train_cfg.on_short': '有效的组太少时的做法：报错；采用各 rank 能平分的较小的池；'
+            '或重复有效的组。',
+            'train_cfg.generate': '模型的方法，由数据预处理器的结果生成样本列表。',
+            'train_cfg.is_valid': '模型的方法，判断一组（位于主机内存中）是否有效。',
+            'train_cfg.sampler': '`DynamicSampler` 的其他参数。',
+            'train_cfg.sampler.same_structure': '所有 rank 的样本是否必须有相同的键、dtype '
+            '与形状。',
+            'train_cfg.sampler.allow_pickle': '样本是否可以含有只能由 pickle 发送的对象。',
+            'train_cfg.sampler.timeout': '一轮中各 rank 等待最慢者的秒数；`None` '
+            '表示进程组的超时。',
+            'train_cfg.sampler.log_interval': 'rank 0 每隔多少个池记录一次；0 或 `None` '
+            '表示不记录。',
+            'train_cfg.sampler.progress': 'rank 0 是否显示进度条；`None` '
+            '表示标准错误输出为终端时显示。',
+            'accelerator': '设备家族；`auto` 取现有的设备。',
+            'nproc': '每台主机上的进程数。',
+            'nnodes': '主机数。',
+            'node_rank': '本机是第几台主机，从 0 开始；各主机不同。`srun` 通过 `SLURM_NODEID` '
+            '设置它。',
+            'master_addr': '主机 0 的名称或地址。',
+            'master_port': '主机 0 的空闲端口；不写时，单机自动查找，多机取 29500。',
+            'max_restarts': '失败的进程重新启动的次数；它们从最新的检查点恢复。',
+            'timeout': '各 rank 放弃互相等待之前的秒数。',
+            'env': '进程的环境变量；shell 中已设置的优先。',
             'accelerator.memory.growth_mb': '所报告的最小增长，单位 MB；`None` 表示不报告。',
         },
     ),
 )
 
 
-def rows(kind: Type, key: str, texts: Dict[str, Any]) -> Iterator[List[str]]:
+def rows(kind: Type, texts: Dict[str, Any]) -> Iterator[List[str]]:
     """The rows of a table: an option of a dataclass in each."""
-    from mmdevplug.config.fields import options_of
+    from mmdevplug.config.fields import REQUIRED, options_of
 
     for one in options_of(kind):
-        name = f'{key}.{one.name}'
         given = one.metadata
+        # A launch file holds nothing else, so its keys are without a prefix.
+        name = one.name if kind.key == 'launch file' else f'{kind.key}.{one.name}'
         meaning = texts['meanings'][name] if 'meanings' in texts else given['meaning']
-        yield [f'`{name}`', f'`{given["accepts"]}`', f'`{given["default"]!r}`', meaning]
+        default = given['default']
+        shown = texts['required'] if default is REQUIRED else f'`{default!r}`'
+        yield [f'`{name}`', f'`{given["accepts"]}`', shown, meaning]
 
 
-def parts() -> Iterator[Tuple[str, Type]]:
-    """Keys of the options that are dicts, and the dataclasses of these."""
+def parts(kind: Type) -> Iterator[Type]:
+    """The dataclasses of options that are dicts."""
+    from mmdevplug.config.fields import Options, options_of
+
+    for one in options_of(kind):
+        if isinstance(one.default, Options):
+            yield type(one.default)
+
+
+def kinds() -> List[Type]:
+    """The dataclass of each key."""
     from mmdevplug.config.accelerator import AcceleratorOptions
-    from mmdevplug.config.fields import options_of
+    from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
+    from mmdevplug.config.hook_options import CheckpointOptions
+    from mmdevplug.config.launch import LaunchOptions
+    from mmdevplug.config.model_parallel import ModelParallelOptions
 
-    for one in options_of(AcceleratorOptions):
-        if 'dict' in one.metadata['accepts']:
-            yield f'accelerator.{one.name}', type(one.default)
+    return [
+        AcceleratorOptions,
+        ModelParallelOptions,
+        CheckpointOptions,
+        DynamicSamplingOptions,
+        LaunchOptions,
+    ]
 
 
 def render(texts: Dict[str, Any]) -> List[str]:
     """The parts of the page in one language."""
-    from mmdevplug.config.accelerator import AcceleratorOptions
-    from mmdevplug.config.model_parallel import ModelParallelOptions
+    accelerator, model_parallel, *others = kinds()
 
-    inner = [row for key, kind in parts() for row in rows(kind, key, texts)]
-    return [
+    def table_of(*shown: Type) -> str:
+        return table(texts['titles'], [row for kind in shown for row in rows(kind, texts)])
+
+    page = [
         texts['heading'],
         texts['intro'],
         EXAMPLE,
         texts['after'],
-        table(texts['titles'], list(rows(AcceleratorOptions, 'accelerator', texts))),
+        table_of(accelerator),
         texts['strategy'],
         texts['dicts'],
         texts['dicts_intro'],
-        table(texts['titles'], inner),
+        table_of(*parts(accelerator)),
         texts['model_parallel'],
         texts['model_parallel_intro'],
-        table(texts['titles'], list(rows(ModelParallelOptions, 'model_parallel', texts))),
+        table_of(model_parallel),
     ]
+    for kind in others:
+        page += [texts['sections'][kind.key], table_of(kind, *parts(kind))]
+    return page
 
 
 def main() -> None:

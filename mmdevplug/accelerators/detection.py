@@ -7,7 +7,7 @@ from functools import partial
 from inspect import signature
 from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Union
 
-from mmdevplug.config.accelerator import to_dict
+from mmdevplug.config.accelerator import suggest_option, to_dict
 from mmdevplug.errors import AcceleratorError, DevPlugError
 from mmdevplug.registry import ACCELERATORS
 
@@ -59,8 +59,9 @@ def choose_accelerator(config: AcceleratorConfig = None) -> Choice:
     if options:
         raise AcceleratorError(
             f'accelerator has {", ".join(sorted(options))}: no option of training, and no '
-            f'argument of an accelerator, since none is named. Correct the name, remove it, or '
-            f"name the accelerator that takes it: accelerator=dict(type='gcu', ...)."
+            f'argument of an accelerator, since none is named{suggest_option(options)} Correct '
+            f'the name, remove it, or name the accelerator that takes it: '
+            f"accelerator=dict(type='gcu', ...)."
         )
     return _detect()
 
@@ -114,9 +115,9 @@ def _call(kind: Callable, name: str, options: Mapping[str, Any]) -> Accelerator:
         signature(kind).bind(**options)
     except TypeError as error:
         raise AcceleratorError(
-            f'accelerator=dict(type={name!r}, ...) has an option it does not take: {error}. '
-            f'Given: {sorted(options)}. Correct the name or remove it; README.md lists the '
-            f'options of training.'
+            f'accelerator=dict(type={name!r}, ...) has an option it does not take: {error}'
+            f'{suggest_option(options, signature(kind).parameters)} Given: {sorted(options)}. '
+            f'Correct the name or remove it; README.md lists the options of training.'
         ) from error
     try:
         return kind(**options)

@@ -9,6 +9,7 @@ from mmengine.dist import is_main_process
 from mmengine.fileio import get_file_backend
 from mmengine.runner import Runner
 
+from mmdevplug.config.hook_options import CheckpointOptions
 from mmdevplug.distributed.process_group import rank_device
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
@@ -58,27 +59,12 @@ class BackgroundWriter:
 
 
 class CheckpointSaver:
-    """Save checkpoints of a runner, as the arguments of ``SafeCheckpointHook`` say."""
+    """Save checkpoints of a runner, as the options of its hook say."""
 
-    def __init__(
-        self,
-        in_background: bool,
-        timeout: Optional[float],
-        on_error: str,
-        backend_args: Optional[Dict],
-    ) -> None:
-        if on_error not in ('stop', 'continue'):
-            raise CheckpointError(
-                f"SafeCheckpointHook.on_error={on_error!r}: expected 'stop' or 'continue'."
-            )
-        if timeout is not None and not timeout > 0:
-            raise CheckpointError(
-                f'SafeCheckpointHook.timeout={timeout!r}: expected seconds above 0, or None for '
-                f'the timeout of the process group.'
-            )
-        self.in_background = in_background
-        self.timeout = timeout
-        self.on_error = on_error
+    def __init__(self, options: CheckpointOptions, backend_args: Optional[Dict] = None) -> None:
+        self.in_background = options.async_save
+        self.timeout = options.timeout
+        self.on_error = options.on_error
         self.backend_args = backend_args
         self._background = BackgroundWriter()
         self._kept_copy: Optional[HostCopy] = None

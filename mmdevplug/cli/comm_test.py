@@ -42,9 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[List[str]] = None) -> None:
     """Test collectives as one rank of a job.
 
-    Args:
-        argv (List[str], optional): Arguments. Defaults to None: those of the command line.
-
     Raises:
         DevPlugError: If the job cannot be started.
         SystemExit: With status 1 if a collective failed.

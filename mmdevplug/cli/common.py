@@ -23,18 +23,10 @@ from .signals import end_on_signals, end_with_mim, exit_status
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that OpenMMLab's scripts have in common, and ours."""
+    add_config_arguments(parser)
     parser.add_argument('--work-dir', help='the folder for logs, checkpoints and results')
     parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=Options,
-        help='override settings of the config: key=value, key="[a,b]"',
-    )
-    parser.add_argument(
         '--launcher', choices=LAUNCHERS, default='none', help='how the processes were started'
-    )
-    parser.add_argument(
-        '--accelerator', help='lay the base config of this accelerator over CONFIG'
     )
     parser.add_argument(
         '--model-parallel',
@@ -50,15 +42,19 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--local_rank', '--local-rank', type=int, default=None)
 
 
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that change a config."""
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=Options,
+        help='override settings of the config: key=value, key="[a,b]"',
+    )
+    parser.add_argument('--accelerator', help='lay its base config over CONFIG')
+
+
 def load_config(args: argparse.Namespace) -> Config:
-    """Load a config and apply the common arguments.
-
-    Args:
-        args (argparse.Namespace): With the arguments of :func:`add_common_arguments`.
-
-    Returns:
-        Config: Ready for ``RUNNERS.build``.
-    """
+    """Load a config for ``RUNNERS.build`` and apply the common arguments."""
     if '::' not in args.config and not Path(args.config).is_file():
         raise DevPlugError(
             f'CONFIG {args.config!r} is no file. Give the path of a config, e.g. '
@@ -78,7 +74,7 @@ def load_config(args: argparse.Namespace) -> Config:
     if isinstance(cfg.accelerator, str):
         cfg.accelerator = dict(type=cfg.accelerator)  # which --cfg-options can add to
     cfg.launcher = args.launcher
-    if getattr(args, 'model_parallel', None) is not None:
+    if args.model_parallel is not None:
         options = cfg.get('model_parallel')
         enable = dict(true=True, false=False, auto=None)[args.model_parallel]
         cfg.model_parallel = dict(options if isinstance(options, dict) else {}, enable=enable)
@@ -86,7 +82,10 @@ def load_config(args: argparse.Namespace) -> Config:
         cfg.merge_from_dict({'env_cfg.dist_cfg.timeout': args.timeout})
     if args.cfg_options:
         cfg.merge_from_dict(args.cfg_options)
-        _take_backend_from(args.cfg_options, cfg)
+        backend = args.cfg_options.get('env_cfg.dist_cfg.backend')
+        if backend is not None and 'accelerator.backend' not in args.cfg_options:
+            # It wins over the backend that a base config forces.
+            cfg.merge_from_dict({'accelerator.backend': backend})
     if args.work_dir is not None:
         cfg.work_dir = args.work_dir
     elif cfg.get('work_dir') is None:
@@ -94,35 +93,21 @@ def load_config(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def check_keys(cfg: Config, args: argparse.Namespace, names: Sequence[str]) -> None:
-    """Refuse a config that lacks what a command needs.
-
-    Args:
-        cfg (Config): The config.
-        args (argparse.Namespace): With its path.
-        names (Sequence[str]): Keys that have to be there.
-
-    Raises:
-        DevPlugError: If one is missing or None.
-    """
+def load_complete_config(args: argparse.Namespace, names: Sequence[str]) -> Config:
+    """Check the launch variables, load a config, and refuse one that lacks keys of some names."""
+    check_launch_variables(args)
+    cfg = load_config(args)
     missing = [name for name in names if cfg.get(name) is None]
     if missing:
         raise DevPlugError(
             f'CONFIG {args.config!r} has no {", ".join(missing)}; expected {", ".join(names)}. '
             f'Add what is missing, or inherit it with _base_.'
         )
+    return cfg
 
 
 def check_checkpoint(path: str, origin: str) -> None:
-    """Refuse a checkpoint that is not there.
-
-    Args:
-        path (str): A path, or an address that MMEngine's file backends know.
-        origin (str): What to call it in the message.
-
-    Raises:
-        CheckpointError: If there is no such file.
-    """
+    """Refuse a path without a file; addresses are left to MMEngine's file backends."""
     if re.match(r'\w+://', path) is None and not Path(path).expanduser().is_file():
         raise CheckpointError(
             f'{origin} {path!r} can not be found: expected the path of a checkpoint, or an '
@@ -156,13 +141,7 @@ class Options(DictAction):
 
 
 def overlay_accelerator(cfg: Config, name: str) -> None:
-    """Lay the base config of an accelerator over a config that knows nothing of it.
-
-    Args:
-        cfg (Config): Changed in place.
-        name (str): Name of a base config, or of any other accelerator, which gets that of
-            ``'auto'`` with its name.
-    """
+    """Lay the base config of an accelerator over a config, which is changed in place."""
     try:
         base = Config.fromfile(base_config(name))
     except DevPlugError:
@@ -173,41 +152,18 @@ def overlay_accelerator(cfg: Config, name: str) -> None:
         cfg[key] = value
 
 
-def _take_backend_from(options: dict, cfg: Config) -> None:
-    """Let a backend named on the command line win over the one that a base config forces."""
-    named = options.get('env_cfg.dist_cfg.backend')
-    if named is not None and 'accelerator.backend' not in options:
-        cfg.merge_from_dict({'accelerator.backend': named})
-
-
 def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
-    """Read the launch variables before anything else does, and ignore an earlier job's.
-
-    Args:
-        args (argparse.Namespace): With the arguments of :func:`add_common_arguments`.
-
-    Returns:
-        LaunchEnv: How this process was started.
-
-    Raises:
-        LaunchError: If a variable is missing or contradicts another, or if torchrun runs this
-            process although no launcher was named.
-    """
+    """Read the launch variables before anything else does, and ignore an earlier job's."""
     stale = forget_stale_variables(args.launcher)
     if stale:
-        told = describe_stale(args.launcher, stale)
-        print(f'mmdevplug: {told}', file=sys.stderr, flush=True)
+        print(f'mmdevplug: {describe_stale(args.launcher, stale)}', file=sys.stderr, flush=True)
     if args.local_rank is not None:
         os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     return read_launch_env(args.launcher)
 
 
 def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] = None) -> int:
-    """Run a script; our own refusals end it with one message instead of a traceback.
-
-    Returns:
-        int: The exit status.
-    """
+    """Run a script; our errors end it with status 1 and one message instead of a traceback."""
     end_on_signals()
     end_with_mim()
     try:
@@ -218,7 +174,7 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
         return exit_status(signal.SIGINT)
     except DevPlugError as error:
         note_for_agent(error)
-        told = getattr(error, 'brief', None) or error  # another rank of this host prints it all
-        print(f'mmdevplug: {type(error).__name__}: {told}', file=sys.stderr, flush=True)
+        text = getattr(error, 'brief', None) or error  # another rank of this host prints it all
+        print(f'mmdevplug: {type(error).__name__}: {text}', file=sys.stderr, flush=True)
         return 1
     return 0

@@ -61,14 +61,7 @@ def check_measure_arguments(args: argparse.Namespace) -> None:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Examine, print, and write the files that were asked for.
-
-    Args:
-        argv (List[str], optional): Arguments; those of the command line when None.
-
-    Returns:
-        int: 1 if there is an error, else 0.
-    """
+    """Examine, print, and write the requested files; return 1 if there is an error, else 0."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     try:
@@ -80,7 +73,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what cannot be done before anything is begun."""
+    """Refuse wrong arguments before anything is examined."""
     for option in ('json', 'html'):
         if getattr(args, option) is not None:
             check_writable(getattr(args, option), f'--{option}')
@@ -90,6 +83,9 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _examine(args: argparse.Namespace, argv: List[str]) -> int:
+    work_dir = args.work_dir or (
+        'work_dirs' if args.config is None else str(Path('work_dirs') / Path(args.config).stem)
+    )
     progress = Console(stderr=True)
     findings = list(
         examine(
@@ -97,7 +93,7 @@ def _examine(args: argparse.Namespace, argv: List[str]) -> int:
             config=args.config,
             accelerator=args.accelerator,
             ranks=args.nproc,
-            work_dir=args.work_dir or _default_work_dir(args.config),
+            work_dir=work_dir,
             largest_mb=args.largest_mb,
             rounds=args.rounds,
             timeout=args.timeout,
@@ -115,21 +111,8 @@ def _examine(args: argparse.Namespace, argv: List[str]) -> int:
     return exit_status(findings)
 
 
-def _default_work_dir(config: Optional[str]) -> str:
-    return str(Path('work_dirs') / Path(config).stem) if config is not None else 'work_dirs'
-
-
 def as_dict(findings: List[Finding]) -> Dict[str, Any]:
-    """What the JSON file holds.
-
-    Args:
-        findings (List[Finding]): In the order of sections.
-
-    Returns:
-        dict: ``schema``, ``mmdevplug`` (the version), ``exit_status``, ``counts`` (for each
-        level) and ``findings``, each with ``section``, ``level``, ``found``, ``why``, ``remedy``
-        and ``data``.
-    """
+    """Return what the JSON file holds."""
     return dict(
         schema=SCHEMA,
         mmdevplug=__version__,
@@ -137,7 +120,3 @@ def as_dict(findings: List[Finding]) -> Dict[str, Any]:
         counts=count_levels(findings),
         findings=[finding.as_dict() for finding in findings],
     )
-
-
-if __name__ == '__main__':
-    sys.exit(main())

@@ -3,10 +3,12 @@
 import argparse
 import os
 import sys
+from dataclasses import replace
 from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 
 from mmdevplug.accelerators import choose_accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.config.launch import LaunchOptions
 from mmdevplug.doctor.limits import available_memory
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
@@ -19,13 +21,7 @@ from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.utils.host import gigabytes, usable_cores
 
 from .common import add_common_arguments, load_config, run
-from .launch_settings import (
-    LAUNCH_FLAGS,
-    LaunchSettings,
-    check_together,
-    check_value,
-    settings_from,
-)
+from .launch_settings import LAUNCH_FLAGS, check_together, read_settings
 from .signals import replace_process, run_check
 
 #: What a process holds that has imported PyTorch and MMEngine and has no model yet: 154 MB of its
@@ -33,23 +29,10 @@ from .signals import replace_process, run_check
 LEAST_BYTES_PER_RANK = 150 << 20
 
 
-def check_device_count(
-    config: argparse.Namespace, wanted: int, origin: str = 'NUM_DEVICES'
-) -> None:
-    """Refuse more processes than this host has devices, or memory for.
-
-    Args:
-        config (argparse.Namespace): Arguments of a script, which name the config.
-        wanted (int): Number of processes on this host.
-        origin (str): What to call the number in messages.
-
-    Raises:
-        DevPlugError: If ``wanted`` is less than 1 or more than there are devices.
-    """
-    if wanted < 1:
-        raise LaunchError(f'{origin}={wanted}: expected 1 or more processes.')
-    check_room(wanted, origin, insist=getattr(config, 'oversubscribe', False))
-    options = AcceleratorOptions.from_config(load_config(config).get('accelerator'))
+def check_device_count(args: argparse.Namespace, wanted: int, origin: str) -> None:
+    """Refuse more processes than this host has devices, or memory for."""
+    check_room(wanted, origin, insist=args.oversubscribe)
+    options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
     accelerator = choose_accelerator(options.device).accelerator
     count = accelerator.device_count()
     if not accelerator.shares_devices and wanted > count:
@@ -61,26 +44,19 @@ def check_device_count(
 
 
 def check_room(wanted: int, origin: str, insist: bool = False) -> None:
-    """Refuse more processes than memory holds, and warn of more than there are cores.
-
-    Args:
-        wanted (int): Number of processes on this host.
-        origin (str): What to call the number in messages.
-        insist (bool): Whether to start them all the same. Defaults to False.
-
-    Raises:
-        LaunchError: If memory cannot hold them.
-    """
+    """Refuse more processes than memory holds, and warn of more than there are cores."""
+    if insist:
+        return
     available, whose = available_memory()
     most = available // LEAST_BYTES_PER_RANK
-    if wanted > most and not insist:
+    if wanted > most:
         raise LaunchError(
             f'{origin}={wanted}, but the memory that is available ({gigabytes(available)}, '
             f'{whose}) holds at most {most} processes of {gigabytes(LEAST_BYTES_PER_RANK)} each, '
             f'which PyTorch alone takes. Start fewer, or insist with --oversubscribe.'
         )
     cores = usable_cores()
-    if wanted > cores and not insist:
+    if wanted > cores:
         print(
             f'mmdevplug: {origin}={wanted}, but this process may use {cores} core(s): processes '
             f'will wait for each other. Start {cores} or fewer; --oversubscribe silences this.',
@@ -90,19 +66,14 @@ def check_room(wanted: int, origin: str, insist: bool = False) -> None:
 
 
 def launch(module: str, argv: List[str], args: argparse.Namespace) -> NoReturn:
-    """Become torchrun, which runs a module in the processes that flags or a launch file ask for.
+    """Become torchrun, which runs a module in several processes.
 
     Args:
         module (str): A module with a ``__main__`` part.
-        argv (List[str]): Its arguments, with those that start processes among them.
+        argv (List[str]): Its arguments, and those that start processes.
         args (argparse.Namespace): The same, parsed.
-
-    Raises:
-        DevPlugError: If the settings are wrong, or there are too few devices.
-        SystemExit: If there are too few devices.
     """
-    path = getattr(args, 'launch', None)
-    settings = settings_from(args, path)
+    settings = read_settings(args, args.launch)
     if settings.nnodes == 1:
         refuse_to_run_alone()
     words = without_options(argv, LAUNCH_FLAGS)
@@ -110,23 +81,17 @@ def launch(module: str, argv: List[str], args: argparse.Namespace) -> NoReturn:
         words += ['--accelerator', settings.accelerator]
     if args.timeout is None and settings.timeout is not None:
         words += ['--timeout', str(settings.timeout)]
-    environ = _environment(settings.env)
-    origin = '--nproc' if path is None or args.nproc is not None else f'{path}: nproc'
-    # torchrun would take --nproc for an abbreviation of its own options.
+    from_file = args.launch is not None and args.nproc is None
+    origin = f'{args.launch}: nproc' if from_file else '--nproc'
     command = [*agent_command(settings), '-m', module, *words, '--launcher', 'pytorch']
-    _check_and_start([f'--origin={origin}', str(settings.nproc), *words], command, environ)
+    checked = [f'--origin={origin}', str(settings.nproc), *words]
+    _check_and_start(checked, command, _environment(settings.env))
 
 
 def _check_and_start(
     checked: Sequence[str], command: Sequence[str], environ: Mapping[str, str]
 ) -> NoReturn:
-    """Check a number of processes, then become the process that starts them.
-
-    Args:
-        checked (Sequence[str]): Arguments of :func:`main`.
-        command (Sequence[str]): What to become.
-        environ (Mapping): The variables of both.
-    """
+    """Check a number of processes with :func:`main`, then become the process that starts them."""
     # In a process of its own: looking at some devices takes hold of them.
     status = run_check([sys.executable, '-m', 'mmdevplug.cli.launch', *checked], environ)
     if status:
@@ -134,33 +99,34 @@ def _check_and_start(
     replace_process(command, environ)
 
 
-def agent_command(settings: LaunchSettings) -> List[str]:
+def agent_command(settings: LaunchOptions) -> List[str]:
     """The command line of torchrun, up to the script."""
-    command = [sys.executable, '-m', 'mmdevplug.cli.torchrun_agent']
-    command += [f'--nproc_per_node={settings.nproc}', f'--max_restarts={settings.max_restarts}']
-    if settings.nnodes == 1:
-        # Port 0: the agent takes a free one.
-        return [
-            *command,
-            '--nnodes=1',
-            f'--master_addr={LOOPBACK}',
-            f'--master_port={settings.master_port or 0}',
-        ]
-    command += [f'--nnodes={settings.nnodes}', f'--node_rank={settings.node_rank}']
-    if settings.timeout is not None:
-        command += [f'--rdzv_conf=timeout={max(1, round(settings.timeout))}']
+    single = settings.nnodes == 1
+    command = [
+        sys.executable,
+        '-m',
+        'mmdevplug.cli.torchrun_agent',
+        # torchrun would take --nproc for an abbreviation of its own options.
+        f'--nproc_per_node={settings.nproc}',
+        f'--max_restarts={settings.max_restarts}',
+        f'--nnodes={settings.nnodes}',
+        f'--node_rank={settings.node_rank or 0}',
+    ]
+    if settings.timeout is not None and not single:
+        command.append(f'--rdzv_conf=timeout={max(1, round(settings.timeout))}')
+    # With port 0 the agent takes a free one.
     return [
         *command,
-        f'--master_addr={settings.master_addr}',
-        f'--master_port={settings.master_port or DEFAULT_PORT}',
+        f'--master_addr={LOOPBACK if single else settings.master_addr}',
+        f'--master_port={settings.master_port or (0 if single else DEFAULT_PORT)}',
     ]
 
 
-def _environment(wanted: Dict[str, str]) -> Dict[str, str]:
-    """This process's variables without stale ones, with those of a launch file."""
+def _environment(given: Dict[str, str]) -> Dict[str, str]:
+    """Return this process's variables without stale ones, and those of a launch file."""
     stale = stale_variables('none')
     environ = {name: value for name, value in os.environ.items() if name not in stale}
-    for name, value in wanted.items():
+    for name, value in given.items():
         if environ.setdefault(name, value) != value:
             print(
                 f'mmdevplug: {name}={environ[name]} of the shell wins over {value} of the launch '
@@ -182,54 +148,24 @@ def without_options(argv: List[str], options: Sequence[str]) -> List[str]:
     return kept
 
 
-def check_hosts(environ: Mapping[str, str]) -> None:
-    """Check the variables with which ``tools/dist_train.sh`` is told of several hosts.
-
-    Args:
-        environ (Mapping): With ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR``, ``PORT`` and
-            ``MAX_RESTARTS``, where they are set.
-
-    Raises:
-        LaunchError: If one is impossible or contradicts another.
-    """
+def read_hosts(nproc: int, environ: Mapping[str, str]) -> LaunchOptions:
+    """Read the variables that name the hosts for ``tools/dist_train.sh``."""
     values: Dict[str, Any] = {}
     names = dict(NNODES='nnodes', NODE_RANK='node_rank', PORT='master_port')
     for name, key in dict(names, MAX_RESTARTS='max_restarts').items():
         found = environ.get(name)
         if found:
             values[key] = int(found) if found.isdecimal() and found.isascii() else found
-            check_value(key, values[key], name)
-    address = environ.get('MASTER_ADDR') or None
-    settings = LaunchSettings(nproc=1, **values)
+            LaunchOptions.check(key, values[key], name)
+    settings = LaunchOptions(nproc=nproc, **dict(dict(master_port=DEFAULT_PORT), **values))
     if settings.nnodes == 1:
-        return  # NODE_RANK and MASTER_ADDR of another job are not used.
+        return replace(settings, node_rank=None)  # Left over from another job.
+    address = environ.get('MASTER_ADDR') or None
     if address is not None:
-        check_value('master_addr', address, 'MASTER_ADDR')
-    check_together(settings._replace(master_addr=address), 'NNODES, NODE_RANK, MASTER_ADDR')
-
-
-def script_command(script: str, words: Sequence[str], environ: Mapping[str, str]) -> List[str]:
-    """The command line of torchrun for a script of ``tools/``.
-
-    Args:
-        script (str): Its path.
-        words (Sequence[str]): NUM_DEVICES, CONFIG and the other arguments of the script.
-        environ (Mapping): The variables of :func:`check_hosts`.
-    """
-    several = environ.get('NNODES') not in (None, '', '1')
-    # Left over from another job, these would be waited for.
-    master = environ.get('MASTER_ADDR', '') if several else LOOPBACK
-    node_rank = environ.get('NODE_RANK') if several else None
-    command = [
-        sys.executable,
-        '-m',
-        'mmdevplug.cli.torchrun_agent',
-        f'--nproc_per_node={words[0]}',
-    ]
-    command += [f'--nnodes={environ["NNODES"] if several else 1}', f'--node_rank={node_rank or 0}']
-    command += [f'--master_addr={master}', f'--master_port={environ.get("PORT") or DEFAULT_PORT}']
-    command += [f'--max_restarts={environ.get("MAX_RESTARTS") or 0}']
-    return [*command, script, *words[1:], '--launcher', 'pytorch']
+        LaunchOptions.check('master_addr', address, 'MASTER_ADDR')
+    settings = replace(settings, master_addr=address)
+    check_together(settings, 'NNODES, NODE_RANK, MASTER_ADDR')
+    return settings
 
 
 def main(argv: Optional[List[str]] = None) -> None:
@@ -242,19 +178,18 @@ def main(argv: Optional[List[str]] = None) -> None:
     parser.add_argument('config')
     add_common_arguments(parser)
     args, _ = parser.parse_known_args(argv)
-    if args.script is not None:
-        words = without_options(argv, ['--script'])
-        command = script_command(args.script, words, os.environ)
-        if '--nnodes=1' in command:
-            refuse_to_run_alone()
-        address = {k: v for k, v in os.environ.items() if k == 'MASTER_ADDR'}
-        _check_and_start(words, command, {**_environment({}), **address})
     try:
         wanted = int(args.num_devices)
     except ValueError:
         raise DevPlugError(f'NUM_DEVICES={args.num_devices!r}: expected a number.') from None
-    if args.origin == 'NUM_DEVICES':
-        check_hosts(os.environ)
+    LaunchOptions.check('nproc', wanted, args.origin)
+    if args.script is not None:
+        hosts = read_hosts(wanted, os.environ)
+        if hosts.nnodes == 1:
+            refuse_to_run_alone()
+        words = without_options(argv, ['--script'])
+        command = [*agent_command(hosts), args.script, *words[1:], '--launcher', 'pytorch']
+        _check_and_start(words, command, _environment({}))
     forget_stale_variables('none')
     check_device_count(args, wanted, args.origin)
 

@@ -2,21 +2,19 @@
 
 import argparse
 import os
-import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import List, Optional
 
 from mmdevplug.accelerators import choose_accelerator
-from mmdevplug.environments.launch import slurm_first_host, slurm_port
+from mmdevplug.config.fields import options_of
+from mmdevplug.config.launch import LaunchOptions
+from mmdevplug.environments.launch import DEFAULT_PORT, slurm_first_host, slurm_port
+from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.errors import LaunchError
+from mmdevplug.utils.files import write_text
 
-from .common import run
-from .launch_settings import (
-    LaunchSettings,
-    add_launch_arguments,
-    check_together,
-    check_value,
-    write_launch_file,
-)
+from .launch_settings import add_launch_arguments, check_together, flags_of
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -34,19 +32,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    """Write a launch file.
-
-    Args:
-        argv (List[str], optional): Arguments; those of the command line when None.
-
-    Raises:
-        DevPlugError: If a value is impossible, or the file exists.
-    """
+    """Write a launch file, unless a value is impossible or the file exists."""
     args = build_parser().parse_args(argv)
-    given = {name: getattr(args, name, None) for name in LaunchSettings._fields}
-    flags = {name: value for name, value in given.items() if value is not None}
-    for key, value in flags.items():
-        check_value(key, value, f'--{key.replace("_", "-")}')
+    flags = flags_of(args)
     accelerator = choose_accelerator(args.accelerator).accelerator
     count = accelerator.device_count()
     nproc = flags.get('nproc', 1 if accelerator.shares_devices else count)
@@ -55,34 +43,66 @@ def main(argv: Optional[List[str]] = None) -> None:
             f'--nproc={nproc}, but this host has {count} {accelerator.name} device(s) '
             f'({accelerator.describe_visibility()}). Ask for at most {count}.'
         )
-    settings = LaunchSettings(accelerator=args.accelerator or accelerator.name, nproc=nproc)
-    settings = _with_slurm(settings)._replace(**{**flags, 'nproc': nproc})
+    settings = LaunchOptions(
+        accelerator=accelerator.name, timeout=1800, env=dict(OMP_NUM_THREADS='1')
+    )
+    settings = replace(_with_slurm(settings), **{**flags, 'nproc': nproc})
     # Only the hosts' own files have a node rank; without one the file is for all of them.
-    check_together(settings._replace(node_rank=settings.node_rank or 0))
+    check_together(replace(settings, node_rank=settings.node_rank or 0))
     if accelerator.shares_devices:
         why = f'The {accelerator.name} takes as many as its cores allow.'
     else:
         why = f'This host has {count} {accelerator.name} device(s).'
-    write_launch_file(args.out, settings, why, force=args.force)
+    _write(args.out, render(settings, Path(args.out).name, why), args.force)
     print(
         f'{args.out}: {settings.nproc} process(es) on {settings.accelerator!r} on each of '
         f'{settings.nnodes} host(s). Start: mmdevplug train CONFIG --launch {args.out}'
     )
 
 
-def _with_slurm(settings: LaunchSettings) -> LaunchSettings:
+def _with_slurm(settings: LaunchOptions) -> LaunchOptions:
     """Fill in the hosts of a job of Slurm."""
     hosts = os.environ.get('SLURM_NNODES') or os.environ.get('SLURM_JOB_NUM_NODES')
     if hosts is None or hosts == '1':
         return settings
     if not hosts.isdecimal() or int(hosts) < 1:
         raise LaunchError(f'SLURM_NNODES={hosts!r}: expected 1 or more. Give --nnodes.')
-    return settings._replace(
+    return replace(
+        settings,
         nnodes=int(hosts),
         master_addr=slurm_first_host(os.environ),
         master_port=slurm_port(os.environ),
     )
 
 
-if __name__ == '__main__':
-    sys.exit(run(main))
+def _write(path: str, text: str, force: bool) -> None:
+    if os.path.lexists(path) and not force:
+        raise LaunchError(f'{path} exists already. Pass --force to replace it, or --out.')
+    try:
+        write_text(text, path)
+    except OSError as error:
+        raise LaunchError(f'--out {path!r} cannot be written: {error}. Choose another.') from error
+
+
+def render(settings: LaunchOptions, name: str, why: str) -> str:
+    """The text of a launch file: each option below its meaning."""
+    single = settings.nnodes == 1
+    values = dict(
+        vars(settings),
+        master_addr=LOOPBACK if single else settings.master_addr,
+        master_port=settings.master_port or (None if single else DEFAULT_PORT),
+    )
+    lines = [
+        f'# Written by `mmdevplug launch-config`. Use it: mmdevplug train CONFIG --launch {name}',
+        '# Flags of the same names win: --nproc 2, --node-rank 1, ...',
+    ]
+    for one in options_of(LaunchOptions):
+        value = values[one.name]
+        lines += ['', f'# {one.metadata["meaning"]}' + (f' {why}' if one.name == 'nproc' else '')]
+        if value is None:
+            lines.append(f'# {one.name}: {DEFAULT_PORT if one.name == "master_port" else 0}')
+        elif isinstance(value, dict):
+            lines += [f'{one.name}:', *(f'  {key}: {each}' for key, each in value.items())]
+        else:
+            lines.append(f'{one.name}: {value}')
+    return '\n'.join(lines) + '\n'

@@ -18,14 +18,7 @@ COMMANDS = {
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Run a command.
-
-    Args:
-        argv (List[str], optional): The command and its arguments; the command line when None.
-
-    Returns:
-        int: The exit status.
-    """
+    """Run a command and return its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ['doctor']:
         # Apart, because it also has to work where torch cannot be imported.
@@ -42,7 +35,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     stream = sys.stdout if asked_for_help else sys.stderr
     if argv and not asked_for_help:
         print(f'mmdevplug: {argv[0]!r} is no command.', file=stream)
-    print('Commands, each with --help of its own:', file=stream)
+    print('Commands; each takes --help:', file=stream)
     for name, help_ in COMMANDS.items():
         print(f'  {name:15}{help_}', file=stream)
     print('  --version      print the releases of mmdevplug, MMEngine and PyTorch', file=stream)

@@ -6,7 +6,7 @@ MMEngine looks for packages with pkg_resources, which setuptools has no longer s
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Any, Iterator, Optional
 
 from mmengine.config import Config, config as config_module
 from mmengine.config.utils import MODULE2PACKAGE
@@ -19,14 +19,7 @@ _MODULES = {package: module for module, package in MODULE2PACKAGE.items()}
 
 
 def load_file(path: str) -> Config:
-    """Load a config from a file or from an installed package.
-
-    Args:
-        path (str): A path, or ``package::path`` as in a config's ``_base_``.
-
-    Returns:
-        Config: The config; ``_base_`` in it may name packages, too.
-    """
+    """Load a config from a path, or from ``package::path`` as in a config's ``_base_``."""
     with _packages_found():
         if '::' in path:
             path, _ = Config._get_cfg_path(path, '')
@@ -40,7 +33,7 @@ def _packages_found() -> Iterator[None]:
         yield
         return
     with _is_installed(lambda _, package: _folder(package) is not None):
-        with _get_installed_path(lambda _, package: _installed_path(package)):
+        with _get_installed_path(_installed_path):
             yield
 
 
@@ -50,7 +43,7 @@ def _folder(package: str) -> Optional[str]:
     return None if spec is None or spec.origin is None else str(Path(spec.origin).parent)
 
 
-def _installed_path(package: str) -> str:
+def _installed_path(_: Any, package: str) -> str:
     folder = _folder(package)
     if folder is None:
         raise ModuleNotFoundError(

@@ -16,8 +16,6 @@ from mmdevplug.model_parallel.optimizer_state import state_factor
 from mmdevplug.model_parallel.plot import save_png
 from mmdevplug.utils.files import check_writable, write_text
 
-from .common import run
-
 DEFAULT_OPTIMIZER = 'adamw'
 KINDS = ('json', 'png', 'html')
 
@@ -55,14 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    """Plan, print, and write the files that were asked for.
-
-    Args:
-        argv (List[str], optional): Arguments; those of the command line when None.
-
-    Raises:
-        DevPlugError: If an argument is wrong, or the model does not fit.
-    """
+    """Plan, print, and write the requested files."""
     args = build_parser().parse_args(argv)
     _check(args)
     model, cfg = build_from_file(args.model)
@@ -89,7 +80,7 @@ def main(argv: Optional[List[str]] = None) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what cannot be done before a model is built."""
+    """Refuse wrong devices, memory and files before a model is built."""
     devices = parse_devices(args.devices, exclude_cpu=not args.allow_cpu)
     parse_max_memory(args.max_memory, devices)
     for kind in KINDS:
@@ -98,14 +89,14 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _optimizer(
-    asked: Optional[str], cfg: Optional[Config], training: bool
+    given: Optional[str], cfg: Optional[Config], training: bool
 ) -> Union[str, int, float]:
-    """What was asked for, or what the config's optimizer keeps, found by trying it."""
-    if asked is not None:
+    """Return the argument, or what the config's optimizer keeps, found by trying it."""
+    if given is not None:
         try:
-            return float(asked)
+            return float(given)
         except ValueError:
-            return asked
+            return given
     if cfg is None or not training:
         return DEFAULT_OPTIMIZER
     factor, why_not = state_factor((cfg.get('optim_wrapper') or {}).get('optimizer'))
@@ -113,7 +104,3 @@ def _optimizer(
         print(f'mmdevplug: counting with {DEFAULT_OPTIMIZER}: {why_not}', file=sys.stderr)
         return DEFAULT_OPTIMIZER
     return factor
-
-
-if __name__ == '__main__':
-    sys.exit(run(main))

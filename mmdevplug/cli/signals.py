@@ -21,23 +21,18 @@ SIGNALS = (
     signal.SIGUSR1,
     signal.SIGUSR2,
 )
-#: Signals that ranks may take without ending.
+#: Signals that ranks may handle without ending.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 #: How long ranks may take to save and end before they are killed.
 SAVE_SECONDS = 300.0
-#: How long what is left over may take to end after SIGTERM.
+#: How long other processes may take to end after SIGTERM.
 _LEFTOVER_SECONDS = 5.0
-#: How often what `mim` started looks whether it still runs.
+#: Between two checks of a parent process.
 _FOLLOW_SECONDS = 0.5
 
 
-def describe_signal(number: int) -> str:
-    """The name of a signal, such as ``'SIGTERM'``."""
-    return signal.Signals(number).name
-
-
 def exit_status(number: int) -> int:
-    """The exit status that shells give to what a signal ended."""
+    """Return the exit status that shells give to a process that a signal ended."""
     return 128 + number
 
 
@@ -48,18 +43,18 @@ class RankSignals:
     what it was about to start, and signals the workers of data loaders too, without which a rank
     cannot finish its iteration.
 
-    Attributes:
-        number (int, optional): The signal that ended the job, None so far.
     """
 
     def __init__(self) -> None:
+        #: The signal that ended the job, None so far.
         self.number: Optional[int] = None
         self._at = 0.0
         self._impatient = False
         # Under `nohup`; ranks inherit it.
         ignores_hup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self._ignored = [signal.SIGHUP] if ignores_hup else []
-        self._closed = False
+        #: Signals are ignored: this process is about to end.
+        self.closed = False
 
     def install(self) -> None:
         """Handle signals from now on, also those that :func:`replace_process` held back."""
@@ -68,19 +63,15 @@ class RankSignals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def handle(self, number: int, _: Any = None) -> None:
-        """Pass a signal on; the handler of all of them.
-
-        Raises:
-            SignalException: When all ranks have ended, unless all of them did so with status 0.
-        """
-        if self._closed:
+        """Pass a signal on, and raise SignalException if not all ranks end with status 0."""
+        if self.closed:
             return
         if self.number is not None:
             self._impatient |= time.monotonic() - self._at >= SAME_NOTICE_SECONDS
             return
         self.number, self._at = number, time.monotonic()
         ranks = psutil.Process().children()
-        name = describe_signal(number)
+        name = signal.Signals(number).name
         if ranks:
             _say(
                 f'{name} is passed on to {len(ranks)} process(es), which save a checkpoint if '
@@ -95,10 +86,6 @@ class RankSignals:
 
             raise SignalException(f'got {name}', sigval=signal.Signals(number))
 
-    def close(self) -> None:
-        """Take no more notice of signals: this process is about to end."""
-        self._closed = True
-
     def _wait_for(self, ranks: Sequence[psutil.Process]) -> bool:
         """Wait until processes have ended, and kill them if they take too long."""
         patience = self._at + SAVE_SECONDS
@@ -112,7 +99,7 @@ class RankSignals:
                     + ('after a second signal.' if self._impatient else 'that have not ended.')
                 )
                 for rank in ranks:
-                    kill_tree(rank)
+                    _kill_tree(rank)
                 patience = float('inf')
                 self._impatient = False
             time.sleep(0.05)
@@ -121,16 +108,14 @@ class RankSignals:
 
 def end_leftovers() -> None:
     """End every process below this one."""
-    processes = psutil.Process().children(recursive=True)
-    for process in processes:
-        _send(process, signal.SIGTERM)
-    _, alive = psutil.wait_procs(processes, timeout=_LEFTOVER_SECONDS)
-    for process in alive:
-        _send(process, signal.SIGKILL)
-    psutil.wait_procs(alive, timeout=_LEFTOVER_SECONDS)
+    alive = psutil.Process().children(recursive=True)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in alive:
+            _send(process, number)
+        _, alive = psutil.wait_procs(alive, timeout=_LEFTOVER_SECONDS)
 
 
-def kill_tree(process: psutil.Process) -> None:
+def _kill_tree(process: psutil.Process) -> None:
     """Kill a process and all that it started."""
     try:
         below = process.children(recursive=True)
@@ -155,7 +140,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _ended_well(pid: int) -> bool:
-    """Whether a child ended with status 0; its status is left for the one that started it."""
+    """Whether a child ended with status 0; the status can still be read by others."""
     if not hasattr(os, 'waitid'):  # macOS
         return False
     try:
@@ -186,21 +171,13 @@ def end_on_signals() -> None:
 
 
 def _exit(number: int, _: Any) -> NoReturn:
-    _say(f'ended by {describe_signal(number)}.')
+    _say(f'ended by {signal.Signals(number).name}.')
     # Not SystemExit: MMEngine catches it in places and goes on with an error of another kind.
     os._exit(exit_status(number))
 
 
 def run_check(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command that ends with this process.
-
-    Args:
-        command (Sequence[str]): What to run.
-        environ (Mapping): Its variables.
-
-    Returns:
-        int: Its exit status.
-    """
+    """Run a command that ends with this process, and return its exit status."""
     before: Dict[int, Any] = {}
     process = subprocess.Popen(list(command), env=dict(environ))
 
@@ -219,13 +196,7 @@ def run_check(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def replace_process(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Go on as another program, which gets the signals to this process.
-
-    Args:
-        command (Sequence[str]): The program and its arguments. It has to call
-            :meth:`RankSignals.install`.
-        environ (Mapping): Its variables.
-    """
+    """Become another program, which has to call :meth:`RankSignals.install`."""
     sys.stdout.flush()
     sys.stderr.flush()
     # Until it can handle them: process 1 would lose them.
@@ -234,9 +205,9 @@ def replace_process(command: Sequence[str], environ: Mapping[str, str]) -> NoRet
 
 
 def end_with_mim() -> None:
-    """End as after SIGTERM when ``mim`` ends, which passes no signal on to what it started.
+    """End as after SIGTERM when ``mim`` ends, which passes no signal on.
 
-    It runs a script in a child of its own, or in children of a launcher.
+    It runs a script in a child process, or in children of a launcher.
     """
     for process in psutil.Process().parents()[:2]:
         try:

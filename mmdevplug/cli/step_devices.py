@@ -1,7 +1,8 @@
 """Record on which device everything of one training step is, for ``check-devices``."""
 
 import inspect
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Tuple
+from functools import partial
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Tuple
 
 from torch import Tensor, nn
 
@@ -10,7 +11,7 @@ from mmdevplug.model.move import same_device
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.pytree import tensors_in
 
-#: Since torch 2.0 hooks can be told of keyword arguments, too.
+#: Since torch 2.0 hooks can get keyword arguments, too.
 _KEYWORDS = (
     {'with_kwargs': True}
     if 'with_kwargs' in inspect.signature(nn.Module.register_forward_hook).parameters
@@ -21,22 +22,11 @@ Devices = Tuple[str, ...]
 
 
 class ModuleDevices(NamedTuple):
-    """A module with all that is inside it.
+    """The devices of a module with all that is inside it."""
 
-    Attributes:
-        name (str): Its path, empty for the model itself.
-        kind (str): Its class.
-        size (int): Bytes of its parameters and buffers.
-        weights (Tuple[str]): The devices of its parameters and buffers.
-        inputs (Tuple[str]): Of the tensors it was called with.
-        outputs (Tuple[str]): Of the tensors it returned.
-        gradients (Tuple[str]): Of its parameters' gradients.
-        state (Tuple[str]): Of the optimizer's state for its parameters.
-    """
-
-    name: str
+    name: str  # empty for the model itself
     kind: str
-    size: int
+    size: int  # bytes of parameters and buffers
     weights: Devices
     inputs: Devices
     outputs: Devices
@@ -45,21 +35,7 @@ class ModuleDevices(NamedTuple):
 
 
 class StepDevices:
-    """Look on while a model is trained, and remember devices.
-
-    Gradients and calls are seen while this context is entered; the state of the optimizer is read
-    when it is asked for.
-
-    Args:
-        model (nn.Module): On its devices.
-        optim_wrapper (OptimWrapper or OptimWrapperDict): That trains it.
-
-    Examples:
-        >>> with StepDevices(model, optim_wrapper) as seen:
-        >>>     model.train_step(batch, optim_wrapper)
-        >>> seen.modules()[0].gradients
-        ('cpu',)
-    """
+    """Record the devices of calls and gradients while this context is entered."""
 
     def __init__(self, model: nn.Module, optim_wrapper: Any) -> None:
         self._model = model
@@ -71,17 +47,16 @@ class StepDevices:
 
     def __enter__(self) -> 'StepDevices':
         for name, module in self._model.named_modules():
-            before, after = _watch(self._inputs, name), _watch(self._outputs, name)
+            inputs = self._inputs.setdefault(name, {})
+            outputs = self._outputs.setdefault(name, {})
             self._handles += [
-                # What comes last among a hook's arguments is the result.
-                module.register_forward_pre_hook(
-                    lambda _, *got, say=before: say(got), **_KEYWORDS
-                ),
-                module.register_forward_hook(lambda _, *got, say=after: say(got[-1]), **_KEYWORDS),
+                module.register_forward_pre_hook(partial(_note_inputs, inputs), **_KEYWORDS),
+                module.register_forward_hook(partial(_note_outputs, outputs), **_KEYWORDS),
             ]
         for parameter in self._model.parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._note_gradient(id(parameter))))
+                note = partial(self._note_gradient, id(parameter))
+                self._handles.append(parameter.register_hook(note))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,14 +64,11 @@ class StepDevices:
             handle.remove()
         self._handles.clear()
 
-    def _note_gradient(self, key: int) -> Callable[[Tensor], None]:
-        def note(gradient: Tensor) -> None:
-            self._gradients[key] = gradient.device
-
-        return note
+    def _note_gradient(self, key: int, gradient: Tensor) -> None:
+        self._gradients[key] = gradient.device
 
     def modules(self) -> List[ModuleDevices]:
-        """All modules in the model's order, each with what is inside it."""
+        """Return all modules in the model's order."""
         state = self._state()
         rows = []
         for name, module in self._model.named_modules():
@@ -117,7 +89,7 @@ class StepDevices:
         return rows
 
     def problems(self) -> Iterator[str]:
-        """What is apart that has to be together, in one line each."""
+        """Describe tensors that have to be on one device and are not, in one line each."""
         state = self._state()
         for name, parameter in self._model.named_parameters():
             found = self._gradients.get(id(parameter))
@@ -129,32 +101,26 @@ class StepDevices:
         for name, module in self._model.named_modules():
             own = devices_of([*module.parameters(recurse=False), *module.buffers(recurse=False)])
             if len(own) > 1:
-                told = ', '.join(map(str, own))
-                yield f'{name or type(module).__name__} has tensors of its own on {told}'
+                devices = ', '.join(map(str, own))
+                yield f'{name or type(module).__name__} has tensors of its own on {devices}'
 
     def _state(self) -> Dict[int, List[Any]]:
-        """The devices of the optimizer's state for each parameter.
-
-        Single numbers, such as counts of steps, are on the host by design.
-        """
+        """The devices of each parameter's state; scalars are on the host by design."""
         found: Dict[int, List[Any]] = {}
-        for optimizer in _optimizers(self._optim_wrapper):
-            for parameter, state in optimizer.state.items():
+        for wrapper in list_optim_wrappers(self._optim_wrapper):
+            for parameter, state in wrapper.optimizer.state.items():
                 tensors = [tensor for tensor in tensors_in(state) if tensor.dim() > 0]
                 found[id(parameter)] = devices_of(tensors)
         return found
 
 
-def _watch(seen: Dict[str, Dict[str, None]], name: str) -> Callable[[Any], None]:
-    def look(nested: Any) -> None:
-        seen.setdefault(name, {}).update(dict.fromkeys(_named(devices_of(tensors_in(nested)))))
+def _note_inputs(seen: Dict[str, None], module: nn.Module, *args: Any) -> None:
+    seen.update(dict.fromkeys(_named(devices_of(tensors_in(args)))))
 
-    return look
+
+def _note_outputs(seen: Dict[str, None], module: nn.Module, *args: Any) -> None:
+    seen.update(dict.fromkeys(_named(devices_of(tensors_in(args[-1])))))
 
 
 def _named(devices: Iterable[Any]) -> Devices:
     return tuple(dict.fromkeys(map(str, devices)))
-
-
-def _optimizers(optim_wrapper: Any) -> List[Any]:
-    return [wrapper.optimizer for wrapper in list_optim_wrappers(optim_wrapper)]

@@ -1,7 +1,6 @@
 """Test: ``tools/test.py``."""
 
 import argparse
-import sys
 from typing import List, Optional
 
 from mmengine.config import Config
@@ -9,14 +8,7 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
 
-from .common import (
-    add_common_arguments,
-    check_checkpoint,
-    check_keys,
-    check_launch_variables,
-    load_config,
-    run,
-)
+from .common import add_common_arguments, check_checkpoint, load_complete_config
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -31,18 +23,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    """Test.
-
-    Args:
-        argv (List[str], optional): Arguments; those of the command line when None.
-
-    Raises:
-        DevPlugError: If something is wrong with the config, the devices or the launch.
-    """
+    """Test a model."""
     args = build_parser().parse_args(argv)
-    check_launch_variables(args)
-    cfg = load_config(args)
-    check_keys(cfg, args, ('model', 'test_dataloader', 'test_cfg', 'test_evaluator'))
+    keys = ('model', 'test_dataloader', 'test_cfg', 'test_evaluator')
+    cfg = load_complete_config(args, keys)
     check_checkpoint(args.checkpoint, 'CHECKPOINT')
     cfg.load_from = args.checkpoint
     cfg.resume = False
@@ -64,7 +48,7 @@ def _use_tta(cfg: Config) -> None:
     while 'dataset' in dataset:  # one that wraps another
         dataset = dataset.dataset
     if 'batch_shapes_cfg' in dataset:
-        dataset.batch_shapes_cfg = None  # mmdet and mmyolo: views have sizes of their own
+        dataset.batch_shapes_cfg = None  # mmdet and mmyolo: views have different sizes
     dataset.pipeline = cfg.tta_pipeline
     cfg.model = dict(cfg.tta_model, module=cfg.model)
 
@@ -75,7 +59,3 @@ def _dump_predictions(cfg: Config, path: str) -> None:
     evaluators = cfg.test_evaluator
     evaluators = list(evaluators) if isinstance(evaluators, (list, tuple)) else [evaluators]
     cfg.test_evaluator = [*evaluators, dict(type='DumpResults', out_file_path=path)]
-
-
-if __name__ == '__main__':
-    sys.exit(run(main))

@@ -18,31 +18,21 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import parse_args, run
 
-from mmdevplug.environments.launch import DEFAULT_PORT
-from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
+from mmdevplug.environments.loopback import LOOPBACK, loopback_store
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.patching import patch_symbol
 
-from .signals import RankSignals, describe_signal, end_leftovers, exit_status
+from .signals import RankSignals, end_leftovers, exit_status
 
-#: How the names of variables begin that torchrun reads an option from.
+#: Begins the names of variables from which torchrun reads options.
 OPTION_VARIABLES = 'PET_'
 
 
 @record
 def main(argv: Optional[List[str]] = None) -> None:
-    """Run torchrun.
-
-    Args:
-        argv (List[str], optional): torchrun's arguments. ``--master_port 0`` takes a free port of
-            a single host. Defaults to None: those of the command line.
-
-    Raises:
-        LaunchError: If the port is taken.
-    """
+    """Run torchrun; ``--master_port 0`` takes a free port of a single host."""
     args = read_arguments(argv)
-    # Kept for as long as torchrun runs.
-    store = _hold_store(args)
+    store = _hold_store(args)  # kept for as long as torchrun runs
     run(args)
     del store
 
@@ -52,9 +42,6 @@ def read_arguments(argv: Optional[List[str]] = None) -> Namespace:
 
     By itself torchrun takes what the command line leaves out from variables such as
     ``PET_NODE_RANK``, which operators of Kubernetes set in every pod.
-
-    Args:
-        argv (List[str], optional): Defaults to None: those of the command line.
     """
     hidden = {k: v for k, v in os.environ.items() if k.startswith(OPTION_VARIABLES)}
     for name in hidden:
@@ -74,14 +61,11 @@ def read_arguments(argv: Optional[List[str]] = None) -> Namespace:
 
 
 def _hold_store(args: Namespace) -> Any:
-    """Make the store that torchrun is going to take, if all of the job is on this host."""
-    single_host = str(args.nnodes) in ('1', '1:1')
-    if not single_host or args.rdzv_backend != 'static' or args.rdzv_endpoint:
-        return None
-    if args.standalone or not is_loopback(args.master_addr):
+    """Make the store that torchrun will take, if all of the job is on this host."""
+    if str(args.nnodes) not in ('1', '1:1'):
         return None
     args.master_addr = LOOPBACK
-    store = loopback_store(DEFAULT_PORT if args.master_port is None else args.master_port)
+    store = loopback_store(args.master_port)
     args.master_port = store.port
     return store
 
@@ -90,9 +74,6 @@ def describe_failure(error: ChildFailedError) -> str:
     """Name the rank that failed, in one line in place of torchrun's table and traceback.
 
     The rank that ended first may be one that stopped because of another.
-
-    Args:
-        error (ChildFailedError): With the ranks of this host that failed.
     """
     failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
     notes = {rank: _note_of(failure) for rank, failure in failures}
@@ -111,35 +92,29 @@ def describe_failure(error: ChildFailedError) -> str:
 
 
 def _note_of(failure: Any) -> Dict[str, Any]:
-    """What :func:`mmdevplug.fault_tolerance.abort.note_for_agent` wrote, empty without it."""
+    """Read what :func:`mmdevplug.fault_tolerance.abort.note_for_agent` wrote."""
     data = getattr(failure, 'error_file_data', None)
     return data if isinstance(data, dict) and 'because_of_another' in data else {}
 
 
 def _ended(rank: int, failure: Any) -> str:
-    how = (
-        f'was ended by {failure.signal_name()}'
-        if failure.exitcode < 0
-        else f'ended with exit status {failure.exitcode}'
-    )
+    how = f'ended with exit status {failure.exitcode}'
+    if failure.exitcode < 0:
+        how = f'was ended by {failure.signal_name()}'
     return f'rank {rank} (pid {failure.pid}) {how} before the others; its own message is above.'
-
-
-def _install_before_each_start(signals: RankSignals) -> None:
-    """Put back our handlers before ranks start: PyTorch has just installed its own."""
-    start = api.SubprocessContext._start
-
-    def start_with_ours(context: Any) -> None:
-        signals.install()
-        start(context)
-
-    patch_symbol(api.SubprocessContext, '_start', start_with_ours)
 
 
 def _main() -> int:
     signals = RankSignals()
     signals.install()
-    _install_before_each_start(signals)
+    start = api.SubprocessContext._start
+
+    def start_with_ours(context: Any) -> None:
+        # PyTorch has just installed its own handlers.
+        signals.install()
+        start(context)
+
+    patch_symbol(api.SubprocessContext, '_start', start_with_ours)
     status = 1
     try:
         main()
@@ -149,14 +124,15 @@ def _main() -> int:
     except LaunchError as error:
         print(f'mmdevplug: LaunchError: {error}', file=sys.stderr, flush=True)
     except SignalException:
-        status = 1  # See below.
+        pass  # The signal decides the status, below.
     finally:
-        signals.close()
+        signals.closed = True
         end_leftovers()
     if signals.number is None:
         return status
+    name = signal.Signals(signals.number).name
     print(
-        f'mmdevplug: ended by {describe_signal(signals.number)}; all ranks of this host ended, '
+        f'mmdevplug: ended by {name}; all ranks of this host ended, '
         + ('each with status 0.' if status == 0 else 'not all of them with status 0.'),
         file=sys.stderr,
         flush=True,

@@ -11,14 +11,7 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
 
-from .common import (
-    add_common_arguments,
-    check_checkpoint,
-    check_keys,
-    check_launch_variables,
-    load_config,
-    run,
-)
+from .common import add_common_arguments, check_checkpoint, load_complete_config, run
 from .launch import launch
 from .launch_settings import add_launch_arguments, starts_processes
 
@@ -46,22 +39,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    """Train.
-
-    Args:
-        argv (List[str], optional): Arguments; those of the command line when None.
-
-    Raises:
-        DevPlugError: If something is wrong with the config, the devices or the launch.
-    """
+    """Train a model."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     if starts_processes(args):
         launch('mmdevplug.cli.train', argv, args)
         return
-    check_launch_variables(args)
-    cfg = load_config(args)
-    check_keys(cfg, args, ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper'))
+    keys = ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
+    cfg = load_complete_config(args, keys)
     if args.amp:
         _use_amp(cfg)
     if args.auto_scale_lr:

@@ -3,11 +3,11 @@
 import os
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Dict, List, Mapping, Optional, Union
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
 from mmdevplug.errors import AcceleratorError, DevPlugError, LaunchError
 
-from .fields import option, options_of, read_dict, read_flag, read_switch, read_values
+from .fields import Options, choice, did_you_mean, flag, option, read_dict, read_switch
 from .hook_options import CompilationOptions, DeviceHookOptions, MemoryOptions
 from .pad_to import PadTo, read_pad_to
 
@@ -16,23 +16,8 @@ DEFAULT_HEARTBEAT_TIMEOUT = 60.0
 LEAST_HEARTBEAT_TIMEOUT = 6.0
 
 
-# checks -----------------------------------------------------------------------------------------
-
-
 def find_compilation_cache(value: Any, work_dir: Optional[str] = None) -> Optional[str]:
-    """Check ``accelerator.compilation_cache`` and return its folder.
-
-    Args:
-        value (str or bool, optional): A folder; True for ``compilation_cache`` in the work
-            directory; None or False for none.
-        work_dir (str, optional): The work directory. Defaults to None: there is none.
-
-    Returns:
-        str or None: The folder.
-
-    Raises:
-        AcceleratorError: If it is something else, or there is no work directory to put it into.
-    """
+    """Return the folder of ``accelerator.compilation_cache``, None for none."""
     if value is None or value is False:
         return None
     if value is True and work_dir is not None:
@@ -53,11 +38,7 @@ def _read_compilation_cache(value: Any, key: str) -> Union[None, bool, str]:
 def read_heartbeat_timeout(
     value: Optional[Real], key: str = 'accelerator.heartbeat_timeout'
 ) -> Optional[Real]:
-    """Refuse an impossible value of ``accelerator.heartbeat_timeout``.
-
-    Raises:
-        LaunchError: If it is no number of seconds, or too small.
-    """
+    """Refuse what is no number of seconds, or too small."""
     if value is None:
         return None
     is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -70,141 +51,100 @@ def read_heartbeat_timeout(
     return value
 
 
-def read_mmcv_ops(value: str, key: str = 'accelerator.mmcv_ops') -> str:
-    """Refuse an unknown value of ``accelerator.mmcv_ops``.
-
-    Raises:
-        DevPlugError: If it is unknown.
-    """
-    if value not in ('host', 'error'):
-        raise DevPlugError(
-            f"accelerator.mmcv_ops={value!r}: expected 'host', to run mmcv's operators on the "
-            f"host where the device has no kernel for them, or 'error', to stop there."
-        )
-    return value
-
-
-def _read_on_nan(value: Optional[str], key: str) -> Optional[str]:
-    if value not in (None, 'stop'):
-        raise DevPlugError(
-            f"accelerator.on_nan={value!r}: expected 'stop' or None. To pass over updates whose "
-            f"gradients are not finite, take model_wrapper_cfg=dict(nonfinite_grads='skip'): when "
-            f'a loss can be read, its update is done already on some devices.'
-        )
-    return value
-
-
-# the key ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
-class AcceleratorOptions:
-    """What the config key ``accelerator`` says, parsed and checked by :meth:`from_config`.
+class AcceleratorOptions(Options):
+    """The config key ``accelerator``, parsed and checked by :meth:`from_config`.
 
-    Attributes:
-        device (dict or Accelerator): What
-            :func:`mmdevplug.accelerators.choose_accelerator` takes: ``type`` and the arguments of
-            that accelerator.
+    ``device`` holds ``type`` and the arguments of that accelerator, or an accelerator.
     """
+
+    key = 'accelerator'
 
     device: Union[Dict[str, Any], Any] = field(default_factory=dict)
     backend: Optional[str] = option(
         None,
-        accepts="None, 'auto', str",
-        meaning='Backend of torch.distributed, which wins over `env_cfg.dist_cfg.backend`. '
+        'Backend of torch.distributed, which wins over `env_cfg.dist_cfg.backend`. '
         "`'auto'` takes that of `env_cfg` only where it suits the device.",
+        accepts="None, 'auto', str",
     )  # checked by accelerators/backend.py, since every accelerator takes others
     compilation_cache: Union[None, bool, str] = option(
         None,
-        accepts='None, bool, str',
-        meaning='Folder in which each rank keeps compiled graphs between runs; `True` for one in '
+        'Folder in which each rank keeps compiled graphs between runs; `True` for one in '
         'the work directory.',
+        accepts='None, bool, str',
         read=_read_compilation_cache,
     )
     compilations: Optional[CompilationOptions] = option(
         True,
-        accepts='bool, dict',
-        meaning='On a lazy device: log `device/compiles`, and warn, with the shapes that changed, '
+        'On a lazy device: log `device/compiles`, and warn, with the shapes that changed, '
         'where compiling does not end.',
+        accepts='bool, dict',
         read=read_switch(CompilationOptions),
     )
     heartbeat_timeout: Optional[Real] = option(
         None,
-        accepts='None, float',
-        meaning='Heartbeat silence, in seconds, after which a rank is asked, and counts as dead '
+        'Heartbeat silence, in seconds, after which a rank is asked, and counts as dead '
         f'if its process does not answer: {LEAST_HEARTBEAT_TIMEOUT:g} or more; `None` for '
         f'{DEFAULT_HEARTBEAT_TIMEOUT:g}.',
+        accepts='None, float',
         read=read_heartbeat_timeout,
     )
     hook: DeviceHookOptions = option(
         {},
+        'Arguments of `DeviceHook`, which checks where everything is before a run.',
         accepts='dict',
-        meaning='Arguments of `DeviceHook`, which checks where everything is before a run.',
         read=read_dict(DeviceHookOptions),
     )
     memory: Optional[MemoryOptions] = option(
         True,
+        'Log memory of the host and the device, and report growth.',
         accepts='bool, dict',
-        meaning='Log memory of the host and the device, and report growth.',
         read=read_switch(MemoryOptions),
     )
     mmcv_ops: str = option(
         'host',
-        accepts="'host', 'error'",
-        meaning="What happens to mmcv's operators that have no kernel for the device: they run on "
+        "What happens to mmcv's operators that have no kernel for the device: they run on "
         'the host, or the job stops.',
-        read=read_mmcv_ops,
+        check=choice('host', 'error').named(
+            "'host', to run mmcv's operators on the host where the device has no kernel for them, "
+            "or 'error', to stop there"
+        ),
     )
-    monitor: bool = option(
-        True,
-        accepts='bool',
-        meaning='In a job of several ranks: log what communication costs.',
-        read=read_flag,
-    )
+    monitor: bool = flag(True, 'In a job of several ranks: log what communication costs.')
     on_nan: Optional[str] = option(
         None,
-        accepts="None, 'stop'",
-        meaning='Whether all ranks stop at a loss that is not finite.',
-        read=_read_on_nan,
+        'Whether all ranks stop at a loss that is not finite.',
+        check=choice(None, 'stop').named(
+            "'stop' or None. To pass over updates whose gradients are not finite, take "
+            "model_wrapper_cfg=dict(nonfinite_grads='skip'): when a loss can be read, its update "
+            'is done already on some devices'
+        ),
     )
     pad_to: Optional[PadTo] = option(
         None,
-        accepts='None, int, (int, int), [(int, int), ...]',
-        meaning='Size to which the images of a batch are padded: a multiple, one size, or several '
+        'Size to which the images of a batch are padded: a multiple, one size, or several '
         'of which the smallest is taken that holds the batch.',
+        accepts='None, int, (int, int), [(int, int), ...]',
         read=read_pad_to,
     )
-    preemption: bool = option(
-        True,
-        accepts='bool',
-        meaning='Save a checkpoint and end on SIGTERM, SIGINT, SIGHUP and SIGUSR1.',
-        read=read_flag,
+    preemption: bool = flag(
+        True, 'Save a checkpoint and end on SIGTERM, SIGINT, SIGHUP and SIGUSR1.'
     )
-    safe_checkpoints: bool = option(
-        True,
-        accepts='bool',
-        meaning="Whether `SafeCheckpointHook` takes the place of MMEngine's `CheckpointHook`.",
-        read=read_flag,
+    safe_checkpoints: bool = flag(
+        True, "Whether `SafeCheckpointHook` takes the place of MMEngine's `CheckpointHook`."
     )
 
     @classmethod
     def from_config(
         cls, config: Any, problems: Optional[List[DevPlugError]] = None, **defaults: Any
     ) -> 'AcceleratorOptions':
-        """Parse and check the config key.
+        """Parse and check the config key: a name, a dict, or an accelerator.
 
         Args:
-            config (str, dict or Accelerator, optional): A name, a dict with ``type``, arguments
-                of the accelerator and options of ours, or an accelerator.
+            config (str, dict or Accelerator, optional): The key.
             problems (list, optional): Collects the errors of single options, which keep their
                 defaults. Defaults to None: the first error is raised.
-            **defaults: In place of the defaults of fields.
-
-        Returns:
-            AcceleratorOptions: The options.
-
-        Raises:
-            DevPlugError: If the key or an option has an impossible value.
+            **defaults: Replace the defaults of fields.
 
         Examples:
             >>> AcceleratorOptions.from_config(dict(type='xla', pad_to=64)).pad_to.multiple
@@ -214,34 +154,21 @@ class AcceleratorOptions:
             # An accelerator, whose class is above this package.
             return cls(device=config, **defaults)
         given = {**defaults, **to_dict(config)}
-        ours = {one.name for one in options_of(cls)}
-        device = {name: value for name, value in given.items() if name not in ours}
-        return cls(device=device, **read_values(cls, given, 'accelerator', problems))
+        device = {name: value for name, value in given.items() if name not in cls.names()}
+        return cls(device=device, **cls.read(given, problems))
 
     def compilation_folder(self, work_dir: Optional[str]) -> Optional[str]:
-        """The folder in which compiled graphs are kept, None for none.
-
-        Args:
-            work_dir (str, optional): The work directory, None where there is none.
-
-        Raises:
-            AcceleratorError: If it is to be in the work directory and there is none.
-        """
+        """Return the folder in which compiled graphs are kept, None for none."""
         return find_compilation_cache(self.compilation_cache, work_dir)
 
 
+def suggest_option(names: Iterable[str], others: Iterable[str] = ()) -> str:
+    """The end of a sentence about unknown options, with the nearest of ours and of others."""
+    return did_you_mean(names, [*AcceleratorOptions.names(), *others])
+
+
 def to_dict(config: Union[str, Mapping[str, Any], None]) -> Dict[str, Any]:
-    """Bring the config key ``accelerator`` into one form.
-
-    Args:
-        config (str, dict or None): A name, or a dict with ``type`` and options.
-
-    Returns:
-        dict: A copy.
-
-    Raises:
-        AcceleratorError: If it is neither.
-    """
+    """Return the config key ``accelerator``, a name or a dict, as a new dict."""
     if config is None:
         return {}
     if isinstance(config, str):

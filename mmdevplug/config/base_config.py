@@ -14,9 +14,6 @@ def base_config(name: str = 'auto') -> str:
         name (str): Name of an accelerator or of a variant: ``'auto'``, ``'cpu'``, ``'cuda'``,
             ``'cuda_gloo'``, ``'xla'``, ``'gcu'``. Defaults to ``'auto'``.
 
-    Returns:
-        str: Absolute path of a Python config file.
-
     Raises:
         DevPlugError: If there is no such base config.
 

@@ -1,120 +1,231 @@
-"""Declare the options of a config key: default, accepted types, meaning and check in one place."""
+"""Declare options of a config key: default, accepted values, meaning and check in one place."""
 
 import dataclasses
-from typing import Any, Callable, Dict, List, Mapping, Optional, Type
+from difflib import get_close_matches
+from typing import Any, Callable, ClassVar, Dict, Iterable, List, Mapping, NamedTuple, Optional
 
 from mmdevplug.errors import DevPlugError
 
-#: Checks the value of an option, given with its full key, and returns what its field holds.
 Reader = Callable[[Any, str], Any]
+REQUIRED = dataclasses.MISSING
 
 
-def option(default: Any, accepts: str, meaning: str, read: Optional[Reader] = None) -> Any:
-    """Declare an option as a field of a dataclass.
+# checks -----------------------------------------------------------------------------------------
+
+
+class Check(NamedTuple):
+    """A condition of values: for a message in words, and for the documentation as types."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+    accepts: str
+
+    def or_none(self) -> 'Check':
+        """Accept None, too."""
+        return Check(
+            lambda value: value is None or self.holds(value),
+            f'{self.expected}, or None',
+            f'None, {self.accepts}',
+        )
+
+    def named(self, expected: str) -> 'Check':
+        """Use other words."""
+        return self._replace(expected=expected)
+
+
+def whole(least: int, most: float = float('inf')) -> Check:
+    """Check a whole number."""
+    expected = (
+        f'{least} to {most}' if isinstance(most, int) else f'a whole number of at least {least}'
+    )
+    return Check(lambda value: type(value) is int and least <= value <= most, expected, 'int')
+
+
+def positive(zero: bool = False) -> Check:
+    """Check a finite number above 0, or of at least 0."""
+    return Check(
+        lambda value: (
+            type(value) in (int, float) and (0 < value < float('inf') or (zero and value == 0))
+        ),
+        f'a number {"of at least" if zero else "above"} 0',
+        'float',
+    )
+
+
+def choice(*words: Optional[str]) -> Check:
+    """Check that a value is one of some words."""
+    names = [repr(word) for word in words]
+    expected = f'{", ".join(names[:-1])} or {names[-1]}'
+    return Check(lambda value: value in words, expected, ', '.join(names))
+
+
+FLAG = Check(lambda value: isinstance(value, bool), 'True or False', 'bool')
+TEXT = Check(lambda value: isinstance(value, str), 'a str', 'str')
+
+
+# options ----------------------------------------------------------------------------------------
+
+
+def option(
+    default: Any,
+    meaning: str,
+    check: Optional[Check] = None,
+    read: Optional[Reader] = None,
+    accepts: Optional[str] = None,
+) -> Any:
+    """Declare an option as a field of a subclass of :class:`Options`.
 
     Args:
-        default: The value that a config has by leaving the option out.
-        accepts (str): Types and words that a config may write, for the documentation.
+        default: The value that a config has by leaving the option out, or :data:`REQUIRED`.
         meaning (str): One line for the documentation.
+        check (Check, optional): What values other than the default must fulfil.
         read (callable, optional): Takes a value and the full key, e.g. ``'accelerator.pad_to'``,
-            and returns what the field holds. Raises DevPlugError for an impossible value.
-            Defaults to None: the field holds the value as it is.
-
-    Returns:
-        dataclasses.Field: The field.
+            and returns what the field holds. Defaults to None: the value.
+        accepts (str, optional): Types and words that a config may write, for the documentation.
+            Defaults to None: those of ``check``.
     """
-    metadata = dict(default=default, accepts=accepts, meaning=meaning, read=read)
+    if accepts is None and check is not None:
+        accepts = check.accepts
+    metadata = dict(default=default, accepts=accepts, meaning=meaning, check=check, read=read)
     held = default if read is None else read(default, '')
+    if isinstance(held, dict):
+        return dataclasses.field(default_factory=held.copy, metadata=metadata)
     return dataclasses.field(default=held, metadata=metadata)
 
 
-def options_of(kind: Type) -> List[dataclasses.Field]:
+def options_of(kind: Any) -> List[dataclasses.Field]:
     """List the fields of a dataclass that :func:`option` made."""
     return [field for field in dataclasses.fields(kind) if 'meaning' in field.metadata]
 
 
-def read_values(
-    kind: Type, given: Mapping[str, Any], key: str, problems: Optional[List[DevPlugError]] = None
-) -> Dict[str, Any]:
-    """Check the options of a dataclass that a config gives.
+class Options:
+    """Base of the dataclasses of options; a wrong value is refused when an instance is made."""
 
-    Args:
-        kind (type): The dataclass.
-        given (Mapping): The options by name; other names are left out.
-        key (str): The config key that holds them, e.g. ``'accelerator'``.
-        problems (list, optional): Collects the errors; such an option keeps its default. Defaults
-            to None: the first error is raised.
+    #: The config key that holds the options, and the class that takes them.
+    key: ClassVar[str] = ''
+    taken_by: ClassVar[str] = ''
+    error: ClassVar[Any] = DevPlugError
 
-    Returns:
-        dict: What the fields are to hold.
+    def __post_init__(self) -> None:
+        for one in options_of(type(self)):
+            if getattr(self, one.name) is not one.default:
+                self.check(one.name, getattr(self, one.name))
 
-    Raises:
-        DevPlugError: If an option has an impossible value.
-    """
-    values = {}
-    for field in options_of(kind):
-        if field.name not in given:
-            continue
-        value, read = given[field.name], field.metadata['read']
-        try:
-            values[field.name] = value if read is None else read(value, f'{key}.{field.name}')
-        except DevPlugError as error:
-            if problems is None:
-                raise
-            problems.append(error)
-    return values
+    @classmethod
+    def names(cls) -> List[str]:
+        """The names of the options."""
+        return [one.name for one in options_of(cls)]
+
+    @classmethod
+    def check(cls, name: str, value: Any, origin: Optional[str] = None) -> None:
+        """Refuse an impossible value of an option, which a message calls ``origin``."""
+        check = cls.__dataclass_fields__[name].metadata['check']
+        if check is None or check.holds(value):
+            return
+        shown = _shortened(value)
+        if origin is None and cls.taken_by:
+            raise cls.error(
+                f'{cls.taken_by}.{name}={shown} ({cls.key}.{name}): expected {check.expected}.'
+            )
+        raise cls.error(f'{origin or f"{cls.key}.{name}"}={shown}: expected {check.expected}.')
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Any:
+        """Make an instance, unless an option is unknown, missing or has an impossible value."""
+        refuse_unknown(given, cls.names(), cls.key, cls.error)
+        for one in options_of(cls):
+            if one.metadata['default'] is REQUIRED and one.name not in given:
+                raise cls.error(
+                    f'{cls.key} has no {one.name}; expected {one.metadata["accepts"]}. Add it.'
+                )
+        return cls(**cls.read(given))
+
+    @classmethod
+    def read(
+        cls, given: Mapping[str, Any], problems: Optional[List[DevPlugError]] = None
+    ) -> Dict[str, Any]:
+        """Return the values of fields; names that are no options are left out.
+
+        A list of ``problems`` collects the errors of options, which keep their defaults.
+        """
+        values = {}
+        for field in options_of(cls):
+            if field.name not in given:
+                continue
+            value, read = given[field.name], field.metadata['read']
+            try:
+                if read is not None:
+                    value = read(value, f'{cls.key}.{field.name}')
+                cls.check(field.name, value)
+            except DevPlugError as error:
+                if problems is None:
+                    raise
+                problems.append(error)
+            else:
+                values[field.name] = value
+        return values
 
 
-def read_flag(value: Any, key: str) -> bool:
-    """Check an option that is on or off; None is off."""
+# names ------------------------------------------------------------------------------------------
+
+
+def refuse_unknown(given: Iterable[Any], known: Iterable[str], where: str, error: Any) -> None:
+    """Refuse options that do not exist, and suggest the nearest that does."""
+    known = list(known)
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise error(
+            f'{where} has no option {", ".join(map(repr, unknown))}{did_you_mean(unknown, known)} '
+            f'Correct the name or remove it; known: {", ".join(known)}.'
+        )
+
+
+def did_you_mean(unknown: Iterable[Any], known: Iterable[str]) -> str:
+    """The end of a sentence about unknown names, with the nearest known ones."""
+    known = list(known)
+    names = [str(name) for name in unknown if name not in known]
+    found = [match for name in names for match in get_close_matches(name, known, n=1)]
+    return f'; did you mean {" and ".join(map(repr, dict.fromkeys(found)))}?' if found else '.'
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f'{text[:60]}... ({len(text)} characters)'
+
+
+# readers ----------------------------------------------------------------------------------------
+
+
+def _read_flag(value: Any, key: str) -> bool:
+    # None is off, too.
     if value is None or isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
     raise DevPlugError(f'{key}={value!r}: expected True or False.')
 
 
-def read_switch(kind: Type) -> Reader:
-    """Make the reader of an option that is on, off, or a dict of options of its own.
+def flag(default: bool, meaning: str) -> Any:
+    """Declare an option that is on or off."""
+    return option(default, meaning, read=_read_flag, accepts='bool')
 
-    Args:
-        kind (type): The dataclass of these options.
 
-    Returns:
-        callable: Returns an instance, or None where the option is off.
-    """
+def read_switch(kind: Any) -> Reader:
+    """Make the reader of an option that is True, False (None is held), or a dict of options."""
 
-    def read(value: Any, key: str) -> Optional[Any]:
+    def read(value: Any, key: str) -> Optional[Options]:
         if isinstance(value, bool):
             return kind() if value else None
-        if _holds_options(value, kind):
-            return kind(**value)
-        raise DevPlugError(
-            f'{key}={value!r}: expected True, False, or a dict with some of {_names(kind)}.'
-        )
+        return _read_dict(kind, value, key, 'True, False, or a dict')
 
     return read
 
 
-def read_dict(kind: Type) -> Reader:
-    """Make the reader of an option that is a dict of options of its own.
-
-    Args:
-        kind (type): The dataclass of these options.
-
-    Returns:
-        callable: Returns an instance.
-    """
-
-    def read(value: Any, key: str) -> Any:
-        if _holds_options(value, kind):
-            return kind(**value)
-        raise DevPlugError(f'{key}={value!r}: expected a dict with some of {_names(kind)}.')
-
-    return read
+def read_dict(kind: Any) -> Reader:
+    """Make the reader of an option that is a dict of options."""
+    return lambda value, key: _read_dict(kind, value, key, 'a dict')
 
 
-def _holds_options(value: Any, kind: Type) -> bool:
-    return isinstance(value, Mapping) and set(value) <= {one.name for one in options_of(kind)}
-
-
-def _names(kind: Type) -> str:
-    return ', '.join(one.name for one in options_of(kind))
+def _read_dict(kind: Any, value: Any, key: str, accepted: str) -> Options:
+    if isinstance(value, Mapping):
+        return kind.from_dict(value)
+    names = ', '.join(kind.names())
+    raise kind.error(f'{key}={value!r}: expected {accepted} with some of {names}.')

@@ -1,87 +1,97 @@
-"""The options of hooks that the config key ``accelerator`` holds as dicts."""
+"""The options of hooks: in the config key ``accelerator``, and those of checkpoints."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
 
-from mmdevplug.errors import DevPlugError, ModelError
+from mmdevplug.errors import CheckpointError, ModelError
 
-from .fields import option
+from .fields import FLAG, Options, choice, option, positive, refuse_unknown, whole
 
 
 @dataclass(frozen=True)
-class DeviceHookOptions:
-    """Options of :class:`mmdevplug.hooks.DeviceHook`: ``accelerator.hook``."""
+class DeviceHookOptions(Options):
+    """Options of :class:`mmdevplug.hooks.DeviceHook`."""
+
+    key, taken_by, error = 'accelerator.hook', 'DeviceHook', ModelError
 
     on_mismatch: str = option(
         'repair',
-        accepts="'repair', 'error'",
-        meaning='What happens before a run to tensors that are not on the device of their rank: '
+        'What happens before a run to tensors that are not on the device of their rank: '
         'they are moved with a warning, or the job stops.',
+        check=choice('repair', 'error'),
     )
-
-    def __post_init__(self) -> None:
-        if self.on_mismatch not in ('repair', 'error'):
-            raise ModelError(
-                f"DeviceHook.on_mismatch={self.on_mismatch!r}: expected 'repair' or 'error'."
-            )
 
 
 @dataclass(frozen=True)
-class MemoryOptions:
-    """Options of :class:`mmdevplug.hooks.MemoryHook`: ``accelerator.memory``."""
+class MemoryOptions(Options):
+    """Options of :class:`mmdevplug.hooks.MemoryHook`."""
+
+    key, taken_by = 'accelerator.memory', 'MemoryHook'
 
     interval: Optional[int] = option(
         None,
-        accepts='None, int',
-        meaning='Iterations between two collections of garbage, which also return cached memory '
+        'Iterations between two collections of garbage, which also return cached memory '
         'of the device; `None` for never.',
+        check=whole(1).or_none(),
     )
-    sample_interval: int = option(
-        50, accepts='int', meaning='Iterations between two samples of memory.'
-    )
-    warmup: int = option(200, accepts='int', meaning='Iterations in which memory may grow.')
+    sample_interval: int = option(50, 'Iterations between two samples of memory.', check=whole(1))
+    warmup: int = option(200, 'Iterations in which memory may grow.', check=whole(0))
     growth_mb: Optional[float] = option(
         32.0,
-        accepts='None, float',
-        meaning='Least growth that is reported, in MB; `None` for no report.',
+        'Least growth that is reported, in MB; `None` for no report.',
+        check=positive(zero=True).or_none(),
     )
-
-    def __post_init__(self) -> None:
-        self._check('interval', least=1, optional=True)
-        self._check('sample_interval', least=1)
-        self._check('warmup', least=0)
-        self._check('growth_mb', least=0, optional=True)
-
-    def _check(self, name: str, least: int, optional: bool = False) -> None:
-        value: Any = getattr(self, name)
-        if value is None and optional:
-            return
-        kinds = (int, float) if name == 'growth_mb' else (int,)
-        if isinstance(value, kinds) and not isinstance(value, bool) and value >= least:
-            return
-        kind = 'number' if float in kinds else 'whole number'
-        raise DevPlugError(
-            f'MemoryHook.{name}={value!r} (accelerator.memory.{name}): expected a {kind} of at '
-            f'least {least}{", or None" if optional else ""}.'
-        )
 
 
 @dataclass(frozen=True)
-class CompilationOptions:
-    """Options of :class:`mmdevplug.hooks.CompilationHook`: ``accelerator.compilations``."""
+class CompilationOptions(Options):
+    """Options of :class:`mmdevplug.hooks.CompilationHook`."""
 
-    warmup: int = option(20, accepts='int', meaning='Iterations in which graphs may be compiled.')
+    key, taken_by = 'accelerator.compilations', 'CompilationHook'
+
+    warmup: int = option(20, 'Iterations in which graphs may be compiled.', check=whole(0))
     patience: int = option(
         3,
-        accepts='int',
-        meaning='Iterations after the warm-up that may compile graphs before the warning.',
+        'Iterations after the warm-up that may compile graphs before the warning.',
+        check=whole(1),
     )
 
-    def __post_init__(self) -> None:
-        for name, least in (('warmup', 0), ('patience', 1)):
-            value: Any = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise DevPlugError(
-                    f'CompilationHook.{name}={value!r} (accelerator.compilations.{name}): '
-                    f'expected a whole number of at least {least}.'
-                )
+
+@dataclass(frozen=True)
+class CheckpointOptions(Options):
+    """Options of :class:`mmdevplug.hooks.SafeCheckpointHook`, besides those of MMEngine's hook."""
+
+    key, taken_by, error = 'default_hooks.checkpoint', 'SafeCheckpointHook', CheckpointError
+
+    async_save: bool = option(
+        False,
+        'Whether a thread of rank 0 writes while training goes on; training waits only '
+        'for a copy in host memory. An error is raised at the next checkpoint, or at the end.',
+        check=FLAG,
+    )
+    timeout: Optional[float] = option(
+        None,
+        'Seconds that the other ranks wait for rank 0 to write; `None` for the timeout of '
+        'the process group.',
+        check=positive().or_none(),
+    )
+    on_error: str = option(
+        'stop',
+        'What follows if a checkpoint cannot be written: all ranks stop, or they warn and '
+        'try again at the next one. The last checkpoint of all stops them in any case.',
+        check=choice('stop', 'continue'),
+    )
+
+    @classmethod
+    def split(
+        cls, given: Mapping[str, Any], theirs: Iterable[str]
+    ) -> Tuple['CheckpointOptions', Dict[str, Any]]:
+        """Parse our options, and return them and the others, which have names of ``theirs``."""
+        refuse_unknown(
+            given,
+            [*cls.names(), *(name for name in theirs if name != 'kwargs')],
+            cls.key,
+            cls.error,
+        )
+        others = {name: value for name, value in given.items() if name not in cls.names()}
+        return cls(**cls.read(given)), others

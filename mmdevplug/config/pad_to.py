@@ -14,26 +14,13 @@ FORMS = (
 
 
 class PadTo(NamedTuple):
-    """To which size a batch is padded.
-
-    Attributes:
-        multiple (int, optional): Height and width become multiples of it.
-        buckets (Tuple[Tuple[int, int], ...]): Heights and widths, the smallest first; used where
-            there is no ``multiple``.
-    """
+    """The size of a batch: a multiple, or the first bucket (height, width) that holds it."""
 
     multiple: Optional[int] = None
     buckets: Tuple[Size, ...] = ()
 
     def size_for(self, sizes: Sequence[Size]) -> Size:
-        """The size of a batch.
-
-        Args:
-            sizes (Sequence[Tuple[int, int]]): Height and width of each image.
-
-        Raises:
-            DevPlugError: If no bucket holds all of them.
-        """
+        """Return the size of a batch of images of some (height, width)."""
         height = max(height for height, _ in sizes)
         width = max(width for _, width in sizes)
         if self.multiple is not None:
@@ -41,27 +28,17 @@ class PadTo(NamedTuple):
         for bucket in self.buckets:
             if bucket[0] >= height and bucket[1] >= width:
                 return bucket
-        wanted = [*self.buckets, (round_up(height, 32), round_up(width, 32))]
+        enough = [*self.buckets, (round_up(height, 32), round_up(width, 32))]
         raise DevPlugError(
             f'pad_to={list(self.buckets)} has no size that holds a batch of images of (height, '
             f'width) {", ".join(map(str, dict.fromkeys(sizes)))}: it needs at least '
-            f'{(height, width)}. Write pad_to={wanted}, or resize such images in the pipeline of '
+            f'{(height, width)}. Write pad_to={enough}, or resize such images in the pipeline of '
             f'the dataset.'
         )
 
 
 def read_pad_to(value: Any, key: str = 'accelerator.pad_to') -> Optional[PadTo]:
-    """Read and check the option.
-
-    Args:
-        value (int, tuple or list, optional): As a user wrote it.
-        key (str): What to call it in a message.
-
-    Returns:
-        PadTo or None: None where there is to be no padding: for None and False.
-
-    Raises:
-        DevPlugError: If it is none of the forms.
+    """Read the option; None and False are no padding.
 
     Examples:
         >>> read_pad_to([(512, 512), (512, 1024)]).size_for([(400, 600)])
@@ -80,26 +57,20 @@ def read_pad_to(value: Any, key: str = 'accelerator.pad_to') -> Optional[PadTo]:
 
 
 def suggest_buckets(sizes: Sequence[Size], most: int = 3) -> List[Size]:
-    """Few sizes that hold every one of many.
-
-    Args:
-        sizes (Sequence[Tuple[int, int]]): Heights and widths, at least one.
-        most (int): How many buckets at most. Defaults to 3.
-    """
+    """Find a few buckets that hold all sizes, of which there is at least one."""
     ordered = sorted(set(sizes), key=lambda size: (size[0] * size[1], size))
     number = min(most, len(ordered))
     buckets = set()
     for index in range(number):
-        # The largest bucket holds all, so that no image is without one.
-        last = index == number - 1
         group = ordered[index * len(ordered) // number : (index + 1) * len(ordered) // number]
-        held = ordered if last else group
+        # The largest bucket holds all, so that no image is without one.
+        held = ordered if index == number - 1 else group
         buckets.add(tuple(round_up(max(side), 32) for side in zip(*held)))
     return sorted(buckets, key=lambda size: (size[0] * size[1], size))
 
 
 def round_up(length: int, multiple: int) -> int:
-    """The next multiple of a number."""
+    """Return the next multiple of a number."""
     return -(-length // multiple) * multiple
 
 

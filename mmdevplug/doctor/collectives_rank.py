@@ -17,7 +17,7 @@ from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.process_group import DeviceContext
-from mmdevplug.fault_tolerance.heartbeat import enter_phase
+from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients import DeviceDistributedDataParallel
 from mmdevplug.runner.init_device import init_device
 

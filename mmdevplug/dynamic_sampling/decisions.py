@@ -2,13 +2,12 @@
 
 from typing import List, NamedTuple, Sequence
 
+from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
 from mmdevplug.errors import SampleError
-
-from .settings import Settings
 
 #: What follows a round.
 GO_ON, FULL, SHORT = 'go on', 'full', 'short'
-#: So many ranks are described in one message.
+#: The most ranks that one message describes.
 DESCRIBED = 8
 
 
@@ -29,82 +28,83 @@ class Tally(NamedTuple):
     rounds: int = 0
     generated: int = 0
 
+    @classmethod
+    def empty(cls, world_size: int) -> 'Tally':
+        """Begin with no groups on any rank."""
+        return cls([0] * world_size, [0] * world_size, [False] * world_size)
+
+    @property
+    def by_rank(self) -> List[int]:
+        """Valid groups on each rank."""
+        return [old + new for old, new in zip(self.old, self.new)]
+
     @property
     def valid(self) -> int:
         """Valid groups on all ranks."""
-        return sum(self.old) + sum(self.new)
+        return sum(self.by_rank)
 
     def after(self, offered: Sequence[int]) -> 'Tally':
-        """What the next pool begins with, once each rank has given some groups to this one."""
-        left = [old + new - gone for old, new, gone in zip(self.old, self.new, offered)]
-        return Tally(left, [0] * len(left), self.ended)
+        """Return what the next pool begins with if each rank gives some groups to this one."""
+        rest = [held - given for held, given in zip(self.by_rank, offered)]
+        return Tally(rest, [0] * len(rest), self.ended)
 
 
-def first_tally(world_size: int) -> Tally:
-    """Nobody has anything yet."""
-    return Tally([0] * world_size, [0] * world_size, [False] * world_size)
-
-
-def decide(tally: Tally, settings: Settings) -> str:
-    """Whether all ranks draw once more.
+def decide(tally: Tally, options: DynamicSamplingOptions) -> str:
+    """Decide whether all ranks draw once more.
 
     It depends on what all ranks have together, never on what one of them has: so none stops
     alone while the others wait for it.
     """
-    if tally.valid >= settings.groups:
+    if tally.valid >= options.groups:
         return FULL
-    if all(tally.ended) or tally.rounds > settings.max_resamples:
+    if all(tally.ended) or tally.rounds > options.max_resamples:
         return SHORT
     return GO_ON
 
 
-def offers(tally: Tally, wanted: int) -> List[int]:
-    """How many groups each rank gives to a pool: those left over first, then in rank order.
-
-    Args:
-        tally (Tally): What there is.
-        wanted (int): Groups of the pool, at most as many as there are.
-    """
-    old = _filled(tally.old, wanted)
-    new = _filled(tally.new, wanted - sum(old))
+def offers(tally: Tally, count: int) -> List[int]:
+    """Return how many of ``count`` groups each rank gives: old ones first, then in rank order."""
+    old = _fill(tally.old, count)
+    new = _fill(tally.new, count - sum(old))
     return [one + other for one, other in zip(old, new)]
 
 
-def _filled(counts: Sequence[int], wanted: int) -> List[int]:
+def _fill(counts: Sequence[int], missing: int) -> List[int]:
     taken = []
     for count in counts:
-        taken.append(min(count, wanted))
-        wanted -= taken[-1]
+        taken.append(min(count, missing))
+        missing -= taken[-1]
     return taken
 
 
 def round_name(number: int) -> str:
-    """What a round is called, counted from 0."""
+    """Name a round, counted from 0."""
     return 'initial' if number == 0 else f'resample {number}'
 
 
-def too_few(tally: Tally, settings: Settings) -> SampleError:
-    """What to raise where a pool cannot be filled."""
-    size = settings.per_group
-    found, target = tally.valid * size, settings.target
-    counts = [(old + new) * size for old, new in zip(tally.old, tally.new)]
-    by_rank = ', '.join(f'rank {rank}: {n}' for rank, n in enumerate(counts[:DESCRIBED]))
-    if len(counts) > DESCRIBED:
-        by_rank += f', and {len(counts) - DESCRIBED} more ranks'
-    ended = [rank for rank, over in enumerate(tally.ended) if over]
+def first_few(items: Sequence[str], more: str = '') -> str:
+    """Join the first items, and count the others, which are called ``more``."""
+    others = len(items) - DESCRIBED
+    return ', '.join(items[:DESCRIBED]) + (f', and {others} more{more}' if others > 0 else '')
+
+
+def too_few(tally: Tally, options: DynamicSamplingOptions) -> SampleError:
+    """Make the error for a pool that cannot be filled."""
+    size, target = options.per_group, options.target
+    found = tally.valid * size
+    by_rank = [f'rank {rank}: {count * size}' for rank, count in enumerate(tally.by_rank)]
+    ended = [str(rank) for rank, over in enumerate(tally.ended) if over]
     if not ended:
         data = 'no data have ended'
-    elif len(ended) == len(counts):
+    elif all(tally.ended):
         data = 'the data of all ranks have ended'
     else:
-        more = '' if len(ended) <= DESCRIBED else f' and {len(ended) - DESCRIBED} more'
-        named = ', '.join(map(str, ended[:DESCRIBED]))
-        data = f'the data of rank(s) {named}{more} have ended'
-    resamples = max(0, tally.rounds - 1)
+        data = f'the data of rank(s) {first_few(ended)} have ended'
     return SampleError(
         f'DynamicSampler: {found} of target={target} samples, {target - found} too few, after '
-        f'{resamples} resample(s) of max_resamples={settings.max_resamples}; {data}. Valid '
-        f'samples: {by_rank}. In this pool {tally.generated * size} samples were generated and '
-        f'{sum(tally.new) * size} of them valid. Raise max_resamples or generate more in a round, '
-        f"check is_valid, or set on_short='fewer' or 'repeat'."
+        f'{max(0, tally.rounds - 1)} resample(s) of max_resamples={options.max_resamples}; '
+        f'{data}. Valid samples: {first_few(by_rank, " ranks")}. In this pool '
+        f'{tally.generated * size} samples were generated and {sum(tally.new) * size} of them '
+        f'valid. Raise max_resamples or generate more in a round, check is_valid, or set '
+        f"on_short='fewer' or 'repeat'."
     )

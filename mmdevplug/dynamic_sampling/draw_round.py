@@ -3,7 +3,6 @@
 from typing import Any, Callable, List, NamedTuple, Optional
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mmdevplug.accelerators.move_nested import to_device
@@ -18,7 +17,7 @@ class Drawn(NamedTuple):
             is one sample.
         generated (int): How many groups there were.
         ended (bool): Whether this rank's data have ended.
-        error (Exception, optional): What went wrong.
+        error (Exception, optional): Raised by a function of the user.
         where (str): In which function.
     """
 
@@ -32,28 +31,19 @@ class Drawn(NamedTuple):
 def draw(
     generate: Callable[[], List[Any]], is_valid: Callable[[Any], Any], per_group: int
 ) -> Drawn:
-    """Draw once; an error is returned, because the other ranks wait for this one.
-
-    Args:
-        generate (callable): See :class:`DynamicSampler`.
-        is_valid (callable): See :class:`DynamicSampler`.
-        per_group (int): Samples of a group.
-    """
+    """Draw once; an error is returned, because the other ranks wait for this one."""
+    where = 'generate()'
     try:
-        samples = generate()
-    except StopIteration:
-        return Drawn([], ended=True)
-    except Exception as error:
-        return Drawn([], error=error, where='generate()')
-    try:
+        try:
+            samples = generate()
+        except StopIteration:
+            return Drawn([], ended=True)
         # Values are about to be read: one call for all, and so one execution of a lazy device.
         groups = to_device(_in_groups(samples, per_group), 'cpu')
-    except Exception as error:
-        return Drawn([], error=error, where='generate()')
-    try:
+        where = 'is_valid()'
         valid = [group for index, group in enumerate(groups) if _judge(is_valid, group, index)]
     except Exception as error:
-        return Drawn([], error=error, where='is_valid()')
+        return Drawn([], error=error, where=where)
     return Drawn(valid, len(groups))
 
 
@@ -61,7 +51,7 @@ def _in_groups(samples: Any, per_group: int) -> List[Any]:
     if type(samples) not in (list, tuple):
         raise SampleError(
             f'generate() returned a {type(samples).__name__}; expected a list of samples, [] for '
-            f'none. A batch is no list: take it apart first.'
+            f'none. A batch is no list: split it into samples first.'
         )
     if len(samples) % per_group:
         raise SampleError(
@@ -77,22 +67,18 @@ def _judge(is_valid: Callable[[Any], Any], group: Any, index: int) -> bool:
     try:
         found = is_valid(group)
     except StopIteration as error:
-        # As such it would end a loop without a word.
+        # It would end a loop without a message.
         raise SampleError(f'is_valid() raised StopIteration for group {index}.') from error
     if isinstance(found, (bool, np.bool_)):
         return bool(found)
-    if isinstance(found, Tensor) and found.numel() == 1 and found.dtype == torch.bool:
-        return bool(found)
-    if isinstance(found, np.ndarray) and found.size == 1 and found.dtype == np.bool_:
-        return bool(found)
+    if isinstance(found, (Tensor, np.ndarray)):
+        if str(found.dtype) in ('torch.bool', 'bool') and len(found.reshape(-1)) == 1:
+            return bool(found)
+        kind = 'a tensor' if isinstance(found, Tensor) else 'an array'
+        shown = f'{kind} of shape {tuple(found.shape)} and dtype {found.dtype}'
+    else:
+        shown = f'{found!r:.80} ({type(found).__name__})'
     raise SampleError(
-        f'is_valid() returned {_short(found)} for group {index}; expected True or False, or a '
-        f'tensor of one of them.'
+        f'is_valid() returned {shown} for group {index}; expected True or False, or a tensor of '
+        f'one of them.'
     )
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, (Tensor, np.ndarray)):
-        kind = 'a tensor' if isinstance(value, Tensor) else 'an array'
-        return f'{kind} of shape {tuple(value.shape)} and dtype {value.dtype}'
-    return f'{value!r:.80} ({type(value).__name__})'

@@ -2,46 +2,76 @@
 
 import logging
 import sys
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional, Tuple
 
 from mmengine.logging import MessageHub, print_log
 
+from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
+
 from .decisions import DESCRIBED, Tally, round_name
-from .report import SamplingReport
-from .settings import Settings
+
+
+class SamplingReport(NamedTuple):
+    """How one pool was filled; numbers are samples of all ranks unless said otherwise.
+
+    Attributes:
+        pool (int): Its number, from 1.
+        target (int): Samples that were requested.
+        samples (int): What all ranks got together; below ``target`` after ``on_short='fewer'``.
+        resamples (int): Rounds after the first.
+        generated (int): What all ranks generated for it.
+        valid (int): Those of them that were valid.
+        reused (int): Valid ones that were left over from pools before.
+        surplus (int): Valid ones that are left for the next pool.
+        by_rank (Tuple[int]): What each rank had to give, whether drawn for this pool or before.
+        slice (Tuple[int, int]): Which part of the pool this rank got, as ``[begin:end]``.
+        short (str, optional): ``'fewer'`` or ``'repeat'`` if there were too few.
+    """
+
+    pool: int
+    target: int
+    samples: int
+    resamples: int
+    generated: int
+    valid: int
+    reused: int
+    surplus: int
+    by_rank: Tuple[int, ...]
+    slice: Tuple[int, int]
+    short: Optional[str] = None
+
+    @property
+    def kept(self) -> float:
+        """The share of what was generated that was valid; 0 if nothing was."""
+        return self.valid / self.generated if self.generated else 0.0
 
 
 class ProgressLog:
-    """Tells how a pool fills, on the first rank alone, and keeps scalars on all.
+    """Log on the first rank how a pool is filled, and keep scalars on all."""
 
-    Args:
-        settings (Settings): Of the sampler.
-        interval (int): Every how many pools are logged, 0 for none.
-        bar (bool, optional): Whether there is a progress bar. Defaults to None: if the standard
-            error is a terminal.
-    """
-
-    def __init__(self, settings: Settings, interval: int, bar: Optional[bool] = None) -> None:
-        self._settings, self._interval = settings, interval
-        self._speaks = settings.rank == 0
-        self._bar_wanted = sys.stderr.isatty() if bar is None else bar
+    def __init__(self, options: DynamicSamplingOptions, rank: int, world_size: int) -> None:
+        self._options, self._world_size = options, world_size
+        self._is_first = rank == 0
+        progress = options.sampler.progress
+        self._has_bar = self._is_first and (sys.stderr.isatty() if progress is None else progress)
         self._bar: Any = None
         self._pool = 0
 
     def begin(self, pool: int) -> None:
-        """A pool is about to be filled."""
+        """Begin a pool."""
         self._pool = pool
-        if self._speaks and self._bar_wanted:
-            self._bar = _Bar(self._settings.target)
+        if self._has_bar:
+            self._bar = _start_bar(self._options.target)
 
     def round(self, tally: Tally) -> None:
-        """All ranks have drawn."""
-        found = tally.valid * self._settings.per_group
+        """Show the counts after a round."""
+        found, target = tally.valid * self._options.per_group, self._options.target
         name = round_name(tally.rounds - 1)
         if self._bar is not None:
-            self._bar.show(name, found)
+            (task,) = self._bar.task_ids
+            self._bar.update(task, description=f'sampling, {name}', completed=min(found, target))
         if self._is_logged():
-            print_log(f'{self._what()}: {name}: {found}/{self._settings.target}', 'current')
+            self._log(f'{name}: {found}/{target}')
 
     def end(self) -> None:
         """Remove the bar."""
@@ -50,74 +80,61 @@ class ProgressLog:
             self._bar = None
 
     def report(self, report: SamplingReport) -> None:
-        """A pool is shared out."""
-        scalars = dict(
-            valid=report.valid,
-            generated=report.generated,
-            kept=report.kept,
-            resamples=report.resamples,
-            surplus=report.surplus,
-        )
+        """Log how a pool was filled and shared."""
         hub = MessageHub.get_current_instance()
         hub.update_scalars(
-            {f'train/sampling/{name}': dict(value=value) for name, value in scalars.items()},
+            {
+                f'train/sampling/{name}': dict(value=getattr(report, name))
+                for name in ('valid', 'generated', 'kept', 'resamples', 'surplus')
+            },
             resumed=False,
         )
-        if report.short is not None and self._speaks:
-            print_log(
-                f'{self._what()}: {sum(report.by_rank)}/{report.target} samples, too few; '
+        if report.short is not None and self._is_first:
+            self._log(
+                f'{sum(report.by_rank)}/{report.target} samples, too few; '
                 f'on_short={report.short!r} goes on with {report.samples}.',
-                'current',
                 logging.WARNING,
             )
         if self._is_logged():
-            world_size = self._settings.world_size
-            each = report.samples // world_size
-            slices = ' '.join(
-                f'[{rank * each}:{(rank + 1) * each}]' for rank in range(world_size)[:DESCRIBED]
-            )
-            more = f' and {world_size - DESCRIBED} more' if world_size > DESCRIBED else ''
-            print_log(
-                f'{self._what()}: ranks take {slices}{more} of {report.samples} samples after '
-                f'{report.resamples} resample(s); {report.surplus} valid sample(s) are left for '
-                f'the next pool.',
-                'current',
+            ranks = range(self._world_size)
+            each = report.samples // len(ranks)
+            slices = ' '.join(f'[{rank * each}:{(rank + 1) * each}]' for rank in ranks[:DESCRIBED])
+            others = len(ranks) - DESCRIBED
+            self._log(
+                f'ranks take {slices}{f" and {others} more" if others > 0 else ""} of '
+                f'{report.samples} samples after {report.resamples} resample(s); '
+                f'{report.surplus} valid sample(s) are left for the next pool.'
             )
 
     def dropped(self, samples: int, why: str) -> None:
-        """Samples are given up, because nothing follows."""
-        if self._speaks and samples:
-            print_log(f'{self._what()}: {why}', 'current', logging.WARNING)
+        """Warn of samples that are given up, because nothing follows."""
+        if self._is_first and samples:
+            self._log(
+                f'{why}; {samples} valid sample(s) of an unfinished pool of '
+                f'{self._options.target} are dropped.',
+                logging.WARNING,
+            )
 
     def _is_logged(self) -> bool:
-        return self._speaks and self._interval > 0 and (self._pool - 1) % self._interval == 0
+        interval = self._options.sampler.log_interval
+        return self._is_first and bool(interval) and (self._pool - 1) % interval == 0
 
-    def _what(self) -> str:
-        return f'Sampling, pool {self._pool}'
+    def _log(self, text: str, level: int = logging.INFO) -> None:
+        print_log(f'Sampling, pool {self._pool}: {text}', 'current', level)
 
 
-class _Bar:
-    """A bar below the log, gone when the pool is full."""
+def _start_bar(target: int) -> Any:
+    """Show a bar below the log, which is gone when the pool is full."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    def __init__(self, target: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-        self._progress = Progress(
-            TextColumn('{task.description}'),
-            BarColumn(),
-            MofNCompleteColumn(),
-            console=Console(stderr=True),
-            transient=True,
-        )
-        self._task = self._progress.add_task('sampling, initial', total=target)
-        self._progress.start()
-
-    def show(self, name: str, found: int) -> None:
-        total = self._progress.tasks[0].total or found
-        self._progress.update(
-            self._task, description=f'sampling, {name}', completed=min(found, total)
-        )
-
-    def stop(self) -> None:
-        self._progress.stop()
+    bar = Progress(
+        TextColumn('{task.description}'),
+        BarColumn(),
+        MofNCompleteColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    bar.add_task('sampling, initial', total=target)
+    bar.start()
+    return bar

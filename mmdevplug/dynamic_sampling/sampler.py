@@ -1,19 +1,24 @@
 """Draw rounds of samples on all ranks until the pool of all ranks is full."""
 
+import math
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
+import torch
+
+from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions, SamplerOptions
 from mmdevplug.distributed.process_group import Timeout, rank_device, rank_devices
+from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.samples import balance_samples, gather_samples
+from mmdevplug.samples.deserialize import deserialize, move_blocks, read_header, rebuild_samples
+from mmdevplug.samples.flatten import FlatSamples
+from mmdevplug.samples.serialize import serialize
 from mmdevplug.samples.stacking import stack_samples
 
-from .decisions import GO_ON, SHORT, Tally, decide, first_tally, offers, round_name, too_few
+from .decisions import GO_ON, SHORT, Tally, decide, offers, round_name, too_few
 from .draw_round import Drawn, draw
-from .progress import ProgressLog
-from .report import SamplingReport
+from .progress import ProgressLog, SamplingReport
 from .rounds import Rounds
-from .settings import check_callable, check_interval, check_settings
-from .surplus import pack_groups, unpack_groups
 
 
 class DynamicSampler:
@@ -80,29 +85,34 @@ class DynamicSampler:
         log_interval: Optional[int] = 10,
         progress: Optional[bool] = None,
     ) -> None:
-        check_callable('generate', generate)
-        check_callable('is_valid', is_valid)
-        settings = check_settings(target, per_group, max_resamples, on_short, group)
-        self._settings, self._group = settings, group
+        for name, function in (('generate', generate), ('is_valid', is_valid)):
+            if not callable(function):
+                raise SampleError(f'DynamicSampler: {name}={function!r}: expected a function.')
+        further = SamplerOptions(same_structure, allow_pickle, timeout, log_interval, progress)
+        options = DynamicSamplingOptions(
+            target, per_group, max_resamples, on_short, sampler=further
+        )
+        self._options = options
         self._generate, self._is_valid = generate, is_valid
         self._exchange = dict(
             group=group, same_structure=same_structure, allow_pickle=allow_pickle, device='cpu'
         )
         self._accelerator, self._device = rank_device()
-        self._rounds = Rounds(settings, group, timeout)
-        self._progress = ProgressLog(settings, check_interval(log_interval), progress)
+        self._rounds = Rounds(options, group)
+        self._rank, self._world_size = self._rounds.rank, self._rounds.world_size
+        self._progress = ProgressLog(options, self._rank, self._world_size)
         self._held: List[Any] = []  # those left over first
         self._ended = self._over = False
         self._pools = 0
         #: What all ranks know; None if only this rank knows what it has.
-        self._tally: Optional[Tally] = first_tally(settings.world_size)
+        self._tally: Optional[Tally] = Tally.empty(self._world_size)
         self.last: Optional[SamplingReport] = None
 
     def __iter__(self) -> Iterator[Any]:
         """Begin, or begin another pass over the data if the one before has ended."""
         if self._over:
             self._over = self._ended = False
-            self._tally = first_tally(self._settings.world_size)
+            self._tally = Tally.empty(self._world_size)
         return self
 
     def __next__(self) -> Any:
@@ -136,25 +146,23 @@ class DynamicSampler:
     def _next_samples(self) -> Optional[List[Any]]:
         """This rank's samples of the next pool; None if there is none."""
         tally = self._fill()
-        if decide(tally, self._settings) != SHORT:
-            return self._share(tally, self._settings.groups)
+        if decide(tally, self._options) != SHORT:
+            return self._share(tally, self._options.groups)
         return self._share_too_few(tally)
 
     def _fill(self) -> Tally:
         tally, self._tally = self._tally, None
-        if tally is None:
-            nothing = first_tally(self._settings.world_size)
-            told = self._rounds.tell(
-                0, [len(self._held), 0], Drawn([], ended=self._ended), nothing
-            )
-            tally = told._replace(rounds=0)
         old = len(self._held)
-        while decide(tally, self._settings) == GO_ON:
+        if tally is None:
+            nothing = Drawn([], ended=self._ended)
+            tally = self._rounds.exchange(0, [old, 0], nothing, Tally.empty(self._world_size))
+            tally = tally._replace(rounds=0)
+        while decide(tally, self._options) == GO_ON:
             number = tally.rounds
             drawn = self._draw(number)
             self._held += drawn.groups
             self._ended = drawn.ended
-            tally = self._rounds.tell(number, [old, len(self._held) - old], drawn, tally)
+            tally = self._rounds.exchange(number, [old, len(self._held) - old], drawn, tally)
             self._progress.round(tally)
         return tally
 
@@ -162,81 +170,72 @@ class DynamicSampler:
         if self._ended:
             return Drawn([], ended=True)
         enter_phase(f'generating, {round_name(number)}')
-        drawn = draw(self._generate, self._is_valid, self._settings.per_group)
+        drawn = draw(self._generate, self._is_valid, self._options.per_group)
         # A lazy device goes on from the random state of what it has recorded: without this, each
         # number of rounds would be a graph of its own, for training as well.
         self._accelerator.materialize_all(rank_devices())
         return drawn
 
-    def _share(self, tally: Tally, wanted: int, short: Optional[str] = None) -> List[Any]:
-        """Share out a number of groups that there are; the rest opens the next pool."""
+    def _share(self, tally: Tally, count: int, short: Optional[str] = None) -> List[Any]:
+        """Share a number of valid groups; the others open the next pool."""
         enter_phase('sharing samples')
-        offered = offers(tally, wanted)
-        mine = offered[self._settings.rank]
-        per_rank = wanted // self._settings.world_size
+        offered = offers(tally, count)
+        mine = offered[self._rank]
+        per_rank = count // self._world_size
         shared, _ = balance_samples(self._held[:mine], per_rank, **self._exchange)
         self._held = self._held[mine:]
-        self._finish(tally, per_rank, tally.after(offered), short)
-        return self._flat(shared)
+        return self._finish(shared, tally, tally.after(offered), short)
 
     def _share_too_few(self, tally: Tally) -> Optional[List[Any]]:
-        settings, found = self._settings, tally.valid
-        on_short, over = settings.on_short, all(tally.ended)
-        per_rank = found // settings.world_size
+        found, on_short, over = tally.valid, self._options.on_short, all(tally.ended)
+        per_rank = found // self._world_size
         if over and self._pools and (found == 0 or on_short == 'error'):
             return self._give_up(found, 'the data of all ranks have ended')
         if on_short == 'fewer':
             if per_rank == 0:
                 return self._give_up(found, 'too few for all ranks to get one group each')
-            return self._share(tally, per_rank * settings.world_size, on_short)
+            return self._share(tally, per_rank * self._world_size, on_short)
         if on_short == 'error' or found == 0:
-            raise too_few(tally, settings)
+            raise too_few(tally, self._options)
         return self._repeat(tally)
 
     def _repeat(self, tally: Tally) -> List[Any]:
-        """Every rank's slice of the pool, if its groups follow each other again and again."""
+        """Return this rank's slice of the pool, whose groups are repeated in order."""
         enter_phase('sharing samples')
         pool = gather_samples(self._held, **self._exchange)
-        per_rank = self._settings.groups_per_rank
-        begin = self._settings.rank * per_rank
+        per_rank = self._options.groups // self._world_size
+        begin = self._rank * per_rank
         mine = [pool[(begin + index) % len(pool)] for index in range(per_rank)]
         self._held = []
-        offered = [old + new for old, new in zip(tally.old, tally.new)]
-        self._finish(tally, per_rank, tally.after(offered), 'repeat')
-        return self._flat(mine)
+        return self._finish(mine, tally, tally.after(tally.by_rank), 'repeat')
 
     def _give_up(self, groups: int, why: str) -> None:
         self._held = []
-        self._progress.dropped(
-            groups * self._settings.per_group,
-            f'{why}; {groups * self._settings.per_group} valid sample(s) of an unfinished pool of '
-            f'{self._settings.target} are dropped.',
-        )
+        self._progress.dropped(groups * self._options.per_group, why)
 
-    def _finish(self, tally: Tally, per_rank: int, left: Tally, short: Optional[str]) -> None:
-        self._tally = left
+    def _finish(
+        self, groups: List[Any], tally: Tally, rest: Tally, short: Optional[str]
+    ) -> List[Any]:
+        """Report a pool, and return the samples of this rank's groups."""
+        self._tally = rest
         self._pools += 1
-        size, settings = self._settings.per_group, self._settings
-        mine = per_rank * size
+        size = self._options.per_group
+        mine = len(groups) * size
         self.last = SamplingReport(
             pool=self._pools,
-            target=settings.target,
-            samples=mine * settings.world_size,
+            target=self._options.target,
+            samples=mine * self._world_size,
             resamples=max(0, tally.rounds - 1),
             generated=tally.generated * size,
             valid=sum(tally.new) * size,
             reused=sum(tally.old) * size,
-            surplus=left.valid * size,
-            by_rank=tuple((old + new) * size for old, new in zip(tally.old, tally.new)),
-            slice=(settings.rank * mine, (settings.rank + 1) * mine),
+            surplus=rest.valid * size,
+            by_rank=tuple(count * size for count in tally.by_rank),
+            slice=(self._rank * mine, (self._rank + 1) * mine),
             short=short,
         )
         self._progress.report(self.last)
-
-    def _flat(self, groups: List[Any]) -> List[Any]:
-        if self._settings.per_group == 1:
-            return groups
-        return [sample for group in groups for sample in group]
+        return groups if size == 1 else [sample for group in groups for sample in group]
 
     # resuming -----------------------------------------------------------------------------------
 
@@ -246,18 +245,22 @@ class DynamicSampler:
         Returns:
             dict: ``pools``, how many there were, and ``surplus``, a tensor of bytes.
         """
-        packed = pack_groups(self._held, self._exchange['allow_pickle'])
-        return dict(pools=self._pools, surplus=packed)
+        flat = FlatSamples(self._options.sampler.allow_pickle)
+        flat.take(self._held)
+        return dict(pools=self._pools, surplus=serialize(flat, large_bytes=math.inf).data)
 
     def load_state_dict(self, *states: Dict[str, Any]) -> None:
-        """Go on from :meth:`state_dict`; all ranks must do so.
+        """Continue from :meth:`state_dict`; all ranks must do so.
 
         Args:
             *states (dict): That of this rank; none or several where there were less or more ranks.
         """
         self._pools = max([0, *(state['pools'] for state in states)])
-        allowed = self._exchange['allow_pickle']
-        self._held = [
-            group for state in states for group in unpack_groups(state['surplus'], allowed)
-        ]
+        self._held = [group for state in states for group in self._unpack(state['surplus'])]
         self._tally = None
+
+    def _unpack(self, surplus: torch.Tensor) -> List[Any]:
+        allowed = self._options.sampler.allow_pickle
+        received = deserialize(surplus, read_header(surplus), allowed, large_bytes=math.inf)
+        (blocks,) = move_blocks([received], torch.device('cpu'))
+        return rebuild_samples(received, blocks)

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+from inspect import signature
 from typing import Any, Dict, Optional
 
 import numpy as np
@@ -33,6 +34,7 @@ from mmdevplug.checkpoint.writing import (
     remove_unfinished,
     write_checkpoint,
 )
+from mmdevplug.config.hook_options import CheckpointOptions
 from mmdevplug.distributed.process_group import rank_device, rank_devices
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
@@ -52,31 +54,22 @@ class SafeCheckpointHook(CheckpointHook):
 
     Args:
         *args: See :class:`mmengine.hooks.CheckpointHook`.
-        async_save (bool): Whether a thread of rank 0 writes while training goes on; training
-            waits only for a copy in host memory. Errors are raised at the next checkpoint, and at
-            the end. Defaults to False.
-        timeout (float, optional): Seconds that the other ranks wait for rank 0 to write. Defaults
-            to None: the timeout of the process group.
-        on_error (str): What follows if a checkpoint cannot be written: ``'stop'`` ends training
-            on all ranks, ``'continue'`` warns and tries again at the next one. The last
-            checkpoint of all stops in any case. Defaults to ``'stop'``.
-        **kwargs: See :class:`mmengine.hooks.CheckpointHook`.
+        **options: Fields of :class:`mmdevplug.config.hook_options.CheckpointOptions`:
+            ``async_save=False``, ``timeout=None``, ``on_error='stop'``; and arguments of
+            :class:`mmengine.hooks.CheckpointHook`.
+
+    Raises:
+        CheckpointError: If an option is unknown or has an impossible value.
 
     Examples:
         >>> default_hooks = dict(
         ...     checkpoint=dict(type='SafeCheckpointHook', interval=1, async_save=True))
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        async_save: bool = False,
-        timeout: Optional[float] = None,
-        on_error: str = 'stop',
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._saver = CheckpointSaver(async_save, timeout, on_error, self.backend_args)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        ours, theirs = CheckpointOptions.split(options, signature(CheckpointHook).parameters)
+        super().__init__(*args, **theirs)
+        self._saver = CheckpointSaver(ours, self.backend_args)
         self._position: Optional[Position] = None
         self._exact: Optional[Dict] = None
         self._loaded: Optional[Dict] = None

@@ -9,7 +9,7 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mmdevplug.config.model_parallel import read_num_microbatches
+from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.errors import ModelError
 
 
@@ -32,7 +32,7 @@ def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
     Raises:
         ModelError: If ``num_microbatches`` is no number above 0.
     """
-    read_num_microbatches(num_microbatches)
+    ModelParallelOptions.check('num_microbatches', num_microbatches)
     if num_microbatches > 1:
         _warn_of_batch_norm(model, num_microbatches)
         model.forward = functools.partial(

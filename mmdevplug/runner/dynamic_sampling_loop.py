@@ -9,6 +9,7 @@ from mmengine.registry import LOOPS
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
+from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
 from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.errors import ModelError, SampleError
 from mmdevplug.utils.mmengine_compat import batches_dropped
@@ -28,25 +29,16 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
         runner (Runner): A reference of the runner.
         dataloader (DataLoader or dict): The data to make samples of.
         max_iters (int): Training iterations; each may draw several batches of data.
-        target (int): Samples of a pool, of all ranks together.
-        per_group (int): Samples of a group, which stays whole. Defaults to 1.
-        max_resamples (int): How many rounds may follow the first. Defaults to 10.
-        on_short (str): ``'error'``, ``'fewer'`` or ``'repeat'``, see
-            :class:`mmdevplug.dynamic_sampling.DynamicSampler`. Defaults to ``'error'``.
-        generate (str): The model's method that makes a list of samples of what its data
-            preprocessor returns. Defaults to ``'generate_samples'``.
-        is_valid (str): The model's method that decides on a group, which is in host memory.
-            Defaults to ``'is_valid_group'``.
         val_begin (int): See :class:`mmengine.runner.IterBasedTrainLoop`. Defaults to 1.
         val_interval (int): See there. Defaults to 1000.
         dynamic_intervals (List[Tuple[int, int]], optional): See there. Defaults to None.
-        sampler (dict, optional): Further arguments of
-            :class:`mmdevplug.dynamic_sampling.DynamicSampler`, such as
-            ``dict(log_interval=100)``. Defaults to None.
+        **options: Fields of :class:`mmdevplug.config.dynamic_sampling.DynamicSamplingOptions`:
+            ``target``, ``per_group=1``, ``max_resamples=10``, ``on_short='error'``,
+            ``generate='generate_samples'``, ``is_valid='is_valid_group'`` and ``sampler={}``.
 
     Raises:
         ModelError: If the model has no such methods.
-        SampleError: If an argument has a value that does not work.
+        SampleError: If an option is unknown or missing, or has an impossible value.
 
     Examples:
         >>> train_cfg = dict(
@@ -58,28 +50,23 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
         runner: Any,
         dataloader: Union[DataLoader, Dict],
         max_iters: int,
-        target: int,
-        per_group: int = 1,
-        max_resamples: int = 10,
-        on_short: str = 'error',
-        generate: str = 'generate_samples',
-        is_valid: str = 'is_valid_group',
         val_begin: int = 1,
         val_interval: int = 1000,
         dynamic_intervals: Optional[List[Tuple[int, int]]] = None,
-        sampler: Optional[Dict] = None,
+        **options: Any,
     ) -> None:
         super().__init__(runner, dataloader, max_iters, val_begin, val_interval, dynamic_intervals)
+        found = DynamicSamplingOptions.from_dict(options)
         self._model = unwrap_model(runner.model)
-        self._generate = self._method('generate', generate)
+        self._generate = self._method('generate', found.generate)
         self.sampler = DynamicSampler(
             self._draw,
-            self._method('is_valid', is_valid),
-            target,
-            max_resamples,
-            per_group,
-            on_short,
-            **(sampler or {}),
+            self._method('is_valid', found.is_valid),
+            found.target,
+            found.max_resamples,
+            found.per_group,
+            found.on_short,
+            **vars(found.sampler),
         )
         self._data = self.dataloader_iterator
         #: Batches of data that this rank has drawn since the beginning of training.

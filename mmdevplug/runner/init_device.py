@@ -3,7 +3,7 @@
 from typing import Any, Dict
 
 from mmdevplug.accelerators.detection import AcceleratorConfig
-from mmdevplug.config.accelerator import AcceleratorOptions, read_mmcv_ops
+from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.distributed.process_group import DeviceContext, start_distributed
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.patches.collectives import patch_collectives
@@ -39,7 +39,7 @@ def init_device(
         >>> context = mmdevplug.init_device(launcher='pytorch')
         >>> model.to(context.device)
     """
-    read_mmcv_ops(mmcv_ops)
+    AcceleratorOptions.check('mmcv_ops', mmcv_ops)
     context = start_distributed(launcher, accelerator, **options)
     patch_mmcv_ops(context.accelerator, mmcv_ops)
     patch_collectives(context.accelerator)

@@ -193,6 +193,13 @@ def test_bad_options_name_themselves(options):
         SafeCheckpointHook(**options)
 
 
+def test_an_unknown_option_is_refused_with_the_nearest():
+    with pytest.raises(CheckpointError, match="'async_saves'; did you mean 'async_save'?"):
+        SafeCheckpointHook(async_saves=True)
+    with pytest.raises(CheckpointError, match="'max_keep_ckpt'; did you mean 'max_keep_ckpts'?"):
+        SafeCheckpointHook(interval=1, max_keep_ckpt=3)
+
+
 def resume_from(work_dir, path):
     return train(work_dir, resume=True, load_from=path)['iter']
 

@@ -1,5 +1,6 @@
 """Launch files: what is written, what is refused, and that jobs start from them."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import yaml
 
 from mmdevplug.cli import launch, launch_config, torchrun_agent as agent, train
 from mmdevplug.cli.launch import agent_command
-from mmdevplug.cli.launch_settings import LaunchSettings, read_launch_file
+from mmdevplug.cli.launch_settings import read_launch_file
+from mmdevplug.config.launch import LaunchOptions
 from mmdevplug.errors import DevPlugError, LaunchError
 from tests.jobs import PATHS, ROOT
 from tests.needs_card import needs_card
@@ -141,7 +143,8 @@ def test_impossible_flags_write_no_file(tmp_path, monkeypatch, flags, told):
 @pytest.mark.parametrize(
     ('text', 'told'),
     [
-        ('nprocs: 2', "'nprocs' is no key of a launch file; expected one of accelerator, nproc"),
+        ('nprocs: 2', "has no option 'nprocs'; did you mean 'nproc'? Correct the name or remove"),
+        ('nprocs: 2', 'known: accelerator, nproc, nnodes, node_rank, master_addr, master_port'),
         ('nproc: two', "nproc='two': expected 1 or more"),
         ('nproc: 0', 'nproc=0: expected 1 or more'),
         ('nproc: true', 'nproc=True: expected 1 or more'),
@@ -241,7 +244,7 @@ def test_impossible_starts_are_refused_before_anything_runs(monkeypatch, flags, 
 
 
 def test_the_command_of_several_hosts_names_them():
-    settings = LaunchSettings('cpu', 2, 3, 1, '10.0.0.1', 12345, 4, 60)
+    settings = LaunchOptions('cpu', 2, 3, 1, '10.0.0.1', 12345, 4, 60)
     command = ' '.join(agent_command(settings))
     assert '--nproc_per_node=2 --max_restarts=4 --nnodes=3 --node_rank=1' in command
     assert '--rdzv_conf=timeout=60 --master_addr=10.0.0.1 --master_port=12345' in command
@@ -266,7 +269,7 @@ def test_no_variable_changes_what_the_command_line_says(monkeypatch, capsys):
     flags, values = option_variables()
     assert {'PET_STANDALONE', 'PET_MODULE'} <= flags
     assert {'PET_NNODES', 'PET_NODE_RANK', 'PET_RDZV_BACKEND', 'PET_MASTER_PORT'} <= values
-    argv = [*agent_command(LaunchSettings('cpu', 2))[3:], 'train.py', '--launcher', 'pytorch']
+    argv = [*agent_command(LaunchOptions('cpu', 2))[3:], 'train.py', '--launcher', 'pytorch']
     plain = agent.read_arguments(argv)
     assert capsys.readouterr().err == ''
     for name in flags:
@@ -348,11 +351,50 @@ def test_a_pod_joins_with_the_flags_of_the_message(monkeypatch):
     assert '--master_addr=job-master-0' in command
 
 
-def test_the_script_takes_the_hosts_from_its_variables():
+def test_the_script_takes_the_hosts_from_its_variables(monkeypatch):
+    started = []
+    monkeypatch.setattr(launch, 'run_check', lambda command, environ: started.append(command))
+    monkeypatch.setattr(launch, 'replace_process', lambda *args: started.append(args[0]))
     environ = dict(NNODES='2', NODE_RANK='1', MASTER_ADDR='node3', PORT='23456', MAX_RESTARTS='4')
-    words = ['8', 'config.py', '--amp']
-    command = launch.script_command('tools/train.py', words, environ)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    words = ['--script', 'tools/train.py', '8', 'config.py', '--amp']
+
+    def command_of():
+        started.clear()
+        with contextlib.suppress(DevPlugError):  # what follows the start, which does not happen
+            launch.main(words)
+        checked, command = started
+        assert checked[-3:] == ['8', 'config.py', '--amp']
+        return command
+
+    command = command_of()
     assert '--nnodes=2 --node_rank=1 --master_addr=node3' in ' '.join(command)
+    assert '--nproc_per_node=8 --max_restarts=4' in ' '.join(command)
     assert command[-5:] == ['tools/train.py', 'config.py', '--amp', '--launcher', 'pytorch']
-    alone = launch.script_command('tools/train.py', words, dict(environ, NNODES='1'))
-    assert '--nnodes=1 --node_rank=0 --master_addr=127.0.0.1' in ' '.join(alone)
+    monkeypatch.setenv('NNODES', '1')
+    monkeypatch.delenv('MASTER_ADDR', raising=False)
+    alone = '--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=23456'
+    assert alone in ' '.join(command_of())
+
+
+@pytest.mark.parametrize(
+    ('environ', 'told'),
+    [
+        (dict(NNODES='two'), "NNODES='two': expected 1 or more hosts"),
+        (dict(NNODES='2', NODE_RANK='0'), 'master_addr=None and nnodes=2 disagree'),
+        (dict(NNODES='2', MASTER_ADDR='node3'), 'node_rank is not given, but nnodes=2'),
+        (dict(PORT='70000'), 'PORT=70000: expected a port from 1 to 65535'),
+        (dict(MAX_RESTARTS='-1'), "MAX_RESTARTS='-1': expected 0 to 10000"),
+    ],
+)
+def test_impossible_hosts_are_refused_by_the_name_of_the_variable(environ, told):
+    with pytest.raises(LaunchError) as caught:
+        launch.read_hosts(2, environ)
+    assert told in str(caught.value)
+
+
+def test_a_number_of_processes_that_is_none_is_refused():
+    for words in (['0', 'config.py'], ['--script', 'tools/train.py', '0', 'config.py']):
+        with pytest.raises(LaunchError, match='NUM_DEVICES=0: expected 1 or more processes'):
+            launch.main(words)

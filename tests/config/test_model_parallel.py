@@ -39,7 +39,7 @@ def test_other_names():
 @pytest.mark.parametrize(
     ('options', 'told'),
     [
-        (dict(enabled=True), 'enabled'),
+        (dict(enabled=True), "has no option 'enabled'; did you mean 'enable'?"),
         (dict(precision='int8'), "precision='int8'"),
         (dict(guard='ignore'), "guard='ignore'"),
         (dict(num_microbatches=0), 'num_microbatches=0'),

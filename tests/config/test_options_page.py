@@ -27,17 +27,13 @@ def test_the_page_is_made_of_the_dataclasses(page, language):
 
 
 def test_meanings_name_the_same_values_in_both_languages(page):
-    from mmdevplug.config.accelerator import AcceleratorOptions
-    from mmdevplug.config.model_parallel import ModelParallelOptions
-
     english, chinese = page.TEXTS['en'], page.TEXTS['zh_cn']
-    kinds = [('accelerator', AcceleratorOptions), ('model_parallel', ModelParallelOptions)]
-    kinds.extend(page.parts())
     described = []
-    for key, kind in kinds:
-        for one, other in zip(page.rows(kind, key, english), page.rows(kind, key, chinese)):
-            assert values_in(one[-1]) == values_in(other[-1]), one[0]
-            described.append(one[0].strip('`'))
+    for key in page.kinds():
+        for kind in (key, *page.parts(key)):
+            for one, other in zip(page.rows(kind, english), page.rows(kind, chinese)):
+                assert values_in(one[-1]) == values_in(other[-1]), one[0]
+                described.append(one[0].strip('`'))
     assert sorted(described) == sorted(chinese['meanings'])
 
 

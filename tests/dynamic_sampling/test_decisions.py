@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
 from mmdevplug.dynamic_sampling import DynamicSampler, progress as telling
 from mmdevplug.dynamic_sampling.decisions import FULL, GO_ON, SHORT, Tally, decide, offers, too_few
-from mmdevplug.dynamic_sampling.settings import Settings
 from mmdevplug.errors import SampleError
 
 
@@ -164,7 +164,7 @@ def test_another_pass_over_the_data():
 
 # what all ranks decide -------------------------------------------------------------------------
 
-FOUR = Settings(64, 8, 3, 'error', 4, 0)
+FOUR = DynamicSamplingOptions(64, 8, 3, 'error')
 
 
 @pytest.mark.parametrize(
@@ -212,15 +212,20 @@ def test_the_error_names_who_was_short():
     ('options', 'told'),
     [
         (dict(target=10, per_group=4), 'target=10 is no multiple of per_group=4'),
-        (dict(target=0), 'target=0: expected a whole number, 1 or more'),
-        (dict(target=8.0), 'target=8.0: expected a whole number'),
+        (dict(target=0), 'target=0 (train_cfg.target): expected a whole number of at least 1'),
+        (dict(target=8.0), 'target=8.0 (train_cfg.target): expected a whole number'),
         (dict(target=True), 'target=True'),
         (dict(per_group=0), 'per_group=0'),
-        (dict(max_resamples=-1), 'max_resamples=-1: expected a whole number, 0 or more'),
-        (dict(on_short='wait'), "on_short='wait': expected 'error', 'fewer' or 'repeat'"),
+        (
+            dict(max_resamples=-1),
+            '(train_cfg.max_resamples): expected a whole number of at',
+        ),
+        (dict(on_short='wait'), "(train_cfg.on_short): expected 'error', 'fewer' or 'repeat'"),
         (dict(generate=[1]), r'generate=[1]: expected a function'),
         (dict(is_valid=None), 'is_valid=None: expected a function'),
         (dict(log_interval=-1), 'log_interval=-1'),
+        (dict(timeout=0), 'DynamicSampler.timeout=0'),
+        (dict(progress='yes'), "progress='yes'"),
     ],
 )
 def test_arguments_that_do_not_work(options, told):

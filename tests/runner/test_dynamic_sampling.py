@@ -168,6 +168,12 @@ def errors_of(options):
         (dict(loop=dict(generate='draw')), 'ModelError', "train_cfg.generate='draw'"),
         (dict(loop=dict(is_valid='inputs')), 'ModelError', 'SamplingModel has no such method'),
         (dict(loop=dict(target=7, per_group=2)), 'SampleError', 'target=7 is no multiple'),
+        (dict(loop=dict(maxresamples=3)), 'SampleError', "did you mean 'max_resamples'?"),
+        (
+            dict(loop=dict(sampler=dict(log=1))),
+            'SampleError',
+            "train_cfg.sampler has no option 'log'",
+        ),
         (dict(loop=dict(target=99, max_resamples=1)), 'SampleError', 'of target=99 samples'),
         (
             dict(loop=dict(is_valid='never', max_resamples=1, on_short='fewer')),

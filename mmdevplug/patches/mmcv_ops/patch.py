@@ -10,7 +10,7 @@ from mmengine.logging import print_log
 from torch import Tensor
 
 from mmdevplug.accelerators import Accelerator
-from mmdevplug.config.accelerator import read_mmcv_ops
+from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DeviceMismatchError, ModelError, first_line
 
 from .host_call import call_on_host
@@ -144,7 +144,7 @@ def patch_mmcv_ops(accelerator: Accelerator, mode: str = 'host') -> None:
         >>> mmcv.ops.nms(boxes.to('xla'), scores.to('xla'), 0.5)
     """
     global _patch
-    read_mmcv_ops(mode)
+    AcceleratorOptions.check('mmcv_ops', mode)
     restore_mmcv_ops()
     if accelerator.device_type != 'cpu':
         _patch = OperatorPatch(mode)

@@ -1,0 +1,86 @@
+"""The keys of a launch file, which are flags of ``mmdevplug train``, too."""
+
+import re
+from dataclasses import dataclass
+from typing import Any, Dict, Optional
+
+from mmdevplug.errors import LaunchError
+
+from .fields import Check, Options, option, positive, whole
+
+_NAME = Check(
+    lambda value: (
+        isinstance(value, str) and re.fullmatch(r'[\w.:-]+', value, re.ASCII) is not None
+    ),
+    "a name such as 'auto', 'cpu' or 'gcu'",
+    'str',
+)
+#: What a launch file may set for the job's processes. Nothing that could hold a secret, and not
+#: the variables that hide devices, which belong to whoever shares out the host.
+_VARIABLES = re.compile(
+    r'(OMP|MKL)_NUM_THREADS|(GLOO|TP)_SOCKET_IFNAME|TORCH_GLOO_LAZY_INIT|PJRT_DEVICE'
+    r'|CPU_NUM_DEVICES|MMDEVPLUG_ACCELERATOR|TORCH_DISTRIBUTED_DEBUG'
+    r'|(TORCH_)?NCCL_\w+|[HE]CCL_\w+'
+)
+
+
+@dataclass(frozen=True)
+class LaunchOptions(Options):
+    """How a job is started: the keys of a launch file."""
+
+    key, error = 'launch file', LaunchError
+
+    accelerator: Optional[str] = option(
+        None, 'The family of devices; `auto` takes what is present.', check=_NAME
+    )
+    nproc: Optional[int] = option(
+        None, 'Processes on each host.', check=whole(1).named('1 or more processes on each host')
+    )
+    nnodes: int = option(1, 'Hosts.', check=whole(1).named('1 or more hosts'))
+    node_rank: Optional[int] = option(
+        None,
+        'Which of the hosts this is, from 0; another on each. `srun` sets it by `SLURM_NODEID`.',
+        check=whole(0).named('0 or more'),
+    )
+    master_addr: Optional[str] = option(
+        None, 'Name or address of host 0.', check=_NAME.named('the name or the address of host 0')
+    )
+    master_port: Optional[int] = option(
+        None,
+        'A free port of host 0; without it a single host finds one, and several take 29500.',
+        check=whole(1, 65535).named('a port from 1 to 65535'),
+    )
+    max_restarts: int = option(
+        0,
+        'How often failed processes are started again; they resume from the newest checkpoint.',
+        check=whole(0, 10000),
+    )
+    timeout: Optional[float] = option(
+        None,
+        'Seconds until ranks give up waiting for each other.',
+        check=positive().named('a number of seconds above 0'),
+    )
+    env: Dict[str, str] = option(
+        {},
+        'Variables for the processes; those set in the shell win.',
+        check=Check(
+            lambda value: isinstance(value, dict), 'a mapping of variables to values', 'dict'
+        ),
+    )
+
+
+def read_variables(env: Dict[Any, Any], key: str) -> Dict[str, str]:
+    """Refuse variables that are not for a launch file, and return their values as words."""
+    for name, value in env.items():
+        if not isinstance(name, str) or _VARIABLES.fullmatch(name) is None:
+            raise LaunchError(
+                f'{key}: {name!r} is not for a launch file; expected names such as '
+                f'OMP_NUM_THREADS, GLOO_SOCKET_IFNAME or NCCL_DEBUG. Set it in the shell.'
+            )
+        plain = isinstance(value, (str, int)) and not isinstance(value, bool)
+        if not plain or not str(value).isprintable() or len(str(value)) > 4096:
+            raise LaunchError(
+                f'{key}: {name}={value!r}: expected a word or a whole number. Put other values '
+                f"into quotes, e.g. '1'."
+            )
+    return {name: str(value) for name, value in env.items()}
