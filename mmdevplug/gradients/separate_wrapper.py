@@ -25,10 +25,9 @@ class _Part(DeviceDistributedDataParallel):
     """Average the gradients of a part, unless all its parameters are frozen."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if any(parameter.requires_grad for parameter in self.module.parameters()):
+        if _is_trainable(self.module):
             return super().forward(*inputs, **kwargs)
-        # E.g. the discriminator while the generator learns: there will be no gradient, and the
-        # ranks need not agree on anything.
+        # E.g. the discriminator while the generator learns: there is no gradient to average.
         return self.module(*inputs, **kwargs)
 
 
