@@ -85,7 +85,7 @@ class BucketLayout:
                 if full or index == chosen[-1]:
                     flat, parameters = memory[start:end], [self.parameters[i] for i in group]
                     pieces = flat.split([_wire_numel(parameter) for parameter in parameters])
-                    views = [view_like(piece, p) for piece, p in zip(pieces, parameters)]
+                    views = [_view_like(piece, p) for piece, p in zip(pieces, parameters)]
                     buckets.append(Bucket(flat, views, len(after) + len(buckets), group))
                     group, start = [], end
         return buckets
@@ -101,8 +101,7 @@ def _wire_numel(parameter: Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-def view_like(piece: Tensor, parameter: Tensor) -> Tensor:
-    """View a piece of host memory in the shape of a parameter, which may be complex."""
+def _view_like(piece: Tensor, parameter: Tensor) -> Tensor:
     if parameter.is_complex():
         return torch.view_as_complex(piece.view(*parameter.shape, 2))
     return piece.view(parameter.shape)

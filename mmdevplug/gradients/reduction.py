@@ -18,7 +18,7 @@ from mmdevplug.distributed.process_group import DEFAULT_TIMEOUT, device_context
 from mmdevplug.distributed.traffic import all_reduce_bytes
 from mmdevplug.utils.torch_compat import view_as_dtype
 
-from .buckets import Bucket, view_like
+from .buckets import Bucket
 from .compression import Compression
 from .nonfinite import is_marked_nonfinite, mark_nonfinite, scale_and_check
 from .shared_memory import Hosts, find_hosts, share_slots
@@ -153,8 +153,8 @@ class TwoLevelReduction(Reduction):
         for view in bucket.views:
             end = start + view.numel() * (2 if view.is_complex() else 1)
             owners = [i for i, s in enumerate(spans) if s.start < end and start < s.stop]
-            if len(owners) == 1:
-                found.append(view_like(peers[owners[0]][start:end], view))
+            if len(owners) == 1 and not view.is_complex():
+                found.append(peers[owners[0]][start:end].view(view.shape))
             else:
                 # Copied into this rank's memory, which the other ranks have read already.
                 for i in set(owners) - {self._local_rank}:

@@ -5,6 +5,7 @@ files have no names, so nothing stays behind when a job is killed. ``/dev/shm`` 
 small in containers.
 """
 
+import errno
 import logging
 import mmap
 import os
@@ -99,7 +100,8 @@ def _map(owner: Dict[str, Any], size: int) -> Tensor:
     file = os.open(f'/proc/{owner["pid"]}/fd/{owner["file"]}', os.O_RDWR)
     try:
         if os.fstat(file).st_ino != owner['inode']:
-            raise OSError(f'process {owner["pid"]} is another one in this PID namespace')
+            text = f'process {owner["pid"]} is another one in this PID namespace'
+            raise OSError(errno.ESRCH, text)
         return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
     finally:
         os.close(file)

@@ -10,8 +10,8 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from mmdevplug.config.pad_to import read_pad_to, suggest_buckets
-from mmdevplug.data import build_padded as padding_build
-from mmdevplug.data.build_padded import build_padded, install_padding, take_pad_to
+from mmdevplug.data import padding
+from mmdevplug.data.padding import build_padded, install_padding, take_pad_to
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.patches.mmseg import patch_accuracy
@@ -478,7 +478,7 @@ def test_predictions_of_a_segmentor_have_the_size_of_the_image(test_cfg):
 def test_a_loss_that_padding_makes_smaller_is_named(monkeypatch):
     need_mmcv_operations()
     told = []
-    monkeypatch.setattr(padding_build, 'print_log', lambda message, *_: told.append(message))
+    monkeypatch.setattr(padding, 'print_log', lambda message, *_: told.append(message))
     alone, _ = segmentation_losses(segmentor(None, False, size=(20, 30)), (20, 30))
     assert told == []
     diluted, _ = segmentation_losses(segmentor((40, 60), False, size=(20, 30)), (20, 30))
