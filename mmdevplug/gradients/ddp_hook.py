@@ -1,4 +1,4 @@
-"""Average the buckets of PyTorch's DDP: compress, look for NaN, and count bytes."""
+"""Average the buckets of PyTorch's DDP: compress, check for NaN, and count bytes."""
 
 import time
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -121,7 +121,7 @@ class BucketAveraging:
         return flat
 
     def _wait_for_ddp(self) -> None:
-        # DDP's own callback, queued by now, puts the averages where they belong.
+        # After DDP's own callback, queued by now, which copies the averages to the gradients.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:

@@ -136,7 +136,7 @@ class HostStaging(ABC):
         flags = torch.tensor([self._used, repeated], dtype=torch.int32)
         agreed = torch_dist.all_reduce(flags, group=self.group, async_op=True)
         gradients = [p.grad for p, here in zip(self.parameters, self._used) if here]
-        # The message travels while a lazy device works.
+        # The all-reduce runs while a lazy device computes.
         self.accelerator.materialize_all(self.devices, gradients)
         agreed.wait()
         used, repeated = (flags > 0).tolist()

@@ -106,7 +106,7 @@ class FinitePolicy:
 
     @property
     def active(self) -> bool:
-        """Whether to look for gradients that are not finite."""
+        """Return whether to check for gradients that are not finite."""
         return self.policy != 'ignore' and not self.suspended
 
     def apply(self, found_here: Sequence[str]) -> None:

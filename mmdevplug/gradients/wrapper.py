@@ -68,21 +68,21 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         bucket_cap_mb (int, optional): Size of a message in MB. Defaults to None: 5 on the CPU, 8
             for host staging, and PyTorch's own elsewhere.
         detect_anomalous_params (bool): See MMDistributedDataParallel. Defaults to False.
-        grad_compression (str or dict): What travels instead of gradients: ``'none'``, ``'bf16'``,
-            ``'fp16'`` or ``'powersgd'``, or a dict with that as ``type`` and options of PyTorch's
-            ``PowerSGDState``. Defaults to ``'none'``.
+        grad_compression (str or dict): How gradients are compressed for messages: ``'none'``,
+            ``'bf16'``, ``'fp16'`` or ``'powersgd'``, or a dict with that as ``type`` and options
+            of PyTorch's ``PowerSGDState``. Defaults to ``'none'``.
         hierarchy (str or bool): Whether host staging averages in the shared memory of each host
             first, and then between hosts. ``'auto'``: where several ranks share a host and each
             host has as many. Defaults to ``'auto'``.
         nonfinite_grads (str, optional): What all ranks do when one has NaN or infinite gradients:
-            ``'stop'`` with its rank and parameters, ``'skip'`` the update, or ``'ignore'``. A
+            ``'stop'`` and name the rank and parameters, ``'skip'`` the update, or ``'ignore'``. A
             gradient scaler, which skips by itself, has precedence. Defaults to None: ``'stop'``
             where gradients pass through the host, at no cost; ``'ignore'`` elsewhere.
         **kwargs: Other arguments of PyTorch's DDP. They have no effect on host staging.
 
     Raises:
         ModelError: If the model is wrapped already, has nothing to train, or is not the same on
-            all ranks, or if an option has a value that it cannot have.
+            all ranks, or if an option has an invalid value.
         LaunchError: If no process group exists.
         AcceleratorError: If the device cannot be used.
     """
@@ -255,12 +255,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
         After the first backward pass of a run DDP orders buckets by the time at which gradients
         became ready, and this order decides how the values of more than two ranks are added up. A
-        resumed run has to add up its first gradients as the uninterrupted run did. Gradients and
-        buffers are restored; the caller restores the random states.
-
-        Args:
-            data (dict or tuple or list): A batch; it is copied.
-            optim_wrapper (OptimWrapper): Casts as in training.
+        resumed run has to add up its first gradients as the uninterrupted run did. The batch is
+        copied, gradients and buffers are restored; the caller restores the random states.
         """
         if self.staging is not None or torch_dist.get_world_size(self.process_group) <= 2:
             return  # Host staging needs no warm-up, and the sum of two values has no order.
@@ -364,7 +360,7 @@ def _check_options(kwargs: Dict[str, Any], hierarchy: Union[str, bool]) -> None:
 def _rename_buffer_option(
     options: Dict[str, Any], accelerator: Accelerator, module: nn.Module
 ) -> Dict[str, Any]:
-    """Ask DDP for equal buffers at the start, whether or not they are sent at each forward."""
+    """Let DDP send buffers once at the start, whether or not it sends them at each forward."""
     options = dict(options)
     if 'forward_sync_buffers' in inspect.signature(DistributedDataParallel.__init__).parameters:
         options['forward_sync_buffers'] = options.pop('broadcast_buffers')
