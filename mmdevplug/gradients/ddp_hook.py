@@ -85,7 +85,7 @@ class BucketAveraging:
         flat = bucket.buffer()
         if self.policy.active and flat.is_floating_point():
             if scale_and_check(flat, factor):
-                # A sparse gradient is a bucket of its own, without a list of its parts.
+                # A sparse gradient is a separate bucket, without a list of its parts.
                 gradients = [flat] if flat.is_sparse else bucket.gradients()
                 named = zip(bucket.parameters(), gradients)
                 self._found += names_of_nonfinite([(self._names[id(p)], g) for p, g in named])
