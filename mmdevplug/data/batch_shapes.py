@@ -1,4 +1,4 @@
-"""Find the shapes that a training iteration computes on, for which graphs are compiled."""
+"""Record the shapes of tensors in each training iteration: new shapes compile new graphs."""
 
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -16,24 +16,16 @@ Shape = Tuple[int, ...]
 Shapes = Dict[str, Tuple[Shape, ...]]
 
 SENT, COMPUTED = 'sent', 'computed'
-
-
-def shapes_of(nested: Any) -> Shapes:
-    """The shapes of all tensors in a batch.
-
-    Args:
-        nested: Containers of tensors, and anything else.
-
-    Examples:
-        >>> shapes_of(dict(inputs=[torch.ones(3, 4), torch.ones(3, 5)]))
-        {'inputs[*]': ((3, 4), (3, 5))}
-    """
-    found: Dict[str, List[Shape]] = {}
-    _collect(nested, '', found)
-    return {name: tuple(shapes) for name, shapes in found.items()}
+#: At most this number of names, and of shapes for each, is listed in a message.
+MAX_NAMES, MAX_SHAPES = 6, 4
 
 
 def _collect(value: Any, name: str, found: Dict[str, List[Shape]]) -> None:
+    """Append the shapes of all tensors in nested containers, by name.
+
+    E.g. ``dict(inputs=[torch.ones(3, 4), torch.ones(3, 5)])`` gives
+    ``{'inputs[*]': [(3, 4), (3, 5)]}``.
+    """
     if isinstance(value, Tensor):
         found.setdefault(name, []).append(tuple(value.shape))
     elif type(value) in LEAVES:
@@ -54,18 +46,15 @@ def _collect(value: Any, name: str, found: Dict[str, List[Shape]]) -> None:
 
 
 class ShapeRecorder:
-    """Notes what data preprocessors are given and what they make of it, on the host alone.
+    """Record the shapes of the inputs and outputs of a model's data preprocessors, on the host.
 
-    Both count: a lazy device stacks and pads images in the same graph that the model computes in.
-
-    Args:
-        model (nn.Module): The bare model.
+    Both matter: a lazy device stacks and pads images in the graph in which the model computes.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.pads_to: Any = None
         self._recording = False
-        self._noted: Dict[str, Dict[str, List[Shape]]] = {}
+        self._found: Dict[str, Dict[str, List[Shape]]] = {}
         self._handles: List[Any] = []
         self._watched: List[Any] = []
         for part in model.modules():
@@ -75,93 +64,76 @@ class ShapeRecorder:
     def _attach(self, part: BaseDataPreprocessor) -> None:
         forward = padded_forward(part)
         if forward is not None:
-            forward.watcher = self._note_sent
+            forward.watcher = lambda batch: self._record(SENT, batch)
             self._watched.append(forward)
             self.pads_to = forward.pad_to
         elif not any(padded_forward(inner) for inner in part.modules()):
             self._handles.append(
-                part.register_forward_pre_hook(lambda _, given: self._note_sent(given[:1]))
+                part.register_forward_pre_hook(lambda _, inputs: self._record(SENT, *inputs[:1]))
             )
         self._handles.append(
-            part.register_forward_hook(lambda _, __, made: self._note(COMPUTED, made))
+            part.register_forward_hook(lambda _, __, output: self._record(COMPUTED, output))
         )
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         for forward in self._watched:
             forward.watcher = None
 
     def start(self) -> None:
-        """Begin with an iteration."""
-        self._noted = {SENT: {}, COMPUTED: {}}
+        """Start recording an iteration."""
+        self._found = {SENT: {}, COMPUTED: {}}
         self._recording = True
 
     def stop(self, data_batch: Any) -> Dict[str, Shapes]:
-        """End with an iteration.
+        """Stop recording; return the shapes of preprocessors' inputs and outputs.
 
-        Args:
-            data_batch: What the data loader gave, for models that have no preprocessor.
-
-        Returns:
-            dict: The shapes of what was sent to the device, and of what was made of it.
+        For models without a preprocessor the shapes of ``data_batch`` count.
         """
+        if not self._found[COMPUTED]:
+            self._record(COMPUTED, data_batch)
         self._recording = False
-        if not self._noted[COMPUTED]:
-            self._merge(COMPUTED, shapes_of(data_batch))
         return {
-            kind: {name: tuple(shapes) for name, shapes in noted.items()}
-            for kind, noted in self._noted.items()
+            kind: {name: tuple(shapes) for name, shapes in found.items()}
+            for kind, found in self._found.items()
         }
 
-    def _note_sent(self, batch: Any) -> None:
-        self._note(SENT, batch[0] if isinstance(batch, tuple) and len(batch) == 1 else batch)
-
-    def _note(self, kind: str, batch: Any) -> None:
+    def _record(self, kind: str, batch: Any = None) -> None:
         if self._recording:
-            self._merge(kind, shapes_of(batch))
-
-    def _merge(self, kind: str, shapes: Shapes) -> None:
-        for name, found in shapes.items():
-            self._noted[kind].setdefault(name, []).extend(found)
+            _collect(batch, '', self._found[kind])
 
 
 def changed_names(before: Shapes, after: Shapes) -> List[str]:
-    """The names whose shapes differ."""
+    """Return the names whose shapes differ."""
     return [
         name for name in dict.fromkeys([*after, *before]) if before.get(name) != after.get(name)
     ]
 
 
-def describe_changes(before: Shapes, after: Shapes, limit: int = 6) -> str:
-    """Which shapes changed, and how, in one line.
-
-    Args:
-        before (dict): See :func:`shapes_of`.
-        after (dict): The same, of another batch.
-        limit (int): How many names at most. Defaults to 6.
-    """
+def describe_changes(before: Shapes, after: Shapes) -> str:
+    """Describe in one line which shapes changed, and how."""
     names = changed_names(before, after)
-    told = [
+    changes = [
         f'{name}: {_describe(before.get(name))} → {_describe(after.get(name))}'
-        for name in names[:limit]
+        for name in names[:MAX_NAMES]
     ]
-    more = len(names) - limit
-    return '; '.join(told) + (f'; and {more} more' if more > 0 else '')
+    more = len(names) - MAX_NAMES
+    return '; '.join(changes) + (f'; and {more} more' if more > 0 else '')
 
 
-def _describe(shapes: Optional[Sequence[Shape]], limit: int = 4) -> str:
+def _describe(shapes: Optional[Sequence[Shape]]) -> str:
     if not shapes:
         return 'none'
     if len(set(shapes)) == 1:
         return str(shapes[0]) + (f' × {len(shapes)}' if len(shapes) > 1 else '')
-    more = len(shapes) - limit
-    return ', '.join(map(str, shapes[:limit])) + (f' and {more} more' if more > 0 else '')
+    more = len(shapes) - MAX_SHAPES
+    return ', '.join(map(str, shapes[:MAX_SHAPES])) + (f' and {more} more' if more > 0 else '')
 
 
 def image_size(shapes: Shapes) -> Optional[Size]:
-    """Height and width that hold the images of a batch; None if there are none."""
+    """Return height and width that hold the images of a batch; None if there are none."""
     images = [
         shape
         for name, found in shapes.items()
@@ -175,7 +147,7 @@ def image_size(shapes: Shapes) -> Optional[Size]:
 
 
 def batch_size(shapes: Shapes) -> Optional[int]:
-    """The number of samples of a batch; None if it cannot be told."""
+    """Return the number of samples of a batch; None if unknown."""
     if 'inputs' in shapes and shapes['inputs'][0]:
         return shapes['inputs'][0][0]
     return len(shapes['inputs[*]']) if 'inputs[*]' in shapes else None

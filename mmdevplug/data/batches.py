@@ -1,7 +1,8 @@
-"""A batch sampler that can begin anywhere, and batches that carry their own seed."""
+"""Begin a pass over the data at any batch, and seed workers for each batch."""
 
 import hashlib
 import random
+from functools import partial
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence
 
 import numpy as np
@@ -14,35 +15,29 @@ from mmdevplug.utils.torch_compat import asks_samplers_for_batches
 
 
 class SeededBatch(list):
-    """The indices of a batch, and the seed for what workers do at random to its samples.
+    """Hold the indices of a batch, and the seed for random augmentation in its worker."""
 
-    Attributes:
-        seed (int): Below 2**63.
-    """
-
-    seed: int = 0
+    seed: int = 0  # below 2**63
 
 
 class ResumableBatches:
-    """Wraps the batch sampler of a data loader.
+    """Wrap the batch sampler of a data loader, so that a pass can begin at any batch.
 
-    Without anything said it yields what it wraps. After :meth:`resume` its next pass leaves out
-    batches that were trained on before, without loading them.
-
-    Random augmentation in worker processes depends on the seed, the rank, the epoch and the
-    number of the batch alone, not on how many workers there are, nor on where a run began.
+    After :meth:`resume` the next pass leaves out batches that were trained on before, without
+    loading them. Random augmentation in worker processes depends only on the seed, the rank, the
+    epoch and the index of the batch, not on the number of workers or on where a run began.
 
     Args:
         batches (Iterable): A batch sampler; a pass is one epoch.
-        seed (int, optional): Of this rank, for workers. Defaults to None: they are left alone.
+        seed (int, optional): Of this rank, for workers. Defaults to None: they are not seeded.
     """
 
     def __init__(self, batches: Iterable[Sequence[int]], seed: Optional[int] = None) -> None:
         self.batches = batches
         self.seed = seed
         self.epoch = -1
-        #: What the generators of the host were when the current pass began. With workers, a loop
-        #: over iterations begins the first pass when it is built.
+        #: The random state of the host when the current pass began. With workers, a loop over
+        #: iterations begins the first pass when it is built.
         self.state_at_start: Any = None
         self._skip = 0
         self._before_pass: Optional[Callable[[], None]] = None
@@ -55,21 +50,21 @@ class ResumableBatches:
         before_pass: Optional[Callable[[], None]] = None,
         after_skip: Optional[Callable[[], None]] = None,
     ) -> None:
-        """Say where the next pass begins.
+        """Set where the next pass begins.
 
         Args:
-            epoch (int): The number of that pass.
-            skip (int): How many batches to leave out.
+            epoch (int): Index of that pass.
+            skip (int): Number of batches to leave out.
             before_pass (callable, optional): Called before the wrapped sampler is started.
-            after_skip (callable, optional): Called when the first batch is about to be loaded.
+            after_skip (callable, optional): Called before the first batch is loaded.
         """
         self.epoch = epoch - 1
         self._skip = skip
         self._before_pass, self._after_skip = before_pass, after_skip
 
     def __iter__(self) -> Iterator[List[int]]:
-        # A generator: nothing of this runs before the data loader asks for the first batch, which
-        # it does when it has drawn its own random number.
+        # A generator: this runs when the data loader takes the first batch, after it has drawn its
+        # own random number.
         self.epoch += 1
         epoch, skip = self.epoch, self._skip
         before_pass, after_skip = self._before_pass, self._after_skip
@@ -84,7 +79,7 @@ class ResumableBatches:
                 after_skip()
                 after_skip = None
             yield self._seeded(batch, epoch, number)
-        if after_skip is not None:  # the epoch had ended, all but for what follows it
+        if after_skip is not None:  # All batches of the epoch were skipped.
             after_skip()
 
     def _seeded(self, batch: Sequence[int], epoch: int, number: int) -> Any:
@@ -98,62 +93,34 @@ class ResumableBatches:
         return len(self.batches)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        # `sampler`, `batch_size`, `drop_last`, and whatever a batch sampler has of its own.
+        # `sampler`, `batch_size`, `drop_last`, and other attributes of the batch sampler.
         if name == 'batches':
             raise AttributeError(name)
         return getattr(self.batches, name)
 
 
 def derive_seed(*numbers: int) -> int:
-    """A seed for each combination of numbers, unlike those of its neighbours."""
+    """Hash numbers to a seed, so that neighbouring numbers get unrelated seeds."""
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, 'little') >> 1
 
 
-def seed_host(seed: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's generators on the host."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    # Not torch.manual_seed, which would wake the devices in a worker.
-    torch.default_generator.manual_seed(seed)
-
-
-class SeededFetch:
-    """Loads the samples of a batch in a worker process, after seeding for it.
-
-    Args:
-        dataset: The worker's copy of the dataset, of which it becomes ``__getitems__``.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self._fetch = getattr(dataset, '__getitems__', None)
-
-    def __call__(self, indices: Sequence[int]) -> List[Any]:
-        seed = getattr(indices, 'seed', None)
-        if seed is not None:
-            seed_host(seed)
-        if self._fetch is not None:
-            return self._fetch(indices)
-        return [self._dataset[index] for index in indices]
-
-
 class WorkerInit:
-    """What a worker process does first.
+    """Initialize a worker process, so that it seeds its generators for each batch.
 
     Args:
-        before (callable, optional): The data loader's own function. Defaults to None.
+        before (callable, optional): The data loader's ``worker_init_fn``.
     """
 
-    def __init__(self, before: Optional[Callable[[int], None]] = None) -> None:
+    def __init__(self, before: Optional[Callable[[int], None]]) -> None:
         self._before = before
 
     def __call__(self, worker_id: int) -> None:
         if self._before is not None:
             self._before(worker_id)
         dataset = torch.utils.data.get_worker_info().dataset
-        fetch = SeededFetch(dataset)
-        # Both in this process alone.
+        fetch = partial(_fetch_seeded, dataset, getattr(dataset, '__getitems__', None))
+        # Only this process is changed.
         if asks_samplers_for_batches():  # the fetcher looks for it on the object
             dataset.__getitems__ = fetch
         else:
@@ -162,3 +129,16 @@ class WorkerInit:
                 'fetch',
                 lambda self, indices: self.collate_fn(fetch(indices)),
             )
+
+
+def _fetch_seeded(
+    dataset: Any, fetch: Optional[Callable[[Sequence[int]], List[Any]]], indices: Sequence[int]
+) -> List[Any]:
+    """Load the samples of a batch, after seeding for it."""
+    seed = getattr(indices, 'seed', None)
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        # Not torch.manual_seed, which would start the devices in a worker.
+        torch.default_generator.manual_seed(seed)
+    return [dataset[index] for index in indices] if fetch is None else fetch(indices)

@@ -1,23 +1,26 @@
-"""Pad batches to few sizes, in front of and behind any data preprocessor of OpenMMLab.
+"""Pad batches to few sizes, before and after any data preprocessor of OpenMMLab.
 
-On a lazy device every new shape is a new graph to compile. So images are made larger on the host,
-before the preprocessor sends them; there they are of raw bytes, which have no value that becomes
-the preprocessor's own pad value. That value is put in on the device, from masks whose shapes do
-not change either. Losses and predictions are those of a batch that had a larger image in it.
+On a lazy device every new shape is a new graph to compile. So images are padded on the host,
+before the preprocessor sends them. There they are raw bytes, none of which becomes the
+preprocessor's pad value after normalization. That value is filled in on the device, with masks of
+constant shapes. Losses and predictions are those of a batch that contains a larger image.
 """
 
+import copy
+import logging
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
+from mmengine.logging import print_log
 from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import BaseDataElement, PixelData
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from mmdevplug.config.pad_to import PadTo, Size, round_up
-from mmdevplug.errors import DevPlugError
+from mmdevplug.config.pad_to import PadTo, Size, read_pad_to, round_up
+from mmdevplug.errors import DevPlugError, ModelError
 
-#: What preprocessors of different libraries call the same thing.
+#: Names of the same attribute in different libraries.
 PAD_VALUE = ('pad_value', 'pad_val')
 LABEL_PAD_VALUE = ('seg_pad_value', 'seg_pad_val')
 #: Labels of pixels, which preprocessors pad with the value that losses ignore.
@@ -28,14 +31,10 @@ Inputs = Union[Tensor, List[Tensor]]
 
 
 class PaddedForward:
-    """What a data preprocessor's ``forward`` becomes.
-
-    Args:
-        preprocessor (BaseDataPreprocessor): Any; its ``forward`` is called in between.
-        pad_to (PadTo): To which size.
+    """Replace a data preprocessor's ``forward``: pad, call it, and fill in the pad value.
 
     Attributes:
-        watcher (callable, optional): Told each batch as the preprocessor gets it.
+        watcher (callable, optional): Called with each batch before the preprocessor.
     """
 
     def __init__(self, preprocessor: BaseDataPreprocessor, pad_to: PadTo) -> None:
@@ -60,10 +59,10 @@ class PaddedForward:
         images = _images(data)
         self._sizes = [(int(x.shape[-2]), int(x.shape[-1])) for x in images]
         size = self.pad_to.size_for(self._sizes)
-        data = dict(data, inputs=_larger(data['inputs'], size))
+        data = dict(data, inputs=_pad_images(data['inputs'], size))
         if training and _are_samples(data.get('data_samples')):
             data['data_samples'] = [
-                self._with_larger_labels(sample, own, size)
+                self._pad_labels(sample, own, size)
                 for sample, own in zip(data['data_samples'], self._sizes)
             ]
         if self.watcher is not None:
@@ -75,15 +74,10 @@ class PaddedForward:
         return result
 
     def fill(self, inputs: Inputs, data_samples: Any) -> Inputs:
-        """Put the pad value where the images of this batch were made larger.
-
-        Args:
-            inputs (Tensor or List[Tensor]): As the preprocessor made them.
-            data_samples: Their metainfo is corrected in place.
-        """
+        """Fill the padded area of images with the pad value, and correct the samples' metainfo."""
         self._filled = True
         if not isinstance(inputs, Tensor):
-            return inputs  # of a preprocessor that does nothing but move what it gets
+            return inputs  # The preprocessor only moves images.
         height, width = int(inputs.shape[-2]), int(inputs.shape[-1])
         if _are_samples(data_samples):
             for sample, own in zip(data_samples, self._sizes):
@@ -96,10 +90,8 @@ class PaddedForward:
         beside = beside.view(-1, *middle, 1, width).to(inputs.device)
         return inputs.masked_fill(below | beside, _first(self.preprocessor, PAD_VALUE, 0))
 
-    def _with_larger_labels(
-        self, sample: BaseDataElement, own: Size, size: Size
-    ) -> BaseDataElement:
-        larger = {}
+    def _pad_labels(self, sample: BaseDataElement, own: Size, size: Size) -> BaseDataElement:
+        padded = {}
         for name, field in sample.items():
             if not isinstance(field, PixelData) or field.shape is None:
                 continue
@@ -110,38 +102,32 @@ class PaddedForward:
                     f'Set pad_to=None for this model.'
                 )
             ignored = _first(self.preprocessor, LABEL_PAD_VALUE, IGNORED_LABEL)
-            larger[name] = _larger_pixels(field, size, ignored if name in LABELS else 0)
-        if not larger:
+            padded[name] = _pad_pixels(field, size, ignored if name in LABELS else 0)
+        if not padded:
             return sample
-        sample = sample.new()  # a data set may give the same one again
-        sample.set_data(larger)
+        sample = sample.new()  # The data set may return the same object again.
+        sample.set_data(padded)
         return sample
 
     def _correct(self, sample: BaseDataElement, own: Size, size: Size) -> None:
         if 'batch_input_shape' in sample.metainfo:
-            # mmdet: the size up to which the image itself is padded. Anchors beyond it are not
-            # trained, so the loss is what it was.
+            # mmdet: anchors outside this size are not trained, so the loss does not change.
             step = max(1, getattr(self.preprocessor, 'pad_size_divisor', 1))
             sample.set_metainfo(dict(pad_shape=(round_up(own[0], step), round_up(own[1], step))))
             return
-        # mmseg: what it cuts off from predictions.
+        # mmseg removes this padding from predictions.
         padding = (0, size[1] - own[1], 0, size[0] - own[0])
         corrected: Dict[str, Any] = dict(pad_shape=size, padding_size=padding)
         if 'img_padding_size' in sample.metainfo:
             corrected['img_padding_size'] = padding
         shape = sample.metainfo.get('img_shape')
-        if isinstance(shape, torch.Size):  # that of the input, which was padded already
+        if isinstance(shape, torch.Size):  # the shape of the padded input
             corrected['img_shape'] = torch.Size(own)
         sample.set_metainfo(corrected)
 
 
 class _Fill(nn.Module):
-    """Stands before the augmentations of a batch, which mix and resize images.
-
-    Args:
-        padded (PaddedForward): Knows how large the images are.
-        augments (callable, optional): What to call next. Defaults to None: nothing.
-    """
+    """Fill in the pad value before the augmentations of a batch, which mix and resize images."""
 
     def __init__(self, padded: PaddedForward, augments: Optional[Callable] = None) -> None:
         super().__init__()
@@ -154,9 +140,109 @@ class _Fill(nn.Module):
 
 
 def padded_forward(preprocessor: nn.Module) -> Optional[PaddedForward]:
-    """What pads for a data preprocessor, None if nothing does."""
+    """Return the :class:`PaddedForward` of a data preprocessor, None if it does not pad."""
     forward = vars(preprocessor).get('forward')
     return forward if isinstance(forward, PaddedForward) else None
+
+
+def build_padded(
+    build: Callable[[Any], nn.Module], model: Any, option: Optional[PadTo] = None
+) -> nn.Module:
+    """Build a model whose data preprocessors pad, if its config or an option sets it.
+
+    Args:
+        build (callable): Builds a model from its config.
+        model (dict or nn.Module): ``pad_to`` in its ``data_preprocessor`` overrides the option,
+            also as None.
+        option (PadTo, optional): ``accelerator.pad_to``. Defaults to None: no padding.
+
+    Raises:
+        DevPlugError: If ``pad_to`` is invalid.
+        ModelError: If the model has no data preprocessor.
+    """
+    model, found = take_pad_to(model)
+    built = build(model)
+    pad_to = read_pad_to(found[0], 'data_preprocessor.pad_to') if found else option
+    if pad_to is not None:
+        install_padding(built, pad_to)
+    return built
+
+
+def take_pad_to(model: Any) -> Tuple[Any, List[Any]]:
+    """Return the config of a model without ``pad_to`` in its data preprocessors, and the value.
+
+    Args:
+        model (dict or nn.Module): It is not changed.
+
+    Returns:
+        tuple: The config, and a list of the value, which is empty if there is none.
+
+    Raises:
+        DevPlugError: If there are several values.
+    """
+    found: List[Any] = []
+    _find_pad_to(model, found)
+    if not found:
+        return model, found
+    if any(value != found[0] for value in found):
+        raise DevPlugError(
+            f'data_preprocessor.pad_to has several values in one model: '
+            f'{", ".join(map(repr, found))}. Keep one.'
+        )
+    model = copy.deepcopy(model)
+    _find_pad_to(model, [], remove=True)
+    return model, found[:1]
+
+
+def _find_pad_to(config: Any, found: List[Any], remove: bool = False) -> None:
+    if not isinstance(config, dict):
+        return
+    for key, value in config.items():
+        if key == 'data_preprocessor' and isinstance(value, dict) and 'pad_to' in value:
+            found.append(value.pop('pad_to') if remove else value['pad_to'])
+        _find_pad_to(value, found, remove)
+
+
+def install_padding(model: nn.Module, pad_to: PadTo) -> None:
+    """Let the data preprocessors in a model pad; a model without any is refused."""
+    preprocessors = [part for part in model.modules() if isinstance(part, BaseDataPreprocessor)]
+    if not preprocessors:
+        raise ModelError(
+            f'pad_to is given, but {type(model).__name__} has no data preprocessor that could '
+            f"pad. Give it one: data_preprocessor=dict(type='ImgDataPreprocessor')."
+        )
+    for part in preprocessors:
+        if any(other in preprocessors for other in part.modules() if other is not part):
+            continue  # It passes its batches on to the inner ones.
+        forward = padded_forward(part)
+        if forward is not None:
+            forward.pad_to = pad_to
+        else:
+            part.forward = PaddedForward(part, pad_to)  # type: ignore[assignment]
+    sizes = (
+        f'the next multiple of {pad_to.multiple}'
+        if pad_to.multiple is not None
+        else 'the smallest that holds them of ' + ', '.join(map(str, pad_to.buckets))
+    )
+    if any(hasattr(part, 'seg_pad_val') for part in preprocessors):
+        _warn_of_diluted_losses(model)
+    print_log(f'pad_to: batches of images are padded to {sizes}.', 'current')
+
+
+def _warn_of_diluted_losses(model: nn.Module) -> None:
+    """Name losses that count padding as pixels without loss, which is mmseg's default."""
+    diluted = [
+        name for name, part in model.named_modules() if vars(part).get('avg_non_ignore') is False
+    ]
+    if diluted:
+        print_log(
+            f'pad_to: {", ".join(diluted)} averages over all pixels, padding included, so more '
+            f'padding makes losses and gradients smaller. To average over the pixels of the '
+            f'images, set avg_non_ignore=True in loss_decode; on a lazy device each loss then '
+            f'costs one more execution.',
+            'current',
+            logging.WARNING,
+        )
 
 
 def _images(data: Any) -> Sequence[Tensor]:
@@ -180,24 +266,24 @@ def _are_samples(samples: Any) -> bool:
     )
 
 
-def _larger(images: Inputs, size: Size) -> Inputs:
+def _pad_images(images: Inputs, size: Size) -> Inputs:
     if isinstance(images, Tensor):
-        return _larger_tensor(images, size, 0)
-    return [_larger_tensor(image, size, 0) for image in images]
+        return _pad_tensor(images, size, 0)
+    return [_pad_tensor(image, size, 0) for image in images]
 
 
-def _larger_tensor(tensor: Tensor, size: Size, value: float) -> Tensor:
+def _pad_tensor(tensor: Tensor, size: Size, value: float) -> Tensor:
     height, width = tensor.shape[-2:]
     return pad(tensor, (0, size[1] - width, 0, size[0] - height), value=value)
 
 
-def _larger_pixels(field: PixelData, size: Size, value: float) -> PixelData:
-    # Not one field after the other: they must have the same size at all times.
-    made = type(field)(metainfo=field.metainfo)
+def _pad_pixels(field: PixelData, size: Size, value: float) -> PixelData:
+    # A new object: all fields of one must have the same size at all times.
+    result = type(field)(metainfo=field.metainfo)
     for name, pixels in field.items():
-        larger = _larger_tensor(torch.as_tensor(pixels), size, value)
-        made.set_data({name: larger if isinstance(pixels, Tensor) else larger.numpy()})
-    return made
+        padded = _pad_tensor(torch.as_tensor(pixels), size, value)
+        result.set_data({name: padded if isinstance(pixels, Tensor) else padded.numpy()})
+    return result
 
 
 def _first(owner: Any, names: Sequence[str], default: float) -> float:

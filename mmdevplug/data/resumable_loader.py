@@ -15,12 +15,12 @@ def make_resumable(loader: Any, seed: Optional[int] = None) -> Optional[Resumabl
 
     Args:
         loader (DataLoader): Changed in place, unless it was before.
-        seed (int, optional): Of the runner, for what workers do at random. Defaults to None: they
-            are left alone.
+        seed (int, optional): Of the runner, for random augmentation in workers. Defaults to None:
+            workers are not seeded.
 
     Returns:
-        ResumableBatches or None: What yields the batches; None if the loader has no batch
-        sampler, as for an ``IterableDataset``.
+        ResumableBatches or None: The new batch sampler; None if the loader has no batch sampler,
+        as for an ``IterableDataset``.
     """
     batches = resumable_batches(loader)
     if batches is not None:
@@ -39,35 +39,24 @@ def make_resumable(loader: Any, seed: Optional[int] = None) -> Optional[Resumabl
 
 
 def resumable_batches(loader: Any) -> Optional[ResumableBatches]:
-    """The :class:`ResumableBatches` of a data loader, None if it has none."""
+    """Return the :class:`ResumableBatches` of a data loader, None if it has none."""
     batches = getattr(loader, 'batch_sampler', None)
     return batches if isinstance(batches, ResumableBatches) else None
 
 
 def seed_workers(batches: ResumableBatches, seed: int) -> None:
-    """Seed the batches of this rank.
-
-    Args:
-        batches (ResumableBatches): Changed in place.
-        seed (int): Of the runner, whether or not it is the same on all ranks.
-    """
+    """Seed the batches of this rank by the runner's seed, which may be the same on all ranks."""
     batches.seed = derive_seed(seed, get_rank())
 
 
 def sampler_of(loader: Any) -> Any:
-    """The sampler that shuffles: the data loader's own, or that of its batch sampler."""
+    """Return the sampler that shuffles: that of the batch sampler, or of the data loader."""
     batches = getattr(loader, 'batch_sampler', None)
     return getattr(batches, 'sampler', None) or getattr(loader, 'sampler', None)
 
 
 def renew_sampler(loader: Any, config: Any, seed: Optional[int]) -> None:
-    """Build the sampler anew, because it may have been read from already.
-
-    Args:
-        loader (DataLoader): With :class:`ResumableBatches`.
-        config: The config of the loader; without one the sampler stays as it is.
-        seed (int, optional): What the sampler shuffles by.
-    """
+    """Build the sampler of a loader again from its config: it may have been read from already."""
     batches = resumable_batches(loader)
     if batches is None or not isinstance(config, Mapping):
         return

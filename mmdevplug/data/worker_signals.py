@@ -11,29 +11,25 @@ from torch.utils.data import DataLoader
 
 
 def keep_workers_from_signals(loader: Any) -> None:
-    """Let the workers of a data loader end only when their training process wants them to.
-
-    Args:
-        loader (DataLoader): Changed in place.
-    """
+    """Let only the training process end the workers of a data loader."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return
-    before = loader.worker_init_fn
-    if before is None:
-        loader.worker_init_fn = KeepFromSignals(_do_nothing)
-    elif isinstance(before, partial) and not isinstance(before, KeepFromSignals):
+    before = loader.worker_init_fn or _do_nothing
+    if isinstance(before, KeepFromSignals):
+        return
+    if isinstance(before, partial):
         loader.worker_init_fn = KeepFromSignals(before.func, *before.args, **before.keywords)
-    elif not isinstance(before, KeepFromSignals):
+    else:
         loader.worker_init_fn = KeepFromSignals(before)
 
 
 class KeepFromSignals(partial):
-    """What a worker process does first, see :func:`keep_workers_from_signals`.
+    """Initialize a worker process, so that it ignores signals of others than its parent.
 
-    Slurm, systemd, a terminal and torchrun signal all processes of a rank. A rank that is about to
-    save needs its workers until the end of the iteration, but by itself a worker dies at SIGTERM.
-    MMEngine's ``worker_init_fn`` is a partial function, and code that looks into it finds the same
-    function and arguments here.
+    Slurm, systemd, a terminal and torchrun signal all processes of a rank. A rank that saves a
+    checkpoint needs its workers until the end of the iteration, but by default a worker dies at
+    SIGTERM. MMEngine's ``worker_init_fn`` is a partial function, and code that reads its function
+    and arguments finds them here, too.
     """
 
     def __call__(self, worker_id: int) -> None:
@@ -41,22 +37,20 @@ class KeepFromSignals(partial):
             # Not SIG_IGN, which programs that a dataset starts would inherit.
             signal.signal(number, _ignore)
         if hasattr(signal, 'sigwaitinfo'):  # not on macOS
-            self._wait()
+            # A thread that waits for a signal gets its sender, unlike a handler.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            waiting = threading.Thread(target=_end_with_parent, name='mmdevplug-signals')
+            waiting.daemon = True
+            waiting.start()
         super().__call__(worker_id)
-
-    @staticmethod
-    def _wait() -> None:
-        # Whoever waits for a signal learns who sent it, unlike a handler.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        threading.Thread(target=_end_with_parent, name='mmdevplug-signals', daemon=True).start()
 
 
 def _do_nothing(worker_id: int) -> None:
-    """Stand for the ``worker_init_fn`` of a loader that has none."""
+    pass
 
 
 def _ignore(number: int, frame: Any) -> None:
-    """Do nothing."""
+    pass
 
 
 def _end_with_parent() -> None:

@@ -42,7 +42,7 @@ class Bucket(NamedTuple):
 
 
 def numel_by_dtype(parameters: Sequence[Tensor]) -> Dict[torch.dtype, int]:
-    """Count the elements that all gradients need in host memory, for each dtype."""
+    """Count the elements of all gradients in host memory, for each dtype."""
     sizes: Dict[torch.dtype, int] = {}
     for parameter in parameters:
         dtype = _wire_dtype(parameter)
@@ -55,8 +55,7 @@ class BucketLayout:
 
     Args:
         parameters (Sequence[Tensor]): Parameters whose gradients are averaged.
-        memory (Dict[torch.dtype, Tensor]): For each dtype a one-dimensional tensor with the number
-            of elements of :func:`numel_by_dtype`.
+        memory (Dict[torch.dtype, Tensor]): One-dimensional tensors, see :func:`numel_by_dtype`.
         bucket_bytes (int): A bucket is full when it has at least this size.
     """
 
@@ -68,12 +67,9 @@ class BucketLayout:
         self.bucket_bytes = bucket_bytes
 
     def divide(self, indices: Sequence[int], after: Sequence[Bucket] = ()) -> List[Bucket]:
-        """Divide gradients into buckets.
+        """Divide the gradients with these indices, in this order, into buckets.
 
-        Args:
-            indices (Sequence[int]): Indices of the parameters, in the order of their messages.
-            after (Sequence[Bucket]): Buckets that occupy the first part of the memory, and whose
-                numbers come first. Defaults to none.
+        The buckets ``after`` occupy the first part of the memory, and their numbers come first.
         """
         buckets: List[Bucket] = []
         # float32 first: PowerSGD counts iterations by the bucket with number 0.
@@ -87,16 +83,12 @@ class BucketLayout:
                 end += _wire_numel(self.parameters[index])
                 full = (end - start) * memory.element_size() >= self.bucket_bytes
                 if full or index == chosen[-1]:
-                    number = len(after) + len(buckets)
-                    buckets.append(self._bucket(group, memory[start:end], number))
+                    flat, parameters = memory[start:end], [self.parameters[i] for i in group]
+                    pieces = flat.split([_wire_numel(parameter) for parameter in parameters])
+                    views = [_view_like(piece, p) for piece, p in zip(pieces, parameters)]
+                    buckets.append(Bucket(flat, views, len(after) + len(buckets), group))
                     group, start = [], end
         return buckets
-
-    def _bucket(self, indices: List[int], flat: Tensor, number: int) -> Bucket:
-        parameters = [self.parameters[i] for i in indices]
-        pieces = flat.split([_wire_numel(parameter) for parameter in parameters])
-        views = [_view_like(piece, parameter) for piece, parameter in zip(pieces, parameters)]
-        return Bucket(flat, views, number, indices)
 
 
 def _wire_dtype(parameter: Tensor) -> torch.dtype:

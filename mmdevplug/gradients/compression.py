@@ -19,15 +19,11 @@ Sending = Generator[None, None, float]
 
 
 class HalfCompression:
-    """Send two bytes for each value, and add up in float32.
+    """Send two bytes for each value, float16 or bfloat16, and add up in float32.
 
     gloo adds up in the dtype that it sends. Here each rank receives its share of the bucket from
-    all others, adds up in float32, rounds once, and sends the result to all. This takes as many
-    bytes as a ring.
-
-    Args:
-        dtype (torch.dtype): float16, which keeps 11 bits and overflows beyond 65504, or bfloat16,
-            which keeps 8 bits and has the range of float32.
+    all others, adds up in float32, rounds once, and sends the result to all. This takes the same
+    number of bytes as a ring.
     """
 
     #: Whether parts of a bucket may be compressed separately.
@@ -38,29 +34,27 @@ class HalfCompression:
         self._free: List[Tensor] = []
 
     def all_reduce(self, bucket: Bucket, group: Any = None) -> Sending:
-        """Add up a bucket over all ranks of a group, in place.
-
-        Args:
-            bucket (Bucket): Of float32.
-            group (ProcessGroup, optional): Defaults to None: all ranks.
-        """
+        """Add up a bucket of float32 over all ranks of a group, in place."""
         flat = bucket.flat
         world_size, rank = torch_dist.get_world_size(group), torch_dist.get_rank(group)
-        # An even number of halves is a whole number of the integers that travel.
+        # An even number of halves, because they are sent as int32.
         share = -(-flat.numel() // (2 * world_size)) * 2
         sent, received = self._take(share * world_size), self._take(share * world_size)
         sent[: flat.numel()].copy_(flat)
         sent[flat.numel() :].zero_()
         if self.dtype == torch.float16 and scale_and_check(sent, 1.0):
             mark_nonfinite(sent)
-        # As integers, which gloo of any release can send; it need not add them up.
-        as_integers = [view_as_dtype(sent, torch.int32), view_as_dtype(received, torch.int32)]
-        work = torch_dist.all_to_all_single(*as_integers[::-1], group=group, async_op=True)
+        # As integers, which gloo of any release can send.
+        sent_integers = view_as_dtype(sent, torch.int32)
+        received_integers = view_as_dtype(received, torch.int32)
+        work = torch_dist.all_to_all_single(
+            received_integers, sent_integers, group=group, async_op=True
+        )
         yield
         work.wait()
         mine = sent[rank * share : (rank + 1) * share]
         mine.copy_(torch.sum(received.view(world_size, share), 0, dtype=torch.float32))
-        work = _all_gather(as_integers[1], view_as_dtype(mine, torch.int32), group)
+        work = _all_gather(received_integers, view_as_dtype(mine, torch.int32), group)
         yield
         work.wait()
         flat.copy_(received[: flat.numel()])
@@ -68,11 +62,11 @@ class HalfCompression:
         return all_reduce_bytes(received.numel() * received.element_size(), world_size)
 
     def reset(self) -> None:
-        """Release the buffers, because buckets change their sizes."""
+        """Release the buffers: the sizes of buckets have changed."""
         self._free = []
 
     def _take(self, size: int) -> Tensor:
-        """Return a buffer that an earlier bucket has returned, or a new one."""
+        """Return a free buffer, or a new one."""
         for place, buffer in enumerate(self._free):
             if buffer.numel() == size:
                 return self._free.pop(place)
@@ -83,11 +77,7 @@ class PowerSGDCompression:
     """Send matrices as products of thin ones, with error feedback: PyTorch's PowerSGD.
 
     T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for
-    Distributed Optimization, NeurIPS 2019.
-
-    Args:
-        **options: Arguments of
-            ``torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.PowerSGDState``.
+    Distributed Optimization, NeurIPS 2019. The options are those of ``PowerSGDState``.
     """
 
     works_on_parts = False
@@ -130,16 +120,8 @@ def make_compression(
 ) -> Optional[Compression]:
     """Read the option ``grad_compression``.
 
-    Args:
-        value (str or dict, optional): One of :data:`KINDS`, or a dict with it as ``type`` and
-            further options of PowerSGD.
-        named_parameters (Sequence[Tuple[str, nn.Parameter]]): What will be averaged.
-
-    Returns:
-        HalfCompression, PowerSGDCompression or None.
-
     Raises:
-        ModelError: If the value or a parameter's dtype is none that can be compressed.
+        ModelError: If the value is unknown, or a parameter's dtype cannot be compressed.
     """
     options: Dict[str, Any] = dict(value) if isinstance(value, Mapping) else dict(type=value)
     if options in (dict(type=None), dict(type='none')):
@@ -164,7 +146,7 @@ def make_compression(
 
 
 def _all_gather(target: Tensor, source: Tensor, group: Any) -> Any:
-    """Gather into one tensor; gloo before 2.4 takes only lists, which costs a further copy."""
+    """Gather into one tensor; gloo before 2.4 takes only lists, which costs another copy."""
     if gathers_into_tensor():
         return torch_dist.all_gather_into_tensor(target, source, group=group, async_op=True)
     parts = list(target.chunk(torch_dist.get_world_size(group)))

@@ -1,4 +1,4 @@
-"""Average the buckets of PyTorch's DDP: compress, look for NaN, and count bytes."""
+"""Average the buckets of PyTorch's DDP: compress, check for NaN, and count bytes."""
 
 import time
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -19,33 +19,26 @@ from .nonfinite import (
     scale_and_check,
 )
 
-_HALF_HOOKS = {torch.float16: default_hooks.fp16_compress_hook}
-if hasattr(default_hooks, 'bf16_compress_hook'):
-    _HALF_HOOKS[torch.bfloat16] = default_hooks.bf16_compress_hook
+_HALF_HOOKS = {torch.float16: 'fp16_compress_hook', torch.bfloat16: 'bf16_compress_hook'}
 
 
 class BucketAveraging:
     """Average buckets, as a communication hook of PyTorch's DDP.
 
-    Args:
-        named_parameters (Sequence[Tuple[str, nn.Parameter]]): What DDP averages.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-        compression (Compression, optional): Defaults to None. In half precision PyTorch's hook is
-            used where the backend adds up that dtype.
-        policy (FinitePolicy, optional): Defaults to None: ``'stop'``.
+    To compress to half precision, PyTorch's hook is used where the backend adds up that dtype.
     """
 
     def __init__(
         self,
         named_parameters: Sequence[Tuple[str, nn.Parameter]],
-        group: Any = None,
-        compression: Optional[Compression] = None,
-        policy: Optional[FinitePolicy] = None,
+        group: Any,
+        compression: Optional[Compression],
+        policy: FinitePolicy,
     ) -> None:
-        self.group = group if group is not None else torch_dist.group.WORLD
+        self.group = group
         self.world_size = torch_dist.get_world_size(group)
         self.compression = compression
-        self.policy = FinitePolicy('stop', group) if policy is None else policy
+        self.policy = policy
         self._parameters = [parameter for _, parameter in named_parameters]
         self._names: Dict[int, str] = {id(parameter): name for name, parameter in named_parameters}
         self._half_hook = self._find_half_hook()
@@ -60,7 +53,7 @@ class BucketAveraging:
             torch_dist.all_reduce(torch.zeros(1, dtype=dtype, device=device), group=self.group)
         except RuntimeError:
             return None  # gloo of this release does not add up this dtype; ours is used.
-        return _HALF_HOOKS.get(dtype)
+        return getattr(default_hooks, _HALF_HOOKS[dtype], None)
 
     def _begin_iteration(self) -> None:
         self._in_iteration = False
@@ -69,17 +62,9 @@ class BucketAveraging:
         self._messages = 0
         self._sent = self._started = self._last_started = self._completed = 0.0
 
-    # DDP looks at annotations, and takes none but its own of a release that has them.
+    # Without annotations: DDP accepts only those of its release.
     def hook(self, state, bucket):
-        """Average a bucket.
-
-        Args:
-            state: Unused.
-            bucket (torch.distributed.GradBucket): This rank's gradients.
-
-        Returns:
-            torch.futures.Future: Of their average.
-        """
+        """Average a bucket; returns a future."""
         if not self._in_iteration:
             self._in_iteration = True
             self._started = time.perf_counter()
@@ -100,7 +85,7 @@ class BucketAveraging:
         flat = bucket.buffer()
         if self.policy.active and flat.is_floating_point():
             if scale_and_check(flat, factor):
-                # A sparse gradient is a bucket of its own, without a list of its parts.
+                # A sparse gradient is a separate bucket, without a list of its parts.
                 gradients = [flat] if flat.is_sparse else bucket.gradients()
                 named = zip(bucket.parameters(), gradients)
                 self._found += names_of_nonfinite([(self._names[id(p)], g) for p, g in named])
@@ -111,7 +96,7 @@ class BucketAveraging:
     def _average(self, group: Any, bucket: Any) -> Any:
         flat = bucket.buffer()
         if self.compression is None or flat.dtype != torch.float32 or flat.is_sparse:
-            self._sent += self._bytes_of(flat)
+            self._sent += self._bytes_without_compression(flat)
             work = torch_dist.all_reduce(flat, group=group, async_op=True)
             return work.get_future().then(lambda done: done.value()[0])
         in_host_memory = Bucket(flat, bucket.gradients(), bucket.index())
@@ -120,8 +105,7 @@ class BucketAveraging:
         future.set_result(flat)
         return future
 
-    def _bytes_of(self, flat: Tensor) -> float:
-        """Count the bytes that this rank sends of a bucket without compression."""
+    def _bytes_without_compression(self, flat: Tensor) -> float:
         if not flat.is_sparse:
             return all_reduce_bytes(flat.numel() * flat.element_size(), self.world_size)
         # gloo gathers the indices and the values of all ranks, and each adds them up.
@@ -137,7 +121,7 @@ class BucketAveraging:
         return flat
 
     def _wait_for_ddp(self) -> None:
-        # DDP's own callback, queued by now, puts the averages where they belong.
+        # After DDP's own callback, queued by now, which copies the averages to the gradients.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:

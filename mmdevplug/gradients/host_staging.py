@@ -1,9 +1,9 @@
-"""Average gradients through host memory: what lazy and eager devices have in common."""
+"""Average gradients through host memory: the base class for lazy and for eager devices."""
 
 import threading
 import time
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist, nn
@@ -16,28 +16,19 @@ from mmdevplug.utils.pytree import tensors_in
 from .buckets import Bucket, BucketLayout, numel_by_dtype
 from .compression import Compression
 from .nonfinite import FinitePolicy, names_of_nonfinite
-from .reduction import Reduction, Steps, make_reduction
+from .reduction import Steps, make_reduction
 
 #: Size of a message.
 BUCKET_BYTES = 8 << 20
 
 
 class BucketWork:
-    """Average a bucket step by step, so that several buckets make progress at a time.
-
-    Args:
-        bucket (Bucket): This rank's gradients.
-        steps (Generator): See :meth:`mmdevplug.gradients.reduction.Reduction.average`.
-
-    Attributes:
-        completed (bool): Whether the average is in place.
-        finite (bool): Whether the average consists of finite values; known once completed.
-    """
+    """Average a bucket step by step, so that several buckets make progress at a time."""
 
     def __init__(self, bucket: Bucket, steps: Steps) -> None:
         self.bucket = bucket
         self.completed = False
-        self.finite = True
+        self.finite = True  # of the average, once completed
         self._steps = steps
 
     def advance(self) -> None:
@@ -60,17 +51,6 @@ class HostStaging(ABC):
     Subclasses decide when gradients are fetched. All ranks agree on the parameters that were used.
     A parameter that no rank used keeps ``.grad`` as it is. One that some ranks used counts as zero
     on the others, as under DDP with ``find_unused_parameters=True``.
-
-    Args:
-        named_parameters (Sequence[Tuple[str, nn.Parameter]]): Those that require gradients, each
-            once, in the same order on every rank.
-        accelerator (Accelerator): Copies between device and host.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-        bucket_bytes (int, optional): Size of a message. Defaults to None: 8 MB, and where buckets
-            overlap with backward no more than an eighth of all gradients.
-        compression (Compression, optional): What is sent instead of the values. Defaults to None.
-        hierarchy (str or bool): See :func:`mmdevplug.gradients.reduction.make_reduction`.
-        policy (FinitePolicy, optional): What to do about NaN. Defaults to None: ``'stop'``.
 
     Attributes:
         finite (bool): Whether the last averages were finite, the same on all ranks. Always True
@@ -99,7 +79,14 @@ class HostStaging(ABC):
         self._lock = threading.Lock()
         self._synchronize = False
         self._bytes = sum(p.numel() * p.element_size() for p in self.parameters)
-        self.reduction, self._memory = self._allocate(compression, hierarchy)
+        # Host memory for all gradients is allocated once, in one piece for each dtype.
+        self.reduction, self._memory = make_reduction(
+            numel_by_dtype(self.parameters),
+            group,
+            compression,
+            hierarchy,
+            pin_memory=accelerator.pins_memory(),
+        )
         self._layout = BucketLayout(
             self.parameters, self._memory, bucket_bytes or self._default_bucket_bytes()
         )
@@ -107,35 +94,17 @@ class HostStaging(ABC):
     def _default_bucket_bytes(self) -> int:
         return BUCKET_BYTES
 
-    def _allocate(
-        self, compression: Optional[Compression], hierarchy: Any
-    ) -> Tuple[Reduction, Dict[torch.dtype, Tensor]]:
-        """Allocate host memory for all gradients, once; one piece for each dtype."""
-        sizes = numel_by_dtype(self.parameters)
-        pin_memory = self.accelerator.pins_memory()
-        reduction = make_reduction(self.group, compression, hierarchy, pin_memory)
-        memory = reduction.allocate(sizes)
-        if memory is None:  # The ranks of a host cannot share memory.
-            reduction = make_reduction(self.group, compression, False, pin_memory)
-            memory = reduction.allocate(sizes)
-        return reduction, memory
-
     def covers(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Tell whether the gradients of all these parameters are averaged here."""
+        """Return whether the gradients of all these parameters are averaged here."""
         return self._ids.issuperset(map(id, parameters))
 
     def prepare(self, outputs: Any, synchronize: bool) -> None:
-        """Prepare for the backward pass that follows a forward pass.
-
-        Args:
-            outputs: What the module returned. A hook on its tensors starts the averaging, because
-                the hooks of parameters may run inside the inner backward of a checkpointed
-                segment, whose end is not the end of backward.
-            synchronize (bool): Whether backward averages; False under ``no_sync``.
-        """
+        """Prepare for the backward pass that follows; it averages unless under ``no_sync``."""
         self._synchronize = synchronize
         self._queued = False
         if synchronize:
+            # Not only hooks of parameters: these may run inside the inner backward of a
+            # checkpointed segment, whose end is not the end of backward.
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     tensor.register_hook(self._queue_finish)
@@ -149,7 +118,7 @@ class HostStaging(ABC):
 
     @abstractmethod
     def _finish(self) -> None:
-        """Average what backward left, and send the averages to the device."""
+        """Average the remaining buckets at the end of backward, and send the averages back."""
 
     def _begin_iteration(self) -> None:
         self._used = [False] * len(self.parameters)
@@ -163,19 +132,11 @@ class HostStaging(ABC):
         self._queue_finish()
 
     def _agree(self, repeated: Sequence[bool]) -> Tuple[List[bool], List[bool]]:
-        """Agree with all ranks on how parameters were used.
-
-        Args:
-            repeated (Sequence[bool]): Parameters whose gradients were fetched too early here.
-
-        Returns:
-            Tuple[List[bool], List[bool]]: Parameters that any rank used, and parameters whose
-            gradients any rank fetched too early.
-        """
+        """Return which parameters any rank used, and which gradients any fetched too early."""
         flags = torch.tensor([self._used, repeated], dtype=torch.int32)
         agreed = torch_dist.all_reduce(flags, group=self.group, async_op=True)
         gradients = [p.grad for p, here in zip(self.parameters, self._used) if here]
-        # The message travels while a lazy device works.
+        # The all-reduce runs while a lazy device computes.
         self.accelerator.materialize_all(self.devices, gradients)
         agreed.wait()
         used, repeated = (flags > 0).tolist()
@@ -190,9 +151,9 @@ class HostStaging(ABC):
         gradients = [self._dense_gradient(bucket.indices[place]) for place in here]
         if len(here) < len(bucket.indices):
             bucket.flat.zero_()
-        copied = self._fetch(gradients, [bucket.views[place] for place in here])
+        wait_for_copies = self._fetch(gradients, [bucket.views[place] for place in here])
         begin = time.perf_counter()
-        self._works.append(BucketWork(bucket, self._average(bucket, copied)))
+        self._works.append(BucketWork(bucket, self._average(bucket, wait_for_copies)))
         for work in self._works:
             if not work.completed:
                 work.advance()
@@ -213,10 +174,10 @@ class HostStaging(ABC):
         """Start to copy gradients to the host; returns a function that waits for the copies."""
         return self.accelerator.start_copy_to_host(gradients, views)
 
-    def _average(self, bucket: Bucket, copied: Optional[Callable[[], None]]) -> Steps:
-        if copied is not None:
+    def _average(self, bucket: Bucket, wait_for_copies: Optional[Callable[[], None]]) -> Steps:
+        if wait_for_copies is not None:
             yield
-            copied()
+            wait_for_copies()
         check = self.policy.active or self.policy.suspended
         return (yield from self.reduction.average(bucket, check))
 
@@ -227,11 +188,9 @@ class HostStaging(ABC):
         self._busy += self._ended - begin
 
     def _send_averages(self, used: Sequence[bool]) -> List[Bucket]:
-        """Wait for the averages and send them to the device.
+        """Send the averages to the device, and return the buckets that are not finite.
 
-        Returns:
-            List[Bucket]: Those that are not finite. They are not sent, so the device still has
-            this rank's own gradients.
+        Those are not sent, so the device still has this rank's own gradients.
         """
         nonfinite = []
         for work in self._works:
@@ -256,15 +215,19 @@ class HostStaging(ABC):
         self.accelerator.copy_to_device(sources, targets)
 
     def _end_iteration(self, nonfinite: Sequence[Bucket]) -> None:
-        """Release the host memory for the next iteration, and apply the policy for NaN.
-
-        Args:
-            nonfinite (Sequence[Bucket]): What :meth:`_send_averages` returned.
-        """
+        """Release the host memory for the next iteration, and apply the policy for NaN."""
         self.finite = all(work.finite for work in self._works)
         self.reduction.end()
         found = names_of_nonfinite(self._own_gradients(nonfinite))
-        self._record_traffic()
+        if self._works:
+            TRAFFIC.record(
+                'gradients',
+                sent=self.reduction.sent - self._before[0],
+                shared=self.reduction.shared - self._before[1],
+                seconds=self._ended - self._started,
+                waited=self._busy,
+                messages=len(self._works),
+            )
         self._begin_iteration()
         if nonfinite:
             self.policy.apply(found)
@@ -282,14 +245,3 @@ class HostStaging(ABC):
     def _reset_compression(self) -> None:
         if self.reduction.compression is not None:
             self.reduction.compression.reset()
-
-    def _record_traffic(self) -> None:
-        if self._works:
-            TRAFFIC.record(
-                'gradients',
-                sent=self.reduction.sent - self._before[0],
-                shared=self.reduction.shared - self._before[1],
-                seconds=self._ended - self._started,
-                waited=self._busy,
-                messages=len(self._works),
-            )

@@ -23,9 +23,6 @@ class LazyStaging(HostStaging):
 
     For lazy devices (XLA, T20), and for models that are spread over several devices of any kind:
     backward has a thread for each device, but all ranks have to start buckets in the same order.
-
-    Args:
-        *args, **kwargs: See :class:`HostStaging`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -2,9 +2,8 @@
 
 import hashlib
 import json
-from typing import Any, List, Tuple
+from typing import Any, List
 
-import torch
 from torch import distributed as torch_dist, nn
 
 from mmdevplug.distributed.json_messages import gather_json
@@ -14,15 +13,8 @@ from mmdevplug.errors import ModelError
 def check_same_model(module: nn.Module, group: Any = None) -> None:
     """Refuse to train if the ranks' parameters or buffers differ in name, shape or dtype.
 
-    Costs a message of 64 characters if they do not.
-
-    Args:
-        module (nn.Module): This rank's model.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-
-    Raises:
-        ModelError: On every rank, with the first difference of each rank that differs from the
-            first one.
+    If they are equal, this costs a message of 64 characters. If not, every rank raises an error
+    with the first difference of each rank from rank 0.
     """
     if torch_dist.get_world_size(group) == 1:
         return
@@ -45,15 +37,14 @@ def check_same_model(module: nn.Module, group: Any = None) -> None:
 
 
 def _signature(module: nn.Module) -> List[List[str]]:
-    def describe(kind: str, named: Tuple[str, torch.Tensor]) -> List[str]:
-        name, tensor = named
-        frozen = kind == 'parameter' and not tensor.requires_grad
+    named = [(f'parameter {name}', tensor) for name, tensor in module.named_parameters()]
+    named += [(f'buffer {name}', tensor) for name, tensor in module.named_buffers()]
+    signature = []
+    for name, tensor in named:
         shape = 'x'.join(map(str, tensor.shape)) or 'scalar'
-        return [f'{kind} {name}', f'{shape} {tensor.dtype}{", frozen" if frozen else ""}']
-
-    return [describe('parameter', named) for named in module.named_parameters()] + [
-        describe('buffer', named) for named in module.named_buffers()
-    ]
+        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        signature.append([name, f'{shape} {tensor.dtype}{", frozen" if frozen else ""}'])
+    return signature
 
 
 def _first_difference(one: List[List[str]], other: List[List[str]]) -> str:

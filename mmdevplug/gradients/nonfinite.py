@@ -20,11 +20,7 @@ POLICIES = ('stop', 'skip', 'ignore')
 
 
 def check_policy(policy: str) -> None:
-    """Refuse an unknown policy.
-
-    Raises:
-        ModelError: If it is unknown.
-    """
+    """Raise a :class:`ModelError` if a policy is unknown."""
     if policy not in POLICIES:
         raise ModelError(
             f'model_wrapper_cfg.nonfinite_grads={policy!r}: expected '
@@ -33,15 +29,7 @@ def check_policy(policy: str) -> None:
 
 
 def scale_and_check(flat: Tensor, factor: float) -> bool:
-    """Multiply a tensor in place and look for values that are not finite.
-
-    Args:
-        flat (Tensor): Real floating-point tensor, dense or sparse.
-        factor (float): Finite.
-
-    Returns:
-        bool: Whether there is NaN or an infinite value.
-    """
+    """Multiply a real tensor, dense or sparse, in place; return whether it has NaN or infinity."""
     flat = stored_values(flat)
     if _has_fused_kernel() and flat.dtype != torch.float64:
         found = torch.zeros(1, device=flat.device)
@@ -61,7 +49,7 @@ def stored_values(tensor: Tensor) -> Tensor:
 
 @lru_cache(None)
 def _has_fused_kernel() -> bool:
-    """Tell whether this PyTorch has the kernel of the gradient scaler for the CPU."""
+    """Return whether this PyTorch has the kernel of the gradient scaler for the CPU."""
     try:
         torch._amp_foreach_non_finite_check_and_unscale_(
             [torch.ones(1)], torch.zeros(1), torch.ones(1)
@@ -79,21 +67,14 @@ def mark_nonfinite(flat: Tensor) -> None:
 
 
 def is_marked_nonfinite(flat: Tensor) -> bool:
-    """Tell whether any rank marked the bucket as not finite."""
+    """Return whether any rank marked the bucket as not finite."""
     if flat.is_sparse:
         return not bool(torch.isfinite(flat._values()).all())
     return flat.numel() > 0 and not bool(torch.isfinite(flat[0]))
 
 
 def names_of_nonfinite(named: Sequence[Tuple[str, Optional[Tensor]]]) -> List[str]:
-    """Describe the gradients that are not finite.
-
-    Args:
-        named (Sequence[Tuple[str, Tensor]]): Names of parameters and their gradients, on the host.
-
-    Returns:
-        List[str]: For each what was found, e.g. ``'head.weight (3 NaN, 1 Inf of 640)'``.
-    """
+    """Describe gradients that are not finite, e.g. ``'head.weight (3 NaN, 1 Inf of 640)'``."""
     found = []
     for name, gradient in named:
         if gradient is None:
@@ -110,10 +91,6 @@ def names_of_nonfinite(named: Sequence[Tuple[str, Optional[Tensor]]]) -> List[st
 class FinitePolicy:
     """Stop training or skip an update on all ranks if gradients of any rank are not finite.
 
-    Args:
-        policy (str): ``'stop'``, ``'skip'`` or ``'ignore'``.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-
     Attributes:
         suspended (bool): Whether a gradient scaler skips updates. Its search for the right scale
             makes gradients overflow on purpose.
@@ -129,19 +106,13 @@ class FinitePolicy:
 
     @property
     def active(self) -> bool:
-        """Whether to look for gradients that are not finite."""
+        """Return whether to check for gradients that are not finite."""
         return self.policy != 'ignore' and not self.suspended
 
     def apply(self, found_here: Sequence[str]) -> None:
         """Exchange what the ranks found, then raise an error, or log that the update is skipped.
 
-        All ranks must call it.
-
-        Args:
-            found_here (Sequence[str]): What this rank found, see :func:`names_of_nonfinite`.
-
-        Raises:
-            ModelError: Under ``'stop'``, on every rank, with the ranks and parameters.
+        All ranks must call it, with what they found, see :func:`names_of_nonfinite`.
         """
         found = gather_json(list(found_here[:5]), self.group)
         lines = [
@@ -151,8 +122,8 @@ class FinitePolicy:
         if self.policy == 'stop':
             raise ModelError(
                 f'{text}\nThe weights are those of the last good update. Look at the data of that '
-                f'rank and at the loss, lower the learning rate, clip gradients, or pass over '
-                f"such iterations with model_wrapper_cfg=dict(nonfinite_grads='skip')."
+                f'rank and at the loss, lower the learning rate, clip gradients, or skip such '
+                f"iterations with model_wrapper_cfg=dict(nonfinite_grads='skip')."
             )
         self.skipped += 1
         if torch_dist.get_rank(self.group) == 0:

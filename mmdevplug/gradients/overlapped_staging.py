@@ -5,7 +5,7 @@ from typing import Any, List, Optional, Sequence, Set, Tuple
 import torch
 
 from .buckets import Bucket
-from .host_staging import BUCKET_BYTES, BucketWork, HostStaging
+from .host_staging import BUCKET_BYTES, HostStaging
 
 #: A bucket has at most this fraction of all gradients, so that most of them start before backward
 #: ends.
@@ -21,15 +21,12 @@ class OverlappedStaging(HostStaging):
     iteration. Two kinds need more at the end of backward. A *late* gradient is used but not in the
     plan; it goes into a further bucket. A *repeated* gradient arrives in several parts, e.g. of a
     layer in two reentrant checkpoints; its bucket is averaged again, and it leaves the plan.
-
-    Args:
-        *args, **kwargs: See :class:`HostStaging`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         count = len(self.parameters)
-        self._ever_repeated = [False] * count
+        self._ever_repeated: Set[int] = set()
         # Backward reaches the last parameters first.
         self._set_plan(list(reversed(range(count))))
         self._begin_iteration()
@@ -107,20 +104,16 @@ class OverlappedStaging(HostStaging):
             self._complete(work)
         self.reduction.end()
         self.reduction.begin()
-
-        def is_repeated(work: BucketWork) -> bool:
-            return not repeated.isdisjoint(work.bucket.indices)
-
-        buckets = [work.bucket for work in self._works if is_repeated(work)]
-        self._works = [work for work in self._works if not is_repeated(work)]
-        for bucket in buckets:
-            self._start(bucket)
+        works = self._works
+        self._works = [work for work in works if repeated.isdisjoint(work.bucket.indices)]
+        for work in works:
+            if work not in self._works:
+                self._start(work.bucket)
 
     def _update_plan(self, used: Sequence[bool], repeated: Sequence[bool]) -> None:
         """Plan for gradients that were used this time and never came in parts."""
-        for index in _true(repeated):
-            self._ever_repeated[index] = True
-        plan = [i for i in reversed(_true(used)) if not self._ever_repeated[i]]
+        self._ever_repeated.update(_true(repeated))
+        plan = [i for i in reversed(_true(used)) if i not in self._ever_repeated]
         if plan != self._plan:
             self._set_plan(plan)
             self._reset_compression()

@@ -25,16 +25,15 @@ class _Part(DeviceDistributedDataParallel):
     """Average the gradients of a part, unless all its parameters are frozen."""
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if any(parameter.requires_grad for parameter in self.module.parameters()):
+        if _is_trainable(self.module):
             return super().forward(*inputs, **kwargs)
-        # E.g. the discriminator while the generator learns: there will be no gradient, and the
-        # ranks need not agree on anything.
+        # E.g. the discriminator while the generator learns: there is no gradient to average.
         return self.module(*inputs, **kwargs)
 
 
 @MODEL_WRAPPERS.register_module()
 class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
-    """Wrap each child that has something to train in :class:`DeviceDistributedDataParallel`.
+    """Wrap each child with trainable parameters in :class:`DeviceDistributedDataParallel`.
 
     The model's own ``train_step`` runs, and calls its children, as with
     :class:`mmengine.model.MMSeparateDistributedDataParallel`.
@@ -62,11 +61,11 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         accelerator: AcceleratorConfig = None,
         **kwargs: Any,
     ) -> None:
-        # As MMEngine's, past the constructor of DDP.
+        # As MMEngine does, instead of the constructor of DDP.
         nn.Module.__init__(self)
         _check_children(module)
         self.accelerator, self.device = rank_device(accelerator)
-        # As a whole, so that children that share parameters go on sharing them.
+        # As a whole, so that children keep sharing parameters.
         self.module = move_module(module, self.device)
         self._devices = devices_of(module.parameters())
         for name, child in module.named_children():
@@ -87,8 +86,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
     @property
     def staging(self) -> Optional[List[HostStaging]]:
         """Return the host staging of each part; None where PyTorch's DDP averages."""
-        found = [part.staging for part in self.parts if part.staging is not None]
-        return found or None
+        return [part.staging for part in self.parts if part.staging is not None] or None
 
     def restart_staging(self) -> None:
         """Average the gradients of the parameters that the parts have now."""
@@ -142,10 +140,10 @@ def _check_children(module: nn.Module) -> None:
             f'Put them into a child module, or take '
             f"model_wrapper_cfg=dict(type='DeviceDistributedDataParallel')."
         )
-    children = dict(module.named_children())
-    if not any(_is_trainable(child) for child in children.values()):
+    if not any(_is_trainable(child) for child in module.children()):
+        children = ', '.join(name for name, _ in module.named_children())
         raise ModelError(
             f'no child of {type(module).__name__} has a parameter that requires a gradient '
-            f'(children: {", ".join(children) or "none"}); expected at least one. Unfreeze part '
+            f'(children: {children or "none"}); expected at least one. Unfreeze part '
             f'of the model, or run it without a launcher.'
         )

@@ -5,6 +5,7 @@ files have no names, so nothing stays behind when a job is killed. ``/dev/shm`` 
 small in containers.
 """
 
+import errno
 import logging
 import mmap
 import os
@@ -18,11 +19,10 @@ from mmdevplug.distributed.json_messages import gather_json
 
 
 class Hosts(NamedTuple):
-    """Describe which ranks share a host.
+    """Describe which ranks of a process group share a host.
 
     Attributes:
-        ranks (List[List[int]]): For each host its ranks, in ascending order; ranks are those of
-            the process group.
+        ranks (List[List[int]]): For each host its ranks, in ascending order.
         here (int): The index of this rank's host.
         local_rank (int): The index of this rank among those of its host.
     """
@@ -31,26 +31,9 @@ class Hosts(NamedTuple):
     here: int
     local_rank: int
 
-    @property
-    def local_world_size(self) -> int:
-        """Return the number of ranks on this host."""
-        return len(self.ranks[self.here])
-
-    @property
-    def even(self) -> bool:
-        """Tell whether all hosts have the same number of ranks."""
-        return len({len(ranks) for ranks in self.ranks}) == 1
-
 
 def find_hosts(group: Any = None) -> Hosts:
-    """Find out which ranks share a host.
-
-    A host is a kernel with a network of its own, so that containers and network namespaces count
-    as hosts.
-
-    Args:
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-    """
+    """Find out which ranks share a host; containers and network namespaces count as hosts."""
     names = gather_json(_host_name(), group)
     ranks: Dict[str, List[int]] = {}
     for rank, name in enumerate(names):
@@ -69,7 +52,7 @@ def _host_name() -> str:
 
 
 def share_slots(size: int, hosts: Hosts, group: Any = None) -> Optional[List[Tensor]]:
-    """Give each rank of a host a slot that all ranks of this host can read and write.
+    """Give each rank of a host a slot of bytes that all ranks of this host can read and write.
 
     Args:
         size (int): Bytes in a slot, equal on all ranks.
@@ -77,60 +60,48 @@ def share_slots(size: int, hosts: Hosts, group: Any = None) -> Optional[List[Ten
         group (ProcessGroup, optional): Defaults to None: all ranks.
 
     Returns:
-        List[Tensor] or None: One-dimensional uint8 tensors of ``size`` bytes, one for each rank of
-        this host in their order; None on all ranks if any could not share.
+        List[Tensor] or None: The slots of this host's ranks, uint8; None on all ranks if any could
+        not share.
     """
-    file, error = _reserve(size)
-    inode = None if file is None else os.fstat(file).st_ino
+    file, inode, error = None, None, None
+    try:
+        file = os.memfd_create('mmdevplug-gradients')
+        inode = os.fstat(file).st_ino
+        os.posix_fallocate(file, 0, size)  # now, while a lack of memory is still an error
+    except (OSError, AttributeError) as caught:
+        error = f'{type(caught).__name__}: {caught} (asked for {size} bytes)'
     files = gather_json(dict(pid=os.getpid(), file=file, inode=inode, error=error), group)
+    errors = [other['error'] for other in files]
     slots: List[Tensor] = []
-    errors = [f'rank {rank}: {other["error"]}' for rank, other in enumerate(files)]
-    failed = [text for text, other in zip(errors, files) if other['error'] is not None]
-    error = None
-    if not failed:
-        slots, error = _open([files[rank] for rank in hosts.ranks[hosts.here]], size)
+    if not any(errors):
+        try:
+            slots = [_map(files[rank], size) for rank in hosts.ranks[hosts.here]]
+        except OSError as caught:
+            error = f'{type(caught).__name__}: {caught}'
         # Each rank keeps its file open until all ranks have opened it: this message waits.
-        answers = gather_json(error, group)
-        failed = [f'rank {rank}: {text}' for rank, text in enumerate(answers) if text is not None]
+        errors = gather_json(error, group)
     if file is not None:
         os.close(file)
-    if not failed:
+    if not any(errors):
         return slots
     if torch_dist.get_rank(group) == 0:
+        failed = next(f'rank {rank}: {text}' for rank, text in enumerate(errors) if text)
         print_log(
             f'Gradients travel between the ranks of a host over its loopback interface, because '
-            f'they cannot share memory: {failed[0]}',
+            f'they cannot share memory: {failed}',
             'current',
             logging.WARNING,
         )
     return None
 
 
-def _reserve(size: int) -> Any:
-    """Make a file in memory, and allocate its pages while a lack of memory is still an error."""
-    file = None
+def _map(owner: Dict[str, Any], size: int) -> Tensor:
+    """Map the file of another process."""
+    file = os.open(f'/proc/{owner["pid"]}/fd/{owner["file"]}', os.O_RDWR)
     try:
-        file = os.memfd_create('mmdevplug-gradients')
-        os.posix_fallocate(file, 0, size)
-        return file, None
-    except (OSError, AttributeError) as error:
-        if file is not None:
-            os.close(file)
-        return None, f'{type(error).__name__}: {error} (asked for {size} bytes)'
-
-
-def _open(owners: List[Dict[str, Any]], size: int) -> Any:
-    slots = []
-    try:
-        for owner in owners:
-            file = os.open(f'/proc/{owner["pid"]}/fd/{owner["file"]}', os.O_RDWR)
-            try:
-                if os.fstat(file).st_ino != owner['inode']:
-                    return [], f'process {owner["pid"]} is another one in this PID namespace'
-                memory = mmap.mmap(file, size)
-            finally:
-                os.close(file)
-            slots.append(torch.frombuffer(memory, dtype=torch.uint8))
-    except OSError as error:
-        return [], f'{type(error).__name__}: {error}'
-    return slots, None
+        if os.fstat(file).st_ino != owner['inode']:
+            text = f'process {owner["pid"]} is another one in this PID namespace'
+            raise OSError(errno.ESRCH, text)
+        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+    finally:
+        os.close(file)

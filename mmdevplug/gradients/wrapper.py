@@ -5,7 +5,11 @@ import inspect
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
-from mmengine.model import detect_anomalous_params, is_model_wrapper
+from mmengine.model import (
+    MMDistributedDataParallel,
+    detect_anomalous_params,
+    is_model_wrapper,
+)
 from mmengine.optim import OptimWrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, distributed as torch_dist, nn
@@ -32,16 +36,15 @@ from .host_staging import HostStaging
 from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
 from .nonfinite import FinitePolicy
-from .optional_reducer_ddp import OptionalReducerDDP
 from .overlapped_staging import OverlappedStaging
 
-#: On the host, small buckets start to travel earlier, and gradients that are views of a bucket
-#: need no copy.
+#: On the host, the all-reduce of small buckets starts earlier, and gradients that are views of a
+#: bucket need no copy.
 CPU_DEFAULTS = dict(gradient_as_bucket_view=True, bucket_cap_mb=5)
 
 
 @MODEL_WRAPPERS.register_module()
-class DeviceDistributedDataParallel(OptionalReducerDDP):
+class DeviceDistributedDataParallel(MMDistributedDataParallel):
     """Train data parallel on the device of this rank.
 
     The module is moved to its device first. Then PyTorch's DDP averages the gradients where the
@@ -65,21 +68,21 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
         bucket_cap_mb (int, optional): Size of a message in MB. Defaults to None: 5 on the CPU, 8
             for host staging, and PyTorch's own elsewhere.
         detect_anomalous_params (bool): See MMDistributedDataParallel. Defaults to False.
-        grad_compression (str or dict): What travels instead of gradients: ``'none'``, ``'bf16'``,
-            ``'fp16'`` or ``'powersgd'``, or a dict with that as ``type`` and options of PyTorch's
-            ``PowerSGDState``. Defaults to ``'none'``.
+        grad_compression (str or dict): How gradients are compressed for messages: ``'none'``,
+            ``'bf16'``, ``'fp16'`` or ``'powersgd'``, or a dict with that as ``type`` and options
+            of PyTorch's ``PowerSGDState``. Defaults to ``'none'``.
         hierarchy (str or bool): Whether host staging averages in the shared memory of each host
             first, and then between hosts. ``'auto'``: where several ranks share a host and each
             host has as many. Defaults to ``'auto'``.
         nonfinite_grads (str, optional): What all ranks do when one has NaN or infinite gradients:
-            ``'stop'`` with its rank and parameters, ``'skip'`` the update, or ``'ignore'``. A
+            ``'stop'`` and name the rank and parameters, ``'skip'`` the update, or ``'ignore'``. A
             gradient scaler, which skips by itself, has precedence. Defaults to None: ``'stop'``
             where gradients pass through the host, at no cost; ``'ignore'`` elsewhere.
         **kwargs: Other arguments of PyTorch's DDP. They have no effect on host staging.
 
     Raises:
         ModelError: If the model is wrapped already, has nothing to train, or is not the same on
-            all ranks, or if an option has a value that it cannot have.
+            all ranks, or if an option has an invalid value.
         LaunchError: If no process group exists.
         AcceleratorError: If the device cannot be used.
     """
@@ -104,9 +107,7 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
         **kwargs: Any,
     ) -> None:
         _check_module(module)
-        _check_options(kwargs)
-        _check_hierarchy(hierarchy)
-        _check_process_group()
+        _check_options(kwargs, hierarchy)
         chosen, device = rank_device(accelerator)
         takes_tensors = chosen.takes_tensors(backend_of(process_group))
         check_same_model(module, process_group)
@@ -130,8 +131,8 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
             if chosen.name == 'cpu':
                 kwargs = {**CPU_DEFAULTS, **kwargs}
             options = _rename_buffer_option(options, chosen, module)
-            spread = len(devices_of(module.parameters())) > 1  # then DDP takes no device ids
-            device_ids = None if spread else chosen.ddp_device_ids(device)
+            on_several = len(devices_of(module.parameters())) > 1  # DDP then takes no device ids
+            device_ids = None if on_several else chosen.ddp_device_ids(device)
             super().__init__(module, device_ids=device_ids, **options, **kwargs)
         else:
             averaging['hierarchy'] = hierarchy
@@ -139,8 +140,7 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
                 averaging['bucket_bytes'] = int(bucket_cap_mb * 2**20)
             # Before the move: on the host it takes no copy between devices.
             broadcast_tensors([*module.parameters(), *module.buffers()], chosen, process_group)
-            module = move_module(module, device)
-            super().__init__(module, reducer=False, device=device, **options)
+            self._init_without_reducer(move_module(module, device), device, **options)
         self.accelerator = chosen
         self.policy = averaging['policy']
         self._averaging = averaging
@@ -156,11 +156,36 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
         if chosen.lazy:
             materialize_predictions(module, chosen, self._devices)
 
+    def _init_without_reducer(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        process_group: Any,
+        broadcast_buffers: bool,
+        find_unused_parameters: bool,
+    ) -> None:
+        """Set the attributes of DDP that its ``no_sync`` and other code read.
+
+        DDP's constructor sends the parameters through the backend and makes a reducer. Both fail
+        where the backend does not take tensors of the device, but MMEngine and its users recognize
+        wrapped models by ``isinstance(model, MMDistributedDataParallel)``.
+        """
+        nn.Module.__init__(self)
+        self.module = module
+        self.device = device
+        self.device_type = device.type
+        self.device_ids = self.output_device = None
+        self.process_group = process_group if process_group is not None else torch_dist.group.WORLD
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+
     def restart_staging(self) -> None:
         """Average the gradients of the parameters that the module has now."""
         named = _trainable(self.module)
-        spread = len(devices_of([parameter for _, parameter in named])) > 1
-        kind = LazyStaging if self.accelerator.lazy or spread else OverlappedStaging
+        on_several = len(devices_of([parameter for _, parameter in named])) > 1
+        kind = LazyStaging if self.accelerator.lazy or on_several else OverlappedStaging
         self.staging = kind(named, self.accelerator, self.process_group, **self._averaging)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -172,8 +197,10 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
                 )
                 self.register_comm_hook(None, averaging.hook)
             if not self._hooked and torch.is_grad_enabled() and self.require_backward_grad_sync:
-                # DDP hands its buckets to the backend, which tells nobody how long they take.
-                TRAFFIC.record('gradients', sent=self._bytes_sent())
+                # The backend does not report how long the buckets of DDP take.
+                size = sum(p.numel() * p.element_size() for _, p in _trainable(self.module))
+                world_size = torch_dist.get_world_size(self.process_group)
+                TRAFFIC.record('gradients', sent=all_reduce_bytes(size, world_size))
             return super().forward(*inputs, **kwargs)
         if self.broadcast_buffers and self.require_forward_param_sync:
             with torch.no_grad():
@@ -186,10 +213,6 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
         if torch.is_grad_enabled():
             self.staging.prepare(outputs, synchronize)
         return outputs
-
-    def _bytes_sent(self) -> float:
-        size = sum(p.numel() * p.element_size() for _, p in _trainable(self.module))
-        return all_reduce_bytes(size, torch_dist.get_world_size(self.process_group))
 
     def train_step(
         self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper
@@ -232,12 +255,8 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
 
         After the first backward pass of a run DDP orders buckets by the time at which gradients
         became ready, and this order decides how the values of more than two ranks are added up. A
-        resumed run has to add up its first gradients as the uninterrupted run did. Gradients and
-        buffers are restored; the caller restores the random states.
-
-        Args:
-            data (dict or tuple or list): A batch; it is copied.
-            optim_wrapper (OptimWrapper): Casts as in training.
+        resumed run has to add up its first gradients as the uninterrupted run did. The batch is
+        copied, gradients and buffers are restored; the caller restores the random states.
         """
         if self.staging is not None or torch_dist.get_world_size(self.process_group) <= 2:
             return  # Host staging needs no warm-up, and the sum of two values has no order.
@@ -256,20 +275,39 @@ class DeviceDistributedDataParallel(OptionalReducerDDP):
             parameter.grad = gradient
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
-        """Register a communication hook with PyTorch's DDP, in the place of ours.
+        """Register a communication hook with PyTorch's DDP, in place of ours.
 
-        ``grad_compression`` and ``nonfinite_grads`` are without effect then.
+        ``grad_compression`` and ``nonfinite_grads`` have no effect then.
 
         Raises:
-            ModelError: Under host staging, which has no buckets on the device to give to a hook.
+            ModelError: Under host staging, which has no buckets on the device.
         """
+        self._refuse_under_staging('register_comm_hook')
         super().register_comm_hook(state, hook)
         self._hook_is_due = False  # DDP takes only one.
         self._hooked = True
 
+    def join(self, *args: Any, **kwargs: Any) -> Any:
+        """Train with uneven inputs; see :meth:`torch.nn.parallel.DistributedDataParallel.join`.
+
+        Raises:
+            ModelError: Under host staging.
+        """
+        self._refuse_under_staging('join')
+        return super().join(*args, **kwargs)
+
+    def _refuse_under_staging(self, method: str) -> None:
+        if self.staging is not None:
+            raise ModelError(
+                f"{method}() needs PyTorch's DDP, but gradients on {self.device} travel through "
+                f'the host, because backend {torch_dist.get_backend(self.process_group)!r} does '
+                f'not take {self.device_type} tensors. Remove the call, or use the native '
+                f'backend of the device.'
+            )
+
 
 def has_scaler(optim_wrapper: Any) -> bool:
-    """Tell whether a gradient scaler skips the updates that overflow."""
+    """Return whether a gradient scaler skips the updates that overflow."""
     wrappers = list_optim_wrappers(optim_wrapper)
     scalers = [getattr(wrapper, 'loss_scaler', None) for wrapper in wrappers]
     return any(scaler is not None and scaler.is_enabled() for scaler in scalers)
@@ -297,21 +335,32 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _check_options(kwargs: Dict[str, Any]) -> None:
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    unknown = sorted(set(kwargs) - set(known))
+def _check_options(kwargs: Dict[str, Any], hierarchy: Union[str, bool]) -> None:
+    unknown = sorted(
+        set(kwargs) - set(inspect.signature(DistributedDataParallel.__init__).parameters)
+    )
     if unknown:
         raise TypeError(
             f'model_wrapper_cfg has {", ".join(unknown)}, which neither '
             f'DeviceDistributedDataParallel nor the DistributedDataParallel of torch '
             f'{torch.__version__} takes. Remove it.'
         )
+    if hierarchy not in ('auto', True, False):
+        raise ModelError(
+            f"model_wrapper_cfg.hierarchy={hierarchy!r}: expected 'auto', True or False."
+        )
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        raise LaunchError(
+            'DeviceDistributedDataParallel needs a process group and there is none. Use '
+            "runner_type='DeviceRunner' with --launcher pytorch, or call "
+            'mmdevplug.init_device(launcher=...) before the model is wrapped.'
+        )
 
 
 def _rename_buffer_option(
     options: Dict[str, Any], accelerator: Accelerator, module: nn.Module
 ) -> Dict[str, Any]:
-    """Ask DDP for equal buffers at the start, whether or not they are sent at each forward."""
+    """Let DDP send buffers once at the start, whether or not it sends them at each forward."""
     options = dict(options)
     if 'forward_sync_buffers' in inspect.signature(DistributedDataParallel.__init__).parameters:
         options['forward_sync_buffers'] = options.pop('broadcast_buffers')
@@ -319,22 +368,6 @@ def _rename_buffer_option(
         # Without this, older releases leave the buffers of each rank as they are.
         broadcast_tensors(list(module.buffers()), accelerator, options['process_group'])
     return options
-
-
-def _check_hierarchy(hierarchy: Union[str, bool]) -> None:
-    if hierarchy not in ('auto', True, False):
-        raise ModelError(
-            f"model_wrapper_cfg.hierarchy={hierarchy!r}: expected 'auto', True or False."
-        )
-
-
-def _check_process_group() -> None:
-    if not (torch_dist.is_available() and torch_dist.is_initialized()):
-        raise LaunchError(
-            'DeviceDistributedDataParallel needs a process group and there is none. Use '
-            "runner_type='DeviceRunner' with --launcher pytorch, or call "
-            'mmdevplug.init_device(launcher=...) before the model is wrapped.'
-        )
 
 
 def _trainable(module: nn.Module) -> Sequence[Tuple[str, nn.Parameter]]:

@@ -11,7 +11,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 from torch import nn
 
-from mmdevplug.data.build_padded import take_pad_to
+from mmdevplug.data.padding import take_pad_to
 from mmdevplug.errors import DevPlugError, PlacementError, first_line
 
 

@@ -24,17 +24,10 @@ except ImportError:  # as MMEngine does, for builds of PyTorch without it
 
 
 def adapt_optim_wrapper_cfg(cfg: Any, accelerator: Accelerator) -> Any:
-    """Replace MMEngine's wrappers in a config by ours where the device needs it.
+    """Replace MMEngine's wrappers in a copy of a config by ours where the device needs it.
 
     ``OptimWrapper`` is replaced on lazy devices, and ``AmpOptimWrapper`` where MMEngine's refuses
     the device, also in the parts of a config for several optimizers. Any other wrapper is kept.
-
-    Args:
-        cfg (dict, Config or OptimWrapper): As MMEngine's ``build_optim_wrapper`` takes it.
-        accelerator (Accelerator): The accelerator in use.
-
-    Returns:
-        dict, Config or OptimWrapper: A copy of a config; anything else as it is.
     """
     if not isinstance(cfg, (dict, Config)):
         return cfg
@@ -60,15 +53,7 @@ def _replacement(kind: Any, accelerator: Accelerator) -> Optional[Type[OptimWrap
 
 
 def check_optimizers(optim_wrapper: OptimWrapper, context: DeviceContext) -> None:
-    """Refuse optimizers that cannot work with the process group.
-
-    Args:
-        optim_wrapper (OptimWrapper): What was built.
-        context (DeviceContext): Where this process computes.
-
-    Raises:
-        ModelError: If parameters would have to be broadcast by a backend that does not take them.
-    """
+    """Refuse optimizers that broadcast parameters by a backend that does not take them."""
     if context.backend is None or context.accelerator.takes_tensors(context.backend):
         return
     for optimizer in _sharded_optimizers(optim_wrapper):
@@ -82,9 +67,9 @@ def check_optimizers(optim_wrapper: OptimWrapper, context: DeviceContext) -> Non
 
 
 def join_consolidation(optim_wrapper: OptimWrapper) -> None:
-    """Take part in collecting the state of sharded optimizers, on ranks that save no checkpoint.
+    """Send the state of sharded optimizers to rank 0, on ranks that save no checkpoint.
 
-    MMEngine asks for the state on the rank that saves it alone, which would wait for the others.
+    MMEngine collects the state only on the rank that saves it, which waits for the others.
     """
     for optimizer in _sharded_optimizers(optim_wrapper):
         optimizer.consolidate_state_dict()

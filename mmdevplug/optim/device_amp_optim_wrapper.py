@@ -29,8 +29,8 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
 
     Args:
         loss_scale (str, float or dict): ``'dynamic'``, a fixed scale, or arguments of the
-            gradient scaler, as in :class:`mmengine.optim.AmpOptimWrapper`. bfloat16 needs none:
-            what is given then is ignored with a warning. Defaults to ``'dynamic'``.
+            gradient scaler, as in :class:`mmengine.optim.AmpOptimWrapper`. bfloat16 needs none
+            and ignores any other value with a warning. Defaults to ``'dynamic'``.
         dtype (str or torch.dtype, optional): ``'bfloat16'`` or ``'float16'``. Defaults to None:
             that of the accelerator, bfloat16 on the CPU and XLA and float16 on a T20 GCU.
         use_fsdp (bool): Only False, the default, works here.
@@ -41,7 +41,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         AcceleratorError: If ``dtype`` is float16 and the accelerator has no gradient scaler.
     """
 
-    #: What has averaged the gradients on the host, where it saw whether they are finite.
+    #: The :class:`HostStaging` of the model, which knows whether gradients overflowed.
     averaging: Any = None
 
     def __init__(
@@ -101,30 +101,25 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         if not known:
             self.loss_scaler.step(self.optimizer, **kwargs)
         elif self.averaging.finite:
-            # The scaler would read from the device what is known already.
+            # Not the scaler's step: it would read from the device whether there was an overflow.
             self.optimizer.step(**kwargs)
         self.loss_scaler.update(self._scale_update_param)
 
     def _overflow_is_known(self) -> bool:
         if self.averaging is None or not self.loss_scaler.is_enabled():
             return False
-        groups = self.optimizer.param_groups
         return self.averaging.covers(
             parameter
-            for group in groups
+            for group in self.optimizer.param_groups
             for parameter in group['params']
             if parameter.grad is not None
         )
 
     def _agree_on_overflow(self) -> None:
-        """Make all ranks skip a step if one has to.
-
-        Averaged gradients overflow on all ranks alike; those that a model keeps for itself on
-        each rank do not.
-        """
+        """Make all ranks skip a step if one has to, also where gradients are not averaged."""
         states = getattr(self.loss_scaler, '_per_optimizer_states', {})
         found = list(states[id(self.optimizer)]['found_inf_per_device'].values()) if states else []
-        # The scaler is about to read them, which by itself would run the graph for them alone.
+        # Otherwise the scaler, which reads them next, runs a graph for these values alone.
         self.accelerator.materialize_all(rank_devices(), found)
         if get_world_size() == 1:
             return
@@ -137,17 +132,13 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:
-        """Cast inside, and skip the averaging of gradients while they accumulate.
-
-        Args:
-            model (nn.Module): The model, wrapped or not.
-        """
+        """Cast inside, and skip the averaging of gradients while they accumulate."""
         with OptimWrapper.optim_context(self, model):
             with self.accelerator.autocast(dtype=self.cast_dtype):
                 yield
 
     def state_dict(self) -> dict:
-        """The optimizer's state and, where losses are scaled, ``loss_scaler``."""
+        """Return the optimizer's state and, where losses are scaled, ``loss_scaler``."""
         state_dict = super().state_dict()
         if not state_dict['loss_scaler']:
             # An enabled scaler, of MMEngine's or ours, refuses to load an empty state.
@@ -156,12 +147,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
 
 
 def trust_averages(optim_wrapper: Any, averaging: Any) -> None:
-    """Tell optimizer wrappers who knows of an overflow, so that they need not ask the device.
-
-    Args:
-        optim_wrapper (OptimWrapper or OptimWrapperDict): Wrappers of any kind.
-        averaging (HostStaging, optional): None where the device has to be asked.
-    """
+    """Let optimizer wrappers ask the host staging for an overflow, instead of the device."""
     for wrapper in list_optim_wrappers(optim_wrapper):
         if isinstance(wrapper, DeviceAmpOptimWrapper):
             wrapper.averaging = averaging
@@ -176,14 +162,14 @@ def _read_dtype(dtype: Any, valid: Any) -> Optional[torch.dtype]:
     if named is not None and named not in [getattr(torch, name) for name in valid]:
         raise ModelError(
             f'optim_wrapper.dtype={dtype!r}: expected one of {", ".join(map(repr, valid))}, or '
-            f"nothing to take the accelerator's own. 'bfloat16' and 'float16' are the two that "
-            f'save anything.'
+            f"no key for the accelerator's default. Only 'bfloat16' and 'float16' save time or "
+            f'memory.'
         )
     return named
 
 
 def _read_loss_scale(loss_scale: Any) -> Dict[str, Any]:
-    """The arguments of the gradient scaler."""
+    """Return the arguments of the gradient scaler."""
     if isinstance(loss_scale, str) and loss_scale == 'dynamic':
         return {}
     if isinstance(loss_scale, dict):
@@ -197,6 +183,6 @@ def _read_loss_scale(loss_scale: Any) -> Dict[str, Any]:
 
 
 def _no_scaler() -> Any:
-    """A scaler that is switched off, for code that asks the wrapper for one."""
+    """Return a disabled scaler, for code that reads it from the wrapper."""
     newer = getattr(getattr(torch, 'amp', None), 'GradScaler', None)
     return (newer or torch.cuda.amp.GradScaler)(enabled=False)

@@ -1,15 +1,16 @@
 """The optimizer wrapper for lazy devices."""
 
-from typing import Any, Tuple
+from typing import Any, List, Sequence, Tuple
 
+import torch
 from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import Tensor
 
-from mmdevplug.distributed.process_group import rank_device, rank_devices
+from mmdevplug.accelerators import devices_of
+from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.errors import ModelError
 from mmdevplug.utils.model import list_optim_wrappers
-
-from .clipping import clip_grad_norm_by_device
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -18,65 +19,100 @@ class DeviceOptimWrapper(OptimWrapper):
 
     MMEngine reads the norm of the gradients for the log as soon as it is recorded, which runs a
     graph for this one number. Here it stays on the device until the iteration is materialized,
-    and enters the log then, in time for the hooks that write it. On an eager device, and where
-    nobody calls :meth:`log_norms`, everything is as in MMEngine.
+    and is logged then, before the hooks that write the log. On an eager device, and where nobody
+    calls :meth:`log_norms`, everything is as in MMEngine.
 
     Args:
         *args: See :class:`mmengine.optim.OptimWrapper`.
         **kwargs: See :class:`mmengine.optim.OptimWrapper`. ``error_if_nonfinite`` of
-            ``clip_grad`` asks for the norm at once and so brings the execution back.
+            ``clip_grad`` reads the norm at once, which costs a lazy device an execution.
     """
 
     _logs_later = False
     #: The norms that are still on the device.
     _norms: Tuple[Tensor, ...] = ()
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.accelerator = rank_device()[0]
+
     def _clip_grad(self) -> None:
-        several = len(rank_devices()) > 1
-        if not rank_device()[0].lazy or not (several or self._logs_later):
-            super()._clip_grad()
-            return
         parameters = [
             parameter
             for group in self.optimizer.param_groups
             for parameter in group['params']
             if parameter.requires_grad and parameter.grad is not None
         ]
+        on_several = self.accelerator.lazy and len(devices_of(parameters)) > 1
+        if not self.accelerator.lazy or not (on_several or self._logs_later):
+            super()._clip_grad()
+            return
         if not parameters:
             return
-        # torch_xla has a function of its own, which mixes the norms of several devices.
-        by_device = several and self.grad_name == 'grad_norm'
-        clip = clip_grad_norm_by_device if by_device else self.clip_func
+        # torch_xla replaces PyTorch's function, and mixes the norms of several devices.
+        by_device = on_several and self.grad_name == 'grad_norm'
+        clip = _clip_grad_norm_by_device if by_device else self.clip_func
         norm = clip(parameters, **self.clip_grad_kwargs)
         if norm is None:
-            return  # clipping by value has none
+            return  # Clipping by value has none.
         self._norms = (*self._norms, norm)
         if not self._logs_later:
             self._log_norms()
 
     def log_norms(self) -> None:
-        """Give the norms of clipped gradients to the message hub.
+        """Log the norms of clipped gradients; the first call delays logging to such calls.
 
-        To be called after an iteration was materialized, when reading them costs no execution.
-        The first call is taken as a promise of more: from then on norms wait for it.
+        Call it after an iteration was materialized, when reading norms costs no execution.
         """
         self._logs_later = True
         self._log_norms()
 
     def _log_norms(self) -> None:
         norms, self._norms = self._norms, ()
-        if norms:
-            accelerator, _ = rank_device()
-            for norm in accelerator.to_host(norms):
-                self.message_hub.update_scalar(f'train/{self.grad_name}', float(norm))
+        for norm in self.accelerator.to_host(norms):
+            self.message_hub.update_scalar(f'train/{self.grad_name}', float(norm))
 
 
 def log_norms(optim_wrapper: Any) -> None:
-    """Call :meth:`DeviceOptimWrapper.log_norms` wherever there is one.
-
-    Args:
-        optim_wrapper (OptimWrapper or OptimWrapperDict): Wrappers of any kind.
-    """
+    """Call :meth:`DeviceOptimWrapper.log_norms` of an optimizer wrapper, or of each in a dict."""
     for wrapper in list_optim_wrappers(optim_wrapper):
         if isinstance(wrapper, DeviceOptimWrapper):
             wrapper.log_norms()
+
+
+def _clip_grad_norm_by_device(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    **_: bool,
+) -> Tensor:
+    """As :func:`torch.nn.utils.clip_grad_norm_`, for a model on several lazy devices.
+
+    PyTorch copies the norm of every parameter to one device, and each copy costs a lazy device an
+    execution. Here each device adds up its own norms.
+    """
+    gradients = [parameter.grad for parameter in parameters]
+    devices = devices_of(gradients)
+    groups = [[g for g in gradients if g.device == device] for device in devices]
+    parts = [_norm([_norm([g], norm_type) for g in group], norm_type) for group in groups]
+    total = _norm([part.to(devices[0]) for part in parts], norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise ModelError(
+            f'optim_wrapper.clip_grad: the norm of order {norm_type} of the gradients is '
+            f'{float(total)}; expected a finite number. Look for the cause with '
+            f"accelerator.on_nan='stop', or set error_if_nonfinite=False."
+        )
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for device, group in zip(devices, groups):
+        factor_here = factor.to(device)
+        for gradient in group:
+            gradient.mul_(factor_here.to(gradient.dtype))
+    return total
+
+
+def _norm(tensors: List[Tensor], norm_type: float) -> Tensor:
+    """Return the norm of a tensor, or of norms; half precision is added up in float32."""
+    values = (tensors[0] if len(tensors) == 1 else torch.stack(tensors)).detach()
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return torch.linalg.vector_norm(values, norm_type, dtype=dtype)

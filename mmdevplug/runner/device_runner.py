@@ -26,8 +26,8 @@ from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
-from mmdevplug.data.build_padded import build_padded
 from mmdevplug.data.checking import check_batches, check_samples, explain_empty
+from mmdevplug.data.padding import build_padded
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.explanations.cuda_settings import describe_serious
 from mmdevplug.explanations.explain import explained, explained_build, train_together

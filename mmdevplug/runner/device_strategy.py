@@ -15,7 +15,7 @@ from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
-from mmdevplug.data.build_padded import build_padded
+from mmdevplug.data.padding import build_padded
 from mmdevplug.model.prepare import place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.parallelism import Parallelism

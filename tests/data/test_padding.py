@@ -10,8 +10,8 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from mmdevplug.config.pad_to import read_pad_to, suggest_buckets
-from mmdevplug.data import build_padded as padding_build
-from mmdevplug.data.build_padded import build_padded, install_padding, take_pad_to
+from mmdevplug.data import padding
+from mmdevplug.data.padding import build_padded, install_padding, take_pad_to
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.patches.mmseg import patch_accuracy
@@ -450,10 +450,10 @@ def test_losses_and_gradients_of_a_segmentor_are_those_without_padding():
     results = []
     for pad_to in (None, (32, 48)):
         model = segmentor(pad_to, size=(20, 30))
-        total, told = segmentation_losses(model, (20, 30), (20, 30))
+        total, found = segmentation_losses(model, (20, 30), (20, 30))
         total.backward()
-        told.update((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-        results.append(told)
+        found.update((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
+        results.append(found)
     plain, larger = results
     assert 'backbone.conv.weight' in plain
     assert plain['loss'] > 0.1
@@ -477,13 +477,13 @@ def test_predictions_of_a_segmentor_have_the_size_of_the_image(test_cfg):
 
 def test_a_loss_that_padding_makes_smaller_is_named(monkeypatch):
     need_mmcv_operations()
-    told = []
-    monkeypatch.setattr(padding_build, 'print_log', lambda message, *_: told.append(message))
+    messages = []
+    monkeypatch.setattr(padding, 'print_log', lambda message, *_: messages.append(message))
     alone, _ = segmentation_losses(segmentor(None, False, size=(20, 30)), (20, 30))
-    assert told == []
+    assert messages == []
     diluted, _ = segmentation_losses(segmentor((40, 60), False, size=(20, 30)), (20, 30))
     assert (diluted / alone).item() == pytest.approx(1 / 4, rel=1e-5)
-    assert 'decode_head.loss_decode averages over all pixels' in told[0]
+    assert 'decode_head.loss_decode averages over all pixels' in messages[0]
 
 
 def test_counting_with_masks_is_mmsegs_accuracy(monkeypatch):

@@ -1,4 +1,4 @@
-"""Ranks whose models differ are told so at the start, by name."""
+"""Ranks whose models differ are refused at the start, with the first difference."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def a_buffer(module):
     return module
 
 
-TOLD = {
+MESSAGES = {
     'another_shape': 'rank 1: has parameter 2.weight as 5x8 torch.float32, rank 0 as 4x8 torch.fl',
     'one_more': 'has 5 parameters and buffers, rank 0 has 4; only this rank has parameter 3.w',
     'another_dtype': 'has parameter 0.weight as 8x8 torch.float64, rank 0 as 8x8 torch.float32',
@@ -48,7 +48,7 @@ TOLD = {
 
 
 @pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
-@pytest.mark.parametrize('change', TOLD)
+@pytest.mark.parametrize('change', MESSAGES)
 def test_the_first_difference_is_named_on_all_ranks(accelerator, change):
     with pytest.raises(RanksFailed) as raised:
         run_ranks(wrap_different, 3, accelerator, change, together=True)
@@ -56,5 +56,5 @@ def test_the_first_difference_is_named_on_all_ranks(accelerator, change):
     assert sorted(errors) == [0, 1, 2]
     for kind, message, _ in errors.values():
         assert kind == 'ModelError'
-        assert TOLD[change] in message
+        assert MESSAGES[change] in message
         assert 'rank 2:' not in message

@@ -172,19 +172,19 @@ def wrap_frozen(context):
 
 
 @pytest.mark.parametrize(
-    ('wrap', 'told'),
+    ('wrap', 'expected'),
     [
         (wrap_own_parameter, 'trainable parameters of its own, scale'),
         (wrap_frozen, 'no child of Sequential has a parameter that requires a gradient'),
     ],
 )
-def test_models_that_are_refused(wrap, told):
+def test_models_that_are_refused(wrap, expected):
     with pytest.raises(RanksFailed) as raised:
         run_ranks(in_job, 2, 'zeta', wrap, together=True)
     assert sorted(raised.value.errors) == [0, 1]
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'ModelError'
-        assert told in message
+        assert expected in message
 
 
 @pytest.mark.parametrize(

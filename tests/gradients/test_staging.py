@@ -1,4 +1,4 @@
-"""Host staging: what overlaps with backward, what is allocated, what is left behind."""
+"""Host staging: what overlaps with backward, what is allocated, what remains afterwards."""
 
 import os
 import resource

@@ -143,7 +143,7 @@ def test_state_is_loaded_across_a_change_of_precision_either_way(on_cpu):
 
 
 @pytest.mark.parametrize(
-    ('kwargs', 'told'),
+    ('kwargs', 'expected'),
     [
         (dict(dtype='float8'), r"optim_wrapper.dtype='float8': expected one of 'float16'"),
         (dict(dtype=torch.int8), r'optim_wrapper.dtype=torch.int8'),
@@ -166,8 +166,8 @@ def test_state_is_loaded_across_a_change_of_precision_either_way(on_cpu):
         ),
     ],
 )
-def test_invalid_values_are_refused_with_key_value_and_what_is_expected(on_cpu, kwargs, told):
-    with pytest.raises(ModelError, match=told):
+def test_invalid_values_are_refused_with_key_value_and_what_is_expected(on_cpu, kwargs, expected):
+    with pytest.raises(ModelError, match=expected):
         build(**kwargs)
 
 
