@@ -25,7 +25,7 @@ from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, 
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors
 from mmdevplug.model.place_by_plan import misplaced_by_plan
 from mmdevplug.model_parallel.parallelism import Parallelism
-from mmdevplug.utils.host import gigabytes
+from mmdevplug.utils.byte_sizes import format_bytes
 
 from .common import Options, check_launch_variables, load_config, run
 from .step_devices import ModuleDevices, StepDevices
@@ -238,7 +238,7 @@ def _print_modules(rows: Sequence[ModuleDevices], depth: Optional[int], console:
     for row in rows:
         if depth is None or row.name.count('.') + bool(row.name) <= depth:
             devices = [' '.join(found) or '-' for found in row[3:]]
-            table.add_row(row.name or '(the model)', row.kind, gigabytes(row.size), *devices)
+            table.add_row(row.name or '(the model)', row.kind, format_bytes(row.size), *devices)
     console.print(table)
 
 

@@ -14,7 +14,7 @@ from mmdevplug.model_parallel import DevicePlan
 from mmdevplug.model_parallel.meta_build import build, can_build_on_meta
 from mmdevplug.model_parallel.optimizer_state import state_factor
 from mmdevplug.model_parallel.parallelism import Parallelism
-from mmdevplug.utils.host import gigabytes
+from mmdevplug.utils.byte_sizes import format_bytes
 
 from .findings import Finding
 
@@ -98,7 +98,7 @@ def _spread(
 
 
 def _describe(plan: DevicePlan) -> str:
-    loads = ', '.join(f'{device} {gigabytes(load)}' for device, load in plan.loads.items())
+    loads = ', '.join(f'{device} {format_bytes(load)}' for device, load in plan.loads.items())
     return f'the model is spread over devices, activations not counted: {loads}'
 
 
@@ -124,15 +124,15 @@ def _weigh(
     memory = None if accelerator is None else accelerator.memory_total(accelerator.device(0))
     if memory is not None and accelerator is not None and accelerator.shares_devices:
         memory //= ranks
-    told = ', '.join(f'{name} {gigabytes(size)}' for name, size in parts.items())
+    told = ', '.join(f'{name} {format_bytes(size)}' for name, size in parts.items())
     holder = 'device' if spread is None else 'group of devices'
     found = (
         f'the model has {count:,} parameters, of which {sum(p.numel() for p in trained):,} are '
-        f'trained; each {holder} holds {gigabytes(needed)} ({told}), activations not counted'
+        f'trained; each {holder} holds {format_bytes(needed)} ({told}), activations not counted'
     )
     if factor is None:
         found += f'; the state of the optimizer is not known: {unknown}'
-    found += '' if memory is None else f'; it has {gigabytes(memory)}'
+    found += '' if memory is None else f'; it has {format_bytes(memory)}'
     data = dict(
         parameters=count,
         trained=sum(p.numel() for p in trained),

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Iterator, List, Mapping, Optional
 
-from mmdevplug.utils.host import available_memory, gigabytes, usable_cores
+from mmdevplug.utils.byte_sizes import format_bytes
+from mmdevplug.utils.host import available_memory, usable_cores
 
 from .findings import Finding
 
@@ -65,7 +66,7 @@ def _shared_memory(folder: str = '/dev/shm') -> Iterator[Finding]:
     if not os.path.isdir(folder):
         return  # no Linux
     total, _, free = shutil.disk_usage(folder)
-    found = f'shared memory: {gigabytes(free)} of {gigabytes(total)} free in {folder}'
+    found = f'shared memory: {format_bytes(free)} of {format_bytes(total)} free in {folder}'
     if free >= COMFORTABLE_SHARED:
         yield Finding(SECTION, 'ok', found)
         return
@@ -84,7 +85,7 @@ def _shared_memory(folder: str = '/dev/shm') -> Iterator[Finding]:
 
 def _memory(ranks: int) -> Iterator[Finding]:
     available, origin = available_memory()
-    found = f'memory: {gigabytes(available)} available ({origin})'
+    found = f'memory: {format_bytes(available)} available ({origin})'
     needed = ranks * BYTES_PER_RANK
     if available >= 2 * needed:
         yield Finding(SECTION, 'ok', found)
@@ -93,8 +94,8 @@ def _memory(ranks: int) -> Iterator[Finding]:
         SECTION,
         'error' if available < needed else 'warning',
         found,
-        f'{ranks} process(es) need about {gigabytes(needed)} before any model or data; a process '
-        f'that finds none is killed without a message.',
+        f'{ranks} process(es) need about {format_bytes(needed)} before any model or data; a '
+        f'process that finds none is killed without a message.',
         f'mmdevplug train CONFIG --nproc {max(1, available // (2 * BYTES_PER_RANK))}',
     )
 
@@ -113,7 +114,7 @@ def _disk(work_dir: str) -> Iterator[Finding]:
         )
         return
     free = shutil.disk_usage(str(folder)).free
-    found = f'disk: {gigabytes(free)} free at {folder}, for work dir {work_dir}'
+    found = f'disk: {format_bytes(free)} free at {folder}, for work dir {work_dir}'
     if free >= COMFORTABLE_DISK:
         yield Finding(SECTION, 'ok', found)
         return

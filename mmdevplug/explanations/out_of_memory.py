@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mmdevplug.distributed.process_group import rank_device
 from mmdevplug.errors import DeviceOutOfMemoryError, DevPlugError
-from mmdevplug.utils.memory_growth import MB, describe_tensor, tensor_bytes
+from mmdevplug.utils.byte_sizes import format_bytes
+from mmdevplug.utils.memory_growth import describe_tensor, tensor_bytes
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 
 #: What the libraries say of the host's memory, and of a device's.
@@ -75,8 +76,8 @@ def _message(runner: Any, stage: str, place: str, error: BaseException) -> str:
         in_use = accelerator.memory_allocated(device)
         total = accelerator.memory_total(device)
     where = f'rank {runner.rank}: {device} has no memory left in {stage}'
-    used = '' if in_use is None else f' with {in_use / MB:.0f} MB in use'
-    of = '' if total is None else f' of {total / MB:.0f} MB'
+    used = '' if in_use is None else f' with {format_bytes(in_use)} in use'
+    of = '' if total is None else f' of {format_bytes(total)}'
     first_line = (str(error) or type(error).__name__).splitlines()[0]
     parts = [f'{where}{used}{of}: {first_line}']
     fixed = None
@@ -133,11 +134,11 @@ class LiveTensors:
         """Sums, and the biggest of them by name or by shape."""
         biggest = sorted(self._sizes.items(), key=lambda item: -item[1])[:MOST_NAMED]
         told = [
-            f'{name}{self._with(name)}: {size / MB:.1f} MB' for name, size in biggest if size > 0
+            f'{name}{self._with(name)}: {format_bytes(size)}' for name, size in biggest if size > 0
         ]
         return (
-            f'Weights, gradients and optimizer state take {self.fixed / MB:.1f} MB, other tensors '
-            f'that Python can see {self.others / MB:.1f} MB. Biggest: {"; ".join(told)}.'
+            f'Weights, gradients and optimizer state take {format_bytes(self.fixed)}, other '
+            f'tensors that Python can see {format_bytes(self.others)}. Biggest: {"; ".join(told)}.'
         )
 
     def _with(self, name: str) -> str:

@@ -10,6 +10,7 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.config.hook_options import MemoryOptions
 from mmdevplug.distributed.process_group import rank_device, rank_devices
+from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.memory_growth import MB, Growth, GrowthDetector, Snapshot
 
 
@@ -123,8 +124,8 @@ class MemoryHook(Hook):
 
 def _describe(name: str, growth: Growth) -> str:
     return (
-        f'{name} rose by {growth.bytes / MB:.1f} MB from iteration {growth.start} to {growth.end} '
-        f'({growth.rate / 1024:.1f} kB an iteration)'
+        f'{name} rose by {format_bytes(growth.bytes)} from iteration {growth.start} to '
+        f'{growth.end} ({format_bytes(growth.rate)} an iteration)'
     )
 
 

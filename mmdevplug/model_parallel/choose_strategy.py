@@ -8,8 +8,9 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.detection import AcceleratorConfig, choose_accelerator
 from mmdevplug.environments.launch import LaunchEnv, read_launch_env
 from mmdevplug.errors import PlacementError
+from mmdevplug.utils.byte_sizes import format_bytes
 
-from .devices import describe_bytes, parse_devices
+from .devices import parse_devices
 
 #: The largest part of a device's memory that a model's weights, gradients and optimizer state may
 #: take where one device is chosen: what is left is for activations.
@@ -166,8 +167,8 @@ def _by_what_it_needs(
             return _one_device(accelerator, env, several, None, why, exclude_cpu)
         return _spread(env, mine, f'{asked}; {unknown} {MEMORY_UNKNOWN}')
     figures = (
-        f'training needs {describe_bytes(needed)} without activations, {mine[0]} has '
-        f'{describe_bytes(available)}'
+        f'training needs {format_bytes(needed)} without activations, {mine[0]} has '
+        f'{format_bytes(available)}'
     )
     if needed <= COMFORTABLE_PART * available:
         room = f'with at least {1 - COMFORTABLE_PART:.0%} to spare: one device is faster'

@@ -9,14 +9,13 @@ import torch
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.errors import PlacementError
 from mmdevplug.registry import ACCELERATORS
+from mmdevplug.utils.byte_sizes import parse_bytes
 
 Devices = Union[str, int, torch.device, Sequence[Union[str, int, torch.device]]]
 Size = Union[int, str]
 
 _RANGE = re.compile(r'([a-z_]\w*):(\d+)-(\d+)\Z')
 _ONE = re.compile(r'([a-z_]\w*):(\d+)\Z')
-#: As HF accelerate reads them; `Gb` with a small b are bits.
-_UNITS = dict(GIB=2**30, MIB=2**20, KIB=2**10, GB=10**9, MB=10**6, KB=10**3)
 MOST_DEVICES = 4096
 
 
@@ -135,33 +134,6 @@ def _one(text: str) -> str:
     return f'{found.group(1)}:{int(found.group(2))}'
 
 
-def parse_size(size: Size, where: str = 'size') -> int:
-    """Bytes, as HF accelerate reads them: ``10**9``, ``'10GB'``, ``'9.5GiB'``, ``'80Gb'``.
-
-    Raises:
-        PlacementError: If it cannot be read or is negative.
-    """
-    found = -1
-    if isinstance(size, int) and not isinstance(size, bool):
-        found = size
-    elif isinstance(size, str):
-        text = size.strip()
-        unit = next((unit for unit in _UNITS if text.upper().endswith(unit)), None)
-        try:
-            value = float(text[: -len(unit)]) if unit else float(int(text))
-            found = int(value * _UNITS[unit]) if unit else int(text)
-        except (ValueError, OverflowError):
-            found = -1
-        if unit and len(unit) == 2 and text.endswith('b'):
-            found = found // 8 if found >= 0 else found
-    if found < 0:
-        raise PlacementError(
-            f"{where}={size!r}: expected a number of bytes or a figure with a unit, e.g. '10GB' "
-            f"or '9.5GiB'."
-        )
-    return found
-
-
 def parse_max_memory(
     max_memory: Union[None, str, Mapping[Any, Size]], devices: Sequence[str]
 ) -> Dict[str, int]:
@@ -183,7 +155,7 @@ def parse_max_memory(
         name = _device_named(key, devices)
         if name in limits:
             raise PlacementError(f'max_memory names {name} twice.')
-        limits[name] = parse_size(size, f'max_memory[{name!r}]')
+        limits[name] = parse_bytes(size, f'max_memory[{name!r}]')
     return limits
 
 
@@ -255,11 +227,3 @@ def device_weights(
     limits = [size for name, size in capacities.items() if name != 'cpu']
     largest = float(max(limits, default=0)) or 1.0
     return {name: float(capacities.get(name, largest)) for name in devices}
-
-
-def describe_bytes(size: float) -> str:
-    """A number of bytes in words, e.g. ``'1.50 GB'`` (decimal units, as ``max_memory`` has)."""
-    for unit, scale in (('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
-        if size >= scale:
-            return f'{size / scale:.2f} {unit}'
-    return f'{size:.0f} bytes'

@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from typing import List, Mapping, NoReturn, Optional, Sequence
 
 from mmdevplug.errors import PlacementError
+from mmdevplug.utils.byte_sizes import format_bytes
 
 from .blocks import Group
-from .devices import describe_bytes, device_weights
+from .devices import device_weights
 from .partition import Partition
 
 
@@ -102,11 +103,11 @@ def _check_host(groups: Sequence[Group], limits: Mapping[str, int]) -> str:
     needed = sum(group.bytes for group in groups)
     if needed > limits.get('cpu', needed):
         raise PlacementError(
-            f'the devices are full and {describe_bytes(needed)} are left for the host, which may '
-            f'hold {describe_bytes(limits["cpu"])}. Raise max_memory, or add devices.'
+            f'the devices are full and {format_bytes(needed)} are left for the host, which may '
+            f'hold {format_bytes(limits["cpu"])}. Raise max_memory, or add devices.'
         )
     return (
-        f'the host holds {describe_bytes(needed)} that the devices cannot, from '
+        f'the host holds {format_bytes(needed)} that the devices cannot, from '
         f'{groups[0].label} on.'
     )
 
@@ -122,27 +123,27 @@ def _refuse(
     needed = sum(group.bytes for group in groups)
     allowed = {name: limits[name] for name in devices if name in limits}
     unlimited = len(allowed) < len(devices)
-    told = ', '.join(f'{name} {describe_bytes(size)}' for name, size in allowed.items())
+    told = ', '.join(f'{name} {format_bytes(size)}' for name, size in allowed.items())
     largest = max(groups, key=lambda group: group.bytes)
     most = max(allowed.values(), default=0)
     if not unlimited and largest.bytes > most:
         raise PlacementError(
-            f'{largest.label} needs {describe_bytes(largest.bytes)} on one device, the largest '
-            f'device may hold {describe_bytes(most)} ({told}). Raise max_memory by '
-            f'{describe_bytes(largest.bytes - most)}, or take a smaller dtype.'
+            f'{largest.label} needs {format_bytes(largest.bytes)} on one device, the largest '
+            f'device may hold {format_bytes(most)} ({told}). Raise max_memory by '
+            f'{format_bytes(largest.bytes - most)}, or take a smaller dtype.'
         )
     free = _least_maximum(groups, devices)
     total = sum(allowed.values())
     if not unlimited and needed > total:
-        reason = f'{describe_bytes(needed - total)} are missing'
+        reason = f'{format_bytes(needed - total)} are missing'
     else:
         reason = 'no split of its blocks in order keeps the limits'
         if full and _ends(groups, devices, limits, full=False) is not None:
             reason += ' without leaving a device empty, which force_balance=False allows'
     hint = '' if host else ', or allow the host to take the rest with exclude_cpu=False'
     raise PlacementError(
-        f'the model needs {describe_bytes(needed)}, max_memory allows {told}: {reason}. '
-        f'It fits on {len(devices)} devices of {describe_bytes(free)} each{hint}.'
+        f'the model needs {format_bytes(needed)}, max_memory allows {told}: {reason}. '
+        f'It fits on {len(devices)} devices of {format_bytes(free)} each{hint}.'
     )
 
 

@@ -7,10 +7,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.files import PathLike, write_text
 from mmdevplug.utils.html_page import make_page
 
-from .devices import describe_bytes
 from .plan import DevicePlan
 from .plot import NARROW, colours_of, short_name
 
@@ -70,6 +70,6 @@ def _legend(plan: DevicePlan) -> Text:
 def _blocks(plan: DevicePlan) -> Table:
     table = Table('block', 'class', 'holds', 'device')
     for block in plan.blocks:
-        row = (block.name or 'all', block.kind, describe_bytes(block.bytes), block.device)
+        row = (block.name or 'all', block.kind, format_bytes(block.bytes), block.device)
         table.add_row(*map(Text, row))
     return table

@@ -11,9 +11,10 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from mmdevplug.errors import PlacementError
+from mmdevplug.utils.byte_sizes import format_bytes
 
 from . import balance
-from .devices import describe_bytes, device_weights
+from .devices import device_weights
 from .walk_modules import named_tensors, prefixes
 
 Signature = Tuple[Tuple[str, Tuple[int, ...]], ...]
@@ -204,7 +205,7 @@ class DevicePlan:
 
     def __rich__(self) -> Group:
         """A row for each device, then what was tried."""
-        parts = ', '.join(f'{name} {describe_bytes(s)}' for name, s in self.parts.items() if s)
+        parts = ', '.join(f'{name} {format_bytes(s)}' for name, s in self.parts.items() if s)
         table = Table(title=f'{self.model}, {self.strategy}: {parts}', title_justify='left')
         for name in ('device', 'load', 'of ideal', 'may hold', 'blocks', 'from', 'to'):
             right = name not in ('device', 'from', 'to')
@@ -218,9 +219,9 @@ class DevicePlan:
             limit = (self.capacities or {}).get(name)
             table.add_row(
                 name,
-                describe_bytes(self.loads[name]),
+                format_bytes(self.loads[name]),
                 f'{self.loads[name] / ideal:.1%}' if ideal else '',
-                '' if limit is None else describe_bytes(limit),
+                '' if limit is None else format_bytes(limit),
                 str(len(here)),
                 here[0] or 'all' if here else '',
                 here[-1] or 'all' if here else '',
