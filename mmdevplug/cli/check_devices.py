@@ -22,8 +22,7 @@ from mmdevplug.device_guard import POLICIES, DeviceGuard
 from mmdevplug.doctor import launch as launch_variables
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, first_line
-from mmdevplug.model.move import describe_misplaced, misplaced_tensors
-from mmdevplug.model.place_by_plan import misplaced_by_plan
+from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
 from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.utils.byte_sizes import format_bytes
 

@@ -12,8 +12,8 @@ from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError
 from mmdevplug.model_parallel import DevicePlan
 from mmdevplug.model_parallel.meta_build import build, can_build_on_meta
-from mmdevplug.model_parallel.optimizer_state import state_factor
 from mmdevplug.model_parallel.parallelism import Parallelism
+from mmdevplug.model_parallel.sizes import state_factor
 from mmdevplug.utils.byte_sizes import format_bytes
 
 from .findings import Finding

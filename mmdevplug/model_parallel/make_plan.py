@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from mmdevplug.errors import PlacementError
 
 from .accelerate_map import accelerate_map
-from .blocks import Group, Unit, find_units, group_units, order_units, shared_names
+from .blocks import Unit, find_units, group_units, order_units, shared_names
 from .devices import Devices, Size, parse_devices, parse_max_memory
 from .fitting import fit
 from .plan import DevicePlan, PlannedBlock, signature_of
@@ -74,15 +74,15 @@ def plan(
         raise PlacementError(f'balance_threshold={balance_threshold!r}: expected 0 to 1.')
     names = parse_devices(devices, device_type, exclude_cpu)
     limits = parse_max_memory(max_memory, names)
-    job = _Job(model, names, limits, no_split, force_balance)
-    job.measure(as_dtype(dtype), training, optimizer, sample_inputs)
+    job = _Job(model, names, limits, no_split, force_balance, as_dtype(dtype))
+    job.measure(training, optimizer, sample_inputs)
     if strategy == 'dynamic':
         return job.dynamic(balance_threshold)
     return job.auto() if strategy == 'auto' else job.balanced()
 
 
 class _Job:
-    """What planning needs to know of a model and its devices."""
+    """A model, its devices, and the three ways to plan."""
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class _Job:
         limits: Dict[str, int],
         no_split: Union[None, str, Iterable[str]],
         force_balance: bool,
+        dtype: Optional[torch.dtype],
     ) -> None:
         if next(model.parameters(), None) is None:
             raise PlacementError(
@@ -103,33 +104,23 @@ class _Job:
                 f'{", ".join(lazy[:4])} of {type(model).__name__} has no shape yet. Run the model '
                 f'once, then plan.'
             )
-        self.model = model
-        self.devices = devices
-        self.limits = limits
-        self.force_balance = force_balance
+        self.model, self.devices, self.limits = model, devices, limits
+        self.force_balance, self.dtype = force_balance, dtype
         self.whole = WholeModules(model, no_split)
-        self.units = find_units(model, self.whole)
-        self.groups: List[Group] = []
-        self.dtype: Optional[torch.dtype] = None
 
-    def measure(
-        self, dtype: Optional[torch.dtype], training: bool, optimizer: Any, sample_inputs: Any
-    ) -> None:
-        """Weigh the units and bring them into the order of execution."""
-        self.dtype = dtype
-        self.sizes = weigh(self.tensors, dtype, training, optimizer)
+    def measure(self, training: bool, optimizer: Any, sample_inputs: Any) -> None:
+        """Weigh the units and sort them by the order of execution."""
+        self.sizes = weigh(self.tensors, self.dtype, training, optimizer)
         seen = Trace()
         if sample_inputs is not None:
-            seen = trace(self.model, sample_inputs, training, dtype)
+            seen = trace(self.model, sample_inputs, training, self.dtype)
             add_activations(self.sizes, seen.activations)
-        self.units = order_units(self.units, seen.calls)
+        self.units = order_units(find_units(self.model, self.whole), seen.calls)
         self.groups = group_units(
             self.units, self.sizes, shared_names(self.model, self.tensors), seen.traffic
         )
         # What is computed before the first block and kept.
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
-
-    # strategies -------------------------------------------------------------------------------
 
     def auto(self, strategy: str = 'auto') -> DevicePlan:
         """HF accelerate's map."""
@@ -141,29 +132,37 @@ class _Job:
             name = next((p for p in reversed(prefixes(unit.name)) if p in found), None)
             if name is None:
                 raise PlacementError(
-                    f'HF accelerate splits {unit.name}, which must stay whole: it knows classes '
-                    f'alone, here {", ".join(self.whole.classes) or "none"}. Use strategy '
+                    f'HF accelerate splits {unit.name}, which must stay whole: it knows only '
+                    f'classes, here {", ".join(self.whole.classes) or "none"}. Use strategy '
                     f'"balanced".'
                 )
             device_of[unit.name] = found[name]
         made = self._finish(device_of, strategy, [], found)
-        self._check_limits(made)
+        over = [
+            f'{name} would hold {made.loads[name]:,} bytes of {limit:,}'
+            for name, limit in self.limits.items()
+            if made.loads[name] > limit
+        ]
+        if over:
+            raise PlacementError(
+                f"HF accelerate's map exceeds max_memory: {'; '.join(over)} (it counts only "
+                f'weights). Use strategy "balanced".'
+            )
         made.steps.append(f'HF accelerate: imbalance {made.imbalance:.3f}.')
         return made
 
     def balanced(self, strategy: str = 'balanced') -> DevicePlan:
         """The best contiguous split."""
-        fitted = fit(self.groups, self.devices, self.limits, self.force_balance)
+        devices, steps = fit(self.groups, self.devices, self.limits, self.force_balance)
         device_of = {
             unit.name: device
-            for group, device in zip(self.groups, fitted.devices)
+            for group, device in zip(self.groups, devices)
             for unit in group.units
         }
-        made = self._finish(device_of, strategy, fitted.steps)
-        told = (
+        made = self._finish(device_of, strategy, steps)
+        made.steps.append(
             f'best contiguous split of {len(self.groups)} blocks: imbalance {made.imbalance:.3f}.'
         )
-        made.steps.append(told)
         return made
 
     def dynamic(self, threshold: float) -> DevicePlan:
@@ -190,12 +189,10 @@ class _Job:
             return first
         better = second.bottleneck <= first.bottleneck
         chosen = second if better else first
-        told = 'balanced is used.' if better else 'auto has the smaller largest load and is used.'
-        # What was opened is told by both.
-        chosen.steps[:] = dict.fromkeys([*first.steps, *second.steps, told])
+        last = 'balanced is used.' if better else 'auto has the smaller largest load and is used.'
+        # Both name what was opened.
+        chosen.steps[:] = dict.fromkeys([*first.steps, *second.steps, last])
         return chosen
-
-    # results ----------------------------------------------------------------------------------
 
     def _finish(
         self,
@@ -218,40 +215,24 @@ class _Job:
         if device_map is None:
             device_map = clean_map(device_of, self.units)
         opened = ', '.join(self.whole.opened)
-        told = [f'{opened}: split between the blocks that each holds.'] if opened else []
+        if opened:
+            steps.insert(0, f'{opened}: split between the blocks that each holds.')
         return DevicePlan(
             device_map=dict(device_map),
             devices=list(self.devices),
             capacities=dict(self.limits) or None,
             loads=loads,
             strategy=strategy,
-            steps=[*told, *steps],
+            steps=steps,
             blocks=blocks,
             parts=self.sizes.parts(),
             signature=signature_of(self.tensors),
             model=type(self.model).__name__,
         )
 
-    def _check_limits(self, made: DevicePlan) -> None:
-        over = [
-            f'{name} would hold {made.loads[name]:,} bytes of {limit:,}'
-            for name, limit in self.limits.items()
-            if made.loads[name] > limit
-        ]
-        if over:
-            raise PlacementError(
-                f"HF accelerate's map exceeds max_memory: {'; '.join(over)} (it counts weights "
-                f'alone). Use strategy "balanced".'
-            )
-
 
 def clean_map(device_of: Mapping[str, str], units: Iterable[Unit]) -> Dict[str, str]:
-    """Name the outermost modules that are on one device, in order of execution.
-
-    Args:
-        device_of (Mapping[str, str]): Device of each unit.
-        units (Iterable[Unit]): In order of execution.
-    """
+    """Map the outermost modules that are on one device to it, in order of execution."""
     inside: Dict[str, set] = {}
     for unit in units:
         for prefix in prefixes(unit.name):

@@ -20,28 +20,17 @@ def can_build_on_meta() -> bool:
     return hasattr(torch.device, '__enter__')
 
 
-def build_without_memory(model: Any, scope: Optional[str] = None) -> nn.Module:
-    """Build a model from its config.
-
-    Args:
-        model (dict): ``model`` of a config.
-        scope (str, optional): ``default_scope`` of the config. Defaults to None: the current one.
-
-    Returns:
-        nn.Module: On the meta device; on the host where the model computes with tensors while it
-        is built, or PyTorch is older than 2.0.
-    """
-    if scope is None:
-        return build(model)[0]
+def build_without_memory(model: Any, scope: str) -> nn.Module:
+    """Build a model from its config, on the meta device where :func:`build` can."""
     with DefaultScope.overwrite_default_scope(scope):
         return build(model)[0]
 
 
 def build(model: Any) -> Tuple[nn.Module, bool]:
-    """As :func:`build_without_memory`, in the current scope.
+    """Build a model, in the current scope; also return whether it has memory.
 
-    Returns:
-        tuple: The model, and whether it had to be built with memory after all.
+    It is on the host where the model computes with tensors while it is built, or where PyTorch is
+    older than 2.0.
     """
     model, _ = take_pad_to(model)  # it concerns batches alone
     if can_build_on_meta():
@@ -79,7 +68,9 @@ def build_from_file(path: str) -> Tuple[nn.Module, Optional[Config]]:
             f'transformers model or its folder.'
         )
     try:
-        if place.suffix == '.json' and 'model_type' in _read_json(place):
+        if place.suffix == '.json' and 'model_type' in json.loads(
+            place.read_text(encoding='utf-8')
+        ):
             return build_transformers(str(place)), None
         cfg = Config.fromfile(str(place))
         if cfg.get('model') is None:
@@ -88,15 +79,10 @@ def build_from_file(path: str) -> Tuple[nn.Module, Optional[Config]]:
     except DevPlugError:
         raise
     except Exception as error:
-        # Configs and models fail in as many ways as there are.
+        # Configs and models raise errors of any kind.
         raise PlacementError(
             f'the model of {path!r} cannot be built: {type(error).__name__}: {first_line(error)}'
         ) from error
-
-
-def _read_json(path: Path) -> Any:
-    found = json.loads(path.read_text(encoding='utf-8'))
-    return found if isinstance(found, dict) else {}
 
 
 def build_transformers(path: str) -> nn.Module:

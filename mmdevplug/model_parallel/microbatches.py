@@ -14,7 +14,7 @@ from mmdevplug.errors import ModelError
 
 
 def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
-    """Let a model compute its losses micro-batch by micro-batch.
+    """Make a model compute its losses micro-batch by micro-batch.
 
     All forward passes come before the one backward pass (the schedule of GPipe, Huang et al. 2019,
     `arXiv:1811.06965`), so devices that run asynchronously work on several micro-batches at a
@@ -35,21 +35,13 @@ def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
     read_num_microbatches(num_microbatches)
     if num_microbatches > 1:
         _warn_of_batch_norm(model, num_microbatches)
-        model.forward = functools.partial(
-            _forward_in_parts, model, num_microbatches, _forward_of(model)
-        )
+        # A bound method in a copy of the model would be that of the original.
+        forward = vars(model).get('forward') or functools.partial(type(model).forward, model)
+        model.forward = functools.partial(_forward_in_parts, num_microbatches, forward)
     return model
 
 
-def _forward_of(model: nn.Module) -> Any:
-    found = vars(model).get('forward')
-    # A bound method in a copy of the model would be that of the original.
-    return functools.partial(type(model).forward, model) if found is None else found
-
-
-def _forward_in_parts(
-    model: nn.Module, num_microbatches: int, forward: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _forward_in_parts(num_microbatches: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get('mode') != 'loss' or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     size = batch_size(args, kwargs)
@@ -101,12 +93,7 @@ def _part(value: Any, begin: int, end: int, size: int) -> Any:
 
 
 def average_losses(found: Sequence[Dict[str, Any]], weights: Sequence[float]) -> Dict[str, Any]:
-    """Average dicts of losses, each a tensor or a list of tensors.
-
-    Args:
-        found (Sequence[dict]): With the same keys.
-        weights (Sequence[float]): Their sum is 1.
-    """
+    """Average dicts of losses, each a tensor or a list of tensors; the weights' sum is 1."""
     names: List[str] = list(dict.fromkeys(name for losses in found for name in losses))
     missing = [name for name in names if any(name not in losses for losses in found)]
     if missing:
