@@ -264,7 +264,7 @@ def combine_statistics(counts: Tensor, means: Tensor, squares: Tensor) -> Tuple[
 
 
 def prepare_statistics_group() -> None:
-    """Make a process group for statistics alone, unless there is one; called by all ranks.
+    """Make a process group only for statistics, unless one exists; called by all ranks.
 
     In the group of the gradients, ranks whose graphs differ (unused parameters) may issue
     statistics and gradients in another order, and statistics wait for large messages.

@@ -1,4 +1,4 @@
-"""Choose the parallelism from what the user asked, what is present and how the job started."""
+"""Choose the parallelism from the config, the devices present and how the job started."""
 
 from typing import NamedTuple, Optional, Sequence, Tuple, Union
 

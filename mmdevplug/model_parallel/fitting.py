@@ -102,13 +102,13 @@ def _refuse(
     needed = sum(group.bytes for group in groups)
     allowed = {name: limits[name] for name in devices if name in limits}
     unlimited = len(allowed) < len(devices)
-    told = ', '.join(f'{name} {format_bytes(size)}' for name, size in allowed.items())
+    limited = ', '.join(f'{name} {format_bytes(size)}' for name, size in allowed.items())
     largest = max(groups, key=lambda group: group.bytes)
     most = max(allowed.values(), default=0)
     if not unlimited and largest.bytes > most:
         raise PlacementError(
             f'{largest.label} needs {format_bytes(largest.bytes)} on one device, the largest '
-            f'device may hold {format_bytes(most)} ({told}). Raise max_memory by '
+            f'device may hold {format_bytes(most)} ({limited}). Raise max_memory by '
             f'{format_bytes(largest.bytes - most)}, or take a smaller dtype.'
         )
     search = Partition([group.bytes for group in groups], [1.0] * len(devices), allow_empty=True)
@@ -122,6 +122,6 @@ def _refuse(
             reason += ' without leaving a device empty, which force_balance=False allows'
     hint = '' if host else ', or allow the host to take the rest with exclude_cpu=False'
     raise PlacementError(
-        f'the model needs {format_bytes(needed)}, max_memory allows {told}: {reason}. '
+        f'the model needs {format_bytes(needed)}, max_memory allows {limited}: {reason}. '
         f'It fits on {len(devices)} devices of {format_bytes(free)} each{hint}.'
     )

@@ -39,7 +39,7 @@ def plan(
     """Decide which device holds which part of a model. No device need be present.
 
     Args:
-        model (nn.Module): Any, on any device, also the meta device. It is left as it is.
+        model (nn.Module): Any, on any device, also the meta device. It is not changed.
         devices (str, int or list): ``'cuda:0-3'``, a list, or a number of ``device_type``.
         strategy (str): ``'auto'`` is HF accelerate's map; ``'balanced'`` the best contiguous
             split in order of execution; ``'dynamic'`` the first unless its imbalance is above the
@@ -54,7 +54,7 @@ def plan(
         exclude_cpu (bool): If False, the host takes, last, what the devices cannot hold.
         dtype (torch.dtype or str, optional): What floating tensors will be cast to.
         training (bool): Whether to count gradients and the state of the optimizer.
-        optimizer (str or number): See :func:`mmdevplug.model_parallel.sizes.state_values`.
+        optimizer (str or number): As for :func:`mmdevplug.model_parallel.module_sizes`.
         sample_inputs (Any, optional): One batch, for the order of execution, activations and
             what crosses between devices. See :func:`mmdevplug.model_parallel.trace.trace`.
         device_type (str, optional): Of devices given as numbers.

@@ -16,7 +16,7 @@ from mmdevplug.errors import DevPlugError, PlacementError, first_line
 
 
 def can_build_on_meta() -> bool:
-    """Whether this PyTorch has a default device that holds shapes alone."""
+    """Whether this PyTorch has a default device that holds only shapes."""
     return hasattr(torch.device, '__enter__')
 
 
@@ -32,7 +32,7 @@ def build(model: Any) -> Tuple[nn.Module, bool]:
     It is on the host where the model computes with tensors while it is built, or where PyTorch is
     older than 2.0.
     """
-    model, _ = take_pad_to(model)  # it concerns batches alone
+    model, _ = take_pad_to(model)  # it concerns only batches
     if can_build_on_meta():
         try:
             with torch.device('meta'):
@@ -47,14 +47,10 @@ def build(model: Any) -> Tuple[nn.Module, bool]:
 
 
 def build_from_file(path: str) -> Tuple[nn.Module, Optional[Config]]:
-    """Build the model that a file describes.
+    """Build the model that a file describes; also return the config if it is OpenMMLab's.
 
-    Args:
-        path (str): A config of OpenMMLab's (.py, .json, .yaml), or a transformers model: its
-            ``config.json`` or the folder of that.
-
-    Returns:
-        tuple: The model, and the config of OpenMMLab's if it was one.
+    The file is a config of OpenMMLab's (.py, .json, .yaml), or the ``config.json``, or its folder,
+    of a transformers model.
 
     Raises:
         PlacementError: If there is no such file, or the model cannot be built.
@@ -68,9 +64,7 @@ def build_from_file(path: str) -> Tuple[nn.Module, Optional[Config]]:
             f'transformers model or its folder.'
         )
     try:
-        if place.suffix == '.json' and 'model_type' in json.loads(
-            place.read_text(encoding='utf-8')
-        ):
+        if place.suffix == '.json' and 'model_type' in json.loads(place.read_text('utf-8')):
             return build_transformers(str(place)), None
         cfg = Config.fromfile(str(place))
         if cfg.get('model') is None:
@@ -86,11 +80,7 @@ def build_from_file(path: str) -> Tuple[nn.Module, Optional[Config]]:
 
 
 def build_transformers(path: str) -> nn.Module:
-    """Build a model from the ``config.json`` of transformers, with the head that it names.
-
-    Raises:
-        PlacementError: If transformers is not installed.
-    """
+    """Build a model from the ``config.json`` of transformers, with the head that it names."""
     try:
         import transformers
     except ImportError as error:

@@ -34,7 +34,15 @@ def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
     """
     read_num_microbatches(num_microbatches)
     if num_microbatches > 1:
-        _warn_of_batch_norm(model, num_microbatches)
+        layers = [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
+        if layers:
+            print_log(
+                f'model_parallel.num_microbatches={num_microbatches}: the {len(layers)} batch '
+                f'normalizations of the model ({layers[0]}, ...) see one micro-batch at a time, '
+                f'so the gradients are not those of the whole batch.',
+                logger='current',
+                level=logging.WARNING,
+            )
         # A bound method in a copy of the model would be that of the original.
         forward = vars(model).get('forward') or functools.partial(type(model).forward, model)
         model.forward = functools.partial(_forward_in_parts, num_microbatches, forward)
@@ -44,7 +52,16 @@ def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
 def _forward_in_parts(num_microbatches: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get('mode') != 'loss' or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    size = batch_size(args, kwargs)
+    named = {**{f'argument {i}': arg for i, arg in enumerate(args)}, **kwargs}
+    sizes = {name: _length(value) for name, value in named.items()}
+    known = {name: size for name, size in sizes.items() if size is not None}
+    if len(set(known.values())) != 1:
+        raise ModelError(
+            f'model_parallel.num_microbatches: the arguments of forward() hold different numbers '
+            f'of samples: {known or "none"}; expected one number. Set num_microbatches=1 for this '
+            f'model.'
+        )
+    size = next(iter(known.values()))
     bounds = [size * i // num_microbatches for i in range(num_microbatches + 1)]
     found, weights = [], []
     for begin, end in zip(bounds, bounds[1:]):
@@ -55,24 +72,6 @@ def _forward_in_parts(num_microbatches: int, forward: Any, *args: Any, **kwargs:
             )
             weights.append((end - begin) / size)
     return average_losses(found, weights)
-
-
-def batch_size(args: Sequence[Any], kwargs: Dict[str, Any]) -> int:
-    """The number of samples in the arguments of a forward pass.
-
-    Raises:
-        ModelError: If they disagree, or hold no samples.
-    """
-    named = {**{f'argument {i}': arg for i, arg in enumerate(args)}, **kwargs}
-    sizes = {name: _length(value) for name, value in named.items()}
-    known = {name: size for name, size in sizes.items() if size is not None}
-    if len(set(known.values())) != 1:
-        raise ModelError(
-            f'model_parallel.num_microbatches: the arguments of forward() hold different numbers '
-            f'of samples: {known or "none"}; expected one number. Set num_microbatches=1 for this '
-            f'model.'
-        )
-    return next(iter(known.values()))
 
 
 def _length(value: Any) -> Optional[int]:
@@ -109,15 +108,3 @@ def _average(values: Sequence[Any], weights: Sequence[float]) -> Any:
         return [_average(items, weights) for items in zip(*values)]
     # Means first: a loss may have a value for each sample.
     return sum(value.mean() * weight for value, weight in zip(values, weights))
-
-
-def _warn_of_batch_norm(model: nn.Module, num_microbatches: int) -> None:
-    layers = [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
-    if layers:
-        print_log(
-            f'model_parallel.num_microbatches={num_microbatches}: the {len(layers)} batch '
-            f'normalizations of the model ({layers[0]}, ...) see one micro-batch at a time, so '
-            f'the gradients are not those of the whole batch.',
-            logger='current',
-            level=logging.WARNING,
-        )

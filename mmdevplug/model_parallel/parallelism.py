@@ -1,7 +1,6 @@
 """Turn the options of ``model_parallel`` into a strategy, a plan and a dispatched model."""
 
 import functools
-from contextlib import nullcontext
 from typing import Any, Optional, Sequence
 
 import torch
@@ -64,8 +63,6 @@ class Parallelism:
         factor = state_factor(optimizer)[0] if self.wanted else None
         self._state_factor = USUAL_STATE if factor is None else factor
 
-    # before there is a model --------------------------------------------------------------------
-
     def choose_devices(self, accelerator: Accelerator, env: LaunchEnv) -> Sequence[torch.device]:
         """Resolve the strategy, plan, and return the devices of this rank.
 
@@ -79,7 +76,7 @@ class Parallelism:
         self.strategy = self._resolve(self.options.enable, accelerator, env, planned)
         if planned is not None and self.strategy.is_model_parallel:
             try:
-                self.plan = self._plan(planned, self.strategy, accelerator)
+                self.plan = self._plan(planned, accelerator)
             except PlacementError as error:
                 # One device, if none asked for several and nothing says that it is too small.
                 if self.options.enable is not None or MEMORY_UNKNOWN not in self.strategy.reason:
@@ -110,15 +107,13 @@ class Parallelism:
             exclude_cpu=options.exclude_cpu,
         )
 
-    def _plan(
-        self, model: nn.Module, strategy: TrainingStrategy, accelerator: Accelerator
-    ) -> DevicePlan:
+    def _plan(self, model: nn.Module, accelerator: Accelerator) -> DevicePlan:
         options = self.options
         if options.plan is not None:
             made = DevicePlan.from_dict(options.plan)
             made.check(model)
             return made
-        devices = [str(device) for device in strategy.devices]
+        devices = [str(device) for device in self.strategy.devices]
         limits = options.max_memory
         if limits is None:
             limits = probe_capacities(devices, accelerator)
@@ -135,8 +130,6 @@ class Parallelism:
             optimizer=self._state_factor,
         )
 
-    # the model ----------------------------------------------------------------------------------
-
     def place(self, model: nn.Module, context: DeviceContext) -> nn.Module:
         """Put the bare model, which is on the host, on the devices of this rank, in place.
 
@@ -152,7 +145,7 @@ class Parallelism:
         convert_frozen_weights(model, options.precision)
         if strategy.is_model_parallel:
             if self.plan is None:
-                self.plan = self._plan(model, strategy, context.accelerator)
+                self.plan = self._plan(model, context.accelerator)
             dispatch(model, self.plan)
         compute_in(model, options.precision, context.accelerator)
         return split_batches(model, options.num_microbatches)
@@ -229,5 +222,5 @@ def compute_in(model: nn.Module, precision: Optional[str], accelerator: Accelera
 def _forward_in(
     dtype: torch.dtype, accelerator: Accelerator, forward: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    with accelerator.autocast(dtype=dtype) if accelerator is not None else nullcontext():
+    with accelerator.autocast(dtype=dtype):
         return forward(*args, **kwargs)

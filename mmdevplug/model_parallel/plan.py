@@ -24,7 +24,7 @@ SCHEMA = 1
 
 
 def signature_of(tensors: Iterable[Tuple[str, Tensor]]) -> Signature:
-    """Name and shape of every tensor that ``named_tensors`` found."""
+    """Name and shape of every tensor."""
     return tuple((name, tensor.shape) for name, tensor in tensors)
 
 
@@ -75,8 +75,6 @@ class DevicePlan:
     signature: Signature
     model: str = ''
 
-    # figures ----------------------------------------------------------------------------------
-
     @property
     def weights(self) -> Dict[str, float]:
         """What each device holds in proportion: its capacity, or 1. The host takes no part."""
@@ -119,8 +117,6 @@ class DevicePlan:
         weights = self.weights
         return [self.loads[name] for name in weights], list(weights.values())
 
-    # use --------------------------------------------------------------------------------------
-
     def device_of(self, name: str) -> torch.device:
         """Where a module or tensor is.
 
@@ -147,23 +143,20 @@ class DevicePlan:
         Raises:
             PlacementError: Naming the first difference.
         """
-        difference = self._difference(signature_of(named_tensors(model)))
-        if difference:
+        planned, found = dict(self.signature), dict(signature_of(named_tensors(model)))
+        differences = [
+            f'{name} {list(shape)} is not in the plan'
+            if name not in planned
+            else f'{name} has the shape {list(shape)}, planned was {list(planned[name])}'
+            for name, shape in found.items()
+            if planned.get(name) != shape
+        ]
+        differences += [f'{name} is missing' for name in planned if name not in found]
+        if differences:
             raise PlacementError(
                 f'the plan was made for another model ({self.model}, now '
-                f'{type(model).__name__}): {difference}. Plan again for this model.'
+                f'{type(model).__name__}): {differences[0]}. Plan again for this model.'
             )
-
-    def _difference(self, found: Signature) -> str:
-        planned, present = dict(self.signature), dict(found)
-        for name, shape in found:
-            if name not in planned:
-                return f'{name} {list(shape)} is not in the plan'
-            if planned[name] != shape:
-                return f'{name} has the shape {list(shape)}, planned was {list(planned[name])}'
-        return next((f'{name} is missing' for name in planned if name not in present), '')
-
-    # texts and pictures -----------------------------------------------------------------------
 
     def to_dict(self) -> Dict[str, Any]:
         """A dict for JSON; :meth:`from_dict` reads it."""
@@ -210,11 +203,9 @@ class DevicePlan:
         for name in ('device', 'load', 'of ideal', 'may hold', 'blocks', 'from', 'to'):
             right = name not in ('device', 'from', 'to')
             table.add_column(name, justify='right' if right else 'left', overflow='fold')
-        weights = self.weights
-        total = sum(self.loads[name] for name in weights)
-        share = sum(weights.values())
+        ideals = dict(zip(self.weights, balance.ideal_loads(*self._loads_and_weights())))
         for name in self.devices:
-            ideal = total * weights.get(name, 0) / share if share else 0
+            ideal = ideals.get(name)
             here = [block.name for block in self.blocks if block.device == name]
             limit = (self.capacities or {}).get(name)
             table.add_row(

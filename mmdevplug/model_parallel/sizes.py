@@ -23,7 +23,7 @@ STATE_VALUES = dict(
 class ModuleSizes:
     """Bytes by name of module or tensor; ``''`` is the whole, a module includes its children.
 
-    A tensor that occurs under several names counts under the first alone.
+    A tensor that occurs under several names counts only under the first.
 
     Attributes:
         parameters (Dict[str, int]): Weights.
@@ -49,14 +49,7 @@ class ModuleSizes:
 
 
 def state_values(optimizer: Union[str, int, float]) -> float:
-    """Values of optimizer state for each value of a parameter.
-
-    Args:
-        optimizer (str or number): A name of :data:`STATE_VALUES`, or the number itself.
-
-    Raises:
-        PlacementError: If it is neither.
-    """
+    """Values of optimizer state for each value of a parameter, by name or as a number."""
     if isinstance(optimizer, str):
         found = STATE_VALUES.get(optimizer.lower())
         if found is not None:
@@ -112,7 +105,8 @@ def module_sizes(
         dtype (torch.dtype or str, optional): What floating tensors will be cast to.
         training (bool): Also count gradients and the state of the optimizer, of parameters that
             require gradients, in the parameters' dtype.
-        optimizer (str or number): See :func:`state_values`.
+        optimizer (str or number): A name of :data:`STATE_VALUES`, or how many values it keeps for
+            each value of a parameter.
         sample_inputs (Any, optional): One batch (a tensor, a tuple of arguments or a dict of
             keyword arguments), with which to measure activations on the meta device.
 
@@ -135,7 +129,7 @@ def weigh(
     training: bool = False,
     optimizer: Union[str, int, float] = 'adamw',
 ) -> ModuleSizes:
-    """As :func:`module_sizes`, from what :func:`named_tensors` found."""
+    """As :func:`module_sizes`, from named tensors."""
     factor = state_values(optimizer)
     sizes = ModuleSizes()
     seen: Set[int] = set()
