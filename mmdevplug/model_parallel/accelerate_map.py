@@ -10,7 +10,7 @@ from torch import nn
 from mmdevplug.errors import PlacementError, first_line
 
 from .blocks import Unit
-from .walk_modules import named_tensors, prefixes
+from .walk_modules import named_tensors, nearest
 
 #: For accelerate, where a device has no limit.
 _PLENTY = 2**60
@@ -101,15 +101,12 @@ def _complete(model: nn.Module, found: Mapping[str, str], units: Sequence[Unit])
     """Add what accelerate leaves out: buffers that a split module holds itself."""
     found = dict(found)
 
-    def device_of(name: str) -> Optional[str]:
-        return next((found[p] for p in reversed(prefixes(name)) if p in found), None)
-
     for name, _ in named_tensors(model):
-        if device_of(name) is None:
+        if nearest(name, found) is None:
             owner = name.rpartition('.')[0]
-            inside = [u.name for u in units if not owner or u.name.startswith(f'{owner}.')]
-            known = [d for d in map(device_of, inside) if d is not None]
-            found[name] = known[0] if known else next(iter(found.values()))
+            beside = [u.name for u in units if not owner or u.name.startswith(f'{owner}.')]
+            known = [key for key in (nearest(other, found) for other in beside) if key is not None]
+            found[name] = found[known[0]] if known else next(iter(found.values()))
     return found
 
 

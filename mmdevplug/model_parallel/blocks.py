@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .sizes import ModuleSizes
 from .unsplittable import WholeModules
-from .walk_modules import all_modules, class_or_own, named_tensors, prefixes
+from .walk_modules import all_modules, class_or_own, named_tensors, nearest, prefixes
 
 
 @dataclass
@@ -139,8 +139,7 @@ def _join_shared(raw: List[List[Unit]], shared: Iterable[List[str]]) -> List[Lis
         return index
 
     for names in shared:
-        units = (next(p for p in reversed(prefixes(name)) if p in index_of) for name in names)
-        places = sorted({root(index_of[unit]) for unit in units})
+        places = sorted({root(index_of[nearest(name, index_of)]) for name in names})
         for place in places[1:]:
             parent[place] = places[0]
     joined: Dict[int, List[Unit]] = {}
@@ -164,40 +163,24 @@ def shared_names(
         if known is not name:
             shared.setdefault(known, [known]).append(name)
     found = list(shared.values())
-    for prefix, module in all_modules(model):
-        if class_or_own(module, '_tied_weights_keys'):
-            for pair in _declared_ties(module):
-                names = [name for name, _ in tensors]
-                found.append(_matching(pair, f'{prefix}.' if prefix else '', names))
+    for owner, module in all_modules(model):
+        for patterns in _ties(module):
+            prefix = f'{owner}.' if owner else ''
+            inside = [name for name, _ in tensors if name.startswith(prefix)]
+            found.append(
+                [n for p in patterns for n in inside if re.search(rf'{p}\Z', n[len(prefix) :])]
+            )
     return [names for names in found if len(names) > 1]
 
 
-def _declared_ties(module: nn.Module) -> Iterator[Tuple[str, ...]]:
+def _ties(module: nn.Module) -> List[Tuple[str, ...]]:
     """What ``_tied_weights_keys`` of transformers declares, where the config turns it on."""
     keys = class_or_own(module, '_tied_weights_keys')
-    if not getattr(getattr(module, 'config', None), 'tie_word_embeddings', False):
-        return
+    if not keys or not getattr(getattr(module, 'config', None), 'tie_word_embeddings', False):
+        return []
     if isinstance(keys, Mapping):
-        yield from keys.items()
-        return
+        return list(keys.items())
     # Before transformers 5: a list of names that are tied to the input embeddings.
     embeddings = module.get_input_embeddings()
     names = [n for n, m in module.named_modules() if m is embeddings]
-    yield (*keys, *(f'{name}.weight' for name in names))
-
-
-def _matching(patterns: Tuple[str, ...], prefix: str, known: List[str]) -> List[str]:
-    found = []
-    for pattern in patterns:
-        for name in known:
-            inner = name[len(prefix) :]
-            if name.startswith(prefix) and (inner == pattern or _fits(pattern, inner)):
-                found.append(name)
-    return found
-
-
-def _fits(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern + r'\Z', name) is not None
-    except re.error:
-        return False
+    return [(*keys, *(f'{name}.weight' for name in names))]

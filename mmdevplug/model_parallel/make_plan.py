@@ -16,7 +16,7 @@ from .plan import DevicePlan, PlannedBlock, signature_of
 from .sizes import add_activations, as_dtype, weigh
 from .trace import Trace, trace
 from .unsplittable import WholeModules
-from .walk_modules import named_tensors, prefixes
+from .walk_modules import named_tensors, nearest, prefixes
 
 STRATEGIES = ('auto', 'balanced', 'dynamic')
 
@@ -74,8 +74,8 @@ def plan(
         raise PlacementError(f'balance_threshold={balance_threshold!r}: expected 0 to 1.')
     names = parse_devices(devices, device_type, exclude_cpu)
     limits = parse_max_memory(max_memory, names)
-    job = _Job(model, names, limits, no_split, force_balance, as_dtype(dtype))
-    job.measure(training, optimizer, sample_inputs)
+    job = _Job(model, names, limits, strategy, force_balance, as_dtype(dtype))
+    job.measure(no_split, training, optimizer, sample_inputs)
     if strategy == 'dynamic':
         return job.dynamic(balance_threshold)
     return job.auto() if strategy == 'auto' else job.balanced()
@@ -89,7 +89,7 @@ class _Job:
         model: nn.Module,
         devices: List[str],
         limits: Dict[str, int],
-        no_split: Union[None, str, Iterable[str]],
+        strategy: str,
         force_balance: bool,
         dtype: Optional[torch.dtype],
     ) -> None:
@@ -105,11 +105,17 @@ class _Job:
                 f'once, then plan.'
             )
         self.model, self.devices, self.limits = model, devices, limits
-        self.force_balance, self.dtype = force_balance, dtype
-        self.whole = WholeModules(model, no_split)
+        self.strategy, self.force_balance, self.dtype = strategy, force_balance, dtype
 
-    def measure(self, training: bool, optimizer: Any, sample_inputs: Any) -> None:
+    def measure(
+        self,
+        no_split: Union[None, str, Iterable[str]],
+        training: bool,
+        optimizer: Any,
+        sample_inputs: Any,
+    ) -> None:
         """Weigh the units and sort them by the order of execution."""
+        self.whole = WholeModules(self.model, no_split)
         self.sizes = weigh(self.tensors, self.dtype, training, optimizer)
         seen = Trace()
         if sample_inputs is not None:
@@ -122,14 +128,14 @@ class _Job:
         # What is computed before the first block and kept.
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
 
-    def auto(self, strategy: str = 'auto') -> DevicePlan:
+    def auto(self) -> DevicePlan:
         """HF accelerate's map."""
         found = accelerate_map(
             self.model, self.devices, self.limits, self.whole.classes, self.units, self.dtype
         )
         device_of: Dict[str, str] = {}
         for unit in self.units:
-            name = next((p for p in reversed(prefixes(unit.name)) if p in found), None)
+            name = nearest(unit.name, found)
             if name is None:
                 raise PlacementError(
                     f'HF accelerate splits {unit.name}, which must stay whole: it knows only '
@@ -137,7 +143,7 @@ class _Job:
                     f'"balanced".'
                 )
             device_of[unit.name] = found[name]
-        made = self._finish(device_of, strategy, [], found)
+        made = self._finish(device_of, [], found)
         over = [
             f'{name} would hold {made.loads[name]:,} bytes of {limit:,}'
             for name, limit in self.limits.items()
@@ -151,7 +157,7 @@ class _Job:
         made.steps.append(f'HF accelerate: imbalance {made.imbalance:.3f}.')
         return made
 
-    def balanced(self, strategy: str = 'balanced') -> DevicePlan:
+    def balanced(self) -> DevicePlan:
         """The best contiguous split."""
         devices, steps = fit(self.groups, self.devices, self.limits, self.force_balance)
         device_of = {
@@ -159,7 +165,7 @@ class _Job:
             for group, device in zip(self.groups, devices)
             for unit in group.units
         }
-        made = self._finish(device_of, strategy, steps)
+        made = self._finish(device_of, steps)
         made.steps.append(
             f'best contiguous split of {len(self.groups)} blocks: imbalance {made.imbalance:.3f}.'
         )
@@ -168,13 +174,13 @@ class _Job:
     def dynamic(self, threshold: float) -> DevicePlan:
         """HF accelerate's map if it is even enough, else the best split if there is one."""
         if len(self.devices) == 1:
-            made = self.balanced('dynamic')
-            made.steps.insert(0, f'there is one device, {self.devices[0]}: nothing to balance.')
+            made = self.balanced()
+            made.steps.insert(0, f'{self.devices[0]} is the only device: nothing to balance.')
             return made
         try:
-            first = self.auto('dynamic')
+            first = self.auto()
         except PlacementError as error:
-            made = self.balanced('dynamic')
+            made = self.balanced()
             made.steps.insert(0, f'auto failed: {error}')
             made.steps.append('balanced is used.')
             return made
@@ -183,7 +189,7 @@ class _Job:
             return first
         first.steps.append(f'that is above the threshold {threshold:g}; trying balanced.')
         try:
-            second = self.balanced('dynamic')
+            second = self.balanced()
         except PlacementError as error:
             first.steps.append(f'balanced failed, auto is used: {error}')
             return first
@@ -197,7 +203,6 @@ class _Job:
     def _finish(
         self,
         device_of: Mapping[str, str],
-        strategy: str,
         steps: List[str],
         device_map: Optional[Mapping[str, str]] = None,
     ) -> DevicePlan:
@@ -222,7 +227,7 @@ class _Job:
             devices=list(self.devices),
             capacities=dict(self.limits) or None,
             loads=loads,
-            strategy=strategy,
+            strategy=self.strategy,
             steps=steps,
             blocks=blocks,
             parts=self.sizes.parts(),

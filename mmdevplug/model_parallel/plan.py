@@ -15,7 +15,7 @@ from mmdevplug.utils.byte_sizes import format_bytes
 
 from . import balance
 from .devices import device_weights
-from .walk_modules import named_tensors, prefixes
+from .walk_modules import named_tensors, nearest
 
 Signature = Tuple[Tuple[str, Tuple[int, ...]], ...]
 
@@ -126,7 +126,7 @@ class DevicePlan:
         Raises:
             PlacementError: If the plan does not know it, or splits it.
         """
-        found = next((p for p in reversed(prefixes(name)) if p in self.device_map), None)
+        found = nearest(name, self.device_map)
         if found is not None:
             return torch.device(self.device_map[found])
         inside = {
