@@ -1,4 +1,4 @@
-"""Which parallelism: what was asked for, what is there, and how the process was started."""
+"""Which parallelism: by the options, the devices present, and how the process was started."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_none_takes_one_device_where_the_model_fits_with_room(needed, kind):
     assert resolve(None, memory_needed=needed, auto_rule='count').kind == 'model_parallel'
 
 
-def test_none_goes_by_the_count_where_nothing_is_known():
+def test_none_counts_devices_where_nothing_is_known():
     assert resolve(None).kind == 'model_parallel'
     assert resolve(None, 1).kind == 'single_device'
     assert 'is not known' in resolve(None).reason
@@ -132,7 +132,7 @@ def test_chosen_devices():
 
 
 @pytest.mark.parametrize(
-    ('devices', 'told'),
+    ('devices', 'words'),
     [
         (8, '1 process(es) on this host with 8 device(s) each need 8'),
         (0, 'devices=0'),
@@ -145,10 +145,10 @@ def test_chosen_devices():
         ('cuda', "device 'cuda'"),
     ],
 )
-def test_devices_that_cannot_be(devices, told):
+def test_devices_that_cannot_be(devices, words):
     with pytest.raises(PlacementError) as raised:
         resolve(True, devices=devices)
-    assert told in str(raised.value)
+    assert words in str(raised.value)
 
 
 def test_devices_that_do_not_divide():

@@ -130,7 +130,7 @@ def test_max_memory_that_cannot_be(given, words):
 
 
 class Cards(Accelerator):
-    """Two devices, of which the vendor tells the memory or not."""
+    """Two devices, whose memory the vendor reports or not."""
 
     name = device_type = 'xla'
 
