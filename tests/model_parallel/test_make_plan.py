@@ -203,9 +203,9 @@ def test_no_device_has_memory():
     with pytest.raises(PlacementError, match='needs 20 bytes on one device.*cpu 10 bytes'):
         plan(layers(5), 'cpu', max_memory={'cpu': 10})
     small = dict(max_memory={0: 4, 1: 4}, exclude_cpu=False)
-    with pytest.raises(PlacementError, match='0 needs 20 bytes on one device') as words:
+    with pytest.raises(PlacementError, match='0 needs 20 bytes on one device') as raised:
         plan(layers(5, 5, 5), 'cuda:0-1', **small)
-    assert 'exclude_cpu' not in str(words.value)
+    assert 'exclude_cpu' not in str(raised.value)
     assert loads(plan(layers(5, 5, 5), 'cuda:0-1', force_balance=False, **small)) == [0, 0, 15]
 
 
