@@ -16,6 +16,7 @@ from mmengine.runner.checkpoint import save_checkpoint
 
 from mmdevplug.errors import CheckpointError, first_line
 from mmdevplug.utils import files
+from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.files import UNFINISHED, PathLike
 
 
@@ -142,4 +143,4 @@ def _free_space(folder: Path) -> str:
         free = shutil.disk_usage(str(folder)).free
     except OSError as error:
         return f'{folder}: {error.strerror}'
-    return f'{free / 2**20:.0f} MB are free there'
+    return f'{format_bytes(free)} are free there'

@@ -22,10 +22,9 @@ from mmdevplug.device_guard import POLICIES, DeviceGuard
 from mmdevplug.doctor import launch as launch_variables
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, first_line
-from mmdevplug.model.move import describe_misplaced, misplaced_tensors
-from mmdevplug.model.place_by_plan import misplaced_by_plan
+from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
 from mmdevplug.model_parallel.parallelism import Parallelism
-from mmdevplug.utils.host import gigabytes
+from mmdevplug.utils.byte_sizes import format_bytes
 
 from .common import add_config_arguments, check_launch_variables, load_config
 from .step_devices import ModuleDevices, StepDevices
@@ -210,5 +209,5 @@ def _print_modules(rows: Sequence[ModuleDevices], depth: Optional[int], console:
     for row in rows:
         if depth is None or row.name.count('.') + bool(row.name) <= depth:
             devices = [' '.join(found) or '-' for found in row[3:]]
-            table.add_row(row.name or '(the model)', row.kind, gigabytes(row.size), *devices)
+            table.add_row(row.name or '(the model)', row.kind, format_bytes(row.size), *devices)
     console.print(table)

@@ -18,7 +18,8 @@ from mmdevplug.environments.stale import (
     stale_variables,
 )
 from mmdevplug.errors import DevPlugError, LaunchError
-from mmdevplug.utils.host import gigabytes, usable_cores
+from mmdevplug.utils.byte_sizes import format_bytes
+from mmdevplug.utils.host import usable_cores
 
 from .common import add_common_arguments, load_config, run
 from .launch_settings import LAUNCH_FLAGS, check_together, read_settings
@@ -51,9 +52,9 @@ def check_room(wanted: int, origin: str, insist: bool = False) -> None:
     most = available // LEAST_BYTES_PER_RANK
     if wanted > most:
         raise LaunchError(
-            f'{origin}={wanted}, but the memory that is available ({gigabytes(available)}, '
-            f'{whose}) holds at most {most} processes of {gigabytes(LEAST_BYTES_PER_RANK)} each, '
-            f'which PyTorch alone takes. Start fewer, or insist with --oversubscribe.'
+            f'{origin}={wanted}, but the memory that is available ({format_bytes(available)}, '
+            f'{whose}) holds at most {most} processes of {format_bytes(LEAST_BYTES_PER_RANK)} '
+            f'each, which PyTorch alone takes. Start fewer, or insist with --oversubscribe.'
         )
     cores = usable_cores()
     if wanted > cores:

@@ -19,7 +19,7 @@ from mmdevplug.accelerators.detection import DETECTION_ORDER
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DevPlugError
 from mmdevplug.registry import ACCELERATORS
-from mmdevplug.utils.host import gigabytes
+from mmdevplug.utils.byte_sizes import format_bytes
 
 from .findings import Finding
 from .isolated import Death, run_isolated
@@ -132,7 +132,7 @@ def _examine_devices(
         say(f'asking for device {index}')
         device = accelerator.device(index)
         memory = accelerator.memory_total(device)
-        size = 'size of memory unknown' if memory is None else gigabytes(memory)
+        size = 'size of memory unknown' if memory is None else format_bytes(memory)
         described.append(f'{device} ({accelerator.device_name(device)}, {size})')
         devices.append(dict(device=str(device), memory=memory))
     yield Finding(

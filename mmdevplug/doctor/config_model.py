@@ -12,9 +12,9 @@ from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError
 from mmdevplug.model_parallel import DevicePlan
 from mmdevplug.model_parallel.meta_build import build, can_build_on_meta
-from mmdevplug.model_parallel.optimizer_state import state_factor
 from mmdevplug.model_parallel.parallelism import Parallelism
-from mmdevplug.utils.host import gigabytes
+from mmdevplug.model_parallel.sizes import state_factor
+from mmdevplug.utils.byte_sizes import format_bytes
 
 from .findings import Finding
 
@@ -65,8 +65,8 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
             )
     yield _predict_memory(model, cfg, accelerator, ranks, spread)
     if spread is not None:
-        loads = ', '.join(f'{device} {gigabytes(load)}' for device, load in spread.loads.items())
-        text = f'the model is spread over devices, activations not counted: {loads}'
+        each = (f'{device} {format_bytes(load)}' for device, load in spread.loads.items())
+        text = f'the model is spread over devices, activations not counted: {", ".join(each)}'
         yield Finding(SECTION, 'ok', text, data=dict(loads=spread.loads))
 
 
@@ -109,16 +109,16 @@ def _predict_memory(
         memory = accelerator.memory_total(accelerator.device(0))
         if memory is not None and accelerator.shares_devices:
             memory //= ranks
-    listed = ', '.join(f'{name} {gigabytes(size)}' for name, size in parts.items())
+    listed = ', '.join(f'{name} {format_bytes(size)}' for name, size in parts.items())
     holder = 'device' if spread is None else 'group of devices'
     found = (
         f'the model has {count:,} parameters, of which {trained_count:,} are trained; each '
-        f'{holder} holds {gigabytes(needed)} ({listed}), activations not counted'
+        f'{holder} holds {format_bytes(needed)} ({listed}), activations not counted'
     )
     if factor is None:
         found += f'; the state of the optimizer is not known: {unknown}'
     if memory is not None:
-        found += f'; it has {gigabytes(memory)}'
+        found += f'; it has {format_bytes(memory)}'
     level, why, remedy = 'ok', '', ''
     if spread is None and memory is not None and needed > memory:
         level, why = 'error', 'the device has less memory than that, even without activations.'

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Iterator, Mapping, Optional
 
-from mmdevplug.utils.host import available_memory, gigabytes, usable_cores
+from mmdevplug.utils.byte_sizes import format_bytes
+from mmdevplug.utils.host import available_memory, usable_cores
 
 from .findings import Finding
 
@@ -59,7 +60,7 @@ def _open_files(ranks: int) -> Finding:
 
 def _shared_memory(folder: str) -> Finding:
     total, _, free = shutil.disk_usage(folder)
-    found = f'shared memory: {gigabytes(free)} of {gigabytes(total)} free in {folder}'
+    found = f'shared memory: {format_bytes(free)} of {format_bytes(total)} free in {folder}'
     if free >= COMFORTABLE_SHARED:
         return Finding(SECTION, 'ok', found)
     remedy = f'ls -l {folder}  # and remove what ended jobs left'
@@ -79,7 +80,7 @@ def _shared_memory(folder: str) -> Finding:
 
 def _memory(ranks: int) -> Finding:
     available, origin = available_memory()
-    found = f'memory: {gigabytes(available)} available ({origin})'
+    found = f'memory: {format_bytes(available)} available ({origin})'
     needed = ranks * BYTES_PER_RANK
     if available >= 2 * needed:
         return Finding(SECTION, 'ok', found)
@@ -87,8 +88,8 @@ def _memory(ranks: int) -> Finding:
         SECTION,
         'error' if available < needed else 'warning',
         found,
-        f'{ranks} process(es) need about {gigabytes(needed)} before any model or data; a process '
-        f'that finds none is killed without a message.',
+        f'{ranks} process(es) need about {format_bytes(needed)} before any model or data; a '
+        f'process that finds none is killed without a message.',
         f'mmdevplug train CONFIG --nproc {max(1, available // (2 * BYTES_PER_RANK))}',
     )
 
@@ -106,7 +107,7 @@ def _disk(work_dir: str) -> Finding:
             'mmdevplug train CONFIG --work-dir FOLDER  # a writable folder',
         )
     free = shutil.disk_usage(str(folder)).free
-    found = f'disk: {gigabytes(free)} free at {folder}, for work dir {work_dir}'
+    found = f'disk: {format_bytes(free)} free at {folder}, for work dir {work_dir}'
     if free >= COMFORTABLE_DISK:
         return Finding(SECTION, 'ok', found)
     return Finding(

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from mmdevplug.distributed.process_group import rank_device
 from mmdevplug.errors import DeviceOutOfMemoryError, DevPlugError, first_line
-from mmdevplug.utils.memory_growth import MB, describe_tensor, tensor_bytes
+from mmdevplug.utils.byte_sizes import format_bytes
+from mmdevplug.utils.memory_growth import describe_tensor, tensor_bytes
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 
 #: What the libraries say of the host's memory, and of a device's.
@@ -62,8 +63,8 @@ def _message(runner: Any, stage: str, place: str, error: BaseException) -> str:
     else:
         in_use = accelerator.memory_allocated(device)
         total = accelerator.memory_total(device)
-    used = '' if in_use is None else f' with {in_use / MB:.0f} MB in use'
-    of = '' if total is None else f' of {total / MB:.0f} MB'
+    used = '' if in_use is None else f' with {format_bytes(in_use)} in use'
+    of = '' if total is None else f' of {format_bytes(total)}'
     parts = [
         f'rank {runner.rank}: {device} has no memory left in {stage}{used}{of}: '
         f'{first_line(error)}'
@@ -110,10 +111,10 @@ def _describe_tensors(runner: Any, device_type: str) -> Tuple[int, str]:
             sizes[f'{owner} with its {", ".join(of_owner[1:])}'] = sizes.pop(owner)
     sizes.update({f'{counts[kind]} x {kind}': size for kind, size in others.items()})
     biggest = sorted(sizes.items(), key=lambda item: -item[1])[:MOST_NAMED]
-    listed = '; '.join(f'{name}: {size / MB:.1f} MB' for name, size in biggest if size > 0)
+    listed = '; '.join(f'{name}: {format_bytes(size)}' for name, size in biggest if size > 0)
     return fixed, (
-        f'Weights, gradients and optimizer state take {fixed / MB:.1f} MB, other tensors that '
-        f'Python can see {sum(others.values()) / MB:.1f} MB. Biggest: {listed}.'
+        f'Weights, gradients and optimizer state take {format_bytes(fixed)}, other tensors that '
+        f'Python can see {format_bytes(sum(others.values()))}. Biggest: {listed}.'
     )
 
 

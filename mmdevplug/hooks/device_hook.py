@@ -16,6 +16,7 @@ from mmdevplug.errors import ModelError
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
 from mmdevplug.model.sync_bn_cost import SyncBNCost
 from mmdevplug.optim import log_norms
+from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 
 
@@ -156,7 +157,7 @@ def _device_map(model: nn.Module, optimizers: List[Optimizer]) -> str:
         for device in sorted({str(tensor.device) for tensor in tensors}):
             here = [tensor for tensor in tensors if str(tensor.device) == device]
             size = sum(tensor.numel() * tensor.element_size() for tensor in here)
-            parts.append(f'{device} holds {len(here)} {kind} ({size / 2**20:.1f} MB)')
+            parts.append(f'{device} holds {len(here)} {kind} ({format_bytes(size)})')
     return '; '.join(parts)
 
 

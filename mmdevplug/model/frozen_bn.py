@@ -13,13 +13,10 @@ from .sync_bn import normalize_frozen
 
 
 class FrozenGradient(_BatchNorm):
-    """Batch normalization that has a gradient in eval mode, for it computes in simple operations.
-
-    In training mode, and where no gradients are wanted, it is what it was.
-    """
+    """Batch normalization with a gradient in eval mode, computed in simple operations."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a batch; see :class:`torch.nn.BatchNorm2d`."""
+        """Normalize a batch."""
         frozen = not self.training and self.running_mean is not None
         if not (frozen and torch.is_grad_enabled()):
             return super().forward(input)
@@ -28,19 +25,19 @@ class FrozenGradient(_BatchNorm):
 
 
 class FrozenGradientBatchNorm1d(FrozenGradient, nn.BatchNorm1d):
-    """See :class:`FrozenGradient`."""
+    pass
 
 
 class FrozenGradientBatchNorm2d(FrozenGradient, nn.BatchNorm2d):
-    """See :class:`FrozenGradient`."""
+    pass
 
 
 class FrozenGradientBatchNorm3d(FrozenGradient, nn.BatchNorm3d):
-    """See :class:`FrozenGradient`."""
+    pass
 
 
 class FrozenGradientBatchNormXd(FrozenGradient, _BatchNormXd):
-    """See :class:`FrozenGradient`; MMEngine's layer for inputs of any number of dimensions."""
+    pass
 
 
 REPLACED_BY = {
@@ -52,12 +49,9 @@ REPLACED_BY = {
 
 
 def give_frozen_gradients(module: nn.Module) -> None:
-    """Let the ordinary batch normalizations of a model be trained in eval mode.
+    """Make a lazy device train the ordinary batch normalizations of a model in eval mode.
 
     The layers keep their identity and only change their class, to a subclass of the one they had.
-
-    Args:
-        module (nn.Module): A model for a lazy device; changed in place.
     """
     for part in module.modules():
         if type(part) in REPLACED_BY:

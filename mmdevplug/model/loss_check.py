@@ -9,15 +9,7 @@ from mmdevplug.errors import ModelError
 
 
 def check_loss(loss: Tensor, module: nn.Module) -> None:
-    """Refuse a loss from which no gradient reaches the module.
-
-    Args:
-        loss (Tensor): The scalar that backward starts from.
-        module (nn.Module): The model.
-
-    Raises:
-        ModelError: If there is no path from the loss to a parameter.
-    """
+    """Raise ModelError if there is no path from the loss to a parameter of the module."""
     if isinstance(loss, Tensor) and loss.requires_grad and _reaches_parameter(loss, module):
         return
     found = (

@@ -1,7 +1,7 @@
 """Move modules to a device, and keep shared tensors shared."""
 
 from contextlib import contextmanager
-from typing import Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from mmengine.model import BaseDataPreprocessor
@@ -9,23 +9,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mmdevplug.accelerators import Accelerator
-from mmdevplug.errors import ModelError
-
-from .place_by_plan import misplaced_by_plan, place_by_plan, plan_of
+from mmdevplug.errors import ModelError, PlacementError
 
 Slot = Tuple[Dict[str, Optional[Tensor]], str]
 
 
 def check_materialized(module: nn.Module, lazy_allowed: bool = False) -> None:
-    """Refuse a module with tensors that hold no values.
+    """Raise ModelError for the first tensor that holds no values.
 
-    Args:
-        module (nn.Module): Any module.
-        lazy_allowed (bool): Whether parameters may get their shapes in the first forward pass, as
-            those of ``LazyLinear`` do. Defaults to False.
-
-    Raises:
-        ModelError: With the name of the first such tensor.
+    With ``lazy_allowed``, parameters may get their shapes in the first forward pass, as those of
+    ``LazyLinear`` do.
     """
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
@@ -49,14 +42,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
 
     ``nn.Module.to`` makes new parameters where the device's tensors are of another kind (XLA), one
     for each place that a shared parameter occurs at; here they stay shared. Data preprocessors
-    anywhere inside are told of the device too.
-
-    Args:
-        module (nn.Module): Any module; changed in place.
-        device (torch.device): Where to.
-
-    Returns:
-        nn.Module: The same module.
+    inside get the device, too. The module is changed in place and returned.
 
     Raises:
         ModelError: If something stays behind, e.g. because a submodule overrides ``_apply``.
@@ -85,12 +71,9 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def misplaced_tensors(module: nn.Module, device: torch.device) -> Dict[str, torch.device]:
-    """The parameters, buffers and data preprocessors of a module that are not on a device.
+    """Map the parameters, buffers and data preprocessors that are elsewhere to where they are.
 
     Where the module has a plan, parameters and buffers that are not where the plan has them.
-
-    Returns:
-        Dict[str, torch.device]: For each name the device it is on.
     """
     plan = plan_of(module)
     if plan is None:
@@ -121,6 +104,35 @@ def same_device(one: torch.device, other: torch.device) -> bool:
     return one.type == other.type and (one.index or 0) == (other.index or 0)
 
 
+def plan_of(model: nn.Module) -> Any:
+    """The plan that a model was dispatched by, None for a model on a single device."""
+    return getattr(model, 'device_plan', None)
+
+
+def misplaced_by_plan(model: nn.Module, plan: Any) -> Iterator[Tuple[str, Tensor, torch.device]]:
+    """Yield the name, the tensor and the planned device of each tensor that is elsewhere."""
+    for named in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in named:
+            planned = plan.device_of(name)
+            if not same_device(tensor.device, planned):
+                yield name, tensor, planned
+
+
+def place_by_plan(model: nn.Module, plan: Any) -> None:
+    """Move each parameter and buffer that is not where the plan has it; refuse if one stays."""
+    from accelerate.utils import set_module_tensor_to_device
+
+    for name, _, planned in list(misplaced_by_plan(model, plan)):
+        set_module_tensor_to_device(model, name, planned)
+    left = {name: tensor.device for name, tensor, _ in misplaced_by_plan(model, plan)}
+    if left:
+        raise PlacementError(
+            f'after dispatching {type(model).__name__}, these are not where the plan has them: '
+            f'{describe_misplaced(left)}. Put them into a module that must not be split: '
+            f"model_parallel=dict(no_split=['...'])."
+        )
+
+
 def _slots(module: nn.Module) -> Iterator[Slot]:
     for part in module.modules():
         for place in (part._parameters, part._buffers):
@@ -138,7 +150,7 @@ def _shared_slots(module: nn.Module) -> List[List[Slot]]:
 
 
 def set_preprocessor_devices(module: nn.Module, device: torch.device) -> None:
-    """Tell the data preprocessors in a module where batches go."""
+    """Set the device to which the data preprocessors in a module move batches."""
     for part in module.modules():
         if isinstance(part, BaseDataPreprocessor):
             part._device = device
@@ -146,15 +158,11 @@ def set_preprocessor_devices(module: nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Let a module see its weights on the host, and send what became of them back to the device.
+    """Put the weights of a module on the host for a while, then copy them back to the device.
 
     For initialization: on a lazy device each ``normal_`` would be a small graph, and the random
     numbers would differ from the CPU's. The parameters keep their identity, so optimizers that
-    hold them go on working.
-
-    Args:
-        module (nn.Module): A module on the accelerator's device.
-        accelerator (Accelerator): Copies between device and host, in batched calls.
+    hold them stay valid.
     """
     slots = list(_slots(module))
     originals = {id(place[name]): place[name] for place, name in slots}

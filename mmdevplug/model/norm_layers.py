@@ -30,11 +30,7 @@ SYNCHRONIZED = (nn.SyncBatchNorm, DeviceSyncBatchNorm)
 
 
 def check_sync_bn(sync_bn: Optional[str]) -> None:
-    """Refuse a value of ``sync_bn`` that is none.
-
-    Raises:
-        ModelError: With a list of all values.
-    """
+    """Raise ModelError, with a list of all values, if ``sync_bn`` is none of them."""
     if sync_bn is None or (isinstance(sync_bn, str) and sync_bn in SYNC_BN):
         return
     listed = '; '.join(f'{value!r}: {meaning}' for value, meaning in SYNC_BN.items())
@@ -47,24 +43,13 @@ def convert_norm_layers(
     device: torch.device,
     sync_bn: Optional[str] = None,
 ) -> nn.Module:
-    """Give a model the batch normalization that was asked for; called by all ranks of a job.
+    """Convert the batch normalizations of a model, see :data:`SYNC_BN`; called by all ranks.
 
     Layers keep their identity, with parameters, buffers, hooks and flags; they only change their
     class.
 
-    Args:
-        module (nn.Module): The bare model; changed in place.
-        accelerator (Accelerator): The accelerator of this process.
-        device (torch.device): Where the model will compute.
-        sync_bn (str, optional): ``'auto'`` or ``'torch'``, ``'exact'``, ``'per_rank'``,
-            ``'mmcv'``; see :data:`SYNC_BN`. Defaults to None: only layers that are synchronized
-            already are looked at.
-
-    Returns:
-        nn.Module: The model.
-
     Raises:
-        ModelError: If ``sync_bn`` is something else, or mmcv lacks its layer.
+        ModelError: If ``sync_bn`` is unknown, or mmcv lacks its layer.
     """
     check_sync_bn(sync_bn)
     module = _convert(module, accelerator, device, sync_bn)
@@ -77,11 +62,17 @@ def _convert(
     module: nn.Module, accelerator: Accelerator, device: torch.device, sync_bn: Optional[str]
 ) -> nn.Module:
     if sync_bn == 'mmcv':
-        return _convert_to_mmcv(module)
+        try:
+            return convert_sync_batchnorm(module, 'mmcv')
+        except ImportError as error:
+            raise ModelError(
+                f"sync_bn='mmcv' needs mmcv with its compiled operations, which cannot be "
+                f"imported: {error}. Install mmcv (not mmcv-lite), or set sync_bn='auto'."
+            ) from error
     if sync_bn == 'per_rank':
         for layer in _layers(module, SYNCHRONIZED).values():
             _change_class(layer, _BatchNormXd)
-        return revert_sync_batchnorm(module)  # what is left of mmcv's
+        return revert_sync_batchnorm(module)  # mmcv's
     kinds = SYNCHRONIZED if sync_bn is None else (_BatchNorm,)
     layers = {
         name: layer
@@ -103,12 +94,7 @@ def _convert(
 
 
 def torch_sync_bn_works(accelerator: Accelerator, device: torch.device) -> bool:
-    """Whether PyTorch's own layer works here, found out by trying it; called by all ranks.
-
-    Args:
-        accelerator (Accelerator): The accelerator of this process.
-        device (torch.device): Where to try it.
-    """
+    """Whether PyTorch's own layer works on a device, found by trying it; called by all ranks."""
     if accelerator.lazy or not accelerator.takes_tensors(backend_of()):
         return False
     # It keeps a list of device types, and calls operations that few devices have.
@@ -128,9 +114,8 @@ def _layers(module: nn.Module, kinds: Tuple[type, ...]) -> Dict[str, nn.Module]:
     others = [name for name, part in found.items() if type(part).forward not in known]
     if others:
         print_log(
-            f'{", ".join(others)}: of a class with a forward() of its own '
-            f'({type(found[others[0]]).__name__}), which batch normalization of another kind '
-            f'would leave out; kept as it is.',
+            f'{", ".join(others)}: {type(found[others[0]]).__name__} overrides forward(), which '
+            f'batch normalization of another kind would not run; kept as it is.',
             logger='current',
             level=logging.WARNING,
         )
@@ -143,18 +128,8 @@ def _change_class(layer: nn.Module, cls: type) -> None:
     A new layer in its place would have to be put at every place that holds the old one.
     """
     layer.__class__ = cls
-    wanted = vars(cls(1))
-    for name, value in wanted.items():
+    attributes = vars(cls(1))
+    for name, value in attributes.items():
         vars(layer).setdefault(name, value)
-    if 'process_group' not in wanted:
+    if 'process_group' not in attributes:
         vars(layer).pop('process_group', None)
-
-
-def _convert_to_mmcv(module: nn.Module) -> nn.Module:
-    try:
-        return convert_sync_batchnorm(module, 'mmcv')
-    except ImportError as error:
-        raise ModelError(
-            f"sync_bn='mmcv' needs mmcv with its compiled operations, which cannot be imported: "
-            f"{error}. Install mmcv (not mmcv-lite), or set sync_bn='auto'."
-        ) from error

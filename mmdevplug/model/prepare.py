@@ -2,7 +2,6 @@
 
 from typing import Any, Callable, Dict, Mapping, Optional
 
-import torch
 from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
@@ -39,20 +38,11 @@ def place_model(
     find_unused_parameters: bool = False,
     spread: Optional[Callable[[nn.Module], nn.Module]] = None,
 ) -> nn.Module:
-    """Move a model to this rank's device, and wrap it if there is a process group.
+    """Move a bare model to this rank's device, and wrap it if there is a process group.
 
-    Args:
-        model (nn.Module): The bare model.
-        context (DeviceContext): Where this process computes.
-        model_wrapper_cfg (dict, optional): As in MMEngine's config. Defaults to None.
-        sync_bn (str, optional): See :func:`mmdevplug.model.norm_layers.convert_norm_layers`; in a
-            single process no layer is synchronized.
-        find_unused_parameters (bool): Read when there is no ``model_wrapper_cfg``.
-        spread (callable, optional): Puts the bare model on the devices of this rank. Defaults to
-            None: all of it goes to one.
-
-    Returns:
-        nn.Module: The model, wrapped in a distributed job.
+    ``model_wrapper_cfg`` and ``find_unused_parameters`` are the config's; ``sync_bn`` is one of
+    :data:`.norm_layers.SYNC_BN`, and in a single process no layer is synchronized; ``spread`` puts
+    the model on several devices.
     """
     check_sync_bn(sync_bn)
     accelerator, device = context.accelerator, context.device
@@ -61,18 +51,19 @@ def place_model(
     if spread is None:
         check_materialized(model, lazy_allowed=context.backend is None)
     if context.backend is None:
-        model = _moved(revert_sync_batchnorm(model), device, spread)
+        model = revert_sync_batchnorm(model)
+        model = move_module(model if spread is None else spread(model), device)
         if accelerator.lazy:
             give_frozen_gradients(model)
             materialize_predictions(model, accelerator, context.devices)
         return model
     model = convert_norm_layers(model, accelerator, device, sync_bn)
     if spread is not None:
-        model = _moved(model, device, spread)
+        model = move_module(spread(model), device)
     cfg = wrapper_config(model_wrapper_cfg, find_unused_parameters)
     defaults: Dict[str, Any] = dict(module=model)
     if cfg['type'] not in REPLACED_BY:
-        # A wrapper of somebody else's, which expects what MMEngine's runner gives it.
+        # A user's own wrapper, which expects what MMEngine's runner gives it.
         move_module(model, device)
         device_ids = accelerator.ddp_device_ids(device)
         if device_ids is not None and issubclass(
@@ -83,29 +74,14 @@ def place_model(
     return MODEL_WRAPPERS.build(cfg, default_args=defaults)
 
 
-def _moved(
-    model: nn.Module,
-    device: torch.device,
-    spread: Optional[Callable[[nn.Module], nn.Module]],
-) -> nn.Module:
-    return move_module(model if spread is None else spread(model), device)
-
-
 def wrapper_config(
     model_wrapper_cfg: Optional[Mapping[str, Any]], find_unused_parameters: bool = False
 ) -> Dict[str, Any]:
     """Decide on the model wrapper.
 
     MMEngine's and PyTorch's own wrappers are replaced by ours, which takes the same arguments and
-    leaves averaging to PyTorch where PyTorch can do it; any other is kept.
-
-    Args:
-        model_wrapper_cfg (dict, optional): ``model_wrapper_cfg`` of the config.
-        find_unused_parameters (bool): The config key of that name, which MMEngine reads when
-            there is no ``model_wrapper_cfg``.
-
-    Returns:
-        dict: A config for ``MODEL_WRAPPERS.build``.
+    leaves averaging to PyTorch where PyTorch can do it; any other is kept. Without a
+    ``model_wrapper_cfg``, MMEngine reads ``find_unused_parameters``.
     """
     if model_wrapper_cfg is None:
         # `broadcast_buffers` as MMEngine's runner has it.
@@ -120,12 +96,7 @@ def wrapper_config(
 
 
 def initialize_weights(model: nn.Module, context: DeviceContext) -> None:
-    """Initialize weights on the host, send them to the device, and make all ranks equal.
-
-    Args:
-        model (nn.Module): The bare model, on its device; without ``init_weights`` it is left.
-        context (DeviceContext): Where this process computes.
-    """
+    """Initialize the weights of a bare model on the host, and broadcast them to all ranks."""
     if not hasattr(model, 'init_weights'):
         return
     with weights_on_host(model, context.accelerator):

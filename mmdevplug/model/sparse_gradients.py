@@ -10,12 +10,6 @@ from mmdevplug.errors import ModelError
 def check_sparse_gradients(model: nn.Module, context: DeviceContext) -> None:
     """Refuse to train layers with ``sparse=True`` where their gradients cannot be handled.
 
-    To be called before training: inference needs no gradients.
-
-    Args:
-        model (nn.Module): The model, wrapped or not.
-        context (DeviceContext): Where this process computes.
-
     Raises:
         ModelError: If the device has no kernels for sparse gradients, or they would have to be
             averaged through the host. Names the layers.

@@ -66,14 +66,7 @@ class DeviceSyncBatchNorm(_BatchNorm):
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a batch.
-
-        Args:
-            input (Tensor): Of shape (N, C) or (N, C, ...).
-
-        Returns:
-            Tensor: Of the same shape and dtype.
-        """
+        """Normalize a batch."""
         group = _group_of(self.process_group) if self.training else None
         if group is None:
             return self._normalize_alone(input)
@@ -103,21 +96,19 @@ class DeviceSyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
             raise ModelError(
-                f'{self._describe()} got an input of shape {tuple(input.shape)}; expected '
-                f'(N, {self.num_features}, ...). Look at the layer before it.'
+                f'{type(self).__name__} {self.layer_name!r} got an input of shape '
+                f'{tuple(input.shape)}; expected (N, {self.num_features}, ...). Look at the layer '
+                f'before it.'
             )
 
-    def _describe(self) -> str:
-        return f'{type(self).__name__} {self.layer_name!r}'
-
     def _check_total(self, total: int) -> None:
-        # Nothing at all is let through, as ordinary batch normalization does.
+        # An empty batch is allowed, as in ordinary batch normalization.
         if total == 1:
             raise ModelError(
-                f'{self._describe()}: the batches of all ranks together hold 1 value per '
-                f'channel; expected at least 2 to compute a variance from. Increase the batch '
-                f'size, set drop_last=True in the sampler or data loader, or keep this layer in '
-                f'eval mode.'
+                f'{type(self).__name__} {self.layer_name!r}: the batches of all ranks together '
+                f'hold 1 value per channel; expected at least 2 to compute a variance from. '
+                f'Increase the batch size, set drop_last=True in the sampler or data loader, or '
+                f'keep this layer in eval mode.'
             )
 
     def _update_running(self, mean: Tensor, unbiased: Tensor, total: int) -> None:
@@ -136,13 +127,7 @@ class DeviceSyncBatchNorm(_BatchNorm):
 
 
 class StatisticsExchange:
-    """The way of one layer's statistics to the other ranks and back.
-
-    Args:
-        accelerator (Accelerator): Copies between device and host.
-        group (ProcessGroup): The ranks.
-        device (torch.device): Where the statistics are computed and wanted.
-    """
+    """Combines the statistics of one layer, which are on a device, over the ranks of a group."""
 
     def __init__(self, accelerator: Accelerator, group: Any, device: torch.device) -> None:
         self.accelerator = accelerator
@@ -155,14 +140,9 @@ class StatisticsExchange:
     def combine(self, local: Tensor, count: int, eps: float) -> Tuple[Tensor, int]:
         """Gather and combine the statistics of all ranks.
 
-        Args:
-            local (Tensor): Mean and sum of squared deviations of this rank, of shape (2, C).
-            count (int): The number of values per channel that they are of.
-            eps (float): Added to the variance.
-
-        Returns:
-            Tuple[Tensor, int]: Mean, 1 / sqrt(variance + eps) and unbiased variance, of shape
-            (3, C), and the number of values per channel on all ranks.
+        ``local`` has mean and sum of squared deviations, of shape (2, C), of ``count`` values per
+        channel. The result has mean, 1 / sqrt(variance + eps) and unbiased variance, of shape
+        (3, C), and the number of values per channel on all ranks.
         """
         size = (local.numel() + 1) * local.element_size()
         with self._recorded(size * (self.world_size - 1)):
@@ -178,15 +158,7 @@ class StatisticsExchange:
             return self._send(combined), total
 
     def average(self, local: Tensor, total: int) -> Tensor:
-        """Add up over all ranks and divide by a number.
-
-        Args:
-            local (Tensor): Of any shape.
-            total (int): What to divide by.
-
-        Returns:
-            Tensor: A new one of the same shape.
-        """
+        """Add up over all ranks and divide by ``total``."""
         with self._recorded(
             all_reduce_bytes(local.numel() * local.element_size(), self.world_size)
         ):
@@ -261,14 +233,9 @@ class _Normalize(torch.autograd.Function):
 
 
 def local_statistics(inputs: Tensor) -> Tuple[Tensor, int]:
-    """The statistics of this rank's batch; zeros if it is empty.
+    """Mean and squared deviations, of shape (2, C), and number of values of each channel.
 
-    Args:
-        inputs (Tensor): Of shape (N, C) or (N, C, ...).
-
-    Returns:
-        Tuple[Tensor, int]: Mean and sum of squared deviations from it, of shape (2, C), and the
-        number of values per channel.
+    The statistics of an empty batch are zeros.
     """
     dtype = torch.float32 if inputs.dtype in HALF else inputs.dtype
     channels = inputs.shape[1]
@@ -286,15 +253,8 @@ def combine_statistics(counts: Tensor, means: Tensor, squares: Tensor) -> Tuple[
 
     Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
     Variances", Stanford STAN-CS-79-773, 1979, for many samples at once. A difference of large
-    sums, in which float32 loses the variance, does not occur in it.
-
-    Args:
-        counts (Tensor): Sizes of the samples, of shape (R, 1); 0 for an empty one.
-        means (Tensor): Of shape (R, C).
-        squares (Tensor): Sums of squared deviations from these means, of shape (R, C).
-
-    Returns:
-        Tuple[Tensor, Tensor]: Mean and sum of squared deviations of all together, of shape (C,).
+    sums, in which float32 loses the variance, does not occur in it. ``counts`` has the shape
+    (R, 1), the others (R, C), the results (C,).
     """
     shares = counts / counts.sum().clamp(min=1)
     mean = (shares * means).sum(0)
@@ -302,7 +262,7 @@ def combine_statistics(counts: Tensor, means: Tensor, squares: Tensor) -> Tuple[
 
 
 def prepare_statistics_group() -> None:
-    """Make a process group for statistics alone, unless there is one; called by all ranks.
+    """Make a process group only for statistics, unless one exists; called by all ranks.
 
     In the group of the gradients, ranks whose graphs differ (unused parameters) may issue
     statistics and gradients in another order, and statistics wait for large messages.
@@ -316,18 +276,13 @@ def prepare_statistics_group() -> None:
 
 
 def normalize_frozen(layer: _BatchNorm, inputs: Tensor) -> Tensor:
-    """Normalize with the running statistics of a layer, in operations that any device has.
-
-    Args:
-        layer (_BatchNorm): Any, with running statistics.
-        inputs (Tensor): Of shape (N, C) or (N, C, ...).
-    """
+    """Normalize with the running statistics of a layer, in operations that any device has."""
     invstd = (layer.running_var + layer.eps).rsqrt()
     return _normalize(inputs, layer.weight, layer.bias, layer.running_mean, invstd)
 
 
 def _group_of(process_group: Any) -> Any:
-    """The group that a layer's statistics travel in; None where there is nobody else."""
+    """The group that averages a layer's statistics; None if it has one rank."""
     if not (torch_dist.is_available() and torch_dist.is_initialized()):
         return None
     if process_group is None:

@@ -17,11 +17,7 @@ class SyncBNCost:
         self._before: Optional[Tuple[float, int, float]] = None
 
     def after_iteration(self, runner: Any) -> None:
-        """Count an iteration.
-
-        Args:
-            runner (Runner): The runner.
-        """
+        """Count an iteration; warn after the one that is measured."""
         self._iterations += 1
         if self._iterations == MEASURED_ITERATION - 1:
             self._before = self._now()

@@ -1,6 +1,6 @@
 """Spread one model over several devices: measure it, plan, and dispatch."""
 
-from .devices import parse_devices, parse_max_memory, parse_size, probe_capacities
+from .devices import parse_devices, parse_max_memory, probe_capacities
 from .dispatch import dispatch
 from .make_plan import STRATEGIES, plan
 from .plan import DevicePlan, PlannedBlock
@@ -15,7 +15,6 @@ __all__ = [
     'module_sizes',
     'parse_devices',
     'parse_max_memory',
-    'parse_size',
     'plan',
     'probe_capacities',
 ]

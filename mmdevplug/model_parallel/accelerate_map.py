@@ -10,7 +10,7 @@ from torch import nn
 from mmdevplug.errors import PlacementError, first_line
 
 from .blocks import Unit
-from .walk_modules import named_tensors, prefixes
+from .walk_modules import named_tensors, nearest
 
 #: For accelerate, where a device has no limit.
 _PLENTY = 2**60
@@ -24,21 +24,10 @@ def accelerate_map(
     units: Sequence[Unit],
     dtype: Optional[torch.dtype] = None,
 ) -> Dict[str, str]:
-    """What ``get_balanced_memory`` and ``infer_auto_device_map`` give.
+    """Map every tensor as ``get_balanced_memory`` and ``infer_auto_device_map`` do.
 
     They count devices of the types that accelerate knows and that are present. Indices stand for
-    the devices here, so that neither matters.
-
-    Args:
-        model (nn.Module): Any.
-        devices (Sequence[str]): ``'cpu'`` last, if at all.
-        limits (Mapping[str, int]): Bytes of those that have a limit.
-        classes (Sequence[str]): Not to be split.
-        units (Sequence[Unit]): Of the model, in order of execution.
-        dtype (torch.dtype, optional): What floating tensors will be cast to.
-
-    Returns:
-        Dict[str, str]: Covers every tensor.
+    the devices here, so that neither matters. ``classes`` are not split.
 
     Raises:
         PlacementError: If accelerate is not installed, fails, or finds no room.
@@ -80,16 +69,10 @@ def balanced_memory(
     classes: Sequence[str],
     dtype: Optional[torch.dtype] = None,
 ) -> Dict[Any, int]:
-    """The limits of accelerate's ``get_balanced_memory``, without asking which devices are here.
+    """The limits of accelerate's ``get_balanced_memory``, whatever devices are present.
 
     All but the last device may hold an equal share and 1.25 times the larger of a block that is
     not split and the mean leaf.
-
-    Args:
-        model (nn.Module): Any.
-        memory (Mapping): Index of a device, or ``'cpu'``, to bytes.
-        classes (Sequence[str]): Not to be split.
-        dtype (torch.dtype, optional): What floating tensors will be cast to.
     """
     from accelerate.utils.modeling import compute_module_sizes, get_module_leaves
 
@@ -98,11 +81,11 @@ def balanced_memory(
     if len(accelerators) < 2:
         return memory
     sizes = compute_module_sizes(model, dtype=dtype)
-    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+    kinds = {name: type(module).__name__ for name, module in model.named_modules() if name}
     # Of each class, the first that holds anything.
     firsts: Dict[str, int] = {}
     for name, size in sizes.items():
-        if name and kinds.get(name) in classes:
+        if kinds.get(name) in classes:
             firsts.setdefault(kinds[name], size)
     leaves = set(get_module_leaves(sizes))
     inner = {name: size for name, size in sizes.items() if name not in leaves}
@@ -118,15 +101,12 @@ def _complete(model: nn.Module, found: Mapping[str, str], units: Sequence[Unit])
     """Add what accelerate leaves out: buffers that a split module holds itself."""
     found = dict(found)
 
-    def device_of(name: str) -> Optional[str]:
-        return next((found[p] for p in reversed(prefixes(name)) if p in found), None)
-
     for name, _ in named_tensors(model):
-        if device_of(name) is None:
+        if nearest(name, found) is None:
             owner = name.rpartition('.')[0]
-            inside = [u.name for u in units if not owner or u.name.startswith(f'{owner}.')]
-            known = [d for d in map(device_of, inside) if d is not None]
-            found[name] = known[0] if known else next(iter(found.values()))
+            beside = [u.name for u in units if not owner or u.name.startswith(f'{owner}.')]
+            known = [key for key in (nearest(other, found) for other in beside) if key is not None]
+            found[name] = found[known[0]] if known else next(iter(found.values()))
     return found
 
 

@@ -1,22 +1,16 @@
 """Measure how even a distribution is."""
 
-from typing import Sequence
+from typing import List, Sequence
 
 
-def ideal_loads(loads: Sequence[float], weights: Sequence[float]) -> Sequence[float]:
+def ideal_loads(loads: Sequence[float], weights: Sequence[float]) -> List[float]:
     """The loads of a perfect split: in proportion to the weights of the devices."""
     total, share = sum(loads), sum(weights)
     return [total * weight / share if share else 0.0 for weight in weights]
 
 
 def imbalance(loads: Sequence[float], weights: Sequence[float]) -> float:
-    """The largest ``|load - ideal| / ideal`` over devices; 0 is perfect.
-
-    Args:
-        loads (Sequence[float]): One for each device, of any unit.
-        weights (Sequence[float]): What the devices hold in proportion; all 1 if equal. Devices
-            with weight 0 are passed over if they are empty.
-    """
+    """The largest ``|load - ideal| / ideal``; empty devices of weight 0 are passed over."""
     worst = 0.0
     for load, ideal in zip(loads, ideal_loads(loads, weights)):
         if ideal:
@@ -26,18 +20,13 @@ def imbalance(loads: Sequence[float], weights: Sequence[float]) -> float:
     return worst
 
 
-def variance(values: Sequence[float]) -> float:
-    """The population variance."""
+def balance_score(values: Sequence[float]) -> float:
+    """``1 / (1 + variance)``; 1 is perfect."""
     mean = sum(values) / len(values)
-    return sum((value - mean) ** 2 for value in values) / len(values)
-
-
-def balance_score(counts: Sequence[int]) -> float:
-    """``1 / (1 + variance)`` of the numbers of components; 1 is perfect."""
-    return 1.0 / (1.0 + variance(counts))
+    return 1.0 / (1.0 + sum((value - mean) ** 2 for value in values) / len(values))
 
 
 def byte_balance_score(loads: Sequence[float], weights: Sequence[float]) -> float:
     """The same of ``load / ideal``, so that it does not depend on the unit or the model's size."""
     pairs = list(zip(loads, ideal_loads(loads, weights)))
-    return 1.0 / (1.0 + variance([load / ideal for load, ideal in pairs if ideal] or [0.0]))
+    return balance_score([load / ideal for load, ideal in pairs if ideal] or [0.0])

@@ -1,49 +1,36 @@
 """Divide a model into a sequence of blocks, each of which stays on one device."""
 
+import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from torch import Tensor, nn
 
 from .sizes import ModuleSizes
 from .unsplittable import WholeModules
-from .walk_modules import all_modules, class_or_own, named_tensors, prefixes
+from .walk_modules import all_modules, class_or_own, named_tensors, nearest, prefixes
 
 
 @dataclass
 class Unit:
-    """A module that is not split, or a tensor that a split module holds itself.
-
-    Attributes:
-        name (str): Of the module or tensor.
-        kind (str): The class, ``'Parameter'`` or ``'Buffer'``.
-        holds (bool): Whether it has parameters.
-        owner (str, optional): Of a tensor: the module that holds it.
-    """
+    """A module that is not split, or a tensor that a split module holds itself."""
 
     name: str
-    kind: str
-    holds: bool
-    owner: Optional[str] = None
+    kind: str  # the class, 'Parameter' or 'Buffer'
+    holds: bool  # whether it has parameters
+    owner: Optional[str] = None  # of a tensor: the module that holds it
 
 
 @dataclass
 class Group:
-    """Units that share a device.
+    """Units that share a device, in order of execution."""
 
-    Attributes:
-        units (List[Unit]): In order of execution.
-        bytes (int): What they hold together.
-        traffic (int): Bytes that enter the first of them.
-        depth (int): How many modules the cut before it splits.
-    """
-
-    units: List[Unit] = field(default_factory=list)
-    bytes: int = 0
-    traffic: int = 0
-    depth: int = 0
+    units: List[Unit]
+    bytes: int
+    traffic: int = 0  # bytes that enter the first unit
+    depth: int = 0  # how many modules the cut before it splits
 
     @property
     def label(self) -> str:
@@ -55,12 +42,7 @@ class Group:
 
 
 def find_units(model: nn.Module, whole: WholeModules) -> List[Unit]:
-    """Cut a model into units, in order of registration.
-
-    Args:
-        model (nn.Module): Any.
-        whole (WholeModules): What must not be split.
-    """
+    """Cut a model into units, in order of registration."""
 
     def walk(name: str, module: nn.Module) -> Iterator[Unit]:
         children = {key: child for key, child in module._modules.items() if child is not None}
@@ -88,10 +70,7 @@ def _holds(module: nn.Module) -> bool:
 def order_units(units: List[Unit], calls: Mapping[str, int]) -> List[Unit]:
     """Sort modules by when they run first; each tensor goes before the first module beside it.
 
-    Args:
-        units (List[Unit]): In order of registration.
-        calls (Mapping[str, int]): When a module, or one inside it, ran first; empty to keep the
-            order of registration.
+    ``calls`` is that of a :class:`Trace`; empty to keep the order of registration.
     """
     modules = [unit for unit in units if unit.owner is None]
     when: Dict[str, int] = {}
@@ -118,16 +97,11 @@ def group_units(
     shared: Iterable[List[str]] = (),
     traffic: Mapping[str, int] = MappingProxyType({}),
 ) -> List[Group]:
-    """Gather what has to share a device.
+    """Group units, which are in order of execution, that have to share a device.
 
     A tensor of a split module goes with the module after it; a module without parameters with the
-    group before it; and units that share a tensor with the first of them.
-
-    Args:
-        units (List[Unit]): In order of execution.
-        sizes (ModuleSizes): Of the model.
-        shared (Iterable[List[str]]): From :func:`shared_names`.
-        traffic (Mapping[str, int]): Bytes that enter each module, where measured.
+    group before it; and units that share a tensor (see :func:`shared_names`) with the first of
+    them. ``traffic`` has the bytes that enter each module, where measured.
     """
     raw: List[List[Unit]] = []
     pending: List[Unit] = []
@@ -148,18 +122,10 @@ def group_units(
         first = next((u for u in found if u.owner is None), found[0])
         group = Group(found, sum(sizes[u.name] for u in found), traffic.get(first.name, 0))
         if index:
-            group.depth = _common_depth(joined[index - 1][-1].name, found[0].name)
+            before, after = joined[index - 1][-1].name.split('.'), found[0].name.split('.')
+            group.depth = len(os.path.commonprefix([before, after]))
         groups.append(group)
     return groups
-
-
-def _common_depth(one: str, other: str) -> int:
-    depth = 0
-    for mine, theirs in zip(one.split('.'), other.split('.')):
-        if mine != theirs:
-            break
-        depth += 1
-    return depth
 
 
 def _join_shared(raw: List[List[Unit]], shared: Iterable[List[str]]) -> List[List[Unit]]:
@@ -173,7 +139,7 @@ def _join_shared(raw: List[List[Unit]], shared: Iterable[List[str]]) -> List[Lis
         return index
 
     for names in shared:
-        places = sorted({root(_covering(name, index_of)) for name in names})
+        places = sorted({root(index_of[nearest(name, index_of)]) for name in names})
         for place in places[1:]:
             parent[place] = places[0]
     joined: Dict[int, List[Unit]] = {}
@@ -182,22 +148,12 @@ def _join_shared(raw: List[List[Unit]], shared: Iterable[List[str]]) -> List[Lis
     return [joined[index] for index in sorted(joined)]
 
 
-def _covering(name: str, known: Mapping[str, Any]) -> Any:
-    """The value of a name or of the nearest module around it."""
-    for prefix in reversed(prefixes(name)):
-        if prefix in known:
-            return known[prefix]
-    raise KeyError(name)
-
-
 def shared_names(
     model: nn.Module, tensors: Optional[List[Tuple[str, Tensor]]] = None
 ) -> List[List[str]]:
     """Names of each tensor that has several, and of those that transformers will tie.
 
-    Args:
-        model (nn.Module): Any.
-        tensors (list, optional): From :func:`named_tensors`, if there is one already.
+    ``tensors`` is that of :func:`named_tensors`, if there is one already.
     """
     tensors = named_tensors(model) if tensors is None else tensors
     first: Dict[int, str] = {}
@@ -207,40 +163,24 @@ def shared_names(
         if known is not name:
             shared.setdefault(known, [known]).append(name)
     found = list(shared.values())
-    for prefix, module in all_modules(model):
-        if class_or_own(module, '_tied_weights_keys'):
-            for pair in _declared_ties(module):
-                names = [name for name, _ in tensors]
-                found.append(_matching(pair, f'{prefix}.' if prefix else '', names))
+    for owner, module in all_modules(model):
+        for patterns in _ties(module):
+            prefix = f'{owner}.' if owner else ''
+            inside = [name for name, _ in tensors if name.startswith(prefix)]
+            found.append(
+                [n for p in patterns for n in inside if re.search(rf'{p}\Z', n[len(prefix) :])]
+            )
     return [names for names in found if len(names) > 1]
 
 
-def _declared_ties(module: nn.Module) -> Iterator[Tuple[str, ...]]:
+def _ties(module: nn.Module) -> List[Tuple[str, ...]]:
     """What ``_tied_weights_keys`` of transformers declares, where the config turns it on."""
     keys = class_or_own(module, '_tied_weights_keys')
-    if not getattr(getattr(module, 'config', None), 'tie_word_embeddings', False):
-        return
+    if not keys or not getattr(getattr(module, 'config', None), 'tie_word_embeddings', False):
+        return []
     if isinstance(keys, Mapping):
-        yield from keys.items()
-        return
+        return list(keys.items())
     # Before transformers 5: a list of names that are tied to the input embeddings.
     embeddings = module.get_input_embeddings()
     names = [n for n, m in module.named_modules() if m is embeddings]
-    yield (*keys, *(f'{name}.weight' for name in names))
-
-
-def _matching(patterns: Tuple[str, ...], prefix: str, known: List[str]) -> List[str]:
-    found = []
-    for pattern in patterns:
-        for name in known:
-            inner = name[len(prefix) :]
-            if name.startswith(prefix) and (inner == pattern or _fits(pattern, inner)):
-                found.append(name)
-    return found
-
-
-def _fits(pattern: str, name: str) -> bool:
-    try:
-        return re.search(pattern + r'\Z', name) is not None
-    except re.error:
-        return False
+    return [(*keys, *(f'{name}.weight' for name in names))]

@@ -2,21 +2,19 @@
 
 import re
 from difflib import get_close_matches
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
 import torch
 
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.errors import PlacementError
 from mmdevplug.registry import ACCELERATORS
+from mmdevplug.utils.byte_sizes import parse_bytes
 
 Devices = Union[str, int, torch.device, Sequence[Union[str, int, torch.device]]]
 Size = Union[int, str]
 
-_RANGE = re.compile(r'([a-z_]\w*):(\d+)-(\d+)\Z')
-_ONE = re.compile(r'([a-z_]\w*):(\d+)\Z')
-#: As HF accelerate reads them; `Gb` with a small b are bits.
-_UNITS = dict(GIB=2**30, MIB=2**20, KIB=2**10, GB=10**9, MB=10**6, KB=10**3)
+_DEVICE = re.compile(r'(?P<type>[a-z_]\w*):(?P<first>\d+)(-(?P<last>\d+))?\Z')
 MOST_DEVICES = 4096
 
 
@@ -42,27 +40,15 @@ def parse_devices(
     if isinstance(devices, int):
         if devices < 1:
             raise PlacementError(f'devices={devices}: expected at least 1 device.')
-        parts: List[Any] = list(range(_checked(devices, devices)))
-    elif isinstance(devices, (str, torch.device)):
-        parts = [devices]
+        parts: Sequence[Any] = range(_checked(devices, devices))
     else:
-        parts = list(devices)
+        parts = [devices] if isinstance(devices, (str, torch.device)) else devices
     names = [name for part in parts for name in _names(part, device_type)]
     if not names:
         raise PlacementError(f"devices={devices!r} names no device. Give e.g. 'cuda:0-3'.")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise PlacementError(f'devices={devices!r} names {", ".join(twice)} more than once.')
-    return _with_host(names, exclude_cpu)
-
-
-def _checked(count: int, told: Any) -> int:
-    if count > MOST_DEVICES:
-        raise PlacementError(f'devices={told!r}: expected at most {MOST_DEVICES} devices.')
-    return count
-
-
-def _with_host(names: List[str], exclude_cpu: bool) -> List[str]:
     types = list(dict.fromkeys(name.split(':')[0] for name in names if name != 'cpu'))
     if len(types) > 1:
         raise PlacementError(
@@ -80,6 +66,12 @@ def _with_host(names: List[str], exclude_cpu: bool) -> List[str]:
     return names if exclude_cpu else [*names, 'cpu']
 
 
+def _checked(count: int, given: Any) -> int:
+    if count > MOST_DEVICES:
+        raise PlacementError(f'devices={given!r}: expected at most {MOST_DEVICES} devices.')
+    return count
+
+
 def _names(part: Any, device_type: Optional[str]) -> List[str]:
     if isinstance(part, int) and not isinstance(part, bool):
         if part < 0:
@@ -91,18 +83,23 @@ def _names(part: Any, device_type: Optional[str]) -> List[str]:
         return [f'{device_type}:{part}']
     names: List[str] = []
     for text in str(part).replace(' ', '').split(','):
-        found = _RANGE.match(text)
-        if found:
-            first, last = int(found.group(2)), int(found.group(3))
-            _check_type(found.group(1))
+        found = _DEVICE.match(text)
+        if text in ('cpu', 'cpu:0'):
+            names.append('cpu')
+        elif text.isdigit():
+            names += _names(int(text), device_type)
+        elif found and found['type'] not in ('cpu', 'meta'):
+            first, last = int(found['first']), int(found['last'] or found['first'])
+            _check_type(found['type'])
             if last < first:
                 raise PlacementError(f'devices {text!r}: the range ends before it begins.')
             _checked(last - first + 1, text)
-            names += [f'{found.group(1)}:{index}' for index in range(first, last + 1)]
-        elif text.isdigit():
-            names += _names(int(text), device_type)
+            names += [f'{found["type"]}:{index}' for index in range(first, last + 1)]
         elif text:
-            names.append(_one(text))
+            raise PlacementError(
+                f'device {text!r}: expected TYPE:INDEX or TYPE:FIRST-LAST, e.g. '
+                f"'cuda:0' or 'xla:0-7'."
+            )
     return names
 
 
@@ -123,45 +120,6 @@ def _check_type(device_type: str) -> None:
             ) from None
 
 
-def _one(text: str) -> str:
-    if text in ('cpu', 'cpu:0'):
-        return 'cpu'
-    found = _ONE.match(text)
-    if not found or found.group(1) in ('cpu', 'meta'):
-        raise PlacementError(
-            f"device {text!r}: expected TYPE:INDEX or TYPE:FIRST-LAST, e.g. 'cuda:0' or 'xla:0-7'."
-        )
-    _check_type(found.group(1))
-    return f'{found.group(1)}:{int(found.group(2))}'
-
-
-def parse_size(size: Size, where: str = 'size') -> int:
-    """Bytes, as HF accelerate reads them: ``10**9``, ``'10GB'``, ``'9.5GiB'``, ``'80Gb'``.
-
-    Raises:
-        PlacementError: If it cannot be read or is negative.
-    """
-    found = -1
-    if isinstance(size, int) and not isinstance(size, bool):
-        found = size
-    elif isinstance(size, str):
-        text = size.strip()
-        unit = next((unit for unit in _UNITS if text.upper().endswith(unit)), None)
-        try:
-            value = float(text[: -len(unit)]) if unit else float(int(text))
-            found = int(value * _UNITS[unit]) if unit else int(text)
-        except (ValueError, OverflowError):
-            found = -1
-        if unit and len(unit) == 2 and text.endswith('b'):
-            found = found // 8 if found >= 0 else found
-    if found < 0:
-        raise PlacementError(
-            f"{where}={size!r}: expected a number of bytes or a figure with a unit, e.g. '10GB' "
-            f"or '9.5GiB'."
-        )
-    return found
-
-
 def parse_max_memory(
     max_memory: Union[None, str, Mapping[Any, Size]], devices: Sequence[str]
 ) -> Dict[str, int]:
@@ -178,33 +136,29 @@ def parse_max_memory(
     Raises:
         PlacementError: If a device is unknown or named twice, or a figure cannot be read.
     """
+    if isinstance(max_memory, str):
+        pairs = []
+        for part in filter(None, max_memory.replace(' ', '').split(',')):
+            name, equals, size = part.partition('=')
+            if not equals:
+                raise PlacementError(
+                    f"max_memory {part!r}: expected DEVICE=SIZE, e.g. 'cuda:0=10GB'."
+                )
+            pairs.append((name, size))
+    elif max_memory is None or isinstance(max_memory, Mapping):
+        pairs = list((max_memory or {}).items())
+    else:
+        raise PlacementError(f'max_memory={max_memory!r}: expected a dict or a text.')
     limits: Dict[str, int] = {}
-    for key, size in _pairs(max_memory):
-        name = _device_named(key, devices)
+    for key, size in pairs:
+        name = _device_named(str(key), devices)
         if name in limits:
             raise PlacementError(f'max_memory names {name} twice.')
-        limits[name] = parse_size(size, f'max_memory[{name!r}]')
+        limits[name] = parse_bytes(size, f'max_memory[{name!r}]')
     return limits
 
 
-def _pairs(max_memory: Union[None, str, Mapping[Any, Size]]) -> List[Tuple[Any, Size]]:
-    if max_memory is None:
-        return []
-    if not isinstance(max_memory, str):
-        if not isinstance(max_memory, Mapping):
-            raise PlacementError(f'max_memory={max_memory!r}: expected a dict or a text.')
-        return list(max_memory.items())
-    pairs: List[Tuple[Any, Size]] = []
-    for part in filter(None, max_memory.replace(' ', '').split(',')):
-        name, equals, size = part.partition('=')
-        if not equals:
-            raise PlacementError(f"max_memory {part!r}: expected DEVICE=SIZE, e.g. 'cuda:0=10GB'.")
-        pairs.append((name, size))
-    return pairs
-
-
-def _device_named(key: Any, devices: Sequence[str]) -> str:
-    text = str(key)
+def _device_named(text: str, devices: Sequence[str]) -> str:
     if text.isdigit():
         matches = [name for name in devices if name.endswith(f':{int(text)}')]
     else:
@@ -212,7 +166,7 @@ def _device_named(key: Any, devices: Sequence[str]) -> str:
     if not matches:
         hint = ' (allow it with exclude_cpu=False)' if text.startswith('cpu') else ''
         raise PlacementError(
-            f'max_memory names {key!r}{hint}, which is none of the devices: {", ".join(devices)}.'
+            f'max_memory names {text!r}{hint}, which is none of the devices: {", ".join(devices)}.'
         )
     return matches[0]
 
@@ -225,7 +179,7 @@ def probe_capacities(devices: Sequence[str], accelerator: Accelerator) -> Dict[s
         accelerator (Accelerator): Of their family.
 
     Returns:
-        Dict[str, int]: Bytes of each; empty if the vendor does not tell it for all of them.
+        Dict[str, int]: Bytes of each; empty if the vendor does not report it for all of them.
     """
     if not accelerator.is_available():
         return {}
@@ -244,22 +198,9 @@ def probe_capacities(devices: Sequence[str], accelerator: Accelerator) -> Dict[s
 
 
 def device_weights(
-    devices: List[str], capacities: Optional[Mapping[str, int]]
+    devices: Sequence[str], capacities: Optional[Mapping[str, int]]
 ) -> Dict[str, float]:
-    """What each device holds in proportion.
-
-    Those without a limit are taken for as large as the largest that has one.
-    """
-    if not capacities:
-        return dict.fromkeys(devices, 1.0)
-    limits = [size for name, size in capacities.items() if name != 'cpu']
+    """Weigh devices by their capacities; one without a limit counts as the largest with one."""
+    limits = [size for name, size in (capacities or {}).items() if name != 'cpu']
     largest = float(max(limits, default=0)) or 1.0
-    return {name: float(capacities.get(name, largest)) for name in devices}
-
-
-def describe_bytes(size: float) -> str:
-    """A number of bytes in words, e.g. ``'1.50 GB'`` (decimal units, as ``max_memory`` has)."""
-    for unit, scale in (('GB', 1e9), ('MB', 1e6), ('kB', 1e3)):
-        if size >= scale:
-            return f'{size / scale:.2f} {unit}'
-    return f'{size:.0f} bytes'
+    return {name: float((capacities or {}).get(name, largest)) for name in devices}

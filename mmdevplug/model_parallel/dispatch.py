@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mmdevplug.errors import PlacementError
-from mmdevplug.model.place_by_plan import place_by_plan
+from mmdevplug.model.move import place_by_plan
 
 from .plan import DevicePlan
 
@@ -43,7 +43,13 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
             tensor did not go where it was sent.
     """
     plan.check(model)
-    accelerate = _import_accelerate()
+    try:
+        import accelerate
+    except ImportError as error:
+        raise PlacementError(
+            f'a model over several devices needs HF accelerate, which cannot be imported: '
+            f"{error}. Install it: pip install 'mmdevplug[placement]'"
+        ) from error
     main = plan.devices[0]
     on_host = 'cpu' in plan.device_map.values()
     with warnings.catch_warnings():
@@ -67,7 +73,7 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
 
 
 def align_methods(model: nn.Module, plan: DevicePlan) -> None:
-    """Let the other methods of modules that are on one device move their arguments there, too."""
+    """Make other methods of modules that are on one device move their arguments there, too."""
     for module, device in _whole_modules(model, plan):
         for method in METHODS:
             if callable(getattr(type(module), method, None)) and method not in vars(module):
@@ -96,14 +102,3 @@ def _whole_modules(model: nn.Module, plan: DevicePlan) -> Iterator[Tuple[nn.Modu
         if len(devices) == 1:
             taken = (*taken, f'{name}.')
             yield module, devices.pop()
-
-
-def _import_accelerate() -> Any:
-    try:
-        import accelerate
-    except ImportError as error:
-        raise PlacementError(
-            f'a model over several devices needs HF accelerate, which cannot be imported: '
-            f"{error}. Install it: pip install 'mmdevplug[placement]'"
-        ) from error
-    return accelerate

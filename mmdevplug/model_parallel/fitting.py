@@ -1,69 +1,63 @@
 """Fit blocks onto devices: the best split, or the figures of why there is none."""
 
-from dataclasses import dataclass, field
-from typing import List, Mapping, NoReturn, Optional, Sequence
+from typing import List, Mapping, NoReturn, Optional, Sequence, Tuple
 
 from mmdevplug.errors import PlacementError
+from mmdevplug.utils.byte_sizes import format_bytes
 
 from .blocks import Group
-from .devices import describe_bytes, device_weights
+from .devices import device_weights
 from .partition import Partition
 
 
-@dataclass
-class Fitted:
-    """A device for each group, and what there is to say of it."""
-
-    devices: List[str]
-    steps: List[str] = field(default_factory=list)
-
-
 def fit(
-    groups: Sequence[Group],
-    devices: Sequence[str],
-    limits: Mapping[str, int],
-    force_balance: bool = True,
-) -> Fitted:
-    """Split blocks over devices as evenly as possible.
+    groups: Sequence[Group], devices: Sequence[str], limits: Mapping[str, int], full: bool = True
+) -> Tuple[List[str], List[str]]:
+    """Split groups over devices as evenly as possible: a device for each, and remarks.
 
-    Args:
-        groups (Sequence[Group]): In order of execution.
-        devices (Sequence[str]): ``'cpu'`` last, if at all.
-        limits (Mapping[str, int]): Bytes of those that have a limit.
-        force_balance (bool): Whether every device has to hold something.
+    The devices have ``'cpu'`` last, if at all; with ``full``, every device has to hold something.
 
     Raises:
         PlacementError: If they do not fit, with the figures.
     """
     accelerators = [name for name in devices if name != 'cpu'] or list(devices)
     useful = [name for name in accelerators if limits.get(name, 1) > 0]
-    if force_balance and useful != accelerators:
+    if full and useful != accelerators:
         empty = ', '.join(name for name in accelerators if name not in useful)
         raise PlacementError(
             f'max_memory gives {empty} no memory. Leave it out of the devices, or allow a device '
             f'to stay empty with force_balance=False.'
         )
-    if force_balance and len(groups) < len(useful):
+    if full and len(groups) < len(useful):
         raise PlacementError(
             f'{len(groups)} blocks for {len(useful)} devices: {", ".join(useful[len(groups) :])} '
             f'would stay empty. Give fewer devices, or allow it with force_balance=False.'
         )
     if not useful and 'cpu' not in devices[1:]:
         raise PlacementError(f'max_memory gives {", ".join(devices)} no memory. Give one some.')
-    ends = _ends(groups, useful, limits, force_balance)
+    ends = _ends(groups, useful, limits, full)
     spilled: List[str] = []
     steps: List[str] = []
     if ends is None:
         if 'cpu' not in devices[1:]:
-            _refuse(groups, useful, limits, force_balance)
-        count, ends = _largest_start(groups, useful, limits, force_balance)
+            _refuse(groups, useful, limits, full)
+        count, ends = _largest_start(groups, useful, limits, full)
         spilled = ['cpu'] * (len(groups) - count)
-        steps.append(_check_host(groups[count:], limits))
+        needed = sum(group.bytes for group in groups[count:])
+        if needed > limits.get('cpu', needed):
+            raise PlacementError(
+                f'the devices are full and {format_bytes(needed)} are left for the host, which '
+                f'may hold {format_bytes(limits["cpu"])}. Raise max_memory, or add devices.'
+            )
+        steps.append(
+            f'the host holds {format_bytes(needed)} that the devices cannot, from '
+            f'{groups[count].label} on.'
+        )
     found = [name for name, a, b in zip(useful, [0, *ends], ends) for _ in range(b - a)]
     left_out = [name for name in accelerators if name not in found]
     if left_out:
         steps.append(f'left out: {", ".join(left_out)} (too small, or not needed).')
-    return Fitted(found + spilled, steps)
+    return found + spilled, steps
 
 
 def _ends(
@@ -71,7 +65,7 @@ def _ends(
 ) -> Optional[List[int]]:
     if not devices:
         return None if groups else []
-    weights = device_weights(list(devices), {n: s for n, s in limits.items() if n in devices})
+    weights = device_weights(devices, {n: s for n, s in limits.items() if n in devices})
     measured = any(group.traffic for group in groups)
     return Partition(
         [group.bytes for group in groups],
@@ -84,10 +78,9 @@ def _ends(
 
 def _largest_start(
     groups: Sequence[Group], devices: Sequence[str], limits: Mapping[str, int], full: bool
-) -> tuple:
+) -> Tuple[int, List[int]]:
     """As many of the first blocks as the accelerators hold, and how."""
-    fewest = len(devices) if full else 0
-    low, high = fewest, len(groups)
+    low, high = len(devices) if full else 0, len(groups)
     best = _ends(groups[:low], devices, limits, full) if full else [0] * len(devices)
     while best is not None and high - low > 1:
         middle = (low + high) // 2
@@ -98,19 +91,6 @@ def _largest_start(
     return low, best
 
 
-def _check_host(groups: Sequence[Group], limits: Mapping[str, int]) -> str:
-    needed = sum(group.bytes for group in groups)
-    if needed > limits.get('cpu', needed):
-        raise PlacementError(
-            f'the devices are full and {describe_bytes(needed)} are left for the host, which may '
-            f'hold {describe_bytes(limits["cpu"])}. Raise max_memory, or add devices.'
-        )
-    return (
-        f'the host holds {describe_bytes(needed)} that the devices cannot, from '
-        f'{groups[0].label} on.'
-    )
-
-
 def _refuse(
     groups: Sequence[Group],
     devices: Sequence[str],
@@ -118,36 +98,30 @@ def _refuse(
     full: bool,
     host: bool = False,
 ) -> NoReturn:
-    """Say what is missing."""
+    """Raise with what is missing."""
     needed = sum(group.bytes for group in groups)
     allowed = {name: limits[name] for name in devices if name in limits}
     unlimited = len(allowed) < len(devices)
-    told = ', '.join(f'{name} {describe_bytes(size)}' for name, size in allowed.items())
+    limited = ', '.join(f'{name} {format_bytes(size)}' for name, size in allowed.items())
     largest = max(groups, key=lambda group: group.bytes)
     most = max(allowed.values(), default=0)
     if not unlimited and largest.bytes > most:
         raise PlacementError(
-            f'{largest.label} needs {describe_bytes(largest.bytes)} on one device, the largest '
-            f'device may hold {describe_bytes(most)} ({told}). Raise max_memory by '
-            f'{describe_bytes(largest.bytes - most)}, or take a smaller dtype.'
+            f'{largest.label} needs {format_bytes(largest.bytes)} on one device, the largest '
+            f'device may hold {format_bytes(most)} ({limited}). Raise max_memory by '
+            f'{format_bytes(largest.bytes - most)}, or take a smaller dtype.'
         )
-    free = _least_maximum(groups, devices)
+    search = Partition([group.bytes for group in groups], [1.0] * len(devices), allow_empty=True)
+    free = max(search.loads(search.best()))
     total = sum(allowed.values())
     if not unlimited and needed > total:
-        reason = f'{describe_bytes(needed - total)} are missing'
+        reason = f'{format_bytes(needed - total)} are missing'
     else:
         reason = 'no split of its blocks in order keeps the limits'
         if full and _ends(groups, devices, limits, full=False) is not None:
             reason += ' without leaving a device empty, which force_balance=False allows'
     hint = '' if host else ', or allow the host to take the rest with exclude_cpu=False'
     raise PlacementError(
-        f'the model needs {describe_bytes(needed)}, max_memory allows {told}: {reason}. '
-        f'It fits on {len(devices)} devices of {describe_bytes(free)} each{hint}.'
+        f'the model needs {format_bytes(needed)}, max_memory allows {limited}: {reason}. '
+        f'It fits on {len(devices)} devices of {format_bytes(free)} each{hint}.'
     )
-
-
-def _least_maximum(groups: Sequence[Group], devices: Sequence[str]) -> int:
-    """What each of so many equal devices would have to hold."""
-    search = Partition([group.bytes for group in groups], [1.0] * len(devices), allow_empty=True)
-    ends = search.best()
-    return max(search.loads(ends)) if ends else 0

@@ -2,15 +2,15 @@
 
 from typing import Iterator
 
-from rich.console import Console
+from rich.console import Group
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.files import PathLike, write_text
 from mmdevplug.utils.html_page import make_page
 
-from .devices import describe_bytes
 from .plan import DevicePlan
 from .plot import NARROW, colours_of, short_name
 
@@ -19,30 +19,17 @@ _BAR = 100
 
 
 def render(plan: DevicePlan) -> str:
-    """Make the page: a bar for each device, the figures, and a table of all blocks.
-
-    Args:
-        plan (DevicePlan): The plan.
-
-    Returns:
-        str: HTML.
-    """
-    parts = [*_bars(plan), _legend(plan), plan, _blocks(plan)]
-
-    def write(console: Console) -> None:
-        for part in parts:
-            console.print(part)
-
-    return make_page(f'Device plan: {plan.model}', write)
+    """Make the page: a bar for each device, the figures, and a table of all blocks."""
+    table = Table('block', 'class', 'holds', 'device')
+    for block in plan.blocks:
+        row = (block.name or 'all', block.kind, format_bytes(block.bytes), block.device)
+        table.add_row(*map(Text, row))
+    page = Group(*_bars(plan), _legend(plan), plan, table)
+    return make_page(f'Device plan: {plan.model}', lambda console: console.print(page))
 
 
 def save_html(plan: DevicePlan, path: PathLike) -> None:
-    """Write the page.
-
-    Args:
-        plan (DevicePlan): The plan.
-        path (str or Path): The file.
-    """
+    """Write the page."""
     write_text(render(plan), path)
 
 
@@ -65,11 +52,3 @@ def _legend(plan: DevicePlan) -> Text:
     for kind, colour in colours_of(plan).items():
         legend.append('  ', Style(bgcolor=colour)).append(f' {kind}   ')
     return legend.append('\n')
-
-
-def _blocks(plan: DevicePlan) -> Table:
-    table = Table('block', 'class', 'holds', 'device')
-    for block in plan.blocks:
-        row = (block.name or 'all', block.kind, describe_bytes(block.bytes), block.device)
-        table.add_row(*map(Text, row))
-    return table

@@ -1,7 +1,7 @@
 """Check that low-rank adapters (LoRA) all have the same rank."""
 
 import logging
-from typing import Dict, Iterator, List, Mapping, Tuple
+from typing import Dict, List, Mapping
 
 from mmengine.logging import print_log
 from torch import nn
@@ -10,7 +10,7 @@ from mmdevplug.errors import ModelError
 
 
 def check_r_consistency(model: nn.Module, strict: bool = False) -> Dict[int, List[str]]:
-    """Say so if adapters have different ranks, which is more often a slip than a wish.
+    """Warn if adapters have different ranks, which is mostly a mistake.
 
     A checkpoint of such adapters cannot be loaded by a config that states one rank, and layers
     that are alike weigh differently.
@@ -33,18 +33,6 @@ def check_r_consistency(model: nn.Module, strict: bool = False) -> Dict[int, Lis
         {}
     """
     layers: Dict[int, List[str]] = {}
-    for name, rank in _ranks(model):
-        layers.setdefault(rank, []).append(name)
-    if len(layers) > 1:
-        told = _describe(layers)
-        if strict:
-            raise ModelError(told)
-        print_log(told, 'current', logging.WARNING)
-    return layers
-
-
-def _ranks(model: nn.Module) -> Iterator[Tuple[str, int]]:
-    """Layers with their rank, once for each adapter."""
     for name, module in model.named_modules():
         # The module's own attribute: wrappers pass on those of what they hold.
         found = vars(module).get('r')
@@ -52,7 +40,14 @@ def _ranks(model: nn.Module) -> Iterator[Tuple[str, int]]:
             continue
         adapters = found if isinstance(found, Mapping) else {'default': found}
         for adapter, rank in adapters.items():
-            yield name if len(adapters) == 1 else f'{name} (adapter {adapter!r})', int(rank)
+            layer = name if len(adapters) == 1 else f'{name} (adapter {adapter!r})'
+            layers.setdefault(int(rank), []).append(layer)
+    if len(layers) > 1:
+        message = _describe(layers)
+        if strict:
+            raise ModelError(message)
+        print_log(message, 'current', logging.WARNING)
+    return layers
 
 
 def _describe(layers: Mapping[int, List[str]], limit: int = 3) -> str:

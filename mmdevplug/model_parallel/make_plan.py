@@ -9,14 +9,14 @@ from torch.nn.parameter import is_lazy
 from mmdevplug.errors import PlacementError
 
 from .accelerate_map import accelerate_map
-from .blocks import Group, Unit, find_units, group_units, order_units, shared_names
+from .blocks import Unit, find_units, group_units, order_units, shared_names
 from .devices import Devices, Size, parse_devices, parse_max_memory
 from .fitting import fit
 from .plan import DevicePlan, PlannedBlock, signature_of
 from .sizes import add_activations, as_dtype, weigh
 from .trace import Trace, trace
 from .unsplittable import WholeModules
-from .walk_modules import named_tensors, prefixes
+from .walk_modules import named_tensors, nearest, prefixes
 
 STRATEGIES = ('auto', 'balanced', 'dynamic')
 
@@ -39,7 +39,7 @@ def plan(
     """Decide which device holds which part of a model. No device need be present.
 
     Args:
-        model (nn.Module): Any, on any device, also the meta device. It is left as it is.
+        model (nn.Module): Any, on any device, also the meta device. It is not changed.
         devices (str, int or list): ``'cuda:0-3'``, a list, or a number of ``device_type``.
         strategy (str): ``'auto'`` is HF accelerate's map; ``'balanced'`` the best contiguous
             split in order of execution; ``'dynamic'`` the first unless its imbalance is above the
@@ -54,7 +54,7 @@ def plan(
         exclude_cpu (bool): If False, the host takes, last, what the devices cannot hold.
         dtype (torch.dtype or str, optional): What floating tensors will be cast to.
         training (bool): Whether to count gradients and the state of the optimizer.
-        optimizer (str or number): See :func:`mmdevplug.model_parallel.sizes.state_values`.
+        optimizer (str or number): As for :func:`mmdevplug.model_parallel.module_sizes`.
         sample_inputs (Any, optional): One batch, for the order of execution, activations and
             what crosses between devices. See :func:`mmdevplug.model_parallel.trace.trace`.
         device_type (str, optional): Of devices given as numbers.
@@ -74,23 +74,24 @@ def plan(
         raise PlacementError(f'balance_threshold={balance_threshold!r}: expected 0 to 1.')
     names = parse_devices(devices, device_type, exclude_cpu)
     limits = parse_max_memory(max_memory, names)
-    job = _Job(model, names, limits, no_split, force_balance)
-    job.measure(as_dtype(dtype), training, optimizer, sample_inputs)
+    job = _Job(model, names, limits, strategy, force_balance, as_dtype(dtype))
+    job.measure(no_split, training, optimizer, sample_inputs)
     if strategy == 'dynamic':
         return job.dynamic(balance_threshold)
     return job.auto() if strategy == 'auto' else job.balanced()
 
 
 class _Job:
-    """What planning needs to know of a model and its devices."""
+    """A model, its devices, and the three ways to plan."""
 
     def __init__(
         self,
         model: nn.Module,
         devices: List[str],
         limits: Dict[str, int],
-        no_split: Union[None, str, Iterable[str]],
+        strategy: str,
         force_balance: bool,
+        dtype: Optional[torch.dtype],
     ) -> None:
         if next(model.parameters(), None) is None:
             raise PlacementError(
@@ -103,79 +104,83 @@ class _Job:
                 f'{", ".join(lazy[:4])} of {type(model).__name__} has no shape yet. Run the model '
                 f'once, then plan.'
             )
-        self.model = model
-        self.devices = devices
-        self.limits = limits
-        self.force_balance = force_balance
-        self.whole = WholeModules(model, no_split)
-        self.units = find_units(model, self.whole)
-        self.groups: List[Group] = []
-        self.dtype: Optional[torch.dtype] = None
+        self.model, self.devices, self.limits = model, devices, limits
+        self.strategy, self.force_balance, self.dtype = strategy, force_balance, dtype
 
     def measure(
-        self, dtype: Optional[torch.dtype], training: bool, optimizer: Any, sample_inputs: Any
+        self,
+        no_split: Union[None, str, Iterable[str]],
+        training: bool,
+        optimizer: Any,
+        sample_inputs: Any,
     ) -> None:
-        """Weigh the units and bring them into the order of execution."""
-        self.dtype = dtype
-        self.sizes = weigh(self.tensors, dtype, training, optimizer)
+        """Weigh the units and sort them by the order of execution."""
+        self.whole = WholeModules(self.model, no_split)
+        self.sizes = weigh(self.tensors, self.dtype, training, optimizer)
         seen = Trace()
         if sample_inputs is not None:
-            seen = trace(self.model, sample_inputs, training, dtype)
+            seen = trace(self.model, sample_inputs, training, self.dtype)
             add_activations(self.sizes, seen.activations)
-        self.units = order_units(self.units, seen.calls)
+        self.units = order_units(find_units(self.model, self.whole), seen.calls)
         self.groups = group_units(
             self.units, self.sizes, shared_names(self.model, self.tensors), seen.traffic
         )
         # What is computed before the first block and kept.
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
 
-    # strategies -------------------------------------------------------------------------------
-
-    def auto(self, strategy: str = 'auto') -> DevicePlan:
+    def auto(self) -> DevicePlan:
         """HF accelerate's map."""
         found = accelerate_map(
             self.model, self.devices, self.limits, self.whole.classes, self.units, self.dtype
         )
         device_of: Dict[str, str] = {}
         for unit in self.units:
-            name = next((p for p in reversed(prefixes(unit.name)) if p in found), None)
+            name = nearest(unit.name, found)
             if name is None:
                 raise PlacementError(
-                    f'HF accelerate splits {unit.name}, which must stay whole: it knows classes '
-                    f'alone, here {", ".join(self.whole.classes) or "none"}. Use strategy '
+                    f'HF accelerate splits {unit.name}, which must stay whole: it knows only '
+                    f'classes, here {", ".join(self.whole.classes) or "none"}. Use strategy '
                     f'"balanced".'
                 )
             device_of[unit.name] = found[name]
-        made = self._finish(device_of, strategy, [], found)
-        self._check_limits(made)
+        made = self._finish(device_of, [], found)
+        over = [
+            f'{name} would hold {made.loads[name]:,} bytes of {limit:,}'
+            for name, limit in self.limits.items()
+            if made.loads[name] > limit
+        ]
+        if over:
+            raise PlacementError(
+                f"HF accelerate's map exceeds max_memory: {'; '.join(over)} (it counts only "
+                f'weights). Use strategy "balanced".'
+            )
         made.steps.append(f'HF accelerate: imbalance {made.imbalance:.3f}.')
         return made
 
-    def balanced(self, strategy: str = 'balanced') -> DevicePlan:
+    def balanced(self) -> DevicePlan:
         """The best contiguous split."""
-        fitted = fit(self.groups, self.devices, self.limits, self.force_balance)
+        devices, steps = fit(self.groups, self.devices, self.limits, self.force_balance)
         device_of = {
             unit.name: device
-            for group, device in zip(self.groups, fitted.devices)
+            for group, device in zip(self.groups, devices)
             for unit in group.units
         }
-        made = self._finish(device_of, strategy, fitted.steps)
-        told = (
+        made = self._finish(device_of, steps)
+        made.steps.append(
             f'best contiguous split of {len(self.groups)} blocks: imbalance {made.imbalance:.3f}.'
         )
-        made.steps.append(told)
         return made
 
     def dynamic(self, threshold: float) -> DevicePlan:
         """HF accelerate's map if it is even enough, else the best split if there is one."""
         if len(self.devices) == 1:
-            made = self.balanced('dynamic')
-            made.steps.insert(0, f'there is one device, {self.devices[0]}: nothing to balance.')
+            made = self.balanced()
+            made.steps.insert(0, f'{self.devices[0]} is the only device: nothing to balance.')
             return made
         try:
-            first = self.auto('dynamic')
+            first = self.auto()
         except PlacementError as error:
-            made = self.balanced('dynamic')
+            made = self.balanced()
             made.steps.insert(0, f'auto failed: {error}')
             made.steps.append('balanced is used.')
             return made
@@ -184,23 +189,20 @@ class _Job:
             return first
         first.steps.append(f'that is above the threshold {threshold:g}; trying balanced.')
         try:
-            second = self.balanced('dynamic')
+            second = self.balanced()
         except PlacementError as error:
             first.steps.append(f'balanced failed, auto is used: {error}')
             return first
         better = second.bottleneck <= first.bottleneck
         chosen = second if better else first
-        told = 'balanced is used.' if better else 'auto has the smaller largest load and is used.'
-        # What was opened is told by both.
-        chosen.steps[:] = dict.fromkeys([*first.steps, *second.steps, told])
+        last = 'balanced is used.' if better else 'auto has the smaller largest load and is used.'
+        # Both name what was opened.
+        chosen.steps[:] = dict.fromkeys([*first.steps, *second.steps, last])
         return chosen
-
-    # results ----------------------------------------------------------------------------------
 
     def _finish(
         self,
         device_of: Mapping[str, str],
-        strategy: str,
         steps: List[str],
         device_map: Optional[Mapping[str, str]] = None,
     ) -> DevicePlan:
@@ -218,40 +220,24 @@ class _Job:
         if device_map is None:
             device_map = clean_map(device_of, self.units)
         opened = ', '.join(self.whole.opened)
-        told = [f'{opened}: split between the blocks that each holds.'] if opened else []
+        if opened:
+            steps.insert(0, f'{opened}: split between the blocks that each holds.')
         return DevicePlan(
             device_map=dict(device_map),
             devices=list(self.devices),
             capacities=dict(self.limits) or None,
             loads=loads,
-            strategy=strategy,
-            steps=[*told, *steps],
+            strategy=self.strategy,
+            steps=steps,
             blocks=blocks,
             parts=self.sizes.parts(),
             signature=signature_of(self.tensors),
             model=type(self.model).__name__,
         )
 
-    def _check_limits(self, made: DevicePlan) -> None:
-        over = [
-            f'{name} would hold {made.loads[name]:,} bytes of {limit:,}'
-            for name, limit in self.limits.items()
-            if made.loads[name] > limit
-        ]
-        if over:
-            raise PlacementError(
-                f"HF accelerate's map exceeds max_memory: {'; '.join(over)} (it counts weights "
-                f'alone). Use strategy "balanced".'
-            )
-
 
 def clean_map(device_of: Mapping[str, str], units: Iterable[Unit]) -> Dict[str, str]:
-    """Name the outermost modules that are on one device, in order of execution.
-
-    Args:
-        device_of (Mapping[str, str]): Device of each unit.
-        units (Iterable[Unit]): In order of execution.
-    """
+    """Map the outermost modules that are on one device to it, in order of execution."""
     inside: Dict[str, set] = {}
     for unit in units:
         for prefix in prefixes(unit.name):

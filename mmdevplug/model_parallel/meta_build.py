@@ -16,34 +16,23 @@ from mmdevplug.errors import DevPlugError, PlacementError, first_line
 
 
 def can_build_on_meta() -> bool:
-    """Whether this PyTorch has a default device that holds shapes alone."""
+    """Whether this PyTorch has a default device that holds only shapes."""
     return hasattr(torch.device, '__enter__')
 
 
-def build_without_memory(model: Any, scope: Optional[str] = None) -> nn.Module:
-    """Build a model from its config.
-
-    Args:
-        model (dict): ``model`` of a config.
-        scope (str, optional): ``default_scope`` of the config. Defaults to None: the current one.
-
-    Returns:
-        nn.Module: On the meta device; on the host where the model computes with tensors while it
-        is built, or PyTorch is older than 2.0.
-    """
-    if scope is None:
-        return build(model)[0]
+def build_without_memory(model: Any, scope: str) -> nn.Module:
+    """Build a model from its config, on the meta device where :func:`build` can."""
     with DefaultScope.overwrite_default_scope(scope):
         return build(model)[0]
 
 
 def build(model: Any) -> Tuple[nn.Module, bool]:
-    """As :func:`build_without_memory`, in the current scope.
+    """Build a model, in the current scope; also return whether it has memory.
 
-    Returns:
-        tuple: The model, and whether it had to be built with memory after all.
+    It is on the host where the model computes with tensors while it is built, or where PyTorch is
+    older than 2.0.
     """
-    model, _ = take_pad_to(model)  # it concerns batches alone
+    model, _ = take_pad_to(model)  # it concerns only batches
     if can_build_on_meta():
         try:
             with torch.device('meta'):
@@ -58,14 +47,10 @@ def build(model: Any) -> Tuple[nn.Module, bool]:
 
 
 def build_from_file(path: str) -> Tuple[nn.Module, Optional[Config]]:
-    """Build the model that a file describes.
+    """Build the model that a file describes; also return the config if it is OpenMMLab's.
 
-    Args:
-        path (str): A config of OpenMMLab's (.py, .json, .yaml), or a transformers model: its
-            ``config.json`` or the folder of that.
-
-    Returns:
-        tuple: The model, and the config of OpenMMLab's if it was one.
+    The file is a config of OpenMMLab's (.py, .json, .yaml), or the ``config.json``, or its folder,
+    of a transformers model.
 
     Raises:
         PlacementError: If there is no such file, or the model cannot be built.
@@ -79,7 +64,7 @@ def build_from_file(path: str) -> Tuple[nn.Module, Optional[Config]]:
             f'transformers model or its folder.'
         )
     try:
-        if place.suffix == '.json' and 'model_type' in _read_json(place):
+        if place.suffix == '.json' and 'model_type' in json.loads(place.read_text('utf-8')):
             return build_transformers(str(place)), None
         cfg = Config.fromfile(str(place))
         if cfg.get('model') is None:
@@ -88,23 +73,14 @@ def build_from_file(path: str) -> Tuple[nn.Module, Optional[Config]]:
     except DevPlugError:
         raise
     except Exception as error:
-        # Configs and models fail in as many ways as there are.
+        # Configs and models raise errors of any kind.
         raise PlacementError(
             f'the model of {path!r} cannot be built: {type(error).__name__}: {first_line(error)}'
         ) from error
 
 
-def _read_json(path: Path) -> Any:
-    found = json.loads(path.read_text(encoding='utf-8'))
-    return found if isinstance(found, dict) else {}
-
-
 def build_transformers(path: str) -> nn.Module:
-    """Build a model from the ``config.json`` of transformers, with the head that it names.
-
-    Raises:
-        PlacementError: If transformers is not installed.
-    """
+    """Build a model from the ``config.json`` of transformers, with the head that it names."""
     try:
         import transformers
     except ImportError as error:

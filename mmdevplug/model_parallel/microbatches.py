@@ -14,7 +14,7 @@ from mmdevplug.errors import ModelError
 
 
 def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
-    """Let a model compute its losses micro-batch by micro-batch.
+    """Make a model compute its losses micro-batch by micro-batch.
 
     All forward passes come before the one backward pass (the schedule of GPipe, Huang et al. 2019,
     `arXiv:1811.06965`), so devices that run asynchronously work on several micro-batches at a
@@ -34,25 +34,34 @@ def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
     """
     ModelParallelOptions.check('num_microbatches', num_microbatches)
     if num_microbatches > 1:
-        _warn_of_batch_norm(model, num_microbatches)
-        model.forward = functools.partial(
-            _forward_in_parts, model, num_microbatches, _forward_of(model)
-        )
+        layers = [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
+        if layers:
+            print_log(
+                f'model_parallel.num_microbatches={num_microbatches}: the {len(layers)} batch '
+                f'normalizations of the model ({layers[0]}, ...) see one micro-batch at a time, '
+                f'so the gradients are not those of the whole batch.',
+                logger='current',
+                level=logging.WARNING,
+            )
+        # A bound method in a copy of the model would be that of the original.
+        forward = vars(model).get('forward') or functools.partial(type(model).forward, model)
+        model.forward = functools.partial(_forward_in_parts, num_microbatches, forward)
     return model
 
 
-def _forward_of(model: nn.Module) -> Any:
-    found = vars(model).get('forward')
-    # A bound method in a copy of the model would be that of the original.
-    return functools.partial(type(model).forward, model) if found is None else found
-
-
-def _forward_in_parts(
-    model: nn.Module, num_microbatches: int, forward: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _forward_in_parts(num_microbatches: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get('mode') != 'loss' or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    size = batch_size(args, kwargs)
+    named = {**{f'argument {i}': arg for i, arg in enumerate(args)}, **kwargs}
+    sizes = {name: _length(value) for name, value in named.items()}
+    known = {name: size for name, size in sizes.items() if size is not None}
+    if len(set(known.values())) != 1:
+        raise ModelError(
+            f'model_parallel.num_microbatches: the arguments of forward() hold different numbers '
+            f'of samples: {known or "none"}; expected one number. Set num_microbatches=1 for this '
+            f'model.'
+        )
+    size = next(iter(known.values()))
     bounds = [size * i // num_microbatches for i in range(num_microbatches + 1)]
     found, weights = [], []
     for begin, end in zip(bounds, bounds[1:]):
@@ -63,24 +72,6 @@ def _forward_in_parts(
             )
             weights.append((end - begin) / size)
     return average_losses(found, weights)
-
-
-def batch_size(args: Sequence[Any], kwargs: Dict[str, Any]) -> int:
-    """The number of samples in the arguments of a forward pass.
-
-    Raises:
-        ModelError: If they disagree, or hold no samples.
-    """
-    named = {**{f'argument {i}': arg for i, arg in enumerate(args)}, **kwargs}
-    sizes = {name: _length(value) for name, value in named.items()}
-    known = {name: size for name, size in sizes.items() if size is not None}
-    if len(set(known.values())) != 1:
-        raise ModelError(
-            f'model_parallel.num_microbatches: the arguments of forward() hold different numbers '
-            f'of samples: {known or "none"}; expected one number. Set num_microbatches=1 for this '
-            f'model.'
-        )
-    return next(iter(known.values()))
 
 
 def _length(value: Any) -> Optional[int]:
@@ -101,12 +92,7 @@ def _part(value: Any, begin: int, end: int, size: int) -> Any:
 
 
 def average_losses(found: Sequence[Dict[str, Any]], weights: Sequence[float]) -> Dict[str, Any]:
-    """Average dicts of losses, each a tensor or a list of tensors.
-
-    Args:
-        found (Sequence[dict]): With the same keys.
-        weights (Sequence[float]): Their sum is 1.
-    """
+    """Average dicts of losses, each a tensor or a list of tensors; the weights' sum is 1."""
     names: List[str] = list(dict.fromkeys(name for losses in found for name in losses))
     missing = [name for name in names if any(name not in losses for losses in found)]
     if missing:
@@ -122,15 +108,3 @@ def _average(values: Sequence[Any], weights: Sequence[float]) -> Any:
         return [_average(items, weights) for items in zip(*values)]
     # Means first: a loss may have a value for each sample.
     return sum(value.mean() * weight for value, weight in zip(values, weights))
-
-
-def _warn_of_batch_norm(model: nn.Module, num_microbatches: int) -> None:
-    layers = [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
-    if layers:
-        print_log(
-            f'model_parallel.num_microbatches={num_microbatches}: the {len(layers)} batch '
-            f'normalizations of the model ({layers[0]}, ...) see one micro-batch at a time, so '
-            f'the gradients are not those of the whole batch.',
-            logger='current',
-            level=logging.WARNING,
-        )

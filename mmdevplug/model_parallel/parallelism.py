@@ -1,7 +1,6 @@
 """Turn the options of ``model_parallel`` into a strategy, a plan and a dispatched model."""
 
 import functools
-from contextlib import nullcontext
 from typing import Any, Optional, Sequence
 
 import torch
@@ -23,7 +22,7 @@ from .dispatch import dispatch
 from .lora_check import check_r_consistency
 from .meta_build import build_without_memory
 from .microbatches import split_batches
-from .optimizer_state import state_factor
+from .sizes import state_factor
 
 #: AdamW's, where the optimizer of a config cannot be tried alone.
 USUAL_STATE = 2.0
@@ -32,10 +31,10 @@ STEPS = ('train_step', 'val_step', 'test_step')
 
 
 class Parallelism:
-    """How this rank trains: the strategy, the plan and the model are one consistent whole.
+    """Chooses the devices of this rank, plans, and places the model.
 
     Args:
-        options (ModelParallelOptions): What the config says.
+        options (ModelParallelOptions): Of the config.
         model (dict or nn.Module, optional): To plan with before there are devices: a model, or the
             config of one, which is built without memory. Defaults to None: the plan is made when
             the model is placed.
@@ -44,7 +43,7 @@ class Parallelism:
         scope (str): MMEngine's default scope, in which the model is built.
 
     Attributes:
-        wanted (bool): Whether several devices come into question.
+        wanted (bool): Whether several devices are possible.
         strategy (TrainingStrategy, optional): Known after :meth:`choose_devices`.
         plan (DevicePlan, optional): Known with it, unless the model is on one device.
     """
@@ -64,64 +63,42 @@ class Parallelism:
         factor = state_factor(optimizer)[0] if self.wanted else None
         self._state_factor = USUAL_STATE if factor is None else factor
 
-    # before there is a model --------------------------------------------------------------------
-
     def choose_devices(self, accelerator: Accelerator, env: LaunchEnv) -> Sequence[torch.device]:
-        """Resolve the strategy and plan; see :func:`mmdevplug.init_device`.
-
-        Args:
-            accelerator (Accelerator): That of this job.
-            env (LaunchEnv): How this process was started.
-
-        Returns:
-            Sequence[torch.device]: Those of this rank.
+        """Resolve the strategy, plan, and return the devices of this rank.
 
         Raises:
             PlacementError: If the model cannot be spread as the options ask.
         """
-        planned = self._model_without_memory()
-        self.strategy = self._resolve(accelerator, env, planned)
+        planned = self._model
+        if planned is not None and not isinstance(planned, nn.Module):
+            planned = build_without_memory(planned, self._scope)
+            convert_frozen_weights(planned, self.options.precision)
+        self.strategy = self._resolve(self.options.enable, accelerator, env, planned)
         if planned is not None and self.strategy.is_model_parallel:
             try:
-                self.plan = self._plan(planned, self.strategy, accelerator)
+                self.plan = self._plan(planned, accelerator)
             except PlacementError as error:
-                self.strategy = self._without_plan(accelerator, env, error)
+                # One device, if none asked for several and nothing says that it is too small.
+                if self.options.enable is not None or MEMORY_UNKNOWN not in self.strategy.reason:
+                    raise
+                why = f'model_parallel.enable=None, and the model cannot be spread: {error}'
+                self.strategy = self._resolve(False, accelerator, env)._replace(reason=why)
         self._model = None
         return self.strategy.devices
 
-    def _without_plan(
-        self, accelerator: Accelerator, env: LaunchEnv, error: PlacementError
-    ) -> TrainingStrategy:
-        """One device, if nobody asked for several and nothing says that it is too small."""
-        if self.options.enable is not None or MEMORY_UNKNOWN not in self.strategy.reason:
-            raise error
-        options = self.options
-        found = resolve_strategy(
-            False,
-            accelerator=accelerator,
-            devices=options.devices,
-            env=env,
-            exclude_cpu=options.exclude_cpu,
-        )
-        why = f'model_parallel.enable=None, and the model cannot be spread: {error}'
-        return found._replace(reason=why)
-
-    def _model_without_memory(self) -> Optional[nn.Module]:
-        if self._model is None or isinstance(self._model, nn.Module):
-            return self._model
-        model = build_without_memory(self._model, self._scope)
-        keep_frozen_in(model, self.options.precision)
-        return model
-
     def _resolve(
-        self, accelerator: Accelerator, env: LaunchEnv, model: Optional[nn.Module]
+        self,
+        enable: Optional[bool],
+        accelerator: Accelerator,
+        env: LaunchEnv,
+        model: Optional[nn.Module] = None,
     ) -> TrainingStrategy:
         options = self.options
         needed = None
-        if options.enable is None and model is not None:
+        if enable is None and model is not None:
             needed = module_sizes(model, training=True, optimizer=self._state_factor)['']
         return resolve_strategy(
-            options.enable,
+            enable,
             accelerator=accelerator,
             devices=options.devices,
             env=env,
@@ -130,15 +107,13 @@ class Parallelism:
             exclude_cpu=options.exclude_cpu,
         )
 
-    def _plan(
-        self, model: nn.Module, strategy: TrainingStrategy, accelerator: Accelerator
-    ) -> DevicePlan:
+    def _plan(self, model: nn.Module, accelerator: Accelerator) -> DevicePlan:
         options = self.options
         if options.plan is not None:
             made = DevicePlan.from_dict(options.plan)
             made.check(model)
             return made
-        devices = [str(device) for device in strategy.devices]
+        devices = [str(device) for device in self.strategy.devices]
         limits = options.max_memory
         if limits is None:
             limits = probe_capacities(devices, accelerator)
@@ -155,17 +130,8 @@ class Parallelism:
             optimizer=self._state_factor,
         )
 
-    # the model ----------------------------------------------------------------------------------
-
     def place(self, model: nn.Module, context: DeviceContext) -> nn.Module:
-        """Put a model on the devices of this rank.
-
-        Args:
-            model (nn.Module): The bare model, on the host; changed in place.
-            context (DeviceContext): Where this process computes.
-
-        Returns:
-            nn.Module: The same model; dispatched if the strategy has several devices.
+        """Put the bare model, which is on the host, on the devices of this rank, in place.
 
         Raises:
             PlacementError: If it is not the model that the plan was made for.
@@ -176,20 +142,16 @@ class Parallelism:
             check_r_consistency(model, strict=options.strict_r_check)
         if strategy is None:
             return model
-        keep_frozen_in(model, options.precision)
+        convert_frozen_weights(model, options.precision)
         if strategy.is_model_parallel:
             if self.plan is None:
-                self.plan = self._plan(model, strategy, context.accelerator)
+                self.plan = self._plan(model, context.accelerator)
             dispatch(model, self.plan)
         compute_in(model, options.precision, context.accelerator)
         return split_batches(model, options.num_microbatches)
 
     def guard(self, model: nn.Module) -> nn.Module:
-        """Let a guard watch the steps of a model that is spread over devices.
-
-        Args:
-            model (nn.Module): As the runner calls it, wrapped or not.
-        """
+        """Run the steps of a model that is spread over devices, wrapped or not, under a guard."""
         if self.plan is None or self.options.guard is None:
             return model
         if not HAS_MODES:
@@ -209,26 +171,29 @@ class Parallelism:
         """The strategy and the plan as a table, for the log."""
         if self.strategy is None:
             return ''
-        rows = [f'{name:>22}: {value}' for name, value in self.strategy.rows()]
-        return '\n'.join(rows) + ('' if self.plan is None else f'\n{self.plan}')
+        found = self.strategy
+        rows = dict(
+            strategy=found.kind,
+            why=found.reason,
+            devices=', '.join(map(str, found.devices)),
+            processes=f'{found.world_size}, this is rank {found.rank}',
+        )
+        table = '\n'.join(f'{name:>9}: {value}' for name, value in rows.items())
+        return table + ('' if self.plan is None else f'\n{self.plan}')
 
 
 class Watch:
-    """Runs the steps of a model under a guard, and tells once what the guard moved.
-
-    Args:
-        guard (DeviceGuard): For all steps.
-    """
+    """Runs the steps of a model under a guard, and reports once what the guard moved."""
 
     def __init__(self, guard: DeviceGuard) -> None:
         self.guard = guard
-        self._told = False
+        self._reported = False
 
     def __call__(self, model: nn.Module, step: str, *args: Any, **kwargs: Any) -> Any:
         with self.guard:
             result = getattr(type(model), step)(model, *args, **kwargs)
-        if self.guard.moved.number and not self._told:
-            self._told = True
+        if self.guard.moved.number and not self._reported:
+            self._reported = True
             MMLogger.get_current_instance().info(self.guard.report())
         return result
 
@@ -237,13 +202,8 @@ class Watch:
         return self
 
 
-def keep_frozen_in(model: nn.Module, precision: Optional[str]) -> None:
-    """Convert the frozen floating-point weights of a model, in place.
-
-    Args:
-        model (nn.Module): Any.
-        precision (str, optional): A key of :data:`mmdevplug.config.model_parallel.PRECISIONS`.
-    """
+def convert_frozen_weights(model: nn.Module, precision: Optional[str]) -> None:
+    """Convert the frozen floating-point weights of a model, in place, by a key of PRECISIONS."""
     name = PRECISIONS[precision]
     if name is not None:
         for parameter in model.parameters():
@@ -252,13 +212,7 @@ def keep_frozen_in(model: nn.Module, precision: Optional[str]) -> None:
 
 
 def compute_in(model: nn.Module, precision: Optional[str], accelerator: Accelerator) -> None:
-    """Let the forward passes of a model run in mixed precision.
-
-    Args:
-        model (nn.Module): Changed in place.
-        precision (str, optional): See :func:`keep_frozen_in`; nothing to do for float32.
-        accelerator (Accelerator): Has the context for it.
-    """
+    """Run the forward passes of a model in mixed precision, by a key of PRECISIONS."""
     name = PRECISIONS[precision]
     if name in ('bfloat16', 'float16'):
         before = vars(model).get('forward') or functools.partial(type(model).forward, model)
@@ -268,5 +222,5 @@ def compute_in(model: nn.Module, precision: Optional[str], accelerator: Accelera
 def _forward_in(
     dtype: torch.dtype, accelerator: Accelerator, forward: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    with accelerator.autocast(dtype=dtype) if accelerator is not None else nullcontext():
+    with accelerator.autocast(dtype=dtype):
         return forward(*args, **kwargs)

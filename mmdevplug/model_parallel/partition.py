@@ -1,35 +1,17 @@
 """Find the best split of a sequence into contiguous parts, one for each device.
 
-First the largest load relative to its device is made as small as any split can make it, by
-bisection with an exact check; then, among the splits that reach it, the imbalance; then the cost
-of the cuts. It is the linear partition problem (Skiena, The Algorithm Design Manual, 8.5) with
-unequal bins. Filling device after device decides most checks; where it does not, because no device
-may stay empty, all places at which a part may end are followed.
+First the largest load relative to its device is minimized, then the imbalance, both by bisection
+over the bound; then, among the splits within both bounds, the cost of the cuts. This is the linear
+partition problem (Skiena, The Algorithm Design Manual, 8.5) with bins of unequal size. Each check
+marks all places at which a part can end: filling device after device would miss splits in which no
+device is empty.
 """
 
-from bisect import bisect_left, bisect_right
-from collections import deque
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Deque, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-#: The least cost for each place that a part may end at.
-Costs = Dict[int, float]
-
-_HALVINGS = 60
-#: Relative; a byte of ten terabytes.
-_PRECISION = 1e-13
-_ROUNDING = 1e-9
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What the part of each device may weigh, both ends included."""
-
-    lower: List[float]
-    upper: List[float]
+_TOLERANCE = 1e-13  # relative: a byte of ten terabytes
 
 
 class Partition:
@@ -37,10 +19,10 @@ class Partition:
 
     Args:
         sizes (Sequence[int]): Bytes, in order.
-        weights (Sequence[float]): What each device holds in proportion; above 0.
-        limits (Sequence[float], optional): The most each may hold. Defaults to no limit.
+        weights (Sequence[float]): Capacities of the devices, in any unit; above 0.
+        limits (Sequence[float], optional): The most bytes for each device. Defaults to no limit.
         cut_costs (Sequence[float], optional): Of a cut before each place. Defaults to 0.
-        allow_empty (bool): Whether a device may stay without anything. Defaults to False.
+        allow_empty (bool): Whether a device may stay empty. Defaults to False.
     """
 
     def __init__(
@@ -51,12 +33,12 @@ class Partition:
         cut_costs: Optional[Sequence[float]] = None,
         allow_empty: bool = False,
     ) -> None:
-        self.ends = [0, *accumulate(int(size) for size in sizes)]
-        self.weights = [float(weight) for weight in weights]
-        self.limits = [float('inf')] * len(weights) if limits is None else list(limits)
-        self.costs = [*(cut_costs or [0.0] * len(sizes)), 0.0]
+        self.sizes, self.weights = sizes, weights
+        self.limits = [float('inf')] * len(weights) if limits is None else limits
+        self.costs = [0.0] * len(sizes) if cut_costs is None else cut_costs
         self.allow_empty = allow_empty
-        self._ends = np.asarray(self.ends, dtype=np.float64)
+        self.ends = np.cumsum([0, *sizes], dtype=np.int64)
+        self.ideal = self.ends[-1] / sum(weights)
 
     def best(self) -> Optional[List[int]]:
         """Find the split.
@@ -65,200 +47,91 @@ class Partition:
             List[int], optional: The end of each part, e.g. ``[3, 5]`` for ``[0:3]`` and
             ``[3:5]``; None if no split keeps the limits.
         """
-        bottleneck = self._least_bottleneck()
-        if bottleneck is None:
+        most = self.ends[-1] / min(self.weights)
+        if not self._possible(0.0, most):
             return None
-        if not self.allow_empty:
-            return self._cheapest(self._most_even(bottleneck))
-        return self._best_of_used(self._used(self._bounds(bottleneck)))
+        below = self.ideal * (1 - 10 * _TOLERANCE)
+        most = self._bisect(most, below, lambda bound: self._possible(0.0, bound))
+        return self._best_of_used(most) if self.allow_empty else self._most_even(most)
 
     def loads(self, ends: Sequence[int]) -> List[int]:
-        """What the parts weigh."""
-        marks = [0, *ends]
-        return [self.ends[b] - self.ends[a] for a, b in zip(marks, marks[1:])]
+        """The bytes of each part."""
+        return np.diff(self.ends[[0, *ends]]).tolist()
 
-    def _bounds(self, bottleneck: float, least: float = 0.0) -> Bounds:
-        return Bounds(
-            [least * w * (1 - _PRECISION) - _ROUNDING for w in self.weights],
-            [
-                min(limit, bottleneck * w * (1 + _PRECISION)) + _ROUNDING
-                for limit, w in zip(self.limits, self.weights)
-            ],
-        )
+    def _windows(self, least: float, most: float) -> Iterator[Tuple[np.ndarray, np.ndarray]]:
+        """For each device: the first start of a part with each end, and one after the last."""
+        places = np.arange(len(self.ends))
+        slack = 4 * _TOLERANCE * self.ideal
+        for weight, limit in zip(self.weights, self.limits):
+            upper = int(min(limit, (most + slack) * weight, self.ends[-1]))
+            lower = int(np.ceil((least - slack) * weight))
+            first = np.searchsorted(self.ends, self.ends - upper)
+            after = places
+            if lower > 0:
+                after = np.minimum(np.searchsorted(self.ends, self.ends - lower, 'right'), places)
+            yield first, after
 
-    # the largest load ------------------------------------------------------------------------
+    def _possible(self, least: float, most: float) -> bool:
+        """Whether a split keeps every load, relative to the device's weight, within bounds."""
+        counts = np.zeros(len(self.ends) + 1, dtype=np.int64)
+        reached = np.arange(len(self.ends)) == 0
+        for first, after in self._windows(least, most):
+            np.cumsum(reached, out=counts[1:])
+            within = counts[after] > counts[first]
+            reached = within | reached if self.allow_empty else within
+        return bool(reached[-1])
 
-    def _least_bottleneck(self) -> Optional[float]:
-        total = self.ends[-1]
-        ends = self._some_split(self._bounds(total / min(self.weights)))
-        if ends is None:
-            return None
-        high = self._bottleneck_of(ends)
-        low = total / sum(self.weights) * (1 - _PRECISION)
-        for _ in range(_HALVINGS):
-            if high - low <= _PRECISION * high:
-                break
-            middle = (low + high) / 2
-            ends = self._some_split(self._bounds(middle))
-            if ends is None:
-                low = middle
+    def _cheapest(self, least: float, most: float, costs: Sequence[float]) -> List[int]:
+        """The split within bounds whose cuts cost least; an empty part costs 1."""
+        cheapest = np.full(len(self.ends), np.inf)
+        cheapest[0] = 0.0
+        chosen = []
+        counts = np.zeros(len(self.ends) + 1, dtype=np.int64)
+        for first, after in self._windows(least, most):
+            np.cumsum(cheapest < np.inf, out=counts[1:])
+            now, starts = np.full(len(self.ends), np.inf), np.arange(len(self.ends))
+            for end in np.flatnonzero(counts[after] > counts[first]):
+                # The last of equals.
+                window = cheapest[first[end] : after[end]][::-1]
+                starts[end] = after[end] - 1 - window.argmin()
+                now[end] = cheapest[starts[end]] + costs[end]
+            if self.allow_empty:
+                empty = np.flatnonzero(cheapest + 1 < now)
+                now[empty], starts[empty] = cheapest[empty] + 1, empty
+            cheapest = now
+            chosen.append(starts)
+        ends = [len(self.ends) - 1]
+        for starts in reversed(chosen[1:]):
+            ends.append(int(starts[ends[-1]]))
+        return ends[::-1]
+
+    def _best_of_used(self, most: float) -> List[int]:
+        """The best split over the devices of the one with the fewest empty parts."""
+        ends = self._cheapest(0.0, most, np.zeros(len(self.ends)))
+        used = [device for device, load in enumerate(np.diff([0, *ends])) if load]
+        weights, limits = ([values[i] for i in used] for values in (self.weights, self.limits))
+        found = Partition(self.sizes, weights, limits, self.costs)._most_even(most)
+        place = 0
+        for device in range(len(ends)):
+            if device in used:
+                place = found[used.index(device)]
+            ends[device] = place
+        return ends
+
+    def _most_even(self, most: float) -> List[int]:
+        """The split with the least imbalance within a bound, and of these the cheapest."""
+        # A least load above this does not reduce the imbalance: the largest load decides it.
+        least = max(0.0, 2 * self.ideal - most)
+        if not self._possible(least, most):
+            least = self._bisect(0.0, least, lambda bound: self._possible(bound, most))
+        return self._cheapest(least, most, [*self.costs, 0.0])
+
+    def _bisect(self, good: float, bad: float, test: Callable[[float], bool]) -> float:
+        """The bound nearest to ``bad`` that passes a test which ``good`` passes."""
+        while abs(good - bad) > _TOLERANCE * self.ideal:
+            middle = (good + bad) / 2
+            if test(middle):
+                good = middle
             else:
-                high = min(high, self._bottleneck_of(ends))
-        return high
-
-    def _bottleneck_of(self, ends: Sequence[int]) -> float:
-        return max(load / weight for load, weight in zip(self.loads(ends), self.weights))
-
-    def _some_split(self, bounds: Bounds) -> Optional[List[int]]:
-        """Any split within the upper bounds."""
-        ends = self._fill(bounds, self.allow_empty)
-        if ends is not None or self.allow_empty:
-            return ends
-        if self._fill(bounds, empty=True) is None:
-            return None  # not even with empty devices
-        return self._follow(bounds)
-
-    def _fill(self, bounds: Bounds, empty: bool) -> Optional[List[int]]:
-        """Give each device as much as it may hold, and leave one block for each after it."""
-        count, end, ends = len(self.ends) - 1, 0, []
-        for device, upper in enumerate(bounds.upper):
-            start = end
-            end = max(start, bisect_right(self.ends, self.ends[start] + upper) - 1)
-            if not empty:
-                end = min(end, count - (len(bounds.upper) - device - 1))
-                if end <= start:
-                    return None
-            ends.append(end)
-        return ends if end == count else None
-
-    # devices that stay empty ------------------------------------------------------------------
-
-    def _used(self, bounds: Bounds) -> List[int]:
-        """The devices of a split within bounds that leaves as few empty as possible."""
-        count = len(self.ends) - 1
-        costs: Costs = {0: 0.0}
-        chosen = []
-        for lower, upper in zip(bounds.lower, bounds.upper):
-            after, start = self._extend(costs, lower, upper)
-            for end, cost in costs.items():
-                if cost + 1 < after.get(end, np.inf):
-                    after[end], start[end] = cost + 1, end
-            costs = after
-            chosen.append(start)
-        end, used = count, []
-        for device in reversed(range(len(chosen))):
-            if chosen[device][end] != end:
-                used.append(device)
-            end = chosen[device][end]
-        return used[::-1]
-
-    def _best_of_used(self, used: Sequence[int]) -> Optional[List[int]]:
-        part = Partition(
-            np.diff(self.ends),
-            [self.weights[device] for device in used],
-            [self.limits[device] for device in used],
-            self.costs[:-1],
-        )
-        found = dict(zip(used, part.best() or []))
-        ends = [0]
-        for device in range(len(self.weights)):
-            ends.append(found.get(device, ends[-1]))
-        return ends[1:]
-
-    # every place a part may end at ------------------------------------------------------------
-
-    def _follow(self, bounds: Bounds) -> Optional[List[int]]:
-        """Any split within both bounds, by all the places that parts may end at."""
-        places = [np.zeros(1, dtype=np.int64)]
-        for lower, upper in zip(bounds.lower, bounds.upper):
-            now = self._reached(places[-1], lower, upper)
-            if not len(now):
-                return None
-            places.append(now)
-        count = len(self.ends) - 1
-        return self._trace_back(places, bounds) if places[-1][-1] == count else None
-
-    def _reached(self, starts: np.ndarray, lower: float, upper: float) -> np.ndarray:
-        """The ends, in order, of parts that begin at one of ``starts`` (in order)."""
-        first = bisect_left(self.ends, self.ends[starts[0]] + lower)
-        last = bisect_right(self.ends, self.ends[starts[-1]] + upper)
-        ends = np.arange(max(first, int(starts[0]) + 1), last)
-        at = self._ends[starts]
-        # The starts of each end make a window of ``starts``.
-        low = np.searchsorted(at, self._ends[ends] - upper, side='left')
-        high = np.searchsorted(at, self._ends[ends] - lower, side='right')
-        high = np.minimum(high, np.searchsorted(starts, ends, side='left'))
-        return ends[high > low]
-
-    def _trace_back(self, places: List[np.ndarray], bounds: Bounds) -> List[int]:
-        end = len(self.ends) - 1
-        ends = [end]
-        for device in range(len(self.weights) - 1, 0, -1):
-            low, high = self._window(end, bounds, device)
-            known = places[device]
-            end = int(known[(known >= low) & (known < high)][-1])
-            ends.append(end)
-        return ends[::-1]
-
-    def _window(self, end: int, bounds: Bounds, device: int) -> Tuple[int, int]:
-        """The first start of a part that ends there, and one more than the last."""
-        low = bisect_left(self.ends, self.ends[end] - bounds.upper[device])
-        high = bisect_right(self.ends, self.ends[end] - bounds.lower[device])
-        return low, min(high, end)
-
-    # imbalance and cuts -----------------------------------------------------------------------
-
-    def _most_even(self, bottleneck: float) -> Bounds:
-        """Raise the least load until it no longer decides the imbalance, or cannot rise."""
-        ideal = self.ends[-1] / sum(self.weights)
-        enough = max(0.0, 2 * ideal - bottleneck)
-        if self._follow(self._bounds(bottleneck, enough)) is not None:
-            return self._bounds(bottleneck, enough)
-        low, high = 0.0, enough
-        for _ in range(_HALVINGS):
-            if high - low <= _PRECISION * ideal:
-                break
-            middle = (low + high) / 2
-            ends = self._follow(self._bounds(bottleneck, middle))
-            if ends is None:
-                high = middle
-                continue
-            low = max(low, min(load / w for load, w in zip(self.loads(ends), self.weights)))
-        return self._bounds(bottleneck, low)
-
-    def _cheapest(self, bounds: Bounds) -> List[int]:
-        """Of the splits within bounds, the one whose cuts cost least."""
-        count = len(self.ends) - 1
-        costs: Costs = {0: 0.0}
-        chosen = []
-        for lower, upper in zip(bounds.lower, bounds.upper):
-            costs, start = self._extend(costs, lower, upper)
-            costs = {end: cost + self.costs[end] for end, cost in costs.items()}
-            chosen.append(start)
-        end, ends = count, [count]
-        for start in reversed(chosen[1:]):
-            end = start[end]
-            ends.append(end)
-        return ends[::-1]
-
-    def _extend(self, costs: Costs, lower: float, upper: float) -> Tuple[Costs, Dict[int, int]]:
-        """One more part: for each end the least cost so far, and where the part starts."""
-        after: Costs = {}
-        start: Dict[int, int] = {}
-        starts = sorted(costs)
-        window: Deque[int] = deque()
-        following = 0
-        for end in range(starts[0], bisect_right(self.ends, self.ends[starts[-1]] + upper)):
-            while following < len(starts) and starts[following] < end:
-                begin = starts[following]
-                if self.ends[end] - self.ends[begin] < lower:
-                    break
-                while window and costs[window[-1]] >= costs[begin]:
-                    window.pop()
-                window.append(begin)
-                following += 1
-            while window and self.ends[end] - self.ends[window[0]] > upper:
-                window.popleft()
-            if window:
-                start[end], after[end] = window[0], costs[window[0]]
-        return after, start
+                bad = middle
+        return good

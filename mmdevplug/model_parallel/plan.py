@@ -11,10 +11,11 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from mmdevplug.errors import PlacementError
+from mmdevplug.utils.byte_sizes import format_bytes
 
 from . import balance
-from .devices import describe_bytes, device_weights
-from .walk_modules import named_tensors, prefixes
+from .devices import device_weights
+from .walk_modules import named_tensors, nearest
 
 Signature = Tuple[Tuple[str, Tuple[int, ...]], ...]
 
@@ -23,7 +24,7 @@ SCHEMA = 1
 
 
 def signature_of(tensors: Iterable[Tuple[str, Tensor]]) -> Signature:
-    """Name and shape of every tensor that ``named_tensors`` found."""
+    """Name and shape of every tensor."""
     return tuple((name, tensor.shape) for name, tensor in tensors)
 
 
@@ -74,8 +75,6 @@ class DevicePlan:
     signature: Signature
     model: str = ''
 
-    # figures ----------------------------------------------------------------------------------
-
     @property
     def weights(self) -> Dict[str, float]:
         """What each device holds in proportion: its capacity, or 1. The host takes no part."""
@@ -118,8 +117,6 @@ class DevicePlan:
         weights = self.weights
         return [self.loads[name] for name in weights], list(weights.values())
 
-    # use --------------------------------------------------------------------------------------
-
     def device_of(self, name: str) -> torch.device:
         """Where a module or tensor is.
 
@@ -129,7 +126,7 @@ class DevicePlan:
         Raises:
             PlacementError: If the plan does not know it, or splits it.
         """
-        found = next((p for p in reversed(prefixes(name)) if p in self.device_map), None)
+        found = nearest(name, self.device_map)
         if found is not None:
             return torch.device(self.device_map[found])
         inside = {
@@ -146,23 +143,20 @@ class DevicePlan:
         Raises:
             PlacementError: Naming the first difference.
         """
-        difference = self._difference(signature_of(named_tensors(model)))
-        if difference:
+        planned, found = dict(self.signature), dict(signature_of(named_tensors(model)))
+        differences = [
+            f'{name} {list(shape)} is not in the plan'
+            if name not in planned
+            else f'{name} has the shape {list(shape)}, planned was {list(planned[name])}'
+            for name, shape in found.items()
+            if planned.get(name) != shape
+        ]
+        differences += [f'{name} is missing' for name in planned if name not in found]
+        if differences:
             raise PlacementError(
                 f'the plan was made for another model ({self.model}, now '
-                f'{type(model).__name__}): {difference}. Plan again for this model.'
+                f'{type(model).__name__}): {differences[0]}. Plan again for this model.'
             )
-
-    def _difference(self, found: Signature) -> str:
-        planned, present = dict(self.signature), dict(found)
-        for name, shape in found:
-            if name not in planned:
-                return f'{name} {list(shape)} is not in the plan'
-            if planned[name] != shape:
-                return f'{name} has the shape {list(shape)}, planned was {list(planned[name])}'
-        return next((f'{name} is missing' for name in planned if name not in present), '')
-
-    # texts and pictures -----------------------------------------------------------------------
 
     def to_dict(self) -> Dict[str, Any]:
         """A dict for JSON; :meth:`from_dict` reads it."""
@@ -204,23 +198,21 @@ class DevicePlan:
 
     def __rich__(self) -> Group:
         """A row for each device, then what was tried."""
-        parts = ', '.join(f'{name} {describe_bytes(s)}' for name, s in self.parts.items() if s)
+        parts = ', '.join(f'{name} {format_bytes(s)}' for name, s in self.parts.items() if s)
         table = Table(title=f'{self.model}, {self.strategy}: {parts}', title_justify='left')
         for name in ('device', 'load', 'of ideal', 'may hold', 'blocks', 'from', 'to'):
             right = name not in ('device', 'from', 'to')
             table.add_column(name, justify='right' if right else 'left', overflow='fold')
-        weights = self.weights
-        total = sum(self.loads[name] for name in weights)
-        share = sum(weights.values())
+        ideals = dict(zip(self.weights, balance.ideal_loads(*self._loads_and_weights())))
         for name in self.devices:
-            ideal = total * weights.get(name, 0) / share if share else 0
+            ideal = ideals.get(name)
             here = [block.name for block in self.blocks if block.device == name]
             limit = (self.capacities or {}).get(name)
             table.add_row(
                 name,
-                describe_bytes(self.loads[name]),
+                format_bytes(self.loads[name]),
                 f'{self.loads[name] / ideal:.1%}' if ideal else '',
-                '' if limit is None else describe_bytes(limit),
+                '' if limit is None else format_bytes(limit),
                 str(len(here)),
                 here[0] or 'all' if here else '',
                 here[-1] or 'all' if here else '',

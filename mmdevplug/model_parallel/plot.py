@@ -28,20 +28,13 @@ def colours_of(plan: DevicePlan) -> Dict[str, str]:
 
 
 def short_name(name: str) -> str:
-    """The end of a name that tells blocks apart: ``'layers.3'`` of ``'model.layers.3'``."""
+    """The end of a name that distinguishes blocks: ``'layers.3'`` of ``'model.layers.3'``."""
     parts = name.split('.')
     return '.'.join(parts[-2:] if parts[-1].isdigit() else parts[-1:]) or 'all'
 
 
 def draw(plan: DevicePlan) -> Any:
-    """Draw the plan.
-
-    Returns:
-        matplotlib.figure.Figure: To be saved.
-
-    Raises:
-        PlacementError: If matplotlib is not installed.
-    """
+    """Draw the plan as a figure of matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,36 +1,29 @@
 """Measure every module in bytes: weights, and what training keeps beside them."""
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any, Dict, Iterable, Mapping, Optional, Set, Tuple, Union
 
 import torch
+from mmengine.registry import OPTIMIZERS
 from torch import Tensor, nn
 
-from mmdevplug.errors import PlacementError
+from mmdevplug.errors import PlacementError, first_line
 
 from .trace import trace
 from .walk_modules import named_tensors, prefixes, tensor_bytes
 
 #: Values an optimizer keeps for each value of a parameter.
-STATE_VALUES = {
-    'adamw': 2,
-    'adam': 2,
-    'nadam': 2,
-    'lamb': 2,
-    'adagrad': 1,
-    'rmsprop': 1,
-    'momentum': 1,
-    'lion': 1,
-    'sgd': 0,
-    'none': 0,
-}
+STATE_VALUES = dict(
+    adamw=2, adam=2, nadam=2, lamb=2, adagrad=1, rmsprop=1, momentum=1, lion=1, sgd=0, none=0
+)
 
 
 @dataclass(frozen=True)
 class ModuleSizes:
     """Bytes by name of module or tensor; ``''`` is the whole, a module includes its children.
 
-    A tensor that occurs under several names counts under the first alone.
+    A tensor that occurs under several names counts only under the first.
 
     Attributes:
         parameters (Dict[str, int]): Weights.
@@ -47,34 +40,16 @@ class ModuleSizes:
     optimizer: Dict[str, int] = field(default_factory=dict)
     activations: Dict[str, int] = field(default_factory=dict)
 
-    def static(self, name: str = '') -> int:
-        """All but the activations."""
-        parts = (self.parameters, self.buffers, self.gradients, self.optimizer)
-        return sum(part.get(name, 0) for part in parts)
-
     def __getitem__(self, name: str) -> int:
-        return self.static(name) + self.activations.get(name, 0)
+        return sum(self.parts(name).values())
 
     def parts(self, name: str = '') -> Dict[str, int]:
         """The bytes of a module by what they are for."""
-        return dict(
-            parameters=self.parameters.get(name, 0),
-            buffers=self.buffers.get(name, 0),
-            gradients=self.gradients.get(name, 0),
-            optimizer=self.optimizer.get(name, 0),
-            activations=self.activations.get(name, 0),
-        )
+        return {kind: sizes.get(name, 0) for kind, sizes in vars(self).items()}
 
 
 def state_values(optimizer: Union[str, int, float]) -> float:
-    """Values of optimizer state for each value of a parameter.
-
-    Args:
-        optimizer (str or number): A name of :data:`STATE_VALUES`, or the number itself.
-
-    Raises:
-        PlacementError: If it is neither.
-    """
+    """Values of optimizer state for each value of a parameter, by name or as a number."""
     if isinstance(optimizer, str):
         found = STATE_VALUES.get(optimizer.lower())
         if found is not None:
@@ -85,6 +60,27 @@ def state_values(optimizer: Union[str, int, float]) -> float:
         f'optimizer={optimizer!r}: expected one of {", ".join(STATE_VALUES)}, or how many values '
         f'it keeps for each value of a parameter, e.g. 2.'
     )
+
+
+def state_factor(options: Any) -> Tuple[Optional[float], str]:
+    """Bytes of optimizer state for each byte of parameters, found by a step of a small matrix.
+
+    ``options`` is ``optim_wrapper.optimizer`` of a config. If the optimizer cannot be tried alone,
+    the result is None and why not.
+    """
+    if not isinstance(options, dict) or 'type' not in options:
+        return None, 'the config has no optim_wrapper.optimizer.type'
+    weight = nn.Parameter(torch.zeros(64, 64, device='cpu'))
+    weight.grad = torch.ones_like(weight)
+    try:
+        optimizer = OPTIMIZERS.build(dict(copy.deepcopy(options), params=[weight]))
+        optimizer.step()
+    except Exception as error:
+        # It may need a closure, a process group or a device.
+        return None, f'tried alone it fails with {type(error).__name__}: {first_line(error)}'
+    tensors = [v for v in optimizer.state[weight].values() if isinstance(v, torch.Tensor)]
+    state = sum(t.numel() * t.element_size() for t in tensors if t.numel() > 1)
+    return state / (weight.numel() * weight.element_size()), ''
 
 
 def as_dtype(dtype: Union[None, str, torch.dtype]) -> Optional[torch.dtype]:
@@ -109,7 +105,8 @@ def module_sizes(
         dtype (torch.dtype or str, optional): What floating tensors will be cast to.
         training (bool): Also count gradients and the state of the optimizer, of parameters that
             require gradients, in the parameters' dtype.
-        optimizer (str or number): See :func:`state_values`.
+        optimizer (str or number): A name of :data:`STATE_VALUES`, or how many values it keeps for
+            each value of a parameter.
         sample_inputs (Any, optional): One batch (a tensor, a tuple of arguments or a dict of
             keyword arguments), with which to measure activations on the meta device.
 
@@ -132,7 +129,7 @@ def weigh(
     training: bool = False,
     optimizer: Union[str, int, float] = 'adamw',
 ) -> ModuleSizes:
-    """As :func:`module_sizes`, from what :func:`named_tensors` found."""
+    """As :func:`module_sizes`, from named tensors."""
     factor = state_values(optimizer)
     sizes = ModuleSizes()
     seen: Set[int] = set()
@@ -152,7 +149,7 @@ def weigh(
 
 
 def add_activations(sizes: ModuleSizes, measured: Mapping[str, int]) -> None:
-    """Put what each module keeps by itself under it and the modules around it."""
+    """Add what each module keeps by itself to it and to the modules around it."""
     for name, value in measured.items():
         _add(sizes.activations, name, value)
 

@@ -1,5 +1,7 @@
 """Run a model once on the meta device: order of execution, activations, inputs of modules."""
 
+import functools
+from collections import defaultdict
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Dict, Iterator, List, Optional, Tuple
@@ -28,7 +30,7 @@ class Trace:
 
     calls: Dict[str, int] = field(default_factory=dict)
     traffic: Dict[str, int] = field(default_factory=dict)
-    activations: Dict[str, int] = field(default_factory=dict)
+    activations: Dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
 def trace(
@@ -37,14 +39,10 @@ def trace(
     training: bool = False,
     dtype: Optional[torch.dtype] = None,
 ) -> Trace:
-    """Run a model once without memory, wherever its weights are.
+    """Run a model once without memory, wherever its weights are; the model is not changed.
 
-    Args:
-        model (nn.Module): Left as it is.
-        sample_inputs (Any): One batch: a tensor, a tuple or list of arguments, or a dict of
-            keyword arguments. The values are not read.
-        training (bool): Whether to measure what is kept for the backward pass.
-        dtype (torch.dtype, optional): What floating weights and inputs are cast to.
+    ``sample_inputs`` is one batch: a tensor, a tuple or list of arguments, or a dict of keyword
+    arguments. The values are not read. Floating weights and inputs are cast to ``dtype``.
 
     Raises:
         PlacementError: If the pass fails.
@@ -70,7 +68,7 @@ def trace(
                 stack.enter_context(hooks)
             call(model, state, args, kwargs)
     except Exception as error:
-        # Models fail in as many ways as there are.
+        # Models raise errors of any kind.
         raise PlacementError(
             f'the pass of {type(model).__name__} on the meta device fails with '
             f'{type(error).__name__}: {first_line(error)}. Check sample_inputs; a model that '
@@ -95,17 +93,12 @@ def _autocast_on_meta() -> Iterator[None]:
 
 def _on_meta(model: nn.Module, dtype: Optional[torch.dtype]) -> Dict[str, Tensor]:
     made: Dict[int, Tensor] = {}
-    state: Dict[str, Tensor] = {}
-    for name, tensor in named_tensors(model):
-        if id(tensor) not in made:
-            copy = _meta(tensor.detach(), dtype)
-            made[id(tensor)] = (
-                nn.Parameter(copy, tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else copy
-            )
-        state[name] = made[id(tensor)]
-    return state
+    for _, tensor in named_tensors(model):
+        copy = _meta(tensor.detach(), dtype)
+        if isinstance(tensor, nn.Parameter):
+            copy = nn.Parameter(copy, tensor.requires_grad)
+        made.setdefault(id(tensor), copy)
+    return {name: made[id(tensor)] for name, tensor in named_tensors(model)}
 
 
 def _meta(tensor: Tensor, dtype: Optional[torch.dtype]) -> Tensor:
@@ -130,27 +123,23 @@ class _Watch:
         self._running: List[List[str]] = []
         self._hooks: List[Any] = []
         for name, module in model.named_modules():
-            self._hooks += [
-                module.register_forward_pre_hook(self._entering(name), with_kwargs=True),
-                module.register_forward_hook(self._leaving),
-            ]
+            enter = functools.partial(self._enter, name)
+            self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._leave))
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _entering(self, name: str) -> Any:
-        def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            calls = self.found.calls
-            for prefix in prefixes(name):
-                calls.setdefault(prefix, len(calls))
-            given = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
-            self.found.traffic.setdefault(name, sum(map(tensor_bytes, given.values())))
-            self._running.append([name, ''])
+    def _enter(self, name: str, _: nn.Module, args: tuple, kwargs: dict) -> None:
+        calls = self.found.calls
+        for prefix in prefixes(name):
+            calls.setdefault(prefix, len(calls))
+        given = {id(tensor): tensor for tensor in tensors_in((args, kwargs))}
+        self.found.traffic.setdefault(name, sum(map(tensor_bytes, given.values())))
+        self._running.append([name, ''])
 
-        return enter
-
-    def _leaving(self, *_: Any) -> None:
+    def _leave(self, *_: Any) -> None:
         name, inside = self._running.pop()
         if self._running:
             self._running[-1][1] = inside or name
@@ -163,7 +152,5 @@ class _Watch:
             self.kept.append(storage)
             # What a module does between its children belongs to the child before.
             running, inside = self._running[-1]
-            name = inside or running
-            activations = self.found.activations
-            activations[name] = activations.get(name, 0) + storage.nbytes()
+            self.found.activations[inside or running] += storage.nbytes()
         return tensor

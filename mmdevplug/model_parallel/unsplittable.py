@@ -12,8 +12,6 @@ from .walk_modules import all_modules, class_or_own, named_tensors
 #: adapters beside their base layer, and what PEFT trains in full.
 _USE_CHILDREN = {'BaseTunerLayer', 'AuxiliaryTrainingWrapper', 'ModulesToSaveWrapper'}
 
-Structure = Tuple[Tuple[str, Tuple[int, ...]], ...]
-
 
 class WholeModules:
     """Finds the modules that must not be split.
@@ -32,18 +30,25 @@ class WholeModules:
     """
 
     def __init__(self, model: nn.Module, no_split: Union[None, str, Iterable[str]] = None) -> None:
-        self._structures: Dict[int, Structure] = {}
         self._named: Set[str] = {no_split} if isinstance(no_split, str) else set(no_split or ())
         modules = list({id(module): module for _, module in all_modules(model)}.values())
         kinds = {type(module) for module in modules}
-        self._check_names(model, {kind.__name__ for kind in kinds})
-        self._repeated = self._find_repeated(modules)
+        names = {kind.__name__ for kind in kinds}
+        unknown = self._named - names
+        if unknown:
+            unknown -= {name for name, _ in all_modules(model)}
+        if unknown:
+            raise PlacementError(
+                f'no_split names {", ".join(map(repr, sorted(unknown)))}, which is neither a '
+                f'class nor a module of {type(model).__name__}. Its classes: '
+                f'{", ".join(sorted(names)[:20])}.'
+            )
+        repeated = _find_repeated(modules)
         declared: Set[str] = set()
         for module in modules:
             declared.update(class_or_own(module, '_no_split_modules') or ())
-        candidates = {kind for kind in kinds if kind.__name__ in declared}
-        candidates.update(self._repeated)
-        self._opened = {kind for kind in candidates if self._gathers(kind)}
+        candidates = {kind for kind in kinds if kind.__name__ in declared} | set(repeated)
+        self._opened = {kind for kind in candidates if _only_gathers(kind, repeated)}
         self._kept = candidates - self._opened
         self._always = {type(module).__name__ for module in modules if _uses_children(module)}
 
@@ -66,65 +71,50 @@ class WholeModules:
         """Names of the classes that were opened although they repeat or were declared."""
         return sorted(kind.__name__ for kind in self._opened)
 
-    def _check_names(self, model: nn.Module, classes: Set[str]) -> None:
-        unknown = self._named - classes
-        if unknown:
-            unknown -= {name for name, _ in all_modules(model)}
-        if unknown:
-            raise PlacementError(
-                f'no_split names {", ".join(map(repr, sorted(unknown)))}, which is neither a '
-                f'class nor a module of {type(model).__name__}. Its classes: '
-                f'{", ".join(sorted(classes)[:20])}.'
-            )
 
-    def _find_repeated(
-        self, modules: List[nn.Module]
-    ) -> Dict[Type[nn.Module], List[List[nn.Module]]]:
-        """Classes of composite modules in lists, with their instances list by list."""
-        found: Dict[Type[nn.Module], List[List[nn.Module]]] = {}
-        for container in filter(is_container, modules):
-            here: Dict[Type[nn.Module], List[nn.Module]] = {}
-            for child in container.children():
-                if not is_container(child) and any(c is not None for c in child._modules.values()):
-                    here.setdefault(type(child), []).append(child)
-            for kind, children in here.items():
-                found.setdefault(kind, []).append(children)
-        return {kind: lists for kind, lists in found.items() if sum(map(len, lists)) > 1}
+def _find_repeated(modules: List[nn.Module]) -> Dict[Type[nn.Module], List[List[nn.Module]]]:
+    """Classes of composite modules in lists, with their instances list by list."""
+    found: Dict[Type[nn.Module], List[List[nn.Module]]] = {}
+    for container in filter(is_container, modules):
+        here: Dict[Type[nn.Module], List[nn.Module]] = {}
+        for child in container.children():
+            if not is_container(child) and any(c is not None for c in child._modules.values()):
+                here.setdefault(type(child), []).append(child)
+        for kind, children in here.items():
+            found.setdefault(kind, []).append(children)
+    return {kind: lists for kind, lists in found.items() if sum(map(len, lists)) > 1}
 
-    def _gathers(self, kind: Type[nn.Module]) -> bool:
-        """Whether the instances of a class differ, and hold lists of equal blocks."""
-        lists = self._repeated.get(kind)
-        if lists is None or any(self._has_equals(children) for children in lists):
-            return False
-        return any(
-            self._has_equals(inner)
-            for children in lists
-            for child in children
-            for container in filter(is_container, child.modules())
-            for other in self._repeated
-            if other is not kind
-            for inner in [[c for c in container.children() if type(c) is other]]
-        )
 
-    def _has_equals(self, children: List[nn.Module]) -> bool:
-        seen: Set[Structure] = set()
-        for child in children:
-            structure = self._structure(child)
-            if structure in seen:
-                return True
-            seen.add(structure)
+def _only_gathers(
+    kind: Type[nn.Module], repeated: Dict[Type[nn.Module], List[List[nn.Module]]]
+) -> bool:
+    """Whether the instances of a class differ, and hold lists of equal blocks."""
+    lists = repeated.get(kind)
+    if lists is None or any(map(_has_equals, lists)):
         return False
+    return any(
+        _has_equals([child for child in container.children() if type(child) is other])
+        for instances in lists
+        for instance in instances
+        for container in filter(is_container, instance.modules())
+        for other in repeated
+        if other is not kind
+    )
 
-    def _structure(self, module: nn.Module) -> Structure:
-        found = self._structures.get(id(module))
-        if found is None:
-            found = tuple((name, tuple(tensor.shape)) for name, tensor in named_tensors(module))
-            self._structures[id(module)] = found
-        return found
+
+def _has_equals(modules: List[nn.Module]) -> bool:
+    """Whether two modules have tensors of the same names and shapes."""
+    seen: Set[Tuple[Tuple[str, Tuple[int, ...]], ...]] = set()
+    for module in modules:
+        structure = tuple((name, tuple(tensor.shape)) for name, tensor in named_tensors(module))
+        if structure in seen:
+            return True
+        seen.add(structure)
+    return False
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether a module has no computation of its own but calling its children in order."""
+    """Whether a module only calls its children in order."""
     if isinstance(module, nn.Sequential):
         return type(module).forward is nn.Sequential.forward
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
@@ -132,13 +122,7 @@ def is_container(module: nn.Module) -> bool:
 
 def _holds_its_own_class(module: nn.Module) -> bool:
     """Whether a class is nested in itself: then the innermost instances are the blocks."""
-    left = list(module._modules.values())
-    while left:
-        child = left.pop()
-        if type(child) is type(module):
-            return True
-        left += child._modules.values() if child is not None else ()
-    return False
+    return any(type(child) is type(module) for _, child in all_modules(module)[1:])
 
 
 def _uses_children(module: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Walk through the modules and tensors of a model by their names."""
 
 from functools import lru_cache
-from typing import Any, List, Optional, Tuple
+from typing import Any, Container, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -51,3 +51,8 @@ def prefixes(name: str) -> Tuple[str, ...]:
     """A name and those of the modules around it: ``''``, ``'a'``, ``'a.b'``."""
     parts = name.split('.') if name else []
     return tuple('.'.join(parts[:end]) for end in range(len(parts) + 1))
+
+
+def nearest(name: str, known: Container[str]) -> Optional[str]:
+    """The name itself or that of the innermost module around it, if one is known."""
+    return next((prefix for prefix in reversed(prefixes(name)) if prefix in known), None)

@@ -1,23 +1,10 @@
-"""Memory and cores of this host, and sizes in words."""
+"""Measure the memory and cores of this host."""
 
 import os
 from pathlib import Path
 from typing import Optional, Tuple
 
 import psutil
-
-
-def gigabytes(size: float) -> str:
-    """Bytes for people.
-
-    Examples:
-        >>> gigabytes(3 * 2**29)
-        '1.50 GB'
-    """
-    for unit, power in (('GB', 30), ('MB', 20), ('KB', 10)):
-        if size >= 2**power:
-            return f'{size / 2**power:.2f} {unit}'
-    return f'{size:.0f} bytes'
 
 
 def usable_cores() -> int:

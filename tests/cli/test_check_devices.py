@@ -113,7 +113,7 @@ def test_a_consistent_step(digits):
     assert digits.stdout.splitlines()[-1] == 'consistent: one training step on cpu'
     rows = rows_of(digits.stdout)
     assert list(rows) == ['module', '(the model)', *PARTS]
-    assert rows['head'] == ['Linear', '40.04 KB', *['cpu'] * 5]
+    assert rows['head'] == ['Linear', '40.04 KiB', *['cpu'] * 5]
     # Nothing to be trained, and nothing to be kept.
     assert rows['backbone.2'] == ['ReLU', '0 bytes', '-', 'cpu', 'cpu', '-', '-']
 
@@ -175,7 +175,7 @@ def test_the_same_without_the_mismatch(planted):
     options, config = planted('.to(one.device)')
     status, out, err = checked(config, **options)
     assert status == 0, out + err
-    assert rows_of(out)['first'] == ['Linear', '2.54 KB', *['zeta:0'] * 5]
+    assert rows_of(out)['first'] == ['Linear', '2.54 KiB', *['zeta:0'] * 5]
     assert 'different devices' not in out
 
 

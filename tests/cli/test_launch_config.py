@@ -290,8 +290,8 @@ def test_more_processes_than_memory_holds_are_refused(monkeypatch, capsys):
         launch.check_room(100000, '--nproc')
     told = str(caught.value)
     assert '--nproc=100000' in told
-    assert '1.00 GB, of the host' in told
-    assert 'at most 6 processes of 150.00 MB' in told
+    assert '1.00 GiB, of the host' in told
+    assert 'at most 6 processes of 150.00 MiB' in told
     assert '--oversubscribe' in told
     launch.check_room(100000, '--nproc', insist=True)
     assert capsys.readouterr().err == ''

@@ -10,7 +10,7 @@ from mmengine.config import Config
 
 from mmdevplug.doctor import config as section, config_values
 from mmdevplug.doctor.config_names import names_in
-from mmdevplug.model_parallel.optimizer_state import state_factor
+from mmdevplug.model_parallel.sizes import state_factor
 from tests.jobs import needs_meta_pass
 from tests.ranks import run_ranks
 

@@ -166,7 +166,7 @@ def test_small_shared_memory():
     mount = 'mount -t tmpfs -o size=64m tmpfs /dev/shm; exec "$@"'
     found = limit('shared memory', prefix=['unshare', '--mount', 'sh', '-c', mount, '--'])
     assert found[1] == 'warning'
-    assert 'of 64.00 MB' in found[2]
+    assert 'of 64.00 MiB' in found[2]
     assert '--shm-size' in found[4]
 
 

@@ -93,7 +93,7 @@ def train(model, name, rank=0, world_size=1):
         optim_wrapper.initialize_count_status(model, 0, STEPS)
     for data in batches(rank, world_size):
         if isinstance(optim_wrapper, OptimWrapperDict):
-            # MMEngine's wrapper calls the loss, ours too; here the model has steps of its own.
+            # MMEngine's wrapper calls the loss, ours too; here the model defines its own steps.
             with optim_wrapper['dense'].optim_context(model):
                 loss = model(**data, mode='loss')['loss']
             loss.backward()
@@ -148,15 +148,15 @@ def needed(name):
 @pytest.mark.parametrize('world_size', [1, 2])
 def test_trains_as_one_process_does(world_size):
     names = [name for name in SCENARIOS if needed(name)]
-    wanted = {name: train(make(unused=name == 'unused'), SCENARIOS[name][0]) for name in names}
+    reference = {name: train(make(unused=name == 'unused'), SCENARIOS[name][0]) for name in names}
     results = run_ranks(in_ranks, world_size, names)
     for found in results:
         for name in names:
-            assert_close(found[name], wanted[name], SCENARIOS[name][1], name)
+            assert_close(found[name], reference[name], SCENARIOS[name][1], name)
         assert_close(found['plain'], found['stock'], 1e-6, 'stock')
         assert (found['sent'] > 0) == (world_size > 1)
     if world_size > 1:
-        # One rank met NaN: the same is skipped on both, or both are told where it was.
+        # One rank met NaN: the same is skipped on both, or both report where it was.
         assert_close(results[0]['skip'], results[1]['skip'], 0, 'skip')
         for found in results:
             assert all(torch.isfinite(torch.tensor(each)).all() for each in found['skip'].values())
@@ -164,9 +164,9 @@ def test_trains_as_one_process_does(world_size):
             assert 'words.weight (' in found['stop']
 
 
-def assert_close(found, wanted, close, name):
-    assert found.keys() == wanted.keys()
-    for key, value in wanted.items():
+def assert_close(found, reference, close, name):
+    assert found.keys() == reference.keys()
+    for key, value in reference.items():
         difference = abs(found[key] - value).max()
         assert difference <= close, (name, key, difference)
 

@@ -1,4 +1,4 @@
-"""Which parallelism: what was asked for, what is there, and how the process was started."""
+"""Which parallelism: by the options, the devices present, and how the process was started."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from mmdevplug.model_parallel.choose_strategy import resolve_strategy
 from tests.jobs import install_card
 from tests.ranks import RanksFailed, run_ranks
 
-GB = 10**9
+GIB = 2**30
 
 
 class FourCards(Accelerator):
-    """An accelerator that says it has four devices of 8 GB; none of them is used."""
+    """An accelerator that says it has four devices of 8 GiB; none of them is used."""
 
     name = device_type = 'cuda'
     visible_devices_env = 'CUDA_VISIBLE_DEVICES'
@@ -32,7 +32,7 @@ class FourCards(Accelerator):
     synchronize = set_device
 
     def memory_total(self, device):
-        return 8 * GB
+        return 8 * GIB
 
 
 def cards(count=4):
@@ -84,17 +84,17 @@ def test_true_on_the_cpu_is_refused():
 
 
 @pytest.mark.parametrize(
-    ('needed', 'kind'), [(4 * GB, 'single_device'), (4 * GB + 1, 'model_parallel')]
+    ('needed', 'kind'), [(4 * GIB, 'single_device'), (4 * GIB + 1, 'model_parallel')]
 )
 def test_none_takes_one_device_where_the_model_fits_with_room(needed, kind):
     found = resolve(None, memory_needed=needed)
     assert found.kind == kind
-    assert '4.00 GB' in found.reason
-    assert '8.00 GB' in found.reason
+    assert '4.00 GiB' in found.reason
+    assert '8.00 GiB' in found.reason
     assert resolve(None, memory_needed=needed, auto_rule='count').kind == 'model_parallel'
 
 
-def test_none_goes_by_the_count_where_nothing_is_known():
+def test_none_counts_devices_where_nothing_is_known():
     assert resolve(None).kind == 'model_parallel'
     assert resolve(None, 1).kind == 'single_device'
     assert 'is not known' in resolve(None).reason
@@ -102,7 +102,7 @@ def test_none_goes_by_the_count_where_nothing_is_known():
 
 def test_none_in_a_job_of_several_processes():
     assert resolve(None, env=rank(1, 2)).kind == 'data_parallel'
-    too_large = resolve(None, env=rank(1, 2), memory_needed=7 * GB)
+    too_large = resolve(None, env=rank(1, 2), memory_needed=7 * GIB)
     assert too_large.kind == 'data_and_model_parallel'
     assert names(too_large) == ['cuda:2', 'cuda:3']
     assert names(resolve(None, env=rank(1, 2), memory_needed=1)) == ['cuda:1']
@@ -132,7 +132,7 @@ def test_chosen_devices():
 
 
 @pytest.mark.parametrize(
-    ('devices', 'told'),
+    ('devices', 'words'),
     [
         (8, '1 process(es) on this host with 8 device(s) each need 8'),
         (0, 'devices=0'),
@@ -145,10 +145,10 @@ def test_chosen_devices():
         ('cuda', "device 'cuda'"),
     ],
 )
-def test_devices_that_cannot_be(devices, told):
+def test_devices_that_cannot_be(devices, words):
     with pytest.raises(PlacementError) as raised:
         resolve(True, devices=devices)
-    assert told in str(raised.value)
+    assert words in str(raised.value)
 
 
 def test_devices_that_do_not_divide():

@@ -5,7 +5,8 @@ import torch
 
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.errors import PlacementError
-from mmdevplug.model_parallel import parse_devices, parse_max_memory, parse_size, probe_capacities
+from mmdevplug.model_parallel import parse_devices, parse_max_memory, probe_capacities
+from mmdevplug.utils.byte_sizes import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,7 @@ def test_devices_that_cannot_be(given, words):
 def test_sizes_are_read_as_accelerate_reads_them(text):
     from accelerate.utils.modeling import convert_file_size_to_int
 
-    assert parse_size(text) == convert_file_size_to_int(text)
+    assert parse_bytes(text) == convert_file_size_to_int(text)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,22 @@ def test_sizes_are_read_as_accelerate_reads_them(text):
 )
 def test_sizes_that_cannot_be_read(text):
     with pytest.raises(PlacementError, match="'10GB'"):
-        parse_size(text)
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ('size', 'text'),
+    [
+        (0, '0 bytes'),
+        (1023, '1023 bytes'),
+        (1024, '1.00 KiB'),
+        (5 * 2**19, '2.50 MiB'),
+        (2**40, '1024.00 GiB'),
+    ],
+)
+def test_sizes_as_text(size, text):
+    assert format_bytes(size) == text
+    assert size < 1024 or parse_bytes(text) == size
 
 
 def test_max_memory():
@@ -114,7 +130,7 @@ def test_max_memory_that_cannot_be(given, words):
 
 
 class Cards(Accelerator):
-    """Two devices, of which the vendor tells the memory or not."""
+    """Two devices, whose memory the vendor reports or not."""
 
     name = device_type = 'xla'
 

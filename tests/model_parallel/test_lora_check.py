@@ -53,8 +53,8 @@ def test_ranks_that_differ_between_layers(warnings):
     assert len(found[4]) == 5
     (record,) = warnings
     assert record.levelname == 'WARNING'
-    for told in ('2 different', 'r=2 in base_model.model.1.value;', 'and 2 more', 'rank_pattern'):
-        assert told in record.getMessage()
+    for words in ('2 different', 'r=2 in base_model.model.1.value;', 'and 2 more', 'rank_pattern'):
+        assert words in record.getMessage()
     with pytest.raises(ModelError, match=r'r=2 in base_model\.model\.1\.value; r=4 in'):
         check_r_consistency(model, strict=True)
 

@@ -15,7 +15,7 @@ from tests.model_parallel.models import MODELS, Patched, make
 
 
 def layers(*widths):
-    """A chain of linear layers that hold so many values each."""
+    """A chain of linear layers that hold these numbers of values."""
     return nn.Sequential(*(nn.Linear(width, 1, bias=False) for width in widths))
 
 
@@ -126,9 +126,9 @@ def test_dynamic_balances_what_is_not():
     made = plan(model, 'xla:0-2', 'dynamic', balance_threshold=0.3)
     assert auto.imbalance > 0.3 > balanced.imbalance
     assert made.device_map == balanced.device_map
-    told = ' '.join(made.steps)
-    assert f'imbalance {auto.imbalance:.3f}' in told
-    assert 'above the threshold 0.3; trying balanced.' in told
+    words = ' '.join(made.steps)
+    assert f'imbalance {auto.imbalance:.3f}' in words
+    assert 'above the threshold 0.3; trying balanced.' in words
     assert made.steps[-1] == 'balanced is used.'
 
 
@@ -203,9 +203,9 @@ def test_no_device_has_memory():
     with pytest.raises(PlacementError, match='needs 20 bytes on one device.*cpu 10 bytes'):
         plan(layers(5), 'cpu', max_memory={'cpu': 10})
     small = dict(max_memory={0: 4, 1: 4}, exclude_cpu=False)
-    with pytest.raises(PlacementError, match='0 needs 20 bytes on one device') as told:
+    with pytest.raises(PlacementError, match='0 needs 20 bytes on one device') as raised:
         plan(layers(5, 5, 5), 'cuda:0-1', **small)
-    assert 'exclude_cpu' not in str(told.value)
+    assert 'exclude_cpu' not in str(raised.value)
     assert loads(plan(layers(5, 5, 5), 'cuda:0-1', force_balance=False, **small)) == [0, 0, 15]
 
 
@@ -241,16 +241,16 @@ def test_auto_and_the_host():
 
 
 def test_a_model_that_does_not_fit():
-    told = (
+    words = (
         'needs 200 bytes.*cuda:0 60 bytes, cuda:1 80 bytes: 60 bytes are missing.*2 devices of 100'
     )
-    with pytest.raises(PlacementError, match=told):
+    with pytest.raises(PlacementError, match=words):
         plan(layers(*[5] * 10), 'cuda:0-1', max_memory={0: 60, 1: 80})
 
 
 def test_a_block_that_fits_nowhere():
-    told = '1 needs 160 bytes on one device, the largest device may hold 100 bytes'
-    with pytest.raises(PlacementError, match=told):
+    words = '1 needs 160 bytes on one device, the largest device may hold 100 bytes'
+    with pytest.raises(PlacementError, match=words):
         plan(layers(5, 40, 5), 'cuda:0-1', max_memory={0: 100, 1: 90})
 
 

@@ -86,10 +86,10 @@ def test_a_copy_of_the_model_is_its_own():
 
 
 def test_batch_norm_is_warned_of(monkeypatch):
-    told = []
-    monkeypatch.setattr(microbatches, 'print_log', lambda text, **_: told.append(text))
+    logged = []
+    monkeypatch.setattr(microbatches, 'print_log', lambda text, **_: logged.append(text))
     split_batches(Model(norm=True), 2)
-    assert 'see one micro-batch at a time' in told[0]
+    assert 'see one micro-batch at a time' in logged[0]
 
 
 def test_arguments_that_disagree():

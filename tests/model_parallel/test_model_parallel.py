@@ -221,17 +221,17 @@ def test_the_strategy_is_logged_once_with_its_plan(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('memory', 'count', 'told'),
+    ('memory', 'count', 'words'),
     [
         (2**20, 1, 'one device is faster'),
         (40_000, 4, 'without activations'),
         (None, 4, 'not known'),
     ],
 )
-def test_none_goes_by_what_training_needs(tmp_path, memory, count, told):
+def test_none_depends_on_what_training_needs(tmp_path, memory, count, words):
     ((log, devices),) = run_ranks(log_of, 0, str(tmp_path), dict(enable=None), memory)
     assert len(devices) == count
-    assert told in log
+    assert words in log
 
 
 def test_none_takes_one_device_where_the_model_has_too_few_parts(tmp_path):
@@ -247,7 +247,7 @@ def refused(work_dir, parallel):
 
 
 @pytest.mark.parametrize(
-    ('parallel', 'told'),
+    ('parallel', 'words'),
     [
         (dict(enable=True, devices=5), 'need 5'),
         (dict(enable=True, devices=1), 'two or more devices'),
@@ -257,12 +257,12 @@ def refused(work_dir, parallel):
         (dict(enable=True, size=2), 'size'),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_model_is_built(tmp_path, parallel, told):
+def test_what_cannot_be_is_refused_before_the_model_is_built(tmp_path, parallel, words):
     with pytest.raises(RanksFailed) as raised:
         run_ranks(refused, 0, str(tmp_path), parallel)
     kind, message, trace = raised.value.errors[0]
     assert kind == 'PlacementError'
-    assert told in message
+    assert words in message
     assert 'build_model' not in trace
 
 

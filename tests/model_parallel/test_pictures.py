@@ -18,12 +18,12 @@ def made():
 
 
 def test_table(made):
-    told = str(made)
+    text = str(made)
     for name in made.devices:
-        assert name in told
-    assert f'imbalance {made.imbalance:.3f}' in told
-    assert 'model.embed_tokens' in told
-    assert made.steps[-1] in told
+        assert name in text
+    assert f'imbalance {made.imbalance:.3f}' in text
+    assert 'model.embed_tokens' in text
+    assert made.steps[-1] in text
 
 
 def test_picture(made, tmp_path):

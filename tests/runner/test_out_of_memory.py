@@ -60,7 +60,7 @@ def test_a_card_is_full_of_samples(tmp_path):
     kind, message, _ = failure(train_on_a_full_card, 0, tmp_path, 20, 100_000, 16)[0]
     assert kind == 'DeviceOutOfMemoryError'
     assert 'rank 0: zeta:0 has no memory left in train' in message
-    assert 'of 20 MB: fakecard out of memory. Tried to allocate' in message
+    assert 'of 20.00 MiB: fakecard out of memory. Tried to allocate' in message
     assert 'train_dataloader.batch_size is 16: try 8' in message
     assert 'net.0.weight (100000, 8)' in message
 
