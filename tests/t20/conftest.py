@@ -8,12 +8,17 @@ import torch
 
 FOLDER = Path(__file__).parents[1] / 'standins' / 't20_torch110'
 
+#: Why the stand-in cannot be had here; None where it can.
+MISSING = None
+if not torch.__version__.startswith('1.10.'):
+    MISSING = f'the T20 runs PyTorch 1.10, this is {torch.__version__}: make test-t20'
+
 
 @pytest.fixture(scope='session')
 def torch_gcu():
     """Import the stand-in. What it replaces in PyTorch stays replaced until the process ends."""
-    if not torch.__version__.startswith('1.10.'):
-        pytest.skip(f'the T20 runs PyTorch 1.10, this is {torch.__version__}: make test-t20')
+    if MISSING:
+        pytest.skip(MISSING)
     sys.path.insert(0, str(FOLDER))
     import torch_gcu
 
