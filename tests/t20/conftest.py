@@ -38,3 +38,4 @@ def card(torch_gcu):
     torch_gcu.set_device(0)
     yield t20_card.card
     t20_card.card.set_narrow(False)
+    t20_card.card.set_lose_weights(False)

@@ -157,6 +157,17 @@ def test_narrowing(torch_gcu, card, enabled):
     assert product.item() == (0 if enabled else 2**40)
 
 
+@pytest.mark.parametrize('cut', [True, False])
+def test_weights_are_lost_without_a_cut(torch_gcu, card, cut):
+    card.set_lose_weights(True)
+    net = nn.Linear(3, 2).to('xla:0')
+    if cut:
+        torch_gcu.sync_lived_tensor()
+    weights = nn.Linear(3, 2).state_dict()
+    net.load_state_dict(weights)
+    assert torch.equal(net.weight.cpu(), weights['weight']) == cut
+
+
 # Laziness
 
 

@@ -48,6 +48,7 @@ std::recursive_mutex g_mutex;
 Account g_accounts[kMost];
 int g_count = 8;
 bool g_narrow = false;
+bool g_lose_weights = false;
 std::vector<at::Generator> g_generators;
 thread_local int g_current = 0;
 thread_local int g_inside = 0;  // Copies that a kernel makes for itself are no reads by the host.
@@ -247,13 +248,15 @@ Tensor upload(const Tensor& host, c10::Device device) {
 
 Tensor copy_from(const Tensor& source, const Tensor& target, bool) {
   if (target.is_cpu()) read_by_host(source, "copy to host");
-  as_host(target).copy_(as_host(source));
   auto* block = block_of(target);
+  // The vendor's fault: what the host writes into a tensor that waits for an execution is lost.
+  if (g_lose_weights && g_inside == 0 && source.is_cpu() && block && block->pending) return target;
+  as_host(target).copy_(as_host(source));
   if (!block) return target;
   if (source.is_cpu() && target.nbytes() == target.storage().nbytes()) {
     narrow(target);  // Data from the host are there at once.
     std::lock_guard<std::recursive_mutex> lock(g_mutex);
-    block->pending = false;
+    block->pending = g_lose_weights;
     return target;
   }
   note(block->device, "aten::_copy_from", shape_hash(target));
@@ -672,6 +675,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     check_index(index);
     g_current = index;
   });
+  m.def("set_lose_weights", [](bool enabled) { g_lose_weights = enabled; });
   m.def("set_narrow", [](bool enabled) { g_narrow = enabled; });
   m.def("seed_all", seed_all);
   m.def("execute_all", [](int device, const std::string& reason) { return execute_all(device, reason); });

@@ -27,4 +27,5 @@ class JitRunMode(Enum):
 
 visible = os.environ.get('TOPS_VISIBLE_DEVICES')
 card.set_count(len(visible.split(',')) if visible else 8)
+card.set_lose_weights(os.environ.get('T20_CARD_LOSE_WEIGHTS') == '1')
 card.set_narrow(os.environ.get('T20_CARD_NARROW') == '1')
