@@ -1,16 +1,20 @@
 # `make help` lists the targets. Everything is installed into virtual environments of its own.
 VENV ?= .venv
 VENV_XLA ?= .venv-xla
+VENV_T20 ?= .venv-t20
 PYTHON ?= python3
 
 BIN := $(VENV)/bin
 BIN_XLA := $(VENV_XLA)/bin
+BIN_T20 := $(VENV_T20)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_XLA := $(BIN_XLA)/python -m pip --disable-pip-version-check
+PIP_T20 := $(BIN_T20)/python -m pip --disable-pip-version-check
 
 # Files in the environments that say they are complete; touching setup.py installs again.
 STAMP := $(VENV)/.installed
 STAMP_XLA := $(VENV_XLA)/.installed
+STAMP_T20 := $(VENV_T20)/.installed
 STAMP_DOCS := $(VENV)/.installed-docs
 
 TRAIN_DIR := work_dirs/demo
@@ -19,6 +23,10 @@ TRAIN_DIR := work_dirs/demo
 # torch each: name a file that suits. Without it, tests that need these operations are skipped.
 MMCV ?= mmcv-lite==2.1.0
 MMCV_XLA ?= mmcv-lite==2.1.0
+MMCV_T20 ?= mmcv-lite==2.1.0
+
+# The T20's PyTorch needs Python 3.8: name one that is neither on the path nor in pyenv.
+PYTHON_T20 ?= $(shell for python in python3.8 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.8*/bin/python; do "$$python" -c "" 2>/dev/null && echo "$$python" && break; done)
 
 # MMEngine's own tests, in an archive beside the checkout or wherever a release of MMEngine lies.
 PEERS ?= ../shared/peers/mmengine-tests.tar.gz
@@ -37,10 +45,10 @@ PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-.PHONY: help install install-xla demo test test-long test-xla test-kills test-peers test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-resume docs-sites clean
+.PHONY: help install install-xla install-t20 demo test test-long test-xla test-t20 test-kills test-peers test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-resume docs-sites clean
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
 
 install: $(STAMP)  ## Make $(VENV), with torch 2.13
 
@@ -65,6 +73,26 @@ $(STAMP_XLA): setup.py
 	$(call link,$(BIN_XLA))
 	touch $@
 
+install-t20: $(STAMP_T20)  ## Make $(VENV_T20), with torch 1.10 on Python 3.8
+
+# PyTorch 1.10 needs NumPy 1, and its TensorBoard writer protobuf 3 and a setuptools with distutils:
+# the editable install needs a later one, so that one is replaced at the end.
+$(STAMP_T20): setup.py
+ifeq ($(PYTHON_T20),)
+	@echo "No Python 3.8, which PyTorch 1.10 needs: found no python3.8 on the path and no 3.8 in pyenv."
+	@echo "Run: pyenv install 3.8, or name one: make install-t20 PYTHON_T20=/path/to/python3.8"
+	@exit 1
+endif
+	$(PYTHON_T20) -c "import sys; v = sys.version_info[:2]; v == (3, 8) or sys.exit(f'$(PYTHON_T20) is Python {v[0]}.{v[1]}, and PyTorch 1.10 needs 3.8.')"
+	$(PYTHON_T20) -m venv $(VENV_T20)
+	$(PIP_T20) install --upgrade pip "setuptools<81" wheel
+	$(PIP_T20) install torch==1.10.0 "numpy<1.24" "protobuf<4"
+	$(PIP_T20) install "$(MMCV_T20)" "numpy<1.24"
+	$(PIP_T20) install --no-build-isolation -e ".[dev,placement]" scikit-learn transformers==4.36.2 torch==1.10.0 "numpy<1.24" "protobuf<4"
+	$(PIP_T20) install setuptools==59.5.0
+	$(call link,$(BIN_T20))
+	touch $@
+
 demo: install  ## Train a digits classifier in 2 processes, test it and draw a report
 	$(BIN)/mmdevplug train configs/digits/digits_cpu.py --nproc 2 --work-dir $(TRAIN_DIR)
 	$(BIN)/python demo/digits_report.py $(TRAIN_DIR)
@@ -73,7 +101,7 @@ coverage: export MMDEVPLUG_COVERAGE := $(CURDIR)/pyproject.toml
 coverage: export COVERAGE_FILE := $(CURDIR)/.coverage
 coverage: install install-xla  ## Run all tests and count the lines of the package that they run
 	$(BIN)/python -m coverage erase
-	-$(BIN)/python -m coverage run $(PYTEST) -m "not cuda and not xla"
+	-$(BIN)/python -m coverage run $(PYTEST) -m "not cuda and not xla and not t20"
 	-$(ON_XLA) $(BIN_XLA)/python -m coverage run $(PYTEST) -m xla
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=90
@@ -84,13 +112,17 @@ lint: install  ## Check style and that the package is Python 3.8
 	$(BIN)/vermin -t=3.8- --no-tips mmdevplug tools demo
 
 test: lint  ## Run the tests that need neither torch_xla nor a GPU, without those that take long
-	$(BIN)/python $(PYTEST) -m "not cuda and not xla and not long"
+	$(BIN)/python $(PYTEST) -m "not cuda and not xla and not t20 and not long"
 
 test-long: install  ## Run the tests on the CPU that take long
-	$(BIN)/python $(PYTEST) -m "long and not cuda and not xla"
+	$(BIN)/python $(PYTEST) -m "long and not cuda and not xla and not t20"
 
 test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
 	$(ON_XLA) $(BIN_XLA)/python $(PYTEST) -m xla
+
+test-t20: install-t20  ## Run the tests on a stand-in T20, and those on the CPU, on PyTorch 1.10
+	$(BIN_T20)/python -m pytest -m t20 tests/t20
+	$(BIN_T20)/python $(PYTEST) -m "not cuda and not xla and not t20 and not long"
 
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
 	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla"
@@ -144,5 +176,5 @@ docs-sites: install install-xla  ## Look at MMEngine's device assumptions, write
 	$(BIN)/python docs/site_table.py
 
 clean:  ## Remove the environments and what was built or trained
-	rm -rf $(VENV) $(VENV_XLA) build dist *.egg-info work_dirs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_XLA) $(VENV_T20) build dist *.egg-info work_dirs .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -58,7 +58,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without ``-m``, leave out what needs a GPU or torch_xla; with it, run what was asked for."""
+    """Without ``-m``, leave out tests for other environments; with it, run what was asked for."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.nodeid.split('::')[0], len(LONG)))
     if not torch.cuda.is_available():
@@ -69,6 +69,6 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption('-m'):
         return
     for item in items:
-        for marker in ('cuda', 'xla'):
+        for marker in ('cuda', 'xla', 't20'):
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f'run it with pytest -m {marker}'))

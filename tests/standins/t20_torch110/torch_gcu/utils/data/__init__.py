@@ -1,0 +1,5 @@
+"""Samplers."""
+
+from .distributed import DistributedSampler
+
+__all__ = ['DistributedSampler']
