@@ -251,9 +251,9 @@ def test_a_finished_run_is_not_validated_again(tmp_path, by_epoch):
     found = run_ranks(_finish_and_go_on, 0, tmp_path / 'work', options)[0]
     (first, _, iterations), *again, (longer, log, total) = found
     assert 'v' in first
-    for calls, log, done in again:
+    for calls, log_again, done in again:
         assert calls == ''
-        assert 'This run was already finished' in log
+        assert 'This run was already finished' in log_again
         assert done == iterations
     assert longer.count('.') == iterations
     assert total == 2 * iterations
