@@ -1,4 +1,4 @@
-"""Enflame GCU: two generations with one name.
+"""Enflame GCU: two generations of cards, T20 and S60, behind one accelerator.
 
 - T20, ``torch_gcu 1.10``: lazy devices that PyTorch calls ``xla:<index>``.
 - S60, ``torch_gcu 2.5`` and later: eager devices of PyTorch's PrivateUse1, ``gcu:<index>``.

@@ -29,7 +29,7 @@ from mmdevplug.data.resumable_loader import (
     seed_workers,
 )
 from mmdevplug.distributed.json_messages import gather_json
-from mmdevplug.distributed.process_group import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.samples import gather_samples
 from mmdevplug.utils.mmengine_compat import batches_dropped
 from mmdevplug.utils.model import unwrap_model

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.distributed.byte_exchange import all_gather
 from mmdevplug.distributed.json_messages import gather_json
-from mmdevplug.distributed.process_group import group_device
+from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 #: Of one rank; more than that is no statistics, and would make a checkpoint too large.

@@ -10,7 +10,7 @@ from mmengine.fileio import get_file_backend
 from mmengine.runner import Runner
 
 from mmdevplug.config.hook_options import CheckpointOptions
-from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.abort import before_abort

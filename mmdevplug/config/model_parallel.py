@@ -24,7 +24,7 @@ class ModelParallelOptions(Options):
 
     What depends on the devices that are there (``enable``, ``devices``, ``auto_rule``,
     ``max_memory``) is checked by
-    :func:`mmdevplug.model_parallel.choose_strategy.resolve_strategy`, and what depends on the
+    :func:`mmdevplug.model_parallel.choose_devices.resolve_strategy`, and what depends on the
     model by :func:`mmdevplug.model_parallel.plan`.
     """
 

@@ -16,10 +16,9 @@ import psutil
 import torch
 from torch import Tensor, distributed as torch_dist
 
+from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import known_to_all
-
-from .process_group import group_device
 
 #: Bytes of the first message of each rank.
 FIRST_BYTES = 1024

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators import Accelerator, CPUAccelerator
+from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .byte_exchange import global_rank
-from .process_group import group_device
 
 MESSAGE_BYTES = 64 << 20
 _HOST = CPUAccelerator()

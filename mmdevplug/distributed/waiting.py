@@ -1,4 +1,4 @@
-"""Wait for the other ranks in the store, and name the missing ranks and their phases."""
+"""Wait for the other ranks in PyTorch's store, and name the missing ranks and their phases."""
 
 import json
 from datetime import timedelta
@@ -7,6 +7,8 @@ from typing import Any, Callable, List, Optional, Tuple
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
+from mmdevplug.distributed.process_group import Timeout, to_timeout
+from mmdevplug.distributed.rank_device import group_env
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import RankFailedError
 from mmdevplug.fault_tolerance import failure
@@ -17,8 +19,6 @@ from mmdevplug.fault_tolerance.store_barrier import (
     meet,
     next_meeting,
 )
-
-from .process_group import Timeout, group_env, to_timeout
 
 
 def wait_for_everyone(phase: str, timeout: Timeout = None) -> None:

@@ -15,8 +15,8 @@ import torch
 from mmengine.config import Config
 from torch import Tensor, distributed as torch_dist, nn
 
+from mmdevplug.accelerators import DeviceContext
 from mmdevplug.distributed.json_messages import gather_json
-from mmdevplug.distributed.process_group import DeviceContext
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients import DeviceDistributedDataParallel
 from mmdevplug.runner.init_device import init_device

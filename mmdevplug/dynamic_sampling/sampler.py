@@ -6,7 +6,8 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 import torch
 
 from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions, SamplerOptions
-from mmdevplug.distributed.process_group import Timeout, rank_device, rank_devices
+from mmdevplug.distributed.process_group import Timeout
+from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.samples import balance_samples, gather_samples

@@ -1,4 +1,4 @@
-"""Hold the store on the loopback interface, for jobs that stay on one host."""
+"""Hold torch.distributed's store on the loopback interface, for jobs that stay on one host."""
 
 import ipaddress
 import socket

@@ -1,1 +1,1 @@
-"""Turn errors of the libraries below into messages that say what to do."""
+"""Explain errors of PyTorch, CUDA and OpenMMLab in words that say what to do."""

@@ -4,7 +4,7 @@ import re
 from contextlib import contextmanager
 from typing import Any, Iterator, Optional
 
-from mmdevplug.distributed.process_group import device_context
+from mmdevplug.accelerators import device_context
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 
 from .cuda_settings import describe_serious

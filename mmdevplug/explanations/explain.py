@@ -1,12 +1,12 @@
-"""Replace errors of the libraries below by messages that say what to do."""
+"""Catch an error of another library, find the explanation that fits, and raise that instead."""
 
 from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Iterator
 
 from torch import nn
 
+from mmdevplug.accelerators import device_context
 from mmdevplug.checkpoint.work_dir_lock import locked_work_dir
-from mmdevplug.distributed.process_group import device_context
 from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
 from mmdevplug.environments.launch import restarts
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together

@@ -11,7 +11,7 @@ import torch
 from mmengine.optim import OptimWrapper
 from torch import Tensor
 
-from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.errors import DeviceOutOfMemoryError, DevPlugError, first_line
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.memory_growth import describe_tensor, tensor_bytes

@@ -1,4 +1,4 @@
-"""Answer other ranks without Python, so that a busy process does not count as dead.
+"""Answer other ranks from a thread that needs no interpreter lock: a busy process is not dead.
 
 The thread that beats needs the interpreter's lock, which vendors' compilers hold: for minutes in a
 first compilation on a lazy device. Before a silent rank counts as dead it is asked, and a C++

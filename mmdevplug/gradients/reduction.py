@@ -13,8 +13,8 @@ import torch
 from mmengine.logging import print_log
 from torch import Tensor, distributed as torch_dist
 
+from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
 from mmdevplug.distributed.byte_exchange import global_rank
-from mmdevplug.distributed.process_group import DEFAULT_TIMEOUT, device_context
 from mmdevplug.distributed.traffic import all_reduce_bytes
 from mmdevplug.utils.torch_compat import view_as_dtype
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmdevplug.accelerators import devices_of
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import training_step
-from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import move_module

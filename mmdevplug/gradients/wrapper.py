@@ -20,7 +20,7 @@ from mmdevplug.accelerators.backend import backend_of
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
-from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes
 from mmdevplug.errors import LaunchError, ModelError
 from mmdevplug.fault_tolerance.failure import fail_together

@@ -1,4 +1,4 @@
-"""Hooks."""
+"""Hooks of MMEngine, one in each file."""
 
 from .communication_hook import CommunicationHook
 from .compilation_hook import CompilationHook

@@ -19,7 +19,7 @@ from mmdevplug.data.batch_shapes import (
     describe_changes,
     image_size,
 )
-from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.utils.model import unwrap_model
 
 #: The next warning comes after this many times as many iterations that compiled.

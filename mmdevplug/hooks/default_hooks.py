@@ -4,8 +4,8 @@ from typing import Any, Dict, List, Optional, Sequence, Type
 
 from mmengine.hooks import CheckpointHook, EmptyCacheHook, Hook, IterTimerHook, ProfilerHook
 
+from mmdevplug.accelerators import device_context
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.distributed.process_group import device_context
 
 from .communication_hook import CommunicationHook
 from .compilation_hook import CompilationHook

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mmdevplug.accelerators import to_device
 from mmdevplug.config.hook_options import DeviceHookOptions
-from mmdevplug.distributed.process_group import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
 from mmdevplug.model.sync_bn_cost import SyncBNCost

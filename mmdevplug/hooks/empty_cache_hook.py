@@ -5,7 +5,7 @@ from typing import Any
 from mmengine.hooks import EmptyCacheHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.rank_device import rank_device
 
 
 @HOOKS.register_module()

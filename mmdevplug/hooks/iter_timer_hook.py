@@ -5,7 +5,7 @@ from typing import Any
 from mmengine.hooks import IterTimerHook, LoggerHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.distributed.process_group import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import rank_device, rank_devices
 
 
 @HOOKS.register_module()

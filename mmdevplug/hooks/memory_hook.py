@@ -9,7 +9,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.config.hook_options import MemoryOptions
-from mmdevplug.distributed.process_group import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.utils.memory_growth import MB, GrowthDetector, ObjectCounts
 
 

@@ -9,7 +9,7 @@ from typing import Any, Dict, Optional, Sequence
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.distributed.process_group import device_context
+from mmdevplug.accelerators import device_context
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.fault_tolerance.stop_agreement import SAME_NOTICE_SECONDS, StopAgreement

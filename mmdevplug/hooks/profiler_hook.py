@@ -7,7 +7,7 @@ import torch
 from mmengine.hooks import ProfilerHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.rank_device import rank_device
 
 
 @HOOKS.register_module()

@@ -35,7 +35,7 @@ from mmdevplug.checkpoint.writing import (
     write_checkpoint,
 )
 from mmdevplug.config.hook_options import CheckpointOptions
-from mmdevplug.distributed.process_group import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 

@@ -7,9 +7,9 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
-from mmdevplug.distributed.process_group import DeviceContext
 from mmdevplug.patches.mmseg import patch_accuracy
 from mmdevplug.patches.torch_load import safe_loading
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mmdevplug.distributed.process_group import DeviceContext
+from mmdevplug.accelerators import DeviceContext
 from mmdevplug.errors import ModelError
 
 

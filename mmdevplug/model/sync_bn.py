@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmdevplug.accelerators import Accelerator, device_context
 from mmdevplug.accelerators.backend import backend_of, takes_host_tensors
-from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.distributed.traffic import TRAFFIC, Cost, all_reduce_bytes
 from mmdevplug.errors import ModelError
 

@@ -1,4 +1,4 @@
-"""Measure how even a distribution is."""
+"""Measure how evenly bytes are spread over devices."""
 
 from typing import List, Sequence
 

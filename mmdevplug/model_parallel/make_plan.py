@@ -1,4 +1,4 @@
-"""Make a plan: ``auto``, ``balanced`` or ``dynamic``."""
+"""Make a plan of which device holds which part of a model, by one of three methods."""
 
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 

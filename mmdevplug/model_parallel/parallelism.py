@@ -7,17 +7,16 @@ import torch
 from mmengine.logging import MMLogger
 from torch import nn
 
-from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators import Accelerator, DeviceContext
 from mmdevplug.config.model_parallel import PRECISIONS, ModelParallelOptions
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.device_guard.mode import HAS_MODES
-from mmdevplug.distributed.process_group import DeviceContext
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.model import unwrap_model
 
 from . import DevicePlan, module_sizes, plan, probe_capacities
-from .choose_strategy import MEMORY_UNKNOWN, TrainingStrategy, resolve_strategy
+from .choose_devices import MEMORY_UNKNOWN, TrainingStrategy, resolve_strategy
 from .dispatch import dispatch
 from .lora_check import check_r_consistency
 from .meta_build import build_without_memory

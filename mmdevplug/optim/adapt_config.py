@@ -8,8 +8,7 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch.optim import Optimizer
 
-from mmdevplug.accelerators import Accelerator
-from mmdevplug.distributed.process_group import DeviceContext
+from mmdevplug.accelerators import Accelerator, DeviceContext
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import mmengine_supports
 from mmdevplug.utils.model import list_optim_wrappers

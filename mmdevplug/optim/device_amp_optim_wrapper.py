@@ -12,7 +12,7 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
-from mmdevplug.distributed.process_group import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import patch_autocast
 from mmdevplug.utils.model import list_optim_wrappers

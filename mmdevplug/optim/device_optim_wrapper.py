@@ -8,7 +8,7 @@ from mmengine.registry import OPTIM_WRAPPERS
 from torch import Tensor
 
 from mmdevplug.accelerators import devices_of
-from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.model import list_optim_wrappers
 

@@ -22,10 +22,10 @@ from mmengine.structures import instance_data
 from mmengine.utils.dl_utils import TimeCounter, time_counter
 from torch import Tensor, nn
 
-from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators import Accelerator, device_context
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
-from mmdevplug.distributed.process_group import device_context, group_device, rank_device
+from mmdevplug.distributed.rank_device import group_device, rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.patched_symbols import AUTOCAST, FLEXIBLE_RUNNER, JOB, LAZY_MODEL
 from mmdevplug.utils.patching import patch_symbol, restore_patches

@@ -5,7 +5,7 @@ from typing import Any, Tuple, Union
 from mmengine.registry import LOG_PROCESSORS
 from mmengine.runner import LogProcessor
 
-from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.rank_device import rank_device
 
 MB = 2**20
 

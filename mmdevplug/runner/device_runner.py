@@ -1,4 +1,4 @@
-"""The runner: the one place where the pieces meet."""
+"""MMEngine's Runner on any accelerator: sets up device, model wrapper, hooks and patches."""
 
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Union

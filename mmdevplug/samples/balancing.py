@@ -14,7 +14,7 @@ from mmdevplug.distributed.byte_exchange import (
     to_bytes,
     to_tensor,
 )
-from mmdevplug.distributed.process_group import group_device
+from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 

@@ -6,7 +6,7 @@ import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import to_device
-from mmdevplug.distributed.process_group import rank_device
+from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.errors import RankFailedError, SampleError
 from mmdevplug.fault_tolerance.failure import known_to_all
 from mmdevplug.utils.pytree import replace_parts, tensors_in

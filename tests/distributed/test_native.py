@@ -13,7 +13,7 @@ from mmdevplug import init_device
 from mmdevplug.checkpoint.rank_buffers import gather_buffers
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.json_messages import gather_json
-from mmdevplug.distributed.process_group import group_device
+from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.gradients.model_signature import check_same_model
 from mmdevplug.gradients.nonfinite import FinitePolicy

@@ -107,8 +107,7 @@ def test_result_on_another_device_is_a_failure():
 def look_at_misplaced():
     import card
 
-    from mmdevplug.accelerators import get_accelerator
-    from mmdevplug.distributed.process_group import DeviceContext
+    from mmdevplug.accelerators import DeviceContext, get_accelerator
     from mmdevplug.doctor.collectives_rank import Ranks
     from mmdevplug.environments.launch import LaunchEnv
 

@@ -299,7 +299,7 @@ def train_row(name, accelerator, work_dir, reference=False):
     import numpy as np
     from mmengine.runner.checkpoint import get_state_dict
 
-    from mmdevplug.distributed.process_group import rank_device
+    from mmdevplug.distributed.rank_device import rank_device
     from mmdevplug.runner import DeviceRunner
 
     from .parts import KeepMetrics

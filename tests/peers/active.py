@@ -54,7 +54,7 @@ class Active:
     @pytest.fixture(autouse=True)
     def _serve(self, request):
         import mmdevplug
-        from mmdevplug.distributed.process_group import device_context
+        from mmdevplug.accelerators import device_context
 
         # Ranks are forked from here: a lazy device must not have started before.
         if hasattr(request.cls, '_start_processes'):

@@ -127,7 +127,7 @@ def start_group_after_choosing():
     """As under a stock runner: a script asks for the device before the process group exists."""
     from torch import distributed as torch_dist
 
-    from mmdevplug.distributed.process_group import group_device, rank_device
+    from mmdevplug.distributed.rank_device import group_device, rank_device
 
     install_card('zeta')
     before = str(rank_device('zeta')[1])

@@ -14,7 +14,7 @@ from torch import distributed as torch_dist
 
 import mmdevplug
 from mmdevplug import init_device
-from mmdevplug.distributed.process_group import device_context
+from mmdevplug.accelerators import device_context
 from mmdevplug.hooks import DeviceEmptyCacheHook, DeviceProfilerHook
 from mmdevplug.model.prepare import place_model
 from tests.columns import NATIVE_BACKENDS, backend_of

@@ -15,7 +15,7 @@ def train_keeping(work_dir, **accelerator):
     import logging
     import warnings
 
-    from mmdevplug.distributed.process_group import rank_device
+    from mmdevplug.distributed.rank_device import rank_device
 
     told = []
     keep = logging.Handler()

@@ -6,7 +6,7 @@ import torch
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import PlacementError
-from mmdevplug.model_parallel.choose_strategy import resolve_strategy
+from mmdevplug.model_parallel.choose_devices import resolve_strategy
 from tests.jobs import install_card
 from tests.ranks import RanksFailed, run_ranks
 
