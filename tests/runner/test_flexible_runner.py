@@ -84,7 +84,7 @@ def build_some(work_dir):
         for hook in flexible(work_dir / 'once', [dict(type='DeviceHook')]).hooks
     ].count('DeviceHook')
     for key, value in dict(on_nan='skip', memory='much', compilations=dict(depth=3)).items():
-        with pytest.raises(DevPlugError, match=f'accelerator.{key}='):
+        with pytest.raises(DevPlugError, match=f'accelerator.{key}(=| has no option)'):
             flexible(work_dir / 'wrong', **{key: value})
     with pytest.raises(DevPlugError, match=r'ignores the config key accelerator=.*strategy='):
         flexible(work_dir / 'key', keep_key=True)
