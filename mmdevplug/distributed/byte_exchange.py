@@ -19,6 +19,7 @@ from torch import Tensor, distributed as torch_dist
 from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import known_to_all
+from mmdevplug.utils.torch_compat import get_global_rank
 
 #: Bytes of the first message of each rank.
 FIRST_BYTES = 1024
@@ -61,7 +62,7 @@ def global_rank(group: Any, rank: int) -> int:
     """The rank in the whole job of a rank of a group."""
     if group is None or group is torch_dist.group.WORLD:
         return rank
-    return torch_dist.get_global_rank(group, rank)
+    return get_global_rank(group, rank)
 
 
 def to_tensor(data: bytes) -> Tensor:

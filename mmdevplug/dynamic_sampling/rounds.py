@@ -5,6 +5,7 @@ from typing import Any, Dict, List, Optional
 from torch import distributed as torch_dist
 
 from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
+from mmdevplug.distributed.byte_exchange import global_rank
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import RankFailedError, SampleError, first_line
@@ -94,9 +95,7 @@ class Rounds:
     def _name(self, rank: int) -> str:
         if self.world_size == 1 or self._group is None:
             return f'rank {rank} of {self.world_size}'
-        if self._group is not torch_dist.group.WORLD:
-            rank = torch_dist.get_global_rank(self._group, rank)
-        return f'rank {rank} of {torch_dist.get_world_size()}'
+        return f'rank {global_rank(self._group, rank)} of {torch_dist.get_world_size()}'
 
 
 def _describe(drawn: Drawn, name: str) -> Optional[str]:

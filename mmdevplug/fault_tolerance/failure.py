@@ -13,6 +13,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug.environments.launch import LaunchEnv, restart_count
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
+from mmdevplug.utils.torch_compat import LockedStore, lets_threads_share_stores
 
 from .abort import shorten_tracebacks
 from .failure_watch import FailureWatch
@@ -38,6 +39,8 @@ def watch_for_failures(
             env.master_addr, env.master_port, timeout=timeout, wait_for_workers=False
         )
         own = torch_dist.PrefixStore(f'mmdevplug/watch/{restart_count()}', own)
+        if not lets_threads_share_stores():
+            own = LockedStore(own)
         _watch = FailureWatch(store, own, env, heartbeat_timeout)
         atexit.register(_watch.stop)
         shorten_tracebacks()

@@ -32,8 +32,8 @@ def next_meeting(store: Any, env: LaunchEnv, stage: str) -> str:
 def wait_until(reached: Callable[[], bool], timeout: float) -> bool:
     """Call a function in growing intervals until it returns True; False after ``timeout`` seconds.
 
-    A blocking wait in the store would hold its connection, and one that timed out leaves older
-    releases of PyTorch with a connection that cannot be used any more.
+    A blocking wait in the store would hold its connection. Before PyTorch 2.1, the late answer to
+    a wait that timed out is also read as the answer to the next request.
     """
     began = time.monotonic()
     while not reached():

@@ -260,7 +260,11 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         """
         if self.staging is not None or torch_dist.get_world_size(self.process_group) <= 2:
             return  # Host staging needs no warm-up, and the sum of two values has no order.
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in self.module.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
         gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None
@@ -269,8 +273,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             losses = self._run_forward(data, mode='loss')
         self.module.parse_losses(losses)[0].backward()
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for module, name, buffer, before in buffers:
+                setattr(module, name, buffer.copy_(before))  # PyTorch 1.10's BatchNorm replaces it
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

@@ -42,7 +42,7 @@ def _bars(plan: DevicePlan) -> Iterator[Text]:
             width = round(filled * _BAR) - start
             name = short_name(block.name) if block.bytes / longest >= NARROW else ''
             bar.append(
-                f'{name[:width]:{width}}', Style(color='black', bgcolor=colours[block.kind])
+                name[:width].ljust(width), Style(color='black', bgcolor=colours[block.kind])
             )
         yield bar
 

@@ -26,7 +26,7 @@ from mmengine.utils import get_object_from_string
 
 from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.patching import LocalPatch, patch_symbol
-from mmdevplug.utils.torch_compat import allows_renamed_classes
+from mmdevplug.utils.torch_compat import allows_renamed_classes, takes_weights_only
 
 _TAKES_RENAMED_CLASSES = allows_renamed_classes()
 
@@ -159,9 +159,11 @@ def _load_safely(
     weights_only = options.pop('weights_only', None)
     asks_for_code = weights_only is False or (weights_only is None and pickle_module is not None)
     if asks_for_code and not _forced.get():
-        if weights_only is not None:
+        if weights_only is not None and takes_weights_only():
             options['weights_only'] = weights_only
-        return load(f, map_location, pickle_module, **options)
+        # Before PyTorch 1.13 its default is the module `pickle`, and None an error.
+        module = () if pickle_module is None else (pickle_module,)
+        return load(f, map_location, *module, **options)
     if not _TAKES_RENAMED_CLASSES:
         with _pickle_of_torch(_restricted_pickle()) as restricted:
             return load(f, map_location, restricted, **options)

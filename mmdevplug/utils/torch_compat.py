@@ -1,10 +1,12 @@
 """Differences between releases of PyTorch, with the release that makes each one unnecessary."""
 
+import threading
 from functools import lru_cache
+from typing import Any
 
 import torch
 from mmengine.utils import digit_version
-from torch import Tensor
+from torch import Tensor, distributed as torch_dist
 
 #: Integers by size in bytes, whose memory NumPy can share.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,6 +29,46 @@ def is_at_least(release: str) -> bool:
 def asks_samplers_for_batches() -> bool:
     """Whether a data loader asks its data set for ``__getitems__``: from PyTorch 1.13 on."""
     return is_at_least('1.13.0')
+
+
+def lets_threads_share_stores() -> bool:
+    """Whether several threads may use one connection of a ``TCPStore``: from PyTorch 1.11 on."""
+    return is_at_least('1.11.0')
+
+
+class LockedStore:
+    """A store for several threads, as PyTorch's own is where ``lets_threads_share_stores``.
+
+    Without a lock the answers of PyTorch 1.10 reach the wrong thread, which hangs or reads bytes
+    of a value as its length (``std::bad_alloc``).
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._lock = store, threading.Lock()
+
+    def set(self, key: str, value: str) -> None:
+        with self._lock:
+            self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        with self._lock:
+            return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        with self._lock:
+            return self._store.add(key, amount)
+
+
+def takes_weights_only() -> bool:
+    """Whether ``torch.load`` has an argument ``weights_only``: from PyTorch 1.13 on."""
+    return is_at_least('1.13.0')
+
+
+def get_global_rank(group: Any, rank: int) -> int:
+    """The rank in the whole job of a rank of a group: a public function from PyTorch 1.13 on."""
+    if is_at_least('1.13.0'):
+        return torch_dist.get_global_rank(group, rank)
+    return torch_dist.distributed_c10d._get_global_rank(group, rank)
 
 
 def gathers_into_tensor() -> bool:

@@ -127,6 +127,32 @@ def test_a_timeout_names_the_missing_rank_on_all():
         assert 'env_cfg.dist_cfg.timeout' in message
 
 
+def give_up_waiting():
+    """Rank 0 stops waiting for a counter, which changes just after."""
+    from mmdevplug.distributed.waiting import wait_for_everyone
+    from mmdevplug.fault_tolerance import failure
+    from mmdevplug.fault_tolerance.store_barrier import wait_until
+
+    rank = start()
+    store, _ = failure.current_job()
+    store.set(f'value/{rank}', f'of rank {rank}')
+    wait_for_everyone('values')
+    if rank == 0:
+        reached = wait_until(lambda: store.add('late', 0) > 0, 1.0)
+        store.add('given up', 1)
+    else:
+        reached = wait_until(lambda: store.add('given up', 0) > 0, 30.0)
+        store.add('late', 1)
+    values = [store.get(f'value/{rank}').decode() for rank in range(2)]
+    wait_for_everyone('the end')
+    return reached, values, store.add('late', 0)
+
+
+def test_a_wait_that_timed_out_leaves_the_store_usable():
+    values = ['of rank 0', 'of rank 1']
+    assert run_ranks(give_up_waiting, 2) == [(False, values, 1), (True, values, 1)]
+
+
 def fail_on_main():
     from mmdevplug.distributed.waiting import run_on_main
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -72,6 +73,42 @@ def beat_while_blocked():
 
 def test_a_main_thread_that_waits_in_the_store_beats():
     assert run_ranks(beat_while_blocked, 2)[0][0] >= 3
+
+
+def share_the_connection(locked):
+    """Four threads beside the one that beats use its connection to the store."""
+    from mmdevplug.distributed.waiting import wait_for_everyone
+    from mmdevplug.fault_tolerance import failure
+
+    if locked:
+        failure.lets_threads_share_stores = lambda: False
+    rank, watch = start()
+    wrong = []
+
+    def use(number):
+        key, value = f'{rank}/{number}', str(number) * 10**number
+        try:
+            for turn in range(200):
+                watch.own.set(key, value)
+                found = watch.own.get(key).decode(), watch.own.add(f'{key}/turns', 1)
+                if found != (value, turn + 1):
+                    wrong.append(f'thread {number}, turn {turn}')
+        except Exception as error:
+            wrong.append(f'thread {number}: {type(error).__name__}: {error}')
+
+    threads = [threading.Thread(target=use, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    wait_for_everyone('the end')
+    return wrong, watch._store_error, [thread.is_alive() for thread in threads]
+
+
+@pytest.mark.parametrize('locked', [False, True])
+def test_threads_share_a_connection_to_the_store(locked):
+    """PyTorch 1.10 has no lock, so the package has; with `locked` on later releases, too."""
+    assert run_ranks(share_the_connection, 2, locked) == [([], None, [False] * 4)] * 2
 
 
 def count_operations(seconds):

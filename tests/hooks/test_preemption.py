@@ -171,7 +171,7 @@ def _stopped_then_trained(folder):
         def before_train_iter(self, runner, batch_idx, data_batch=None):
             if runner.iter == 3 and runner.rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.02)  # the request takes a beat
+            time.sleep(0.05)  # the request takes up to two pauses of 0.5 s
 
     iterations = []
     for number, hooks in enumerate([[Signal()], [], [Signal()]]):
