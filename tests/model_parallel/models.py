@@ -31,7 +31,6 @@ LLAMA = dict(
     num_hidden_layers=6,
     num_attention_heads=4,
     num_key_value_heads=2,
-    max_position_embeddings=128,  # older releases keep a table of them in each layer
 )
 T5 = dict(
     vocab_size=500,
