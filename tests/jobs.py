@@ -26,6 +26,13 @@ def checkpoint(function, *args, use_reentrant):
     return torch.utils.checkpoint.checkpoint(function, *args, **options)
 
 
+def load_file(path, weights_only=False, **options):
+    """``torch.load``, which has ``weights_only`` from PyTorch 1.13 on."""
+    if not torch_before('1.13.0'):
+        options['weights_only'] = weights_only
+    return torch.load(path, **options)
+
+
 needs_modes = pytest.mark.skipif(
     not hasattr(torch.overrides, 'TorchFunctionMode'),
     reason='DeviceGuard needs PyTorch 1.13, which has TorchFunctionMode',
@@ -40,6 +47,20 @@ needs_scaler = pytest.mark.skipif(
     reason='PyTorch before 2.3 has no gradient scaler for the CPU',
 )
 
+
+def cpu_pools_bfloat16():
+    """Whether the CPU computes all layers of the digits example in bfloat16."""
+    try:
+        torch.nn.functional.max_pool2d(torch.ones(1, 1, 2, 2, dtype=torch.bfloat16), 2)
+    except RuntimeError:
+        return False
+    return True
+
+
+needs_bfloat16 = pytest.mark.skipif(
+    not cpu_pools_bfloat16(), reason="the CPU's max_pool2d of PyTorch 1.10 takes no bfloat16"
+)
+
 #: PYTHONPATH of a process that starts afresh: the checkout, and no transformers, which takes long.
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / 'tests' / 'standins' / 'lean')])
 
@@ -47,6 +68,11 @@ PATHS = os.pathsep.join([str(ROOT), str(ROOT / 'tests' / 'standins' / 'lean')])
 def need_mmcv_operations():
     """Skip where mmcv is there without its compiled operations, which model libraries import."""
     pytest.importorskip('mmcv.ops', reason='needs mmcv with its compiled operations')
+
+
+def need_peft():
+    """Skip where there is no peft, as with PyTorch before 1.13; otherwise return it."""
+    return pytest.importorskip('peft', reason='needs peft, which needs PyTorch 1.13')
 
 
 def need_card():

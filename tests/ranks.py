@@ -168,6 +168,10 @@ def run_ranks(
         AssertionError: If a rank hangs or dies.
         Skipped: If a rank asked for a stand-in card that this release of PyTorch cannot have.
     """
+    if vendor is not None:
+        from tests.jobs import need_card  # here, so that ranks import a vendor's package first
+
+        need_card()  # a server that cannot import the package ends without saying why
     port = free_port()
     ranks = {}
     with _server_of(vendor):

@@ -5,12 +5,11 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
 import mmdevplug
-from tests.jobs import PATHS, ROOT, largest_difference, weights_of
+from tests.jobs import PATHS, ROOT, largest_difference, load_file, weights_of
 from tests.needs_card import needs_card
 from tests.ranks import run_ranks
 
@@ -55,7 +54,7 @@ def test_two_ranks_train_on_two_cards(tmp_path):
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed
     assert "accelerator 'acme' (accelerator.type='acme'): device acme:0" in printed
-    saved = torch.load(str(tmp_path / 'epoch_2.pth'), weights_only=False)['state_dict']
+    saved = load_file(str(tmp_path / 'epoch_2.pth'))['state_dict']
     expected, other = run_ranks(train_on_the_cpu, 2, tmp_path / 'cpu')
     assert largest_difference(expected, other) == 0.0
     assert largest_difference(saved, expected) <= 1e-5

@@ -29,12 +29,22 @@ OPTION_VARIABLES = 'PET_'
 
 
 @record
-def main(argv: Optional[List[str]] = None) -> None:
-    """Run torchrun; ``--master_port 0`` takes a free port of a single host."""
-    args = read_arguments(argv)
-    store = _hold_store(args)  # kept for as long as torchrun runs
-    run(args)
-    del store
+def main(argv: Optional[List[str]] = None) -> int:
+    """Run torchrun; ``--master_port 0`` takes a free port of a single host.
+
+    Exceptions that need no traceback are caught here: `record` of PyTorch 1.10 prints one.
+    """
+    try:
+        args = read_arguments(argv)
+        store = _hold_store(args)  # kept for as long as torchrun runs
+        run(args)
+        del store
+    except LaunchError as error:
+        print(f'mmdevplug: LaunchError: {error}', file=sys.stderr, flush=True)
+        return 1
+    except SignalException:
+        return 1  # the signal decides the status, in `_main`
+    return 0
 
 
 def read_arguments(argv: Optional[List[str]] = None) -> Namespace:
@@ -117,14 +127,11 @@ def _main() -> int:
     patch_symbol(api.SubprocessContext, '_start', start_with_ours)
     status = 1
     try:
-        main()
-        status = 0
+        status = main()
     except ChildFailedError as error:
         print(f'mmdevplug: {describe_failure(error)}', file=sys.stderr, flush=True)
-    except LaunchError as error:
-        print(f'mmdevplug: LaunchError: {error}', file=sys.stderr, flush=True)
     except SignalException:
-        pass  # The signal decides the status, below.
+        pass  # before or after `main`
     finally:
         signals.closed = True
         end_leftovers()

@@ -17,6 +17,7 @@ from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.patches import torch_load as reading
 from mmdevplug.patches.torch_load import trust_classes
+from tests.jobs import load_file, torch_before
 
 
 class Point(NamedTuple):
@@ -106,6 +107,21 @@ STATES: Dict[str, Callable[[], Any]] = dict(
 )
 
 
+def _dense(tensor):
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    # Strided tensors have `to_dense` from PyTorch 1.11 on.
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def _states_to_save():
+    made = {name: make() for name, make in STATES.items()}
+    if torch_before('1.13.0'):
+        # `torch.save` writes the memory of such a view, and not that its values are conjugated.
+        del made['conjugated']
+    return made
+
+
 def check_equal(one, other, where='state'):
     """Compare values and types, and of tensors all that a reader could notice."""
     assert type(one) is type(other), where
@@ -117,8 +133,7 @@ def check_equal(one, other, where='state'):
         elif one.layout == torch.strided:
             assert one.stride() == other.stride(), where
         with torch.no_grad():
-            dense = [t.dequantize() if t.is_quantized else t.to_dense() for t in (one, other)]
-        assert torch.equal(*dense), where
+            assert torch.equal(_dense(one), _dense(other)), where
     elif isinstance(one, dict):
         assert list(dict.keys(one)) == list(dict.keys(other)), where
         for key in dict.keys(one):
@@ -157,12 +172,12 @@ def trusted(monkeypatch):
 def test_what_was_saved_is_what_is_loaded(tmp_path, trusted, monkeypatch, keep, older):
     if older:
         monkeypatch.setattr(reading, '_TAKES_RENAMED_CLASSES', False)
-    states = {name: make() for name, make in STATES.items()}
+    states = _states_to_save()
     path = str(tmp_path / 'a.pth')
     write_checkpoint(HostCopy(get_accelerator('cpu'), keep)(states), path)
     loaded = read_checkpoint(path)
     wrong = {}
-    for name in STATES:
+    for name in states:
         try:
             check_equal(states[name], loaded[name])
         except AssertionError as error:
@@ -187,7 +202,7 @@ def test_every_further_copy_is_equal_too(keep):
 
 
 def test_stock_pytorch_reads_it(tmp_path):
-    states = {name: make() for name, make in STATES.items()}
+    states = _states_to_save()
     path = str(tmp_path / 'a.pth')
     write_checkpoint(HostCopy(get_accelerator('cpu'))(states), path)
-    check_equal(states, torch.load(path, weights_only=False))
+    check_equal(states, load_file(path))

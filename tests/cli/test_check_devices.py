@@ -12,7 +12,7 @@ from torch import nn
 
 from mmdevplug.cli.step_devices import ModuleDevices, StepDevices
 from tests.cli.checking import checked, rows_of
-from tests.jobs import ROOT
+from tests.jobs import ROOT, needs_modes
 
 CONFIG = 'configs/digits/digits_cpu.py'
 PARTS = ['data_preprocessor', 'backbone', *(f'backbone.{i}' for i in range(7)), 'head']
@@ -108,6 +108,7 @@ def digits():
     return done
 
 
+@needs_modes
 def test_a_consistent_step(digits):
     assert digits.returncode == 0, digits.stderr
     assert digits.stdout.splitlines()[-1] == 'consistent: one training step on cpu'
@@ -186,7 +187,9 @@ def test_the_same_without_the_mismatch(planted):
         ([CONFIG, '--model-parallel', 'True'], 'model_parallel.enable=True needs two or more'),
         ([CONFIG, '--model-parallel', 'perhaps'], "invalid choice: 'perhaps'"),
         ([CONFIG, '--devices', '2'], 'Add --model-parallel true'),
-        ([CONFIG, '--cfg-options', 'model.channels=0'], 'the step fails with'),
+        pytest.param(
+            [CONFIG, '--cfg-options', 'model.channels=0'], 'the step fails with', marks=needs_modes
+        ),
     ],
 )
 def test_what_cannot_be_checked(arguments, told):

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from tests.jobs import PATHS, ROOT
+from tests.jobs import PATHS, ROOT, load_file
 from tests.ranks import free_port
 
 DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
@@ -108,7 +107,7 @@ def check_saved(job, work_dir):
     path = Path((work_dir / 'last_checkpoint').read_text())
     (stopped,) = {job.done(rank) for rank in range(2)}
     assert path.name == f'interrupted_iter_{stopped}.pth'
-    assert torch.load(path, weights_only=False)['meta']['iter'] == stopped
+    assert load_file(path)['meta']['iter'] == stopped
     return stopped
 
 

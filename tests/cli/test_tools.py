@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.jobs import PATHS, ROOT
+from tests.needs_card import needs_card
 from tests.ranks import free_port
 
 CONFIG = 'configs/digits/digits_cpu.py'
@@ -71,7 +72,7 @@ def test_test_and_dist_test_print_the_metric(trained):
     assert os.path.getsize(out) > 0
 
 
-@pytest.mark.parametrize('devices', ['9', '0', 'many'])
+@pytest.mark.parametrize('devices', [pytest.param('9', marks=needs_card), '0', 'many'])
 def test_dist_train_refuses_a_number_before_starting_processes(tmp_path, devices):
     config = tmp_path / 'zeta.py'
     config.write_text(

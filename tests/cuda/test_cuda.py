@@ -12,9 +12,10 @@ from tests.columns import CUDA, NATIVE, device_of, job_of, within
 from tests.cuda.jobs import carry_objects, infer, page_locked, train_plain, try_collectives
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference, train_digits
+from tests.native import needs_native
 from tests.ranks import run_ranks
 
-each = pytest.mark.parametrize('accelerator', [NATIVE, CUDA])
+each = pytest.mark.parametrize('accelerator', [pytest.param(NATIVE, marks=needs_native), CUDA])
 
 
 @pytest.mark.cuda

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.hosts import Hosts, HostsError, available, counter_file, run_ranks
-from tests.jobs import PATHS, ROOT, install_card, largest_difference
+from tests.jobs import PATHS, ROOT, install_card, largest_difference, load_file
 
 STEPS = 6
 BATCH = 16
@@ -104,9 +104,7 @@ def run(folder, accelerator, ranks_per_host, **options):
     with Hosts(2, rate='1gbit') as hosts:
         printed = run_ranks(command, ranks_per_host, hosts, environ, timeout=240)
     by_rank = [json.loads(text.splitlines()[-1]) for text in printed]
-    weights = [
-        torch.load(folder / f'{rank}.pt', weights_only=True) for rank in range(len(printed))
-    ]
+    weights = [load_file(folder / f'{rank}.pt', True) for rank in range(len(printed))]
     return [found['sent'] for found in by_rank[::ranks_per_host]], by_rank, weights
 
 

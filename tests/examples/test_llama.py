@@ -13,6 +13,7 @@ from mmdevplug.examples.llama import BitsPerByte, PythonHelpText
 from mmdevplug.model_parallel import plan
 from mmdevplug.model_parallel.lora_check import check_r_consistency
 from tests.examples.training import FOLDER, llama_config, train_llama
+from tests.jobs import need_peft
 from tests.ranks import run_ranks
 
 SIXTY_STEPS = {
@@ -25,6 +26,7 @@ SIXTY_STEPS = {
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory):
+    need_peft()
     folder = tmp_path_factory.mktemp('llama')
     (found,) = run_ranks(train_llama, 0, 'cpu', folder, 'llama_lora.py', SIXTY_STEPS)
     return found
@@ -60,6 +62,8 @@ def test_adapters_begin_at_zero(trained):
     ('lora', 'frozen'), [(None, 0), (dict(r=2, target_modules=['q_proj']), 9)]
 )
 def test_model_with_and_without_adapters(lora, frozen):
+    if lora:
+        need_peft()
     small = dict(hidden_size=16, intermediate_size=8, num_hidden_layers=1, vocab_size=32)
     heads = dict(num_attention_heads=2, num_key_value_heads=2)
     config = dict(type='LlamaForText', config=dict(small, **heads), lora=lora)
@@ -111,6 +115,7 @@ def test_configs_build_one_model(path):
 
 
 def test_a_plan_counts_gradients_and_optimizer_state_of_what_is_trained(tmp_path):
+    need_peft()
     model = MODELS.build(llama_config('cpu', tmp_path).model)
     made = plan(model, ['xla:0', 'xla:1', 'xla:2'], training=True, optimizer='adamw')
     trained = sum(p.numel() * 4 for p in model.parameters() if p.requires_grad)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import digits_config
+from tests.jobs import digits_config, load_file
 from tests.ranks import _context, free_port, launch_variables, run_ranks
 
 
@@ -81,7 +81,7 @@ class Job:
 
 def check_saved(job, stopped):
     assert str(stopped) in job.checkpoint().name
-    saved = torch.load(job.checkpoint(), weights_only=False)
+    saved = load_file(job.checkpoint())
     assert saved['meta']['iter'] == stopped
     lines = [line for line in job.output(0).splitlines() if 'Stopped after iteration' in line]
     assert len(lines) == 1

@@ -9,7 +9,7 @@ from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import nn
 
 from mmdevplug.errors import ModelError
-from tests.jobs import install_card
+from tests.jobs import install_card, torch_before
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -142,6 +142,8 @@ def meet_nan(policy, rank, world_size):
 
 
 def needed(name):
+    if name == 'momentum' and torch_before('1.11.0'):
+        return False  # its SGD does not add a sparse gradient to the momentum of an earlier one
     return name != 'float16' or hasattr(getattr(torch, 'amp', None), 'GradScaler')
 
 

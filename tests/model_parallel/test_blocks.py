@@ -7,10 +7,8 @@ from torch import nn
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import plan
 from mmdevplug.model_parallel.unsplittable import WholeModules
-from tests.jobs import needs_meta_pass
+from tests.jobs import need_peft, needs_meta_pass
 from tests.model_parallel.models import MODELS, Patched, Residual, every_name, make, without_memory
-
-peft = pytest.importorskip('peft', reason='needs peft, which needs PyTorch 1.13')
 
 
 @pytest.fixture(params=list(MODELS))
@@ -182,6 +180,7 @@ def test_what_is_shared_stays_together_and_counts_once():
 @pytest.mark.parametrize('name', ['llama', 't5', 'generic'])
 def test_adapters_sit_with_their_base(name):
     targets = {'llama': ['q_proj', 'down_proj'], 't5': ['q', 'wo'], 'generic': ['linear', 'head']}
+    peft = need_peft()
     model = peft.get_peft_model(make(name), peft.LoraConfig(r=4, target_modules=targets[name]))
     made = plan(model, 'xla:0-2', training=True)
     adapters = [n for n, _ in model.named_parameters() if '.lora_' in n]
@@ -197,6 +196,7 @@ def test_an_adapted_layer_is_never_split():
             super().__init__()
             self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
 
+    peft = need_peft()
     model = peft.get_peft_model(Bare(), peft.LoraConfig(r=4, target_modules=['one', 'two']))
     made = plan(model, 'xla:0-1')
     assert set(made.device_map) == {'base_model.model.one', 'base_model.model.two'}

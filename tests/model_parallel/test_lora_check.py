@@ -6,8 +6,7 @@ from torch import nn
 
 from mmdevplug.errors import ModelError
 from mmdevplug.model_parallel.lora_check import check_r_consistency
-
-peft = pytest.importorskip('peft', reason='needs peft, which needs PyTorch 1.13')
+from tests.jobs import need_peft
 
 
 class Block(nn.Module):
@@ -20,6 +19,7 @@ class Block(nn.Module):
 
 def adapted(**options):
     model = nn.Sequential(Block(), Block())
+    peft = need_peft()
     config = peft.LoraConfig(r=4, target_modules=['query', 'value', 'tokens'], **options)
     return peft.get_peft_model(model, config)
 
@@ -61,7 +61,7 @@ def test_ranks_that_differ_between_layers(warnings):
 
 def test_ranks_that_differ_between_adapters():
     model = adapted()
-    model.add_adapter('second', peft.LoraConfig(r=8, target_modules=['query']))
+    model.add_adapter('second', need_peft().LoraConfig(r=8, target_modules=['query']))
     found = check_r_consistency(model)
     assert sorted(found) == [4, 8]
     assert found[8][0] == "base_model.model.0.query (adapter 'second')"

@@ -134,7 +134,8 @@ def test_dynamic_balances_what_is_not():
 
 def test_dynamic_balances_where_auto_fails():
     model = make('llama')
-    limit = {0: 180_000, 1: 180_000}
+    needed = max(plan(model, 'xla:0-1').loads.values())
+    limit = {0: needed, 1: needed}
     with pytest.raises(PlacementError, match='accelerate'):
         plan(model, 'xla:0-1', 'auto', max_memory=limit)
     made = plan(model, 'xla:0-1', 'dynamic', max_memory=limit)

@@ -11,7 +11,14 @@ from mmdevplug.accelerators import get_accelerator
 from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
 from tests.columns import CUDA, within
-from tests.jobs import ROOT, install_card, largest_difference, need_mmcv_operations, weights_of
+from tests.jobs import (
+    ROOT,
+    install_card,
+    largest_difference,
+    load_file,
+    need_mmcv_operations,
+    weights_of,
+)
 from tests.parallel_jobs import STEPS, build, config, train
 from tests.ranks import RanksFailed, run_ranks
 
@@ -171,7 +178,7 @@ def train_and_resume(work_dir, before, after, options):
     whole = train('classifier', 'zeta', f'{work_dir}/whole', before, **options)
     train('classifier', 'zeta', f'{work_dir}/cut', before, **half)
     resumed = train('classifier', 'zeta', f'{work_dir}/cut', after, resume=True, **options)
-    checkpoint = torch.load(f'{work_dir}/cut/iter_{STEPS // 2}.pth', weights_only=False)
+    checkpoint = load_file(f'{work_dir}/cut/iter_{STEPS // 2}.pth')
     devices = {value.device.type for value in checkpoint['state_dict'].values()}
     names = sorted(checkpoint['state_dict'])
     return whole['weights'], resumed['weights'], devices, names, resumed['iter']

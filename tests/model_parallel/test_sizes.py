@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import module_sizes
-from tests.jobs import needs_meta_pass
+from tests.jobs import need_peft, needs_meta_pass
 from tests.model_parallel.models import LLAMA, Patched, make
 
 
@@ -66,9 +66,8 @@ def test_training_keeps_what_is_counted(name, make_optimizer):
 
 
 def test_adapters_alone_are_trained():
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(make('llama'), LoraConfig(r=4, target_modules=['q_proj']))
+    peft = need_peft()
+    model = peft.get_peft_model(make('llama'), peft.LoraConfig(r=4, target_modules=['q_proj']))
     trained = bytes_of(p for n, p in model.named_parameters() if 'lora_' in n)
     sizes = module_sizes(model, training=True)
     assert sizes.parts()['gradients'] == trained

@@ -16,7 +16,7 @@ from mmdevplug.accelerators import get_accelerator
 from mmdevplug.errors import ModelError
 from mmdevplug.optim import DeviceAmpOptimWrapper, DeviceOptimWrapper, adapt_optim_wrapper_cfg
 from tests.columns import CUDA, NATIVE, amp_wrapper, backend_of, job_of
-from tests.jobs import PATHS, ROOT, install_card, largest_difference, needs_scaler
+from tests.jobs import PATHS, ROOT, install_card, largest_difference, load_file, needs_scaler
 from tests.optim.scenarios import cast_inside, train
 from tests.ranks import RanksFailed, run_ranks
 
@@ -306,5 +306,5 @@ def test_amp_on_the_command_line(tmp_path, accelerator):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     (checkpoint,) = tmp_path.glob('epoch_1.pth')
-    saved = torch.load(checkpoint, map_location='cpu', weights_only=False)['optimizer']
+    saved = load_file(checkpoint, map_location='cpu')['optimizer']
     assert ('loss_scaler' in saved) == (accelerator == 'zeta')

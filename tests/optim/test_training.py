@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.columns import CUDA, NATIVE, amp_wrapper, job_of, within
-from tests.jobs import largest_difference, needs_scaler
+from tests.jobs import largest_difference, needs_bfloat16, needs_scaler
 from tests.optim.scenarios import SCENARIOS, train, train_all
 from tests.ranks import run_ranks
 
@@ -35,6 +35,7 @@ def test_weights_equal_those_of_one_process(expected, found, scenario):
         assert difference <= within(accelerator, 1e-5)
 
 
+@needs_bfloat16
 def test_bfloat16_comes_close_to_one_process_and_is_not_float32(expected, found):
     casted = expected['bfloat16']['weights']
     assert largest_difference(casted, expected['clip_by_norm']['weights']) > 1e-4

@@ -14,7 +14,7 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.patches import torch_load as reading
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.patching import LocalPatch
-from tests.jobs import torch_before
+from tests.jobs import load_file, torch_before
 
 _ORIGINAL = torch.load
 
@@ -122,8 +122,7 @@ def test_threads_and_contexts_that_overlap(files, release):
 
     def stranger():
         steps[0].wait(30)
-        options = {} if torch_before('1.13.0') else dict(weights_only=False)
-        found['stranger'] = torch.load(files['unknown'], **options)
+        found['stranger'] = load_file(files['unknown'])
 
     def run(function):
         try:
@@ -191,7 +190,7 @@ def test_a_scheme_registered_meanwhile_is_safe_and_stays(files):
 
         @CheckpointLoader.register_scheme(prefixes='mine://')
         def load_from_mine(filename, map_location=None):
-            return torch.load(files[filename[len('mine://') :]], map_location, weights_only=False)
+            return load_file(files[filename[len('mine://') :]], map_location=map_location)
 
         assert 'log' in CheckpointLoader.load_checkpoint('mine://buffer', 'cpu')
         with pytest.raises(CheckpointError, match='Unknown'):

@@ -7,10 +7,9 @@ whole batch. Two ranks get pictures with equally many boxes, see :func:`tests.re
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.columns import device_of, job_of
-from tests.jobs import largest_difference, need_mmcv_operations
+from tests.jobs import largest_difference, load_file, need_mmcv_operations
 from tests.ranks import run_ranks
 from tests.repos.coco import faster_rcnn, make_coco, retinanet
 from tests.repos.training import ITERATIONS, mean_losses, run_script, train_all, write_config
@@ -145,5 +144,5 @@ def run_tools_train(config, work_dir):
 def test_tools_train_of_mmdet_itself(recipes, stock, tmp_path):
     config = write_config(tmp_path / 'config.py', recipes['retinanet'], 'cpu')
     run_ranks(run_tools_train, 2, config, tmp_path / 'work')
-    saved = torch.load(tmp_path / 'work' / 'epoch_2.pth', weights_only=False)['state_dict']
+    saved = load_file(tmp_path / 'work' / 'epoch_2.pth')['state_dict']
     assert largest_difference(saved, stock['retinanet']['weights']) <= 2e-3

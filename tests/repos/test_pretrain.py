@@ -7,9 +7,8 @@ the whole batch.
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.jobs import largest_difference
+from tests.jobs import largest_difference, load_file
 from tests.ranks import run_ranks
 from tests.repos.imagenet import make_imagenet, resnet18, vision_transformer
 from tests.repos.training import ITERATIONS, mean_losses, run_script, train_all, write_config
@@ -91,5 +90,5 @@ def run_tools_train(config, work_dir):
 def test_tools_train_of_mmpretrain_itself(recipes, stock, tmp_path, accelerator):
     config = write_config(tmp_path / 'config.py', recipes['vit'], accelerator)
     run_ranks(run_tools_train, 2, config, tmp_path / 'work', environ=TWO_DEVICES, timeout=580)
-    saved = torch.load(tmp_path / 'work' / 'epoch_2.pth', weights_only=False)['state_dict']
+    saved = load_file(tmp_path / 'work' / 'epoch_2.pth')['state_dict']
     assert largest_difference(saved, stock['vit']['weights']) <= 5e-3

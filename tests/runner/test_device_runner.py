@@ -1,6 +1,5 @@
 """DeviceRunner beside MMEngine's: checkpoints, resume, autopatch, FlexibleRunner."""
 
-import inspect
 import os
 import pickle
 import subprocess
@@ -13,7 +12,15 @@ from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
-from tests.jobs import PATHS, PLAIN, digits_config, install_card, largest_difference, weights_of
+from tests.jobs import (
+    PATHS,
+    PLAIN,
+    digits_config,
+    install_card,
+    largest_difference,
+    load_file,
+    weights_of,
+)
 from tests.ranks import run_ranks
 
 THREE_EPOCHS = {**PLAIN, 'train_cfg__max_epochs': 3, 'default_hooks__checkpoint__interval': 1}
@@ -69,10 +76,8 @@ class Malicious:
 def load_as_older_pytorch(path):
     from mmdevplug.patches.torch_load import _pickle_of_torch, _restricted_pickle
 
-    takes_it = 'weights_only' in inspect.signature(torch.load).parameters
-    options = dict(weights_only=False) if takes_it else {}
     with _pickle_of_torch(_restricted_pickle()) as restricted:
-        return torch.load(path, pickle_module=restricted, **options)
+        return load_file(path, pickle_module=restricted)
 
 
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
