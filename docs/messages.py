@@ -4,6 +4,8 @@ import ast
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Tuple
 
+from options_page import kinds, parts
+
 PACKAGE = Path(__file__).parents[1] / 'mmdevplug'
 #: What stands for the parts of a message that differ from one time to the next.
 GAP = '…'
@@ -29,6 +31,7 @@ class Message(NamedTuple):
 
 def messages() -> Iterator[Message]:
     """All errors of our own and all warnings of the package whose text is in one place."""
+    yield from _refusals_of_options()
     for path in sorted(PACKAGE.rglob('*.py')):
         tree = ast.parse(path.read_text(encoding='utf-8'))
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
@@ -41,7 +44,7 @@ def messages() -> Iterator[Message]:
 
 def all_texts() -> List[str]:
     """Every text in the source, whether it is raised in place or handed on."""
-    found = []
+    found = [message.text for message in _refusals_of_options()]
     for path in sorted(PACKAGE.rglob('*.py')):
         tree = ast.parse(path.read_text(encoding='utf-8'))
         for node in ast.walk(tree):
@@ -51,6 +54,24 @@ def all_texts() -> List[str]:
             texts = _named_texts(function)
             found += [_text(said, texts) for _, _, said in _said(function)]
     return found
+
+
+def _refusals_of_options() -> Iterator[Message]:
+    """The errors of ``Options.check``, put together as it does."""
+    from mmdevplug.config.fields import options_of
+
+    for kind in (each for key in kinds() for each in (key, *parts(key))):
+        for one in options_of(kind):
+            if one.metadata['check'] is not None:
+                # A launch file's options are also flags, so what precedes the name differs.
+                key = one.name if kind.key == 'launch file' else f'{kind.key}.{one.name}'
+                where = (
+                    f'{kind.taken_by}.{one.name}={GAP} ({key})'
+                    if kind.taken_by
+                    else f'{key}={GAP}'
+                )
+                text = f'{where}: expected {one.metadata["check"].expected}.'
+                yield Message(f'{kind.__module__}.{kind.__name__}', kind.error.__name__, text)
 
 
 def _said(function: ast.FunctionDef) -> Iterator[Tuple[ast.AST, str, ast.AST]]:

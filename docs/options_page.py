@@ -18,9 +18,9 @@ TEXTS: Dict[str, Dict[str, Any]] = dict(
     en=dict(
         heading='# Options',
         intro="""\
-Every option of ours, by config key: `accelerator`, `model_parallel`, `default_hooks.checkpoint`,
-`train_cfg` of dynamic sampling, and launch files. A value that an option cannot have is refused
-when the job starts, and so is an unknown name; the message suggests the nearest.
+The options of `accelerator`, `model_parallel`, `default_hooks.checkpoint`, `train_cfg` of dynamic
+sampling, and launch files. A value that an option cannot have is refused when the job starts, and
+so is an unknown name; the message suggests the nearest.
 
 ## Options of `accelerator`
 
@@ -64,7 +64,7 @@ nccl when a config says nothing.""",
     zh_cn=dict(
         heading='# 选项',
         intro="""\
-本插件的全部选项，按配置键排列：`accelerator`、`model_parallel`、`default_hooks.checkpoint`、
+以下配置键的选项：`accelerator`、`model_parallel`、`default_hooks.checkpoint`、
 动态采样的 `train_cfg`，以及启动文件。选项的取值不可能或名称未知时，作业在启动时拒绝，
 报错给出最接近的名称。
 

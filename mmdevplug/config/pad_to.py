@@ -6,12 +6,6 @@ from mmdevplug.errors import DevPlugError
 
 Size = Tuple[int, int]
 
-FORMS = (
-    'a number whose next multiple is taken (64), one size as (height, width) (e.g. (512, 1024)), '
-    'or a list of sizes of which the smallest is taken that holds the batch '
-    '([(512, 512), (512, 1024)])'
-)
-
 
 class PadTo(NamedTuple):
     """The size of a batch: a multiple, or the first bucket (height, width) that holds it."""
@@ -53,7 +47,11 @@ def read_pad_to(value: Any, key: str = 'accelerator.pad_to') -> Optional[PadTo]:
     if isinstance(value, (list, tuple)) and value and all(map(_is_size, value)):
         sizes = {tuple(size) for size in value}
         return PadTo(buckets=tuple(sorted(sizes, key=lambda size: (size[0] * size[1], size))))
-    raise DevPlugError(f'{key}={value!r}: expected {FORMS}, or None.')
+    raise DevPlugError(
+        f'{key}={value!r}: expected a number whose next multiple is taken (64), one size as '
+        f'(height, width) (e.g. (512, 1024)), or a list of sizes of which the smallest is taken '
+        f'that holds the batch ([(512, 512), (512, 1024)]), or None.'
+    )
 
 
 def suggest_buckets(sizes: Sequence[Size], most: int = 3) -> List[Size]:

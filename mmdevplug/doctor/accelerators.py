@@ -169,6 +169,10 @@ def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], 
             accelerator.set_device(device)
             expected = compute(torch.device('cpu'))
             (found,) = accelerator.to_host([compute(device)])
+            if found.shape != expected.shape:
+                shapes = f'{tuple(found.shape)}, expected {tuple(expected.shape)}'
+                wrong.append(f'{name} has shape {shapes}')
+                continue
             difference = ((found - expected).abs().max() / expected.abs().max()).item()
         except Exception as error:
             # Vendors' libraries fail in many ways.

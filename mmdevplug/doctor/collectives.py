@@ -87,7 +87,7 @@ def describe_results(results: Dict[str, Any]) -> Iterator[Finding]:
                 SECTION,
                 'error',
                 f'{check["name"]}: {problem}',
-                'what ranks send to each other does not arrive as it was sent.',
+                'training needs this collective, with the values that ranks sent.',
                 f"accelerator = dict(type={results['accelerator']!r}, backend='gloo')",
             )
     passed = [check for check in results['checks'] if check['status'] == 'pass']

@@ -4,12 +4,14 @@ Rank r of N puts in ``(r + 1) * pattern``, where the pattern repeats 1 to 7. All
 numbers that float32 holds exactly; only averages are rounded.
 """
 
+import itertools
 import json
 import os
+import re
 import statistics
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional
 
 import torch
 from mmengine.config import Config
@@ -32,13 +34,18 @@ TOLERANCE = 1e-6
 #: Of a collective; more say nothing new.
 MOST_PROBLEMS = 8
 
+#: What a backend says that lacks a collective, on all ranks and before anything is sent.
+_LACKING = re.compile(r'does not (support|implement)|not (yet )?(supported|implemented)', re.I)
+
 
 class Case(NamedTuple):
     """A collective with tensors of one size."""
 
     run: Callable[[], Any]
-    #: Says what is wrong with the results of the first run.
-    problems: Callable[[], Iterator[str]]
+    #: Says what is wrong with the results of the last run.
+    problems: Callable[[], Iterable[str]]
+    #: Restores the inputs; not timed.
+    reset: Callable[[], Any] = lambda: None
 
 
 class Ranks:
@@ -64,11 +71,14 @@ class Ranks:
     def compare(
         self, found: Tensor, expected: Tensor, device: Optional[torch.device] = None
     ) -> Iterator[str]:
-        """Say what is wrong with a result: its device (by default ``self.device``) or values."""
+        """Say what is wrong with a result: its device (default ``self.device``), shape, values."""
         device = device or self.device
         which = f'a tensor of rank {self.rank}'
         if found.device != device:
             yield f'{which} is on {found.device}, expected {device}'
+        if found.shape != expected.shape:
+            yield f'{which} has shape {tuple(found.shape)}, expected {tuple(expected.shape)}'
+            return
         if found.device.type != 'cpu':
             (found,) = self.context.accelerator.to_host([found])
         difference = (found.detach() - expected).abs()
@@ -80,31 +90,38 @@ class Ranks:
 
 
 def _barrier(ranks: Ranks, count: int) -> Case:
-    def problems() -> Iterator[str]:
-        # Behind a barrier, all ranks have counted themselves in the store.
-        store = torch_dist.distributed_c10d._get_default_store()
-        store.add('mmdevplug/doctor/barrier', 1)
-        torch_dist.barrier()
-        arrived = store.add('mmdevplug/doctor/barrier', 0)
-        if arrived != ranks.size:
-            yield f'rank {ranks.rank} saw {arrived} ranks arrive, expected {ranks.size}'
+    store = torch_dist.distributed_c10d._get_default_store()
+    rounds, problems = itertools.count(), []
 
-    return Case(torch_dist.barrier, problems)
+    def run() -> None:
+        # Behind a barrier, all ranks have counted themselves in the store.
+        key = f'mmdevplug/doctor/barrier/{next(rounds)}'
+        store.add(key, 1)
+        torch_dist.barrier()
+        arrived = store.add(key, 0)
+        if arrived != ranks.size:
+            problems.append(f'rank {ranks.rank} saw {arrived} ranks arrive, expected {ranks.size}')
+
+    return Case(run, lambda: problems)
 
 
 def _all_reduce(ranks: Ranks, count: int) -> Case:
-    tensor = ranks.own(count).to(ranks.device)
+    own = ranks.own(count).to(ranks.device)
+    tensor = own.clone()
     return Case(
         lambda: torch_dist.all_reduce(tensor),
         lambda: ranks.compare(tensor, ranks.pattern(count, ranks.total)),
+        lambda: tensor.copy_(own),
     )
 
 
 def _broadcast(ranks: Ranks, count: int) -> Case:
-    tensor = ranks.own(count).to(ranks.device)
+    own = ranks.own(count).to(ranks.device)
+    tensor = own.clone()
     return Case(
         lambda: torch_dist.broadcast(tensor, ranks.size - 1),
         lambda: ranks.compare(tensor, ranks.pattern(count, ranks.size)),
+        lambda: tensor.copy_(own),
     )
 
 
@@ -116,7 +133,11 @@ def _all_gather(ranks: Ranks, count: int) -> Case:
         for rank, tensor in enumerate(gathered):
             yield from ranks.compare(tensor, ranks.pattern(count, rank + 1))
 
-    return Case(lambda: torch_dist.all_gather(gathered, own), problems)
+    return Case(
+        lambda: torch_dist.all_gather(gathered, own),
+        problems,
+        lambda: [tensor.zero_() for tensor in gathered],
+    )
 
 
 class _Weighted(nn.Module):
@@ -136,12 +157,12 @@ def _gradient_averaging(ranks: Ranks, count: int) -> Case:
     wrapper = DeviceDistributedDataParallel(_Weighted(count))
     factors, weight = ranks.own(count).to(device), wrapper.module.weight
 
-    def run() -> None:
-        weight.grad = None
-        wrapper(factors).backward()
-
     expected = ranks.pattern(count, ranks.total / ranks.size)
-    return Case(run, lambda: ranks.compare(weight.grad, expected, device))
+    return Case(
+        lambda: wrapper(factors).backward(),
+        lambda: ranks.compare(weight.grad, expected, device),
+        lambda: setattr(weight, 'grad', None),
+    )
 
 
 #: Timed with messages of several sizes.
@@ -205,12 +226,11 @@ def run_rank(
     )
     progress.enter('barrier')
     ranks = Ranks(context)
-    outcomes = [_try('barrier', _barrier(ranks, 0), 0, ranks, rounds)]
+    outcomes = [_try('barrier', _barrier, 0, ranks, rounds)]
     for name, make in SIZED.items():
         for size in [size for size in SIZES if size <= largest] or [largest]:
             progress.enter(f'{name} of {size} bytes')
-            case = make(ranks, max(1, size // FLOAT_BYTES))
-            outcomes.append(_try(name, case, size, ranks, rounds))
+            outcomes.append(_try(name, make, size, ranks, rounds))
     progress.enter('comparing results')
     results = _agree(outcomes, ranks)
     progress.enter('done')
@@ -218,19 +238,30 @@ def run_rank(
     return results
 
 
-def _try(name: str, case: Case, size: int, ranks: Ranks, rounds: int) -> Dict[str, Any]:
-    """Check a case once, then time it."""
-    case.run()
-    outcome = dict(name=name, bytes=size, problems=list(case.problems()), seconds=[])
+def _try(
+    name: str, make: Callable[[Ranks, int], Case], size: int, ranks: Ranks, rounds: int
+) -> Dict[str, Any]:
+    """Time a collective after a first run that allocates; check its first and last results."""
     accelerator, device = ranks.context.accelerator, ranks.context.device
-    for _ in range(rounds):
-        accelerator.synchronize(device)
-        torch_dist.barrier()
-        begin = time.perf_counter()
-        case.run()
-        accelerator.synchronize(device)
-        outcome['seconds'].append(time.perf_counter() - begin)
-    return outcome
+    problems: List[str] = []
+    seconds: List[float] = []
+    try:
+        case = make(ranks, max(1, size // FLOAT_BYTES))
+        for number in range(rounds + 1):
+            case.reset()
+            accelerator.synchronize(device)
+            torch_dist.barrier()
+            begin = time.perf_counter()
+            case.run()
+            accelerator.synchronize(device)
+            seconds.append(time.perf_counter() - begin)
+            if number in (0, rounds):
+                problems += case.problems()
+    except RuntimeError as error:
+        if not _LACKING.search(str(error)):
+            raise
+        problems.append(f'backend {ranks.context.backend!r} does not offer it: {error}')
+    return dict(name=name, bytes=size, problems=problems, seconds=seconds[1:])
 
 
 def _agree(outcomes: List[Dict[str, Any]], ranks: Ranks) -> Dict[str, Any]:
@@ -244,11 +275,12 @@ def _agree(outcomes: List[Dict[str, Any]], ranks: Ranks) -> Dict[str, Any]:
         name, size = of_ranks[0]['name'], of_ranks[0]['bytes']
         check = checks.setdefault(name, dict(name=name, status='pass', problems=[], points=[]))
         problems = [problem for one in of_ranks for problem in one['problems']]
-        check['problems'] = (check['problems'] + problems)[:MOST_PROBLEMS]
+        check['problems'] = list(dict.fromkeys(check['problems'] + problems))[:MOST_PROBLEMS]
         check['status'] = 'fail' if check['problems'] else 'pass'
         # A collective is over when the slowest rank is.
         slowest = [max(times) for times in zip(*[one['seconds'] for one in of_ranks])]
-        check['points'].append(dict(bytes=size, seconds=statistics.median(slowest)))
+        if slowest:
+            check['points'].append(dict(bytes=size, seconds=statistics.median(slowest)))
     return dict(
         passed=all(check['status'] == 'pass' for check in checks.values()),
         world_size=ranks.size,

@@ -77,10 +77,10 @@ def names_in(cfg: Config) -> Iterator[Named]:
     """Yield all types that a runner or what it builds looks up by name."""
     for key, registry in TOP_LEVEL.items():
         yield from _walk(cfg.get(key), key, registry, None)
-    constructor = (cfg.get('optim_wrapper') or {}).get('constructor')
-    if isinstance(constructor, str):
-        path = 'optim_wrapper.constructor'
-        yield Named(path, constructor, mm.OPTIM_WRAPPER_CONSTRUCTORS, None)
+    wrapper = cfg.get('optim_wrapper')
+    if isinstance(wrapper, dict) and isinstance(wrapper.get('constructor'), str):
+        path, registry = 'optim_wrapper.constructor', mm.OPTIM_WRAPPER_CONSTRUCTORS
+        yield Named(path, wrapper['constructor'], registry, None)
     if isinstance(cfg.get('runner_type'), str):
         yield Named('runner_type', cfg.runner_type, mm.RUNNERS, None)
 

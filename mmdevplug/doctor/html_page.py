@@ -36,7 +36,7 @@ def _plot_collectives(results: Dict[str, Any]) -> str:
     """Draw time and bandwidth over the size of messages."""
     figure = Figure(figsize=(11, 4.2))
     time_axes, rate_axes = figure.subplots(1, 2)
-    sized = [check for check in results['checks'] if check['points'][0]['bytes']]
+    sized = [c for c in results['checks'] if c['points'] and c['points'][0]['bytes']]
     for check, marker, colour in zip(sized, 'os^vD', cm.tab20.colors):
         sizes = [point['bytes'] for point in check['points']]
         seconds = [point['seconds'] for point in check['points']]

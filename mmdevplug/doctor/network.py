@@ -83,10 +83,19 @@ def _listener(port: int) -> str:
     try:
         for found in psutil.net_connections('inet'):
             if found.status == psutil.CONN_LISTEN and found.laddr.port == port and found.pid:
-                return f' by process {found.pid} ({psutil.Process(found.pid).name()})'
+                return f' by process {found.pid} ({_name_of_process(found.pid)})'
     except psutil.Error:
-        return ''
+        pass
     return ''
+
+
+def _name_of_process(pid: int) -> str:
+    try:
+        return psutil.Process(pid).name()
+    except psutil.NoSuchProcess:
+        return 'which has ended'
+    except psutil.Error:
+        return 'whose name the system does not show'
 
 
 def _free_port() -> int:

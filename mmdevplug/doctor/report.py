@@ -76,7 +76,7 @@ def print_collectives(results: Dict[str, Any], console: Console) -> None:
         table.add_row(
             check['name'],
             Text(check['status'], COLOURS['ok' if check['status'] == 'pass' else 'error']),
-            f'{1e3 * seconds[min(seconds)]:.2f}',
+            f'{1e3 * seconds[min(seconds)]:.2f}' if seconds else '',
             *['' if rate is None else f'{rate:.{0 if rate >= 10 else 1}f}' for rate in rates],
         )
     console.print(table)

@@ -167,10 +167,15 @@ def shared_names(
         for patterns in _ties(module):
             prefix = f'{owner}.' if owner else ''
             inside = [name for name, _ in tensors if name.startswith(prefix)]
-            found.append(
-                [n for p in patterns for n in inside if re.search(rf'{p}\Z', n[len(prefix) :])]
-            )
+            found.append([n for p in patterns for n in inside if _fits(p, n[len(prefix) :])])
     return [names for names in found if len(names) > 1]
+
+
+def _fits(pattern: str, name: str) -> bool:
+    try:
+        return name == pattern or re.search(rf'{pattern}\Z', name) is not None
+    except re.error:
+        return False
 
 
 def _ties(module: nn.Module) -> List[Tuple[str, ...]]:

@@ -171,13 +171,13 @@ class Parallelism:
         if self.strategy is None:
             return ''
         found = self.strategy
-        rows = dict(
-            strategy=found.kind,
-            why=found.reason,
-            devices=', '.join(map(str, found.devices)),
-            processes=f'{found.world_size}, this is rank {found.rank}',
-        )
-        table = '\n'.join(f'{name:>9}: {value}' for name, value in rows.items())
+        rows = {
+            'strategy': found.kind,
+            'why': found.reason,
+            'devices of this rank': ', '.join(map(str, found.devices)),
+            'processes': f'{found.world_size}, this is rank {found.rank}',
+        }
+        table = '\n'.join(f'{name:>20}: {value}' for name, value in rows.items())
         return table + ('' if self.plan is None else f'\n{self.plan}')
 
 

@@ -108,7 +108,7 @@ class Partition:
     def _best_of_used(self, most: float) -> List[int]:
         """The best split over the devices of the one with the fewest empty parts."""
         ends = self._cheapest(0.0, most, np.zeros(len(self.ends)))
-        used = [device for device, load in enumerate(np.diff([0, *ends])) if load]
+        used = [device for device, blocks in enumerate(np.diff([0, *ends])) if blocks]
         weights, limits = ([values[i] for i in used] for values in (self.weights, self.limits))
         found = Partition(self.sizes, weights, limits, self.costs)._most_even(most)
         place = 0
@@ -130,6 +130,8 @@ class Partition:
         """The bound nearest to ``bad`` that passes a test which ``good`` passes."""
         while abs(good - bad) > _TOLERANCE * self.ideal:
             middle = (good + bad) / 2
+            if middle in (good, bad):
+                break  # far above the ideal, floats are further apart than the tolerance
             if test(middle):
                 good = middle
             else:

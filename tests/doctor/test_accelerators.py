@@ -77,6 +77,8 @@ class Rusty(CPUAccelerator):
     def to_host(self, tensors):
         if tensors[0].ndim == 4:
             raise RuntimeError('no kernel for this card')
+        if tensors[0].ndim == 1:
+            tensors = [tensors[0][:1]]
         return [tensor * {factor} for tensor in super().to_host(tensors)]
 """
 
@@ -89,6 +91,7 @@ def test_device_that_computes_something_else(tmp_path, children, factor):
     found = the(findings, 'error', 'computes wrongly').found
     for word in ('matmul differs', 'softmax backward differs', 'no kernel for this card'):
         assert word in found
+    assert 'reduction has shape (1,), expected (80,)' in found
 
 
 def test_card_that_was_asked_for_and_is_not_there(children):

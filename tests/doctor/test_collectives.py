@@ -1,5 +1,7 @@
 """Jobs of real processes: right, wrong, failing, hanging and killed."""
 
+import io
+import itertools
 import json
 import subprocess
 import sys
@@ -7,10 +9,14 @@ import sys
 import psutil
 import pytest
 import torch
+from rich.console import Console
 from torch import distributed as torch_dist
 
 from mmdevplug.doctor import collectives
-from mmdevplug.doctor.collectives_rank import SIZED, run_rank
+from mmdevplug.doctor.collectives_rank import SIZED, Ranks, _barrier, run_rank
+from mmdevplug.doctor.html_page import render
+from mmdevplug.doctor.report import print_collectives
+from mmdevplug.runner.init_device import init_device
 from tests.jobs import ROOT
 from tests.native import needs_native, run_native
 from tests.needs_card import needs_card
@@ -42,15 +48,16 @@ def test_accelerator_may_be_a_name_alone(tmp_path, written):
     assert run_ranks(look_at_config, 1, str(config)) == [True]
 
 
-def spoil(name, rank):
-    """Let a collective of one rank arrive with a wrong value."""
+def spoil(name, rank, right=0):
+    """Let a collective of one rank arrive with a wrong value, after the first calls."""
     original = getattr(torch_dist, name)
+    calls = itertools.count()
 
     def spoilt(tensor, *args, **kwargs):
         work = original(tensor, *args, **kwargs)
         # Not what ranks exchange to compare their results.
         if torch_dist.get_rank() == rank and work is None and tensor.is_floating_point():
-            tensor[-1] += 1
+            tensor[-1] += next(calls) >= right
         return work
 
     setattr(torch_dist, name, spoilt)
@@ -88,7 +95,8 @@ def test_a_vendors_backend_is_tried_with_tensors_of_its_device():
     )
 
 
-@pytest.mark.parametrize('spoilt', [('broadcast', 1), ('all_reduce', 2)])
+# The third run of the first size is its last.
+@pytest.mark.parametrize('spoilt', [('broadcast', 1), ('all_reduce', 2), ('all_reduce', 0, 2)])
 def test_wrong_value_on_one_rank_is_a_failure_on_all(spoilt):
     for results in run_ranks(look, 3, 'cpu', spoilt):
         assert not results['passed']
@@ -99,23 +107,74 @@ def test_wrong_value_on_one_rank_is_a_failure_on_all(spoilt):
     assert f'rank {spoilt[1]} holds' in error.found
 
 
-def test_result_on_another_device_is_a_failure():
+def test_collective_that_a_backend_lacks_is_a_failure_and_the_others_are_tried():
+    for results in run_ranks(look_without_broadcast, 3):
+        assert not results['passed']
+        checks = {check['name']: check for check in results['checks']}
+        assert checks.keys() == {*SIZED, 'barrier'}
+        failed = checks.pop('broadcast')
+        assert {check['status'] for check in checks.values()} == {'pass'}
+        assert failed['status'] == 'fail'
+        assert failed['points'] == []
+        (problem,) = failed['problems']
+        assert "backend 'gloo' does not offer it: Backend zeta does not support" in problem
+    error = the(collectives.describe_results(results), 'error', 'broadcast')
+    assert "backend 'gloo'" in error.found
+    printed = Console(file=io.StringIO(), width=200)
+    print_collectives(results, printed)
+    assert 'broadcast: ' in printed.file.getvalue()
+    assert 'data:image/png' in render(list(collectives.describe_results(results)), '')
+
+
+def look_without_broadcast():
+    original = torch_dist.broadcast
+
+    def broadcast(tensor, *args, **kwargs):
+        # The model wrapper needs it as well.
+        if sys._getframe(1).f_code.co_filename.endswith('collectives_rank.py'):
+            raise RuntimeError('Backend zeta does not support broadcast')
+        return original(tensor, *args, **kwargs)
+
+    torch_dist.broadcast = broadcast
+    return run_rank('pytorch', 'cpu', **SMALL)
+
+
+def test_barrier_is_checked_each_time():
+    assert run_ranks(look_at_barriers, 1) == [['rank 0 saw 1 ranks arrive, expected 2']]
+
+
+def look_at_barriers():
+    ranks = Ranks(init_device('pytorch', 'cpu'))
+    case = _barrier(ranks, 1)
+    case.run()
+    assert case.problems() == []
+    ranks.size = 2
+    case.run()
+    return case.problems()
+
+
+def test_result_on_another_device_or_of_another_shape_is_a_failure():
     (results,) = run_ranks(look_at_misplaced, 1)
     assert 'is on cpu, expected zeta:0' in results[0]
+    assert 'has shape (1,), expected (3,)' in results[1]
 
 
 def look_at_misplaced():
     import card
 
     from mmdevplug.accelerators import DeviceContext, get_accelerator
-    from mmdevplug.doctor.collectives_rank import Ranks
     from mmdevplug.environments.launch import LaunchEnv
 
     card.install('zeta')
     accelerator = get_accelerator('zeta')
     device = accelerator.device(0)
     context = DeviceContext(accelerator, '', device, LaunchEnv('none'), 'gloo')
-    return list(Ranks(context).compare(torch.ones(3), torch.ones(3), device))
+    ranks, expected = Ranks(context), torch.ones(3)
+    # All ones, but on the wrong device; the right device, but of a shape that broadcasts.
+    return [
+        *ranks.compare(expected, expected, device),
+        *ranks.compare(torch.ones(1, device=device), expected, device),
+    ]
 
 
 # failures ---------------------------------------------------------------------------------------

@@ -176,6 +176,11 @@ def test_words_of_a_modules_own_are_no_mistakes():
     assert [named.path for named in names_in(cfg)] == ['optim_wrapper.type']
 
 
+@pytest.mark.parametrize('written', ['OptimWrapper', ['OptimWrapper']])
+def test_optim_wrapper_that_is_no_dict(written):
+    assert list(names_in(Config(dict(optim_wrapper=written)))) == []
+
+
 @pytest.mark.parametrize(
     ('lines', 'told', 'remedy'),
     [

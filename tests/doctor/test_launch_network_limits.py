@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from mmdevplug.doctor import launch, limits, network
@@ -81,6 +82,26 @@ def test_port_that_is_taken_names_who_holds_it_and_a_free_one():
         assert f'process {os.getpid()} ' in found.found
     free = int(found.remedy.replace('export MASTER_PORT=', ''))
     assert the(network.examine({'MASTER_PORT': str(free)}), 'ok', f'port {free} is free')
+
+
+@pytest.mark.parametrize(
+    ('error', 'name'),
+    [
+        (psutil.NoSuchProcess, 'which has ended'),
+        (psutil.AccessDenied, 'whose name the system does not show'),
+    ],
+)
+def test_process_without_a_name_that_holds_a_port(monkeypatch, error, name):
+    def refuse(pid):
+        raise error(pid)
+
+    with socket.socket() as holder:
+        holder.bind(('127.0.0.1', 0))
+        holder.listen(1)
+        port = str(holder.getsockname()[1])
+        monkeypatch.setattr(psutil, 'Process', refuse)
+        found = the(network.examine({'MASTER_PORT': port}), 'error', f'MASTER_PORT={port}')
+    assert f'by process {os.getpid()} ({name})' in found.found
 
 
 @pytest.mark.parametrize('port', ['', '0', '70000', 'http'])

@@ -1,5 +1,7 @@
 """What is kept whole, what goes together, and that nothing is left without a device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -155,6 +157,24 @@ def test_ties_that_are_only_declared(names):
     model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     made = plan(model, 'xla:0-2')
     assert len({made.device_of(name) for name in names}) == 1
+
+
+class Declared(nn.Module):
+    """Declares ties by a name and by a replacement, neither a regular expression."""
+
+    config = SimpleNamespace(tie_word_embeddings=True)
+    _tied_weights_keys = {'head(.weight': 'first.weight', r'last.(\w+)': r'first.\1'}
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.middle = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.add_module('head(', nn.Linear(8, 8))
+        self.last = nn.Linear(8, 8)
+
+
+def test_declared_names_that_are_no_regular_expressions():
+    made = plan(Declared(), 'xla:0-1')
+    assert made.device_of('head(') == made.device_of('first') != made.device_of('middle')
 
 
 class Shared(nn.Module):

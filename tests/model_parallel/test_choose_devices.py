@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from mmdevplug.accelerators import Accelerator
+from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel.choose_devices import resolve_strategy
+from mmdevplug.model_parallel.parallelism import Parallelism
 from tests.jobs import install_card
 from tests.ranks import RanksFailed, run_ranks
 
@@ -51,6 +53,13 @@ def rank(index, world_size, local_world_size=None):
 
 def names(strategy):
     return [str(device) for device in strategy.devices]
+
+
+def test_the_log_names_the_devices_of_this_rank():
+    found = Parallelism(ModelParallelOptions())
+    found.choose_devices(cards(2), rank(1, 2))
+    assert 'devices of this rank: cuda:1\n' in found.describe()
+    assert 'processes: 2, this is rank 1' in found.describe()
 
 
 def test_false_is_one_device():

@@ -70,3 +70,25 @@ def test_cheaper_cuts_win_among_equals():
     # Both splits are equally even; the second cut is the cheaper one.
     assert Partition([2, 1, 2], [1, 1], cut_costs=[0, 9, 1]).best() == [2, 3]
     assert Partition([2, 1, 2], [1, 1], cut_costs=[0, 1, 9]).best() == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ('sizes', 'weights', 'ends'),
+    [
+        ([10**6] * 2, [1e6, 2e9], [1, 2]),
+        ([10**12, *[1] * 599], [1.0] * 600, list(range(1, 601))),
+    ],
+)
+def test_search_ends_where_the_largest_load_is_far_above_the_ideal(sizes, weights, ends):
+    assert Partition(sizes, weights).best() == ends
+
+
+def test_search_ends_with_many_devices_that_may_stay_empty():
+    partition = Partition([10**12, 1, 1], [1.0] * 1000, allow_empty=True)
+    assert max(partition.loads(partition.best())) == 10**12
+
+
+@pytest.mark.filterwarnings('error')
+def test_blocks_without_bytes_are_on_a_device():
+    for count in (1, 2, 5):
+        assert Partition([0] * count, [1e6, 2e6, 3e6], allow_empty=True).best()[-1] == count
