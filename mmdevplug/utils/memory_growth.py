@@ -74,8 +74,7 @@ class GrowthDetector:
 
 
 def _steady_growth(values: List[int], highest: int) -> int:
-    """Bytes by which memory rose, -1 unless each window is above the one before and the last one
-    above ``highest``, the most before the span."""
+    """Bytes by which memory rose, -1 unless it did so in each window and above ``highest``."""
     window = len(values) // WINDOWS
     lows = [min(values[start : start + window]) for start in range(0, len(values), window)]
     steps = [later - earlier for earlier, later in zip(lows, lows[1:])]
