@@ -18,6 +18,8 @@ LATEST = 16
 #: Each rise from window to window has to reach this part of their mean.
 STEADY = 0.7
 WITH_GRAPH = ' with its graph'
+#: Objects that the garbage collector does not list.
+UNLISTED = frozenset((np.ndarray, bytes, bytearray))
 #: Objects whose contents are listed at a time.
 CHUNK = 10_000
 
@@ -108,17 +110,17 @@ class ObjectCounts:
         for kind in kinds.keys() - shaped:
             self.counts[kind.__name__] += kinds[kind]
         for kind in (list, dict, set, tuple, deque):
-            found = (thing for thing in objects if type(thing) is kind)
-            self.bytes[kind.__name__] += sum(map(sys.getsizeof, found))
+            found = [thing for thing in objects if type(thing) is kind]
+            self.bytes[kind.__name__] += sum(map(kind.__sizeof__, found))
         for thing in objects:
             if type(thing) in shaped:
                 self._add(thing)
         for start in range(0, len(objects), CHUNK):
-            for held in gc.get_referents(*objects[start : start + CHUNK]):
-                # The garbage collector does not list these itself.
-                if type(held) in (np.ndarray, bytes, bytearray) and id(held) not in self._seen:
-                    self._seen.add(id(held))
-                    self._add(held)
+            held = gc.get_referents(*objects[start : start + CHUNK])
+            for thing in [each for each in held if type(each) in UNLISTED]:
+                if id(thing) not in self._seen:
+                    self._seen.add(id(thing))
+                    self._add(thing)
         self._seen = set()  # else it would be among the objects that grew
 
     def _add(self, thing: Any) -> None:
