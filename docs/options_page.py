@@ -180,7 +180,7 @@ nccl when a config says nothing.""",
             '表示标准错误输出为终端时显示。',
             'accelerator': '设备家族；`auto` 取现有的设备。',
             'nproc': '每台主机上的进程数。',
-            'nnodes': '主机数。',
+            'nnodes': '主机数；各主机运行同一命令，`--node-rank` 各不相同。',
             'node_rank': '本机是第几台主机，从 0 开始；各主机不同。`srun` 通过 `SLURM_NODEID` '
             '设置它。',
             'master_addr': '主机 0 的名称或地址。',

@@ -59,7 +59,9 @@ class HostCopy:
     def _kept(self, tensors: List[Tensor]) -> List[Tensor]:
         """Copy host tensors; views of one storage become views of one copy."""
         plain = {id(each): _whole_storage(each) for each in tensors if _has_plain_memory(each)}
-        wholes = {(whole.data_ptr(), whole.dtype): whole for whole in plain.values()}
+        # NumPy can give one address to several storages: the largest holds the others.
+        largest_last = sorted(plain.values(), key=Tensor.numel)
+        wholes = {(whole.data_ptr(), whole.dtype): whole for whole in largest_last}
         sizes = [(whole.shape, whole.dtype) for whole in wholes.values()]
         if [(kept.shape, kept.dtype) for kept in self._memory] != sizes:
             self._memory = _allocate_like(list(wholes.values()))

@@ -1,8 +1,9 @@
 """Save a checkpoint of a runner: on rank 0, in the background, or by the runner's own method."""
 
 import os
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from pathlib import Path
+from threading import Thread
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 from mmengine.dist import is_main_process
@@ -39,13 +40,16 @@ class BackgroundWriter:
     """Run one function at a time in a thread, which the interpreter waits for when it exits."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix='mmdevplug-checkpoint')
         self._running: Optional[Future] = None
 
     def start(self, function: Callable[[], None]) -> None:
         """Start a function after the one before; raise the error of that one."""
         self.join()
-        self._running = self._executor.submit(function)
+        self._running = Future()
+        # No executor: Python 3.8 waits for its threads only after the watch for failures has
+        # stopped, and the other ranks would take this one for dead.
+        arguments = (function, self._running)
+        Thread(target=_run, args=arguments, name='mmdevplug-checkpoint', daemon=False).start()
 
     def join(self, timeout: Optional[float] = None) -> bool:
         """Wait, raise the function's error once, and return whether nothing runs any more."""
@@ -56,6 +60,13 @@ class BackgroundWriter:
             self._running = None
             running.result()
         return True
+
+
+def _run(function: Callable[[], None], running: Future) -> None:
+    try:
+        running.set_result(function())
+    except BaseException as error:
+        running.set_exception(error)
 
 
 class CheckpointSaver:
@@ -88,8 +99,8 @@ class CheckpointSaver:
             return True
 
         def write() -> None:
-            checkpoint = HostCopy(rank_device()[0])(_collect(runner, meta, options))
-            self._put(runner.work_dir, checkpoint, file)
+            checkpoint = collect_checkpoint(runner, meta=meta, **options)
+            self._put(runner.work_dir, HostCopy(rank_device()[0])(checkpoint), file)
 
         failed = run_on_main(
             f'saving {os.path.basename(file.path)}',
@@ -145,7 +156,8 @@ class CheckpointSaver:
         self._settle(runner, self._attempt(self._background.join))
         if self._kept_copy is None:
             self._kept_copy = HostCopy(rank_device()[0], keep=True)
-        copied, work_dir = self._kept_copy(_collect(runner, meta, options)), runner.work_dir
+        copied = self._kept_copy(collect_checkpoint(runner, meta=meta, **options))
+        work_dir = runner.work_dir
         self._background.start(lambda: self._put(work_dir, copied, file))
 
     def _save_by_runner(
@@ -168,12 +180,6 @@ class CheckpointSaver:
 
         failed = run_on_main(f'saving {name}', lambda: self._attempt(rename), self.timeout)
         return self._settle(runner, failed)
-
-
-def _collect(runner: Any, meta: Dict, options: Dict) -> Dict[str, Any]:
-    names = ('save_optimizer', 'save_param_scheduler', 'by_epoch')
-    known = {name: options[name] for name in names if name in options}
-    return collect_checkpoint(runner, meta=meta, **known)
 
 
 def _collects_as_mmengine(runner: Any) -> bool:

@@ -98,6 +98,8 @@ def render(settings: LaunchOptions, name: str, why: str) -> str:
     ]
     for one in options_of(LaunchOptions):
         value = values[one.name]
+        if single and one.name == 'node_rank':
+            continue
         lines += ['', f'# {one.metadata["meaning"]}' + (f' {why}' if one.name == 'nproc' else '')]
         if value is None:
             lines.append(f'# {one.name}: {DEFAULT_PORT if one.name == "master_port" else 0}')

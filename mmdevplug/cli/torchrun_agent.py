@@ -18,7 +18,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.run import parse_args, run
 
-from mmdevplug.environments.loopback import LOOPBACK, loopback_store
+from mmdevplug.environments.launch import DEFAULT_PORT
+from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.patching import patch_symbol
 
@@ -72,10 +73,12 @@ def read_arguments(argv: Optional[List[str]] = None) -> Namespace:
 
 def _hold_store(args: Namespace) -> Any:
     """Make the store that torchrun will take, if all of the job is on this host."""
-    if str(args.nnodes) not in ('1', '1:1'):
+    single_host = str(args.nnodes) in ('1', '1:1') and is_loopback(args.master_addr)
+    other_store = args.standalone or args.rdzv_endpoint or args.rdzv_backend != 'static'
+    if not single_host or other_store:
         return None
     args.master_addr = LOOPBACK
-    store = loopback_store(args.master_port)
+    store = loopback_store(DEFAULT_PORT if args.master_port is None else args.master_port)
     args.master_port = store.port
     return store
 

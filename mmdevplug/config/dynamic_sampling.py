@@ -13,6 +13,7 @@ from .fields import (
     Check,
     Options,
     choice,
+    flag,
     option,
     positive,
     read_dict,
@@ -33,14 +34,10 @@ class SamplerOptions(Options):
 
     key, taken_by, error = 'train_cfg.sampler', 'DynamicSampler', SampleError
 
-    same_structure: bool = option(
-        True,
-        'Whether the samples of all ranks must have the same keys, dtypes and shapes.',
-        check=FLAG,
+    same_structure: bool = flag(
+        True, 'Whether the samples of all ranks must have the same keys, dtypes and shapes.'
     )
-    allow_pickle: bool = option(
-        False, 'Whether samples may hold objects that only pickle can send.', check=FLAG
-    )
+    allow_pickle: bool = flag(False, 'Whether samples may hold objects that only pickle can send.')
     timeout: Union[None, float, timedelta] = option(
         None,
         'Seconds that ranks wait for the slowest one in a round; `None` for the timeout '
@@ -55,6 +52,9 @@ class SamplerOptions(Options):
         'Whether rank 0 shows a progress bar; `None` if the standard error is a terminal.',
         check=FLAG.or_none(),
     )
+
+
+_read_sampler = read_dict(SamplerOptions)
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class DynamicSamplingOptions(Options):
     sampler: SamplerOptions = option(
         {},
         'Further arguments of `DynamicSampler`.',
-        accepts='dict',
-        read=read_dict(SamplerOptions),
+        accepts='None, dict',
+        read=lambda value, key: _read_sampler({} if value is None else value, key),
     )
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any, Callable, ClassVar, Dict, Iterable, List, Mapping, NamedTuple, Optional
 
 from mmdevplug.errors import DevPlugError
@@ -20,11 +21,11 @@ class Check(NamedTuple):
     expected: str
     accepts: str
 
-    def or_none(self) -> 'Check':
-        """Accept None, too."""
+    def or_none(self, meaning: str = '') -> 'Check':
+        """Accept None, too, whose meaning a message names."""
         return Check(
             lambda value: value is None or self.holds(value),
-            f'{self.expected}, or None',
+            f'{self.expected}, or None{meaning}',
             f'None, {self.accepts}',
         )
 
@@ -38,18 +39,24 @@ def whole(least: int, most: float = float('inf')) -> Check:
     expected = (
         f'{least} to {most}' if isinstance(most, int) else f'a whole number of at least {least}'
     )
-    return Check(lambda value: type(value) is int and least <= value <= most, expected, 'int')
+    return Check(lambda value: _is(int, value) and least <= value <= most, expected, 'int')
 
 
-def positive(zero: bool = False) -> Check:
-    """Check a finite number above 0, or of at least 0."""
+def positive(zero: bool = False, infinite: bool = False) -> Check:
+    """Check a number, also of NumPy: above 0, or of at least 0, and finite by default."""
+    most = float('inf')
     return Check(
         lambda value: (
-            type(value) in (int, float) and (0 < value < float('inf') or (zero and value == 0))
+            _is(Real, value)
+            and (0 < value < most or (zero and value == 0) or (infinite and value == most))
         ),
-        f'a number {"of at least" if zero else "above"} 0',
+        f'a {"" if infinite else "finite "}number {"of at least" if zero else "above"} 0',
         'float',
     )
+
+
+def _is(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def choice(*words: Optional[str]) -> Check:
@@ -59,7 +66,11 @@ def choice(*words: Optional[str]) -> Check:
     return Check(lambda value: value in words, expected, ', '.join(names))
 
 
-FLAG = Check(lambda value: isinstance(value, bool), 'True or False', 'bool')
+FLAG = Check(
+    lambda value: value is None or (isinstance(value, int) and value in (0, 1)),
+    'True or False',
+    'bool',
+)
 TEXT = Check(lambda value: isinstance(value, str), 'a str', 'str')
 
 
@@ -196,16 +207,14 @@ def _shortened(value: Any) -> str:
 # readers ----------------------------------------------------------------------------------------
 
 
-def _read_flag(value: Any, key: str) -> bool:
-    # None is off, too.
-    if value is None or isinstance(value, (bool, int)) and value in (0, 1):
-        return bool(value)
-    raise DevPlugError(f'{key}={value!r}: expected True or False.')
-
-
 def flag(default: bool, meaning: str) -> Any:
-    """Declare an option that is on or off."""
-    return option(default, meaning, read=_read_flag, accepts='bool')
+    """Declare an option that is on (True, 1) or off (False, 0, None)."""
+    return option(
+        default,
+        meaning,
+        check=FLAG,
+        read=lambda value, key: bool(value) if FLAG.holds(value) else value,
+    )
 
 
 def read_switch(kind: Any) -> Reader:

@@ -1,11 +1,11 @@
 """The options of hooks: in the config key ``accelerator``, and those of checkpoints."""
 
 from dataclasses import dataclass
-from typing import Any, Dict, Iterable, Mapping, Optional, Tuple
+from typing import Optional
 
 from mmdevplug.errors import CheckpointError, ModelError
 
-from .fields import FLAG, Options, choice, option, positive, refuse_unknown, whole
+from .fields import Options, choice, flag, option, positive, whole
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class MemoryOptions(Options):
     growth_mb: Optional[float] = option(
         32.0,
         'Least growth that is reported, in MB; `None` for no report.',
-        check=positive(zero=True).or_none(),
+        check=positive(zero=True, infinite=True).or_none(),
     )
 
 
@@ -63,17 +63,16 @@ class CheckpointOptions(Options):
 
     key, taken_by, error = 'default_hooks.checkpoint', 'SafeCheckpointHook', CheckpointError
 
-    async_save: bool = option(
+    async_save: bool = flag(
         False,
         'Whether a thread of rank 0 writes while training goes on; training waits only '
         'for a copy in host memory. An error is raised at the next checkpoint, or at the end.',
-        check=FLAG,
     )
     timeout: Optional[float] = option(
         None,
         'Seconds that the other ranks wait for rank 0 to write; `None` for the timeout of '
         'the process group.',
-        check=positive().or_none(),
+        check=positive(infinite=True).or_none(' for the timeout of the process group'),
     )
     on_error: str = option(
         'stop',
@@ -81,17 +80,3 @@ class CheckpointOptions(Options):
         'try again at the next one. The last checkpoint of all stops them in any case.',
         check=choice('stop', 'continue'),
     )
-
-    @classmethod
-    def split(
-        cls, given: Mapping[str, Any], theirs: Iterable[str]
-    ) -> Tuple['CheckpointOptions', Dict[str, Any]]:
-        """Parse our options, and return them and the others, which have names of ``theirs``."""
-        refuse_unknown(
-            given,
-            [*cls.names(), *(name for name in theirs if name != 'kwargs')],
-            cls.key,
-            cls.error,
-        )
-        others = {name: value for name, value in given.items() if name not in cls.names()}
-        return cls(**cls.read(given)), others

@@ -36,7 +36,11 @@ class LaunchOptions(Options):
     nproc: Optional[int] = option(
         None, 'Processes on each host.', check=whole(1).named('1 or more processes on each host')
     )
-    nnodes: int = option(1, 'Hosts.', check=whole(1).named('1 or more hosts'))
+    nnodes: int = option(
+        1,
+        'Hosts; each runs the same command with another `--node-rank`.',
+        check=whole(1).named('1 or more hosts'),
+    )
     node_rank: Optional[int] = option(
         None,
         'Which of the hosts this is, from 0; another on each. `srun` sets it by `SLURM_NODEID`.',

@@ -5,13 +5,21 @@ from typing import Any, Dict, Mapping, Optional, Union
 
 from mmdevplug.errors import PlacementError
 
-from .fields import FLAG, Options, choice, option, whole
+from .fields import Options, choice, flag, option, refuse_unknown, whole
 
 #: Policies of :class:`mmdevplug.device_guard.DeviceGuard`.
 GUARD_POLICIES = ('error', 'warn', 'move')
 
 #: The dtype for each precision.
-PRECISIONS = {None: None, 'fp32': 'float32', 'bf16': 'bfloat16', 'fp16': 'float16'}
+PRECISIONS = {
+    None: None,
+    'fp32': 'float32',
+    'float32': 'float32',
+    'bf16': 'bfloat16',
+    'bfloat16': 'bfloat16',
+    'fp16': 'float16',
+    'float16': 'float16',
+}
 
 #: Names that configs of LoRA trainings have for our options; a choice holds where it is True.
 _RENAMED = {'device_map_strategy': 'strategy', 'use_model_parallel': 'enable'}
@@ -67,19 +75,15 @@ class ModelParallelOptions(Options):
     balance_threshold: float = option(
         0.3, "Imbalance up to which `'dynamic'` takes accelerate's map.", accepts='float'
     )
-    force_balance: bool = option(
-        True, 'Whether a plan is refused in which a device gets nothing.', check=FLAG
-    )
-    exclude_cpu: bool = option(
-        True,
-        'Whether the host computes nothing; `False` gives it what devices cannot hold.',
-        check=FLAG,
+    force_balance: bool = flag(True, 'Whether a plan is refused in which a device gets nothing.')
+    exclude_cpu: bool = flag(
+        True, 'Whether the host computes nothing; `False` gives it what devices cannot hold.'
     )
     precision: Optional[str] = option(
         None,
         'Precision of frozen weights and of forward passes; weights that are trained stay '
         'as they are. `None` leaves everything as it is.',
-        check=choice(*PRECISIONS),
+        check=choice(*filter(None, PRECISIONS)).or_none(' to leave everything as it is'),
     )
     num_microbatches: int = option(
         1,
@@ -90,14 +94,12 @@ class ModelParallelOptions(Options):
         'move',
         'What `DeviceGuard` does about an operation that mixes devices: move operands, '
         'warn, or stop; `None` for no guard.',
-        check=choice(None, *GUARD_POLICIES),
+        check=choice(*GUARD_POLICIES).or_none(' for no guard'),
     )
-    check_r_consistency: bool = option(
-        False, 'Whether to warn of LoRA adapters that differ in rank.', check=FLAG
+    check_r_consistency: bool = flag(
+        False, 'Whether to warn of LoRA adapters that differ in rank.'
     )
-    strict_r_check: bool = option(
-        False, 'Whether to refuse LoRA adapters that differ in rank.', check=FLAG
-    )
+    strict_r_check: bool = flag(False, 'Whether to refuse LoRA adapters that differ in rank.')
     plan: Optional[Mapping[str, Any]] = option(
         None, 'A plan to use as it is, as `mmdevplug plan --json` writes it.', accepts='None, dict'
     )
@@ -120,7 +122,8 @@ class ModelParallelOptions(Options):
                 f'model_parallel={config!r}: expected a dict such as dict(enable=True, '
                 f'devices=2), or True or False.'
             )
-        return cls.from_dict(_with_our_names(config))
+        refuse_unknown(config, [*cls.names(), *_RENAMED, *_CHOICES], cls.key, cls.error)
+        return cls(**cls.read(_with_our_names(config)))
 
 
 def _with_our_names(config: Mapping[str, Any]) -> Dict[str, Any]:

@@ -54,6 +54,9 @@ from mmdevplug.fault_tolerance.store_barrier import (
     run_on_every_rank,
 )
 
+#: In seconds, 31 years, for infinite ones: nanoseconds of it fit into 64 bits.
+LONGEST_TIMEOUT = 1e9
+
 Timeout = Optional[Union[Real, timedelta]]
 ChooseDevices = Callable[[Accelerator, LaunchEnv], Sequence[torch.device]]
 
@@ -242,7 +245,7 @@ def to_timeout(
             f'{name}={seconds!r}: expected a number of seconds above 0, e.g. '
             f'dist_cfg=dict(timeout=1800).'
         )
-    return timedelta(seconds=float(seconds))
+    return timedelta(seconds=min(float(seconds), LONGEST_TIMEOUT))
 
 
 _HELD_BY_TORCHRUN = (

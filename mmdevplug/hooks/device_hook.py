@@ -138,10 +138,11 @@ def _misplaced_state(optimizers: List[Optimizer], device: torch.device) -> Dict[
         for name, value, parameter in _state(optimizers)
         if not same_device(value.device, _place_of_state(parameter, device))
     }
+    devices = rank_devices()
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group['params']):
-                if not any(same_device(parameter.device, one) for one in rank_devices()):
+                if not any(same_device(parameter.device, one) for one in devices):
                     name = f'{type(optimizer).__name__} parameter {index} of group {number}'
                     found[name] = parameter.device
     return found

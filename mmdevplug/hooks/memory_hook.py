@@ -79,15 +79,15 @@ class MemoryHook(Hook):
                 if value is None:
                     continue
                 detector = self._detectors.setdefault(
-                    name, GrowthDetector(int(self.options.growth_mb * MB))
+                    name, GrowthDetector(self.options.growth_mb * MB)
                 )
                 growth = detector.add(runner.iter + 1, value)
                 if growth is not None:
                     self._since, self._growth = runner.iter + 1, f'{name} {growth}'
-                    self._before = ObjectCounts()
+                    self._before = _count_objects()
 
     def _report(self, runner: Any, before: ObjectCounts) -> None:
-        grown = ObjectCounts().growth_since(before)
+        grown = _count_objects().growth_since(before)
         what = (
             f'More than at iteration {self._since}: {"; ".join(grown)}'
             if grown
@@ -98,6 +98,11 @@ class MemoryHook(Hook):
             f'Memory of rank {runner.rank} keeps growing: {self._growth}. {what}.'
         )
         self._before = None
+
+
+def _count_objects() -> ObjectCounts:
+    accelerator, _ = rank_device()
+    return ObjectCounts(accelerator.device_type if accelerator.lazy else None)
 
 
 def _shown_by_mmengine() -> bool:

@@ -3,7 +3,7 @@
 import hashlib
 import io
 import os
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, Dict, Optional
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
+from mmengine.runner import Runner
 
 from mmdevplug.accelerators.random_states import random_state, set_random_state
 from mmdevplug.checkpoint.exact_resume import (
@@ -34,6 +35,7 @@ from mmdevplug.checkpoint.writing import (
     remove_unfinished,
     write_checkpoint,
 )
+from mmdevplug.config.fields import refuse_unknown
 from mmdevplug.config.hook_options import CheckpointOptions
 from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.distributed.waiting import run_on_main
@@ -56,10 +58,11 @@ class SafeCheckpointHook(CheckpointHook):
         *args: See :class:`mmengine.hooks.CheckpointHook`.
         **options: Fields of :class:`mmdevplug.config.hook_options.CheckpointOptions`:
             ``async_save=False``, ``timeout=None``, ``on_error='stop'``; and arguments of
-            :class:`mmengine.hooks.CheckpointHook`.
+            :class:`mmengine.hooks.CheckpointHook`. Others are arguments of a ``save_checkpoint``
+            of the runner's own.
 
     Raises:
-        CheckpointError: If an option is unknown or has an impossible value.
+        CheckpointError: If an option has an impossible value.
 
     Examples:
         >>> default_hooks = dict(
@@ -67,9 +70,9 @@ class SafeCheckpointHook(CheckpointHook):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        ours, theirs = CheckpointOptions.split(options, signature(CheckpointHook).parameters)
-        super().__init__(*args, **theirs)
-        self._saver = CheckpointSaver(ours, self.backend_args)
+        ours = CheckpointOptions.read(options)
+        super().__init__(*args, **{name: options[name] for name in options if name not in ours})
+        self._saver = CheckpointSaver(CheckpointOptions(**ours), self.backend_args)
         self._position: Optional[Position] = None
         self._exact: Optional[Dict] = None
         self._loaded: Optional[Dict] = None
@@ -77,6 +80,17 @@ class SafeCheckpointHook(CheckpointHook):
         #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
         self._metrics: Optional[Dict[str, Any]] = None
         self._warned_of_accumulation = False
+
+    def before_run(self, runner: Any) -> None:
+        """Refuse options that neither this hook nor the runner's ``save_checkpoint`` takes."""
+        taken = signature(runner.save_checkpoint).parameters
+        if any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):
+            return
+        # The others are given in any case.
+        own = taken.keys() - signature(Runner.save_checkpoint).parameters
+        known = [name for name in signature(CheckpointHook).parameters if name != 'kwargs']
+        known = [*CheckpointOptions.names(), *known, *sorted(own)]
+        refuse_unknown(self.args, known, CheckpointOptions.key, CheckpointError)
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict) -> None:
         """Keep the states for exact resuming."""
@@ -177,9 +191,12 @@ class SafeCheckpointHook(CheckpointHook):
         self._metrics = None
 
     def save_now(self, runner: Any) -> str:
-        """Save at the end of any iteration, whatever ``on_error``, and return the path.
+        """Save at the end of any iteration, and return the path.
 
         The file is removed after the next checkpoint of the ordinary kind.
+
+        Raises:
+            CheckpointError: If it cannot be written, whatever ``on_error``.
         """
         step = runner.iter + 1
         meta = dict(epoch=runner.epoch, iter=step)

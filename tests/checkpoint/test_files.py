@@ -317,6 +317,18 @@ def test_the_interpreter_waits_for_the_background(tmp_path):
     assert (tmp_path / 'written').exists()
 
 
+def test_the_interpreter_waits_for_the_background_before_exit_handlers():
+    """The other ranks take a rank for dead whose watch has stopped."""
+    script = (
+        'import atexit, time\n'
+        'from mmdevplug.checkpoint.saving import BackgroundWriter\n'
+        'atexit.register(print, "exit handler", flush=True)\n'
+        'BackgroundWriter().start(lambda: (time.sleep(0.5), print("written", flush=True)))'
+    )
+    printed = subprocess.run([sys.executable, '-c', script], stdout=subprocess.PIPE, check=True)
+    assert printed.stdout.split(b'\n')[:2] == [b'written', b'exit handler']
+
+
 def test_one_after_the_other():
     background, order = BackgroundWriter(), []
     background.start(lambda: (time.sleep(0.2), order.append(1)))

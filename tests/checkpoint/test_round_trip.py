@@ -201,6 +201,15 @@ def test_every_further_copy_is_equal_too(keep):
     check_equal(states, copier(states))
 
 
+@pytest.mark.parametrize('sizes', [(8, 2), (2, 8)])
+def test_storages_of_several_sizes_at_one_address(sizes):
+    buffer = np.arange(8.0)
+    states = [torch.from_numpy(buffer[:size]) for size in sizes]
+    copied = HostCopy(get_accelerator('cpu'), keep=True)(states)
+    buffer += 1
+    assert [tensor.tolist() for tensor in copied] == [list(range(size)) for size in sizes]
+
+
 def test_stock_pytorch_reads_it(tmp_path):
     states = _states_to_save()
     path = str(tmp_path / 'a.pth')

@@ -1,6 +1,8 @@
 """SafeCheckpointHook in the place of MMEngine's own."""
 
 import os
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from mmengine.runner import Runner
 from mmdevplug.checkpoint import writing
 from mmdevplug.checkpoint.finding import check_file
 from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.saving import CheckpointFile
 from mmdevplug.errors import CheckpointError
 from mmdevplug.hooks import SafeCheckpointHook
 from tests.checkpoint.training import build, config, train
@@ -194,10 +197,64 @@ def test_bad_options_name_themselves(options):
 
 
 def test_an_unknown_option_is_refused_with_the_nearest():
-    with pytest.raises(CheckpointError, match="'async_saves'; did you mean 'async_save'?"):
-        SafeCheckpointHook(async_saves=True)
-    with pytest.raises(CheckpointError, match="'max_keep_ckpt'; did you mean 'max_keep_ckpts'?"):
-        SafeCheckpointHook(interval=1, max_keep_ckpt=3)
+    runner = SimpleNamespace(save_checkpoint=Runner.save_checkpoint)
+    with pytest.raises(CheckpointError, match="'async_saves'; did you mean 'async_save'\\?"):
+        SafeCheckpointHook(async_saves=True).before_run(runner)
+    with pytest.raises(CheckpointError, match="'max_keep_ckpt'; did you mean 'max_keep_ckpts'\\?"):
+        SafeCheckpointHook(interval=1, max_keep_ckpt=3).before_run(runner)
+
+
+def test_an_unknown_option_ends_the_run(tmp_path):
+    with pytest.raises(RanksFailed, match="default_hooks.checkpoint has no option 'async_saves'"):
+        run_ranks(train_with, 0, tmp_path, dict(async_saves=True))
+
+
+def train_with(work_dir, checkpoint):
+    train(work_dir, checkpoint=dict(interval=1, **checkpoint))
+
+
+class OwnSave:
+    """A runner with its own way to save."""
+
+    def __init__(self, work_dir):
+        self.work_dir, self.given = str(work_dir), []
+
+    def save_checkpoint(self, out_dir, filename, shards=1, **options):
+        self.given.append(shards)
+        (Path(out_dir) / filename).write_text('saved')
+
+
+class StrictOwnSave(OwnSave):
+    def save_checkpoint(
+        self, out_dir, filename, meta, backend_args, save_optimizer, save_param_scheduler,
+        by_epoch, shards=1,
+    ):  # fmt: skip
+        super().save_checkpoint(out_dir, filename, shards)
+
+
+@pytest.mark.parametrize('kind', [OwnSave, StrictOwnSave])
+def test_other_options_go_to_a_runner_that_takes_them(tmp_path, kind):
+    runner, hook = kind(tmp_path), SafeCheckpointHook(shards=3)
+    hook.before_run(runner)
+    file = CheckpointFile(str(tmp_path / 'a.pth'), [], is_last=True)
+    assert hook._save(runner, file, {})
+    assert runner.given == [3]
+    assert (tmp_path / 'a.pth').read_text() == 'saved'
+    if kind is StrictOwnSave:
+        with pytest.raises(CheckpointError, match="'shard'; did you mean 'shards'\\?"):
+            SafeCheckpointHook(shard=3).before_run(runner)
+
+
+@pytest.mark.parametrize(
+    ('name', 'value'), [('timeout', float('inf')), ('timeout', 3), ('async_save', 1)]
+)
+def test_values_that_are_taken(name, value):
+    SafeCheckpointHook(**{name: value})
+
+
+def test_what_is_no_flag_is_refused():
+    with pytest.raises(CheckpointError, match='async_save=2 .*: expected True or False'):
+        SafeCheckpointHook(async_save=2)
 
 
 def resume_from(work_dir, path):

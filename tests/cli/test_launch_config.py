@@ -12,6 +12,7 @@ from mmdevplug.cli import launch, launch_config, torchrun_agent as agent, train
 from mmdevplug.cli.launch import agent_command
 from mmdevplug.cli.launch_settings import read_launch_file
 from mmdevplug.config.launch import LaunchOptions
+from mmdevplug.environments.loopback import HeldStore
 from mmdevplug.errors import DevPlugError, LaunchError
 from tests.jobs import PATHS, ROOT
 from tests.needs_card import needs_card
@@ -84,6 +85,7 @@ def test_an_existing_file_stays_without_force(tmp_path):
     assert path.read_text() == 'mine'
     launch_config.main(['--out', str(path), '--force', '--accelerator', 'cpu'])
     assert read_launch_file(str(path)).nproc == 1
+    assert 'node_rank:' not in path.read_text()
     assert os.listdir(tmp_path) == ['launch.yaml']
 
 
@@ -114,6 +116,9 @@ def test_a_job_of_slurm_fills_in_its_hosts(tmp_path, monkeypatch):
     found = read_launch_file(str(path))
     assert (found.nnodes, found.master_addr, found.node_rank) == (2, 'node3', None)
     assert 15000 <= found.master_port < 30000
+    text = path.read_text()
+    assert '# Hosts; each runs the same command with another `--node-rank`.' in text
+    assert '\n# node_rank: 0\n' in text
 
 
 @pytest.mark.parametrize(
@@ -279,6 +284,35 @@ def test_no_variable_changes_what_the_command_line_says(monkeypatch, capsys):
     assert vars(agent.read_arguments(argv)) == vars(plain)
     assert 'PET_NODE_RANK=7' in capsys.readouterr().err
     assert os.environ['PET_NODE_RANK'] == '7'  # for the ranks
+
+
+@pytest.mark.parametrize(
+    ('words', 'port'),
+    [
+        ([], 29500),
+        (['--master_port=0'], 0),
+        (['--nnodes=1:1', '--master_addr=localhost', '--master_port=1234'], 1234),
+        (['--nnodes=2'], None),
+        (['--standalone'], None),
+        (['--rdzv_backend=c10d'], None),
+        (['--rdzv_endpoint=node0:29400'], None),
+        (['--master_addr=10.0.0.1'], None),
+    ],
+    ids=str,
+)
+def test_the_agent_holds_the_store_of_a_single_host(monkeypatch, words, port):
+    asked = []
+    monkeypatch.setattr(
+        agent, 'loopback_store', lambda asked_for: asked.append(asked_for) or HeldStore(7, None)
+    )
+    args = agent.read_arguments([*words, 'train.py'])
+    before = dict(vars(args))
+    held = agent._hold_store(args)
+    if port is None:
+        assert (held, asked, vars(args)) == (None, [], before)
+    else:
+        assert asked == [port]
+        assert (args.master_addr, args.master_port) == ('127.0.0.1', 7)
 
 
 # how many ---------------------------------------------------------------------------------------

@@ -36,12 +36,26 @@ def test_other_names():
     assert ModelParallelOptions.from_config(dict(use_model_parallel=False)).enable is False
 
 
+@pytest.mark.parametrize('name', ['float32', 'bfloat16', 'float16', 'fp32', 'bf16', 'fp16', None])
+def test_precisions(name):
+    assert ModelParallelOptions.from_config(dict(precision=name)).precision == name
+
+
+@pytest.mark.parametrize(('value', 'held'), [(True, True), (1, True), (0, False), (None, False)])
+def test_flags(value, held):
+    assert ModelParallelOptions.from_config(dict(force_balance=value)).force_balance is held
+
+
 @pytest.mark.parametrize(
     ('options', 'told'),
     [
         (dict(enabled=True), "has no option 'enabled'; did you mean 'enable'?"),
+        (dict(device_map_strateg='auto'), "did you mean 'device_map_strategy'?"),
+        (dict(use_dynamic_device_mapp=True), "did you mean 'use_dynamic_device_map'?"),
         (dict(precision='int8'), "precision='int8'"),
+        (dict(precision='int8'), "'float16', or None to leave everything as it is."),
         (dict(guard='ignore'), "guard='ignore'"),
+        (dict(guard='ignore'), "'error', 'warn' or 'move', or None for no guard."),
         (dict(num_microbatches=0), 'num_microbatches=0'),
         (dict(num_microbatches=True), 'num_microbatches=True'),
         (dict(force_balance='yes'), "force_balance='yes'"),

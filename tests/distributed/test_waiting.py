@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 from torch import distributed as torch_dist
 
+from mmdevplug.distributed.process_group import to_timeout
 from mmdevplug.errors import LaunchError
 from tests.ranks import RanksFailed, run_ranks
 
@@ -213,6 +214,10 @@ def wait_for_minus_one():
 
     start()
     wait_for_everyone('first batch', timeout=-1)
+
+
+def test_an_infinite_timeout_is_a_long_one():
+    assert to_timeout(float('inf')) > timedelta(days=10000)
 
 
 def test_a_timeout_that_is_none():

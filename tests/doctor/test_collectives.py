@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from torch import distributed as torch_dist
 
+from mmdevplug.cli import comm_test
 from mmdevplug.doctor import collectives
 from mmdevplug.doctor.collectives_rank import SIZED, Ranks, _barrier, run_rank
 from mmdevplug.doctor.html_page import render
@@ -264,6 +265,18 @@ def test_tool_under_torchrun(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('gradient averaging') == 1  # rank 0 speaks
     assert json.loads(results.read_text())['passed']
+
+
+def test_a_rank_that_is_gone_when_the_test_has_passed_is_no_failure(monkeypatch):
+    def gone():
+        raise RuntimeError('Connection reset by peer')
+
+    ranks = dict(RANK='1', LOCAL_RANK='1', WORLD_SIZE='2', LOCAL_WORLD_SIZE='2')
+    for name, value in dict(ranks, MASTER_ADDR='127.0.0.1', MASTER_PORT='29500').items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(comm_test, 'run_rank', lambda *_: dict(passed=True))
+    monkeypatch.setattr(comm_test.torch_dist, 'destroy_process_group', gone)
+    assert comm_test.main([]) is None
 
 
 @pytest.mark.long

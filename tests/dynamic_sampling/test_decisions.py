@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
+from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions, SamplerOptions
 from mmdevplug.dynamic_sampling import DynamicSampler, progress as telling
 from mmdevplug.dynamic_sampling.decisions import FULL, GO_ON, SHORT, Tally, decide, offers, too_few
 from mmdevplug.errors import SampleError
@@ -219,9 +219,12 @@ def test_the_error_names_who_was_short():
         (dict(per_group=0), 'per_group=0'),
         (
             dict(max_resamples=-1),
-            '(train_cfg.max_resamples): expected a whole number of at',
+            'max_resamples=-1 (train_cfg.max_resamples): expected a whole number of at least 0',
         ),
-        (dict(on_short='wait'), "(train_cfg.on_short): expected 'error', 'fewer' or 'repeat'"),
+        (
+            dict(on_short='wait'),
+            "on_short='wait' (train_cfg.on_short): expected 'error', 'fewer' or 'repeat'",
+        ),
         (dict(generate=[1]), r'generate=[1]: expected a function'),
         (dict(is_valid=None), 'is_valid=None: expected a function'),
         (dict(log_interval=-1), 'log_interval=-1'),
@@ -233,6 +236,12 @@ def test_arguments_that_do_not_work(options, told):
     arguments = dict(generate=list, is_valid=bool, target=8)
     with pytest.raises(SampleError, match=re.escape(told)):
         DynamicSampler(**dict(arguments, **options))
+
+
+def test_no_further_arguments_of_the_sampler():
+    for sampler in (None, {}):
+        found = DynamicSamplingOptions.from_dict(dict(target=8, sampler=sampler))
+        assert found.sampler == SamplerOptions()
 
 
 @pytest.mark.parametrize(

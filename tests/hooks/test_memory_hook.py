@@ -8,7 +8,7 @@ import torch
 
 from mmdevplug.errors import DevPlugError
 from mmdevplug.hooks import MemoryHook
-from mmdevplug.utils.memory_growth import MB, GrowthDetector, ObjectCounts
+from mmdevplug.utils.memory_growth import LATEST, MB, GrowthDetector, ObjectCounts
 from tests.hooks.memory_jobs import SOON, build, train_all, warnings_of
 from tests.ranks import RanksFailed, run_ranks
 
@@ -56,6 +56,37 @@ def test_growth_that_begins_late_is_reported_soon():
 )
 def test_what_is_no_growth(values):
     assert reports(values) == []
+
+
+def test_a_detector_keeps_a_limited_number_of_samples():
+    detector = GrowthDetector(LEAST)
+    for number in range(5000):
+        detector.add(number, 300 * MB)
+    held = [value for value in vars(detector).values() if hasattr(value, '__len__')]
+    assert held
+    assert max(map(len, held)) <= LATEST
+
+
+def test_growth_below_what_was_in_use_long_ago_is_none():
+    values = np.concatenate([np.full(20, 900 * MB), 300 * MB + np.arange(100) * 2 * MB])
+    assert reports(values) == []
+
+
+def test_no_address_of_a_tensor_on_a_lazy_device_is_read(monkeypatch):
+    kept = torch.zeros(64, 128), torch.zeros(64, 128)
+    addresses = CountingCalls(torch.Tensor.data_ptr)
+    monkeypatch.setattr(torch.Tensor, 'data_ptr', lambda tensor: addresses(tensor))
+    counts = ObjectCounts(lazy_type='cpu')
+    assert addresses.calls == 0
+    assert counts.bytes['Tensor (64, 128) float32'] >= sum(each.numel() * 4 for each in kept)
+    ObjectCounts(lazy_type='xla')
+    assert addresses.calls > 0
+
+
+def test_object_counts_do_not_count_themselves():
+    before = ObjectCounts()
+    grown = ObjectCounts().growth_since(before)
+    assert not [kind for kind in grown if kind.startswith('set:')]
 
 
 def test_object_counts_have_parameters_that_have_no_shape_yet():
@@ -187,3 +218,19 @@ def test_the_runner_registers_it_unless_turned_off(tmp_path):
 def test_wrong_arguments_are_named(name, value):
     with pytest.raises(DevPlugError, match=rf'MemoryHook\.{name}={value!r}.*expected'):
         MemoryHook(**{name: value})
+
+
+@pytest.mark.parametrize('value', [None, 0, 7, 0.5, np.float64(2), np.float32(2), float('inf')])
+def test_the_growth_to_report_may_be_any_number(value):
+    assert MemoryHook(growth_mb=value).options.growth_mb == value
+
+
+@pytest.mark.parametrize('value', [True, float('nan'), '7'])
+def test_the_growth_to_report_must_be_a_number(value):
+    with pytest.raises(DevPlugError, match='expected a number of at least 0, or None'):
+        MemoryHook(growth_mb=value)
+
+
+def test_endless_growth_is_reported_by_nobody_who_asks_for_infinity():
+    detector = GrowthDetector(float('inf'))
+    assert not any(detector.add(number, number * MB) for number in range(100))
