@@ -91,7 +91,7 @@ class DynamicSamplingOptions(Options):
         {},
         'Further arguments of `DynamicSampler`.',
         accepts='dict',
-        read=read_dict(SamplerOptions),
+        read=lambda value, key: read_dict(SamplerOptions)({} if value is None else value, key),
     )
 
     def __post_init__(self) -> None:
