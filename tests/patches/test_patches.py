@@ -210,9 +210,9 @@ def device_id_without_a_runner():
     from tests.jobs import install_card
 
     install_card('zeta')
-    torch_dist.init_process_group('gloo')
     before = logger._get_device_id()
     patch_mmengine('zeta')
+    torch_dist.init_process_group('gloo')
     return before, logger._get_device_id()
 
 
