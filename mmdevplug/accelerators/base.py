@@ -304,9 +304,9 @@ class Accelerator(ABC):
         native = self.native_backend
         # torch_xla's backend runs inside graphs only.
         if native is None and not self.lazy:
-            for name, types in _backend_capabilities().items():
-                if list(types) == [self.device_type]:
-                    native = name
+            ours = [self.device_type]
+            registered = _backend_capabilities().items()
+            native = next((name for name, types in registered if list(types) == ours), None)
         if native is None or not hasattr(torch_dist.Backend, native.upper()):
             return 'gloo'
         is_available = getattr(torch_dist, f'is_{native}_available', lambda: True)

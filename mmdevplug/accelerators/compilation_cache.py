@@ -11,16 +11,17 @@ from .base import Accelerator, KeptGraphs
 def start_compilation_cache(accelerator: Accelerator, folder: str, rank: int) -> None:
     """Keep the graphs that this rank compiles in its subfolder, or warn why that is impossible."""
     own = os.path.join(folder, f'rank_{rank}')
+    cause = None
     try:
         os.makedirs(own, exist_ok=True)
         problem = '' if os.access(own, os.W_OK | os.X_OK) else 'cannot be written to'
     except OSError as error:
-        problem = f'cannot be made: {error}'
+        cause, problem = error, f'cannot be made: {error}'
     if problem:
         raise AcceleratorError(
             f'accelerator.compilation_cache={folder!r}: {own} {problem}. Name a folder that every '
             f'rank can write to.'
-        )
+        ) from cause
     why_not = accelerator.keep_compilations(own)
     if why_not is not None and rank == 0:
         warnings.warn(

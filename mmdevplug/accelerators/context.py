@@ -41,7 +41,7 @@ class DeviceContext:
     backend: Optional[str] = None
     timeout: timedelta = DEFAULT_TIMEOUT
     more_devices: Tuple[torch.device, ...] = ()
-    side_groups: Dict[Any, Any] = field(default_factory=dict)
+    side_groups: Dict[Any, Any] = field(default_factory=dict, compare=False)
     final: bool = True
 
     @property
@@ -64,6 +64,7 @@ class DeviceContext:
 
 
 _context: Optional[DeviceContext] = None
+_override: Optional[Accelerator] = None
 
 
 def device_context() -> Optional[DeviceContext]:
@@ -73,10 +74,21 @@ def device_context() -> Optional[DeviceContext]:
 
 def set_device_context(context: Optional[DeviceContext]) -> None:
     """Replace the context of this process."""
-    global _context
-    _context = context
+    global _context, _override
+    _context, _override = context, None
+
+
+def override_accelerator(accelerator: Accelerator) -> None:
+    """Let :func:`current_accelerator` return another accelerator than that of the context.
+
+    The next context ends it.
+    """
+    global _override
+    _override = accelerator
 
 
 def current_accelerator() -> Accelerator:
     """The accelerator of this process, or else the one that detection finds."""
+    if _override is not None:
+        return _override
     return get_accelerator('auto') if _context is None else _context.accelerator

@@ -13,11 +13,16 @@ from .torch_native import TorchNativeAccelerator
 class CUDAAccelerator(TorchNativeAccelerator):
     """CUDA or ROCm devices."""
 
+    name = device_type = 'cuda'
+    native_backend = 'nccl'
     gloo_takes_tensors = True
 
     def __init__(self) -> None:
-        variable = 'HIP_VISIBLE_DEVICES' if torch.version.hip else 'CUDA_VISIBLE_DEVICES'
-        super().__init__('cuda', native_backend='nccl', visible_devices_env=variable)
+        """Keep the attributes of the class, which a subclass may set."""
+
+    @property
+    def visible_devices_env(self) -> str:  # type: ignore[override]
+        return 'HIP_VISIBLE_DEVICES' if torch.version.hip else 'CUDA_VISIBLE_DEVICES'
 
     def memory_total(self, device: torch.device) -> int:
         # mem_get_info() would create a CUDA context on the device.

@@ -12,6 +12,7 @@ def describe_devices(accelerator: Accelerator) -> Dict[str, str]:
     """Name all devices of an accelerator, as MMEngine's report names CUDA's.
 
     Examples:
+        >>> from mmdevplug import get_accelerator
         >>> describe_devices(get_accelerator('gcu'))
         {'Accelerator': 'gcu', 'gcu 0,1': 'S60', 'torch_gcu': '2.5', 'TOPS_VISIBLE_DEVICES': '4,5'}
     """

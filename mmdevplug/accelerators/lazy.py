@@ -8,7 +8,7 @@ import warnings
 from abc import abstractmethod
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Iterator, List, Sequence, Tuple, Union
+from typing import Any, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ class LazyAccelerator(Accelerator):
         if register is not None and not hasattr(torch, self.device_type):
             register(self.device_type, DeviceModule(self))
         return super().device(local_rank)
+
+    def keep_compilations(self, folder: str) -> Optional[str]:
+        return f'accelerator {self.name!r} offers no cache of compiled graphs'
 
     @abstractmethod
     def current_device(self) -> torch.device:

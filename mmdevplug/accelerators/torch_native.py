@@ -10,7 +10,7 @@ from torch import Tensor
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
-from .base import Accelerator
+from .base import Accelerator, devices_of
 from .vendor import import_vendor
 
 
@@ -108,9 +108,18 @@ class TorchNativeAccelerator(Accelerator):
             return super().start_copy_to_host(sources, targets)
         for source, target in zip(sources, targets):
             target.copy_(source.detach(), non_blocking=True)
-        copied = self._module().Event()
-        copied.record()
-        return copied.synchronize
+        module, copied = self._module(), []
+        for device in devices_of(sources):
+            # torch.mps has one device and nothing to choose it with.
+            with getattr(module, 'device', nullcontext)(device):
+                copied.append(module.Event())
+                copied[-1].record()
+
+        def wait() -> None:
+            for event in copied:
+                event.synchronize()
+
+        return wait
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._call('memory_allocated', device)

@@ -122,9 +122,9 @@ def start_distributed(
         _refuse_meeting_places(kwargs)
         env.export()
         enter_phase('set-up')
-        store = _rendezvous(env, wait)
+        store, prefix = _rendezvous(env, wait)
         if env.world_size > 1:
-            watch_for_failures(store, env, silence, wait)
+            watch_for_failures(store, prefix, env, silence, wait)
 
     def prepare() -> Tuple[Choice, Sequence[torch.device]]:
         choice = choose_accelerator(accelerator)
@@ -254,15 +254,18 @@ _HELD_BY_TORCHRUN = (
 )
 
 
-def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Any:
-    """Get the store that all ranks share, before any backend is chosen."""
-    attempt = restart_count()
+def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Tuple[Any, str]:
+    """Get the store that all ranks share, before any backend is chosen, and its keys' prefix."""
     by_agent = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
     held = None
     if env.rank == 0 and env.single_host and is_loopback(env.master_addr) and not by_agent:
         held = loopback_store(env.master_port, env.master_addr, timeout)
     try:
         store, _, _ = next(torch_dist.rendezvous('env://', timeout=timeout))
+        # torchrun's store outlives its workers: keys of an earlier start must not be read. It
+        # does not count a restart after hosts have joined or left.
+        attempt = f'mmdevplug/attempt/{restart_count()}/{env.world_size}'
+        start = store.add(f'{attempt}/starts/{env.rank}', 1)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(
             f'{env.describe()} cannot reach the store at MASTER_ADDR={env.master_addr!r} '
@@ -273,8 +276,8 @@ def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Any:
         ) from error
     del held  # `store` is connected to the same server.
     store.set_timeout(timeout)
-    # torchrun's store outlives its workers: keys of a failed attempt must not be read.
-    return torch_dist.PrefixStore(f'mmdevplug/attempt/{attempt}', store)
+    prefix = f'{attempt}/{start}'
+    return torch_dist.PrefixStore(prefix, store), prefix
 
 
 def _use_loopback(env: LaunchEnv, backend: str) -> None:

@@ -12,6 +12,7 @@ from mmdevplug.accelerators import (
     choose_accelerator,
     current_accelerator,
     device_context,
+    override_accelerator,
     set_device_context,
 )
 from mmdevplug.accelerators.backend import takes_host_tensors
@@ -45,6 +46,8 @@ def rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.de
         set_device_context(
             DeviceContext(accelerator, reason, device, env, side_groups=groups, final=False)
         )
+    else:
+        override_accelerator(accelerator)
     return accelerator, device
 
 

@@ -11,7 +11,7 @@ from typing import Any, Iterator, List, Optional, Tuple
 
 from torch import distributed as torch_dist
 
-from mmdevplug.environments.launch import LaunchEnv, restart_count
+from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.torch_compat import LockedStore, lets_threads_share_stores
 
@@ -29,7 +29,7 @@ _watch: Optional[FailureWatch] = None
 
 
 def watch_for_failures(
-    store: Any, env: LaunchEnv, heartbeat_timeout: float, timeout: timedelta
+    store: Any, prefix: str, env: LaunchEnv, heartbeat_timeout: float, timeout: timedelta
 ) -> None:
     """Publish this rank's heartbeat and look for failures of other ranks, once in a process."""
     global _watch
@@ -38,7 +38,7 @@ def watch_for_failures(
         own = torch_dist.TCPStore(
             env.master_addr, env.master_port, timeout=timeout, wait_for_workers=False
         )
-        own = torch_dist.PrefixStore(f'mmdevplug/watch/{restart_count()}', own)
+        own = torch_dist.PrefixStore(f'{prefix}/watch', own)
         if not lets_threads_share_stores():
             own = LockedStore(own)
         _watch = FailureWatch(store, own, env, heartbeat_timeout)
@@ -65,15 +65,12 @@ def enter_phase(text: str) -> None:
 @contextmanager
 def armed() -> Iterator[None]:
     """Treat the silence of another rank as its failure inside this context, and only there."""
-    watch = _watch
-    if watch is None:
-        yield
-        return
-    watch.armed += 1
+    # It counts for a watch that starts inside this context, too.
+    FailureWatch.armed += 1
     try:
         yield
     finally:
-        watch.armed -= 1
+        FailureWatch.armed -= 1
 
 
 @contextmanager
@@ -86,21 +83,18 @@ def fail_together(stage: str) -> Iterator[None]:
     Raises:
         RankFailedError: In place of an error of communication, if another rank failed or is gone.
     """
-    watch = _watch
-    if watch is None:
-        yield
-        return
-    outermost = not watch.armed
-    if outermost:
-        watch.begin_attempt()
+    outermost = not FailureWatch.armed
+    if outermost and _watch is not None:
+        _watch.begin_attempt()
     with armed():
         try:
             yield
         except RankFailedError:
-            watch.end()
+            if _watch is not None:
+                _watch.end()
             raise
         except Exception as error:
-            if getattr(error, '_mmdevplug_reported', False):
+            if _watch is None or getattr(error, '_mmdevplug_reported', False):
                 raise
             if not outermost:
                 # A context around this one may explain the error better.
@@ -108,9 +102,9 @@ def fail_together(stage: str) -> Iterator[None]:
                 raise
             lost = isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error))
             if lost and not isinstance(error, DevPlugError):  # ours may well name a backend
-                raise watch.explain(error) from error
+                raise _watch.explain(error) from error
             error._mmdevplug_reported = True
-            watch.report_error(error, getattr(error, '_mmdevplug_stage', stage))
+            _watch.report_error(error, getattr(error, '_mmdevplug_stage', stage))
             raise
 
 

@@ -57,12 +57,13 @@ class FailureWatch:
     after ``heartbeat_timeout`` seconds of silence.
     """
 
+    #: Above 0 inside parts of the program that all ranks run together, which may be nested.
+    #: Elsewhere the silence of another rank is no failure.
+    armed = 0
+
     def __init__(self, store: Any, own: Any, env: LaunchEnv, heartbeat_timeout: float) -> None:
         self.store, self.own, self.env = store, own, env
         self.heartbeat_timeout = heartbeat_timeout
-        #: Above 0 inside parts of the program that all ranks run together, which may be nested.
-        #: Elsewhere the silence of another rank is no failure.
-        self.armed = 0
         self._clock = AwakeClock(2 * _TICK)
         self._liveness = LivenessCheck(own, env)
         self.heartbeat = Heartbeat(own, env, self._clock)

@@ -34,6 +34,7 @@ class StopAgreement:
         self._watch = failure.current_watch()
         if self._watch is not None:
             self._watch.begin_stop_round()
+            self._round = self._watch.stop_requests.round
         self.iteration: Optional[int] = None
 
     @property
@@ -63,7 +64,7 @@ class StopAgreement:
         return self.iteration is not None and iteration >= self.iteration
 
     def _agree(self, watch: failure.FailureWatch, iteration: int, interval: int) -> Optional[int]:
-        store, env, keys = watch.own, watch.env, f'stop/{watch.stop_requests.round}'
+        store, env, keys = watch.own, watch.env, f'stop/{self._round}'
         if not self._published:
             self._published = True
             store.set(f'{keys}/seen/{env.rank}', str(iteration))

@@ -5,7 +5,6 @@ files have no names, so nothing stays behind when a job is killed. ``/dev/shm`` 
 small in containers.
 """
 
-import errno
 import logging
 import mmap
 import os
@@ -100,8 +99,7 @@ def _map(owner: Dict[str, Any], size: int) -> Tensor:
     file = os.open(f'/proc/{owner["pid"]}/fd/{owner["file"]}', os.O_RDWR)
     try:
         if os.fstat(file).st_ino != owner['inode']:
-            text = f'process {owner["pid"]} is another one in this PID namespace'
-            raise OSError(errno.ESRCH, text)
+            raise OSError(f'process {owner["pid"]} is another one in this PID namespace')
         return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
     finally:
         os.close(file)

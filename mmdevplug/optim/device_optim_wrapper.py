@@ -37,14 +37,17 @@ class DeviceOptimWrapper(OptimWrapper):
         self.accelerator = rank_device()[0]
 
     def _clip_grad(self) -> None:
+        if not self.accelerator.lazy:
+            super()._clip_grad()
+            return
         parameters = [
             parameter
             for group in self.optimizer.param_groups
             for parameter in group['params']
             if parameter.requires_grad and parameter.grad is not None
         ]
-        on_several = self.accelerator.lazy and len(devices_of(parameters)) > 1
-        if not self.accelerator.lazy or not (on_several or self._logs_later):
+        on_several = len(devices_of(parameters)) > 1
+        if not (on_several or self._logs_later):
             super()._clip_grad()
             return
         if not parameters:

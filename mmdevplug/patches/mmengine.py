@@ -96,7 +96,7 @@ _id_of_mmengine: Callable[[], Union[int, str]] = logger_module._get_device_id
 def _device_id() -> Union[int, str]:
     """See ``mmengine.logging.logger._get_device_id``, which reads ``CUDA_VISIBLE_DEVICES``."""
     context = device_context()
-    if context is None or context.accelerator.shares_devices:
+    if context is None or not context.final or context.accelerator.shares_devices:
         return _id_of_mmengine()
     return context.accelerator.device_id(context.device)
 

@@ -50,6 +50,7 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
         runner: Any,
         dataloader: Union[DataLoader, Dict],
         max_iters: int,
+        *,
         val_begin: int = 1,
         val_interval: int = 1000,
         dynamic_intervals: Optional[List[Tuple[int, int]]] = None,

@@ -14,11 +14,14 @@ import torch.distributed as torch_dist
 from mmdevplug.accelerators import (
     CPUAccelerator,
     CUDAAccelerator,
+    DeviceContext,
     S60Accelerator,
     T20Accelerator,
     TorchNativeAccelerator,
     XLAAccelerator,
 )
+from mmdevplug.accelerators.compilation_cache import start_compilation_cache
+from mmdevplug.accelerators.lazy import LazyAccelerator
 from mmdevplug.accelerators.torch_native import FAMILIES
 from mmdevplug.errors import AcceleratorError
 from tests.jobs import need_card, needs_scaler
@@ -237,6 +240,37 @@ def test_default_backend_is_gloo_where_the_vendors_is_not_there(accelerator):
     assert accelerator.default_backend() == 'gloo'
 
 
+def test_default_backend_is_the_one_registered_first(monkeypatch):
+    backends = dict(gloo=['cpu', 'cuda'], first=['zeta'], second=['zeta'])
+    monkeypatch.setattr(torch_dist.Backend, 'backend_capability', backends, raising=False)
+    for name in ('FIRST', 'SECOND'):
+        monkeypatch.setattr(torch_dist.Backend, name, name.lower(), raising=False)
+    assert TorchNativeAccelerator('zeta').default_backend() == 'first'
+
+
+# contexts and compiled graphs ----------------------------------------------------------------
+
+
+def test_contexts_can_be_compared_and_hashed():
+    cpu = CPUAccelerator()
+    first, second = (DeviceContext(cpu, 'a test', torch.device('cpu')) for _ in range(2))
+    second.side_groups[None] = None
+    assert len({first, second}) == 1
+
+
+def test_why_graphs_are_not_kept():
+    assert CPUAccelerator().keep_compilations('x').endswith("'cpu' compiles no graphs")
+    lazy = LazyAccelerator.keep_compilations(T20Accelerator(), 'x')
+    assert lazy.endswith("'gcu' offers no cache of compiled graphs")
+
+
+def test_folder_for_graphs_that_cannot_be_made_is_refused_with_the_cause(tmp_path):
+    (tmp_path / 'file').write_text('')
+    with pytest.raises(AcceleratorError, match='rank_0 cannot be made') as raised:
+        start_compilation_cache(CPUAccelerator(), str(tmp_path / 'file'), 0)
+    assert isinstance(raised.value.__cause__, NotADirectoryError)
+
+
 # CUDA's and ROCm's names ---------------------------------------------------------------------
 
 
@@ -247,6 +281,18 @@ def test_cuda_names_the_variable_of_the_build(monkeypatch, hip, variable):
     monkeypatch.setattr(torch.version, 'hip', hip)
     monkeypatch.setenv(variable, '1,3')
     assert CUDAAccelerator().describe_visibility() == f"{variable}='1,3'"
+
+
+def test_subclass_of_cuda_has_attributes_that_differ():
+    class Own(CUDAAccelerator):
+        name = 'own'
+        native_backend = 'own_ccl'
+        visible_devices_env = 'OWN_DEVICES'
+
+    assert (CUDAAccelerator.name, CUDAAccelerator.native_backend) == ('cuda', 'nccl')
+    own = Own()
+    assert (own.name, own.device_type, own.native_backend) == ('own', 'cuda', 'own_ccl')
+    assert own.describe_visibility() == 'OWN_DEVICES is not set'
 
 
 @pytest.mark.parametrize(('count', 'local_rank', 'index'), [(4, 0, 0), (4, 3, 3), (1, 3, 0)])
@@ -328,6 +374,40 @@ assert accelerator.default_backend() == 'gloo'
 assert not accelerator.takes_tensors('gloo')
 assert accelerator.device_name(torch.device('zeta:1')) == 'fakecard'
 assert accelerator.ddp_device_ids(torch.device('zeta:1')) is None
+""")
+
+
+def test_every_card_that_copies_to_the_host_is_waited_for(zeta):
+    zeta("""
+import contextlib
+recorded, waited = [], []
+class Pinned(torch.Tensor):
+    def is_pinned(self):
+        return True
+class Event:
+    def record(self):
+        self.device = torch.zeta.current_device()
+        recorded.append(self.device)
+    def synchronize(self):
+        waited.append(self.device)
+@contextlib.contextmanager
+def device(chosen):
+    before = torch.zeta.current_device()
+    torch.zeta.set_device(chosen)
+    yield
+    torch.zeta.set_device(before)
+torch.zeta.Event, torch.zeta.device = Event, device
+accelerator.pins_memory = lambda: True
+torch.zeta.set_device(0)
+sources = [torch.full((3,), index, device=f'zeta:{index}') for index in (1, 3, 1)]
+targets = [torch.zeros(3, dtype=torch.int64).as_subclass(Pinned) for _ in sources]
+wait = accelerator.start_copy_to_host(sources, targets)
+assert (recorded, waited) == ([1, 3], [])
+wait()
+assert waited == [1, 3]
+assert torch.zeta.current_device() == 0
+assert [target.tolist() for target in targets] == [[1] * 3, [3] * 3, [1] * 3]
+del torch.zeta.Event, torch.zeta.device
 """)
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import torch
@@ -255,6 +256,18 @@ def test_a_rank_that_leaves_by_itself_was_not_killed():
     assert 'was killed' not in printed[0]
 
 
+def fail_and_go_on():
+    from mmdevplug.fault_tolerance.failure import fail_together
+
+    init()
+    with pytest.raises(ValueError, match='everywhere'), fail_together('a test'):
+        raise ValueError('everywhere')
+    with fail_together('a test'):
+        total = torch.ones(1)
+        torch_dist.all_reduce(total)
+    return total.item()
+
+
 def init_twice():
     first = init()
     torch_dist.destroy_process_group()
@@ -273,6 +286,21 @@ def test_a_second_process_group_over_the_same_launch(tmp_path):
         TORCHELASTIC_RESTART_COUNT='0',
     )
     assert run_ranks(init_twice, 2, environ=environ) == [True, True]
+
+
+def test_restarts_that_torchrun_does_not_count():
+    # Hosts that join or leave restart all ranks under the same count and over the same store.
+    agent = torch_dist.TCPStore('127.0.0.1', 0, is_master=True)
+    environ = dict(
+        MASTER_PORT=str(agent.port),
+        TORCHELASTIC_RUN_ID='none',
+        TORCHELASTIC_MAX_RESTARTS='3',
+        TORCHELASTIC_USE_AGENT_STORE='True',
+        TORCHELASTIC_RESTART_COUNT='0',
+    )
+    for world_size in (2, 4, 2):
+        found = run_ranks(fail_and_go_on, world_size, environ=environ)
+        assert found == [world_size] * world_size
 
 
 # what a user sees --------------------------------------------------------------------------------
@@ -310,6 +338,47 @@ def test_a_failure_of_all_ranks_is_forgotten_when_the_process_goes_on():
     assert 'rank 1 of 2' in first[2]
     assert 'failed in attempt 2: ValueError: of rank 1' in first[2]
     assert first[3] == second[3] == 2.0
+
+
+def start_and_fail():
+    from mmdevplug.distributed.waiting import wait_for_everyone
+    from mmdevplug.fault_tolerance.failure import fail_together
+
+    with fail_together('the job'):
+        init()
+        if os.environ['RANK'] == '1':
+            raise ValueError('of rank 1')
+        wait_for_everyone('the end')
+
+
+def test_a_failure_after_the_start_inside_one_context_is_reported():
+    errors = errors_of(start_and_fail, 2, together=True)
+    assert errors[1][:2] == ('ValueError', 'of rank 1')
+    assert 'failed in the job: ValueError: of rank 1' in errors[0][1]
+
+
+def test_a_stop_agreement_uses_the_keys_of_its_training(monkeypatch):
+    from mmdevplug.environments.launch import LaunchEnv
+    from mmdevplug.fault_tolerance import failure
+    from mmdevplug.fault_tolerance.stop_agreement import StopAgreement
+    from mmdevplug.fault_tolerance.stop_requests import StopRequests
+
+    store = torch_dist.HashStore()
+    watch = types.SimpleNamespace(own=store, env=LaunchEnv(), stop_requests=StopRequests(store))
+
+    def begin_stop_round():
+        watch.stop_requests.round += 1
+
+    watch.begin_stop_round = begin_stop_round
+    monkeypatch.setattr(failure, '_watch', watch)
+    first, second = StopAgreement(), StopAgreement()
+    second.request('a test')
+    watch.stop_requests.publish()
+    watch.stop_requests.read()
+    first.reached(7, 1)
+    assert store.add('stop/2/published', 0) == 0
+    second.reached(1, 1)
+    assert [store.add(f'stop/{number}/published', 0) for number in (1, 2)] == [1, 1]
 
 
 def train_under_torchrun(folder, what, accident=None, **options):

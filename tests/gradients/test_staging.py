@@ -240,6 +240,15 @@ def test_without_shared_memory_all_ranks_take_the_loopback_interface(tmp_path):
     assert 'cannot share memory: rank 1: OSError' in (tmp_path / '0.log').read_text()
 
 
+def test_memory_of_another_process_with_the_same_id_is_refused(tmp_path):
+    from mmdevplug.gradients.shared_memory import _map
+
+    with open(tmp_path / 'memory', 'w+b') as file:
+        owner = dict(pid=os.getpid(), file=file.fileno(), inode=0)
+        with pytest.raises(OSError, match='^process .* is another one in this PID namespace$'):
+            _map(owner, 8)
+
+
 def slots_of_a_dead_rank(accelerator):
     start(accelerator)
     from mmdevplug.distributed.json_messages import gather_json

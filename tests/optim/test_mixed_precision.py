@@ -242,6 +242,34 @@ def test_autocast_inside_a_model(tmp_path, accelerator, own):
     ]
 
 
+def autocast_on_the_last_accelerator():
+    from mmengine.runner.amp import autocast
+
+    from mmdevplug import init_device, patch_mmengine
+    from mmdevplug.patches.mmengine import restore_mmengine
+
+    install_card('zeta')
+    found = []
+
+    def cast():
+        with autocast(dtype=torch.bfloat16):
+            found.append([torch.is_autocast_enabled(kind) for kind in ('cpu', 'zeta')])
+
+    init_device('none', 'zeta')
+    for kind in ('zeta', 'cpu'):
+        patch_mmengine(kind)
+        cast()
+    init_device('none', 'zeta')
+    cast()
+    restore_mmengine()
+    return found
+
+
+def test_a_second_call_patches_autocast_for_another_accelerator():
+    (found,) = run_ranks(autocast_on_the_last_accelerator, 0)
+    assert found == [[False, True], [True, False], [False, True]]
+
+
 def autocast_elsewhere():
     from mmengine.runner.amp import autocast
 

@@ -203,6 +203,23 @@ def test_autocast_is_restored_and_patched_anew():
         assert cell.cell_contents is original
 
 
+def device_id_without_a_runner():
+    from mmengine.logging import logger
+
+    from mmdevplug.patches.mmengine import patch_mmengine
+    from tests.jobs import install_card
+
+    install_card('zeta')
+    before = logger._get_device_id()
+    patch_mmengine('zeta')
+    torch_dist.init_process_group('gloo')
+    return before, logger._get_device_id()
+
+
+def test_log_files_have_mmengines_device_without_a_runner():
+    assert run_ranks(device_id_without_a_runner, 2) == [(0, 0), (1, 1)]
+
+
 def test_flexible_runner_is_patched_once_and_restored():
     from mmengine.runner import FlexibleRunner
 

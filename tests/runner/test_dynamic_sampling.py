@@ -6,6 +6,8 @@ from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS, MODELS, RUNNERS
 
+from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions, SamplerOptions
+from mmdevplug.runner.dynamic_sampling_loop import DynamicSamplingTrainLoop
 from tests.checkpoint.training import NoisyModel, train
 from tests.columns import job_of
 from tests.jobs import ROOT, largest_difference
@@ -151,6 +153,16 @@ def resume_from_mmengines(work_dir):
     plain = dict(accelerator__safe_checkpoints=False, default_hooks__checkpoint=hook)
     train_sampling(work_dir, dict(plain, loop=dict(max_iters=6)))
     return dict(train_sampling(work_dir, dict(plain, resume=True)), lines=lines)
+
+
+def test_no_options_of_the_sampler_are_its_defaults():
+    found = DynamicSamplingOptions.from_dict(dict(target=4, sampler=None))
+    assert found.sampler == SamplerOptions()
+
+
+def test_options_need_their_names():
+    with pytest.raises(TypeError, match='positional'):
+        DynamicSamplingTrainLoop(None, [], 10, 64)
 
 
 # bad configs -----------------------------------------------------------------------------------
