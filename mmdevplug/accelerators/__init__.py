@@ -6,7 +6,6 @@ from .context import (
     DeviceContext,
     current_accelerator,
     device_context,
-    override_accelerator,
     set_device_context,
 )
 from .cpu import CPUAccelerator
@@ -39,7 +38,6 @@ __all__ = [
     'device_context',
     'devices_of',
     'get_accelerator',
-    'override_accelerator',
     'probe_device',
     'registered_device_types',
     'set_device_context',

@@ -32,6 +32,8 @@ class DeviceContext:
             same ranks, which carries other messages than the first.
         final (bool): Whether :func:`mmdevplug.init_device` set it up. Under a stock runner the
             device may still change, when that runner starts its process group.
+        override (Accelerator, optional): Another one that :func:`rank_device` was asked for since,
+            e.g. to patch MMEngine for it.
     """
 
     accelerator: Accelerator
@@ -43,6 +45,7 @@ class DeviceContext:
     more_devices: Tuple[torch.device, ...] = ()
     side_groups: Dict[Any, Any] = field(default_factory=dict, compare=False)
     final: bool = True
+    override: Optional[Accelerator] = None
 
     @property
     def devices(self) -> Tuple[torch.device, ...]:
@@ -64,7 +67,6 @@ class DeviceContext:
 
 
 _context: Optional[DeviceContext] = None
-_override: Optional[Accelerator] = None
 
 
 def device_context() -> Optional[DeviceContext]:
@@ -74,21 +76,12 @@ def device_context() -> Optional[DeviceContext]:
 
 def set_device_context(context: Optional[DeviceContext]) -> None:
     """Replace the context of this process."""
-    global _context, _override
-    _context, _override = context, None
-
-
-def override_accelerator(accelerator: Accelerator) -> None:
-    """Let :func:`current_accelerator` return another accelerator than that of the context.
-
-    The next context ends it.
-    """
-    global _override
-    _override = accelerator
+    global _context
+    _context = context
 
 
 def current_accelerator() -> Accelerator:
     """The accelerator of this process, or else the one that detection finds."""
-    if _override is not None:
-        return _override
-    return get_accelerator('auto') if _context is None else _context.accelerator
+    if _context is None:
+        return get_accelerator('auto')
+    return _context.override or _context.accelerator

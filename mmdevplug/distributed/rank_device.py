@@ -1,6 +1,7 @@
 """Say which device a rank uses: under a runner of ours, a stock runner, or in a script."""
 
 import os
+from dataclasses import replace
 from typing import Any, Tuple
 
 import torch
@@ -12,7 +13,6 @@ from mmdevplug.accelerators import (
     choose_accelerator,
     current_accelerator,
     device_context,
-    override_accelerator,
     set_device_context,
 )
 from mmdevplug.accelerators.backend import takes_host_tensors
@@ -47,7 +47,7 @@ def rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.de
             DeviceContext(accelerator, reason, device, env, side_groups=groups, final=False)
         )
     else:
-        override_accelerator(accelerator)
+        set_device_context(replace(context, override=accelerator))
     return accelerator, device
 
 
