@@ -134,7 +134,7 @@ def _main() -> int:
     except ChildFailedError as error:
         print(f'mmdevplug: {describe_failure(error)}', file=sys.stderr, flush=True)
     except SignalException:
-        pass  # before or after `main`
+        status = 1  # it came before or after `main`; the lines below report it
     finally:
         signals.closed = True
         end_leftovers()

@@ -275,29 +275,28 @@ def init_twice():
     return first == second
 
 
-def test_a_second_process_group_over_the_same_launch(tmp_path):
-    # As under torchrun, whose store outlives the process group of its workers.
-    agent = torch_dist.TCPStore('127.0.0.1', 0, is_master=True)
-    environ = dict(
+def variables_of(agent, max_restarts):
+    """What torchrun sets for workers that use its store."""
+    return dict(
         MASTER_PORT=str(agent.port),
         TORCHELASTIC_RUN_ID='none',
-        TORCHELASTIC_MAX_RESTARTS='0',
+        TORCHELASTIC_MAX_RESTARTS=str(max_restarts),
         TORCHELASTIC_USE_AGENT_STORE='True',
         TORCHELASTIC_RESTART_COUNT='0',
     )
+
+
+def test_a_second_process_group_over_the_same_launch(tmp_path):
+    # As under torchrun, whose store outlives the process group of its workers.
+    agent = torch_dist.TCPStore('127.0.0.1', 0, is_master=True)
+    environ = variables_of(agent, max_restarts=0)
     assert run_ranks(init_twice, 2, environ=environ) == [True, True]
 
 
 def test_restarts_that_torchrun_does_not_count():
     # Hosts that join or leave restart all ranks under the same count and over the same store.
     agent = torch_dist.TCPStore('127.0.0.1', 0, is_master=True)
-    environ = dict(
-        MASTER_PORT=str(agent.port),
-        TORCHELASTIC_RUN_ID='none',
-        TORCHELASTIC_MAX_RESTARTS='3',
-        TORCHELASTIC_USE_AGENT_STORE='True',
-        TORCHELASTIC_RESTART_COUNT='0',
-    )
+    environ = variables_of(agent, max_restarts=3)
     for world_size in (2, 4, 2):
         found = run_ranks(fail_and_go_on, world_size, environ=environ)
         assert found == [world_size] * world_size
