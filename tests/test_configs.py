@@ -21,7 +21,7 @@ EXPECTED = dict(
     cpu=dict(type='cpu', backend='gloo'),
     cuda=dict(type='cuda'),
     cuda_gloo=dict(type='cuda', backend='gloo'),
-    gcu=dict(type='gcu', backend='gloo'),
+    gcu=dict(type='gcu', backend='auto'),
     xla=dict(type='xla', backend='gloo'),
 )
 
@@ -176,7 +176,7 @@ def test_option_on_the_command_line_reaches_the_accelerator(model_config):
     )
     cfg = Config.fromfile(path)
     cfg.merge_from_dict({'accelerator.generation': 't20'})
-    assert cfg.accelerator == dict(type='gcu', backend='gloo', generation='t20')
+    assert cfg.accelerator == dict(type='gcu', backend='auto', generation='t20')
 
 
 @pytest.mark.parametrize('suffix', ['py', 'json', 'yaml'])
@@ -279,7 +279,7 @@ def test_new_style_config_may_change_the_accelerator(tmp_path):
     with open(str(tmp_path / 'new.py'), 'a') as file:
         file.write("accelerator.update(generation='s60')\n")
     code = "from mmengine.config import Config; print(Config.fromfile('new.py').accelerator)"
-    assert run(code, tmp_path) == str(dict(type='gcu', backend='gloo', generation='s60'))
+    assert run(code, tmp_path) == str(dict(type='gcu', backend='auto', generation='s60'))
 
 
 # the examples --------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ def check_backend(backend: str, accelerator: Accelerator, origin: str) -> str:
         raise LaunchError(
             f'{origin}={backend!r}, but {backend!r} does not work on accelerator '
             f'{accelerator.name!r} ({accelerator.device_type} tensors); expected '
-            f'{" or ".join(map(repr, wanted))}. Available here: {", ".join(available)}. Set '
+            f'{" or ".join(map(repr, wanted))}. Available here: {", ".join(available)}. '
+            f'{accelerator.why_refused(backend)}Set '
             f"accelerator=dict(type={accelerator.name!r}, backend='gloo') in the config."
         )
     if not set(names) <= set(available):

@@ -113,18 +113,23 @@ class Accelerator(ABC):
         Raises:
             AcceleratorError: If there is no such device.
         """
-        count = self.device_count()
+        count, index = self.device_count(), local_rank * self.devices_per_rank()
         if count == 1 and local_rank >= 0:
             return torch.device(self.device_type, 0)
-        if not 0 <= local_rank < count:
+        if not 0 <= index < count:
             indices = f', indices 0 to {count - 1}' if count else ''
             raise AcceleratorError(
-                f'LOCAL_RANK={local_rank} asks for {self.device_type}:{local_rank}, but this '
+                f'LOCAL_RANK={local_rank} asks for {self.device_type}:{index}, but this '
                 f'process sees {count} {self.name} device(s){indices} '
-                f'({self.describe_visibility()}). Start at most {count} processes on this host, '
-                f'or make more devices visible.'
+                f'({self.describe_visibility()}). Start at most '
+                f'{count // self.devices_per_rank()} processes on this host, or make more devices '
+                f'visible.'
             )
-        return torch.device(self.device_type, local_rank)
+        return torch.device(self.device_type, index)
+
+    def devices_per_rank(self) -> int:
+        """How many devices apart the devices of two ranks are that follow each other."""
+        return 1
 
     @abstractmethod
     def set_device(self, device: torch.device) -> None:
@@ -311,6 +316,10 @@ class Accelerator(ABC):
             return 'gloo'
         is_available = getattr(torch_dist, f'is_{native}_available', lambda: True)
         return native if is_available() else 'gloo'
+
+    def why_refused(self, backend: str) -> str:
+        """Why a backend does not work here, as a sentence for its refusal; may be empty."""
+        return ''
 
     def takes_tensors(self, backend: str) -> bool:
         """Whether a backend's collectives take tensors on these devices.

@@ -34,6 +34,7 @@ class DeviceContext:
             device may still change, when that runner starts its process group.
         override (Accelerator, optional): Another one that :func:`rank_device` was asked for since,
             e.g. to patch MMEngine for it.
+        narrowed (Tuple[str]): The dtypes of 64 bits that the device computes in 32 bits.
     """
 
     accelerator: Accelerator
@@ -46,6 +47,7 @@ class DeviceContext:
     side_groups: Dict[Any, Any] = field(default_factory=dict, compare=False)
     final: bool = True
     override: Optional[Accelerator] = None
+    narrowed: Tuple[str, ...] = ()
 
     @property
     def devices(self) -> Tuple[torch.device, ...]:
@@ -63,7 +65,11 @@ class DeviceContext:
             f'accelerator {self.accelerator.name!r} ({self.reason}): {named} '
             f'{", ".join(map(str, self.devices))} ({self.accelerator.device_name(self.device)})'
         )
-        return line if self.backend is None else f'{line}, backend {self.backend!r}'
+        if self.backend is not None:
+            line += f', backend {self.backend!r}'
+        if self.narrowed:
+            line += f'. {" and ".join(self.narrowed)} values are narrowed to 32 bits there'
+        return line
 
 
 _context: Optional[DeviceContext] = None

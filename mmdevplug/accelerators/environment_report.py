@@ -18,8 +18,9 @@ def describe_devices(accelerator: Accelerator) -> Dict[str, str]:
     """
     report = {'Accelerator': accelerator.name}
     by_name: Dict[str, List[str]] = defaultdict(list)
-    for index in range(accelerator.device_count()):
-        by_name[accelerator.device_name(accelerator.device(index))].append(str(index))
+    for rank in range(accelerator.device_count() // accelerator.devices_per_rank()):
+        device = accelerator.device(rank)
+        by_name[accelerator.device_name(device)].append(str(device.index or 0))
     for name, indices in by_name.items():
         report[f'{accelerator.device_type} {",".join(indices)}'] = name
     version = getattr(sys.modules.get(accelerator.package or ''), '__version__', None)

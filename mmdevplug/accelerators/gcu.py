@@ -7,6 +7,8 @@ Neither card was available: both are tested with stand-ins that follow the vendo
 interface.
 """
 
+import os
+import re
 from typing import Any, List, Optional, Sequence
 
 import torch
@@ -45,6 +47,21 @@ class T20Accelerator(LazyAccelerator):
     def device(self, local_rank: int = 0) -> torch.device:
         return self._torch_gcu.gcu_device(super().device(local_rank).index)
 
+    def devices_per_rank(self) -> int:
+        """What the vendor's own collectives multiply a local rank by."""
+        value = os.environ.get('LEO_CLUSTER_NUM', '1')
+        if not re.fullmatch('[1-9][0-9]*', value.strip()):
+            raise AcceleratorError(
+                f'LEO_CLUSTER_NUM={value!r}: expected the number of clusters of a card, 1 or '
+                f'more. Local rank r uses xla:<r * LEO_CLUSTER_NUM>. Correct or unset it.'
+            )
+        return int(value)
+
+    def describe_visibility(self) -> str:
+        clusters = os.environ.get('LEO_CLUSTER_NUM')
+        text = super().describe_visibility()
+        return text if clusters is None else f'{text}, LEO_CLUSTER_NUM={clusters!r}'
+
     def set_device(self, device: torch.device) -> None:
         self._torch_gcu.set_device(device.index)
 
@@ -61,6 +78,12 @@ class T20Accelerator(LazyAccelerator):
         # The default mode waits for the previous graph: two at a time may exceed a card's memory.
         self._torch_gcu.sync_lived_tensor(device=device)
 
+    def compilations(self) -> Optional[int]:
+        # The report is text for people; it has this metric under torch_xla's name.
+        report = self._torch_gcu.metrics_report()
+        found = re.search(r'^Metric: CompileTime\s+TotalSamples: (\d+)', report, re.MULTILINE)
+        return None if found is None else int(found.group(1))
+
     def keep_compilations(self, folder: str) -> Optional[str]:
         return "the vendor's package torch_gcu offers no cache of compiled graphs"
 
@@ -74,13 +97,28 @@ class T20Accelerator(LazyAccelerator):
         for source, target in zip(sources, targets):
             target.copy_(source.detach().to(target.dtype).to(target.device))
 
+    def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
+        return int(self._torch_gcu.get_hbm_alloc_size(device))
+
+    def manual_seed(self, seed: int) -> None:
+        self._torch_gcu.manual_seed_all(seed % 2**32)  # It refuses seeds of more bits.
+
     def autocast(self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any):
         return self._torch_gcu.amp.autocast(
             enabled=enabled, dtype=dtype or self.amp_dtype, **kwargs
         )
 
     def grad_scaler(self, **kwargs: Any) -> Any:
+        """The vendor's scaler, of which `step` must not be called: it ends in a TypeError."""
         return self._torch_gcu.amp.GradScaler(**kwargs)
+
+    def why_refused(self, backend: str) -> str:
+        if backend != 'eccl':
+            return ''
+        return (
+            "On a T20, eccl is part of torch_gcu.distributed, the vendor's fork of "
+            'torch.distributed, whose groups neither PyTorch nor MMEngine can use. '
+        )
 
 
 class S60Accelerator(TorchNativeAccelerator):
@@ -111,6 +149,10 @@ def build_gcu(generation: Optional[str] = None) -> Accelerator:
             f'(eager, gcu:<index>), or nothing to take what is installed.'
         )
     if generation is None:
-        import_vendor('torch_gcu')
-        generation = 's60' if hasattr(torch, 'gcu') else 't20'
+        torch_gcu = import_vendor('torch_gcu')
+        # The package of the eager generation has no graphs to run.
+        if torch_gcu is None:
+            generation = 's60' if hasattr(torch, 'gcu') else 't20'
+        else:
+            generation = 't20' if hasattr(torch_gcu, 'sync_lived_tensor') else 's60'
     return S60Accelerator() if generation == 's60' else T20Accelerator()

@@ -1,6 +1,9 @@
 """Try a device before a model is built on it."""
 
+from typing import List, Optional
+
 import torch
+from torch import Tensor
 
 from mmdevplug.errors import AcceleratorError
 
@@ -10,8 +13,15 @@ from .base import Accelerator
 RELATIVE_TOLERANCE = 1e-2
 
 
-def probe_device(accelerator: Accelerator, device: torch.device) -> None:
+#: Values that change if they are stored in 32 bits.
+WIDE = {torch.int64: 2**40 + 1, torch.float64: 1 / 3}
+
+
+def probe_device(accelerator: Accelerator, device: torch.device) -> List[str]:
     """Run one small computation on a device and compare it with the CPU.
+
+    Returns:
+        list[str]: The dtypes that the device does not keep, of int64 and float64.
 
     Raises:
         AcceleratorError: If the device cannot be used or computes something else.
@@ -19,10 +29,15 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> None:
     # Device and dtype are explicit because a user may have changed the defaults.
     host = torch.linspace(-1.0, 1.0, 64, device='cpu', dtype=torch.float32).reshape(8, 8)
     expected = host @ host.t() + 1.0
+    wide = {dtype: torch.tensor(value, dtype=dtype, device='cpu') for dtype, value in WIDE.items()}
     try:
         accelerator.set_device(device)
         test_tensor = host.to(device)
-        computed = accelerator.to_host([test_tensor @ test_tensor.t() + 1.0])[0]
+        sent = {dtype: _try_to_send(tensor, device) for dtype, tensor in wide.items()}
+        kept = [dtype for dtype, tensor in sent.items() if tensor is not None]
+        computed, *returned = accelerator.to_host(
+            [test_tensor @ test_tensor.t() + 1.0, *(sent[dtype] for dtype in kept)]
+        )
         difference = (computed - expected).abs().max().item()
     except Exception as error:
         raise AcceleratorError(
@@ -35,6 +50,15 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> None:
             f'device {device} computes a matrix product that differs from the CPU by '
             f'{difference:.3g}. {_circumstances(accelerator)}'
         )
+    same = [dtype for dtype, tensor in zip(kept, returned) if torch.equal(tensor, wide[dtype])]
+    return [str(dtype).split('.')[-1] for dtype in wide if dtype not in same]
+
+
+def _try_to_send(tensor: Tensor, device: torch.device) -> Optional[Tensor]:
+    try:
+        return tensor.to(device)
+    except (RuntimeError, TypeError):  # Some devices have no float64.
+        return None
 
 
 def _circumstances(accelerator: Accelerator) -> str:

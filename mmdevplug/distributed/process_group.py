@@ -126,7 +126,7 @@ def start_distributed(
         if env.world_size > 1:
             watch_for_failures(store, prefix, env, silence, wait)
 
-    def prepare() -> Tuple[Choice, Sequence[torch.device]]:
+    def prepare() -> Tuple[Choice, Sequence[torch.device], Tuple[str, ...]]:
         choice = choose_accelerator(accelerator)
         if compilation_cache is not None:
             start_compilation_cache(choice.accelerator, compilation_cache, env.rank)
@@ -136,12 +136,12 @@ def start_distributed(
             devices = choose_devices(choice.accelerator, env)
         # The first one last, so that it stays the current one.
         for device in reversed(devices):
-            probe_device(choice.accelerator, device)
-        return choice, devices
+            narrowed = probe_device(choice.accelerator, device)
+        return choice, devices, tuple(narrowed)
 
     # Without a launcher the variables stay as they are, but no vendor's package must read them.
     with stale_variables_hidden('none') if launcher == 'none' else nullcontext():
-        choice, devices = run_on_every_rank(store, env, 'device check', prepare, wait)
+        choice, devices, narrowed = run_on_every_rank(store, env, 'device check', prepare, wait)
     name = None
     if launcher != 'none' and exists:
         name = torch_dist.get_backend()
@@ -165,6 +165,7 @@ def start_distributed(
         backend=name,
         timeout=wait,
         more_devices=tuple(devices[1:]),
+        narrowed=narrowed,
         side_groups=before.side_groups if exists and before is not None else {},
     )
     set_device_context(context)

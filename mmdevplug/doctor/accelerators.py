@@ -14,6 +14,7 @@ from mmdevplug.accelerators import (
     TorchNativeAccelerator,
     available_accelerators,
     choose_accelerator,
+    probe_device,
 )
 from mmdevplug.accelerators.detection import DETECTION_ORDER
 from mmdevplug.config.accelerator import AcceleratorOptions
@@ -128,9 +129,9 @@ def _examine_devices(
     accelerator: Accelerator, count: int, say: Callable[[str], None]
 ) -> Iterator[Finding]:
     described, devices = [], []
-    for index in range(count):
-        say(f'asking for device {index}')
-        device = accelerator.device(index)
+    for rank in range(count // accelerator.devices_per_rank()):
+        say(f'asking for the device of local rank {rank}')
+        device = accelerator.device(rank)
         memory = accelerator.memory_total(device)
         size = 'size of memory unknown' if memory is None else format_bytes(memory)
         described.append(f'{device} ({accelerator.device_name(device)}, {size})')
@@ -142,8 +143,8 @@ def _examine_devices(
         f'{accelerator.describe_visibility()}',
         data=dict(name=accelerator.name, devices=devices),
     )
-    for index in range(count):
-        yield _probe(accelerator, accelerator.device(index), say)
+    for rank in range(count // accelerator.devices_per_rank()):
+        yield _probe(accelerator, accelerator.device(rank), say)
 
 
 def _broken(found: str, data: Any = None) -> Finding:
@@ -185,6 +186,17 @@ def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], 
     data = dict(device=str(device), tolerance=RELATIVE_TOLERANCE)
     if wrong:
         return _broken(f'{device} computes wrongly: {"; ".join(wrong)}', data)
+    narrowed = probe_device(accelerator, device)
+    if narrowed:
+        return Finding(
+            SECTION,
+            'note',
+            f'{device} computes as the CPU does, but does not keep {" and ".join(narrowed)}: '
+            f'values of these dtypes are narrowed to 32 bits, or refused.',
+            'integers of 2**31 and more change there, and float64 is no more exact than float32.',
+            'keep such values (ids, time stamps, sums over many pixels) on the host',
+            data,
+        )
     return Finding(
         SECTION,
         'ok',

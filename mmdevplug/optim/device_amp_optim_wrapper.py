@@ -92,16 +92,18 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
             **kwargs: Passed to :meth:`torch.optim.Optimizer.step`.
         """
         known = self._overflow_is_known()
+        finite = not known or self.averaging.finite
         if self.loss_scaler.is_enabled():
             self.loss_scaler.unscale_(self.optimizer)
             if not known:
-                self._agree_on_overflow()
+                finite = self._agree_on_overflow()
         if self.clip_grad_kwargs:
             self._clip_grad()
-        if not known:
+        if not (known or self.accelerator.lazy):
             self.loss_scaler.step(self.optimizer, **kwargs)
-        elif self.averaging.finite:
-            # Not the scaler's step: it would read from the device whether there was an overflow.
+        elif finite:
+            # Not the scaler's step: it would read from the device whether there was an overflow,
+            # and that of torch_gcu 1.10 ends in a TypeError.
             self.optimizer.step(**kwargs)
         self.loss_scaler.update(self._scale_update_param)
 
@@ -115,20 +117,26 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
             if parameter.grad is not None
         )
 
-    def _agree_on_overflow(self) -> None:
-        """Make all ranks skip a step if one has to, also where gradients are not averaged."""
+    def _agree_on_overflow(self) -> bool:
+        """Make all ranks skip a step if one has to, also where gradients are not averaged.
+
+        Returns:
+            bool: Whether no gradient overflowed. An eager device that trains alone is not asked:
+            the scaler reads it anyway.
+        """
         states = getattr(self.loss_scaler, '_per_optimizer_states', {})
         found = list(states[id(self.optimizer)]['found_inf_per_device'].values()) if states else []
-        # Otherwise the scaler, which reads them next, runs a graph for these values alone.
+        # Otherwise each value that is read next runs a graph for itself alone.
         self.accelerator.materialize_all(rank_devices(), found)
-        if get_world_size() == 1:
-            return
+        if get_world_size() == 1 and not self.accelerator.lazy:
+            return True
         mine = max([float(value) for value in self.accelerator.to_host(found)], default=0.0)
         agreed = torch.tensor(mine)
         all_reduce(agreed, op='max')
         if float(agreed) > mine:
             for value in found:
                 value.fill_(float(agreed))
+        return not float(agreed)
 
     @contextmanager
     def optim_context(self, model: nn.Module) -> Iterator[None]:

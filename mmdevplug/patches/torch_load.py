@@ -83,6 +83,18 @@ def _method(owner: Any, name: str) -> Any:
     return method
 
 
+def _rebuild_on_host(data: np.ndarray, dtype: torch.dtype, _: str, requires_grad: bool) -> Any:
+    """Rebuild a tensor of a T20, which torch_gcu's own function sends to the current card."""
+    return torch.from_numpy(data).to(dtype).requires_grad_(requires_grad)
+
+
+#: What files name, and what stands in for it.
+_REPLACED = {
+    'builtins.getattr': _method,
+    _ONE_CYCLE: _one_cycle,
+    'torch_gcu.core.pytorch_override._rebuild_device_tensor_from_numpy_gcu': _rebuild_on_host,
+}
+
 _trusted: List[Any] = []
 
 
@@ -182,7 +194,7 @@ def _allowed_with_names() -> List[Any]:
         for function in (_multiarray._reconstruct, _multiarray.scalar)
         for module in ('numpy.core.multiarray', 'numpy._core.multiarray')
     ]
-    renamed += [(_method, 'builtins.getattr'), (_one_cycle, _ONE_CYCLE)]
+    renamed += [(replacement, name) for name, replacement in _REPLACED.items()]
     return [*allowed_classes(), *renamed]
 
 
@@ -227,10 +239,8 @@ def _restricted_pickle() -> Any:
             # Protocol 2, which PyTorch writes, has the names of Python 2.
             module, name = NAME_MAPPING.get((module, name), (module, name))
             module = IMPORT_MAPPING.get(module, module)
-            if (module, name) == ('builtins', 'getattr'):
-                return _method
-            if f'{module}.{name}' == _ONE_CYCLE:
-                return _one_cycle
+            if f'{module}.{name}' in _REPLACED:
+                return _REPLACED[f'{module}.{name}']
             if (module, name) in allowed or _is_plain(module, name):
                 return super().find_class(module, name)
             raise pickle.UnpicklingError(f'{module}.{name} is not allowed.')

@@ -318,6 +318,8 @@ class DeviceRunner(Runner):
             DevPlugError: If the file holds objects of classes that are not MMEngine's.
         """
         checkpoint = read_checkpoint(filename, map_location)
+        # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
+        self.device_context.materialize()
         # From here on as MMEngine's method.
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
         model = unwrap_model(self.model)

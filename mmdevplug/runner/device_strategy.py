@@ -119,6 +119,8 @@ class DeviceStrategy(DDPStrategy):
         checkpoint = read_checkpoint(
             filename, 'cpu' if map_location == 'default' else map_location
         )
+        # As in DeviceRunner.load_checkpoint.
+        self.device_context.materialize()
         if callback is not None:
             callback(checkpoint)
         state_dict = checkpoint.pop('state_dict')

@@ -417,11 +417,17 @@ GCU = (
     'is_available = lambda: True\n'
     'device_count = lambda: 8\n'
     "get_device_name = lambda index=None: 'T20'\n"
+    'sync_lived_tensor = lambda device=None: None\n'
 )
 
 
-def test_gcu_package_without_torch_gcu_module_is_the_lazy_generation(vendor_package):
+@pytest.mark.parametrize('set_torch_gcu', [False, True])
+def test_gcu_package_that_runs_graphs_is_the_lazy_generation(
+    vendor_package, monkeypatch, set_torch_gcu
+):
     vendor_package('torch_gcu', GCU)
+    if set_torch_gcu:  # as scripts do that want `torch.gcu` on both generations
+        monkeypatch.setattr(torch, 'gcu', card_module(), raising=False)
     accelerator = get_accelerator('gcu')
     assert isinstance(accelerator, T20Accelerator)
     assert (accelerator.device_type, accelerator.device_count()) == ('xla', 8)

@@ -1,7 +1,9 @@
 """``torch.load`` while a model's own code runs: every argument kept, each thread by itself."""
 
 import pickle
+import sys
 import threading
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -239,3 +241,35 @@ def test_a_function_put_around_ours_stays():
         assert torch.load is theirs
         with pytest.raises(FileNotFoundError):
             torch.load('/does/not/exist')
+
+
+class OnT20:
+    """Pickled as a tensor on a card is where ``torch_gcu`` 1.10 was imported."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __reduce__(self):
+        rebuild = sys.modules[T20_REBUILD[0]]._rebuild_device_tensor_from_numpy_gcu
+        return rebuild, (self.value.numpy(), self.value.dtype, 'xla:5', True)
+
+
+T20_REBUILD = ('torch_gcu.core.pytorch_override', '_rebuild_device_tensor_from_numpy_gcu')
+
+
+def test_tensors_of_a_t20_are_read_without_torch_gcu(tmp_path, monkeypatch, release):
+    def rebuild(*_):
+        raise AssertionError("the vendor's function would send the tensor to a card")
+
+    rebuild.__module__, rebuild.__qualname__ = T20_REBUILD
+    rebuild.__name__ = T20_REBUILD[1]
+    with monkeypatch.context() as patch:
+        for name in ('torch_gcu', 'torch_gcu.core', T20_REBUILD[0]):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        setattr(sys.modules[T20_REBUILD[0]], T20_REBUILD[1], rebuild)
+        torch.save(dict(weight=OnT20(torch.arange(3.0))), tmp_path / 'of_a_card.pth')
+    with safe_loading('of_a_card.pth'):
+        weight = torch.load(tmp_path / 'of_a_card.pth')['weight']
+    assert weight.device == torch.device('cpu')
+    assert weight.requires_grad
+    assert weight.tolist() == [0.0, 1.0, 2.0]

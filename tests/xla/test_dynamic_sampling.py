@@ -58,9 +58,9 @@ def test_one_execution_for_a_round_besides_those_of_the_step(tmp_path, ranks, st
 def train_on_cards(work_dir):
     sys.path.insert(0, STANDIN)
     found = train_example('dynamic_sampling_gcu_t20_8x', work_dir, SHORT_WITH_TEST)
-    import torch_gcu
+    import t20_card
 
-    return found, torch_gcu.calls['unlazy']
+    return found, t20_card.calls['unlazy']
 
 
 SHORT_WITH_TEST = dict(train_cfg__max_iters=20, train_cfg__val_interval=20)

@@ -17,9 +17,9 @@ STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
 def with_standin(function, *args):
     sys.path.insert(0, STANDIN)
     result = function(*args)
-    import torch_gcu
+    import t20_card
 
-    return result, dict(torch_gcu.calls)
+    return result, dict(t20_card.calls)
 
 
 def look():
@@ -104,3 +104,21 @@ def test_stock_runner_leaves_the_model_on_the_cpu(tmp_path):
     for (local_rank, message), _ in run_ranks(with_standin, 2, stock_runner, tmp_path):
         assert f'device_ids [{local_rank}]' in message
         assert "device(type='cpu')" in message
+
+
+def missing_names():
+    sys.path.insert(0, STANDIN)
+    from tests.t20.test_interface import read_names, resolve
+
+    missing = []
+    for module, line in read_names():
+        name = line.split('(')[0].split(' = ')[0]
+        try:
+            resolve(module, name)
+        except (AttributeError, ImportError):
+            missing.append(f'{module}.{name}')
+    return missing
+
+
+def test_the_vendors_interface_is_whole_on_torch_xla():
+    assert run_ranks(missing_names, 0) == [[]]

@@ -1,5 +1,6 @@
-# Enflame GCU, T20 and S60; gradients are averaged over gloo, whatever env_cfg asks for.
+# Enflame GCU. On a T20, gradients are averaged over gloo, whatever env_cfg asks for; on an S60,
+# over eccl, where torch_gcu brings it.
 __import__('mmdevplug')
 
 runner_type = 'DeviceRunner'
-accelerator = dict(type='gcu', backend='gloo')
+accelerator = dict(type='gcu', backend='auto')

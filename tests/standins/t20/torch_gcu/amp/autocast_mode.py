@@ -1,14 +1,14 @@
-"""Autocast of 16-bit numbers, by the switch that PyTorch 1.10 has for CUDA."""
+"""Autocast of 16-bit numbers, which PyTorch 1.10 switches for CUDA and XLA devices together."""
 
 import functools
 
 import torch
-from t20_card import calls
+from t20_card import calls, card
 from torch.cuda.amp.autocast_mode import _cast
 
 
 class autocast:
-    """Switches CUDA's autocast, under which PyTorch 1.10 casts on XLA devices as well."""
+    """Switches the autocast of the card's PyTorch: in 1.10, that of CUDA."""
 
     def __init__(self, enabled=True, dtype=torch.float16, cache_enabled=True):
         if dtype not in (torch.float16, torch.bfloat16):
@@ -21,8 +21,7 @@ class autocast:
 
     def __enter__(self):
         calls['autocast'] += 1
-        self.prev = torch.is_autocast_enabled()
-        self.prev_fastdtype = torch.get_autocast_gpu_dtype()
+        self.prev, self.prev_fastdtype = card.autocast()
         self.prev_cache_enabled = torch.is_autocast_cache_enabled()
         self._switch(self._enabled, self.fast_dtype, self._cache_enabled)
         torch.autocast_increment_nesting()
@@ -43,8 +42,7 @@ class autocast:
 
     @staticmethod
     def _switch(enabled, dtype, cache_enabled):
-        torch.set_autocast_enabled(enabled)
-        torch.set_autocast_gpu_dtype(dtype)
+        card.set_autocast(enabled, dtype)
         torch.set_autocast_cache_enabled(cache_enabled)
 
 
@@ -60,8 +58,8 @@ def custom_fwd(fwd=None, **kwargs):
 
     @functools.wraps(fwd)
     def decorate_fwd(*args, **kwargs):
-        casting = torch.is_autocast_enabled() and cast_inputs is not None
-        args[0]._fwd_used_autocast = torch.is_autocast_enabled() and cast_inputs is None
+        casting = card.autocast()[0] and cast_inputs is not None
+        args[0]._fwd_used_autocast = card.autocast()[0] and cast_inputs is None
         if not casting:
             return fwd(*args, **kwargs)
         with autocast(enabled=False):

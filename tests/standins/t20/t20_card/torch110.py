@@ -1,7 +1,6 @@
-"""A lazy card of eight devices, ``xla:0 ... xla:7``, for PyTorch 1.10, and its account for tests.
+"""The card on PyTorch 1.10: an extension under ``DispatchKey::XLA``, beside this file.
 
-Importing it compiles the extension once (40 s) or loads what was compiled before. ``torch_gcu``
-beside it is the vendor's interface to this card.
+Importing it compiles the extension once (40 s) or loads what was compiled before.
 """
 
 import fcntl
@@ -15,20 +14,6 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-
-#: Why a release of PyTorch cannot have this card; None where it can.
-MISSING = None
-if not torch.__version__.startswith('1.10.'):
-    MISSING = f'the T20 stand-in is written for PyTorch 1.10, and this is {torch.__version__}'
-
-#: How often each function of ``torch_gcu`` was called.
-calls = Counter()
-
-#: How often a graph was run in each `JitRunMode`, also where nothing was pending.
-modes = Counter()
-
-#: The seeds that were given to all cards, in order.
-seeds = []
 
 
 def _build():
@@ -67,5 +52,30 @@ def _compile(source, folder):
         raise RuntimeError(f'{source} does not compile:\n{result.stdout}')
 
 
+def report():
+    """Write the counts of all devices as torch_xla's report does, which the vendor's is."""
+    stats = [card.stats(index) for index in range(card.device_count())]
+    executions = Counter()
+    for each in stats:
+        executions.update(each['executions'])
+    lines = ['Metric: CompileTime', f'  TotalSamples: {sum(x["compilations"] for x in stats)}']
+    lines += ['Metric: ExecuteTime', f'  TotalSamples: {sum(executions.values())}']
+    lines += ['Counter: UncachedOps', f'  Value: {sum(x["all_operations"] for x in stats)}']
+    for reason, count in sorted(executions.items()):
+        lines += [f'Counter: Execute.{reason}', f'  Value: {count}']
+    return '\n'.join(lines)
+
+
+def autocast():
+    """Whether autocast is on and to which dtype: in PyTorch 1.10 CUDA's, for XLA devices too."""
+    return torch.is_autocast_enabled(), torch.get_autocast_gpu_dtype()
+
+
+def set_autocast(enabled, dtype):
+    torch.set_autocast_enabled(enabled)
+    torch.set_autocast_gpu_dtype(dtype)
+
+
 #: The extension.
-card = None if MISSING else _build()
+card = _build()
+card.report, card.autocast, card.set_autocast = report, autocast, set_autocast

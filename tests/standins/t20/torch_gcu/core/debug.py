@@ -39,18 +39,7 @@ def add_trace_point(trace_info='', sleep_time=1):
 
 
 def metrics_report():
-    lines = []
-    for index in range(card.device_count()):
-        stats = card.stats(index)
-        if not stats['all_operations']:
-            continue
-        lines += [f'Metric: CompileTime (xla:{index})', f'  TotalSamples: {stats["compilations"]}']
-        lines += [f'Metric: ExecuteTime (xla:{index})']
-        lines += [f'  TotalSamples: {sum(stats["executions"].values())}']
-        lines += [f'Counter: UncachedOps (xla:{index})', f'  Value: {stats["all_operations"]}']
-        for reason, count in sorted(stats['executions'].items()):
-            lines += [f'Counter: Execute.{reason} (xla:{index})', f'  Value: {count}']
-    return '\n'.join(lines)
+    return card.report()
 
 
 def get_graph(tensor, device=None):

@@ -16,7 +16,7 @@ def _tensor_str(self, indent):
     return _tensor_str_of_torch(self.cpu() if self.is_gcu() else self, indent)
 
 
-def _rebuild_device_tensor_from_numpy(data, dtype, device, requires_grad):
+def _rebuild_device_tensor_from_numpy_gcu(data, dtype, device, requires_grad):
     """Rebuild a saved tensor: on the host, unless it was saved on the card that is current."""
     tensor = torch.from_numpy(data).to(dtype=dtype)
     if not device.startswith('xla') or device == f'xla:{card.current_device()}':
@@ -27,4 +27,4 @@ def _rebuild_device_tensor_from_numpy(data, dtype, device, requires_grad):
 
 torch.Tensor.is_gcu = is_gcu
 torch._tensor_str._tensor_str = _tensor_str
-torch._utils._rebuild_device_tensor_from_numpy = _rebuild_device_tensor_from_numpy
+torch._utils._rebuild_device_tensor_from_numpy = _rebuild_device_tensor_from_numpy_gcu

@@ -1,0 +1,115 @@
+"""The accelerator asks the vendor's package for what it offers, on the PyTorch that a T20 runs."""
+
+import pytest
+import torch
+
+from mmdevplug import init_device
+from mmdevplug.accelerators import T20Accelerator, get_accelerator, probe_device
+from mmdevplug.accelerators.backend import resolve_backend
+from mmdevplug.errors import AcceleratorError, LaunchError
+
+pytestmark = pytest.mark.t20
+
+
+@pytest.fixture
+def accelerator(torch_gcu, card):
+    found = get_accelerator('gcu')
+    assert type(found) is T20Accelerator
+    return found
+
+
+def test_a_seed_reaches_all_cards(accelerator):
+    import t20_card
+
+    accelerator.manual_seed(7)
+    accelerator.manual_seed(2**32 + 5)
+    assert t20_card.seeds[-2:] == [7, 5]
+
+
+def test_a_runner_seeds_the_cards(accelerator, tmp_path):
+    import t20_card
+    from mmengine.registry import RUNNERS
+
+    from tests.jobs import digits_config
+
+    cfg = digits_config('gcu', tmp_path)
+    cfg.randomness = dict(seed=1234)
+    RUNNERS.build(cfg)
+    assert t20_card.seeds[-1] == 1234
+
+
+def test_memory_is_what_torch_gcu_holds(accelerator):
+    device = torch.device('xla:6')
+    before = accelerator.memory_allocated(device)
+    kept = torch.zeros(1000, device=device)
+    assert accelerator.memory_allocated(device) == before + 4 * kept.numel()
+
+
+def test_compilations_are_those_of_the_report(accelerator, torch_gcu, monkeypatch):
+    before = accelerator.compilations()
+    x = torch.ones(3, 5, device='xla:2') * 3 - 1
+    accelerator.materialize(x.device)
+    assert accelerator.compilations() == before + 1
+    y = torch.ones(3, 5, device='xla:2') * 3 - 1  # The same graph.
+    accelerator.materialize(y.device)
+    assert accelerator.compilations() == before + 1
+    monkeypatch.setattr(torch_gcu, 'metrics_report', lambda: 'nothing of the kind')
+    assert accelerator.compilations() is None
+
+
+@pytest.mark.parametrize(('clusters', 'index'), [(None, 3), ('1', 3), ('2', 6)])
+def test_clusters_of_a_card(accelerator, monkeypatch, clusters, index):
+    if clusters is not None:
+        monkeypatch.setenv('LEO_CLUSTER_NUM', clusters)
+    assert accelerator.device(3) == torch.device('xla', index)
+
+
+def test_a_rank_beyond_the_clusters_is_refused(accelerator, monkeypatch):
+    monkeypatch.setenv('LEO_CLUSTER_NUM', '2')
+    with pytest.raises(AcceleratorError) as raised:
+        accelerator.device(4)
+    assert 'LOCAL_RANK=4 asks for xla:8' in str(raised.value)
+    assert "LEO_CLUSTER_NUM='2'" in str(raised.value)
+    assert 'at most 4 processes' in str(raised.value)
+
+
+@pytest.mark.parametrize('clusters', ['0', '-1', 'two', ''])
+def test_a_wrong_number_of_clusters_is_refused(accelerator, monkeypatch, clusters):
+    monkeypatch.setenv('LEO_CLUSTER_NUM', clusters)
+    with pytest.raises(AcceleratorError, match=f'LEO_CLUSTER_NUM={clusters!r}: expected'):
+        accelerator.device(0)
+
+
+def test_a_card_that_narrows_is_named(accelerator, card):
+    assert probe_device(accelerator, torch.device('xla:1')) == []
+    card.set_narrow(True)
+    assert probe_device(accelerator, torch.device('xla:1')) == ['int64', 'float64']
+    line = init_device('none', 'gcu').describe()
+    assert line.endswith('int64 and float64 values are narrowed to 32 bits there')
+
+
+def test_eccl_is_refused_with_the_reason(accelerator):
+    with pytest.raises(LaunchError) as raised:
+        resolve_backend(accelerator, forced='eccl')
+    message = str(raised.value)
+    assert "accelerator.backend='eccl'" in message
+    assert "part of torch_gcu.distributed, the vendor's fork of torch.distributed" in message
+    assert "backend='gloo'" in message
+
+
+@pytest.mark.parametrize('backend', [None, 'nccl', 'eccl'])
+def test_the_base_config_takes_gloo(accelerator, backend):
+    assert resolve_backend(accelerator, forced='auto', configured=backend) == 'gloo'
+
+
+def test_a_file_of_another_card_is_read_to_the_host(accelerator, torch_gcu, tmp_path):
+    from mmdevplug.checkpoint.reading import read_checkpoint
+
+    weight = torch.arange(6.0).reshape(2, 3)
+    path = tmp_path / 'saved_by_torch.pth'
+    torch.save(dict(state_dict=dict(weight=weight.to('xla:5')), meta={}), path)
+    for current in (5, 2):  # The vendor's rebuild function sends it to the card that is current.
+        torch_gcu.set_device(current)
+        read = read_checkpoint(str(path), 'cpu')['state_dict']['weight']
+        assert read.device == torch.device('cpu')
+        assert torch.equal(read, weight)
