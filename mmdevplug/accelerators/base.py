@@ -205,7 +205,7 @@ class Accelerator(ABC):
         return [tensor.detach().cpu() for tensor in tensors]
 
     def copy_to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy device tensors into existing host tensors, converting dtypes as ``copy_`` does."""
+        """Copy materialized tensors into host tensors, converting dtypes as ``copy_`` does."""
         # A lazy device is read in one call; an eager one needs no intermediate copy.
         fetched = self.to_host(sources) if self.lazy else sources
         for source, target in zip(fetched, targets):

@@ -88,10 +88,17 @@ class T20Accelerator(LazyAccelerator):
         return "the vendor's package torch_gcu offers no cache of compiled graphs"
 
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
-        # Compute all tensors of a card in one graph before they are copied.
-        for device in devices_of(tensors):
-            self._torch_gcu.unlazy([tensor for tensor in tensors if tensor.device == device])
+        # Compute all tensors of a card in one graph before they are copied. torch_gcu refuses
+        # tensors of the host.
+        on_cards = [tensor for tensor in tensors if tensor.device.type == self.device_type]
+        for device in devices_of(on_cards):
+            self._torch_gcu.unlazy([tensor for tensor in on_cards if tensor.device == device])
         return super().to_host(tensors)
+
+    def copy_to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        # For gradients, which are computed by then: nothing to unlazy.
+        for source, target in zip(sources, targets):
+            target.copy_(source.detach())
 
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         for source, target in zip(sources, targets):

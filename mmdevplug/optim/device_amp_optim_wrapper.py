@@ -130,7 +130,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         self.accelerator.materialize_all(rank_devices(), found)
         if get_world_size() == 1 and not self.accelerator.lazy:
             return True
-        mine = max([float(value) for value in self.accelerator.to_host(found)], default=0.0)
+        mine = max(map(float, found), default=0.0)
         agreed = torch.tensor(mine)
         all_reduce(agreed, op='max')
         if float(agreed) > mine:

@@ -72,7 +72,7 @@ class DeviceOptimWrapper(OptimWrapper):
 
     def _log_norms(self) -> None:
         norms, self._norms = self._norms, ()
-        for norm in self.accelerator.to_host(norms):
+        for norm in norms:
             self.message_hub.update_scalar(f'train/{self.grad_name}', float(norm))
 
 
