@@ -10,7 +10,7 @@ from mmdevplug.environments.launch import LaunchEnv, read_launch_env
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.byte_sizes import format_bytes
 
-from .devices import parse_devices
+from .parse_devices import parse_devices
 
 #: The largest part of a device's memory that weights, gradients and optimizer state may take where
 #: one device is chosen; the rest is for activations.

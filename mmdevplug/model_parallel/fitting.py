@@ -6,7 +6,7 @@ from mmdevplug.errors import PlacementError
 from mmdevplug.utils.byte_sizes import format_bytes
 
 from .blocks import Group
-from .devices import device_weights
+from .parse_devices import device_weights
 from .partition import Partition
 
 

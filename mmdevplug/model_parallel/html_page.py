@@ -7,11 +7,11 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from mmdevplug.utils.atomic_files import PathLike, write_text
 from mmdevplug.utils.byte_sizes import format_bytes
-from mmdevplug.utils.files import PathLike, write_text
 from mmdevplug.utils.html_page import make_page
 
-from .plan import DevicePlan
+from .device_plan import DevicePlan
 from .plot import NARROW, colours_of, short_name
 
 #: Letters of the longest bar.

@@ -10,9 +10,9 @@ from mmdevplug.errors import PlacementError
 
 from .accelerate_map import accelerate_map
 from .blocks import Unit, find_units, group_units, order_units, shared_names
-from .devices import Devices, Size, parse_devices, parse_max_memory
+from .device_plan import DevicePlan, PlannedBlock, signature_of
 from .fitting import fit
-from .plan import DevicePlan, PlannedBlock, signature_of
+from .parse_devices import Devices, Size, parse_devices, parse_max_memory
 from .sizes import add_activations, as_dtype, weigh
 from .trace import Trace, trace
 from .unsplittable import WholeModules

@@ -3,10 +3,10 @@
 from typing import Any, Dict, List
 
 from mmdevplug.errors import PlacementError, first_line
-from mmdevplug.utils.files import PathLike, replacing
+from mmdevplug.utils.atomic_files import PathLike, replacing
 
 from .balance import ideal_loads
-from .plan import DevicePlan
+from .device_plan import DevicePlan
 
 #: Also of the page. Light enough for black letters.
 COLOURS = [

@@ -14,7 +14,7 @@ from mmdevplug.errors import PlacementError
 from mmdevplug.utils.byte_sizes import format_bytes
 
 from . import balance
-from .devices import device_weights
+from .parse_devices import device_weights
 from .walk_modules import named_tensors, nearest
 
 Signature = Tuple[Tuple[str, Tuple[int, ...]], ...]
