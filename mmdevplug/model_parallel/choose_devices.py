@@ -61,7 +61,6 @@ def resolve_strategy(
     env: Optional[LaunchEnv] = None,
     launcher: str = 'none',
     memory_needed: Optional[int] = None,
-    memory_available: Optional[int] = None,
     auto_rule: str = 'memory',
     exclude_cpu: bool = True,
 ) -> TrainingStrategy:
@@ -82,8 +81,6 @@ def resolve_strategy(
         launcher (str): Used where there is no ``env``. Defaults to ``'none'``.
         memory_needed (int, optional): Bytes that training needs on one device, without
             activations. Defaults to None: unknown.
-        memory_available (int, optional): Bytes of one device. Defaults to None: as the
-            accelerator reports.
         auto_rule (str): What decides where ``use_model_parallel`` is None: ``'memory'``, or
             ``'count'``, on with two or more devices whatever the model needs. Defaults to
             ``'memory'``.
@@ -124,8 +121,7 @@ def resolve_strategy(
         return choice.spread(mine, 'model_parallel.enable=True')
     if len(mine) < 2:
         return choice.one_device(f'model_parallel.enable=None and {why_no_more}')
-    if memory_available is None:
-        memory_available = chosen.memory_total(mine[0])
+    memory_available = chosen.memory_total(mine[0])
     why = f'model_parallel.enable=None, {len(mine)} devices for each process'
     if auto_rule == 'count':
         return choice.spread(mine, f"{why}, auto_rule='count'")

@@ -2,7 +2,7 @@
 
 import io
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 from rich.console import Console, Group
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.byte_sizes import format_bytes
 
-from . import balance
 from .parse_devices import device_weights
 from .walk_modules import named_tensors, nearest
 
@@ -21,6 +20,28 @@ Signature = Tuple[Tuple[str, Tuple[int, ...]], ...]
 
 #: Of :meth:`DevicePlan.to_dict`; changes when a key changes its meaning or goes.
 SCHEMA = 1
+
+
+def ideal_loads(loads: Collection[float], weights: Collection[float]) -> List[float]:
+    """The loads of a perfect split: in proportion to the weights of the devices."""
+    total, share = sum(loads), sum(weights)
+    return [total * weight / share if share else 0.0 for weight in weights]
+
+
+def imbalance(loads: Collection[float], weights: Collection[float]) -> float:
+    """The largest ``|load - ideal| / ideal``; empty devices of weight 0 are passed over."""
+    relative = [
+        abs(load - ideal) / ideal if ideal else float('inf')
+        for load, ideal in zip(loads, ideal_loads(loads, weights))
+        if ideal or load
+    ]
+    return max(relative, default=0.0)
+
+
+def balance_score(values: Collection[float]) -> float:
+    """``1 / (1 + variance)``; 1 is perfect."""
+    mean = sum(values) / len(values)
+    return 1.0 / (1.0 + sum((value - mean) ** 2 for value in values) / len(values))
 
 
 def signature_of(tensors: Iterable[Tuple[str, Tensor]]) -> Signature:
@@ -86,24 +107,23 @@ class DevicePlan:
     @property
     def imbalance(self) -> float:
         """The largest ``|load - ideal| / ideal`` over devices, in bytes; 0 is perfect."""
-        return balance.imbalance(*self._loads_and_weights())
+        weights = self.weights
+        return imbalance([self.loads[name] for name in weights], weights.values())
 
     @property
     def balance_score(self) -> float:
         """``1 / (1 + variance)`` of the number of blocks on each device; 1 is perfect."""
-        return balance.balance_score([self.counts[name] for name in self.weights])
+        return balance_score([self.counts[name] for name in self.weights])
 
     @property
     def byte_balance_score(self) -> float:
         """The same of ``load / ideal`` in bytes."""
-        return balance.byte_balance_score(*self._loads_and_weights())
+        return balance_score(self._relative_loads() or [0.0])
 
     @property
     def bottleneck(self) -> float:
         """The largest load relative to its ideal; 1 is perfect."""
-        loads, weights = self._loads_and_weights()
-        ideals = balance.ideal_loads(loads, weights)
-        return max((load / ideal for load, ideal in zip(loads, ideals) if ideal), default=0.0)
+        return max(self._relative_loads(), default=0.0)
 
     @property
     def counts(self) -> Dict[str, int]:
@@ -113,9 +133,15 @@ class DevicePlan:
             counts[block.device] += 1
         return counts
 
-    def _loads_and_weights(self) -> Tuple[List[float], List[float]]:
+    @property
+    def ideals(self) -> Dict[str, float]:
+        """What each device would hold in a perfect split, in bytes. The host takes no part."""
         weights = self.weights
-        return [self.loads[name] for name in weights], list(weights.values())
+        loads = [self.loads[name] for name in weights]
+        return dict(zip(weights, ideal_loads(loads, weights.values())))
+
+    def _relative_loads(self) -> List[float]:
+        return [self.loads[name] / ideal for name, ideal in self.ideals.items() if ideal]
 
     def device_of(self, name: str) -> torch.device:
         """Where a module or tensor is.
@@ -203,7 +229,7 @@ class DevicePlan:
         for name in ('device', 'load', 'of ideal', 'may hold', 'blocks', 'from', 'to'):
             right = name not in ('device', 'from', 'to')
             table.add_column(name, justify='right' if right else 'left', overflow='fold')
-        ideals = dict(zip(self.weights, balance.ideal_loads(*self._loads_and_weights())))
+        ideals = self.ideals
         for name in self.devices:
             ideal = ideals.get(name)
             here = [block.name for block in self.blocks if block.device == name]

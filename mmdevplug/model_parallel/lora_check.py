@@ -18,8 +18,7 @@ def check_r_consistency(model: nn.Module, strict: bool = False) -> Dict[int, Lis
     Args:
         model (nn.Module): Any model, with or without adapters of peft or of the same kind: layers
             with ``lora_A`` and a rank, or one for each adapter, in ``r``.
-        strict (bool): Whether different ranks are refused instead of warned of. Defaults to
-            False.
+        strict (bool): Whether different ranks are refused. Defaults to False.
 
     Returns:
         Dict[int, List[str]]: For each rank, the layers that have it, in the model's order; empty
@@ -43,20 +42,16 @@ def check_r_consistency(model: nn.Module, strict: bool = False) -> Dict[int, Lis
             layer = name if len(adapters) == 1 else f'{name} (adapter {adapter!r})'
             layers.setdefault(int(rank), []).append(layer)
     if len(layers) > 1:
-        message = _describe(layers)
+        parts = []
+        for rank, names in sorted(layers.items()):
+            more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+            parts.append(f'r={rank} in {", ".join(names[:3])}{more}')
+        message = (
+            f'the adapters have {len(layers)} different ranks, expected one: {"; ".join(parts)}. '
+            f'Give all of them the same r (in LoraConfig: r, and no rank_pattern), or, if the '
+            f'ranks are to differ, set model_parallel.check_r_consistency=False.'
+        )
         if strict:
             raise ModelError(message)
         print_log(message, 'current', logging.WARNING)
     return layers
-
-
-def _describe(layers: Mapping[int, List[str]], limit: int = 3) -> str:
-    parts = []
-    for rank, names in sorted(layers.items()):
-        more = f' and {len(names) - limit} more' if len(names) > limit else ''
-        parts.append(f'r={rank} in {", ".join(names[:limit])}{more}')
-    return (
-        f'the adapters have {len(layers)} different ranks, expected one: {"; ".join(parts)}. Give '
-        f'all of them the same r (in LoraConfig: r, and no rank_pattern), or, if the ranks are to '
-        f'differ, set model_parallel.check_r_consistency=False.'
-    )

@@ -122,9 +122,8 @@ class _Job:
             seen = trace(self.model, sample_inputs, training, self.dtype)
             add_activations(self.sizes, seen.activations)
         self.units = order_units(find_units(self.model, self.whole), seen.calls)
-        self.groups = group_units(
-            self.units, self.sizes, shared_names(self.model, self.tensors), seen.traffic
-        )
+        shared = shared_names(self.model, self.tensors)
+        self.groups = group_units(self.units, self.sizes, shared, seen.traffic)
         # What is computed before the first block and kept.
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
 
@@ -133,16 +132,14 @@ class _Job:
         found = accelerate_map(
             self.model, self.devices, self.limits, self.whole.classes, self.units, self.dtype
         )
-        device_of: Dict[str, str] = {}
-        for unit in self.units:
-            name = nearest(unit.name, found)
-            if name is None:
-                raise PlacementError(
-                    f'HF accelerate splits {unit.name}, which must stay whole: it knows only '
-                    f'classes, here {", ".join(self.whole.classes) or "none"}. Use strategy '
-                    f'"balanced".'
-                )
-            device_of[unit.name] = found[name]
+        known = {unit.name: nearest(unit.name, found) for unit in self.units}
+        split = next((name for name, covered_by in known.items() if covered_by is None), None)
+        if split is not None:
+            raise PlacementError(
+                f'HF accelerate splits {split}, which must stay whole: it knows only classes, '
+                f'here {", ".join(self.whole.classes) or "none"}. Use strategy "balanced".'
+            )
+        device_of = {name: found[covered_by] for name, covered_by in known.items()}
         made = self._finish(device_of, [], found)
         over = [
             f'{name} would hold {made.loads[name]:,} bytes of {limit:,}'
