@@ -6,48 +6,29 @@ from typing import Dict, NamedTuple
 
 
 class Site(NamedTuple):
-    """A place in the code where operands are on different devices.
+    """A place in the code where operands are on different devices."""
 
-    Attributes:
-        operation (str): E.g. ``'torch.stack'``.
-        file (str): The user's file.
-        line (int): The line in it.
-        where (str): Module and backward, see :meth:`Mismatch.where`.
-    """
-
-    operation: str
-    file: str
-    line: int
-    where: str
+    operation: str  #: E.g. ``'torch.stack'``.
+    file: str  #: The user's file.
+    line: int  #: The line in it.
+    where: str  #: Module and backward, see :meth:`Mismatch.where`.
 
 
 @dataclass
 class SiteCount:
-    """What happened at a place.
+    """What happened at a place."""
 
-    Attributes:
-        times (int): Operations with operands of different devices.
-        number (int): Tensors that were moved.
-        bytes (int): Their size.
-    """
-
-    times: int = 0
-    number: int = 0
-    bytes: int = 0
+    times: int = 0  #: Operations with operands of different devices.
+    number: int = 0  #: Tensors that were moved.
+    bytes: int = 0  #: Their size.
 
 
 class Moved(NamedTuple):
-    """What a guard has moved.
+    """What a guard has moved."""
 
-    Attributes:
-        number (int): Tensors.
-        bytes (int): Their size.
-        sites (Dict[Site, SiteCount]): The same by place, where anything was moved.
-    """
-
-    number: int
-    bytes: int
-    sites: Dict[Site, SiteCount]
+    number: int  #: Tensors.
+    bytes: int  #: Their size.
+    sites: Dict[Site, SiteCount]  #: The same by place, where anything was moved.
 
 
 class MoveStats:

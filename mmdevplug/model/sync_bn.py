@@ -24,6 +24,8 @@ HALF = (torch.float16, torch.bfloat16)
 
 #: What the exchanges that ran a lazy device's graph have cost this process so far.
 LAZY_EXCHANGES = Cost()
+#: The iteration that is measured: graphs are compiled in the first ones.
+MEASURED_ITERATION = 5
 
 
 class DeviceSyncBatchNorm(_BatchNorm):
@@ -188,6 +190,35 @@ class StatisticsExchange:
         if self.through_host and self.accelerator.lazy:
             LAZY_EXCHANGES.messages += 1
             LAZY_EXCHANGES.seconds += seconds
+
+
+class SyncBNCost:
+    """Measures what synchronization costs one iteration on a lazy device, and warns on rank 0."""
+
+    def __init__(self) -> None:
+        self._iterations = 0
+        self._before: Optional[Tuple[float, int, float]] = None
+
+    def after_iteration(self, runner: Any) -> None:
+        """Count an iteration; warn after the one that is measured."""
+        self._iterations += 1
+        now = time.perf_counter(), LAZY_EXCHANGES.messages, LAZY_EXCHANGES.seconds
+        if self._iterations == MEASURED_ITERATION - 1:
+            self._before = now
+        elif self._iterations == MEASURED_ITERATION and runner.rank == 0:
+            self._warn(runner, *(after - before for after, before in zip(now, self._before)))
+
+    def _warn(self, runner: Any, elapsed: float, executions: int, seconds: float) -> None:
+        if not executions:
+            return
+        layers = sum(isinstance(part, DeviceSyncBatchNorm) for part in runner.model.modules())
+        runner.logger.warning(
+            f'{layers} synchronized batch normalization layer(s) add {executions} graph '
+            f'executions to an iteration: iteration {MEASURED_ITERATION} spent '
+            f'{1e3 * seconds:.1f} of {1e3 * elapsed:.1f} ms in them, computing included. Set '
+            f"sync_bn='per_rank' to do without them; each rank then normalizes with the "
+            f'statistics of its own batch.'
+        )
 
 
 class _Normalize(torch.autograd.Function):

@@ -32,14 +32,10 @@ STEPS = ('train_step', 'val_step', 'test_step')
 class Parallelism:
     """Chooses the devices of this rank, plans, and places the model.
 
-    Args:
-        options (ModelParallelOptions): Of the config.
-        model (dict or nn.Module, optional): To plan with before there are devices: a model, or the
-            config of one, which is built without memory. Defaults to None: the plan is made when
-            the model is placed.
-        optimizer (dict, optional): ``optim_wrapper.optimizer`` of the config, for the size of its
-            state. Defaults to None: AdamW's.
-        scope (str): MMEngine's default scope, in which the model is built.
+    ``model``, to plan with before there are devices, is a model, or the config of one, which is
+    built without memory in the default ``scope`` of MMEngine; if it is None, the plan is made when
+    the model is placed. ``optimizer`` is ``optim_wrapper.optimizer`` of the config, for the size
+    of its state; if it is None, AdamW's is taken.
 
     Attributes:
         wanted (bool): Whether several devices are possible.
@@ -168,9 +164,9 @@ class Parallelism:
 
     def describe(self) -> str:
         """The strategy and the plan as a table, for the log."""
-        if self.strategy is None:
-            return ''
         found = self.strategy
+        if found is None:
+            return ''
         rows = {
             'strategy': found.kind,
             'why': found.reason,

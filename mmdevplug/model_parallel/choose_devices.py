@@ -30,22 +30,15 @@ Devices = Union[None, int, str, Sequence[str]]
 
 
 class TrainingStrategy(NamedTuple):
-    """How a job is spread.
+    """How a job is spread."""
 
-    Attributes:
-        kind (str): ``'single_device'``, ``'model_parallel'`` (one process, several devices),
-            ``'data_parallel'`` or ``'data_and_model_parallel'`` (each rank has several devices).
-        devices (Tuple[torch.device]): Those of this rank; batches arrive on the first.
-        rank (int): Index of this process.
-        world_size (int): Number of processes.
-        reason (str): What decided, with the figures.
-    """
-
+    #: ``'single_device'``, ``'model_parallel'`` (one process, several devices),
+    #: ``'data_parallel'`` or ``'data_and_model_parallel'`` (each rank has several devices).
     kind: str
-    devices: Tuple[torch.device, ...]
-    rank: int
-    world_size: int
-    reason: str
+    devices: Tuple[torch.device, ...]  #: Those of this rank; batches arrive on the first.
+    rank: int  #: Index of this process.
+    world_size: int  #: Number of processes.
+    reason: str  #: What decided, with the figures.
 
     @property
     def is_model_parallel(self) -> bool:

@@ -51,50 +51,31 @@ def signature_of(tensors: Iterable[Tuple[str, Tensor]]) -> Signature:
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """What was put on a device as one; modules without parameters are not listed.
+    """What was put on a device as one; modules without parameters are not listed."""
 
-    Attributes:
-        name (str): Of the module or tensor; ``''`` is the whole model.
-        kind (str): Its class, ``'Parameter'`` or ``'Buffer'``.
-        bytes (int): What it holds there; 0 for what another block counts (tied weights).
-        device (str): Where it is.
-    """
-
-    name: str
-    kind: str
-    bytes: int
-    device: str
+    name: str  #: Of the module or tensor; ``''`` is the whole model.
+    kind: str  #: Its class, ``'Parameter'`` or ``'Buffer'``.
+    bytes: int  #: What it holds there; 0 for what another block counts (tied weights).
+    device: str  #: Where it is.
 
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """A device map and why.
+    """A device map and why."""
 
-    Attributes:
-        device_map (Dict[str, str]): Name of a module or tensor to device, e.g. ``'xla:0'``. Every
-            parameter and buffer is covered by its own name or that of a module around it.
-        devices (List[str]): In the order they are filled.
-        capacities (Dict[str, int], optional): Bytes each may hold; None if they are taken for
-            equal. A device without a limit is not in it.
-        loads (Dict[str, int]): Bytes that each holds.
-        strategy (str): ``'auto'``, ``'balanced'`` or ``'dynamic'``.
-        steps (List[str]): What was tried and why, in sentences.
-        blocks (List[PlannedBlock]): In order of execution.
-        parts (Dict[str, int]): Bytes of the model by what they are for.
-        signature (Signature): Of the model it was made for.
-        model (str): The class of the model.
-    """
-
+    #: Name of a module or tensor to device, e.g. ``'xla:0'``. Every parameter and buffer is
+    #: covered by its own name or that of a module around it.
     device_map: Dict[str, str]
-    devices: List[str]
+    devices: List[str]  #: In the order they are filled.
+    #: Bytes each may hold; None if they are taken for equal. One without a limit is not in it.
     capacities: Optional[Dict[str, int]]
-    loads: Dict[str, int]
-    strategy: str
-    steps: List[str]
-    blocks: List[PlannedBlock]
-    parts: Dict[str, int]
-    signature: Signature
-    model: str = ''
+    loads: Dict[str, int]  #: Bytes that each holds.
+    strategy: str  #: ``'auto'``, ``'balanced'`` or ``'dynamic'``.
+    steps: List[str]  #: What was tried and why, in sentences.
+    blocks: List[PlannedBlock]  #: In order of execution.
+    parts: Dict[str, int]  #: Bytes of the model by what they are for.
+    signature: Signature  #: Of the model it was made for.
+    model: str = ''  #: The class of the model.
 
     @property
     def weights(self) -> Dict[str, float]:

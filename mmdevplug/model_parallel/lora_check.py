@@ -13,23 +13,16 @@ def check_r_consistency(model: nn.Module, strict: bool = False) -> Dict[int, Lis
     """Warn if adapters have different ranks, which is mostly a mistake.
 
     A checkpoint of such adapters cannot be loaded by a config that states one rank, and layers
-    that are alike weigh differently.
+    that are alike weigh differently. Adapters are those of peft or of the same kind: layers with
+    ``lora_A`` and a rank, or one for each adapter, in ``r``.
 
     Args:
-        model (nn.Module): Any model, with or without adapters of peft or of the same kind: layers
-            with ``lora_A`` and a rank, or one for each adapter, in ``r``.
-        strict (bool): Whether different ranks are refused. Defaults to False.
+        model (nn.Module): Any model, with or without adapters.
+        strict (bool): Whether to raise ModelError instead of a warning. Defaults to False.
 
     Returns:
         Dict[int, List[str]]: For each rank, the layers that have it, in the model's order; empty
         for a model without adapters.
-
-    Raises:
-        ModelError: If ``strict`` and the ranks differ.
-
-    Examples:
-        >>> check_r_consistency(nn.Linear(2, 2))
-        {}
     """
     layers: Dict[int, List[str]] = {}
     for name, module in model.named_modules():

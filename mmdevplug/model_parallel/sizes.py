@@ -24,20 +24,15 @@ class ModuleSizes:
     """Bytes by name of module or tensor; ``''`` is the whole, a module includes its children.
 
     A tensor that occurs under several names counts only under the first.
-
-    Attributes:
-        parameters (Dict[str, int]): Weights.
-        buffers (Dict[str, int]): Buffers, persistent or not.
-        gradients (Dict[str, int]): Of the parameters that require them, if training.
-        optimizer (Dict[str, int]): The state of the optimizer, if training.
-        activations (Dict[str, int]): What the forward pass keeps for the backward pass, or the
-            largest output if not training; empty unless measured.
     """
 
-    parameters: Dict[str, int] = field(default_factory=dict)
-    buffers: Dict[str, int] = field(default_factory=dict)
+    parameters: Dict[str, int] = field(default_factory=dict)  #: Weights.
+    buffers: Dict[str, int] = field(default_factory=dict)  #: Buffers, persistent or not.
+    #: Of the parameters that require them, if training.
     gradients: Dict[str, int] = field(default_factory=dict)
+    #: The state of the optimizer, if training.
     optimizer: Dict[str, int] = field(default_factory=dict)
+    #: What the forward pass keeps for the backward pass, if training; empty unless measured.
     activations: Dict[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> int:

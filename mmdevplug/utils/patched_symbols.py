@@ -40,21 +40,13 @@ WORKER = Period(
 
 
 class PatchedSymbol(NamedTuple):
-    """A symbol of another package that is replaced for a while.
+    """A symbol of another package that is replaced for a while."""
 
-    Attributes:
-        owner (str): Full name of the module, the class, or the function whose closure holds it.
-        name (str): Its name there; ``'*'`` for every public function.
-        period (Period): When the patch is active.
-        reason (str): Why it is replaced.
-        until (str): The condition that makes the patch unnecessary.
-    """
-
-    owner: str
-    name: str
-    period: Period
-    reason: str
-    until: str
+    owner: str  #: Full name of the module, the class, or the function whose closure holds it.
+    name: str  #: Its name there; ``'*'`` for every public function.
+    period: Period  #: When the patch is active.
+    reason: str  #: Why it is replaced.
+    until: str  #: The condition that makes the patch unnecessary.
 
     def __str__(self) -> str:
         return f'{self.owner}.{self.name}'
