@@ -53,10 +53,7 @@ class DeviceGuard:
     """
 
     def __init__(
-        self,
-        policy: str = 'error',
-        model: Optional[nn.Module] = None,
-        allow: Sequence[str] = (),
+        self, policy: str = 'error', model: Optional[nn.Module] = None, allow: Sequence[str] = ()
     ) -> None:
         if policy not in POLICIES:
             raise DevPlugError(

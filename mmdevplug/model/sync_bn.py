@@ -161,9 +161,8 @@ class StatisticsExchange:
 
     def average(self, local: Tensor, total: int) -> Tensor:
         """Add up over all ranks and divide by ``total``."""
-        with self._recorded(
-            all_reduce_bytes(local.numel() * local.element_size(), self.world_size)
-        ):
+        size = local.numel() * local.element_size()
+        with self._recorded(all_reduce_bytes(size, self.world_size)):
             sums = self._fetch(local) / total
             torch_dist.all_reduce(sums, group=self.group)
             return self._send(sums)
@@ -337,11 +336,7 @@ def _scale(invstd: Tensor, weight: Optional[Tensor]) -> Tensor:
 
 
 def _normalize(
-    inputs: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    mean: Tensor,
-    invstd: Tensor,
+    inputs: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], mean: Tensor, invstd: Tensor
 ) -> Tensor:
     # Centred first: with a large mean, scaled inputs and shift would cancel out.
     outputs = inputs.to(mean.dtype) - _per_channel(mean, inputs)

@@ -59,11 +59,7 @@ class Parallelism:
         self._state_factor = USUAL_STATE if factor is None else factor
 
     def choose_devices(self, accelerator: Accelerator, env: LaunchEnv) -> Sequence[torch.device]:
-        """Resolve the strategy, plan, and return the devices of this rank.
-
-        Raises:
-            PlacementError: If the model cannot be spread as the options ask.
-        """
+        """Resolve the strategy, plan, and return the devices of this rank."""
         planned = self._model
         if planned is not None and not isinstance(planned, nn.Module):
             planned = build_without_memory(planned, self._scope)
@@ -108,8 +104,7 @@ class Parallelism:
             made = DevicePlan.from_dict(options.plan)
             made.check(model)
             return made
-        devices = [str(device) for device in self.strategy.devices]
-        limits = options.max_memory
+        devices, limits = list(map(str, self.strategy.devices)), options.max_memory
         if limits is None:
             limits = probe_capacities(devices, accelerator)
         return plan(
@@ -126,12 +121,7 @@ class Parallelism:
         )
 
     def place(self, model: nn.Module, context: DeviceContext) -> nn.Module:
-        """Put the bare model, which is on the host, on the devices of this rank, in place.
-
-        Raises:
-            PlacementError: If it is not the model that the plan was made for.
-            ModelError: If its adapters differ in rank and may not.
-        """
+        """Put the bare model, which is on the host, on the devices of this rank, in place."""
         options, strategy = self.options, self.strategy
         if options.check_r_consistency or options.strict_r_check:
             check_r_consistency(model, strict=options.strict_r_check)

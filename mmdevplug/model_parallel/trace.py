@@ -39,9 +39,6 @@ def trace(
 
     ``sample_inputs`` is one batch: a tensor, a tuple or list of arguments, or a dict of keyword
     arguments. The values are not read. Floating weights and inputs are cast to ``dtype``.
-
-    Raises:
-        PlacementError: If the pass fails.
     """
     call = getattr(getattr(torch, 'func', None), 'functional_call', None)
     if call is None:

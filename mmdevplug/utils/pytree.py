@@ -126,9 +126,7 @@ def container_of(kind: type) -> Optional[Container]:
 
 
 def replace_parts(
-    nested: Any,
-    function: Callable[[Tensor], Tensor],
-    other: Optional[Callable[[Any], Any]] = None,
+    nested: Any, function: Callable[[Tensor], Tensor], other: Optional[Callable[[Any], Any]] = None
 ) -> Any:
     """Apply functions to the leaves of nested containers.
 
