@@ -10,7 +10,7 @@ from mmdevplug.errors import ModelError
 def check_sparse_gradients(model: nn.Module, context: DeviceContext) -> None:
     """Refuse to train layers with ``sparse=True`` where their gradients cannot be handled.
 
-    The device has no kernels for them, or they would have to be averaged through the host.
+    Either the device has no kernels for them, or they would be averaged through the host.
     """
     found = [
         name

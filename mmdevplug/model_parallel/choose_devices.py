@@ -24,8 +24,6 @@ DATA_AND_MODEL_PARALLEL = 'data_and_model_parallel'
 #: In the reason of a strategy that the number of devices decided.
 MEMORY_UNKNOWN = 'is not known'
 
-AUTO_RULES = ('memory', 'count')
-
 Devices = Union[None, int, str, Sequence[str]]
 
 
@@ -96,7 +94,7 @@ def resolve_strategy(
             f'model_parallel.enable={use_model_parallel!r}: expected True, False or None (decide '
             f'by what is present); on the command line --model-parallel true, false or auto.'
         )
-    if auto_rule not in AUTO_RULES:
+    if auto_rule not in ('memory', 'count'):
         raise PlacementError(
             f"model_parallel.auto_rule={auto_rule!r}: expected 'memory' (one device if the model "
             f"fits it with room to spare) or 'count' (several if there are two or more)."

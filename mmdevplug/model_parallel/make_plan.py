@@ -13,8 +13,7 @@ from .blocks import Unit, find_units, group_units, order_units, shared_names
 from .device_plan import DevicePlan, PlannedBlock, signature_of
 from .fitting import fit
 from .parse_devices import Devices, Size, parse_devices, parse_max_memory
-from .sizes import add_activations, as_dtype, weigh
-from .trace import Trace, trace
+from .sizes import as_dtype, measure
 from .unsplittable import WholeModules
 from .walk_modules import named_tensors, nearest, prefixes
 
@@ -116,11 +115,9 @@ class _Job:
     ) -> None:
         """Weigh the units and sort them by the order of execution."""
         self.whole = WholeModules(self.model, no_split)
-        self.sizes = weigh(self.tensors, self.dtype, training, optimizer)
-        seen = Trace()
-        if sample_inputs is not None:
-            seen = trace(self.model, sample_inputs, training, self.dtype)
-            add_activations(self.sizes, seen.activations)
+        self.sizes, seen = measure(
+            self.model, self.tensors, self.dtype, training, optimizer, sample_inputs
+        )
         self.units = order_units(find_units(self.model, self.whole), seen.calls)
         shared = shared_names(self.model, self.tensors)
         self.groups = group_units(self.units, self.sizes, shared, seen.traffic)
