@@ -16,11 +16,17 @@ class Site(NamedTuple):
 
 @dataclass
 class SiteCount:
-    """What happened at a place."""
+    """What happened at a place.
 
-    times: int = 0  #: Operations with operands of different devices.
-    number: int = 0  #: Tensors that were moved.
-    bytes: int = 0  #: Their size.
+    Attributes:
+        times (int): Operations with operands of different devices.
+        number (int): Tensors that were moved.
+        bytes (int): Their size.
+    """
+
+    times: int = 0
+    number: int = 0
+    bytes: int = 0
 
 
 class Moved(NamedTuple):

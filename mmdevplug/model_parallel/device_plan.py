@@ -51,12 +51,19 @@ def signature_of(tensors: Iterable[Tuple[str, Tensor]]) -> Signature:
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """What was put on a device as one; modules without parameters are not listed."""
+    """What was put on a device as one; modules without parameters are not listed.
 
-    name: str  #: Of the module or tensor; ``''`` is the whole model.
-    kind: str  #: Its class, ``'Parameter'`` or ``'Buffer'``.
-    bytes: int  #: What it holds there; 0 for what another block counts (tied weights).
-    device: str  #: Where it is.
+    Attributes:
+        name (str): Of the module or tensor; ``''`` is the whole model.
+        kind (str): Its class, ``'Parameter'`` or ``'Buffer'``.
+        bytes (int): What it holds there; 0 for what another block counts (tied weights).
+        device (str): Where it is.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    device: str
 
 
 @dataclass(frozen=True)
