@@ -35,16 +35,20 @@ def check_r_consistency(model: nn.Module, strict: bool = False) -> Dict[int, Lis
             layer = name if len(adapters) == 1 else f'{name} (adapter {adapter!r})'
             layers.setdefault(int(rank), []).append(layer)
     if len(layers) > 1:
-        parts = []
-        for rank, names in sorted(layers.items()):
-            more = f' and {len(names) - 3} more' if len(names) > 3 else ''
-            parts.append(f'r={rank} in {", ".join(names[:3])}{more}')
-        message = (
-            f'the adapters have {len(layers)} different ranks, expected one: {"; ".join(parts)}. '
-            f'Give all of them the same r (in LoraConfig: r, and no rank_pattern), or, if the '
-            f'ranks are to differ, set model_parallel.check_r_consistency=False.'
-        )
+        message = _describe(layers)
         if strict:
             raise ModelError(message)
         print_log(message, 'current', logging.WARNING)
     return layers
+
+
+def _describe(layers: Mapping[int, List[str]]) -> str:
+    parts = []
+    for rank, names in sorted(layers.items()):
+        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+        parts.append(f'r={rank} in {", ".join(names[:3])}{more}')
+    return (
+        f'the adapters have {len(layers)} different ranks, expected one: {"; ".join(parts)}. Give '
+        f'all of them the same r (in LoraConfig: r, and no rank_pattern), or, if the ranks are to '
+        f'differ, set model_parallel.check_r_consistency=False.'
+    )
