@@ -30,8 +30,8 @@ from torch import nn
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import DevicePlan, module_sizes, plan
 from mmdevplug.model_parallel.accelerate_map import accelerate_map
-from mmdevplug.model_parallel.balance import balance_score, imbalance
 from mmdevplug.model_parallel.blocks import find_units, group_units, order_units, shared_names
+from mmdevplug.model_parallel.device_plan import balance_score, imbalance
 from mmdevplug.model_parallel.partition import Partition
 from mmdevplug.model_parallel.unsplittable import WholeModules
 

@@ -64,10 +64,6 @@ class RankFailedError(DevPlugError):
 
 
 def first_line(error: Any) -> str:
-    """What happened, without the frames of C++ that PyTorch adds.
-
-    Args:
-        error (Exception or str): Any; its type if it says nothing.
-    """
+    """What an error says, without the frames of C++ that PyTorch adds; its type if nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -23,12 +23,7 @@ ACCELERATORS = Registry(
 
 
 def register_lazily(registry: Registry, location: str) -> None:
-    """Let ``registry`` import ``location`` at its first look-up.
-
-    Args:
-        registry (Registry): One of MMEngine's root registries.
-        location (str): A module that registers into ``registry`` when it is imported.
-    """
+    """Let one of MMEngine's root registries import a module, which registers, when first used."""
     if registry._imported:
         # The list of locations was read already, so torch is loaded and an import costs little.
         import_module(location)

@@ -16,7 +16,7 @@ import psutil
 from mmengine.logging import print_log
 
 from mmdevplug.errors import CheckpointError
-from mmdevplug.utils.files import PathLike
+from mmdevplug.utils.atomic_files import PathLike
 
 from .writing import write_text
 

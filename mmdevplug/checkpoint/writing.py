@@ -15,16 +15,16 @@ from mmengine.fileio import LocalBackend, get_file_backend, join_path
 from mmengine.runner.checkpoint import save_checkpoint
 
 from mmdevplug.errors import CheckpointError, first_line
-from mmdevplug.utils import files
+from mmdevplug.utils import atomic_files
+from mmdevplug.utils.atomic_files import UNFINISHED, PathLike
 from mmdevplug.utils.byte_sizes import format_bytes
-from mmdevplug.utils.files import UNFINISHED, PathLike
 
 
 @contextmanager
 def replacing(path: PathLike) -> Iterator[Path]:
-    """Write a file of a run; raise CheckpointError if :func:`files.replacing` cannot."""
+    """Write a file of a run; raise CheckpointError if :func:`atomic_files.replacing` cannot."""
     try:
-        with files.replacing(path) as unfinished:
+        with atomic_files.replacing(path) as unfinished:
             yield unfinished
     except (OSError, RuntimeError) as error:
         # PyTorch's writer reports what the disk says as RuntimeError.

@@ -23,7 +23,7 @@ from mmdevplug.doctor import launch as launch_variables
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, first_line
 from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
-from mmdevplug.model_parallel.parallelism import Parallelism
+from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.utils.byte_sizes import format_bytes
 
 from .common import add_config_arguments, check_launch_variables, load_config

@@ -13,7 +13,7 @@ from mmdevplug.doctor.collectives_rank import Progress, run_rank
 from mmdevplug.doctor.report import print_collectives
 from mmdevplug.environments.launch import LAUNCHERS, read_launch_env
 from mmdevplug.fault_tolerance.failure import fail_together
-from mmdevplug.utils.files import check_writable, write_text
+from mmdevplug.utils.atomic_files import check_writable, write_text
 
 from .common import run
 from .doctor import add_measure_arguments, check_measure_arguments

@@ -13,7 +13,7 @@ from mmdevplug.doctor.examination import examine
 from mmdevplug.doctor.findings import Finding, count_levels, exit_status
 from mmdevplug.doctor.report import print_report
 from mmdevplug.errors import DevPlugError, LaunchError
-from mmdevplug.utils.files import check_writable, write_text
+from mmdevplug.utils.atomic_files import check_writable, write_text
 from mmdevplug.version import __version__
 
 #: Of the JSON file; changes when a key changes its meaning or goes.

@@ -12,7 +12,7 @@ from mmdevplug.config.launch import LaunchOptions
 from mmdevplug.environments.launch import DEFAULT_PORT, slurm_first_host, slurm_port
 from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.errors import LaunchError
-from mmdevplug.utils.files import write_text
+from mmdevplug.utils.atomic_files import write_text
 
 from .launch_settings import add_launch_arguments, check_together, flags_of
 

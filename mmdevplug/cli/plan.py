@@ -9,12 +9,11 @@ from mmengine.config import Config
 from rich.console import Console
 
 from mmdevplug.model_parallel import STRATEGIES, plan
-from mmdevplug.model_parallel.devices import parse_devices, parse_max_memory
-from mmdevplug.model_parallel.html_page import save_html
+from mmdevplug.model_parallel.draw_plan import save_html, save_png
 from mmdevplug.model_parallel.meta_build import build_from_file
-from mmdevplug.model_parallel.plot import save_png
+from mmdevplug.model_parallel.parse_devices import parse_devices, parse_max_memory
 from mmdevplug.model_parallel.sizes import state_factor
-from mmdevplug.utils.files import check_writable, write_text
+from mmdevplug.utils.atomic_files import check_writable, write_text
 
 DEFAULT_OPTIMIZER = 'adamw'
 KINDS = ('json', 'png', 'html')

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Type
 from mmengine.logging import print_log
 from torch import nn
 
-from mmdevplug.config.model_parallel import GUARD_POLICIES
+from mmdevplug.config.model_parallel import GUARD_POLICIES as POLICIES
 from mmdevplug.errors import DeviceMismatchError, DevPlugError
 
 from .gradients import GradientReturns
@@ -20,7 +20,7 @@ from .rules import Call, lazy_types, operand_groups, takes_several
 from .stack_location import module_and_backward, source_of, user_frame
 from .stats import Moved, MoveStats, Site, SiteCount
 
-POLICIES = GUARD_POLICIES
+_ADVICE = "Place the operands on one device, or use DeviceGuard(policy='move')."
 
 
 class DeviceGuard:
@@ -53,10 +53,7 @@ class DeviceGuard:
     """
 
     def __init__(
-        self,
-        policy: str = 'error',
-        model: Optional[nn.Module] = None,
-        allow: Sequence[str] = (),
+        self, policy: str = 'error', model: Optional[nn.Module] = None, allow: Sequence[str] = ()
     ) -> None:
         if policy not in POLICIES:
             raise DevPlugError(
@@ -129,30 +126,23 @@ class DeviceGuard:
         if takes_several(call):
             return func(*args, **kwargs)
         groups = operand_groups(call)
-        if all(_is_together(group) for group in groups) or self._is_allowed(call):
+        mixed = any(len({each.tensor.device for each in group}) > 1 for group in groups)
+        if not mixed or (self.allow and self.allow & {call.name, operation_name(func)}):
             return func(*args, **kwargs)
         if self.policy == 'move':
             moves = move_operands(call, groups)
             if moves is not None:
                 self._stats.add(self._site(func), moves.number, moves.bytes)
                 return func(*moves.args, **moves.kwargs)
-            self._refuse(
-                call,
-                groups,
+            advice = (
                 "policy='move' cannot repair this: what is written to is on several devices, or "
-                'a tensor is on meta, without data. Place the operands yourself.',
+                'a tensor is on meta, without data. Place the operands yourself.'
             )
+            self._refuse(call, groups, advice)
         if self.policy == 'error':
-            self._refuse(
-                call,
-                groups,
-                "Place the operands on one device, or use DeviceGuard(policy='move').",
-            )
+            self._refuse(call, groups, _ADVICE)
         self._warn(call, groups)
         return func(*args, **kwargs)
-
-    def _is_allowed(self, call: Call) -> bool:
-        return bool(self.allow) and bool({call.name, operation_name(call.func)} & self.allow)
 
     def _refuse(self, call: Call, groups: Sequence[List[Found]], advice: str) -> None:
         mismatch = self._describe(call, groups)
@@ -167,12 +157,8 @@ class DeviceGuard:
         for group in groups:
             devices = {each.tensor.device for each in group}
             if sum(device.type in lazy for device in devices) > 1:
-                self._refuse(
-                    call,
-                    groups,
-                    "policy='warn' goes on elsewhere, but lazy devices abort the process here. "
-                    "Place the operands on one device, or use DeviceGuard(policy='move').",
-                )
+                why = "policy='warn' goes on elsewhere, but lazy devices abort the process here."
+                self._refuse(call, groups, f'{why} {_ADVICE}')
         if self._stats.add(self._site(call.func)):
             print_log(str(self._describe(call, groups)), 'current', logging.WARNING)
 
@@ -186,18 +172,8 @@ class DeviceGuard:
         bound = {each.place for group in groups for each in group}
         named = roles(call.func, [each.place for each in call.found])
         operands = tuple(
-            Operand(
-                named[each.place],
-                each.tensor.device,
-                each.tensor.dtype,
-                tuple(each.tensor.shape),
-                each.place not in bound,
-            )
-            for each in call.found
+            Operand(named[place], t.device, t.dtype, tuple(t.shape), place not in bound)
+            for place, t in call.found
         )
         where = module_and_backward(self.model)
         return Mismatch(operation_name(call.func), operands, *where, source_of(user_frame()))
-
-
-def _is_together(group: Sequence[Found]) -> bool:
-    return all(each.tensor.device == group[0].tensor.device for each in group)

@@ -6,20 +6,13 @@ import torch
 
 
 class Operand(NamedTuple):
-    """A tensor that an operation got.
+    """A tensor that an operation got."""
 
-    Attributes:
-        role (str): The name of the argument, e.g. ``'weight'`` or ``'tensors[1]'``.
-        device (torch.device): Where the tensor is.
-        dtype (torch.dtype): Its type.
-        shape (tuple): Its sizes.
-        left_alone (bool): Whether PyTorch accepts it on another device, e.g. a number on the CPU.
-    """
-
-    role: str
-    device: torch.device
-    dtype: torch.dtype
-    shape: Tuple[int, ...]
+    role: str  #: The name of the argument, e.g. ``'weight'`` or ``'tensors[1]'``.
+    device: torch.device  #: Where the tensor is.
+    dtype: torch.dtype  #: Its type.
+    shape: Tuple[int, ...]  #: Its sizes.
+    #: Whether PyTorch accepts it on another device, e.g. a number on the CPU.
     left_alone: bool = False
 
     def __str__(self) -> str:
@@ -41,22 +34,14 @@ class Source(NamedTuple):
 
 
 class Mismatch(NamedTuple):
-    """An operation whose operands are on different devices.
+    """An operation whose operands are on different devices."""
 
-    Attributes:
-        operation (str): E.g. ``'torch.stack'``.
-        operands (tuple): An :class:`Operand` for each tensor.
-        module (str): Path and class of the innermost module, e.g.
-            ``'decode_head.conv_seg (Conv2d)'``; ``''`` outside modules.
-        backward (str): The graph node whose backward ran, or ``''``.
-        source (Source, optional): The innermost line outside the libraries.
-    """
-
-    operation: str
-    operands: Tuple[Operand, ...]
+    operation: str  #: E.g. ``'torch.stack'``.
+    operands: Tuple[Operand, ...]  #: One for each tensor.
+    #: Path and class of the innermost module: ``'decode_head.conv_seg (Conv2d)'``; ``''`` outside.
     module: str
-    backward: str
-    source: Optional[Source]
+    backward: str  #: The graph node whose backward ran, or ``''``.
+    source: Optional[Source]  #: The innermost line outside the libraries.
 
     @property
     def devices(self) -> Tuple[torch.device, ...]:

@@ -18,6 +18,8 @@ class Found(NamedTuple):
     tensor: Tensor
 
 
+RECURRENT = ('lstm', 'gru', 'rnn_tanh', 'rnn_relu')
+
 #: Names that PyTorch's own table lacks or has wrong, by the operation's short name.
 _NAMES = {
     '__getitem__': ('self', 'index'),
@@ -104,7 +106,7 @@ def argument_names(
     if names is not None:
         return names, ''
     described = torch.overrides.get_testing_overrides().get(func)
-    if described is None or name in ('lstm', 'gru', 'rnn_tanh', 'rnn_relu'):
+    if described is None or name in RECURRENT:
         names = _schema_names(func, name, tensors_at)
         if names:
             return names, ''

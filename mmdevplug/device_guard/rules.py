@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmdevplug.registry import ACCELERATORS
 
-from .operands import Found, argument_names
+from .operands import RECURRENT, Found, argument_names
 
 
 def _words(text: str) -> FrozenSet[str]:
@@ -55,22 +55,16 @@ INDEXING = _words('__getitem__ __setitem__ index index_put index_put_ _index_put
 
 #: Arguments that may or must be on the CPU.
 ON_HOST: Mapping[str, FrozenSet[str]] = {
-    'lstm': _words('batch_sizes'),
-    'gru': _words('batch_sizes'),
-    'rnn_tanh': _words('batch_sizes'),
-    'rnn_relu': _words('batch_sizes'),
+    **dict.fromkeys((*RECURRENT, '_pad_packed_sequence'), _words('batch_sizes')),
     '_pack_padded_sequence': _words('lengths'),
-    '_pad_packed_sequence': _words('batch_sizes'),
     'ctc_loss': _words('targets input_lengths target_lengths'),
     'tensor_split': _words('indices_or_sections tensor_indices_or_sections'),
 }
 
 #: Arguments that are written to by operations without ``_`` at the end of their name.
-_WRITTEN: Mapping[str, FrozenSet[str]] = {
-    'batch_norm': _words('running_mean running_var'),
-    'instance_norm': _words('running_mean running_var'),
-    'native_batch_norm': _words('running_mean running_var'),
-}
+_WRITTEN: Mapping[str, FrozenSet[str]] = dict.fromkeys(
+    ('batch_norm', 'instance_norm', 'native_batch_norm'), _words('running_mean running_var')
+)
 
 _NOT_IN_PLACE = _words('__int__ __index__ __invert__ __iter__')
 

@@ -48,10 +48,11 @@ def module_and_backward(model: Optional[nn.Module]) -> Tuple[str, str]:
     """
     inner, outer, backward = None, None, ''
     for frame in _frames():
-        owner = _first_argument(frame)
+        code = frame.f_code
+        owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module):
             inner, outer = owner if inner is None else inner, owner
-        elif frame.f_code is _APPLY and isinstance(owner, BackwardCFunction):
+        elif code is _APPLY and isinstance(owner, BackwardCFunction):
             # Outer frames started the backward; they are not where this is computed.
             backward = type(owner).__name__
             break
@@ -75,11 +76,6 @@ def _frames() -> Iterator[FrameType]:
         if not (frame.f_globals.get('__name__') or '').startswith(_GUARD):
             yield frame
         frame = frame.f_back
-
-
-def _first_argument(frame: FrameType) -> Any:
-    code = frame.f_code
-    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
 #: Paths by root and module; checked before they are used.

@@ -6,19 +6,12 @@ from typing import Dict, NamedTuple
 
 
 class Site(NamedTuple):
-    """A place in the code where operands are on different devices.
+    """A place in the code where operands are on different devices."""
 
-    Attributes:
-        operation (str): E.g. ``'torch.stack'``.
-        file (str): The user's file.
-        line (int): The line in it.
-        where (str): Module and backward, see :meth:`Mismatch.where`.
-    """
-
-    operation: str
-    file: str
-    line: int
-    where: str
+    operation: str  #: E.g. ``'torch.stack'``.
+    file: str  #: The user's file.
+    line: int  #: The line in it.
+    where: str  #: Module and backward, see :meth:`Mismatch.where`.
 
 
 @dataclass
@@ -37,17 +30,11 @@ class SiteCount:
 
 
 class Moved(NamedTuple):
-    """What a guard has moved.
+    """What a guard has moved."""
 
-    Attributes:
-        number (int): Tensors.
-        bytes (int): Their size.
-        sites (Dict[Site, SiteCount]): The same by place, where anything was moved.
-    """
-
-    number: int
-    bytes: int
-    sites: Dict[Site, SiteCount]
+    number: int  #: Tensors.
+    bytes: int  #: Their size.
+    sites: Dict[Site, SiteCount]  #: The same by place, where anything was moved.
 
 
 class MoveStats:

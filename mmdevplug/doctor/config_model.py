@@ -11,8 +11,8 @@ from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError
 from mmdevplug.model_parallel import DevicePlan
+from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.model_parallel.meta_build import build, can_build_on_meta
-from mmdevplug.model_parallel.parallelism import Parallelism
 from mmdevplug.model_parallel.sizes import state_factor
 from mmdevplug.utils.byte_sizes import format_bytes
 

@@ -11,7 +11,7 @@ from typing import Any, Callable, List
 from mmengine.logging import MMLogger
 
 from mmdevplug.errors import RankFailedError, first_line
-from mmdevplug.utils.files import write_text
+from mmdevplug.utils.atomic_files import write_text
 from mmdevplug.utils.patching import patch_symbol
 
 #: How long the functions of `before_abort` may take together.

@@ -18,7 +18,7 @@ from mmdevplug.gradients import (
     DeviceSeparateDistributedDataParallel,
 )
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
-from mmdevplug.model.sync_bn_cost import SyncBNCost
+from mmdevplug.model.sync_bn import SyncBNCost
 from mmdevplug.optim import log_norms
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model

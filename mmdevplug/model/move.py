@@ -1,6 +1,7 @@
 """Move modules to a device, and keep shared tensors shared."""
 
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
@@ -20,7 +21,7 @@ def check_materialized(module: nn.Module, lazy_allowed: bool = False) -> None:
     With ``lazy_allowed``, parameters may get their shapes in the first forward pass, as those of
     ``LazyLinear`` do.
     """
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             if lazy_allowed:
                 continue
@@ -75,16 +76,8 @@ def misplaced_tensors(module: nn.Module, device: torch.device) -> Dict[str, torc
 
     Where the module has a plan, parameters and buffers that are not where the plan has them.
     """
-    plan = plan_of(module)
-    if plan is None:
-        found = {
-            name: tensor.device
-            for named in (module.named_parameters(), module.named_buffers())
-            for name, tensor in named
-            if not same_device(tensor.device, device)
-        }
-    else:
-        found = {name: tensor.device for name, tensor, _ in misplaced_by_plan(module, plan)}
+    misplaced = misplaced_by_plan(module, plan_of(module), device)
+    found = {name: tensor.device for name, tensor, _ in misplaced}
     for name, part in module.named_modules():
         if isinstance(part, BaseDataPreprocessor) and not same_device(part.device, device):
             found[f'{name or type(part).__name__} (data preprocessor)'] = part.device
@@ -109,13 +102,17 @@ def plan_of(model: nn.Module) -> Any:
     return getattr(model, 'device_plan', None)
 
 
-def misplaced_by_plan(model: nn.Module, plan: Any) -> Iterator[Tuple[str, Tensor, torch.device]]:
-    """Yield the name, the tensor and the planned device of each tensor that is elsewhere."""
-    for named in (model.named_parameters(), model.named_buffers()):
-        for name, tensor in named:
-            planned = plan.device_of(name)
-            if not same_device(tensor.device, planned):
-                yield name, tensor, planned
+def misplaced_by_plan(
+    model: nn.Module, plan: Any, device: Optional[torch.device] = None
+) -> Iterator[Tuple[str, Tensor, torch.device]]:
+    """Yield the name, the tensor and the planned device of each tensor that is elsewhere.
+
+    Without a plan, ``device`` is the planned device of all.
+    """
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        planned = device if plan is None else plan.device_of(name)
+        if not same_device(tensor.device, planned):
+            yield name, tensor, planned
 
 
 def place_by_plan(model: nn.Module, plan: Any) -> None:
@@ -133,12 +130,14 @@ def place_by_plan(model: nn.Module, plan: Any) -> None:
         )
 
 
-def _slots(module: nn.Module) -> Iterator[Slot]:
-    for part in module.modules():
-        for place in (part._parameters, part._buffers):
-            for name, tensor in place.items():
-                if tensor is not None:
-                    yield place, name
+def _slots(module: nn.Module) -> List[Slot]:
+    return [
+        (place, name)
+        for part in module.modules()
+        for place in (part._parameters, part._buffers)
+        for name, tensor in place.items()
+        if tensor is not None
+    ]
 
 
 def _shared_slots(module: nn.Module) -> List[List[Slot]]:
@@ -164,8 +163,8 @@ def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
     numbers would differ from the CPU's. The parameters keep their identity, so optimizers that
     hold them stay valid.
     """
-    slots = list(_slots(module))
-    originals = {id(place[name]): place[name] for place, name in slots}
+    held = [(place, name, place[name]) for place, name in _slots(module)]
+    originals = {id(tensor): tensor for _, _, tensor in held}
     on_device = [tensor for tensor in originals.values() if tensor.device.type != 'cpu']
     fetched = accelerator.to_host(on_device)
     on_host = {
@@ -174,7 +173,6 @@ def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
         else copy
         for tensor, copy in zip(on_device, fetched)
     }
-    held = [(place, name, place[name]) for place, name in slots]
     for place, name, tensor in held:
         place[name] = on_host.get(id(tensor), tensor)
     try:

@@ -47,9 +47,6 @@ def convert_norm_layers(
 
     Layers keep their identity, with parameters, buffers, hooks and flags; they only change their
     class.
-
-    Raises:
-        ModelError: If ``sync_bn`` is unknown, or mmcv lacks its layer.
     """
     check_sync_bn(sync_bn)
     module = _convert(module, accelerator, device, sync_bn)

@@ -10,9 +10,7 @@ from mmdevplug.errors import ModelError
 def check_sparse_gradients(model: nn.Module, context: DeviceContext) -> None:
     """Refuse to train layers with ``sparse=True`` where their gradients cannot be handled.
 
-    Raises:
-        ModelError: If the device has no kernels for sparse gradients, or they would have to be
-            averaged through the host. Names the layers.
+    Either the device has no kernels for them, or they would be averaged through the host.
     """
     found = [
         name

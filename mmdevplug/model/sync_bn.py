@@ -24,6 +24,8 @@ HALF = (torch.float16, torch.bfloat16)
 
 #: What the exchanges that ran a lazy device's graph have cost this process so far.
 LAZY_EXCHANGES = Cost()
+#: The iteration that is measured: graphs are compiled in the first ones.
+MEASURED_ITERATION = 5
 
 
 class DeviceSyncBatchNorm(_BatchNorm):
@@ -159,9 +161,8 @@ class StatisticsExchange:
 
     def average(self, local: Tensor, total: int) -> Tensor:
         """Add up over all ranks and divide by ``total``."""
-        with self._recorded(
-            all_reduce_bytes(local.numel() * local.element_size(), self.world_size)
-        ):
+        size = local.numel() * local.element_size()
+        with self._recorded(all_reduce_bytes(size, self.world_size)):
             sums = self._fetch(local) / total
             torch_dist.all_reduce(sums, group=self.group)
             return self._send(sums)
@@ -188,6 +189,35 @@ class StatisticsExchange:
         if self.through_host and self.accelerator.lazy:
             LAZY_EXCHANGES.messages += 1
             LAZY_EXCHANGES.seconds += seconds
+
+
+class SyncBNCost:
+    """Measures what synchronization costs one iteration on a lazy device, and warns on rank 0."""
+
+    def __init__(self) -> None:
+        self._iterations = 0
+        self._before: Optional[Tuple[float, int, float]] = None
+
+    def after_iteration(self, runner: Any) -> None:
+        """Count an iteration; warn after the one that is measured."""
+        self._iterations += 1
+        now = time.perf_counter(), LAZY_EXCHANGES.messages, LAZY_EXCHANGES.seconds
+        if self._iterations == MEASURED_ITERATION - 1:
+            self._before = now
+        elif self._iterations == MEASURED_ITERATION and runner.rank == 0:
+            self._warn(runner, *(after - before for after, before in zip(now, self._before)))
+
+    def _warn(self, runner: Any, elapsed: float, executions: int, seconds: float) -> None:
+        if not executions:
+            return
+        layers = sum(isinstance(part, DeviceSyncBatchNorm) for part in runner.model.modules())
+        runner.logger.warning(
+            f'{layers} synchronized batch normalization layer(s) add {executions} graph '
+            f'executions to an iteration: iteration {MEASURED_ITERATION} spent '
+            f'{1e3 * seconds:.1f} of {1e3 * elapsed:.1f} ms in them, computing included. Set '
+            f"sync_bn='per_rank' to do without them; each rank then normalizes with the "
+            f'statistics of its own batch.'
+        )
 
 
 class _Normalize(torch.autograd.Function):
@@ -306,11 +336,7 @@ def _scale(invstd: Tensor, weight: Optional[Tensor]) -> Tensor:
 
 
 def _normalize(
-    inputs: Tensor,
-    weight: Optional[Tensor],
-    bias: Optional[Tensor],
-    mean: Tensor,
-    invstd: Tensor,
+    inputs: Tensor, weight: Optional[Tensor], bias: Optional[Tensor], mean: Tensor, invstd: Tensor
 ) -> Tensor:
     # Centred first: with a large mean, scaled inputs and shift would cancel out.
     outputs = inputs.to(mean.dtype) - _per_channel(mean, inputs)

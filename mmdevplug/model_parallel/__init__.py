@@ -1,9 +1,9 @@
 """Spread one model over several devices: measure it, plan, and dispatch."""
 
-from .devices import parse_devices, parse_max_memory, probe_capacities
+from .device_plan import DevicePlan, PlannedBlock
 from .dispatch import dispatch
 from .make_plan import STRATEGIES, plan
-from .plan import DevicePlan, PlannedBlock
+from .parse_devices import parse_devices, parse_max_memory, probe_capacities
 from .sizes import ModuleSizes, module_sizes
 
 __all__ = [

@@ -28,9 +28,6 @@ def accelerate_map(
 
     They count devices of the types that accelerate knows and that are present. Indices stand for
     the devices here, so that neither matters. ``classes`` are not split.
-
-    Raises:
-        PlacementError: If accelerate is not installed, fails, or finds no room.
     """
     try:
         from accelerate.utils import infer_auto_device_map
@@ -100,7 +97,6 @@ def balanced_memory(
 def _complete(model: nn.Module, found: Mapping[str, str], units: Sequence[Unit]) -> Dict[str, str]:
     """Add what accelerate leaves out: buffers that a split module holds itself."""
     found = dict(found)
-
     for name, _ in named_tensors(model):
         if nearest(name, found) is None:
             owner = name.rpartition('.')[0]

@@ -10,7 +10,7 @@ from mmdevplug.environments.launch import LaunchEnv, read_launch_env
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.byte_sizes import format_bytes
 
-from .devices import parse_devices
+from .parse_devices import parse_devices
 
 #: The largest part of a device's memory that weights, gradients and optimizer state may take where
 #: one device is chosen; the rest is for activations.
@@ -24,28 +24,19 @@ DATA_AND_MODEL_PARALLEL = 'data_and_model_parallel'
 #: In the reason of a strategy that the number of devices decided.
 MEMORY_UNKNOWN = 'is not known'
 
-AUTO_RULES = ('memory', 'count')
-
 Devices = Union[None, int, str, Sequence[str]]
 
 
 class TrainingStrategy(NamedTuple):
-    """How a job is spread.
+    """How a job is spread."""
 
-    Attributes:
-        kind (str): ``'single_device'``, ``'model_parallel'`` (one process, several devices),
-            ``'data_parallel'`` or ``'data_and_model_parallel'`` (each rank has several devices).
-        devices (Tuple[torch.device]): Those of this rank; batches arrive on the first.
-        rank (int): Index of this process.
-        world_size (int): Number of processes.
-        reason (str): What decided, with the figures.
-    """
-
+    #: ``'single_device'``, ``'model_parallel'`` (one process, several devices),
+    #: ``'data_parallel'`` or ``'data_and_model_parallel'`` (each rank has several devices).
     kind: str
-    devices: Tuple[torch.device, ...]
-    rank: int
-    world_size: int
-    reason: str
+    devices: Tuple[torch.device, ...]  #: Those of this rank; batches arrive on the first.
+    rank: int  #: Index of this process.
+    world_size: int  #: Number of processes.
+    reason: str  #: What decided, with the figures.
 
     @property
     def is_model_parallel(self) -> bool:
@@ -61,7 +52,6 @@ def resolve_strategy(
     env: Optional[LaunchEnv] = None,
     launcher: str = 'none',
     memory_needed: Optional[int] = None,
-    memory_available: Optional[int] = None,
     auto_rule: str = 'memory',
     exclude_cpu: bool = True,
 ) -> TrainingStrategy:
@@ -82,8 +72,6 @@ def resolve_strategy(
         launcher (str): Used where there is no ``env``. Defaults to ``'none'``.
         memory_needed (int, optional): Bytes that training needs on one device, without
             activations. Defaults to None: unknown.
-        memory_available (int, optional): Bytes of one device. Defaults to None: as the
-            accelerator reports.
         auto_rule (str): What decides where ``use_model_parallel`` is None: ``'memory'``, or
             ``'count'``, on with two or more devices whatever the model needs. Defaults to
             ``'memory'``.
@@ -106,7 +94,7 @@ def resolve_strategy(
             f'model_parallel.enable={use_model_parallel!r}: expected True, False or None (decide '
             f'by what is present); on the command line --model-parallel true, false or auto.'
         )
-    if auto_rule not in AUTO_RULES:
+    if auto_rule not in ('memory', 'count'):
         raise PlacementError(
             f"model_parallel.auto_rule={auto_rule!r}: expected 'memory' (one device if the model "
             f"fits it with room to spare) or 'count' (several if there are two or more)."
@@ -124,8 +112,7 @@ def resolve_strategy(
         return choice.spread(mine, 'model_parallel.enable=True')
     if len(mine) < 2:
         return choice.one_device(f'model_parallel.enable=None and {why_no_more}')
-    if memory_available is None:
-        memory_available = chosen.memory_total(mine[0])
+    memory_available = chosen.memory_total(mine[0])
     why = f'model_parallel.enable=None, {len(mine)} devices for each process'
     if auto_rule == 'count':
         return choice.spread(mine, f"{why}, auto_rule='count'")

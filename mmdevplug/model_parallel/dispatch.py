@@ -10,7 +10,7 @@ from torch import nn
 from mmdevplug.errors import PlacementError
 from mmdevplug.model.move import place_by_plan
 
-from .plan import DevicePlan
+from .device_plan import DevicePlan
 
 #: What OpenMMLab's models call on their heads instead of ``forward``, with tensors of other parts.
 METHODS = (

@@ -6,7 +6,7 @@ from mmdevplug.errors import PlacementError
 from mmdevplug.utils.byte_sizes import format_bytes
 
 from .blocks import Group
-from .devices import device_weights
+from .parse_devices import device_weights
 from .partition import Partition
 
 
@@ -16,9 +16,6 @@ def fit(
     """Split groups over devices as evenly as possible: a device for each, and remarks.
 
     The devices have ``'cpu'`` last, if at all; with ``full``, every device has to hold something.
-
-    Raises:
-        PlacementError: If they do not fit, with the figures.
     """
     accelerators = [name for name in devices if name != 'cpu'] or list(devices)
     useful = [name for name in accelerators if limits.get(name, 1) > 0]
@@ -40,7 +37,7 @@ def fit(
     steps: List[str] = []
     if ends is None:
         if 'cpu' not in devices[1:]:
-            _refuse(groups, useful, limits, full)
+            _refuse(groups, useful, limits, full, host=False)
         count, ends = _largest_start(groups, useful, limits, full)
         spilled = ['cpu'] * (len(groups) - count)
         needed = sum(group.bytes for group in groups[count:])
@@ -96,7 +93,7 @@ def _refuse(
     devices: Sequence[str],
     limits: Mapping[str, int],
     full: bool,
-    host: bool = False,
+    host: bool,
 ) -> NoReturn:
     """Raise with what is missing."""
     needed = sum(group.bytes for group in groups)

@@ -13,24 +13,16 @@ def check_r_consistency(model: nn.Module, strict: bool = False) -> Dict[int, Lis
     """Warn if adapters have different ranks, which is mostly a mistake.
 
     A checkpoint of such adapters cannot be loaded by a config that states one rank, and layers
-    that are alike weigh differently.
+    that are alike weigh differently. Adapters are those of peft or of the same kind: layers with
+    ``lora_A`` and a rank, or one for each adapter, in ``r``.
 
     Args:
-        model (nn.Module): Any model, with or without adapters of peft or of the same kind: layers
-            with ``lora_A`` and a rank, or one for each adapter, in ``r``.
-        strict (bool): Whether different ranks are refused instead of warned of. Defaults to
-            False.
+        model (nn.Module): Any model, with or without adapters.
+        strict (bool): Whether to raise ModelError instead of a warning. Defaults to False.
 
     Returns:
         Dict[int, List[str]]: For each rank, the layers that have it, in the model's order; empty
         for a model without adapters.
-
-    Raises:
-        ModelError: If ``strict`` and the ranks differ.
-
-    Examples:
-        >>> check_r_consistency(nn.Linear(2, 2))
-        {}
     """
     layers: Dict[int, List[str]] = {}
     for name, module in model.named_modules():
@@ -50,11 +42,11 @@ def check_r_consistency(model: nn.Module, strict: bool = False) -> Dict[int, Lis
     return layers
 
 
-def _describe(layers: Mapping[int, List[str]], limit: int = 3) -> str:
+def _describe(layers: Mapping[int, List[str]]) -> str:
     parts = []
     for rank, names in sorted(layers.items()):
-        more = f' and {len(names) - limit} more' if len(names) > limit else ''
-        parts.append(f'r={rank} in {", ".join(names[:limit])}{more}')
+        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
+        parts.append(f'r={rank} in {", ".join(names[:3])}{more}')
     return (
         f'the adapters have {len(layers)} different ranks, expected one: {"; ".join(parts)}. Give '
         f'all of them the same r (in LoraConfig: r, and no rank_pattern), or, if the ranks are to '

@@ -10,11 +10,10 @@ from mmdevplug.errors import PlacementError
 
 from .accelerate_map import accelerate_map
 from .blocks import Unit, find_units, group_units, order_units, shared_names
-from .devices import Devices, Size, parse_devices, parse_max_memory
+from .device_plan import DevicePlan, PlannedBlock, signature_of
 from .fitting import fit
-from .plan import DevicePlan, PlannedBlock, signature_of
-from .sizes import add_activations, as_dtype, weigh
-from .trace import Trace, trace
+from .parse_devices import Devices, Size, parse_devices, parse_max_memory
+from .sizes import as_dtype, measure
 from .unsplittable import WholeModules
 from .walk_modules import named_tensors, nearest, prefixes
 
@@ -116,15 +115,12 @@ class _Job:
     ) -> None:
         """Weigh the units and sort them by the order of execution."""
         self.whole = WholeModules(self.model, no_split)
-        self.sizes = weigh(self.tensors, self.dtype, training, optimizer)
-        seen = Trace()
-        if sample_inputs is not None:
-            seen = trace(self.model, sample_inputs, training, self.dtype)
-            add_activations(self.sizes, seen.activations)
-        self.units = order_units(find_units(self.model, self.whole), seen.calls)
-        self.groups = group_units(
-            self.units, self.sizes, shared_names(self.model, self.tensors), seen.traffic
+        self.sizes, seen = measure(
+            self.model, self.tensors, self.dtype, training, optimizer, sample_inputs
         )
+        self.units = order_units(find_units(self.model, self.whole), seen.calls)
+        shared = shared_names(self.model, self.tensors)
+        self.groups = group_units(self.units, self.sizes, shared, seen.traffic)
         # What is computed before the first block and kept.
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
 
@@ -133,16 +129,14 @@ class _Job:
         found = accelerate_map(
             self.model, self.devices, self.limits, self.whole.classes, self.units, self.dtype
         )
-        device_of: Dict[str, str] = {}
-        for unit in self.units:
-            name = nearest(unit.name, found)
-            if name is None:
-                raise PlacementError(
-                    f'HF accelerate splits {unit.name}, which must stay whole: it knows only '
-                    f'classes, here {", ".join(self.whole.classes) or "none"}. Use strategy '
-                    f'"balanced".'
-                )
-            device_of[unit.name] = found[name]
+        known = {unit.name: nearest(unit.name, found) for unit in self.units}
+        split = next((name for name, covered_by in known.items() if covered_by is None), None)
+        if split is not None:
+            raise PlacementError(
+                f'HF accelerate splits {split}, which must stay whole: it knows only classes, '
+                f'here {", ".join(self.whole.classes) or "none"}. Use strategy "balanced".'
+            )
+        device_of = {name: found[covered_by] for name, covered_by in known.items()}
         made = self._finish(device_of, [], found)
         over = [
             f'{name} would hold {made.loads[name]:,} bytes of {limit:,}'

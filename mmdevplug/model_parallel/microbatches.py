@@ -21,28 +21,19 @@ def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
     time. Losses are averaged with the sizes of the micro-batches as weights: where a loss is the
     mean over samples, the gradients are those of the whole batch.
 
-    Args:
-        model (nn.Module): An MMEngine model, changed in place: ``forward(mode='loss')`` splits the
-            first dimension of tensors and the lists of its arguments.
-        num_microbatches (int): Parts of a batch; a smaller batch is split into single samples.
-
-    Returns:
-        nn.Module: The same model.
-
-    Raises:
-        ModelError: If ``num_microbatches`` is no number above 0.
+    ``forward(mode='loss')`` of the model, which is changed in place, splits the first dimension of
+    tensors and the lists of its arguments; a smaller batch is split into single samples.
     """
     ModelParallelOptions.check('num_microbatches', num_microbatches)
     if num_microbatches > 1:
         layers = [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
         if layers:
-            print_log(
+            message = (
                 f'model_parallel.num_microbatches={num_microbatches}: the {len(layers)} batch '
                 f'normalizations of the model ({layers[0]}, ...) see one micro-batch at a time, '
-                f'so the gradients are not those of the whole batch.',
-                logger='current',
-                level=logging.WARNING,
+                f'so the gradients are not those of the whole batch.'
             )
+            print_log(message, logger='current', level=logging.WARNING)
         # A bound method in a copy of the model would be that of the original.
         forward = vars(model).get('forward') or functools.partial(type(model).forward, model)
         model.forward = functools.partial(_forward_in_parts, num_microbatches, forward)
@@ -67,9 +58,8 @@ def _forward_in_parts(num_microbatches: int, forward: Any, *args: Any, **kwargs:
     for begin, end in zip(bounds, bounds[1:]):
         if end > begin:
             part = functools.partial(_part, begin=begin, end=end, size=size)
-            found.append(
-                forward(*map(part, args), **{name: part(arg) for name, arg in kwargs.items()})
-            )
+            named_parts = {name: part(arg) for name, arg in kwargs.items()}
+            found.append(forward(*map(part, args), **named_parts))
             weights.append((end - begin) / size)
     return average_losses(found, weights)
 

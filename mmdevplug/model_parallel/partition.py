@@ -15,14 +15,11 @@ _TOLERANCE = 1e-13  # relative: a byte of ten terabytes
 
 
 class Partition:
-    """Splits a sequence of sizes.
+    """Splits a sequence of sizes, in bytes.
 
-    Args:
-        sizes (Sequence[int]): Bytes, in order.
-        weights (Sequence[float]): Capacities of the devices, in any unit; above 0.
-        limits (Sequence[float], optional): The most bytes for each device. Defaults to no limit.
-        cut_costs (Sequence[float], optional): Of a cut before each place. Defaults to 0.
-        allow_empty (bool): Whether a device may stay empty. Defaults to False.
+    ``weights`` are the capacities of the devices, in any unit and above 0; ``limits`` the most
+    bytes for each device, by default without limit; ``cut_costs`` those of a cut before each
+    place, by default 0. With ``allow_empty``, a device may stay empty.
     """
 
     def __init__(
@@ -41,11 +38,9 @@ class Partition:
         self.ideal = self.ends[-1] / sum(weights)
 
     def best(self) -> Optional[List[int]]:
-        """Find the split.
+        """Find the end of each part, e.g. ``[3, 5]`` for ``[0:3]`` and ``[3:5]``.
 
-        Returns:
-            List[int], optional: The end of each part, e.g. ``[3, 5]`` for ``[0:3]`` and
-            ``[3:5]``; None if no split keeps the limits.
+        None if no split keeps the limits.
         """
         most = self.ends[-1] / min(self.weights)
         if not self._possible(0.0, most):

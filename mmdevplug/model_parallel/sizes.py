@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, Mapping, Optional, Set, Tuple, Union
+from typing import Any, Dict, Iterable, Optional, Set, Tuple, Union
 
 import torch
 from mmengine.registry import OPTIMIZERS
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmdevplug.errors import PlacementError, first_line
 
-from .trace import trace
+from .trace import Trace, trace
 from .walk_modules import named_tensors, prefixes, tensor_bytes
 
 #: Values an optimizer keeps for each value of a parameter.
@@ -24,20 +24,15 @@ class ModuleSizes:
     """Bytes by name of module or tensor; ``''`` is the whole, a module includes its children.
 
     A tensor that occurs under several names counts only under the first.
-
-    Attributes:
-        parameters (Dict[str, int]): Weights.
-        buffers (Dict[str, int]): Buffers, persistent or not.
-        gradients (Dict[str, int]): Of the parameters that require them, if training.
-        optimizer (Dict[str, int]): The state of the optimizer, if training.
-        activations (Dict[str, int]): What the forward pass keeps for the backward pass, or the
-            largest output if not training; empty unless measured.
     """
 
-    parameters: Dict[str, int] = field(default_factory=dict)
-    buffers: Dict[str, int] = field(default_factory=dict)
+    parameters: Dict[str, int] = field(default_factory=dict)  #: Weights.
+    buffers: Dict[str, int] = field(default_factory=dict)  #: Buffers, persistent or not.
+    #: Of the parameters that require them, if training.
     gradients: Dict[str, int] = field(default_factory=dict)
+    #: The state of the optimizer, if training.
     optimizer: Dict[str, int] = field(default_factory=dict)
+    #: What the forward pass keeps for the backward pass, if training; empty unless measured.
     activations: Dict[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> int:
@@ -116,20 +111,19 @@ def module_sizes(
     Raises:
         PlacementError: If an argument cannot be read, or the pass fails.
     """
-    dtype = as_dtype(dtype)
-    sizes = weigh(named_tensors(model), dtype, training, optimizer)
-    if sample_inputs is not None:
-        add_activations(sizes, trace(model, sample_inputs, training, dtype).activations)
-    return sizes
+    tensors, dtype = named_tensors(model), as_dtype(dtype)
+    return measure(model, tensors, dtype, training, optimizer, sample_inputs)[0]
 
 
-def weigh(
+def measure(
+    model: nn.Module,
     tensors: Iterable[Tuple[str, Tensor]],
-    dtype: Optional[torch.dtype] = None,
-    training: bool = False,
-    optimizer: Union[str, int, float] = 'adamw',
-) -> ModuleSizes:
-    """As :func:`module_sizes`, from named tensors."""
+    dtype: Optional[torch.dtype],
+    training: bool,
+    optimizer: Union[str, int, float],
+    sample_inputs: Any,
+) -> Tuple[ModuleSizes, Trace]:
+    """As :func:`module_sizes`, from the named tensors; also return what a trace showed, if any."""
     factor = state_values(optimizer)
     sizes = ModuleSizes()
     seen: Set[int] = set()
@@ -145,16 +139,14 @@ def weigh(
         if training and tensor.requires_grad:
             _add(sizes.gradients, name, size)
             _add(sizes.optimizer, name, int(factor * size))
-    return sizes
-
-
-def add_activations(sizes: ModuleSizes, measured: Mapping[str, int]) -> None:
-    """Add what each module keeps by itself to it and to the modules around it."""
-    for name, value in measured.items():
+    shown = Trace() if sample_inputs is None else trace(model, sample_inputs, training, dtype)
+    for name, value in shown.activations.items():
         _add(sizes.activations, name, value)
+    return sizes, shown
 
 
 def _add(part: Dict[str, int], name: str, value: int) -> None:
+    """Add what a module or tensor holds by itself to it and to the modules around it."""
     if value:
         for prefix in prefixes(name):
             part[prefix] = part.get(prefix, 0) + value

@@ -18,18 +18,14 @@ from .walk_modules import named_tensors, prefixes, tensor_bytes
 
 @dataclass
 class Trace:
-    """What one forward pass showed.
+    """What one forward pass showed of each module."""
 
-    Attributes:
-        calls (Dict[str, int]): When each module, or one inside it, ran first.
-        traffic (Dict[str, int]): Bytes of the tensors given to each module at its first call.
-        activations (Dict[str, int]): Bytes that each module itself keeps for the backward pass;
-            empty unless training. What a module keeps between its children counts for the child
-            before.
-    """
-
+    #: When it, or a module inside it, ran first.
     calls: Dict[str, int] = field(default_factory=dict)
+    #: Bytes of the tensors given to it at its first call.
     traffic: Dict[str, int] = field(default_factory=dict)
+    #: Bytes that it keeps itself for the backward pass; empty unless training. What it keeps
+    #: between its children counts for the child before.
     activations: Dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
@@ -43,9 +39,6 @@ def trace(
 
     ``sample_inputs`` is one batch: a tensor, a tuple or list of arguments, or a dict of keyword
     arguments. The values are not read. Floating weights and inputs are cast to ``dtype``.
-
-    Raises:
-        PlacementError: If the pass fails.
     """
     call = getattr(getattr(torch, 'func', None), 'functional_call', None)
     if call is None:

@@ -21,12 +21,7 @@ class WholeModules:
     their output, which needs both on one device. A class that only gathers such blocks is opened:
     its instances differ in shape (a stage of Swin or ConvNeXt) and hold a list of equal blocks.
 
-    Args:
-        model (nn.Module): Any.
-        no_split (Iterable[str] or str, optional): Names of classes or of modules.
-
-    Raises:
-        PlacementError: If a name of ``no_split`` is neither.
+    ``no_split`` has names of classes or of modules; what is neither raises PlacementError.
     """
 
     def __init__(self, model: nn.Module, no_split: Union[None, str, Iterable[str]] = None) -> None:
@@ -35,8 +30,7 @@ class WholeModules:
         kinds = {type(module) for module in modules}
         names = {kind.__name__ for kind in kinds}
         unknown = self._named - names
-        if unknown:
-            unknown -= {name for name, _ in all_modules(model)}
+        unknown -= {name for name, _ in all_modules(model)} if unknown else set()
         if unknown:
             raise PlacementError(
                 f'no_split names {", ".join(map(repr, sorted(unknown)))}, which is neither a '

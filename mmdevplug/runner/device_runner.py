@@ -36,7 +36,7 @@ from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.prepare import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
-from mmdevplug.model_parallel.parallelism import Parallelism
+from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.utils.model import unwrap_model

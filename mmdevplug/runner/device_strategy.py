@@ -18,7 +18,7 @@ from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.data.padding import build_padded
 from mmdevplug.model.prepare import place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
-from mmdevplug.model_parallel.parallelism import Parallelism
+from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 
 from .flexible_runner import patch_flexible_runner

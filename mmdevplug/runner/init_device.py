@@ -6,7 +6,7 @@ from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.distributed.process_group import start_distributed
-from mmdevplug.model_parallel.parallelism import Parallelism
+from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.patches.collectives import patch_collectives
 from mmdevplug.patches.mmcv_ops import patch_mmcv_ops
 from mmdevplug.patches.mmengine import patch_mmengine

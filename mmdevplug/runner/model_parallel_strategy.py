@@ -7,7 +7,7 @@ from mmengine.registry import STRATEGIES
 from torch import nn
 
 from mmdevplug.config.model_parallel import ModelParallelOptions
-from mmdevplug.model_parallel.parallelism import Parallelism
+from mmdevplug.model_parallel.apply_options import Parallelism
 
 from .device_strategy import DeviceStrategy
 

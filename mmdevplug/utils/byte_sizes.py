@@ -1,5 +1,6 @@
 """Write and read numbers of bytes with a unit."""
 
+from contextlib import suppress
 from typing import Union
 
 from mmdevplug.errors import PlacementError
@@ -8,12 +9,7 @@ _SCALES = dict(GIB=2**30, MIB=2**20, KIB=2**10, GB=10**9, MB=10**6, KB=10**3)
 
 
 def format_bytes(size: float) -> str:
-    """Write a number of bytes in binary units, as PyTorch's messages do.
-
-    Examples:
-        >>> format_bytes(3 * 2**29)
-        '1.50 GiB'
-    """
+    """Write a number of bytes in binary units, as PyTorch's messages do: ``'1.50 GiB'``."""
     for unit, scale in (('GiB', 2**30), ('MiB', 2**20), ('KiB', 2**10)):
         if size >= scale:
             return f'{size / scale:.2f} {unit}'
@@ -23,15 +19,8 @@ def format_bytes(size: float) -> str:
 def parse_bytes(size: Union[int, str], where: str = 'size') -> int:
     """Read bytes as HF accelerate does: ``10**9``, ``'10GB'``, ``'9.5GiB'``, ``'80Gb'`` (bits).
 
-    Args:
-        size (int or str): A number of bytes, or a figure with a unit.
-        where (str): What is read, for the message.
-
-    Returns:
-        int: Bytes.
-
     Raises:
-        PlacementError: If it cannot be read or is negative.
+        PlacementError: Naming ``where``, if they cannot be read or are negative.
     """
     found = -1
     if isinstance(size, int) and not isinstance(size, bool):
@@ -39,10 +28,8 @@ def parse_bytes(size: Union[int, str], where: str = 'size') -> int:
     elif isinstance(size, str):
         text = size.strip()
         unit = next((unit for unit in _SCALES if text.upper().endswith(unit)), None)
-        try:
+        with suppress(ValueError, OverflowError):
             found = int(float(text[: -len(unit)]) * _SCALES[unit]) if unit else int(text)
-        except (ValueError, OverflowError):
-            found = -1
         if unit and len(unit) == 2 and text.endswith('b'):
             found //= 8
     if found < 0:

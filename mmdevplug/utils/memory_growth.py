@@ -25,11 +25,7 @@ CHUNK = 10_000
 
 
 class GrowthDetector:
-    """Detect steady growth; jumps, noise and caches that fill up are none.
-
-    Args:
-        least (float): Smallest growth to report, in bytes.
-    """
+    """Detect steady growth by ``least`` bytes; jumps, noise and caches that fill up are none."""
 
     def __init__(self, least: float) -> None:
         self._least = least
@@ -91,10 +87,8 @@ def _steady_growth(values: List[int], highest: int) -> int:
 class ObjectCounts:
     """Count the objects of each kind and their bytes; takes up to seconds.
 
-    Tensors and NumPy arrays are distinguished by shape and dtype. Nothing runs on a lazy device.
-
-    Args:
-        lazy_type (str, optional): Type of devices whose tensors have no address to compare.
+    Tensors and NumPy arrays are distinguished by shape and dtype. Nothing runs on a lazy device;
+    tensors of devices of ``lazy_type`` have no address to compare.
     """
 
     def __init__(self, lazy_type: Optional[str] = None) -> None:

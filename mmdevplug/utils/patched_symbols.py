@@ -40,126 +40,104 @@ WORKER = Period(
 
 
 class PatchedSymbol(NamedTuple):
-    """A symbol of another package that is replaced for a while.
+    """A symbol of another package that is replaced for a while."""
 
-    Attributes:
-        owner (str): Full name of the module, the class, or the function whose closure holds it.
-        name (str): Its name there; ``'*'`` for every public function.
-        period (Period): When the patch is active.
-        reason (str): Why it is replaced.
-        until (str): The condition that makes the patch unnecessary.
-    """
-
-    owner: str
-    name: str
-    period: Period
-    reason: str
-    until: str
+    owner: str  #: Full name of the module, the class, or the function whose closure holds it.
+    name: str  #: Its name there; ``'*'`` for every public function.
+    period: Period  #: When the patch is active.
+    reason: str  #: Why it is replaced.
+    until: str  #: The condition that makes the patch unnecessary.
 
     def __str__(self) -> str:
         return f'{self.owner}.{self.name}'
 
 
-def _symbols(
-    owner: str, names: str, period: Period, reason: str, until: str
-) -> List[PatchedSymbol]:
+def _symbols(listed: str, period: Period, reason: str, until: str) -> List[PatchedSymbol]:
+    """Make the symbols of an owner, which are listed as ``'owner: name name'``."""
+    owner, _, names = listed.partition(': ')
     return [PatchedSymbol(owner, name, period, reason, until) for name in names.split()]
 
 
-_TIME_COUNTER = 'mmengine.utils.dl_utils.time_counter'
-
 PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     *_symbols(
-        'mmengine.device.utils',
-        'DEVICE',
+        'mmengine.device.utils: DEVICE',
         JOB,
         '`get_device()` returns this constant, which is chosen at import from the devices that '
         'MMEngine lists.',
         'MMEngine asks `torch.accelerator` or a registry.',
     ),
     *_symbols(
-        'mmengine.logging.logger',
-        '_get_device_id',
+        'mmengine.logging.logger: _get_device_id',
         JOB,
         'It names the log files of ranks after `CUDA_VISIBLE_DEVICES` on every device.',
         'MMEngine names log files after the rank alone.',
     ),
     *_symbols(
-        'mmengine.dist.utils',
-        'get_comm_device',
+        'mmengine.dist.utils: get_comm_device',
         JOB,
         'With a backend that MMEngine does not list it chooses host tensors, which the backend of '
         'a vendor refuses.',
         'MMEngine asks the process group which devices it takes.',
     ),
     *_symbols(
-        'mmengine.dist.dist',
-        'get_comm_device',
+        'mmengine.dist.dist: get_comm_device',
         JOB,
         'This module imported the function of `mmengine.dist.utils` by name.',
         'MMEngine asks the process group which devices it takes.',
     ),
     *_symbols(
-        'mmengine.runner.checkpoint.CheckpointLoader',
-        'load_checkpoint',
+        'mmengine.runner.checkpoint.CheckpointLoader: load_checkpoint',
         JOB,
         'It runs code from checkpoints, or with PyTorch 2.6 and later refuses those of MMEngine.',
         'MMEngine loads with `weights_only=True` and names its own classes.',
     ),
     *_symbols(
-        'mmengine.structures.instance_data',
-        'BoolTypeTensor LongTypeTensor IndexType',
+        'mmengine.structures.instance_data: BoolTypeTensor LongTypeTensor IndexType',
         JOB,
         '`InstanceData` takes indices of the CPU, CUDA, NPU, MLU and MUSA alone.',
         'MMEngine checks the dtype of an index and not its class.',
     ),
     *_symbols(
-        f'{_TIME_COUNTER}.TimeCounter',
-        'print_time',
+        'mmengine.utils.dl_utils.time_counter.TimeCounter: print_time',
         JOB,
         'On a lazy device it reports before the device has finished.',
         'MMEngine synchronizes any accelerator in `TimeCounter`.',
     ),
     *_symbols(
-        _TIME_COUNTER,
-        'torch is_cuda_available',
+        'mmengine.utils.dl_utils.time_counter: torch is_cuda_available',
         JOB,
         '`TimeCounter` waits for CUDA alone.',
         'MMEngine synchronizes any accelerator in `TimeCounter`.',
     ),
     *_symbols(
-        'mmengine.infer.infer.BaseInferencer',
-        '_init_model',
+        'mmengine.infer.infer.BaseInferencer: _init_model',
         JOB,
         'Inferencers keep synchronized batch normalization, and on a lazy device compute every '
         'sample as a graph of its own.',
         'MMEngine has a place where an inferencer prepares its model.',
     ),
     *_symbols(
-        'mmengine.model.utils',
-        'convert_sync_batchnorm',
+        'mmengine.model.utils: convert_sync_batchnorm',
         JOB,
         "With 'mmcv' and no process group it fails with a message that does not name the cause.",
         'mmcv says that its SyncBatchNorm needs a process group.',
     ),
     *_symbols(
-        'mmengine.runner.amp.autocast',
-        'func',
+        'mmengine.runner.amp.autocast: func',
         AUTOCAST,
         'It refuses devices that MMEngine does not list, or casts for the CPU; models have '
         'imported the function, so the generator in its closure is replaced.',
         'MMEngine passes the device type on to `torch.autocast`.',
     ),
     *_symbols(
-        'mmseg.models.losses.accuracy',
-        'accuracy',
+        'mmseg.models.losses.accuracy: accuracy',
         LAZY_MODEL,
         'It indexes with a mask, whose varying size makes a lazy device compile every iteration '
         'anew; it is replaced in each module of the model that imported it.',
         'mmseg multiplies with the mask.',
     ),
     *_symbols(
-        'mmengine.runner._flexible_runner.FlexibleRunner',
+        'mmengine.runner._flexible_runner.FlexibleRunner: '
         'register_hooks register_hook build_log_processor train val test',
         FLEXIBLE_RUNNER,
         'FlexibleRunner tells its strategy nothing of hooks, logs and errors; with any other '
@@ -167,87 +145,76 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'FlexibleRunner has methods that a strategy can override for these.',
     ),
     *_symbols(
-        'torch.distributed',
-        'all_reduce broadcast reduce all_gather all_gather_into_tensor gather scatter '
-        'reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single recv send',
+        'torch.distributed: all_reduce broadcast reduce all_gather all_gather_into_tensor gather '
+        'scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single recv send',
         PROCESS_GROUP,
         'Models call it with tensors of the device, which the backend refuses; the replacement '
         'sends them through the host.',
         "A backend for the vendor's device is installed.",
     ),
     *_symbols(
-        'mmcv._ext',
-        '*',
+        'mmcv._ext: *',
         MMCV_OPS,
         'The build of mmcv may have no kernel for the device; the replacement runs the operator '
         'on the host.',
         'mmcv registers a fallback to the CPU, or has kernels for the device.',
     ),
     *_symbols(
-        'torch',
-        'load',
+        'torch: load',
         LOADING,
         'Code that is not ours calls it without the classes that a checkpoint of MMEngine needs, '
         'or with `weights_only=False`; other threads get the original.',
         'MMEngine loads with `weights_only=True` and names its own classes.',
     ),
     *_symbols(
-        'torch.serialization',
-        'pickle',
+        'torch.serialization: pickle',
         LOADING,
         'PyTorch before 2.6 cannot allow a class under another name, and 1.13 ignores the '
         'argument that names a pickle module.',
         'PyTorch 2.6, whose `torch.serialization.safe_globals` takes names.',
     ),
     *_symbols(
-        'torch',
-        'autocast',
+        'torch: autocast',
         PLANNING,
         'Models turn autocast off for the device of their tensors, which older releases of '
         'PyTorch refuse for meta.',
         'The oldest PyTorch in use takes `meta` in `torch.autocast`.',
     ),
     *_symbols(
-        'mmengine.config.config',
-        'is_installed get_installed_path',
+        'mmengine.config.config: is_installed get_installed_path',
         CONFIG,
         'It looks for packages with pkg_resources, which setuptools removed in release 81.',
         'MMEngine uses `importlib.metadata`.',
     ),
     *_symbols(
-        'torch.autograd.function.BackwardCFunction',
-        'apply',
+        'torch.autograd.function.BackwardCFunction: apply',
         GUARD,
         'Autograd refuses gradients of custom functions that are on another device than their '
         'operand.',
         'PyTorch offers a hook on the gradients that a custom function returns.',
     ),
     *_symbols(
-        'mmengine.runner.runner.Runner',
-        'from_cfg',
+        'mmengine.runner.runner.Runner: from_cfg',
         AUTOPATCH,
         'Scripts that call `Runner.from_cfg` ignore `runner_type`; the user asks for this patch.',
         'MMEngine reads `runner_type` in `Runner.from_cfg`.',
     ),
     *_symbols(
-        'sys',
-        'excepthook',
+        'sys: excepthook',
         WATCH,
         'A rank that stops because of another prints one line, not a traceback that hides the '
         "other's.",
         'torchrun prints the error of the rank that failed first.',
     ),
     *_symbols(
-        'torch.distributed.elastic.multiprocessing.api.SubprocessContext',
-        '_start',
+        'torch.distributed.elastic.multiprocessing.api.SubprocessContext: _start',
         LAUNCHER,
         'torchrun installs its own signal handlers right before it starts ranks, so ours have to '
         'be installed after them.',
         'torchrun lets the caller choose the signals that it forwards.',
     ),
     *_symbols(
-        'torch.utils.data._utils.fetch._MapDatasetFetcher',
-        'fetch',
+        'torch.utils.data._utils.fetch._MapDatasetFetcher: fetch',
         WORKER,
         'PyTorch before 1.13 does not ask the dataset for `__getitems__`, where the seed of a '
         'batch is set.',

@@ -14,24 +14,15 @@ Names = Tuple[Any, ...]
 
 
 class Container(NamedTuple):
-    """How a kind of container is flattened and rebuilt.
+    """How a kind of container is flattened and rebuilt."""
 
-    Attributes:
-        name (str): For messages.
-        names (Callable): Names of the parts; indices for a sequence.
-        parts (Callable): The parts, in the order of their names.
-        part (Callable): The part of a name.
-        build (Callable): From a type, names and parts, without constructors that do more than
-            store them.
-        step (Callable): The access to a name in Python: ``'.x'``, ``"['x']"``.
-    """
-
-    name: str
-    names: Callable[[Any], Names]
-    parts: Callable[[Any], List[Any]]
-    part: Callable[[Any, Any], Any]
+    name: str  # for messages
+    names: Callable[[Any], Names]  # of the parts; indices for a sequence
+    parts: Callable[[Any], List[Any]]  # in the order of their names
+    part: Callable[[Any, Any], Any]  # the part of a name
+    # From a type, names and parts, without constructors that do more than store them.
     build: Callable[[type, Names, Sequence[Any]], Any]
-    step: Callable[[Any], str]
+    step: Callable[[Any], str]  # the access to a name in Python: '.x', "['x']"
 
 
 def _build_dataclass(kind: type, names: Names, parts: Sequence[Any]) -> Any:
@@ -68,27 +59,19 @@ def _indices(value: Sequence) -> Names:
     return tuple(range(len(value)))
 
 
-def _index_step(name: Any) -> str:
-    return f'[{name!r}]'
-
-
-def _field_step(name: Any) -> str:
-    return f'.{name}'
-
-
 DICT = Container(
     'dict',
     names=tuple,
     parts=lambda value: list(value.values()),
     part=getitem,
     build=lambda kind, names, parts: kind(zip(names, parts)),
-    step=_index_step,
+    step='[{!r}]'.format,
 )
 LIST = Container(
-    'list', _indices, list, getitem, lambda kind, names, parts: list(parts), _index_step
+    'list', _indices, list, getitem, lambda kind, names, parts: list(parts), DICT.step
 )
 TUPLE = Container(
-    'tuple', _indices, list, getitem, lambda kind, names, parts: tuple(parts), _index_step
+    'tuple', _indices, list, getitem, lambda kind, names, parts: tuple(parts), DICT.step
 )
 NAMED_TUPLE = Container(
     'named tuple',
@@ -96,7 +79,7 @@ NAMED_TUPLE = Container(
     parts=list,
     part=getattr,
     build=lambda kind, names, parts: tuple.__new__(kind, parts),
-    step=_field_step,
+    step='.{}'.format,
 )
 DATACLASS = Container(
     'dataclass',
@@ -104,7 +87,7 @@ DATACLASS = Container(
     parts=lambda value: [getattr(value, each.name) for each in dataclasses.fields(value)],
     part=getattr,
     build=_build_dataclass,
-    step=_field_step,
+    step='.{}'.format,
 )
 ELEMENT = Container(
     'data element',
@@ -143,9 +126,7 @@ def container_of(kind: type) -> Optional[Container]:
 
 
 def replace_parts(
-    nested: Any,
-    function: Callable[[Tensor], Tensor],
-    other: Optional[Callable[[Any], Any]] = None,
+    nested: Any, function: Callable[[Tensor], Tensor], other: Optional[Callable[[Any], Any]] = None
 ) -> Any:
     """Apply functions to the leaves of nested containers.
 

@@ -15,7 +15,7 @@ from mmengine.runner import loops
 
 from mmdevplug.checkpoint.finding import check_file
 from mmdevplug.checkpoint.reading import read_checkpoint
-from mmdevplug.utils import files
+from mmdevplug.utils import atomic_files
 
 # The pause of MMEngine's loop between two passes over the data.
 loops.time = SimpleNamespace(sleep=lambda _: None)
@@ -144,8 +144,8 @@ def die_while_saving(place, after, note):
     if hasattr(torch.save, 'dies'):
         return  # in this process another runner has trained before
     count = [0]
-    save, flush, replace = torch.save, files._flush, os.replace
-    is_checkpoint = ['.pth' + files.UNFINISHED]
+    save, flush, replace = torch.save, atomic_files._flush, os.replace
+    is_checkpoint = ['.pth' + atomic_files.UNFINISHED]
 
     def ends():
         note()
@@ -178,4 +178,4 @@ def die_while_saving(place, after, note):
                 ends()
 
     dying_save.dies = True
-    torch.save, files._flush, os.replace = dying_save, dying_flush, dying_replace
+    torch.save, atomic_files._flush, os.replace = dying_save, dying_flush, dying_replace

@@ -25,7 +25,7 @@ from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import BackgroundWriter
 from mmdevplug.checkpoint.writing import UNFINISHED, remove_unfinished, write_checkpoint
 from mmdevplug.errors import CheckpointError, DevPlugError
-from mmdevplug.utils import files
+from mmdevplug.utils import atomic_files
 
 
 def save(path, number=0, age=0):
@@ -43,9 +43,9 @@ def test_what_was_there_stays_until_the_new_is_whole(tmp_path, monkeypatch):
     path = tmp_path / 'a.pth'
     save(path, 1)
     order = []
-    replace, flush = os.replace, files._flush
+    replace, flush = os.replace, atomic_files._flush
     monkeypatch.setattr(
-        files, '_flush', lambda file: (order.append(f'flush {file.name[:5]}'), flush(file))
+        atomic_files, '_flush', lambda file: (order.append(f'flush {file.name[:5]}'), flush(file))
     )
     monkeypatch.setattr(
         os, 'replace', lambda a, b: (order.append(f'rename {a[-20:-8]}'), replace(a, b))
@@ -127,10 +127,10 @@ def test_a_killed_writer_leaves_the_old_file_and_one_to_remove(tmp_path):
     save(path, 1)
     script = (
         'import torch, sys\n'
-        'from mmdevplug.utils import files\n'
+        'from mmdevplug.utils import atomic_files\n'
         'from mmdevplug.checkpoint import writing\n'
         'def flush(path): print("written", flush=True); sys.stdin.read()\n'
-        'files._flush = flush\n'
+        'atomic_files._flush = flush\n'
         f'writing.write_checkpoint(dict(meta=dict(iter=2)), {str(path)!r})'
     )
     process = subprocess.Popen(

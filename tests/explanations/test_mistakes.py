@@ -15,7 +15,7 @@ from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.cli import common, main as command, test, train
 from mmdevplug.errors import CheckpointError, ModelError, PlacementError
 from mmdevplug.model.move import check_materialized
-from mmdevplug.model_parallel.devices import parse_devices
+from mmdevplug.model_parallel.parse_devices import parse_devices
 from tests.jobs import ROOT
 from tests.ranks import run_ranks
 

@@ -7,8 +7,8 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import PlacementError
+from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.model_parallel.choose_devices import resolve_strategy
-from mmdevplug.model_parallel.parallelism import Parallelism
 from tests.jobs import install_card
 from tests.ranks import RanksFailed, run_ranks
 

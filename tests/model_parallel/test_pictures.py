@@ -7,8 +7,7 @@ import pytest
 from torch import nn
 
 from mmdevplug.model_parallel import plan
-from mmdevplug.model_parallel.html_page import save_html
-from mmdevplug.model_parallel.plot import save_png
+from mmdevplug.model_parallel.draw_plan import save_html, save_png
 from tests.model_parallel.models import make
 
 
@@ -74,7 +73,7 @@ def test_page(made, tmp_path):
 def test_hostile_names():
     evil = type('<script>alert(1)</script>', (nn.Linear,), {})
     model = nn.ModuleDict({'<b>one</b>': evil(4, 4), 'two': nn.Linear(4, 4)})
-    from mmdevplug.model_parallel.html_page import render
+    from mmdevplug.model_parallel.draw_plan import render
 
     text = render(plan(model, 'xla:0-1'))
     assert '<script' not in text

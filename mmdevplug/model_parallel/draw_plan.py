@@ -1,20 +1,28 @@
-"""Draw a plan: one bar for each device, its blocks coloured by class."""
+"""Draw a plan as a picture or an HTML page: a bar for each device, blocks coloured by class."""
 
-from typing import Any, Dict, List
+from typing import Any, Dict, Iterator, List
+
+from rich.console import Group
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
 
 from mmdevplug.errors import PlacementError, first_line
-from mmdevplug.utils.files import PathLike, replacing
+from mmdevplug.utils.atomic_files import PathLike, replacing, write_text
+from mmdevplug.utils.byte_sizes import format_bytes
+from mmdevplug.utils.html_page import make_page
 
-from .balance import ideal_loads
-from .plan import DevicePlan
+from .device_plan import DevicePlan
 
-#: Also of the page. Light enough for black letters.
+#: Light enough for black letters.
 COLOURS = [
     '#8fb8de', '#f6b26b', '#93c47d', '#d5a6bd', '#ffe599', '#76c1b7', '#b4a7d6', '#ea9999',
     '#c9d4e0', '#cfa97e', '#b6d7a8', '#f4cccc',
 ]  # fmt: skip
 #: The part of the longest bar below which a block has no name.
 NARROW = 0.035
+#: Letters of the longest bar of a page.
+PAGE_BAR = 100
 
 
 def colours_of(plan: DevicePlan) -> Dict[str, str]:
@@ -72,10 +80,8 @@ def draw(plan: DevicePlan) -> Any:
 
 def _mark(axes: Any, plan: DevicePlan, scale: float) -> None:
     """Where each bar would end if all were even, and where it must end."""
-    weights = plan.weights
-    ideals = ideal_loads([plan.loads[name] for name in weights], list(weights.values()))
-    rows = [plan.devices.index(name) for name in weights]
-    for row, ideal in zip(rows, ideals):
+    for name, ideal in plan.ideals.items():
+        row = plan.devices.index(name)
         axes.vlines(ideal / scale, row - 0.45, row + 0.45, 'black', 'dashed', linewidth=1)
     longest = 1.3 * max(plan.loads.values())
     for name, limit in (plan.capacities or {}).items():
@@ -88,18 +94,11 @@ def _legend(axes: Any, colours: Dict[str, str]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    shown: List[Any] = [
-        Patch(color=colour, label=kind)
-        for kind, colour in list(colours.items())[: len(COLOURS) - 1]
-    ]
+    own = list(colours.items())[: len(COLOURS) - 1]
+    shown: List[Any] = [Patch(color=colour, label=kind) for kind, colour in own]
     shown.append(Line2D([], [], color='black', linestyle='dashed', label='ideal'))
-    axes.legend(
-        handles=shown,
-        loc='center left',
-        bbox_to_anchor=(1, 0.5),
-        fontsize='x-small',
-        frameon=False,
-    )
+    place = dict(loc='center left', bbox_to_anchor=(1, 0.5))
+    axes.legend(handles=shown, fontsize='x-small', frameon=False, **place)
 
 
 def save_png(plan: DevicePlan, path: PathLike) -> None:
@@ -107,3 +106,35 @@ def save_png(plan: DevicePlan, path: PathLike) -> None:
     figure = draw(plan)
     with replacing(path) as unfinished:
         figure.savefig(unfinished, format='png', dpi=110)
+
+
+def render(plan: DevicePlan) -> str:
+    """Make the page: a bar for each device, the figures, and a table of all blocks."""
+    table = Table('block', 'class', 'holds', 'device')
+    for block in plan.blocks:
+        row = (block.name or 'all', block.kind, format_bytes(block.bytes), block.device)
+        table.add_row(*map(Text, row))
+    legend = Text('\n')
+    for kind, colour in colours_of(plan).items():
+        legend.append('  ', Style(bgcolor=colour)).append(f' {kind}   ')
+    page = Group(*_bars(plan), legend.append('\n'), plan, table)
+    return make_page(f'Device plan: {plan.model}', lambda console: console.print(page))
+
+
+def _bars(plan: DevicePlan) -> Iterator[Text]:
+    colours, longest = colours_of(plan), max(plan.loads.values()) or 1
+    for device in plan.devices:
+        bar, filled = Text(f'{device:8}'), 0.0
+        for block in (b for b in plan.blocks if b.device == device and b.bytes):
+            start, filled = round(filled * PAGE_BAR), filled + block.bytes / longest
+            width = round(filled * PAGE_BAR) - start
+            name = short_name(block.name) if block.bytes / longest >= NARROW else ''
+            bar.append(
+                name[:width].ljust(width), Style(color='black', bgcolor=colours[block.kind])
+            )
+        yield bar
+
+
+def save_html(plan: DevicePlan, path: PathLike) -> None:
+    """Write a page that loads nothing from anywhere."""
+    write_text(render(plan), path)

@@ -32,14 +32,10 @@ STEPS = ('train_step', 'val_step', 'test_step')
 class Parallelism:
     """Chooses the devices of this rank, plans, and places the model.
 
-    Args:
-        options (ModelParallelOptions): Of the config.
-        model (dict or nn.Module, optional): To plan with before there are devices: a model, or the
-            config of one, which is built without memory. Defaults to None: the plan is made when
-            the model is placed.
-        optimizer (dict, optional): ``optim_wrapper.optimizer`` of the config, for the size of its
-            state. Defaults to None: AdamW's.
-        scope (str): MMEngine's default scope, in which the model is built.
+    ``model``, to plan with before there are devices, is a model, or the config of one, which is
+    built without memory in the default ``scope`` of MMEngine; if it is None, the plan is made when
+    the model is placed. ``optimizer`` is ``optim_wrapper.optimizer`` of the config, for the size
+    of its state; if it is None, AdamW's is taken.
 
     Attributes:
         wanted (bool): Whether several devices are possible.
@@ -63,11 +59,7 @@ class Parallelism:
         self._state_factor = USUAL_STATE if factor is None else factor
 
     def choose_devices(self, accelerator: Accelerator, env: LaunchEnv) -> Sequence[torch.device]:
-        """Resolve the strategy, plan, and return the devices of this rank.
-
-        Raises:
-            PlacementError: If the model cannot be spread as the options ask.
-        """
+        """Resolve the strategy, plan, and return the devices of this rank."""
         planned = self._model
         if planned is not None and not isinstance(planned, nn.Module):
             planned = build_without_memory(planned, self._scope)
@@ -112,8 +104,7 @@ class Parallelism:
             made = DevicePlan.from_dict(options.plan)
             made.check(model)
             return made
-        devices = [str(device) for device in self.strategy.devices]
-        limits = options.max_memory
+        devices, limits = list(map(str, self.strategy.devices)), options.max_memory
         if limits is None:
             limits = probe_capacities(devices, accelerator)
         return plan(
@@ -130,12 +121,7 @@ class Parallelism:
         )
 
     def place(self, model: nn.Module, context: DeviceContext) -> nn.Module:
-        """Put the bare model, which is on the host, on the devices of this rank, in place.
-
-        Raises:
-            PlacementError: If it is not the model that the plan was made for.
-            ModelError: If its adapters differ in rank and may not.
-        """
+        """Put the bare model, which is on the host, on the devices of this rank, in place."""
         options, strategy = self.options, self.strategy
         if options.check_r_consistency or options.strict_r_check:
             check_r_consistency(model, strict=options.strict_r_check)
@@ -168,9 +154,9 @@ class Parallelism:
 
     def describe(self) -> str:
         """The strategy and the plan as a table, for the log."""
-        if self.strategy is None:
-            return ''
         found = self.strategy
+        if found is None:
+            return ''
         rows = {
             'strategy': found.kind,
             'why': found.reason,

@@ -2,7 +2,7 @@
 
 import io
 from dataclasses import asdict, dataclass
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Tuple
 
 import torch
 from rich.console import Console, Group
@@ -13,14 +13,35 @@ from torch import Tensor, nn
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.byte_sizes import format_bytes
 
-from . import balance
-from .devices import device_weights
+from .parse_devices import device_weights
 from .walk_modules import named_tensors, nearest
 
 Signature = Tuple[Tuple[str, Tuple[int, ...]], ...]
 
 #: Of :meth:`DevicePlan.to_dict`; changes when a key changes its meaning or goes.
 SCHEMA = 1
+
+
+def ideal_loads(loads: Collection[float], weights: Collection[float]) -> List[float]:
+    """The loads of a perfect split: in proportion to the weights of the devices."""
+    total, share = sum(loads), sum(weights)
+    return [total * weight / share if share else 0.0 for weight in weights]
+
+
+def imbalance(loads: Collection[float], weights: Collection[float]) -> float:
+    """The largest ``|load - ideal| / ideal``; empty devices of weight 0 are passed over."""
+    relative = [
+        abs(load - ideal) / ideal if ideal else float('inf')
+        for load, ideal in zip(loads, ideal_loads(loads, weights))
+        if ideal or load
+    ]
+    return max(relative, default=0.0)
+
+
+def balance_score(values: Collection[float]) -> float:
+    """``1 / (1 + variance)``; 1 is perfect."""
+    mean = sum(values) / len(values)
+    return 1.0 / (1.0 + sum((value - mean) ** 2 for value in values) / len(values))
 
 
 def signature_of(tensors: Iterable[Tuple[str, Tensor]]) -> Signature:
@@ -47,33 +68,21 @@ class PlannedBlock:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """A device map and why.
+    """A device map and why."""
 
-    Attributes:
-        device_map (Dict[str, str]): Name of a module or tensor to device, e.g. ``'xla:0'``. Every
-            parameter and buffer is covered by its own name or that of a module around it.
-        devices (List[str]): In the order they are filled.
-        capacities (Dict[str, int], optional): Bytes each may hold; None if they are taken for
-            equal. A device without a limit is not in it.
-        loads (Dict[str, int]): Bytes that each holds.
-        strategy (str): ``'auto'``, ``'balanced'`` or ``'dynamic'``.
-        steps (List[str]): What was tried and why, in sentences.
-        blocks (List[PlannedBlock]): In order of execution.
-        parts (Dict[str, int]): Bytes of the model by what they are for.
-        signature (Signature): Of the model it was made for.
-        model (str): The class of the model.
-    """
-
+    #: Name of a module or tensor to device, e.g. ``'xla:0'``. Every parameter and buffer is
+    #: covered by its own name or that of a module around it.
     device_map: Dict[str, str]
-    devices: List[str]
+    devices: List[str]  #: In the order they are filled.
+    #: Bytes each may hold; None if they are taken for equal. One without a limit is not in it.
     capacities: Optional[Dict[str, int]]
-    loads: Dict[str, int]
-    strategy: str
-    steps: List[str]
-    blocks: List[PlannedBlock]
-    parts: Dict[str, int]
-    signature: Signature
-    model: str = ''
+    loads: Dict[str, int]  #: Bytes that each holds.
+    strategy: str  #: ``'auto'``, ``'balanced'`` or ``'dynamic'``.
+    steps: List[str]  #: What was tried and why, in sentences.
+    blocks: List[PlannedBlock]  #: In order of execution.
+    parts: Dict[str, int]  #: Bytes of the model by what they are for.
+    signature: Signature  #: Of the model it was made for.
+    model: str = ''  #: The class of the model.
 
     @property
     def weights(self) -> Dict[str, float]:
@@ -86,24 +95,23 @@ class DevicePlan:
     @property
     def imbalance(self) -> float:
         """The largest ``|load - ideal| / ideal`` over devices, in bytes; 0 is perfect."""
-        return balance.imbalance(*self._loads_and_weights())
+        weights = self.weights
+        return imbalance([self.loads[name] for name in weights], weights.values())
 
     @property
     def balance_score(self) -> float:
         """``1 / (1 + variance)`` of the number of blocks on each device; 1 is perfect."""
-        return balance.balance_score([self.counts[name] for name in self.weights])
+        return balance_score([self.counts[name] for name in self.weights])
 
     @property
     def byte_balance_score(self) -> float:
         """The same of ``load / ideal`` in bytes."""
-        return balance.byte_balance_score(*self._loads_and_weights())
+        return balance_score(self._relative_loads() or [0.0])
 
     @property
     def bottleneck(self) -> float:
         """The largest load relative to its ideal; 1 is perfect."""
-        loads, weights = self._loads_and_weights()
-        ideals = balance.ideal_loads(loads, weights)
-        return max((load / ideal for load, ideal in zip(loads, ideals) if ideal), default=0.0)
+        return max(self._relative_loads(), default=0.0)
 
     @property
     def counts(self) -> Dict[str, int]:
@@ -113,9 +121,15 @@ class DevicePlan:
             counts[block.device] += 1
         return counts
 
-    def _loads_and_weights(self) -> Tuple[List[float], List[float]]:
+    @property
+    def ideals(self) -> Dict[str, float]:
+        """What each device would hold in a perfect split, in bytes. The host takes no part."""
         weights = self.weights
-        return [self.loads[name] for name in weights], list(weights.values())
+        loads = [self.loads[name] for name in weights]
+        return dict(zip(weights, ideal_loads(loads, weights.values())))
+
+    def _relative_loads(self) -> List[float]:
+        return [self.loads[name] / ideal for name, ideal in self.ideals.items() if ideal]
 
     def device_of(self, name: str) -> torch.device:
         """Where a module or tensor is.
@@ -203,7 +217,7 @@ class DevicePlan:
         for name in ('device', 'load', 'of ideal', 'may hold', 'blocks', 'from', 'to'):
             right = name not in ('device', 'from', 'to')
             table.add_column(name, justify='right' if right else 'left', overflow='fold')
-        ideals = dict(zip(self.weights, balance.ideal_loads(*self._loads_and_weights())))
+        ideals = self.ideals
         for name in self.devices:
             ideal = ideals.get(name)
             here = [block.name for block in self.blocks if block.device == name]
