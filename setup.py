@@ -30,7 +30,10 @@ EXTRAS_REQUIRE = {
     # One model over several devices.
     'placement': ['accelerate>=1.0', 'safetensors'],
     'xla': ['torch==2.9.0', 'torch_xla==2.9.0', 'torchvision==0.24.0'],
-    'examples': ['scikit-learn', 'matplotlib', 'accelerate>=1.0', 'transformers', 'peft'],
+    'examples': ['scikit-learn'],
+    # configs/llama_lora. An older peft runs on Python 3.8, and pip would replace a vendor's torch
+    # 1.10 for it; this one is refused there.
+    'llama': ['accelerate>=1.0', 'transformers', 'peft>=0.17'],
     'dev': [
         'pytest',
         'pytest-timeout',

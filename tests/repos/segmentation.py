@@ -141,3 +141,46 @@ def deeplabv3plus(root: Path) -> Recipe:
             **_common(root),
         ),
     )
+
+
+def vit(root: Path) -> Recipe:
+    """A plain vision transformer, a neck of several levels and a UPerHead, on Cityscapes."""
+    pictures = {
+        split: dict(
+            _delete_=True,
+            type='CityscapesDataset',
+            data_root=str(root),
+            data_prefix=dict(img_path=f'leftImg8bit/{split}', seg_map_path=f'gtFine/{split}'),
+            pipeline=_common(root)['train_dataloader']['dataset']['pipeline'],
+        )
+        for split in ('train', 'val')
+    }
+    head = dict(num_classes=19, dropout_ratio=0.0)
+    return Recipe(
+        'mmseg::vit/vit_deit-s16_mln_upernet_8xb2-160k_ade20k-512x512.py',
+        dict(
+            _common(root),
+            model=dict(
+                pretrained=None,
+                data_preprocessor=dict(size=(SIZE, SIZE)),
+                backbone=dict(
+                    img_size=(SIZE, SIZE),
+                    patch_size=8,
+                    embed_dims=16,
+                    num_layers=2,
+                    num_heads=2,
+                    out_indices=(0, 1),
+                    drop_path_rate=0.0,
+                ),
+                neck=dict(in_channels=[16, 16], out_channels=16, scales=[2, 1]),
+                decode_head=dict(
+                    in_channels=[16, 16], in_index=[0, 1], channels=16, pool_scales=(1, 2), **head
+                ),
+                auxiliary_head=dict(in_channels=16, in_index=1, channels=8, **head),
+            ),
+            train_dataloader=dict(dataset=pictures['train']),
+            val_dataloader=dict(dataset=pictures['val']),
+            test_dataloader=dict(dataset=pictures['val']),
+            optim_wrapper=dict(optimizer=dict(lr=1e-3)),
+        ),
+    )

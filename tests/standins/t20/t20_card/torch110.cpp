@@ -662,6 +662,9 @@ TORCH_LIBRARY_IMPL(aten, XLA, m) {
   m.impl("convolution_backward_overrideable", convolution_backward);
   m.impl("native_batch_norm", batch_norm);
   m.impl("native_batch_norm_backward", batch_norm_backward);
+  // Composite otherwise, by views that this card's strides do not allow.
+  m.impl("native_layer_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("native_group_norm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("_amp_foreach_non_finite_check_and_unscale_", check_and_unscale);
   m.impl("_amp_update_scale_", update_scale);
 }

@@ -1,0 +1,185 @@
+"""mmseg's own configs on 1, 2 and 8 cards of the stand-in, on the PyTorch that a T20 runs.
+
+Compared with mmseg on MMEngine's own runner, in one process on the CPU, with the whole batch.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import ROOT, largest_difference, load_file, need_mmcv_operations
+from tests.ranks import run_ranks
+from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer, vit
+from tests.repos.training import ITERATIONS, mean_losses, train_all, write_config
+from tests.t20.conftest import FOLDER, MISSING
+
+pytestmark = [
+    pytest.mark.t20,
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.timeout(900),
+]
+
+#: 0 is one process without a launcher.
+CARDS = [0, 2, 8]
+NAMES = ['segformer', 'vit', 'deeplabv3plus', 'deeplabv3plus_per_rank']
+
+
+def with_sync_bn(recipe, how):
+    return replace(recipe, changes=dict(recipe.changes, sync_bn=how))
+
+
+@pytest.fixture(scope='module')
+def recipes(torch_gcu, tmp_path_factory):
+    need_mmcv_operations()
+    root = make_cityscapes(tmp_path_factory.mktemp('data') / 'cityscapes')
+    models = {recipe.__name__: recipe(root) for recipe in (segformer, vit, deeplabv3plus)}
+    return {name: replace(recipe, batch=8) for name, recipe in models.items()}
+
+
+@pytest.fixture(scope='module')
+def ours(recipes):
+    """The recipes, with layers that are synchronized and with layers that are not."""
+    deeplab = recipes['deeplabv3plus']
+    return dict(
+        recipes,
+        deeplabv3plus=with_sync_bn(deeplab, 'exact'),
+        deeplabv3plus_per_rank=with_sync_bn(deeplab, 'per_rank'),
+    )
+
+
+@pytest.fixture(scope='module')
+def stock(recipes, tmp_path_factory):
+    (found,) = run_ranks(train_all, 0, recipes, 'stock', tmp_path_factory.mktemp('stock'))
+    return found
+
+
+@pytest.fixture(scope='module')
+def trained(ours, tmp_path_factory):
+    """For a device and a number of ranks: what each rank found of each recipe."""
+    found = {}
+
+    def of(accelerator, ranks, names=tuple(NAMES)):
+        key = (accelerator, ranks, names)
+        if key not in found:
+            folder = tmp_path_factory.mktemp(f'{accelerator}_{ranks}')
+            chosen = {name: ours[name] for name in names}
+            found[key] = run_ranks(train_all, ranks, chosen, accelerator, folder, timeout=800)
+        return found[key]
+
+    return of
+
+
+@pytest.fixture(scope='module')
+def expected(stock, trained):
+    """What one process on the CPU found; with statistics for each rank, that many processes."""
+
+    def of(name, cards):
+        if not name.endswith('per_rank'):
+            return [stock], name
+        if cards == 0:
+            return [stock], 'deeplabv3plus'
+        return trained('cpu', cards, (name,)), name
+
+    return of
+
+
+every_case = pytest.mark.parametrize('cards', CARDS)
+every_model = pytest.mark.parametrize('name', NAMES)
+
+
+@every_case
+@every_model
+def test_losses_are_those_of_the_host(trained, expected, cards, name):
+    wanted = mean_losses(*expected(name, cards))
+    assert len(wanted) == ITERATIONS
+    assert wanted[-1] < wanted[0] - 0.1  # there is something to learn
+    assert mean_losses(trained('gcu', cards), name) == pytest.approx(wanted, abs=1e-5)
+
+
+@every_case
+@every_model
+def test_weights_and_statistics_are_those_of_the_host(trained, expected, cards, name):
+    ranks, wanted = expected(name, cards)
+    for rank, found in enumerate(trained('gcu', cards)):
+        there = ranks[rank % len(ranks)][wanted]['weights']
+        assert largest_difference(found[name]['weights'], there) <= 1e-4
+
+
+@every_case
+@every_model
+def test_metrics_are_those_of_the_host(trained, expected, cards, name):
+    ranks, wanted = expected(name, cards)
+    metrics = ranks[0][wanted]['metrics']
+    assert set(metrics) == {'aAcc', 'mIoU', 'mAcc'}
+    for found in trained('gcu', cards):
+        for key, value in metrics.items():
+            assert float(found[name]['metrics'][key]) == pytest.approx(value, abs=0.1)
+
+
+@every_case
+@every_model
+def test_checkpoints(trained, cards, name):
+    ranks = trained('gcu', cards)
+    whole, resumed = (mean_losses(ranks, name, key) for key in ('losses', 'resumed'))
+    assert resumed == pytest.approx(whole[-ITERATIONS // 2 :], abs=1e-6)
+    for rank, found in enumerate(ranks):
+        assert found[name]['device'] == f'xla:{rank}'
+        assert found[name]['files'] == ['iter_5.pth', 'iter_10.pth']
+        assert found[name]['tested'] == found[name]['metrics']
+
+
+def run(*command, **variables):
+    """Run a command of the user's in the environment of these tests."""
+    environ = {
+        **os.environ,
+        'PATH': os.pathsep.join([str(Path(sys.executable).parent), os.environ['PATH']]),
+        'PYTHONPATH': os.pathsep.join([str(ROOT), str(FOLDER)]),
+        'OMP_NUM_THREADS': '1',
+        **variables,
+    }
+    return subprocess.run(
+        [str(part) for part in command],
+        env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+    )  # fmt: skip
+
+
+def test_dist_train_of_mmseg_itself(recipes, stock, tmp_path):
+    """Two cards, the repository's own script, TensorBoard, then augmentation of the test."""
+    import mmseg
+
+    recipe = recipes['segformer']
+    backends = [dict(type='LocalVisBackend'), dict(type='TensorboardVisBackend')]
+    small = replace(recipe, changes=dict(recipe.changes, visualizer=dict(vis_backends=backends)))
+    config = write_config(tmp_path / 'config.py', small, 'gcu')
+    tools = Path(mmseg.__file__).with_name('.mim') / 'tools'
+    options = [f'{name}.num_workers=0' for name in ('train_dataloader', 'val_dataloader')]
+    options += [name.replace('num_workers=0', 'persistent_workers=False') for name in options]
+    options += ['train_dataloader.batch_size=4', 'train_dataloader.sampler.shuffle=False']
+    trained = run(
+        'bash', tools / 'dist_train.sh', config, 2, '--work-dir', tmp_path / 'work',
+        '--cfg-options', 'randomness.seed=0', *options, PORT='29871',
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stdout[-3000:]
+    saved = load_file(tmp_path / 'work' / 'iter_10.pth')['state_dict']
+    assert largest_difference(saved, stock['segformer']['weights']) <= 1e-4
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (events,) = (tmp_path / 'work').rglob('events.out.tfevents*')
+    written = EventAccumulator(str(events.parent))
+    written.Reload()
+    losses = [event.value for event in written.Scalars('loss')]
+    assert len(losses) == ITERATIONS
+    assert losses[-1] == pytest.approx(mean_losses([stock], 'segformer')[-1], rel=0.2)
+
+    tested = run(
+        'mmdevplug', 'test', config, tmp_path / 'work' / 'iter_10.pth', '--tta', '--nproc', 2,
+        '--work-dir', tmp_path / 'tested', '--cfg-options', 'test_dataloader.num_workers=0',
+        'test_dataloader.persistent_workers=False',
+    )  # fmt: skip
+    assert tested.returncode == 0, tested.stdout[-3000:]
+    assert 'mIoU' in tested.stdout
