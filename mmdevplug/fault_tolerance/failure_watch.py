@@ -32,7 +32,7 @@ from .heartbeat import (
     Heartbeat,
 )
 from .liveness import ANSWER_SECONDS, LivenessCheck
-from .stop_requests import StopRequests
+from .stop_together import StopRequests
 
 #: How long a failing rank waits for the others to read its report, and they for it to appear.
 GRACE_SECONDS = 5.0

@@ -209,14 +209,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         """Run forward, backward and the parameters' update.
 
         On a lazy device the iteration is materialized twice: with host staging at the end of
-        backward, and here.
-
-        Args:
-            data (dict or tuple or list): A batch from the data loader.
-            optim_wrapper (OptimWrapper): Updates the parameters.
-
-        Returns:
-            Dict[str, Tensor]: Tensors for the log.
+        backward, and here. Returns tensors for the log.
 
         Raises:
             ModelError: If the loss depends on none of the model's parameters.
