@@ -5,7 +5,7 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Union
 
 from mmdevplug.errors import ModelError
 
-from .fields import Check, Options, choice, option, positive
+from .fields import Options, choice, option, positive
 
 COMPRESSIONS = ('none', 'bf16', 'fp16', 'powersgd')
 
@@ -17,9 +17,7 @@ class GradCompression(NamedTuple):
     powersgd_options: Dict[str, Any]
 
 
-def read_grad_compression(
-    value: Union[str, Mapping[str, Any], None], key: str = ''
-) -> GradCompression:
+def _read_grad_compression(value: Any, key: str) -> GradCompression:
     """Read a name, or a dict with it as ``type`` and options of PyTorch's ``PowerSGDState``."""
     options: Dict[str, Any] = dict(value) if isinstance(value, Mapping) else dict(type=value)
     kind = options.pop('type', '')
@@ -52,16 +50,14 @@ class WrapperOptions(Options):
         'What travels instead of float32: half precision, or low-rank matrices. A dict with '
         "`type='powersgd'` holds options of PyTorch's `PowerSGDState`, too.",
         accepts=f'{", ".join(map(repr, COMPRESSIONS))}, dict',
-        read=read_grad_compression,
+        read=_read_grad_compression,
     )
     hierarchy: Union[str, bool] = option(
         'auto',
         'Whether gradients that pass through the host are averaged in the shared memory of '
         "each host first, and then between hosts; `'auto'` where several ranks share a "
         'host and each host has as many.',
-        check=Check(
-            lambda value: value in ('auto', True, False), "'auto', True or False", "'auto', bool"
-        ),
+        check=choice('auto', True, False),
     )
     nonfinite_grads: Optional[str] = option(
         None,

@@ -22,8 +22,6 @@ _CUDA_SETTINGS_WHY = dict(
     warning='the job may stop where it is used.',
     note='training goes on without it.',
 )
-
-
 _WRAPPER_REMEDIES = dict(
     bucket_cap_mb=None, grad_compression='none', hierarchy='auto', nonfinite_grads='stop'
 )
