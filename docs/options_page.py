@@ -18,9 +18,9 @@ TEXTS: Dict[str, Dict[str, Any]] = dict(
     en=dict(
         heading='# Options',
         intro="""\
-The options of `accelerator`, `model_parallel`, `default_hooks.checkpoint`, `train_cfg` of dynamic
-sampling, and launch files. A value that an option cannot have is refused when the job starts, and
-so is an unknown name; the message suggests the nearest.
+The options of `accelerator`, `model_parallel`, `model_wrapper_cfg`, `default_hooks.checkpoint`,
+`train_cfg` of dynamic sampling, and launch files. A value that an option cannot have is refused
+when the job starts, and so is an unknown name; the message suggests the nearest.
 
 ## Options of `accelerator`
 
@@ -39,6 +39,12 @@ The key may also be `True` or `False`, which is `enable` alone; without the key 
 one device. See [models over several devices](model_parallel.md).""",
         required='required',
         sections={
+            'model_wrapper_cfg': """\
+## Options of the model wrapper
+
+`model_wrapper_cfg = dict(type='DeviceDistributedDataParallel', grad_compression='bf16')` is how
+they are written; `DeviceSeparateDistributedDataParallel` takes the same. Both also take the
+arguments of MMEngine's and PyTorch's wrapper.""",
             'default_hooks.checkpoint': """\
 ## Options of checkpoints
 
@@ -64,9 +70,9 @@ nccl when a config says nothing.""",
     zh_cn=dict(
         heading='# 选项',
         intro="""\
-以下配置键的选项：`accelerator`、`model_parallel`、`default_hooks.checkpoint`、
-动态采样的 `train_cfg`，以及启动文件。选项的取值不可能或名称未知时，作业在启动时拒绝，
-报错给出最接近的名称。
+以下配置键的选项：`accelerator`、`model_parallel`、`model_wrapper_cfg`、
+`default_hooks.checkpoint`、动态采样的 `train_cfg`，以及启动文件。
+选项的取值不可能或名称未知时，作业在启动时拒绝，报错给出最接近的名称。
 
 ## `accelerator` 的选项
 
@@ -83,6 +89,12 @@ nccl when a config says nothing.""",
 见[把模型放在多个设备上](model_parallel.md)。""",
         required='必填',
         sections={
+            'model_wrapper_cfg': """\
+## 模型包装器的选项
+
+写法是 `model_wrapper_cfg = dict(type='DeviceDistributedDataParallel', grad_compression='bf16')`；
+`DeviceSeparateDistributedDataParallel` 接受相同的选项。二者也接受 MMEngine 与 PyTorch
+的包装器的参数。""",
             'default_hooks.checkpoint': """\
 ## 检查点的选项
 
@@ -154,6 +166,15 @@ nccl when a config says nothing.""",
             'model_parallel.check_r_consistency': 'LoRA 适配器的秩不一致时是否警告。',
             'model_parallel.strict_r_check': '是否拒绝秩不一致的 LoRA 适配器。',
             'model_parallel.plan': '直接采用的计划，由 `mmdevplug plan --json` 写出。',
+            'model_wrapper_cfg.bucket_cap_mb': '一条消息的大小，单位 MB；`None` 时 CPU 为 5，'
+            '梯度经主机中转时至多 8，其他情况为 PyTorch 自己的值。',
+            'model_wrapper_cfg.grad_compression': '传输什么来代替 float32：半精度，或低秩矩阵。'
+            "字典中 `type='powersgd'` 时，还可以有 PyTorch 的 `PowerSGDState` 的选项。",
+            'model_wrapper_cfg.hierarchy': '经主机中转的梯度是否先在每台主机的共享内存中平均，'
+            "再在主机之间平均；`'auto'` 表示多个 rank 在同一主机上且各主机 rank 数相同时如此。",
+            'model_wrapper_cfg.nonfinite_grads': '某个 rank 的梯度出现 NaN 或无穷大时所有 rank '
+            '的做法：停止并指出 rank 和参数；跳过该次更新；或继续。梯度缩放器自行跳过，优先于它。'
+            "`None` 在梯度经主机中转时为 `'stop'`（没有额外开销），其他情况为 `'ignore'`。",
             'default_hooks.checkpoint.async_save': '是否由 rank 0 的一个线程写入，训练同时继续；'
             '训练只等待复制到主机内存。错误在下一个检查点或结束时抛出。',
             'default_hooks.checkpoint.timeout': '其他 rank 等待 rank 0 写入的秒数；`None` '
@@ -224,10 +245,12 @@ def kinds() -> List[Type]:
     from mmdevplug.config.hook_options import CheckpointOptions
     from mmdevplug.config.launch import LaunchOptions
     from mmdevplug.config.model_parallel import ModelParallelOptions
+    from mmdevplug.config.model_wrapper import WrapperOptions
 
     return [
         AcceleratorOptions,
         ModelParallelOptions,
+        WrapperOptions,
         CheckpointOptions,
         DynamicSamplingOptions,
         LaunchOptions,

@@ -97,10 +97,9 @@ def resolve_backend(
 
     Args:
         accelerator (Accelerator): The accelerator of this process.
-        forced (str, optional): ``accelerator.backend`` of the config: a name that takes precedence
-            over ``env_cfg``, or ``'auto'`` for ``env_cfg``'s if it works on the device and the
-            device's default otherwise.
-        configured (str, optional): ``env_cfg.dist_cfg.backend``.
+        forced (str, optional): ``accelerator.backend`` of the config, which wins over
+            ``configured``; ``'auto'`` takes that if it works on the device.
+        configured (str, optional): ``env_cfg.dist_cfg.backend``. Defaults to None: the device's.
 
     Raises:
         LaunchError: If the requested backend does not work here.

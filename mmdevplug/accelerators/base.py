@@ -26,24 +26,16 @@ def registered_device_types(backend: str) -> Sequence[str]:
 
 
 def _backend_capabilities() -> Dict[str, Sequence[str]]:
-    """The device types of each backend; empty in PyTorch 1."""
-    return getattr(torch_dist.Backend, 'backend_capability', {})
+    return getattr(torch_dist.Backend, 'backend_capability', {})  # not in PyTorch 1
 
 
 class KeptGraphs(NamedTuple):
-    """Counts of a cache of compiled graphs on disk.
-
-    Attributes:
-        folder (str): The cache.
-        read (int): Graphs read from it instead of compiled.
-        missed (int): Graphs that were not in it, and were compiled.
-        unreadable (int): Graphs that were in it but had to be compiled again.
-    """
+    """Counts of graphs in a cache of compiled graphs on disk."""
 
     folder: str
-    read: int
-    missed: int
-    unreadable: int
+    read: int  # instead of compiled
+    missed: int  # not in the cache, and compiled
+    unreadable: int  # in the cache, but compiled again
 
 
 class Accelerator(ABC):
@@ -295,11 +287,7 @@ class Accelerator(ABC):
         return torch.profiler.ProfilerActivity.__members__.get(self.device_type.upper())
 
     def trace(self, folder: str) -> Optional[AbstractContextManager]:
-        """The vendor's profiler, for devices that ``torch.profiler`` does not record.
-
-        Returns:
-            context manager: Records to ``folder``; None if there is no such profiler.
-        """
+        """Record to a folder with the vendor's own profiler; None if there is none."""
         return None
 
     # collectives ------------------------------------------------------------------------------
@@ -322,11 +310,7 @@ class Accelerator(ABC):
         return ''
 
     def takes_tensors(self, backend: str) -> bool:
-        """Whether a backend's collectives take tensors on these devices.
-
-        Args:
-            backend (str): A name, or one for each device type: ``'cpu:gloo,cuda:nccl'``.
-        """
+        """Whether collectives of a backend, or of ``'cpu:gloo,cuda:nccl'``, take such tensors."""
         if ':' in backend:
             by_device = dict(part.split(':', 1) for part in backend.split(','))
             backend = by_device.get(self.device_type, '')

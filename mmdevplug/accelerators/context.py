@@ -19,35 +19,23 @@ class DeviceContext:
     """Where this process computes and how it communicates with the other ranks.
 
     A runner keeps the context that it was built with; :func:`device_context` returns the newest.
-
-    Attributes:
-        accelerator (Accelerator): The family of devices.
-        reason (str): Why it was chosen.
-        device (torch.device): The device of this rank.
-        env (LaunchEnv): How this process was started.
-        backend (str, optional): The backend of the process group, None for a single process.
-        timeout (timedelta): The timeout of the process group.
-        more_devices (Tuple[torch.device]): Other devices that this rank's model is spread over.
-        side_groups (Dict[ProcessGroup, ProcessGroup]): For a process group a second one of the
-            same ranks, which carries other messages than the first.
-        final (bool): Whether :func:`mmdevplug.init_device` set it up. Under a stock runner the
-            device may still change, when that runner starts its process group.
-        override (Accelerator, optional): Another one that :func:`rank_device` was asked for since,
-            e.g. to patch MMEngine for it.
-        narrowed (Tuple[str]): The dtypes of 64 bits that the device computes in 32 bits.
     """
 
     accelerator: Accelerator
-    reason: str
-    device: torch.device
-    env: LaunchEnv = LaunchEnv()
-    backend: Optional[str] = None
-    timeout: timedelta = DEFAULT_TIMEOUT
-    more_devices: Tuple[torch.device, ...] = ()
+    reason: str  # why the accelerator was chosen
+    device: torch.device  # of this rank
+    env: LaunchEnv = LaunchEnv()  # how this process was started
+    backend: Optional[str] = None  # of the process group, None for a single process
+    timeout: timedelta = DEFAULT_TIMEOUT  # of the process group
+    more_devices: Tuple[torch.device, ...] = ()  # others that this rank's model is spread over
+    #: For a process group a second one of the same ranks, which carries other messages.
     side_groups: Dict[Any, Any] = field(default_factory=dict, compare=False)
+    #: Whether :func:`mmdevplug.init_device` set it up. Under a stock runner the device may still
+    #: change, when that runner starts its process group.
     final: bool = True
+    #: Another one that :func:`rank_device` was asked for since, e.g. to patch MMEngine for it.
     override: Optional[Accelerator] = None
-    narrowed: Tuple[str, ...] = ()
+    narrowed: Tuple[str, ...] = ()  # dtypes of 64 bits that the device computes in 32 bits
 
     @property
     def devices(self) -> Tuple[torch.device, ...]:

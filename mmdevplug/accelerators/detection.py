@@ -67,17 +67,7 @@ def choose_accelerator(config: AcceleratorConfig = None) -> Choice:
 
 
 def get_accelerator(config: AcceleratorConfig = 'auto') -> Accelerator:
-    """Get an accelerator by name, config or detection.
-
-    Args:
-        config (str, dict or Accelerator, optional): As in :func:`choose_accelerator`.
-            Defaults to ``'auto'``.
-
-    Returns:
-        Accelerator: An accelerator with at least one device.
-
-    Raises:
-        AcceleratorError: If it is unknown, not usable or broken; the message lists what there is.
+    """Get an accelerator with at least one device; see :func:`choose_accelerator`.
 
     Examples:
         >>> get_accelerator('cpu').device(local_rank=1)

@@ -10,13 +10,7 @@ from mmdevplug.errors import AcceleratorError
 
 
 def import_vendor(package: str) -> Optional[ModuleType]:
-    """Import a vendor's package if it is installed.
-
-    Args:
-        package (str): Name of the package, e.g. ``'torch_npu'``.
-
-    Returns:
-        ModuleType, optional: The module, or None if no such package is installed.
+    """Import a vendor's package, e.g. ``'torch_npu'``; None if it is not installed.
 
     Raises:
         AcceleratorError: If the package is there but its import fails.

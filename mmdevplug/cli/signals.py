@@ -10,7 +10,7 @@ from typing import Any, Dict, Mapping, NoReturn, Optional, Sequence
 
 import psutil
 
-from mmdevplug.fault_tolerance.stop_agreement import SAME_NOTICE_SECONDS
+from mmdevplug.fault_tolerance.stop_together import SAME_NOTICE_SECONDS
 
 #: What a user, a scheduler or a terminal ends a job with.
 SIGNALS = (

@@ -59,8 +59,8 @@ def _is(kind: type, value: Any) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def choice(*words: Optional[str]) -> Check:
-    """Check that a value is one of some words."""
+def choice(*words: Any) -> Check:
+    """Check that a value is one of some words or flags."""
     names = [repr(word) for word in words]
     expected = f'{", ".join(names[:-1])} or {names[-1]}'
     return Check(lambda value: value in words, expected, ', '.join(names))

@@ -8,9 +8,8 @@ one, and over gloo it takes a third of the time.
 
 import os
 import struct
-from collections import deque
 from itertools import zip_longest
-from typing import Any, Deque, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence
 
 import psutil
 import torch
@@ -83,16 +82,11 @@ def gather_bytes(
     limit: Optional[int] = None,
     more: int = 0,
 ) -> Gathered:
-    """Give every rank the bytes of all ranks.
+    """Give every rank the bytes of all ranks: one-dimensional uint8 tensors of any length.
 
-    Args:
-        data (Tensor): One-dimensional uint8 tensor, of any length on each rank.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-        purpose (str): At most 12 letters that must be the same on all ranks.
-        in_flight (int): Bytes that may be in flight at a time; the smallest of the ranks counts.
-        limit (int, optional): Bytes that all ranks together may have; the smallest counts.
-            Defaults to None: the free memory.
-        more (int): Bytes that follow and count, too. Defaults to 0.
+    ``purpose`` has at most 12 letters, the same on all ranks. Of ``in_flight``, the bytes that may
+    be in flight at a time, and ``limit``, the bytes that all ranks together may have (None for the
+    free memory), the smallest of the ranks counts. ``more`` bytes follow and count, too.
 
     Raises:
         SampleError: On all ranks, if there are more bytes than that or the purposes differ.
@@ -176,7 +170,7 @@ def _beginning(received: Tensor, size: int) -> Tensor:
 def _broadcast_rest(parts: Sequence[Tensor], group: Any, in_flight: int) -> None:
     """Broadcast the bytes of each rank that were not in its first message, in place."""
     most = _piece_bytes(in_flight, len(parts))
-    pending: Deque[Tuple[Any, int]] = deque()
+    pending: List[Any] = []  # works and their bytes
     in_transit = 0
     # Ranks take turns, so that all of them send at the same time.
     for turn in zip_longest(*(_pieces([part[ROOM:]], most) for part in parts)):
@@ -184,7 +178,7 @@ def _broadcast_rest(parts: Sequence[Tensor], group: Any, in_flight: int) -> None
             if piece is None:
                 continue
             while pending and in_transit + piece.numel() > in_flight:
-                work, size = pending.popleft()
+                work, size = pending.pop(0)
                 work.wait()
                 in_transit -= size
             source = global_rank(group, rank)
@@ -248,7 +242,8 @@ def swap_pieces(
     sends = [(torch_dist.isend, rank, tensors) for rank, tensors in outgoing.items()]
     receives = [(torch_dist.irecv, rank, tensors) for rank, tensors in incoming.items()]
     ways = sends + receives
-    batches = [_batches(tensors, most) for _, _, tensors in ways]
+    # As many pieces at a time as may be in flight; the same on both ends.
+    batches = [group_by_bytes(_pieces(tensors, most), most) for _, _, tensors in ways]
     for turn in zip_longest(*batches, fillvalue=()):
         operations = [
             torch_dist.P2POp(operation, data, global_rank(group, rank), group)
@@ -259,18 +254,19 @@ def swap_pieces(
             work.wait()
 
 
-def _batches(tensors: Sequence[Tensor], most: int) -> Iterator[List[Tensor]]:
-    """Pieces of tensors, as many at a time as may be in flight; the same on both ends."""
-    batch: List[Tensor] = []
+def group_by_bytes(tensors: Iterable[Tensor], most: int) -> Iterator[List[Tensor]]:
+    """Divide tensors into groups of one device and at most so many bytes, or one tensor."""
+    group: List[Tensor] = []
     size = 0
-    for piece in _pieces(tensors, most):
-        if batch and size + piece.numel() > most:
-            yield batch
-            batch, size = [], 0
-        batch.append(piece)
-        size += piece.numel()
-    if batch:
-        yield batch
+    for tensor in tensors:
+        bytes_ = tensor.numel() * tensor.element_size()
+        if group and (size + bytes_ > most or tensor.device != group[0].device):
+            yield group
+            group, size = [], 0
+        group.append(tensor)
+        size += bytes_
+    if group:
+        yield group
 
 
 def all_gather(tensor: Tensor, group: Any = None) -> List[Tensor]:

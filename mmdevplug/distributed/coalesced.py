@@ -1,6 +1,6 @@
 """Broadcast many tensors in few messages."""
 
-from typing import Any, Iterator, List, Sequence
+from typing import Any, List, Sequence
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -9,7 +9,7 @@ from mmdevplug.accelerators import Accelerator, CPUAccelerator
 from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.utils.torch_compat import view_as_dtype
 
-from .byte_exchange import global_rank
+from .byte_exchange import global_rank, group_by_bytes
 
 MESSAGE_BYTES = 64 << 20
 _HOST = CPUAccelerator()
@@ -26,24 +26,10 @@ def broadcast_tensors(
     """
     place = group_device(group)
     tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
-    for part in _parts(sorted(tensors, key=lambda tensor: tensor.device.type != 'cpu')):
+    tensors.sort(key=lambda tensor: tensor.device.type != 'cpu')
+    for part in group_by_bytes(tensors, MESSAGE_BYTES):
         copier = _HOST if part[0].device.type == 'cpu' else accelerator
         _broadcast(part, copier, place, group, src)
-
-
-def _parts(tensors: Sequence[Tensor]) -> Iterator[List[Tensor]]:
-    part: List[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        bytes_ = tensor.numel() * tensor.element_size()
-        # Tensors of one message are on one device.
-        if part and (size + bytes_ > MESSAGE_BYTES or tensor.device != part[0].device):
-            yield part
-            part, size = [], 0
-        part.append(tensor)
-        size += bytes_
-    if part:
-        yield part
 
 
 def _broadcast(

@@ -77,7 +77,8 @@ def start_distributed(
     """Choose the accelerator, try this rank's device and start the process group.
 
     All ranks go through the same stages and meet after each of them, so an error of one rank
-    ends all of them at once. A process group that exists already is used as it is.
+    ends all of them at once. A process group that exists already is used as it is. The context
+    is also returned by :func:`mmdevplug.accelerators.device_context`.
 
     Args:
         launcher (str): ``'pytorch'``, ``'slurm'``, ``'mpi'`` or ``'none'``.
@@ -96,9 +97,6 @@ def start_distributed(
         choose_devices (callable, optional): Takes the accelerator and a :class:`LaunchEnv`,
             returns the devices of this rank. Defaults to None: the one of its local rank.
         **kwargs: Passed on to ``torch.distributed.init_process_group``.
-
-    Returns:
-        DeviceContext: Also returned by :func:`mmdevplug.accelerators.device_context`.
 
     Raises:
         AcceleratorError: If an accelerator or a device cannot be used.

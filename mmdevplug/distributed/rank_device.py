@@ -59,11 +59,7 @@ def group_env() -> LaunchEnv:
 
 
 def group_device(group: Any = None) -> torch.device:
-    """Where a process group takes tensors: on the host if it can, or else on this rank's device.
-
-    Args:
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-    """
+    """Where a process group takes tensors: on the host if it can, else on this rank's device."""
     if takes_host_tensors(group):
         return torch.device('cpu')
     context = device_context()

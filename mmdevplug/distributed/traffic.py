@@ -26,22 +26,11 @@ class Traffic:
     def __init__(self) -> None:
         self._costs: Dict[str, Cost] = {}
 
-    def record(
-        self,
-        kind: str,
-        sent: float = 0.0,
-        seconds: float = 0.0,
-        waited: float = 0.0,
-        messages: int = 1,
-        shared: float = 0.0,
-    ) -> None:
-        """Add a cost, see :class:`Cost`."""
-        cost = self._costs.setdefault(kind, Cost())
-        cost.messages += messages
-        cost.sent += sent
-        cost.shared += shared
-        cost.seconds += seconds
-        cost.waited += waited
+    def record(self, kind: str, *, messages: int = 1, **costs: float) -> None:
+        """Add the cost of some messages; ``costs`` are fields of :class:`Cost`."""
+        total = self._costs.setdefault(kind, Cost())
+        for name, value in dict(costs, messages=messages).items():
+            setattr(total, name, getattr(total, name) + value)
 
     def take(self) -> Dict[str, Cost]:
         """Return the costs by kind since the last call."""

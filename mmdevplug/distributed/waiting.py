@@ -54,8 +54,7 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
     Args:
         phase (str): What is being done, for messages; the same on all ranks.
         function (callable): Called without arguments; returns what JSON can hold.
-        timeout (float or timedelta, optional): How long the other ranks wait, in seconds. Defaults
-            to None: the timeout of the process group.
+        timeout (float or timedelta, optional): See :func:`wait_for_everyone`.
 
     Returns:
         Any: The function's result, on every rank; tuples have become lists on the others.
@@ -108,8 +107,7 @@ def decide_together(
         value: The value of this rank, as JSON can hold it.
         decide (callable): Called on rank 0 with the values in the order of ranks; returns what
             JSON can hold.
-        timeout (float or timedelta, optional): In seconds. Defaults to None: the timeout of the
-            process group.
+        timeout (float or timedelta, optional): See :func:`wait_for_everyone`.
 
     Returns:
         Any: The decision, on every rank; tuples have become lists on the others.

@@ -8,10 +8,9 @@ from mmengine.config import Config
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.backend import resolve_backend
 from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.config.model_wrapper import WrapperOptions
 from mmdevplug.errors import DevPlugError
 from mmdevplug.explanations.cuda_settings import cuda_settings
-from mmdevplug.gradients.compression import KINDS
-from mmdevplug.gradients.nonfinite import check_policy
 from mmdevplug.model.norm_layers import check_sync_bn
 
 from .findings import Finding
@@ -22,6 +21,9 @@ _CUDA_SETTINGS_WHY = dict(
     error='the job stops where it is used.',
     warning='the job may stop where it is used.',
     note='training goes on without it.',
+)
+_WRAPPER_REMEDIES = dict(
+    bucket_cap_mb=None, grad_compression='none', hierarchy='auto', nonfinite_grads='stop'
 )
 
 
@@ -93,25 +95,11 @@ def _process_group(
 
 def _wrapper(cfg: Config) -> Iterator[Finding]:
     wrapper = _dict_at(cfg, 'model_wrapper_cfg')
-    compression = wrapper.get('grad_compression', 'none')
-    kind = compression.get('type') if isinstance(compression, dict) else compression
-    if kind not in KINDS:
-        yield _error(
-            f'model_wrapper_cfg.grad_compression={compression!r}: expected one of '
-            f'{", ".join(map(repr, KINDS))}',
-            "model_wrapper_cfg.grad_compression = 'none'",
-        )
-    hierarchy = wrapper.get('hierarchy', 'auto')
-    if not (hierarchy == 'auto' or isinstance(hierarchy, bool)):
-        yield _error(
-            f"model_wrapper_cfg.hierarchy={hierarchy!r}: expected 'auto', True or False",
-            "model_wrapper_cfg.hierarchy = 'auto'",
-        )
-    try:
-        if wrapper.get('nonfinite_grads') is not None:
-            check_policy(wrapper['nonfinite_grads'])
-    except DevPlugError as error:
-        yield _error(str(error), "model_wrapper_cfg.nonfinite_grads = 'stop'")
+    for name, remedy in _WRAPPER_REMEDIES.items():
+        try:
+            WrapperOptions.read({name: wrapper[name]} if name in wrapper else {})
+        except DevPlugError as error:
+            yield _error(str(error), f'model_wrapper_cfg.{name} = {remedy!r}')
     try:
         check_sync_bn(cfg.get('sync_bn'))
     except DevPlugError as error:

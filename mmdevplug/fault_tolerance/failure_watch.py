@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from typing import Any, Dict, Iterable, List, Optional
+from typing import Any, Dict, List, Optional
 
 from torch import distributed as torch_dist
 
@@ -32,7 +32,7 @@ from .heartbeat import (
     Heartbeat,
 )
 from .liveness import ANSWER_SECONDS, LivenessCheck
-from .stop_requests import StopRequests
+from .stop_together import StopRequests
 
 #: How long a failing rank waits for the others to read its report, and they for it to appear.
 GRACE_SECONDS = 5.0
@@ -223,9 +223,8 @@ class FailureWatch:
             self._read_events()
         return self.peer_failure(wait=0 if beats else GRACE_SECONDS) or self._stops_because(text)
 
-    def find_silent(self, ranks: Iterable[int]) -> List[int]:
+    def find_silent(self, ranks: List[int]) -> List[int]:
         """The ranks that have not beaten for two or three intervals and do not answer either."""
-        ranks = list(ranks)
         for rank in ranks:
             self.heartbeat.read(rank)
         self._stopped.wait(SILENT_SECONDS)
@@ -358,9 +357,8 @@ class FailureWatch:
             f'logs and at the kernel log.{network_hint(self.env)}'
         )
 
-    def find_dead(self, ranks: Iterable[int]) -> List[int]:
+    def find_dead(self, ranks: List[int]) -> List[int]:
         """The ranks whose processes were on this host and have ended without a message."""
-        ranks = list(ranks)
         for rank in ranks:
             self.heartbeat.read(rank)
         return [rank for rank in ranks if self.heartbeat.is_gone(rank)]

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 from mmdevplug.config.accelerator import LEAST_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
@@ -160,9 +160,8 @@ class Heartbeat:
             text += f', last seen {silence:.0f} s ago'
         return text
 
-    def describe_all(self, ranks: Iterable[int]) -> str:
+    def describe_all(self, ranks: List[int]) -> str:
         """Read the beats of some ranks and describe them."""
-        ranks = list(ranks)
         for rank in ranks[:DESCRIBED]:
             self.read(rank)
         return list_ranks([self.describe(rank) for rank in ranks[:DESCRIBED]], len(ranks))

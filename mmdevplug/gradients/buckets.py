@@ -13,18 +13,12 @@ class Bucket(NamedTuple):
     """Hold gradients that are averaged together, in host memory.
 
     Its methods are those of ``torch.distributed.GradBucket``, for PyTorch's hooks.
-
-    Attributes:
-        flat (Tensor): One-dimensional.
-        views (List[Tensor]): For each gradient a piece of ``flat`` in its shape.
-        number (int): Index of the bucket in its iteration.
-        indices (List[int]): Indices of the parameters.
     """
 
-    flat: Tensor
-    views: List[Tensor]
-    number: int = 0
-    indices: List[int] = []
+    flat: Tensor  # one-dimensional
+    views: List[Tensor]  # for each gradient a piece of `flat` in its shape
+    number: int = 0  # index of the bucket in its iteration
+    indices: List[int] = []  # of the parameters
 
     def buffer(self) -> Tensor:
         return self.flat
@@ -51,12 +45,9 @@ def numel_by_dtype(parameters: Sequence[Tensor]) -> Dict[torch.dtype, int]:
 
 
 class BucketLayout:
-    """Place gradients in host memory.
+    """Place gradients in host memory, one tensor for each dtype, see :func:`numel_by_dtype`.
 
-    Args:
-        parameters (Sequence[Tensor]): Parameters whose gradients are averaged.
-        memory (Dict[torch.dtype, Tensor]): One-dimensional tensors, see :func:`numel_by_dtype`.
-        bucket_bytes (int): A bucket is full when it has at least this size.
+    A bucket is full when it has at least ``bucket_bytes``.
     """
 
     def __init__(

@@ -1,18 +1,17 @@
 """Compress gradients to half precision, or to products of thin matrices."""
 
-from typing import Any, Dict, Generator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Generator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, distributed as torch_dist, nn
 
+from mmdevplug.config.model_wrapper import GradCompression
 from mmdevplug.distributed.traffic import all_reduce_bytes
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.torch_compat import gathers_into_tensor, view_as_dtype
 
 from .buckets import Bucket
 from .nonfinite import mark_nonfinite, scale_and_check
-
-KINDS = ('none', 'bf16', 'fp16', 'powersgd')
 
 #: Yields nothing; returns the bytes that this rank sent.
 Sending = Generator[None, None, float]
@@ -115,24 +114,16 @@ Compression = Union[HalfCompression, PowerSGDCompression]
 
 
 def make_compression(
-    value: Union[str, Mapping[str, Any], None],
-    named_parameters: Sequence[Tuple[str, nn.Parameter]],
+    option: GradCompression, named_parameters: Sequence[Tuple[str, nn.Parameter]]
 ) -> Optional[Compression]:
-    """Read the option ``grad_compression``.
+    """Make what ``grad_compression`` asks for, None for ``'none'``.
 
     Raises:
-        ModelError: If the value is unknown, or a parameter's dtype cannot be compressed.
+        ModelError: If a parameter's dtype cannot be compressed.
     """
-    options: Dict[str, Any] = dict(value) if isinstance(value, Mapping) else dict(type=value)
-    if options in (dict(type=None), dict(type='none')):
+    kind = option.kind
+    if kind == 'none':
         return None
-    kind = options.pop('type', None)
-    if kind not in KINDS or (options and kind != 'powersgd'):
-        raise ModelError(
-            f'model_wrapper_cfg.grad_compression={value!r}: expected one of '
-            f"{', '.join(map(repr, KINDS))}, or a dict such as dict(type='powersgd', "
-            f'matrix_approximation_rank=2, start_powerSGD_iter=100); the others take no options.'
-        )
     for name, parameter in named_parameters:
         if not parameter.dtype.is_floating_point:
             raise ModelError(
@@ -141,7 +132,7 @@ def make_compression(
                 f"a floating-point dtype, or set grad_compression='none'."
             )
     if kind == 'powersgd':
-        return PowerSGDCompression(**options)
+        return PowerSGDCompression(**option.powersgd_options)
     return HalfCompression({'bf16': torch.bfloat16, 'fp16': torch.float16}[kind])
 
 

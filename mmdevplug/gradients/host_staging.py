@@ -90,6 +90,7 @@ class HostStaging(ABC):
         self._layout = BucketLayout(
             self.parameters, self._memory, bucket_bytes or self._default_bucket_bytes()
         )
+        self._divided: Optional[Tuple[List[int], List[Bucket]]] = None
 
     def _default_bucket_bytes(self) -> int:
         return BUCKET_BYTES
@@ -141,6 +142,14 @@ class HostStaging(ABC):
         agreed.wait()
         used, repeated = (flags > 0).tolist()
         return used, repeated
+
+    def _divide(self, indices: List[int], after: Sequence[Bucket] = ()) -> List[Bucket]:
+        """Divide these gradients into buckets, which rarely change between iterations."""
+        if self._divided is None or self._divided[0] != indices:
+            if self._divided is not None:
+                self._reset_compression()
+            self._divided = indices, self._layout.divide(indices, after)
+        return self._divided[1]
 
     def _start(self, bucket: Bucket) -> None:
         """Fetch a bucket and start to average it, and advance the others by one step."""

@@ -16,17 +16,6 @@ from torch import Tensor, distributed as torch_dist
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.errors import ModelError
 
-POLICIES = ('stop', 'skip', 'ignore')
-
-
-def check_policy(policy: str) -> None:
-    """Raise a :class:`ModelError` if a policy is unknown."""
-    if policy not in POLICIES:
-        raise ModelError(
-            f'model_wrapper_cfg.nonfinite_grads={policy!r}: expected '
-            f'{", ".join(map(repr, POLICIES))}.'
-        )
-
 
 def scale_and_check(flat: Tensor, factor: float) -> bool:
     """Multiply a real tensor, dense or sparse, in place; return whether it has NaN or infinity."""
@@ -98,7 +87,6 @@ class FinitePolicy:
     """
 
     def __init__(self, policy: str, group: Any = None) -> None:
-        check_policy(policy)
         self.policy = policy
         self.group = group
         self.suspended = False

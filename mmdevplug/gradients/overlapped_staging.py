@@ -1,10 +1,9 @@
 """Average gradients through host memory while backward runs, on eager devices."""
 
-from typing import Any, List, Optional, Sequence, Set, Tuple
+from typing import Any, List, Sequence, Set
 
 import torch
 
-from .buckets import Bucket
 from .host_staging import BUCKET_BYTES, HostStaging
 
 #: A bucket has at most this fraction of all gradients, so that most of them start before backward
@@ -40,7 +39,7 @@ class OverlappedStaging(HostStaging):
         self._plan = indices
         self._buckets = self._layout.divide(indices)
         self._bucket_of = {i: bucket.number for bucket in self._buckets for i in bucket.indices}
-        self._late: Optional[Tuple[List[int], List[Bucket]]] = None
+        self._divided = None
 
     def _begin_iteration(self) -> None:
         super()._begin_iteration()
@@ -81,7 +80,8 @@ class OverlappedStaging(HostStaging):
                 self._start(bucket)
             used, repeated = self._agree(self._repeated)
             planned = set(self._plan)
-            for bucket in self._late_buckets([i for i in _true(used) if i not in planned]):
+            late = [index for index in _true(used) if index not in planned]
+            for bucket in self._divide(late, after=self._buckets):
                 self._start(bucket)
             again = planned.intersection(_true(repeated))
             if again:
@@ -89,14 +89,6 @@ class OverlappedStaging(HostStaging):
             nonfinite = self._send_averages(used)
             self._update_plan(used, repeated)
             self._end_iteration(nonfinite)
-
-    def _late_buckets(self, indices: List[int]) -> List[Bucket]:
-        """Divide late gradients into buckets, which rarely change between iterations."""
-        if self._late is None or self._late[0] != indices:
-            if self._late is not None:
-                self._reset_compression()
-            self._late = (indices, self._layout.divide(indices, after=self._buckets))
-        return self._late[1]
 
     def _average_again(self, repeated: Set[int]) -> None:
         """Average the buckets of gradients that were not complete a second time."""

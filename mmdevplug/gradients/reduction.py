@@ -7,7 +7,7 @@ ranks take the same steps in the same order.
 
 import inspect
 import logging
-from typing import Any, Dict, Generator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Generator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from mmengine.logging import print_log
@@ -83,13 +83,10 @@ class TwoLevelReduction(Reduction):
     Each rank of a host adds up its share of the bucket, read from the memory of the others, and
     averages that share with the ranks of other hosts that have the same local rank. This is a
     reduce-scatter and an all-gather without copies, around an all-reduce of
-    ``1 / local_world_size`` of the bytes.
+    ``1 / local_world_size`` of the bytes. Compression is used between hosts.
 
-    Args:
-        group (ProcessGroup, optional): None for all ranks.
-        compression (Compression, optional): Used between hosts.
-        hosts (Hosts): Which ranks share a host; the same number on each.
-        slots (Dict[torch.dtype, List[Tensor]]): For each dtype the memory of each local rank.
+    ``hosts`` have the same number of ranks each; ``slots`` holds for each dtype the memory of each
+    local rank.
     """
 
     def __init__(
@@ -118,11 +115,9 @@ class TwoLevelReduction(Reduction):
             self._all_read.wait()
 
     def end(self) -> None:
-        """See :meth:`Reduction.end`."""
         self._all_read = self._start_barrier(self._added)
 
     def average(self, bucket: Bucket, check: bool) -> Steps:
-        """See :meth:`Reduction.average`."""
         written = self._start_barrier(self._written)
         yield
         written.wait()
@@ -179,22 +174,16 @@ class TwoLevelReduction(Reduction):
 
 def make_reduction(
     sizes: Dict[torch.dtype, int],
-    group: Any = None,
-    compression: Optional[Compression] = None,
-    hierarchy: Any = 'auto',
-    pin_memory: bool = False,
+    group: Any,
+    compression: Optional[Compression],
+    hierarchy: Union[str, bool],
+    pin_memory: bool,
 ) -> Tuple[Reduction, Dict[torch.dtype, Tensor]]:
     """Choose how to average buckets, and allocate memory for them; all ranks choose the same.
 
-    Args:
-        sizes (Dict[torch.dtype, int]): For each dtype the number of elements.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-        compression (Compression, optional): What is sent instead of the values. Defaults to None.
-        hierarchy (str or bool): Whether to average inside hosts first. ``'auto'``: where several
-            ranks share a host, each host has the same number, and ``pin_memory`` is False, because
-            page-locked memory cannot be shared. Defaults to ``'auto'``.
-        pin_memory (bool): Whether the device copies faster from and to page-locked memory.
-            Defaults to False.
+    ``sizes`` has the number of elements of each dtype. ``hierarchy='auto'`` averages inside hosts
+    first where several ranks share a host, each host has the same number, and ``pin_memory`` is
+    False, because page-locked memory cannot be shared.
     """
     hosts = None
     if hierarchy and not (pin_memory and hierarchy == 'auto'):

@@ -99,13 +99,6 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
     ) -> Dict[str, Tensor]:
         """Call the model's own ``train_step``, and materialize on a lazy device.
 
-        Args:
-            data (dict or tuple or list): A batch from the data loader.
-            optim_wrapper (OptimWrapperDict): Updates the parameters.
-
-        Returns:
-            Dict[str, Tensor]: Tensors for the log.
-
         Raises:
             RankFailedError: If another rank failed.
         """

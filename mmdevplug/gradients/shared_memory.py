@@ -18,17 +18,11 @@ from mmdevplug.distributed.json_messages import gather_json
 
 
 class Hosts(NamedTuple):
-    """Describe which ranks of a process group share a host.
+    """Describe which ranks of a process group share a host."""
 
-    Attributes:
-        ranks (List[List[int]]): For each host its ranks, in ascending order.
-        here (int): The index of this rank's host.
-        local_rank (int): The index of this rank among those of its host.
-    """
-
-    ranks: List[List[int]]
-    here: int
-    local_rank: int
+    ranks: List[List[int]]  # of each host, in ascending order
+    here: int  # the index of this rank's host
+    local_rank: int  # the index of this rank among those of its host
 
 
 def find_hosts(group: Any = None) -> Hosts:
@@ -53,14 +47,8 @@ def _host_name() -> str:
 def share_slots(size: int, hosts: Hosts, group: Any = None) -> Optional[List[Tensor]]:
     """Give each rank of a host a slot of bytes that all ranks of this host can read and write.
 
-    Args:
-        size (int): Bytes in a slot, equal on all ranks.
-        hosts (Hosts): Which ranks share a host.
-        group (ProcessGroup, optional): Defaults to None: all ranks.
-
-    Returns:
-        List[Tensor] or None: The slots of this host's ranks, uint8; None on all ranks if any could
-        not share.
+    Returns the uint8 slots of this host's ranks, or None on all ranks if any could not share. The
+    size is the same on all ranks.
     """
     file, inode, error = None, None, None
     try:

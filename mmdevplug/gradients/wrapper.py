@@ -19,6 +19,8 @@ from mmdevplug.accelerators import Accelerator, devices_of
 from mmdevplug.accelerators.backend import backend_of
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
+from mmdevplug.config.fields import did_you_mean
+from mmdevplug.config.model_wrapper import WrapperOptions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes
@@ -65,20 +67,11 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         find_unused_parameters (bool): Needed by PyTorch's DDP if parameters go unused; host
             staging finds them by itself. Defaults to False.
         process_group (ProcessGroup, optional): Defaults to None: all ranks.
-        bucket_cap_mb (int, optional): Size of a message in MB. Defaults to None: 5 on the CPU, 8
-            for host staging, and PyTorch's own elsewhere.
         detect_anomalous_params (bool): See MMDistributedDataParallel. Defaults to False.
-        grad_compression (str or dict): How gradients are compressed for messages: ``'none'``,
-            ``'bf16'``, ``'fp16'`` or ``'powersgd'``, or a dict with that as ``type`` and options
-            of PyTorch's ``PowerSGDState``. Defaults to ``'none'``.
-        hierarchy (str or bool): Whether host staging averages in the shared memory of each host
-            first, and then between hosts. ``'auto'``: where several ranks share a host and each
-            host has as many. Defaults to ``'auto'``.
-        nonfinite_grads (str, optional): What all ranks do when one has NaN or infinite gradients:
-            ``'stop'`` and name the rank and parameters, ``'skip'`` the update, or ``'ignore'``. A
-            gradient scaler, which skips by itself, has precedence. Defaults to None: ``'stop'``
-            where gradients pass through the host, at no cost; ``'ignore'`` elsewhere.
-        **kwargs: Other arguments of PyTorch's DDP. They have no effect on host staging.
+        **kwargs: Fields of :class:`mmdevplug.config.model_wrapper.WrapperOptions`
+            (``bucket_cap_mb=None``, ``grad_compression='none'``, ``hierarchy='auto'`` and
+            ``nonfinite_grads=None``), and other arguments of PyTorch's DDP, which have no effect
+            on host staging.
 
     Raises:
         ModelError: If the model is wrapped already, has nothing to train, or is not the same on
@@ -99,15 +92,11 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
         process_group: Any = None,
-        bucket_cap_mb: Optional[int] = None,
         detect_anomalous_params: bool = False,
-        grad_compression: Union[str, Dict] = 'none',
-        hierarchy: Union[str, bool] = 'auto',
-        nonfinite_grads: Optional[str] = None,
         **kwargs: Any,
     ) -> None:
         _check_module(module)
-        _check_options(kwargs, hierarchy)
+        own = _read_options(kwargs)
         chosen, device = rank_device(accelerator)
         takes_tensors = chosen.takes_tensors(backend_of(process_group))
         check_same_model(module, process_group)
@@ -117,27 +106,27 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             find_unused_parameters=find_unused_parameters,
             process_group=process_group,
         )
-        if bucket_cap_mb is not None:
-            kwargs['bucket_cap_mb'] = bucket_cap_mb
         through_host = device.type == 'cpu' or not takes_tensors
         averaging = dict(
-            compression=make_compression(grad_compression, _trainable(module)),
+            compression=make_compression(own.grad_compression, _trainable(module)),
             policy=FinitePolicy(
-                nonfinite_grads or ('stop' if through_host else 'ignore'), process_group
+                own.nonfinite_grads or ('stop' if through_host else 'ignore'), process_group
             ),
         )
         if takes_tensors:
             move_module(module, device)
             if chosen.name == 'cpu':
                 kwargs = {**CPU_DEFAULTS, **kwargs}
+            if own.bucket_cap_mb is not None:
+                kwargs['bucket_cap_mb'] = own.bucket_cap_mb
             options = _rename_buffer_option(options, chosen, module)
             on_several = len(devices_of(module.parameters())) > 1  # DDP then takes no device ids
             device_ids = None if on_several else chosen.ddp_device_ids(device)
             super().__init__(module, device_ids=device_ids, **options, **kwargs)
         else:
-            averaging['hierarchy'] = hierarchy
-            if bucket_cap_mb is not None:
-                averaging['bucket_bytes'] = int(bucket_cap_mb * 2**20)
+            averaging['hierarchy'] = own.hierarchy
+            if own.bucket_cap_mb is not None:
+                averaging['bucket_bytes'] = int(own.bucket_cap_mb * 2**20)
             # Before the move: on the host it takes no copy between devices.
             broadcast_tensors([*module.parameters(), *module.buffers()], chosen, process_group)
             self._init_without_reducer(move_module(module, device), device, **options)
@@ -220,14 +209,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         """Run forward, backward and the parameters' update.
 
         On a lazy device the iteration is materialized twice: with host staging at the end of
-        backward, and here.
-
-        Args:
-            data (dict or tuple or list): A batch from the data loader.
-            optim_wrapper (OptimWrapper): Updates the parameters.
-
-        Returns:
-            Dict[str, Tensor]: Tensors for the log.
+        backward, and here. Returns tensors for the log.
 
         Raises:
             ModelError: If the loss depends on none of the model's parameters.
@@ -339,26 +321,28 @@ def _check_module(module: nn.Module) -> None:
         )
 
 
-def _check_options(kwargs: Dict[str, Any], hierarchy: Union[str, bool]) -> None:
-    unknown = sorted(
-        set(kwargs) - set(inspect.signature(DistributedDataParallel.__init__).parameters)
-    )
+def _read_options(kwargs: Dict[str, Any]) -> WrapperOptions:
+    """Take our options out of ``kwargs``, which then holds what PyTorch's DDP takes."""
+    names = WrapperOptions.names()
+    given = {name: kwargs.pop(name) for name in names if name in kwargs}
+    torchs = inspect.signature(DistributedDataParallel.__init__).parameters
+    unknown = sorted(set(kwargs) - set(torchs))
     if unknown:
+        ours = inspect.signature(DeviceDistributedDataParallel.__init__).parameters
         raise TypeError(
             f'model_wrapper_cfg has {", ".join(unknown)}, which neither '
             f'DeviceDistributedDataParallel nor the DistributedDataParallel of torch '
-            f'{torch.__version__} takes. Remove it.'
+            f'{torch.__version__} takes{did_you_mean(unknown, [*names, *torchs, *ours])} Correct '
+            f'the name or remove it.'
         )
-    if hierarchy not in ('auto', True, False):
-        raise ModelError(
-            f"model_wrapper_cfg.hierarchy={hierarchy!r}: expected 'auto', True or False."
-        )
+    options = WrapperOptions.from_dict(given)
     if not (torch_dist.is_available() and torch_dist.is_initialized()):
         raise LaunchError(
             'DeviceDistributedDataParallel needs a process group and there is none. Use '
             "runner_type='DeviceRunner' with --launcher pytorch, or call "
             'mmdevplug.init_device(launcher=...) before the model is wrapped.'
         )
+    return options
 
 
 def _rename_buffer_option(

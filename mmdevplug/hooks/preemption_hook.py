@@ -11,8 +11,8 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import device_context
 from mmdevplug.distributed.waiting import wait_for_everyone
-from mmdevplug.fault_tolerance.failure import enter_phase
-from mmdevplug.fault_tolerance.stop_agreement import SAME_NOTICE_SECONDS, StopAgreement
+from mmdevplug.fault_tolerance.failure import current_watch, enter_phase
+from mmdevplug.fault_tolerance.stop_together import SAME_NOTICE_SECONDS, StopAgreement
 
 
 @HOOKS.register_module()
@@ -47,7 +47,7 @@ class PreemptionHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Install the signal handlers."""
-        self._agreement = StopAgreement()
+        self._agreement = StopAgreement(current_watch())
         if threading.current_thread() is not threading.main_thread():
             return  # Python handles signals in the main thread alone.
         self._pid = os.getpid()

@@ -356,11 +356,9 @@ def test_a_failure_after_the_start_inside_one_context_is_reported():
     assert 'failed in the job: ValueError: of rank 1' in errors[0][1]
 
 
-def test_a_stop_agreement_uses_the_keys_of_its_training(monkeypatch):
+def test_a_stop_agreement_uses_the_keys_of_its_training():
     from mmdevplug.environments.launch import LaunchEnv
-    from mmdevplug.fault_tolerance import failure
-    from mmdevplug.fault_tolerance.stop_agreement import StopAgreement
-    from mmdevplug.fault_tolerance.stop_requests import StopRequests
+    from mmdevplug.fault_tolerance.stop_together import StopAgreement, StopRequests
 
     store = torch_dist.HashStore()
     watch = types.SimpleNamespace(own=store, env=LaunchEnv(), stop_requests=StopRequests(store))
@@ -369,8 +367,7 @@ def test_a_stop_agreement_uses_the_keys_of_its_training(monkeypatch):
         watch.stop_requests.round += 1
 
     watch.begin_stop_round = begin_stop_round
-    monkeypatch.setattr(failure, '_watch', watch)
-    first, second = StopAgreement(), StopAgreement()
+    first, second = StopAgreement(watch), StopAgreement(watch)
     second.request('a test')
     watch.stop_requests.publish()
     watch.stop_requests.read()

@@ -153,7 +153,7 @@ def test_a_gradient_scaler_skips_by_itself():
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(RanksFailed, match=r"nonfinite_grads='halt'.*'stop', 'skip', 'ignore'"):
+    with pytest.raises(RanksFailed, match=r"nonfinite_grads='halt'.*'stop', 'skip' or 'ignore'"):
         run_ranks(train, 2, 'cpu', 'halt')
 
 

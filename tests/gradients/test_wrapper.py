@@ -97,6 +97,7 @@ def test_a_misspelt_option_is_refused(accelerator):
     kind, message = refused(accelerator, wrap_with_unknown_option)
     assert kind == 'TypeError'
     assert 'find_unused_paramters' in message
+    assert "did you mean 'find_unused_parameters'?" in message
 
 
 class StaysOnHost(nn.Linear):
