@@ -39,11 +39,7 @@ def examine(
         return
     options = dict(config=config, accelerator=accelerator)
     sections: Dict[str, tuple] = dict(
-        accelerators=(options,),
-        launch=(),
-        network=(),
-        limits=(ranks or 1, work_dir),
-        patches=(),
+        accelerators=(options,), launch=(), network=(), limits=(ranks or 1, work_dir), patches=()
     )
     if config is not None:
         sections['config'] = (options, ranks or 1)

@@ -1,5 +1,6 @@
 """Define what the doctor reports: findings with a level, a reason and a remedy."""
 
+from functools import partial
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional
 
 #: From the worst to the best.
@@ -29,6 +30,16 @@ class Finding(NamedTuple):
     def as_dict(self) -> Dict[str, Any]:
         """Convert to the same keys for every finding, as JSON takes them."""
         return dict(self._asdict(), data=self.data or {})
+
+
+class Section:
+    """Make the findings of one section, e.g. ``Section('network').error(found, why, remedy)``."""
+
+    def __init__(self, name: str) -> None:
+        self.finding = partial(Finding, name)
+        self.error, self.warning, self.note, self.ok = (
+            partial(self.finding, level) for level in LEVELS
+        )
 
 
 def by_level(findings: Iterable[Finding]) -> List[Finding]:

@@ -10,10 +10,10 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 
 from mmdevplug.explanations.versions import explain_import, install_command
 
-from .findings import Finding
+from .findings import Finding, Section
 from .isolated import Death, run_isolated
 
-SECTION = 'versions'
+section = Section('versions')
 IMPORT_SECONDS = 120.0
 
 #: Packages and the modules that are tried: what this plugin needs comes first.
@@ -63,7 +63,7 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
         return ' beside '.join(f'{name} {installed[name]}' for name in names)
 
     def error(found: str, why: str, remedy: str) -> Finding:
-        return Finding(SECTION, 'error', found, why, remedy)
+        return section.error(found, why, remedy)
 
     if python < (3, 8):
         yield error(
@@ -106,9 +106,7 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
             'pip install "numpy<2"',
         )
     if not setuptools or setuptools >= (81,):
-        yield Finding(
-            SECTION,
-            'warning',
+        yield section.warning(
             named('setuptools') if setuptools else 'setuptools is not installed',
             'MMEngine imports pkg_resources, which setuptools 81 removed, for _base_ = '
             "'package::path' and to list installed packages.",
@@ -131,9 +129,7 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
             'pip install "transformers<4.52"',
         )
     if torch and mmengine and torch >= (2, 6) and mmengine < (1,):
-        yield Finding(
-            SECTION,
-            'note',
+        yield section.note(
             named('torch', 'mmengine'),
             "MMEngine's own Runner cannot read its checkpoints with torch 2.6 and later, which "
             'does not run code from them; DeviceRunner can.',
@@ -148,12 +144,10 @@ def examine() -> Iterator[Finding]:
         with suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)
     listed = ', '.join(f'{name} {version}' for name, version in installed.items())
-    yield Finding(SECTION, 'ok', f'installed: {listed}', data=dict(installed))
+    yield section.ok(f'installed: {listed}', data=dict(installed))
     for package in REQUIRED:
         if package not in installed and find_spec(package) is None:
-            yield Finding(
-                SECTION,
-                'error',
+            yield section.error(
                 f'{package} is not installed for {sys.executable}',
                 'nothing can be trained without it.',
                 # Vendors of accelerators ship a torch for them.
@@ -185,11 +179,11 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
         found = f'import {task} fails with {type(error).__name__}: {error}'
         problems = explain_import(error)
         for problem in problems:
-            yield Finding(SECTION, 'error', f'{found}. {problem.what}', _WHY, problem.command)
+            yield section.error(f'{found}. {problem.what}', _WHY, problem.command)
         if not problems:
             yield _broken(task, found)
         return
-    yield Finding(SECTION, 'ok', f'import {task} works')
+    yield section.ok(f'import {task} works')
 
 
 _WHY = 'whatever imports it fails; mmdet and mmsegmentation import the operators of mmcv.'
@@ -197,14 +191,12 @@ _WHY = 'whatever imports it fails; mmdet and mmsegmentation import the operators
 
 def _broken(module: str, found: str) -> Finding:
     if module == 'mmcv.ops':
-        return Finding(SECTION, 'error', found, _WHY, install_command('mmcv'))
+        return section.error(found, _WHY, install_command('mmcv'))
     package = {module: package for package, module in LIBRARIES.items()}.get(module, module)
     version = 'VERSION'
     with suppress(metadata.PackageNotFoundError):
         version = metadata.version(package)
-    return Finding(
-        SECTION,
-        'error',
+    return section.error(
         found,
         f'{module} is installed but broken: whatever imports it fails.',
         f'{sys.executable} -c "import {module}"  # then repair what it names, or: '
