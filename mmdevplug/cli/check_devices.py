@@ -67,12 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    """Check a config's devices.
-
-    Raises:
-        DevPlugError: If the config cannot be trained.
-        SystemExit: With status 1 if something is on the wrong device.
-    """
+    """Check a config's devices; the exit status is 1 if something is on the wrong device."""
     args = build_parser().parse_args(argv)
     # One line for each module, however narrow the terminal is.
     console = Console(soft_wrap=True, width=WIDTH)
@@ -128,7 +123,7 @@ def _print_strategies(cfg: Config, env: LaunchEnv, console: Console) -> None:
     accelerator, reason = choose_accelerator(device)
     count = accelerator.device_count()
     console.print(Text(f'accelerator: {accelerator.name!r} ({reason}), {count} device(s)'))
-    chosen: Optional[Parallelism] = None
+    plan = None
     for enable, word in CHOICES.items():
         parallelism = Parallelism(
             replace(options, enable=enable),
@@ -142,14 +137,13 @@ def _print_strategies(cfg: Config, env: LaunchEnv, console: Console) -> None:
             outcome = f'refused: {error}'
         else:
             found = parallelism.strategy
-            assert found is not None
             outcome = f'{found.kind} on {", ".join(map(str, found.devices))}: {found.reason}'
         is_chosen = enable is options.enable
-        chosen = parallelism if is_chosen else chosen
+        plan = parallelism.plan if is_chosen else plan
         mark, style = ('*', 'bold') if is_chosen else (' ', 'dim')
         console.print(Text(f'{mark} model_parallel.enable={word:6}{outcome}', style))
-    if chosen is not None and chosen.plan is not None:
-        console.print(Text(str(chosen.plan)))
+    if plan is not None:
+        console.print(Text(str(plan)))
 
 
 # the step ---------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.utils.files import check_writable, write_text
 from mmdevplug.version import __version__
 
+from . import say
+
 #: Of the JSON file; changes when a key changes its meaning or goes.
 SCHEMA = 1
 MOST_RANKS = 256
@@ -47,17 +49,12 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_measure_arguments(args: argparse.Namespace) -> None:
-    """Refuse numbers that make no test.
-
-    Raises:
-        LaunchError: With the option and the expected value.
-    """
+    """Refuse numbers that make no test."""
     for option in ('timeout', 'largest_mb', 'rounds'):
         value = getattr(args, option)
         if not 0 < value < float('inf'):
-            raise LaunchError(
-                f'--{option.replace("_", "-")} {value:g}: expected a number above 0.'
-            )
+            flag = option.replace('_', '-')
+            raise LaunchError(f'--{flag} {value:g}: expected a number above 0.')
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -65,27 +62,20 @@ def main(argv: Optional[List[str]] = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     try:
-        _check(args)
+        for option in ('json', 'html'):
+            if getattr(args, option) is not None:
+                check_writable(getattr(args, option), f'--{option}')
+        if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
+            raise LaunchError(f'--nproc {args.nproc}: expected 1 to {MOST_RANKS} processes.')
+        check_measure_arguments(args)
         return _examine(args, argv)
     except DevPlugError as error:
-        print(f'mmdevplug: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
+        say(f'{type(error).__name__}: {error}')
         return 1
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Refuse wrong arguments before anything is examined."""
-    for option in ('json', 'html'):
-        if getattr(args, option) is not None:
-            check_writable(getattr(args, option), f'--{option}')
-    if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
-        raise LaunchError(f'--nproc {args.nproc}: expected 1 to {MOST_RANKS} processes.')
-    check_measure_arguments(args)
-
-
 def _examine(args: argparse.Namespace, argv: List[str]) -> int:
-    work_dir = args.work_dir or (
-        'work_dirs' if args.config is None else str(Path('work_dirs') / Path(args.config).stem)
-    )
+    work_dir = args.work_dir or str(Path('work_dirs') / Path(args.config or '').stem)
     progress = Console(stderr=True)
     findings = list(
         examine(

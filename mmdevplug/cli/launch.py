@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 
-from mmdevplug.accelerators import choose_accelerator
+from mmdevplug.accelerators import Accelerator, choose_accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.launch import LaunchOptions
 from mmdevplug.doctor.limits import available_memory
@@ -21,9 +21,10 @@ from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.host import usable_cores
 
+from . import say
 from .common import add_common_arguments, load_config, run
+from .forward_signals import replace_process, run_check
 from .launch_settings import LAUNCH_FLAGS, check_together, read_settings
-from .signals import replace_process, run_check
 
 #: What a process holds that has imported PyTorch and MMEngine and has no model yet: 154 MB of its
 #: own, with PyTorch 2.13 for the CPU.
@@ -35,6 +36,11 @@ def check_device_count(args: argparse.Namespace, wanted: int, origin: str) -> No
     check_room(wanted, origin, insist=args.oversubscribe)
     options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
     accelerator = choose_accelerator(options.device).accelerator
+    refuse_missing_devices(accelerator, wanted, origin)
+
+
+def refuse_missing_devices(accelerator: Accelerator, wanted: int, origin: str) -> None:
+    """Refuse more processes than this host has devices, unless processes share them."""
     count = accelerator.device_count()
     if not accelerator.shares_devices and wanted > count:
         raise LaunchError(
@@ -58,22 +64,14 @@ def check_room(wanted: int, origin: str, insist: bool = False) -> None:
         )
     cores = usable_cores()
     if wanted > cores:
-        print(
-            f'mmdevplug: {origin}={wanted}, but this process may use {cores} core(s): processes '
-            f'will wait for each other. Start {cores} or fewer; --oversubscribe silences this.',
-            file=sys.stderr,
-            flush=True,
+        say(
+            f'{origin}={wanted}, but this process may use {cores} core(s): processes will wait '
+            f'for each other. Start {cores} or fewer; --oversubscribe silences this.'
         )
 
 
 def launch(module: str, argv: List[str], args: argparse.Namespace) -> NoReturn:
-    """Become torchrun, which runs a module in several processes.
-
-    Args:
-        module (str): A module with a ``__main__`` part.
-        argv (List[str]): Its arguments, and those that start processes.
-        args (argparse.Namespace): The same, parsed.
-    """
+    """Become torchrun, which runs a module in several processes; ``args`` are ``argv`` parsed."""
     settings = read_settings(args, args.launch)
     if settings.nnodes == 1:
         refuse_to_run_alone()
@@ -129,11 +127,7 @@ def _environment(given: Dict[str, str]) -> Dict[str, str]:
     environ = {name: value for name, value in os.environ.items() if name not in stale}
     for name, value in given.items():
         if environ.setdefault(name, value) != value:
-            print(
-                f'mmdevplug: {name}={environ[name]} of the shell wins over {value} of the launch '
-                f'file.',
-                file=sys.stderr,
-            )
+            say(f'{name}={environ[name]} of the shell wins over {value} of the launch file.')
     return environ
 
 

@@ -14,6 +14,7 @@ from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.files import write_text
 
+from .launch import refuse_missing_devices
 from .launch_settings import add_launch_arguments, check_together, flags_of
 
 
@@ -38,11 +39,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     accelerator = choose_accelerator(args.accelerator).accelerator
     count = accelerator.device_count()
     nproc = flags.get('nproc', 1 if accelerator.shares_devices else count)
-    if not accelerator.shares_devices and nproc > count:
-        raise LaunchError(
-            f'--nproc={nproc}, but this host has {count} {accelerator.name} device(s) '
-            f'({accelerator.describe_visibility()}). Ask for at most {count}.'
-        )
+    refuse_missing_devices(accelerator, nproc, '--nproc')
     settings = LaunchOptions(
         accelerator=accelerator.name, timeout=1800, env=dict(OMP_NUM_THREADS='1')
     )

@@ -133,7 +133,7 @@ class Options:
         check = cls.__dataclass_fields__[name].metadata['check']
         if check is None or check.holds(value):
             return
-        shown = _shortened(value)
+        shown = shortened(value)
         if origin is None and cls.taken_by:
             raise cls.error(
                 f'{cls.taken_by}.{name}={shown} ({cls.key}.{name}): expected {check.expected}.'
@@ -199,7 +199,8 @@ def did_you_mean(unknown: Iterable[Any], known: Iterable[str]) -> str:
     return f'; did you mean {" and ".join(map(repr, dict.fromkeys(found)))}?' if found else '.'
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """Quote a value for a message, shortened to 60 characters if it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f'{text[:60]}... ({len(text)} characters)'
 

@@ -82,8 +82,7 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
         device = accelerator_options(cfg, options['accelerator']).device
         if task == CHOICE:
             accelerator, reason = choose_accelerator(device)
-            text = f'training here uses {accelerator.name!r} ({reason})'
-            yield section.ok(text)
+            yield section.ok(f'training here uses {accelerator.name!r} ({reason})')
         else:
             device = device if device.get('type') == task else dict(type=task)
             yield from _examine_family(device, bool(options['accelerator']), say)

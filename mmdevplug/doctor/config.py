@@ -23,8 +23,17 @@ def examine(
     options: Dict[str, Any], ranks: int = 1, seconds: float = STEP_SECONDS
 ) -> List[Finding]:
     """Examine a config in a separate process: loading it imports what it names."""
-    found = run_isolated(__name__, [options['config']], dict(options, ranks=ranks), seconds)
-    return [_died(one) if isinstance(one, Death) else one for one in found]
+    config, findings = options['config'], []
+    for found in run_isolated(__name__, [config], dict(options, ranks=ranks), seconds):
+        if isinstance(found, Death):
+            found = section.error(
+                found.describe(),
+                'a training with this config would end there, too.',
+                f'{sys.executable} -X faulthandler -c "from mmengine.config import Config; '
+                f'Config.fromfile({config!r})"',
+            )
+        findings.append(found)
+    return findings
 
 
 def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:
@@ -43,7 +52,15 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
     yield section.ok(f'{task} can be loaded', data=dict(config=task))
     cfg.setdefault('accelerator', dict(type='auto', backend='auto'))  # as `mmdevplug train` does
     say('setting the default scope')
-    yield from _set_scope(cfg)
+    scope = cfg.get('default_scope') or 'mmengine'
+    DefaultScope.get_instance('mmdevplug-doctor', scope_name=scope)
+    problem = '' if scope == 'mmengine' else config_names.scope_problem(scope)
+    if problem:
+        yield section.error(
+            f'default_scope={scope!r}: {problem}',
+            'the types of the config are looked up in that package.',
+            f'{sys.executable} -c "import {scope}"  # then install it or repair what it names',
+        )
     say('looking up names')
     unknown = list(config_names.examine(cfg))
     say('choosing the accelerator')
@@ -69,18 +86,6 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
         yield section.ok('all types in the config are registered')
 
 
-def _set_scope(cfg: Config) -> Iterator[Finding]:
-    scope = cfg.get('default_scope') or 'mmengine'
-    DefaultScope.get_instance('mmdevplug-doctor', scope_name=scope)
-    problem = '' if scope == 'mmengine' else config_names.scope_problem(scope)
-    if problem:
-        yield section.error(
-            f'default_scope={scope!r}: {problem}',
-            'the types of the config are looked up in that package.',
-            f'{sys.executable} -c "import {scope}"  # then install it or repair what it names',
-        )
-
-
 def _place_in_config(path: str, error: BaseException) -> str:
     """Name the file and line of a config that an error comes from; at least its path."""
     own = sys.modules['mmengine.config.config'].__file__
@@ -94,12 +99,3 @@ def _place_in_config(path: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f'{loading}:{error.lineno}'
     return place
-
-
-def _died(death: Death) -> Finding:
-    return section.error(
-        death.describe(),
-        'a training with this config would end there, too.',
-        f'{sys.executable} -X faulthandler -c "from mmengine.config import Config; '
-        f'Config.fromfile({death.task!r})"',
-    )

@@ -49,10 +49,13 @@ def _stale(environ: Mapping[str, str]) -> Iterator[Finding]:
     if not stale:
         return
     named = ' '.join(f'{name}={value}' if name in SHOWN else name for name, value in stale.items())
-    problem = _contradiction('pytorch', environ)
+    problem = ''
+    try:
+        read_launch_env('pytorch', environ)
+    except LaunchError as error:
+        problem = f'. For torchrun they are wrong, too: {error}'
     yield section.warning(
-        f'left over from an earlier job: {named}'
-        + (f'. For torchrun they are wrong, too: {problem}' if problem else ''),
+        f'left over from an earlier job: {named}{problem}',
         'scripts that read them take a single process for one of several, and wait for the others '
         'without end.',
         unset_line(stale),
@@ -61,8 +64,10 @@ def _stale(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _under(launcher: str, environ: Mapping[str, str]) -> Iterator[Finding]:
-    problem = _contradiction(launcher, environ)
-    if problem:
+    try:
+        env = read_launch_env(launcher, environ)
+    except LaunchError as error:
+        problem = str(error)
         named = [name for name in SHOWN if name in environ and name in problem]
         yield section.error(
             f'--launcher {launcher} is refused here: {problem}',
@@ -70,7 +75,6 @@ def _under(launcher: str, environ: Mapping[str, str]) -> Iterator[Finding]:
             unset_line(named or ['RANK']),
         )
         return
-    env = read_launch_env(launcher, environ)
     yield section.ok(
         f'--launcher {launcher}: {env.describe()}, MASTER_ADDR={env.master_addr} '
         f'MASTER_PORT={env.master_port}'
@@ -81,11 +85,3 @@ def _under(launcher: str, environ: Mapping[str, str]) -> Iterator[Finding]:
             'each task trains alone unless --launcher is passed.',
             f'python tools/train.py CONFIG --launcher {launcher}',
         )
-
-
-def _contradiction(launcher: str, environ: Mapping[str, str]) -> str:
-    try:
-        read_launch_env(launcher, environ)
-    except LaunchError as error:
-        return str(error)
-    return ''

@@ -62,29 +62,26 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
     def named(*names: str) -> str:
         return ' beside '.join(f'{name} {installed[name]}' for name in names)
 
-    def error(found: str, why: str, remedy: str) -> Finding:
-        return section.error(found, why, remedy)
-
     if python < (3, 8):
-        yield error(
+        yield section.error(
             f'Python {installed["python"]}',
             'mmdevplug is written for Python 3.8 and later.',
             'make a virtual environment with Python 3.8 or later',
         )
     if torch and torch < (1, 10):
-        yield error(
+        yield section.error(
             named('torch'),
             'mmdevplug is written for torch 1.10 and later.',
             "install the vendor's torch of release 1.10 or later",
         )
     if mmengine and not (0, 10) <= mmengine < (1, 0):
-        yield error(
+        yield section.error(
             named('mmengine'),
             'mmdevplug is written for MMEngine 0.10.',
             'pip install "mmengine>=0.10.0,<1.0"',
         )
     if torch and torch_xla and torch[:2] != torch_xla[:2]:
-        yield error(
+        yield section.error(
             named('torch', 'torch_xla'),
             'torch_xla is compiled against the torch of its own release and fails with others.',
             f'pip install "torch_xla=={torch[0]}.{torch[1]}.*"',
@@ -92,14 +89,14 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
     # The release of torchvision for torch 2.9 is 0.24, for torch 1.13 it is 0.14.
     minor = torch[1] + (15 if torch[0] == 2 else 1) if torch else 0
     if torch and torchvision and torchvision[:2] != (0, minor):
-        yield error(
+        yield section.error(
             named('torch', 'torchvision'),
             'torchvision is compiled against one release of torch; with another its operators are '
             'missing.',
             f'pip install --no-deps "torchvision==0.{minor}.*"',
         )
     if torch and numpy and numpy >= (2,) and torch < (2, 3):
-        yield error(
+        yield section.error(
             named('numpy', 'torch'),
             'torch before 2.3 is compiled against NumPy 1: tensor.numpy() fails with "Numpy is '
             'not available".',
@@ -114,7 +111,7 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
         )
     for other in ('mmcv-full', 'mmcv-lite'):
         if 'mmcv' in installed and other in installed:
-            yield error(
+            yield section.error(
                 named('mmcv', other),
                 'they install the same folder, and each overwrites a part of the other.',
                 'pip uninstall -y mmcv mmcv-full mmcv-lite && pip install "mmcv>=2.0.0,<2.2.0"',
@@ -122,7 +119,7 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
     # mmpretrain looks for both, and without one leaves out what fails.
     both = 'mmpretrain' in installed and 'pycocotools' in installed
     if both and transformers and transformers >= (4, 52):
-        yield error(
+        yield section.error(
             named('mmpretrain', 'transformers'),
             'mmpretrain imports names that transformers 4.52 removed, and then none of its models '
             'is found.',
