@@ -42,7 +42,6 @@ def build_parser() -> argparse.ArgumentParser:
         'is 1 if something is on the wrong device.',
         allow_abbrev=False,
     )
-    parser.add_argument('config', help='path of the config')
     parser.add_argument(
         '--model-parallel',
         choices=list(CHOICES.values()),

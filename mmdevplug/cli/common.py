@@ -16,7 +16,7 @@ from mmdevplug.config.base_config import base_config
 from mmdevplug.environments.launch import LAUNCHERS, LaunchEnv, read_launch_env
 from mmdevplug.environments.stale import describe_stale, forget_stale_variables
 from mmdevplug.errors import CheckpointError, DevPlugError
-from mmdevplug.explanations.versions import explain_versions
+from mmdevplug.explanations.versions import explain_versions, folder_of
 from mmdevplug.fault_tolerance.abort import note_for_agent
 from mmdevplug.utils.patching import LocalPatch
 
@@ -50,7 +50,8 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that change a config."""
+    """Add a config and the arguments that change it."""
+    parser.add_argument('config', help='path of the config')
     parser.add_argument(
         '--cfg-options',
         nargs='+',
@@ -147,8 +148,7 @@ def _packages_found() -> Iterator[None]:
 
 def _folder(package: str) -> Optional[str]:
     """The folder of a package, by the name of its distribution or its module."""
-    spec = find_spec(_MODULES.get(package, package))
-    return None if spec is None or spec.origin is None else str(Path(spec.origin).parent)
+    return folder_of(_MODULES.get(package, package))
 
 
 def _installed_path(_: Any, package: str) -> str:

@@ -78,16 +78,7 @@ def _examine(args: argparse.Namespace, argv: List[str]) -> int:
     work_dir = args.work_dir or str(Path('work_dirs') / Path(args.config or '').stem)
     progress = Console(stderr=True)
     findings = list(
-        examine(
-            lambda section: progress.print(f'looking at {section} ...'),
-            config=args.config,
-            accelerator=args.accelerator,
-            ranks=args.nproc,
-            work_dir=work_dir,
-            largest_mb=args.largest_mb,
-            rounds=args.rounds,
-            timeout=args.timeout,
-        )
+        examine(args, work_dir, lambda section: progress.print(f'looking at {section} ...'))
     )
     print_report(findings, Console())
     if args.json is not None:

@@ -170,7 +170,6 @@ def main(argv: Optional[List[str]] = None) -> None:
     parser.add_argument('--script', help='start this with the remaining arguments')
     parser.add_argument('--origin', default='NUM_DEVICES', help='its name in messages')
     parser.add_argument('num_devices')
-    parser.add_argument('config')
     add_common_arguments(parser)
     args, _ = parser.parse_known_args(argv)
     try:

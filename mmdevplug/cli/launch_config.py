@@ -46,10 +46,9 @@ def main(argv: Optional[List[str]] = None) -> None:
     settings = replace(_with_slurm(settings), **{**flags, 'nproc': nproc})
     # Only the hosts' own files have a node rank; without one the file is for all of them.
     check_together(replace(settings, node_rank=settings.node_rank or 0))
+    why = f'This host has {count} {accelerator.name} device(s).'
     if accelerator.shares_devices:
         why = f'The {accelerator.name} takes as many as its cores allow.'
-    else:
-        why = f'This host has {count} {accelerator.name} device(s).'
     _write(args.out, render(settings, Path(args.out).name, why), args.force)
     print(
         f'{args.out}: {settings.nproc} process(es) on {settings.accelerator!r} on each of '

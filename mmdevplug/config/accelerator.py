@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
 from mmdevplug.errors import AcceleratorError, DevPlugError, LaunchError
 
-from .fields import Options, choice, did_you_mean, flag, option, read_dict, read_switch
+from .fields import Options, choice, did_you_mean, flag, option, read_dict
 from .hook_options import CompilationOptions, DeviceHookOptions, MemoryOptions
 from .pad_to import PadTo, read_pad_to
 
@@ -79,7 +79,7 @@ class AcceleratorOptions(Options):
         'On a lazy device: log `device/compiles`, and warn, with the shapes that changed, '
         'where compiling does not end.',
         accepts='bool, dict',
-        read=read_switch(CompilationOptions),
+        read=read_dict(CompilationOptions, switch=True),
     )
     heartbeat_timeout: Optional[Real] = option(
         None,
@@ -99,7 +99,7 @@ class AcceleratorOptions(Options):
         True,
         'Log memory of the host and the device, and report growth.',
         accepts='bool, dict',
-        read=read_switch(MemoryOptions),
+        read=read_dict(MemoryOptions, switch=True),
     )
     mmcv_ops: str = option(
         'host',

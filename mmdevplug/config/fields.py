@@ -218,24 +218,16 @@ def flag(default: bool, meaning: str) -> Any:
     )
 
 
-def read_switch(kind: Any) -> Reader:
-    """Make the reader of an option that is True, False (None is held), or a dict of options."""
+def read_dict(kind: Any, switch: bool = False) -> Reader:
+    """Make the reader of an option that is a dict of options, or a switch: True, False (None)."""
+    accepted = 'True, False, or a dict' if switch else 'a dict'
 
     def read(value: Any, key: str) -> Optional[Options]:
-        if isinstance(value, bool):
+        if switch and isinstance(value, bool):
             return kind() if value else None
-        return _read_dict(kind, value, key, 'True, False, or a dict')
+        if isinstance(value, Mapping):
+            return kind.from_dict(value)
+        names = ', '.join(kind.names())
+        raise kind.error(f'{key}={value!r}: expected {accepted} with some of {names}.')
 
     return read
-
-
-def read_dict(kind: Any) -> Reader:
-    """Make the reader of an option that is a dict of options."""
-    return lambda value, key: _read_dict(kind, value, key, 'a dict')
-
-
-def _read_dict(kind: Any, value: Any, key: str, accepted: str) -> Options:
-    if isinstance(value, Mapping):
-        return kind.from_dict(value)
-    names = ', '.join(kind.names())
-    raise kind.error(f'{key}={value!r}: expected {accepted} with some of {names}.')

@@ -6,7 +6,6 @@ numbers that float32 holds exactly; only averages are rounded.
 
 import itertools
 import json
-import os
 import re
 import statistics
 import time
@@ -22,6 +21,7 @@ from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients import DeviceDistributedDataParallel
 from mmdevplug.runner.init_device import init_device
+from mmdevplug.utils.files import write_text
 
 from .accelerators import accelerator_options
 from .network import listening_here
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 class Ranks:
-    """The ranks of a process group, the values that they put in, and the device for them."""
+    """The ranks of a process group, their values, and the device for them."""
 
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
@@ -105,24 +105,24 @@ def _barrier(ranks: Ranks, count: int) -> Case:
     return Case(run, lambda: problems)
 
 
-def _all_reduce(ranks: Ranks, count: int) -> Case:
+def _in_place(ranks: Ranks, count: int, collective: Callable[[Tensor], Any], factor: int) -> Case:
+    """A collective that replaces the values of every rank by ``factor * pattern``."""
     own = ranks.own(count).to(ranks.device)
     tensor = own.clone()
     return Case(
-        lambda: torch_dist.all_reduce(tensor),
-        lambda: ranks.compare(tensor, ranks.pattern(count, ranks.total)),
+        lambda: collective(tensor),
+        lambda: ranks.compare(tensor, ranks.pattern(count, factor)),
         lambda: tensor.copy_(own),
     )
+
+
+def _all_reduce(ranks: Ranks, count: int) -> Case:
+    return _in_place(ranks, count, torch_dist.all_reduce, ranks.total)
 
 
 def _broadcast(ranks: Ranks, count: int) -> Case:
-    own = ranks.own(count).to(ranks.device)
-    tensor = own.clone()
-    return Case(
-        lambda: torch_dist.broadcast(tensor, ranks.size - 1),
-        lambda: ranks.compare(tensor, ranks.pattern(count, ranks.size)),
-        lambda: tensor.copy_(own),
-    )
+    last = ranks.size - 1
+    return _in_place(ranks, count, lambda own: torch_dist.broadcast(own, last), last + 1)
 
 
 def _all_gather(ranks: Ranks, count: int) -> Case:
@@ -197,9 +197,7 @@ class Progress:
     def _write(self, **changed: Any) -> None:
         self._report.update(changed)
         if self._path is not None:
-            unfinished = self._path.with_suffix('.unfinished')
-            unfinished.write_text(json.dumps(self._report), encoding='utf-8')
-            os.replace(str(unfinished), str(self._path))
+            write_text(json.dumps(self._report), self._path)
 
 
 def run_rank(

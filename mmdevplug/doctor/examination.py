@@ -1,7 +1,8 @@
 """Examine all sections in order; stop after the versions if torch or MMEngine are broken."""
 
+from argparse import Namespace
 from importlib import import_module
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator
 
 from . import versions
 from .findings import Finding
@@ -14,17 +15,8 @@ _ESSENTIAL = tuple(
 )
 
 
-def examine(
-    say: Callable[[str], Any],
-    config: Optional[str] = None,
-    accelerator: Optional[str] = None,
-    ranks: Optional[int] = None,
-    work_dir: str = 'work_dirs',
-    largest_mb: float = 16.0,
-    rounds: int = 5,
-    timeout: float = 120.0,
-) -> Iterator[Finding]:
-    """Examine everything; the arguments are the options of ``mmdevplug doctor``.
+def examine(args: Namespace, work_dir: str, say: Callable[[str], Any]) -> Iterator[Finding]:
+    """Examine all that the arguments of ``mmdevplug doctor`` ask for.
 
     ``say`` is called with the name of each section before it is examined.
     """
@@ -37,14 +29,16 @@ def examine(
         text = 'nothing else was examined, because that needs torch and MMEngine'
         yield Finding('versions', 'note', text)
         return
-    options = dict(config=config, accelerator=accelerator)
+    options = dict(config=args.config, accelerator=args.accelerator)
+    ranks = args.nproc or 1
     sections: Dict[str, tuple] = dict(
-        accelerators=(options,), launch=(), network=(), limits=(ranks or 1, work_dir), patches=()
+        accelerators=(options,), launch=(), network=(), limits=(ranks, work_dir), patches=()
     )
-    if config is not None:
-        sections['config'] = (options, ranks or 1)
-    if ranks is not None:
-        sections['collectives'] = (ranks, options, largest_mb, rounds, timeout)
+    if args.config is not None:
+        sections['config'] = (options, ranks)
+    if args.nproc is not None:
+        measure = (args.largest_mb, args.rounds, args.timeout)
+        sections['collectives'] = (ranks, options, *measure)
     for name, arguments in sections.items():
         say(name)
         # Imported here, because they import torch.

@@ -84,8 +84,7 @@ def run_watched(
 ) -> Optional[int]:
     """Run a command, and kill it and its children if ``activity()`` does not change for long.
 
-    Returns:
-        int or None: The exit status; None if the command was killed.
+    The result is the exit status; None if the command was killed.
     """
     with open(str(output), 'wb') as file:
         process = subprocess.Popen(

@@ -8,7 +8,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
-from mmdevplug.explanations.versions import explain_import, install_command
+from mmdevplug.explanations.versions import PACKAGES, explain_import, install_command
 
 from .findings import Finding, Section
 from .isolated import Death, run_isolated
@@ -23,18 +23,10 @@ OPTIONAL = (
     *('transformers', 'pycocotools'),
 )
 #: OpenMMLab's own, which check each other's versions when they are imported.
-LIBRARIES = {
-    'mmdet': 'mmdet',
-    'mmsegmentation': 'mmseg',
-    'mmpretrain': 'mmpretrain',
-    'mmpose': 'mmpose',
-    'mmaction2': 'mmaction',
-    'mmdet3d': 'mmdet3d',
-    'mmocr': 'mmocr',
-    'mmrotate': 'mmrotate',
-    'mmyolo': 'mmyolo',
-    'mmagic': 'mmagic',
-}
+LIBRARIES = (
+    *('mmdet', 'mmseg', 'mmpretrain', 'mmpose', 'mmaction'),
+    *('mmdet3d', 'mmocr', 'mmrotate', 'mmyolo', 'mmagic'),
+)
 
 
 def release(text: str) -> Tuple[int, ...]:
@@ -137,7 +129,7 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
 def examine() -> Iterator[Finding]:
     """Compare versions, and import each library in a process that it may abort."""
     installed = {'python': platform.python_version()}
-    for package in (*REQUIRED, *OPTIONAL, *LIBRARIES):
+    for package in (*REQUIRED, *OPTIONAL, *(PACKAGES.get(name, name) for name in LIBRARIES)):
         with suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)
     listed = ', '.join(f'{name} {version}' for name, version in installed.items())
@@ -159,7 +151,7 @@ def examine() -> Iterator[Finding]:
 
 def modules_to_try() -> List[str]:
     """List installed modules; those of vendors belong to the section *accelerators*."""
-    names = [*REQUIRED, 'torchvision', 'torch_xla', 'mmcv', *LIBRARIES.values()]
+    names = [*REQUIRED, 'torchvision', 'torch_xla', 'mmcv', *LIBRARIES]
     found = [name for name in names if find_spec(name) is not None]
     if 'mmcv' in found:
         found.insert(found.index('mmcv') + 1, 'mmcv.ops')
@@ -189,7 +181,7 @@ _WHY = 'whatever imports it fails; mmdet and mmsegmentation import the operators
 def _broken(module: str, found: str) -> Finding:
     if module == 'mmcv.ops':
         return section.error(found, _WHY, install_command('mmcv'))
-    package = {module: package for package, module in LIBRARIES.items()}.get(module, module)
+    package = PACKAGES.get(module, module)
     version = 'VERSION'
     with suppress(metadata.PackageNotFoundError):
         version = metadata.version(package)

@@ -112,7 +112,7 @@ def conflicts(module: str) -> Iterator[Problem]:
         if version is None:
             what = f'{name} needs {other} {spec}, which is not installed for {sys.executable}'
         else:
-            folder = _folder(other)
+            folder = folder_of(other) or 'nowhere'
             what = f'{name} needs {other} {spec}, but {other} {version} is installed ({folder})'
         yield Problem(what, install_command(other, required))
 
@@ -133,9 +133,10 @@ def _named(module: str) -> str:
     return f'{PACKAGES.get(module, module)} {installed_version(module) or ""}'.strip()
 
 
-def _folder(module: str) -> str:
+def folder_of(module: str) -> Optional[str]:
+    """The folder of a module that can be imported."""
     spec = find_spec(module)
-    return str(Path(spec.origin).parent) if spec is not None and spec.origin else 'nowhere'
+    return None if spec is None or spec.origin is None else str(Path(spec.origin).parent)
 
 
 # errors -----------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def _operators(error: ImportError) -> Problem:
     """Describe mmcv's compiled operators: missing, or compiled for another PyTorch or Python."""
     import torch
 
-    folder = _folder('mmcv')
+    folder = folder_of('mmcv') or 'nowhere'
     files = glob.glob(f'{folder}/_ext*.so') + glob.glob(f'{folder}/_ext*.pyd')
     here = f'torch {torch.__version__} and Python {sys.version_info[0]}.{sys.version_info[1]}'
     if files:
