@@ -10,9 +10,7 @@ from typing import Any, List, Optional, Sequence
 
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from mmdevplug.accelerators import choose_accelerator
@@ -20,6 +18,7 @@ from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.device_guard import POLICIES, DeviceGuard
 from mmdevplug.doctor import launch as launch_variables
+from mmdevplug.doctor.report import titled_table
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, first_line
 from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
@@ -191,12 +190,7 @@ def _check_step(runner: Any, args: argparse.Namespace, console: Console) -> List
 
 
 def _print_modules(rows: Sequence[ModuleDevices], depth: Optional[int], console: Console) -> None:
-    table = Table(
-        title='one training step; each module with all that is inside it',
-        title_justify='left',
-        title_style='bold',
-        box=SIMPLE_HEAD,
-    )
+    table = titled_table('one training step; each module with all that is inside it')
     for heading in ('module', 'class', 'bytes', *ModuleDevices._fields[3:]):
         table.add_column(heading, justify='right' if heading == 'bytes' else 'left', no_wrap=True)
     for row in rows:

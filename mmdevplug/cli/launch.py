@@ -102,9 +102,7 @@ def agent_command(settings: LaunchOptions) -> List[str]:
     """The command line of torchrun, up to the script."""
     single = settings.nnodes == 1
     command = [
-        sys.executable,
-        '-m',
-        'mmdevplug.cli.torchrun_agent',
+        *(sys.executable, '-m', 'mmdevplug.cli.torchrun_agent'),
         # torchrun would take --nproc for an abbreviation of its own options.
         f'--nproc_per_node={settings.nproc}',
         f'--max_restarts={settings.max_restarts}',

@@ -49,7 +49,14 @@ def main(argv: Optional[List[str]] = None) -> None:
     why = f'This host has {count} {accelerator.name} device(s).'
     if accelerator.shares_devices:
         why = f'The {accelerator.name} takes as many as its cores allow.'
-    _write(args.out, render(settings, Path(args.out).name, why), args.force)
+    if os.path.lexists(args.out) and not args.force:
+        raise LaunchError(f'{args.out} exists already. Pass --force to replace it, or --out.')
+    try:
+        write_text(render(settings, Path(args.out).name, why), args.out)
+    except OSError as error:
+        raise LaunchError(
+            f'--out {args.out!r} cannot be written: {error}. Choose another.'
+        ) from error
     print(
         f'{args.out}: {settings.nproc} process(es) on {settings.accelerator!r} on each of '
         f'{settings.nnodes} host(s). Start: mmdevplug train CONFIG --launch {args.out}'
@@ -69,15 +76,6 @@ def _with_slurm(settings: LaunchOptions) -> LaunchOptions:
         master_addr=slurm_first_host(os.environ),
         master_port=slurm_port(os.environ),
     )
-
-
-def _write(path: str, text: str, force: bool) -> None:
-    if os.path.lexists(path) and not force:
-        raise LaunchError(f'{path} exists already. Pass --force to replace it, or --out.')
-    try:
-        write_text(text, path)
-    except OSError as error:
-        raise LaunchError(f'--out {path!r} cannot be written: {error}. Choose another.') from error
 
 
 def render(settings: LaunchOptions, name: str, why: str) -> str:

@@ -26,9 +26,6 @@ from mmdevplug.utils.patching import patch_symbol
 from . import say
 from .forward_signals import RankSignals, end_leftovers, exit_status
 
-#: Begins the names of variables from which torchrun reads options.
-OPTION_VARIABLES = 'PET_'
-
 
 @record
 def main(argv: Optional[List[str]] = None) -> int:
@@ -55,7 +52,7 @@ def read_arguments(argv: Optional[List[str]] = None) -> Namespace:
     By itself torchrun takes what the command line leaves out from variables such as
     ``PET_NODE_RANK``, which operators of Kubernetes set in every pod.
     """
-    hidden = {k: v for k, v in os.environ.items() if k.startswith(OPTION_VARIABLES)}
+    hidden = {k: v for k, v in os.environ.items() if k.startswith('PET_')}
     for name in hidden:
         del os.environ[name]
     try:

@@ -24,10 +24,8 @@ def find_compilation_cache(value: Any, work_dir: Optional[str] = None) -> Option
         return os.path.join(work_dir, 'compilation_cache')
     if isinstance(value, (str, os.PathLike)) and str(value):
         return os.path.abspath(value)
-    accepted = (
-        'a folder' if work_dir is None else 'a folder, or True for one in the work directory'
-    )
-    raise AcceleratorError(f'accelerator.compilation_cache={value!r}: expected {accepted}.')
+    also = '' if work_dir is None else ', or True for one in the work directory'
+    raise AcceleratorError(f'accelerator.compilation_cache={value!r}: expected a folder{also}.')
 
 
 def _read_compilation_cache(value: Any, key: str) -> Union[None, bool, str]:

@@ -45,10 +45,8 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
         )
         return
     if on_host:
-        text = (
-            'the model was built on the host, because it computes with tensors while it is built'
-        )
-        yield section.note(text)
+        text = 'because it computes with tensors while it is built'
+        yield section.note(f'the model was built on the host, {text}')
     spread = None
     if accelerator is not None:
         try:
@@ -86,19 +84,16 @@ def _predict_memory(
     ranks: int,
     spread: Optional[DevicePlan],
 ) -> Finding:
-    sizes = [p.numel() * p.element_size() for p in model.parameters()]
-    count = sum(p.numel() for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
-    trained_count = sum(p.numel() for p in trained)
-    gradients = sum(p.numel() * p.element_size() for p in trained)
+    count, trained_count = (sum(p.numel() for p in one) for one in (model.parameters(), trained))
     factor, unknown = state_factor((cfg.get('optim_wrapper') or {}).get('optimizer'))
+    held = dict(parameters=model.parameters(), buffers=model.buffers(), gradients=trained)
     parts: Dict[str, float] = {
-        'parameters': sum(sizes),
-        'buffers': sum(b.numel() * b.element_size() for b in model.buffers()),
-        'gradients': gradients,
+        name: sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        for name, tensors in held.items()
     }
     if factor is not None:
-        parts['optimizer state'] = factor * gradients
+        parts['optimizer state'] = factor * parts['gradients']
     needed = sum(parts.values())
     memory = None
     if accelerator is not None:

@@ -7,13 +7,14 @@ import sys
 import sysconfig
 import traceback
 from contextlib import contextmanager
-from typing import Any, Iterator, List, NamedTuple, Optional
+from typing import Any, Iterator, NamedTuple, Optional
 
 from mmdevplug.accelerators import device_context
 from mmdevplug.device_guard.stack_location import LIBRARIES
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 
 from .cuda_settings import describe_serious
+from .versions import chain
 
 #: Errors of PyTorch that was built without CUDA, or finds no card or no driver.
 _CUDA = re.compile(
@@ -154,16 +155,6 @@ def user_place(error: BaseException) -> Optional[Place]:
             if not _is_library(file):
                 return Place(file, line, function, linecache.getline(file, line).strip())
     return None
-
-
-def chain(error: BaseException) -> List[BaseException]:
-    """List an error and those that it was raised from, the outermost first."""
-    found: List[BaseException] = []
-    each: Optional[BaseException] = error
-    while each is not None and each not in found:
-        found.append(each)
-        each = each.__cause__ or each.__context__
-    return found
 
 
 def _is_library(file: str) -> bool:

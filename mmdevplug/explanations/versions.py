@@ -159,8 +159,7 @@ def explain_versions() -> Iterator[None]:
 
 def explain_import(error: BaseException) -> List[Problem]:
     """Find versions that are the reason of an error or of what it was raised from."""
-    each: Optional[BaseException] = error
-    while each is not None:
+    for each in chain(error):
         if isinstance(each, ImportError) and _OPERATORS.search(f'{each.name} {each.path} {each}'):
             return [_operators(each)]
         if isinstance(each, (AssertionError, ModuleNotFoundError)):
@@ -177,8 +176,17 @@ def explain_import(error: BaseException) -> List[Problem]:
                 return list(dict.fromkeys(found))
         if isinstance(each, KeyError) and _NOT_FOUND.search(str(each)):
             return _unregistered(str(each))
-        each = each.__cause__ or each.__context__
     return []
+
+
+def chain(error: BaseException) -> List[BaseException]:
+    """List an error and those that it was raised from, the outermost first."""
+    found: List[BaseException] = []
+    each: Optional[BaseException] = error
+    while each is not None and each not in found:
+        found.append(each)
+        each = each.__cause__ or each.__context__
+    return found
 
 
 def _operators(error: ImportError) -> Problem:
