@@ -9,7 +9,6 @@ from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 from mmdevplug.accelerators import Accelerator, choose_accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.launch import LaunchOptions
-from mmdevplug.doctor.limits import available_memory
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.environments.stale import (
@@ -19,7 +18,7 @@ from mmdevplug.environments.stale import (
 )
 from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.utils.byte_sizes import format_bytes
-from mmdevplug.utils.host import usable_cores
+from mmdevplug.utils.host import available_memory, usable_cores
 
 from . import say
 from .common import add_common_arguments, load_config, run

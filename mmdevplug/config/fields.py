@@ -88,12 +88,10 @@ def option(
 
     Args:
         default: The value that a config has by leaving the option out, or :data:`REQUIRED`.
-        meaning (str): One line for the documentation.
-        check (Check, optional): What values other than the default must fulfil.
-        read (callable, optional): Takes a value and the full key, e.g. ``'accelerator.pad_to'``,
-            and returns what the field holds. Defaults to None: the value.
-        accepts (str, optional): Types and words that a config may write, for the documentation.
-            Defaults to None: those of ``check``.
+        meaning: One line for the documentation.
+        check: What values other than the default must fulfil.
+        read: Returns what the field holds of a value; also gets the key: 'accelerator.pad_to'.
+        accepts: Types and words for the documentation. Defaults to those of ``check``.
     """
     if accepts is None and check is not None:
         accepts = check.accepts

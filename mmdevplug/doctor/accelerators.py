@@ -54,11 +54,9 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Find
 def accelerator_options(
     cfg: Optional[Mapping[str, Any]], accelerator: Optional[str]
 ) -> AcceleratorOptions:
-    """Read the config key ``accelerator``, whose name ``accelerator`` replaces if given.
-
-    The section *config* reports wrong options.
-    """
+    """Read the config key ``accelerator``, whose name ``accelerator`` replaces if given."""
     given = None if cfg is None else cfg.get('accelerator')
+    # The section *config* reports the problems.
     options = AcceleratorOptions.from_config(given, problems=[], backend='auto')
     same = isinstance(options.device, dict) and options.device.get('type') == accelerator
     if accelerator is None or same:

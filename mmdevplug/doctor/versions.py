@@ -30,12 +30,7 @@ LIBRARIES = (
 
 
 def release(text: str) -> Tuple[int, ...]:
-    """Read the numbers at the beginning of a version.
-
-    Examples:
-        >>> release('2.13.0+cpu')
-        (2, 13, 0)
-    """
+    """Read the numbers at the beginning of a version: (2, 13, 0) of ``'2.13.0+cpu'``."""
     numbers = re.match(r'\d+(\.\d+)*', text)
     return tuple(int(number) for number in numbers.group().split('.')) if numbers else ()
 

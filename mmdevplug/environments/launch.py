@@ -7,7 +7,7 @@ import socket
 import subprocess
 from typing import Any, Mapping, NamedTuple, Optional
 
-from mmdevplug.config.fields import shortened
+from mmdevplug.config.fields import REQUIRED, shortened
 from mmdevplug.errors import LaunchError
 
 from .loopback import LOOPBACK
@@ -18,24 +18,14 @@ DEFAULT_PORT = 29500  # torch.distributed's own
 
 
 class LaunchEnv(NamedTuple):
-    """How this process was started.
+    """How this process was started."""
 
-    Attributes:
-        launcher (str): One of :data:`LAUNCHERS`.
-        rank (int): Index of this process among all, 0 to ``world_size - 1``.
-        local_rank (int): Index of this process among those of its host.
-        world_size (int): Number of processes.
-        local_world_size (int, optional): Number of processes on this host, where known.
-        master_addr (str): Host name or address of rank 0.
-        master_port (int): Port of rank 0.
-    """
-
-    launcher: str = 'none'
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: Optional[int] = 1
-    master_addr: str = '127.0.0.1'
+    launcher: str = 'none'  # one of LAUNCHERS
+    rank: int = 0  # of this process among all, 0 to world_size - 1
+    local_rank: int = 0  # among those of its host
+    world_size: int = 1  # number of processes
+    local_world_size: Optional[int] = 1  # number of processes on this host, where known
+    master_addr: str = '127.0.0.1'  # host name or address of rank 0
     master_port: int = DEFAULT_PORT
 
     @property
@@ -88,16 +78,10 @@ def read_launch_env(
     return env
 
 
-def _number(
-    environ: Mapping[str, str],
-    name: str,
-    launcher: str,
-    default: Optional[int] = None,
-    required: bool = True,
-) -> Optional[int]:
+def _number(environ: Mapping[str, str], name: str, launcher: str, default: Any = REQUIRED) -> Any:
     value = environ.get(name)
     if value is None:
-        if not required or default is not None:
+        if default is not REQUIRED:
             return default
         raise LaunchError(
             f'{name} is not set, but launcher={launcher!r} expects a number there. Start the job '
@@ -164,7 +148,7 @@ def _read_named(launcher: str, environ: Mapping[str, str]) -> LaunchEnv:
         rank=_number(environ, rank, launcher),
         local_rank=_number(environ, local_rank, launcher),
         world_size=_number(environ, world_size, launcher),
-        local_world_size=_number(environ, local_world_size, launcher, required=False),
+        local_world_size=_number(environ, local_world_size, launcher, default=None),
         master_addr=_address(environ, launcher),
         master_port=_port(environ, launcher),
     )
@@ -175,7 +159,7 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnv:
     world_size = _number(environ, 'SLURM_NTASKS', 'slurm')
     local_world_size = _slurm_local_world_size(environ, world_size)
     # Some installations leave SLURM_LOCALID out; tasks are then dealt out host by host.
-    default = rank % local_world_size if local_world_size else None
+    default = rank % local_world_size if local_world_size else REQUIRED
     return LaunchEnv(
         launcher='slurm',
         rank=rank,
@@ -190,7 +174,7 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnv:
 
 def slurm_port(environ: Mapping[str, str]) -> int:
     """Derive a port from ``SLURM_JOB_ID`` that two jobs on one host are unlikely to share."""
-    job = _number(environ, 'SLURM_JOB_ID', 'slurm', required=False)
+    job = _number(environ, 'SLURM_JOB_ID', 'slurm', default=None)
     # Below the ports that systems hand out by themselves.
     return DEFAULT_PORT if job is None else 15000 + job % 15000
 
@@ -278,12 +262,7 @@ def restart_count(environ: Optional[Mapping[str, str]] = None) -> int:
 
 
 def restarts(launcher: str, environ: Optional[Mapping[str, str]] = None) -> int:
-    """How often this job was started again, by torchrun or by Slurm.
-
-    Examples:
-        >>> restarts('slurm', {'SLURM_RESTART_COUNT': '1'})
-        1
-    """
+    """How often this job was started again, by torchrun or by Slurm."""
     environ = os.environ if environ is None else environ
     if launcher not in ('pytorch', 'slurm'):
         return 0

@@ -75,12 +75,7 @@ def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
 
 
 def unset_line(names: Iterable[str]) -> str:
-    """The shell command that removes variables.
-
-    Examples:
-        >>> unset_line(['RANK', 'WORLD_SIZE'])
-        'unset RANK WORLD_SIZE'
-    """
+    """The shell command that removes variables."""
     return f'unset {" ".join(names)}'
 
 
