@@ -6,6 +6,7 @@ numbers that float32 holds exactly; only averages are rounded.
 
 import itertools
 import json
+import os
 import re
 import statistics
 import time
@@ -21,7 +22,6 @@ from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients import DeviceDistributedDataParallel
 from mmdevplug.runner.init_device import init_device
-from mmdevplug.utils.files import write_text
 
 from .accelerators import accelerator_options
 from .network import listening_here
@@ -197,7 +197,9 @@ class Progress:
     def _write(self, **changed: Any) -> None:
         self._report.update(changed)
         if self._path is not None:
-            write_text(json.dumps(self._report), self._path)
+            unfinished = self._path.with_suffix('.unfinished')
+            unfinished.write_text(json.dumps(self._report), encoding='utf-8')
+            os.replace(str(unfinished), str(self._path))
 
 
 def run_rank(

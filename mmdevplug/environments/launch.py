@@ -98,8 +98,6 @@ def _number(environ: Mapping[str, str], name: str, launcher: str, default: Any =
 
 
 _MOST = 2**31 - 1
-
-
 _HOW_TO_START = {
     'pytorch': 'torchrun (tools/dist_train.sh)',
     'slurm': 'srun (tools/slurm_train.sh)',
