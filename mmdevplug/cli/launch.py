@@ -30,14 +30,6 @@ from .launch_settings import LAUNCH_FLAGS, check_together, read_settings
 LEAST_BYTES_PER_RANK = 150 << 20
 
 
-def check_device_count(args: argparse.Namespace, wanted: int, origin: str) -> None:
-    """Refuse more processes than this host has devices, or memory for."""
-    check_room(wanted, origin, insist=args.oversubscribe)
-    options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
-    accelerator = choose_accelerator(options.device).accelerator
-    refuse_missing_devices(accelerator, wanted, origin)
-
-
 def refuse_missing_devices(accelerator: Accelerator, wanted: int, origin: str) -> None:
     """Refuse more processes than this host has devices, unless processes share them."""
     count = accelerator.device_count()
@@ -182,7 +174,9 @@ def main(argv: Optional[List[str]] = None) -> None:
         command = [*agent_command(hosts), args.script, *words[1:], '--launcher', 'pytorch']
         _check_and_start(words, command, _environment({}))
     forget_stale_variables('none')
-    check_device_count(args, wanted, args.origin)
+    check_room(wanted, args.origin, insist=args.oversubscribe)
+    options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
+    refuse_missing_devices(choose_accelerator(options.device).accelerator, wanted, args.origin)
 
 
 if __name__ == '__main__':
