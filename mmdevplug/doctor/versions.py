@@ -36,25 +36,14 @@ def release(text: str) -> Tuple[int, ...]:
 
 
 def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
-    """Report installed versions, ``python`` among them, that do not go together."""
-    versions = {name: release(text) for name, text in installed.items()}
-    python, torch, mmengine, numpy, torch_xla, torchvision, setuptools, transformers = (
-        versions.get(name)
-        for name in (
-            *('python', 'torch', 'mmengine', 'numpy'),
-            *('torch_xla', 'torchvision', 'setuptools', 'transformers'),
-        )
-    )
+    """Report installed versions that do not go together."""
+    get = {name: release(text) for name, text in installed.items()}.get
+    torch, mmengine, numpy, setuptools = map(get, ('torch', 'mmengine', 'numpy', 'setuptools'))
+    torch_xla, torchvision, transformers = map(get, ('torch_xla', 'torchvision', 'transformers'))
 
     def named(*names: str) -> str:
         return ' beside '.join(f'{name} {installed[name]}' for name in names)
 
-    if python < (3, 8):
-        yield section.error(
-            f'Python {installed["python"]}',
-            'mmdevplug is written for Python 3.8 and later.',
-            'make a virtual environment with Python 3.8 or later',
-        )
     if torch and torch < (1, 10):
         yield section.error(
             named('torch'),
