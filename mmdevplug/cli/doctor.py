@@ -4,12 +4,13 @@ import argparse
 import json
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
 from rich.console import Console
 
-from mmdevplug.doctor.examination import examine
+from mmdevplug.doctor import versions
 from mmdevplug.doctor.findings import Finding, count_levels, exit_status
 from mmdevplug.doctor.report import print_report
 from mmdevplug.errors import DevPlugError, LaunchError
@@ -21,6 +22,12 @@ from . import say
 #: Of the JSON file; changes when a key changes its meaning or goes.
 SCHEMA = 1
 MOST_RANKS = 256
+#: How findings begin that keep the other sections from being examined.
+_ESSENTIAL = tuple(
+    start
+    for name in versions.REQUIRED
+    for start in (f'import {name} ', f'{name}: ', f'{name} is not installed')
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -75,11 +82,7 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def _examine(args: argparse.Namespace, argv: List[str]) -> int:
-    work_dir = args.work_dir or str(Path('work_dirs') / Path(args.config or '').stem)
-    progress = Console(stderr=True)
-    findings = list(
-        examine(args, work_dir, lambda section: progress.print(f'looking at {section} ...'))
-    )
+    findings = list(examine(args))
     print_report(findings, Console())
     if args.json is not None:
         write_text(json.dumps(as_dict(findings), indent=1), args.json)
@@ -90,6 +93,35 @@ def _examine(args: argparse.Namespace, argv: List[str]) -> int:
         command = ' '.join(map(shlex.quote, ['mmdevplug', 'doctor', *argv]))
         write_text(render(findings, command), args.html)
     return exit_status(findings)
+
+
+def examine(args: argparse.Namespace) -> Iterator[Finding]:
+    """Examine all sections in order; stop after the versions if torch or MMEngine are broken."""
+    progress = Console(stderr=True)
+    progress.print('looking at versions ...')
+    broken = False
+    for finding in versions.examine():
+        broken |= finding.level == 'error' and finding.found.startswith(_ESSENTIAL)
+        yield finding
+    if broken:
+        text = 'nothing else was examined, because that needs torch and MMEngine'
+        yield Finding('versions', 'note', text)
+        return
+    options = dict(config=args.config, accelerator=args.accelerator)
+    ranks = args.nproc or 1
+    work_dir = args.work_dir or str(Path('work_dirs') / Path(args.config or '').stem)
+    sections: Dict[str, tuple] = dict(
+        accelerators=(options,), launch=(), network=(), limits=(ranks, work_dir), patches=()
+    )
+    if args.config is not None:
+        sections['config'] = (options, ranks)
+    if args.nproc is not None:
+        measure = (args.largest_mb, args.rounds, args.timeout)
+        sections['collectives'] = (ranks, options, *measure)
+    for name, arguments in sections.items():
+        progress.print(f'looking at {name} ...')
+        # Imported here, because they import torch.
+        yield from import_module(f'mmdevplug.doctor.{name}').examine(*arguments)
 
 
 def as_dict(findings: List[Finding]) -> Dict[str, Any]:
