@@ -10,9 +10,7 @@ from typing import Any, List, Optional, Sequence
 
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from mmdevplug.accelerators import choose_accelerator
@@ -20,6 +18,7 @@ from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.device_guard import POLICIES, DeviceGuard
 from mmdevplug.doctor import launch as launch_variables
+from mmdevplug.doctor.report import titled_table
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, first_line
 from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
@@ -42,7 +41,6 @@ def build_parser() -> argparse.ArgumentParser:
         'is 1 if something is on the wrong device.',
         allow_abbrev=False,
     )
-    parser.add_argument('config', help='path of the config')
     parser.add_argument(
         '--model-parallel',
         choices=list(CHOICES.values()),
@@ -67,12 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    """Check a config's devices.
-
-    Raises:
-        DevPlugError: If the config cannot be trained.
-        SystemExit: With status 1 if something is on the wrong device.
-    """
+    """Check a config's devices; the exit status is 1 if something is on the wrong device."""
     args = build_parser().parse_args(argv)
     # One line for each module, however narrow the terminal is.
     console = Console(soft_wrap=True, width=WIDTH)
@@ -128,7 +121,7 @@ def _print_strategies(cfg: Config, env: LaunchEnv, console: Console) -> None:
     accelerator, reason = choose_accelerator(device)
     count = accelerator.device_count()
     console.print(Text(f'accelerator: {accelerator.name!r} ({reason}), {count} device(s)'))
-    chosen: Optional[Parallelism] = None
+    plan = None
     for enable, word in CHOICES.items():
         parallelism = Parallelism(
             replace(options, enable=enable),
@@ -142,14 +135,13 @@ def _print_strategies(cfg: Config, env: LaunchEnv, console: Console) -> None:
             outcome = f'refused: {error}'
         else:
             found = parallelism.strategy
-            assert found is not None
             outcome = f'{found.kind} on {", ".join(map(str, found.devices))}: {found.reason}'
         is_chosen = enable is options.enable
-        chosen = parallelism if is_chosen else chosen
+        plan = parallelism.plan if is_chosen else plan
         mark, style = ('*', 'bold') if is_chosen else (' ', 'dim')
         console.print(Text(f'{mark} model_parallel.enable={word:6}{outcome}', style))
-    if chosen is not None and chosen.plan is not None:
-        console.print(Text(str(chosen.plan)))
+    if plan is not None:
+        console.print(Text(str(plan)))
 
 
 # the step ---------------------------------------------------------------------------------------
@@ -198,12 +190,7 @@ def _check_step(runner: Any, args: argparse.Namespace, console: Console) -> List
 
 
 def _print_modules(rows: Sequence[ModuleDevices], depth: Optional[int], console: Console) -> None:
-    table = Table(
-        title='one training step; each module with all that is inside it',
-        title_justify='left',
-        title_style='bold',
-        box=SIMPLE_HEAD,
-    )
+    table = titled_table('one training step; each module with all that is inside it')
     for heading in ('module', 'class', 'bytes', *ModuleDevices._fields[3:]):
         table.add_column(heading, justify='right' if heading == 'bytes' else 'left', no_wrap=True)
     for row in rows:

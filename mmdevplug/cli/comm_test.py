@@ -41,12 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    """Test collectives as one rank of a job.
-
-    Raises:
-        DevPlugError: If the job cannot be started.
-        SystemExit: With status 1 if a collective failed.
-    """
+    """Test collectives as one rank of a job; the exit status is 1 if one failed."""
     args = build_parser().parse_args(argv)
     check_measure_arguments(args)
     rank = read_launch_env(args.launcher).rank

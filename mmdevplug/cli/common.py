@@ -4,21 +4,28 @@ import argparse
 import os
 import re
 import signal
-import sys
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 
-from mmengine.config import Config, DictAction
+from mmengine.config import Config, DictAction, config as config_module
+from mmengine.config.utils import MODULE2PACKAGE
 
 from mmdevplug.config.base_config import base_config
 from mmdevplug.environments.launch import LAUNCHERS, LaunchEnv, read_launch_env
 from mmdevplug.environments.stale import describe_stale, forget_stale_variables
 from mmdevplug.errors import CheckpointError, DevPlugError
-from mmdevplug.explanations.versions import explain_versions
+from mmdevplug.explanations.versions import explain_versions, folder_of
 from mmdevplug.fault_tolerance.abort import note_for_agent
+from mmdevplug.utils.patching import LocalPatch
 
-from .packages import load_file
-from .signals import end_on_signals, end_with_mim, exit_status
+from . import say
+from .forward_signals import end_on_signals, end_with_mim, exit_status
+
+_is_installed = LocalPatch(config_module, 'is_installed')
+_get_installed_path = LocalPatch(config_module, 'get_installed_path')
+_MODULES = {package: module for module, package in MODULE2PACKAGE.items()}
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +50,8 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that change a config."""
+    """Add a config and the arguments that change it."""
+    parser.add_argument('config', help='path of the config')
     parser.add_argument(
         '--cfg-options',
         nargs='+',
@@ -116,6 +124,43 @@ def check_checkpoint(path: str, origin: str) -> None:
         )
 
 
+def load_file(path: str) -> Config:
+    """Load a config from a path, or from ``package::path`` as in a config's ``_base_``."""
+    with _packages_found():
+        if '::' in path:
+            path, _ = Config._get_cfg_path(path, '')
+        return Config.fromfile(path)
+
+
+@contextmanager
+def _packages_found() -> Iterator[None]:
+    """Find the packages of ``mmseg::pspnet/...`` where MMEngine does not.
+
+    It looks for them with pkg_resources, which setuptools has no longer since release 81.
+    """
+    if find_spec('pkg_resources') is not None:
+        yield
+        return
+    with _is_installed(lambda _, package: _folder(package) is not None):
+        with _get_installed_path(_installed_path):
+            yield
+
+
+def _folder(package: str) -> Optional[str]:
+    """The folder of a package, by the name of its distribution or its module."""
+    return folder_of(_MODULES.get(package, package))
+
+
+def _installed_path(_: Any, package: str) -> str:
+    folder = _folder(package)
+    if folder is None:
+        raise ModuleNotFoundError(
+            f'the config names the package {package!r}, which is not installed; install it, or '
+            f'give the path of a file.'
+        )
+    return folder
+
+
 class Options(DictAction):
     """MMEngine's ``key=value`` options, which refuse what cannot be read.
 
@@ -156,7 +201,7 @@ def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
     """Read the launch variables before anything else does, and ignore an earlier job's."""
     stale = forget_stale_variables(args.launcher)
     if stale:
-        print(f'mmdevplug: {describe_stale(args.launcher, stale)}', file=sys.stderr, flush=True)
+        say(describe_stale(args.launcher, stale))
     if args.local_rank is not None:
         os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     return read_launch_env(args.launcher)
@@ -170,11 +215,11 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
         with explain_versions():
             main(argv)
     except KeyboardInterrupt:
-        print('mmdevplug: ended by SIGINT.', file=sys.stderr, flush=True)
+        say('ended by SIGINT.')
         return exit_status(signal.SIGINT)
     except DevPlugError as error:
         note_for_agent(error)
         text = getattr(error, 'brief', None) or error  # another rank of this host prints it all
-        print(f'mmdevplug: {type(error).__name__}: {text}', file=sys.stderr, flush=True)
+        say(f'{type(error).__name__}: {text}')
         return 1
     return 0

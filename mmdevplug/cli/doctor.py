@@ -4,21 +4,30 @@ import argparse
 import json
 import shlex
 import sys
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
 from rich.console import Console
 
-from mmdevplug.doctor.examination import examine
+from mmdevplug.doctor import versions
 from mmdevplug.doctor.findings import Finding, count_levels, exit_status
 from mmdevplug.doctor.report import print_report
 from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.utils.atomic_files import check_writable, write_text
 from mmdevplug.version import __version__
 
+from . import say
+
 #: Of the JSON file; changes when a key changes its meaning or goes.
 SCHEMA = 1
 MOST_RANKS = 256
+#: How findings begin that keep the other sections from being examined.
+_ESSENTIAL = tuple(
+    start
+    for name in versions.REQUIRED
+    for start in (f'import {name} ', f'{name}: ', f'{name} is not installed')
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -47,17 +56,12 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_measure_arguments(args: argparse.Namespace) -> None:
-    """Refuse numbers that make no test.
-
-    Raises:
-        LaunchError: With the option and the expected value.
-    """
+    """Refuse numbers that make no test."""
     for option in ('timeout', 'largest_mb', 'rounds'):
         value = getattr(args, option)
         if not 0 < value < float('inf'):
-            raise LaunchError(
-                f'--{option.replace("_", "-")} {value:g}: expected a number above 0.'
-            )
+            flag = option.replace('_', '-')
+            raise LaunchError(f'--{flag} {value:g}: expected a number above 0.')
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -65,40 +69,20 @@ def main(argv: Optional[List[str]] = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     try:
-        _check(args)
+        for option in ('json', 'html'):
+            if getattr(args, option) is not None:
+                check_writable(getattr(args, option), f'--{option}')
+        if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
+            raise LaunchError(f'--nproc {args.nproc}: expected 1 to {MOST_RANKS} processes.')
+        check_measure_arguments(args)
         return _examine(args, argv)
     except DevPlugError as error:
-        print(f'mmdevplug: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
+        say(f'{type(error).__name__}: {error}')
         return 1
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Refuse wrong arguments before anything is examined."""
-    for option in ('json', 'html'):
-        if getattr(args, option) is not None:
-            check_writable(getattr(args, option), f'--{option}')
-    if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
-        raise LaunchError(f'--nproc {args.nproc}: expected 1 to {MOST_RANKS} processes.')
-    check_measure_arguments(args)
-
-
 def _examine(args: argparse.Namespace, argv: List[str]) -> int:
-    work_dir = args.work_dir or (
-        'work_dirs' if args.config is None else str(Path('work_dirs') / Path(args.config).stem)
-    )
-    progress = Console(stderr=True)
-    findings = list(
-        examine(
-            lambda section: progress.print(f'looking at {section} ...'),
-            config=args.config,
-            accelerator=args.accelerator,
-            ranks=args.nproc,
-            work_dir=work_dir,
-            largest_mb=args.largest_mb,
-            rounds=args.rounds,
-            timeout=args.timeout,
-        )
-    )
+    findings = list(examine(args))
     print_report(findings, Console())
     if args.json is not None:
         write_text(json.dumps(as_dict(findings), indent=1), args.json)
@@ -109,6 +93,35 @@ def _examine(args: argparse.Namespace, argv: List[str]) -> int:
         command = ' '.join(map(shlex.quote, ['mmdevplug', 'doctor', *argv]))
         write_text(render(findings, command), args.html)
     return exit_status(findings)
+
+
+def examine(args: argparse.Namespace) -> Iterator[Finding]:
+    """Examine all sections in order; stop after the versions if torch or MMEngine are broken."""
+    progress = Console(stderr=True)
+    progress.print('looking at versions ...')
+    broken = False
+    for finding in versions.examine():
+        broken |= finding.level == 'error' and finding.found.startswith(_ESSENTIAL)
+        yield finding
+    if broken:
+        text = 'nothing else was examined, because that needs torch and MMEngine'
+        yield Finding('versions', 'note', text)
+        return
+    options = dict(config=args.config, accelerator=args.accelerator)
+    ranks = args.nproc or 1
+    work_dir = args.work_dir or str(Path('work_dirs') / Path(args.config or '').stem)
+    sections: Dict[str, tuple] = dict(
+        accelerators=(options,), launch=(), network=(), limits=(ranks, work_dir), patches=()
+    )
+    if args.config is not None:
+        sections['config'] = (options, ranks)
+    if args.nproc is not None:
+        measure = (args.largest_mb, args.rounds, args.timeout)
+        sections['collectives'] = (ranks, options, *measure)
+    for name, arguments in sections.items():
+        progress.print(f'looking at {name} ...')
+        # Imported here, because they import torch.
+        yield from import_module(f'mmdevplug.doctor.{name}').examine(*arguments)
 
 
 def as_dict(findings: List[Finding]) -> Dict[str, Any]:

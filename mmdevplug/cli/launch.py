@@ -6,10 +6,9 @@ import sys
 from dataclasses import replace
 from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 
-from mmdevplug.accelerators import choose_accelerator
+from mmdevplug.accelerators import Accelerator, choose_accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.launch import LaunchOptions
-from mmdevplug.doctor.limits import available_memory
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.environments.stale import (
@@ -19,22 +18,20 @@ from mmdevplug.environments.stale import (
 )
 from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.utils.byte_sizes import format_bytes
-from mmdevplug.utils.host import usable_cores
+from mmdevplug.utils.host import available_memory, usable_cores
 
+from . import say
 from .common import add_common_arguments, load_config, run
+from .forward_signals import replace_process, run_check
 from .launch_settings import LAUNCH_FLAGS, check_together, read_settings
-from .signals import replace_process, run_check
 
 #: What a process holds that has imported PyTorch and MMEngine and has no model yet: 154 MB of its
 #: own, with PyTorch 2.13 for the CPU.
 LEAST_BYTES_PER_RANK = 150 << 20
 
 
-def check_device_count(args: argparse.Namespace, wanted: int, origin: str) -> None:
-    """Refuse more processes than this host has devices, or memory for."""
-    check_room(wanted, origin, insist=args.oversubscribe)
-    options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
-    accelerator = choose_accelerator(options.device).accelerator
+def refuse_missing_devices(accelerator: Accelerator, wanted: int, origin: str) -> None:
+    """Refuse more processes than this host has devices, unless processes share them."""
     count = accelerator.device_count()
     if not accelerator.shares_devices and wanted > count:
         raise LaunchError(
@@ -58,22 +55,14 @@ def check_room(wanted: int, origin: str, insist: bool = False) -> None:
         )
     cores = usable_cores()
     if wanted > cores:
-        print(
-            f'mmdevplug: {origin}={wanted}, but this process may use {cores} core(s): processes '
-            f'will wait for each other. Start {cores} or fewer; --oversubscribe silences this.',
-            file=sys.stderr,
-            flush=True,
+        say(
+            f'{origin}={wanted}, but this process may use {cores} core(s): processes will wait '
+            f'for each other. Start {cores} or fewer; --oversubscribe silences this.'
         )
 
 
 def launch(module: str, argv: List[str], args: argparse.Namespace) -> NoReturn:
-    """Become torchrun, which runs a module in several processes.
-
-    Args:
-        module (str): A module with a ``__main__`` part.
-        argv (List[str]): Its arguments, and those that start processes.
-        args (argparse.Namespace): The same, parsed.
-    """
+    """Become torchrun, which runs a module in several processes; ``args`` are ``argv`` parsed."""
     settings = read_settings(args, args.launch)
     if settings.nnodes == 1:
         refuse_to_run_alone()
@@ -104,9 +93,7 @@ def agent_command(settings: LaunchOptions) -> List[str]:
     """The command line of torchrun, up to the script."""
     single = settings.nnodes == 1
     command = [
-        sys.executable,
-        '-m',
-        'mmdevplug.cli.torchrun_agent',
+        *(sys.executable, '-m', 'mmdevplug.cli.torchrun_agent'),
         # torchrun would take --nproc for an abbreviation of its own options.
         f'--nproc_per_node={settings.nproc}',
         f'--max_restarts={settings.max_restarts}',
@@ -129,11 +116,7 @@ def _environment(given: Dict[str, str]) -> Dict[str, str]:
     environ = {name: value for name, value in os.environ.items() if name not in stale}
     for name, value in given.items():
         if environ.setdefault(name, value) != value:
-            print(
-                f'mmdevplug: {name}={environ[name]} of the shell wins over {value} of the launch '
-                f'file.',
-                file=sys.stderr,
-            )
+            say(f'{name}={environ[name]} of the shell wins over {value} of the launch file.')
     return environ
 
 
@@ -176,7 +159,6 @@ def main(argv: Optional[List[str]] = None) -> None:
     parser.add_argument('--script', help='start this with the remaining arguments')
     parser.add_argument('--origin', default='NUM_DEVICES', help='its name in messages')
     parser.add_argument('num_devices')
-    parser.add_argument('config')
     add_common_arguments(parser)
     args, _ = parser.parse_known_args(argv)
     try:
@@ -192,7 +174,9 @@ def main(argv: Optional[List[str]] = None) -> None:
         command = [*agent_command(hosts), args.script, *words[1:], '--launcher', 'pytorch']
         _check_and_start(words, command, _environment({}))
     forget_stale_variables('none')
-    check_device_count(args, wanted, args.origin)
+    check_room(wanted, args.origin, insist=args.oversubscribe)
+    options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
+    refuse_missing_devices(choose_accelerator(options.device).accelerator, wanted, args.origin)
 
 
 if __name__ == '__main__':

@@ -14,6 +14,7 @@ from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.atomic_files import write_text
 
+from .launch import refuse_missing_devices
 from .launch_settings import add_launch_arguments, check_together, flags_of
 
 
@@ -38,22 +39,24 @@ def main(argv: Optional[List[str]] = None) -> None:
     accelerator = choose_accelerator(args.accelerator).accelerator
     count = accelerator.device_count()
     nproc = flags.get('nproc', 1 if accelerator.shares_devices else count)
-    if not accelerator.shares_devices and nproc > count:
-        raise LaunchError(
-            f'--nproc={nproc}, but this host has {count} {accelerator.name} device(s) '
-            f'({accelerator.describe_visibility()}). Ask for at most {count}.'
-        )
+    refuse_missing_devices(accelerator, nproc, '--nproc')
     settings = LaunchOptions(
         accelerator=accelerator.name, timeout=1800, env=dict(OMP_NUM_THREADS='1')
     )
     settings = replace(_with_slurm(settings), **{**flags, 'nproc': nproc})
     # Only the hosts' own files have a node rank; without one the file is for all of them.
     check_together(replace(settings, node_rank=settings.node_rank or 0))
+    why = f'This host has {count} {accelerator.name} device(s).'
     if accelerator.shares_devices:
         why = f'The {accelerator.name} takes as many as its cores allow.'
-    else:
-        why = f'This host has {count} {accelerator.name} device(s).'
-    _write(args.out, render(settings, Path(args.out).name, why), args.force)
+    if os.path.lexists(args.out) and not args.force:
+        raise LaunchError(f'{args.out} exists already. Pass --force to replace it, or --out.')
+    try:
+        write_text(render(settings, Path(args.out).name, why), args.out)
+    except OSError as error:
+        raise LaunchError(
+            f'--out {args.out!r} cannot be written: {error}. Choose another.'
+        ) from error
     print(
         f'{args.out}: {settings.nproc} process(es) on {settings.accelerator!r} on each of '
         f'{settings.nnodes} host(s). Start: mmdevplug train CONFIG --launch {args.out}'
@@ -73,15 +76,6 @@ def _with_slurm(settings: LaunchOptions) -> LaunchOptions:
         master_addr=slurm_first_host(os.environ),
         master_port=slurm_port(os.environ),
     )
-
-
-def _write(path: str, text: str, force: bool) -> None:
-    if os.path.lexists(path) and not force:
-        raise LaunchError(f'{path} exists already. Pass --force to replace it, or --out.')
-    try:
-        write_text(text, path)
-    except OSError as error:
-        raise LaunchError(f'--out {path!r} cannot be written: {error}. Choose another.') from error
 
 
 def render(settings: LaunchOptions, name: str, why: str) -> str:

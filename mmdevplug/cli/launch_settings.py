@@ -46,11 +46,7 @@ def flags_of(args: argparse.Namespace) -> Dict[str, Any]:
 
 def starts_processes(args: argparse.Namespace) -> bool:
     """Whether arguments start processes; refuse those that also say that they were started."""
-    flags = [
-        flag
-        for flag in LAUNCH_FLAGS
-        if getattr(args, flag[2:].replace('-', '_'), None) is not None
-    ]
+    flags = [one for one in LAUNCH_FLAGS if getattr(args, one[2:].replace('-', '_')) is not None]
     if flags and args.launcher != 'none':
         raise LaunchError(
             f'{flags[0]} and --launcher {args.launcher} disagree: {flags[0]} starts processes, '

@@ -7,6 +7,8 @@ from typing import List, Optional
 
 from mmdevplug.version import __version__
 
+from . import say
+
 COMMANDS = {
     'train': 'train a model: mmdevplug train CONFIG [--accelerator NAME] [--nproc N] ...',
     'launch-config': 'write a launch file for what is present: mmdevplug launch-config ...',
@@ -34,7 +36,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     asked_for_help = argv[:1] in (['-h'], ['--help'])
     stream = sys.stdout if asked_for_help else sys.stderr
     if argv and not asked_for_help:
-        print(f'mmdevplug: {argv[0]!r} is no command.', file=stream)
+        say(f'{argv[0]!r} is no command.')
     print('Commands; each takes --help:', file=stream)
     for name, help_ in COMMANDS.items():
         print(f'  {name:15}{help_}', file=stream)

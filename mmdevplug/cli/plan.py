@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from typing import List, Optional, Union
 
 from mmengine.config import Config
@@ -14,6 +13,8 @@ from mmdevplug.model_parallel.meta_build import build_from_file
 from mmdevplug.model_parallel.parse_devices import parse_devices, parse_max_memory
 from mmdevplug.model_parallel.sizes import state_factor
 from mmdevplug.utils.atomic_files import check_writable, write_text
+
+from . import say
 
 DEFAULT_OPTIMIZER = 'adamw'
 KINDS = ('json', 'png', 'html')
@@ -54,7 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[List[str]] = None) -> None:
     """Plan, print, and write the requested files."""
     args = build_parser().parse_args(argv)
-    _check(args)
+    # Wrong devices, memory and files are refused before a model is built.
+    devices = parse_devices(args.devices, exclude_cpu=not args.allow_cpu)
+    parse_max_memory(args.max_memory, devices)
+    for kind in KINDS:
+        if getattr(args, kind) is not None:
+            check_writable(getattr(args, kind), f'--{kind}')
     model, cfg = build_from_file(args.model)
     made = plan(
         model,
@@ -78,15 +84,6 @@ def main(argv: Optional[List[str]] = None) -> None:
         save_html(made, args.html)
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Refuse wrong devices, memory and files before a model is built."""
-    devices = parse_devices(args.devices, exclude_cpu=not args.allow_cpu)
-    parse_max_memory(args.max_memory, devices)
-    for kind in KINDS:
-        if getattr(args, kind) is not None:
-            check_writable(getattr(args, kind), f'--{kind}')
-
-
 def _optimizer(
     given: Optional[str], cfg: Optional[Config], training: bool
 ) -> Union[str, int, float]:
@@ -100,6 +97,6 @@ def _optimizer(
         return DEFAULT_OPTIMIZER
     factor, why_not = state_factor((cfg.get('optim_wrapper') or {}).get('optimizer'))
     if factor is None:
-        print(f'mmdevplug: counting with {DEFAULT_OPTIMIZER}: {why_not}', file=sys.stderr)
+        say(f'counting with {DEFAULT_OPTIMIZER}: {why_not}')
         return DEFAULT_OPTIMIZER
     return factor

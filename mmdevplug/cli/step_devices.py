@@ -50,8 +50,8 @@ class StepDevices:
             inputs = self._inputs.setdefault(name, {})
             outputs = self._outputs.setdefault(name, {})
             self._handles += [
-                module.register_forward_pre_hook(partial(_note_inputs, inputs), **_KEYWORDS),
-                module.register_forward_hook(partial(_note_outputs, outputs), **_KEYWORDS),
+                module.register_forward_pre_hook(partial(_note, inputs, 0), **_KEYWORDS),
+                module.register_forward_hook(partial(_note, outputs, -1), **_KEYWORDS),
             ]
         for parameter in self._model.parameters():
             if parameter.requires_grad:
@@ -114,12 +114,9 @@ class StepDevices:
         return found
 
 
-def _note_inputs(seen: Dict[str, None], module: nn.Module, *args: Any) -> None:
-    seen.update(dict.fromkeys(_named(devices_of(tensors_in(args)))))
-
-
-def _note_outputs(seen: Dict[str, None], module: nn.Module, *args: Any) -> None:
-    seen.update(dict.fromkeys(_named(devices_of(tensors_in(args[-1])))))
+def _note(seen: Dict[str, None], first: int, module: nn.Module, *args: Any) -> None:
+    """Note the devices of all that a hook gets; from -1 on, of the output alone."""
+    seen.update(dict.fromkeys(_named(devices_of(tensors_in(args[first:])))))
 
 
 def _named(devices: Iterable[Any]) -> Devices:

@@ -14,9 +14,8 @@ from .common import add_common_arguments, check_checkpoint, load_complete_config
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of OpenMMLab's ``tools/test.py``, and ``--accelerator``."""
     parser = argparse.ArgumentParser(prog='mmdevplug test', description='Test a model')
-    parser.add_argument('config', help='path of the config')
-    parser.add_argument('checkpoint', help='path or address of the checkpoint')
     add_common_arguments(parser)
+    parser.add_argument('checkpoint', help='path or address of the checkpoint')
     parser.add_argument('--tta', action='store_true', help='average over augmented inputs')
     parser.add_argument('--out', help='a .pkl file for the predictions')
     return parser

@@ -23,10 +23,8 @@ from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_stor
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.patching import patch_symbol
 
-from .signals import RankSignals, end_leftovers, exit_status
-
-#: Begins the names of variables from which torchrun reads options.
-OPTION_VARIABLES = 'PET_'
+from . import say
+from .forward_signals import RankSignals, end_leftovers, exit_status
 
 
 @record
@@ -41,7 +39,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         run(args)
         del store
     except LaunchError as error:
-        print(f'mmdevplug: LaunchError: {error}', file=sys.stderr, flush=True)
+        say(f'LaunchError: {error}')
         return 1
     except SignalException:
         return 1  # the signal decides the status, in `_main`
@@ -54,7 +52,7 @@ def read_arguments(argv: Optional[List[str]] = None) -> Namespace:
     By itself torchrun takes what the command line leaves out from variables such as
     ``PET_NODE_RANK``, which operators of Kubernetes set in every pod.
     """
-    hidden = {k: v for k, v in os.environ.items() if k.startswith(OPTION_VARIABLES)}
+    hidden = {k: v for k, v in os.environ.items() if k.startswith('PET_')}
     for name in hidden:
         del os.environ[name]
     try:
@@ -63,11 +61,7 @@ def read_arguments(argv: Optional[List[str]] = None) -> Namespace:
         os.environ.update(hidden)
     if hidden:
         found = ' '.join(f'{name}={value}' for name, value in hidden.items())
-        print(
-            f'mmdevplug: ignored: {found}. The command line says how this job is started.',
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f'ignored: {found}. The command line says how this job is started.')
     return args
 
 
@@ -132,7 +126,7 @@ def _main() -> int:
     try:
         status = main()
     except ChildFailedError as error:
-        print(f'mmdevplug: {describe_failure(error)}', file=sys.stderr, flush=True)
+        say(describe_failure(error))
     except SignalException:
         status = 1  # it came before or after `main`; the lines below report it
     finally:
@@ -141,12 +135,8 @@ def _main() -> int:
     if signals.number is None:
         return status
     name = signal.Signals(signals.number).name
-    print(
-        f'mmdevplug: ended by {name}; all ranks of this host ended, '
-        + ('each with status 0.' if status == 0 else 'not all of them with status 0.'),
-        file=sys.stderr,
-        flush=True,
-    )
+    how = 'each with status 0.' if status == 0 else 'not all of them with status 0.'
+    say(f'ended by {name}; all ranks of this host ended, {how}')
     return exit_status(signals.number)
 
 

@@ -21,7 +21,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog='mmdevplug train', description='Train a model', allow_abbrev=False
     )
-    parser.add_argument('config', help='path of the config')
     add_common_arguments(parser)
     parser.add_argument(
         '--resume',

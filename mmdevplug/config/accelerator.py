@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
 from mmdevplug.errors import AcceleratorError, DevPlugError, LaunchError
 
-from .fields import Options, choice, did_you_mean, flag, option, read_dict, read_switch
+from .fields import Options, choice, did_you_mean, flag, option, read_dict
 from .hook_options import CompilationOptions, DeviceHookOptions, MemoryOptions
 from .pad_to import PadTo, read_pad_to
 
@@ -24,10 +24,8 @@ def find_compilation_cache(value: Any, work_dir: Optional[str] = None) -> Option
         return os.path.join(work_dir, 'compilation_cache')
     if isinstance(value, (str, os.PathLike)) and str(value):
         return os.path.abspath(value)
-    accepted = (
-        'a folder' if work_dir is None else 'a folder, or True for one in the work directory'
-    )
-    raise AcceleratorError(f'accelerator.compilation_cache={value!r}: expected {accepted}.')
+    also = '' if work_dir is None else ', or True for one in the work directory'
+    raise AcceleratorError(f'accelerator.compilation_cache={value!r}: expected a folder{also}.')
 
 
 def _read_compilation_cache(value: Any, key: str) -> Union[None, bool, str]:
@@ -79,7 +77,7 @@ class AcceleratorOptions(Options):
         'On a lazy device: log `device/compiles`, and warn, with the shapes that changed, '
         'where compiling does not end.',
         accepts='bool, dict',
-        read=read_switch(CompilationOptions),
+        read=read_dict(CompilationOptions, switch=True),
     )
     heartbeat_timeout: Optional[Real] = option(
         None,
@@ -99,7 +97,7 @@ class AcceleratorOptions(Options):
         True,
         'Log memory of the host and the device, and report growth.',
         accepts='bool, dict',
-        read=read_switch(MemoryOptions),
+        read=read_dict(MemoryOptions, switch=True),
     )
     mmcv_ops: str = option(
         'host',

@@ -88,12 +88,10 @@ def option(
 
     Args:
         default: The value that a config has by leaving the option out, or :data:`REQUIRED`.
-        meaning (str): One line for the documentation.
-        check (Check, optional): What values other than the default must fulfil.
-        read (callable, optional): Takes a value and the full key, e.g. ``'accelerator.pad_to'``,
-            and returns what the field holds. Defaults to None: the value.
-        accepts (str, optional): Types and words that a config may write, for the documentation.
-            Defaults to None: those of ``check``.
+        meaning: One line for the documentation.
+        check: What values other than the default must fulfil.
+        read: Returns what the field holds of a value; also gets the key: 'accelerator.pad_to'.
+        accepts: Types and words for the documentation. Defaults to those of ``check``.
     """
     if accepts is None and check is not None:
         accepts = check.accepts
@@ -133,7 +131,7 @@ class Options:
         check = cls.__dataclass_fields__[name].metadata['check']
         if check is None or check.holds(value):
             return
-        shown = _shortened(value)
+        shown = shortened(value)
         if origin is None and cls.taken_by:
             raise cls.error(
                 f'{cls.taken_by}.{name}={shown} ({cls.key}.{name}): expected {check.expected}.'
@@ -199,7 +197,8 @@ def did_you_mean(unknown: Iterable[Any], known: Iterable[str]) -> str:
     return f'; did you mean {" and ".join(map(repr, dict.fromkeys(found)))}?' if found else '.'
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """Quote a value for a message, shortened to 60 characters if it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f'{text[:60]}... ({len(text)} characters)'
 
@@ -217,24 +216,16 @@ def flag(default: bool, meaning: str) -> Any:
     )
 
 
-def read_switch(kind: Any) -> Reader:
-    """Make the reader of an option that is True, False (None is held), or a dict of options."""
+def read_dict(kind: Any, switch: bool = False) -> Reader:
+    """Make the reader of an option that is a dict of options, or a switch: True, False (None)."""
+    accepted = 'True, False, or a dict' if switch else 'a dict'
 
     def read(value: Any, key: str) -> Optional[Options]:
-        if isinstance(value, bool):
+        if switch and isinstance(value, bool):
             return kind() if value else None
-        return _read_dict(kind, value, key, 'True, False, or a dict')
+        if isinstance(value, Mapping):
+            return kind.from_dict(value)
+        names = ', '.join(kind.names())
+        raise kind.error(f'{key}={value!r}: expected {accepted} with some of {names}.')
 
     return read
-
-
-def read_dict(kind: Any) -> Reader:
-    """Make the reader of an option that is a dict of options."""
-    return lambda value, key: _read_dict(kind, value, key, 'a dict')
-
-
-def _read_dict(kind: Any, value: Any, key: str, accepted: str) -> Options:
-    if isinstance(value, Mapping):
-        return kind.from_dict(value)
-    names = ', '.join(kind.names())
-    raise kind.error(f'{key}={value!r}: expected {accepted} with some of {names}.')

@@ -9,9 +9,7 @@ from mmdevplug.errors import LaunchError
 from .fields import Check, Options, option, positive, whole
 
 _NAME = Check(
-    lambda value: (
-        isinstance(value, str) and re.fullmatch(r'[\w.:-]+', value, re.ASCII) is not None
-    ),
+    lambda value: isinstance(value, str) and bool(re.fullmatch(r'[\w.:-]+', value, re.ASCII)),
     "a name such as 'auto', 'cpu' or 'gcu'",
     'str',
 )

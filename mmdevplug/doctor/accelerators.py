@@ -22,10 +22,10 @@ from mmdevplug.errors import DevPlugError
 from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.byte_sizes import format_bytes
 
-from .findings import Finding
+from .findings import Finding, Section
 from .isolated import Death, run_isolated
 
-SECTION = 'accelerators'
+section = Section('accelerators')
 STEP_SECONDS = 120.0
 CHOICE = 'choice'
 #: Of the largest expected value: devices that multiply in bfloat16 or TF32 stay below it.
@@ -48,18 +48,16 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Find
         else:
             findings.append(found)
     if absent:
-        findings.append(Finding(SECTION, 'note', f'not there: {"; ".join(absent)}'))
+        findings.append(section.note(f'not there: {"; ".join(absent)}'))
     return findings
 
 
 def accelerator_options(
     cfg: Optional[Mapping[str, Any]], accelerator: Optional[str]
 ) -> AcceleratorOptions:
-    """Read the config key ``accelerator``, whose name ``accelerator`` replaces if given.
-
-    The section *config* reports wrong options.
-    """
+    """Read the config key ``accelerator``, whose name ``accelerator`` replaces if given."""
     given = None if cfg is None else cfg.get('accelerator')
+    # The section *config* reports the problems.
     options = AcceleratorOptions.from_config(given, problems=[], backend='auto')
     same = isinstance(options.device, dict) and options.device.get('type') == accelerator
     if accelerator is None or same:
@@ -77,14 +75,13 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
     except Exception as error:
         # The section of the config says more.
         message = f'the config cannot be loaded: {type(error).__name__}: {error}'
-        yield Finding(SECTION, 'note', f'{task}: examined without the config; {message}')
+        yield section.note(f'{task}: examined without the config; {message}')
     say('looking for devices')
     try:
         device = accelerator_options(cfg, options['accelerator']).device
         if task == CHOICE:
             accelerator, reason = choose_accelerator(device)
-            text = f'training here uses {accelerator.name!r} ({reason})'
-            yield Finding(SECTION, 'ok', text)
+            yield section.ok(f'training here uses {accelerator.name!r} ({reason})')
         else:
             device = device if device.get('type') == task else dict(type=task)
             yield from _examine_family(device, bool(options['accelerator']), say)
@@ -106,23 +103,19 @@ def _examine_family(
     value = None if variable is None else os.environ.get(variable)
     remedy = '' if value is None else f'unset {variable}'
     if asked_for:
-        yield Finding(
-            SECTION,
-            'error',
+        yield section.error(
             f'{name}: no device ({seen}); it needs {accelerator.requirement()}',
             'the accelerator that was asked for cannot be used here.',
             remedy or f'--accelerator {available_accelerators()[0]}',
         )
     elif value is not None and value.strip() in ('', '-1', 'void'):
-        yield Finding(
-            SECTION,
-            'warning',
+        yield section.warning(
             f'{name}: no device is visible ({seen})',
             'the variable hides every device from this process.',
             remedy,
         )
     else:
-        yield Finding(SECTION, 'absent', f'{name} (needs {accelerator.requirement()})')
+        yield section.finding('absent', f'{name} (needs {accelerator.requirement()})')
 
 
 def _examine_devices(
@@ -136,9 +129,7 @@ def _examine_devices(
         size = 'size of memory unknown' if memory is None else format_bytes(memory)
         described.append(f'{device} ({accelerator.device_name(device)}, {size})')
         devices.append(dict(device=str(device), memory=memory))
-    yield Finding(
-        SECTION,
-        'ok',
+    yield section.ok(
         f'{accelerator.name}: {count} device(s): {", ".join(described)}; '
         f'{accelerator.describe_visibility()}',
         data=dict(name=accelerator.name, devices=devices),
@@ -148,9 +139,7 @@ def _examine_devices(
 
 
 def _broken(found: str, data: Any = None) -> Finding:
-    return Finding(
-        SECTION,
-        'error',
+    return section.error(
         found,
         'training on this accelerator fails or computes something else.',
         "MMDEVPLUG_ACCELERATOR=cpu mmdevplug doctor  # then repair the driver or the vendor's "
@@ -188,18 +177,14 @@ def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], 
         return _broken(f'{device} computes wrongly: {"; ".join(wrong)}', data)
     narrowed = probe_device(accelerator, device)
     if narrowed:
-        return Finding(
-            SECTION,
-            'note',
+        return section.note(
             f'{device} computes as the CPU does, but does not keep {" and ".join(narrowed)}: '
             f'values of these dtypes are narrowed to 32 bits, or refused.',
             'integers of 2**31 and more change there, and float64 is no more exact than float32.',
             'keep such values (ids, time stamps, sums over many pixels) on the host',
             data,
         )
-    return Finding(
-        SECTION,
-        'ok',
+    return section.ok(
         f'{device} computes {", ".join(_PROBES)} as the CPU does: largest relative difference '
         f'{max(differences):.1e}, tolerance {RELATIVE_TOLERANCE:g}',
         data=data,

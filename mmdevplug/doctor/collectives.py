@@ -10,11 +10,11 @@ from typing import Any, Dict, Iterator, List
 
 from mmdevplug.environments.stale import stale_variables
 
-from .findings import Finding
+from .findings import Finding, Section
 from .isolated import describe_end, run_watched
 from .network import examine_listening
 
-SECTION = 'collectives'
+section = Section('collectives')
 #: Added to the timeout of a collective: to start Python, and for ranks to report their errors.
 SLACK_SECONDS = 60.0
 
@@ -62,7 +62,7 @@ def examine(
             how = describe_end(status, timeout + SLACK_SECONDS)
             found = [f'the job {how}: {last[0][:300]}']
     why = f'a training of {ranks} processes would end or hang there.'
-    return [Finding(SECTION, 'error', one, why, _remedy(one)) for one in found]
+    return [section.error(one, why, _remedy(one)) for one in found]
 
 
 def _remedy(found: str) -> str:
@@ -83,17 +83,13 @@ def describe_results(results: Dict[str, Any]) -> Iterator[Finding]:
     """Report the results of :func:`mmdevplug.doctor.collectives_rank.run_rank`."""
     for check in results['checks']:
         for problem in check['problems']:
-            yield Finding(
-                SECTION,
-                'error',
+            yield section.error(
                 f'{check["name"]}: {problem}',
                 'training needs this collective, with the values that ranks sent.',
                 f"accelerator = dict(type={results['accelerator']!r}, backend='gloo')",
             )
     passed = [check for check in results['checks'] if check['status'] == 'pass']
-    yield Finding(
-        SECTION,
-        'ok',
+    yield section.ok(
         f'{len(passed)} collectives are right: {results["world_size"]} ranks on '
         f'{", ".join(results["devices"])}, backend {results["backend"]!r}, which takes '
         f'{results["tensors_on"]} tensors',

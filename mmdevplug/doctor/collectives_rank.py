@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 class Ranks:
-    """The ranks of a process group, the values that they put in, and the device for them."""
+    """The ranks of a process group, their values, and the device for them."""
 
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
@@ -105,24 +105,24 @@ def _barrier(ranks: Ranks, count: int) -> Case:
     return Case(run, lambda: problems)
 
 
-def _all_reduce(ranks: Ranks, count: int) -> Case:
+def _in_place(ranks: Ranks, count: int, collective: Callable[[Tensor], Any], factor: int) -> Case:
+    """A collective that replaces the values of every rank by ``factor * pattern``."""
     own = ranks.own(count).to(ranks.device)
     tensor = own.clone()
     return Case(
-        lambda: torch_dist.all_reduce(tensor),
-        lambda: ranks.compare(tensor, ranks.pattern(count, ranks.total)),
+        lambda: collective(tensor),
+        lambda: ranks.compare(tensor, ranks.pattern(count, factor)),
         lambda: tensor.copy_(own),
     )
+
+
+def _all_reduce(ranks: Ranks, count: int) -> Case:
+    return _in_place(ranks, count, torch_dist.all_reduce, ranks.total)
 
 
 def _broadcast(ranks: Ranks, count: int) -> Case:
-    own = ranks.own(count).to(ranks.device)
-    tensor = own.clone()
-    return Case(
-        lambda: torch_dist.broadcast(tensor, ranks.size - 1),
-        lambda: ranks.compare(tensor, ranks.pattern(count, ranks.size)),
-        lambda: tensor.copy_(own),
-    )
+    last = ranks.size - 1
+    return _in_place(ranks, count, lambda own: torch_dist.broadcast(own, last), last + 1)
 
 
 def _all_gather(ranks: Ranks, count: int) -> Case:

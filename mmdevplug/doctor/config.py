@@ -12,10 +12,10 @@ from mmdevplug.errors import DevPlugError
 
 from . import config_model, config_names, config_values
 from .accelerators import accelerator_options
-from .findings import Finding
+from .findings import Finding, Section
 from .isolated import Death, run_isolated
 
-SECTION = 'config'
+section = Section('config')
 STEP_SECONDS = 300.0
 
 
@@ -23,8 +23,17 @@ def examine(
     options: Dict[str, Any], ranks: int = 1, seconds: float = STEP_SECONDS
 ) -> List[Finding]:
     """Examine a config in a separate process: loading it imports what it names."""
-    found = run_isolated(__name__, [options['config']], dict(options, ranks=ranks), seconds)
-    return [_died(one) if isinstance(one, Death) else one for one in found]
+    config, findings = options['config'], []
+    for found in run_isolated(__name__, [config], dict(options, ranks=ranks), seconds):
+        if isinstance(found, Death):
+            found = section.error(
+                found.describe(),
+                'a training with this config would end there, too.',
+                f'{sys.executable} -X faulthandler -c "from mmengine.config import Config; '
+                f'Config.fromfile({config!r})"',
+            )
+        findings.append(found)
+    return findings
 
 
 def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:
@@ -34,18 +43,24 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
     try:
         cfg = Config.fromfile(task)
     except Exception as error:
-        yield Finding(
-            SECTION,
-            'error',
+        yield section.error(
             f'{_place_in_config(task, error)}: {type(error).__name__}: {error}',
             'the config cannot be loaded.',
             f'{sys.executable} -c "from mmengine.config import Config; Config.fromfile({task!r})"',
         )
         return
-    yield Finding(SECTION, 'ok', f'{task} can be loaded', data=dict(config=task))
+    yield section.ok(f'{task} can be loaded', data=dict(config=task))
     cfg.setdefault('accelerator', dict(type='auto', backend='auto'))  # as `mmdevplug train` does
     say('setting the default scope')
-    yield from _set_scope(cfg)
+    scope = cfg.get('default_scope') or 'mmengine'
+    DefaultScope.get_instance('mmdevplug-doctor', scope_name=scope)
+    problem = '' if scope == 'mmengine' else config_names.scope_problem(scope)
+    if problem:
+        yield section.error(
+            f'default_scope={scope!r}: {problem}',
+            'the types of the config are looked up in that package.',
+            f'{sys.executable} -c "import {scope}"  # then install it or repair what it names',
+        )
     say('looking up names')
     unknown = list(config_names.examine(cfg))
     say('choosing the accelerator')
@@ -54,9 +69,7 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
         device = accelerator_options(cfg, options['accelerator']).device
         accelerator = choose_accelerator(device).accelerator
     except DevPlugError as error:
-        yield Finding(
-            SECTION,
-            'error',
+        yield section.error(
             f'accelerator: {error}',
             'the job stops before it begins.',
             "accelerator = dict(type='auto', backend='auto')",
@@ -70,21 +83,7 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
     built = any('parameters' in (finding.data or {}) for finding in model)
     yield from (finding for finding in unknown if finding.level == 'error' or not built)
     if not any(finding.level == 'error' for finding in unknown):
-        yield Finding(SECTION, 'ok', 'all types in the config are registered')
-
-
-def _set_scope(cfg: Config) -> Iterator[Finding]:
-    scope = cfg.get('default_scope') or 'mmengine'
-    DefaultScope.get_instance('mmdevplug-doctor', scope_name=scope)
-    problem = '' if scope == 'mmengine' else config_names.scope_problem(scope)
-    if problem:
-        yield Finding(
-            SECTION,
-            'error',
-            f'default_scope={scope!r}: {problem}',
-            'the types of the config are looked up in that package.',
-            f'{sys.executable} -c "import {scope}"  # then install it or repair what it names',
-        )
+        yield section.ok('all types in the config are registered')
 
 
 def _place_in_config(path: str, error: BaseException) -> str:
@@ -100,14 +99,3 @@ def _place_in_config(path: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.lineno is not None:
         return f'{loading}:{error.lineno}'
     return place
-
-
-def _died(death: Death) -> Finding:
-    return Finding(
-        SECTION,
-        'error',
-        death.describe(),
-        'a training with this config would end there, too.',
-        f'{sys.executable} -X faulthandler -c "from mmengine.config import Config; '
-        f'Config.fromfile({death.task!r})"',
-    )

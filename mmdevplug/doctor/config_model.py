@@ -16,9 +16,9 @@ from mmdevplug.model_parallel.meta_build import build, can_build_on_meta
 from mmdevplug.model_parallel.sizes import state_factor
 from mmdevplug.utils.byte_sizes import format_bytes
 
-from .findings import Finding
+from .findings import Finding, Section
 
-SECTION = 'config'
+section = Section('config')
 
 #: The largest part of a device's memory for weights and states; the rest is for activations.
 COMFORTABLE_PART = 0.5
@@ -28,37 +28,31 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
     """Build the model and predict what a device holds in a training of ``ranks`` processes."""
     if cfg.get('model') is None:
         text, why = 'the config has no model', 'there is nothing to train.'
-        yield Finding(SECTION, 'error', text, why, "model = dict(type='...')")
+        yield section.error(text, why, "model = dict(type='...')")
         return
     if not can_build_on_meta():
         text = f'torch {torch.__version__} cannot build a model without memory (torch 2.0 can)'
-        yield Finding(SECTION, 'note', f'{text}; it was not built')
+        yield section.note(f'{text}; it was not built')
         return
     try:
         model, on_host = build(cfg.model)
     except Exception as error:
         # A model may raise anything.
-        yield Finding(
-            SECTION,
-            'error',
+        yield section.error(
             f'building the model fails with {type(error).__name__}: {error}',
             'the job stops there.',
             'model = dict(...)  # correct what the message names',
         )
         return
     if on_host:
-        text = (
-            'the model was built on the host, because it computes with tensors while it is built'
-        )
-        yield Finding(SECTION, 'note', text)
+        text = 'because it computes with tensors while it is built'
+        yield section.note(f'the model was built on the host, {text}')
     spread = None
     if accelerator is not None:
         try:
             spread = _spread(model, cfg, accelerator, ranks)
         except DevPlugError as error:
-            yield Finding(
-                SECTION,
-                'error',
+            yield section.error(
                 f'the model cannot be spread over devices: {error}',
                 'the job stops before the model is built.',
                 'model_parallel = dict(enable=False)',
@@ -67,7 +61,7 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
     if spread is not None:
         each = (f'{device} {format_bytes(load)}' for device, load in spread.loads.items())
         text = f'the model is spread over devices, activations not counted: {", ".join(each)}'
-        yield Finding(SECTION, 'ok', text, data=dict(loads=spread.loads))
+        yield section.ok(text, data=dict(loads=spread.loads))
 
 
 def _spread(
@@ -90,19 +84,16 @@ def _predict_memory(
     ranks: int,
     spread: Optional[DevicePlan],
 ) -> Finding:
-    sizes = [p.numel() * p.element_size() for p in model.parameters()]
-    count = sum(p.numel() for p in model.parameters())
     trained = [p for p in model.parameters() if p.requires_grad]
-    trained_count = sum(p.numel() for p in trained)
-    gradients = sum(p.numel() * p.element_size() for p in trained)
+    count, trained_count = (sum(p.numel() for p in one) for one in (model.parameters(), trained))
     factor, unknown = state_factor((cfg.get('optim_wrapper') or {}).get('optimizer'))
+    held = dict(parameters=model.parameters(), buffers=model.buffers(), gradients=trained)
     parts: Dict[str, float] = {
-        'parameters': sum(sizes),
-        'buffers': sum(b.numel() * b.element_size() for b in model.buffers()),
-        'gradients': gradients,
+        name: sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        for name, tensors in held.items()
     }
     if factor is not None:
-        parts['optimizer state'] = factor * gradients
+        parts['optimizer state'] = factor * parts['gradients']
     needed = sum(parts.values())
     memory = None
     if accelerator is not None:
@@ -133,4 +124,4 @@ def _predict_memory(
         memory_total=memory,
         state_factor=factor,
     )
-    return Finding(SECTION, level, found, why, remedy, data)
+    return section.finding(level, found, why, remedy, data)

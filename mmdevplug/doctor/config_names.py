@@ -12,9 +12,9 @@ from mmengine.registry import Registry
 
 from mmdevplug.model import prepare
 
-from .findings import Finding
+from .findings import Finding, Section
 
-SECTION = 'config'
+section = Section('config')
 
 #: The registries with which MMEngine's runner builds these keys.
 TOP_LEVEL = {
@@ -153,7 +153,7 @@ def _unknown(named: Named, problem: str, cfg: Config) -> Finding:
         found += f'; similar: {", ".join(close)}'
         remedy = f'{named.path} = {close[0]!r}'
     data = dict(path=named.path, name=named.name, close=close)
-    return Finding(SECTION, level, found, why, remedy, data)
+    return section.finding(level, found, why, remedy, data)
 
 
 def _collect_names(registry: Registry, names: Dict[str, None]) -> None:

@@ -13,9 +13,9 @@ from mmdevplug.errors import DevPlugError
 from mmdevplug.explanations.cuda_settings import cuda_settings
 from mmdevplug.model.norm_layers import check_sync_bn
 
-from .findings import Finding
+from .findings import Finding, Section
 
-SECTION = 'config'
+section = Section('config')
 
 _CUDA_SETTINGS_WHY = dict(
     error='the job stops where it is used.',
@@ -31,9 +31,7 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
     """Check values for a training of ``ranks`` processes."""
     kind = cfg.get('runner_type')
     if kind in (None, 'Runner'):
-        yield Finding(
-            SECTION,
-            'note',
+        yield section.note(
             f'runner_type={kind!r}: the config does not choose DeviceRunner',
             '`mmdevplug train` uses it where runner_type is missing; the tools of model libraries '
             "use MMEngine's own, which ignores the device keys.",
@@ -54,13 +52,13 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
         for setting in cuda_settings(cfg, accelerator.device_type):
             found = f'{setting.path}={setting.value!r}: {setting.why}'
             why = _CUDA_SETTINGS_WHY[setting.level]
-            yield Finding(SECTION, setting.level, found, why, setting.write)
+            yield section.finding(setting.level, found, why, setting.write)
     yield from _batch(cfg, ranks)
     yield from _intervals(cfg)
 
 
 def _error(found: str, remedy: str, why: str = 'the job stops before it trains.') -> Finding:
-    return Finding(SECTION, 'error', found, why, remedy)
+    return section.error(found, why, remedy)
 
 
 def _dict_at(cfg: Any, *keys: str) -> Dict[str, Any]:
@@ -90,7 +88,7 @@ def _process_group(
         return
     staged = '' if accelerator.takes_tensors(backend) else ', by way of the host'
     found = f'accelerator {accelerator.name!r} with backend {backend!r}: gradients are averaged'
-    yield Finding(SECTION, 'ok', found + staged)
+    yield section.ok(found + staged)
 
 
 def _wrapper(cfg: Config) -> Iterator[Finding]:
@@ -126,7 +124,7 @@ def _batch(cfg: Config, ranks: int) -> Iterator[Finding]:
     how = f'{batch} on each of {ranks} rank(s)'
     how += f', accumulated {accumulated} times' if accumulated > 1 else ''
     count = batch * ranks * accumulated
-    yield Finding(SECTION, 'ok', f'an update of the weights sees {count} samples: {how}')
+    yield section.ok(f'an update of the weights sees {count} samples: {how}')
     length = _dict_at(loader, 'dataset').get('indices')
     if isinstance(length, int) and 0 < length < batch * ranks:
         yield _error(
@@ -138,9 +136,7 @@ def _batch(cfg: Config, ranks: int) -> Iterator[Finding]:
     scaling = _dict_at(cfg, 'auto_scale_lr')
     base = scaling.get('base_batch_size')
     if isinstance(base, int) and batch * ranks != base and not scaling.get('enable'):
-        yield Finding(
-            SECTION,
-            'warning',
+        yield section.warning(
             f'auto_scale_lr.base_batch_size={base}, but {batch * ranks} samples make a batch '
             f'({how})',
             'the learning rate is meant for the other batch size and is not scaled.',
@@ -172,8 +168,7 @@ def _intervals(cfg: Config) -> Iterator[Finding]:
         ),
     ):
         if isinstance(value, int) and value > 0 and value % counts:
-            yield Finding(
-                SECTION,
+            yield section.finding(
                 level,
                 f'{key}={value} is no multiple of optim_wrapper.accumulative_counts={counts}',
                 why,

@@ -1,5 +1,6 @@
 """Define what the doctor reports: findings with a level, a reason and a remedy."""
 
+from functools import partial
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional
 
 #: From the worst to the best.
@@ -7,28 +8,28 @@ LEVELS = ('error', 'warning', 'note', 'ok')
 
 
 class Finding(NamedTuple):
-    """One line of the report.
+    """One line of the report: what was found, and why it matters."""
 
-    Attributes:
-        section (str): The part of the report, e.g. ``'network'``.
-        level (str): ``'error'``: training will fail; ``'warning'``: it may fail or be slow;
-            ``'note'``: worth knowing; ``'ok'``.
-        found (str): What was found.
-        why (str): Why it matters.
-        remedy (str): The exact command or line of a config that fixes it.
-        data (dict, optional): Figures for the JSON file.
-    """
-
-    section: str
-    level: str
+    section: str  # e.g. 'network'
+    level: str  # of LEVELS: training will fail; it may fail or be slow; worth knowing; fine
     found: str
     why: str = ''
-    remedy: str = ''
-    data: Optional[Dict[str, Any]] = None
+    remedy: str = ''  # the exact command or line of a config that fixes it
+    data: Optional[Dict[str, Any]] = None  # figures for the JSON file
 
     def as_dict(self) -> Dict[str, Any]:
         """Convert to the same keys for every finding, as JSON takes them."""
         return dict(self._asdict(), data=self.data or {})
+
+
+class Section:
+    """Make the findings of one section, e.g. ``Section('network').error(found, why, remedy)``."""
+
+    def __init__(self, name: str) -> None:
+        self.finding = partial(Finding, name)
+        self.error, self.warning, self.note, self.ok = (
+            partial(self.finding, level) for level in LEVELS
+        )
 
 
 def by_level(findings: Iterable[Finding]) -> List[Finding]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -56,9 +57,8 @@ def run_isolated(
             messages.touch()
             command = [sys.executable, '-X', 'faulthandler', '-m', __name__, module]
             command += [str(messages), json.dumps(options), *remaining]
-            status = run_watched(
-                command, printed, partial(os.path.getsize, str(messages)), seconds
-            )
+            activity = partial(os.path.getsize, str(messages))
+            status = run_watched(command, printed, activity, seconds)
             lines = messages.read_text(encoding='utf-8').splitlines()
             output = printed.read_bytes()[-MOST_OUTPUT:].decode(errors='replace')
         step = 'starting Python'
@@ -84,8 +84,7 @@ def run_watched(
 ) -> Optional[int]:
     """Run a command, and kill it and its children if ``activity()`` does not change for long.
 
-    Returns:
-        int or None: The exit status; None if the command was killed.
+    The result is the exit status; None if the command was killed.
     """
     with open(str(output), 'wb') as file:
         process = subprocess.Popen(
@@ -115,16 +114,11 @@ def describe_end(status: Optional[int], seconds: float) -> str:
 
 def _end_tree(process: subprocess.Popen) -> None:
     """Kill a process and all its children, also those in another session."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(process.pid)
-        family = [*parent.children(recursive=True), parent]
-    except psutil.NoSuchProcess:
-        family = []
-    for member in family:
-        try:
-            member.kill()
-        except psutil.NoSuchProcess:
-            continue
+        for member in [*parent.children(recursive=True), parent]:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
     process.wait()
 
 

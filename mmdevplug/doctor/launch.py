@@ -7,9 +7,9 @@ from mmdevplug.environments.launch import read_launch_env
 from mmdevplug.environments.stale import stale_variables, unset_line
 from mmdevplug.errors import LaunchError
 
-from .findings import Finding
+from .findings import Finding, Section
 
-SECTION = 'launch'
+section = Section('launch')
 
 #: Variables whose values are printed; others may hold secrets.
 SHOWN = (
@@ -33,13 +33,13 @@ def examine(environ: Optional[Mapping[str, str]] = None) -> List[Finding]:
     """Examine the variables; by default those of this process."""
     environ = os.environ if environ is None else environ
     shown = [f'{name}={environ[name]}' for name in SHOWN if name in environ]
-    findings = [Finding(SECTION, 'note', f'set: {" ".join(shown)}')] if shown else []
+    findings = [section.note(f'set: {" ".join(shown)}')] if shown else []
     findings += _stale(environ)
     for launcher, mark in MARKS.items():
         if mark in environ:
             findings += _under(launcher, environ)
     if not any(finding.level in ('error', 'warning') for finding in findings):
-        findings.append(Finding(SECTION, 'ok', 'no launch variable contradicts another'))
+        findings.append(section.ok('no launch variable contradicts another'))
     return findings
 
 
@@ -49,12 +49,13 @@ def _stale(environ: Mapping[str, str]) -> Iterator[Finding]:
     if not stale:
         return
     named = ' '.join(f'{name}={value}' if name in SHOWN else name for name, value in stale.items())
-    problem = _contradiction('pytorch', environ)
-    yield Finding(
-        SECTION,
-        'warning',
-        f'left over from an earlier job: {named}'
-        + (f'. For torchrun they are wrong, too: {problem}' if problem else ''),
+    problem = ''
+    try:
+        read_launch_env('pytorch', environ)
+    except LaunchError as error:
+        problem = f'. For torchrun they are wrong, too: {error}'
+    yield section.warning(
+        f'left over from an earlier job: {named}{problem}',
         'scripts that read them take a single process for one of several, and wait for the others '
         'without end.',
         unset_line(stale),
@@ -63,37 +64,24 @@ def _stale(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _under(launcher: str, environ: Mapping[str, str]) -> Iterator[Finding]:
-    problem = _contradiction(launcher, environ)
-    if problem:
+    try:
+        env = read_launch_env(launcher, environ)
+    except LaunchError as error:
+        problem = str(error)
         named = [name for name in SHOWN if name in environ and name in problem]
-        yield Finding(
-            SECTION,
-            'error',
+        yield section.error(
             f'--launcher {launcher} is refused here: {problem}',
             'every process of the job would be refused.',
             unset_line(named or ['RANK']),
         )
         return
-    env = read_launch_env(launcher, environ)
-    yield Finding(
-        SECTION,
-        'ok',
+    yield section.ok(
         f'--launcher {launcher}: {env.describe()}, MASTER_ADDR={env.master_addr} '
-        f'MASTER_PORT={env.master_port}',
+        f'MASTER_PORT={env.master_port}'
     )
     if env.world_size > 1:
-        yield Finding(
-            SECTION,
-            'note',
+        yield section.note(
             f'this shell is one of {env.world_size} tasks of {launcher}',
             'each task trains alone unless --launcher is passed.',
             f'python tools/train.py CONFIG --launcher {launcher}',
         )
-
-
-def _contradiction(launcher: str, environ: Mapping[str, str]) -> str:
-    try:
-        read_launch_env(launcher, environ)
-    except LaunchError as error:
-        return str(error)
-    return ''

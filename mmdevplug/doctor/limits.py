@@ -9,9 +9,9 @@ from typing import Iterator, Mapping, Optional
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.host import available_memory, usable_cores
 
-from .findings import Finding
+from .findings import Finding, Section
 
-SECTION = 'limits'
+section = Section('limits')
 
 GB = 1 << 30
 #: What Python, PyTorch and a few loader processes keep open beside the connections of gloo.
@@ -42,14 +42,13 @@ def _open_files(ranks: int) -> Finding:
     comfortable = max(needed, COMFORTABLE_FILES)
     found = f'open files: at most {soft} for each process (hard limit {hard})'
     if soft == resource.RLIM_INFINITY or soft >= comfortable:
-        return Finding(SECTION, 'ok', found)
+        return section.ok(found)
     if 0 <= hard < needed:
         remedy = f'echo "* hard nofile {comfortable}" | sudo tee -a /etc/security/limits.conf'
     else:
         limit = comfortable if hard == resource.RLIM_INFINITY else min(comfortable, hard)
         remedy = f'ulimit -n {limit}'
-    return Finding(
-        SECTION,
+    return section.finding(
         'error' if soft < needed else 'warning',
         found,
         f'gloo connects every rank with every other: {ranks} rank(s) need about {needed}, and '
@@ -62,15 +61,13 @@ def _shared_memory(folder: str) -> Finding:
     total, _, free = shutil.disk_usage(folder)
     found = f'shared memory: {format_bytes(free)} of {format_bytes(total)} free in {folder}'
     if free >= COMFORTABLE_SHARED:
-        return Finding(SECTION, 'ok', found)
+        return section.ok(found)
     remedy = f'ls -l {folder}  # and remove what ended jobs left'
     if total < COMFORTABLE_SHARED:
         remedy = (
             f'sudo mount -o remount,size=8G {folder}  # in a container: docker run --shm-size=8g'
         )
-    return Finding(
-        SECTION,
-        'warning',
+    return section.warning(
         found,
         'processes of data loaders end with "bus error", and gradients of one host are averaged '
         'there.',
@@ -83,9 +80,8 @@ def _memory(ranks: int) -> Finding:
     found = f'memory: {format_bytes(available)} available ({origin})'
     needed = ranks * BYTES_PER_RANK
     if available >= 2 * needed:
-        return Finding(SECTION, 'ok', found)
-    return Finding(
-        SECTION,
+        return section.ok(found)
+    return section.finding(
         'error' if available < needed else 'warning',
         found,
         f'{ranks} process(es) need about {format_bytes(needed)} before any model or data; a '
@@ -99,9 +95,7 @@ def _disk(work_dir: str) -> Finding:
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir() or not os.access(str(folder), os.W_OK):
-        return Finding(
-            SECTION,
-            'error',
+        return section.error(
             f'work dir {work_dir}: {folder} takes no files',
             'logs and checkpoints cannot be written.',
             'mmdevplug train CONFIG --work-dir FOLDER  # a writable folder',
@@ -109,9 +103,8 @@ def _disk(work_dir: str) -> Finding:
     free = shutil.disk_usage(str(folder)).free
     found = f'disk: {format_bytes(free)} free at {folder}, for work dir {work_dir}'
     if free >= COMFORTABLE_DISK:
-        return Finding(SECTION, 'ok', found)
-    return Finding(
-        SECTION,
+        return section.ok(found)
+    return section.finding(
         'error' if free < LEAST_DISK else 'warning',
         found,
         'a checkpoint that finds no room ends the training.',
@@ -123,9 +116,7 @@ def _threads(ranks: int, value: Optional[str]) -> Finding:
     cores = usable_cores()
     remedy = f'export OMP_NUM_THREADS={max(1, cores // ranks)}'
     if value is not None and not (value.strip().isdigit() and int(value) > 0):
-        return Finding(
-            SECTION,
-            'warning',
+        return section.warning(
             f'OMP_NUM_THREADS={value!r}',
             'expected a number of 1 or more; OpenMP starts as many threads as there are cores.',
             remedy,
@@ -134,8 +125,8 @@ def _threads(ranks: int, value: Optional[str]) -> Finding:
     threads = int(value) if value is not None else (1 if ranks > 1 else cores)
     found = f'{cores} core(s) for {ranks} process(es) of {threads} thread(s)'
     if threads * ranks <= cores:
-        return Finding(SECTION, 'ok', found)
+        return section.ok(found)
     why = 'threads that share a core wait for each other.'
     if threads > 1:
-        return Finding(SECTION, 'warning', found, why, remedy)
-    return Finding(SECTION, 'note', found, why, f'mmdevplug train CONFIG --nproc {cores}')
+        return section.warning(found, why, remedy)
+    return section.note(found, why, f'mmdevplug train CONFIG --nproc {cores}')

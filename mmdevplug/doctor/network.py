@@ -9,9 +9,9 @@ import psutil
 
 from mmdevplug.environments.launch import DEFAULT_PORT
 
-from .findings import Finding
+from .findings import Finding, Section
 
-SECTION = 'network'
+section = Section('network')
 LOOK_UP_SECONDS = 10.0
 
 
@@ -25,7 +25,7 @@ def examine(environ: Optional[Mapping[str, str]] = None) -> Iterator[Finding]:
     }
     interfaces = {name: addresses for name, addresses in interfaces.items() if addresses}
     listed = '; '.join(f'{name}: {", ".join(found)}' for name, found in interfaces.items())
-    yield Finding(SECTION, 'note', f'interfaces: {listed}', data=dict(interfaces=interfaces))
+    yield section.note(f'interfaces: {listed}', data=dict(interfaces=interfaces))
     yield _check_port(environ.get('MASTER_PORT'))
     yield from _check_host_name(interfaces)
     for variable in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME'):
@@ -36,9 +36,7 @@ def examine(environ: Optional[Mapping[str, str]] = None) -> Iterator[Finding]:
 def _check_port(value: Optional[str]) -> Finding:
     text = str(DEFAULT_PORT) if value is None else value.strip()
     if not text.isdigit() or not 0 < int(text) < 65536:
-        return Finding(
-            SECTION,
-            'error',
+        return section.error(
             f'MASTER_PORT={value!r}',
             'expected a port from 1 to 65535.',
             f'export MASTER_PORT={_free_port()}',
@@ -46,20 +44,16 @@ def _check_port(value: Optional[str]) -> Finding:
     port = int(text)
     problem = _cannot_listen(port)
     if not problem:
-        return Finding(SECTION, 'ok', f'port {port} is free')
+        return section.ok(f'port {port} is free')
     taken = f'is taken{_listener(port)}: {problem}'
     if value is None:
-        return Finding(
-            SECTION,
-            'warning',
+        return section.warning(
             f'port {port} {taken}',
             'tools/dist_train.sh and torchrun use it by default; `mmdevplug train --nproc N` '
             'finds a free one by itself.',
             f'PORT={_free_port()} bash tools/dist_train.sh CONFIG NUM_DEVICES',
         )
-    return Finding(
-        SECTION,
-        'error',
+    return section.error(
         f'MASTER_PORT={port} {taken}',
         'rank 0 cannot hold the store there, and the job does not start.',
         f'export MASTER_PORT={_free_port()}',
@@ -110,20 +104,16 @@ def _check_host_name(interfaces: Dict[str, List[str]]) -> Iterator[Finding]:
     outward = [i for i, addresses in interfaces.items() if not all(map(_is_loopback, addresses))]
     remedy = f'export GLOO_SOCKET_IFNAME={(outward or list(interfaces) or ["eth0"])[0]}'
     if isinstance(found, str):
-        yield Finding(
-            SECTION,
-            'warning',
+        yield section.warning(
             f'the host name {name!r} is not known: {found}',
             'gloo looks it up unless GLOO_SOCKET_IFNAME names an interface. For jobs on one host '
             'mmdevplug chooses the loopback interface. Jobs on several hosts fail.',
             remedy,
         )
         return
-    yield Finding(SECTION, 'ok', f'the host name {name!r} is {", ".join(found)}')
+    yield section.ok(f'the host name {name!r} is {", ".join(found)}')
     if outward and all(map(_is_loopback, found)):
-        yield Finding(
-            SECTION,
-            'note',
+        yield section.note(
             f'the host name {name!r} is known as a loopback address alone',
             'on several hosts gloo would listen where the others cannot reach it.',
             remedy,
@@ -161,10 +151,8 @@ def _check_interfaces(variable: str, value: str, names: List[str]) -> Finding:
         prefixes = value.split(',')
         missing = [one for one in prefixes if not any(name.startswith(one) for name in names)]
     if not missing:
-        return Finding(SECTION, 'ok', f'{variable}={value!r} is there')
-    return Finding(
-        SECTION,
-        'error',
+        return section.ok(f'{variable}={value!r} is there')
+    return section.error(
         f'{variable}={value!r}, but there is no interface {", ".join(missing)}; there are '
         f'{", ".join(names)}',
         'the process group does not start.',
@@ -200,11 +188,10 @@ def examine_listening(listening: List[Dict[str, Any]], single_host: bool) -> Ite
     inside = [one for one in listening if _is_loopback(one['address'])]
     outside = [one for one in listening if not _is_loopback(one['address'])]
     if inside:
-        yield Finding(SECTION, 'ok', f'on the loopback interface alone: {_name(inside)}')
+        yield section.ok(f'on the loopback interface alone: {_name(inside)}')
     if outside:
         port = outside[0]['port']
-        yield Finding(
-            SECTION,
+        yield section.finding(
             'warning' if single_host else 'note',
             f'reachable from other hosts: {_name(outside)}',
             "whoever connects can read and write the job's store. PyTorch's store listens on all "

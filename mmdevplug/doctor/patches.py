@@ -4,9 +4,9 @@ from typing import Iterator
 
 from mmdevplug.utils.patched_symbols import group_symbols
 
-from .findings import Finding
+from .findings import Finding, Section
 
-SECTION = 'patches'
+section = Section('patches')
 
 
 def examine() -> Iterator[Finding]:
@@ -14,9 +14,7 @@ def examine() -> Iterator[Finding]:
     for group in group_symbols():
         owner, _, period, reason, until = group[0]
         names = ', '.join(symbol.name for symbol in group)
-        yield Finding(
-            SECTION,
-            'ok',
+        yield section.ok(
             f'{owner}: {names}; begin: {period.begins}; end: {period.ends}',
             why=f'{reason} Unnecessary when: {until}',
         )

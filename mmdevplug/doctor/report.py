@@ -2,7 +2,7 @@
 
 from typing import Any, Dict, List, Optional, Sequence
 
-from rich.box import SIMPLE_HEAD
+from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -12,6 +12,11 @@ from .findings import Finding, by_level, count_levels
 COLOURS = {'error': 'bold red', 'warning': 'yellow', 'note': 'cyan', 'ok': 'green'}
 
 
+def titled_table(title: str, box: Box = SIMPLE_HEAD, expand: bool = False) -> Table:
+    """Make an empty table below a bold title."""
+    return Table(title=title, title_justify='left', title_style='bold', box=box, expand=expand)
+
+
 def print_report(findings: Sequence[Finding], console: Console) -> None:
     """Print a table for each section, then what to do, then the number of findings."""
     sections: Dict[str, List[Finding]] = {}
@@ -19,7 +24,7 @@ def print_report(findings: Sequence[Finding], console: Console) -> None:
         sections.setdefault(finding.section, []).append(finding)
     for section, found in sections.items():
         # Text, not str: what was found may look like markup of rich.
-        table = Table(title=section, title_justify='left', title_style='bold', expand=True)
+        table = titled_table(section, box=HEAVY_HEAD, expand=True)
         table.add_column('', no_wrap=True)
         table.add_column('found', ratio=1, overflow='fold')
         for finding in by_level(found):
@@ -59,12 +64,9 @@ def find_data(findings: Sequence[Finding], key: str) -> Optional[Dict[str, Any]]
 def print_collectives(results: Dict[str, Any], console: Console) -> None:
     """Print a table of the results of :func:`mmdevplug.doctor.collectives_rank.run_rank`."""
     sizes = message_sizes(results)
-    table = Table(
-        title=f'{results["world_size"]} ranks over {results["backend"]}: latency in ms, then MB/s '
-        f'of the bytes that a rank puts in',
-        title_justify='left',
-        title_style='bold',
-        box=SIMPLE_HEAD,
+    table = titled_table(
+        f'{results["world_size"]} ranks over {results["backend"]}: latency in ms, then MB/s of '
+        f'the bytes that a rank puts in'
     )
     table.add_column('', no_wrap=True)
     table.add_column('', no_wrap=True)

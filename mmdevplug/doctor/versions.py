@@ -8,12 +8,12 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
-from mmdevplug.explanations.versions import explain_import, install_command
+from mmdevplug.explanations.versions import PACKAGES, explain_import, install_command
 
-from .findings import Finding
+from .findings import Finding, Section
 from .isolated import Death, run_isolated
 
-SECTION = 'versions'
+section = Section('versions')
 IMPORT_SECONDS = 120.0
 
 #: Packages and the modules that are tried: what this plugin needs comes first.
@@ -23,68 +23,41 @@ OPTIONAL = (
     *('transformers', 'pycocotools'),
 )
 #: OpenMMLab's own, which check each other's versions when they are imported.
-LIBRARIES = {
-    'mmdet': 'mmdet',
-    'mmsegmentation': 'mmseg',
-    'mmpretrain': 'mmpretrain',
-    'mmpose': 'mmpose',
-    'mmaction2': 'mmaction',
-    'mmdet3d': 'mmdet3d',
-    'mmocr': 'mmocr',
-    'mmrotate': 'mmrotate',
-    'mmyolo': 'mmyolo',
-    'mmagic': 'mmagic',
-}
+LIBRARIES = (
+    *('mmdet', 'mmseg', 'mmpretrain', 'mmpose', 'mmaction'),
+    *('mmdet3d', 'mmocr', 'mmrotate', 'mmyolo', 'mmagic'),
+)
 
 
 def release(text: str) -> Tuple[int, ...]:
-    """Read the numbers at the beginning of a version.
-
-    Examples:
-        >>> release('2.13.0+cpu')
-        (2, 13, 0)
-    """
+    """Read the numbers at the beginning of a version: (2, 13, 0) of ``'2.13.0+cpu'``."""
     numbers = re.match(r'\d+(\.\d+)*', text)
     return tuple(int(number) for number in numbers.group().split('.')) if numbers else ()
 
 
 def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
-    """Report installed versions, ``python`` among them, that do not go together."""
-    versions = {name: release(text) for name, text in installed.items()}
-    python, torch, mmengine, numpy, torch_xla, torchvision, setuptools, transformers = (
-        versions.get(name)
-        for name in (
-            *('python', 'torch', 'mmengine', 'numpy'),
-            *('torch_xla', 'torchvision', 'setuptools', 'transformers'),
-        )
-    )
+    """Report installed versions that do not go together."""
+    get = {name: release(text) for name, text in installed.items()}.get
+    torch, mmengine, numpy, setuptools = map(get, ('torch', 'mmengine', 'numpy', 'setuptools'))
+    torch_xla, torchvision, transformers = map(get, ('torch_xla', 'torchvision', 'transformers'))
 
     def named(*names: str) -> str:
         return ' beside '.join(f'{name} {installed[name]}' for name in names)
 
-    def error(found: str, why: str, remedy: str) -> Finding:
-        return Finding(SECTION, 'error', found, why, remedy)
-
-    if python < (3, 8):
-        yield error(
-            f'Python {installed["python"]}',
-            'mmdevplug is written for Python 3.8 and later.',
-            'make a virtual environment with Python 3.8 or later',
-        )
     if torch and torch < (1, 10):
-        yield error(
+        yield section.error(
             named('torch'),
             'mmdevplug is written for torch 1.10 and later.',
             "install the vendor's torch of release 1.10 or later",
         )
     if mmengine and not (0, 10) <= mmengine < (1, 0):
-        yield error(
+        yield section.error(
             named('mmengine'),
             'mmdevplug is written for MMEngine 0.10.',
             'pip install "mmengine>=0.10.0,<1.0"',
         )
     if torch and torch_xla and torch[:2] != torch_xla[:2]:
-        yield error(
+        yield section.error(
             named('torch', 'torch_xla'),
             'torch_xla is compiled against the torch of its own release and fails with others.',
             f'pip install "torch_xla=={torch[0]}.{torch[1]}.*"',
@@ -92,23 +65,21 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
     # The release of torchvision for torch 2.9 is 0.24, for torch 1.13 it is 0.14.
     minor = torch[1] + (15 if torch[0] == 2 else 1) if torch else 0
     if torch and torchvision and torchvision[:2] != (0, minor):
-        yield error(
+        yield section.error(
             named('torch', 'torchvision'),
             'torchvision is compiled against one release of torch; with another its operators are '
             'missing.',
             f'pip install --no-deps "torchvision==0.{minor}.*"',
         )
     if torch and numpy and numpy >= (2,) and torch < (2, 3):
-        yield error(
+        yield section.error(
             named('numpy', 'torch'),
             'torch before 2.3 is compiled against NumPy 1: tensor.numpy() fails with "Numpy is '
             'not available".',
             'pip install "numpy<2"',
         )
     if not setuptools or setuptools >= (81,):
-        yield Finding(
-            SECTION,
-            'warning',
+        yield section.warning(
             named('setuptools') if setuptools else 'setuptools is not installed',
             'MMEngine imports pkg_resources, which setuptools 81 removed, for _base_ = '
             "'package::path' and to list installed packages.",
@@ -116,7 +87,7 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
         )
     for other in ('mmcv-full', 'mmcv-lite'):
         if 'mmcv' in installed and other in installed:
-            yield error(
+            yield section.error(
                 named('mmcv', other),
                 'they install the same folder, and each overwrites a part of the other.',
                 'pip uninstall -y mmcv mmcv-full mmcv-lite && pip install "mmcv>=2.0.0,<2.2.0"',
@@ -124,16 +95,14 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
     # mmpretrain looks for both, and without one leaves out what fails.
     both = 'mmpretrain' in installed and 'pycocotools' in installed
     if both and transformers and transformers >= (4, 52):
-        yield error(
+        yield section.error(
             named('mmpretrain', 'transformers'),
             'mmpretrain imports names that transformers 4.52 removed, and then none of its models '
             'is found.',
             'pip install "transformers<4.52"',
         )
     if torch and mmengine and torch >= (2, 6) and mmengine < (1,):
-        yield Finding(
-            SECTION,
-            'note',
+        yield section.note(
             named('torch', 'mmengine'),
             "MMEngine's own Runner cannot read its checkpoints with torch 2.6 and later, which "
             'does not run code from them; DeviceRunner can.',
@@ -144,16 +113,14 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
 def examine() -> Iterator[Finding]:
     """Compare versions, and import each library in a process that it may abort."""
     installed = {'python': platform.python_version()}
-    for package in (*REQUIRED, *OPTIONAL, *LIBRARIES):
+    for package in (*REQUIRED, *OPTIONAL, *(PACKAGES.get(name, name) for name in LIBRARIES)):
         with suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)
     listed = ', '.join(f'{name} {version}' for name, version in installed.items())
-    yield Finding(SECTION, 'ok', f'installed: {listed}', data=dict(installed))
+    yield section.ok(f'installed: {listed}', data=dict(installed))
     for package in REQUIRED:
         if package not in installed and find_spec(package) is None:
-            yield Finding(
-                SECTION,
-                'error',
+            yield section.error(
                 f'{package} is not installed for {sys.executable}',
                 'nothing can be trained without it.',
                 # Vendors of accelerators ship a torch for them.
@@ -168,7 +135,7 @@ def examine() -> Iterator[Finding]:
 
 def modules_to_try() -> List[str]:
     """List installed modules; those of vendors belong to the section *accelerators*."""
-    names = [*REQUIRED, 'torchvision', 'torch_xla', 'mmcv', *LIBRARIES.values()]
+    names = [*REQUIRED, 'torchvision', 'torch_xla', 'mmcv', *LIBRARIES]
     found = [name for name in names if find_spec(name) is not None]
     if 'mmcv' in found:
         found.insert(found.index('mmcv') + 1, 'mmcv.ops')
@@ -185,11 +152,11 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
         found = f'import {task} fails with {type(error).__name__}: {error}'
         problems = explain_import(error)
         for problem in problems:
-            yield Finding(SECTION, 'error', f'{found}. {problem.what}', _WHY, problem.command)
+            yield section.error(f'{found}. {problem.what}', _WHY, problem.command)
         if not problems:
             yield _broken(task, found)
         return
-    yield Finding(SECTION, 'ok', f'import {task} works')
+    yield section.ok(f'import {task} works')
 
 
 _WHY = 'whatever imports it fails; mmdet and mmsegmentation import the operators of mmcv.'
@@ -197,14 +164,12 @@ _WHY = 'whatever imports it fails; mmdet and mmsegmentation import the operators
 
 def _broken(module: str, found: str) -> Finding:
     if module == 'mmcv.ops':
-        return Finding(SECTION, 'error', found, _WHY, install_command('mmcv'))
-    package = {module: package for package, module in LIBRARIES.items()}.get(module, module)
+        return section.error(found, _WHY, install_command('mmcv'))
+    package = PACKAGES.get(module, module)
     version = 'VERSION'
     with suppress(metadata.PackageNotFoundError):
         version = metadata.version(package)
-    return Finding(
-        SECTION,
-        'error',
+    return section.error(
         found,
         f'{module} is installed but broken: whatever imports it fails.',
         f'{sys.executable} -c "import {module}"  # then repair what it names, or: '

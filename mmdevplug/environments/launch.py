@@ -7,6 +7,7 @@ import socket
 import subprocess
 from typing import Any, Mapping, NamedTuple, Optional
 
+from mmdevplug.config.fields import REQUIRED, shortened
 from mmdevplug.errors import LaunchError
 
 from .loopback import LOOPBACK
@@ -17,24 +18,14 @@ DEFAULT_PORT = 29500  # torch.distributed's own
 
 
 class LaunchEnv(NamedTuple):
-    """How this process was started.
+    """How this process was started."""
 
-    Attributes:
-        launcher (str): One of :data:`LAUNCHERS`.
-        rank (int): Index of this process among all, 0 to ``world_size - 1``.
-        local_rank (int): Index of this process among those of its host.
-        world_size (int): Number of processes.
-        local_world_size (int, optional): Number of processes on this host, where known.
-        master_addr (str): Host name or address of rank 0.
-        master_port (int): Port of rank 0.
-    """
-
-    launcher: str = 'none'
-    rank: int = 0
-    local_rank: int = 0
-    world_size: int = 1
-    local_world_size: Optional[int] = 1
-    master_addr: str = '127.0.0.1'
+    launcher: str = 'none'  # one of LAUNCHERS
+    rank: int = 0  # of this process among all, 0 to world_size - 1
+    local_rank: int = 0  # among those of its host
+    world_size: int = 1  # number of processes
+    local_world_size: Optional[int] = 1  # number of processes on this host, where known
+    master_addr: str = '127.0.0.1'  # host name or address of rank 0
     master_port: int = DEFAULT_PORT
 
     @property
@@ -75,29 +66,22 @@ def read_launch_env(
     environ = os.environ if environ is None else environ
     if launcher == 'none':
         return LaunchEnv()
-    readers = {'pytorch': _read_pytorch, 'slurm': _read_slurm, 'mpi': _read_mpi}
-    if launcher not in readers:
+    if launcher not in LAUNCHERS:
         raise LaunchError(
             f'launcher={launcher!r} is unknown; expected one of {", ".join(LAUNCHERS)}. Pass '
             f'--launcher pytorch under torchrun, slurm under srun, mpi under mpirun.'
         )
-    env = readers[launcher](environ)
+    env = _read_slurm(environ) if launcher == 'slurm' else _read_named(launcher, environ)
     if port is not None:
         env = env._replace(master_port=_check_port(port, 'env_cfg.dist_cfg.port'))
     _check(env)
     return env
 
 
-def _number(
-    environ: Mapping[str, str],
-    name: str,
-    launcher: str,
-    default: Optional[int] = None,
-    required: bool = True,
-) -> Optional[int]:
+def _number(environ: Mapping[str, str], name: str, launcher: str, default: Any = REQUIRED) -> Any:
     value = environ.get(name)
     if value is None:
-        if not required or default is not None:
+        if default is not REQUIRED:
             return default
         raise LaunchError(
             f'{name} is not set, but launcher={launcher!r} expects a number there. Start the job '
@@ -114,14 +98,6 @@ def _number(
 
 
 _MOST = 2**31 - 1
-
-
-def shortened(value: Any) -> str:
-    """Quote a value for a message, shortened to 60 characters if it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else f'{text[:60]}... ({len(text)} characters)'
-
-
 _HOW_TO_START = {
     'pytorch': 'torchrun (tools/dist_train.sh)',
     'slurm': 'srun (tools/slurm_train.sh)',
@@ -152,15 +128,27 @@ def _address(environ: Mapping[str, str], launcher: str) -> str:
     return address
 
 
-def _read_pytorch(environ: Mapping[str, str]) -> LaunchEnv:
+#: The variables of each launcher that hold rank, world size, local rank and local world size.
+_NAMES = {
+    'pytorch': ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'),
+    'slurm': ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID', 'SLURM_TASKS_PER_NODE'),
+    'mpi': tuple(
+        f'OMPI_COMM_WORLD_{part}' for part in ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE')
+    ),
+}
+
+
+def _read_named(launcher: str, environ: Mapping[str, str]) -> LaunchEnv:
+    """Read the variables of a launcher that has one for each number."""
+    rank, world_size, local_rank, local_world_size = _NAMES[launcher]
     return LaunchEnv(
-        launcher='pytorch',
-        rank=_number(environ, 'RANK', 'pytorch'),
-        local_rank=_number(environ, 'LOCAL_RANK', 'pytorch'),
-        world_size=_number(environ, 'WORLD_SIZE', 'pytorch'),
-        local_world_size=_number(environ, 'LOCAL_WORLD_SIZE', 'pytorch', required=False),
-        master_addr=_address(environ, 'pytorch'),
-        master_port=_port(environ, 'pytorch'),
+        launcher,
+        rank=_number(environ, rank, launcher),
+        local_rank=_number(environ, local_rank, launcher),
+        world_size=_number(environ, world_size, launcher),
+        local_world_size=_number(environ, local_world_size, launcher, default=None),
+        master_addr=_address(environ, launcher),
+        master_port=_port(environ, launcher),
     )
 
 
@@ -169,7 +157,7 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnv:
     world_size = _number(environ, 'SLURM_NTASKS', 'slurm')
     local_world_size = _slurm_local_world_size(environ, world_size)
     # Some installations leave SLURM_LOCALID out; tasks are then dealt out host by host.
-    default = rank % local_world_size if local_world_size else None
+    default = rank % local_world_size if local_world_size else REQUIRED
     return LaunchEnv(
         launcher='slurm',
         rank=rank,
@@ -184,7 +172,7 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnv:
 
 def slurm_port(environ: Mapping[str, str]) -> int:
     """Derive a port from ``SLURM_JOB_ID`` that two jobs on one host are unlikely to share."""
-    job = _number(environ, 'SLURM_JOB_ID', 'slurm', required=False)
+    job = _number(environ, 'SLURM_JOB_ID', 'slurm', default=None)
     # Below the ports that systems hand out by themselves.
     return DEFAULT_PORT if job is None else 15000 + job % 15000
 
@@ -225,28 +213,6 @@ def slurm_first_host(environ: Mapping[str, str]) -> str:
     return names[0]
 
 
-def _read_mpi(environ: Mapping[str, str]) -> LaunchEnv:
-    prefix = 'OMPI_COMM_WORLD_'
-    return LaunchEnv(
-        launcher='mpi',
-        rank=_number(environ, f'{prefix}RANK', 'mpi'),
-        local_rank=_number(environ, f'{prefix}LOCAL_RANK', 'mpi'),
-        world_size=_number(environ, f'{prefix}SIZE', 'mpi'),
-        local_world_size=_number(environ, f'{prefix}LOCAL_SIZE', 'mpi', required=False),
-        master_addr=_address(environ, 'mpi'),
-        master_port=_port(environ, 'mpi'),
-    )
-
-
-_NAMES = {
-    'pytorch': ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE'),
-    'slurm': ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID', 'SLURM_TASKS_PER_NODE'),
-    'mpi': tuple(
-        f'OMPI_COMM_WORLD_{part}' for part in ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE')
-    ),
-}
-
-
 def _check(env: LaunchEnv) -> None:
     rank, world_size, local_rank, local_world_size = _NAMES[env.launcher]
     remedy = (
@@ -267,22 +233,18 @@ def _check(env: LaunchEnv) -> None:
             f'{rank}={env.rank} and {world_size}={env.world_size} disagree: expected a rank from '
             f'0 to {env.world_size - 1}. {remedy}'
         )
-    if env.local_world_size is None:
-        if env.local_rank >= env.world_size:
-            raise LaunchError(
-                f'{local_rank}={env.local_rank} and {world_size}={env.world_size} disagree: '
-                f'expected a local rank from 0 to {env.world_size - 1}. {remedy}'
-            )
-        return
-    if not 1 <= env.local_world_size <= env.world_size:
+    name, most = local_world_size, env.local_world_size
+    if most is None:
+        name, most = world_size, env.world_size
+    if not 1 <= most <= env.world_size:
         raise LaunchError(
-            f'{local_world_size}={env.local_world_size} and {world_size}={env.world_size} '
-            f'disagree: expected 1 to {env.world_size} processes on this host. {remedy}'
+            f'{name}={most} and {world_size}={env.world_size} disagree: expected 1 to '
+            f'{env.world_size} processes on this host. {remedy}'
         )
-    if env.local_rank >= env.local_world_size:
+    if env.local_rank >= most:
         raise LaunchError(
-            f'{local_rank}={env.local_rank} and {local_world_size}={env.local_world_size} '
-            f'disagree: expected a local rank from 0 to {env.local_world_size - 1}. {remedy}'
+            f'{local_rank}={env.local_rank} and {name}={most} disagree: expected a local rank '
+            f'from 0 to {most - 1}. {remedy}'
         )
 
 
@@ -297,24 +259,10 @@ def restart_count(environ: Optional[Mapping[str, str]] = None) -> int:
     return _number(environ, 'TORCHELASTIC_RESTART_COUNT', 'pytorch', default=0)
 
 
-REQUEUED = 'SLURM_RESTART_COUNT'
-
-
 def restarts(launcher: str, environ: Optional[Mapping[str, str]] = None) -> int:
-    """How often this job was started again, by torchrun or by Slurm.
-
-    Examples:
-        >>> restarts('slurm', {'SLURM_RESTART_COUNT': '1'})
-        1
-    """
+    """How often this job was started again, by torchrun or by Slurm."""
     environ = os.environ if environ is None else environ
+    if launcher not in ('pytorch', 'slurm'):
+        return 0
     count = restart_count(environ) if launcher == 'pytorch' else 0
-    if launcher not in ('pytorch', 'slurm') or REQUEUED not in environ:
-        return count
-    found = environ[REQUEUED]
-    if re.fullmatch(r'\d+', found, re.ASCII) is None:
-        raise LaunchError(
-            f'{REQUEUED}={found!r}: expected a number of 0 or more, as Slurm sets it. Remove it: '
-            f'unset {REQUEUED}'
-        )
-    return count + int(found)
+    return count + _number(environ, 'SLURM_RESTART_COUNT', 'slurm', default=0)

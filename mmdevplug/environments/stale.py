@@ -13,20 +13,13 @@ from mmdevplug.errors import LaunchError
 RANK_VARIABLES = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
 #: What torchrun alone sets besides.
 TORCHRUN_VARIABLES = (
-    'LOCAL_WORLD_SIZE',
-    'GROUP_RANK',
-    'GROUP_WORLD_SIZE',
-    'ROLE_NAME',
-    'ROLE_RANK',
-    'ROLE_WORLD_SIZE',
-    'TORCHELASTIC_ERROR_FILE',
+    *('LOCAL_WORLD_SIZE', 'GROUP_RANK', 'GROUP_WORLD_SIZE'),
+    *('ROLE_NAME', 'ROLE_RANK', 'ROLE_WORLD_SIZE', 'TORCHELASTIC_ERROR_FILE'),
 )
 #: What torchrun sets all together or not at all.
 AGENT_VARIABLES = (
-    'TORCHELASTIC_RUN_ID',
-    'TORCHELASTIC_RESTART_COUNT',
-    'TORCHELASTIC_MAX_RESTARTS',
-    'TORCHELASTIC_USE_AGENT_STORE',
+    *('TORCHELASTIC_RUN_ID', 'TORCHELASTIC_RESTART_COUNT'),
+    *('TORCHELASTIC_MAX_RESTARTS', 'TORCHELASTIC_USE_AGENT_STORE'),
 )
 
 
@@ -61,12 +54,15 @@ def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
     torchrun sets more, so its variables of an earlier job are not taken for these.
     """
     environ = os.environ if environ is None else environ
-    rank, world_size, address = (environ.get(name, '').strip() for name in _MEMBER_VARIABLES)
-    if not (address and _is_member(rank, world_size)):
+    rank, world_size, address, port = (
+        environ.get(name, '').strip()
+        for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
+    )
+    numbers = all(re.fullmatch('[0-9]{1,9}', value) for value in (rank, world_size))
+    if not (address and numbers and int(rank) < int(world_size) > 1):
         return
     if any(name in environ for name in ('LOCAL_RANK', *TORCHRUN_VARIABLES, *AGENT_VARIABLES)):
         return
-    port = environ.get('MASTER_PORT', '').strip()
     flags = f'--nproc N --nnodes {world_size} --node-rank {rank} --master-addr {address}'
     if port:
         flags += f' --master-port {port}'
@@ -78,21 +74,8 @@ def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
     )
 
 
-_MEMBER_VARIABLES = ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')
-
-
-def _is_member(rank: str, world_size: str) -> bool:
-    numbers = [value for value in (rank, world_size) if re.fullmatch('[0-9]{1,9}', value)]
-    return len(numbers) == 2 and int(rank) < int(world_size) and int(world_size) > 1
-
-
 def unset_line(names: Iterable[str]) -> str:
-    """The shell command that removes variables.
-
-    Examples:
-        >>> unset_line(['RANK', 'WORLD_SIZE'])
-        'unset RANK WORLD_SIZE'
-    """
+    """The shell command that removes variables."""
     return f'unset {" ".join(names)}'
 
 
@@ -106,14 +89,13 @@ def forget_stale_variables(launcher: str) -> Dict[str, str]:
     """
     if launcher == 'none':
         refuse_to_run_alone()
+    stale = stale_variables(launcher)
     if launcher == 'none' and _parent_is_torchrun() and os.environ.get('WORLD_SIZE', '1') != '1':
         raise LaunchError(
             f"launcher='none', but torchrun runs this process as one of WORLD_SIZE="
             f'{os.environ["WORLD_SIZE"]}; each of them would train alone. Pass --launcher '
-            f'pytorch, or for a single process: '
-            f'{unset_line(stale_variables(launcher))}'
+            f'pytorch, or for a single process: {unset_line(stale)}'
         )
-    stale = stale_variables(launcher)
     for name in stale:
         del os.environ[name]
     return stale
@@ -148,5 +130,5 @@ def _parent_is_torchrun() -> bool:
         words = Path(f'/proc/{os.getppid()}/cmdline').read_bytes().split(b'\0')
     except OSError:
         return False
-    pattern = rb'(.*/)?torchrun|torch\.distributed\.(run|launch)|mmdevplug\.cli\.agent'
+    pattern = rb'(.*/)?torchrun|torch\.distributed\.(run|launch)|mmdevplug\.cli\.torchrun_agent'
     return any(re.fullmatch(pattern, word) for word in words)

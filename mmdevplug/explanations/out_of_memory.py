@@ -81,12 +81,9 @@ def _message(runner: Any, stage: str, place: str, error: BaseException) -> str:
 
 
 def _describe_tensors(runner: Any, device_type: str) -> Tuple[int, str]:
-    """Add up the tensors that Python knows on devices of a type; nothing is run for it.
+    """Add up the bytes of weights, gradients and optimizer state, and describe all tensors.
 
-    What autograd alone keeps for backward is not among them.
-
-    Returns:
-        Tuple[int, str]: The bytes of weights, gradients and optimizer state, and the description.
+    What autograd alone keeps for backward is not among them. Nothing is run on the device.
     """
     named = _named_tensors(runner)
     sizes: Dict[str, int] = Counter()

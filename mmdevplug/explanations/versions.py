@@ -112,7 +112,7 @@ def conflicts(module: str) -> Iterator[Problem]:
         if version is None:
             what = f'{name} needs {other} {spec}, which is not installed for {sys.executable}'
         else:
-            folder = _folder(other)
+            folder = folder_of(other) or 'nowhere'
             what = f'{name} needs {other} {spec}, but {other} {version} is installed ({folder})'
         yield Problem(what, install_command(other, required))
 
@@ -133,9 +133,10 @@ def _named(module: str) -> str:
     return f'{PACKAGES.get(module, module)} {installed_version(module) or ""}'.strip()
 
 
-def _folder(module: str) -> str:
+def folder_of(module: str) -> Optional[str]:
+    """The folder of a module that can be imported."""
     spec = find_spec(module)
-    return str(Path(spec.origin).parent) if spec is not None and spec.origin else 'nowhere'
+    return None if spec is None or spec.origin is None else str(Path(spec.origin).parent)
 
 
 # errors -----------------------------------------------------------------------------------------
@@ -158,8 +159,7 @@ def explain_versions() -> Iterator[None]:
 
 def explain_import(error: BaseException) -> List[Problem]:
     """Find versions that are the reason of an error or of what it was raised from."""
-    each: Optional[BaseException] = error
-    while each is not None:
+    for each in chain(error):
         if isinstance(each, ImportError) and _OPERATORS.search(f'{each.name} {each.path} {each}'):
             return [_operators(each)]
         if isinstance(each, (AssertionError, ModuleNotFoundError)):
@@ -176,15 +176,24 @@ def explain_import(error: BaseException) -> List[Problem]:
                 return list(dict.fromkeys(found))
         if isinstance(each, KeyError) and _NOT_FOUND.search(str(each)):
             return _unregistered(str(each))
-        each = each.__cause__ or each.__context__
     return []
+
+
+def chain(error: BaseException) -> List[BaseException]:
+    """List an error and those that it was raised from, the outermost first."""
+    found: List[BaseException] = []
+    each: Optional[BaseException] = error
+    while each is not None and each not in found:
+        found.append(each)
+        each = each.__cause__ or each.__context__
+    return found
 
 
 def _operators(error: ImportError) -> Problem:
     """Describe mmcv's compiled operators: missing, or compiled for another PyTorch or Python."""
     import torch
 
-    folder = _folder('mmcv')
+    folder = folder_of('mmcv') or 'nowhere'
     files = glob.glob(f'{folder}/_ext*.so') + glob.glob(f'{folder}/_ext*.pyd')
     here = f'torch {torch.__version__} and Python {sys.version_info[0]}.{sys.version_info[1]}'
     if files:

@@ -24,7 +24,6 @@ def test_versions_that_go_together_are_no_error():
 @pytest.mark.parametrize(
     ('changed', 'level', 'named', 'remedy'),
     [
-        (dict(python='3.7.1'), 'error', '3.7.1', 'virtual environment'),
         (dict(torch='1.9.1'), 'error', '1.9.1', '1.10 or later'),
         (dict(mmengine='0.9.0'), 'error', '0.9.0', 'pip install "mmengine>=0.10.0,<1.0"'),
         (dict(torch_xla='2.8.1'), 'error', '2.8.1', 'pip install "torch_xla==2.9.*"'),

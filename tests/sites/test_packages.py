@@ -36,7 +36,6 @@ def package(tmp_path, monkeypatch):
 
 def load(config, *arguments):
     parser = argparse.ArgumentParser()
-    parser.add_argument('config')
     add_common_arguments(parser)
     return load_config(parser.parse_args([str(config), *arguments]))
 

@@ -4,25 +4,19 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from contextlib import suppress
+from threading import Thread
 from typing import Any, Dict, Mapping, NoReturn, Optional, Sequence
 
 import psutil
 
 from mmdevplug.fault_tolerance.stop_together import SAME_NOTICE_SECONDS
 
-#: What a user, a scheduler or a terminal ends a job with.
-SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
 #: Signals that ranks may handle without ending.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+#: What a user, a scheduler or a terminal ends a job with.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *_NOTICES)
 #: How long ranks may take to save and end before they are killed.
 SAVE_SECONDS = 300.0
 #: How long other processes may take to end after SIGTERM.
@@ -42,7 +36,6 @@ class RankSignals:
     PyTorch's agent kills its ranks 30 s after a signal, knows nothing of SIGUSR1, leaves behind
     what it was about to start, and signals the workers of data loaders too, without which a rank
     cannot finish its iteration.
-
     """
 
     def __init__(self) -> None:
@@ -117,19 +110,14 @@ def end_leftovers() -> None:
 
 def _kill_tree(process: psutil.Process) -> None:
     """Kill a process and all that it started."""
-    try:
-        below = process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return
-    for one in [process, *below]:
-        _send(one, signal.SIGKILL)
+    with suppress(psutil.NoSuchProcess):
+        for one in [process, *process.children(recursive=True)]:
+            _send(one, signal.SIGKILL)
 
 
 def _send(process: psutil.Process, number: int) -> None:
-    try:
+    with suppress(psutil.NoSuchProcess):
         process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return  # It has ended by itself.
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -215,9 +203,8 @@ def end_with_mim() -> None:
         except psutil.Error:
             continue
         if any(os.path.basename(word) == 'mim' for word in words):
-            threading.Thread(
-                target=_follow, args=(process,), name='mmdevplug-mim', daemon=True
-            ).start()
+            follow = Thread(target=_follow, args=(process,), name='mmdevplug-mim', daemon=True)
+            follow.start()
 
 
 def _follow(process: psutil.Process) -> None:
