@@ -34,9 +34,16 @@ from mmdevplug.samples import gather_samples
 from mmdevplug.utils.mmengine_compat import batches_dropped
 from mmdevplug.utils.model import unwrap_model
 
-from .hook_states import had_switched_pipeline, hook_states, restore_hook_states
-from .loader_states import loader_states, restart_workers_silently, restore_loaders
-from .rank_buffers import gather_buffers, restore_buffers
+from .states import (
+    gather_buffers,
+    had_switched_pipeline,
+    hook_states,
+    loader_states,
+    restart_workers_silently,
+    restore_buffers,
+    restore_hook_states,
+    restore_loaders,
+)
 
 #: The key in a checkpoint.
 KEY = 'mmdevplug'

@@ -11,15 +11,19 @@ from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.samples import balance_samples, gather_samples
-from mmdevplug.samples.deserialize import deserialize, move_blocks, read_header, rebuild_samples
 from mmdevplug.samples.flatten import FlatSamples
-from mmdevplug.samples.serialize import serialize
+from mmdevplug.samples.serialize import (
+    deserialize,
+    move_blocks,
+    read_header,
+    rebuild_samples,
+    serialize,
+)
 from mmdevplug.samples.stacking import stack_samples
 
 from .decisions import GO_ON, SHORT, Tally, decide, offers, round_name, too_few
-from .draw_round import Drawn, draw
 from .progress import ProgressLog, SamplingReport
-from .rounds import Rounds
+from .rounds import Drawn, Rounds, draw
 
 
 class DynamicSampler:

@@ -25,9 +25,9 @@ from mmdevplug.checkpoint.exact_resume import (
     validation_follows,
 )
 from mmdevplug.checkpoint.finding import finished_at, mark_finished
-from mmdevplug.checkpoint.hook_states import repeat_validation
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import CheckpointFile, CheckpointSaver
+from mmdevplug.checkpoint.states import repeat_validation
 from mmdevplug.checkpoint.writing import (
     is_local,
     join,

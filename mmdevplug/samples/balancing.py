@@ -19,9 +19,8 @@ from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 
 from .comparing import Example
-from .deserialize import deserialize, move_blocks, read_header, rebuild_samples
 from .exchange import Device, Job, Options, begin, copy_own_samples
-from .serialize import serialize
+from .serialize import deserialize, move_blocks, read_header, rebuild_samples, serialize
 
 
 def balance_samples(

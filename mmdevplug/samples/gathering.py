@@ -5,9 +5,15 @@ from typing import Any, List, Optional, Sequence
 from mmdevplug.distributed.byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes, swap_pieces
 from mmdevplug.fault_tolerance.failure import fail_together
 
-from .deserialize import deserialize, move_blocks, read_header, rebuild_samples
 from .exchange import Device, Job, Options, begin, copy_own_samples, list_examples
-from .serialize import serialize, serialize_error
+from .serialize import (
+    deserialize,
+    move_blocks,
+    read_header,
+    rebuild_samples,
+    serialize,
+    serialize_error,
+)
 
 
 def gather_samples(

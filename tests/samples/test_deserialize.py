@@ -12,9 +12,15 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mmdevplug.distributed.byte_exchange import to_tensor
 from mmdevplug.errors import SampleError
-from mmdevplug.samples.deserialize import deserialize, move_blocks, read_header, rebuild_samples
 from mmdevplug.samples.flatten import FlatSamples
-from mmdevplug.samples.serialize import VERSION, serialize
+from mmdevplug.samples.serialize import (
+    VERSION,
+    deserialize,
+    move_blocks,
+    read_header,
+    rebuild_samples,
+    serialize,
+)
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .values import bits, pools

@@ -11,12 +11,17 @@ from torch import Tensor
 
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.device_guard.stack_location import (
+    LIBRARIES,
+    module_and_backward,
+    source_of,
+    user_frame,
+)
 from mmdevplug.errors import DeviceMismatchError, ModelError, first_line
 
 from .host_call import call_on_host
 from .interception import Interception
 from .kernels import Kernels, called_for_vendor, lacks_kernel
-from .model_location import where
 from .stats import HostUse, OperatorUse
 
 
@@ -86,7 +91,7 @@ class OperatorPatch:
                 f'so it cannot run on the host. Install a build of mmcv that has kernels for '
                 f'{device.type}, or take a variant of the model that does without it.'
             ) from error
-        if not self.host_use.knows(name) and self.host_use.begin(name, where()):
+        if not self.host_use.knows(name) and self.host_use.begin(name, _where()):
             print_log(
                 f'{_no_kernel(name, device)}: it runs on the host. docs/en/mmcv_ops.md says what '
                 f"that costs; accelerator=dict(mmcv_ops='error') stops instead.",
@@ -98,9 +103,24 @@ class OperatorPatch:
 
 
 def _no_kernel(name: str, device: torch.device) -> str:
-    place = where()
+    place = _where()
     used = f' (used in {place})' if place else ''
     return f'The mmcv operator {name} has no kernel for {device}{used}'
+
+
+def _where() -> str:
+    """The current module or backward, and the line, as far as they are known."""
+    module, backward = module_and_backward(None)
+    frame = innermost = user_frame()
+    # The line in mmcv says no more than the name of the operator.
+    passed_over = LIBRARIES | {'mmcv'}
+    while frame is not None and not backward:
+        if (frame.f_globals.get('__name__') or '').partition('.')[0] not in passed_over:
+            break
+        frame = frame.f_back
+    source = source_of(frame or innermost)
+    line = '' if source is None else f'{source.file}:{source.line}'
+    return ', '.join(part for part in (module, backward, line) if part)
 
 
 def _device_of(name: str, values: Sequence[Any]) -> Optional[torch.device]:
@@ -116,7 +136,7 @@ def _device_of(name: str, values: Sequence[Any]) -> Optional[torch.device]:
     if len(devices) > 1:
         raise DeviceMismatchError(
             f'The mmcv operator {name} got tensors of {", ".join(map(str, devices))} (used in '
-            f'{where()}). Place its operands on one device.'
+            f'{_where()}). Place its operands on one device.'
         )
     return next(iter(devices), None)
 
