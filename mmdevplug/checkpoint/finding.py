@@ -1,6 +1,5 @@
 """Find the checkpoint to resume from, for all ranks alike: the newest that is whole."""
 
-import logging
 import os
 import re
 import zipfile
@@ -12,6 +11,7 @@ from mmengine.logging import print_log
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.environments.launch import LaunchEnv, restarts
 from mmdevplug.errors import CheckpointError
+from mmdevplug.utils.logs import log_warning
 
 from .writing import PathLike, is_local, write_text
 
@@ -57,9 +57,7 @@ def _read(path: Path) -> str:
 def check_file(path: PathLike) -> None:
     """Read all of a checkpoint and compare its checksums, which PyTorch does not when it loads.
 
-    Raises:
-        CheckpointError: If the file is truncated or damaged.
-        OSError: If it cannot be read.
+    Raises CheckpointError if the file is truncated or damaged, OSError if it cannot be read.
     """
     if not zipfile.is_zipfile(str(path)):
         with open(str(path), 'rb') as file:
@@ -78,17 +76,13 @@ def check_file(path: PathLike) -> None:
 def find_good_checkpoint(work_dir: PathLike, only_this_run: bool = False) -> Optional[str]:
     """Find the newest checkpoint that is whole, and log those that are not.
 
+    The folder that ``last_checkpoint`` names is searched, too. Returns a path or an address, None
+    if nothing was saved yet; raises CheckpointError if there are checkpoints and none is whole.
+
     Args:
-        work_dir (str or Path): With ``last_checkpoint``. Searched together with the folder that
-            this file names.
+        work_dir (str or Path): With ``last_checkpoint``.
         only_this_run (bool): Whether to leave out files that are older than the start which
             :func:`mark_start` noted. Defaults to False.
-
-    Returns:
-        str or None: A path or an address; None if nothing was saved yet.
-
-    Raises:
-        CheckpointError: If there are checkpoints and none is whole.
     """
     pointed = read_pointer(work_dir)
     if pointed is not None and re.match(r'\w+://', pointed):
@@ -104,11 +98,7 @@ def find_good_checkpoint(work_dir: PathLike, only_this_run: bool = False) -> Opt
             check_file(path)
         except (CheckpointError, OSError) as error:
             refused.append(str(error))
-            print_log(
-                f'Cannot resume: {error}. Looking for the checkpoint before it.',
-                'current',
-                logging.WARNING,
-            )
+            log_warning(f'Cannot resume: {error}. Looking for the checkpoint before it.')
             continue
         return str(path)
     if refused:
@@ -132,10 +122,8 @@ def _candidates(work_dir: Path, pointed: Optional[str]) -> List[Path]:
         if path.exists():
             first = [path]
         else:
-            print_log(
-                f'{work_dir / POINTER} names {pointed}, which does not exist. Looking for others.',
-                'current',
-                logging.WARNING,
+            log_warning(
+                f'{work_dir / POINTER} names {pointed}, which does not exist. Looking for others.'
             )
     others = {
         path.resolve(): path

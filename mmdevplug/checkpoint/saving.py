@@ -108,12 +108,7 @@ class CheckpointSaver:
             checkpoint = collect_checkpoint(runner, meta=meta, **options)
             self._put(runner.work_dir, HostCopy(rank_device()[0])(checkpoint), file)
 
-        failed = run_on_main(
-            f'saving {os.path.basename(file.path)}',
-            lambda: self._attempt(write),
-            self.timeout,
-        )
-        return self._settle(runner, failed)
+        return self._write_on_main(runner, file, write)
 
     def finish(self) -> None:
         """Wait for the background; raise if the last checkpoint failed, whatever ``on_error``."""
@@ -121,6 +116,11 @@ class CheckpointSaver:
             run_on_main('writing the last checkpoint', self._background.join, self.timeout)
         elif self._failed is not None:
             raise CheckpointError(self._failed)
+
+    def _write_on_main(self, runner: Any, file: CheckpointFile, write: Callable[[], None]) -> bool:
+        phase = f'saving {os.path.basename(file.path)}'
+        failed = run_on_main(phase, lambda: self._attempt(write), self.timeout)
+        return self._settle(runner, failed)
 
     def _attempt(self, write: Callable[[], Any]) -> Optional[str]:
         """Write, and return the message of an error that does not stop training."""
@@ -184,8 +184,7 @@ class CheckpointSaver:
                 os.replace(written, file.path)  # a folder, of a strategy that makes one
             self._follow(runner.work_dir, file)
 
-        failed = run_on_main(f'saving {name}', lambda: self._attempt(rename), self.timeout)
-        return self._settle(runner, failed)
+        return self._write_on_main(runner, file, rename)
 
 
 def _collects_as_mmengine(runner: Any) -> bool:
@@ -203,12 +202,7 @@ def collect_checkpoint(
     meta: Optional[Dict[str, Any]] = None,
     by_epoch: bool = True,
 ) -> Dict[str, Any]:
-    """Collect what :meth:`mmengine.runner.Runner.save_checkpoint` writes, tensors where they are.
-
-    Raises:
-        CheckpointError: If there is no optimizer to save.
-        TypeError: If ``meta`` is no dict.
-    """
+    """Collect what ``Runner.save_checkpoint`` of MMEngine writes, tensors where they are."""
     if meta is not None and not isinstance(meta, dict):
         raise TypeError(f'meta should be a dict or None, but got {type(meta)}')
     checkpoint: Dict[str, Any] = {

@@ -140,11 +140,7 @@ MOST_BYTES = 64 * 2**20
 
 
 def gather_buffers(model: nn.Module, accelerator: Accelerator) -> Optional[List[Tensor]]:
-    """Gather the bytes of all ranks' buffers; all ranks take part.
-
-    Returns:
-        List[Tensor] or None: By rank; None if they are equal, too large or of different sizes.
-    """
+    """Gather the bytes of buffers by rank; None if they are equal, too large or differ in size."""
     if get_world_size() == 1:
         return None
     host = accelerator.to_host(list(model.buffers()))

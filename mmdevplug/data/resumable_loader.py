@@ -110,14 +110,10 @@ def derive_seed(*numbers: int) -> int:
 
 
 class WorkerInit:
-    """Initialize a worker process, so that it seeds its generators for each batch.
+    """Initialize a worker process, so that it seeds its generators for each batch."""
 
-    Args:
-        before (callable, optional): The data loader's ``worker_init_fn``.
-    """
-
-    def __init__(self, before: Optional[Callable[[int], None]]) -> None:
-        self._before = before
+    def __init__(self, worker_init_fn: Optional[Callable[[int], None]]) -> None:
+        self._before = worker_init_fn
 
     def __call__(self, worker_id: int) -> None:
         if self._before is not None:
@@ -129,9 +125,7 @@ class WorkerInit:
             dataset.__getitems__ = fetch
         else:
             patch_symbol(
-                _MapDatasetFetcher,
-                'fetch',
-                lambda self, indices: self.collate_fn(fetch(indices)),
+                _MapDatasetFetcher, 'fetch', lambda self, indices: self.collate_fn(fetch(indices))
             )
 
 

@@ -17,22 +17,14 @@ from .decisions import DESCRIBED, Tally, round_name
 
 
 class Drawn(NamedTuple):
-    """What one rank drew.
+    """What one rank drew."""
 
-    Attributes:
-        groups (List[Any]): The valid ones, on the host: lists of samples, or samples if a group
-            is one sample.
-        generated (int): How many groups there were.
-        ended (bool): Whether this rank's data have ended.
-        error (Exception, optional): Raised by a function of the user.
-        where (str): In which function.
-    """
-
+    #: The valid ones, on the host: lists of samples, or samples if a group is one sample.
     groups: List[Any]
-    generated: int = 0
-    ended: bool = False
-    error: Optional[Exception] = None
-    where: str = ''
+    generated: int = 0  # number of groups, valid or not
+    ended: bool = False  # whether this rank's data have ended
+    error: Optional[Exception] = None  # raised by a function of the user
+    where: str = ''  # in which function
 
 
 def draw(
@@ -114,11 +106,7 @@ class Rounds:
     def exchange(self, number: int, held: List[int], drawn: Drawn, tally: Tally) -> Tally:
         """Exchange counts and return the new tally; raise if any rank has an error.
 
-        Args:
-            number (int): The round, from 0.
-            held (List[int]): Groups of this rank that are left over, and drawn for this pool.
-            drawn (Drawn): The groups drawn in this round.
-            tally (Tally): The tally of the round before.
+        ``held`` counts the groups of this rank that are left over, and those drawn for this pool.
         """
         name = round_name(number)
         mine = dict(

@@ -12,13 +12,7 @@ from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.samples import balance_samples, gather_samples
 from mmdevplug.samples.flatten import FlatSamples
-from mmdevplug.samples.serialize import (
-    deserialize,
-    move_blocks,
-    read_header,
-    rebuild_samples,
-    serialize,
-)
+from mmdevplug.samples.serialize import deserialize, read_header, rebuild_samples, serialize
 from mmdevplug.samples.stacking import stack_samples
 
 from .decisions import GO_ON, SHORT, Tally, decide, offers, round_name, too_few
@@ -267,5 +261,4 @@ class DynamicSampler:
     def _unpack(self, surplus: torch.Tensor) -> List[Any]:
         allowed = self._options.sampler.allow_pickle
         received = deserialize(surplus, read_header(surplus), allowed, large_bytes=math.inf)
-        (blocks,) = move_blocks([received], torch.device('cpu'))
-        return rebuild_samples(received, blocks)
+        return rebuild_samples([received], torch.device('cpu'))[0]

@@ -28,9 +28,6 @@ class PreemptionHook(Hook):
         signals (Sequence[str]): Defaults to SIGTERM, SIGINT, SIGHUP (unless it is ignored, as by
             ``nohup``), and SIGUSR1, which Slurm sends ahead of time if it is asked to
             (``--signal=USR1@120``).
-
-    Examples:
-        >>> custom_hooks = [dict(type='PreemptionHook')]
     """
 
     priority = 'LOWEST'

@@ -20,7 +20,7 @@ from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 
 from .comparing import Example
 from .exchange import Device, Job, Options, begin, copy_own_samples
-from .serialize import deserialize, move_blocks, read_header, rebuild_samples, serialize
+from .serialize import deserialize, read_header, rebuild_samples, serialize
 
 
 def balance_samples(
@@ -178,7 +178,5 @@ def _swap(job: Job, slices: Sequence[range], held: Sequence[range], in_flight: i
             job.group,
             in_flight,
         )
-        placed = move_blocks(received, job.device)
-        for rank, one, blocks in zip(sources, received, placed):
-            pieces[rank] = rebuild_samples(one, blocks)
+        pieces.update(zip(sources, rebuild_samples(received, job.device)))
     return [sample for rank in sorted(pieces) for sample in pieces[rank]]

@@ -119,20 +119,13 @@ class _Piece(NamedTuple):
 
 
 class ReceivedSamples(NamedTuple):
-    """Samples of another rank, their blocks not yet copied.
+    """Samples of another rank, their blocks not yet copied."""
 
-    Attributes:
-        plans (List[Plan]): How to build each sample.
-        values (list): Plain values in order.
-        blocks (List[Tensor]): In order; large ones are still to be filled, the others are views
-            of the received buffer.
-        pieces (List[_Piece]): What each block is.
-    """
-
-    plans: List[Plan]
-    values: List[Any]
+    plans: List[Plan]  # how to build each sample
+    values: List[Any]  # plain values in order
+    #: In order; large ones are still to be filled, the others are views of the received buffer.
     blocks: List[Tensor]
-    pieces: List[_Piece]
+    pieces: List[_Piece]  # what each block is
 
     def to_fill(self) -> List[Tensor]:
         """The memory of large tensors, in the order of ``SerializedSamples.large``."""
@@ -141,17 +134,14 @@ class ReceivedSamples(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of a message: an error, or the fields of :class:`.flatten.FlatSamples`.
-
-    The blocks start at ``begin``.
-    """
+    """The header of a message: an error, or the fields of :class:`.flatten.FlatSamples`."""
 
     error: Optional[str]
     structures: List[Any]
     shapes: List[Any]
     kinds: List[int]
     values: List[Any]
-    begin: int
+    begin: int  # where the blocks start
 
 
 def read_header(buffer: Tensor) -> Header:
@@ -172,11 +162,7 @@ def deserialize(
     more: Optional[int] = None,
     large_bytes: float = LARGE_BYTES,
 ) -> ReceivedSamples:
-    """Read samples from a message; large tensors, of ``more`` bytes, are still to be filled.
-
-    Raises:
-        SampleError: If the message is inconsistent, or names classes unknown here.
-    """
+    """Read samples from a message; large tensors, of ``more`` bytes, are still to be filled."""
     _, structures, shapes, kinds, values, begin = header
     plans = [Plan.of(structure, allow_pickle) for structure in structures]
     pairs = list(zip(kinds[::2], kinds[1::2]))
@@ -239,26 +225,24 @@ def _split(run: Tensor, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
     ]
 
 
-def move_blocks(received: Sequence[ReceivedSamples], device: torch.device) -> List[List[Tensor]]:
-    """Copy the blocks of each rank to a device in one call; those of arrays to the host."""
+def rebuild_samples(received: Sequence[ReceivedSamples], device: torch.device) -> List[List[Any]]:
+    """Rebuild the samples of each rank; all tensors are copied to a device in one call."""
     pairs = [pair for each in received for pair in zip(each.blocks, each.pieces)]
     moved = iter(move_tensors([block for block, piece in pairs if not piece.is_array], device))
 
-    def move(block: Tensor, piece: _Piece) -> Tensor:
+    def move(block: Tensor, piece: _Piece) -> Tuple[Tensor, Tuple[int, ...]]:
         if piece.is_array:
-            return block.cpu()
+            return block.cpu(), piece.shape
         tensor = next(moved)
         # A view would keep the whole buffer in memory.
-        return tensor.clone() if tensor is block and not piece.is_large else tensor
+        return (tensor.clone() if tensor is block and not piece.is_large else tensor), piece.shape
 
-    return [[move(*pair) for pair in zip(each.blocks, each.pieces)] for each in received]
-
-
-def rebuild_samples(received: ReceivedSamples, blocks: Sequence[Tensor]) -> List[Any]:
-    """Rebuild the samples from blocks that :func:`move_blocks` returned."""
-    shapes = [piece.shape for piece in received.pieces]
-    values, shaped = iter(received.values), iter(zip(blocks, shapes))
-    return [plan.build(values, shaped) for plan in received.plans]
+    rebuilt = []
+    for each in received:
+        blocks = iter([move(*pair) for pair in zip(each.blocks, each.pieces)])
+        values = iter(each.values)
+        rebuilt.append([plan.build(values, blocks) for plan in each.plans])
+    return rebuilt
 
 
 def corrupt_data() -> SampleError:

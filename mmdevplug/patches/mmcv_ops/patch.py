@@ -1,12 +1,9 @@
 """Patch mmcv's operators for devices that they have no kernel for."""
 
-import logging
 import time
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, Optional, Sequence
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import torch
-from mmengine.logging import print_log
 from torch import Tensor
 
 from mmdevplug.accelerators import Accelerator
@@ -18,6 +15,7 @@ from mmdevplug.device_guard.stack_location import (
     user_frame,
 )
 from mmdevplug.errors import DeviceMismatchError, ModelError, first_line
+from mmdevplug.utils.logs import log_warning
 
 from .host_call import call_on_host
 from .interception import Interception
@@ -26,11 +24,7 @@ from .stats import HostUse, OperatorUse
 
 
 class OperatorPatch:
-    """Replaces mmcv's compiled operators.
-
-    Args:
-        mode (str): ``'host'`` or ``'error'``.
-    """
+    """Replaces mmcv's compiled operators; see :func:`patch_mmcv_ops`."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
@@ -39,12 +33,7 @@ class OperatorPatch:
         self._kernels = Kernels()
 
     def call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
-        """Call an operator where it has a kernel.
-
-        Args:
-            function (callable): Of ``mmcv._ext``.
-            args (Sequence): Its arguments.
-            kwargs (dict): Those by name.
+        """Call a function of ``mmcv._ext`` where it has a kernel.
 
         Raises:
             ModelError: If it has no kernel for the device, and none for the host or
@@ -91,12 +80,10 @@ class OperatorPatch:
                 f'so it cannot run on the host. Install a build of mmcv that has kernels for '
                 f'{device.type}, or take a variant of the model that does without it.'
             ) from error
-        if not self.host_use.knows(name) and self.host_use.begin(name, _where()):
-            print_log(
+        if self.host_use.begin(name, _where):
+            log_warning(
                 f'{_no_kernel(name, device)}: it runs on the host. docs/en/mmcv_ops.md says what '
-                f"that costs; accelerator=dict(mmcv_ops='error') stops instead.",
-                'current',
-                logging.WARNING,
+                f"that costs; accelerator=dict(mmcv_ops='error') stops instead."
             )
         self.host_use.add(name, done.fetched, done.sent, time.perf_counter() - started)
         return done.result
@@ -177,21 +164,6 @@ def restore_mmcv_ops() -> None:
     if _patch is not None:
         _patch.interception.remove()
         _patch = None
-
-
-@contextmanager
-def mmcv_ops_patched(accelerator: Accelerator, mode: str = 'host') -> Iterator[OperatorPatch]:
-    """Patch mmcv's operators for a while; see :func:`patch_mmcv_ops`.
-
-    Returns:
-        OperatorPatch: With the counts in ``host_use``.
-    """
-    patch_mmcv_ops(accelerator, mode)
-    assert _patch is not None
-    try:
-        yield _patch
-    finally:
-        restore_mmcv_ops()
 
 
 def host_use() -> Dict[str, OperatorUse]:

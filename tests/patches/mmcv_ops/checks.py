@@ -1,6 +1,7 @@
 """What is checked on an eager card, in one process."""
 
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from mmdevplug.patches.mmcv_ops import (
     host_call,
     host_use,
     kernels,
-    mmcv_ops_patched,
+    patch as patching,
     patch_mmcv_ops,
     restore_mmcv_ops,
 )
@@ -20,6 +21,16 @@ from mmdevplug.patches.mmcv_ops.patch import OperatorPatch
 from tests.patches.mmcv_ops.cases import CASES, Tensors, run_case
 
 CHECKS = {}
+
+
+@contextmanager
+def mmcv_ops_patched(accelerator, mode='host'):
+    """Patch mmcv's operators for a while; yields the OperatorPatch."""
+    patch_mmcv_ops(accelerator, mode)
+    try:
+        yield patching._patch
+    finally:
+        restore_mmcv_ops()
 
 
 def check(function):
