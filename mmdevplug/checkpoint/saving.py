@@ -51,11 +51,17 @@ class BackgroundWriter:
     def start(self, function: Callable[[], None]) -> None:
         """Start a function after the one before; raise the error of that one."""
         self.join()
-        self._running = Future()
+        running = self._running = Future()
+
+        def run() -> None:
+            try:
+                running.set_result(function())
+            except BaseException as error:
+                running.set_exception(error)
+
         # No executor: Python 3.8 waits for its threads only after the watch for failures has
         # stopped, and the other ranks would take this one for dead.
-        arguments = (function, self._running)
-        Thread(target=_run, args=arguments, name='mmdevplug-checkpoint', daemon=False).start()
+        Thread(target=run, name='mmdevplug-checkpoint', daemon=False).start()
 
     def join(self, timeout: Optional[float] = None) -> bool:
         """Wait, raise the function's error once, and return whether nothing runs any more."""
@@ -66,13 +72,6 @@ class BackgroundWriter:
             self._running = None
             running.result()
         return True
-
-
-def _run(function: Callable[[], None], running: Future) -> None:
-    try:
-        running.set_result(function())
-    except BaseException as error:
-        running.set_exception(error)
 
 
 class CheckpointSaver:

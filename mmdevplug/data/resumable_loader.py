@@ -190,10 +190,8 @@ def sampler_of(loader: Any) -> Any:
 def renew_sampler(loader: Any, config: Any, seed: Optional[int]) -> None:
     """Build the sampler of a loader again from its config: it may have been read from already."""
     batches = resumable_batches(loader)
-    if batches is None or not isinstance(config, Mapping):
-        return
-    config = copy.deepcopy(dict(config))
-    if not isinstance(config.get('sampler'), Mapping):
+    config = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else {}
+    if batches is None or not isinstance(config.get('sampler'), Mapping):
         return
     sampler = DATA_SAMPLERS.build(
         dict(config['sampler']), default_args=dict(dataset=loader.dataset, seed=seed)

@@ -253,8 +253,7 @@ class DeviceRunner(Runner):
     ) -> None:
         """Save a checkpoint atomically; see :meth:`mmengine.runner.Runner.save_checkpoint`.
 
-        Raises:
-            CheckpointError: If the file cannot be written; an earlier file of that name stays.
+        If the file cannot be written, an earlier one of that name stays.
         """
         if not is_main_process():
             if save_optimizer:
@@ -282,9 +281,6 @@ class DeviceRunner(Runner):
 
         A job that torchrun or Slurm has restarted resumes from its last checkpoint. Damaged
         checkpoints are named in the log, and the newest that is whole is taken.
-
-        Raises:
-            CheckpointError: If no checkpoint is whole.
         """
         if self._has_loaded:
             return
@@ -309,12 +305,9 @@ class DeviceRunner(Runner):
         strict: bool = False,
         revise_keys: list = [(r'^module.', '')],  # noqa: B006  MMEngine's signature
     ) -> Dict:
-        """Load a checkpoint without running code from it.
+        """Load a checkpoint without running code from it, or refuse it.
 
         See :meth:`mmengine.runner.Runner.load_checkpoint`.
-
-        Raises:
-            DevPlugError: If the file holds objects of classes that are not MMEngine's.
         """
         checkpoint = read_checkpoint(filename, map_location)
         # From here on as MMEngine's method.
@@ -344,11 +337,7 @@ class DeviceRunner(Runner):
     # runs ---------------------------------------------------------------------------------------
 
     def train(self) -> nn.Module:
-        """Train; an error of one rank ends all ranks, and their messages name it.
-
-        Raises:
-            CheckpointError: If another job trains in the same work directory.
-        """
+        """Train; an error of one rank ends all ranks, and their messages name it."""
         return train_together(self, super().train)
 
     def val(self) -> dict:

@@ -24,13 +24,11 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
     (see :class:`mmdevplug.dynamic_sampling.DynamicSampler`), ``train_step`` gets this rank's
     slice of them, stacked, in train mode.
 
+    Arguments without a description are those of :class:`mmengine.runner.IterBasedTrainLoop`.
+
     Args:
-        runner (Runner): A reference of the runner.
         dataloader (DataLoader or dict): The data to make samples of.
         max_iters (int): Training iterations; each may draw several batches of data.
-        val_begin (int): See :class:`mmengine.runner.IterBasedTrainLoop`. Defaults to 1.
-        val_interval (int): See there. Defaults to 1000.
-        dynamic_intervals (List[Tuple[int, int]], optional): See there. Defaults to None.
         **options: Fields of :class:`mmdevplug.config.dynamic_sampling.DynamicSamplingOptions`:
             ``target``, ``per_group=1``, ``max_resamples=10``, ``on_short='error'``,
             ``generate='generate_samples'``, ``is_valid='is_valid_group'`` and ``sampler={}``.
