@@ -142,9 +142,6 @@ def find_resume_point(
     """Find the checkpoint to resume from on rank 0; None if training does not resume.
 
     A job that torchrun or Slurm has restarted resumes without being asked to.
-
-    Raises:
-        CheckpointError: If no checkpoint is whole, or this rank cannot see rank 0's.
     """
     found = run_on_main(
         'finding the checkpoint to resume from', lambda: _find(work_dir, load_from, resume, env)

@@ -47,8 +47,7 @@ class DynamicSampler:
             unfinished pool at the end of the data is dropped with a warning, unless it is the
             first. Defaults to ``'error'``.
         group (ProcessGroup, optional): The ranks that share a pool. Defaults to None: all ranks.
-        same_structure (bool): See :func:`mmdevplug.samples.gather_samples`. Defaults to True.
-        allow_pickle (bool): See :func:`mmdevplug.samples.gather_samples`. Defaults to False.
+        same_structure, allow_pickle (bool): See :func:`mmdevplug.samples.gather_samples`.
         timeout (float or timedelta, optional): How long the ranks wait for the slowest one in a
             round, in seconds. Defaults to None: the timeout of the process group.
         log_interval (int, optional): Every how many pools rank 0 logs the rounds; 0 or None for

@@ -23,8 +23,7 @@ class DeviceOptimWrapper(OptimWrapper):
     calls :meth:`log_norms`, everything is as in MMEngine.
 
     Args:
-        *args: See :class:`mmengine.optim.OptimWrapper`.
-        **kwargs: See :class:`mmengine.optim.OptimWrapper`. ``error_if_nonfinite`` of
+        *args, **kwargs: See :class:`mmengine.optim.OptimWrapper`. ``error_if_nonfinite`` of
             ``clip_grad`` reads the norm at once, which costs a lazy device an execution.
     """
 

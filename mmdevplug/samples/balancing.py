@@ -44,11 +44,8 @@ def balance_samples(
         per_rank (int, optional): How many samples each rank gets. Defaults to None: all samples
             are distributed; the numbers differ by at most one, and lower ranks get more.
         group (ProcessGroup, optional): Defaults to None: all ranks.
-        flatten (bool): See :func:`gather_samples`.
-        same_structure (bool): See :func:`gather_samples`.
-        allow_pickle (bool): See :func:`gather_samples`.
-        device (str or torch.device, optional): See :func:`gather_samples`.
-        max_bytes_in_flight (int): See :func:`gather_samples`.
+        flatten, same_structure, allow_pickle, device, max_bytes_in_flight: See
+            :func:`gather_samples`.
 
     Returns:
         list or Tuple[list, list]: This rank's slice; with ``per_rank`` also the surplus samples

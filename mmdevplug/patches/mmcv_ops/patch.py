@@ -33,13 +33,7 @@ class OperatorPatch:
         self._kernels = Kernels()
 
     def call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
-        """Call a function of ``mmcv._ext`` where it has a kernel.
-
-        Raises:
-            ModelError: If it has no kernel for the device, and none for the host or
-                ``mode='error'``.
-            DeviceMismatchError: If its tensors are on several devices.
-        """
+        """Call a function of ``mmcv._ext`` where it has a kernel."""
         device = _device_of(function.__name__, [*args, *kwargs.values()])
         if device is None:
             return function(*args, **kwargs)
@@ -141,14 +135,6 @@ def patch_mmcv_ops(accelerator: Accelerator, mode: str = 'host') -> None:
         accelerator (Accelerator): The one in use.
         mode (str): ``'host'`` runs such an operator on the host, with its gradient; ``'error'``
             stops there. Defaults to ``'host'``.
-
-    Raises:
-        DevPlugError: If the mode is unknown.
-
-    Examples:
-        >>> accelerator = mmdevplug.get_accelerator('xla')
-        >>> patch_mmcv_ops(accelerator)
-        >>> mmcv.ops.nms(boxes.to('xla'), scores.to('xla'), 0.5)
     """
     global _patch
     AcceleratorOptions.check('mmcv_ops', mode)
