@@ -78,9 +78,7 @@ class CheckpointSaver:
     """Save checkpoints of a runner, as the options of its hook say."""
 
     def __init__(self, options: CheckpointOptions, backend_args: Optional[Dict] = None) -> None:
-        self.in_background = options.async_save
-        self.timeout = options.timeout
-        self.on_error = options.on_error
+        self.options = options
         self.backend_args = backend_args
         self._background = BackgroundWriter()
         self._kept_copy: Optional[HostCopy] = None
@@ -98,7 +96,7 @@ class CheckpointSaver:
             return self._save_by_runner(runner, file, meta, options)
         if options.get('save_optimizer') and not is_main_process():
             join_consolidation(runner.optim_wrapper)
-        if self.in_background:
+        if self.options.async_save:
             if is_main_process():
                 self._start(runner, file, meta, options)
             return True
@@ -111,14 +109,14 @@ class CheckpointSaver:
 
     def finish(self) -> None:
         """Wait for the background; raise if the last checkpoint failed, whatever ``on_error``."""
-        if self.in_background:
-            run_on_main('writing the last checkpoint', self._background.join, self.timeout)
+        if self.options.async_save:
+            run_on_main('writing the last checkpoint', self._background.join, self.options.timeout)
         elif self._failed is not None:
             raise CheckpointError(self._failed)
 
     def _write_on_main(self, runner: Any, file: CheckpointFile, write: Callable[[], None]) -> bool:
         phase = f'saving {os.path.basename(file.path)}'
-        failed = run_on_main(phase, lambda: self._attempt(write), self.timeout)
+        failed = run_on_main(phase, lambda: self._attempt(write), self.options.timeout)
         return self._settle(runner, failed)
 
     def _attempt(self, write: Callable[[], Any]) -> Optional[str]:
@@ -126,7 +124,7 @@ class CheckpointSaver:
         try:
             write()
         except CheckpointError as error:
-            if self.on_error == 'stop':
+            if self.options.on_error == 'stop':
                 raise
             return str(error)
         return None
@@ -135,7 +133,7 @@ class CheckpointSaver:
         self._failed = failed
         if failed is not None:
             runner.logger.error(
-                f'{failed} Training goes on, because on_error={self.on_error!r}; the next '
+                f'{failed} Training goes on, because on_error={self.options.on_error!r}; the next '
                 f'checkpoint will be tried again.'
             )
         return failed is None

@@ -111,7 +111,7 @@ class SafeCheckpointHook(CheckpointHook):
         ended_at = run_on_main(
             'preparing the folder of checkpoints',
             lambda: self._prepare(runner),
-            self._saver.timeout,
+            self._saver.options.timeout,
         )
         finished = runner.iter > 0 and is_complete(runner) and ended_at == runner.iter
         if finished:

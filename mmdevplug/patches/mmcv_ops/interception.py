@@ -28,9 +28,7 @@ class Interception(MetaPathFinder):
         self.originals: Dict[str, Callable] = {}
 
     def install(self) -> None:
-        """Start, now or as soon as the extension is imported; a second call changes nothing."""
-        if self._patches or self in sys.meta_path:
-            return
+        """Start, now or as soon as the extension is imported."""
         module = sys.modules.get(EXTENSION)
         if module is not None:
             self.replace(module)
