@@ -4,11 +4,9 @@ These are the random states of every rank, the batches of the epoch that were tr
 that the sampler really used, and whether the validation that follows was done already.
 """
 
-import logging
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from mmengine.dist import get_rank, get_world_size
-from mmengine.logging import print_log
 from mmengine.runner.loops import (
     EpochBasedTrainLoop,
     IterBasedTrainLoop,
@@ -31,12 +29,20 @@ from mmdevplug.data.resumable_loader import (
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.samples import gather_samples
+from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.mmengine_compat import batches_dropped
 from mmdevplug.utils.model import unwrap_model
 
-from .hook_states import had_switched_pipeline, hook_states, restore_hook_states
-from .loader_states import loader_states, restart_workers_silently, restore_loaders
-from .rank_buffers import gather_buffers, restore_buffers
+from .states import (
+    gather_buffers,
+    had_switched_pipeline,
+    hook_states,
+    loader_states,
+    restart_workers_silently,
+    restore_buffers,
+    restore_hook_states,
+    restore_loaders,
+)
 
 #: The key in a checkpoint.
 KEY = 'mmdevplug'
@@ -132,11 +138,9 @@ class Resumption:
             batches.state_at_start = None if self._mine is None else self._mine['at_start']
             self._resume_batches(batches, skip)
         if self._inexact:
-            print_log(
+            log_warning(
                 f'Resuming, but not exactly: {"; ".join(self._inexact)}. Random numbers, and '
-                f'maybe the order of the data, differ from those of an uninterrupted run.',
-                'current',
-                logging.WARNING,
+                f'maybe the order of the data, differ from those of an uninterrupted run.'
             )
 
     def _restore_buffers(self) -> None:
@@ -222,11 +226,9 @@ class Resumption:
             return
         left = set_random_state(self._mine['random'], self._accelerator, self._devices)
         if left is not None:
-            print_log(
+            log_warning(
                 f'Random numbers on {self._device} differ from those of an uninterrupted run: '
-                f'{left}.',
-                'current',
-                logging.WARNING,
+                f'{left}.'
             )
 
     def begin_epoch(self) -> None:

@@ -1,6 +1,5 @@
-"""Find the checkpoint to resume from: the newest that is whole."""
+"""Find the checkpoint to resume from, for all ranks alike: the newest that is whole."""
 
-import logging
 import os
 import re
 import zipfile
@@ -9,9 +8,12 @@ from typing import List, Optional
 
 from mmengine.logging import print_log
 
+from mmdevplug.distributed.waiting import run_on_main
+from mmdevplug.environments.launch import LaunchEnv, restarts
 from mmdevplug.errors import CheckpointError
+from mmdevplug.utils.logs import log_warning
 
-from .writing import PathLike, write_text
+from .writing import PathLike, is_local, write_text
 
 POINTER = 'last_checkpoint'
 STARTED = '.started'
@@ -55,9 +57,7 @@ def _read(path: Path) -> str:
 def check_file(path: PathLike) -> None:
     """Read all of a checkpoint and compare its checksums, which PyTorch does not when it loads.
 
-    Raises:
-        CheckpointError: If the file is truncated or damaged.
-        OSError: If it cannot be read.
+    Raises CheckpointError if the file is truncated or damaged, OSError if it cannot be read.
     """
     if not zipfile.is_zipfile(str(path)):
         with open(str(path), 'rb') as file:
@@ -76,17 +76,13 @@ def check_file(path: PathLike) -> None:
 def find_good_checkpoint(work_dir: PathLike, only_this_run: bool = False) -> Optional[str]:
     """Find the newest checkpoint that is whole, and log those that are not.
 
+    The folder that ``last_checkpoint`` names is searched, too. Returns a path or an address, None
+    if nothing was saved yet; raises CheckpointError if there are checkpoints and none is whole.
+
     Args:
-        work_dir (str or Path): With ``last_checkpoint``. Searched together with the folder that
-            this file names.
+        work_dir (str or Path): With ``last_checkpoint``.
         only_this_run (bool): Whether to leave out files that are older than the start which
             :func:`mark_start` noted. Defaults to False.
-
-    Returns:
-        str or None: A path or an address; None if nothing was saved yet.
-
-    Raises:
-        CheckpointError: If there are checkpoints and none is whole.
     """
     pointed = read_pointer(work_dir)
     if pointed is not None and re.match(r'\w+://', pointed):
@@ -102,11 +98,7 @@ def find_good_checkpoint(work_dir: PathLike, only_this_run: bool = False) -> Opt
             check_file(path)
         except (CheckpointError, OSError) as error:
             refused.append(str(error))
-            print_log(
-                f'Cannot resume: {error}. Looking for the checkpoint before it.',
-                'current',
-                logging.WARNING,
-            )
+            log_warning(f'Cannot resume: {error}. Looking for the checkpoint before it.')
             continue
         return str(path)
     if refused:
@@ -130,10 +122,8 @@ def _candidates(work_dir: Path, pointed: Optional[str]) -> List[Path]:
         if path.exists():
             first = [path]
         else:
-            print_log(
-                f'{work_dir / POINTER} names {pointed}, which does not exist. Looking for others.',
-                'current',
-                logging.WARNING,
+            log_warning(
+                f'{work_dir / POINTER} names {pointed}, which does not exist. Looking for others.'
             )
     others = {
         path.resolve(): path
@@ -144,3 +134,49 @@ def _candidates(work_dir: Path, pointed: Optional[str]) -> List[Path]:
     }
     ordered = sorted(others.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return first + [path for path in ordered if path not in first]
+
+
+def find_resume_point(
+    work_dir: str, load_from: Optional[str], resume: bool, env: LaunchEnv
+) -> Optional[str]:
+    """Find the checkpoint to resume from on rank 0; None if training does not resume.
+
+    A job that torchrun or Slurm has restarted resumes without being asked to.
+    """
+    found = run_on_main(
+        'finding the checkpoint to resume from', lambda: _find(work_dir, load_from, resume, env)
+    )
+    if found is not None and is_local(found) and not os.path.exists(found):
+        raise CheckpointError(
+            f'rank 0 resumes from {found}, which is not there for {env.describe()}. Put the work '
+            f'directory on a file system that all hosts share, under the same path, or copy the '
+            f'file to every host.'
+        )
+    return found
+
+
+def _find(work_dir: str, load_from: Optional[str], resume: bool, env: LaunchEnv) -> Optional[str]:
+    count = restarts(env.launcher)
+    if count > 0:
+        found = find_good_checkpoint(work_dir, only_this_run=True)
+        print_log(
+            f'This is restart {count} of this job, '
+            + ('which has saved nothing yet.' if found is None else f'resuming from {found}.'),
+            'current',
+        )
+        if found is not None:
+            return found
+    else:
+        mark_start(work_dir)
+    if not resume:
+        return None
+    if load_from is None:
+        return find_good_checkpoint(work_dir)
+    if os.path.isfile(load_from):
+        check_file(load_from)
+    elif re.match(r'\w+://', load_from) is None:
+        raise CheckpointError(
+            f'resume=True and load_from={load_from!r}: there is no such file. Correct the path, '
+            f'or remove load_from to resume from the newest in {work_dir}.'
+        )
+    return load_from

@@ -19,11 +19,8 @@ class HostCopy:
     """Copy the tensors of a nested state to the host, in one call for each device.
 
     Containers keep their types. Tensors and containers that occur more than once stay shared.
-
-    Args:
-        accelerator (Accelerator): Of the devices that tensors are on.
-        keep (bool): Whether the copy must not change with the original: then host tensors are
-            copied, too, into memory that the next call uses again. Defaults to False.
+    With ``keep`` the copy does not change with the original: host tensors are copied, too, into
+    memory that the next call uses again.
     """
 
     def __init__(self, accelerator: Accelerator, keep: bool = False) -> None:

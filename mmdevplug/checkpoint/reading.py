@@ -13,9 +13,7 @@ from mmdevplug.patches.torch_load import safe_loading
 def read_checkpoint(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
     """Read a checkpoint from a path, or an address that MMEngine knows (``https://``, ...).
 
-    Raises:
-        CheckpointError: If the file holds classes other than MMEngine's own, or is no checkpoint.
-        FileNotFoundError: If there is no such file.
+    A file that is no checkpoint, or holds classes other than MMEngine's, raises CheckpointError.
     """
     filename = os.path.expanduser(str(filename))
     try:

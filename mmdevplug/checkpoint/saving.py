@@ -1,14 +1,20 @@
 """Save a checkpoint of a runner: on rank 0, in the background, or by the runner's own method."""
 
 import os
+import time
 from concurrent.futures import Future, wait
+from functools import lru_cache
 from pathlib import Path
 from threading import Thread
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
+import mmengine
 from mmengine.dist import is_main_process
 from mmengine.fileio import get_file_backend
+from mmengine.optim import OptimWrapper
 from mmengine.runner import Runner
+from mmengine.runner.checkpoint import get_state_dict
+from mmengine.utils import get_git_hash
 
 from mmdevplug.config.hook_options import CheckpointOptions
 from mmdevplug.distributed.rank_device import rank_device
@@ -16,8 +22,8 @@ from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.abort import before_abort
 from mmdevplug.optim import join_consolidation
+from mmdevplug.utils.model import unwrap_model
 
-from .collecting import collect_checkpoint
 from .finding import write_pointer
 from .host_copy import HostCopy
 from .writing import UNFINISHED, is_local, replacing, write_checkpoint
@@ -45,11 +51,17 @@ class BackgroundWriter:
     def start(self, function: Callable[[], None]) -> None:
         """Start a function after the one before; raise the error of that one."""
         self.join()
-        self._running = Future()
+        running = self._running = Future()
+
+        def run() -> None:
+            try:
+                running.set_result(function())
+            except BaseException as error:
+                running.set_exception(error)
+
         # No executor: Python 3.8 waits for its threads only after the watch for failures has
         # stopped, and the other ranks would take this one for dead.
-        arguments = (function, self._running)
-        Thread(target=_run, args=arguments, name='mmdevplug-checkpoint', daemon=False).start()
+        Thread(target=run, name='mmdevplug-checkpoint', daemon=False).start()
 
     def join(self, timeout: Optional[float] = None) -> bool:
         """Wait, raise the function's error once, and return whether nothing runs any more."""
@@ -62,20 +74,11 @@ class BackgroundWriter:
         return True
 
 
-def _run(function: Callable[[], None], running: Future) -> None:
-    try:
-        running.set_result(function())
-    except BaseException as error:
-        running.set_exception(error)
-
-
 class CheckpointSaver:
     """Save checkpoints of a runner, as the options of its hook say."""
 
     def __init__(self, options: CheckpointOptions, backend_args: Optional[Dict] = None) -> None:
-        self.in_background = options.async_save
-        self.timeout = options.timeout
-        self.on_error = options.on_error
+        self.options = options
         self.backend_args = backend_args
         self._background = BackgroundWriter()
         self._kept_copy: Optional[HostCopy] = None
@@ -93,7 +96,7 @@ class CheckpointSaver:
             return self._save_by_runner(runner, file, meta, options)
         if options.get('save_optimizer') and not is_main_process():
             join_consolidation(runner.optim_wrapper)
-        if self.in_background:
+        if self.options.async_save:
             if is_main_process():
                 self._start(runner, file, meta, options)
             return True
@@ -102,26 +105,26 @@ class CheckpointSaver:
             checkpoint = collect_checkpoint(runner, meta=meta, **options)
             self._put(runner.work_dir, HostCopy(rank_device()[0])(checkpoint), file)
 
-        failed = run_on_main(
-            f'saving {os.path.basename(file.path)}',
-            lambda: self._attempt(write),
-            self.timeout,
-        )
-        return self._settle(runner, failed)
+        return self._write_on_main(runner, file, write)
 
     def finish(self) -> None:
         """Wait for the background; raise if the last checkpoint failed, whatever ``on_error``."""
-        if self.in_background:
-            run_on_main('writing the last checkpoint', self._background.join, self.timeout)
+        if self.options.async_save:
+            run_on_main('writing the last checkpoint', self._background.join, self.options.timeout)
         elif self._failed is not None:
             raise CheckpointError(self._failed)
+
+    def _write_on_main(self, runner: Any, file: CheckpointFile, write: Callable[[], None]) -> bool:
+        phase = f'saving {os.path.basename(file.path)}'
+        failed = run_on_main(phase, lambda: self._attempt(write), self.options.timeout)
+        return self._settle(runner, failed)
 
     def _attempt(self, write: Callable[[], Any]) -> Optional[str]:
         """Write, and return the message of an error that does not stop training."""
         try:
             write()
         except CheckpointError as error:
-            if self.on_error == 'stop':
+            if self.options.on_error == 'stop':
                 raise
             return str(error)
         return None
@@ -130,7 +133,7 @@ class CheckpointSaver:
         self._failed = failed
         if failed is not None:
             runner.logger.error(
-                f'{failed} Training goes on, because on_error={self.on_error!r}; the next '
+                f'{failed} Training goes on, because on_error={self.options.on_error!r}; the next '
                 f'checkpoint will be tried again.'
             )
         return failed is None
@@ -178,8 +181,7 @@ class CheckpointSaver:
                 os.replace(written, file.path)  # a folder, of a strategy that makes one
             self._follow(runner.work_dir, file)
 
-        failed = run_on_main(f'saving {name}', lambda: self._attempt(rename), self.timeout)
-        return self._settle(runner, failed)
+        return self._write_on_main(runner, file, rename)
 
 
 def _collects_as_mmengine(runner: Any) -> bool:
@@ -188,3 +190,74 @@ def _collects_as_mmengine(runner: Any) -> bool:
         return False
     method = type(runner).save_checkpoint
     return method is Runner.save_checkpoint or getattr(method, 'collects_as_mmengine', False)
+
+
+def collect_checkpoint(
+    runner: Any,
+    save_optimizer: bool = True,
+    save_param_scheduler: bool = True,
+    meta: Optional[Dict[str, Any]] = None,
+    by_epoch: bool = True,
+) -> Dict[str, Any]:
+    """Collect what ``Runner.save_checkpoint`` of MMEngine writes, tensors where they are."""
+    if meta is not None and not isinstance(meta, dict):
+        raise TypeError(f'meta should be a dict or None, but got {type(meta)}')
+    checkpoint: Dict[str, Any] = {
+        'meta': _meta(runner, dict(meta or {}), by_epoch),
+        # Children may be wrapped, too; their names are saved without `module.`.
+        'state_dict': get_state_dict(unwrap_model(runner.model)),
+        'message_hub': runner.message_hub.state_dict(),
+    }
+    if save_optimizer:
+        if not isinstance(runner.optim_wrapper, OptimWrapper):
+            raise CheckpointError(
+                f'the optimizer wrapper is of type {type(runner.optim_wrapper).__name__}; '
+                f'expected an OptimWrapper or OptimWrapperDict. Save without it: '
+                f'default_hooks.checkpoint.save_optimizer=False.'
+            )
+        checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
+    if save_param_scheduler and runner.param_schedulers is None:
+        runner.logger.warning('There are no parameter schedulers, so none are saved.')
+    elif save_param_scheduler:
+        checkpoint['param_schedulers'] = _scheduler_states(runner.param_schedulers)
+    runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
+    return checkpoint
+
+
+def _meta(runner: Any, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, Any]:
+    # MMEngine counts an epoch or an iteration only after the hooks that save it.
+    meta.setdefault('epoch', runner.epoch + 1 if by_epoch else runner.epoch)
+    meta.setdefault('iter', runner.iter if by_epoch else runner.iter + 1)
+    meta.update(
+        cfg=_pretty_text(runner.cfg),
+        seed=runner.seed,
+        experiment_name=runner.experiment_name,
+        time=time.strftime('%Y%m%d_%H%M%S', time.localtime()),
+        mmengine_version=_mmengine_version(),
+    )
+    if hasattr(runner.train_dataloader.dataset, 'metainfo'):
+        meta['dataset_meta'] = runner.train_dataloader.dataset.metainfo
+    return meta
+
+
+@lru_cache(maxsize=None)
+def _mmengine_version() -> str:
+    return mmengine.__version__ + get_git_hash()  # which starts a process
+
+
+_formatted: Dict[str, str] = {}
+
+
+def _pretty_text(cfg: Any) -> str:
+    """``cfg.pretty_text``, which takes a tenth of a second, once for each state of the config."""
+    plain = repr(cfg)
+    if plain not in _formatted:
+        _formatted.clear()
+        _formatted[plain] = cfg.pretty_text
+    return _formatted[plain]
+
+
+def _scheduler_states(schedulers: Any) -> Any:
+    if isinstance(schedulers, dict):
+        return {name: [each.state_dict() for each in some] for name, some in schedulers.items()}
+    return [each.state_dict() for each in schedulers]

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
 import psutil
-from mmengine.logging import print_log
 
 from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.atomic_files import PathLike
+from mmdevplug.utils.logs import log_warning
 
 from .writing import write_text
 
@@ -49,12 +49,8 @@ def locked_work_dir(work_dir: PathLike, restarted: bool = False) -> Iterator[Non
     """Hold the lock of a work directory; called by the rank that writes there.
 
     The lock is a file that names its holder. It is taken over if that process has ended: this is
-    known at once on the same host, and on another host after a minute without a heartbeat.
-
-    Args:
-        work_dir (str or Path): An existing folder.
-        restarted (bool): Whether a scheduler started this job again, which then takes its own
-            lock on any host. Defaults to False.
+    known at once on the same host, and on another host after a minute without a heartbeat. A job
+    that a scheduler has ``restarted`` takes its own lock on any host.
 
     Raises:
         CheckpointError: If another job holds it, or the folder takes no files.
@@ -115,20 +111,12 @@ def _check_left_behind(
             f'work_dir={str(path.parent)!r} is in use by {holder} ({path}). Two jobs would '
             f'overwrite each other. Wait for its end, end it, or choose another --work-dir.'
         )
-    print_log(
-        f'{path} was left behind by {holder} and has ended. This job takes it over.',
-        'current',
-        logging.WARNING,
-    )
+    log_warning(f'{path} was left behind by {holder} and has ended. This job takes it over.')
 
 
 def _changes(path: Path, holder: str) -> bool:
     """Whether the holder of a lock on another host touches it."""
-    print_log(
-        f'{path} names {holder}. Waiting {SILENT_SECONDS:.0f} s for a sign of life of it.',
-        'current',
-        logging.WARNING,
-    )
+    log_warning(f'{path} names {holder}. Waiting {SILENT_SECONDS:.0f} s for a sign of life of it.')
     before = _changed(path)
     deadline = time.monotonic() + SILENT_SECONDS
     while time.monotonic() < deadline:

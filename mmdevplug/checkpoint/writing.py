@@ -70,10 +70,7 @@ class _Pickler(pickle.Pickler):
 
     dispatch_table = copyreg.dispatch_table.copy()
     dispatch_table[deque] = lambda value: (deque, (list(value), value.maxlen))
-    dispatch_table[defaultdict] = lambda value: (
-        defaultdict,
-        (value.default_factory, dict(value)),
-    )
+    dispatch_table[defaultdict] = lambda value: (defaultdict, (value.default_factory, dict(value)))
 
 
 _PICKLE = SimpleNamespace(**dict(vars(pickle), Pickler=_Pickler))

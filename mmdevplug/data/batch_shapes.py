@@ -88,10 +88,7 @@ class ShapeRecorder:
         self._recording = True
 
     def stop(self, data_batch: Any) -> Dict[str, Shapes]:
-        """Stop recording; return the shapes of preprocessors' inputs and outputs.
-
-        For models without a preprocessor the shapes of ``data_batch`` count.
-        """
+        """Return the shapes of preprocessors' inputs and outputs, without any of the batch."""
         if not self._found[COMPUTED]:
             self._record(COMPUTED, data_batch)
         self._recording = False

@@ -1,8 +1,7 @@
 """Check before training that every rank has data, and the same number of batches."""
 
 import traceback
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from mmengine.dataset import BaseDataset
 from mmengine.dist import get_rank
@@ -19,19 +18,16 @@ MAX_LISTED = 8
 _SOURCES = ('ann_file', 'data_root', 'data_prefix', 'filter_cfg', '_indices')
 
 
-@contextmanager
-def explain_empty(config: Any) -> Iterator[None]:
-    """Name the empty dataset where building a loader fails because MMEngine packs no samples.
-
-    Args:
-        config: The config of the data loader that is being built.
+def build_nonempty(build: Callable[[], Any], config: Any) -> Any:
+    """Build a data loader; refuse an empty dataset, where MMEngine or a sampler would not say so.
 
     Raises:
-        SampleError: Instead of NumPy's error, on the rank that has no samples.
+        SampleError: On the rank that has no samples.
     """
     try:
-        yield
+        loader = build()
     except ValueError as error:
+        # NumPy's error, where MMEngine packs no samples.
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         for frame in reversed(frames):
             dataset = frame.f_locals.get('self')
@@ -40,17 +36,14 @@ def explain_empty(config: Any) -> Iterator[None]:
                     raise _no_samples(dataset, config) from error
                 break
         raise
-
-
-def check_samples(loader: Any, config: Any) -> None:
-    """Refuse a data loader whose dataset is known to be empty: some samplers would hang."""
     dataset = getattr(loader, 'dataset', None)
     if _length(dataset) == 0:
         raise _no_samples(dataset, config)
+    return loader
 
 
-def check_batches(loop: Any, key: str) -> None:
-    """Refuse to train if this rank gets no batch in an epoch of the loader with this config key.
+def check_batches(loop: Any) -> None:
+    """Refuse to train if this rank gets no batch in an epoch.
 
     Loops that count iterations may have an infinite sampler, so their length is not checked.
     """
@@ -59,27 +52,20 @@ def check_batches(loop: Any, key: str) -> None:
         samples, size = _length(loader.dataset), getattr(loader, 'batch_size', None)
         share = _length(getattr(getattr(loader, 'batch_sampler', None), 'sampler', None))
         raise SampleError(
-            f'rank {get_rank()}: {key} has no batch in an epoch: {_describe(loader.dataset)} has '
-            f'{samples} samples, of which this rank gets {share}, with batch_size={size} '
-            f'and drop_last={getattr(loader, "drop_last", None)}. Set a smaller '
-            f'{key}.batch_size, {key}.drop_last=False, or start fewer ranks.'
+            f'rank {get_rank()}: train_dataloader has no batch in an epoch: '
+            f'{_describe(loader.dataset)} has {samples} samples, of which this rank gets {share}, '
+            f'with batch_size={size} and drop_last={getattr(loader, "drop_last", None)}. Set a '
+            f'smaller train_dataloader.batch_size, train_dataloader.drop_last=False, or start '
+            f'fewer ranks.'
         )
 
 
-def compare_batches(loop: Any, key: str, phase: str) -> None:
+def compare_batches(loop: Any) -> None:
     """Refuse epochs that have more batches on one rank than on another, before they hang.
 
     All ranks have to call it. Loops that count iterations restart their data, so they are not
-    checked, nor are data loaders of unknown length.
-
-    Args:
-        loop (BaseLoop): With its data loader.
-        key (str): The data loader's key in the config.
-        phase (str): What the ranks do now, for messages of those that wait.
-
-    Raises:
-        SampleError: On the rank that has the fewest batches.
-        RankFailedError: On the others.
+    checked, nor are data loaders of unknown length. The rank with the fewest batches raises
+    SampleError, the others RankFailedError.
     """
     loader = getattr(loop, 'dataloader', None)
     mine = dict(
@@ -87,18 +73,18 @@ def compare_batches(loop: Any, key: str, phase: str) -> None:
         samples=_length(getattr(loader, 'dataset', None)),
         dataset=_describe(getattr(loader, 'dataset', None)),
     )
-    found = decide_together(phase, mine, _find_fewest)
+    found = decide_together('data preparation', mine, _find_fewest)
     if found is None:
         return
     rank, counts = found
     if get_rank() != rank:
         raise_if_another_failed(wait=2 * GRACE_SECONDS)
     raise SampleError(
-        f'{key} has not the same number of batches on all ranks: {counts}. Every rank has to '
-        f'see the same number, or the others wait for it in the middle of an epoch. Give all '
-        f'ranks the same samples and the sampler DefaultSampler, which divides them, or '
-        f'train by iterations: train_cfg = dict(by_epoch=False, max_iters=...) with the '
-        f'sampler InfiniteSampler.'
+        f'train_dataloader has not the same number of batches on all ranks: {counts}. Every rank '
+        f'has to see the same number, or the others wait for it in the middle of an epoch. Give '
+        f'all ranks the same samples and the sampler DefaultSampler, which divides them, or train '
+        f'by iterations: train_cfg = dict(by_epoch=False, max_iters=...) with the sampler '
+        f'InfiniteSampler.'
     )
 
 

@@ -7,7 +7,6 @@ constant shapes. Losses and predictions are those of a batch that contains a lar
 """
 
 import copy
-import logging
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn.functional import pad
 
 from mmdevplug.config.pad_to import PadTo, Size, read_pad_to, round_up
 from mmdevplug.errors import DevPlugError, ModelError
+from mmdevplug.utils.logs import log_warning
 
 #: Names of the same attribute in different libraries.
 PAD_VALUE = ('pad_value', 'pad_val')
@@ -31,15 +31,12 @@ Inputs = Union[Tensor, List[Tensor]]
 
 
 class PaddedForward:
-    """Replace a data preprocessor's ``forward``: pad, call it, and fill in the pad value.
-
-    Attributes:
-        watcher (callable, optional): Called with each batch before the preprocessor.
-    """
+    """Replace a data preprocessor's ``forward``: pad, call it, and fill in the pad value."""
 
     def __init__(self, preprocessor: BaseDataPreprocessor, pad_to: PadTo) -> None:
         self.pad_to = pad_to
         self.preprocessor = preprocessor
+        #: Called with each batch before the preprocessor.
         self.watcher: Optional[Callable[[Any], None]] = None
         self._forward = preprocessor.forward
         self._sizes: List[Size] = []
@@ -51,11 +48,7 @@ class PaddedForward:
             preprocessor.batch_augments = _Fill(self, augments)
 
     def __call__(self, data: Any, training: bool = False) -> Any:
-        """Preprocess a batch; see :meth:`mmengine.model.BaseDataPreprocessor.forward`.
-
-        Raises:
-            DevPlugError: If the batch has no images to pad, or they are too large.
-        """
+        """Preprocess a batch; see :meth:`mmengine.model.BaseDataPreprocessor.forward`."""
         images = _images(data)
         self._sizes = [(int(x.shape[-2]), int(x.shape[-1])) for x in images]
         size = self.pad_to.size_for(self._sizes)
@@ -150,15 +143,8 @@ def build_padded(
 ) -> nn.Module:
     """Build a model whose data preprocessors pad, if its config or an option sets it.
 
-    Args:
-        build (callable): Builds a model from its config.
-        model (dict or nn.Module): ``pad_to`` in its ``data_preprocessor`` overrides the option,
-            also as None.
-        option (PadTo, optional): ``accelerator.pad_to``. Defaults to None: no padding.
-
-    Raises:
-        DevPlugError: If ``pad_to`` is invalid.
-        ModelError: If the model has no data preprocessor.
+    ``pad_to`` in the model's ``data_preprocessor`` overrides the option ``accelerator.pad_to``,
+    also as None.
     """
     model, found = take_pad_to(model)
     built = build(model)
@@ -169,16 +155,9 @@ def build_padded(
 
 
 def take_pad_to(model: Any) -> Tuple[Any, List[Any]]:
-    """Return the config of a model without ``pad_to`` in its data preprocessors, and the value.
+    """Return a copy of a model's config without ``pad_to`` in data preprocessors, and its value.
 
-    Args:
-        model (dict or nn.Module): It is not changed.
-
-    Returns:
-        tuple: The config, and a list of the value, which is empty if there is none.
-
-    Raises:
-        DevPlugError: If there are several values.
+    The value is in a list, which is empty if there is none.
     """
     found: List[Any] = []
     _find_pad_to(model, found)
@@ -235,13 +214,11 @@ def _warn_of_diluted_losses(model: nn.Module) -> None:
         name for name, part in model.named_modules() if vars(part).get('avg_non_ignore') is False
     ]
     if diluted:
-        print_log(
+        log_warning(
             f'pad_to: {", ".join(diluted)} averages over all pixels, padding included, so more '
             f'padding makes losses and gradients smaller. To average over the pixels of the '
             f'images, set avg_non_ignore=True in loss_decode; on a lazy device each loss then '
-            f'costs one more execution.',
-            'current',
-            logging.WARNING,
+            f'costs one more execution.'
         )
 
 

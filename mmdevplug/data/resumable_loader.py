@@ -1,13 +1,145 @@
-"""Make a data loader resumable in place."""
+"""Let a data loader begin a pass at any batch, and seed its workers for each batch."""
 
 import copy
-from typing import Any, Mapping, Optional
+import hashlib
+import random
+from functools import partial
+from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, Sequence
 
+import numpy as np
+import torch
 from mmengine.dist import get_rank
 from mmengine.registry import DATA_SAMPLERS
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from .batches import ResumableBatches, WorkerInit, derive_seed
+from mmdevplug.accelerators.random_states import host_random_state
+from mmdevplug.utils.patching import patch_symbol
+from mmdevplug.utils.torch_compat import asks_samplers_for_batches
+
+
+class SeededBatch(list):
+    """Hold the indices of a batch, and the seed for random augmentation in its worker."""
+
+    seed: int = 0  # below 2**63
+
+
+class ResumableBatches:
+    """Wrap the batch sampler of a data loader, so that a pass can begin at any batch.
+
+    After :meth:`resume` the next pass leaves out batches that were trained on before, without
+    loading them. Random augmentation in worker processes depends only on the seed, the rank, the
+    epoch and the index of the batch, not on the number of workers or on where a run began.
+
+    Args:
+        batches (Iterable): A batch sampler; a pass is one epoch.
+        seed (int, optional): Of this rank, for workers. Defaults to None: they are not seeded.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[int]], seed: Optional[int] = None) -> None:
+        self.batches = batches
+        self.seed = seed
+        self.epoch = -1
+        #: The random state of the host when the current pass began. With workers, a loop over
+        #: iterations begins the first pass when it is built.
+        self.state_at_start: Any = None
+        self._skip = 0
+        self._before_pass: Optional[Callable[[], None]] = None
+        self._after_skip: Optional[Callable[[], None]] = None
+
+    def resume(
+        self,
+        epoch: int,
+        skip: int,
+        before_pass: Optional[Callable[[], None]] = None,
+        after_skip: Optional[Callable[[], None]] = None,
+    ) -> None:
+        """Set where the next pass begins.
+
+        Args:
+            epoch (int): Index of that pass.
+            skip (int): Number of batches to leave out.
+            before_pass (callable, optional): Called before the wrapped sampler is started.
+            after_skip (callable, optional): Called before the first batch is loaded.
+        """
+        self.epoch = epoch - 1
+        self._skip = skip
+        self._before_pass, self._after_skip = before_pass, after_skip
+
+    def __iter__(self) -> Iterator[List[int]]:
+        # A generator: this runs when the data loader takes the first batch, after it has drawn its
+        # own random number.
+        self.epoch += 1
+        epoch, skip = self.epoch, self._skip
+        before_pass, after_skip = self._before_pass, self._after_skip
+        self._skip, self._before_pass, self._after_skip = 0, None, None
+        if before_pass is not None:
+            before_pass()
+        self.state_at_start = host_random_state()
+        for number, batch in enumerate(self.batches):
+            if number < skip:
+                continue
+            if after_skip is not None:
+                after_skip()
+                after_skip = None
+            yield self._seeded(batch, epoch, number)
+        if after_skip is not None:  # All batches of the epoch were skipped.
+            after_skip()
+
+    def _seeded(self, batch: Sequence[int], epoch: int, number: int) -> Any:
+        if self.seed is None or not isinstance(batch, (list, tuple)):
+            return batch
+        seeded = SeededBatch(batch)
+        seeded.seed = derive_seed(self.seed, epoch, number)
+        return seeded
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        # `sampler`, `batch_size`, `drop_last`, and other attributes of the batch sampler.
+        if name == 'batches':
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+
+def derive_seed(*numbers: int) -> int:
+    """Hash numbers to a seed, so that neighbouring numbers get unrelated seeds."""
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, 'little') >> 1
+
+
+class WorkerInit:
+    """Initialize a worker process, so that it seeds its generators for each batch."""
+
+    def __init__(self, worker_init_fn: Optional[Callable[[int], None]]) -> None:
+        self._before = worker_init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        if self._before is not None:
+            self._before(worker_id)
+        dataset = torch.utils.data.get_worker_info().dataset
+        fetch = partial(_fetch_seeded, dataset, getattr(dataset, '__getitems__', None))
+        # Only this process is changed.
+        if asks_samplers_for_batches():  # the fetcher looks for it on the object
+            dataset.__getitems__ = fetch
+        else:
+            patch_symbol(
+                _MapDatasetFetcher, 'fetch', lambda self, indices: self.collate_fn(fetch(indices))
+            )
+
+
+def _fetch_seeded(
+    dataset: Any, fetch: Optional[Callable[[Sequence[int]], List[Any]]], indices: Sequence[int]
+) -> List[Any]:
+    """Load the samples of a batch, after seeding for it."""
+    seed = getattr(indices, 'seed', None)
+    if seed is not None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        # Not torch.manual_seed, which would start the devices in a worker.
+        torch.default_generator.manual_seed(seed)
+    return [dataset[index] for index in indices] if fetch is None else fetch(indices)
 
 
 def make_resumable(loader: Any, seed: Optional[int] = None) -> Optional[ResumableBatches]:
@@ -58,10 +190,8 @@ def sampler_of(loader: Any) -> Any:
 def renew_sampler(loader: Any, config: Any, seed: Optional[int]) -> None:
     """Build the sampler of a loader again from its config: it may have been read from already."""
     batches = resumable_batches(loader)
-    if batches is None or not isinstance(config, Mapping):
-        return
-    config = copy.deepcopy(dict(config))
-    if not isinstance(config.get('sampler'), Mapping):
+    config = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else {}
+    if batches is None or not isinstance(config.get('sampler'), Mapping):
         return
     sampler = DATA_SAMPLERS.build(
         dict(config['sampler']), default_args=dict(dataset=loader.dataset, seed=seed)

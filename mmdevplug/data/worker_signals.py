@@ -35,7 +35,7 @@ class KeepFromSignals(partial):
     def __call__(self, worker_id: int) -> None:
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             # Not SIG_IGN, which programs that a dataset starts would inherit.
-            signal.signal(number, _ignore)
+            signal.signal(number, _do_nothing)
         if hasattr(signal, 'sigwaitinfo'):  # not on macOS
             # A thread that waits for a signal gets its sender, unlike a handler.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -45,11 +45,7 @@ class KeepFromSignals(partial):
         super().__call__(worker_id)
 
 
-def _do_nothing(worker_id: int) -> None:
-    pass
-
-
-def _ignore(number: int, frame: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     pass
 
 

@@ -12,21 +12,13 @@ DESCRIBED = 8
 
 
 class Tally(NamedTuple):
-    """What all ranks know of the pool that is being filled; the same on all of them.
+    """What all ranks know of the pool that is being filled; the same on all of them."""
 
-    Attributes:
-        old (List[int]): Valid groups on each rank that were left over from the pool before.
-        new (List[int]): Valid groups on each rank that were drawn for this one.
-        ended (List[bool]): Whether the data of each rank have ended.
-        rounds (int): How often all ranks have drawn for this pool.
-        generated (int): Groups that all ranks have generated for it.
-    """
-
-    old: List[int]
-    new: List[int]
-    ended: List[bool]
-    rounds: int = 0
-    generated: int = 0
+    old: List[int]  # valid groups on each rank that were left over from the pool before
+    new: List[int]  # valid groups on each rank that were drawn for this one
+    ended: List[bool]  # whether the data of each rank have ended
+    rounds: int = 0  # how often all ranks have drawn for this pool
+    generated: int = 0  # groups that all ranks have generated for it
 
     @classmethod
     def empty(cls, world_size: int) -> 'Tally':

@@ -11,15 +11,13 @@ from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.samples import balance_samples, gather_samples
-from mmdevplug.samples.deserialize import deserialize, move_blocks, read_header, rebuild_samples
 from mmdevplug.samples.flatten import FlatSamples
-from mmdevplug.samples.serialize import serialize
+from mmdevplug.samples.serialize import deserialize, read_header, rebuild_samples, serialize
 from mmdevplug.samples.stacking import stack_samples
 
 from .decisions import GO_ON, SHORT, Tally, decide, offers, round_name, too_few
-from .draw_round import Drawn, draw
 from .progress import ProgressLog, SamplingReport
-from .rounds import Rounds
+from .rounds import Drawn, Rounds, draw
 
 
 class DynamicSampler:
@@ -49,8 +47,7 @@ class DynamicSampler:
             unfinished pool at the end of the data is dropped with a warning, unless it is the
             first. Defaults to ``'error'``.
         group (ProcessGroup, optional): The ranks that share a pool. Defaults to None: all ranks.
-        same_structure (bool): See :func:`mmdevplug.samples.gather_samples`. Defaults to True.
-        allow_pickle (bool): See :func:`mmdevplug.samples.gather_samples`. Defaults to False.
+        same_structure, allow_pickle (bool): See :func:`mmdevplug.samples.gather_samples`.
         timeout (float or timedelta, optional): How long the ranks wait for the slowest one in a
             round, in seconds. Defaults to None: the timeout of the process group.
         log_interval (int, optional): Every how many pools rank 0 logs the rounds; 0 or None for
@@ -263,5 +260,4 @@ class DynamicSampler:
     def _unpack(self, surplus: torch.Tensor) -> List[Any]:
         allowed = self._options.sampler.allow_pickle
         received = deserialize(surplus, read_header(surplus), allowed, large_bytes=math.inf)
-        (blocks,) = move_blocks([received], torch.device('cpu'))
-        return rebuild_samples(received, blocks)
+        return rebuild_samples([received], torch.device('cpu'))[0]

@@ -4,7 +4,7 @@ from typing import Any, Dict, List, Optional, Sequence, Type
 
 from mmengine.hooks import CheckpointHook, EmptyCacheHook, Hook, IterTimerHook, ProfilerHook
 
-from mmdevplug.accelerators import device_context
+from mmdevplug.accelerators import DeviceContext
 from mmdevplug.config.accelerator import AcceleratorOptions
 
 from .communication_hook import CommunicationHook
@@ -22,12 +22,11 @@ from .safe_checkpoint_hook import SafeCheckpointHook
 
 
 def missing_hooks(
-    options: AcceleratorOptions, world_size: int, present: Sequence[Hook]
+    options: AcceleratorOptions, context: DeviceContext, present: Sequence[Hook]
 ) -> List[Hook]:
     """Build the hooks that the options ask for and that are not present."""
-    several, memory, compilations = world_size > 1, options.memory, options.compilations
-    context = device_context()
-    lazy = context is not None and context.accelerator.lazy
+    several, lazy = context.env.world_size > 1, context.accelerator.lazy
+    memory, compilations = options.memory, options.compilations
     # Arguments by class, None for a hook that is turned off.
     arguments: Dict[Type[Hook], Optional[Dict[str, Any]]] = {
         DeviceHook: vars(options.hook),

@@ -45,11 +45,7 @@ class DeviceHook(Hook):
         self._sync_bn_cost = SyncBNCost()
 
     def before_run(self, runner: Any) -> None:
-        """Check and repair devices, and log the device map once.
-
-        Raises:
-            ModelError: If something is on another device and ``on_mismatch='error'``.
-        """
+        """Check devices, repair them unless ``on_mismatch='error'``, and log the map once."""
         _, device = rank_device()
         model = unwrap_model(runner.model)
         # A wrapper that has not been built yet is a config.

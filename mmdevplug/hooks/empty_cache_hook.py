@@ -13,12 +13,7 @@ class DeviceEmptyCacheHook(EmptyCacheHook):
     """MMEngine's ``EmptyCacheHook``, which knows only CUDA and MUSA, for any accelerator.
 
     :class:`mmdevplug.DeviceRunner` uses it instead of MMEngine's. It does nothing on devices
-    without a cache (XLA, the CPU).
-
-    Args:
-        before_epoch (bool): Whether to empty it before an epoch. Defaults to False.
-        after_epoch (bool): Whether to empty it after an epoch. Defaults to True.
-        after_iter (bool): Whether to empty it after an iteration. Defaults to False.
+    without a cache (XLA, the CPU). Arguments are those of :class:`mmengine.hooks.EmptyCacheHook`.
     """
 
     def _after_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:

@@ -26,15 +26,11 @@ class DeviceIterTimerHook(IterTimerHook):
         outputs: Any = None,
         mode: str = 'train',
     ) -> None:
-        if self._is_written(runner, batch_idx, mode):
+        loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]
+        if self.end_of_epoch(getattr(runner, f'{mode}_dataloader'), batch_idx) or any(
+            hook.every_n_inner_iters(batch_idx, hook.interval) for hook in loggers
+        ):
             accelerator, _ = rank_device()
             for device in rank_devices():
                 accelerator.synchronize(device)
         super()._after_iter(runner, batch_idx, data_batch, outputs, mode)
-
-    def _is_written(self, runner: Any, batch_idx: int, mode: str) -> bool:
-        return self.end_of_epoch(getattr(runner, f'{mode}_dataloader'), batch_idx) or any(
-            hook.every_n_inner_iters(batch_idx, hook.interval)
-            for hook in runner.hooks
-            if isinstance(hook, LoggerHook)
-        )

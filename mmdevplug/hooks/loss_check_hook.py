@@ -22,11 +22,7 @@ class LossCheckHook(Hook):
     priority = 'HIGH'
 
     def after_train_iter(
-        self,
-        runner: Any,
-        batch_idx: int,
-        data_batch: Any = None,
-        outputs: Optional[dict] = None,
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Optional[dict] = None
     ) -> None:
         """Raise ModelError if a loss of this iteration is not finite."""
         found = _nonfinite_losses(runner.message_hub.log_scalars, outputs or {})

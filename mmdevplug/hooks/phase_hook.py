@@ -16,16 +16,13 @@ class PhaseHook(Hook):
 
     Ranks wait for each other when the data is prepared and after the first iteration, in which
     devices compile; no other iteration costs a message.
-
-    Examples:
-        >>> custom_hooks = [dict(type='PhaseHook')]
     """
 
     priority = 'VERY_HIGH'
 
     def before_run(self, runner: Any) -> None:
         """Wait for the data of all ranks and compare it."""
-        compare_batches(runner._train_loop, 'train_dataloader', 'data preparation')
+        compare_batches(runner._train_loop)
         enter_phase('preparing the model')
 
     def before_train(self, runner: Any) -> None:

@@ -28,9 +28,6 @@ class PreemptionHook(Hook):
         signals (Sequence[str]): Defaults to SIGTERM, SIGINT, SIGHUP (unless it is ignored, as by
             ``nohup``), and SIGUSR1, which Slurm sends ahead of time if it is asked to
             (``--signal=USR1@120``).
-
-    Examples:
-        >>> custom_hooks = [dict(type='PreemptionHook')]
     """
 
     priority = 'LOWEST'
@@ -119,18 +116,17 @@ class PreemptionHook(Hook):
 
 def save_now(runner: Any) -> Optional[str]:
     """Save at the end of an iteration through the checkpoint hook; None if there is none."""
-    for hook in runner.hooks:
-        if not isinstance(hook, CheckpointHook):
-            continue
-        if hasattr(hook, 'save_now'):
-            return hook.save_now(runner)
-        iteration, template = runner.iter + 1, hook.filename_tmpl
-        # A name with an epoch's number would mean that the epoch was finished.
-        hook.filename_tmpl = 'iter_{}.pth'
-        try:
-            meta = dict(epoch=runner.epoch, iter=iteration)
-            hook._save_checkpoint_with_step(runner, iteration, meta=meta)
-        finally:
-            hook.filename_tmpl = template
-        return os.path.join(hook.out_dir, f'iter_{iteration}.pth')
-    return None
+    hook = next((each for each in runner.hooks if isinstance(each, CheckpointHook)), None)
+    if hook is None:
+        return None
+    if hasattr(hook, 'save_now'):
+        return hook.save_now(runner)
+    iteration, template = runner.iter + 1, hook.filename_tmpl
+    # A name with an epoch's number would mean that the epoch was finished.
+    hook.filename_tmpl = 'iter_{}.pth'
+    try:
+        meta = dict(epoch=runner.epoch, iter=iteration)
+        hook._save_checkpoint_with_step(runner, iteration, meta=meta)
+    finally:
+        hook.filename_tmpl = template
+    return os.path.join(hook.out_dir, f'iter_{iteration}.pth')

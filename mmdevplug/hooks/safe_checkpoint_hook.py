@@ -25,9 +25,9 @@ from mmdevplug.checkpoint.exact_resume import (
     validation_follows,
 )
 from mmdevplug.checkpoint.finding import finished_at, mark_finished
-from mmdevplug.checkpoint.hook_states import repeat_validation
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import CheckpointFile, CheckpointSaver
+from mmdevplug.checkpoint.states import repeat_validation
 from mmdevplug.checkpoint.writing import (
     is_local,
     join,
@@ -107,15 +107,11 @@ class SafeCheckpointHook(CheckpointHook):
         self._loaded = dict(found, iter=checkpoint['meta']['iter'])
 
     def before_train(self, runner: Any) -> None:
-        """Prepare the folder, and restore the state of an interrupted run.
-
-        Raises:
-            CheckpointError: If the folder cannot be written to.
-        """
+        """Prepare the folder, if it can be written to, and restore an interrupted run."""
         ended_at = run_on_main(
             'preparing the folder of checkpoints',
             lambda: self._prepare(runner),
-            self._saver.timeout,
+            self._saver.options.timeout,
         )
         finished = runner.iter > 0 and is_complete(runner) and ended_at == runner.iter
         if finished:
@@ -191,12 +187,9 @@ class SafeCheckpointHook(CheckpointHook):
         self._metrics = None
 
     def save_now(self, runner: Any) -> str:
-        """Save at the end of any iteration, and return the path.
+        """Save at the end of any iteration, and return the path; failing is always an error.
 
         The file is removed after the next checkpoint of the ordinary kind.
-
-        Raises:
-            CheckpointError: If it cannot be written, whatever ``on_error``.
         """
         step = runner.iter + 1
         meta = dict(epoch=runner.epoch, iter=step)
@@ -260,9 +253,7 @@ class SafeCheckpointHook(CheckpointHook):
         score_key = 'best_score' if single else f'best_score_{key}'
         path_key = 'best_ckpt' if single else f'best_ckpt_{key}'
         hub = runner.message_hub
-        best = self.init_value_map[rule]
-        if score_key in hub.runtime_info:
-            best = hub.get_info(score_key)
+        best = hub.get_info(score_key, self.init_value_map[rule])
         if score is None or not self.is_better_than[key](score, best):
             return False
         previous = self.best_ckpt_path if single else self.best_ckpt_path_dict[key]
@@ -288,11 +279,7 @@ class SafeCheckpointHook(CheckpointHook):
         return True
 
     def after_train(self, runner: Any) -> None:
-        """Wait for the background, and publish; see MMEngine's hook.
-
-        Raises:
-            CheckpointError: If the last checkpoint could not be written.
-        """
+        """Wait for the background, and publish; an error if the last checkpoint was not saved."""
         self._saver.finish()
         super().after_train(runner)
         validated = self._position is not None and self._position.validated

@@ -1,13 +1,11 @@
 """Mixed precision on any device."""
 
-import logging
 import math
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, Optional, Union
 
 import torch
 from mmengine.dist import all_reduce, get_world_size
-from mmengine.logging import print_log
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
@@ -15,6 +13,7 @@ from torch import nn
 from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import patch_autocast
+from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
 from .device_optim_wrapper import DeviceOptimWrapper
@@ -69,11 +68,9 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
     def _build_scaler(self, loss_scale: Any, options: Dict[str, Any]) -> Any:
         if self.cast_dtype != torch.float16:
             if loss_scale != 'dynamic':
-                print_log(
+                log_warning(
                     f'optim_wrapper.loss_scale={loss_scale!r} is ignored: {self.cast_dtype} needs '
-                    f'no loss scaling. Remove the key.',
-                    'current',
-                    logging.WARNING,
+                    f'no loss scaling. Remove the key.'
                 )
             return _no_scaler()
         try:

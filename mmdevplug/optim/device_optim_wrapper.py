@@ -22,10 +22,8 @@ class DeviceOptimWrapper(OptimWrapper):
     and is logged then, before the hooks that write the log. On an eager device, and where nobody
     calls :meth:`log_norms`, everything is as in MMEngine.
 
-    Args:
-        *args: See :class:`mmengine.optim.OptimWrapper`.
-        **kwargs: See :class:`mmengine.optim.OptimWrapper`. ``error_if_nonfinite`` of
-            ``clip_grad`` reads the norm at once, which costs a lazy device an execution.
+    Arguments are those of :class:`mmengine.optim.OptimWrapper`. ``error_if_nonfinite`` of
+    ``clip_grad`` reads the norm at once, which costs a lazy device an execution.
     """
 
     _logs_later = False

@@ -110,22 +110,10 @@ class _OfDtype(type):
         return isinstance(instance, Tensor) and instance.dtype == cls.dtype
 
 
-class AnyBoolTensor(metaclass=_OfDtype):
-    """A mask on any device."""
-
-    dtype = torch.bool
-
-
-class AnyLongTensor(metaclass=_OfDtype):
-    """Indices on any device."""
-
-    dtype = torch.int64
-
-
 def _patch_instance_data() -> None:
     # `InstanceData.__getitem__` looks these names up and reads their `__args__`.
-    masks = Union[torch.BoolTensor, AnyBoolTensor]
-    indices = Union[torch.LongTensor, AnyLongTensor]
+    masks: Any = Union[torch.BoolTensor, _OfDtype('AnyBoolTensor', (), dict(dtype=torch.bool))]
+    indices: Any = Union[torch.LongTensor, _OfDtype('AnyLongTensor', (), dict(dtype=torch.int64))]
     patch_symbol(instance_data, 'BoolTypeTensor', masks)
     patch_symbol(instance_data, 'LongTypeTensor', indices)
     patch_symbol(

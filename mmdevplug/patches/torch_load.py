@@ -125,13 +125,8 @@ _process_wide = threading.RLock()
 def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
     """Let ``torch.load`` accept MMEngine's classes and no others in this context and thread.
 
-    Args:
-        filename (str): The checkpoint, for messages.
-        forced (bool): Whether calls with ``weights_only=False`` or a ``pickle_module`` are made
-            safe, too. False where a user's code loads. Defaults to True.
-
-    Raises:
-        CheckpointError: If the file holds other classes; names the first.
+    Others raise CheckpointError, which names the first. Calls with ``weights_only=False`` or a
+    ``pickle_module`` are made safe, too, if ``forced``: not where a user's code loads.
     """
     opened: List[str] = []
     refusals: List[pickle.UnpicklingError] = []

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
+import torch
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
@@ -16,17 +17,17 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
-from mmdevplug.checkpoint.collecting import collect_checkpoint
+from mmdevplug.checkpoint.finding import find_resume_point
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
-from mmdevplug.checkpoint.resume_point import find_resume_point
+from mmdevplug.checkpoint.saving import collect_checkpoint
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.checkpoint.writing import join, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
-from mmdevplug.data.checking import check_batches, check_samples, explain_empty
+from mmdevplug.data.checking import build_nonempty, check_batches
 from mmdevplug.data.padding import build_padded
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.explanations.cuda_settings import describe_serious
@@ -43,7 +44,9 @@ from mmdevplug.utils.model import unwrap_model
 
 from .device_log_processor import device_log_processor
 from .init_device import init_from_options
-from .torch_compile import keep_from_tracing
+
+#: Collectives, checks and copies, at which torch.compile would break its graphs.
+UNTRACED = 'accelerators distributed fault_tolerance gradients hooks model optim patches utils'
 
 
 @RUNNERS.register_module()
@@ -117,10 +120,7 @@ class DeviceRunner(Runner):
         super().setup_env(env_cfg)
 
     def set_randomness(
-        self,
-        seed: Optional[int] = None,
-        diff_rank_seed: bool = False,
-        deterministic: bool = False,
+        self, seed: Optional[int] = None, diff_rank_seed: bool = False, deterministic: bool = False
     ) -> None:
         """Seed as MMEngine does, and the accelerator's own generators too."""
         super().set_randomness(seed, diff_rank_seed, deterministic)
@@ -149,8 +149,7 @@ class DeviceRunner(Runner):
     ) -> None:
         """Register hooks as MMEngine does, and ours where there are none of their kind."""
         super().register_hooks(default_hooks, custom_hooks)
-        world_size = self.device_context.env.world_size
-        for hook in missing_hooks(self.accelerator_options, world_size, self._hooks):
+        for hook in missing_hooks(self.accelerator_options, self.device_context, self._hooks):
             self.register_hook(hook)
 
     # the model ----------------------------------------------------------------------------------
@@ -184,7 +183,7 @@ class DeviceRunner(Runner):
     def _maybe_compile(self, target: str) -> None:
         """Compile as MMEngine does, if the config says so, but not our own functions."""
         if self.cfg.get('compile'):
-            keep_from_tracing()
+            _keep_from_tracing()
         super()._maybe_compile(target)
 
     # the optimizer ------------------------------------------------------------------------------
@@ -217,9 +216,9 @@ class DeviceRunner(Runner):
         diff_rank_seed: bool = False,
     ) -> DataLoader:
         """Build a data loader that can start in the middle of an epoch."""
-        with explain_empty(dataloader):
-            loader = Runner.build_dataloader(dataloader, seed, diff_rank_seed)
-        check_samples(loader, dataloader)
+        loader = build_nonempty(
+            lambda: Runner.build_dataloader(dataloader, seed, diff_rank_seed), dataloader
+        )
         make_resumable(loader, seed)
         keep_workers_from_signals(loader)
         return loader
@@ -229,7 +228,7 @@ class DeviceRunner(Runner):
         # An iteration-based loop reads from the loader when it is built.
         make_resumable(self._train_dataloader, self.seed)
         built = super().build_train_loop(loop)
-        check_batches(built, 'train_dataloader')
+        check_batches(built)
         return built
 
     # checkpoints --------------------------------------------------------------------------------
@@ -254,8 +253,7 @@ class DeviceRunner(Runner):
     ) -> None:
         """Save a checkpoint atomically; see :meth:`mmengine.runner.Runner.save_checkpoint`.
 
-        Raises:
-            CheckpointError: If the file cannot be written; an earlier file of that name stays.
+        If the file cannot be written, an earlier one of that name stays.
         """
         if not is_main_process():
             if save_optimizer:
@@ -283,9 +281,6 @@ class DeviceRunner(Runner):
 
         A job that torchrun or Slurm has restarted resumes from its last checkpoint. Damaged
         checkpoints are named in the log, and the newest that is whole is taken.
-
-        Raises:
-            CheckpointError: If no checkpoint is whole.
         """
         if self._has_loaded:
             return
@@ -310,12 +305,9 @@ class DeviceRunner(Runner):
         strict: bool = False,
         revise_keys: list = [(r'^module.', '')],  # noqa: B006  MMEngine's signature
     ) -> Dict:
-        """Load a checkpoint without running code from it.
+        """Load a checkpoint without running code from it, or refuse it.
 
         See :meth:`mmengine.runner.Runner.load_checkpoint`.
-
-        Raises:
-            DevPlugError: If the file holds objects of classes that are not MMEngine's.
         """
         checkpoint = read_checkpoint(filename, map_location)
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
@@ -347,11 +339,7 @@ class DeviceRunner(Runner):
     # runs ---------------------------------------------------------------------------------------
 
     def train(self) -> nn.Module:
-        """Train; an error of one rank ends all ranks, and their messages name it.
-
-        Raises:
-            CheckpointError: If another job trains in the same work directory.
-        """
+        """Train; an error of one rank ends all ranks, and their messages name it."""
         return train_together(self, super().train)
 
     def val(self) -> dict:
@@ -363,3 +351,19 @@ class DeviceRunner(Runner):
         """Test; see :meth:`train`."""
         with explained(self, 'test'):
             return super().test()
+
+
+def _keep_from_tracing() -> None:
+    """Exclude this package from the ``train_step`` that MMEngine compiles.
+
+    The model and the optimizer that it calls are compiled all the same.
+    """
+    if not hasattr(torch, 'compile'):
+        return  # MMEngine's own error says what is needed
+    from torch import _dynamo
+
+    # PyTorch 2.0 and 2.1 call it by its old name.
+    rules = getattr(_dynamo, 'trace_rules', None) or _dynamo.skipfiles
+    if not any('mmdevplug' in folder for folder in rules.SKIP_DIRS):
+        for part in UNTRACED.split():
+            rules.add(f'mmdevplug.{part}')

@@ -1,10 +1,8 @@
 """Train on batches of samples that all ranks draw until enough are valid."""
 
-import logging
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
-from mmengine.logging import print_log
 from mmengine.registry import LOOPS
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader
@@ -12,6 +10,7 @@ from torch.utils.data import DataLoader
 from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
 from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.errors import ModelError, SampleError
+from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.mmengine_compat import batches_dropped
 from mmdevplug.utils.model import unwrap_model
 
@@ -25,13 +24,11 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
     (see :class:`mmdevplug.dynamic_sampling.DynamicSampler`), ``train_step`` gets this rank's
     slice of them, stacked, in train mode.
 
+    Arguments without a description are those of :class:`mmengine.runner.IterBasedTrainLoop`.
+
     Args:
-        runner (Runner): A reference of the runner.
         dataloader (DataLoader or dict): The data to make samples of.
         max_iters (int): Training iterations; each may draw several batches of data.
-        val_begin (int): See :class:`mmengine.runner.IterBasedTrainLoop`. Defaults to 1.
-        val_interval (int): See there. Defaults to 1000.
-        dynamic_intervals (List[Tuple[int, int]], optional): See there. Defaults to None.
         **options: Fields of :class:`mmdevplug.config.dynamic_sampling.DynamicSamplingOptions`:
             ``target``, ``per_group=1``, ``max_resamples=10``, ``on_short='error'``,
             ``generate='generate_samples'``, ``is_valid='is_valid_group'`` and ``sampler={}``.
@@ -135,13 +132,11 @@ class _Pools:
         if self._to_skip is None:
             self._to_skip = batches_dropped(self._loop)
             if self._loop.iter and self.before_first is None:
-                print_log(
+                log_warning(
                     f'Resuming at iteration {self._loop.iter}, but not exactly: the checkpoint '
                     f'does not say how many batches of data were drawn, nor which samples were '
                     f'left over, so the data begin anew. SafeCheckpointHook '
-                    f'(accelerator.safe_checkpoints) saves both.',
-                    'current',
-                    logging.WARNING,
+                    f'(accelerator.safe_checkpoints) saves both.'
                 )
         if self._to_skip > 0:
             # A resuming loop drops the batches it was trained on; their pools are not drawn.

@@ -52,9 +52,8 @@ def _register_hooks(
     _refuse_ignored_keys(runner)
     trust_classes(runner.cfg.get('checkpoint_classes') or [])
     original(runner, default_hooks, custom_hooks)
-    strategy = runner.strategy
-    world_size = strategy.device_context.env.world_size
-    for hook in missing_hooks(strategy.accelerator_options, world_size, runner.hooks):
+    options, context = runner.strategy.accelerator_options, runner.strategy.device_context
+    for hook in missing_hooks(options, context, runner.hooks):
         runner.register_hook(hook)
 
 

@@ -19,9 +19,8 @@ from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 
 from .comparing import Example
-from .deserialize import deserialize, move_blocks, read_header, rebuild_samples
 from .exchange import Device, Job, Options, begin, copy_own_samples
-from .serialize import serialize
+from .serialize import deserialize, read_header, rebuild_samples, serialize
 
 
 def balance_samples(
@@ -45,11 +44,8 @@ def balance_samples(
         per_rank (int, optional): How many samples each rank gets. Defaults to None: all samples
             are distributed; the numbers differ by at most one, and lower ranks get more.
         group (ProcessGroup, optional): Defaults to None: all ranks.
-        flatten (bool): See :func:`gather_samples`.
-        same_structure (bool): See :func:`gather_samples`.
-        allow_pickle (bool): See :func:`gather_samples`.
-        device (str or torch.device, optional): See :func:`gather_samples`.
-        max_bytes_in_flight (int): See :func:`gather_samples`.
+        flatten, same_structure, allow_pickle, device, max_bytes_in_flight: See
+            :func:`gather_samples`.
 
     Returns:
         list or Tuple[list, list]: This rank's slice; with ``per_rank`` also the surplus samples
@@ -179,7 +175,5 @@ def _swap(job: Job, slices: Sequence[range], held: Sequence[range], in_flight: i
             job.group,
             in_flight,
         )
-        placed = move_blocks(received, job.device)
-        for rank, one, blocks in zip(sources, received, placed):
-            pieces[rank] = rebuild_samples(one, blocks)
+        pieces.update(zip(sources, rebuild_samples(received, job.device)))
     return [sample for rank in sorted(pieces) for sample in pieces[rank]]

@@ -28,29 +28,17 @@ class Options(NamedTuple):
 
 
 class Job(NamedTuple):
-    """This rank's part in an exchange.
+    """This rank's part in an exchange."""
 
-    Attributes:
-        name (str): The function that was called.
-        samples (List[Any]): This rank's samples.
-        parts (FlatSamples): The same, flattened.
-        error (Exception, optional): Why this rank cannot take part.
-        group (ProcessGroup, optional): None for all ranks.
-        rank (int): In the group.
-        world_size (int): Of the group.
-        options (Options): As given.
-        device (torch.device): Where tensors of the result will be.
-    """
-
-    name: str
-    samples: List[Any]
-    parts: FlatSamples
-    error: Optional[Exception]
-    group: Any
-    rank: int
-    world_size: int
+    name: str  # of the function that was called
+    samples: List[Any]  # of this rank
+    parts: FlatSamples  # the same, flattened
+    error: Optional[Exception]  # why this rank cannot take part
+    group: Any  # None for all ranks
+    rank: int  # in the group
+    world_size: int  # of the group
     options: Options
-    device: torch.device
+    device: torch.device  # of the tensors of the result
 
     @property
     def purpose(self) -> str:

@@ -37,34 +37,22 @@ class Unencodable(Exception):
 
 
 class FlatSamples:
-    """Samples, flattened.
-
-    Attributes:
-        structures (Dict[Structure, int]): Structures, numbered.
-        shapes (Dict[Tuple, int]): The shapes of the blocks of a sample, numbered.
-        kinds (List[int]): For each sample the numbers of its structure and its shapes.
-        values (list): Plain values, in order.
-        blocks (List[Union[Tensor, np.ndarray]]): In order; tensors may be on any device.
-    """
+    """Samples, flattened."""
 
     def __init__(self, allow_pickle: bool = False) -> None:
         self.allow_pickle = allow_pickle
-        self.structures: Dict[Structure, int] = {}
-        self.shapes: Dict[Tuple, int] = {}
-        self.kinds: List[int] = []
-        self.values: List[Any] = []
-        self.blocks: List[Union[Tensor, np.ndarray]] = []
+        self.structures: Dict[Structure, int] = {}  # numbered
+        self.shapes: Dict[Tuple, int] = {}  # of the blocks of a sample, numbered
+        self.kinds: List[int] = []  # for each sample the numbers of its structure and shapes
+        self.values: List[Any] = []  # plain values, in order
+        self.blocks: List[Union[Tensor, np.ndarray]] = []  # in order, on any device
         # The numbers of values and of blocks after each sample. One flat list, because an object
         # for each sample would trigger Python's garbage collector.
         self._ends: List[int] = [0, 0]
         self._level = 0
 
     def take(self, samples: Sequence[Any]) -> None:
-        """Add samples.
-
-        Raises:
-            SampleError: If something in them cannot be sent; names its place and type.
-        """
+        """Add samples; raise SampleError with the place and type of what cannot be sent."""
         for index, sample in enumerate(samples):
             first = len(self.blocks)
             try:

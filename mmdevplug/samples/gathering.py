@@ -5,9 +5,8 @@ from typing import Any, List, Optional, Sequence
 from mmdevplug.distributed.byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes, swap_pieces
 from mmdevplug.fault_tolerance.failure import fail_together
 
-from .deserialize import deserialize, move_blocks, read_header, rebuild_samples
 from .exchange import Device, Job, Options, begin, copy_own_samples, list_examples
-from .serialize import serialize, serialize_error
+from .serialize import deserialize, read_header, rebuild_samples, serialize, serialize_error
 
 
 def gather_samples(
@@ -101,9 +100,6 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
         job.group,
         gathered.in_flight,
     )
-    placed = move_blocks(received, job.device)
-    pool = {
-        rank: rebuild_samples(one, blocks) for rank, one, blocks in zip(others, received, placed)
-    }
+    pool = dict(zip(others, rebuild_samples(received, job.device)))
     pool[job.rank] = copy_own_samples(job.samples, job.device)
     return [sample for rank in range(job.world_size) for sample in pool[rank]]

@@ -1,4 +1,6 @@
-"""Serialize samples into one buffer: a header in msgpack, then tensors packed by dtype.
+"""Serialize samples into one buffer, and read those of other ranks from theirs.
+
+A buffer is a header in msgpack, then tensors packed by dtype:
 
     length of the header (8 bytes) | header | padding | all blocks of one dtype | padding | ...
 
@@ -7,7 +9,8 @@ Large tensors are not in it. They are sent separately, without a copy, in the or
 
 from functools import lru_cache
 from itertools import accumulate
-from typing import Dict, List, NamedTuple, Sequence, Tuple, Union
+from math import prod
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import msgpack
 import numpy as np
@@ -15,10 +18,13 @@ import torch
 from torch import Tensor
 
 from mmdevplug.accelerators import to_device
-from mmdevplug.distributed.byte_exchange import to_tensor
+from mmdevplug.accelerators.move_nested import move_tensors
+from mmdevplug.distributed.byte_exchange import to_bytes, to_tensor
+from mmdevplug.errors import SampleError
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .flatten import FlatSamples
+from .unflatten import Plan
 
 VERSION = 1
 #: Blocks of one dtype start at multiples of this, so that any dtype can be read there.
@@ -100,3 +106,148 @@ def aligned(size: int) -> int:
 def itemsize(dtype: torch.dtype) -> int:
     """Bytes of an element."""
     return torch.empty(0, dtype=dtype).element_size()
+
+
+class _Piece(NamedTuple):
+    """A block: its elements in the buffer, and the shape of its tensor or array."""
+
+    dtype: torch.dtype
+    elements: int
+    shape: Tuple[int, ...]
+    is_array: bool
+    is_large: bool
+
+
+class ReceivedSamples(NamedTuple):
+    """Samples of another rank, their blocks not yet copied."""
+
+    plans: List[Plan]  # how to build each sample
+    values: List[Any]  # plain values in order
+    #: In order; large ones are still to be filled, the others are views of the received buffer.
+    blocks: List[Tensor]
+    pieces: List[_Piece]  # what each block is
+
+    def to_fill(self) -> List[Tensor]:
+        """The memory of large tensors, in the order of ``SerializedSamples.large``."""
+        pairs = zip(self.blocks, self.pieces)
+        return [bytes_of(block) for block, piece in pairs if piece.is_large]
+
+
+class Header(NamedTuple):
+    """The header of a message: an error, or the fields of :class:`.flatten.FlatSamples`."""
+
+    error: Optional[str]
+    structures: List[Any]
+    shapes: List[Any]
+    kinds: List[int]
+    values: List[Any]
+    begin: int  # where the blocks start
+
+
+def read_header(buffer: Tensor) -> Header:
+    """Read the header of what ``serialize`` or ``serialize_error`` returned on another rank."""
+    length = int.from_bytes(to_bytes(buffer[:8]), 'little')
+    header = msgpack.unpackb(to_bytes(buffer[8 : 8 + length]), unicode_errors='surrogatepass')
+    if not isinstance(header, list) or len(header) not in (2, 5) or header[0] != VERSION:
+        raise corrupt_data()
+    if len(header) == 2:
+        return Header(header[1], [], [], [], [], 0)
+    return Header(None, *header[1:], aligned(8 + length))
+
+
+def deserialize(
+    buffer: Tensor,
+    header: Header,
+    allow_pickle: bool = False,
+    more: Optional[int] = None,
+    large_bytes: float = LARGE_BYTES,
+) -> ReceivedSamples:
+    """Read samples from a message; large tensors, of ``more`` bytes, are still to be filled."""
+    _, structures, shapes, kinds, values, begin = header
+    plans = [Plan.of(structure, allow_pickle) for structure in structures]
+    pairs = list(zip(kinds[::2], kinds[1::2]))
+    shapes = [tuple([tuple(shape) for shape in each]) for each in shapes]
+    pieces = _list_pieces(plans, pairs, shapes, large_bytes)
+    large = [piece for piece in pieces if piece.is_large]
+    if more is not None and more != sum(p.elements * itemsize(p.dtype) for p in large):
+        raise corrupt_data()
+    small = iter(_cut(buffer, begin, [piece for piece in pieces if not piece.is_large]))
+    blocks = [
+        torch.empty(piece.shape, dtype=piece.dtype, device=buffer.device)
+        if piece.is_large
+        else next(small)
+        for piece in pieces
+    ]
+    return ReceivedSamples([plans[number] for number, _ in pairs], values, blocks, pieces)
+
+
+def _list_pieces(
+    plans: Sequence[Plan],
+    kinds: Sequence[Tuple[int, int]],
+    shapes: Sequence[Tuple],
+    large_bytes: float,
+) -> List[_Piece]:
+    of_kind: Dict[Tuple[int, int], List[_Piece]] = {}
+    for kind in dict.fromkeys(kinds):
+        types, sizes = plans[kind[0]].blocks, shapes[kind[1]]
+        if len(types) != len(sizes):
+            raise corrupt_data()
+        of_kind[kind] = []
+        for (dtype, size, is_array), shape in zip(types, sizes):
+            elements = prod(shape) * (size if is_array else 1)
+            is_large = bool(shape) and not is_array and elements * size >= large_bytes
+            of_kind[kind].append(_Piece(dtype, elements, shape, is_array, is_large))
+    return [piece for kind in kinds for piece in of_kind[kind]]
+
+
+def _cut(buffer: Tensor, begin: int, pieces: Sequence[_Piece]) -> List[Tensor]:
+    wanted: Dict[torch.dtype, List[_Piece]] = {}
+    for piece in pieces:
+        wanted.setdefault(piece.dtype, []).append(piece)
+    totals = [(dtype, sum([piece.elements for piece in group])) for dtype, group in wanted.items()]
+    places = places_of(begin, totals)
+    if places[-1] != buffer.numel():
+        raise corrupt_data()
+    cut: Dict[torch.dtype, Iterator[Tensor]] = {}
+    for (dtype, total), place in zip(totals, places):
+        run = view_as_dtype(buffer[place : place + total * itemsize(dtype)], dtype)
+        cut[dtype] = iter(_split(run, wanted[dtype]))
+    return [next(cut[piece.dtype]) for piece in pieces]
+
+
+def _split(run: Tensor, pieces: Sequence[_Piece]) -> Sequence[Tensor]:
+    first = pieces[0]
+    if not first.is_array and first.elements and pieces.count(first) == len(pieces):
+        return run.view(len(pieces), *first.shape).unbind()
+    parts = run.split([piece.elements for piece in pieces])
+    return [
+        part if piece.is_array else part.view(piece.shape) for part, piece in zip(parts, pieces)
+    ]
+
+
+def rebuild_samples(received: Sequence[ReceivedSamples], device: torch.device) -> List[List[Any]]:
+    """Rebuild the samples of each rank; all tensors are copied to a device in one call."""
+    pairs = [pair for each in received for pair in zip(each.blocks, each.pieces)]
+    moved = iter(move_tensors([block for block, piece in pairs if not piece.is_array], device))
+
+    def move(block: Tensor, piece: _Piece) -> Tuple[Tensor, Tuple[int, ...]]:
+        if piece.is_array:
+            return block.cpu(), piece.shape
+        tensor = next(moved)
+        # A view would keep the whole buffer in memory.
+        return (tensor.clone() if tensor is block and not piece.is_large else tensor), piece.shape
+
+    rebuilt = []
+    for each in received:
+        blocks = iter([move(*pair) for pair in zip(each.blocks, each.pieces)])
+        values = iter(each.values)
+        rebuilt.append([plan.build(values, blocks) for plan in each.plans])
+    return rebuilt
+
+
+def corrupt_data() -> SampleError:
+    """The error for a message that this release did not write."""
+    return SampleError(
+        'a rank sent samples whose parts do not fit together. Install the same release of '
+        'mmdevplug on all ranks.'
+    )

@@ -49,11 +49,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, structure: Any, allow_pickle: bool) -> 'Plan':
-        """Read a structure of :class:`.flatten.FlatSamples`.
-
-        Raises:
-            SampleError: If it is invalid, or names a class that this process has not imported.
-        """
+        """Read a structure of ``FlatSamples``; raise SampleError if it is invalid or unknown."""
         planner = _Planner(allow_pickle)
         return cls(planner.plan(structure, 0), planner.blocks)
 

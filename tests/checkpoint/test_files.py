@@ -159,7 +159,7 @@ def three(tmp_path):
 @pytest.mark.parametrize('sixteenth', range(16))
 def test_a_truncated_newest_file(tmp_path, sixteenth, monkeypatch):
     messages = []
-    monkeypatch.setattr(finding, 'print_log', lambda text, *_: messages.append(text))
+    monkeypatch.setattr(finding, 'log_warning', messages.append)
     paths = three(tmp_path)
     os.truncate(paths[2], os.path.getsize(paths[2]) * sixteenth // 16)
     assert find_good_checkpoint(tmp_path) == paths[1]

@@ -8,8 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from mmdevplug.data import ResumableBatches, make_resumable
-from mmdevplug.data.batches import derive_seed
-from mmdevplug.data.resumable_loader import seed_workers
+from mmdevplug.data.resumable_loader import derive_seed, seed_workers
 
 
 class Augmented(Dataset):

@@ -478,7 +478,7 @@ def test_predictions_of_a_segmentor_have_the_size_of_the_image(test_cfg):
 def test_a_loss_that_padding_makes_smaller_is_named(monkeypatch):
     need_mmcv_operations()
     messages = []
-    monkeypatch.setattr(padding, 'print_log', lambda message, *_: messages.append(message))
+    monkeypatch.setattr(padding, 'log_warning', messages.append)
     alone, _ = segmentation_losses(segmentor(None, False, size=(20, 30)), (20, 30))
     assert messages == []
     diluted, _ = segmentation_losses(segmentor((40, 60), False, size=(20, 30)), (20, 30))

@@ -10,7 +10,7 @@ from torch import distributed as torch_dist, nn
 
 import mmdevplug
 from mmdevplug import init_device
-from mmdevplug.checkpoint.rank_buffers import gather_buffers
+from mmdevplug.checkpoint.states import gather_buffers
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.rank_device import group_device

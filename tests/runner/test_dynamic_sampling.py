@@ -148,7 +148,7 @@ def resume_from_mmengines(work_dir):
     from mmdevplug.runner import dynamic_sampling_loop
 
     lines = []
-    dynamic_sampling_loop.print_log = lambda line, *_: lines.append(line)
+    dynamic_sampling_loop.log_warning = lines.append
     hook = dict(type='CheckpointHook', interval=6, by_epoch=False)
     plain = dict(accelerator__safe_checkpoints=False, default_hooks__checkpoint=hook)
     train_sampling(work_dir, dict(plain, loop=dict(max_iters=6)))

@@ -12,9 +12,14 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mmdevplug.distributed.byte_exchange import to_tensor
 from mmdevplug.errors import SampleError
-from mmdevplug.samples.deserialize import deserialize, move_blocks, read_header, rebuild_samples
 from mmdevplug.samples.flatten import FlatSamples
-from mmdevplug.samples.serialize import VERSION, serialize
+from mmdevplug.samples.serialize import (
+    VERSION,
+    deserialize,
+    read_header,
+    rebuild_samples,
+    serialize,
+)
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .values import bits, pools
@@ -32,8 +37,7 @@ def there_and_back(samples, allow_pickle=False):
     received = read(packed.data.clone(), allow_pickle, packed.more)
     for sent, room in zip_longest(packed.large, received.to_fill()):
         room.copy_(sent)
-    (blocks,) = move_blocks([received], torch.device('cpu'))
-    return rebuild_samples(received, blocks)
+    return rebuild_samples([received], torch.device('cpu'))[0]
 
 
 @settings(

@@ -15,15 +15,12 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 from mmdevplug.utils.patching import Patch, patch_symbol
 
 EXTENSION = 'mmcv._ext'
+#: Gets the function, its arguments, and those by name.
 Handler = Callable[[Callable, Sequence[Any], Dict[str, Any]], Any]
 
 
 class Interception(MetaPathFinder):
-    """Calls a handler in the place of each function of the extension.
-
-    Args:
-        handler (callable): Gets the function, its arguments, and those by name.
-    """
+    """Calls a handler in the place of each function of the extension."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -31,9 +28,7 @@ class Interception(MetaPathFinder):
         self.originals: Dict[str, Callable] = {}
 
     def install(self) -> None:
-        """Start, now or as soon as the extension is imported; a second call changes nothing."""
-        if self._patches or self in sys.meta_path:
-            return
+        """Start, now or as soon as the extension is imported."""
         module = sys.modules.get(EXTENSION)
         if module is not None:
             self.replace(module)

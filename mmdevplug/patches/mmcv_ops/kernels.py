@@ -67,8 +67,7 @@ def _probe(device: torch.device, functions: Mapping[str, Callable]) -> Set[str]:
     box = torch.zeros(1, 4, device=device)
     number = torch.zeros(1, device=device)
     trials: Dict[str, Tuple[Any, ...]] = dict(
-        nms=(box, number, 0.5, 0),
-        bbox_overlaps=(box, box, number.view(1, 1), 0, False, 0),
+        nms=(box, number, 0.5, 0), bbox_overlaps=(box, box, number.view(1, 1), 0, False, 0)
     )
     found = set()
     for name, args in trials.items():

@@ -1,31 +1,30 @@
 """Patch mmcv's operators for devices that they have no kernel for."""
 
-import logging
 import time
-from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, Optional, Sequence
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import torch
-from mmengine.logging import print_log
 from torch import Tensor
 
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.device_guard.stack_location import (
+    LIBRARIES,
+    module_and_backward,
+    source_of,
+    user_frame,
+)
 from mmdevplug.errors import DeviceMismatchError, ModelError, first_line
+from mmdevplug.utils.logs import log_warning
 
 from .host_call import call_on_host
 from .interception import Interception
 from .kernels import Kernels, called_for_vendor, lacks_kernel
-from .model_location import where
 from .stats import HostUse, OperatorUse
 
 
 class OperatorPatch:
-    """Replaces mmcv's compiled operators.
-
-    Args:
-        mode (str): ``'host'`` or ``'error'``.
-    """
+    """Replaces mmcv's compiled operators; see :func:`patch_mmcv_ops`."""
 
     def __init__(self, mode: str) -> None:
         self.mode = mode
@@ -34,18 +33,7 @@ class OperatorPatch:
         self._kernels = Kernels()
 
     def call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
-        """Call an operator where it has a kernel.
-
-        Args:
-            function (callable): Of ``mmcv._ext``.
-            args (Sequence): Its arguments.
-            kwargs (dict): Those by name.
-
-        Raises:
-            ModelError: If it has no kernel for the device, and none for the host or
-                ``mode='error'``.
-            DeviceMismatchError: If its tensors are on several devices.
-        """
+        """Call a function of ``mmcv._ext`` where it has a kernel."""
         device = _device_of(function.__name__, [*args, *kwargs.values()])
         if device is None:
             return function(*args, **kwargs)
@@ -86,21 +74,34 @@ class OperatorPatch:
                 f'so it cannot run on the host. Install a build of mmcv that has kernels for '
                 f'{device.type}, or take a variant of the model that does without it.'
             ) from error
-        if not self.host_use.knows(name) and self.host_use.begin(name, where()):
-            print_log(
+        if self.host_use.begin(name, _where):
+            log_warning(
                 f'{_no_kernel(name, device)}: it runs on the host. docs/en/mmcv_ops.md says what '
-                f"that costs; accelerator=dict(mmcv_ops='error') stops instead.",
-                'current',
-                logging.WARNING,
+                f"that costs; accelerator=dict(mmcv_ops='error') stops instead."
             )
         self.host_use.add(name, done.fetched, done.sent, time.perf_counter() - started)
         return done.result
 
 
 def _no_kernel(name: str, device: torch.device) -> str:
-    place = where()
+    place = _where()
     used = f' (used in {place})' if place else ''
     return f'The mmcv operator {name} has no kernel for {device}{used}'
+
+
+def _where() -> str:
+    """The current module or backward, and the line, as far as they are known."""
+    module, backward = module_and_backward(None)
+    frame = innermost = user_frame()
+    # The line in mmcv says no more than the name of the operator.
+    passed_over = LIBRARIES | {'mmcv'}
+    while frame is not None and not backward:
+        if (frame.f_globals.get('__name__') or '').partition('.')[0] not in passed_over:
+            break
+        frame = frame.f_back
+    source = source_of(frame or innermost)
+    line = '' if source is None else f'{source.file}:{source.line}'
+    return ', '.join(part for part in (module, backward, line) if part)
 
 
 def _device_of(name: str, values: Sequence[Any]) -> Optional[torch.device]:
@@ -116,7 +117,7 @@ def _device_of(name: str, values: Sequence[Any]) -> Optional[torch.device]:
     if len(devices) > 1:
         raise DeviceMismatchError(
             f'The mmcv operator {name} got tensors of {", ".join(map(str, devices))} (used in '
-            f'{where()}). Place its operands on one device.'
+            f'{_where()}). Place its operands on one device.'
         )
     return next(iter(devices), None)
 
@@ -134,14 +135,6 @@ def patch_mmcv_ops(accelerator: Accelerator, mode: str = 'host') -> None:
         accelerator (Accelerator): The one in use.
         mode (str): ``'host'`` runs such an operator on the host, with its gradient; ``'error'``
             stops there. Defaults to ``'host'``.
-
-    Raises:
-        DevPlugError: If the mode is unknown.
-
-    Examples:
-        >>> accelerator = mmdevplug.get_accelerator('xla')
-        >>> patch_mmcv_ops(accelerator)
-        >>> mmcv.ops.nms(boxes.to('xla'), scores.to('xla'), 0.5)
     """
     global _patch
     AcceleratorOptions.check('mmcv_ops', mode)
@@ -157,21 +150,6 @@ def restore_mmcv_ops() -> None:
     if _patch is not None:
         _patch.interception.remove()
         _patch = None
-
-
-@contextmanager
-def mmcv_ops_patched(accelerator: Accelerator, mode: str = 'host') -> Iterator[OperatorPatch]:
-    """Patch mmcv's operators for a while; see :func:`patch_mmcv_ops`.
-
-    Returns:
-        OperatorPatch: With the counts in ``host_use``.
-    """
-    patch_mmcv_ops(accelerator, mode)
-    assert _patch is not None
-    try:
-        yield _patch
-    finally:
-        restore_mmcv_ops()
 
 
 def host_use() -> Dict[str, OperatorUse]:

@@ -2,28 +2,20 @@
 
 import threading
 from dataclasses import dataclass
-from typing import Dict
+from typing import Callable, Dict
 
 MB = 1024 * 1024
 
 
 @dataclass
 class OperatorUse:
-    """What one operator has cost so far.
+    """What one operator has cost so far."""
 
-    Attributes:
-        calls (int): How often it ran on the host.
-        fetched (int): Bytes copied from the device.
-        sent (int): Bytes copied back.
-        seconds (float): Total time, with waiting for the device.
-        where (str): Where it was used first.
-    """
-
-    calls: int = 0
-    fetched: int = 0
-    sent: int = 0
-    seconds: float = 0.0
-    where: str = ''
+    calls: int = 0  # how often it ran on the host
+    fetched: int = 0  # bytes copied from the device
+    sent: int = 0  # bytes copied back
+    seconds: float = 0.0  # total time, with waiting for the device
+    where: str = ''  # where it was used first
 
 
 class HostUse:
@@ -42,16 +34,13 @@ class HostUse:
             use.sent += sent
             use.seconds += seconds
 
-    def begin(self, name: str, where: str) -> bool:
-        """Note where an operator is used; whether this is the first time."""
+    def begin(self, name: str, where: Callable[[], str]) -> bool:
+        """Note where an operator is used, if this is the first time; whether it is."""
         with self._lock:
             new = name not in self._uses
-            self._uses.setdefault(name, OperatorUse(where=where))
+            if new:
+                self._uses[name] = OperatorUse(where=where())
         return new
-
-    def knows(self, name: str) -> bool:
-        """Whether an operator was used before."""
-        return name in self._uses
 
     def uses(self) -> Dict[str, OperatorUse]:
         """A copy of the counts."""

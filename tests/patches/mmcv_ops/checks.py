@@ -1,6 +1,7 @@
 """What is checked on an eager card, in one process."""
 
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,10 +9,10 @@ import torch
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, ModelError
 from mmdevplug.patches.mmcv_ops import (
+    host_call,
     host_use,
     kernels,
-    mmcv_ops_patched,
-    outputs,
+    patch as patching,
     patch_mmcv_ops,
     restore_mmcv_ops,
 )
@@ -20,6 +21,16 @@ from mmdevplug.patches.mmcv_ops.patch import OperatorPatch
 from tests.patches.mmcv_ops.cases import CASES, Tensors, run_case
 
 CHECKS = {}
+
+
+@contextmanager
+def mmcv_ops_patched(accelerator, mode='host'):
+    """Patch mmcv's operators for a while; yields the OperatorPatch."""
+    patch_mmcv_ops(accelerator, mode)
+    try:
+        yield patching._patch
+    finally:
+        restore_mmcv_ops()
 
 
 def check(function):
@@ -208,13 +219,15 @@ def outputs_are_those_that_change(accelerator):
     changed = {}
 
     def watch(function, args, kwargs):
-        names = outputs.parameter_names(function)
+        names = host_call.parameter_names(function)
         given = {**dict(zip(names, args)), **kwargs}
         tensors = {name: one for name, one in given.items() if isinstance(one, torch.Tensor)}
         before = {name: tensor.clone() for name, tensor in tensors.items()}
         result = function(*args, **kwargs)
         found = changed.setdefault(function.__name__, set())
-        found.update(name for name in tensors if outputs.has_changed(before[name], tensors[name]))
+        found.update(
+            name for name in tensors if host_call.has_changed(before[name], tensors[name])
+        )
         return result
 
     interception = Interception(watch)
@@ -224,18 +237,18 @@ def outputs_are_those_that_change(accelerator):
             run_case(name, 'cpu')
     finally:
         interception.remove()
-    assert set(changed) == set(outputs.OUTPUTS)
+    assert set(changed) == set(host_call.OUTPUTS)
     for name, found in changed.items():
-        assert found == set(outputs.OUTPUTS[name]), name
+        assert found == set(host_call.OUTPUTS[name]), name
 
 
 @check
 def an_operator_that_is_not_listed_is_patched_too(accelerator):
-    listed = outputs.OUTPUTS.pop('roi_align_forward')
+    listed = host_call.OUTPUTS.pop('roi_align_forward')
     try:
         with mmcv_ops_patched(accelerator):
             expected, found = (run_case('roi_align', place) for place in ('cpu', 'zeta:1'))
     finally:
-        outputs.OUTPUTS['roi_align_forward'] = listed
+        host_call.OUTPUTS['roi_align_forward'] = listed
     assert torch.equal(expected[0][0], found[0][0])
     assert torch.equal(expected[1][0], found[1][0])

@@ -34,12 +34,10 @@ def compare_cases(accelerator, names):
         figure), ``sizes`` (number of results and of gradients), ``uses`` (by operator, on the
         host).
     """
-    from mmdevplug.patches.mmcv_ops import mmcv_ops_patched
-
     chosen = prepare(accelerator)
     found = {}
     for name in names:
-        with mmcv_ops_patched(chosen) as patch:
+        with checks.mmcv_ops_patched(chosen) as patch:
             expected, got = (run_case(name, place) for place in ('cpu', chosen.device(1)))
             pairs = [pair for each in zip(expected, got) for pair in zip(*each)]
             found[name] = dict(
@@ -62,7 +60,6 @@ def count_executions(accelerator):
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as metrics
 
-    from mmdevplug.patches.mmcv_ops import mmcv_ops_patched
     from tests.patches.mmcv_ops.cases import Tensors
 
     chosen = prepare(accelerator)
@@ -86,7 +83,7 @@ def count_executions(accelerator):
         return data[0] if data else 0
 
     found = {}
-    with mmcv_ops_patched(chosen):
+    with checks.mmcv_ops_patched(chosen):
         for name, forward in forwards.items():
             chosen.synchronize()
             before = executions()
@@ -103,11 +100,9 @@ def try_without_a_case(accelerator, covered):
     """
     import mmcv._ext as extension
 
-    from mmdevplug.patches.mmcv_ops import mmcv_ops_patched
-
     chosen = prepare(accelerator)
     messages = {}
-    with mmcv_ops_patched(chosen) as patch:
+    with checks.mmcv_ops_patched(chosen) as patch:
         for name, function in patch.interception.originals.items():
             signature = re.search(r'\w+\((\w+: .*?)\) ->', function.__doc__ or '')
             if name in covered or signature is None or 'Tensor' not in signature[1]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmdevplug.patches.mmcv_ops.outputs import OUTPUTS
+from mmdevplug.patches.mmcv_ops.host_call import OUTPUTS
 from tests.jobs import need_mmcv_operations
 from tests.patches.mmcv_ops import checks, jobs
 from tests.patches.mmcv_ops.detector import train_detector

@@ -1,0 +1,175 @@
+"""Save and restore the states of hooks, data loaders, and buffers that differ between ranks."""
+
+import hashlib
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+
+import torch
+from mmengine.dist import get_world_size
+from mmengine.hooks import EarlyStoppingHook, Hook, SyncBuffersHook
+from torch import Tensor, nn
+
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.data.resumable_loader import resumable_batches
+from mmdevplug.distributed.byte_exchange import all_gather
+from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.rank_device import group_device
+from mmdevplug.utils.torch_compat import view_as_dtype
+
+#: The attributes that MMEngine's own hooks change while training; those that are derived from the
+#: runner or the message hub are not listed.
+_ATTRIBUTES = {
+    EarlyStoppingHook: ('wait_count', 'best_score'),
+    SyncBuffersHook: ('called_in_train',),
+}
+#: mmdet's hooks that replace the pipeline of the training data, once, have this attribute.
+_SWITCHED = '_has_switched'
+
+
+def hook_states(runner: Any) -> Dict[str, Any]:
+    """Collect the states of MMEngine's hooks, and of hooks with ``state_dict``, by hook."""
+    return {
+        name: _state(hook)
+        for name, hook in _named(runner)
+        if _keeps_state(hook) or hasattr(hook, _SWITCHED)
+    }
+
+
+def restore_hook_states(runner: Any, states: Mapping[str, Any]) -> None:
+    """Restore what :func:`hook_states` collected; hooks without a saved state begin anew."""
+    for name, hook in _named(runner):
+        if name not in states or not _keeps_state(hook):
+            continue
+        if hasattr(hook, 'load_state_dict'):
+            hook.load_state_dict(states[name])
+        else:
+            vars(hook).update(states[name])
+
+
+def repeat_validation(
+    runner: Any, checkpoint_hook: Hook, metrics: Optional[Mapping[str, Any]]
+) -> None:
+    """Call ``after_val_epoch`` of the hooks whose turn came after the checkpoint was saved."""
+    hooks = runner.hooks
+    for hook in hooks[hooks.index(checkpoint_hook) + 1 :] if metrics is not None else ():
+        if _keeps_state(hook):
+            hook.after_val_epoch(runner, metrics=dict(metrics))
+
+
+def had_switched_pipeline(states: Mapping[str, Any]) -> bool:
+    """Whether a hook had already replaced the pipeline of the training data."""
+    return any(isinstance(state, dict) and state.get(_SWITCHED) for state in states.values())
+
+
+def _keeps_state(hook: Hook) -> bool:
+    own = hasattr(hook, 'state_dict') and hasattr(hook, 'load_state_dict')
+    return own or isinstance(hook, tuple(_ATTRIBUTES))
+
+
+def _state(hook: Hook) -> Any:
+    if hasattr(hook, 'state_dict'):
+        return hook.state_dict()
+    names = [
+        name for kind, names in _ATTRIBUTES.items() if isinstance(hook, kind) for name in names
+    ]
+    return {name: getattr(hook, name) for name in [*names, _SWITCHED] if hasattr(hook, name)}
+
+
+def _named(runner: Any) -> Iterator[Tuple[str, Hook]]:
+    """All hooks with names that are the same in every run of a config."""
+    counts: Dict[str, int] = {}
+    for hook in runner.hooks:
+        name = type(hook).__name__
+        counts[name] = counts.get(name, 0) + 1
+        yield f'{name}/{counts[name]}', hook
+
+
+def loader_states(runner: Any) -> Dict[str, Dict]:
+    """By loader, how many passes it has begun, and whether its persistent workers run."""
+    states = {}
+    for name, loader in _loaders(runner).items():
+        batches = resumable_batches(loader)
+        states[name] = dict(
+            passes=0 if batches is None else batches.epoch + 1,
+            workers_run=getattr(loader, '_iterator', None) is not None,
+        )
+    return states
+
+
+def restore_loaders(runner: Any, states: Dict[str, Dict]) -> None:
+    """Restore what :func:`loader_states` returned, before training."""
+    for name, loader in _loaders(runner).items():
+        if name not in states:
+            continue
+        batches = resumable_batches(loader)
+        if batches is not None:
+            batches.epoch = states[name]['passes'] - 1
+        if states[name]['workers_run']:
+            restart_workers_silently(loader)
+
+
+def restart_workers_silently(loader: Any) -> None:
+    """Prevent a data loader from drawing a random number when it starts persistent workers.
+
+    It draws one when it starts them and none in later passes, so a resumed run would draw one
+    more than the run that it continues.
+    """
+    persist = getattr(loader, 'persistent_workers', False) and loader.num_workers > 0
+    if persist and loader._iterator is None:
+        loader._iterator = _WorkersToStart()
+
+
+class _WorkersToStart:
+    """Stand for the iterator of a data loader whose persistent workers are yet to be started."""
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Replace itself by the real iterator; called when the loader begins its next pass."""
+        generator, loader.generator = loader.generator, torch.Generator()
+        try:
+            loader._iterator = loader._get_iterator()
+        finally:
+            loader.generator = generator
+
+
+def _loaders(runner: Any) -> Dict[str, Any]:
+    loops = dict(train=runner.train_loop, val=runner.val_loop)
+    return {name: loop.dataloader for name, loop in loops.items() if loop is not None}
+
+
+#: Of one rank; more than that is no statistics, and would make a checkpoint too large.
+MOST_BYTES = 64 * 2**20
+
+
+def gather_buffers(model: nn.Module, accelerator: Accelerator) -> Optional[List[Tensor]]:
+    """Gather the bytes of buffers by rank; None if they are equal, too large or differ in size."""
+    if get_world_size() == 1:
+        return None
+    host = accelerator.to_host(list(model.buffers()))
+    parts = [view_as_dtype(value.contiguous().reshape(-1), torch.uint8) for value in host]
+    mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+    digest = hashlib.sha256(mine.numpy().tobytes()).hexdigest()
+    found = gather_json([mine.numel(), digest])
+    equal = all(each == found[0] for each in found)
+    if equal or mine.numel() > MOST_BYTES or any(size != mine.numel() for size, _ in found):
+        return None
+    return [each.cpu() for each in all_gather(mine.to(group_device()))]
+
+
+def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) -> bool:
+    """Restore what :func:`gather_buffers` gathered; False if the model has other sizes."""
+    buffers = list(model.buffers())
+    sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]
+    if sum(sizes) != packed.numel():
+        return False
+    values = [
+        # A copy, because a view needs an aligned start.
+        view_as_dtype(part.clone(), buffer.dtype).reshape(buffer.shape)
+        for part, buffer in zip(packed.split(sizes), buffers)
+    ]
+    # A moving average counts its steps in a buffer that stays on the host.
+    on_host = [(value, b) for value, b in zip(values, buffers) if b.device.type == 'cpu']
+    on_device = [(value, b) for value, b in zip(values, buffers) if b.device.type != 'cpu']
+    with torch.no_grad():
+        for value, buffer in on_host:
+            buffer.copy_(value)
+        accelerator.copy_to_device([value for value, _ in on_device], [b for _, b in on_device])
+    return True
