@@ -1,6 +1,7 @@
 """Test: ``tools/test.py``."""
 
 import argparse
+import sys
 from typing import List, Optional
 
 from mmengine.config import Config
@@ -8,22 +9,32 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
 
-from .common import add_common_arguments, check_checkpoint, load_complete_config
+from .common import add_common_arguments, check_checkpoint, load_complete_config, run
+from .launch import launch
+from .launch_settings import add_launch_arguments, starts_processes
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The arguments of OpenMMLab's ``tools/test.py``, and ``--accelerator``."""
-    parser = argparse.ArgumentParser(prog='mmdevplug test', description='Test a model')
+    """The arguments of OpenMMLab's ``tools/test.py``, and those of ``mmdevplug train``."""
+    parser = argparse.ArgumentParser(
+        prog='mmdevplug test', description='Test a model', allow_abbrev=False
+    )
     add_common_arguments(parser)
     parser.add_argument('checkpoint', help='path or address of the checkpoint')
     parser.add_argument('--tta', action='store_true', help='average over augmented inputs')
     parser.add_argument('--out', help='a .pkl file for the predictions')
+    parser.add_argument('--launch', metavar='FILE', help='a file of mmdevplug launch-config')
+    add_launch_arguments(parser)
     return parser
 
 
 def main(argv: Optional[List[str]] = None) -> None:
     """Test a model."""
+    argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
+    if starts_processes(args):
+        launch('mmdevplug.cli.test', argv, args)
+        return
     keys = ('model', 'test_dataloader', 'test_cfg', 'test_evaluator')
     cfg = load_complete_config(args, keys)
     check_checkpoint(args.checkpoint, 'CHECKPOINT')
@@ -58,3 +69,7 @@ def _dump_predictions(cfg: Config, path: str) -> None:
     evaluators = cfg.test_evaluator
     evaluators = list(evaluators) if isinstance(evaluators, (list, tuple)) else [evaluators]
     cfg.test_evaluator = [*evaluators, dict(type='DumpResults', out_file_path=path)]
+
+
+if __name__ == '__main__':
+    sys.exit(run(main))

@@ -7,6 +7,8 @@ import socket
 import subprocess
 from typing import Any, Mapping, NamedTuple, Optional
 
+import psutil
+
 from mmdevplug.config.fields import REQUIRED, shortened
 from mmdevplug.errors import LaunchError
 
@@ -141,15 +143,38 @@ _NAMES = {
 def _read_named(launcher: str, environ: Mapping[str, str]) -> LaunchEnv:
     """Read the variables of a launcher that has one for each number."""
     rank, world_size, local_rank, local_world_size = _NAMES[launcher]
-    return LaunchEnv(
+    env = LaunchEnv(
         launcher,
         rank=_number(environ, rank, launcher),
         local_rank=_number(environ, local_rank, launcher),
         world_size=_number(environ, world_size, launcher),
         local_world_size=_number(environ, local_world_size, launcher, default=None),
-        master_addr=_address(environ, launcher),
         master_port=_port(environ, launcher),
     )
+    found = _mpirun_address(environ, env) if launcher == 'mpi' else None
+    return env._replace(master_addr=found or _address(environ, launcher))
+
+
+def _mpirun_address(environ: Mapping[str, str], env: LaunchEnv) -> Optional[str]:
+    """The address of rank 0 if mpirun tells enough and MASTER_ADDR is not set, else None."""
+    if environ.get('MASTER_ADDR', '').strip():
+        return None
+    if env.single_host:
+        return LOOPBACK
+    # Open MPI 4 and earlier tell where mpirun itself runs: '8.0;tcp://10.0.0.1,172.17.0.1:37581'.
+    uri = environ.get('OMPI_MCA_orte_hnp_uri', '')
+    found = re.search(r'tcp://([^,:;]+)', uri)
+    if found is None:
+        return None
+    here = [a.address for each in psutil.net_if_addrs().values() for a in each]
+    if env.rank == 0 and found.group(1) not in here:
+        raise LaunchError(
+            f'OMPI_MCA_orte_hnp_uri={shortened(uri)}: mpirun runs on {found.group(1)}, but rank 0 '
+            f'on {socket.gethostname()}, where the other ranks cannot find it. Put the host of '
+            f'mpirun first into the host file, or name that of rank 0: mpirun -x '
+            f'MASTER_ADDR=<host> ...'
+        )
+    return found.group(1)
 
 
 def _read_slurm(environ: Mapping[str, str]) -> LaunchEnv:

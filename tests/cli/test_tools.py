@@ -66,7 +66,10 @@ def test_test_and_dist_test_print_the_metric(trained):
     two = run(
         'bash', 'tools/dist_test.sh', CONFIG, checkpoint, '2', *work_dir, PORT=str(free_port())
     )
-    for done in (one, two):
+    command = [sys.executable, '-m', 'mmdevplug.cli.main', 'test', CONFIG, checkpoint]
+    three = run(*command, '--nproc', '2', *work_dir)
+    assert 'Distributed training: True' in three.stdout + three.stderr
+    for done in (one, two, three):
         assert done.returncode == 0, done.stderr
         assert 'accuracy: ' in done.stdout + done.stderr
     assert os.path.getsize(out) > 0

@@ -259,6 +259,38 @@ def test_missing_address_is_refused(launcher, value):
     assert 'MASTER_ADDR=127.0.0.1' in message
 
 
+def test_mpirun_on_one_host_needs_no_address():
+    alone = changed(MPI, OMPI_COMM_WORLD_LOCAL_SIZE='8', MASTER_ADDR=None)
+    assert read_launch_env('mpi', alone).master_addr == '127.0.0.1'
+    named = dict(alone, MASTER_ADDR='10.0.0.7')
+    assert read_launch_env('mpi', named).master_addr == '10.0.0.7'
+
+
+URI = '3325952000.0;tcp://127.0.0.1,172.17.0.1:37581'
+
+
+@pytest.mark.parametrize('rank', ['0', '5'])
+def test_mpirun_over_a_host_file_tells_its_own_address(rank):
+    environ = changed(
+        MPI, MASTER_ADDR=None, OMPI_MCA_orte_hnp_uri=URI, OMPI_COMM_WORLD_RANK=rank,
+        OMPI_COMM_WORLD_LOCAL_RANK='0',
+    )  # fmt: skip
+    assert read_launch_env('mpi', environ).master_addr == '127.0.0.1'
+
+
+def test_mpirun_on_a_host_without_rank_0_is_refused():
+    environ = changed(
+        MPI, MASTER_ADDR=None, OMPI_COMM_WORLD_RANK='0', OMPI_COMM_WORLD_LOCAL_RANK='0',
+        OMPI_MCA_orte_hnp_uri=URI.replace('127.0.0.1', '192.0.2.1'),
+    )  # fmt: skip
+    message = refusal('mpi', environ)
+    assert message.startswith('OMPI_MCA_orte_hnp_uri=')
+    assert 'mpirun runs on 192.0.2.1' in message
+    assert 'mpirun -x MASTER_ADDR=' in message
+    other = dict(environ, OMPI_COMM_WORLD_RANK='5')
+    assert read_launch_env('mpi', other).master_addr == '192.0.2.1'
+
+
 @pytest.mark.parametrize('value', ['0', '65536', '70000', '', 'http', '-1', '29500.0'])
 @pytest.mark.parametrize('launcher', ['pytorch', 'slurm', 'mpi'])
 def test_impossible_port_is_refused_with_its_value(launcher, value):
