@@ -1,6 +1,8 @@
 """Differences between releases of PyTorch, with the release that makes each one unnecessary."""
 
 import threading
+import time
+import zlib
 from functools import lru_cache
 from typing import Any
 
@@ -57,6 +59,58 @@ class LockedStore:
     def add(self, key: str, amount: int) -> int:
         with self._lock:
             return self._store.add(key, amount)
+
+
+def _gets_bytes_safely() -> bool:
+    """Whether a store's ``get`` holds the interpreter's lock for its result: PyTorch 1.12 on.
+
+    Before, it creates a Python object without the lock, and ends in a segmentation fault when
+    another thread runs Python meanwhile (pytorch#26475).
+    """
+    return is_at_least('1.12.0')
+
+
+#: Bytes in one number of a store, whose ``add`` returns 64 bits with a sign.
+_CHUNK = 7
+#: How long a text may take that its writer has announced.
+_TEXT_SECONDS = 60
+
+
+def write_text(store: Any, key: str, text: str) -> None:
+    """Set a key of a store to a text, for :func:`read_text`."""
+    if _gets_bytes_safely():
+        store.set(key, text)
+        return
+    # As numbers, which `add` reads safely; in turn in two places, so that a reader of the last
+    # text does not see half of the next.
+    data = text.encode()
+    before = store.add(f'{key}/place', 0)
+    place = f'{key}/{1 - before}'
+    for start in range(0, len(data), _CHUNK):
+        number = int.from_bytes(data[start : start + _CHUNK].ljust(_CHUNK, b'\0'), 'big')
+        store.set(f'{place}/{start}', str(number))
+    store.set(f'{place}/size', str(len(data) + 1 << 32 | zlib.crc32(data)))
+    # `set` returns before the store has the value, `add` after it has this and all before.
+    store.add(f'{key}/place', 1 - 2 * before)
+
+
+def read_text(store: Any, key: str) -> str:
+    """Read what :func:`write_text` wrote under a key, or is about to write."""
+    if _gets_bytes_safely():
+        return store.get(key).decode()
+    deadline = time.monotonic() + _TEXT_SECONDS
+    while True:
+        place = f'{key}/{store.add(f"{key}/place", 0)}'
+        size, checksum = divmod(store.add(f'{place}/size', 0), 1 << 32)
+        starts = range(0, size - 1, _CHUNK)
+        chunks = [store.add(f'{place}/{start}', 0).to_bytes(_CHUNK, 'big') for start in starts]
+        data = b''.join(chunks)[: max(0, size - 1)]
+        # Else there is none yet, or the writer was faster by two texts.
+        if size and zlib.crc32(data) == checksum:
+            return data.decode()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f'nothing was written under {key!r} within {_TEXT_SECONDS} s')
+        time.sleep(0.01)
 
 
 def takes_weights_only() -> bool:
