@@ -245,6 +245,9 @@ class Accelerator(ABC):
     def manual_seed(self, seed: int) -> None:
         """Seed the generators of all devices of this family that this process sees."""
 
+    def renew_rng(self) -> None:
+        """Seed anew where :meth:`save_rng` cannot tell how much was drawn since the last seed."""
+
     def save_rng(self, device: torch.device) -> Optional[bytes]:
         """The state of a device's generator, for this family only; None if it is unknown."""
         return None

@@ -30,6 +30,7 @@ class T20Accelerator(LazyAccelerator):
     package = 'torch_gcu'
     visible_devices_env = 'TOPS_VISIBLE_DEVICES'
     amp_dtype = torch.float16  # type: ignore[assignment]
+    _seed: Optional[int] = None
 
     @property
     def _torch_gcu(self) -> Any:
@@ -108,7 +109,19 @@ class T20Accelerator(LazyAccelerator):
         return int(self._torch_gcu.get_hbm_alloc_size(device))
 
     def manual_seed(self, seed: int) -> None:
-        self._torch_gcu.manual_seed_all(seed % 2**32)  # It refuses seeds of more bits.
+        self._seed = seed % 2**32  # It refuses seeds of more bits.
+        self._torch_gcu.manual_seed_all(self._seed)
+
+    def renew_rng(self) -> None:
+        # torch_gcu reports no state, but the last seed is known.
+        last = torch.initial_seed() if self._seed is None else self._seed
+        self.manual_seed(last * 1664525 + 1013904223)
+
+    def save_rng(self, device: torch.device) -> Optional[bytes]:
+        return None if self._seed is None else self._seed.to_bytes(4, 'big')
+
+    def load_rng(self, state: bytes, device: torch.device) -> None:
+        self.manual_seed(int.from_bytes(state, 'big'))
 
     def autocast(self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any):
         return self._torch_gcu.amp.autocast(

@@ -104,6 +104,7 @@ class DeviceModule(ModuleType):
 
     def get_rng_state(self, device: DeviceLike = None) -> Tensor:
         """The state as bytes, or none if the vendor does not report it."""
+        self._accelerator.renew_rng()
         state = self._accelerator.save_rng(self._device(device))
         if state is None:
             warnings.warn(

@@ -65,6 +65,7 @@ def capture(runner: Any, position: Position) -> Dict:
     accelerator, _ = rank_device()
     loop, loader = runner.train_loop, runner.train_loop.dataloader
     batches = resumable_batches(loader)
+    accelerator.renew_rng()
     mine = dict(
         random=random_state(accelerator, rank_devices()),
         at_start=None if batches is None else batches.state_at_start,

@@ -2,6 +2,7 @@
 
 from typing import Any, Callable, Dict, Mapping, Optional
 
+import torch
 from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
@@ -12,6 +13,8 @@ from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.patches.mmseg import patch_accuracy
 from mmdevplug.patches.torch_load import safe_loading
+from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.torch_compat import checkpoints_any_generator
 
 from .frozen_bn import give_frozen_gradients
 from .move import check_materialized, move_module, weights_on_host
@@ -48,6 +51,7 @@ def place_model(
     accelerator, device = context.accelerator, context.device
     if accelerator.lazy:
         patch_accuracy(model)
+        _warn_of_checkpointed_dropout(model)
     if spread is None:
         check_materialized(model, lazy_allowed=context.backend is None)
     if context.backend is None:
@@ -72,6 +76,26 @@ def place_model(
         ):
             defaults['device_ids'] = device_ids
     return MODEL_WRAPPERS.build(cfg, default_args=defaults)
+
+
+def _warn_of_checkpointed_dropout(model: nn.Module) -> None:
+    """Name layers whose gradients are wrong because PyTorch runs them again with other numbers."""
+    if checkpoints_any_generator():
+        return
+    found = [
+        f'{outer}.{name}'.strip('.')
+        for outer, part in model.named_modules()
+        if getattr(part, 'with_cp', False) is True
+        for name, layer in part.named_modules()
+        if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0
+    ]
+    if found:
+        log_warning(
+            f'with_cp=True: {found[0]} and {len(found) - 1} more layers drop elements inside of '
+            f'segments that run a second time in backward. PyTorch {torch.__version__} restores '
+            f'random numbers of CUDA alone, so other elements are dropped then, and gradients are '
+            f'wrong. Expected: no dropout there. Set its rate to 0, or with_cp=False.'
+        )
 
 
 def wrapper_config(

@@ -113,6 +113,11 @@ def read_text(store: Any, key: str) -> str:
         time.sleep(0.01)
 
 
+def checkpoints_any_generator() -> bool:
+    """Whether checkpointed segments keep random states of any device: from PyTorch 2.1 on."""
+    return is_at_least('2.1.0')
+
+
 def takes_weights_only() -> bool:
     """Whether ``torch.load`` has an argument ``weights_only``: from PyTorch 1.13 on."""
     return is_at_least('1.13.0')

@@ -113,3 +113,34 @@ def test_a_file_of_another_card_is_read_to_the_host(accelerator, torch_gcu, tmp_
         read = read_checkpoint(str(path), 'cpu')['state_dict']['weight']
         assert read.device == torch.device('cpu')
         assert torch.equal(read, weight)
+
+
+def test_random_numbers_go_on_where_they_were_saved(accelerator):
+    device = torch.device('xla:3')
+    accelerator.manual_seed(5)
+    torch.rand(4, device=device)
+    before = accelerator.save_rng(device)
+    accelerator.renew_rng()
+    state = accelerator.save_rng(device)
+    expected = [torch.rand(4, device=device).cpu() for _ in range(2)]
+    torch.rand(4, device=device)
+    accelerator.load_rng(state, device)
+    assert all(torch.equal(torch.rand(4, device=device).cpu(), one) for one in expected)
+    assert not torch.equal(*expected)
+    assert accelerator.save_rng(device) == state != before
+
+
+@pytest.mark.parametrize(('rate', 'with_cp'), [(0.1, True), (0.0, True), (0.1, False)])
+def test_dropout_in_a_checkpointed_segment_is_named(torch_gcu, monkeypatch, rate, with_cp):
+    from torch import nn
+
+    from mmdevplug.model import prepare
+
+    said = []
+    monkeypatch.setattr(prepare, 'log_warning', said.append)
+    block = nn.Sequential(nn.Linear(2, 2), nn.Dropout(rate))
+    block.with_cp = with_cp
+    prepare.place_model(nn.Sequential(block), init_device('none', 'gcu'))
+    assert len(said) == (rate > 0 and with_cp)
+    if said:
+        assert '0.1 and 0 more layers drop elements inside of segments' in said[0]

@@ -1,5 +1,6 @@
 """The digits example trains on the stand-in, on the PyTorch that a T20 runs."""
 
+import os
 import sys
 
 import pytest
@@ -8,7 +9,8 @@ from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 
 from mmdevplug.utils.model import unwrap_model
-from tests.jobs import PLAIN, digits_config, largest_difference, train_digits, weights_of
+from tests.checkpoint import test_survival
+from tests.jobs import PATHS, PLAIN, digits_config, largest_difference, train_digits, weights_of
 from tests.optim.scenarios import SCENARIOS, config, train as train_in_scenario
 from tests.ranks import run_ranks
 from tests.t20.conftest import FOLDER, MISSING
@@ -179,7 +181,7 @@ def train_plain(accelerator, work_dir):
     return train(accelerator, work_dir, **PLAIN)
 
 
-@pytest.mark.parametrize('world_size', [0, 2])
+@pytest.mark.parametrize('world_size', [0, 2, 8])
 def test_digits(torch_gcu, tmp_path, world_size):
     results = run_ranks(train, world_size, 'gcu', tmp_path)
     assert results[0]['accuracy'] >= 97.0
@@ -189,7 +191,7 @@ def test_digits(torch_gcu, tmp_path, world_size):
         assert result['calls']['sync_lived_tensor'] > 0
 
 
-@pytest.mark.parametrize('world_size', [0, 2])
+@pytest.mark.parametrize('world_size', [0, 2, 8])
 def test_weights_are_those_of_the_host(torch_gcu, tmp_path, world_size):
     on_cards = run_ranks(train_plain, world_size, 'gcu', tmp_path / 'cards')
     (on_host,) = run_ranks(train_plain, 0, 'cpu', tmp_path / 'host')
@@ -204,3 +206,24 @@ def test_an_iteration_is_one_execution(torch_gcu, tmp_path):
     assert set(result['executions']) <= {'sync_lived_tensor', 'unlazy'}
     assert sum(result['executions'].values()) <= iterations + 3
     assert result['compilations'] <= 6
+
+
+def kill(folder, monkeypatch, world_size, kills, length):
+    """Train with dropout under torchrun; processes are killed by a plan and started again."""
+    monkeypatch.setattr(test_survival, 'PATHS', f'{PATHS}{os.pathsep}{FOLDER}')
+    last, happened, _ = test_survival.run_job(
+        folder, world_size, kills, 'gcu', length,
+        checkpoint=dict(test_survival.CHECKPOINT),
+        train_dataloader__sampler=dict(type='InfiniteSampler', shuffle=True),
+    )  # fmt: skip
+    return last, happened
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(('world_size', 'kills'), [(1, 3), (2, 4), (8, 1)])
+def test_kills_change_no_bit(torch_gcu, tmp_path, monkeypatch, world_size, kills):
+    length = 12 * kills + 6
+    whole, _ = kill(tmp_path / 'whole', monkeypatch, world_size, 0, length)
+    killed, happened = kill(tmp_path / 'killed', monkeypatch, world_size, kills, length)
+    assert len(happened) == kills
+    test_survival.assert_equal_bits(whole, killed)
