@@ -88,7 +88,7 @@ class ShapeRecorder:
         self._recording = True
 
     def stop(self, data_batch: Any) -> Dict[str, Shapes]:
-        """Return the shapes of preprocessors' inputs and outputs, without any of the batch."""
+        """Stop; return the shapes of preprocessors' inputs and outputs, or else the batch's."""
         if not self._found[COMPUTED]:
             self._record(COMPUTED, data_batch)
         self._recording = False

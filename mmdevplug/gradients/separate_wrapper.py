@@ -108,6 +108,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
                 part.policy.suspended = scaled
             log_vars = self.module.train_step(data, optim_wrapper)
             self.accelerator.materialize_all(self._devices)
+            self.step_materialized = True
             log_norms(optim_wrapper)
         return log_vars
 

@@ -82,6 +82,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
     #: Averages gradients through host memory; None where PyTorch's DDP averages.
     staging: Optional[HostStaging] = None
+    #: Whether `train_step` has materialized the iteration; `DeviceHook` resets it.
+    step_materialized = False
 
     def __init__(
         self,
@@ -229,6 +231,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             if self.detect_anomalous_params:
                 detect_anomalous_params(parsed_loss, model=self)
             self.accelerator.materialize_all(self._devices)
+            self.step_materialized = True
             log_norms(optim_wrapper)
         return log_vars
 

@@ -13,10 +13,6 @@ from mmdevplug.accelerators import to_device
 from mmdevplug.config.hook_options import DeviceHookOptions
 from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.errors import ModelError
-from mmdevplug.gradients import (
-    DeviceDistributedDataParallel,
-    DeviceSeparateDistributedDataParallel,
-)
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
 from mmdevplug.model.sync_bn import SyncBNCost
 from mmdevplug.optim import log_norms
@@ -94,10 +90,10 @@ class DeviceHook(Hook):
 
     def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
         """Materialize, also after an iteration that only accumulated gradients."""
-        # Our wrappers do so at the end of their `train_step`.
-        if not isinstance(
-            runner.model, (DeviceDistributedDataParallel, DeviceSeparateDistributedDataParallel)
-        ):
+        # Our wrappers do so at the end of their `train_step`, which a user's loop need not call.
+        if getattr(runner.model, 'step_materialized', False):
+            runner.model.step_materialized = False
+        else:
             rank_device()[0].materialize_all(rank_devices())
         log_norms(runner.optim_wrapper)
         self._sync_bn_cost.after_iteration(runner)

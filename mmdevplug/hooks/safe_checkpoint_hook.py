@@ -220,8 +220,7 @@ class SafeCheckpointHook(CheckpointHook):
             self.keep_ckpt_ids.append(step)
             hub.update_info('keep_ckpt_ids', kept)
         if 'interrupted_ckpt' in hub.runtime_info:
-            outdated.append(hub.get_info('interrupted_ckpt'))
-            hub.pop_info('interrupted_ckpt')
+            outdated.append(hub.pop_info('interrupted_ckpt'))
         last_before, self.last_ckpt = self.last_ckpt, path
         hub.update_info('last_ckpt', path)
         if not self._save(runner, CheckpointFile(path, outdated, is_last=True), meta):

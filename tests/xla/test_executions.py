@@ -19,6 +19,28 @@ EXECUTIONS = dict(
     schedulers=2,
     gan=3,
 )
+#: Iterations of the own loop whose gradients add up.
+ACCUMULATED = 4
+
+
+def register_own_loop():
+    """Register a loop that calls the model and the optimizer wrapper, and no ``train_step``."""
+    from mmengine.registry import LOOPS
+    from mmengine.runner import IterBasedTrainLoop
+
+    @LOOPS.register_module(force=True)
+    class OwnLoop(IterBasedTrainLoop):
+        def run_iter(self, data_batch):
+            hook_arguments = dict(batch_idx=self._iter, data_batch=data_batch)
+            self.runner.call_hook('before_train_iter', **hook_arguments)
+            model, optim_wrapper = self.runner.model, self.runner.optim_wrapper
+            with optim_wrapper.optim_context(model):
+                data = model.module.data_preprocessor(data_batch, training=True)
+                losses = model(**data, mode='loss')
+            loss, outputs = model.module.parse_losses(losses)
+            optim_wrapper.update_params(loss)
+            self.runner.call_hook('after_train_iter', **hook_arguments, outputs=outputs)
+            self._iter += 1
 
 
 def count_executions(names, work_dir):
@@ -43,7 +65,11 @@ def count_executions(names, work_dir):
     os.chdir(work_dir)
     result = {}
     for name in names:
-        cfg = row_config(name, 'xla', work_dir)
+        cfg = row_config('sgd' if name == 'own_loop' else name, 'xla', work_dir)
+        if name == 'own_loop':
+            register_own_loop()
+            cfg.train_cfg.type = 'OwnLoop'
+            cfg.optim_wrapper.accumulative_counts = ACCUMULATED
         cfg.default_hooks.logger = dict(type='LoggerHook', interval=1)
         runner = DeviceRunner.from_cfg(cfg)
         runner.logger.handlers.clear()
@@ -70,3 +96,14 @@ def test_executions_of_an_iteration(counted, name):
         assert len(executions) >= 10
         assert set(executions) == {EXECUTIONS[name]}
         assert compilations == 0
+
+
+def test_a_loop_without_train_step(tmp_path):
+    """Iterations that only accumulate have no gradients to average, and cost one execution."""
+    for found in run_ranks(
+        count_executions, 2, ['own_loop'], tmp_path, environ=dict(CPU_NUM_DEVICES='2')
+    ):
+        executions, _ = found['own_loop']
+        assert len(executions) >= 10
+        assert executions.count(1) >= len(executions) * (ACCUMULATED - 1) // ACCUMULATED
+        assert set(executions) == {1, 2}
