@@ -113,15 +113,18 @@ class Accelerator(ABC):
             raise AcceleratorError(
                 f'LOCAL_RANK={local_rank} asks for {self.device_type}:{index}, but this '
                 f'process sees {count} {self.name} device(s){indices} '
-                f'({self.describe_visibility()}). Start at most '
-                f'{count // self.devices_per_rank()} processes on this host, or make more devices '
-                f'visible.'
+                f'({self.describe_visibility()}). Start at most {self.max_ranks()} processes on '
+                f'this host, or make more devices visible.'
             )
         return torch.device(self.device_type, index)
 
     def devices_per_rank(self) -> int:
         """How many devices apart the devices of two ranks are that follow each other."""
         return 1
+
+    def max_ranks(self) -> int:
+        """How many ranks have a device of their own among those that this process sees."""
+        return -(-self.device_count() // self.devices_per_rank())
 
     @abstractmethod
     def set_device(self, device: torch.device) -> None:

@@ -21,13 +21,13 @@ class DeviceContext:
     A runner keeps the context that it was built with; :func:`device_context` returns the newest.
     """
 
-    accelerator: Accelerator
-    reason: str  # why the accelerator was chosen
-    device: torch.device  # of this rank
-    env: LaunchEnv = LaunchEnv()  # how this process was started
-    backend: Optional[str] = None  # of the process group, None for a single process
-    timeout: timedelta = DEFAULT_TIMEOUT  # of the process group
-    more_devices: Tuple[torch.device, ...] = ()  # others that this rank's model is spread over
+    accelerator: Accelerator  #: The family of devices.
+    reason: str  #: Why the accelerator was chosen.
+    device: torch.device  #: Of this rank.
+    env: LaunchEnv = LaunchEnv()  #: How this process was started.
+    backend: Optional[str] = None  #: Of the process group, None for a single process.
+    timeout: timedelta = DEFAULT_TIMEOUT  #: Of the process group.
+    more_devices: Tuple[torch.device, ...] = ()  #: Others that this rank's model is spread over.
     #: For a process group a second one of the same ranks, which carries other messages.
     side_groups: Dict[Any, Any] = field(default_factory=dict, compare=False)
     #: Whether :func:`mmdevplug.init_device` set it up. Under a stock runner the device may still
@@ -35,7 +35,7 @@ class DeviceContext:
     final: bool = True
     #: Another one that :func:`rank_device` was asked for since, e.g. to patch MMEngine for it.
     override: Optional[Accelerator] = None
-    narrowed: Tuple[str, ...] = ()  # dtypes of 64 bits that the device computes in 32 bits
+    narrowed: Tuple[str, ...] = ()  #: Dtypes of 64 bits that the device does not keep.
 
     @property
     def devices(self) -> Tuple[torch.device, ...]:
@@ -56,7 +56,9 @@ class DeviceContext:
         if self.backend is not None:
             line += f', backend {self.backend!r}'
         if self.narrowed:
-            line += f'. {" and ".join(self.narrowed)} values are narrowed to 32 bits there'
+            line += (
+                f'. {" and ".join(self.narrowed)} values are narrowed to 32 bits there, or refused'
+            )
         return line
 
 

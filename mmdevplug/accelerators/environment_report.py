@@ -18,7 +18,7 @@ def describe_devices(accelerator: Accelerator) -> Dict[str, str]:
     """
     report = {'Accelerator': accelerator.name}
     by_name: Dict[str, List[str]] = defaultdict(list)
-    for rank in range(accelerator.device_count() // accelerator.devices_per_rank()):
+    for rank in range(accelerator.max_ranks()):
         device = accelerator.device(rank)
         by_name[accelerator.device_name(device)].append(str(device.index or 0))
     for name, indices in by_name.items():

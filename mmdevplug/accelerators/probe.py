@@ -1,9 +1,8 @@
 """Try a device before a model is built on it."""
 
-from typing import List, Optional
+from typing import List, Union
 
 import torch
-from torch import Tensor
 
 from mmdevplug.errors import AcceleratorError
 
@@ -11,8 +10,6 @@ from .base import Accelerator
 
 #: Relative to the largest expected value; devices that multiply in bfloat16 or TF32 stay below.
 RELATIVE_TOLERANCE = 1e-2
-
-
 #: Values that change if they are stored in 32 bits.
 WIDE = {torch.int64: 2**40 + 1, torch.float64: 1 / 3}
 
@@ -29,15 +26,10 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> List[str]:
     # Device and dtype are explicit because a user may have changed the defaults.
     host = torch.linspace(-1.0, 1.0, 64, device='cpu', dtype=torch.float32).reshape(8, 8)
     expected = host @ host.t() + 1.0
-    wide = {dtype: torch.tensor(value, dtype=dtype, device='cpu') for dtype, value in WIDE.items()}
     try:
         accelerator.set_device(device)
         test_tensor = host.to(device)
-        sent = {dtype: _try_to_send(tensor, device) for dtype, tensor in wide.items()}
-        kept = [dtype for dtype, tensor in sent.items() if tensor is not None]
-        computed, *returned = accelerator.to_host(
-            [test_tensor @ test_tensor.t() + 1.0, *(sent[dtype] for dtype in kept)]
-        )
+        computed = accelerator.to_host([test_tensor @ test_tensor.t() + 1.0])[0]
         difference = (computed - expected).abs().max().item()
     except Exception as error:
         raise AcceleratorError(
@@ -50,14 +42,20 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> List[str]:
             f'device {device} computes a matrix product that differs from the CPU by '
             f'{difference:.3g}. {_circumstances(accelerator)}'
         )
-    same = [dtype for dtype, tensor in zip(kept, returned) if torch.equal(tensor, wide[dtype])]
-    return [str(dtype).split('.')[-1] for dtype in wide if dtype not in same]
+    wide = {dtype: torch.tensor(value, dtype=dtype, device='cpu') for dtype, value in WIDE.items()}
+    return [
+        str(dtype).split('.')[-1]
+        for dtype, tensor in wide.items()
+        if _sent_and_fetched(accelerator, device, tensor) != tensor.item()
+    ]
 
 
-def _try_to_send(tensor: Tensor, device: torch.device) -> Optional[Tensor]:
+def _sent_and_fetched(
+    accelerator: Accelerator, device: torch.device, tensor: torch.Tensor
+) -> Union[None, int, float]:
     try:
-        return tensor.to(device)
-    except (RuntimeError, TypeError):  # Some devices have no float64.
+        return accelerator.to_host([tensor.to(device)])[0].item()
+    except Exception:  # Some devices have no float64, which may show when it is fetched only.
         return None
 
 

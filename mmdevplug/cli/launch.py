@@ -32,12 +32,12 @@ LEAST_BYTES_PER_RANK = 150 << 20
 
 def refuse_missing_devices(accelerator: Accelerator, wanted: int, origin: str) -> None:
     """Refuse more processes than this host has devices, unless processes share them."""
-    count = accelerator.device_count()
-    if not accelerator.shares_devices and wanted > count:
+    most = accelerator.max_ranks()
+    if not accelerator.shares_devices and wanted > most:
         raise LaunchError(
-            f'{origin}={wanted}, but this host has {count} {accelerator.name} device(s) '
-            f'({accelerator.describe_visibility()}). Start at most {count} processes, or make '
-            f'more devices visible.'
+            f'{origin}={wanted}, but this host has {accelerator.device_count()} '
+            f'{accelerator.name} device(s) ({accelerator.describe_visibility()}). Start at most '
+            f'{most} processes, or make more devices visible.'
         )
 
 

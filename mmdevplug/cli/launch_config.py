@@ -37,8 +37,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     args = build_parser().parse_args(argv)
     flags = flags_of(args)
     accelerator = choose_accelerator(args.accelerator).accelerator
-    count = accelerator.device_count()
-    nproc = flags.get('nproc', 1 if accelerator.shares_devices else count)
+    nproc = flags.get('nproc', 1 if accelerator.shares_devices else accelerator.max_ranks())
     refuse_missing_devices(accelerator, nproc, '--nproc')
     settings = LaunchOptions(
         accelerator=accelerator.name, timeout=1800, env=dict(OMP_NUM_THREADS='1')
@@ -46,7 +45,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     settings = replace(_with_slurm(settings), **{**flags, 'nproc': nproc})
     # Only the hosts' own files have a node rank; without one the file is for all of them.
     check_together(replace(settings, node_rank=settings.node_rank or 0))
-    why = f'This host has {count} {accelerator.name} device(s).'
+    why = f'This host has {accelerator.device_count()} {accelerator.name} device(s).'
     if accelerator.shares_devices:
         why = f'The {accelerator.name} takes as many as its cores allow.'
     if os.path.lexists(args.out) and not args.force:

@@ -1,15 +1,14 @@
 """The context manager that users enter: :class:`DeviceGuard`."""
 
-import logging
 import threading
 from types import TracebackType
 from typing import Any, Callable, Dict, List, Optional, Sequence, Type
 
-from mmengine.logging import print_log
 from torch import nn
 
 from mmdevplug.config.model_parallel import GUARD_POLICIES as POLICIES
 from mmdevplug.errors import DeviceMismatchError, DevPlugError
+from mmdevplug.utils.logs import log_warning
 
 from .gradients import GradientReturns
 from .mismatch import Mismatch, Operand
@@ -160,7 +159,7 @@ class DeviceGuard:
                 why = "policy='warn' goes on elsewhere, but lazy devices abort the process here."
                 self._refuse(call, groups, f'{why} {_ADVICE}')
         if self._stats.add(self._site(call.func)):
-            print_log(str(self._describe(call, groups)), 'current', logging.WARNING)
+            log_warning(str(self._describe(call, groups)))
 
     def _site(self, func: Callable) -> Site:
         frame = user_frame()

@@ -122,7 +122,7 @@ def _examine_devices(
     accelerator: Accelerator, count: int, say: Callable[[str], None]
 ) -> Iterator[Finding]:
     described, devices = [], []
-    for rank in range(count // accelerator.devices_per_rank()):
+    for rank in range(accelerator.max_ranks()):
         say(f'asking for the device of local rank {rank}')
         device = accelerator.device(rank)
         memory = accelerator.memory_total(device)
@@ -134,7 +134,7 @@ def _examine_devices(
         f'{accelerator.describe_visibility()}',
         data=dict(name=accelerator.name, devices=devices),
     )
-    for rank in range(count // accelerator.devices_per_rank()):
+    for rank in range(accelerator.max_ranks()):
         yield _probe(accelerator, accelerator.device(rank), say)
 
 

@@ -5,16 +5,15 @@ not finite. A rank that finds one puts NaN into the first element of the bucket.
 to all ranks, so that they agree without a further message.
 """
 
-import logging
 from functools import lru_cache
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
-from mmengine.logging import print_log
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.errors import ModelError
+from mmdevplug.utils.logs import log_warning
 
 
 def scale_and_check(flat: Tensor, factor: float) -> bool:
@@ -115,4 +114,4 @@ class FinitePolicy:
             )
         self.skipped += 1
         if torch_dist.get_rank(self.group) == 0:
-            print_log(f'Update {self.skipped} skipped: {text}', 'current', logging.WARNING)
+            log_warning(f'Update {self.skipped} skipped: {text}')

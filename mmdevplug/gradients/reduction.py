@@ -6,16 +6,15 @@ ranks take the same steps in the same order.
 """
 
 import inspect
-import logging
 from typing import Any, Dict, Generator, List, Optional, Sequence, Tuple, Union
 
 import torch
-from mmengine.logging import print_log
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
 from mmdevplug.distributed.byte_exchange import global_rank
 from mmdevplug.distributed.traffic import all_reduce_bytes
+from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .buckets import Bucket
@@ -214,12 +213,10 @@ def _hosts_to_share_memory(
     if len(set(counts)) == 1 and counts[0] > 1:
         return hosts
     if hierarchy is True and torch_dist.get_rank(group) == 0:
-        print_log(
+        log_warning(
             f'model_wrapper_cfg.hierarchy=True is without effect: the hosts run '
             f'{", ".join(map(str, counts))} rank(s); expected as many on each, and more than '
-            f'one. All ranks average in one ring.',
-            'current',
-            logging.WARNING,
+            f'one. All ranks average in one ring.'
         )
     return None
 

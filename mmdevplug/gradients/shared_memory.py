@@ -5,16 +5,15 @@ files have no names, so nothing stays behind when a job is killed. ``/dev/shm`` 
 small in containers.
 """
 
-import logging
 import mmap
 import os
 from typing import Any, Dict, List, NamedTuple, Optional
 
 import torch
-from mmengine.logging import print_log
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.utils.logs import log_warning
 
 
 class Hosts(NamedTuple):
@@ -73,11 +72,9 @@ def share_slots(size: int, hosts: Hosts, group: Any = None) -> Optional[List[Ten
         return slots
     if torch_dist.get_rank(group) == 0:
         failed = next(f'rank {rank}: {text}' for rank, text in enumerate(errors) if text)
-        print_log(
+        log_warning(
             f'Gradients travel between the ranks of a host over its loopback interface, because '
-            f'they cannot share memory: {failed}',
-            'current',
-            logging.WARNING,
+            f'they cannot share memory: {failed}'
         )
     return None
 

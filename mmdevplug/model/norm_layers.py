@@ -1,10 +1,8 @@
 """Convert batch normalization layers: the values of ``sync_bn``."""
 
-import logging
 from typing import Dict, Optional, Tuple
 
 import torch
-from mmengine.logging import print_log
 from mmengine.model import convert_sync_batchnorm, revert_sync_batchnorm
 from mmengine.model.utils import _BatchNormXd
 from torch import nn
@@ -13,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.backend import backend_of
 from mmdevplug.errors import ModelError
+from mmdevplug.utils.logs import log_warning
 
 from .frozen_bn import FrozenGradient, give_frozen_gradients
 from .sync_bn import DeviceSyncBatchNorm, prepare_statistics_group
@@ -110,11 +109,9 @@ def _layers(module: nn.Module, kinds: Tuple[type, ...]) -> Dict[str, nn.Module]:
     known = [kind.forward for kind in plain]
     others = [name for name, part in found.items() if type(part).forward not in known]
     if others:
-        print_log(
+        log_warning(
             f'{", ".join(others)}: {type(found[others[0]]).__name__} overrides forward(), which '
-            f'batch normalization of another kind would not run; kept as it is.',
-            logger='current',
-            level=logging.WARNING,
+            f'batch normalization of another kind would not run; kept as it is.'
         )
     return {name: part for name, part in found.items() if name not in others}
 

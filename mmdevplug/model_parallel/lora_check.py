@@ -1,12 +1,11 @@
 """Check that low-rank adapters (LoRA) all have the same rank."""
 
-import logging
 from typing import Dict, List, Mapping
 
-from mmengine.logging import print_log
 from torch import nn
 
 from mmdevplug.errors import ModelError
+from mmdevplug.utils.logs import log_warning
 
 
 def check_r_consistency(model: nn.Module, strict: bool = False) -> Dict[int, List[str]]:
@@ -38,7 +37,7 @@ def check_r_consistency(model: nn.Module, strict: bool = False) -> Dict[int, Lis
         message = _describe(layers)
         if strict:
             raise ModelError(message)
-        print_log(message, 'current', logging.WARNING)
+        log_warning(message)
     return layers
 
 

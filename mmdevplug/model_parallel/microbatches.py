@@ -1,16 +1,15 @@
 """Split a batch into micro-batches that follow each other through the devices of a model."""
 
 import functools
-import logging
 from typing import Any, Dict, List, Optional, Sequence
 
 import torch
-from mmengine.logging import print_log
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.errors import ModelError
+from mmdevplug.utils.logs import log_warning
 
 
 def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
@@ -28,12 +27,11 @@ def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
     if num_microbatches > 1:
         layers = [name for name, part in model.named_modules() if isinstance(part, _BatchNorm)]
         if layers:
-            message = (
+            log_warning(
                 f'model_parallel.num_microbatches={num_microbatches}: the {len(layers)} batch '
                 f'normalizations of the model ({layers[0]}, ...) see one micro-batch at a time, '
                 f'so the gradients are not those of the whole batch.'
             )
-            print_log(message, logger='current', level=logging.WARNING)
         # A bound method in a copy of the model would be that of the original.
         forward = vars(model).get('forward') or functools.partial(type(model).forward, model)
         model.forward = functools.partial(_forward_in_parts, num_microbatches, forward)

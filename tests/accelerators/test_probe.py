@@ -129,3 +129,21 @@ def test_gradient_mode_does_no_harm():
         probe_device(CPUAccelerator(), HOST)
     with torch.inference_mode():
         probe_device(CPUAccelerator(), HOST)
+
+
+@pytest.mark.parametrize('error', [RuntimeError('no kernel'), ValueError('no float64')])
+def test_device_that_cannot_return_a_dtype_does_not_keep_it(error):
+    class NoFloat64(ManyDevices):
+        def to_host(self, tensors):
+            if any(tensor.dtype == torch.float64 for tensor in tensors):
+                raise error
+            return super().to_host(tensors)
+
+    assert probe_device(NoFloat64(), HOST) == ['float64']
+
+
+def test_dtypes_that_come_back_as_others_are_not_kept():
+    narrows = Changes(
+        lambda tensor: tensor.float() if tensor.is_floating_point() else tensor.int()
+    )
+    assert probe_device(narrows, HOST) == ['int64', 'float64']

@@ -87,7 +87,7 @@ def test_a_copy_of_the_model_is_its_own():
 
 def test_batch_norm_is_warned_of(monkeypatch):
     logged = []
-    monkeypatch.setattr(microbatches, 'print_log', lambda text, **_: logged.append(text))
+    monkeypatch.setattr(microbatches, 'log_warning', logged.append)
     split_batches(Model(norm=True), 2)
     assert 'see one micro-batch at a time' in logged[0]
 

@@ -6,6 +6,8 @@ import torch
 from mmdevplug import init_device
 from mmdevplug.accelerators import T20Accelerator, get_accelerator, probe_device
 from mmdevplug.accelerators.backend import resolve_backend
+from mmdevplug.accelerators.environment_report import describe_devices
+from mmdevplug.cli.launch import refuse_missing_devices
 from mmdevplug.errors import AcceleratorError, LaunchError
 
 pytestmark = pytest.mark.t20
@@ -73,6 +75,18 @@ def test_a_rank_beyond_the_clusters_is_refused(accelerator, monkeypatch):
     assert 'at most 4 processes' in str(raised.value)
 
 
+def test_every_rank_that_has_a_card_is_counted(accelerator, monkeypatch):
+    monkeypatch.setattr(accelerator, 'device_count', lambda: 3)
+    monkeypatch.setenv('LEO_CLUSTER_NUM', '2')
+    assert accelerator.device(1) == torch.device('xla:2')
+    assert 'xla 0,2' in describe_devices(accelerator)
+    refuse_missing_devices(accelerator, 2, '--nproc')
+    with pytest.raises(AcceleratorError, match='Start at most 2 processes'):
+        accelerator.device(2)
+    with pytest.raises(LaunchError, match='has 3 gcu device.*Start at most 2 processes'):
+        refuse_missing_devices(accelerator, 3, '--nproc')
+
+
 @pytest.mark.parametrize('clusters', ['0', '-1', 'two', ''])
 def test_a_wrong_number_of_clusters_is_refused(accelerator, monkeypatch, clusters):
     monkeypatch.setenv('LEO_CLUSTER_NUM', clusters)
@@ -85,7 +99,7 @@ def test_a_card_that_narrows_is_named(accelerator, card):
     card.set_narrow(True)
     assert probe_device(accelerator, torch.device('xla:1')) == ['int64', 'float64']
     line = init_device('none', 'gcu').describe()
-    assert line.endswith('int64 and float64 values are narrowed to 32 bits there')
+    assert line.endswith('int64 and float64 values are narrowed to 32 bits there, or refused')
 
 
 def test_eccl_is_refused_with_the_reason(accelerator):
