@@ -17,6 +17,7 @@ from mmdevplug.accelerators import (
     probe_device,
 )
 from mmdevplug.accelerators.detection import DETECTION_ORDER
+from mmdevplug.accelerators.probe import RELATIVE_TOLERANCE
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DevPlugError
 from mmdevplug.registry import ACCELERATORS
@@ -28,8 +29,6 @@ from .isolated import Death, run_isolated
 section = Section('accelerators')
 STEP_SECONDS = 120.0
 CHOICE = 'choice'
-#: Of the largest expected value: devices that multiply in bfloat16 or TF32 stay below it.
-RELATIVE_TOLERANCE = 1e-2
 
 
 def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Finding]:
@@ -175,7 +174,11 @@ def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], 
     data = dict(device=str(device), tolerance=RELATIVE_TOLERANCE)
     if wrong:
         return _broken(f'{device} computes wrongly: {"; ".join(wrong)}', data)
-    narrowed = probe_device(accelerator, device)
+    say(f'int64 and float64 on {device}')
+    try:
+        narrowed = probe_device(accelerator, device)
+    except DevPlugError as error:
+        return _broken(str(error), data)
     if narrowed:
         return section.note(
             f'{device} computes as the CPU does, but does not keep {" and ".join(narrowed)}: '

@@ -1,8 +1,11 @@
 """Families of devices: absent, broken, hanging, wrong, and right."""
 
 import pytest
+import torch
 
+from mmdevplug.accelerators import CPUAccelerator
 from mmdevplug.doctor import accelerators
+from mmdevplug.errors import AcceleratorError
 
 from .running import environment, the
 
@@ -92,6 +95,28 @@ def test_device_that_computes_something_else(tmp_path, children, factor):
     for word in ('matmul differs', 'softmax backward differs', 'no kernel for this card'):
         assert word in found
     assert 'reduction has shape (1,), expected (80,)' in found
+
+
+def test_device_that_fails_the_last_check_leaves_the_others_to_be_tried(monkeypatch):
+    class Pair(CPUAccelerator):
+        def device_count(self):
+            return 2
+
+        def device(self, local_rank=0):
+            return torch.device('cpu', local_rank)
+
+    def probe(_, device):
+        if device.index == 0:
+            raise AcceleratorError('device cpu:0 failed its first operation')
+        return []
+
+    monkeypatch.setattr(accelerators, 'probe_device', probe)
+    steps = []
+    listed, broken, fine = accelerators._examine_devices(Pair(), 2, steps.append)
+    assert [listed.level, broken.level, fine.level] == ['ok', 'error', 'ok']
+    assert broken.found == 'device cpu:0 failed its first operation'
+    assert fine.found.startswith('cpu:1 computes matmul')
+    assert steps[-1] == 'int64 and float64 on cpu:1'
 
 
 def test_card_that_was_asked_for_and_is_not_there(children):
