@@ -48,6 +48,7 @@ def test_memory_is_what_torch_gcu_holds(accelerator):
 
 
 def test_compilations_are_those_of_the_report(accelerator, torch_gcu, monkeypatch):
+    torch_gcu.clear_graph_caches()
     before = accelerator.compilations()
     x = torch.ones(3, 5, device='xla:2') * 3 - 1
     accelerator.materialize(x.device)

@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.jobs import ROOT, largest_difference, load_file, need_mmcv_operations
+from tests.jobs import ROOT, load_file, need_mmcv_operations
 from tests.ranks import run_ranks
 from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer, vit
 from tests.repos.training import ITERATIONS, mean_losses, train_all, write_config
@@ -97,6 +98,18 @@ def expected(stock, trained):
     return of
 
 
+def distance(one, other):
+    """Of two states, relative to the second's length.
+
+    The gradient of a bias before a normalization is 0 but for rounding, and AdamW makes steps of
+    full length of that: such a weight alone may differ by all its steps.
+    """
+    assert one.keys() == other.keys()
+    pairs = [(torch.as_tensor(one[k]).double(), torch.as_tensor(other[k]).double()) for k in other]
+    apart = sum((a - b).square().sum() for a, b in pairs)
+    return float((apart / sum(b.square().sum() for _, b in pairs)).sqrt())
+
+
 every_case = pytest.mark.parametrize(('name', 'cards'), CASES)
 
 
@@ -116,7 +129,7 @@ def test_weights_and_statistics_are_those_of_the_host(trained, expected, cards, 
     ranks, wanted = expected(name, cards)
     for rank, found in enumerate(trained('gcu', cards)):
         there = ranks[rank % len(ranks)][wanted]['weights']
-        assert largest_difference(found[name]['weights'], there) <= 5e-3
+        assert distance(found[name]['weights'], there) <= 1e-3
 
 
 @every_case
@@ -173,7 +186,7 @@ def test_dist_train_of_mmseg_itself(recipes, stock, tmp_path):
     )  # fmt: skip
     assert trained.returncode == 0, trained.stdout[-3000:]
     saved = load_file(tmp_path / 'work' / 'iter_10.pth')['state_dict']
-    assert largest_difference(saved, stock['segformer']['weights']) <= 5e-3
+    assert distance(saved, stock['segformer']['weights']) <= 1e-3
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -182,7 +195,9 @@ def test_dist_train_of_mmseg_itself(recipes, stock, tmp_path):
     written.Reload()
     losses = [event.value for event in written.Scalars('loss')]
     assert len(losses) == ITERATIONS
-    assert losses[-1] == pytest.approx(mean_losses([stock], 'segformer')[-1], rel=0.2)
+    # The log's figures are means over the last 10 iterations.
+    mean = sum(mean_losses([stock], 'segformer')) / ITERATIONS
+    assert losses[-1] == pytest.approx(mean, rel=1e-3)
 
     tested = run(
         'mmdevplug', 'test', config, tmp_path / 'work' / 'iter_10.pth', '--tta', '--nproc', 2,
