@@ -29,6 +29,7 @@ class T20Accelerator(LazyAccelerator):
     name = 'gcu'
     package = 'torch_gcu'
     visible_devices_env = 'TOPS_VISIBLE_DEVICES'
+    sdk_folder = '/opt/tops'
     amp_dtype = torch.float16  # type: ignore[assignment]
     _seed: Optional[int] = None
 
@@ -143,6 +144,8 @@ class T20Accelerator(LazyAccelerator):
 
 class S60Accelerator(TorchNativeAccelerator):
     """The eager generation, an ordinary PrivateUse1 device."""
+
+    sdk_folder = '/opt/tops'
 
     def __init__(self) -> None:
         super().__init__(

@@ -1,8 +1,11 @@
 """Section *accelerators*: which families are there, and whether every device computes."""
 
+import glob
 import math
 import os
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 import torch
@@ -29,6 +32,14 @@ from .isolated import Death, run_isolated
 section = Section('accelerators')
 STEP_SECONDS = 120.0
 CHOICE = 'choice'
+
+#: Where other Pythons of a host have their packages.
+OTHER_PYTHONS = (
+    '/usr/lib/python3*/*-packages',
+    '/usr/local/lib/python3*/*-packages',
+    '~/.local/lib/python3*/site-packages',
+    '/opt/*/lib/python3*/site-packages',
+)
 
 
 def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Finding]:
@@ -94,6 +105,7 @@ def _examine_family(
     name = options['type']
     known = name in ACCELERATORS.module_dict
     accelerator = ACCELERATORS.build(options) if known else TorchNativeAccelerator(**options)
+    yield from _examine_installation(accelerator)
     count = accelerator.device_count() if accelerator.is_available() else 0
     if count:
         yield from _examine_devices(accelerator, count, say)
@@ -115,6 +127,35 @@ def _examine_family(
         )
     else:
         yield section.finding('absent', f'{name} (needs {accelerator.requirement()})')
+
+
+def _examine_installation(accelerator: Accelerator) -> Iterator[Finding]:
+    """Report a vendor's software that is there but not found."""
+    folder, package = accelerator.sdk_folder, accelerator.package
+    if folder is not None and os.path.isdir(folder):
+        paths = {name: os.environ.get(name, '') for name in ('PATH', 'LD_LIBRARY_PATH')}
+        missing = [
+            name
+            for name, value in paths.items()
+            if not any(f'{part}/'.startswith(f'{folder}/') for part in value.split(os.pathsep))
+        ]
+        if missing:
+            yield section.warning(
+                f'{folder} is installed, but {" and ".join(missing)} name none of its folders',
+                f'the libraries of {accelerator.name} are not found, and {package} may fail.',
+                f'export PATH={folder}/bin:$PATH LD_LIBRARY_PATH={folder}/lib:$LD_LIBRARY_PATH',
+            )
+    if package is None or find_spec(package) is not None:
+        return
+    here = f'Python {sys.version_info[0]}.{sys.version_info[1]}'
+    for place in OTHER_PYTHONS:
+        for found in sorted(glob.glob(os.path.expanduser(f'{place}/{package}'))):
+            yield section.warning(
+                f'{found} is there, but not for this {here} ({sys.executable})',
+                f'{package} works with the Python that it was made for alone.',
+                f'run mmdevplug with that Python, or add the folder: export '
+                f'PYTHONPATH={os.path.dirname(found)}:$PYTHONPATH if it is for {here}',
+            )
 
 
 def _examine_devices(

@@ -20,7 +20,7 @@ IMPORT_SECONDS = 120.0
 REQUIRED = ('torch', 'numpy', 'mmengine')
 OPTIONAL = (
     *('mmcv', 'mmcv-lite', 'mmcv-full', 'torchvision', 'torch_xla', 'setuptools'),
-    *('transformers', 'pycocotools'),
+    *('transformers', 'pycocotools', 'tensorboard', 'protobuf'),
 )
 #: OpenMMLab's own, which check each other's versions when they are imported.
 LIBRARIES = (
@@ -78,6 +78,8 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
             'not available".',
             'pip install "numpy<2"',
         )
+    if torch and torch < (1, 11):
+        yield from _rules_of_torch_110(installed)
     if not setuptools or setuptools >= (81,):
         yield section.warning(
             named('setuptools') if setuptools else 'setuptools is not installed',
@@ -108,6 +110,21 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
             'does not run code from them; DeviceRunner can.',
             "runner_type = 'DeviceRunner'",
         )
+
+
+def _rules_of_torch_110(installed: Dict[str, str]) -> Iterator[Finding]:
+    """Report later releases than torch 1.10 and the libraries of its time work with."""
+    writer = 'the TensorBoard writer of torch 1.10 cannot be imported with it'
+    limits = [
+        ('setuptools', '59.6', '==59.5.0', f'{writer}: it asks setuptools for distutils.version.'),
+        ('protobuf', '4', '<4', f'{writer}: "Descriptors cannot be created directly".'),
+        ('numpy', '1.24', '<1.24', 'it removed np.float and np.bool, which mmcv and mmdet use.'),
+    ]
+    for name, first_bad, wanted, why in limits:
+        matters = name in installed and (name == 'numpy' or 'tensorboard' in installed)
+        if matters and release(installed[name]) >= release(first_bad):
+            found = f'{name} {installed[name]} beside torch {installed["torch"]}'
+            yield section.warning(found, why, f'pip install "{name}{wanted}"')
 
 
 def examine() -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmdevplug.accelerators import CPUAccelerator
+from mmdevplug.accelerators import CPUAccelerator, T20Accelerator
 from mmdevplug.doctor import accelerators
 from mmdevplug.errors import AcceleratorError
 
@@ -136,3 +136,48 @@ def test_name_that_no_family_has(children):
     children()
     findings = examine('tpuu')
     assert "'tpuu', which is unknown" in the(findings, 'error', 'choice').found
+
+
+def examine_installation(sdk_folder):
+    accelerator = T20Accelerator()
+    accelerator.sdk_folder = str(sdk_folder)
+    return list(accelerators._examine_installation(accelerator))
+
+
+@pytest.mark.parametrize(
+    ('path', 'libraries', 'missing'),
+    [
+        ('{}/bin', '/lib:{}/lib', None),
+        ('{}', '{}', None),
+        ('/bin', '{}/lib', 'PATH'),
+        ('{}/bin', '/lib:{}-old/lib', 'LD_LIBRARY_PATH'),
+        ('', None, 'PATH and LD_LIBRARY_PATH'),
+    ],
+)
+def test_folder_of_the_vendor_that_no_variable_names(
+    tmp_path, monkeypatch, path, libraries, missing
+):
+    monkeypatch.setattr(accelerators, 'OTHER_PYTHONS', ())
+    for name, value in dict(PATH=path, LD_LIBRARY_PATH=libraries).items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value.format(tmp_path))
+    findings = examine_installation(tmp_path)
+    if missing is None:
+        assert findings == []
+        return
+    found = the(findings, 'warning', f'{missing} name none of its folders')
+    assert f'LD_LIBRARY_PATH={tmp_path}/lib' in found.remedy
+    assert examine_installation(tmp_path / 'not_there') == []
+
+
+def test_package_for_another_python_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / 'python3.4' / 'dist-packages'
+    (folder / 'torch_gcu').mkdir(parents=True)
+    monkeypatch.setattr(accelerators, 'OTHER_PYTHONS', (f'{tmp_path}/python3*/*-packages',))
+    monkeypatch.setattr(accelerators, 'find_spec', lambda name: None)
+    found = the(examine_installation(tmp_path / 'no'), 'warning', 'torch_gcu is there')
+    assert f'{folder}/torch_gcu is there, but not for this Python 3.' in found.found
+    assert f'PYTHONPATH={folder}' in found.remedy
+    monkeypatch.setattr(accelerators, 'find_spec', lambda name: object())
+    assert examine_installation(tmp_path / 'no') == []
