@@ -267,7 +267,7 @@ def test_new_style_config_imports_relatively(tmp_path):
     folder = tmp_path / 'configs' / 'mine'
     folder.mkdir()
     new_style(folder, 'from .._base_.accelerators.gcu import *', 'from .new_model import *')
-    assert run(LOAD_NEW, folder) == 'gcu gloo'
+    assert run(LOAD_NEW, folder) == 'gcu auto'
 
 
 def test_new_style_config_may_change_the_accelerator(tmp_path):

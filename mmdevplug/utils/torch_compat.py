@@ -10,6 +10,8 @@ import torch
 from mmengine.utils import digit_version
 from torch import Tensor, distributed as torch_dist
 
+from mmdevplug.errors import RankFailedError
+
 #: Integers by size in bytes, whose memory NumPy can share.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -109,7 +111,11 @@ def read_text(store: Any, key: str) -> str:
         if size and zlib.crc32(data) == checksum:
             return data.decode()
         if time.monotonic() > deadline:
-            raise TimeoutError(f'nothing was written under {key!r} within {_TEXT_SECONDS} s')
+            raise RankFailedError(
+                f'a rank announced a message ({key!r}) and sent none within {_TEXT_SECONDS} s; '
+                f'expected it at once. It died meanwhile: see the logs of the other ranks, and '
+                f'start the job again.'
+            )
         time.sleep(0.01)
 
 
