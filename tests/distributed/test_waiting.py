@@ -9,6 +9,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug.distributed.process_group import to_timeout
 from mmdevplug.errors import LaunchError
+from tests.jobs import torch_before
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -50,6 +51,8 @@ def wait_often():
 
     rank, order, keys = start(), [], []
     store, _ = failure.current_job()
+    if torch_before('1.12.0'):
+        time.sleep(5)  # until two beats have made the keys of their numbers
     for turn in range(20):
         if rank == turn % 3:
             store.set('order', str(turn))
@@ -65,7 +68,7 @@ def test_waiting_in_every_iteration_leaves_nothing_more_in_the_store():
     for order, keys in run_ranks(wait_often, 3):
         assert order == list(range(20))
         # What heartbeats and the first turn need is there by then.
-        assert keys[-1] - keys[4] <= 2
+        assert keys[-1] - keys[4] <= (10 if torch_before('1.12.0') else 2)
 
 
 def test_a_single_process_waits_for_nobody():

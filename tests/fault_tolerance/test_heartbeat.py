@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 
+from tests.jobs import torch_before
 from tests.ranks import RanksFailed, _context, _work, free_port, launch_variables, run_ranks
 
 
@@ -134,8 +135,9 @@ def count_operations(seconds):
 
 def test_few_operations_on_the_store():
     for count in run_ranks(count_operations, 3, 8):
-        # Each second two looks for events and half a beat, of two or three operations.
-        assert 1 <= count <= 8 * 4
+        # Each second two looks for events and half a beat, of two or three operations. Before
+        # PyTorch 1.12 a beat is written and read as some 20 numbers.
+        assert 1 <= count <= 8 * (40 if torch_before('1.12.0') else 4)
 
 
 def start_ranks(function, world_size, *args):
