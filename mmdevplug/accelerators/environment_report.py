@@ -23,7 +23,10 @@ def describe_devices(accelerator: Accelerator) -> Dict[str, str]:
         by_name[accelerator.device_name(device)].append(str(device.index or 0))
     for name, indices in by_name.items():
         report[f'{accelerator.device_type} {",".join(indices)}'] = name
-    version = getattr(sys.modules.get(accelerator.package or ''), '__version__', None)
+    package = sys.modules.get(accelerator.package or '')
+    version = getattr(package, '__version__', None)
+    if version is None and hasattr(package, 'get_version'):  # torch_gcu 1.10
+        version = package.get_version()
     if version is not None:
         report[f'{accelerator.package}'] = version
     variable = accelerator.visible_devices_env

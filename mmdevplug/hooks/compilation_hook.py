@@ -42,7 +42,7 @@ class CompilationHook(Hook):
     whose shapes changed, and the next step. Shapes are known on the host, so none of this runs
     anything on the device. On other devices the hook does nothing.
 
-    If the vendor reports no number of compilations (T20), batches of new shapes are counted
+    If the device reports no number of compilations, batches of new shapes are counted
     instead: each is at least one graph.
 
     Args:

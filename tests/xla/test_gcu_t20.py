@@ -59,9 +59,9 @@ def test_eight_ranks_each_on_its_card(tmp_path):
     for rank, (result, calls) in enumerate(results):
         assert result['device'] == f'xla:{rank}'
         assert result['staged']
-        # The GCU's own functions ran: two flushes an iteration, and fetches.
+        # The GCU's own functions ran: two flushes an iteration, and fetches for checkpoints.
         assert calls['sync_lived_tensor'] >= 2 * 176
-        assert calls['unlazy'] >= 176
+        assert 1 <= calls['unlazy'] < 176
     first = results[0][0]['weights']
     for result, _ in results[1:]:
         plain = [name for name in first if 'running' not in name and 'num_batches' not in name]
