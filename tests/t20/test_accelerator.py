@@ -48,6 +48,8 @@ def test_memory_is_what_torch_gcu_holds(accelerator):
 
 
 def test_compilations_are_those_of_the_report(accelerator, torch_gcu, monkeypatch):
+    first = torch.ones(2, device='xla:2') + 1  # With what tests before have left.
+    accelerator.materialize(first.device)
     torch_gcu.clear_graph_caches()
     before = accelerator.compilations()
     x = torch.ones(3, 5, device='xla:2') * 3 - 1
