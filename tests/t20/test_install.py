@@ -113,6 +113,7 @@ def test_both_pages_have_the_same_commands():
     assert len(commands_of('en').splitlines()) == 10
 
 
+@pytest.mark.timeout(1200)
 def test_the_commands_of_the_page(torch_gcu, tmp_path):
     """From the container to a model of mmseg that was trained, resumed and tested."""
     need_mmcv_operations()
@@ -139,7 +140,7 @@ def test_the_commands_of_the_page(torch_gcu, tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=550,
+        timeout=1150,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     assert re.search(r'1\.10\.0\S* 8 cards', done.stdout)
