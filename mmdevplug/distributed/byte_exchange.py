@@ -255,7 +255,7 @@ def swap_pieces(
 
 
 def group_by_bytes(tensors: Iterable[Tensor], most: int) -> Iterator[List[Tensor]]:
-    """Divide tensors into groups of one device and at most so many bytes, or one tensor."""
+    """Group consecutive tensors of one device, up to ``most`` bytes; a larger one is alone."""
     group: List[Tensor] = []
     size = 0
     for tensor in tensors:

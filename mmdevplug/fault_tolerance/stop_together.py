@@ -95,7 +95,7 @@ class StopAgreement:
             self._watch.stop_requests.request(why)
 
     def reached(self, iteration: int, interval: int) -> bool:
-        """Whether to stop now; called by all ranks when so many iterations are done.
+        """Whether to stop now; all ranks call it after the same iteration.
 
         ``interval`` is the number of iterations after which ranks average gradients.
         """
