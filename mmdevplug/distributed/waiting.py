@@ -19,7 +19,7 @@ from mmdevplug.fault_tolerance.store_barrier import (
     meet,
     next_meeting,
 )
-from mmdevplug.utils.torch_compat import read_text, write_text
+from mmdevplug.utils.torch_compat import get_text, set_text
 
 
 def wait_for_everyone(phase: str, timeout: Timeout = None) -> None:
@@ -79,19 +79,19 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
             outcome = json.dumps({'result': result})
         except Exception as error:
             message = f'{type(error).__name__}: {error}'[:2000]
-            write_text(
+            set_text(
                 store, f'{prefix}/result', json.dumps({'who': env.describe(), 'error': message})
             )
             store.add(f'{prefix}/done', 1)
             leave_together(store, env, prefix)
             raise
         with in_store(env, phase):
-            write_text(store, f'{prefix}/result', outcome)
+            set_text(store, f'{prefix}/result', outcome)
             store.add(f'{prefix}/done', 1)
         return result
     with in_store(env, phase):
         Wait(store, env, prefix, phase, [0]).until(f'{prefix}/done', 1, _limit(timeout))
-        found = json.loads(read_text(store, f'{prefix}/result'))
+        found = json.loads(get_text(store, f'{prefix}/result'))
     if 'error' not in found:
         return found['result']
     leave_together(store, env, prefix)
@@ -127,12 +127,12 @@ def decide_together(
         return decide([value])
     store, env = job
     prefix = next_meeting(store, env, f'values/{phase}')
-    write_text(store, f'{prefix}/{env.rank}', json.dumps(value))
+    set_text(store, f'{prefix}/{env.rank}', json.dumps(value))
     wait_for_everyone(phase, timeout)
     ranks = range(env.world_size)
     return run_on_main(
         phase,
-        lambda: decide([json.loads(read_text(store, f'{prefix}/{rank}')) for rank in ranks]),
+        lambda: decide([json.loads(get_text(store, f'{prefix}/{rank}')) for rank in ranks]),
         timeout,
     )
 

@@ -19,7 +19,7 @@ from torch import distributed as torch_dist
 from mmdevplug.accelerators.backend import backend_of
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
-from mmdevplug.utils.torch_compat import read_text, write_text
+from mmdevplug.utils.torch_compat import get_text, set_text
 
 from .abort import abort, say
 from .heartbeat import (
@@ -147,7 +147,7 @@ class FailureWatch:
     def _read_events(self) -> None:
         attempt = self.attempt
         if not self._reported.is_set() and self.own.add(f'failure/{attempt}/there', 0):
-            report = json.loads(read_text(self.own, f'failure/{attempt}/report'))
+            report = json.loads(get_text(self.own, f'failure/{attempt}/report'))
             with self._attempt_lock:
                 if attempt != self.attempt:
                     return  # The main thread found the failure by itself and went on.
@@ -185,7 +185,7 @@ class FailureWatch:
         if self.own.add(f'{key}/count', 1) > 1:
             return False
         report = {'by': self.env.rank, 'host': self.heartbeat.host, 'text': text[:4000]}
-        write_text(self.own, f'{key}/report', json.dumps(report))
+        set_text(self.own, f'{key}/report', json.dumps(report))
         self.own.add(f'{key}/there', 1)
         self.own.add('events', 1)
         deadline = time.monotonic() + GRACE_SECONDS

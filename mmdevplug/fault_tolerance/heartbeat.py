@@ -17,7 +17,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 
 from mmdevplug.config.accelerator import LEAST_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
-from mmdevplug.utils.torch_compat import read_text, write_text
+from mmdevplug.utils.torch_compat import get_text, set_text
 
 BEAT_SECONDS = LEAST_HEARTBEAT_TIMEOUT / 3
 #: Heartbeat silence, in seconds, after which a rank counts as dead if a connection was lost too.
@@ -106,7 +106,7 @@ class Heartbeat:
             self._process_table,
             _code_location(threading.main_thread()),
         )
-        write_text(self._store, f'beat/{self._env.rank}', json.dumps(beat))
+        set_text(self._store, f'beat/{self._env.rank}', json.dumps(beat))
         if self._count == 1:
             self._store.add(f'beats/{self._env.rank}', 1)
 
@@ -121,7 +121,7 @@ class Heartbeat:
             if not self._store.add(f'beats/{rank}', 0):
                 return None
             self._present.add(rank)
-        beat = Beat(*json.loads(read_text(self._store, f'beat/{rank}')))
+        beat = Beat(*json.loads(get_text(self._store, f'beat/{rank}')))
         before = self.seen.get(rank)
         if before is None or before.beat.count != beat.count:
             self.seen[rank] = Seen(beat, self._clock.now)

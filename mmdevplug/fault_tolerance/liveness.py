@@ -22,7 +22,7 @@ from torch import distributed as torch_dist
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
 from mmdevplug.errors import LaunchError
-from mmdevplug.utils.torch_compat import read_text, write_text
+from mmdevplug.utils.torch_compat import get_text, set_text
 
 #: How long a process that lives may take to answer; it has nothing else to do.
 ANSWER_SECONDS = 5.0
@@ -48,11 +48,11 @@ class LivenessCheck:
         except (OSError, RuntimeError, LaunchError) as error:
             # Without a port only its beats show that this rank is alive.
             logging.getLogger(__name__).debug('no port to answer at: %s', error)
-        write_text(store, f'answers/{env.rank}', json.dumps(place))
+        set_text(store, f'answers/{env.rank}', json.dumps(place))
 
     def ask(self, ranks: Iterable[int]) -> List[int]:
         """Ask ranks that have beaten at least once, all together; return those that answer."""
-        places = {rank: json.loads(read_text(self._store, f'answers/{rank}')) for rank in ranks}
+        places = {rank: json.loads(get_text(self._store, f'answers/{rank}')) for rank in ranks}
         answered: List[int] = []
         asking = [
             threading.Thread(target=_ask, args=(rank, *place, answered), daemon=True)

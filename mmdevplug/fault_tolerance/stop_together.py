@@ -7,7 +7,7 @@ chooses the iteration.
 import json
 from typing import Any, Dict, Optional, Tuple
 
-from mmdevplug.utils.torch_compat import read_text, write_text
+from mmdevplug.utils.torch_compat import get_text, set_text
 
 #: Schedulers signal every process of a job, and the agent passes the signal on, too. A second
 #: signal within this time, in seconds, counts as the same notice.
@@ -44,7 +44,7 @@ class StopRequests:
             return
         (number, why), self._to_publish = self._to_publish, None
         if self._store.add(f'stop/{number}/count', 1) == 1:
-            write_text(self._store, f'stop/{number}/why', json.dumps(why))
+            set_text(self._store, f'stop/{number}/why', json.dumps(why))
             self._store.add(f'stop/{number}/there', 1)
             self._store.add('events', 1)
 
@@ -52,7 +52,7 @@ class StopRequests:
         """Read a request of any rank from the store."""
         number = self.round
         if number not in self._reasons and self._store.add(f'stop/{number}/there', 0):
-            self._reasons[number] = json.loads(read_text(self._store, f'stop/{number}/why'))
+            self._reasons[number] = json.loads(get_text(self._store, f'stop/{number}/why'))
 
 
 class StopAgreement:
@@ -111,13 +111,13 @@ class StopAgreement:
         store, env, keys = self._watch.own, self._watch.env, f'stop/{self._round}'
         if not self._published:
             self._published = True
-            write_text(store, f'{keys}/seen/{env.rank}', str(iteration))
+            set_text(store, f'{keys}/seen/{env.rank}', str(iteration))
             if store.add(f'{keys}/published', 1) == env.world_size:
                 seen = [
-                    int(read_text(store, f'{keys}/seen/{rank}')) for rank in range(env.world_size)
+                    int(get_text(store, f'{keys}/seen/{rank}')) for rank in range(env.world_size)
                 ]
-                write_text(store, f'{keys}/at', json.dumps(max(seen) + self.MARGIN + interval))
+                set_text(store, f'{keys}/at', json.dumps(max(seen) + self.MARGIN + interval))
                 store.add(f'{keys}/decided', 1)
         if not store.add(f'{keys}/decided', 0):
             return None
-        return json.loads(read_text(store, f'{keys}/at'))
+        return json.loads(get_text(store, f'{keys}/at'))

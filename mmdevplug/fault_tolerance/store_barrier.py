@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, TypeVar
 
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError
-from mmdevplug.utils.torch_compat import read_text, write_text
+from mmdevplug.utils.torch_compat import get_text, set_text
 
 from . import abort, failure, failure_watch
 
@@ -181,7 +181,7 @@ def run_on_every_rank(
         if error is not None:
             ticket = store.add(f'{prefix}/failures', 1)
             report = {'who': env.describe(), 'message': str(error)}
-            write_text(store, f'{prefix}/failure/{ticket}', json.dumps(report))
+            set_text(store, f'{prefix}/failure/{ticket}', json.dumps(report))
         meet(store, env, prefix, stage, timeout)
     except RuntimeError as lost:
         if error is not None:
@@ -190,7 +190,7 @@ def run_on_every_rank(
     count = store.add(f'{prefix}/failures', 0)
     if not count:
         return result
-    reports = [json.loads(read_text(store, f'{prefix}/failure/{i + 1}')) for i in range(count)]
+    reports = [json.loads(get_text(store, f'{prefix}/failure/{i + 1}')) for i in range(count)]
     leave_together(store, env, prefix)
     if error is not None:
         raise error

@@ -78,8 +78,8 @@ _CHUNK = 7
 _TEXT_SECONDS = 60
 
 
-def write_text(store: Any, key: str, text: str) -> None:
-    """Set a key of a store to a text, for :func:`read_text`."""
+def set_text(store: Any, key: str, text: str) -> None:
+    """Set a key of a store to a text, for :func:`get_text`."""
     if _gets_bytes_safely():
         store.set(key, text)
         return
@@ -96,8 +96,8 @@ def write_text(store: Any, key: str, text: str) -> None:
     store.add(f'{key}/place', 1 - 2 * before)
 
 
-def read_text(store: Any, key: str) -> str:
-    """Read what :func:`write_text` wrote under a key, or is about to write."""
+def get_text(store: Any, key: str) -> str:
+    """Read what :func:`set_text` wrote under a key, or is about to write."""
     if _gets_bytes_safely():
         return store.get(key).decode()
     deadline = time.monotonic() + _TEXT_SECONDS

@@ -7,7 +7,7 @@ import pytest
 from torch import distributed as torch_dist
 
 from mmdevplug.utils import torch_compat
-from mmdevplug.utils.torch_compat import read_text, write_text
+from mmdevplug.utils.torch_compat import get_text, set_text
 
 
 @pytest.fixture(params=['this', 'before 1.12'])
@@ -26,18 +26,18 @@ def store(request, monkeypatch):
 def test_a_text_is_read_as_it_was_written(store, text):
     writer, reader = store
     for written in ('the first, which is longer' * 3, 'second', text):
-        write_text(writer, 'key', written)
-        assert read_text(reader, 'key') == written
+        set_text(writer, 'key', written)
+        assert get_text(reader, 'key') == written
 
 
 def test_a_reader_waits_for_an_announced_text(store):
     writer, reader = store
     found = []
-    thread = threading.Thread(target=lambda: found.append(read_text(reader, 'late')))
+    thread = threading.Thread(target=lambda: found.append(get_text(reader, 'late')))
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
-    write_text(writer, 'late', 'here')
+    set_text(writer, 'late', 'here')
     thread.join(20)
     assert found == ['here']
 
@@ -45,19 +45,19 @@ def test_a_reader_waits_for_an_announced_text(store):
 def test_a_reader_never_sees_two_texts_mixed(store):
     writer, reader = store
     texts = {letter * length for letter, length in zip('abcdefgh', range(20, 180, 20))}
-    write_text(writer, 'key', 'a' * 20)
+    set_text(writer, 'key', 'a' * 20)
     ended = threading.Event()
 
     def write():
         for _ in range(20):
             for text in texts:
-                write_text(writer, 'key', text)
+                set_text(writer, 'key', text)
         ended.set()
 
     thread = threading.Thread(target=write)
     thread.start()
-    seen = {read_text(reader, 'key')}
+    seen = {get_text(reader, 'key')}
     while not ended.is_set():
-        seen.add(read_text(reader, 'key'))
+        seen.add(get_text(reader, 'key'))
     thread.join()
     assert seen <= texts
