@@ -1,6 +1,6 @@
 """MMEngine's Runner on any accelerator: sets up device, model wrapper, hooks and patches."""
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
 import torch
@@ -353,6 +353,7 @@ class DeviceRunner(Runner):
             return super().test()
 
 
+@lru_cache(maxsize=None)  # once a process: each call would lengthen PyTorch's list
 def _keep_from_tracing() -> None:
     """Exclude this package from the ``train_step`` that MMEngine compiles.
 
@@ -364,6 +365,5 @@ def _keep_from_tracing() -> None:
 
     # PyTorch 2.0 and 2.1 call it by its old name.
     rules = getattr(_dynamo, 'trace_rules', None) or _dynamo.skipfiles
-    if not any('mmdevplug' in folder for folder in rules.SKIP_DIRS):
-        for part in UNTRACED.split():
-            rules.add(f'mmdevplug.{part}')
+    for part in UNTRACED.split():
+        rules.add(f'mmdevplug.{part}')
