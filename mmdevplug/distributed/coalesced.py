@@ -7,6 +7,7 @@ from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators import Accelerator, CPUAccelerator
 from mmdevplug.distributed.rank_device import group_device
+from mmdevplug.distributed.traffic import waiting
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .byte_exchange import global_rank, group_by_bytes
@@ -43,7 +44,8 @@ def _broadcast(
         message = message.to(place)
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
-    torch_dist.broadcast(message, global_rank(group, src), group=group)
+    with waiting('broadcasts', through_host=place.type == 'cpu'):
+        torch_dist.broadcast(message, global_rank(group, src), group=group)
     if not here:
         # Copies, because a piece of the message may start at an address that its dtype refuses.
         received = [

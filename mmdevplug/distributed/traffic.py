@@ -1,7 +1,9 @@
 """Count what the collectives of this rank cost, for logs and reports."""
 
+import time
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Dict
+from typing import Dict, Iterator
 
 
 @dataclass
@@ -40,6 +42,20 @@ class Traffic:
 
 #: The traffic of this process.
 TRAFFIC = Traffic()
+
+
+@contextmanager
+def waiting(kind: str, through_host: bool = True) -> Iterator[None]:
+    """Count the seconds of this context, in which this rank does nothing but wait for others.
+
+    Messages that do not go ``through_host`` only begin in it, and are not counted.
+    """
+    begin = time.perf_counter()
+    yield
+    if not through_host:
+        return
+    seconds = time.perf_counter() - begin
+    TRAFFIC.record(kind, seconds=seconds, waited=seconds)
 
 
 def all_reduce_bytes(size: float, world_size: int) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.accelerators import Accelerator, devices_of
-from mmdevplug.distributed.traffic import TRAFFIC
+from mmdevplug.distributed.traffic import TRAFFIC, waiting
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.pytree import tensors_in
 
@@ -139,7 +139,8 @@ class HostStaging(ABC):
         gradients = [p.grad for p, here in zip(self.parameters, self._used) if here]
         # The all-reduce runs while a lazy device computes.
         self.accelerator.materialize_all(self.devices, gradients)
-        agreed.wait()
+        with waiting('gradients'):
+            agreed.wait()
         used, repeated = (flags > 0).tolist()
         return used, repeated
 

@@ -23,7 +23,7 @@ from mmdevplug.config.fields import did_you_mean
 from mmdevplug.config.model_wrapper import WrapperOptions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.rank_device import rank_device
-from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes
+from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
 from mmdevplug.errors import LaunchError, ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.loss_check import check_loss
@@ -204,6 +204,16 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if torch.is_grad_enabled():
             self.staging.prepare(outputs, synchronize)
         return outputs
+
+    def _sync_buffers(self) -> None:
+        """Count how long PyTorch's DDP waits for rank 0, which sends its buffers."""
+        with waiting('broadcasts', through_host=self.device_type == 'cpu'):
+            super()._sync_buffers()
+
+    def _sync_params(self) -> None:
+        """See :meth:`_sync_buffers`, which PyTorch 1.10 calls so."""
+        with waiting('broadcasts', through_host=self.device_type == 'cpu'):
+            super()._sync_params()
 
     def train_step(
         self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper

@@ -10,6 +10,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.slow_rank import Slowest, find_slowest, gather_times
 from mmdevplug.distributed.traffic import TRAFFIC, Cost
 
 #: The figures of each iteration: milliseconds and megabytes.
@@ -56,19 +57,27 @@ class CommunicationHook(Hook):
     ranks of its host), ``comm/ms`` (milliseconds from the start of the first message to the end of
     the last) and ``comm/overlap`` (the part of that time in which this rank went on computing or
     copying, 0 to 1). They are in the log line, the JSON log and the other backends of the
-    visualizer. At the end of training the log has a table of all ranks, and ``communication.png``
-    lies beside it. A vendor's backend (nccl, hccl, ...) does not report how long its messages
-    take: then there are only bytes and the time of an iteration.
+    visualizer. Every ``compare_every`` iterations the ranks compare how long they waited:
+    ``comm/slowest_ms`` is by how many milliseconds of each iteration the slowest rank delays the
+    others, and a warning names a rank that delays them by a fifth of it. At the end of training
+    the log has a table of all ranks, and ``communication.png`` lies beside it. A vendor's backend
+    (nccl, hccl, ...) does not report how long its messages take: then there are only bytes and the
+    time of an iteration.
 
     Args:
         picture (bool): Whether to draw. Defaults to True.
+        compare_every (int): 0 for never. Defaults to 100.
     """
 
     priority = 'NORMAL'
 
-    def __init__(self, picture: bool = True) -> None:
+    def __init__(self, picture: bool = True, compare_every: int = 100) -> None:
         self.picture = picture
+        self.compare_every = compare_every
         self.history = History()
+        #: Since ranks were compared.
+        self._recent = History()
+        self._warned_of: Optional[int] = None
         self._last: Optional[float] = None
 
     def before_train(self, runner: Any) -> None:
@@ -89,16 +98,42 @@ class CommunicationHook(Hook):
             scalars['train/comm/overlap'] = cost.overlap
         runner.message_hub.update_scalars(scalars)
         waited = min(cost.waited, cost.seconds) * 1e3
-        self.history.append(
-            dict(
-                iteration=(now - (self._last or now)) * 1e3,
-                hidden=cost.seconds * 1e3 - waited,
-                waited=waited,
-                sent=cost.sent / 2**20,
-                shared=cost.shared / 2**20,
-            )
+        figures = dict(
+            iteration=(now - (self._last or now)) * 1e3,
+            hidden=cost.seconds * 1e3 - waited,
+            waited=waited,
+            sent=cost.sent / 2**20,
+            shared=cost.shared / 2**20,
         )
         self._last = now
+        self.history.append(figures)
+        if self.history.count > 1:  # the first one connects and compiles
+            self._recent.append(figures)
+        if self.compare_every and self._recent.count == self.compare_every:
+            self._compare(runner)
+            self._recent = History()
+
+    def _compare(self, runner: Any) -> None:
+        """Find the slowest rank since the last time; all ranks take part."""
+        means = self._recent.means()
+        loading = runner.message_hub.log_scalars.get('train/data_time')
+        ranks = gather_times(
+            means['iteration'],
+            means['waited'],
+            1e3 * float(loading.mean(self.compare_every)) if loading is not None else 0.0,
+        )
+        if not _is_timed(ranks):
+            self.compare_every = 0  # on all ranks, which have the same figures
+            return
+        slowest = find_slowest(ranks)
+        runner.message_hub.update_scalar('train/comm/slowest_ms', slowest.delay)
+        self._warn(runner, slowest)
+
+    def _warn(self, runner: Any, slowest: Slowest) -> None:
+        """Name a slow rank once, and again after another one or none was slow."""
+        if slowest.slow and slowest.rank != self._warned_of:
+            runner.logger.warning(f'Last {self.compare_every} iterations: {slowest.text}')
+        self._warned_of = slowest.rank if slowest.slow else None
 
     def after_train(self, runner: Any) -> None:
         """Log the table of all ranks and draw; all ranks take part."""
@@ -116,7 +151,7 @@ class CommunicationHook(Hook):
 
 def _is_timed(ranks: List[Dict[str, float]]) -> bool:
     """Whether any message was seen from its start to its end."""
-    return any(rank['hidden'] + rank['waited'] > 0 for rank in ranks)
+    return any(rank.get('hidden', 0) + rank['waited'] > 0 for rank in ranks)
 
 
 def _overlap(figures: Dict[str, float]) -> float:
