@@ -25,6 +25,10 @@ LONG = (
 )
 
 
+# Tests run beside each other, and threads of one would wait for those of another.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _environment_as_before():
     """Put variables back, such as those that a process group exports."""
