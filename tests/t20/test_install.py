@@ -56,7 +56,8 @@ ABSENT = ('mmdevplug', '__editable__', 'transformers', 'mmdet')
 
 def container(folder):
     """Make an environment that has packages of this one, as the vendor's container has its."""
-    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', folder], check=True, timeout=120)
+    command = [sys.executable, '-m', 'venv', '--without-pip', folder]
+    subprocess.run(command, check=True, timeout=120)
     (packages,) = folder.glob('lib/python3.8/site-packages')
     brought = folder / 'brought'
     brought.mkdir()
