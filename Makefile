@@ -126,7 +126,7 @@ test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
 	$(ON_XLA) $(BIN_XLA)/python $(PYTEST) -m xla
 
 test-t20: install-t20  ## Run the tests on a stand-in T20, and those on the CPU, on PyTorch 1.10
-	$(BIN_T20)/python $(PYTEST_T20) -m t20 tests/t20
+	$(BIN_T20)/python $(PYTEST_T20) -m t20 tests/t20 tests/features
 	$(BIN_T20)/python $(PYTEST_T20) -m "not cuda and not xla and not t20 and not long" $(ROOMS_T20)
 
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
@@ -166,9 +166,10 @@ docs-pictures: install  ## Draw and record the pictures of the docs that are no 
 	$(BIN)/python docs/record_terminal.py
 	$(BIN)/mmdevplug plan configs/llama_lora/llama_lora.py --devices cuda:0-2 --training --png docs/images/plan.png
 
-docs-features: install install-xla  ## Measure the features on every device, write docs/*/features.md
-	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla"
+docs-features: install install-xla install-t20  ## Measure the features on every device, write docs/*/features.md
+	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla and not t20"
 	MMDEVPLUG_RESULTS=docs/features PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest tests/features -m xla
+	MMDEVPLUG_RESULTS=docs/features $(BIN_T20)/python -m pytest tests/features -m t20
 	$(BIN)/python docs/feature_table.py
 
 docs-resume: install  ## Resume every schedule with every optimizer, write docs/*/resuming.md

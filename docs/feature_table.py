@@ -1,7 +1,7 @@
 """Write ``docs/en/features.md`` and ``docs/zh_cn/features.md`` from what the tests measured.
 
 The tests in ``tests/features`` write one JSON file for each kind of device; see the text below for
-the commands.
+the command.
 """
 
 from pathlib import Path
@@ -14,9 +14,7 @@ DOCS = Path(__file__).parent
 RESULTS = DOCS / 'features'
 
 COMMANDS = """```bash
-MMDEVPLUG_RESULTS=docs/features python -m pytest tests/features -m "not cuda and not xla"
-MMDEVPLUG_RESULTS=docs/features PJRT_DEVICE=CPU python -m pytest tests/features -m xla
-python docs/feature_table.py
+make docs-features
 ```"""
 
 LANGUAGES: Dict[str, Dict[str, Any]] = dict(
@@ -25,10 +23,10 @@ LANGUAGES: Dict[str, Dict[str, Any]] = dict(
         heading='# Features on every device',
         intro="""\
 Each cell is the largest difference of any weight after 20 iterations from the same training in
-one process on the CPU, with the same global batch of 64. The job has 2 ranks and gloo; on the last
-card it has a backend of the vendor's own, `hccl`, which takes tensors of that card alone, as nccl
-does with GPUs. Averaged weights (EMA), buffers and the figures of validations count as weights. A
-test fails where the difference is above the tolerance.""",
+one process on the CPU, with the same PyTorch and the same global batch of 64. The job has 2 ranks
+and gloo; on the last card it has a backend of the vendor's own, `hccl`, which takes tensors of
+that card alone, as nccl does with GPUs. Averaged weights (EMA), buffers and the figures of
+validations count as weights. A test fails where the difference is above the tolerance.""",
         feature='feature',
         tolerance='tolerance',
         refused='refused',
@@ -42,6 +40,8 @@ test fails where the difference is above the tolerance.""",
 - The stand-ins are described in [tests/standins](../../tests/standins/README.md). torch_xla runs
   on PJRT's CPU client. No Ascend card was at hand: the last column is a stand-in that refuses what
   HCCL refuses, and MMEngine takes it for an NPU.
+- A T20 has two stand-ins: on torch_xla graphs are really lazy; on PyTorch 1.10, which a T20 runs,
+  operations compute at once and are counted.
 - Mixed precision: from float32, the CPU's own bfloat16 weights are 2e-2 away, too.
 - Compression: the reference sends nothing, so the difference is what compression loses.
 - torch_xla: what a checkpointed segment computes again is kept apart from what it computed first
@@ -54,9 +54,9 @@ test fails where the difference is above the tolerance.""",
         title='title_zh',
         heading='# 各设备上的功能',
         intro="""\
-每格是训练 20 次迭代后，任一权重与“CPU 单进程、相同全局批大小（64）”训练结果的最大差值。作业为 2 个
-rank，使用 gloo；最后一种卡使用厂商自己的后端 `hccl`，它只接受该卡的张量，如同 nccl 之于 GPU。
-平均权重（EMA）、缓冲区和验证指标同样计入。差值超过容差时测试失败。""",
+每格是训练 20 次迭代后，任一权重与“CPU 单进程、相同 PyTorch、相同全局批大小（64）”训练结果的最大
+差值。作业为 2 个 rank，使用 gloo；最后一种卡使用厂商自己的后端 `hccl`，它只接受该卡的张量，如同
+nccl 之于 GPU。平均权重（EMA）、缓冲区和验证指标同样计入。差值超过容差时测试失败。""",
         feature='功能',
         tolerance='容差',
         refused='拒绝',
@@ -69,6 +69,8 @@ rank，使用 gloo；最后一种卡使用厂商自己的后端 `hccl`，它只�
   单独的测试使用 `inductor`。
 - 替身的说明见 [tests/standins](../../tests/standins/README.md)。torch_xla 运行在 PJRT 的 CPU
   客户端上。手头没有昇腾卡：最后一列是替身，它拒绝 HCCL 所拒绝的，MMEngine 将其视为 NPU。
+- T20 有两个替身：在 torch_xla 上，计算图是真正惰性的；在 T20 所用的 PyTorch 1.10 上，运算立即执行
+  并被计数。
 - 混合精度：CPU 自身的 bfloat16 权重与 float32 也相差 2e-2。
 - 压缩：参考训练不发送任何数据，因此差值就是压缩的损失。
 - torch_xla：检查点段的重新计算与首次计算之间有一道优化屏障，否则编译器会合并两者而不节省内存。

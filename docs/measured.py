@@ -9,14 +9,16 @@ COLUMNS: Dict[str, Dict[str, str]] = dict(
     en=dict(
         cpu='CPU',
         xla='torch_xla',
-        gcu='GCU T20 (stand-in)',
+        gcu='T20 on torch_xla (stand-in)',
+        t20='T20, PyTorch 1.10 (stand-in)',
         zeta='PrivateUse1 card (stand-in)',
         npu='NPU with hccl (stand-in)',
     ),
     zh_cn=dict(
         cpu='CPU',
         xla='torch_xla',
-        gcu='GCU T20（替身）',
+        gcu='torch_xla 上的 T20（替身）',
+        t20='T20，PyTorch 1.10（替身）',
         zeta='PrivateUse1 卡（替身）',
         npu='NPU 与 hccl（替身）',
     ),

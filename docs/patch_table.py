@@ -83,6 +83,11 @@ REASONS = {
         "参数为 'mmcv' 且没有进程组时，它报出的错误不说明原因。",
         'mmcv 说明其 SyncBatchNorm 需要进程组。',
     ),
+    'torch.Tensor.type': (
+        'PyTorch 1.10 无法命名 T20 张量的类型，因此 `SyncBuffersHook`、`ZeroRedundancyOptimizer` '
+        '和打印 `ParameterList` 会失败。',
+        'PyTorch 2。',
+    ),
     'mmengine.runner.amp.autocast.func': (
         '它拒绝 MMEngine 未列出的设备，或转而在 CPU 上转换精度；模型已导入该函数，'
         '因此替换其闭包中的生成器。',

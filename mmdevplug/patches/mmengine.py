@@ -29,6 +29,7 @@ from mmdevplug.distributed.rank_device import group_device, rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.patched_symbols import AUTOCAST, FLEXIBLE_RUNNER, JOB, LAZY_MODEL
 from mmdevplug.utils.patching import patch_symbol, restore_patches
+from mmdevplug.utils.torch_compat import names_lazy_tensors
 
 from .autocast import patch_autocast
 from .torch_load import safe_loading
@@ -52,6 +53,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     - The log files of ranks are named after the visible devices of this process.
     - ``mmengine.runner.load_checkpoint``, inferencers and ``init_cfg`` run no code from a file.
     - ``mmengine.runner.amp.autocast`` casts on it.
+    - ``tensor.type()`` has a name for its tensors, which on a T20 it lacks.
     - ``convert_sync_batchnorm(..., 'mmcv')`` says that it needs a process group if there is none.
 
     Args:
@@ -81,6 +83,8 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     patch_symbol(BaseInferencer, '_init_model', _for_device(BaseInferencer._init_model, chosen))
     convert = model_utils.convert_sync_batchnorm
     patch_symbol(model_utils, 'convert_sync_batchnorm', _explaining_missing_group(convert))
+    if chosen.device_type == 'xla' and not names_lazy_tensors():
+        patch_symbol(Tensor, 'type', _naming_lazy_tensors(Tensor.type))
     patch_autocast(chosen)
     return chosen
 
@@ -180,6 +184,19 @@ def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
         return model
 
     return init
+
+
+def _naming_lazy_tensors(type_of: Callable) -> Callable:
+    """Name the type of a lazy tensor as PyTorch 2 does: ``'torch.xla.FloatTensor'``."""
+
+    @wraps(type_of)
+    def named(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or tensor.device.type != 'xla':
+            return type_of(tensor, *args, **kwargs)
+        of_host = type_of(torch.empty(0, dtype=tensor.dtype))
+        return of_host.replace('torch.', 'torch.xla.', 1)
+
+    return named
 
 
 def _explaining_missing_group(convert: Callable) -> Callable:

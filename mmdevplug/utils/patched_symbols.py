@@ -123,6 +123,13 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'mmcv says that its SyncBatchNorm needs a process group.',
     ),
     *_symbols(
+        'torch.Tensor: type',
+        JOB,
+        "PyTorch 1.10 has no name for the type of a T20's tensors, so `SyncBuffersHook`, "
+        '`ZeroRedundancyOptimizer` and printing a `ParameterList` fail.',
+        'PyTorch 2.',
+    ),
+    *_symbols(
         'mmengine.runner.amp.autocast: func',
         AUTOCAST,
         'It refuses devices that MMEngine does not list, or casts for the CPU; models have '

@@ -15,6 +15,8 @@ from .patched_symbols import PatchedSymbol, Period, find_symbol
 
 Handler = Callable[..., Any]
 
+#: What a class holds of a symbol that it inherits.
+_INHERITED = object()
 #: Guards the record below.
 _lock = threading.RLock()
 #: All patches of this process that are active, in the order in which they were applied.
@@ -90,12 +92,16 @@ def _read(owner: Any, name: str) -> Any:
     if isinstance(owner, FunctionType):
         return _cell(owner, name).cell_contents
     # Not getattr(): a class holds the classmethod, not the bound method.
+    if isinstance(owner, type) and hasattr(owner, name):
+        return vars(owner).get(name, _INHERITED)
     return vars(owner)[name]
 
 
 def _write(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, FunctionType):
         _cell(owner, name).cell_contents = value
+    elif value is _INHERITED:
+        delattr(owner, name)
     else:
         setattr(owner, name, value)
 

@@ -124,6 +124,11 @@ def checkpoints_any_generator() -> bool:
     return is_at_least('2.1.0')
 
 
+def names_lazy_tensors() -> bool:
+    """Whether ``tensor.type()`` has a name for tensors of ``xla``: in PyTorch 2, not in 1.10."""
+    return is_at_least('2.0.0')
+
+
 def takes_weights_only() -> bool:
     """Whether ``torch.load`` has an argument ``weights_only``: from PyTorch 1.13 on."""
     return is_at_least('1.13.0')

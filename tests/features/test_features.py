@@ -17,8 +17,12 @@ from tests.columns import CUDA, NATIVE, job_of, within
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference
 from tests.ranks import run_ranks
+from tests.t20.conftest import FOLDER, MISSING
 
-T20_STANDIN = str(Path(__file__).parents[1] / 'standins' / 't20')
+#: A T20 on PyTorch 1.10; ``gcu`` is the same card on torch_xla.
+T20 = pytest.param(
+    't20', marks=[pytest.mark.t20, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+)
 
 ACCELERATORS = [
     'cpu',
@@ -27,12 +31,14 @@ ACCELERATORS = [
     CUDA,
     pytest.param('xla', marks=pytest.mark.xla),
     pytest.param('gcu', marks=pytest.mark.xla),
+    T20,
 ]
 
 
 def train_on(accelerator, names, work_dir):
-    if accelerator == 'gcu':
-        sys.path.insert(0, T20_STANDIN)
+    if accelerator in ('gcu', 't20'):
+        sys.path.insert(0, str(FOLDER))
+        accelerator = 'gcu'
     return train_rows(names, accelerator, work_dir)
 
 

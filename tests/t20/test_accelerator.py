@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from torch import nn
 
-from mmdevplug import init_device
+from mmdevplug import init_device, patch_mmengine
 from mmdevplug.accelerators import T20Accelerator, get_accelerator, probe_device
 from mmdevplug.accelerators.backend import resolve_backend
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.cli.launch import refuse_missing_devices
 from mmdevplug.errors import AcceleratorError, LaunchError
+from mmdevplug.patches.mmengine import restore_mmengine
 
 pytestmark = pytest.mark.t20
 
@@ -119,6 +121,23 @@ def test_the_base_config_takes_gloo(accelerator, backend):
     assert resolve_backend(accelerator, forced='auto', configured=backend) == 'gloo'
 
 
+def test_types_of_its_tensors_have_a_name_while_mmengine_is_patched(accelerator):
+    half = torch.ones(2, dtype=torch.float16, device='xla:5')
+    restore_mmengine()  # after a runner of another test
+    of_pytorch = torch.Tensor.type
+    with pytest.raises(RuntimeError, match='Unimplemented backend XLA'):
+        half.type()
+    for _ in range(2):
+        patch_mmengine(accelerator)
+        assert half.type() == torch.typename(half) == 'torch.xla.HalfTensor'
+        assert 'torch.xla.FloatTensor' in repr(nn.ParameterList([nn.Parameter(half.float())]))
+        assert half.type(torch.float64).device == half.device
+        assert half.cpu().type() == 'torch.HalfTensor'
+    restore_mmengine()
+    assert torch.Tensor.type is of_pytorch
+    assert 'type' not in vars(torch.Tensor)
+
+
 def test_a_file_of_another_card_is_read_to_the_host(accelerator, torch_gcu, tmp_path):
     from mmdevplug.checkpoint.reading import read_checkpoint
 
@@ -149,8 +168,6 @@ def test_random_numbers_go_on_where_they_were_saved(accelerator):
 
 @pytest.mark.parametrize(('rate', 'with_cp'), [(0.1, True), (0.0, True), (0.1, False)])
 def test_dropout_in_a_checkpointed_segment_is_named(torch_gcu, monkeypatch, rate, with_cp):
-    from torch import nn
-
     from mmdevplug.model import prepare
 
     said = []

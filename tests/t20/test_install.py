@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -48,12 +49,25 @@ def checkout(folder):
     return folder
 
 
+#: Not in the container: ours, which is to be installed, and what MMEngine and mmseg import where
+#: they find it, which takes each rank a second.
+ABSENT = ('mmdevplug', '__editable__', 'transformers', 'mmdet')
+
+
 def container(folder):
-    """Make an environment that has the packages of this one, as the vendor's container has its."""
-    subprocess.run([sys.executable, '-m', 'venv', folder], check=True, timeout=120)
+    """Make an environment that has packages of this one, as the vendor's container has its."""
+    command = [sys.executable, '-m', 'venv', '--without-pip', folder]
+    subprocess.run(command, check=True, timeout=120)
     (packages,) = folder.glob('lib/python3.8/site-packages')
-    found = [sysconfig.get_paths()['purelib'], str(FOLDER)]
-    (packages / 'vendor.pth').write_text('\n'.join(found) + '\n')
+    brought = folder / 'brought'
+    brought.mkdir()
+    for path in Path(sysconfig.get_paths()['purelib']).iterdir():
+        if not path.name.startswith(ABSENT):
+            (brought / path.name).symlink_to(path)
+    # Outside of the environment's own folder, where pip would remove what it replaces.
+    (packages / 'vendor.pth').write_text(f'{brought}\n{FOLDER}\n')
+    (folder / 'bin' / 'pip').write_text('#!/bin/sh\nexec python -m pip "$@"\n')
+    (folder / 'bin' / 'pip').chmod(0o755)
     return packages
 
 
@@ -89,9 +103,7 @@ def test_pip_install_changes_nothing_that_is_there(tmp_path):
         done = subprocess.run(
             [python, '-m', 'pip', 'freeze', '--all'], stdout=subprocess.PIPE, text=True, check=True
         )
-        # But pip itself and mmdevplug, which is installed here in a way that has no name.
-        ours = ('pip==', 'mmdevplug', '-e ', '# ')
-        return sorted(line for line in done.stdout.splitlines() if not line.startswith(ours))
+        return sorted(line for line in done.stdout.splitlines() if 'mmdevplug' not in line)
 
     before = freeze()
     assert 'torch==1.10.0' in before
@@ -126,10 +138,8 @@ def test_the_commands_of_the_page(torch_gcu, tmp_path):
     recipe = segformer(root)
     written = write_config(tmp_path / 'stock.py', recipe)
     load_config(written, recipe, tmp_path / 'unused').dump(str(mine / 'my_config.py'))
-    # Two of the eight cards: this host has no cores for more.
-    script = commands_of('en').replace('--nproc 8', '--nproc 2')
     done = subprocess.run(
-        ['bash', '-euxc', script],
+        ['bash', '-euxc', commands_of('en')],
         cwd=tmp_path,
         env=dict(
             HOME=os.environ['HOME'],
@@ -145,6 +155,7 @@ def test_the_commands_of_the_page(torch_gcu, tmp_path):
     assert done.returncode == 0, done.stdout[-4000:]
     assert re.search(r'1\.10\.0\S* 8 cards', done.stdout)
     accuracy = re.findall(r'accuracy: ([0-9.]+)', done.stdout)
-    assert float(accuracy[-1]) >= 97.0
+    # 64 pictures for each of eight ranks are four times the batch that the rate is made for.
+    assert float(accuracy[-1]) >= 95.0
     assert 'Iter(test)' in done.stdout
     assert (mine / 'work_dirs' / 'mine' / 'iter_10.pth').exists()

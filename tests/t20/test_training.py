@@ -2,6 +2,8 @@
 
 import os
 import sys
+from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
@@ -64,13 +66,15 @@ class Count(Hook):
         return {name: count for name, count in most.items() if count}
 
 
-def count(work_dir, optim_wrapper, log_interval):
+def count(work_dir, case):
     """Train with clipping, EMA and logging; return what an iteration costs a card."""
     t20_card, torch_gcu = _import_card()
+    accumulative_counts, precision, log_interval = case
+    clipped = dict(clip_grad=dict(max_norm=0.2), accumulative_counts=accumulative_counts)
     cfg = config(
-        'gcu', work_dir, optim_wrapper,
+        'gcu', work_dir, dict(MIXED.get(precision, {}), **clipped),
         train_cfg__max_epochs=1, default_hooks__logger__interval=log_interval,
-        custom_hooks=[dict(type='EMAHook')],
+        custom_hooks=[dict(type='EMAHook')], experiment_name=f'count_{case}',
     )  # fmt: skip
     runner = RUNNERS.build(cfg)
     counting = Count(t20_card, torch_gcu.current_device())
@@ -79,62 +83,95 @@ def count(work_dir, optim_wrapper, log_interval):
     return counting.in_an_iteration()
 
 
-FLOAT16 = dict(type='AmpOptimWrapper', dtype='float16', loss_scale='dynamic')
-BFLOAT16 = dict(type='AmpOptimWrapper', dtype='bfloat16')
+#: What mixes precisions, by the dtype.
+MIXED = dict(
+    float16=dict(type='AmpOptimWrapper', dtype='float16', loss_scale='dynamic'),
+    bfloat16=dict(type='AmpOptimWrapper', dtype='bfloat16'),
+)
+
+#: Iterations that share a step, the precision, and iterations from one log to the next.
+COSTS = list(product([1, 2], ['float32', *MIXED], [1, 20]))
 
 
-@pytest.mark.parametrize('log_interval', [1, 20])
-@pytest.mark.parametrize('optim_wrapper', [{}, FLOAT16, BFLOAT16], ids=['32', '16', 'b16'])
-@pytest.mark.parametrize('accumulative_counts', [1, 2])
+def count_all(work_dir):
+    return {case: count(work_dir, case) for case in COSTS}
+
+
 @pytest.mark.parametrize('world_size', [0, 2])
-def test_what_an_iteration_costs_a_card(
-    torch_gcu, tmp_path, world_size, accumulative_counts, optim_wrapper, log_interval
-):
-    options = dict(
-        optim_wrapper, clip_grad=dict(max_norm=0.2), accumulative_counts=accumulative_counts
-    )
-    for costs in run_ranks(count, world_size, tmp_path, options, log_interval):
-        graphs = costs.pop('sync_lived_tensor')
-        waits = costs.pop('synchronize', 0)
-        assert waits == (log_interval == 1)
-        # The wait of a logged iteration calls it once more, and then has nothing to execute.
-        assert graphs - waits <= 2
-        assert costs.pop('autocast', 0) == bool(optim_wrapper)
-        assert set(costs) <= {'set_device'}  # nothing implicit, no `unlazy`
+def test_what_an_iteration_costs_a_card(torch_gcu, tmp_path, world_size):
+    for counted in run_ranks(count_all, world_size, tmp_path):
+        assert list(counted) == COSTS
+        for (_, precision, log_interval), costs in counted.items():
+            graphs = costs.pop('sync_lived_tensor')
+            waits = costs.pop('synchronize', 0)
+            assert waits == (log_interval == 1)
+            # The wait of a logged iteration calls it once more, and then has nothing to execute.
+            assert graphs - waits <= 2
+            assert costs.pop('autocast', 0) == (precision in MIXED)
+            assert set(costs) <= {'set_device'}  # nothing implicit, no `unlazy`
 
 
 def train_scenario(accelerator, work_dir, optim_wrapper, **options):
-    _import_card()
+    if accelerator == 'gcu':
+        _import_card()
     return train_in_scenario(accelerator, work_dir, optim_wrapper, **options)
+
+
+def train_scenarios(accelerator, work_dir, names):
+    found = {**SCENARIOS, **AUTOCAST, 'float32': {}}
+    return {
+        name: train_scenario(accelerator, work_dir / name, found[name], experiment_name=name)
+        for name in names
+    }
+
+
+#: Mixed precision as it is by default.
+AUTOCAST = {dtype: dict(type='AmpOptimWrapper', dtype=dtype) for dtype in MIXED}
+
+
+@pytest.fixture(scope='module')
+def on_cards(torch_gcu, tmp_path_factory):
+    """For a number of ranks: what each found of each scenario, trained in one job."""
+    folder = tmp_path_factory.mktemp('cards')
+
+    @lru_cache(maxsize=None)
+    def of(world_size):
+        names = [*SCENARIOS, *AUTOCAST]
+        return run_ranks(train_scenarios, world_size, 'gcu', folder / str(world_size), names)
+
+    return of
+
+
+@pytest.fixture(scope='module')
+def on_host(tmp_path_factory):
+    """What one process on the CPU found of each scenario in float32."""
+    names = [*SCENARIOS, 'float32']
+    (found,) = run_ranks(train_scenarios, 0, 'cpu', tmp_path_factory.mktemp('host'), names)
+    return found
 
 
 @pytest.mark.parametrize('scenario', list(SCENARIOS))
 @pytest.mark.parametrize('world_size', [0, 2])
-def test_scenarios_are_those_of_the_host(torch_gcu, tmp_path, world_size, scenario):
-    job = (tmp_path / 'cards', SCENARIOS[scenario])
-    on_cards = run_ranks(train_scenario, world_size, 'gcu', *job)
-    job = (tmp_path / 'host', SCENARIOS[scenario])
-    (on_host,) = run_ranks(train_in_scenario, 0, 'cpu', *job)
-    for result in on_cards:
-        assert largest_difference(result['weights'], on_host['weights']) < 1e-5
+def test_scenarios_are_those_of_the_host(on_cards, on_host, world_size, scenario):
+    for result in on_cards(world_size):
+        expected = on_host[scenario]['weights']
+        assert largest_difference(result[scenario]['weights'], expected) < 1e-5
 
 
-@pytest.mark.parametrize('dtype', ['float16', 'bfloat16'])
+@pytest.mark.parametrize('dtype', list(AUTOCAST))
 @pytest.mark.parametrize('world_size', [0, 2])
-def test_mixed_precision(torch_gcu, tmp_path, world_size, dtype):
-    amp = dict(type='AmpOptimWrapper', dtype=dtype)
-    results = run_ranks(train_scenario, world_size, 'gcu', tmp_path / dtype, amp)
-    (exact,) = run_ranks(train_in_scenario, 0, 'cpu', tmp_path / 'exact', {})
+def test_mixed_precision(on_cards, on_host, world_size, dtype):
+    results = [found[dtype] for found in on_cards(world_size)]
     for result in results:
         assert result['wrapper'] == 'DeviceAmpOptimWrapper'
         # 8 bits of bfloat16's mantissa, over 22 iterations.
-        difference = largest_difference(result['weights'], exact['weights'])
+        difference = largest_difference(result['weights'], on_host['float32']['weights'])
         assert 0 < difference < (0.002 if dtype == 'float16' else 0.01)
         assert largest_difference(result['weights'], results[0]['weights']) == 0.0
 
 
 def overflow(work_dir, clip):
-    scaled = dict(FLOAT16, loss_scale=dict(init_scale=256.0))
+    scaled = dict(MIXED['float16'], loss_scale=dict(init_scale=256.0))
     optim_wrapper = dict(scaled, clip_grad=dict(max_norm=0.2)) if clip else scaled
     return train_scenario(
         'gcu', work_dir, optim_wrapper, watch=True,
@@ -162,28 +199,48 @@ def load_from(work_dir, path):
     return weights_of(unwrap_model(runner.model))
 
 
+def train_both(accelerator, work_dir):
+    """Train without what is random, then the example as it is."""
+    plain = train(accelerator, work_dir / 'plain', **PLAIN, experiment_name='plain')
+    return plain, train(accelerator, work_dir / 'whole', experiment_name='whole')
+
+
+@pytest.fixture(scope='module')
+def digits(torch_gcu, tmp_path_factory):
+    """For a number of ranks: what each found on its card of both trainings."""
+    folder = tmp_path_factory.mktemp('digits')
+
+    @lru_cache(maxsize=None)
+    def of(world_size):
+        return run_ranks(train_both, world_size, 'gcu', folder / str(world_size))
+
+    return of
+
+
+@pytest.fixture(scope='module')
+def plain_on_host(tmp_path_factory):
+    """The weights of one process on the CPU, without what is random."""
+    (found,) = run_ranks(train_digits_plain, 0, tmp_path_factory.mktemp('plain'))
+    return found
+
+
+def train_digits_plain(work_dir):
+    return train_digits('cpu', work_dir, **PLAIN)['weights']
+
+
 @pytest.mark.parametrize('world_size', [0, 2])
-def test_weights_are_loaded_into_a_model_that_was_never_computed(torch_gcu, tmp_path, world_size):
-    (trained,) = run_ranks(train_plain_on_host, 0, tmp_path / 'host')
-    for weights in run_ranks(load_from, world_size, tmp_path, tmp_path / 'host' / 'last.pth'):
-        assert largest_difference(weights, trained) == 0.0
-
-
-def train_plain_on_host(work_dir):
-    result = train_digits('cpu', work_dir, **PLAIN)['weights']
-    torch.save(
-        dict(state_dict={k: torch.as_tensor(v) for k, v in result.items()}), f'{work_dir}/last.pth'
-    )
-    return result
-
-
-def train_plain(accelerator, work_dir):
-    return train(accelerator, work_dir, **PLAIN)
+def test_weights_are_loaded_into_a_model_that_was_never_computed(
+    torch_gcu, tmp_path, plain_on_host, world_size
+):
+    path = tmp_path / 'last.pth'
+    torch.save(dict(state_dict={k: torch.as_tensor(v) for k, v in plain_on_host.items()}), path)
+    for weights in run_ranks(load_from, world_size, tmp_path, path):
+        assert largest_difference(weights, plain_on_host) == 0.0
 
 
 @pytest.mark.parametrize('world_size', [0, 2, 8])
-def test_digits(torch_gcu, tmp_path, world_size):
-    results = run_ranks(train, world_size, 'gcu', tmp_path)
+def test_digits(digits, world_size):
+    results = [whole for _, whole in digits(world_size)]
     assert results[0]['accuracy'] >= 97.0
     for rank, result in enumerate(results):
         assert result['device'] == f'xla:{rank}'
@@ -192,20 +249,18 @@ def test_digits(torch_gcu, tmp_path, world_size):
 
 
 @pytest.mark.parametrize('world_size', [0, 2, 8])
-def test_weights_are_those_of_the_host(torch_gcu, tmp_path, world_size):
-    on_cards = run_ranks(train_plain, world_size, 'gcu', tmp_path / 'cards')
-    (on_host,) = run_ranks(train_plain, 0, 'cpu', tmp_path / 'host')
-    for result in on_cards:
-        assert largest_difference(result['weights'], on_host['weights']) < 1e-4
+def test_weights_are_those_of_the_host(digits, plain_on_host, world_size):
+    for plain, _ in digits(world_size):
+        assert largest_difference(plain['weights'], plain_on_host) < 1e-4
 
 
-def test_an_iteration_is_one_execution(torch_gcu, tmp_path):
-    (result,) = run_ranks(train_plain, 0, 'gcu', tmp_path)
+def test_an_iteration_is_one_execution(digits):
+    ((plain, _),) = digits(0)
     iterations = ITERATIONS * PLAIN['train_cfg__max_epochs'] + VALIDATION_ITERATIONS
     # Nothing reads a value that is still to be computed: no `item`, no `copy to host`.
-    assert set(result['executions']) <= {'sync_lived_tensor', 'unlazy'}
-    assert sum(result['executions'].values()) <= iterations + 3
-    assert result['compilations'] <= 6
+    assert set(plain['executions']) <= {'sync_lived_tensor', 'unlazy'}
+    assert sum(plain['executions'].values()) <= iterations + 3
+    assert plain['compilations'] <= 6
 
 
 def kill(folder, monkeypatch, world_size, kills, length):
