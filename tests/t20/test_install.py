@@ -155,7 +155,6 @@ def test_the_commands_of_the_page(torch_gcu, tmp_path):
     assert done.returncode == 0, done.stdout[-4000:]
     assert re.search(r'1\.10\.0\S* 8 cards', done.stdout)
     accuracy = re.findall(r'accuracy: ([0-9.]+)', done.stdout)
-    # 64 pictures for each of eight ranks are four times the batch that the rate is made for.
-    assert float(accuracy[-1]) >= 95.0
+    assert float(accuracy[-1]) >= 97.0
     assert 'Iter(test)' in done.stdout
     assert (mine / 'work_dirs' / 'mine' / 'iter_10.pth').exists()
