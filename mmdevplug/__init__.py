@@ -15,7 +15,8 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         f"mmdevplug extends MMEngine, and {sys.executable} has no module 'mmengine'. Install "
         f"OpenMMLab's with pip install 'mmdevplug[mmengine]', or OneDL's, which replaces it, with "
-        f"pip install 'mmdevplug[onedl]'.",
+        f"pip install 'mmdevplug[onedl]'. If pip lists it already, add --force-reinstall: "
+        f'uninstalling the other one has removed its files.',
         name='mmengine',
     ) from None
 
