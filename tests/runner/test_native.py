@@ -50,13 +50,17 @@ def digits(accelerator, work_dir, collect_device):
     return whole, resumed
 
 
-@jobs([('npu', 2)], long=[('npu', 1), ('npu', 4), ('mlu', 2), ('zeta', 4)])
+@jobs(
+    [('npu', 2), ('sdaa', 2), ('neuron', 2), ('tpu', 2)],
+    long=[('npu', 1), ('npu', 4), ('mlu', 2), ('zeta', 4), ('tpu', 1), ('tpu', 4)],
+)
 def test_digits(tmp_path, name, ranks):
     expected, _ = run_ranks(digits, ranks, 'cpu', tmp_path / 'cpu', 'cpu')[0]
-    collected = dict(npu='gpu', mlu='cpu', zeta='gpu')[name]
+    collected = 'cpu' if name == 'mlu' else 'gpu'
     found = run_native(name, digits, ranks, name, tmp_path / name, collected)
     for rank, (whole, resumed) in enumerate(found):
-        assert whole['device'] == f'{name}:{rank}'
+        # TorchTPU gives each process one device.
+        assert whole['device'] == f'{name}:{0 if name == "tpu" else rank}'
         assert not whole['staged']
         assert largest_difference(whole['weights'], expected['weights']) <= 1e-5
         assert whole['accuracy'] == expected['accuracy']
