@@ -304,7 +304,7 @@ class Accelerator(ABC):
         """The backend of torch.distributed if a config names none."""
         native = self.native_backend
         if native is not None and not hasattr(torch_dist.Backend, native.upper()):
-            native = None  # not the package that this name is of
+            native = None  # another maker's device type of this name
         # torch_xla's backend runs inside graphs only.
         if native is None and not self.lazy:
             ours = [self.device_type]

@@ -1,6 +1,7 @@
 """TPUs as eager devices, ``tpu``, through TorchTPU; those of torch_xla are ``xla``."""
 
 import os
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -29,7 +30,9 @@ class TPUAccelerator(TorchNativeAccelerator):
         super().__init__('tpu', 'torch_tpu', 'tpu_dist', 'TPU_VISIBLE_CHIPS')
 
     def _gives_one_device(self) -> bool:
-        return self._module() is not None and find_spec('torch_tpu._internal') is not None
+        if self._module() is None or 'torch_tpu' not in sys.modules:
+            return False
+        return find_spec('torch_tpu._internal') is not None
 
     def device_count(self) -> int:
         # Before its runtime starts, TorchTPU counts the devices of the host.
