@@ -226,7 +226,7 @@ from mmengine.device.utils import is_npu_support_full_precision
 import mmdevplug
 from mmdevplug.patches.mmengine import restore_mmengine
 print(is_npu_available(), get_device())
-mmdevplug.init_device('npu')
+mmdevplug.init_device(accelerator='npu')
 mmdevplug.patch_mmengine('npu')
 print(is_npu_available(), get_device(), torch_npu.npu.jit_compile, is_npu_support_full_precision())
 restore_mmengine()
