@@ -62,7 +62,7 @@ $(STAMP): setup.py
 	$(PIP) install --upgrade pip "setuptools<81" wheel
 	$(PIP) install torch==2.13.0
 	$(PIP) install "$(MMCV)"
-	$(PIP) install --no-build-isolation -e ".[examples,llama,dev]"
+	$(PIP) install --no-build-isolation -e ".[mmengine,examples,llama,dev]"
 	$(call link,$(BIN))
 	touch $@
 
@@ -74,7 +74,7 @@ $(STAMP_XLA): setup.py
 	$(PIP_XLA) install --upgrade pip "setuptools<81" wheel
 	$(PIP_XLA) install torch==2.9.0 torch_xla==2.9.0 torchvision==0.24.0
 	$(PIP_XLA) install "$(MMCV_XLA)"
-	$(PIP_XLA) install --no-build-isolation -e ".[examples,llama,dev,dev-xla]"
+	$(PIP_XLA) install --no-build-isolation -e ".[mmengine,examples,llama,dev,dev-xla]"
 	$(call link,$(BIN_XLA))
 	touch $@
 
@@ -93,7 +93,7 @@ endif
 	$(PIP_T20) install --upgrade pip "setuptools<81" wheel
 	$(PIP_T20) install torch==1.10.0 "numpy<1.24" "protobuf<4"
 	$(PIP_T20) install "$(MMCV_T20)" "numpy<1.24"
-	$(PIP_T20) install --no-build-isolation -e ".[examples,placement,dev]" transformers==4.36.2 torch==1.10.0 "numpy<1.24" "protobuf<4"
+	$(PIP_T20) install --no-build-isolation -e ".[mmengine,examples,placement,dev]" transformers==4.36.2 torch==1.10.0 "numpy<1.24" "protobuf<4"
 	$(PIP_T20) install setuptools==59.5.0
 	$(call link,$(BIN_T20))
 	touch $@

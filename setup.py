@@ -14,8 +14,8 @@ FOR_MIM = ('configs', 'tools', 'model-index.yml')
 
 INSTALL_REQUIRES = [
     # Any torch from 1.10 on is needed too and left out on purpose: accelerators come with a torch
-    # of their vendor's, and asking for plain `torch` may replace it.
-    'mmengine>=0.10.0,<1.0',
+    # of their vendor's, and asking for plain `torch` may replace it. So is
+    # MMEngine, which the extras choose.
     # MMEngine imports pkg_resources, which setuptools 81 removed.
     'setuptools<81',
     'psutil',
@@ -27,6 +27,10 @@ INSTALL_REQUIRES = [
 ]
 
 EXTRAS_REQUIRE = {
+    # One of these two, which install the same folder: if it were required, pip would install the
+    # first over the second.
+    'mmengine': ['mmengine>=0.10.0,<1.0'],
+    'onedl': ['onedl-mmengine>=0.10.12,<1.0'],
     # One model over several devices.
     'placement': ['accelerate>=1.0', 'safetensors'],
     'xla': ['torch==2.9.0', 'torch_xla==2.9.0', 'torchvision==0.24.0'],

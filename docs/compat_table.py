@@ -22,6 +22,8 @@ WANTED = (
     ('2.9.0', '0.10.7'),
     ('2.13.0', '0.10.7'),
     ('2.1.2', '0.10.0'),
+    ('2.13.0', '0.11.0rc0'),
+    ('2.13.0', 'onedl-0.10.12'),
 )
 OTHERS = ('numpy', 'mmcv', 'mmcv-lite', 'accelerate', 'transformers', 'peft')
 

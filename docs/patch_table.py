@@ -50,6 +50,10 @@ REASONS = {
         '`get_device()` 返回此常量，它在导入时从 MMEngine 列出的设备中选定。',
         'MMEngine 询问 `torch.accelerator` 或注册表。',
     ),
+    'mmengine.device.utils.IS_NPU_AVAILABLE': (
+        'MMEngine 在导入时调用 `torch.npu.set_compile_mode`，并把其报错当作本机没有 NPU。',
+        'MMEngine 只询问 `torch.npu.is_available()`。',
+    ),
     'mmengine.logging.logger._get_device_id': (
         '在所有设备上，它都按 `CUDA_VISIBLE_DEVICES` 命名各 rank 的日志文件。',
         'MMEngine 只按 rank 命名日志文件。',

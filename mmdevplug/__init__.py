@@ -4,9 +4,21 @@ Importing this package registers its parts with MMEngine and does nothing else; 
 vendors' packages are imported when they are first needed.
 """
 
+import sys
 from importlib import import_module
 
-from mmengine.registry import HOOKS, LOOPS, MODEL_WRAPPERS, OPTIM_WRAPPERS, RUNNERS, STRATEGIES
+try:
+    from mmengine.registry import HOOKS, LOOPS, MODEL_WRAPPERS, OPTIM_WRAPPERS, RUNNERS, STRATEGIES
+except ModuleNotFoundError as error:
+    if error.name != 'mmengine':
+        raise
+    raise ModuleNotFoundError(
+        f"mmdevplug extends MMEngine, and {sys.executable} has no module 'mmengine'. Install "
+        f"OpenMMLab's with pip install 'mmdevplug[mmengine]', or OneDL's, which replaces it, with "
+        f"pip install 'mmdevplug[onedl]'. If pip lists it already, add --force-reinstall: "
+        f'uninstalling the other one has removed its files.',
+        name='mmengine',
+    ) from None
 
 from .config.base_config import base_config
 from .registry import ACCELERATORS, register_lazily

@@ -27,7 +27,14 @@ from tests.ranks import run_ranks
 STANDINS = ROOT / 'tests' / 'standins'
 
 #: For each device type the vendor's package and its backend.
-CARDS = dict(npu=('torch_npu', 'hccl'), mlu=('torch_mlu', 'cncl'), zeta=('torch_zeta', 'zccl'))
+CARDS = dict(
+    npu=('torch_npu', 'hccl'),
+    mlu=('torch_mlu', 'cncl'),
+    zeta=('torch_zeta', 'zccl'),
+    sdaa=('torch_sdaa', 'tccl'),
+    neuron=('torch_neuronx', 'neuron'),
+    tpu=('torch_tpu', 'tpu_dist'),
+)
 
 needs_native = pytest.mark.skipif(card.MISSING is not None, reason=str(card.MISSING))
 

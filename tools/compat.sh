@@ -5,6 +5,7 @@
 #   tools/compat.sh                       # every combination below
 #   tools/compat.sh 1.13.1 2.6.0          # those with these releases of torch
 #   tools/compat.sh 2.1.2-0.10.0          # the one with these releases of torch and MMEngine
+#   tools/compat.sh 2.13.0-onedl-0.10.12  # the one with OneDL's MMEngine
 #   TESTS="tests/gradients tests/model" tools/compat.sh 2.1.2     # some of the tests
 #
 # An environment takes 3 to 9 GB, in $COMPAT_ENVS (default: a temporary folder), and is deleted after
@@ -23,10 +24,15 @@ COMBINATIONS='
 2.9.0  | 3.11 | 0.10.7 | accelerate transformers peft
 2.13.0 | 3.11 | 0.10.7 | accelerate transformers peft
 2.1.2  | 3.9  | 0.10.0 | numpy<2 opencv-python<4.12 accelerate<1.7 transformers<4.50 peft<0.15
+2.13.0 | 3.11 | 0.11.0rc0     | accelerate transformers peft
+2.13.0 | 3.11 | onedl-0.10.12 | accelerate transformers peft
 '
 # mmcv without its operations: those are compiled for one release of torch each.
-COMMON='mmcv-lite==2.1.0 mmsegmentation==1.2.2 mmdet==3.3.0 ftfy scikit-learn msgpack psutil rich
-matplotlib safetensors tensorboard ninja pytest pytest-timeout pytest-xdist hypothesis'
+COMMON='ftfy scikit-learn msgpack psutil rich matplotlib safetensors tensorboard ninja pytest
+pytest-timeout pytest-xdist hypothesis'
+# OpenMMLab's packages, and those of OneDL that install the same modules.
+OPENMMLAB='mmcv-lite==2.1.0 mmsegmentation==1.2.2 mmdet==3.3.0'
+ONEDL='onedl-mmcv==2.3.6 onedl-mmsegmentation==1.4.2 onedl-mmdetection==3.5.1'
 
 TESTS=${TESTS:-tests}
 ENVS=${COMPAT_ENVS:-$(mktemp -d)}
@@ -60,7 +66,11 @@ while IFS='|' read -r torch python mmengine suits <&3; do
     [ $# -gt 0 ] && [[ " $* " != *" $torch "* && " $* " != *" $name "* ]] && continue
     if [ ! -e "$environment/.complete" ]; then
         set -f  # no file is meant by < or *
-        make_environment "$environment" "$python" "torch==$torch mmengine==$mmengine $suits" ||
+        case $mmengine in
+            onedl-*) libraries="onedl-mmengine==${mmengine#onedl-} $ONEDL" ;;
+            *) libraries="mmengine==$mmengine $OPENMMLAB" ;;
+        esac
+        make_environment "$environment" "$python" "torch==$torch $libraries $suits" ||
             { echo "compat: no environment for $name" >&2; status=1; rm -rf "$environment"; continue; }
         set +f
     fi

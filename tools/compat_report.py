@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import platform
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -78,6 +79,13 @@ def versions():
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
+    # OneDL's are named by their release: `onedl-0.10.12`. Its mmcv may be without operations.
+    operations = (
+        importlib.util.find_spec('mmcv._ext') if importlib.util.find_spec('mmcv') else None
+    )
+    for name, known in (('mmengine', 'mmengine'), ('mmcv', 'mmcv' if operations else 'mmcv-lite')):
+        with suppress(metadata.PackageNotFoundError):
+            found[known] = f'onedl-{metadata.version(f"onedl-{name}")}'
     if found['torch'] and importlib.util.find_spec('torch'):
         import torch
 

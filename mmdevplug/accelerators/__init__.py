@@ -19,6 +19,7 @@ from .gcu import S60Accelerator, T20Accelerator
 from .move_nested import to_device
 from .probe import probe_device
 from .torch_native import TorchNativeAccelerator
+from .tpu import TPUAccelerator
 from .xla import XLAAccelerator
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     'HOST_BACKENDS',
     'S60Accelerator',
     'T20Accelerator',
+    'TPUAccelerator',
     'TorchNativeAccelerator',
     'XLAAccelerator',
     'available_accelerators',

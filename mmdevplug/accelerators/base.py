@@ -303,6 +303,8 @@ class Accelerator(ABC):
     def default_backend(self) -> str:
         """The backend of torch.distributed if a config names none."""
         native = self.native_backend
+        if native is not None and not hasattr(torch_dist.Backend, native.upper()):
+            native = None  # another maker's device type of this name
         # torch_xla's backend runs inside graphs only.
         if native is None and not self.lazy:
             ours = [self.device_type]

@@ -17,7 +17,10 @@ from .torch_native import TorchNativeAccelerator, privateuse1_name
 ENVIRONMENT_VARIABLE = 'MMDEVPLUG_ACCELERATOR'
 
 #: The order in which detection looks: vendors' cards first, the CPU last.
-DETECTION_ORDER = ('gcu', 'npu', 'mlu', 'musa', 'hpu', 'xla', 'cuda', 'xpu', 'mps', 'cpu')
+DETECTION_ORDER = (
+    *('gcu', 'npu', 'mlu', 'musa', 'sdaa', 'hpu', 'neuron', 'tpu', 'xla'),
+    *('cuda', 'xpu', 'mps', 'cpu'),
+)
 
 AcceleratorConfig = Union[str, Mapping[str, Any], Accelerator, None]
 

@@ -26,6 +26,8 @@ FAMILIES: Dict[str, Family] = {
     'npu': Family('torch_npu', 'hccl', 'ASCEND_RT_VISIBLE_DEVICES'),
     'mlu': Family('torch_mlu', 'cncl', 'MLU_VISIBLE_DEVICES'),
     'musa': Family('torch_musa', 'mccl', 'MUSA_VISIBLE_DEVICES'),
+    'sdaa': Family('torch_sdaa', 'tccl', 'SDAA_VISIBLE_DEVICES'),
+    'neuron': Family('torch_neuronx', 'neuron', 'NEURON_RT_VISIBLE_CORES'),
     'xpu': Family(None, 'xccl', 'ZE_AFFINITY_MASK'),
     'hpu': Family('habana_frameworks.torch', 'hccl', 'HABANA_VISIBLE_MODULES'),
     'mps': Family(),

@@ -30,7 +30,7 @@ from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.samples import gather_samples
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.mmengine_compat import batches_dropped
+from mmdevplug.utils.mmengine_compat import batches_dropped, iterate_forever
 from mmdevplug.utils.model import unwrap_model
 
 from .states import (
@@ -186,7 +186,7 @@ class Resumption:
 
         batches.resume(epoch, skip, begin_pass, end_of_skipping)
         # What this draws at random is forgotten when training begins.
-        data = _InfiniteDataloaderIterator(loader)
+        data = iterate_forever(loader)
         data._epoch = epoch
         states = self.saved.get('sampling') or []
         self.loop.go_on(
@@ -284,11 +284,15 @@ class _Advanced(_InfiniteDataloaderIterator):
     """An iterator over a loader that begins where training continues.
 
     MMEngine loads and drops the batches that were trained on; here ``steps`` only counts them.
+    OneDL's MMEngine calls ``skip_iter`` instead.
     """
 
     def __init__(self, loader: Any, epoch: int, steps: int) -> None:
         self._dataloader, self._epoch, self._steps = loader, epoch, steps
         self._iterator: Any = None
+
+    def skip_iter(self, num_iters: int) -> None:
+        """Do nothing: the loader begins where training continues."""
 
     def __next__(self) -> Any:
         if self._steps > 0:

@@ -30,8 +30,11 @@ def main(argv: Optional[List[str]] = None) -> int:
 
         return run(import_module(f'mmdevplug.cli.{argv[0].replace("-", "_")}').main, argv[1:])
     if argv[:1] == ['--version']:
-        others = ', '.join(f'{name} {_release(name)}' for name in ('mmengine', 'torch'))
-        print(f'mmdevplug {__version__} ({others}, Python {sys.version.split()[0]})')
+        from mmdevplug.explanations.versions import distribution
+
+        others = [distribution('mmengine') or 'mmengine', 'torch']
+        listed = ', '.join(f'{name} {_release(name)}' for name in others)
+        print(f'mmdevplug {__version__} ({listed}, Python {sys.version.split()[0]})')
         return 0
     asked_for_help = argv[:1] in (['-h'], ['--help'])
     stream = sys.stdout if asked_for_help else sys.stderr

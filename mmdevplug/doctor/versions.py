@@ -6,9 +6,17 @@ import sys
 from contextlib import suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
-from mmdevplug.explanations.versions import PACKAGES, explain_import, install_command
+from mmdevplug.explanations.versions import (
+    ONEDL,
+    PACKAGES,
+    distribution,
+    explain_import,
+    folder_of,
+    install_command,
+)
 
 from .findings import Finding, Section
 from .isolated import Death, run_isolated
@@ -38,7 +46,9 @@ def release(text: str) -> Tuple[int, ...]:
 def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
     """Report installed versions that do not go together."""
     get = {name: release(text) for name, text in installed.items()}.get
-    torch, mmengine, numpy, setuptools = map(get, ('torch', 'mmengine', 'numpy', 'setuptools'))
+    fork = 'mmengine' not in installed and ONEDL['mmengine'] in installed
+    of_mmengine = ONEDL['mmengine'] if fork else 'mmengine'
+    torch, mmengine, numpy, setuptools = map(get, ('torch', of_mmengine, 'numpy', 'setuptools'))
     torch_xla, torchvision, transformers = map(get, ('torch_xla', 'torchvision', 'transformers'))
 
     def named(*names: str) -> str:
@@ -52,10 +62,18 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
         )
     if mmengine and not (0, 10) <= mmengine < (1, 0):
         yield section.error(
-            named('mmengine'),
+            named(of_mmengine),
             'mmdevplug is written for MMEngine 0.10.',
-            'pip install "mmengine>=0.10.0,<1.0"',
+            f'pip install "{of_mmengine}>=0.10.0,<1.0"',
         )
+    for module, of_onedl in ONEDL.items():
+        for usual in _of_openmmlab(module, installed) if of_onedl in installed else ():
+            yield section.error(
+                named(usual, of_onedl),
+                f"both install the folder {module}: files of OpenMMLab's and OneDL's are mixed "
+                f'there, and uninstalling one removes files of the other.',
+                f'pip uninstall -y {usual} {of_onedl} && pip install {of_onedl}  # or {usual}',
+            )
     if torch and torch_xla and torch[:2] != torch_xla[:2]:
         yield section.error(
             named('torch', 'torch_xla'),
@@ -103,7 +121,7 @@ def check_rules(installed: Dict[str, str]) -> Iterator[Finding]:
             'is found.',
             'pip install "transformers<4.52"',
         )
-    if torch and mmengine and torch >= (2, 6) and mmengine < (1,):
+    if torch and mmengine and torch >= (2, 6) and mmengine < (1,) and not fork:
         yield section.note(
             named('torch', 'mmengine'),
             "MMEngine's own Runner cannot read its checkpoints with torch 2.6 and later, which "
@@ -130,7 +148,8 @@ def _rules_of_torch_110(installed: Dict[str, str]) -> Iterator[Finding]:
 def examine() -> Iterator[Finding]:
     """Compare versions, and import each library in a process that it may abort."""
     installed = {'python': platform.python_version()}
-    for package in (*REQUIRED, *OPTIONAL, *(PACKAGES.get(name, name) for name in LIBRARIES)):
+    libraries = [PACKAGES.get(name, name) for name in LIBRARIES]
+    for package in (*REQUIRED, *OPTIONAL, *libraries, *ONEDL.values()):
         with suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)
     listed = ', '.join(f'{name} {version}' for name, version in installed.items())
@@ -146,8 +165,40 @@ def examine() -> Iterator[Finding]:
                 else f'pip install {package}',
             )
     yield from check_rules(installed)
+    yield from _files_of_others(installed)
     for found in run_isolated(__name__, modules_to_try(), {}, IMPORT_SECONDS):
         yield _broken(found.task, found.describe()) if isinstance(found, Death) else found
+
+
+def _of_openmmlab(module: str, installed: Dict[str, str]) -> List[str]:
+    names = (PACKAGES.get(module, module), f'{module}-lite', f'{module}-full')
+    return [name for name in names if name in installed]
+
+
+def _files_of_others(installed: Dict[str, str]) -> Iterator[Finding]:
+    """Report modules whose files are not those of the one package that is listed for them."""
+    for module, of_onedl in ONEDL.items():
+        packages, folder = _of_openmmlab(module, installed), folder_of(module)
+        if bool(packages) == (of_onedl in installed):
+            continue  # both are listed, which is reported already, or neither
+        usual = PACKAGES.get(module, module)
+        listed, other = (packages[0], of_onedl) if packages else (of_onedl, usual)
+        if folder is None:
+            found = f'{listed} {installed[listed]} is listed, but there is no module {module}'
+            why = f'uninstalling {other} removed the files, which both packages install.'
+        # OneDL's ask for the version of the package.
+        elif ("'onedl-" in _text_of(folder, 'version.py')) == (listed == of_onedl):
+            continue
+        else:
+            found = f'{listed} {installed[listed]} is listed, but {folder} has files of {other}'
+            why = f'{other} was installed over it: modules of two releases are mixed.'
+        again = f'pip install --force-reinstall --no-deps {listed}=={installed[listed]}'
+        yield section.error(found, why, again)
+
+
+def _text_of(folder: str, name: str) -> str:
+    path = Path(folder) / name
+    return path.read_text(encoding='utf-8') if path.is_file() else ''
 
 
 def modules_to_try() -> List[str]:
@@ -182,7 +233,7 @@ _WHY = 'whatever imports it fails; mmdet and mmsegmentation import the operators
 def _broken(module: str, found: str) -> Finding:
     if module == 'mmcv.ops':
         return section.error(found, _WHY, install_command('mmcv'))
-    package = PACKAGES.get(module, module)
+    package = distribution(module) or PACKAGES.get(module, module)
     version = 'VERSION'
     with suppress(metadata.PackageNotFoundError):
         version = metadata.version(package)

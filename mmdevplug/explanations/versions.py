@@ -25,6 +25,15 @@ _NOT_FOUND = re.compile(r'is not in the |scope|Failed to (?:get|import)')
 
 #: Names on the package index where they are not those of the modules.
 PACKAGES = {'mmseg': 'mmsegmentation', 'mmaction': 'mmaction2'}
+#: The packages of OneDL's fork, each of which installs the same module as OpenMMLab's.
+ONEDL = {
+    'mmengine': 'onedl-mmengine',
+    'mmcv': 'onedl-mmcv',
+    'mmseg': 'onedl-mmsegmentation',
+    'mmdet': 'onedl-mmdetection',
+    'mmpretrain': 'onedl-mmpretrain',
+    'mmrotate': 'onedl-mmrotate',
+}
 
 
 class Range(NamedTuple):
@@ -96,9 +105,17 @@ def installed_version(module: str) -> Optional[str]:
     loaded = getattr(sys.modules.get(module), '__version__', None)
     if isinstance(loaded, str):
         return loaded
-    for package in (PACKAGES.get(module, module), f'{module}-lite', f'{module}-full'):
+    package = distribution(module)
+    return None if package is None else metadata.version(package)
+
+
+def distribution(module: str) -> Optional[str]:
+    """The installed package of a module, which may be OneDL's; None if there is none."""
+    usual = (PACKAGES.get(module, module), f'{module}-lite', f'{module}-full')
+    for package in (*usual, *([ONEDL[module]] if module in ONEDL else [])):
         with suppress(metadata.PackageNotFoundError):
-            return metadata.version(package)
+            metadata.version(package)
+            return package
     return None
 
 
@@ -114,23 +131,42 @@ def conflicts(module: str) -> Iterator[Problem]:
         else:
             folder = folder_of(other) or 'nowhere'
             what = f'{name} needs {other} {spec}, but {other} {version} is installed ({folder})'
-        yield Problem(what, install_command(other, required))
+        yield Problem(what, _way_out(module, other, required))
+
+
+def _way_out(module: str, other: str, required: Range) -> str:
+    """What to type if a package does not take the installed version of another."""
+    if distribution(other) != ONEDL.get(other, ''):
+        return install_command(other, required)
+    # The fork's packages require releases of the fork.
+    package = distribution(module) or PACKAGES.get(module, module)
+    if module in ONEDL:
+        return f'pip uninstall -y {package} && pip install {ONEDL[module]}'
+    return f'pip uninstall -y {ONEDL[other]} && {_install(other, required.describe())}'
 
 
 def install_command(module: str, required: Optional[Range] = None) -> str:
     """What to type for an accepted version, by default of mmcv for OpenMMLab's packages."""
-    spec = '>=2.0.0,<2.2.0' if required is None else required.describe()
+    if required is None and distribution(module) == ONEDL.get(module, ''):
+        return _install(module, '', ONEDL[module])
+    return _install(module, '>=2.0.0,<2.2.0' if required is None else required.describe())
+
+
+def _install(module: str, spec: str, package: Optional[str] = None) -> str:
+    package = package or PACKAGES.get(module, module)
     if module != 'mmcv':
-        return f'pip install "{PACKAGES.get(module, module)}{spec}"'
+        return f'pip install "{package}{spec}"'
     # Compiled for the installed torch, which may be a vendor's.
     return (
-        f'MMCV_WITH_OPS=1 pip install --no-build-isolation --no-binary mmcv --force-reinstall '
-        f'--no-deps "mmcv{spec}"'
+        f'MMCV_WITH_OPS=1 pip install --no-build-isolation --no-binary {package} '
+        f'--force-reinstall --no-deps "{package}{spec}"'
     )
 
 
 def _named(module: str) -> str:
-    return f'{PACKAGES.get(module, module)} {installed_version(module) or ""}'.strip()
+    package = distribution(module)
+    name = package if package == ONEDL.get(module, '') else PACKAGES.get(module, module)
+    return f'{name} {installed_version(module) or ""}'.strip()
 
 
 def folder_of(module: str) -> Optional[str]:

@@ -27,6 +27,7 @@ from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.rank_device import group_device, rank_device
 from mmdevplug.errors import ModelError
+from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patched_symbols import AUTOCAST, FLEXIBLE_RUNNER, JOB, LAZY_MODEL
 from mmdevplug.utils.patching import patch_symbol, restore_patches
 from mmdevplug.utils.torch_compat import names_lazy_tensors
@@ -50,6 +51,8 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     - ``TimeCounter`` waits for it: in every call on an eager device, and when it reports on a lazy
       one, where waiting in between would split the graph.
     - ``mmengine.dist`` uses tensors that the backend of the process group takes.
+    - ``mmengine.device.is_npu_available`` is true on an NPU whose operators' compilation MMEngine
+      could not set when it was imported.
     - The log files of ranks are named after the visible devices of this process.
     - ``mmengine.runner.load_checkpoint``, inferencers and ``init_cfg`` run no code from a file.
     - ``mmengine.runner.amp.autocast`` casts on it.
@@ -73,6 +76,8 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     restore_patches(JOB, LAZY_MODEL)
     chosen, _ = rank_device(accelerator)
     patch_symbol(device_utils, 'DEVICE', chosen.device_type)
+    if chosen.device_type == 'npu':
+        _find_npu()
     patch_symbol(logger_module, '_get_device_id', _device_id)
     for functions in (dist_utils, dist_functions):
         patch_symbol(functions, 'get_comm_device', group_device)
@@ -92,6 +97,28 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
 def restore_mmengine() -> None:
     """Restore all functions of MMEngine, methods of ``FlexibleRunner``, and mmseg's accuracy."""
     restore_patches(JOB, LAZY_MODEL, AUTOCAST, FLEXIBLE_RUNNER)
+
+
+def _find_npu() -> None:
+    """Let MMEngine know of the NPU if ``torch.npu.set_compile_mode`` failed at its import.
+
+    MMEngine calls it before a device was chosen and takes any error for a host without NPUs: it is
+    missing in old releases of torch_npu, and fails before the runtime has started in others. Then
+    MMEngine starts process groups for CUDA (mmengine#1307).
+    """
+    if device_utils.is_npu_available() or not hasattr(device_utils, 'npu_utils'):
+        return
+    patch_symbol(device_utils, 'IS_NPU_AVAILABLE', True)
+    jit_compile = getattr(device_utils, 'npu_jit_compile', False)
+    try:
+        torch.npu.set_compile_mode(jit_compile=jit_compile)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        log_warning(
+            f'torch.npu.set_compile_mode(jit_compile={jit_compile}) fails with '
+            f'{type(error).__name__}: {error}. Operators are compiled as torch_npu does it by '
+            f'itself: slowly, if the shapes of the data change. Training goes on; install the '
+            f'torch_npu for this torch and CANN to have it.'
+        )
 
 
 _id_of_mmengine: Callable[[], Union[int, str]] = logger_module._get_device_id

@@ -128,6 +128,9 @@ class _Pools:
     def __iter__(self) -> '_Pools':
         return self
 
+    def skip_iter(self, num_iters: int) -> None:
+        """Do nothing when OneDL's MMEngine resumes: see :meth:`DynamicSamplingTrainLoop.go_on`."""
+
     def __next__(self) -> Any:
         if self._to_skip is None:
             self._to_skip = batches_dropped(self._loop)

@@ -4,8 +4,24 @@ from typing import Any
 
 
 def batches_dropped(loop: Any) -> int:
-    """How many batches an IterBasedTrainLoop skips when it resumes; MMEngine 0.10.0 skips none."""
-    from mmengine.runner import IterBasedTrainLoop
+    """How many batches a resuming IterBasedTrainLoop takes from its iterator and drops.
 
+    MMEngine 0.10.0 drops none, nor does OneDL's, which calls ``skip_iter`` of the iterator.
+    """
+    from mmengine.runner import IterBasedTrainLoop
+    from mmengine.runner.loops import _InfiniteDataloaderIterator
+
+    if hasattr(_InfiniteDataloaderIterator, 'skip_iter'):
+        return 0
     constants = map(str, IterBasedTrainLoop.run.__code__.co_consts)
     return loop.iter if any('Advance dataloader' in text for text in constants) else 0
+
+
+def iterate_forever(loader: Any) -> Any:
+    """Start MMEngine's iterator over a loader, which OneDL's starts at the first batch."""
+    from mmengine.runner.loops import _InfiniteDataloaderIterator
+
+    data = _InfiniteDataloaderIterator(loader)
+    if data._iterator is None:
+        data._ensure_iterator()
+    return data

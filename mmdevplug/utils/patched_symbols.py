@@ -67,6 +67,13 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine asks `torch.accelerator` or a registry.',
     ),
     *_symbols(
+        'mmengine.device.utils: IS_NPU_AVAILABLE',
+        JOB,
+        'MMEngine takes an error of `torch.npu.set_compile_mode`, which it calls at import, for a '
+        'host without NPUs.',
+        'MMEngine asks `torch.npu.is_available()` alone.',
+    ),
+    *_symbols(
         'mmengine.logging.logger: _get_device_id',
         JOB,
         'It names the log files of ranks after `CUDA_VISIBLE_DEVICES` on every device.',

@@ -192,6 +192,8 @@ def test_auto_falls_back_where_the_configured_backend_does_not_work(accelerator,
         ('cpu:gloo,cuda:nccl', CUDAAccelerator(), 'cpu:gloo,cuda:nccl'),
         ('zccl', CARD, 'cpu:gloo,zeta:zccl'),
         ('xccl', TorchNativeAccelerator('xpu'), 'cpu:gloo,xpu:xccl'),
+        ('neuron', TorchNativeAccelerator('neuron'), 'cpu:gloo,neuron:neuron'),
+        ('tccl', TorchNativeAccelerator('sdaa'), 'cpu:gloo,sdaa:tccl'),
     ],
 )
 def test_gloo_is_added_for_backends_that_mmengine_does_not_know(backend, accelerator, expected):

@@ -242,6 +242,9 @@ def test_unknown_name_in_the_environment_is_refused_with_the_variable(monkeypatc
         ('npu', 'the package torch_npu'),
         ('mlu', 'the package torch_mlu'),
         ('musa', 'the package torch_musa'),
+        ('sdaa', 'the package torch_sdaa'),
+        ('neuron', 'the package torch_neuronx'),
+        ('tpu', 'the package torch_tpu'),
         ('hpu', 'the package habana_frameworks.torch'),
         ('gcu', 'torch_gcu'),
         ('xla', 'the package torch_xla'),
@@ -264,6 +267,9 @@ def test_absent_family_is_refused_with_what_it_needs(name, needed):
         ('mlu', 'MLU_VISIBLE_DEVICES'),
         ('gcu', 'TOPS_VISIBLE_DEVICES'),
         ('xpu', 'ZE_AFFINITY_MASK'),
+        ('sdaa', 'SDAA_VISIBLE_DEVICES'),
+        ('neuron', 'NEURON_RT_VISIBLE_CORES'),
+        ('tpu', 'TPU_VISIBLE_CHIPS'),
     ],
 )
 def test_absent_family_is_refused_with_its_variable(monkeypatch, name, variable):

@@ -152,7 +152,7 @@ def test_offers_what_the_vendor_lists(name):
     assert missing <= set(vendor_names.LEFT_OUT.split())
 
 
-@pytest.mark.parametrize('name', CARDS)
+@pytest.mark.parametrize('name', ['npu', 'mlu', 'zeta'])
 def test_collectives(name):
     ranks = run_native(name, carry, 2, name, CARDS[name][1])
     for rank, got in enumerate(ranks):

@@ -51,6 +51,30 @@ def test_what_goes_together_on_a_t20_is_no_warning():
         (dict(OF_110, numpy='1.24.4'), 'warning', 'numpy 1.24.4', '"numpy<1.24"'),
         ({'mmcv': '2.1.0', 'mmcv-lite': '2.1.0'}, 'error', '2.1.0', 'pip uninstall'),
         (
+            {'mmcv-lite': '2.1.0', 'onedl-mmcv': '2.3.6'},
+            *(
+                'error',
+                'mmcv-lite 2.1.0 beside onedl-mmcv',
+                'pip uninstall -y mmcv-lite onedl-mmcv',
+            ),
+        ),
+        (
+            {'onedl-mmengine': '0.10.12'},
+            *(
+                'error',
+                'mmengine 0.10.7 beside onedl-mmengine 0.10.12',
+                'pip uninstall -y mmengine',
+            ),
+        ),
+        (
+            {'mmsegmentation': '1.2.2', 'onedl-mmsegmentation': '1.4.2'},
+            *('error', 'onedl-mmsegmentation 1.4.2', 'pip install onedl-mmsegmentation'),
+        ),
+        (
+            {'mmengine': None, 'onedl-mmengine': '1.0.0'},
+            *('error', 'onedl-mmengine 1.0.0', 'pip install "onedl-mmengine>=0.10.0,<1.0"'),
+        ),
+        (
             dict(mmpretrain='1.2.0', transformers='5.1.0', pycocotools='2.0.11'),
             *('error', 'transformers 5.1.0', 'pip install "transformers<4.52"'),
         ),
@@ -62,6 +86,59 @@ def test_versions_that_do_not(changed, level, named, remedy):
     assert any(
         found[0] == level and named in found[1] and remedy in found[2] for found in worst
     ), worst
+
+
+def test_onedls_packages_alone_go_together():
+    # Its checkpoints are read by PyTorch 2.6 and later, so there is no note either.
+    assert levels(**{'mmengine': None, 'onedl-mmengine': '0.10.12', 'onedl-mmcv': '2.3.6'}) == []
+
+
+def listed(folder, package, version):
+    """Let pip and importlib list a package of no files."""
+    info = folder / f'{package.replace("-", "_")}-{version}.dist-info'
+    info.mkdir()
+    (info / 'METADATA').write_text(f'Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n')
+
+
+OF_ONEDL = "from importlib.metadata import version\n__version__ = version('onedl-mmrotate')\n"
+
+
+@pytest.mark.parametrize(
+    ('packages', 'version_file', 'told'),
+    [
+        (['mmrotate'], "__version__ = '1.0.0rc1'\n", None),
+        (['onedl-mmrotate'], OF_ONEDL, None),
+        (['mmrotate'], OF_ONEDL, 'mmrotate 1.2.3 is listed, but '),
+        (['onedl-mmrotate'], "__version__ = '1.0.0rc1'\n", 'has files of mmrotate'),
+        (
+            ['onedl-mmrotate'],
+            None,
+            'onedl-mmrotate 1.2.3 is listed, but there is no module mmrotate',
+        ),
+        (['mmrotate', 'onedl-mmrotate'], OF_ONEDL, 'mmrotate 1.2.3 beside onedl-mmrotate 1.2.3'),
+    ],
+)
+def test_files_of_one_package_over_those_of_the_other(
+    tmp_path, monkeypatch, packages, version_file, told
+):
+    """mmrotate, which this environment has from neither."""
+    for package in packages:
+        listed(tmp_path, package, '1.2.3')
+    if version_file is not None:
+        (broken(tmp_path, 'mmrotate', '') / 'version.py').write_text(version_file)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(versions, 'modules_to_try', list)
+    found = [one for one in versions.examine() if one.level == 'error']
+    ours = [one for one in found if 'mmrotate' in one.found]
+    if told is None:
+        assert ours == []
+        return
+    (one,) = ours
+    assert told in one.found
+    again = 'pip uninstall -y mmrotate onedl-mmrotate && pip install onedl-mmrotate'
+    if len(packages) == 1:
+        again = f'pip install --force-reinstall --no-deps {packages[0]}==1.2.3'
+    assert again in one.remedy
 
 
 def broken(folder, name, line):

@@ -207,5 +207,5 @@ def test_a_type_of_device_that_is_misspelt(devices, meant):
 
 def test_types_that_vendors_may_have():
     assert parse_devices('zeta:0-1') == ['zeta:0', 'zeta:1']
-    for name in ('cuda', 'xla', 'npu', 'gcu', 'mlu', 'musa', 'xpu', 'hpu', 'mps'):
+    for name in ('cuda', 'xla', 'npu', 'gcu', 'mlu', 'musa', 'xpu', 'sdaa', 'neuron', 'tpu'):
         assert parse_devices(f'{name}:1') == [f'{name}:1']

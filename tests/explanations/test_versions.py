@@ -9,7 +9,7 @@ import torch
 
 from mmdevplug.doctor import versions
 from mmdevplug.doctor.isolated import run_isolated
-from mmdevplug.explanations.versions import Range, required_ranges
+from mmdevplug.explanations.versions import Range, conflicts, required_ranges
 
 from .running import config, mmdevplug, only_message
 
@@ -108,6 +108,28 @@ def test_mmengine_that_a_package_refuses(tmp_path):
     assert 'mmother' in told
     assert f'mmengine >=0.1.0,<=0.9.0, but mmengine {mmengine.__version__} is installed' in told
     assert 'pip install "mmengine>=0.1.0,<=0.9.0"' in told
+
+
+@pytest.mark.parametrize(
+    ('name', 'told'),
+    [
+        ('mmpretrain', 'pip uninstall -y mmpretrain && pip install onedl-mmpretrain'),
+        ('mmother', 'pip uninstall -y onedl-mmrotate && pip install "mmrotate<=0.9.0"'),
+    ],
+)
+def test_packages_that_do_not_take_onedls(tmp_path, monkeypatch, name, told):
+    """mmrotate, which no environment of the tests has from OpenMMLab."""
+    package(tmp_path, 'mmrotate', "__version__ = '1.2.1'\n")
+    info = tmp_path / 'onedl_mmrotate-1.2.1.dist-info'
+    info.mkdir()
+    (info / 'METADATA').write_text('Name: onedl-mmrotate\nVersion: 1.2.1\n')
+    lines = 'import mmrotate\nmmrotate_maximum_version = "0.9.0"\n'
+    lines += 'assert mmrotate.__version__ <= mmrotate_maximum_version'
+    package(tmp_path, name, lines)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (problem,) = conflicts(name)
+    assert 'needs mmrotate <=0.9.0, but mmrotate 1.2.1 is installed' in problem.what
+    assert problem.command == told
 
 
 def test_other_failing_imports_stay_what_they_are(tmp_path):

@@ -50,13 +50,17 @@ def digits(accelerator, work_dir, collect_device):
     return whole, resumed
 
 
-@jobs([('npu', 2)], long=[('npu', 1), ('npu', 4), ('mlu', 2), ('zeta', 4)])
+@jobs(
+    [('npu', 2), ('sdaa', 2), ('neuron', 2), ('tpu', 2)],
+    long=[('npu', 1), ('npu', 4), ('mlu', 2), ('zeta', 4), ('tpu', 1), ('tpu', 4)],
+)
 def test_digits(tmp_path, name, ranks):
     expected, _ = run_ranks(digits, ranks, 'cpu', tmp_path / 'cpu', 'cpu')[0]
-    collected = dict(npu='gpu', mlu='cpu', zeta='gpu')[name]
+    collected = 'cpu' if name == 'mlu' else 'gpu'
     found = run_native(name, digits, ranks, name, tmp_path / name, collected)
     for rank, (whole, resumed) in enumerate(found):
-        assert whole['device'] == f'{name}:{rank}'
+        # TorchTPU gives each process one device.
+        assert whole['device'] == f'{name}:{0 if name == "tpu" else rank}'
         assert not whole['staged']
         assert largest_difference(whole['weights'], expected['weights']) <= 1e-5
         assert whole['accuracy'] == expected['accuracy']
@@ -211,3 +215,69 @@ def test_two_ranks_of_two_devices_each(tmp_path, name, ranks):
         assert result['strategy'] == 'data_and_model_parallel'
         assert result['devices'] == [f'{name}:{2 * rank}', f'{name}:{2 * rank + 1}']
         assert largest_difference(result['weights'], one['weights']) <= 1e-5
+
+
+# an NPU whose compile mode MMEngine cannot set at its import (mmengine#1307) ----------------
+
+COMPILE_MODE = """
+import torch_npu
+from mmengine.device import get_device, is_npu_available
+from mmengine.device.utils import is_npu_support_full_precision
+import mmdevplug
+from mmdevplug.patches.mmengine import restore_mmengine
+print(is_npu_available(), get_device())
+mmdevplug.init_device(accelerator='npu')
+mmdevplug.patch_mmengine('npu')
+print(is_npu_available(), get_device(), torch_npu.npu.jit_compile, is_npu_support_full_precision())
+restore_mmengine()
+print(is_npu_available(), get_device())
+"""
+
+
+@pytest.mark.parametrize(
+    ('fault', 'wish', 'seen', 'compiled'),
+    [
+        ('early', '', 'False cpu', 'False'),
+        ('early', '1', 'False cpu', 'True'),
+        # The card's own default.
+        ('missing', '', 'False cpu', 'True'),
+        ('', '', 'True npu', 'False'),
+    ],
+)
+def test_mmengine_knows_of_an_npu_that_refused_it_at_import(fault, wish, seen, compiled):
+    variables = dict(NPU_COMPILE_MODE=fault, NPUJITCompile=wish)
+    done = subprocess.run(
+        [sys.executable, '-c', COMPILE_MODE],
+        env=native_environment('npu', **variables),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = [line for line in done.stdout.splitlines() if line.startswith(('True', 'False'))]
+    assert printed == [seen, f'True npu {compiled} True', seen]
+    warned = 'torch.npu.set_compile_mode(jit_compile=False) fails with AttributeError'
+    assert (warned in done.stdout + done.stderr) == (fault == 'missing')
+
+
+@pytest.mark.parametrize('fault', ['missing', 'early'])
+def test_two_ranks_train_where_mmengine_sees_no_npu(tmp_path, fault):
+    """The stock runner would start a process group for CUDA."""
+    config = ROOT / 'configs' / 'digits' / 'digits.py'
+    options = ['train_cfg.max_epochs=1', 'train_cfg.val_interval=1']
+    options += ['val_evaluator.collect_device=gpu']
+    done = subprocess.run(
+        [sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config)]
+        + ['--accelerator', 'npu', '--nproc', '2', '--work-dir', str(tmp_path)]
+        + ['--cfg-options', *options],
+        env=native_environment('npu', OMP_NUM_THREADS='1', NPU_COMPILE_MODE=fault),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    text = log_of(tmp_path)
+    assert "backend 'hccl'" in text
+    assert 'device npu:0' in text

@@ -26,7 +26,7 @@ pytestmark = [
 VENDORS = {'torch', 'numpy', 'mmcv', 'mmcv-lite', 'protobuf', 'setuptools', 'mmengine'}
 
 #: Extras that need a later PyTorch, and the package that pip refuses on Python 3.8.
-REFUSED = {'xla': 'torch==2.9.0', 'llama': 'peft'}
+REFUSED = {'onedl': 'onedl-mmengine', 'xla': 'torch==2.9.0', 'llama': 'peft'}
 
 
 def extras():

@@ -44,8 +44,9 @@ def build_extension(name, source):
     Returns:
         module: The extension.
     """
-    # Two checkouts that share a folder would compile by turns.
-    place = f'{os.getuid()}-{torch.__version__}-{zlib.crc32(str(source).encode()):08x}'
+    # Two checkouts, or environments, that share a folder would compile by turns.
+    whose = f'{source} {torch.__file__}'
+    place = f'{os.getuid()}-{torch.__version__}-{zlib.crc32(whose.encode()):08x}'
     default = Path(tempfile.gettempdir()) / f'{name}-{place}'
     asked = os.environ.get('FAKECARD_BUILD')
     folder = str(Path(asked) / name) if asked else str(default)

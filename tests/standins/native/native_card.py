@@ -101,6 +101,22 @@ ZETA = Vendor(
     sync_bn=False,
 )
 
+#: Cards whose makers publish no source of their backends: names as accelerate and public scripts
+#: have them, what travels as for most.
+SDAA = ZETA._replace(
+    name='sdaa', backend='tccl', visible='SDAA_VISIBLE_DEVICES', product='SDAA', label='SDAA'
+)
+NEURON = ZETA._replace(
+    name='neuron',
+    backend='neuron',
+    visible='NEURON_RT_VISIBLE_CORES',
+    product='Trainium',
+    label='NEURON',
+)
+TPU = ZETA._replace(
+    name='tpu', backend='tpu_dist', visible='TPU_VISIBLE_CHIPS', product='TPU v6e', label='TPU'
+)
+
 
 def install(vendor: Vendor) -> types.ModuleType:
     """Make the devices of a vendor, its module of torch and its backend.
@@ -149,7 +165,12 @@ def _visible_devices(vendor: Vendor) -> int:
     count = int(os.environ.get('FAKECARD_COUNT', '4'))
     if listed is None:
         return count
-    return sum(int(index) < count for index in listed.split(',') if index.strip())
+    ranges = [part.partition('-') for part in listed.split(',') if part.strip()]
+    return sum(
+        index < count
+        for first, _, last in ranges
+        for index in range(int(first), int(last or first) + 1)
+    )
 
 
 class Event:

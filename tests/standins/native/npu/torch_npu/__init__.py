@@ -1,5 +1,6 @@
 """Named and shaped like Ascend's package, for tests: see native_card."""
 
+import os
 import sys
 import types
 
@@ -40,6 +41,24 @@ def _set_compile_mode(jit_compile=False):
 
 
 npu.set_compile_mode = _set_compile_mode
+# Old releases lack it; in others it needs a runtime that has started.
+_fault = os.environ.get('NPU_COMPILE_MODE')
+if _fault == 'missing':
+    del npu.set_compile_mode
+elif _fault == 'early':
+    _chosen = []
+    _set_device = npu.set_device
+
+    def _choose_device(device):
+        _set_device(device)
+        _chosen.append(device)
+
+    def _set_compile_mode_late(jit_compile=False):
+        if not _chosen:
+            raise RuntimeError('SetOption: the runtime is not initialized')
+        _set_compile_mode(jit_compile)
+
+    npu.set_device, npu.set_compile_mode = _choose_device, _set_compile_mode_late
 npu.set_option = lambda options: None
 sys.modules['torch.npu'] = sys.modules['torch_npu.npu'] = npu
 sys.modules['torch_npu.npu.utils'] = npu.utils
