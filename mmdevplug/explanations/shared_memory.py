@@ -25,8 +25,9 @@ def explain_shared_memory(runner: Any, stage: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = None if isinstance(error, DevPlugError) else _FULL.search(str(error))
-        if found is None:
+        # Where a worker is killed, PyTorch raises that "it exited" from the error that says why.
+        found = _FULL.search(f'{error}\n{error.__cause__}')
+        if found is None or isinstance(error, DevPlugError):
             raise
         raise DeviceOutOfMemoryError(_message(runner, stage, found.group().strip())) from error
 
