@@ -9,8 +9,9 @@ from typing import List, Optional
 from mmdevplug.accelerators import choose_accelerator
 from mmdevplug.config.fields import options_of
 from mmdevplug.config.launch import LaunchOptions
-from mmdevplug.environments.launch import DEFAULT_PORT, slurm_first_host, slurm_port
+from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
+from mmdevplug.environments.slurm import first_host, job_port
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.atomic_files import write_text
 
@@ -72,8 +73,8 @@ def _with_slurm(settings: LaunchOptions) -> LaunchOptions:
     return replace(
         settings,
         nnodes=int(hosts),
-        master_addr=slurm_first_host(os.environ),
-        master_port=slurm_port(os.environ),
+        master_addr=first_host(os.environ),
+        master_port=job_port(os.environ),
     )
 
 
