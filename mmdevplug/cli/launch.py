@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 
 from mmdevplug.accelerators import Accelerator, choose_accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.config.launch import LaunchOptions
-from mmdevplug.environments.launch import COUNTED, DEFAULT_PORT
+from mmdevplug.config.launch import COUNTED, LaunchOptions
+from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.environments.stale import stale_variables
 from mmdevplug.errors import DevPlugError, LaunchError
@@ -217,14 +217,14 @@ def main(argv: Optional[List[str]] = None) -> None:
         words = without_options(argv, ['--script'])
         script = [args.script, *words[1:], '--launcher', 'pytorch']
         _check_and_start(args.origin, words[1:], _start_of_script(wanted), script)
+    counted = args.num_devices in COUNTED
+    wanted = 1 if counted else _read_count(args.num_devices, args.origin)
+    check_room(wanted, args.origin, insist=args.oversubscribe)
     options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
     accelerator = choose_accelerator(options.device).accelerator
-    counted = args.num_devices in COUNTED
     if counted:
         wanted = count_processes(args.num_devices, accelerator, args.origin)
-    else:
-        wanted = _read_count(args.num_devices, args.origin)
-    check_room(wanted, args.origin, insist=args.oversubscribe)
+        check_room(wanted, args.origin, insist=args.oversubscribe)
     refuse_missing_devices(accelerator, wanted, args.origin)
     if counted and args.answer is not None:
         Path(args.answer).write_text(str(wanted))

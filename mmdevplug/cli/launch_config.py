@@ -15,7 +15,7 @@ from mmdevplug.environments.slurm import first_host, job_port
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.atomic_files import write_text
 
-from .launch import refuse_missing_devices
+from .launch import count_processes, refuse_missing_devices
 from .launch_settings import add_launch_arguments, check_together, flags_of
 
 
@@ -39,6 +39,8 @@ def main(argv: Optional[List[str]] = None) -> None:
     flags = flags_of(args)
     accelerator = choose_accelerator(args.accelerator).accelerator
     nproc = flags.get('nproc', 1 if accelerator.shares_devices else accelerator.max_ranks())
+    if isinstance(nproc, str):
+        nproc = count_processes(nproc, accelerator, '--nproc')
     refuse_missing_devices(accelerator, nproc, '--nproc')
     settings = LaunchOptions(
         accelerator=accelerator.name, timeout=1800, env=dict(OMP_NUM_THREADS='1')

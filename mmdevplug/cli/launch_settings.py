@@ -28,7 +28,7 @@ LAUNCH_FLAGS = tuple(
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each key of a launch file but ``accelerator`` and ``env``."""
     group = parser.add_argument_group('starting processes')
-    kinds = dict(int=int, float=float, str=str)
+    kinds = {'int': int, 'float': float, 'str': str, 'int, str': _number_or_word}
     for one in options_of(LaunchOptions):
         if one.name not in ('accelerator', 'env'):
             group.add_argument(
@@ -36,6 +36,10 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
                 type=kinds[one.metadata['accepts']],
                 help=one.metadata['meaning'].replace('`', ''),
             )
+
+
+def _number_or_word(text: str) -> Any:
+    return int(text) if re.fullmatch('-?[0-9]{1,9}', text) else text
 
 
 def flags_of(args: argparse.Namespace) -> Dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 import socket
 from typing import Dict, List, Mapping, Optional, Tuple, Union
 
+from mmdevplug.config.launch import COUNTED
 from mmdevplug.errors import LaunchError
 
 from .base import DEFAULT_PORT, Environment, Hosts, LaunchEnv, check_address, check_port, told
@@ -18,8 +19,6 @@ from .stale import AGENT_VARIABLES, TORCHRUN_VARIABLES, stale_variables, unset_l
 #: What torchrun reads in place of its options; the first ones say that there is a job.
 _MARKS = ('PET_NNODES', 'PET_NODE_RANK', 'PET_NPROC_PER_NODE', 'PET_RDZV_ENDPOINT')
 _OPTIONS = (*_MARKS, 'PET_MASTER_ADDR', 'PET_MASTER_PORT', 'PET_RDZV_BACKEND', 'PET_RDZV_ID')
-#: Words of torchrun for a number of processes that depends on the host.
-COUNTED = ('auto', 'gpu', 'cpu')
 
 
 class Kubernetes(Environment):
@@ -162,8 +161,8 @@ class Kubernetes(Environment):
             return nnodes or 1
         size = self.number('WORLD_SIZE')
         # Kubeflow counts processes here, others pods.
-        allowed = {nnodes, nnodes * nproc if isinstance(nproc, int) else nnodes}
-        if size < 1 or (isinstance(nnodes, int) and size not in allowed):
+        factor = nproc if isinstance(nproc, int) else 1
+        if size < 1 or (isinstance(nnodes, int) and size not in (nnodes, nnodes * factor)):
             raise self._disagree('WORLD_SIZE', 'the number of pods or of processes')
         return size if nnodes is None else nnodes
 

@@ -6,14 +6,14 @@ from typing import Dict, Mapping, Optional, Tuple, Type
 from mmdevplug.errors import LaunchError
 
 from .base import DEFAULT_PORT, Environment, Hosts, LaunchEnv
-from .kubernetes import COUNTED, Kubernetes, refuse_to_run_alone
+from .kubernetes import Kubernetes, refuse_to_run_alone
 from .mpi import MPI
 from .none import NoLauncher
 from .slurm import Slurm
 from .stale import stale_variables, unset_line
 from .torchrun import Torchrun, runs_below_torchrun
 
-__all__ = ['COUNTED', 'DEFAULT_PORT', 'Environment', 'Hosts', 'LaunchEnv', 'refuse_to_run_alone']
+__all__ = ['DEFAULT_PORT', 'Environment', 'Hosts', 'LaunchEnv', 'refuse_to_run_alone']
 
 #: Recognized in this order: a launcher may itself run in a job of those after it.
 ENVIRONMENTS: Tuple[Type[Environment], ...] = (Torchrun, MPI, Slurm, Kubernetes, NoLauncher)
