@@ -162,6 +162,8 @@ def fill_in_hosts(
         found.setdefault('nproc', 1)
     if several and not hosts.rendezvous:
         found.update(nnodes=hosts.nnodes, node_rank=hosts.node_rank)
+    for key, value in found.items():
+        LaunchOptions.check(key, value, f'{environment.told()}: {key}')
     settings = LaunchOptions(**{**found, **given})
     if settings.nproc is None:
         check_together(settings, path)

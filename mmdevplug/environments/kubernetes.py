@@ -99,8 +99,10 @@ class Kubernetes(Environment):
                 f"pod's and LOCAL_RANK is left over: "
                 f'{unset_line(_per_process(self.environ))}'
             )
-        if not any(name in found for name in ('RANK', *_MARKS)):
-            return self._volcano_hosts(found) if found else Hosts()
+        if not found:
+            return Hosts()
+        if all(name.startswith('VC_') for name in found):
+            return self._volcano_hosts(found)
         nproc = self._nproc()
         nnodes = self._nnodes(nproc)
         restarts = self.number('PET_MAX_RESTARTS', default=None)
@@ -121,15 +123,15 @@ class Kubernetes(Environment):
         )
 
     def _has_rank(self) -> bool:
-        pair = 'RANK' in self.environ and 'WORLD_SIZE' in self.environ
-        return pair and not _per_process(self.environ)
+        """Whether RANK and WORLD_SIZE are this pod's; in a pod one of them asks for the other."""
+        there = [name in self.environ for name in ('RANK', 'WORLD_SIZE')]
+        complete = any(there) if 'KUBERNETES_SERVICE_HOST' in self.environ else all(there)
+        return complete and not _per_process(self.environ)
 
     def _has_rank_of_process(self) -> bool:
         """Whether a process of several runs in a pod; outside it is a leftover of an old job."""
-        names = ('RANK', 'LOCAL_RANK', 'KUBERNETES_SERVICE_HOST')
-        return all(name in self.environ for name in names) and self.text('WORLD_SIZE') not in (
-            *('', '0', '1'),
-        )
+        names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'KUBERNETES_SERVICE_HOST')
+        return all(name in self.environ for name in names) and self.text('WORLD_SIZE') != '1'
 
     def _nproc(self) -> Union[None, int, str]:
         word = self.text('PET_NPROC_PER_NODE')
@@ -158,6 +160,8 @@ class Kubernetes(Environment):
                 )
             nnodes = words if most > least else least
         if not self._has_rank():
+            if nnodes is None and (self.text('PET_NODE_RANK') or self.text('PET_MASTER_ADDR')):
+                raise self._disagree('PET_NNODES', 'the number of pods')
             return nnodes or 1
         size = self.number('WORLD_SIZE')
         # Kubeflow counts processes here, others pods.

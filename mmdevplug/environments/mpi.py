@@ -26,14 +26,15 @@ class MPI(Environment):
 
     def __init__(self, environ: Optional[Mapping[str, str]] = None) -> None:
         super().__init__(environ)
-        # Open MPI's where both or neither are there: srun sets PMI_RANK, too, but no local rank.
-        ours = any(name in self.environ for name in _OPEN_MPI[:3])
-        hydra = not ours and 'MPI_LOCALRANKID' in self.environ
-        self.names = _HYDRA if hydra else _OPEN_MPI
+        # srun may set PMI_RANK, too.
+        marks = ('MPI_LOCALRANKID',) if 'SLURM_PROCID' in self.environ else _HYDRA
+        hydra = any(name in self.environ for name in marks)
+        of_open_mpi = any(name in self.environ for name in _OPEN_MPI[:3])
+        self.names = _HYDRA if hydra and not of_open_mpi else _OPEN_MPI
 
     def detect(self) -> Dict[str, str]:
-        """Recognize a process of mpirun by its rank, the number of ranks and its local rank."""
-        if not all(name in self.environ for name in self.names[:3]):
+        """Recognize a process of mpirun by its rank, the number of ranks or its local rank."""
+        if not any(name in self.environ for name in self.names[:3]):
             return {}
         names = (*self.names, 'MASTER_ADDR', 'MASTER_PORT')
         return {name: self.environ[name] for name in names if name in self.environ}

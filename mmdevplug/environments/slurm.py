@@ -11,6 +11,8 @@ from mmdevplug.errors import LaunchError
 from .base import DEFAULT_PORT, Environment
 from .loopback import LOOPBACK
 
+_WORDS = dict(SLURM_NTASKS='tasks', SLURM_NNODES='hosts')
+
 
 class Slurm(Environment):
     """srun; a part of a job may have fewer hosts and tasks than the job, so its own count."""
@@ -27,15 +29,13 @@ class Slurm(Environment):
     def _name(self, of_step: str, of_job: str) -> str:
         return of_step if of_step in self.environ else of_job
 
-    def _in_step(self) -> bool:
-        """Whether srun started this process: a batch script has a task's variables, too."""
-        if 'SLURM_STEP_ID' in self.environ:
-            return True
-        return self.environ.get('ENVIRONMENT') != 'BATCH'
-
     def detect(self) -> Dict[str, str]:
-        """Recognize a task of srun."""
-        if not all(name in self.environ for name in self.names[:2]) or not self._in_step():
+        """Recognize a task of srun: a batch script has a task's variables, too."""
+        there = [name in self.environ for name in self.names[:2]]
+        in_step = 'SLURM_STEP_ID' in self.environ
+        if not (any(there) if in_step else all(there)):
+            return {}
+        if not in_step and self.environ.get('ENVIRONMENT') == 'BATCH':
             return {}
         names = (*self.names, 'SLURM_JOB_ID', 'MASTER_ADDR', 'MASTER_PORT')
         return {name: self.environ[name] for name in names if name in self.environ}
@@ -74,9 +74,10 @@ class Slurm(Environment):
 
     def refuse_to_stay_alone(self, starts: bool) -> None:
         """Refuse a batch script or a shell to leave tasks, or hosts, of its job unused."""
-        name = 'SLURM_NNODES' if starts else 'SLURM_NTASKS'
-        found = self.environ.get(name, '')
-        if self.detect() or not re.fullmatch('[0-9]{1,9}', found) or int(found) < 2:
+        # Without --ntasks Slurm counts hosts alone.
+        names = ('SLURM_NNODES',) if starts else ('SLURM_NTASKS', 'SLURM_NNODES')
+        found, name = max((self.number(name) if self.text(name) else 1, name) for name in names)
+        if found < 2 or self.detect():
             return
         if starts:
             way = 'srun --ntasks-per-node=1 mmdevplug train CONFIG --nproc N ...; or for this host'
@@ -84,8 +85,8 @@ class Slurm(Environment):
         else:
             way = 'srun mmdevplug train CONFIG ...; or for one process alone give --launcher none'
         raise LaunchError(
-            f'{name}={found}: Slurm holds {found} {"hosts" if starts else "tasks"} for this job, '
-            f'but this process was started outside of srun and would train alone. Start it as: '
+            f'{name}={found}: Slurm holds {found} {_WORDS[name]} for this job, but this '
+            f'process was started outside of srun and would train alone. Start it as: '
             f'{way}.'
         )
 

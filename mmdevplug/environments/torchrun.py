@@ -26,7 +26,7 @@ class Torchrun(Environment):
         Kubernetes have some of the same names.
         """
         names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')
-        if not all(name in self.environ for name in names) or not runs_below_torchrun():
+        if not any(name in self.environ for name in names) or not runs_below_torchrun():
             return {}
         found = (*names, 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT', AGENT_VARIABLES[0])
         return {name: self.environ[name] for name in found if name in self.environ}
