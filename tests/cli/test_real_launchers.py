@@ -91,10 +91,10 @@ def test_mpirun_on_one_host(tmp_path, kind, found):
 def test_mpirun_over_a_host_file_without_an_address(tmp_path, kind):
     """Two daemons of Open MPI, each of which takes itself for a host of its own."""
     words, environ = mpirun(kind)
-    (tmp_path / 'ssh').write_text(SSH)
-    (tmp_path / 'ssh').chmod(0o755)
+    (tmp_path / 'to_host').write_text(SSH)
+    (tmp_path / 'to_host').chmod(0o755)
     hosts = tmp_path / 'hosts'
-    hosts.write_text(f'{os.uname().nodename} slots=1\nother.invalid slots=1\n')
+    hosts.write_text(f'{os.uname().nodename} slots=1\nother slots=1\n')
     agent = 'plm_ssh_agent' if kind == 'openmpi5' else 'plm_rsh_agent'
     option = '--prtemca' if kind == 'openmpi5' else '--mca'
     work_dir = tmp_path / 'work'
@@ -102,7 +102,7 @@ def test_mpirun_over_a_host_file_without_an_address(tmp_path, kind):
         words[0],
         option,
         agent,
-        str(tmp_path / 'ssh'),
+        str(tmp_path / 'to_host'),
         '--hostfile',
         str(tmp_path / 'hosts'),
     ]
