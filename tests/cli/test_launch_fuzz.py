@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mmdevplug.environments.stale import refuse_to_run_alone
+from mmdevplug.environments.launch import refuse_to_run_alone
 from mmdevplug.errors import LaunchError
 from tests.jobs import PATHS, ROOT
 from tests.ranks import PRELOAD, free_port
