@@ -1,5 +1,6 @@
 """Explain that the workers of a data loader found no room in shared memory."""
 
+import os
 import re
 import shutil
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ def explain_shared_memory(runner: Any, stage: str) -> Iterator[None]:
     except RuntimeError as error:
         # Where a worker is killed, PyTorch raises that "it exited" from the error that says why.
         found = _FULL.search(f'{error}\n{error.__cause__}')
-        if found is None or isinstance(error, DevPlugError):
+        if found is None or isinstance(error, DevPlugError) or not os.path.isdir(FOLDER):
             raise
         raise DeviceOutOfMemoryError(_message(runner, stage, found.group().strip())) from error
 

@@ -46,8 +46,11 @@ def test_a_job_without_rights_saves_within_the_grace_period(tmp_path, ranks):
     command = [*MAIN, 'train', write_config(tmp_path, workers=2), '--work-dir', work_dir]
     command += ['--nproc', '2'] * (ranks > 1)
     job = Container(tmp_path, in_box(tmp_path, command))
-    job.wait_for_iteration(3, ranks)
-    assert stop(job) == 128 + signal.SIGTERM, job.printed
+    try:
+        job.wait_for_iteration(3, ranks)
+        assert stop(job) == 128 + signal.SIGTERM, job.printed
+    finally:
+        job.process.kill()  # which ends all of the container
     check_saved(job, work_dir, ranks)
     assert (work_dir / 'last_checkpoint').stat().st_uid == USER
     assert 'Traceback' not in job.printed
