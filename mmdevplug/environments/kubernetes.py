@@ -175,7 +175,8 @@ class Kubernetes(Environment):
         if name is None and nnodes == 1:
             return 0
         if name is None:
-            raise self._disagree('PET_NODE_RANK', f'it, 0 to {nnodes - 1}, another in each pod')
+            missing = 'RANK' if self._has_rank() else 'PET_NODE_RANK'
+            raise self._disagree(missing, f'0 to {nnodes - 1}, another in each pod')
         found = self.number(name)
         if found >= nnodes:
             raise self._disagree(name, f'0 to {nnodes - 1}, one for each of {nnodes} pods')
@@ -188,7 +189,7 @@ class Kubernetes(Environment):
         if not known:
             raise self._disagree('MASTER_ADDR', 'the name or the address of the first pod')
         if len({self.text(name) for name in known}) > 1:
-            raise self._disagree('PET_MASTER_ADDR', 'the same address in both')
+            raise self._disagree('PET_MASTER_ADDR', 'the same as MASTER_ADDR')
         return self.text(known[0])
 
     def _rendezvous(self, nnodes: Union[int, str]) -> Tuple[str, ...]:
@@ -217,15 +218,15 @@ class Kubernetes(Environment):
         """The one of two variables that is set; refuse two that contradict each other."""
         names = self._given(of_torchrun, of_pod)
         if len({self.text(name) for name in names}) > 1:
-            raise self._disagree(of_torchrun, f'the same in {of_pod}')
+            raise self._disagree(of_torchrun, f'the same as {of_pod}')
         return names[0] if names else None
 
     def _disagree(self, name: str, expected: str) -> LaunchError:
         found = self.detect()
         return LaunchError(
-            f'{told(found)} contradict each other or lack something: expected {expected} in '
-            f'{name}. They come from {self.command}: correct the job; if they are left over, for '
-            f'a job of this host alone: {unset_line(found)}'
+            f'{told(found)} contradict each other or lack something: expected {name} to be '
+            f'{expected}. They come from {self.command}: correct the job; if they are left over, '
+            f'for a job of this host alone: {unset_line(found)}'
         )
 
     # Volcano without its plugin for PyTorch -----------------------------------------------------

@@ -81,9 +81,24 @@ def test_pods_that_come_and_go_meet_as_torchrun_would(monkeypatch, started):
         (POD, ['--launcher', 'none'], 'it would train alone. To join the others'),
         (POD, ['--nproc', '2', '--nnodes', '1'], 'nnodes=1 and RANK=1 WORLD_SIZE=2 MASTER_ADDR='),
         (POD, ['--nproc', '2', '--node-rank', '0'], 'node_rank=0 and RANK=1 WORLD_SIZE=2'),
-        (dict(PET_NODE_RANK='1'), ['--nproc', '2'], 'expected 0 to 0, one for each of 1 pods in '),
-        (dict(PET_NODE_RANK='1'), [], 'expected 0 to 0, one for each of 1 pods in PET_NODE_RANK'),
-        (dict(PET_NNODES='2'), [], 'expected it, 0 to 1, another in each pod in PET_NODE_RANK'),
+        (
+            dict(PET_NODE_RANK='1'),
+            ['--nproc', '2'],
+            'expected PET_NNODES to be the number of pods',
+        ),
+        (dict(PET_NODE_RANK='1'), [], 'expected PET_NNODES to be the number of pods'),
+        (dict(POD, RANK='2'), [], 'expected RANK to be 0 to 1, one for each of 2 pods'),
+        (dict(POD, RANK=''), [], 'expected RANK to be 0 to 1, another in each pod'),
+        (dict(POD, PET_NODE_RANK='0'), [], 'expected PET_NODE_RANK to be the same as RANK'),
+        (
+            dict(KUBEFLOW, WORLD_SIZE='3', RANK='1'),
+            [],
+            'expected WORLD_SIZE to be the number',
+        ),
+        (dict(POD, PET_MASTER_ADDR='a'), [], 'expected PET_MASTER_ADDR to be the same as MASTER'),
+        (dict(POD, MASTER_PORT='0'), [], 'MASTER_PORT=0: expected a port from 1 to 65535'),
+        (dict(POD, LOCAL_RANK='0', KUBERNETES_SERVICE_HOST='a'), [], 'LOCAL_RANK is left over'),
+        (dict(PET_NNODES='2'), [], 'expected PET_NODE_RANK to be 0 to 1, another in each'),
     ],
 )
 def test_a_pod_does_not_train_alone(monkeypatch, environ, flags, told):
@@ -92,7 +107,7 @@ def test_a_pod_does_not_train_alone(monkeypatch, environ, flags, told):
     with pytest.raises(LaunchError) as caught:
         train.main([CONFIG, *flags])
     assert told in str(caught.value)
-    assert 'unset ' in str(caught.value)
+    assert 'unset ' in str(caught.value) or 'Set MASTER_PORT' in str(caught.value)
 
 
 def test_all_flags_win_over_the_variables_of_a_pod(monkeypatch, started):
