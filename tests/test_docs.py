@@ -186,7 +186,10 @@ def commands(page):
 
 
 #: Programs that are not ours.
-FROM_ELSEWHERE = ('pip', 'mim', 'python', 'python3', 'pytest', 'git', 'export', 'source', 'cd')
+FROM_ELSEWHERE = (
+    *('pip', 'mim', 'docker', 'python', 'python3', 'pytest'),
+    *('git', 'export', 'source', 'cd'),
+)
 ALL_COMMANDS = [
     pytest.param(words, id=f'{name_of(page)}: {" ".join(words)}'[:120])
     for page in PAGES

@@ -13,8 +13,14 @@ from mmengine.config import Config, DictAction, config as config_module
 from mmengine.config.utils import MODULE2PACKAGE
 
 from mmdevplug.config.base_config import base_config
-from mmdevplug.environments.launch import LAUNCHERS, LaunchEnv, read_launch_env
-from mmdevplug.environments.stale import describe_stale, forget_stale_variables
+from mmdevplug.environments.launch import (
+    LAUNCHERS,
+    LaunchEnv,
+    find_environment,
+    forget_stale_variables,
+    read_launch_env,
+)
+from mmdevplug.environments.stale import describe_stale
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.explanations.versions import explain_versions, folder_of
 from mmdevplug.fault_tolerance.abort import note_for_agent
@@ -33,7 +39,9 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument('--work-dir', help='the folder for logs, checkpoints and results')
     parser.add_argument(
-        '--launcher', choices=LAUNCHERS, default='none', help='how the processes were started'
+        '--launcher',
+        choices=LAUNCHERS,
+        help='what started the processes; by default what the launch variables tell of',
     )
     parser.add_argument(
         '--model-parallel',
@@ -81,7 +89,7 @@ def load_config(args: argparse.Namespace) -> Config:
     cfg.setdefault('accelerator', dict(type='auto', backend='auto'))
     if isinstance(cfg.accelerator, str):
         cfg.accelerator = dict(type=cfg.accelerator)  # which --cfg-options can add to
-    cfg.launcher = args.launcher
+    cfg.launcher = args.launcher or 'none'
     if args.model_parallel is not None:
         options = cfg.get('model_parallel')
         enable = dict(true=True, false=False, auto=None)[args.model_parallel]
@@ -199,8 +207,9 @@ def overlay_accelerator(cfg: Config, name: str) -> None:
 
 def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
     """Read the launch variables before anything else does, and ignore an earlier job's."""
+    of_pod = find_environment().per_host
     stale = forget_stale_variables(args.launcher)
-    if stale:
+    if stale and not of_pod:
         say(describe_stale(args.launcher, stale))
     if args.local_rank is not None:
         os.environ.setdefault('LOCAL_RANK', str(args.local_rank))

@@ -3,19 +3,17 @@
 import argparse
 import os
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 
 from mmdevplug.accelerators import Accelerator, choose_accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.config.launch import LaunchOptions
+from mmdevplug.config.launch import COUNTED, LaunchOptions
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
-from mmdevplug.environments.stale import (
-    forget_stale_variables,
-    refuse_to_run_alone,
-    stale_variables,
-)
+from mmdevplug.environments.stale import stale_variables
 from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.host import available_memory, usable_cores
@@ -23,7 +21,13 @@ from mmdevplug.utils.host import available_memory, usable_cores
 from . import say
 from .common import add_common_arguments, load_config, run
 from .forward_signals import replace_process, run_check
-from .launch_settings import LAUNCH_FLAGS, check_together, read_settings
+from .launch_settings import (
+    LAUNCH_FLAGS,
+    Start,
+    check_together,
+    fill_in_hosts,
+    read_settings,
+)
 
 #: What a process holds that has imported PyTorch and MMEngine and has no model yet: 154 MB of its
 #: own, with PyTorch 2.13 for the CPU.
@@ -63,33 +67,41 @@ def check_room(wanted: int, origin: str, insist: bool = False) -> None:
 
 def launch(module: str, argv: List[str], args: argparse.Namespace) -> NoReturn:
     """Become torchrun, which runs a module in several processes; ``args`` are ``argv`` parsed."""
-    settings = read_settings(args, args.launch)
-    if settings.nnodes == 1:
-        refuse_to_run_alone()
+    start = read_settings(args, args.launch)
+    settings = start.settings
     words = without_options(argv, LAUNCH_FLAGS)
     if args.accelerator is None and settings.accelerator not in (None, 'auto'):
         words += ['--accelerator', settings.accelerator]
     if args.timeout is None and settings.timeout is not None:
         words += ['--timeout', str(settings.timeout)]
-    from_file = args.launch is not None and args.nproc is None
-    origin = f'{args.launch}: nproc' if from_file else '--nproc'
-    command = [*agent_command(settings), '-m', module, *words, '--launcher', 'pytorch']
-    checked = [f'--origin={origin}', str(settings.nproc), *words]
-    _check_and_start(checked, command, _environment(settings.env))
+    origin = '--nproc'
+    if args.nproc is None:
+        origin = 'PET_NPROC_PER_NODE' if args.launch is None else f'{args.launch}: nproc'
+    _check_and_start(origin, words, start, ['-m', module, *words, '--launcher', 'pytorch'])
 
 
 def _check_and_start(
-    checked: Sequence[str], command: Sequence[str], environ: Mapping[str, str]
+    origin: str, checked: Sequence[str], start: Start, script: Sequence[str]
 ) -> NoReturn:
-    """Check a number of processes with :func:`main`, then become the process that starts them."""
+    """Check the number of processes with :func:`main`, then become the process that starts them.
+
+    A word for it, such as ``'auto'``, is counted there.
+    """
+    environ = _environment(start)
+    settings = start.settings
     # In a process of its own: looking at some devices takes hold of them.
-    status = run_check([sys.executable, '-m', 'mmdevplug.cli.launch', *checked], environ)
-    if status:
-        raise SystemExit(status)
-    replace_process(command, environ)
+    check = [sys.executable, '-m', 'mmdevplug.cli.launch', f'--origin={origin}']
+    with tempfile.NamedTemporaryFile('r') as answer:
+        words = [f'--answer={answer.name}', str(settings.nproc), *checked]
+        status = run_check([*check, *words], environ)
+        if status:
+            raise SystemExit(status)
+        if settings.nproc in COUNTED:
+            settings = replace(settings, nproc=int(answer.read()))
+    replace_process([*agent_command(settings, start.rendezvous), *script], environ)
 
 
-def agent_command(settings: LaunchOptions) -> List[str]:
+def agent_command(settings: LaunchOptions, rendezvous: Sequence[str] = ()) -> List[str]:
     """The command line of torchrun, up to the script."""
     single = settings.nnodes == 1
     command = [
@@ -97,9 +109,10 @@ def agent_command(settings: LaunchOptions) -> List[str]:
         # torchrun would take --nproc for an abbreviation of its own options.
         f'--nproc_per_node={settings.nproc}',
         f'--max_restarts={settings.max_restarts}',
-        f'--nnodes={settings.nnodes}',
-        f'--node_rank={settings.node_rank or 0}',
     ]
+    if rendezvous:
+        return [*command, *rendezvous]
+    command += [f'--nnodes={settings.nnodes}', f'--node_rank={settings.node_rank or 0}']
     if settings.timeout is not None and not single:
         command.append(f'--rdzv_conf=timeout={max(1, round(settings.timeout))}')
     # With port 0 the agent takes a free one.
@@ -110,11 +123,13 @@ def agent_command(settings: LaunchOptions) -> List[str]:
     ]
 
 
-def _environment(given: Dict[str, str]) -> Dict[str, str]:
-    """Return this process's variables without stale ones, and those of a launch file."""
-    stale = stale_variables('none')
-    environ = {name: value for name, value in os.environ.items() if name not in stale}
-    for name, value in given.items():
+def _environment(start: Start) -> Dict[str, str]:
+    """Return this process's variables without stale and used ones, and those of a launch file."""
+    # torchrun would read PET_* once more.
+    read = {name for name in os.environ if name.startswith('PET_')} if start.used else set()
+    dropped = {*stale_variables('none'), *read}
+    environ = {name: value for name, value in os.environ.items() if name not in dropped}
+    for name, value in start.settings.env.items():
         if environ.setdefault(name, value) != value:
             say(f'{name}={environ[name]} of the shell wins over {value} of the launch file.')
     return environ
@@ -152,31 +167,67 @@ def read_hosts(nproc: int, environ: Mapping[str, str]) -> LaunchOptions:
     return settings
 
 
+def _start_of_script(nproc: int) -> Start:
+    """How ``tools/dist_train.sh`` starts: its own variables win over those of a launcher."""
+    settings = read_hosts(nproc, os.environ)
+    if settings.nnodes > 1:
+        return Start(settings)
+    given: Dict[str, Any] = dict(nproc=nproc, max_restarts=settings.max_restarts)
+    if os.environ.get('NNODES'):
+        given['nnodes'] = 1
+    if os.environ.get('PORT'):
+        given['master_port'] = settings.master_port
+    start = fill_in_hosts(given, os.environ)
+    return start if start.settings.nnodes > 1 or start.rendezvous else Start(settings)
+
+
+def _read_count(word: str, origin: str) -> int:
+    try:
+        count = int(word)
+    except ValueError:
+        raise DevPlugError(f'NUM_DEVICES={word!r}: expected a number.') from None
+    LaunchOptions.check('nproc', count, origin)
+    return count
+
+
+def count_processes(word: str, accelerator: Accelerator, origin: str) -> int:
+    """Count the processes that torchrun's ``auto``, ``gpu`` or ``cpu`` stand for."""
+    if word == 'cpu' or (word == 'auto' and accelerator.shares_devices):
+        return usable_cores()
+    if accelerator.shares_devices:
+        raise LaunchError(
+            f'{origin}={word}, but this job trains on {accelerator.name!r}, which has no devices '
+            f'to count. Give the number of processes: --nproc N.'
+        )
+    return accelerator.max_ranks()
+
+
 def main(argv: Optional[List[str]] = None) -> None:
     """Check a number of processes against the devices, and start them if there is a script."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(description=main.__doc__, allow_abbrev=False)
     parser.add_argument('--script', help='start this with the remaining arguments')
     parser.add_argument('--origin', default='NUM_DEVICES', help='its name in messages')
+    parser.add_argument('--answer', help='a file for the number, where it is counted')
     parser.add_argument('num_devices')
     add_common_arguments(parser)
     args, _ = parser.parse_known_args(argv)
-    try:
-        wanted = int(args.num_devices)
-    except ValueError:
-        raise DevPlugError(f'NUM_DEVICES={args.num_devices!r}: expected a number.') from None
-    LaunchOptions.check('nproc', wanted, args.origin)
     if args.script is not None:
-        hosts = read_hosts(wanted, os.environ)
-        if hosts.nnodes == 1:
-            refuse_to_run_alone()
+        wanted = _read_count(args.num_devices, args.origin)
         words = without_options(argv, ['--script'])
-        command = [*agent_command(hosts), args.script, *words[1:], '--launcher', 'pytorch']
-        _check_and_start(words, command, _environment({}))
-    forget_stale_variables('none')
+        script = [args.script, *words[1:], '--launcher', 'pytorch']
+        _check_and_start(args.origin, words[1:], _start_of_script(wanted), script)
+    counted = args.num_devices in COUNTED
+    wanted = 1 if counted else _read_count(args.num_devices, args.origin)
     check_room(wanted, args.origin, insist=args.oversubscribe)
     options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
-    refuse_missing_devices(choose_accelerator(options.device).accelerator, wanted, args.origin)
+    accelerator = choose_accelerator(options.device).accelerator
+    if counted:
+        wanted = count_processes(args.num_devices, accelerator, args.origin)
+        check_room(wanted, args.origin, insist=args.oversubscribe)
+    refuse_missing_devices(accelerator, wanted, args.origin)
+    if counted and args.answer is not None:
+        Path(args.answer).write_text(str(wanted))
 
 
 if __name__ == '__main__':

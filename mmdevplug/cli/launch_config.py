@@ -9,12 +9,13 @@ from typing import List, Optional
 from mmdevplug.accelerators import choose_accelerator
 from mmdevplug.config.fields import options_of
 from mmdevplug.config.launch import LaunchOptions
-from mmdevplug.environments.launch import DEFAULT_PORT, slurm_first_host, slurm_port
+from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
+from mmdevplug.environments.slurm import first_host, job_port
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.atomic_files import write_text
 
-from .launch import refuse_missing_devices
+from .launch import count_processes, refuse_missing_devices
 from .launch_settings import add_launch_arguments, check_together, flags_of
 
 
@@ -38,6 +39,8 @@ def main(argv: Optional[List[str]] = None) -> None:
     flags = flags_of(args)
     accelerator = choose_accelerator(args.accelerator).accelerator
     nproc = flags.get('nproc', 1 if accelerator.shares_devices else accelerator.max_ranks())
+    if isinstance(nproc, str):
+        nproc = count_processes(nproc, accelerator, '--nproc')
     refuse_missing_devices(accelerator, nproc, '--nproc')
     settings = LaunchOptions(
         accelerator=accelerator.name, timeout=1800, env=dict(OMP_NUM_THREADS='1')
@@ -72,8 +75,8 @@ def _with_slurm(settings: LaunchOptions) -> LaunchOptions:
     return replace(
         settings,
         nnodes=int(hosts),
-        master_addr=slurm_first_host(os.environ),
-        master_port=slurm_port(os.environ),
+        master_addr=first_host(os.environ),
+        master_port=job_port(os.environ),
     )
 
 

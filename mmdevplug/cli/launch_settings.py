@@ -5,14 +5,17 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
 import yaml
 
 from mmdevplug.config.fields import options_of, refuse_unknown
 from mmdevplug.config.launch import LaunchOptions, read_variables
+from mmdevplug.environments.launch import ENVIRONMENTS, Environment, find_environment
 from mmdevplug.environments.loopback import is_loopback
 from mmdevplug.errors import LaunchError
+
+from . import say
 
 #: The flags that the job's processes are started without.
 LAUNCH_FLAGS = tuple(
@@ -25,7 +28,7 @@ LAUNCH_FLAGS = tuple(
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each key of a launch file but ``accelerator`` and ``env``."""
     group = parser.add_argument_group('starting processes')
-    kinds = dict(int=int, float=float, str=str)
+    kinds = {'int': int, 'float': float, 'str': str, 'int, str': _number_or_word}
     for one in options_of(LaunchOptions):
         if one.name not in ('accelerator', 'env'):
             group.add_argument(
@@ -33,6 +36,10 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
                 type=kinds[one.metadata['accepts']],
                 help=one.metadata['meaning'].replace('`', ''),
             )
+
+
+def _number_or_word(text: str) -> Any:
+    return int(text) if re.fullmatch('-?[0-9]{1,9}', text) else text
 
 
 def flags_of(args: argparse.Namespace) -> Dict[str, Any]:
@@ -44,28 +51,134 @@ def flags_of(args: argparse.Namespace) -> Dict[str, Any]:
     return flags
 
 
-def starts_processes(args: argparse.Namespace) -> bool:
-    """Whether arguments start processes; refuse those that also say that they were started."""
+class Start(NamedTuple):
+    """How to start the processes of this host."""
+
+    settings: LaunchOptions
+    rendezvous: Tuple[str, ...] = ()  # torchrun's options, where hosts may join and leave
+    used: Tuple[str, ...] = ()  # the variables that say so
+
+
+def starts_processes(
+    args: argparse.Namespace, environ: Optional[Mapping[str, str]] = None
+) -> bool:
+    """Whether this process is to start others; if not, ``args.launcher`` names what started it.
+
+    Without ``--launcher`` the variables decide, and a line says which.
+    """
     flags = [one for one in LAUNCH_FLAGS if getattr(args, one[2:].replace('-', '_')) is not None]
-    if flags and args.launcher != 'none':
+    if flags and args.launcher not in (None, 'none'):
         raise LaunchError(
             f'{flags[0]} and --launcher {args.launcher} disagree: {flags[0]} starts processes, '
             f'--launcher says that they were started. Leave out one of them.'
         )
-    return bool(flags)
+    if flags or args.launcher is not None:
+        args.launcher = args.launcher or 'none'
+        return bool(flags)
+    args.launcher = 'none'
+    environment = find_environment(environ)
+    if environment.per_host:
+        hosts = environment.hosts()
+        return hosts.nnodes != 1 or hosts.nproc not in (None, 1)
+    if environment.name == 'none':
+        _refuse_to_stay_alone(environ, starts=False)
+        return False
+    env = environment.read()
+    # torchrun counts its restarts for a single process, too.
+    if env.world_size > 1 or environment.name == 'pytorch':
+        args.launcher = environment.name
+        if env.rank == 0:
+            _say_found(
+                environment,
+                f'rank 0 of {env.world_size}, which meet at {env.master_addr}:{env.master_port}',
+            )
+    return False
 
 
-def read_settings(args: argparse.Namespace, path: Optional[str] = None) -> LaunchOptions:
-    """Lay flags over a launch file, if there is one, and check the result."""
-    flags = flags_of(args)
-    settings = replace(LaunchOptions() if path is None else read_launch_file(path), **flags)
-    found = os.environ.get('SLURM_NODEID')
+def _refuse_to_stay_alone(environ: Optional[Mapping[str, str]], starts: bool) -> None:
+    for kind in ENVIRONMENTS:
+        kind(environ).refuse_to_stay_alone(starts)
+
+
+def _say_found(environment: Environment, place: str) -> None:
+    say(f'launcher {environment.name!r}, found by {environment.told()}: {place}.')
+
+
+def read_settings(
+    args: argparse.Namespace,
+    path: Optional[str] = None,
+    environ: Optional[Mapping[str, str]] = None,
+) -> Start:
+    """Lay flags over a launch file and over what the variables say, and check the result."""
+    environ = os.environ if environ is None else environ
+    given = {} if path is None else dict(_read_content(path))
+    given.update(flags_of(args))
+    start = fill_in_hosts(given, environ, path)
+    settings = start.settings
+    found = environ.get('SLURM_NODEID')
     if settings.nnodes > 1 and settings.node_rank is None and found is not None:
         if re.fullmatch(r'\d+', found, re.ASCII) is None:
             raise LaunchError(f'SLURM_NODEID={found!r}: expected 0 or more. Give --node-rank.')
         settings = replace(settings, node_rank=int(found))
-    check_together(settings, path)
-    return settings
+    if not start.used:
+        check_together(settings, path)
+    return start._replace(settings=settings)
+
+
+def fill_in_hosts(
+    given: Mapping[str, Any], environ: Mapping[str, str], path: Optional[str] = None
+) -> Start:
+    """Fill in the hosts of the job, as the variables tell of them, where they are not given.
+
+    Raises:
+        LaunchError: If the two contradict each other.
+    """
+    alone = Start(LaunchOptions(**given))
+    if all(given.get(key) is not None for key in ('nnodes', 'node_rank', 'master_addr')):
+        return alone
+    environment = find_environment(environ)
+    hosts = environment.hosts()
+    where = '' if path is None else f'{path}: '
+    for key in ('nnodes', 'node_rank'):
+        mine, found = given.get(key), getattr(hosts, key)
+        if environment.name != 'none' and None not in (mine, found) and mine != found:
+            raise LaunchError(
+                f'{where}{key}={mine} and {environment.told()} disagree: these say '
+                f'{key}={found}. Leave out {key}, or give all of --nnodes, --node-rank and '
+                f'--master-addr; if the variables are left over, for a job of this host alone: '
+                f'unset {" ".join(environment.detect())}'
+            )
+    if environment.name == 'none' and 'nnodes' not in given:
+        _refuse_to_stay_alone(environ, starts=True)
+    several = hosts.nnodes != 1
+    if not several and not environment.per_host:
+        return alone
+    found = {
+        key: getattr(hosts, key)
+        for key in ('nproc', 'master_addr', 'master_port', 'max_restarts')
+        if getattr(hosts, key) is not None
+    }
+    if environment.per_host:
+        found.setdefault('nproc', 1)
+    if several and not hosts.rendezvous:
+        found.update(nnodes=hosts.nnodes, node_rank=hosts.node_rank)
+    for key, value in found.items():
+        LaunchOptions.check(key, value, f'{environment.told()}: {key}')
+    settings = LaunchOptions(**{**found, **given})
+    if settings.nproc is None:
+        check_together(settings, path)
+    place = f'host {hosts.node_rank} of {hosts.nnodes}' if several else 'the only host'
+    if hosts.rendezvous:
+        place = f'one of {hosts.nnodes} hosts'
+    place += f', {settings.nproc} process(es) on each'
+    if several:
+        endpoint = [one for one in hosts.rendezvous if one.startswith('--rdzv_endpoint=')]
+        port = settings.master_port
+        place += f', which meet at {endpoint[0][16:] if endpoint else settings.master_addr}'
+        place += '' if endpoint else f':{port}'
+    _say_found(environment, place)
+    rendezvous = hosts.rendezvous and (f'--nnodes={hosts.nnodes}', *hosts.rendezvous)
+    return Start(settings, rendezvous, tuple(environment.detect()))
 
 
 def check_together(settings: LaunchOptions, origin: Optional[str] = None) -> None:
@@ -115,6 +228,10 @@ class _StrictLoader(yaml.SafeLoader):
 
 def read_launch_file(path: str) -> LaunchOptions:
     """Read a launch file and check each value of it."""
+    return LaunchOptions(**_read_content(path))
+
+
+def _read_content(path: str) -> Dict[str, Any]:
     if not Path(path).is_file():
         raise LaunchError(
             f'--launch {path!r} is no file. Write one with mmdevplug launch-config --out {path}.'
@@ -139,4 +256,4 @@ def read_launch_file(path: str) -> LaunchOptions:
     for key, value in content.items():
         LaunchOptions.check(key, value, f'{path}: {key}')
     env = read_variables(content.get('env', {}), f'{path}: env')
-    return LaunchOptions(**dict(content, env=env))
+    return dict(content, env=env)

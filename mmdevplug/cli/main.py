@@ -1,6 +1,8 @@
 """The command ``mmdevplug``."""
 
+import os
 import sys
+import tempfile
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import List, Optional
@@ -8,6 +10,7 @@ from typing import List, Optional
 from mmdevplug.version import __version__
 
 from . import say
+from .process_one import leave_process_one
 
 COMMANDS = {
     'train': 'train a model: mmdevplug train CONFIG [--accelerator NAME] [--nproc N] ...',
@@ -21,7 +24,10 @@ COMMANDS = {
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a command and return its exit status."""
+    leave_process_one()
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in COMMANDS and not _has_temporary_folder():
+        return 1
     if argv[:1] == ['doctor']:
         # Apart, because it also has to work where torch cannot be imported.
         return import_module('mmdevplug.cli.doctor').main(argv[1:])
@@ -45,6 +51,19 @@ def main(argv: Optional[List[str]] = None) -> int:
         print(f'  {name:15}{help_}', file=stream)
     print('  --version      print the releases of mmdevplug, MMEngine and PyTorch', file=stream)
     return 0 if asked_for_help else 2
+
+
+def _has_temporary_folder() -> bool:
+    """Whether any folder takes temporary files, which PyTorch's processes need; say so if not."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        say(
+            f'TMPDIR={os.environ.get("TMPDIR")!r}: {error.strerror}, but PyTorch and this command '
+            f'need one that can be written to. Mount one at /tmp, or name one: export TMPDIR=...'
+        )
+        return False
+    return True
 
 
 def _release(package: str) -> str:

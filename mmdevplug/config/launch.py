@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Union
 
 from mmdevplug.errors import LaunchError
 
@@ -12,6 +12,13 @@ _NAME = Check(
     lambda value: isinstance(value, str) and bool(re.fullmatch(r'[\w.:-]+', value, re.ASCII)),
     "a name such as 'auto', 'cpu' or 'gcu'",
     'str',
+)
+#: Words of torchrun for a number of processes that depends on the host.
+COUNTED = ('auto', 'gpu', 'cpu')
+_COUNT = Check(
+    lambda value: whole(1).holds(value) or (isinstance(value, str) and value in COUNTED),
+    "1 or more processes on each host, or 'auto' for one on each device",
+    'int, str',
 )
 #: What a launch file may set for the job's processes. Nothing that could hold a secret, and not
 #: the variables that hide devices, which belong to whoever shares out the host.
@@ -31,8 +38,11 @@ class LaunchOptions(Options):
     accelerator: Optional[str] = option(
         None, 'The family of devices; `auto` takes what is present.', check=_NAME
     )
-    nproc: Optional[int] = option(
-        None, 'Processes on each host.', check=whole(1).named('1 or more processes on each host')
+    nproc: Union[None, int, str] = option(
+        None,
+        'Processes on each host; `auto`: one for each device, or each core where it trains on the '
+        'CPU. In a pod `PET_NPROC_PER_NODE` sets it.',
+        check=_COUNT,
     )
     nnodes: int = option(
         1,

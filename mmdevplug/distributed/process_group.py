@@ -37,12 +37,12 @@ from mmdevplug.config.accelerator import (
 from mmdevplug.environments.launch import (
     LaunchEnv,
     read_launch_env,
+    refuse_to_run_alone,
     restart_count,
 )
 from mmdevplug.environments.loopback import is_loopback, loopback_store
 from mmdevplug.environments.stale import (
     AGENT_VARIABLES,
-    refuse_to_run_alone,
     stale_variables_hidden,
     unset_line,
 )
@@ -81,7 +81,7 @@ def start_distributed(
     is also returned by :func:`mmdevplug.accelerators.device_context`.
 
     Args:
-        launcher (str): ``'pytorch'``, ``'slurm'``, ``'mpi'`` or ``'none'``.
+        launcher (str): ``'pytorch'``, ``'slurm'``, ``'mpi'``, ``'kubernetes'`` or ``'none'``.
         accelerator (str, dict or Accelerator, optional): See
             :func:`mmdevplug.accelerators.choose_accelerator`. Defaults to None.
         forced_backend (str, optional): A backend that wins over ``backend``; see

@@ -3,7 +3,7 @@
 import os
 from typing import Iterator, List, Mapping, Optional
 
-from mmdevplug.environments.launch import read_launch_env
+from mmdevplug.environments.launch import Environment, find_environment, read_launch_env
 from mmdevplug.environments.stale import stale_variables, unset_line
 from mmdevplug.errors import LaunchError
 
@@ -18,15 +18,14 @@ SHOWN = (
     *('TORCHELASTIC_RUN_ID', 'TORCHELASTIC_RESTART_COUNT'),
     *('TORCHELASTIC_MAX_RESTARTS', 'TORCHELASTIC_USE_AGENT_STORE'),
     *('SLURM_JOB_ID', 'SLURM_PROCID', 'SLURM_LOCALID', 'SLURM_NTASKS', 'SLURM_NNODES'),
-    *('SLURM_TASKS_PER_NODE', 'SLURM_NODELIST'),
+    *('SLURM_TASKS_PER_NODE', 'SLURM_NODELIST', 'SLURM_STEP_NUM_TASKS'),
     *('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE'),
     *('OMPI_COMM_WORLD_LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_SIZE'),
+    *('PMI_RANK', 'PMI_SIZE', 'MPI_LOCALRANKID', 'MPI_LOCALNRANKS'),
+    *('PET_NNODES', 'PET_NODE_RANK', 'PET_NPROC_PER_NODE', 'PET_MASTER_ADDR', 'PET_MASTER_PORT'),
     *('MMDEVPLUG_ACCELERATOR', 'PJRT_DEVICE', 'CUDA_VISIBLE_DEVICES'),
     *('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME', 'OMP_NUM_THREADS'),
 )
-
-#: Variables that only these launchers set.
-MARKS = {'slurm': 'SLURM_PROCID', 'mpi': 'OMPI_COMM_WORLD_RANK'}
 
 
 def examine(environ: Optional[Mapping[str, str]] = None) -> List[Finding]:
@@ -34,10 +33,11 @@ def examine(environ: Optional[Mapping[str, str]] = None) -> List[Finding]:
     environ = os.environ if environ is None else environ
     shown = [f'{name}={environ[name]}' for name in SHOWN if name in environ]
     findings = [section.note(f'set: {" ".join(shown)}')] if shown else []
-    findings += _stale(environ)
-    for launcher, mark in MARKS.items():
-        if mark in environ:
-            findings += _under(launcher, environ)
+    environment = find_environment(environ)
+    if not environment.per_host:  # There they are of the pod.
+        findings += _stale(environ)
+    if environment.name != 'none':
+        findings += _under(environment)
     if not any(finding.level in ('error', 'warning') for finding in findings):
         findings.append(section.ok('no launch variable contradicts another'))
     return findings
@@ -63,25 +63,29 @@ def _stale(environ: Mapping[str, str]) -> Iterator[Finding]:
     )
 
 
-def _under(launcher: str, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _under(environment: Environment) -> Iterator[Finding]:
+    name = environment.name
     try:
-        env = read_launch_env(launcher, environ)
+        hosts = environment.hosts() if environment.per_host else None
+        env = environment.read() if hosts is None else None
     except LaunchError as error:
-        problem = str(error)
-        named = [name for name in SHOWN if name in environ and name in problem]
         yield section.error(
-            f'--launcher {launcher} is refused here: {problem}',
+            f'--launcher {name} is refused here: {error}',
             'every process of the job would be refused.',
-            unset_line(named or ['RANK']),
+            f'unset {" ".join(environment.detect())}',
         )
         return
+    if env is None:
+        yield section.ok(f'mmdevplug train joins a job of {hosts.nnodes} pod(s): {hosts}')
+        return
     yield section.ok(
-        f'--launcher {launcher}: {env.describe()}, MASTER_ADDR={env.master_addr} '
+        f'--launcher {name}: {env.describe()}, MASTER_ADDR={env.master_addr} '
         f'MASTER_PORT={env.master_port}'
     )
     if env.world_size > 1:
         yield section.note(
-            f'this shell is one of {env.world_size} tasks of {launcher}',
-            'each task trains alone unless --launcher is passed.',
-            f'python tools/train.py CONFIG --launcher {launcher}',
+            f'this shell is one of {env.world_size} tasks of {name}',
+            "mmdevplug train joins them by itself; in a repository's own script each task trains "
+            'alone unless --launcher is passed.',
+            f'python tools/train.py CONFIG --launcher {name}',
         )

@@ -69,8 +69,8 @@ def _shared_memory(folder: str) -> Finding:
         )
     return section.warning(
         found,
-        'processes of data loaders end with "bus error", and gradients of one host are averaged '
-        'there.',
+        'workers of data loaders pass batches through it, and end with "bus error" or "No space '
+        'left on device" where it is full.',
         remedy,
     )
 

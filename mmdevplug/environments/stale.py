@@ -2,12 +2,8 @@
 
 import logging
 import os
-import re
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Dict, Iterable, Iterator, Mapping, Optional
-
-from mmdevplug.errors import LaunchError
 
 #: What a rank is and where it meets the others; every launcher of a job sets these.
 RANK_VARIABLES = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
@@ -47,58 +43,9 @@ def stale_variables(launcher: str, environ: Optional[Mapping[str, str]] = None) 
     return {name: environ[name] for name in names if name in environ}
 
 
-def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
-    """Refuse a single process where the variables say that it is one of several.
-
-    Operators of Kubernetes set ``RANK``, ``WORLD_SIZE`` and ``MASTER_ADDR`` in every pod of a job.
-    torchrun sets more, so its variables of an earlier job are not taken for these.
-    """
-    environ = os.environ if environ is None else environ
-    rank, world_size, address, port = (
-        environ.get(name, '').strip()
-        for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
-    )
-    numbers = all(re.fullmatch('[0-9]{1,9}', value) for value in (rank, world_size))
-    if not (address and numbers and int(rank) < int(world_size) > 1):
-        return
-    if any(name in environ for name in ('LOCAL_RANK', *TORCHRUN_VARIABLES, *AGENT_VARIABLES)):
-        return
-    flags = f'--nproc N --nnodes {world_size} --node-rank {rank} --master-addr {address}'
-    if port:
-        flags += f' --master-port {port}'
-    raise LaunchError(
-        f'RANK={rank} WORLD_SIZE={world_size} MASTER_ADDR={address} say that this process is one '
-        f'of {world_size}, as in a pod of Kubernetes, but no launcher is named: it would train '
-        f'alone. To join the others, start on each host, with N processes: mmdevplug train CONFIG '
-        f'{flags}. For a job of this host alone: {unset_line(stale_variables("none", environ))}'
-    )
-
-
 def unset_line(names: Iterable[str]) -> str:
     """The shell command that removes variables."""
     return f'unset {" ".join(names)}'
-
-
-def forget_stale_variables(launcher: str) -> Dict[str, str]:
-    """Remove the stale variables from this process and return them.
-
-    Raises:
-        LaunchError: If torchrun is running this process as one of several, or the variables of a
-            pod say that it is, but no launcher was named: each process would train alone and
-            write the same files.
-    """
-    if launcher == 'none':
-        refuse_to_run_alone()
-    stale = stale_variables(launcher)
-    if launcher == 'none' and _parent_is_torchrun() and os.environ.get('WORLD_SIZE', '1') != '1':
-        raise LaunchError(
-            f"launcher='none', but torchrun runs this process as one of WORLD_SIZE="
-            f'{os.environ["WORLD_SIZE"]}; each of them would train alone. Pass --launcher '
-            f'pytorch, or for a single process: {unset_line(stale)}'
-        )
-    for name in stale:
-        del os.environ[name]
-    return stale
 
 
 def describe_stale(launcher: str, stale: Mapping[str, str]) -> str:
@@ -122,13 +69,3 @@ def stale_variables_hidden(launcher: str) -> Iterator[Dict[str, str]]:
         os.environ.update(stale)
         if stale:
             logging.getLogger(__name__).warning(describe_stale(launcher, stale))
-
-
-def _parent_is_torchrun() -> bool:
-    """Whether torchrun started this process; False where the system does not say."""
-    try:
-        words = Path(f'/proc/{os.getppid()}/cmdline').read_bytes().split(b'\0')
-    except OSError:
-        return False
-    pattern = rb'(.*/)?torchrun|torch\.distributed\.(run|launch)|mmdevplug\.cli\.torchrun_agent'
-    return any(re.fullmatch(pattern, word) for word in words)

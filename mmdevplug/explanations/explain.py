@@ -13,6 +13,7 @@ from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 
 from .cuda_code import explain_cuda
 from .out_of_memory import explain_out_of_memory
+from .shared_memory import explain_shared_memory
 from .versions import explain_versions
 
 
@@ -27,7 +28,8 @@ def explained_build(runner: Any, stage: str) -> Iterator[None]:
 def explained(runner: Any, stage: str) -> Iterator[None]:
     """Do the same, also for full memory, in a loop: ``'train'``, ``'val'`` or ``'test'``."""
     with explained_build(runner, stage), explain_out_of_memory(runner, stage):
-        yield
+        with explain_shared_memory(runner, stage):
+            yield
 
 
 def train_together(runner: Any, train: Callable[[], nn.Module]) -> nn.Module:

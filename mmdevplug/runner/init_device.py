@@ -21,7 +21,7 @@ def init_device(
     """Choose the accelerator, start the process group, patch functions that refuse the device.
 
     Args:
-        launcher (str): ``'pytorch'``, ``'slurm'``, ``'mpi'`` or ``'none'``.
+        launcher (str): ``'pytorch'``, ``'slurm'``, ``'mpi'``, ``'kubernetes'`` or ``'none'``.
         accelerator (str, dict or Accelerator, optional): See
             :func:`mmdevplug.accelerators.choose_accelerator`. Defaults to None.
         mmcv_ops (str): What becomes of mmcv's operators that have no kernel for the device: see

@@ -315,6 +315,23 @@ def test_the_agent_holds_the_store_of_a_single_host(monkeypatch, words, port):
         assert (args.master_addr, args.master_port) == ('127.0.0.1', 7)
 
 
+@pytest.mark.parametrize(
+    ('words', 'waits'),
+    [
+        (['--nnodes=2', '--master_addr=nohost.invalid', '--rdzv_conf=timeout=1'], True),
+        (['--nnodes=2', '--master_addr=127.0.0.1'], False),
+        (['--nnodes=1', '--master_addr=nohost.invalid'], False),
+        (['--nnodes=1:2', '--rdzv_backend=c10d', '--rdzv_endpoint=nohost.invalid:1'], False),
+    ],
+    ids=str,
+)
+def test_the_agent_waits_for_the_name_of_the_first_host(words, waits):
+    args = agent.read_arguments([*words, 'train.py'])
+    told = pytest.raises(LaunchError, match='MASTER_ADDR=nohost.invalid: no host of this name')
+    with told if waits else contextlib.nullcontext():
+        agent._wait_for_name(args)
+
+
 # how many ---------------------------------------------------------------------------------------
 
 
@@ -347,42 +364,7 @@ def test_a_hundred_thousand_processes_do_not_start():
     assert '--nproc=100000, but the memory that is available' in told
 
 
-# a pod ------------------------------------------------------------------------------------------
-
-POD = dict(RANK='1', WORLD_SIZE='2', MASTER_ADDR='job-master-0', MASTER_PORT='23456')
-
-
-@pytest.mark.parametrize('flags', [[], ['--nproc', '2']])
-def test_a_pod_does_not_train_alone(monkeypatch, flags):
-    monkeypatch.setattr(launch, 'run_check', None)
-    for name, value in POD.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError) as caught:
-        train.main([CONFIG, *flags])
-    told = str(caught.value)
-    assert 'RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0' in told
-    joining = '--nproc N --nnodes 2 --node-rank 1 --master-addr job-master-0 --master-port 23456'
-    assert joining in told
-    assert told.endswith('unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT')
-
-
-def test_a_pod_joins_with_the_flags_of_the_message(monkeypatch):
-    for name, value in POD.items():
-        monkeypatch.setenv(name, value)
-    started = []
-
-    def check(command, environ):
-        started.append((command, environ))
-        return 0
-
-    monkeypatch.setattr(launch, 'run_check', check)
-    monkeypatch.setattr(launch, 'replace_process', lambda *args: started.append(args))
-    flags = ['--nproc', '3', '--nnodes', '2', '--node-rank', '1']
-    train.main([CONFIG, *flags, '--master-addr', 'job-master-0', '--master-port', '23456'])
-    (_, environ), (command, _) = started
-    assert not set(POD) & set(environ)
-    assert '--node_rank=1' in command
-    assert '--master_addr=job-master-0' in command
+# tools/dist_train.sh ----------------------------------------------------------------------------
 
 
 def test_the_script_takes_the_hosts_from_its_variables(monkeypatch):
@@ -407,7 +389,7 @@ def test_the_script_takes_the_hosts_from_its_variables(monkeypatch):
     assert '--nproc_per_node=8 --max_restarts=4' in ' '.join(command)
     assert command[-5:] == ['tools/train.py', 'config.py', '--amp', '--launcher', 'pytorch']
     monkeypatch.setenv('NNODES', '1')
-    monkeypatch.delenv('MASTER_ADDR', raising=False)
+    monkeypatch.delenv('MASTER_ADDR')
     alone = '--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=23456'
     assert alone in ' '.join(command_of())
 

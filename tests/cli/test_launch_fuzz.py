@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mmdevplug.environments.stale import refuse_to_run_alone
+from mmdevplug.cli import launch_settings
+from mmdevplug.environments.launch import refuse_to_run_alone
 from mmdevplug.errors import LaunchError
 from tests.jobs import PATHS, ROOT
 from tests.ranks import PRELOAD, free_port
@@ -33,6 +34,9 @@ SHORT_TIMEOUT, TIMEOUT = 1, 40
 #: Far beyond that, so that a busy machine is no failure.
 HANGS_AFTER = 60
 SCRIPT_CASES = 32
+STARTS = 77  # the exit status that says so
+#: Of the environments of test_launcher_choice.py, which name no launcher.
+FOUND_CASES = 28
 
 VALUES = (
     '', ' ', ' 2', '0', '1', '2', '3', '-1', 'abc', '99999999', '99999999999', '1.5', '0x1', '+1',
@@ -102,8 +106,22 @@ def draw_case(number):
             environ.pop(name, None)
         else:
             environ[name] = chance.choice(values_for(name))
-    case = dict(number=number, launcher=launcher, environ=environ)
+    flags = ['--launcher', launcher]
+    case = dict(number=number, launcher=launcher, environ=environ, flags=flags)
     return dict(case, timeout=SHORT_TIMEOUT if waits_for_nobody(case) else TIMEOUT)
+
+
+def draw_found_case(number):
+    """One of the environments of test_launcher_choice.py, damaged every other time."""
+    from tests.cli.test_launcher_choice import below_torchrun, damage, draw
+
+    drawn = draw(number)
+    if drawn['scheduler'] is below_torchrun:  # which the parents of a process tell
+        return draw_found_case(number + 1000)
+    if number % 2:
+        drawn, _ = damage(drawn, number)
+    kept = {name: drawn[name] for name in ('environ', 'flags', 'expected')}
+    return dict(kept, number=number, timeout=SHORT_TIMEOUT)
 
 
 def waits_for_nobody(case):
@@ -118,7 +136,7 @@ def waits_for_nobody(case):
 def clean_environment():
     """Without any launcher's variables."""
     pattern = re.compile(
-        r'(SLURM|OMPI|TORCHELASTIC|GROUP|ROLE)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_'
+        r'(SLURM|OMPI|PMI|PET|VC|TORCHELASTIC|GROUP|ROLE)_|(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_'
     )
     return {name: value for name, value in os.environ.items() if not pattern.match(name)}
 
@@ -143,8 +161,12 @@ def start(case):
 
 def run_script(case):
     """In a process of its own that has imported everything: ``python tools/train.py ...``."""
+    from mmdevplug.cli import launch
+
+    # What would take its place waits for other hosts.
+    launch.replace_process = lambda command, environ: sys.exit(STARTS)
     sys.argv = [
-        'tools/train.py', 'configs/digits/digits_cpu.py', '--launcher', case['launcher'],
+        'tools/train.py', 'configs/digits/digits_cpu.py', *case['flags'],
         '--timeout', str(case['timeout']), '--work-dir', os.path.join(case['folder'], 'work'),
         '--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=5',
     ]  # fmt: skip
@@ -201,8 +223,9 @@ def main(first, folder):
     for module in PRELOAD:
         __import__(module)
     torch.set_num_threads(1)
-    for number in range(first, CASES + SCRIPT_CASES, WORKERS):
-        case = draw_case(number)
+    for number in range(first, CASES + SCRIPT_CASES + FOUND_CASES, WORKERS):
+        found = number >= CASES + SCRIPT_CASES
+        case = draw_found_case(number) if found else draw_case(number)
         if number >= CASES:
             case['folder'] = os.path.join(folder, str(number))
             os.mkdir(case['folder'])
@@ -336,7 +359,8 @@ def has_peers(case):
 
 
 def test_the_script_trains_or_refuses_in_one_message(everything):
-    found = [(draw_case(number), everything[number]) for number in everything if number >= CASES]
+    numbers = [number for number in everything if CASES <= number < CASES + SCRIPT_CASES]
+    found = [(draw_case(number), everything[number]) for number in numbers]
     assert len(found) == SCRIPT_CASES >= 30
     trained = 0
     for case, outcome in found:
@@ -351,6 +375,34 @@ def test_the_script_trains_or_refuses_in_one_message(everything):
         named = set(re.findall(r'[A-Z]+(?:_[A-Z]+)+|RANK', message))
         assert named & wrong_variables(case), (case, told)
     assert 5 < trained < SCRIPT_CASES - 5
+
+
+def test_the_script_finds_its_launcher(everything, monkeypatch):
+    """In a process of its own it does what test_launcher_choice.py has decided."""
+    from tests.cli.test_launcher_choice import decide
+
+    monkeypatch.setattr(launch_settings, 'say', lambda text: None)
+    kinds = []
+    for number in range(CASES + SCRIPT_CASES, CASES + SCRIPT_CASES + FOUND_CASES):
+        case, outcome = draw_found_case(number), everything[number]
+        wanted = decide(case)
+        kinds.append(wanted[0])
+        told = outcome.get('told', '')
+        assert outcome['kind'] == 'script', (case, outcome)
+        assert 'Traceback' not in told, (case, told)
+        if wanted[0] == 'starts':
+            assert outcome['status'] in (STARTS, 1), (
+                case,
+                outcome,
+            )  # 1: more than there is room for
+        elif wanted[0] == 'alone':
+            assert outcome['status'] == 0, (case, outcome)
+        else:
+            # A rank of several finds no other within the timeout.
+            assert outcome['status'] == 1, (case, outcome)
+        if wanted[0] == 'refused':
+            assert ' '.join(wanted[1].split()) in ' '.join(told.split()), (case, told)
+    assert {'alone', 'refused', 'starts', 'rank'} <= set(kinds)
 
 
 def test_the_script_itself_refuses_with_status_and_message():

@@ -15,100 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs import PATHS, ROOT, load_file
+from tests.jobs import PATHS, ROOT
 from tests.ranks import free_port
 
-DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
-MAIN = [sys.executable, '-m', 'mmdevplug.cli.main']
-
-
-def write_config(folder, workers=0, **hook):
-    """A job without an end, whose ranks note their process and their last iteration."""
-    hook = dict(dict(type='Accident', note=str(folder / 'notes'), pause=0.05), **hook)
-    path = folder / 'job.py'
-    path.write_text(
-        f'_base_ = [{DIGITS!r}]\n'
-        "custom_imports = dict(imports=['mmdevplug', 'mmdevplug.examples.digits', "
-        "'tests.fault_tolerance.accidents'])\n"
-        f'custom_hooks = [{hook!r}]\n'
-        'train_cfg = dict(max_epochs=1000, val_interval=1000)\n'
-        f'train_dataloader = dict(batch_size=100, num_workers={workers})\n'
-        'default_hooks = dict(checkpoint=dict(interval=1000))\n'
-    )
-    return str(path)
-
-
-class Started:
-    """A command and everything below it."""
-
-    def __init__(self, folder, command, **environ):
-        self.folder, self.notes = folder, folder / 'notes'
-        self.notes.mkdir(exist_ok=True)
-        for note in self.notes.iterdir():
-            note.unlink()
-        env = dict(os.environ, PYTHONPATH=PATHS, PYTHON=sys.executable, OMP_NUM_THREADS='1')
-        env.update(environ)
-        self.path = folder / 'printed'
-        with open(self.path, 'w') as output:
-            self.process = subprocess.Popen(
-                list(map(str, command)), cwd=ROOT, env=env, stdout=output, stderr=output,
-                start_new_session=True,
-                # The tests themselves may run under nohup, which children inherit.
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
-            )  # fmt: skip
-        self.below = {}
-
-    @property
-    def printed(self):
-        return self.path.read_text()
-
-    def wait_until(self, reached, seconds=150):
-        deadline = time.monotonic() + seconds
-        while not reached():
-            assert self.process.poll() is None, self.printed
-            assert time.monotonic() < deadline, self.printed
-            time.sleep(0.05)
-
-    def done(self, rank):
-        note = self.notes / str(rank)
-        words = note.read_text().split() if note.exists() else []
-        return int(words[1]) if len(words) == 2 else 0
-
-    def wait_for_iteration(self, iteration, ranks=2):
-        self.wait_until(lambda: all(self.done(rank) >= iteration for rank in range(ranks)))
-
-    def look(self):
-        """Remember every process below the command, if it still runs."""
-        with suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                self.below[process.pid] = process
-        return list(self.below.values())
-
-    def end(self, number=None):
-        """Send a signal to the command alone; its exit status, once nothing is left."""
-        self.look()
-        try:
-            if number is not None:
-                os.kill(self.process.pid, number)
-            status = self.process.wait(120)
-            _, left = psutil.wait_procs(self.below.values(), timeout=10)
-            assert left == [], self.printed
-        finally:
-            for process in [*self.below.values(), psutil.Process(os.getpid())]:
-                if process.pid != os.getpid() and process.is_running():
-                    process.kill()
-            if self.process.poll() is None:
-                self.process.kill()
-        return status
-
-
-def check_saved(job, work_dir):
-    """All ranks stopped after the same iteration, which the newest checkpoint is of."""
-    path = Path((work_dir / 'last_checkpoint').read_text())
-    (stopped,) = {job.done(rank) for rank in range(2)}
-    assert path.name == f'interrupted_iter_{stopped}.pth'
-    assert load_file(path)['meta']['iter'] == stopped
-    return stopped
+from .starting import DIGITS, MAIN, Container, Started, check_saved, need_namespaces, write_config
 
 
 def test_kill_saves_and_leaves_no_process(tmp_path):
@@ -130,30 +40,6 @@ def test_kill_saves_and_leaves_no_process(tmp_path):
     assert again.end(signal.SIGINT) == 128 + signal.SIGINT
     assert check_saved(again, work_dir) > stopped
     assert 'Traceback' not in again.printed
-
-
-def in_container(command):
-    """A command as process 1 of its own process namespace, as containers have it."""
-    return ['unshare', '--pid', '--fork', '--mount-proc', '--kill-child', *command]
-
-
-def need_namespaces():
-    done = subprocess.run(in_container(['true']), capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f'no namespaces for processes: {done.stderr}')
-
-
-class Container(Started):
-    """The same as process 1; signals go to it and not to ``unshare``."""
-
-    def __init__(self, folder, command, **environ):
-        super().__init__(folder, in_container(command), **environ)
-
-    def end(self, number=None):
-        (first,) = psutil.Process(self.process.pid).children()
-        self.look()
-        first.send_signal(number)
-        return super().end()
 
 
 def test_the_script_as_process_1_of_a_container(tmp_path):

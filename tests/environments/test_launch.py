@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 
 import pytest
 
@@ -160,7 +161,7 @@ def test_description_names_rank_and_world_size():
 def test_unknown_launcher_is_refused_with_those_there_are(launcher):
     message = refusal(launcher, TORCHRUN)
     assert f'launcher={launcher!r}' in message
-    assert 'none, pytorch, slurm, mpi' in message
+    assert 'none, pytorch, mpi, slurm, kubernetes' in message
 
 
 @pytest.mark.parametrize(('launcher', 'name'), NUMBERS)
@@ -370,6 +371,42 @@ def test_slurm_node_list_that_scontrol_cannot_expand_is_refused(put_scontrol, sc
 def test_slurm_without_address_and_node_list_is_refused(value):
     message = refusal('slurm', changed(SLURM, MASTER_ADDR=value, SLURM_NODELIST=value))
     assert message.startswith('neither MASTER_ADDR nor SLURM_NODELIST is set')
+
+
+def test_a_part_of_a_slurm_job_counts_its_own_hosts_and_tasks(put_scontrol):
+    """Two tasks on the second and third of three hosts: SLURM_NODELIST still names the first."""
+    put_scontrol('[ "$3" = node4,node5 ] && echo node4')
+    step = dict(NUM_TASKS='2', NUM_NODES='2', TASKS_PER_NODE='1(x2)', NODELIST='node4,node5')
+    environ = changed(
+        SLURM, MASTER_ADDR=None, SLURM_NODELIST='node[3-5]', SLURM_PROCID='1', SLURM_LOCALID='0',
+        SLURM_STEP_ID='0', **{f'SLURM_STEP_{name}': value for name, value in step.items()},
+    )  # fmt: skip
+    env = read_launch_env('slurm', environ)
+    assert (env.rank, env.world_size, env.local_world_size) == (1, 2, 1)
+    assert env.master_addr == 'node4'
+
+
+# MPICH and Open MPI 5 ------------------------------------------------------------------------
+
+HYDRA = dict(PMI_RANK='1', PMI_SIZE='2', MPI_LOCALRANKID='1', MPI_LOCALNRANKS='2')
+
+
+def test_hydra_gives_the_same_values_as_open_mpi():
+    env = read_launch_env('mpi', HYDRA)
+    assert env == LaunchEnv('mpi', 1, 1, 2, 2, '127.0.0.1', DEFAULT_PORT)
+    over_hosts = dict(HYDRA, MPI_LOCALNRANKS='1', MPI_LOCALRANKID='0')
+    assert refusal('mpi', over_hosts).startswith('MASTER_ADDR is not set')
+    assert refusal('mpi', dict(HYDRA, PMI_RANK='2')).startswith('PMI_RANK=2 and PMI_SIZE=2 disag')
+
+
+def test_open_mpi_5_tells_the_host_of_mpirun():
+    environ = changed(MPI, MASTER_ADDR=None, PMIX_NAMESPACE='prterun-node-3.rack-9857@1')
+    assert read_launch_env('mpi', environ).master_addr == 'node-3.rack'
+    first = dict(environ, OMPI_COMM_WORLD_RANK='0', OMPI_COMM_WORLD_LOCAL_RANK='0')
+    message = refusal('mpi', first)
+    assert message.startswith("PMIX_NAMESPACE='prterun-node-3.rack-9857@1': mpirun runs on")
+    here = dict(first, PMIX_NAMESPACE=f'prterun-{socket.gethostname()}-9857@1')
+    assert read_launch_env('mpi', here).master_addr == socket.gethostname()
 
 
 # the local rank alone ------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import sys
 import pytest
 from mmengine.registry import RUNNERS
 
-from mmdevplug.environments.launch import LaunchEnv, restart_count
-from mmdevplug.environments.stale import refuse_to_run_alone, stale_variables, unset_line
+from mmdevplug.environments.launch import LaunchEnv, refuse_to_run_alone, restart_count
+from mmdevplug.environments.stale import stale_variables, unset_line
 from mmdevplug.errors import LaunchError
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config
 from tests.ranks import run_ranks
@@ -99,15 +99,21 @@ def test_a_member_of_a_job_does_not_run_alone():
         dict(MEMBER, LOCAL_RANK='0'),
         dict(MEMBER, TORCHELASTIC_RUN_ID='none'),
         dict(MEMBER, WORLD_SIZE='1', RANK='0'),
-        dict(MEMBER, RANK='2'),
-        dict(MEMBER, RANK='x'),
-        dict(MEMBER, MASTER_ADDR=' '),
+        dict(PET_NNODES='1', PET_NPROC_PER_NODE='4'),
         without(MEMBER, 'WORLD_SIZE'),
         SCHEDULER,
     ],
 )
-def test_what_torchrun_left_or_makes_no_sense_is_no_membership(environ):
+def test_what_torchrun_left_or_one_pod_has_is_no_membership(environ):
     refuse_to_run_alone(environ)
+
+
+@pytest.mark.parametrize(
+    'changes', [dict(RANK='2'), dict(RANK='x'), dict(MASTER_ADDR=' '), dict(WORLD_SIZE='x')]
+)
+def test_a_member_of_a_job_that_makes_no_sense_does_not_run_alone(changes):
+    with pytest.raises(LaunchError, match=next(iter(changes))):
+        refuse_to_run_alone(dict(MEMBER, **changes))
 
 
 def exported():
@@ -177,7 +183,7 @@ def test_the_script_says_in_one_line_what_it_ignores(tmp_path):
 def test_two_processes_of_torchrun_do_not_train_apart_unnoticed(tmp_path):
     done = command(
         '-m', 'torch.distributed.run', '--nproc_per_node=2', '--master_port=0', 'tools/train.py',
-        CONFIG, '--work-dir', str(tmp_path), *SHORT,
+        CONFIG, '--launcher', 'none', '--work-dir', str(tmp_path), *SHORT,
     )  # fmt: skip
     assert done.returncode != 0
     assert 'Pass --launcher pytorch' in done.stderr

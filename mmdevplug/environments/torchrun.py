@@ -1,0 +1,52 @@
+"""The variables of torchrun, for each process that it starts."""
+
+import re
+from typing import Dict, Optional
+
+import psutil
+
+from .base import Environment
+from .stale import AGENT_VARIABLES
+
+_PATTERN = r'(.*/)?torchrun|torch\.distributed\.(run|launch)|mmdevplug\.cli\.torchrun_agent'
+
+
+class Torchrun(Environment):
+    """torchrun, or what sets the same variables."""
+
+    name = 'pytorch'
+    command = 'torchrun (tools/dist_train.sh)'
+    names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')
+    starts_starters = False  # Its own store holds the port at which they would meet.
+
+    def detect(self) -> Dict[str, str]:
+        """Recognize a process that runs below torchrun.
+
+        The variables alone do not tell: shells keep those of an earlier job, and the pods of
+        Kubernetes have some of the same names.
+        """
+        names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')
+        if not any(name in self.environ for name in names) or not runs_below_torchrun():
+            return {}
+        found = (*names, 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT', AGENT_VARIABLES[0])
+        return {name: self.environ[name] for name in found if name in self.environ}
+
+    def node_rank(self) -> Optional[int]:
+        """Read the index of this host, None where it is not known."""
+        return self.number('GROUP_RANK', default=None)
+
+
+def runs_below_torchrun() -> bool:
+    """Whether torchrun started this process, or one that did; False where no one can say."""
+    try:
+        parents = psutil.Process().parents()
+    except psutil.Error:
+        return False
+    for parent in parents:
+        try:
+            words = parent.cmdline()
+        except psutil.Error:  # It ended, or belongs to another user.
+            continue
+        if any(re.fullmatch(_PATTERN, word) for word in words):
+            return True
+    return False

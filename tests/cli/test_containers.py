@@ -1,0 +1,155 @@
+"""What is different in a container: process 1, the user, read-only files, little shared memory."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from tests.jobs import PATHS, ROOT
+
+from .starting import (
+    DIGITS,
+    MAIN,
+    USER,
+    Container,
+    check_saved,
+    in_box,
+    in_container,
+    need_namespaces,
+    write_config,
+)
+
+#: Seconds between SIGTERM and SIGKILL: Kubernetes' default.
+GRACE = 30
+ENVIRON = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1')
+
+
+def stop(job):
+    """Do as a kubelet and `docker stop` do; the exit status."""
+    (first,) = psutil.Process(job.process.pid).children()
+    job.look()
+    first.terminate()
+    try:
+        return job.process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        first.kill()
+        return job.process.wait()
+
+
+@pytest.mark.parametrize('ranks', [1, 2])
+def test_a_job_without_rights_saves_within_the_grace_period(tmp_path, ranks):
+    need_namespaces()
+    work_dir = tmp_path / 'work'
+    command = [*MAIN, 'train', write_config(tmp_path, workers=2), '--work-dir', work_dir]
+    command += ['--nproc', '2'] * (ranks > 1)
+    job = Container(tmp_path, in_box(tmp_path, command))
+    try:
+        job.wait_for_iteration(3, ranks)
+        assert stop(job) == 128 + signal.SIGTERM, job.printed
+    finally:
+        job.process.kill()  # which ends all of the container
+    check_saved(job, work_dir, ranks)
+    assert (work_dir / 'last_checkpoint').stat().st_uid == USER
+    assert 'Traceback' not in job.printed
+
+
+PROCESS_ONE = """
+import os, signal, subprocess, sys, time
+from mmdevplug.cli.process_one import leave_process_one
+
+assert os.getpid() == 1
+leave_process_one()
+assert os.getppid() == 1
+command = ['sh', '-c', 'sleep 0.1 >&- & echo $!']
+orphan = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.decode().strip()
+deadline = time.monotonic() + 60
+while os.path.exists(f'/proc/{orphan}'):
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    ('end', 'status'),
+    [
+        ('sys.exit(7)', 7),
+        ('os.kill(os.getpid(), signal.SIGKILL)', 128 + signal.SIGKILL),
+        ('os.kill(1, signal.SIGTERM); time.sleep(60)', 128 + signal.SIGTERM),
+    ],
+)
+def test_process_one_reaps_orphans_and_ends_as_its_command(end, status):
+    need_namespaces()
+    command = in_container([sys.executable, '-c', PROCESS_ONE + end])
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRON, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (status, '')
+
+
+def run_in_box(folder, *command):
+    environ = dict(ENVIRON, PYTHONPATH=f'{PATHS}:{folder}')
+    command = in_container(in_box(folder, command))
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+
+
+def test_doctor_in_a_container_without_rights(tmp_path):
+    need_namespaces()
+    done = run_in_box(tmp_path, *MAIN, 'doctor', '--accelerator', 'cpu')
+    assert done.returncode == 1
+    assert 'Traceback' not in done.stderr
+    assert 'of 64.00 MiB free in /dev/shm' in done.stdout
+    assert 'work dir work_dirs: ' in done.stdout
+    assert 'takes no files' in done.stdout
+
+
+def test_no_folder_for_temporary_files(tmp_path):
+    need_namespaces()
+    done = run_in_box(tmp_path, 'env', 'TMPDIR=/no/such', *MAIN, 'doctor')
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("mmdevplug: TMPDIR='/no/such': No usable temporary directory")
+
+
+BIG = """
+import torch
+from mmengine.registry import DATASETS, MODELS
+from mmdevplug.examples.digits import DigitsClassifier, DigitsDataset
+
+@DATASETS.register_module()
+class BigDigits(DigitsDataset):
+    def prepare_data(self, idx):
+        return dict(super().prepare_data(idx), big=torch.ones(200_000))
+
+@MODELS.register_module()
+class SmallClassifier(DigitsClassifier):
+    def forward(self, inputs, labels=None, mode='tensor', big=None):
+        return super().forward(inputs, labels, mode)
+"""
+
+
+@pytest.mark.parametrize('workers', [2, 0])
+def test_batches_that_shared_memory_cannot_hold(tmp_path, workers):
+    need_namespaces()
+    (tmp_path / 'big_digits.py').write_text(BIG)
+    config = tmp_path / 'config.py'
+    config.write_text(
+        f'_base_ = [{DIGITS!r}]\n'
+        "custom_imports = dict(imports=['mmdevplug', 'big_digits'])\n"
+        "model = dict(type='SmallClassifier')\n"
+        'train_cfg = dict(max_epochs=1, val_interval=9)\n'
+        f'train_dataloader = dict(batch_size=100, num_workers={workers}, '
+        "dataset=dict(type='BigDigits'))\n"
+    )
+    done = run_in_box(tmp_path, *MAIN, 'train', config, '--work-dir', tmp_path / 'work')
+    if workers == 0:
+        assert done.returncode == 0, done.stderr
+        return
+    assert done.returncode == 1
+    assert 'Traceback' not in done.stderr
+    # PyTorch 1.10 ends its own line, of a bus error, with a byte 0.
+    printed = done.stderr.replace('\0', '').splitlines()
+    (line,) = [one for one in printed if one.startswith('mmdevplug: ')]
+    assert 'through /dev/shm, which has 64.00 MiB and no room left' in line
+    assert '--shm-size' in line
+    assert 'train_dataloader.num_workers (it is 2)' in line

@@ -1,0 +1,102 @@
+"""What the command of a manifest starts in each pod, under the variables that its operator sets.
+
+The variables are those in the sources of Kubeflow Trainer 2.3, the training operator 1.9 and
+Volcano 1.9.
+"""
+
+import pytest
+
+from mmdevplug.cli import launch, train
+from tests.jobs import ROOT
+
+from .test_manifests import DOCUMENTS, find
+
+
+def train_job():
+    """Yield the variables of each pod of the TrainJob, and its command."""
+    document = DOCUMENTS['TrainJob']
+    trainer, name = document['spec']['trainer'], document['metadata']['name']
+    for index in range(trainer['numNodes']):
+        yield (
+            trainer['command'],
+            dict(
+                PET_NNODES=str(trainer['numNodes']),
+                PET_NPROC_PER_NODE=str(trainer['numProcPerNode']),
+                PET_NODE_RANK=str(index),
+                PET_MASTER_ADDR=f'{name}-node-0-0.{name}',
+                PET_MASTER_PORT='29500',
+            ),
+        )
+
+
+def pytorch_job():
+    """The same of the PyTorchJob, whose WORLD_SIZE counts processes and RANK pods."""
+    document = DOCUMENTS['PyTorchJob']
+    spec, name = document['spec'], document['metadata']['name']
+    pods = [
+        replicas['template']
+        for kind in ('Master', 'Worker')
+        for replicas in [spec['pytorchReplicaSpecs'][kind]]
+        for _ in range(replicas['replicas'])
+    ]
+    for rank, pod in enumerate(pods):
+        address = dict(MASTER_ADDR=f'{name}-master-0', MASTER_PORT='23456')
+        yield (
+            pod['spec']['containers'][0]['command'],
+            dict(
+                address,
+                **{f'PET_{key}': value for key, value in address.items()},
+                WORLD_SIZE=str(len(pods) * int(spec['nprocPerNode'])),
+                RANK=str(rank),
+                PET_NODE_RANK=str(rank),
+                PET_NPROC_PER_NODE=spec['nprocPerNode'],
+                PET_NNODES=str(len(pods)),
+            ),
+        )
+
+
+def volcano_job():
+    """The same of the job of Volcano, which says nothing of processes."""
+    document = DOCUMENTS['Job']
+    tasks, name = document['spec']['tasks'], document['metadata']['name']
+    pods = [task['template'] for task in tasks for _ in range(task['replicas'])]
+    for rank, pod in enumerate(pods):
+        yield (
+            pod['spec']['containers'][0]['command'],
+            dict(
+                MASTER_ADDR=f'{name}-master-0.{name}',
+                MASTER_PORT='23456',
+                WORLD_SIZE=str(len(pods)),
+                RANK=str(rank),
+            ),
+        )
+
+
+@pytest.mark.parametrize('job', [train_job, pytorch_job, volcano_job])
+def test_pods_join_one_job(monkeypatch, job):
+    started = []
+    monkeypatch.setattr(launch, 'run_check', lambda command, environ: 0)
+    monkeypatch.setattr(launch, 'replace_process', lambda command, _: started.append(command))
+    pods = list(job())
+    for command, environ in pods:
+        with monkeypatch.context() as variables:
+            for name, value in dict(environ, KUBERNETES_SERVICE_HOST='10.0.0.1').items():
+                variables.setenv(name, value)
+            arguments = [word.replace('/opt/mmdevplug', str(ROOT)) for word in command[2:]]
+            train.main(arguments)
+    assert len(pods) == len(started) == 2
+    for rank, (command, (_, environ)) in enumerate(zip(started, pods)):
+        address = environ.get('MASTER_ADDR') or environ['PET_MASTER_ADDR']
+        port = environ.get('MASTER_PORT') or environ['PET_MASTER_PORT']
+        wanted = ['--nproc_per_node=8', '--nnodes=2', f'--node_rank={rank}']
+        wanted += [f'--master_addr={address}', f'--master_port={port}']
+        assert set(wanted) <= set(command), command
+
+
+def test_every_command_is_started_here():
+    commands = [
+        command for kind in ('TrainJob', 'PyTorchJob', 'Job')
+        for command in find(DOCUMENTS[kind], 'command')
+    ]  # fmt: skip
+    started = [command for job in (train_job, pytorch_job, volcano_job) for command, _ in job()]
+    assert all(command in started for command in commands)
