@@ -25,6 +25,10 @@ LONG = (
 )
 
 
+# Tests may run in a pod themselves.
+os.environ.pop('KUBERNETES_SERVICE_HOST', None)
+
+
 @pytest.fixture(autouse=True)
 def _environment_as_before():
     """Put variables back, such as those that a process group exports."""
