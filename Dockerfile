@@ -26,7 +26,7 @@ RUN python3 -m pip list --format=freeze > /opt/installed.txt \
 
 COPY . /opt/mmdevplug
 # opencv-python, which MMEngine asks for, needs libGL, which servers' images lack.
-RUN python3 -m pip install -c /opt/constraints.txt "${MMCV}" "/opt/mmdevplug[examples]" \
+RUN python3 -m pip install -c /opt/constraints.txt "${MMCV}" "/opt/mmdevplug[mmengine,examples]" \
     && python3 -m pip uninstall -y opencv-python \
     && python3 -m pip install -c /opt/constraints.txt --force-reinstall --no-deps opencv-python-headless
 

@@ -27,6 +27,8 @@ LONG = (
 
 # Tests run beside each other, and threads of one would wait for those of another.
 torch.set_num_threads(1)
+# Tests may run in a pod themselves.
+os.environ.pop('KUBERNETES_SERVICE_HOST', None)
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,8 @@ from .launch_settings import (
 #: What a process holds that has imported PyTorch and MMEngine and has no model yet: 154 MB of its
 #: own, with PyTorch 2.13 for the CPU.
 LEAST_BYTES_PER_RANK = 150 << 20
+#: Where a number of processes comes from that nothing named: one in each pod.
+DEFAULT_COUNT = 'nproc'
 
 
 def refuse_missing_devices(accelerator: Accelerator, wanted: int, origin: str) -> None:
@@ -42,6 +44,16 @@ def refuse_missing_devices(accelerator: Accelerator, wanted: int, origin: str) -
             f'{origin}={wanted}, but this host has {accelerator.device_count()} '
             f'{accelerator.name} device(s) ({accelerator.describe_visibility()}). Start at most '
             f'{most} processes, or make more devices visible.'
+        )
+
+
+def name_unused_devices(accelerator: Accelerator, wanted: int) -> None:
+    """Say that a pod, which named no number of processes, has devices for more."""
+    most = accelerator.max_ranks()
+    if not accelerator.shares_devices and wanted < most:
+        say(
+            f'{wanted} process(es) in this pod, which has {most} {accelerator.name} devices: '
+            f'--nproc auto, or PET_NPROC_PER_NODE={most} in the job, uses all of them.'
         )
 
 
@@ -76,7 +88,8 @@ def launch(module: str, argv: List[str], args: argparse.Namespace) -> NoReturn:
         words += ['--timeout', str(settings.timeout)]
     origin = '--nproc'
     if args.nproc is None:
-        origin = 'PET_NPROC_PER_NODE' if args.launch is None else f'{args.launch}: nproc'
+        of_pod = 'PET_NPROC_PER_NODE' if 'PET_NPROC_PER_NODE' in os.environ else DEFAULT_COUNT
+        origin = of_pod if args.launch is None else f'{args.launch}: nproc'
     _check_and_start(origin, words, start, ['-m', module, *words, '--launcher', 'pytorch'])
 
 
@@ -226,6 +239,8 @@ def main(argv: Optional[List[str]] = None) -> None:
         wanted = count_processes(args.num_devices, accelerator, args.origin)
         check_room(wanted, args.origin, insist=args.oversubscribe)
     refuse_missing_devices(accelerator, wanted, args.origin)
+    if args.origin == DEFAULT_COUNT:
+        name_unused_devices(accelerator, wanted)
     if counted and args.answer is not None:
         Path(args.answer).write_text(str(wanted))
 

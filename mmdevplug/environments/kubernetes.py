@@ -129,9 +129,11 @@ class Kubernetes(Environment):
         return complete and not _per_process(self.environ)
 
     def _has_rank_of_process(self) -> bool:
-        """Whether a process of several runs in a pod; outside it is a leftover of an old job."""
+        """Whether a launcher may run this in a pod; torchrun's own variables are left over."""
         names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'KUBERNETES_SERVICE_HOST')
-        return all(name in self.environ for name in names) and self.text('WORLD_SIZE') != '1'
+        of_torchrun = any(name in self.environ for name in AGENT_VARIABLES)
+        there = all(name in self.environ for name in names)
+        return there and not of_torchrun and self.text('WORLD_SIZE') != '1'
 
     def _nproc(self) -> Union[None, int, str]:
         word = self.text('PET_NPROC_PER_NODE')

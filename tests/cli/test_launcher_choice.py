@@ -128,8 +128,6 @@ def draw(number):
         environ = {**LEFT, **environ}
         if scheduler in (srun, volcano, sbatch):
             del environ['MASTER_ADDR'], environ['MASTER_PORT']
-        if scheduler in PER_HOST:
-            expected = ('refused',) if scheduler is volcano else expected
     elif chance.random() < 0.3 and scheduler in (open_mpi, hydra, below_torchrun):
         environ.update(chance.choice((sbatch(2, 0, 2), train_job(2, 1, 4))))
     return dict(scheduler=scheduler, environ=environ, flags=flags, expected=expected)

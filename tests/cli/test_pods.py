@@ -55,6 +55,8 @@ def test_a_pod_joins_the_others(monkeypatch, capsys, started, environ, flags, np
     set_variables(monkeypatch, environ)
     train.main([CONFIG, *flags])
     (check, _), (command, left) = started
+    if 'PET_NPROC_PER_NODE' not in environ and not flags:
+        assert f'--origin={launch.DEFAULT_COUNT}' in check
     assert f'--nproc_per_node={nproc} --max_restarts=0 {JOINED}' in ' '.join(command)
     assert command[-2:] == ['--launcher', 'pytorch']
     assert not {name for name in left if name in POD or name.startswith('PET_')}
@@ -108,6 +110,17 @@ def test_a_pod_does_not_train_alone(monkeypatch, environ, flags, told):
         train.main([CONFIG, *flags])
     assert told in str(caught.value)
     assert 'unset ' in str(caught.value) or 'Set MASTER_PORT' in str(caught.value)
+
+
+def test_devices_that_a_pod_leaves_unused_are_named(capsys):
+    family = SimpleNamespace(shares_devices=False, max_ranks=lambda: 8, name='gcu')
+    launch.name_unused_devices(family, 1)
+    told = capsys.readouterr().err
+    assert '1 process(es) in this pod, which has 8 gcu devices: --nproc auto' in told
+    launch.name_unused_devices(family, 8)
+    family.shares_devices = True
+    launch.name_unused_devices(family, 1)
+    assert capsys.readouterr().err == ''
 
 
 def test_all_flags_win_over_the_variables_of_a_pod(monkeypatch, started):

@@ -59,6 +59,13 @@ def test_the_rank_of_a_process_is_not_that_of_a_pod(name):
     assert Kubernetes(dict(POD, **{name: '0'})).detect() == {}
 
 
+def test_what_torchrun_left_in_a_pod_is_not_taken_for_another_launcher():
+    environ = dict(POD, LOCAL_RANK='0', KUBERNETES_SERVICE_HOST='10.96.0.1')
+    with pytest.raises(LaunchError, match='if not, RANK is the pod'):
+        refuse_to_run_alone(environ)
+    refuse_to_run_alone(dict(environ, TORCHELASTIC_RUN_ID='none'))
+
+
 @pytest.mark.parametrize('missing', ['RANK', 'WORLD_SIZE', 'MASTER_ADDR'])
 def test_a_variable_that_a_pod_lacks_is_named(missing):
     environ = {name: value for name, value in POD.items() if name != missing}
