@@ -89,6 +89,10 @@ def slurm_cluster():
             assert time.monotonic() < deadline, run('sinfo').stdout
             time.sleep(0.1)
         yield environ
+        # The process that runs a batch script waits for slurmctld to hear that it ended.
+        deadline = time.monotonic() + 30
+        while run('squeue', '-h').stdout and time.monotonic() < deadline:
+            time.sleep(0.1)
     finally:
         pids = [int(file.read_text()) for file in folder.glob('*.pid')]
         daemons = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
