@@ -50,6 +50,7 @@ EXTRAS_REQUIRE = {
         'pre-commit',
         'pre-commit-hooks',
         'ninja',
+        'torchdata>=0.11; python_version >= "3.9"',
         # What MMEngine's own tests need.
         'parameterized',
         'dill',

@@ -4,6 +4,7 @@ These are the random states of every rank, the batches of the epoch that were tr
 that the sampler really used, and whether the validation that follows was done already.
 """
 
+import copy
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from mmengine.dist import get_rank, get_world_size
@@ -26,6 +27,7 @@ from mmdevplug.data.resumable_loader import (
     sampler_of,
     seed_workers,
 )
+from mmdevplug.data.stateful import at_next_start, start_silently, stateful_part
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.samples import gather_samples
@@ -71,10 +73,15 @@ def capture(runner: Any, position: Position) -> Dict:
         at_start=None if batches is None else batches.state_at_start,
     )
     ranks = gather_json(mine) if get_world_size() > 1 else [mine]
-    sampling = None
+    sampling = data = None
     if _draws_several(loop):
         # Samples that the samplers of all ranks have drawn and not used yet.
         sampling = gather_samples([loop.sampler.state_dict()], device='cpu')
+    source = stateful_part(loader)
+    if source is not None:
+        # A copy, because it may be written while training goes on.
+        state = copy.deepcopy(source.state_dict())
+        data = gather_samples([state], device='cpu', same_structure=False)
     return dict(
         buffers=gather_buffers(unwrap_model(runner.model), accelerator),
         averaged_buffers=[gather_buffers(each, accelerator) for each in _averaged_models(runner)],
@@ -87,6 +94,7 @@ def capture(runner: Any, position: Position) -> Dict:
         sampler_seed=getattr(sampler_of(loader), 'seed', None),
         ranks=ranks,
         sampling=sampling,
+        data=data,
         loaders=loader_states(runner),
         hooks=hook_states(runner),
     )
@@ -125,9 +133,19 @@ class Resumption:
         restore_loaders(self.runner, self.saved.get('loaders') or {})
         restore_hook_states(self.runner, self.saved.get('hooks') or {})
         loader = self.loop.dataloader
+        source = stateful_part(loader)
         batches = make_resumable(loader, self.runner.seed)
         skip = self._batches_to_skip()
-        if batches is None:
+        if source is not None and self._mine is not None and self.saved.get('data'):
+            source.load_state_dict(self.saved['data'][get_rank()])
+            self._begin_at(skip)
+            if not self._between_epochs:
+                if not at_next_start(loader, self._start_then_restore):
+                    self.restore_random_state()
+            elif source is loader:
+                # It starts the pass that has ended, and then the next one.
+                at_next_start(loader, start_silently)
+        elif batches is None:
             if skip:
                 self._inexact.append('the data loader has no batch sampler that can skip batches')
             self.restore_random_state()
@@ -165,6 +183,10 @@ class Resumption:
         batches.resume(
             self.saved['epoch'], skip, self._restore_start_of_epoch, self.restore_random_state
         )
+        self._begin_at(skip)
+
+    def _begin_at(self, skip: int) -> None:
+        """Let the loop go on with the first batch of the loader, which is not that of a pass."""
         if isinstance(self.loop, IterBasedTrainLoop):
             self.loop.dataloader_iterator = _Advanced(
                 self.loop.dataloader, self.saved['epoch'], batches_dropped(self.loop)
@@ -210,6 +232,12 @@ class Resumption:
                 f'of this epoch'
             )
         return trained * before // now
+
+    def _start_then_restore(self, loader: Any) -> Any:
+        """Start an iterator, which draws a random number, also to continue a pass."""
+        iterator = loader._get_iterator()
+        self.restore_random_state()
+        return iterator
 
     def _restore_start_of_epoch(self) -> None:
         """Prepare the sampler for its first pass."""

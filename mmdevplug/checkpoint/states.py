@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.data.resumable_loader import resumable_batches
+from mmdevplug.data.stateful import start_silently
 from mmdevplug.distributed.byte_exchange import all_gather
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.rank_device import group_device
@@ -90,7 +91,8 @@ def loader_states(runner: Any) -> Dict[str, Dict]:
         batches = resumable_batches(loader)
         states[name] = dict(
             passes=0 if batches is None else batches.epoch + 1,
-            workers_run=getattr(loader, '_iterator', None) is not None,
+            workers_run=getattr(loader, 'persistent_workers', False)
+            and getattr(loader, '_iterator', None) is not None,
         )
     return states
 
@@ -123,11 +125,7 @@ class _WorkersToStart:
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Replace itself by the real iterator; called when the loader begins its next pass."""
-        generator, loader.generator = loader.generator, torch.Generator()
-        try:
-            loader._iterator = loader._get_iterator()
-        finally:
-            loader.generator = generator
+        loader._iterator = start_silently(loader)
 
 
 def _loaders(runner: Any) -> Dict[str, Any]:

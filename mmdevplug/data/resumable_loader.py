@@ -17,6 +17,8 @@ from mmdevplug.accelerators.random_states import host_random_state
 from mmdevplug.utils.patching import patch_symbol
 from mmdevplug.utils.torch_compat import asks_samplers_for_batches
 
+from .stateful import stateful_part
+
 
 class SeededBatch(list):
     """Hold the indices of a batch, and the seed for random augmentation in its worker."""
@@ -152,14 +154,14 @@ def make_resumable(loader: Any, seed: Optional[int] = None) -> Optional[Resumabl
 
     Returns:
         ResumableBatches or None: The new batch sampler; None if the loader has no batch sampler,
-        as for an ``IterableDataset``.
+        as for an ``IterableDataset``, or saves its place itself.
     """
     batches = resumable_batches(loader)
     if batches is not None:
         return batches
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
         return None
-    if isinstance(loader.dataset, IterableDataset):
+    if isinstance(loader.dataset, IterableDataset) or stateful_part(loader) is not None:
         return None
     batches = ResumableBatches(loader.batch_sampler)
     # DataLoader allows no other way to change it.
