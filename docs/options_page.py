@@ -200,7 +200,8 @@ nccl when a config says nothing.""",
             'train_cfg.sampler.progress': 'rank 0 是否显示进度条；`None` '
             '表示标准错误输出为终端时显示。',
             'accelerator': '设备家族；`auto` 取现有的设备。',
-            'nproc': '每台主机上的进程数。',
+            'nproc': '每台主机上的进程数；`auto`：每个设备一个，在 CPU 上训练时每个核一个。'
+            'pod 中由 `PET_NPROC_PER_NODE` 设置。',
             'nnodes': '主机数；各主机运行同一命令，`--node-rank` 各不相同。',
             'node_rank': '本机是第几台主机，从 0 开始；各主机不同。`srun` 通过 `SLURM_NODEID` '
             '设置它。',

@@ -76,7 +76,12 @@ def _under(environment: Environment) -> Iterator[Finding]:
         )
         return
     if env is None:
-        yield section.ok(f'mmdevplug train joins a job of {hosts.nnodes} pod(s): {hosts}')
+        place = '' if hosts.node_rank is None else f' as number {hosts.node_rank}'
+        meet = '' if hosts.master_addr is None else f', which meet at {hosts.master_addr}'
+        yield section.ok(
+            f'mmdevplug train joins a job of {hosts.nnodes} pod(s){place}{meet}, with '
+            f'{hosts.nproc or "--nproc"} process(es) in each'
+        )
         return
     yield section.ok(
         f'--launcher {name}: {env.describe()}, MASTER_ADDR={env.master_addr} '

@@ -133,12 +133,12 @@ class Container(Started):
 #: A user whom the system does not know, as Kubernetes' `runAsUser` may name.
 USER = 12345
 BOX = f"""set -e
-mkdir -p "$0/tmp"
+mkdir -p "$0/t"
 chown -R {USER} "$0"
 mount --bind "$0" "$0"
 mount -t tmpfs -o mode=1777,size=64m tmpfs /dev/shm
 mount -o remount,ro,bind /
-export HOME=/ TMPDIR="$0/tmp"
+export HOME=/ TMPDIR="$0/t"
 unset USER LOGNAME
 exec setpriv --reuid {USER} --regid {USER} --clear-groups --no-new-privs \
     --inh-caps=-all,+dac_read_search --ambient-caps=-all,+dac_read_search "$@"

@@ -40,7 +40,11 @@ def stop(job):
 
 
 @pytest.mark.parametrize('ranks', [1, 2])
-def test_a_job_without_rights_saves_within_the_grace_period(tmp_path, ranks):
+def test_saves_in_time(tmp_path, ranks):
+    """A job without rights saves within the grace period.
+
+    The name is short: sockets lie in a folder of this name, and paths of theirs end at 108 bytes.
+    """
     need_namespaces()
     work_dir = tmp_path / 'work'
     command = [*MAIN, 'train', write_config(tmp_path, workers=2), '--work-dir', work_dir]

@@ -98,7 +98,7 @@ def test_errors_make_the_exit_status_and_markup_is_not_run(tmp_path):
     path = tmp_path / '[red]<script>.py'
     path.write_text("model = dict(type='Nothing')\n")
     page = tmp_path / 'report.html'
-    stale = dict(RANK='1', WORLD_SIZE='4', MASTER_ADDR='gone', MASTER_PORT='29444')
+    stale = dict(RANK='1', LOCAL_RANK='1', WORLD_SIZE='4', MASTER_ADDR='gone')
     options = ['--config', path, '--accelerator', 'cpu', '--html', page]
     done, report = examined(tmp_path, *options, **stale)
     assert done.returncode == report['exit_status'] == 1
