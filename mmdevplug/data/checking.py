@@ -1,14 +1,17 @@
 """Check before training that every rank has data, and the same number of batches."""
 
+import os
+import tempfile
 import traceback
 from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from mmengine.dataset import BaseDataset
 from mmengine.dist import get_rank
 from mmengine.runner import EpochBasedTrainLoop
+from torch import multiprocessing
 
 from mmdevplug.distributed.waiting import decide_together
-from mmdevplug.errors import SampleError
+from mmdevplug.errors import LaunchError, SampleError
 from mmdevplug.fault_tolerance.failure import raise_if_another_failed
 from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
 
@@ -16,6 +19,8 @@ from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
 MAX_LISTED = 8
 #: The attributes of a dataset that say where its samples come from.
 _SOURCES = ('ann_file', 'data_root', 'data_prefix', 'filter_cfg', '_indices')
+#: Bytes of the longest path of a socket, without those of Python's names below the folder.
+LONGEST_TEMPORARY_FOLDER = 107 - len('/pymp-12345678/listener-12345678')
 
 
 def build_nonempty(build: Callable[[], Any], config: Any) -> Any:
@@ -40,6 +45,19 @@ def build_nonempty(build: Callable[[], Any], config: Any) -> Any:
     if _length(dataset) == 0:
         raise _no_samples(dataset, config)
     return loader
+
+
+def check_temporary_folder(loader: Any) -> None:
+    """Refuse workers that cannot pass batches on: the job would wait for them without end."""
+    folder = tempfile.gettempdir()
+    by_sockets = multiprocessing.get_sharing_strategy() == 'file_descriptor'
+    length = len(os.fsencode(folder))
+    if getattr(loader, 'num_workers', 0) and by_sockets and length > LONGEST_TEMPORARY_FOLDER:
+        raise LaunchError(
+            f'TMPDIR={folder!r} has {length} bytes, but sockets of the {loader.num_workers} '
+            f'workers of a data loader lie there: expected at most {LONGEST_TEMPORARY_FOLDER}. '
+            f'Name a shorter folder: export TMPDIR=/tmp. Or set num_workers=0.'
+        )
 
 
 def check_batches(loop: Any) -> None:

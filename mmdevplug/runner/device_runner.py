@@ -27,7 +27,7 @@ from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
-from mmdevplug.data.checking import build_nonempty, check_batches
+from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
 from mmdevplug.data.padding import build_padded
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.explanations.cuda_settings import describe_serious
@@ -219,6 +219,7 @@ class DeviceRunner(Runner):
         loader = build_nonempty(
             lambda: Runner.build_dataloader(dataloader, seed, diff_rank_seed), dataloader
         )
+        check_temporary_folder(loader)
         make_resumable(loader, seed)
         keep_workers_from_signals(loader)
         return loader

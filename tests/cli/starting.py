@@ -60,8 +60,9 @@ class Started:
     def wait_until(self, reached, seconds=150):
         deadline = time.monotonic() + seconds
         while not reached():
-            assert self.process.poll() is None, self.printed
-            assert time.monotonic() < deadline, self.printed
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(self.printed)
             time.sleep(0.05)
 
     def done(self, rank):
@@ -89,12 +90,17 @@ class Started:
             _, left = psutil.wait_procs(self.below.values(), timeout=10)
             assert left == [], self.printed
         finally:
-            for process in [*self.below.values(), psutil.Process(os.getpid())]:
-                if process.pid != os.getpid() and process.is_running():
-                    process.kill()
-            if self.process.poll() is None:
-                self.process.kill()
+            self.kill()
         return status
+
+    def kill(self):
+        """Leave nothing of the command."""
+        self.look()
+        for process in self.below.values():
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
 
 
 def check_saved(job, work_dir, ranks=2):

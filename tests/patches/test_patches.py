@@ -147,7 +147,7 @@ def expected_of(accelerator, ranks, flexible):
     without = dict(cpu=(*INDICES, *CLOCK, 'print_time'), xla=CLOCK).get(
         accelerator, ('print_time',)
     )
-    without = (*without, 'type')  # a T20's
+    without = (*without, 'type', 'IS_NPU_AVAILABLE')  # a T20's, an NPU's
     found = symbols_of(patched_symbols.JOB, patched_symbols.AUTOCAST, without=without)
     if flexible:
         found |= symbols_of(patched_symbols.FLEXIBLE_RUNNER)
