@@ -105,9 +105,11 @@ def test_mpirun_over_a_host_file_without_an_address(tmp_path, kind):
         str(tmp_path / 'to_host'),
         '--hostfile',
         str(tmp_path / 'hosts'),
+        *('-x', 'MASTER_PORT'),  # the default one may be another job's
     ]
     done = run(
         [*command, '-n', '2', '--map-by', 'node', *TRAIN, '--work-dir', str(work_dir), *SHORT],
+        MASTER_PORT=str(free_port()),
         **environ,
     )
     check_trained(done, work_dir, 'mpi', 'OMPI_COMM_WORLD_LOCAL_SIZE=1')
