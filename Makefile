@@ -31,9 +31,6 @@ PYTHON_T20 ?= $(shell for python in python3.8 $${PYENV_ROOT:-$$HOME/.pyenv}/vers
 # MMEngine's own tests, in an archive beside the checkout or wherever a release of MMEngine lies.
 PEERS ?= ../shared/peers/mmengine-tests.tar.gz
 
-# The folders of tests for the CPU that `make test-t20` runs on PyTorch 1.10.
-ROOMS_T20 ?= tests
-
 # Files of tests that run at a time: most of a test is waiting.
 WORKERS ?= 3
 
@@ -127,7 +124,7 @@ test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
 
 test-t20: install-t20  ## Run the tests on a stand-in T20, and those on the CPU, on PyTorch 1.10
 	$(BIN_T20)/python $(PYTEST_T20) -m t20 tests/t20 tests/features
-	$(BIN_T20)/python $(PYTEST_T20) -m "not cuda and not xla and not t20 and not long" $(ROOMS_T20)
+	$(BIN_T20)/python $(PYTEST_T20) -m "not cuda and not xla and not t20 and not long"
 
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
 	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla"
