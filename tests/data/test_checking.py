@@ -28,11 +28,10 @@ def load(workers):
 
 @pytest.fixture
 def folder_of(monkeypatch):
-    """``folder_of(length)``: make a folder with a path of so many bytes the temporary one."""
+    """``folder_of(length)``: make a folder for temporary files whose path has ``length`` bytes."""
     with tempfile.TemporaryDirectory(dir='/tmp') as base:
 
         def make(length):
-            monkeypatch.setattr(tempfile, 'tempdir', base)
             folder = f'{base}/'.ljust(length, 'x')
             os.mkdir(folder)
             monkeypatch.setattr(tempfile, 'tempdir', folder)
