@@ -45,7 +45,7 @@ momentum and of the weight decay (`MultiStepLR`, `MultiStepMomentum`,
 - Everything else of MMEngine's that has a state is in `tests/checkpoint/resume_cases.py`, one
   case each: optimizer wrappers, averaged weights, samplers, workers, hooks, contents of the
   message hub, also on 2 ranks and after `load_from`.
-- What is not exact: see [runs that last for weeks](long_runs.md).""",
+- What is not exact: see [checkpoints](checkpoints.md#what-is-not-exact).""",
         measured='Measured with torch {}, on the CPU.',
         again='## To measure again',
     ),
@@ -75,7 +75,7 @@ momentum and of the weight decay (`MultiStepLR`, `MultiStepMomentum`,
 - MMEngine 中其他带状态的部分见 `tests/checkpoint/resume_cases.py`，各有一例：优化器封装、
   平均权重、采样器、worker 进程、hook、message hub 的内容，也包括 2 个 rank 和使用 `load_from`
   之后。
-- 不精确之处见[持续数周的训练](long_runs.md)。""",
+- 不精确之处见[检查点](checkpoints.md#不精确之处)。""",
         measured='测量环境：torch {}，CPU。',
         again='## 重新测量',
     ),
