@@ -145,7 +145,8 @@ def _examine_installation(accelerator: Accelerator) -> Iterator[Finding]:
                 f'the libraries of {accelerator.name} are not found, and {package} may fail.',
                 f'export PATH={folder}/bin:$PATH LD_LIBRARY_PATH={folder}/lib:$LD_LIBRARY_PATH',
             )
-    if package is None or find_spec(package) is not None:
+    # The first part alone: looking for `habana_frameworks.torch` would import its parent.
+    if package is None or find_spec(package.split('.')[0]) is not None:
         return
     here = f'Python {sys.version_info[0]}.{sys.version_info[1]}'
     for place in OTHER_PYTHONS:

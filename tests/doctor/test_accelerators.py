@@ -59,6 +59,7 @@ def test_all_families_are_looked_at_and_the_absent_ones_named(tmp_path, children
     absent = the(findings, 'note', 'not there: ').found
     assert 'musa (needs the package torch_musa)' in absent
     assert 'npu' not in absent
+    assert 'hpu (needs the package habana_frameworks.torch)' in absent
     assert the(findings, 'ok', 'cpu computes')
 
 
