@@ -110,7 +110,7 @@ def _call(kind: Callable, name: str, options: Mapping[str, Any]) -> Accelerator:
         raise AcceleratorError(
             f'accelerator=dict(type={name!r}, ...) has an option it does not take: {error}'
             f'{suggest_option(options, signature(kind).parameters)} Given: {sorted(options)}. '
-            f'Correct the name or remove it; README.md lists the options of training.'
+            f'Correct the name or remove it; docs/en/options.md lists the options.'
         ) from error
     try:
         return kind(**options)

@@ -82,7 +82,7 @@ def test_losses_are_those_of_one_process(stock, trained, case, name):
 @every_model
 def test_weights_and_statistics_are_those_of_one_process(stock, trained, case, name):
     def comparable(weights):
-        # Ordinary batch normalization of torch_xla's keeps another variance: README, Limits.
+        # Ordinary batch normalization of torch_xla's keeps another variance: docs/en/limits.md.
         left_out = 'running_var' if case == ('xla', 0) else 'nothing'
         return {key: value for key, value in weights.items() if left_out not in key}
 

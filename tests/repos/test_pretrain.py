@@ -62,7 +62,7 @@ def test_trains_as_one_process(recipes, stock, tmp_path, accelerator, ranks, dev
 
 
 def check_weights(found, expected, case):
-    # Ordinary batch normalization of torch_xla's keeps another variance: README, Limits.
+    # Ordinary batch normalization of torch_xla's keeps another variance: docs/en/limits.md.
     left_out = 'running_var' if case == ('xla', 0) else 'nothing'
     pairs = [
         {key: value for key, value in weights.items() if left_out not in key}
