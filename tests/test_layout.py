@@ -37,7 +37,7 @@ ROOMS = [
     'version',
 ]
 #: Meet in the modules at the top of the package.
-DOORS = ('__init__', 'autopatch')
+DOORS = ('__init__', '__main__', 'autopatch')
 #: Configs are no code, and these rooms are tested through others.
 WITHOUT_TESTS_OF_THEIR_OWN = {'configs', 'config', 'utils'}
 

@@ -1,0 +1,197 @@
+"""Write ``docs/*/command_line.md`` from the parsers in ``mmdevplug/cli``.
+
+Arguments, values, defaults and the English meanings stand in the parsers; the Chinese meanings
+stand here. A test compares the pages with both.
+"""
+
+import argparse
+import sys
+from importlib import import_module
+from typing import Any, Dict, Iterator, List
+
+import options_page
+from tables import table, write_pages
+
+#: A command that can be typed, for each.
+EXAMPLES = {
+    'train': 'mmdevplug train your_config.py --accelerator gcu --nproc 8 --resume',
+    'launch-config': 'mmdevplug launch-config --out launch.yaml',
+    'doctor': 'mmdevplug doctor --nproc 8 --config your_config.py',
+    'plan': 'mmdevplug plan your_config.py --devices cuda:0-3 --training',
+    'check-devices': 'mmdevplug check-devices your_config.py --accelerator gcu',
+    'test': 'mmdevplug test your_config.py work_dirs/mine/epoch_12.pth --accelerator gcu',
+}
+
+TEXTS: Dict[str, Dict[str, Any]] = dict(
+    en=dict(
+        heading='# Command line',
+        other='English | [简体中文](../zh_cn/command_line.md)',
+        intro="""\
+`mmdevplug COMMAND --help` prints what stands here. `python -m mmdevplug` does the same as
+`mmdevplug`, and `tools/train.py` and `tools/test.py` take the arguments of `train` and `test`.
+`mmdevplug --version` prints the releases of mmdevplug, MMEngine and PyTorch.
+
+The exit status is 0 if all went well, 1 after an error, 2 if an argument is wrong, and 128 + the
+number of a signal that ended the job, for example 143 for SIGTERM.""",
+        titles=('argument', 'values', 'default', 'meaning'),
+        values=dict(flag='', text='text', number='number', integer='integer'),
+        optional='{} (may be left out)',
+        or_auto='{}, `auto`',
+        required='required',
+    ),
+    zh_cn=dict(
+        heading='# 命令行',
+        other='[English](../en/command_line.md) | 简体中文',
+        intro="""\
+`mmdevplug COMMAND --help` 打印的就是本页的内容。`python -m mmdevplug` 与 `mmdevplug` 相同；
+`tools/train.py` 和 `tools/test.py` 接受 `train` 和 `test` 的参数。`mmdevplug --version` 打印
+mmdevplug、MMEngine 和 PyTorch 的版本。
+
+一切正常时退出状态为 0，出错时为 1，参数有误时为 2；被信号结束时为 128 加信号编号，例如
+SIGTERM 为 143。""",
+        titles=('参数', '取值', '默认值', '含义'),
+        values=dict(flag='', text='文本', number='数', integer='整数'),
+        optional='{}（可以省略）',
+        or_auto='{}、`auto`',
+        required='必填',
+        descriptions={
+            'train': '训练模型。',
+            'launch-config': '查看设备与主机，为 `mmdevplug train` 写出启动文件。',
+            'doctor': '查找妨碍训练的问题。不做训练，除所要求的文件外不写入任何内容。'
+            '有错误时退出状态为 1。',
+            'plan': '计划哪个设备放模型的哪一部分，不需要权重，也不需要设备。',
+            'check-devices': '说明某个配置在哪些设备上训练以及原因，'
+            '然后用其模型和数据执行一个训练步骤，并说明一切所在的位置。不保存任何内容。有张量在错误的设备上时退出状态为 1。',
+            'test': '测试模型。',
+        },
+        meanings={
+            'config': '配置的路径',
+            'checkpoint': '检查点的路径或网址',
+            'model': 'OpenMMLab 的配置，或 transformers 的模型：config.json 或其所在目录',
+            '--cfg-options': '覆盖配置中的设置：key=value，key="[a,b]"',
+            '--accelerator': '把该加速器的基础配置套用在 CONFIG 之上',
+            'launch-config --accelerator': '加速器；默认取检测到的',
+            'doctor --accelerator': '只检查这一种，例如 cuda、xla、gcu',
+            '--work-dir': '存放日志、检查点和结果的目录',
+            'doctor --work-dir': '检查点将写入的目录（默认取配置中的）',
+            '--launcher': '启动各进程的程序；默认由启动变量得知',
+            '--model-parallel': '把模型分到多个设备上；auto 按检测到的设备决定',
+            'check-devices --model-parallel': '代替配置中的 model_parallel.enable',
+            '--oversubscribe': '启动的进程可以多于核数，或多于内存估计所能容纳的数目',
+            '--resume': '从检查点恢复；不写路径时取工作目录中最新的',
+            '--amp': '用混合精度训练',
+            '--auto-scale-lr': '学习率随批大小缩放',
+            '--launch': 'mmdevplug launch-config 写出的文件',
+            '--out': '要写的文件',
+            'test --out': '存放预测结果的 .pkl 文件',
+            '--force': '文件已存在时替换它',
+            'doctor --nproc': '在这么多个进程之间测试集合通信',
+            '--config': '还检查该配置，并构建其模型',
+            'doctor --json': '存放检查结果的文件',
+            'doctor --html': '存放检查结果的文件，用浏览器阅读',
+            'doctor --timeout': '一次集合通信的时限，单位为秒',
+            '--largest-mb': '最大的消息，单位为 MB',
+            '--rounds': '报告这么多次的中位数',
+            '--devices': "例如 'cuda:0-3' 或 'xla:0,xla:2'",
+            'check-devices --devices': "用于 model_parallel：一个数，或例如 'cuda:0-3'",
+            '--max-memory': "例如 'cuda:0=10GB,cuda:1=8GB'（默认相等）",
+            '--strategy': 'auto | balanced | dynamic',
+            '--no-split': '保持完整的类或模块：A,B',
+            '--balance-threshold': 'dynamic 的阈值，0 到 1',
+            '--no-force-balance': '可以空着某个设备',
+            '--allow-cpu': '设备放不下的由主机承担',
+            '--training': '计入梯度和优化器',
+            '--optimizer': '名称，或每个参数保存的数值个数（默认取配置中的，否则为 adamw）',
+            '--dtype': '权重将转换成的类型，例如 bfloat16',
+            '--json': '以 JSON 存放计划的文件',
+            '--png': '以 PNG 存放计划的文件',
+            '--html': '以 HTML 存放计划的文件',
+            '--guard': '对混用设备的运算的处理：结束该步骤、报告，或移动其操作数（默认 error）',
+            '--depth': '显示到这一层的模块（默认全部）',
+            '--tta': '对增强后的输入取平均',
+        },
+    ),
+)
+
+
+def commands() -> Dict[str, argparse.ArgumentParser]:
+    """The parser of each command."""
+    from mmdevplug.cli.main import COMMANDS
+
+    modules = {name: f'mmdevplug.cli.{name.replace("-", "_")}' for name in COMMANDS}
+    return {name: import_module(module).build_parser() for name, module in modules.items()}
+
+
+def arguments(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """What ``--help`` lists, without itself."""
+    for action in parser._actions:
+        if action.help not in (None, argparse.SUPPRESS) and action.dest != 'help':
+            yield action
+
+
+def meaning(command: str, action: argparse.Action, texts: Dict[str, Any]) -> str:
+    """What an argument means."""
+    if 'meanings' not in texts:
+        return str(action.help)
+    name = action.option_strings[0] if action.option_strings else action.dest
+    launch = options_page.TEXTS['zh_cn']['meanings'].get(name.lstrip('-').replace('-', '_'))
+    meanings = texts['meanings']
+    # What a launch file and a flag have in common is said once, with the options.
+    return meanings.get(f'{command} {name}') or meanings.get(name) or launch or _missing(name)
+
+
+def _missing(name: str) -> str:
+    raise SystemExit(f"docs/cli_page.py: TEXTS['zh_cn']['meanings'] has no {name!r}. Add it.")
+
+
+def rows(
+    command: str, parser: argparse.ArgumentParser, texts: Dict[str, Any]
+) -> Iterator[List[str]]:
+    """The rows of a table: an argument in each."""
+    for action in arguments(parser):
+        name = action.option_strings[-1] if action.option_strings else action.dest.upper()
+        required = action.required or not action.option_strings
+        default = '' if action.default in (None, False) else f'`{action.default}`'
+        told = meaning(command, action, texts).replace('|', r'\|')
+        default = texts['required'] if required else default
+        yield [f'`{name}`', _values(action, texts), default, told]
+
+
+def _values(action: argparse.Action, texts: Dict[str, Any]) -> str:
+    if action.choices is not None:
+        return ', '.join(f'`{choice}`' for choice in action.choices)
+    if action.nargs == 0:
+        return texts['values']['flag']
+    from mmdevplug.cli.launch_settings import _number_or_word
+
+    kind = {int: 'integer', float: 'number'}.get(action.type, 'text')  # type: ignore[arg-type]
+    if action.type is _number_or_word:
+        return texts['or_auto'].format(texts['values']['integer'])
+    shown = texts['values'][kind]
+    return texts['optional'].format(shown) if action.nargs == '?' else shown
+
+
+def render(texts: Dict[str, Any]) -> List[str]:
+    """The parts of the page in one language."""
+    page = [texts['heading'], texts['other'], texts['intro']]
+    for name, parser in commands().items():
+        told = texts['descriptions'][name] if 'descriptions' in texts else parser.description
+        page += [
+            f'## `mmdevplug {name}`',
+            f'```bash\n{EXAMPLES[name]}\n```',
+            told if told.endswith(('.', '。')) else f'{told}.',
+            table(texts['titles'], list(rows(name, parser, texts))),
+        ]
+    return page
+
+
+def main() -> None:
+    """Write both pages."""
+    write_pages('command_line.md', TEXTS, render)
+
+
+if __name__ == '__main__':
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    main()
