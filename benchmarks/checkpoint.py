@@ -32,6 +32,7 @@ from mmengine.hooks import CheckpointHook
 from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, HOOKS, MODELS
 from mmengine.runner import Runner
+from result_file import write_results
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -107,6 +108,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--rounds', type=int, default=3, help='runs of each kind')
     parser.add_argument('--interval', type=int, default=0, help='iterations; 0: about 1 s')
     parser.add_argument('--folder', help='where to write; a temporary folder by default')
+    parser.add_argument('--json', help='write the figures to this file')
     return parser.parse_args()
 
 
@@ -189,15 +191,18 @@ def main() -> None:
     print(f'device {args.device}, {args.rounds * args.saves} saves each, ms, medians')
     print(f"{'MB':>5}{'':14}{'stall':>9}  stall / MMEngine's{'cost':>9}{'of':>9}")
     try:
+        rows = []
         for megabytes in args.megabytes:
             layers = max(1, round(megabytes * 2**20 / 3 / 4 / WIDTH**2))
-            measure(args, megabytes, layers, folder)
+            rows.append(measure(args, megabytes, layers, folder))
     finally:
         shutil.rmtree(folder)
+    if args.json:
+        write_results(args.json, rows)
 
 
-def measure(args: argparse.Namespace, megabytes: int, layers: int, folder: str) -> None:
-    """Measure one size and print its rows."""
+def measure(args: argparse.Namespace, megabytes: int, layers: int, folder: str) -> Dict[str, Any]:
+    """Measure one size, print its rows, and return the milliseconds."""
     interval = args.interval
     if not interval:
         _, probe = run('none', argparse.Namespace(**{**vars(args), 'saves': 2}), layers, 8, folder)
@@ -210,9 +215,11 @@ def measure(args: argparse.Namespace, megabytes: int, layers: int, folder: str) 
             stalls[way] += stalled
             stretches[way] += stretched
     free = statistics.median(stretches['none'])
+    found: Dict[str, Any] = dict(device=args.device, megabytes=megabytes, stall_ms={}, cost_ms={})
     stock = statistics.median(stalls['mmengine'])
     for way in WAYS[1:]:
         stall, stretch = statistics.median(stalls[way]), statistics.median(stretches[way])
+        found['stall_ms'][way], found['cost_ms'][way] = stall * 1e3, (stretch - free) * 1e3
         print(
             f'{megabytes:5} {way:13}{stall * 1e3:9.1f}{stall / stock:20.2f}'
             f'{(stretch - free) * 1e3:9.1f}{free * 1e3:9.0f}',
@@ -223,6 +230,7 @@ def measure(args: argparse.Namespace, megabytes: int, layers: int, folder: str) 
         f'{megabytes:5} plain write{plain * 1e3:11.1f}   ({interval} iterations a save)',
         flush=True,
     )
+    return dict(found, plain_write_ms=plain * 1e3)
 
 
 if __name__ == '__main__':

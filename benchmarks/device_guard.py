@@ -17,6 +17,7 @@ from typing import Any, Callable, Dict
 
 import torch
 import torch.nn.functional as F
+from result_file import write_results
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -115,11 +116,13 @@ def milliseconds(step: Callable[[], None], repeats: int, around: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--rounds', type=int, default=25)
+    parser.add_argument('--json', help='write the figures to this file')
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)  # Backward, too, then runs in the thread whose time is taken.
     print(f'torch {torch.__version__}, ms a step, medians of {args.rounds}')
     print(f'{"":40}{"calls":>7}{"without":>9}{"bare":>9}{"guard":>9}{"more":>8}')
+    found = []
     for name, step in steps().items():
         counted = Count()
         with counted:
@@ -132,6 +135,10 @@ def main() -> None:
             f'{name:40}{counted.calls:7}{plain:9.2f}{bare:9.2f}{guarded:9.2f}'
             f'{guarded / plain - 1:8.1%}'
         )
+        ms = dict(without=plain, bare=bare, guard=guarded)
+        found.append(dict(name=name, calls=counted.calls, ms=ms, slower=[guarded / plain - 1]))
+    if args.json:
+        write_results(args.json, found)
 
 
 if __name__ == '__main__':

@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Sequence
 
 from hosts import Hosts, HostsError, available, run_ranks
+from result_file import write_results
 
 EXCHANGES = ('gather', 'balance')
 POOLS = ('even', 'skewed')
@@ -323,7 +324,7 @@ def main() -> None:
             run(args, hosts, todo, tell)
     print('\n'.join(target_lines(results)))
     if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1))
+        write_results(args.json, results)
     if args.plot:
         draw(results, f'{args.device}, {where}', args.plot)
 

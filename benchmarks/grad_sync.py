@@ -36,6 +36,7 @@ from typing import Any, ContextManager, Dict, List, Optional
 
 from floor import Floor, floor_of, wire_bytes
 from hosts import Hosts, HostsError, available, run_ranks
+from result_file import write_results
 
 WAYS = ('none', 'split', 'stock', 'naive', 'ours')
 WORKER = Path(__file__).with_name('grad_ways.py')
@@ -150,8 +151,10 @@ def summarize(args: argparse.Namespace, found: Any, ranks: int, layers: int) -> 
     floor = floor_of({**ms, **probes}, size, args.hosts, ranks, stream)
     # floor's `none` is rank 0's, like the figures of the ways that it is compared with.
     setting = dict(ranks=ranks, layers=layers, hosts=args.hosts, rate=args.rate, bytes=size)
+    setting['device'] = args.device
     wire_mb_s = stream / probes['wire'] / 1e3
-    return dict(found, **setting, median_ms=ms, floor=floor._asdict(), wire_mb_s=wire_mb_s)
+    figures = dict(median_ms=ms, floor=floor._asdict(), floor_ms=floor.total)
+    return dict(found, **setting, **figures, wire_mb_s=wire_mb_s)
 
 
 def main() -> None:
@@ -171,8 +174,7 @@ def main() -> None:
                 print('\n'.join([table_row(found), *floor_lines(found, args.hosts)]), flush=True)
                 results.append(found)
     if args.json:
-        with open(args.json, 'w', encoding='utf-8') as file:
-            json.dump(results, file, indent=1)
+        write_results(args.json, results)
     if args.plot:
         from bars import draw
 

@@ -1,11 +1,14 @@
 """What ``import mmdevplug`` adds to ``import mmengine``, in seconds; medians over fresh processes.
 
-python benchmarks/import_time.py
+python benchmarks/import_time.py [--json FILE]
 """
 
+import argparse
 import statistics
 import subprocess
 import sys
+
+from result_file import write_results
 
 SCRIPT = (
     'import time; start = time.perf_counter(); import mmengine; middle = time.perf_counter(); '
@@ -15,6 +18,9 @@ ROUNDS = 9
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    parser.add_argument('--json', help='write the figures to this file')
+    args = parser.parse_args()
     rounds = [
         [
             float(number)
@@ -23,6 +29,8 @@ def main() -> None:
         for _ in range(ROUNDS)
     ]
     mmengine, ours = (statistics.median(times) for times in zip(*rounds))
+    if args.json:
+        write_results(args.json, [dict(mmengine_s=mmengine, mmdevplug_s=ours)])
     print(f'import mmengine {mmengine:.3f} s, import mmdevplug {ours:.3f} s more')
 
 

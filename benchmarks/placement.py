@@ -7,14 +7,14 @@ twice what the model needs in all. *best* is found by a table over all prefixes 
 the blocks and all devices, which shares no code with the search.
 
 Run ``python benchmarks/placement.py``; ``--update-docs`` writes the tables into
-``docs/*/placement.md`` and the picture into ``docs/images``.
+``docs/*/placement.md``, the picture into ``docs/images``, and the figures into
+``docs/benchmarks/placement.json``, from which ``docs/benchmark_tables.py`` takes some.
 """
 
 import argparse
 import functools
 import gc
 import importlib.util
-import json
 import re
 import statistics
 import sys
@@ -25,6 +25,7 @@ from typing import Any, Dict, List, Optional, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 from placement_models import MODELS, chain
+from result_file import write_results
 from torch import nn
 
 from mmdevplug.errors import PlacementError
@@ -312,11 +313,12 @@ def main() -> None:
         f'\n{len(rows)} rows: ours above accelerate in {len(above)}, not the best in {len(missed)}'
     )
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1), encoding='utf-8')
+        write_results(args.json, **found)
     if args.png:
         draw(found, Path(args.png))
     if args.update_docs:
         update_docs(found)
+        write_results(str(DOCS / 'benchmarks' / 'placement.json'), **found)
 
 
 if __name__ == '__main__':

@@ -1,0 +1,51 @@
+"""Write what a benchmark measured to a JSON file, for the tables of the docs.
+
+``docs/benchmark_tables.py`` makes them of the files in ``docs/benchmarks``. A file says how its
+figures came to be: the command, the commit, PyTorch, and the number of cores.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, Sequence
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write_results(path: str, rows: Sequence[Dict[str, Any]], **others: Any) -> None:
+    """Write rows of figures, and where they are from.
+
+    Args:
+        path (str): The file.
+        rows (sequence of dict): A row for each setting.
+        **others: What else the file holds.
+    """
+    import torch
+
+    command = ['python', *(os.path.relpath(word, ROOT) for word in sys.argv[:1]), *sys.argv[1:]]
+    measured = dict(
+        command=shlex.join(command),
+        commit=_commit(),
+        torch=torch.__version__,
+        cores=os.cpu_count(),
+        rows=list(rows),
+        **others,
+    )
+    Path(path).write_text(json.dumps(measured, indent=1) + '\n', encoding='utf-8')
+
+
+def _commit() -> str:
+    """The commit of the checkout; with a + if files differ from it."""
+    try:
+        head = _git('rev-parse', '--short', 'HEAD')
+        return head + ('+' if _git('status', '--porcelain', '-uno') else '')
+    except (OSError, subprocess.CalledProcessError):
+        return 'unknown'
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(['git', *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE)
+    return done.stdout.decode().strip()
