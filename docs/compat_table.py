@@ -53,9 +53,21 @@ other releases of the table alone.""",
         untested='untested',
         stopped='{} (stopped before its end)',
         failing='## What fails',
-        nothing='Nothing that was run.',
-        skipped='## What is skipped, and why',
-        reasons=('reason', 'torch: tests'),
+        nothing="""\
+Nothing: every test that failed in the table above passed when its file ran again on that release,
+after a correction ([the runs](#single-files-that-ran-again-later)).""",
+        skipped='## What a release lacks, by cause',
+        skipped_intro="""\
+Each row is a cause for which tests were skipped, and the number of tests on each release. A number
+is small or large by how many tests touch it, not by how much it matters.""",
+        causes=dict(
+            release='### What PyTorch or MMEngine of that release cannot do',
+            card='### What the stand-in of a card is too new for',
+            installed='### What was not installed',
+            other='### What is not meant for that device',
+        ),
+        rerun='## Single files that ran again later',
+        reasons=('cause', 'torch: tests'),
         installed='## What else was installed',
         release='torch, MMEngine',
         again='## To run it again',
@@ -76,13 +88,29 @@ PrivateUse1 卡的替身。*运行范围* 列出实际运行的测试，`tests` 
         untested='未测试',
         stopped='{}（中途停止）',
         failing='## 失败的测试',
-        nothing='运行过的测试全部通过。',
-        skipped='## 跳过的测试及原因',
+        nothing="""\
+没有：上表中失败的每个测试，修正之后在该版本上重新运行其文件时都通过了（[这些运行](#之后重新运行的单个文件)）。""",
+        skipped='## 各版本缺少什么（按原因）',
+        skipped_intro="""\
+每行是跳过测试的一个原因，以及各版本上的测试数。数目大小取决于有多少测试涉及它，不代表它的重要程度。""",
+        causes=dict(
+            release='### 该版本的 PyTorch 或 MMEngine 不能做的',
+            card='### 卡的替身不支持的旧版本',
+            installed='### 没有安装的',
+            other='### 不适用于该设备的',
+        ),
+        rerun='## 之后重新运行的单个文件',
         reasons=('原因', 'torch：测试数'),
         installed='## 同时安装的包',
         release='torch、MMEngine',
         again='## 重新运行',
     ),
+)
+#: The cause of a skipped test, by words of its reason; the first that fits, else the release.
+CAUSES = (
+    ('installed', r'^needs (mmcv|peft)'),
+    ('card', r'stand-in card|PrivateUse1 devices with names'),
+    ('other', r' is not for | works on '),
 )
 #: The first release that the stand-in card is built with.
 CARD = '2.4'
@@ -106,6 +134,8 @@ def render(texts: Dict[str, Any]) -> List[str]:
     runs = load()
     releases = sorted({*WANTED, *runs}, key=_by_number)
     rows = [row for release in releases for row in _rows(release, runs.get(release, []), texts)]
+    # A run of all tests, or the only one of a release; then those of single files.
+    whole = [row for row in rows if row[3] in ('`tests`', texts['untested']) or _only(row, rows)]
     reasons: Dict[str, List[str]] = {}
     failing, installed, without_mmcv = [], [], []
     for release in sorted(runs, key=_by_number):
@@ -124,19 +154,38 @@ def render(texts: Dict[str, Any]) -> List[str]:
         texts['heading'],
         texts['other'],
         texts['intro'].format(card=CARD),
-        table(texts['headings'], rows),
+        table(texts['headings'], whole),
         *([texts['without_mmcv'].format(', '.join(without_mmcv))] if without_mmcv else []),
         texts['failing'],
         '\n'.join(failing) or texts['nothing'],
         texts['skipped'],
-        table(
-            texts['reasons'], [[reason, '; '.join(reasons[reason])] for reason in sorted(reasons)]
-        ),
+        texts['skipped_intro'],
+        *_by_cause(reasons, texts),
+        texts['rerun'],
+        table(texts['headings'], [row for row in rows if row not in whole]),
         texts['installed'],
         table([texts['release'], *OTHERS], installed),
         texts['again'],
         COMMANDS,
     ]
+
+
+def _only(row: List[str], rows: List[List[str]]) -> bool:
+    return [(one[0], one[2]) for one in rows].count((row[0], row[2])) == 1
+
+
+def _by_cause(reasons: Dict[str, List[str]], texts: Dict[str, Any]) -> List[str]:
+    parts = []
+    for cause, heading in texts['causes'].items():
+        mine = [reason for reason in sorted(reasons) if _cause(reason) == cause]
+        if mine:
+            rows = [[reason, '; '.join(reasons[reason])] for reason in mine]
+            parts += [heading, table(texts['reasons'], rows)]
+    return parts
+
+
+def _cause(reason: str) -> str:
+    return next((cause for cause, words in CAUSES if re.search(words, reason)), 'release')
 
 
 def _still_failing(runs: List[Dict[str, Any]]) -> List[str]:

@@ -1,7 +1,8 @@
 """Write ``docs/*/troubleshooting.md`` from the entries in ``docs/troubleshooting``.
 
 Each entry has the fixed parts of one or more messages, with … for what differs, and in each
-language why they come and what to do. A test compares them with what the source can say.
+language why they come and what to do. The entries with ``likely`` come first, in that order.
+A test compares them with what the source can say.
 """
 
 from pathlib import Path
@@ -21,6 +22,8 @@ of ours also says by itself what was found, what is expected, and what to do nex
 ranks print one, the first that names a rank is the one to read.
 
 `mmdevplug doctor --config CONFIG --nproc N` finds many of these before a job starts.""",
+        likely='The twenty most likely',
+        catalogue='After these, all others by topic.',
         why='Why',
         do='What to do',
     ),
@@ -31,6 +34,8 @@ ranks print one, the first that names a rank is the one to read.
 期望什么以及下一步怎么做。若多个 rank 都有输出，先看指出 rank 的那一条。
 
 `mmdevplug doctor --config CONFIG --nproc N` 能在作业开始前发现其中许多问题。""",
+        likely='最可能遇到的二十条',
+        catalogue='其后按主题列出其余全部。',
         why='原因',
         do='办法',
     ),
@@ -56,17 +61,30 @@ def is_in(says: str, text: str) -> bool:
 def render(topics: List[Dict[str, Any]], language: str) -> str:
     """The page in one language."""
     texts = TEXTS[language]
-    colon = '：' if language == 'zh_cn' else ': '
-    blocks = [texts['heading'], texts['intro']]
+    blocks = [texts['heading'], texts['intro'], f'## {texts["likely"]}', texts['catalogue']]
+    entries = [entry for topic in topics for entry in topic['entries']]
+    for entry in sorted((one for one in entries if 'likely' in one), key=_likely):
+        blocks += _entry(entry, language)
     for topic in topics:
         blocks.append(f'## {topic["title"][language]}')
         if 'intro' in topic:
             blocks.append(topic['intro'][language])
         for entry in topic['entries']:
-            why, what = entry[language]
-            blocks.append('\n'.join(['```text', *entry['says'], '```']))
-            blocks.append(f'- **{texts["why"]}**{colon}{why}\n- **{texts["do"]}**{colon}{what}')
+            blocks += [] if 'likely' in entry else _entry(entry, language)
     return '\n\n'.join(blocks) + '\n'
+
+
+def _likely(entry: Dict[str, Any]) -> int:
+    return entry['likely']
+
+
+def _entry(entry: Dict[str, Any], language: str) -> List[str]:
+    texts, (why, what) = TEXTS[language], entry[language]
+    colon = '：' if language == 'zh_cn' else ': '
+    return [
+        '\n'.join(['```text', *entry['says'], '```']),
+        f'- **{texts["why"]}**{colon}{why}\n- **{texts["do"]}**{colon}{what}',
+    ]
 
 
 def main() -> None:

@@ -36,6 +36,13 @@ def train(nproc, work_dir):
     )
 
 
+@pytest.mark.parametrize('language', ['en', 'zh_cn'])
+def test_the_page_shows_the_files_of_the_example(language):
+    page = (ROOT / 'docs' / language / 'add_an_accelerator.md').read_text(encoding='utf-8')
+    for name in ('my_accelerator.py', 'digits_acme.py'):
+        assert f'```python\n{(EXAMPLES / name).read_text(encoding="utf-8")}```' in page, name
+
+
 def train_on_the_cpu(work_dir):
     """The same training without the accelerator."""
     cfg = Config.fromfile(str(ROOT / 'configs' / 'digits' / 'digits.py'))

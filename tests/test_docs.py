@@ -173,6 +173,28 @@ def test_every_page_is_in_the_index(language):
     assert sorted(listed) == sorted(pages)
 
 
+def modules_of_the_api(language):
+    return set(re.findall(r'^\.\. automodule:: (\S+)$', read(language / 'api.rst'), re.MULTILINE))
+
+
+def test_the_api_has_every_public_module():
+    public = {'mmdevplug'} | {f'mmdevplug.{name}' for name in ('autopatch', 'errors', 'registry')}
+    for path in (ROOT / 'mmdevplug').rglob('__init__.py'):
+        if '__all__' in read(path):
+            public.add('.'.join(path.parent.relative_to(ROOT).parts))
+    # What pages show how to use.
+    for page in PAGES:
+        for language, text in blocks(page):
+            for node in ast.walk(ast.parse(text)) if language == 'python' else ():
+                if isinstance(node, ast.ImportFrom) and (node.module or '').startswith(
+                    'mmdevplug'
+                ):
+                    public.add(node.module)
+    public = {name for name in public if not name.startswith('mmdevplug.configs')}
+    assert public <= modules_of_the_api(EN)
+    assert modules_of_the_api(EN) == modules_of_the_api(ZH)
+
+
 # measurements ---------------------------------------------------------------------------------
 
 

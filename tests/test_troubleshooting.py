@@ -56,3 +56,13 @@ def test_both_languages_say_why_and_what_to_do():
                 why, what = entry[language]
                 assert why.endswith(('.', '。')), entry['says']
                 assert what.endswith(('.', '。')), entry['says']
+
+
+def test_the_twenty_most_likely_come_first():
+    ranked = [e for topic in TOPICS for e in topic['entries'] if 'likely' in e]
+    assert sorted(e['likely'] for e in ranked) == list(range(1, 21))
+    page = pages.render(TOPICS, 'en')
+    first = page.split('\n## ')[1]
+    for entry in ranked:
+        assert page.count('\n' + '\n'.join(entry['says']) + '\n') == 1
+        assert entry['says'][0] in first
