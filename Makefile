@@ -47,7 +47,7 @@ PYTEST := $(PYTEST_T20) --no-loadscope-reorder
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-.PHONY: help install install-xla install-t20 demo test test-long test-xla test-t20 test-kills test-peers test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-resume docs-sites clean
+.PHONY: help install install-xla install-t20 demo test test-long test-xla test-t20 test-kills test-peers test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-resume docs-sites docs-tables clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -162,6 +162,9 @@ docs-pictures: install  ## Draw and record the pictures of the docs that are no 
 	$(BIN)/python docs/drawings/draw.py
 	$(BIN)/python docs/record_terminal.py
 	$(BIN)/mmdevplug plan configs/llama_lora/llama_lora.py --devices cuda:0-2 --training --png docs/images/plan.png
+
+docs-tables: install  ## Write the pages that are made from the source and from result files
+	for page in options_page cli_page patch_table troubleshooting_pages compat_table benchmark_tables; do $(BIN)/python docs/$$page.py || exit 1; done
 
 docs-features: install install-xla install-t20  ## Measure the features on every device, write docs/*/features.md
 	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla and not t20"
