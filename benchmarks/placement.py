@@ -199,7 +199,11 @@ def tables(found: Dict[str, Any], language: str) -> Dict[str, str]:
         return word('equal') if row['equal'] else '2:1:…'
 
     def cell(row: Dict[str, Any]) -> str:
-        return ' / '.join(figure(row[key]) for key in ('accelerate', 'ours', 'best'))
+        theirs, ours, best = (figure(row[key]) for key in ('accelerate', 'ours', 'best'))
+        if row['accelerate'] is not None and theirs != ours:
+            first = row['accelerate'] < row['ours']
+            theirs, ours = (f'**{theirs}**', ours) if first else (theirs, f'**{ours}**')
+        return ' / '.join([theirs, ours, best])
 
     lines: Dict[Any, List[str]] = {}
     for row in found['rows']:
