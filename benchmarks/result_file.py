@@ -25,7 +25,11 @@ def write_results(path: str, rows: Sequence[Dict[str, Any]], **others: Any) -> N
     """
     import torch
 
-    command = ['python', *(os.path.relpath(word, ROOT) for word in sys.argv[:1]), *sys.argv[1:]]
+    script, *arguments = sys.argv
+    if '--json' in arguments:  # where the file lies says nothing of what was measured
+        place = arguments.index('--json')
+        del arguments[place : place + 2]
+    command = ['python', os.path.relpath(script, ROOT), *arguments]
     measured = dict(
         command=shlex.join(command),
         commit=_commit(),
