@@ -333,6 +333,23 @@ def test_command_can_be_typed(words):
             assert (ROOT / word).is_file(), word
 
 
+#: Extras whose packages need a torch of their choice.
+REPLACES_TORCH = re.compile(r'\[[^]]*\b(?:xla|placement|llama)\b|\btorch==(?!\$)')
+
+
+@over(PAGES)
+def test_no_command_replaces_a_torch_or_writes_into_the_checkout(page):
+    for language, text in blocks(page):
+        if language != 'bash':
+            continue
+        own = False  # whether the block has made an environment
+        for line in text.splitlines():
+            assert '-m venv .venv' not in line, 'the link of `make install` leads to the checkout'
+            own |= '-m venv ../' in line
+            if line.startswith('pip install') and REPLACES_TORCH.search(line):
+                assert own or 'torch==$(python -c' in line, line
+
+
 PATH = re.compile(r'`((?:configs|tools|benchmarks|demo|docs|tests|mmdevplug)/[\w./*-]+)`')
 INLINE = re.compile(r'`(mmdevplug [a-z][^`]*|python \w+/\w+\.py[^`]*)`')
 
