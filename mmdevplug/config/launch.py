@@ -20,7 +20,7 @@ _COUNT = Check(
     "1 or more processes on each host, or 'auto' for one on each device",
     'int, str',
 )
-#: Restarts of an elastic job that names no number, which without any ends with the first host lost.
+#: Restarts of an elastic job that names no number: without any, the first host lost ends it.
 ELASTIC_RESTARTS = 3
 #: The least and the most hosts of a job that they may join and leave.
 _RANGE = re.compile(r'([1-9][0-9]{0,8}):([1-9][0-9]{0,8})', re.ASCII)

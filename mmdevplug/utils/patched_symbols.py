@@ -33,7 +33,9 @@ GUARD = Period('a `DeviceGuard` that moves operands is entered', 'its exit')
 AUTOPATCH = Period('the import of `mmdevplug.autopatch`', 'the end of the process')
 WATCH = Period('a distributed job begins to watch its ranks', 'the end of the process')
 LAUNCHER = Period('`mmdevplug train --nproc` starts ranks', 'the end of the launcher process')
-ELASTIC = Period('`mmdevplug train --nnodes MIN:MAX` starts ranks', 'the end of the launcher process')
+ELASTIC = Period(
+    '`mmdevplug train --nnodes MIN:MAX` starts ranks', 'the end of the launcher process'
+)
 WORKER = Period(
     'a worker process of a data loader starts, with PyTorch before 1.13',
     'the end of the worker process',
