@@ -1,8 +1,13 @@
 """Trainings whose global batch stays, on any number of ranks; see `test_global_batch`."""
 
+import json
+import os
+import time
+from pathlib import Path
+
 import torch
 from mmengine.hooks import Hook
-from mmengine.registry import DATASETS
+from mmengine.registry import DATASETS, HOOKS
 
 from mmdevplug.hooks.preemption_hook import save_now
 from mmdevplug.runner import DeviceRunner
@@ -24,6 +29,28 @@ class PlainDataset(NoisyDataset):
         return dict(inputs=data['inputs'], targets=data['targets'])
 
 
+@HOOKS.register_module(force=True)
+class WriteSamples(Hook):
+    """Appends the samples of each iteration to a file for each process, slowly."""
+
+    priority = 'LOWEST'
+
+    def __init__(self, folder, pause):
+        self.folder, self.pause = Path(folder), pause
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        time.sleep(self.pause)
+        line = [time.time(), runner.world_size, runner.iter, samples_of_batch(data_batch)]
+        with open(str(self.folder / f'{runner.rank} {os.getpid()}'), 'a') as file:
+            file.write(json.dumps(line) + '\n')
+
+
+def samples_of_batch(data_batch):
+    """The samples of each part, known by their targets."""
+    parts = data_batch if isinstance(data_batch, list) else [data_batch]
+    return [[round(float(one), 5) for one in part['targets'][:, 0]] for part in parts]
+
+
 class Look(Hook):
     """Notes the samples, the rate and the loss of each iteration, and stops after one."""
 
@@ -33,8 +60,7 @@ class Look(Hook):
         self.stop, self.seen = stop, {}
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        parts = data_batch if isinstance(data_batch, list) else [data_batch]
-        samples = [[round(float(one), 5) for one in part['targets'][:, 0]] for part in parts]
+        samples = samples_of_batch(data_batch)
         rate = runner.optim_wrapper.get_lr()['lr'][0]
         self.seen[runner.iter] = (samples, rate, float(outputs['loss'].detach()))
         if runner.iter + 1 == self.stop:
@@ -49,20 +75,7 @@ def train(folder, by_epoch=True, stop=None, resume=False, rule=None, wanted=None
         tuple: The weights, and what :class:`Look` has seen.
     """
     torch.manual_seed(0)
-    options = dict(
-        by_epoch=by_epoch,
-        length=LENGTH // 4 if by_epoch else LENGTH,
-        checkpoint=dict(interval=100, by_epoch=False),
-        train_dataloader__dataset=dict(type='PlainDataset', indices=SAMPLES),
-        train_dataloader__batch_size=STEP,
-        val_dataloader__dataset=dict(type='PlainDataset', indices=8),
-        train_cfg__val_interval=100,
-        model=dict(type='NoisyModel', dropout=0.0),
-        custom_hooks=[],
-        optim_wrapper__optimizer=dict(type='SGD', lr=0.1, momentum=0.9),
-        randomness=dict(seed=5),
-    )
-    cfg = config(folder, **{**options, **changes})
+    cfg = whole_config(folder, by_epoch, **changes)
     if rule is not None:
         cfg['accelerator'].update(global_batch_rule=rule)
     if wanted is not None:
@@ -77,3 +90,21 @@ def train(folder, by_epoch=True, stop=None, resume=False, rule=None, wanted=None
         except SystemExit:
             assert stop is not None
     return weights_of(getattr(runner.model, 'module', runner.model)), look.seen
+
+
+def whole_config(folder, by_epoch=True, **changes):
+    """The config of a short training in which nothing is random."""
+    options = dict(
+        by_epoch=by_epoch,
+        length=LENGTH // 4 if by_epoch else LENGTH,
+        checkpoint=dict(interval=100, by_epoch=False),
+        train_dataloader__dataset=dict(type='PlainDataset', indices=SAMPLES),
+        train_dataloader__batch_size=STEP,
+        val_dataloader__dataset=dict(type='PlainDataset', indices=8),
+        train_cfg__val_interval=100,
+        model=dict(type='NoisyModel', dropout=0.0),
+        custom_hooks=[],
+        optim_wrapper__optimizer=dict(type='SGD', lr=0.1, momentum=0.9),
+        randomness=dict(seed=5),
+    )
+    return config(folder, **{**options, **changes})

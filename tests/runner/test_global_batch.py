@@ -149,7 +149,9 @@ def test_resumed_rates_are_those_of_a_job_that_always_had_these_ranks(tmp_path, 
 
 def test_a_scheduler_that_follows_a_metric_keeps_its_state(tmp_path):
     changes = dict(
-        param_scheduler=[dict(type='ReduceOnPlateauLR', monitor='loss', patience=0, factor=0.5)],
+        param_scheduler=[
+            dict(type='ReduceOnPlateauLR', monitor='loss_error', patience=0, factor=0.5)
+        ],
         train_cfg__val_interval=1,
     )
     given = dict(rule='scale', wanted=GLOBAL)
