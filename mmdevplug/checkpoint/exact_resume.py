@@ -259,7 +259,7 @@ class Resumption:
         if before == mine * ranks:
             return trained, 0
         skip, rest = divmod(trained * before // ranks, mine)
-        # Samplers deal samples out to the ranks in turn. A batch of one sample would be too few for
+        # Samplers deal samples out to the ranks in turn. One sample alone would be too few for
         # batch norm.
         drop = min(rest, max(0, mine - 2)) if plain and batches is not None else 0
         if trained:

@@ -8,8 +8,10 @@ import os
 import socket
 from argparse import Namespace
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Dict, Iterator, Optional, Tuple
 
+import psutil
 from torch import distributed as torch_dist
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
@@ -23,6 +25,8 @@ from mmdevplug.utils.patching import LocalPatch
 
 from . import say
 
+#: How long an agent waits for an answer of the store; PyTorch's own is 60 s.
+_READ_SECONDS = 15
 #: What torchrun raises where they do not meet; PyTorch before 2.0 has no class for it.
 _MEETING_ERRORS = (RendezvousError, getattr(torch_dist, 'DistError', RuntimeError))
 
@@ -62,11 +66,14 @@ def elastic(args: Namespace) -> Iterator[None]:
     address = _own_address(place)
     if str(args.nproc_per_node).isdecimal():
         os.environ[MOST_RANKS] = str(hosts[1] * int(args.nproc_per_node))
-    if 'is_host' not in rendezvous_options(args) and _is_here(place[0], address):
-        # PyTorch compares names alone.
-        args.rdzv_conf = ','.join(filter(None, [args.rdzv_conf, f'is_host={_is_free(place)}']))
+    # The host that is gone is asked several times before an agent gives up.
+    defaults = dict(read_timeout=_READ_SECONDS)
+    if _is_here(place[0], address):
+        defaults['is_host'] = _is_free(place)  # PyTorch compares names alone.
+    words = dict(defaults, **rendezvous_options(args))
+    args.rdzv_conf = ','.join(f'{name}={value}' for name, value in words.items())
     with ExitStack() as patched:
-        patched.enter_context(_next_rendezvous(_join))
+        patched.enter_context(_next_rendezvous(partial(_join, port=place[1])))
         patched.enter_context(_rendezvous(_count_hosts))
         if not hasattr(args, 'local_addr'):  # PyTorch before 2.0
             patched.enter_context(_get_fq_hostname(lambda _: address))
@@ -80,14 +87,28 @@ def elastic(args: Namespace) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def _join(join: Any, handler: Any) -> Any:
+def _join(join: Any, handler: Any, port: int) -> Any:
     """Join the next round, and tell the ranks which one it is."""
     # PyTorch keeps the place where the ranks of an earlier round met, where rank 0 moved since.
     if getattr(handler, '_bootstrap_store_info', None) is not None:
         handler._bootstrap_store_info = None
     found = join(handler)
     os.environ[ROUND] = str(handler._state_holder.state.round)
+    _limit_silence(port)
     return found
+
+
+def _limit_silence(port: int) -> None:
+    """Let connections to the store end if its host is lost, which PyTorch waits for without end."""
+    if not hasattr(socket, 'TCP_USER_TIMEOUT'):  # not Linux
+        return
+    own = psutil.Process()
+    connections = getattr(own, 'net_connections', None) or own.connections  # psutil before 6
+    for found in connections('tcp'):
+        if found.raddr and found.raddr.port == port:
+            with socket.socket(fileno=os.dup(found.fd)) as store:
+                milliseconds = 1000 * _READ_SECONDS
+                store.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def _count_hosts(rendezvous: Any, agent: Any, group: Any) -> None:
@@ -146,10 +167,10 @@ def explain_meeting(args: Namespace) -> Iterator[None]:
         why = first_line(error).rstrip('. ')
         if read_range(str(args.nnodes)) is None:
             raise LaunchError(
-                f'host {args.node_rank} of {args.nnodes} cannot meet the others at {place}: {why}. '
-                f'Expected all of them to be started with the same address and another node rank '
-                f'each. Check that host 0 runs there, and that the port is free and not behind a '
-                f'firewall.'
+                f'host {args.node_rank} of {args.nnodes} cannot meet the others at {place}: '
+                f'{why}. Expected all of them to be started with the same address and another '
+                f'node rank each. Check that host 0 runs there, and that the port is free and not '
+                f'behind a firewall.'
             ) from error
         if isinstance(error, RendezvousClosedError):
             raise LaunchError(

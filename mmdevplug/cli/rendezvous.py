@@ -19,9 +19,9 @@ def main(argv: Optional[List[str]] = None) -> None:
     """Hold the store of torchrun's ``c10d`` rendezvous until a signal ends it."""
     parser = argparse.ArgumentParser(
         prog='mmdevplug rendezvous',
-        description='Keep the place where hosts of `mmdevplug train --nnodes MIN:MAX` meet. Any of '
-        'them may then leave, and join again. It listens on every interface and answers whoever '
-        'connects: use a network that you trust.',
+        description='Keep the place where hosts of `mmdevplug train --nnodes MIN:MAX` meet. Any '
+        'of them may then leave, and join again. It listens on every interface and answers '
+        'whoever connects: use a network that you trust.',
         allow_abbrev=False,
     )
     parser.add_argument('--port', type=int, default=DEFAULT_PORT, help='where it listens')

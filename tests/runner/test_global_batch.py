@@ -1,4 +1,4 @@
-"""The samples of an iteration stay as they are, or learning rates follow, on any number of ranks."""
+"""Samples of an iteration stay as they are, or learning rates follow, on any number of ranks."""
 
 import re
 
@@ -16,7 +16,7 @@ from mmdevplug.errors import DevPlugError, LaunchError, ModelError
 from mmdevplug.optim.split_step import SplitCollate, SplitStep
 from mmdevplug.runner.global_batch import share_of_job, share_out
 from tests.ranks import run_ranks
-from tests.runner.global_batches import GLOBAL, LENGTH, SAMPLES, STEP, train
+from tests.runner.global_batches import GLOBAL, LENGTH, STEP, train
 
 #: Sums of the same values in another order.
 CLOSE = 2e-6
@@ -28,7 +28,7 @@ def options(**given):
 
 @pytest.fixture(scope='module')
 def full(tmp_path_factory):
-    """Weights, and what each iteration has seen, of a job of 4 ranks, which MMEngine shares out."""
+    """Weights, and what each iteration saw, of a job of 4 ranks, which MMEngine shares out."""
     found = {}
     for by_epoch in (True, False):
         folder = tmp_path_factory.mktemp('full')
