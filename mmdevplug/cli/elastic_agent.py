@@ -99,7 +99,7 @@ def _join(join: Any, handler: Any, port: int) -> Any:
 
 
 def _limit_silence(port: int) -> None:
-    """Let connections to the store end if its host is lost, which PyTorch waits for without end."""
+    """Let connections to the store end if its host is lost, for which PyTorch waits for ever."""
     if not hasattr(socket, 'TCP_USER_TIMEOUT'):  # not Linux
         return
     own = psutil.Process()

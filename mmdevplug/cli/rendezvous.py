@@ -15,8 +15,8 @@ from . import say
 from .common import run
 
 
-def main(argv: Optional[List[str]] = None) -> None:
-    """Hold the store of torchrun's ``c10d`` rendezvous until a signal ends it."""
+def build_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(
         prog='mmdevplug rendezvous',
         description='Keep the place where hosts of `mmdevplug train --nnodes MIN:MAX` meet. Any '
@@ -25,7 +25,12 @@ def main(argv: Optional[List[str]] = None) -> None:
         allow_abbrev=False,
     )
     parser.add_argument('--port', type=int, default=DEFAULT_PORT, help='where it listens')
-    port = parser.parse_args(argv).port
+    return parser
+
+
+def main(argv: Optional[List[str]] = None) -> None:
+    """Hold the store of torchrun's ``c10d`` rendezvous until a signal ends it."""
+    port = build_parser().parse_args(argv).port
     if not 0 <= port <= 65535:
         raise LaunchError(f'--port={port}: expected 0 to 65535; 0 takes a free one.')
     # Blocked first: threads of the store inherit it, and the signal waits for sigwait().

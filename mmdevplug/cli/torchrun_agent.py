@@ -103,10 +103,10 @@ def _wait_for_name(args: Namespace) -> None:
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() >= deadline:
-                name = 'rdzv_endpoint' if args.rdzv_endpoint else 'MASTER_ADDR'
+                name = 'the rendezvous' if args.rdzv_endpoint else 'MASTER_ADDR'
                 raise LaunchError(
-                    f'{name}={place[0]}: no host of this name is known: {error}. '
-                    f'Expected the name or the address of host 0. Correct it, or start host 0.'
+                    f'no host {place[0]!r}, which {name} names, is known: {error}. Expected the '
+                    f'name or the address of host 0. Correct it, or start host 0.'
                 ) from error
         time.sleep(1)
 
