@@ -121,6 +121,12 @@ nccl when a config says nothing.""",
             '在其中保留编译好的图，供以后运行使用；`True` 表示位于工作目录中。',
             'accelerator.compilations': '在惰性设备上记录 `device/compiles`；'
             '编译不止时警告，并指出变化的形状。',
+            'accelerator.global_batch': '所有 rank 每次迭代的样本总数，学习率即为此而设，'
+            '不随 rank 数变化。`None`：批大小乘以 rank 数；使用 `--nnodes MIN:MAX` 时乘以 '
+            'MAX 台主机的 rank 数。',
+            'accelerator.global_batch_rule': 'rank 数乘以批大小不等于 `global_batch` 时：'
+            "`'accumulate'` 让每个 rank 按批大小分步训练其份额，其他一切不变；`'scale'` "
+            '保持批大小，并缩放学习率。',
             'accelerator.heartbeat_timeout': '心跳沉默的秒数，超过后询问该 '
             'rank，其进程不应答则视为已死：至少 6；`None` 表示 60。',
             'accelerator.hook': '`DeviceHook` 的参数，该钩子在运行前检查一切所在的设备。',
@@ -202,12 +208,15 @@ nccl when a config says nothing.""",
             'accelerator': '设备家族；`auto` 取现有的设备。',
             'nproc': '每台主机上的进程数；`auto`：每个设备一个，在 CPU 上训练时每个核一个。'
             'pod 中由 `PET_NPROC_PER_NODE` 设置。',
-            'nnodes': '主机数；各主机运行同一命令，`--node-rank` 各不相同。',
+            'nnodes': '主机数；各主机运行同一命令，`--node-rank` 各不相同。`MIN:MAX`，如 `1:4`：'
+            '主机可以加入和离开，且不写 `--node-rank`。',
             'node_rank': '本机是第几台主机，从 0 开始；各主机不同。`srun` 通过 `SLURM_NODEID` '
             '设置它。',
-            'master_addr': '主机 0 的名称或地址。',
+            'master_addr': '主机 0 的名称或地址；弹性作业中，为各主机会合之处，即某台主机或运行 '
+            '`mmdevplug rendezvous` 的主机。',
             'master_port': '主机 0 的空闲端口；不写时，单机自动查找，多机取 29500。',
-            'max_restarts': '失败的进程重新启动的次数；它们从最新的检查点恢复。',
+            'max_restarts': '失败的进程重新启动的次数；它们从最新的检查点恢复。'
+            '不写时为 0，弹性作业为 3，其中主机的加入和离开不计入。',
             'timeout': '各 rank 放弃互相等待之前的秒数。',
             'env': '进程的环境变量；shell 中已设置的优先。',
             'accelerator.memory.growth_mb': '所报告的最小增长，单位 MB；`None` 表示不报告。',

@@ -37,6 +37,7 @@ PERIODS = {
     listed.AUTOPATCH: ('导入 `mmdevplug.autopatch`', '进程结束'),
     listed.WATCH: ('分布式作业开始监视各 rank', '进程结束'),
     listed.LAUNCHER: ('`mmdevplug train --nproc` 启动各 rank', '启动器进程结束'),
+    listed.ELASTIC: ('`mmdevplug train --nnodes MIN:MAX` 启动各 rank', '启动器进程结束'),
     listed.WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
 }
 
@@ -146,6 +147,20 @@ REASONS = {
     'torch.distributed.elastic.multiprocessing.api.SubprocessContext._start': (
         'torchrun 在启动各 rank 之前安装自己的信号处理函数，我们的必须在其后安装。',
         'torchrun 允许调用者选择转发哪些信号。',
+    ),
+    'torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler'
+    '.next_rendezvous': (
+        'torchrun 既不告诉各 rank 主机此前已会合过（因而训练应继续），也不告诉它们本轮在何处会合'
+        '（若 rank 0 此前在另一台主机上）。',
+        'torchrun 把轮次传给各 rank，并忘记上一轮会合之处。',
+    ),
+    'torch.distributed.elastic.agent.server.api.SimpleElasticAgent._rendezvous': (
+        'torchrun 把主机的丢失算作失败，而作业只允许少数几次失败。',
+        'torchrun 将 rank 的失败与主机的加入和离开分开计数。',
+    ),
+    'torch.distributed.elastic.agent.server.api._get_fq_hostname': (
+        'PyTorch 2.0 之前把本机的名称告诉其他主机，而它们可能不认识该名称。',
+        'PyTorch 2.0，它接受 `--local-addr`。',
     ),
     'torch.utils.data._utils.fetch._MapDatasetFetcher.fetch': (
         'PyTorch 1.13 之前不查找数据集的 `__getitems__`，而批的随机种子在其中设置。',

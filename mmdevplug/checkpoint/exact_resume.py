@@ -14,6 +14,7 @@ from mmengine.runner.loops import (
     _InfiniteDataloaderIterator,
 )
 from torch import nn
+from torch.utils.data import BatchSampler
 
 from mmdevplug.accelerators.random_states import (
     random_state,
@@ -60,6 +61,14 @@ class Position(NamedTuple):
     batch: int
     #: Whether the validation that follows has been done.
     validated: bool = False
+
+
+class Begun(NamedTuple):
+    """Where a loop over iterations began to read data."""
+
+    iteration: int = 0
+    epoch: int = 0
+    batch: int = 0
 
 
 def capture(runner: Any, position: Position) -> Dict:
@@ -135,7 +144,8 @@ class Resumption:
         loader = self.loop.dataloader
         source = stateful_part(loader)
         batches = make_resumable(loader, self.runner.seed)
-        skip = self._batches_to_skip()
+        skip, drop = self._batches_to_skip()
+        self._follow_batch(skip)
         if source is not None and self._mine is not None and self.saved.get('data'):
             source.load_state_dict(self.saved['data'][get_rank()])
             self._begin_at(skip)
@@ -155,7 +165,7 @@ class Resumption:
             if batches.seed is not None:
                 seed_workers(batches, self.runner.seed)
             batches.state_at_start = None if self._mine is None else self._mine['at_start']
-            self._resume_batches(batches, skip)
+            self._resume_batches(batches, skip, drop)
         if self._inexact:
             log_warning(
                 f'Resuming, but not exactly: {"; ".join(self._inexact)}. Random numbers, and '
@@ -173,7 +183,18 @@ class Resumption:
             ):
                 self._inexact.append('the model has other buffers than the checkpoint')
 
-    def _resume_batches(self, batches: Any, skip: int) -> None:
+    def _follow_batch(self, skip: int) -> None:
+        """Count iterations, and set learning rates, for a global batch that has changed."""
+        kept = getattr(self.runner, 'global_batch', None)
+        before = (self.saved['batch_size'] or 1) * self.saved['world_size']
+        if kept is None or kept.share is None or kept.share.total == before:
+            return
+        if isinstance(self.loop, EpochBasedTrainLoop):
+            done = 0 if self._between_epochs else skip
+            self.loop._iter = self.loop.epoch * len(self.loop.dataloader) + done
+        kept.follow(before)
+
+    def _resume_batches(self, batches: Any, skip: int, drop: int) -> None:
         if self._between_epochs:
             batches.epoch = self.saved['epoch'] - 1
             return
@@ -181,7 +202,11 @@ class Resumption:
             self._resume_sampling(batches, skip)
             return
         batches.resume(
-            self.saved['epoch'], skip, self._restore_start_of_epoch, self.restore_random_state
+            self.saved['epoch'],
+            skip,
+            self._restore_start_of_epoch,
+            self.restore_random_state,
+            drop,
         )
         self._begin_at(skip)
 
@@ -191,6 +216,7 @@ class Resumption:
             self.loop.dataloader_iterator = _Advanced(
                 self.loop.dataloader, self.saved['epoch'], batches_dropped(self.loop)
             )
+            self.loop.dataloader_iterator.begun = Begun(self.loop.iter, self.saved['epoch'], skip)
         elif isinstance(self.loop, EpochBasedTrainLoop) and skip:
             _number_batches_from(self.loop, skip)
 
@@ -218,20 +244,31 @@ class Resumption:
             self.restore_random_state,
         )
 
-    def _batches_to_skip(self) -> int:
-        """The number of batches that were trained on, in batches of this job's size."""
+    def _batches_to_skip(self) -> Tuple[int, int]:
+        """Return the batches that were trained on, of this job's size, and samples of the next."""
         trained = max(0, self.saved['batch'])
         before = (self.saved['batch_size'] or 1) * self.saved['world_size']
-        now = (_batch_size(self.loop.dataloader) or 1) * get_world_size()
-        if before == now:
-            return trained
+        mine, ranks = _batch_size(self.loop.dataloader) or 1, get_world_size()
+        batches = resumable_batches(self.loop.dataloader)
+        plain = batches is None or type(batches.batches) is BatchSampler
+        if trained and not plain and self._mine is None:
+            self._inexact.append(
+                f'{type(batches.batches).__name__} forms other batches than on '
+                f'{self.saved["world_size"]} rank(s)'
+            )
+        if before == mine * ranks:
+            return trained, 0
+        skip, rest = divmod(trained * before // ranks, mine)
+        # Samplers deal samples out to the ranks in turn. One sample alone would be too few for
+        # batch norm.
+        drop = min(rest, max(0, mine - 2)) if plain and batches is not None else 0
         if trained:
             self._inexact.append(
-                f'batches had {before} samples on all ranks together and have {now} now; '
-                f'continuing after {trained * before // now * now} of {trained * before} samples '
+                f'batches had {before} samples on all ranks together and have {mine * ranks} now; '
+                f'continuing after {(skip * mine + drop) * ranks} of {trained * before} samples '
                 f'of this epoch'
             )
-        return trained * before // now
+        return skip, drop
 
     def _start_then_restore(self, loader: Any) -> Any:
         """Start an iterator, which draws a random number, also to continue a pass."""
@@ -315,6 +352,8 @@ class _Advanced(_InfiniteDataloaderIterator):
     OneDL's MMEngine calls ``skip_iter`` instead.
     """
 
+    begun = Begun()
+
     def __init__(self, loader: Any, epoch: int, steps: int) -> None:
         self._dataloader, self._epoch, self._steps = loader, epoch, steps
         self._iterator: Any = None
@@ -348,10 +387,13 @@ def current_position(runner: Any, batch_idx: int) -> Position:
     iterator = getattr(loop, 'dataloader_iterator', None)
     if iterator is None:
         return Position(loop.epoch, batch_idx + 1)
-    done = loop.batches_drawn if _draws_several(loop) else loop.iter + 1
-    epoch = iterator._epoch
+    # After other numbers of ranks, a pass has another number of iterations.
+    begun = Begun() if _draws_several(loop) else getattr(iterator, 'begun', Begun())
+    done = loop.batches_drawn if _draws_several(loop) else loop.iter + 1 - begun.iteration
+    passes = iterator._epoch - begun.epoch
     # A sampler that never ends stays in the first pass.
-    return Position(epoch, done if epoch == 0 else done - epoch * len(loop.dataloader))
+    ended = passes * len(loop.dataloader) if passes else 0
+    return Position(iterator._epoch, begun.batch + done - ended)
 
 
 def _averaged_models(runner: Any) -> List[nn.Module]:

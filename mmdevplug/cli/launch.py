@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 
 from mmdevplug.accelerators import Accelerator, choose_accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.config.launch import COUNTED, LaunchOptions
+from mmdevplug.config.launch import COUNTED, ELASTIC_RESTARTS, LaunchOptions
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.environments.stale import stale_variables
@@ -27,6 +27,7 @@ from .launch_settings import (
     check_together,
     fill_in_hosts,
     read_settings,
+    rendezvous_of,
 )
 
 #: What a process holds that has imported PyTorch and MMEngine and has no model yet: 154 MB of its
@@ -116,12 +117,15 @@ def _check_and_start(
 
 def agent_command(settings: LaunchOptions, rendezvous: Sequence[str] = ()) -> List[str]:
     """The command line of torchrun, up to the script."""
-    single = settings.nnodes == 1
+    single = not settings.several_hosts
+    restarts = settings.max_restarts
+    if restarts is None:
+        restarts = ELASTIC_RESTARTS if rendezvous else 0
     command = [
         *(sys.executable, '-m', 'mmdevplug.cli.torchrun_agent'),
         # torchrun would take --nproc for an abbreviation of its own options.
         f'--nproc_per_node={settings.nproc}',
-        f'--max_restarts={settings.max_restarts}',
+        f'--max_restarts={restarts}',
     ]
     if rendezvous:
         return [*command, *rendezvous]
@@ -170,7 +174,7 @@ def read_hosts(nproc: int, environ: Mapping[str, str]) -> LaunchOptions:
             values[key] = int(found) if found.isdecimal() and found.isascii() else found
             LaunchOptions.check(key, values[key], name)
     settings = LaunchOptions(nproc=nproc, **dict(dict(master_port=DEFAULT_PORT), **values))
-    if settings.nnodes == 1:
+    if not settings.several_hosts:
         return replace(settings, node_rank=None)  # Left over from another job.
     address = environ.get('MASTER_ADDR') or None
     if address is not None:
@@ -183,15 +187,15 @@ def read_hosts(nproc: int, environ: Mapping[str, str]) -> LaunchOptions:
 def _start_of_script(nproc: int) -> Start:
     """How ``tools/dist_train.sh`` starts: its own variables win over those of a launcher."""
     settings = read_hosts(nproc, os.environ)
-    if settings.nnodes > 1:
-        return Start(settings)
+    if settings.several_hosts:
+        return Start(settings, rendezvous_of(settings))
     given: Dict[str, Any] = dict(nproc=nproc, max_restarts=settings.max_restarts)
     if os.environ.get('NNODES'):
         given['nnodes'] = 1
     if os.environ.get('PORT'):
         given['master_port'] = settings.master_port
     start = fill_in_hosts(given, os.environ)
-    return start if start.settings.nnodes > 1 or start.rendezvous else Start(settings)
+    return start if start.settings.several_hosts or start.rendezvous else Start(settings)
 
 
 def _read_count(word: str, origin: str) -> int:

@@ -11,12 +11,19 @@ import yaml
 
 from mmdevplug.config.fields import options_of, refuse_unknown
 from mmdevplug.config.launch import LaunchOptions, read_variables
-from mmdevplug.environments.launch import ENVIRONMENTS, Environment, find_environment
+from mmdevplug.environments.launch import (
+    DEFAULT_PORT,
+    ENVIRONMENTS,
+    Environment,
+    find_environment,
+)
 from mmdevplug.environments.loopback import is_loopback
 from mmdevplug.errors import LaunchError
 
 from . import say
 
+#: What names the hosts of a job and which of them this is.
+_NUMBERED = ('nnodes', 'node_rank', 'master_addr')
 #: The flags that the job's processes are started without.
 LAUNCH_FLAGS = tuple(
     '--' + name.replace('_', '-')
@@ -116,13 +123,30 @@ def read_settings(
     start = fill_in_hosts(given, environ, path)
     settings = start.settings
     found = environ.get('SLURM_NODEID')
-    if settings.nnodes > 1 and settings.node_rank is None and found is not None:
+    numbered = settings.several_hosts and not settings.elastic
+    if numbered and settings.node_rank is None and found is not None:
         if re.fullmatch(r'\d+', found, re.ASCII) is None:
             raise LaunchError(f'SLURM_NODEID={found!r}: expected 0 or more. Give --node-rank.')
         settings = replace(settings, node_rank=int(found))
     if not start.used:
         check_together(settings, path)
+        start = start._replace(rendezvous=rendezvous_of(settings))
     return start._replace(settings=settings)
+
+
+def rendezvous_of(settings: LaunchOptions) -> Tuple[str, ...]:
+    """The options of torchrun with which the hosts of an elastic job find each other."""
+    if not settings.elastic:
+        return ()
+    options = (
+        f'--nnodes={settings.nnodes}',
+        '--rdzv_backend=c10d',
+        f'--rdzv_endpoint={settings.master_addr}:{settings.master_port or DEFAULT_PORT}',
+        '--rdzv_id=mmdevplug',
+    )
+    if settings.timeout is None:
+        return options
+    return (*options, f'--rdzv_conf=join_timeout={max(1, round(settings.timeout))}')
 
 
 def fill_in_hosts(
@@ -134,7 +158,8 @@ def fill_in_hosts(
         LaunchError: If the two contradict each other.
     """
     alone = Start(LaunchOptions(**given))
-    if all(given.get(key) is not None for key in ('nnodes', 'node_rank', 'master_addr')):
+    named = ('nnodes', 'master_addr') if alone.settings.elastic else _NUMBERED
+    if all(given.get(key) is not None for key in named):
         return alone
     environment = find_environment(environ)
     hosts = environment.hosts()
@@ -202,6 +227,13 @@ def check_together(settings: LaunchOptions, origin: Optional[str] = None) -> Non
             f'expected a name or an address of host 0 that the other hosts reach. Give '
             f'--master-addr.'
         )
+    if settings.elastic:
+        if settings.node_rank is not None:
+            raise LaunchError(
+                f'{where}node_rank={settings.node_rank} and nnodes={settings.nnodes} disagree: '
+                f'hosts that join and leave are numbered as they come. Leave out the node rank.'
+            )
+        return
     if settings.node_rank is None:
         raise LaunchError(
             f'{where}node_rank is not given, but nnodes={settings.nnodes}: expected 0 to '
@@ -216,7 +248,10 @@ def check_together(settings: LaunchOptions, origin: Optional[str] = None) -> Non
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML's plain types alone, and no key twice."""
+    """YAML's plain types alone, no numbers of base 60 such as 1:4, and no key twice."""
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
+        return node.value if ':' in node.value else super().construct_yaml_int(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Dict:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -224,6 +259,9 @@ class _StrictLoader(yaml.SafeLoader):
         if twice:
             raise LaunchError(f'{twice[0]} is there twice. Remove one.')
         return super().construct_mapping(node, deep)
+
+
+_StrictLoader.add_constructor('tag:yaml.org,2002:int', _StrictLoader.construct_yaml_int)
 
 
 def read_launch_file(path: str) -> LaunchOptions:

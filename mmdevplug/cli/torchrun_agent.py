@@ -13,28 +13,24 @@ import socket
 import sys
 import time
 from argparse import Namespace
-from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, List, Optional
 
-from torch import distributed as torch_dist
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
-from mmdevplug.errors import LaunchError, first_line
+from mmdevplug.errors import LaunchError
 from mmdevplug.utils.patching import patch_symbol
 
 from . import say
+from .elastic_agent import elastic, explain_meeting, meeting_point, rendezvous_options
 from .forward_signals import RankSignals, end_leftovers, exit_status
 
 #: torchrun's own, for hosts that wait for each other.
 _WAIT_SECONDS = 900.0
-#: What torchrun raises where they do not meet; PyTorch before 2.0 has no class for it.
-_MEETING_ERRORS = (RendezvousError, getattr(torch_dist, 'DistError', RuntimeError))
 
 
 @record
@@ -47,7 +43,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         args = read_arguments(argv)
         store = _hold_store(args)  # kept for as long as torchrun runs
         _wait_for_name(args)
-        with _explain_meeting(args):
+        with explain_meeting(args), elastic(args):
             run(args)
         del store
     except LaunchError as error:
@@ -91,41 +87,28 @@ def _hold_store(args: Namespace) -> Any:
 
 def _timeout(args: Namespace) -> float:
     """How long hosts wait for each other, in seconds."""
-    words = dict(word.partition('=')[::2] for word in str(args.rdzv_conf).split(','))
-    return float(words.get('timeout', _WAIT_SECONDS))
+    words = rendezvous_options(args)
+    return float(words.get('timeout', words.get('join_timeout', _WAIT_SECONDS)))
 
 
 def _wait_for_name(args: Namespace) -> None:
     """Wait until the name of host 0 is known, which a pod may precede; PyTorch 1 does not wait."""
-    if args.rdzv_backend != 'static' or args.rdzv_endpoint or str(args.nnodes) in ('1', '1:1'):
+    place = meeting_point(args)
+    if place is None:
         return
     deadline = time.monotonic() + _timeout(args)
     while True:
         try:
-            socket.getaddrinfo(args.master_addr, args.master_port)
+            socket.getaddrinfo(*place)
             return
         except (OSError, UnicodeError) as error:
             if time.monotonic() >= deadline:
+                name = 'the rendezvous' if args.rdzv_endpoint else 'MASTER_ADDR'
                 raise LaunchError(
-                    f'MASTER_ADDR={args.master_addr}: no host of this name is known: {error}. '
-                    f'Expected the name or the address of host 0. Correct it, or start host 0.'
+                    f'no host {place[0]!r}, which {name} names, is known: {error}. Expected the '
+                    f'name or the address of host 0. Correct it, or start host 0.'
                 ) from error
         time.sleep(1)
-
-
-@contextmanager
-def _explain_meeting(args: Namespace) -> Iterator[None]:
-    """Say in one message that the hosts of a job did not meet."""
-    try:
-        yield
-    except _MEETING_ERRORS as error:
-        place = args.rdzv_endpoint or f'{args.master_addr}:{args.master_port}'
-        raise LaunchError(
-            f'host {args.node_rank} of {args.nnodes} cannot meet the others at {place}: '
-            f'{first_line(error).rstrip(". ")}. Expected all of them to be started with the same '
-            f'address and another node rank each. Check that host 0 runs there, and that the port '
-            f'is free and not behind a firewall.'
-        ) from error
 
 
 def describe_failure(error: ChildFailedError) -> str:

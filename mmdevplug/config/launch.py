@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, Dict, Optional, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 from mmdevplug.errors import LaunchError
 
@@ -20,6 +20,10 @@ _COUNT = Check(
     "1 or more processes on each host, or 'auto' for one on each device",
     'int, str',
 )
+#: Restarts of an elastic job that names no number: without any, the first host lost ends it.
+ELASTIC_RESTARTS = 3
+#: The least and the most hosts of a job that they may join and leave.
+_RANGE = re.compile(r'([1-9][0-9]{0,8}):([1-9][0-9]{0,8})', re.ASCII)
 #: What a launch file may set for the job's processes. Nothing that could hold a secret, and not
 #: the variables that hide devices, which belong to whoever shares out the host.
 _VARIABLES = re.compile(
@@ -44,10 +48,15 @@ class LaunchOptions(Options):
         'CPU. In a pod `PET_NPROC_PER_NODE` sets it.',
         check=_COUNT,
     )
-    nnodes: int = option(
+    nnodes: Union[int, str] = option(
         1,
-        'Hosts; each runs the same command with another `--node-rank`.',
-        check=whole(1).named('1 or more hosts'),
+        'Hosts; each runs the same command with another `--node-rank`. `MIN:MAX`, such as `1:4`: '
+        'hosts may join and leave, and take no `--node-rank`.',
+        check=Check(
+            lambda value: whole(1).holds(value) or bool(read_range(value)),
+            '1 or more hosts, or the least and the most, such as 1:4',
+            'int, str',
+        ),
     )
     node_rank: Optional[int] = option(
         None,
@@ -55,16 +64,21 @@ class LaunchOptions(Options):
         check=whole(0).named('0 or more'),
     )
     master_addr: Optional[str] = option(
-        None, 'Name or address of host 0.', check=_NAME.named('the name or the address of host 0')
+        None,
+        'Name or address of host 0; of an elastic job, of the host or the `mmdevplug rendezvous` '
+        'where hosts meet.',
+        check=_NAME.named('the name or the address of host 0'),
     )
     master_port: Optional[int] = option(
         None,
         'A free port of host 0; without it a single host finds one, and several take 29500.',
         check=whole(1, 65535).named('a port from 1 to 65535'),
     )
-    max_restarts: int = option(
-        0,
-        'How often failed processes are started again; they resume from the newest checkpoint.',
+    max_restarts: Optional[int] = option(
+        None,
+        'How often failed processes are started again; they resume from the newest checkpoint. '
+        f'Without it 0, and {ELASTIC_RESTARTS} in an elastic job, where a host that comes or '
+        'goes does not count.',
         check=whole(0, 10000),
     )
     timeout: Optional[float] = option(
@@ -79,6 +93,25 @@ class LaunchOptions(Options):
             lambda value: isinstance(value, dict), 'a mapping of variables to values', 'dict'
         ),
     )
+
+    @property
+    def elastic(self) -> bool:
+        """Whether hosts may join and leave."""
+        return read_range(self.nnodes) is not None
+
+    @property
+    def several_hosts(self) -> bool:
+        """Whether there are more hosts than this one, or may be."""
+        return self.nnodes != 1
+
+
+def read_range(nnodes: Union[int, str]) -> Optional[Tuple[int, int]]:
+    """Return the least and the most hosts of an elastic job, None for a number of hosts."""
+    match = _RANGE.fullmatch(nnodes) if isinstance(nnodes, str) else None
+    if match is None:
+        return None
+    least, most = (int(number) for number in match.groups())
+    return (least, most) if least < most else None
 
 
 def read_variables(env: Dict[Any, Any], key: str) -> Dict[str, str]:

@@ -45,7 +45,7 @@ class ResumableBatches:
         #: The random state of the host when the current pass began. With workers, a loop over
         #: iterations begins the first pass when it is built.
         self.state_at_start: Any = None
-        self._skip = 0
+        self._skip = self._drop = 0
         self._before_pass: Optional[Callable[[], None]] = None
         self._after_skip: Optional[Callable[[], None]] = None
 
@@ -55,6 +55,7 @@ class ResumableBatches:
         skip: int,
         before_pass: Optional[Callable[[], None]] = None,
         after_skip: Optional[Callable[[], None]] = None,
+        drop: int = 0,
     ) -> None:
         """Set where the next pass begins.
 
@@ -63,18 +64,19 @@ class ResumableBatches:
             skip (int): Number of batches to leave out.
             before_pass (callable, optional): Called before the wrapped sampler is started.
             after_skip (callable, optional): Called before the first batch is loaded.
+            drop (int): Number of samples to leave out of the first batch. Defaults to 0.
         """
         self.epoch = epoch - 1
-        self._skip = skip
+        self._skip, self._drop = skip, drop
         self._before_pass, self._after_skip = before_pass, after_skip
 
     def __iter__(self) -> Iterator[List[int]]:
         # A generator: this runs when the data loader takes the first batch, after it has drawn its
         # own random number.
         self.epoch += 1
-        epoch, skip = self.epoch, self._skip
+        epoch, skip, drop = self.epoch, self._skip, self._drop
         before_pass, after_skip = self._before_pass, self._after_skip
-        self._skip, self._before_pass, self._after_skip = 0, None, None
+        self._skip, self._drop, self._before_pass, self._after_skip = 0, 0, None, None
         if before_pass is not None:
             before_pass()
         self.state_at_start = host_random_state()
@@ -84,6 +86,10 @@ class ResumableBatches:
             if after_skip is not None:
                 after_skip()
                 after_skip = None
+            if drop and number == skip:
+                batch = batch[drop:]
+                if not batch:  # An incomplete one, which was trained on.
+                    continue
             yield self._seeded(batch, epoch, number)
         if after_skip is not None:  # All batches of the epoch were skipped.
             after_skip()

@@ -81,7 +81,12 @@ def read_local_rank() -> int:
 
 def restart_count(environ: Optional[Mapping[str, str]] = None) -> int:
     """How often torchrun has restarted this job's workers; 0 without torchrun."""
-    return Torchrun(environ).number('TORCHELASTIC_RESTART_COUNT', default=0)
+    return Torchrun(environ).restarts()
+
+
+def most_ranks(launcher: str, environ: Optional[Mapping[str, str]] = None) -> Optional[int]:
+    """How many ranks an elastic job has when all hosts have joined; None if it is not one."""
+    return Torchrun(environ).most_ranks() if launcher == 'pytorch' else None
 
 
 def restarts(launcher: str, environ: Optional[Mapping[str, str]] = None) -> int:

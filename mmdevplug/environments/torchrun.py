@@ -10,6 +10,10 @@ from .stale import AGENT_VARIABLES
 
 _PATTERN = r'(.*/)?torchrun|torch\.distributed\.(run|launch)|mmdevplug\.cli\.torchrun_agent'
 
+#: What our agent tells the ranks of an elastic job: how many they are when all hosts have joined,
+#: and how often hosts have met before.
+MOST_RANKS, ROUND = 'MMDEVPLUG_MOST_RANKS', 'MMDEVPLUG_ROUND'
+
 
 class Torchrun(Environment):
     """torchrun, or what sets the same variables."""
@@ -34,6 +38,18 @@ class Torchrun(Environment):
     def node_rank(self) -> Optional[int]:
         """Read the index of this host, None where it is not known."""
         return self.number('GROUP_RANK', default=None)
+
+    def restarts(self) -> int:
+        """How often the ranks were started again; 0 without torchrun.
+
+        torchrun does not count the restarts of hosts that come and go.
+        """
+        counted = self.number('TORCHELASTIC_RESTART_COUNT', default=0)
+        return max(counted, self.number(ROUND, default=0))
+
+    def most_ranks(self) -> Optional[int]:
+        """How many ranks an elastic job has when all hosts have joined; None if it is not one."""
+        return self.number(MOST_RANKS, default=None)
 
 
 def runs_below_torchrun() -> bool:

@@ -160,7 +160,10 @@ class SafeCheckpointHook(CheckpointHook):
         if hasattr(runner.model, 'warm_up'):
             accelerator, devices = rank_device()[0], rank_devices()
             state = random_state(accelerator, devices)
-            runner.model.warm_up(data_batch, runner.optim_wrapper)
+            # A batch of several parts is trained on part by part.
+            kept = getattr(runner, 'global_batch', None)
+            batch = data_batch[0] if kept is not None and kept.splits else data_batch
+            runner.model.warm_up(batch, runner.optim_wrapper)
             set_random_state(state, accelerator, devices)
 
     def after_train_iter(

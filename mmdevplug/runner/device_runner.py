@@ -43,6 +43,7 @@ from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.utils.model import unwrap_model
 
 from .device_log_processor import device_log_processor
+from .global_batch import GlobalBatchKeeper
 from .init_device import init_from_options
 
 #: Collectives, checks and copies, at which torch.compile would break its graphs.
@@ -88,6 +89,7 @@ class DeviceRunner(Runner):
         if model_parallel is None:
             model_parallel = cfg.get('model_parallel')
         self.accelerator_options = AcceleratorOptions.from_config(accelerator)
+        self.global_batch = GlobalBatchKeeper(self)
         # MMEngine's default is backend='nccl'.
         kwargs.setdefault('env_cfg', {})
         optim_wrapper = kwargs.get('optim_wrapper')
@@ -185,6 +187,8 @@ class DeviceRunner(Runner):
         if self.cfg.get('compile'):
             _keep_from_tracing()
         super()._maybe_compile(target)
+        if target == 'train_step':
+            self.global_batch.split_step()
 
     # the optimizer ------------------------------------------------------------------------------
 
@@ -207,6 +211,16 @@ class DeviceRunner(Runner):
         check_sparse_gradients(self.model, self.device_context)
         return built
 
+    def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Optional[Dict] = None) -> None:
+        """Scale learning rates as MMEngine does, or else by the rule for the global batch."""
+        super().scale_lr(optim_wrapper, auto_scale_lr)
+        self.global_batch.scale_lr(optim_wrapper, bool((auto_scale_lr or {}).get('enable')))
+
+    def build_param_scheduler(self, scheduler: Any) -> Any:
+        """Build schedulers; see :meth:`mmengine.runner.Runner.build_param_scheduler`."""
+        self.global_batch.note_schedulers(scheduler)
+        return super().build_param_scheduler(scheduler)
+
     # data ---------------------------------------------------------------------------------------
 
     @staticmethod
@@ -226,10 +240,13 @@ class DeviceRunner(Runner):
 
     def build_train_loop(self, loop: Union[BaseLoop, Dict]) -> BaseLoop:
         """Build the loop; see :meth:`mmengine.runner.Runner.build_train_loop`."""
+        if not isinstance(loop, BaseLoop):
+            self._train_dataloader = self.global_batch.adapt_loader(self._train_dataloader)
         # An iteration-based loop reads from the loader when it is built.
         make_resumable(self._train_dataloader, self.seed)
         built = super().build_train_loop(loop)
         check_batches(built)
+        self.global_batch.check_loop(built)
         return built
 
     # checkpoints --------------------------------------------------------------------------------

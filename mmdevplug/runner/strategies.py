@@ -22,6 +22,7 @@ from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 
 from .flexible_runner import patch_flexible_runner
+from .global_batch import refuse_for_flexible_runner
 from .init_device import init_from_options
 
 
@@ -54,6 +55,7 @@ class DeviceStrategy(DDPStrategy):
         self, *, launcher: Optional[str] = None, dist_cfg: Optional[dict] = None, **kwargs: Any
     ) -> None:
         launcher = launcher or 'none'
+        refuse_for_flexible_runner(self.accelerator_options, launcher)
         # MMEngine starts no second process group.
         self.device_context = init_from_options(
             launcher, self.accelerator_options, self.parallelism, self._work_dir, dist_cfg or {}

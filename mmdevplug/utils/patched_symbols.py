@@ -33,6 +33,9 @@ GUARD = Period('a `DeviceGuard` that moves operands is entered', 'its exit')
 AUTOPATCH = Period('the import of `mmdevplug.autopatch`', 'the end of the process')
 WATCH = Period('a distributed job begins to watch its ranks', 'the end of the process')
 LAUNCHER = Period('`mmdevplug train --nproc` starts ranks', 'the end of the launcher process')
+ELASTIC = Period(
+    '`mmdevplug train --nnodes MIN:MAX` starts ranks', 'the end of the launcher process'
+)
 WORKER = Period(
     'a worker process of a data loader starts, with PyTorch before 1.13',
     'the end of the worker process',
@@ -226,6 +229,26 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'torchrun installs its own signal handlers right before it starts ranks, so ours have to '
         'be installed after them.',
         'torchrun lets the caller choose the signals that it forwards.',
+    ),
+    *_symbols(
+        'torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler: '
+        'next_rendezvous',
+        ELASTIC,
+        'torchrun tells ranks neither that hosts have met before, so that training goes on, nor '
+        'where the ranks of this round meet, if rank 0 was on another host before.',
+        'torchrun passes the number of the round to ranks, and forgets where the last one met.',
+    ),
+    *_symbols(
+        'torch.distributed.elastic.agent.server.api.SimpleElasticAgent: _rendezvous',
+        ELASTIC,
+        'torchrun counts a host that is lost as a failure, of which a job has a few.',
+        'torchrun counts failures of ranks apart from hosts that come and go.',
+    ),
+    *_symbols(
+        'torch.distributed.elastic.agent.server.api: _get_fq_hostname',
+        ELASTIC,
+        'PyTorch before 2.0 tells the other hosts a name of this one that they may not know.',
+        'PyTorch 2.0, which takes `--local-addr`.',
     ),
     *_symbols(
         'torch.utils.data._utils.fetch._MapDatasetFetcher: fetch',
