@@ -23,9 +23,7 @@ def make_people(root: Path, size: int = 64) -> Path:
     for number in range(SAMPLES):
         random = np.random.RandomState(number)
         _write_image(root / 'train2017' / f'{number:012d}.png', random, size, size)
-        images.append(
-            dict(id=number, file_name=f'{number:012d}.png', width=size, height=size)
-        )
+        images.append(dict(id=number, file_name=f'{number:012d}.png', width=size, height=size))
         places = random.randint(8, size - 8, (17, 2))
         annotations.append(
             dict(

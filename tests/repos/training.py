@@ -198,7 +198,7 @@ def train_by(runners: Tuple[str, ...], recipe: Recipe, folder: Path) -> Dict[str
         if stock and rank is not None:
             # MMEngine's own start and wrapper ask for a GPU.
             torch.distributed.init_process_group('gloo')
-            options['model_wrapper_cfg'] = dict(type='MMDistributedDataParallel')
+            options['model_wrapper_cfg'] = dict(type='MMDistributedDataParallel', device_ids=None)
         _prepare(recipe, 'cpu' if stock else name)
         cfg = load_config(
             write_config(path, recipe, '' if stock else name), recipe, folder / name, **options
