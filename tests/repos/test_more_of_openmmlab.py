@@ -7,7 +7,7 @@ file there. What was found is written to the file named in ``MMDEVPLUG_OPENMMLAB
 import json
 import os
 from dataclasses import replace
-from importlib.metadata import packages_distributions, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -68,7 +68,7 @@ def note(name, recipe, ranks, results):
         return
     path = Path(os.environ['MMDEVPLUG_OPENMMLAB'])
     table = json.loads(path.read_text()) if path.exists() else {}
-    (package,) = set(packages_distributions()[RECIPES[name][0]])
+    package = name.split('-')[0]
     row = table.setdefault(name, {})
     row.update(package=package, version=version(package))
     row.update(iterations=ITERATIONS, config=recipe.base.split('configs/')[-1])
