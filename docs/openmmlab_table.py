@@ -4,7 +4,7 @@
 """
 
 import json
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional
 
 from tables import DOCS, table, write_pages
 
@@ -29,7 +29,8 @@ one process, and in two, with half of the batch each. MMEngine's runner needs he
 processes without a GPU: the test makes the process group, and names the wrapper without
 `device_ids`. The figures are the largest difference of any loss from those of MMEngine's runner
 with as many processes; 0 means equal, bit for bit. Widths, depths, image sizes and learning rates
-are small, and augmentation and dropout are off. Validation was not part of it. mmseg and mmdet are
+are small; augmentation, dropout and synchronized batch normalization are off. Validation was not
+part of it. mmseg and mmdet are
 tested with every change, on more kinds of devices.""",
         headings=(
             'release',
@@ -76,6 +77,8 @@ C++14, and the headers of torch for C++17.""",
 - mmagic's DCGAN and pix2pix: with any runner, `init_weights` of the models ends in
   `UnboundLocalError: cannot access local variable 'init_info'`. So no model of mmagic with several
   optimizers was trained.
+- YOLOv5 in two processes: its model has synchronized batch normalization, which PyTorch's DDP under
+  MMEngine's runner refuses on the CPU, so there is nothing to compare with.
 - Configs named as `mmaction::…`: MMEngine fails in mmaction2's list of models
   (`'list' object has no attribute 'partition'`). Name the file, or the copy in a checkout.
 - Configs named as `mmyolo::…`: MMEngine adds `_scope_` to `collate_fn`, which mmyolo's function
@@ -93,8 +96,8 @@ MMEngine 自带的 runner 在 CPU 上训练，我们的 runner 在 CPU 和 Priva
 先用一个进程，再用两个进程（各占一半 batch）。没有 GPU 时，MMEngine 的 runner
 不能自行启动两个进程：由测试创建进程组，并指定不带 `device_ids` 的封装。
 表中数字是任意损失与同样进程数的 MMEngine runner 的最大差值；
-0 表示逐位相同。宽度、深度、图像尺寸和学习率都很小，关闭数据增强和 dropout，
-不包括验证。mmseg 和 mmdet 在每次改动时都在更多种类的设备上测试。""",
+0 表示逐位相同。宽度、深度、图像尺寸和学习率都很小，关闭数据增强、dropout
+和同步批归一化，不包括验证。mmseg 和 mmdet 在每次改动时都在更多种类的设备上测试。""",
         headings=(
             '发布版',
             '配置',
@@ -136,6 +139,8 @@ C++17。""",
 - mmagic 的 DCGAN 和 pix2pix：使用任何 runner 时，模型的 `init_weights` 都以
   `UnboundLocalError: cannot access local variable 'init_info'` 结束。因此没有训练 mmagic
   中带多个优化器的模型。
+- 两个进程的 YOLOv5：模型带有同步批归一化，MMEngine runner 所用的 PyTorch DDP 在 CPU 上拒绝它，
+  因此没有可比较的结果。
 - 以 `mmaction::…` 命名的配置：MMEngine 在 mmaction2 的模型列表中出错
   （`'list' object has no attribute 'partition'`）。请写文件路径，或代码仓库中的副本。
 - 以 `mmyolo::…` 命名的配置：MMEngine 在 `collate_fn` 中加入 mmyolo 的函数不接受的 `_scope_`。
@@ -156,7 +161,7 @@ def render(texts: Dict[str, Any]) -> List[str]:
             f'{row["package"]} {row["version"]}',
             f'`{row["config"]}`',
             f'{row["first"]:.4g} → {row["last"]:.4g}',
-            *(_difference(row[measured]) for measured in MEASURED),
+            *(_difference(row.get(measured)) for measured in MEASURED),
         ]
         for row in found.values()
     ]
@@ -177,7 +182,9 @@ def render(texts: Dict[str, Any]) -> List[str]:
     ]
 
 
-def _difference(value: float) -> str:
+def _difference(value: Optional[float]) -> str:
+    if value is None:
+        return '-'
     return f'{value:.1e}' if value else '0'
 
 

@@ -25,13 +25,17 @@ WIDTHS, NECK = [8, 16, 32, 64], 16
 
 
 def _training_only() -> Dict[str, Any]:
-    """Keys for a config that trains some iterations and validates nothing."""
+    """Keys for a config that trains some iterations and validates nothing.
+
+    Its batch normalization is not synchronized, which PyTorch's DDP refuses on the CPU.
+    """
     nothing = {
         f'{loop}_{part}': None
         for loop in ('val', 'test')
         for part in ('cfg', 'dataloader', 'evaluator')
     }
     return dict(
+        sync_bn=None,
         train_cfg=dict(_delete_=True, type='IterBasedTrainLoop', max_iters=ITERATIONS),
         default_hooks=dict(
             logger=dict(interval=1),
@@ -57,7 +61,7 @@ def _data(**dataset: Any) -> Dict[str, Any]:
 def pretrain(root: Path) -> Recipe:
     """mmpretrain: ResNet-18."""
     recipe = resnet18(make_imagenet(root, val=0))
-    return Recipe(recipe.base, {**recipe.changes, **_training_only(), 'sync_bn': None})
+    return Recipe(recipe.base, {**recipe.changes, **_training_only()})
 
 
 def pose(root: Path) -> Recipe:

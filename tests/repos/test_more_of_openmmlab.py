@@ -48,6 +48,8 @@ def alone(name, recipe, tmp_path_factory):
 @pytest.fixture(scope='module')
 def two_ranks(name, recipe, tmp_path_factory):
     """What each of two ranks found, with each runner."""
+    if name.startswith('mmyolo'):
+        pytest.skip("MMEngine's wrapper refuses YOLOv5's synchronized layers on the CPU")
     folder = tmp_path_factory.mktemp('ranks')
     found = run_ranks(train_by, 2, ('stock', 'cpu', 'zeta'), recipe, folder, timeout=600)
     note(name, recipe, 2, found)
@@ -71,7 +73,7 @@ def note(name, recipe, ranks, results):
     package = name.split('-')[0]
     row = table.setdefault(name, {})
     row.update(package=package, version=version(package))
-    row.update(iterations=ITERATIONS, config=recipe.base.split('configs/')[-1])
+    row.update(iterations=ITERATIONS, config=recipe.base.split('configs/')[-1].split('::')[-1])
     row.update(first=results[0]['stock']['losses'][0]['loss'])
     row.update(last=results[0]['stock']['losses'][-1]['loss'])
     for accelerator in ('cpu', 'zeta'):
