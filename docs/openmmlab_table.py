@@ -77,8 +77,8 @@ C++14, and the headers of torch for C++17.""",
 - mmagic's DCGAN and pix2pix: with any runner, `init_weights` of the models ends in
   `UnboundLocalError: cannot access local variable 'init_info'`. So no model of mmagic with several
   optimizers was trained.
-- YOLOv5 in two processes: its model has synchronized batch normalization, which PyTorch's DDP under
-  MMEngine's runner refuses on the CPU, so there is nothing to compare with.
+- YOLOv5 in two processes: its model has synchronized batch normalization, which PyTorch's DDP
+  under MMEngine's runner refuses on the CPU, so there is nothing to compare with.
 - Configs named as `mmaction::…`: MMEngine fails in mmaction2's list of models
   (`'list' object has no attribute 'partition'`). Name the file, or the copy in a checkout.
 - Configs named as `mmyolo::…`: MMEngine adds `_scope_` to `collate_fn`, which mmyolo's function
