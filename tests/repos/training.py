@@ -9,9 +9,11 @@ import os
 import runpy
 import sys
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, Tuple
 
+import torch.distributed
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
@@ -104,6 +106,8 @@ def load_config(path: Path, recipe: Recipe, work_dir: Path, **options: Any) -> C
     cfg.randomness = dict(seed=0)
     cfg.merge_from_dict(dict(train_dataloader=loader(recipe.batch)))
     for name in ('val_dataloader', 'test_dataloader'):
+        if cfg.get(name) is None:
+            continue
         cfg.merge_from_dict({name: loader(int(os.environ.get('WORLD_SIZE', 1)))})
     cfg.merge_from_dict(options)
     return cfg
@@ -173,12 +177,48 @@ def train_ours(recipe: Recipe, accelerator: str, folder: Path) -> Dict[str, Any]
     return found
 
 
+def train_by(runners: Tuple[str, ...], recipe: Recipe, folder: Path) -> Dict[str, Any]:
+    """Train a recipe by several runners, one after the other in this process.
+
+    Args:
+        runners (tuple): ``'stock'`` for MMEngine's own on the CPU, or the name of an accelerator
+            for ours.
+        recipe (Recipe): What to train.
+        folder (Path): Where each of them writes.
+
+    Returns:
+        dict: For each runner what :func:`train_stock` returns, and ``device``.
+    """
+    install_card('zeta')  # before the first backward, which counts the devices
+    rank, found = os.environ.get('RANK'), {}
+    for name in runners:
+        stock = name == 'stock'
+        path = folder / name / f'rank_{rank or 0}' / 'config.py'
+        options: Dict[str, Any] = {}
+        if stock and rank is not None:
+            # MMEngine's own start and wrapper ask for a GPU.
+            torch.distributed.init_process_group('gloo')
+            options['model_wrapper_cfg'] = dict(type='MMDistributedDataParallel', device_ids=None)
+        _prepare(recipe, 'cpu' if stock else name)
+        cfg = load_config(
+            write_config(path, recipe, '' if stock else name), recipe, folder / name, **options
+        )
+        runner = build_runner(cfg)
+        assert (type(runner) is Runner) == stock
+        found[name] = _train(runner)
+        found[name]['device'] = str(next(runner.model.parameters()).device)
+    return found
+
+
 def _prepare(recipe: Recipe, accelerator: str = 'cpu') -> None:
     if accelerator == 'gcu' and T20_STANDIN not in sys.path:
         sys.path.insert(0, T20_STANDIN)
     install_card(accelerator)
     for module in recipe.modules:
-        __import__(module)
+        module = import_module(module)
+        # As tools/train.py of a library does for registries that do not know their modules.
+        if hasattr(module, 'register_all_modules'):
+            module.register_all_modules(init_default_scope=False)
 
 
 def _train(runner: Runner) -> Dict[str, Any]:

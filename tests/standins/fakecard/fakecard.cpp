@@ -278,6 +278,37 @@ static std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
   return {to_card(std::get<0>(r), x.device()), to_card(std::get<1>(r), x.device()),
           to_card(std::get<2>(r), x.device())};
 }
+// PyTorch asks a PrivateUse1 card for fused LSTM cells, which the CPU does not have.
+static std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(
+    const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& cx,
+    const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+  auto gates = as_cpu(input_gates) + as_cpu(hidden_gates);
+  for (auto& bias : {input_bias, hidden_bias})
+    if (bias && bias->defined()) gates = gates + as_cpu(*bias);
+  auto parts = gates.chunk(4, 1);
+  auto in = parts[0].sigmoid(), forget = parts[1].sigmoid(), out = parts[3].sigmoid();
+  auto cell = parts[2].tanh();
+  auto cy = forget * as_cpu(cx) + in * cell;
+  auto workspace = at::cat({in, forget, cell, out}, 1);
+  return {to_card(out * cy.tanh(), cx.device()), to_card(cy, cx.device()),
+          to_card(workspace, cx.device())};
+}
+static std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_back(
+    const std::optional<at::Tensor>& grad_hy, const std::optional<at::Tensor>& grad_cy,
+    const at::Tensor& cx, const at::Tensor& cy, const at::Tensor& workspace, bool has_bias) {
+  auto parts = as_cpu(workspace).chunk(4, 1);
+  auto in = parts[0], forget = parts[1], cell = parts[2], out = parts[3];
+  auto tanh = as_cpu(cy).tanh();
+  auto host = [&](const std::optional<at::Tensor>& t) {
+    return t && t->defined() ? as_cpu(*t) : at::zeros_like(tanh);
+  };
+  auto gh = host(grad_hy), gc = host(grad_cy) + gh * out * (1 - tanh * tanh);
+  auto gates = at::cat({gc * cell * in * (1 - in), gc * as_cpu(cx) * forget * (1 - forget),
+                        gc * in * (1 - cell * cell), gh * tanh * out * (1 - out)},
+                       1);
+  auto bias = has_bias ? to_card(gates.sum(0), cx.device()) : at::Tensor();
+  return {to_card(gates, cx.device()), to_card(gc * forget, cx.device()), bias};
+}
 static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* st) {
   at::native::cpu_fallback(op, st);
 }
@@ -308,6 +339,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", view);
   m.impl("unfold", unfold);
   m.impl("native_batch_norm", batch_norm);
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_back);
   m.impl("convolution_overrideable", conv);
   m.impl("convolution_backward_overrideable", conv_back);
 }

@@ -1,0 +1,107 @@
+"""A model of each further library of OpenMMLab: the losses of MMEngine's own runner, and ours.
+
+``tools/compat.sh openmmlab`` makes an environment that has all of these libraries and runs this
+file there. What was found is written to the file named in ``MMDEVPLUG_OPENMMLAB``.
+"""
+
+import json
+import os
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import largest_difference, need_mmcv_operations
+from tests.ranks import run_ranks
+from tests.repos.more_recipes import RECIPES
+from tests.repos.training import ITERATIONS, train_by
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope='module', params=RECIPES)
+def name(request):
+    library, _ = RECIPES[request.param]
+    if find_spec(library) is None:
+        pytest.skip(f'{library} is not installed')
+    need_mmcv_operations()
+    return request.param
+
+
+@pytest.fixture(scope='module')
+def recipe(name, tmp_path_factory):
+    library, make = RECIPES[name]
+    return replace(make(tmp_path_factory.mktemp('data')), modules=(f'{library}.utils',))
+
+
+@pytest.fixture(scope='module')
+def alone(name, recipe, tmp_path_factory):
+    """What a single process found, with each runner."""
+    folder = tmp_path_factory.mktemp('alone')
+    (found,) = run_ranks(train_by, 0, ('stock', 'cpu', 'zeta'), recipe, folder, timeout=600)
+    note(name, recipe, 1, [found])
+    return found
+
+
+@pytest.fixture(scope='module')
+def two_ranks(name, recipe, tmp_path_factory):
+    """What each of two ranks found, with each runner."""
+    if name.startswith('mmyolo'):
+        pytest.skip("MMEngine's wrapper refuses YOLOv5's synchronized layers on the CPU")
+    folder = tmp_path_factory.mktemp('ranks')
+    found = run_ranks(train_by, 2, ('stock', 'cpu', 'zeta'), recipe, folder, timeout=600)
+    note(name, recipe, 2, found)
+    return found
+
+
+def difference(found, accelerator):
+    """The largest difference of a loss between MMEngine's own runner and ours."""
+    steps = list(zip(found['stock']['losses'], found[accelerator]['losses']))
+    assert len(steps) == ITERATIONS
+    assert all(stock.keys() == ours.keys() for stock, ours in steps)
+    return max(abs(stock[key] - ours[key]) for stock, ours in steps for key in stock)
+
+
+def note(name, recipe, ranks, results):
+    """Add what was found to the file that the table of the docs is made from."""
+    if 'MMDEVPLUG_OPENMMLAB' not in os.environ:
+        return
+    path = Path(os.environ['MMDEVPLUG_OPENMMLAB'])
+    table = json.loads(path.read_text()) if path.exists() else {}
+    package = name.split('-')[0]
+    row = table.setdefault(name, {})
+    row.update(package=package, version=version(package))
+    row.update(iterations=ITERATIONS, config=recipe.base.split('configs/')[-1].split('::')[-1])
+    row.update(first=results[0]['stock']['losses'][0]['loss'])
+    row.update(last=results[0]['stock']['losses'][-1]['loss'])
+    for accelerator in ('cpu', 'zeta'):
+        row[f'{accelerator}-{ranks}'] = max(difference(one, accelerator) for one in results)
+    packages = ('torch', 'torchvision', 'mmengine', 'mmcv', 'mmdet', 'numpy', 'transformers')
+    table['installed'] = {package: version(package) for package in packages}
+    path.write_text(json.dumps(table, indent=1, sort_keys=True) + '\n')
+
+
+def test_losses_are_those_of_mmengine_on_the_cpu(alone):
+    losses = [step['loss'] for step in alone['stock']['losses']]
+    assert len(set(losses)) == ITERATIONS  # the model learns something
+    assert difference(alone, 'cpu') == 0
+    assert largest_difference(alone['cpu']['weights'], alone['stock']['weights']) == 0
+
+
+def test_losses_are_those_of_mmengine_on_the_card(alone):
+    assert alone['zeta']['device'] == 'zeta:0'
+    assert alone['stock']['device'] == 'cpu'
+    assert difference(alone, 'zeta') <= 1e-3
+
+
+def test_losses_of_two_ranks_are_those_of_mmengine_on_the_cpu(two_ranks):
+    for found in two_ranks:
+        assert difference(found, 'cpu') == 0
+
+
+def test_losses_of_two_ranks_are_those_of_mmengine_on_the_card(two_ranks):
+    for rank, found in enumerate(two_ranks):
+        assert found['zeta']['device'] == f'zeta:{rank}'
+        assert difference(found, 'zeta') <= 1e-3
