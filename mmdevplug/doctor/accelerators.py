@@ -167,8 +167,9 @@ def _examine_devices(
         device = accelerator.device(rank)
         memory = accelerator.memory_total(device)
         size = 'size of memory unknown' if memory is None else format_bytes(memory)
-        described.append(f'{device} ({accelerator.device_name(device)}, {size})')
-        devices.append(dict(device=str(device), memory=memory))
+        name = accelerator.device_name(device)
+        described.append(f'{device} ({name}, {size})')
+        devices.append(dict(device=str(device), name=name, memory=memory))
     yield section.ok(
         f'{accelerator.name}: {count} device(s): {", ".join(described)}; '
         f'{accelerator.describe_visibility()}',
