@@ -143,9 +143,9 @@ def registered_names() -> List[str]:
 
 def _entry_points() -> Dict[str, Any]:
     found = entry_points()
-    # A dict before Python 3.10.
-    of_group = found.get if isinstance(found, dict) else lambda name, _: found.select(group=name)
-    return {each.name: each for each in of_group(ENTRY_POINTS, ())}
+    if hasattr(found, 'select'):
+        return {each.name: each for each in found.select(group=ENTRY_POINTS)}
+    return {each.name: each for each in found.get(ENTRY_POINTS, ())}  # before Python 3.10
 
 
 def _call(kind: Callable, name: str, options: Mapping[str, Any]) -> Accelerator:

@@ -14,7 +14,7 @@ from .card import Card, Failed, NotSupported
 
 PASSED, FAILED, NOT_SUPPORTED = 'passed', 'failed', 'not supported'
 DETECTION = 'detection'
-#: Added to the time that a check has for a step: checks with ranks wait for those first.
+#: Added to the time that a check of ranks has for a step: the job of those ends first.
 SLACK_SECONDS = 120.0
 _PROBED = 'every device computes a product, a convolution, sums and a softmax as the CPU does'
 
@@ -24,6 +24,7 @@ class Check(NamedTuple):
 
     run: Callable[[Card], str]  # returns what was measured; see card.py for how it ends otherwise
     remedy: str  # what to do when it fails
+    ranks: int = 1
 
 
 CHECKS: Dict[str, Check] = {
@@ -61,14 +62,17 @@ CHECKS: Dict[str, Check] = {
     'collectives': Check(
         training.check_collectives,
         "Correct the backend, or go through the host: accelerator = dict(backend='gloo').",
+        training.RANKS,
     ),
     'training on 2 ranks': Check(
         training.check_two_ranks,
         'Correct operations, copies and collectives first.',
+        training.RANKS,
     ),
     'synchronized batch norm': Check(
         training.check_sync_bn,
         'Correct all_gather and all_reduce of the backend; see sync_bn in the docs of features.',
+        training.RANKS,
     ),
 }
 
@@ -115,7 +119,8 @@ def run_checks(
     options.update(ranks=ranks, timeout=timeout)
     for name in chosen:
         with show_progress(f'checking {name}'):
-            found = list(run_isolated(__name__, [name], options, timeout + SLACK_SECONDS))
+            seconds = timeout + (SLACK_SECONDS if CHECKS[name].ranks > 1 else 0)
+            found = list(run_isolated(__name__, [name], options, seconds))
         for each in found:
             if isinstance(each, Death):
                 each = Finding(name, FAILED, each.describe(), remedy=CHECKS[name].remedy)
