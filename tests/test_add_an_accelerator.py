@@ -107,7 +107,8 @@ def conformance(folder, results, *arguments):
     )
     assert results.is_file(), done.stderr
     assert done.returncode == 0, done.stdout
-    return {check['name']: check['result'] for check in json.loads(results.read_text())['checks']}
+    findings = json.loads(results.read_text())['findings']
+    return {finding['section']: finding['level'] for finding in findings}
 
 
 @needs_card

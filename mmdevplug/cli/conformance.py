@@ -2,12 +2,11 @@
 
 import argparse
 import json
-from typing import List, Optional, Sequence
+from typing import List, Optional
 
 import torch
 
 from mmdevplug.conformance.checks import CHECKS, FAILED, run_checks
-from mmdevplug.doctor.findings import Finding
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.atomic_files import check_writable, write_text
 from mmdevplug.version import __version__
@@ -31,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         '--checks',
         nargs='+',
-        choices=list(CHECKS),
+        choices=CHECKS,
         help='run these after detection (default: all)',
     )
     parser.add_argument('--timeout', type=float, default=180.0, help='of a step, in seconds')
@@ -48,44 +47,23 @@ def main(argv: Optional[List[str]] = None) -> None:
         check_writable(args.json, '--json')
     print(f'`{args.accelerator}`, mmdevplug {__version__}, torch {torch.__version__}\n')
     print('| check | result | measured |\n| --- | --- | --- |', flush=True)
-    results = []
-    for result in run_checks(
-        args.accelerator, args.config, args.timeout, args.checks or list(CHECKS)
-    ):
-        results.append(result)
-        print(f'| {result.section} | {result.level} | {_cell(result.found)} |', flush=True)
-    _print_remedies(results)
+    findings = []
+    for found in run_checks(args.accelerator, args.config, args.timeout, args.checks or CHECKS):
+        findings.append(found)
+        cell = ' '.join(found.found.split()).replace('|', '\\|')
+        print(f'| {found.section} | {found.level} | {cell} |', flush=True)
+    failed = [found for found in findings if found.level == FAILED]
+    for found in failed:
+        say(f'{found.section}: {found.remedy}')
     if args.json is not None:
-        write_text(json.dumps(_as_dict(args.accelerator, results), indent=1), args.json)
-    if any(result.level == FAILED for result in results):
+        results = dict(
+            schema=SCHEMA,
+            mmdevplug=__version__,
+            torch=torch.__version__,
+            accelerator=args.accelerator,
+            exit_status=int(bool(failed)),
+            findings=[found.as_dict() for found in findings],
+        )
+        write_text(json.dumps(results, indent=1), args.json)
+    if failed:
         raise SystemExit(1)
-
-
-def _cell(text: str) -> str:
-    return ' '.join(text.split()).replace('|', '\\|')
-
-
-def _print_remedies(results: Sequence[Finding]) -> None:
-    for result in results:
-        if result.level == FAILED and result.remedy:
-            say(f'{result.section}: {result.remedy}')
-
-
-def _as_dict(accelerator: str, results: Sequence[Finding]) -> dict:
-    return dict(
-        schema=SCHEMA,
-        mmdevplug=__version__,
-        torch=torch.__version__,
-        accelerator=accelerator,
-        passed=all(result.level != FAILED for result in results),
-        checks=[
-            dict(
-                name=result.section,
-                result=result.level,
-                measured=result.found,
-                remedy=result.remedy,
-                data=result.data or {},
-            )
-            for result in results
-        ],
-    )

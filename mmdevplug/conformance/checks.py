@@ -1,6 +1,6 @@
 """The checks in their order, each run in a process of its own."""
 
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional
 
 from mmdevplug.doctor import accelerators
 from mmdevplug.doctor.findings import Finding
@@ -30,34 +30,32 @@ class Check(NamedTuple):
 CHECKS: Dict[str, Check] = {
     'operations': Check(
         operations.check_operations,
-        'Implement or correct the kernels named; a fallback to the CPU is enough to begin with.',
+        'Correct the kernels named; a fallback to the CPU is enough to begin with.',
     ),
     'copies': Check(
         tensors.check_copies,
-        'Correct aten::_copy_from and aten::copy_ for that dtype and layout (strides, offsets).',
+        'Correct aten::_copy_from for that dtype and layout (strides, offset).',
     ),
     'random numbers': Check(
         tensors.check_random_numbers,
-        'Give torch.<type> manual_seed_all, get_rng_state and set_rng_state, or override '
-        'manual_seed, save_rng and load_rng of the accelerator.',
+        'Correct manual_seed, save_rng and load_rng of the accelerator, or what they call of '
+        'torch.<type>: manual_seed_all, get_rng_state, set_rng_state.',
     ),
     'mixed precision': Check(
         training.check_mixed_precision,
-        'Register autocast for the device (torch.<type>.get_amp_supported_dtype and the autocast '
-        'kernels), or override autocast and grad_scaler of the accelerator.',
+        'Register what autocast casts on the device, and torch.<type>.get_amp_supported_dtype, or '
+        'override autocast and grad_scaler of the accelerator.',
     ),
     'checkpoint': Check(
         tensors.check_checkpoint,
-        'Override to_host of the accelerator, and register the device for torch.save '
-        '(generate_methods_for_privateuse1_backend with for_storage=True).',
+        'Correct to_host of the accelerator. For torch.save, call torch.utils.'
+        'generate_methods_for_privateuse1_backend(for_storage=True).',
     ),
     'resume': Check(
-        training.check_resume,
-        'Correct what fails above first; then override save_rng and load_rng of the accelerator.',
+        training.check_resume, 'Correct what fails above, then save_rng and load_rng.'
     ),
     'device guard': Check(
-        tensors.check_device_guard,
-        'Give tensors of the device their type and index: tensor.device must say where it is.',
+        tensors.check_device_guard, 'tensor.device has to have the type and the index of its card.'
     ),
     'collectives': Check(
         training.check_collectives,
@@ -65,13 +63,11 @@ CHECKS: Dict[str, Check] = {
         training.RANKS,
     ),
     'training on 2 ranks': Check(
-        training.check_two_ranks,
-        'Correct operations, copies and collectives first.',
-        training.RANKS,
+        training.check_two_ranks, 'Correct operations, copies and collectives.', training.RANKS
     ),
     'synchronized batch norm': Check(
         training.check_sync_bn,
-        'Correct all_gather and all_reduce of the backend; see sync_bn in the docs of features.',
+        "Correct all_gather of the backend, or set sync_bn='per_rank'.",
         training.RANKS,
     ),
 }
@@ -96,7 +92,7 @@ def run_checks(
     accelerator: str,
     config: Optional[str] = None,
     timeout: float = 180.0,
-    chosen: Sequence[str] = tuple(CHECKS),
+    chosen: Iterable[str] = tuple(CHECKS),
 ) -> Iterator[Finding]:
     """Run detection and the chosen checks, each when the one before has ended.
 
@@ -104,7 +100,7 @@ def run_checks(
         accelerator (str): Its name.
         config (str, optional): The path of a config with ``custom_imports`` and ``accelerator``.
         timeout (float): Seconds that a step of a check may take. Defaults to 180.
-        chosen (Sequence[str]): Names of :data:`CHECKS`. Defaults to all.
+        chosen (Iterable[str]): Names of :data:`CHECKS`. Defaults to all.
 
     Yields:
         Finding: ``section`` is the check and ``level`` how it ended.

@@ -52,9 +52,9 @@ def check_copies(card: Card) -> str:
         card.say(f'copying from {others[0]} to {others[1]}')
         (found,) = card.accelerator.to_host([_numbers().to(others[0]).to(others[1])])
         _same(found, _numbers(), f'float32 from {others[0]} to {others[1]}')
-    taken = len(NEEDED_DTYPES) + len(OTHER_DTYPES) - len(missing)
+    count = len(NEEDED_DTYPES + OTHER_DTYPES) - len(missing)
     return (
-        f'{taken} dtypes in {len(LAYOUTS)} layouts are the same bits after the way to '
+        f'{count} dtypes in {len(LAYOUTS)} layouts are the same bits after the way to '
         f'{card.device} and back{", and from device to device" if len(others) > 1 else ""}; '
         f'{_copy_pinned(card)}{"; no " + ", ".join(missing) if missing else ""}'
     )
