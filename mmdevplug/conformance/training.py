@@ -12,7 +12,6 @@ from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, MODELS, RUNNERS
 from torch import Tensor, nn
 
-from mmdevplug.accelerators import get_accelerator
 from mmdevplug.doctor.collectives import examine as examine_collectives, run_job
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.utils.model import unwrap_model
@@ -81,15 +80,8 @@ def train(
 ) -> Dict[str, Any]:
     """Train the model on this rank's part of the data.
 
-    Args:
-        card (Card): Its config is taken but for ``accelerator``.
-        accelerator (str or dict): The config key.
-        work_dir (str): For logs and checkpoints.
-        ranks (int): Ranks that share a batch.
-        **changes: Further keys of the config.
-
-    Returns:
-        dict: ``losses`` (Tensor) of this rank and ``weights``, by name, on the host.
+    ``accelerator`` and ``changes`` are keys of the config; ``ranks`` share a batch. The result has
+    ``losses`` (Tensor) of this rank and ``weights`` by name, on the host.
     """
     card.say(f'training on {accelerator}')
     cfg = dict(
@@ -120,7 +112,7 @@ def train(
     runner.register_hook(losses, priority='VERY_LOW')
     runner.train()
     weights = dict(unwrap_model(runner.model).state_dict())
-    fetched = get_accelerator(accelerator).to_host([*losses.kept, *weights.values()])
+    fetched = runner.device_context.accelerator.to_host([*losses.kept, *weights.values()])
     return dict(
         losses=torch.stack(fetched[: len(losses.kept)]),
         weights=dict(zip(weights, fetched[len(losses.kept) :])),

@@ -118,6 +118,18 @@ def test_one_device_is_too_few_for_two_ranks_unless_they_can_share_it(tmp_path):
     Card(dict(options, ranks=None), print).need_ranks(2)
 
 
+@pytest.mark.long
+@needs_card
+def test_two_ranks_share_a_device(tmp_path, monkeypatch):
+    for name, value in environment(FAKECARD_NAME='zeta', FAKECARD_COUNT='1').items():
+        monkeypatch.setenv(name, value)
+    path, imports = tmp_path / 'shared.py', "custom_imports = dict(imports=['fakecard_from_env'])"
+    path.write_text(f"{imports}\naccelerator = dict(type='zeta', backend='gloo')\n")
+    detected, found = run_checks('zeta', str(path), 100.0, ['training on 2 ranks'])
+    assert [detected.level, found.level] == ['passed', 'passed'], found
+    assert "2 ranks on zeta:0, zeta:0, backend 'gloo'" in found.found
+
+
 @pytest.mark.parametrize(
     ('found', 'expected', 'apart'),
     [
