@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from mmdevplug.cli.conformance import main
 from mmdevplug.conformance.card import Card, Failed, NotSupported, difference, require
-from mmdevplug.conformance.checks import CHECKS, run_checks
+from mmdevplug.conformance.checks import CHECKS, run_checks, work
 from tests.doctor.running import environment
 from tests.native import native_environment, needs_native
 from tests.needs_card import needs_card
@@ -128,6 +129,14 @@ def test_two_ranks_share_a_device(tmp_path, monkeypatch):
     detected, found = run_checks('zeta', str(path), 100.0, ['training on 2 ranks'])
     assert [detected.level, found.level] == ['passed', 'passed'], found
     assert "2 ranks on zeta:0, zeta:0, backend 'gloo'" in found.found
+
+
+def test_without_the_samples_of_pytorch_operations_are_not_judged(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'torch.testing._internal.common_methods_invocations', None)
+    options = dict(accelerator='cpu', config=None, timeout=60.0, ranks=None)
+    (found,) = work('operations', options, lambda step: None)
+    assert found.level == 'not supported'
+    assert 'pip install expecttest' in found.found
 
 
 @pytest.mark.parametrize(
