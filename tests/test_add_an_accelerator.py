@@ -1,7 +1,9 @@
 """The accelerator of docs/*/add_an_accelerator.md trains as the CPU does."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +12,8 @@ from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
 import mmdevplug
+from mmdevplug.accelerators import detection
+from mmdevplug.errors import AcceleratorError
 from tests.jobs import PATHS, ROOT, largest_difference, load_file, weights_of
 from tests.needs_card import needs_card
 from tests.ranks import run_ranks
@@ -20,20 +24,24 @@ STANDINS = [ROOT / 'tests' / 'standins' / name for name in ('acme', 'fakecard')]
 SHORT = ['model.norm=False', 'train_cfg.max_epochs=2', 'train_cfg.val_interval=2']
 
 
-def train(nproc, work_dir):
-    """The command of the page, in a process that has nothing imported."""
-    paths = os.pathsep.join([str(EXAMPLES), *map(str, STANDINS), PATHS])
+def mmdevplug_command(*arguments, folder=EXAMPLES, timeout=240):
+    """A command of the page, in a process that has nothing imported and finds a folder."""
+    paths = os.pathsep.join([str(folder), *map(str, STANDINS), PATHS])
     return subprocess.run(
-        [
-            *(sys.executable, '-m', 'mmdevplug.cli.main', 'train'),
-            *('docs/examples/digits_acme.py', '--nproc', str(nproc), '--work-dir', str(work_dir)),
-            *('--cfg-options', *SHORT, 'default_hooks.checkpoint.interval=2'),
-        ],
+        [sys.executable, '-m', 'mmdevplug.cli.main', *map(str, arguments)],
         env={**os.environ, 'PYTHONPATH': paths, 'OMP_NUM_THREADS': '1'},
         cwd=str(ROOT),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
+    )
+
+
+def train(nproc, work_dir):
+    """The training of the page."""
+    return mmdevplug_command(
+        *('train', 'docs/examples/digits_acme.py', '--nproc', nproc, '--work-dir', work_dir),
+        *('--cfg-options', *SHORT, 'default_hooks.checkpoint.interval=2'),
     )
 
 
@@ -103,6 +111,8 @@ def test_the_commands_of_the_page(tmp_path):
     for name in ('configs', 'docs'):
         (checkout / name).symlink_to(ROOT / name)
     blocks = bash_blocks('add_an_accelerator.md')
+    # The package of the page is installed by the test of the suite.
+    blocks = [block for block in blocks if 'pip install' not in block]
     assert len(blocks) == 3
     done = subprocess.run(
         ['bash', '-euxc', '\n'.join(blocks)],
@@ -119,8 +129,115 @@ def test_the_commands_of_the_page(tmp_path):
     )
     assert done.returncode == 0, done.stdout[-4000:]
     assert '2 cards' in done.stdout
+    assert '| synchronized batch norm | passed |' in done.stdout
     assert done.stdout.count("accelerator 'acme' (accelerator.type='acme'): device acme:0") >= 2
     accuracy = [float(found) for found in re.findall(r'accuracy: ([0-9.]+)', done.stdout)]
     assert len(accuracy) >= 8
     assert accuracy[-1] >= 97.0
     assert (checkout / 'work_dirs' / 'card' / 'epoch_16.pth').exists()
+
+
+@pytest.mark.parametrize('name', ['my_accelerator.py', 'digits_acme.py', 'pyproject.toml'])
+@pytest.mark.parametrize('language', ['en', 'zh_cn'])
+def test_the_page_shows_the_files(language, name):
+    page = ROOT / 'docs' / language / 'add_an_accelerator.md'
+    assert (EXAMPLES / name).read_text() in page.read_text(encoding='utf-8')
+
+
+# in a package of its own --------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def installed(tmp_path_factory):
+    """Build the package of the page and install it into a folder."""
+    source, target = tmp_path_factory.mktemp('source'), tmp_path_factory.mktemp('installed')
+    for name in ('my_accelerator.py', 'pyproject.toml'):
+        shutil.copy(str(EXAMPLES / name), str(source))
+    pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', 'install', '--quiet']
+    options = ['--no-index', '--no-deps', '--no-build-isolation', '--target', str(target)]
+    subprocess.run([*pip, *options, str(source)], check=True, timeout=120)
+    return target
+
+
+def conformance(folder, results, *arguments):
+    """The suite under the name of the package; the result of each check."""
+    done = mmdevplug_command(
+        *('conformance', '--accelerator', 'acme', '--json', results, *arguments),
+        folder=folder,
+        timeout=550,
+    )
+    assert results.is_file(), done.stderr
+    assert done.returncode == 0, done.stdout
+    findings = json.loads(results.read_text())['findings']
+    return {finding['section']: finding['level'] for finding in findings}
+
+
+@needs_card
+def test_the_suite_knows_an_installed_package_by_its_name(installed, tmp_path):
+    found = conformance(installed, tmp_path / 'results.json', '--checks', 'copies')
+    assert found == {'detection': 'passed', 'copies': 'passed'}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@needs_card
+def test_the_suite_passes_for_an_installed_package(installed, tmp_path):
+    found = conformance(installed, tmp_path / 'results.json')
+    missing = {name for name, result in found.items() if result == 'not supported'}
+    # Two methods that the class of the page leaves out.
+    assert missing == {'random numbers', 'mixed precision'}
+    assert set(found.values()) == {'passed', 'not supported'}
+
+
+@needs_card
+def test_detection_finds_an_installed_package(installed, tmp_path):
+    done = mmdevplug_command('doctor', '--json', tmp_path / 'doctor.json', folder=installed)
+    findings = json.loads((tmp_path / 'doctor.json').read_text())['findings']
+    assert "training here uses 'acme' (detected: 2 acme device(s))" in [
+        finding['found'] for finding in findings
+    ], done.stdout
+
+
+@pytest.fixture
+def entry_point(tmp_path, monkeypatch):
+    """Let a package have an entry point ``brass``."""
+
+    def use(value, code=''):
+        info = tmp_path / 'brass-1.0.dist-info'
+        info.mkdir()
+        (info / 'METADATA').write_text('Name: brass\nVersion: 1.0\n')
+        (info / 'entry_points.txt').write_text(f'[{detection.ENTRY_POINTS}]\nbrass = {value}\n')
+        (tmp_path / 'brass_card.py').write_text(code)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, 'brass_card', raising=False)
+
+    yield use
+    detection.ACCELERATORS.module_dict.pop('brass', None)
+
+
+def test_entry_point_of_a_class_that_registers_nothing_itself(entry_point):
+    lines = ('from mmdevplug.accelerators import CPUAccelerator', '', '')
+    entry_point(
+        'brass_card:Brass', '\n'.join([*lines, "class Brass(CPUAccelerator): name = 'brass'"])
+    )
+    assert 'brass' in detection.registered_names()
+    choice = detection.choose_accelerator('brass')
+    assert choice.accelerator.name == 'brass'
+    assert choice.reason == "accelerator.type='brass'"
+
+
+@pytest.mark.parametrize(
+    ('value', 'code', 'words'),
+    [
+        ('no_such_module', '', 'brass = no_such_module .* cannot be loaded: ModuleNotFoundError'),
+        ('brass_card', 'raise OSError("no driver")', 'cannot be loaded: OSError: no driver'),
+        ('brass_card', '', "registers no accelerator 'brass'"),
+    ],
+)
+def test_entry_point_that_brings_no_accelerator(entry_point, value, code, words):
+    entry_point(value, code)
+    with pytest.raises(AcceleratorError, match=words):
+        detection.choose_accelerator('brass')
+    # Detection warns of it, and finds what is there.
+    with pytest.warns(UserWarning, match=words):
+        assert 'cpu' in detection.available_accelerators()

@@ -12,6 +12,7 @@ PACKAGE = ROOT / 'mmdevplug'
 ROOMS = [
     'examples',
     'cli',
+    'conformance',
     'doctor',
     'runner',
     'explanations',

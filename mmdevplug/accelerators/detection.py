@@ -4,8 +4,9 @@ import os
 import traceback
 import warnings
 from functools import partial
+from importlib.metadata import entry_points
 from inspect import signature
-from typing import Any, Callable, Iterator, List, Mapping, NamedTuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Union
 
 from mmdevplug.config.accelerator import suggest_option, to_dict
 from mmdevplug.errors import AcceleratorError, DevPlugError
@@ -15,6 +16,8 @@ from .base import Accelerator
 from .torch_native import TorchNativeAccelerator, privateuse1_name
 
 ENVIRONMENT_VARIABLE = 'MMDEVPLUG_ACCELERATOR'
+#: The group of entry points with which other packages name their accelerators.
+ENTRY_POINTS = 'mmdevplug.accelerators'
 
 #: The order in which detection looks: vendors' cards first, the CPU last.
 DETECTION_ORDER = (
@@ -88,18 +91,61 @@ def available_accelerators() -> List[str]:
 
 
 def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
-    kind = ACCELERATORS.module_dict.get(name)
+    kind = find_registered(name)
     if kind is None and (name == privateuse1_name() or 'package' in options):
         kind = partial(TorchNativeAccelerator, name)
     if kind is not None:
         return _call(kind, name, options)
     raise AcceleratorError(
         f'{origin} names the accelerator {name!r}, which is unknown. Known: '
-        f'{", ".join(sorted(ACCELERATORS.module_dict))}; usable here: '
+        f'{", ".join(sorted(registered_names()))}; usable here: '
         f'{", ".join(available_accelerators())}. Correct the name; for a device that a vendor '
         f'registers with PyTorch under that name, import its package first: '
         f"accelerator=dict(type={name!r}, package='torch_{name}')."
     )
+
+
+def find_registered(name: str) -> Optional[Callable]:
+    """Find what builds an accelerator: registered here, or by a package with an entry point.
+
+    Raises:
+        AcceleratorError: If the entry point of that name cannot be loaded or registers nothing.
+    """
+    if name in ACCELERATORS.module_dict:
+        return ACCELERATORS.module_dict[name]
+    found = _entry_points().get(name)
+    if found is not None:
+        try:
+            loaded = found.load()
+        except Exception as error:
+            # A vendor's package may raise anything.
+            raise AcceleratorError(
+                f'the entry point {name} = {found.value} of the group {ENTRY_POINTS!r} cannot be '
+                f'loaded: {type(error).__name__}: {error}. Correct or uninstall the package that '
+                f'has it.'
+            ) from error
+        # Loading a module, or the class in it, may have registered it.
+        if callable(loaded) and name not in ACCELERATORS.module_dict:
+            ACCELERATORS.register_module(name=name, module=loaded)
+        if name not in ACCELERATORS.module_dict:
+            raise AcceleratorError(
+                f'the entry point {name} = {found.value} of the group {ENTRY_POINTS!r} registers '
+                f'no accelerator {name!r}. Expected a subclass of Accelerator, or a module that '
+                f'registers one under that name; correct the package that has it.'
+            )
+    return ACCELERATORS.module_dict.get(name)
+
+
+def registered_names() -> List[str]:
+    """The names of all registered accelerators, those of other packages included."""
+    return list(dict.fromkeys([*ACCELERATORS.module_dict, *_entry_points()]))
+
+
+def _entry_points() -> Dict[str, Any]:
+    found = entry_points()
+    if hasattr(found, 'select'):
+        return {each.name: each for each in found.select(group=ENTRY_POINTS)}
+    return {each.name: each for each in found.get(ENTRY_POINTS, ())}  # before Python 3.10
 
 
 def _call(kind: Callable, name: str, options: Mapping[str, Any]) -> Accelerator:
@@ -162,7 +208,7 @@ def _usable_accelerators() -> Iterator[Accelerator]:
     private = privateuse1_name()
     if private is not None and private not in names:
         names.insert(0, private)
-    registered = [name for name in ACCELERATORS.module_dict if name not in names]
+    registered = [name for name in registered_names() if name not in names]
     for name in registered + names:
         try:
             accelerator = _build(name, {}, 'detection')

@@ -78,7 +78,8 @@ class T20Accelerator(LazyAccelerator):
         self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
     ) -> None:
         # The default mode waits for the previous graph: two at a time may exceed a card's memory.
-        self._torch_gcu.sync_lived_tensor(device=device)
+        with self.compiling():
+            self._torch_gcu.sync_lived_tensor(device=device)
 
     def compilations(self) -> Optional[int]:
         # The report is text for people; it has this metric under torch_xla's name.

@@ -6,7 +6,7 @@ model again, and fails if there is none.
 
 import warnings
 from abc import abstractmethod
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, Iterator, List, Optional, Sequence, Tuple, Union
 
@@ -14,7 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from mmdevplug.utils.progress import log_progress
+
 from .base import Accelerator
+
+#: Executions of a process that may compile what all others use again: of weights, of steps.
+FIRST_GRAPHS = 20
 
 DeviceLike = Union[int, str, torch.device, None]
 
@@ -24,6 +29,7 @@ class LazyAccelerator(Accelerator):
 
     device_type = 'xla'
     lazy = True
+    _materialized = 0
 
     def device(self, local_rank: int = 0) -> torch.device:
         """See :meth:`Accelerator.device`; the first call registers ``torch.<type>``."""
@@ -35,6 +41,13 @@ class LazyAccelerator(Accelerator):
 
     def keep_compilations(self, folder: str) -> Optional[str]:
         return f'accelerator {self.name!r} offers no cache of compiled graphs'
+
+    def compiling(self) -> AbstractContextManager:
+        """Show progress while the first graphs of this process are compiled."""
+        self._materialized += 1
+        if self._materialized > FIRST_GRAPHS:
+            return nullcontext()
+        return log_progress('compiling the first graphs')
 
     @abstractmethod
     def current_device(self) -> torch.device:

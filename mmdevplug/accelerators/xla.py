@@ -99,11 +99,13 @@ class XLAAccelerator(LazyAccelerator):
         # torch_xla's `sync` runs the default device only.
         default = self.current_device()
         if device is None or device == default:
-            torch_xla.sync()
+            with self.compiling():
+                torch_xla.sync()
             return
         self.set_device(device)
         try:
-            torch_xla.sync()
+            with self.compiling():
+                torch_xla.sync()
         finally:
             self.set_device(default)
 

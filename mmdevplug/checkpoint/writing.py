@@ -18,6 +18,9 @@ from mmdevplug.errors import CheckpointError, first_line
 from mmdevplug.utils import atomic_files
 from mmdevplug.utils.atomic_files import UNFINISHED, PathLike
 from mmdevplug.utils.byte_sizes import format_bytes
+from mmdevplug.utils.memory_growth import tensor_bytes
+from mmdevplug.utils.progress import log_progress
+from mmdevplug.utils.pytree import tensors_in
 
 
 @contextmanager
@@ -48,12 +51,14 @@ def write_checkpoint(
     checkpoint: Dict[str, Any], path: str, backend_args: Optional[Dict[str, Any]] = None
 ) -> None:
     """Write a checkpoint of host tensors to a local path or an address; raise CheckpointError."""
+    size = format_bytes(sum(map(tensor_bytes, tensors_in(checkpoint))))
     if not is_local(path, backend_args):
         # Object stores keep whole objects or none.
-        save_checkpoint(checkpoint, path, backend_args=backend_args)
+        with log_progress(f'writing {size} to {path}'):
+            save_checkpoint(checkpoint, path, backend_args=backend_args)
         return
     make_folder(os.path.dirname(path))
-    with replacing(path) as unfinished:
+    with replacing(path) as unfinished, log_progress(f'writing {size} to {path}'):
         # Straight into the file: MMEngine makes two copies of all of it in memory before.
         with open(str(unfinished), 'wb') as file:
             held = _HoldingErrors(file)

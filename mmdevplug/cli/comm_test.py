@@ -9,10 +9,9 @@ from typing import List, Optional
 from rich.console import Console
 from torch import distributed as torch_dist
 
-from mmdevplug.doctor.collectives_rank import Progress, run_rank
+from mmdevplug.doctor.collectives_rank import Progress, reporting, run_rank
 from mmdevplug.doctor.report import print_collectives
 from mmdevplug.environments.launch import LAUNCHERS, read_launch_env
-from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.utils.atomic_files import check_writable, write_text
 
 from .common import run
@@ -48,7 +47,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     if args.json is not None and rank == 0:
         check_writable(args.json, '--json')
     progress = Progress(rank, args.progress)
-    try:
+    with reporting(progress):
         results = run_rank(
             args.launcher,
             args.accelerator,
@@ -58,11 +57,6 @@ def main(argv: Optional[List[str]] = None) -> None:
             args.timeout,
             progress,
         )
-    except Exception as error:
-        progress.fail(error)
-        # Not around all of it: only the timeout ends the wait for a rank that hangs.
-        with fail_together(progress.stage):
-            raise
     if rank == 0:
         print_collectives(results, Console(soft_wrap=True))
         if args.json is not None:

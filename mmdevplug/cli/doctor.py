@@ -121,7 +121,11 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     for name, arguments in sections.items():
         progress.print(f'looking at {name} ...')
         # Imported here, because they import torch.
-        yield from import_module(f'mmdevplug.doctor.{name}').examine(*arguments)
+        from mmdevplug.utils.progress import show_progress
+
+        with show_progress(f'looking at {name}'):
+            found = list(import_module(f'mmdevplug.doctor.{name}').examine(*arguments))
+        yield from found
 
 
 def as_dict(findings: List[Finding]) -> Dict[str, Any]:

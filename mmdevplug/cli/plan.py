@@ -7,12 +7,13 @@ from typing import List, Optional, Union
 from mmengine.config import Config
 from rich.console import Console
 
-from mmdevplug.model_parallel import STRATEGIES, plan
+from mmdevplug.model_parallel import STRATEGIES, DevicePlan, plan
 from mmdevplug.model_parallel.draw_plan import save_html, save_png
 from mmdevplug.model_parallel.meta_build import build_from_file
 from mmdevplug.model_parallel.parse_devices import parse_devices, parse_max_memory
 from mmdevplug.model_parallel.sizes import state_factor
 from mmdevplug.utils.atomic_files import check_writable, write_text
+from mmdevplug.utils.progress import show_progress
 
 from . import say
 
@@ -61,8 +62,20 @@ def main(argv: Optional[List[str]] = None) -> None:
     for kind in KINDS:
         if getattr(args, kind) is not None:
             check_writable(getattr(args, kind), f'--{kind}')
+    with show_progress(f'planning {args.model}'):
+        made = _plan(args)
+    Console().print(made)
+    if args.json is not None:
+        write_text(json.dumps(made.to_dict(), indent=1), args.json)
+    if args.png is not None:
+        save_png(made, args.png)
+    if args.html is not None:
+        save_html(made, args.html)
+
+
+def _plan(args: argparse.Namespace) -> DevicePlan:
     model, cfg = build_from_file(args.model)
-    made = plan(
+    return plan(
         model,
         args.devices,
         strategy=args.strategy,
@@ -75,13 +88,6 @@ def main(argv: Optional[List[str]] = None) -> None:
         training=args.training,
         optimizer=_optimizer(args.optimizer, cfg, args.training),
     )
-    Console().print(made)
-    if args.json is not None:
-        write_text(json.dumps(made.to_dict(), indent=1), args.json)
-    if args.png is not None:
-        save_png(made, args.png)
-    if args.html is not None:
-        save_html(made, args.html)
 
 
 def _optimizer(

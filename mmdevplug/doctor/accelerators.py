@@ -19,7 +19,7 @@ from mmdevplug.accelerators import (
     choose_accelerator,
     probe_device,
 )
-from mmdevplug.accelerators.detection import DETECTION_ORDER
+from mmdevplug.accelerators.detection import DETECTION_ORDER, find_registered, registered_names
 from mmdevplug.accelerators.probe import RELATIVE_TOLERANCE
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DevPlugError
@@ -46,7 +46,7 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Find
     """Examine every family, or ``options['accelerator']``, and compute on each device."""
     # A vendor's package may change what PyTorch answers afterwards, so those without come first.
     ordered = list(reversed(DETECTION_ORDER))
-    names = ordered + [name for name in ACCELERATORS.module_dict if name not in ordered]
+    names = ordered + [name for name in registered_names() if name not in ordered]
     if options['accelerator']:
         names = [options['accelerator']]
     findings, absent = [], []
@@ -103,7 +103,7 @@ def _examine_family(
     options: Dict[str, Any], asked_for: bool, say: Callable[[str], None]
 ) -> Iterator[Finding]:
     name = options['type']
-    known = name in ACCELERATORS.module_dict
+    known = find_registered(name) is not None
     accelerator = ACCELERATORS.build(options) if known else TorchNativeAccelerator(**options)
     yield from _examine_installation(accelerator)
     count = accelerator.device_count() if accelerator.is_available() else 0
@@ -168,12 +168,13 @@ def _examine_devices(
         device = accelerator.device(rank)
         memory = accelerator.memory_total(device)
         size = 'size of memory unknown' if memory is None else format_bytes(memory)
-        described.append(f'{device} ({accelerator.device_name(device)}, {size})')
-        devices.append(dict(device=str(device), memory=memory))
+        name = accelerator.device_name(device)
+        described.append(f'{device} ({name}, {size})')
+        devices.append(dict(device=str(device), name=name, memory=memory))
     yield section.ok(
         f'{accelerator.name}: {count} device(s): {", ".join(described)}; '
         f'{accelerator.describe_visibility()}',
-        data=dict(name=accelerator.name, devices=devices),
+        data=dict(name=accelerator.name, devices=devices, shared=accelerator.shares_devices),
     )
     for rank in range(accelerator.max_ranks()):
         yield _probe(accelerator, accelerator.device(rank), say)

@@ -6,7 +6,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 from mmdevplug.environments.stale import stale_variables
 
@@ -35,34 +35,62 @@ def examine(
 
     ``options`` has its ``config`` and ``accelerator``, each a str or None.
     """
+    arguments = ['--largest-mb', str(largest_mb), '--rounds', str(rounds)]
+    for option, value in options.items():
+        arguments += [] if value is None else [f'--{option}', value]
+    results, failures = run_job(ranks, 'mmdevplug.cli.comm_test', arguments, timeout)
+    if results is not None:
+        return [
+            *describe_results(results),
+            *examine_listening(results['listening'], results['single_host']),
+        ]
+    why = f'a training of {ranks} processes would end or hang there.'
+    return [section.error(one, why, _remedy(one)) for one in failures]
+
+
+def run_job(
+    ranks: int,
+    module: str,
+    arguments: Sequence[str],
+    timeout: float,
+    say: Callable[[str], None] = lambda stages: None,
+) -> Tuple[Any, List[str]]:
+    """Run a module in ranks of this host under torchrun, and end the job when it hangs.
+
+    Besides ``arguments`` the module gets ``--timeout``, ``--progress`` with the folder for its
+    :class:`~mmdevplug.doctor.collectives_rank.Progress`, and ``--json`` with the file for its
+    results. ``say`` is called with the stages of the ranks when one has changed.
+
+    Returns:
+        tuple: The results, None if there are none, and else what failed.
+    """
     with tempfile.TemporaryDirectory(prefix='mmdevplug-doctor-') as name:
         folder = Path(name)
         written, output = folder / 'results.json', folder / 'output'
         command = [sys.executable, '-m', 'mmdevplug.cli.torchrun_agent', '--nnodes=1']
         command += [f'--nproc_per_node={ranks}', '--master_addr=127.0.0.1', '--master_port=0']
-        command += ['-m', 'mmdevplug.cli.comm_test', '--progress', name]
-        command += ['--largest-mb', str(largest_mb), '--rounds', str(rounds)]
-        command += ['--timeout', str(timeout), '--json', str(written)]
-        for option, value in options.items():
-            command += [] if value is None else [f'--{option}', value]
+        command += ['-m', module, '--progress', name, '--json', str(written)]
+        command += ['--timeout', str(timeout), *arguments]
         environ = {k: v for k, v in os.environ.items() if k not in stale_variables('none')}
-        status = run_watched(
-            command, output, lambda: _read_reports(folder), timeout + SLACK_SECONDS, environ
-        )
+        told = ['']
+
+        def read_stages() -> str:
+            stages = '; '.join(f'rank {r["rank"]}: {r["stage"]}' for r in _read_reports(folder))
+            if stages != told[-1]:
+                told[-1] = stages
+                say(stages)
+            return stages
+
+        status = run_watched(command, output, read_stages, timeout + SLACK_SECONDS, environ)
         if written.exists():
-            results = json.loads(written.read_text(encoding='utf-8'))
-            return [
-                *describe_results(results),
-                *examine_listening(results['listening'], results['single_host']),
-            ]
+            return json.loads(written.read_text(encoding='utf-8')), []
         text = output.read_text(encoding='utf-8', errors='replace')
-        found = list(_failures(_read_reports(folder), text, ranks, timeout))
-        if not found:
-            last = text.strip().splitlines()[-1:] or ['it printed nothing']
-            how = describe_end(status, timeout + SLACK_SECONDS)
-            found = [f'the job {how}: {last[0][:300]}']
-    why = f'a training of {ranks} processes would end or hang there.'
-    return [section.error(one, why, _remedy(one)) for one in found]
+        failures = list(_failures(_read_reports(folder), text, ranks, timeout))
+    if not failures:
+        last = text.strip().splitlines()[-1:] or ['it printed nothing']
+        how = describe_end(status, timeout + SLACK_SECONDS)
+        failures = [f'the job {how}: {last[0][:300]}']
+    return None, failures
 
 
 def _remedy(found: str) -> str:

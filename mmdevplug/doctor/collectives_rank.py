@@ -10,6 +10,7 @@ import os
 import re
 import statistics
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional
 
@@ -19,7 +20,7 @@ from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.accelerators import DeviceContext
 from mmdevplug.distributed.json_messages import gather_json
-from mmdevplug.fault_tolerance.failure import enter_phase
+from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.gradients import DeviceDistributedDataParallel
 from mmdevplug.runner.init_device import init_device
 
@@ -200,6 +201,18 @@ class Progress:
             unfinished = self._path.with_suffix('.unfinished')
             unfinished.write_text(json.dumps(self._report), encoding='utf-8')
             os.replace(str(unfinished), str(self._path))
+
+
+@contextmanager
+def reporting(progress: Progress) -> Iterator[None]:
+    """Report an error of this rank, and end the job together with the others."""
+    try:
+        yield
+    except Exception as error:
+        progress.fail(error)
+        # Not around all of it: only the timeout ends the wait for a rank that hangs.
+        with fail_together(progress.stage):
+            raise
 
 
 def run_rank(

@@ -1,0 +1,61 @@
+"""The stand-in card "zeta" with one fault, which the variable BROKEN names."""
+
+import os
+import time
+
+import card
+import torch
+
+from mmdevplug.accelerators import TorchNativeAccelerator
+from mmdevplug.registry import ACCELERATORS
+
+card.install('zeta', count=2)
+BROKEN = os.environ['BROKEN']
+
+
+def wrong(inputs):
+    return (inputs.cpu() * torch.sigmoid(inputs.cpu()) * 1.01).to(inputs.device)
+
+
+def missing(inputs):
+    raise NotImplementedError("Could not run 'aten::silu' on this card\nand more lines")
+
+
+KERNELS = {
+    'operation': wrong,
+    'missing': missing,
+    'hang': lambda inputs: time.sleep(1000),
+    'abort': lambda inputs: os.abort(),
+}
+# Kept, because a library that is gone takes its kernels with it.
+LIBRARY = torch.library.Library('aten', 'IMPL')
+if BROKEN in KERNELS:
+    LIBRARY.impl('silu', KERNELS[BROKEN], 'PrivateUse1')
+
+
+def in_order_of_memory(tensor):
+    """What a copy brings that knows no strides."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.cpu().reshape(tensor.shape)
+
+
+@ACCELERATORS.register_module(name='zeta')
+class Zeta(TorchNativeAccelerator):
+    def __init__(self):
+        super().__init__('zeta')
+
+    def to_host(self, tensors):
+        if BROKEN == 'strides':
+            return [in_order_of_memory(tensor.detach()) for tensor in tensors]
+        return super().to_host(tensors)
+
+    def copy_to_device(self, sources, targets):
+        super().copy_to_device(sources, targets)
+        if BROKEN == 'gradients':
+            for target in targets:
+                target.mul_(0.5)
+
+    def load_rng(self, state, device):
+        super().load_rng(state, device)
+        if BROKEN == 'generator':  # which is the host's on this card
+            torch.manual_seed(99)

@@ -1,0 +1,139 @@
+"""Long work shows that it goes on; short work prints nothing, and no thread is left."""
+
+import sys
+import threading
+import time
+
+import pytest
+
+from mmdevplug.accelerators.lazy import FIRST_GRAPHS
+from mmdevplug.checkpoint.writing import write_checkpoint
+from mmdevplug.utils import progress
+from mmdevplug.utils.progress import show_progress
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The first line after a twentieth of a second."""
+    monkeypatch.setattr(progress, 'IN_LOG', (0.05, 0.1))
+    monkeypatch.setattr(progress, 'ON_TERMINAL', (0.05, 0.05))
+
+
+def threads():
+    return [each for each in threading.enumerate() if each.name == 'mmdevplug-progress']
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_lines_come_while_the_work_lasts_and_no_longer(quick):
+    lines = []
+    with show_progress('planning a model', lines.append):
+        assert len(threads()) == 1
+        wait_for(lambda: len(lines) >= 2)
+    assert not threads()
+    told = len(lines)
+    time.sleep(0.25)
+    assert len(lines) == told
+    assert lines[0] == 'planning a model, 0 s so far'
+
+
+def test_short_work_prints_nothing(capfd):
+    with show_progress('planning a model'):
+        pass
+    assert capfd.readouterr() == ('', '')
+    assert not threads()
+
+
+def test_an_error_ends_the_lines(quick):
+    with pytest.raises(ValueError, match='no plan'), show_progress('planning', lambda line: None):
+        raise ValueError('no plan')
+    assert not threads()
+
+
+def test_where_there_is_no_terminal_lines_go_to_the_standard_error(quick, capfd):
+    printed = []
+
+    def has_printed():
+        printed.append(capfd.readouterr().err)
+        return 'mmdevplug: planning a model, 0 s so far\n' in ''.join(printed)
+
+    with show_progress('planning a model'):
+        wait_for(has_printed)
+
+
+def test_a_terminal_gets_one_line_that_is_removed(quick, monkeypatch):
+    class Terminal:
+        encoding, text = 'utf-8', ''
+
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            Terminal.text += text
+
+        def flush(self):
+            pass
+
+        def fileno(self):
+            raise OSError
+
+    monkeypatch.setenv('TERM', 'xterm')
+    monkeypatch.setattr(sys, 'stderr', Terminal())
+    with show_progress('planning a model'):
+        wait_for(lambda: 'planning a model, 0 s so far' in Terminal.text)
+    assert Terminal.text.endswith('\x1b[1A\x1b[2K')  # the line before is erased
+    assert not threads()
+
+
+def test_ranks_but_the_first_are_silent(quick, monkeypatch):
+    monkeypatch.setattr(progress, 'is_main_process', lambda: False)
+    with show_progress('writing', pytest.fail):
+        assert not threads()
+        time.sleep(0.2)
+
+
+def test_a_checkpoint_that_takes_long_says_how_large_it_is(quick, monkeypatch, tmp_path):
+    import torch
+
+    lines = []
+    monkeypatch.setattr(progress, 'print_log', lambda line, logger: lines.append(line))
+    save = torch.save
+
+    def slow_save(*args, **kwargs):
+        wait_for(lambda: lines)
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(torch, 'save', slow_save)
+    path = tmp_path / 'iter_1.pth'
+    write_checkpoint(dict(state_dict=dict(weight=torch.zeros(1 << 20))), str(path))
+    assert lines[0] == f'writing 4.00 MiB to {path}, 0 s so far'
+    assert path.is_file()
+
+
+@pytest.mark.xla
+def test_first_graphs_of_a_lazy_device(quick, monkeypatch):
+    import torch_xla
+
+    from mmdevplug.accelerators import XLAAccelerator
+
+    lines, calls = [], []
+    monkeypatch.setattr(progress, 'print_log', lambda line, logger: lines.append(line))
+
+    def slow_sync():
+        calls.append(threads())
+        if len(calls) == 1:
+            wait_for(lambda: lines)
+
+    accelerator = XLAAccelerator()
+    assert accelerator.is_available()
+    accelerator.set_device(accelerator.device())
+    monkeypatch.setattr(torch_xla, 'sync', slow_sync)
+    for _ in range(FIRST_GRAPHS + 1):
+        accelerator.materialize()
+    assert lines[0] == 'compiling the first graphs, 0 s so far'
+    assert [len(found) for found in calls] == [1] * FIRST_GRAPHS + [0]
