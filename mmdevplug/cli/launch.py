@@ -6,17 +6,18 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 
-from mmdevplug.accelerators import Accelerator, choose_accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.launch import COUNTED, LaunchOptions
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.environments.stale import stale_variables
 from mmdevplug.errors import DevPlugError, LaunchError
+from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.host import available_memory, usable_cores
+from mmdevplug.utils.quick_imports import quick_imports
 
 from . import say
 from .common import add_common_arguments, load_config, run
@@ -29,6 +30,9 @@ from .launch_settings import (
     read_settings,
 )
 
+if TYPE_CHECKING:  # it imports PyTorch, which the process that starts others does without
+    from mmdevplug.accelerators import Accelerator
+
 #: What a process holds that has imported PyTorch and MMEngine and has no model yet: 154 MB of its
 #: own, with PyTorch 2.13 for the CPU.
 LEAST_BYTES_PER_RANK = 150 << 20
@@ -36,7 +40,7 @@ LEAST_BYTES_PER_RANK = 150 << 20
 DEFAULT_COUNT = 'nproc'
 
 
-def refuse_missing_devices(accelerator: Accelerator, wanted: int, origin: str) -> None:
+def refuse_missing_devices(accelerator: 'Accelerator', wanted: int, origin: str) -> None:
     """Refuse more processes than this host has devices, unless processes share them."""
     most = accelerator.max_ranks()
     if not accelerator.shares_devices and wanted > most:
@@ -47,7 +51,7 @@ def refuse_missing_devices(accelerator: Accelerator, wanted: int, origin: str) -
         )
 
 
-def name_unused_devices(accelerator: Accelerator, wanted: int) -> None:
+def name_unused_devices(accelerator: 'Accelerator', wanted: int) -> None:
     """Say that a pod, which named no number of processes, has devices for more."""
     most = accelerator.max_ranks()
     if not accelerator.shares_devices and wanted < most:
@@ -203,7 +207,7 @@ def _read_count(word: str, origin: str) -> int:
     return count
 
 
-def count_processes(word: str, accelerator: Accelerator, origin: str) -> int:
+def count_processes(word: str, accelerator: 'Accelerator', origin: str) -> int:
     """Count the processes that torchrun's ``auto``, ``gpu`` or ``cpu`` stand for."""
     if word == 'cpu' or (word == 'auto' and accelerator.shares_devices):
         return usable_cores()
@@ -213,6 +217,19 @@ def count_processes(word: str, accelerator: Accelerator, origin: str) -> int:
             f'to count. Give the number of processes: --nproc N.'
         )
     return accelerator.max_ranks()
+
+
+def _chosen_accelerator(args: argparse.Namespace) -> 'Accelerator':
+    """Choose the accelerator of a config; import its modules only if they may define that."""
+    with quick_imports():
+        from mmdevplug.accelerators import choose_accelerator
+
+        cfg = load_config(args, import_modules=False)
+        options = AcceleratorOptions.from_config(cfg.get('accelerator'))
+        device = options.device
+        if not isinstance(device, dict) or device.get('type') not in ACCELERATORS.module_dict:
+            load_config(args)
+    return choose_accelerator(device).accelerator
 
 
 def main(argv: Optional[List[str]] = None) -> None:
@@ -233,8 +250,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     counted = args.num_devices in COUNTED
     wanted = 1 if counted else _read_count(args.num_devices, args.origin)
     check_room(wanted, args.origin, insist=args.oversubscribe)
-    options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
-    accelerator = choose_accelerator(options.device).accelerator
+    accelerator = _chosen_accelerator(args)
     if counted:
         wanted = count_processes(args.num_devices, accelerator, args.origin)
         check_room(wanted, args.origin, insist=args.oversubscribe)

@@ -16,20 +16,22 @@ from argparse import Namespace
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Optional
 
-from torch import distributed as torch_dist
-from torch.distributed.elastic.multiprocessing import api
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.run import parse_args, run
-
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.utils.patching import patch_symbol
+from mmdevplug.utils.quick_imports import quick_imports
 
 from . import say
 from .forward_signals import RankSignals, end_leftovers, exit_status
+
+with quick_imports():
+    from torch import distributed as torch_dist
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.run import parse_args, run
 
 #: torchrun's own, for hosts that wait for each other.
 _WAIT_SECONDS = 900.0

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import sys
+from importlib import import_module
 from typing import List, Optional
 
 from mmengine.config import Config
@@ -10,6 +11,7 @@ from mmengine.logging import print_log
 from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
+from mmdevplug.utils.quick_imports import quick_imports
 
 from .common import add_common_arguments, check_checkpoint, load_complete_config, run
 from .launch import launch
@@ -45,7 +47,9 @@ def main(argv: Optional[List[str]] = None) -> None:
         launch('mmdevplug.cli.train', argv, args)
         return
     keys = ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
-    cfg = load_complete_config(args, keys)
+    with quick_imports():
+        cfg = load_complete_config(args, keys)  # which imports the user's modules
+        import_module('mmdevplug.runner')
     if args.amp:
         _use_amp(cfg)
     if args.auto_scale_lr:
