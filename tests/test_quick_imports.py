@@ -1,4 +1,4 @@
-"""Commands import quickly: what is left out is there when it is used, and nothing is left behind."""
+"""Commands import quickly: what is left out is there when it is used, nothing stays behind."""
 
 import gc
 import os

@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import List, Optional
 
 from mmengine.config import Config
@@ -50,6 +51,8 @@ def main(argv: Optional[List[str]] = None) -> None:
     with quick_imports():
         cfg = load_complete_config(args, keys)  # which imports the user's modules
         import_module('mmdevplug.runner')
+        if find_spec('torch._dynamo') is not None:  # from PyTorch 2 on
+            import_module('torch._dynamo')  # which the first optimizer does
     if args.amp:
         _use_amp(cfg)
     if args.auto_scale_lr:
