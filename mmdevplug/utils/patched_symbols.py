@@ -82,6 +82,13 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine names log files after the rank alone.',
     ),
     *_symbols(
+        'mmengine.config.config: FormatCode',
+        JOB,
+        'MMEngine formats the config five times as a job starts, which takes up to a second each; '
+        'the replacement remembers the last text.',
+        'MMEngine keeps the text of a config that has not changed.',
+    ),
+    *_symbols(
         'mmengine.dist.utils: get_comm_device',
         JOB,
         'With a backend that MMEngine does not list it chooses host tensors, which the backend of '
