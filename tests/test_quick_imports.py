@@ -140,7 +140,7 @@ def test_an_import_that_fails_leaves_the_collector_on():
     with pytest.raises(ModuleNotFoundError, match='no_such_module'), quick_imports():
         import no_such_module  # noqa: F401
     assert gc.isenabled()
-    assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() <= before  # fewer, if some were freed
 
 
 def test_a_collector_that_was_off_stays_off():

@@ -5,8 +5,11 @@ import os
 import sys
 import tempfile
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NoReturn, Optional, Sequence
+
+from mmengine.config import Config
 
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.launch import COUNTED, LaunchOptions
@@ -14,6 +17,7 @@ from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.environments.stale import stale_variables
 from mmdevplug.errors import DevPlugError, LaunchError
+from mmdevplug.explanations.versions import required_ranges
 from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.host import available_memory, usable_cores
@@ -219,15 +223,27 @@ def count_processes(word: str, accelerator: 'Accelerator', origin: str) -> int:
     return accelerator.max_ranks()
 
 
+def _imports_may_fail(cfg: Config) -> bool:
+    """Whether a package of ``custom_imports`` is missing, or asks for versions of others."""
+    names = (cfg.get('custom_imports') or {}).get('imports') or []
+    packages = {name.partition('.')[0] for name in ([names] if isinstance(names, str) else names)}
+    return any(find_spec(package) is None or required_ranges(package) for package in packages)
+
+
 def _chosen_accelerator(args: argparse.Namespace) -> 'Accelerator':
-    """Choose the accelerator of a config; import its modules only if they may define that."""
+    """Choose the accelerator of a config.
+
+    The config's modules take long to import. They are imported only if they may define the
+    accelerator, or if that may fail, which is then said once for all ranks.
+    """
     with quick_imports():
         from mmdevplug.accelerators import choose_accelerator
 
         cfg = load_config(args, import_modules=False)
         options = AcceleratorOptions.from_config(cfg.get('accelerator'))
         device = options.device
-        if not isinstance(device, dict) or device.get('type') not in ACCELERATORS.module_dict:
+        known = isinstance(device, dict) and device.get('type') in ACCELERATORS.module_dict
+        if not known or _imports_may_fail(cfg):
             load_config(args)
     return choose_accelerator(device).accelerator
 
