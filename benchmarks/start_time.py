@@ -62,6 +62,7 @@ cfg.env_cfg = dict(dist_cfg=dict(backend='gloo'))
 cfg.model_wrapper_cfg = dict(type='MMDistributedDataParallel', device_ids=None)
 cfg.launcher = 'pytorch'
 Runner.from_cfg(cfg).train()
+torch.distributed.destroy_process_group()  # gloo's threads may abort a process that ends
 """
 
 
