@@ -19,6 +19,8 @@ EXAMPLES = {
     'doctor': 'mmdevplug doctor --nproc 8 --config your_config.py',
     'plan': 'mmdevplug plan your_config.py --devices cuda:0-3 --training',
     'check-devices': 'mmdevplug check-devices your_config.py --accelerator gcu',
+    'conformance': 'mmdevplug conformance --accelerator npu',
+    'rendezvous': 'mmdevplug rendezvous --port 29500',
     'test': 'mmdevplug test your_config.py work_dirs/mine/epoch_12.pth --accelerator gcu',
 }
 
@@ -63,6 +65,11 @@ SIGTERM 为 143。""",
             'check-devices': '说明某个配置在哪些设备上训练以及原因，'
             '然后用其模型和数据执行一个训练步骤，并说明一切所在的位置。不保存任何内容。'
             '有张量在错误的设备上时退出状态为 1。',
+            'conformance': '检查加速器是否具备训练所需的一切，每项检查在单独的进程中进行，'
+            '并打印一张 Markdown 表格。任何一项失败时退出状态为 1。',
+            'rendezvous': '为 `mmdevplug train --nnodes MIN:MAX` 的各主机保留会合之处，'
+            '任何主机都可以离开并再次加入。它在所有网络接口上监听，并应答任何连接者：'
+            '请在可信的网络中使用。',
             'test': '测试模型。',
         },
         meanings={
@@ -109,6 +116,12 @@ SIGTERM 为 143。""",
             '--html': '以 HTML 存放计划的文件',
             '--guard': '对混用设备的运算的处理：结束该步骤、报告，或移动其操作数（默认 error）',
             '--depth': '显示到这一层的模块（默认全部）',
+            'conformance --accelerator': '例如 cuda、xla、gcu、npu',
+            'conformance --config': '从中读取 custom_imports 和 accelerator',
+            '--checks': '在 detection 之后只运行这些检查（默认全部）',
+            'conformance --timeout': '一个步骤的时限，单位为秒',
+            'conformance --json': '存放结果的文件',
+            '--port': '监听的端口',
             '--tta': '对增强后的输入取平均',
         },
     ),

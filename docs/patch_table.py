@@ -36,6 +36,8 @@ PERIODS = {
     listed.GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
     listed.AUTOPATCH: ('导入 `mmdevplug.autopatch`', '进程结束'),
     listed.WATCH: ('分布式作业开始监视各 rank', '进程结束'),
+    listed.IMPORTS: ('`mmdevplug` 开始导入命令所需的模块', '导入结束'),
+    listed.OPTIMIZERS: ('上述导入到达 `mmengine.optim`', '进程结束'),
     listed.LAUNCHER: ('`mmdevplug train --nproc` 启动各 rank', '启动器进程结束'),
     listed.ELASTIC: ('`mmdevplug train --nnodes MIN:MAX` 启动各 rank', '启动器进程结束'),
     listed.WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
@@ -58,6 +60,10 @@ REASONS = {
     'mmengine.logging.logger._get_device_id': (
         '在所有设备上，它都按 `CUDA_VISIBLE_DEVICES` 命名各 rank 的日志文件。',
         'MMEngine 只按 rank 命名日志文件。',
+    ),
+    'mmengine.config.config.FormatCode': (
+        '作业启动时 MMEngine 把配置格式化五次，每次最多需要一秒；替换后的函数记住上一次的文本。',
+        'MMEngine 保留未改变的配置的文本。',
     ),
     'mmengine.dist.utils.get_comm_device': (
         '对未列出的后端，它选择主机张量，而厂商的后端拒绝这些张量。',
@@ -143,6 +149,15 @@ REASONS = {
     'sys.excepthook': (
         '因其他 rank 而停止的 rank 只打印一行，不用回溯信息淹没出错的 rank。',
         'torchrun 打印最先出错的 rank 的错误。',
+    ),
+    'builtins.__import__': (
+        'MMEngine 为了一个优化器而导入 transformers，耗时超过 rank 的其他所有导入；'
+        '替换后的函数为它提供占位符。',
+        'MMEngine 在构建该优化器时才导入 transformers。',
+    ),
+    'mmengine.registry.OPTIMIZERS._module_dict': (
+        '它保存占位符；查找占位符时才导入 transformers。',
+        'MMEngine 在构建该优化器时才导入 transformers。',
     ),
     'torch.distributed.elastic.multiprocessing.api.SubprocessContext._start': (
         'torchrun 在启动各 rank 之前安装自己的信号处理函数，我们的必须在其后安装。',

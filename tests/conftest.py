@@ -1,6 +1,8 @@
 """Which tests run where, and in which environment."""
 
+import gc
 import os
+from pathlib import Path
 
 import mmengine  # noqa: F401  yapf writes its grammar when it is first imported: once, not thrice
 import pytest
@@ -25,6 +27,11 @@ LONG = (
 )
 
 
+# Processes of tests and workers of pytest-xdist collect garbage seldom, see there.
+_QUICK = str(Path(__file__).parent / 'standins' / 'quick')
+if _QUICK not in os.environ.get('PYTHONPATH', '').split(os.pathsep):
+    _others = os.environ.get('PYTHONPATH')
+    os.environ['PYTHONPATH'] = os.pathsep.join([_QUICK, *([_others] if _others else [])])
 # Tests run beside each other, and threads of one would wait for those of another.
 torch.set_num_threads(1)
 # Tests may run in a pod themselves.
@@ -61,6 +68,11 @@ def pytest_runtest_makereport(item, call):
     if card.MISSING and card.MISSING in str(call.excinfo.value):
         report.outcome = 'skipped'
         report.longrepr = (str(item.path), item.location[1], f'Skipped: {card.MISSING}')
+
+
+def pytest_collection_finish():
+    """Let no later collection look through what was imported."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -61,8 +61,11 @@ needs_bfloat16 = pytest.mark.skipif(
     not cpu_pools_bfloat16(), reason="the CPU's max_pool2d of PyTorch 1.10 takes no bfloat16"
 )
 
-#: PYTHONPATH of a process that starts afresh: the checkout, and no transformers, which takes long.
-PATHS = os.pathsep.join([str(ROOT), str(ROOT / 'tests' / 'standins' / 'lean')])
+#: Folders for a process that starts afresh: without transformers, which takes long, and with few
+#: garbage collections.
+LEAN = [str(ROOT / 'tests' / 'standins' / name) for name in ('lean', 'quick')]
+#: PYTHONPATH of a process that starts afresh.
+PATHS = os.pathsep.join([str(ROOT), *LEAN])
 
 
 def need_mmcv_operations():

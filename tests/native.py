@@ -21,7 +21,7 @@ import os
 import card
 import pytest
 
-from tests.jobs import ROOT
+from tests.jobs import LEAN, ROOT
 from tests.ranks import run_ranks
 
 STANDINS = ROOT / 'tests' / 'standins'
@@ -55,7 +55,7 @@ def native_environment(name, **variables):
     Returns:
         dict: All of this process's variables and these, for ``subprocess.run(env=...)``.
     """
-    paths = [*native_paths(name), str(ROOT), str(STANDINS / 'lean')]
+    paths = [*native_paths(name), str(ROOT), *LEAN]
     before = os.environ.get('PYTHONPATH')
     paths += [before] if before else []
     return {**os.environ, 'PYTHONPATH': os.pathsep.join(paths), **variables}

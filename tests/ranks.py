@@ -125,6 +125,9 @@ def _server_of(vendor):
         yield
         return
     package, paths = vendor
+    from tests.jobs import LEAN  # here, so that ranks import the package first
+
+    paths = [*paths, *LEAN]
     if package not in _vendors:
         _vendors[package] = forkserver.ForkServer()
         _vendors[package].set_forkserver_preload([package, *PRELOAD])

@@ -69,8 +69,13 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument('--accelerator', help='lay its base config over CONFIG')
 
 
-def load_config(args: argparse.Namespace) -> Config:
-    """Load a config for ``RUNNERS.build`` and apply the common arguments."""
+def load_config(args: argparse.Namespace, import_modules: bool = True) -> Config:
+    """Load a config for ``RUNNERS.build`` and apply the common arguments.
+
+    Args:
+        args (Namespace): What :func:`add_common_arguments` reads.
+        import_modules (bool): Import what ``custom_imports`` names. Defaults to True.
+    """
     if '::' not in args.config and not Path(args.config).is_file():
         raise DevPlugError(
             f'CONFIG {args.config!r} is no file. Give the path of a config, e.g. '
@@ -78,7 +83,7 @@ def load_config(args: argparse.Namespace) -> Config:
             f'mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py.'
         )
     try:
-        cfg = load_file(args.config)
+        cfg = load_file(args.config, import_modules)
     except SyntaxError as error:
         raise DevPlugError(
             f'CONFIG {args.config!r} cannot be read: {error}. Expected Python; correct that line.'
@@ -132,12 +137,12 @@ def check_checkpoint(path: str, origin: str) -> None:
         )
 
 
-def load_file(path: str) -> Config:
+def load_file(path: str, import_modules: bool = True) -> Config:
     """Load a config from a path, or from ``package::path`` as in a config's ``_base_``."""
     with _packages_found():
         if '::' in path:
             path, _ = Config._get_cfg_path(path, '')
-        return Config.fromfile(path)
+        return Config.fromfile(path, import_custom_modules=import_modules)
 
 
 @contextmanager

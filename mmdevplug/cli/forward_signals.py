@@ -11,7 +11,7 @@ from typing import Any, Dict, Mapping, NoReturn, Optional, Sequence
 
 import psutil
 
-from mmdevplug.fault_tolerance.stop_together import SAME_NOTICE_SECONDS
+from mmdevplug.fault_tolerance import SAME_NOTICE_SECONDS
 
 #: Signals that ranks may handle without ending.
 _NOTICES = (signal.SIGUSR1, signal.SIGUSR2)

@@ -5,18 +5,23 @@ import os
 import sys
 import tempfile
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NoReturn, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NoReturn, Optional, Sequence
 
-from mmdevplug.accelerators import Accelerator, choose_accelerator
+from mmengine.config import Config
+
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.launch import COUNTED, ELASTIC_RESTARTS, LaunchOptions
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.environments.stale import stale_variables
 from mmdevplug.errors import DevPlugError, LaunchError
+from mmdevplug.explanations.versions import required_ranges
+from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.host import available_memory, usable_cores
+from mmdevplug.utils.quick_imports import quick_imports
 
 from . import say
 from .common import add_common_arguments, load_config, run
@@ -30,6 +35,9 @@ from .launch_settings import (
     rendezvous_of,
 )
 
+if TYPE_CHECKING:  # it imports PyTorch, which the process that starts others does without
+    from mmdevplug.accelerators import Accelerator
+
 #: What a process holds that has imported PyTorch and MMEngine and has no model yet: 154 MB of its
 #: own, with PyTorch 2.13 for the CPU.
 LEAST_BYTES_PER_RANK = 150 << 20
@@ -37,7 +45,7 @@ LEAST_BYTES_PER_RANK = 150 << 20
 DEFAULT_COUNT = 'nproc'
 
 
-def refuse_missing_devices(accelerator: Accelerator, wanted: int, origin: str) -> None:
+def refuse_missing_devices(accelerator: 'Accelerator', wanted: int, origin: str) -> None:
     """Refuse more processes than this host has devices, unless processes share them."""
     most = accelerator.max_ranks()
     if not accelerator.shares_devices and wanted > most:
@@ -48,7 +56,7 @@ def refuse_missing_devices(accelerator: Accelerator, wanted: int, origin: str) -
         )
 
 
-def name_unused_devices(accelerator: Accelerator, wanted: int) -> None:
+def name_unused_devices(accelerator: 'Accelerator', wanted: int) -> None:
     """Say that a pod, which named no number of processes, has devices for more."""
     most = accelerator.max_ranks()
     if not accelerator.shares_devices and wanted < most:
@@ -207,7 +215,7 @@ def _read_count(word: str, origin: str) -> int:
     return count
 
 
-def count_processes(word: str, accelerator: Accelerator, origin: str) -> int:
+def count_processes(word: str, accelerator: 'Accelerator', origin: str) -> int:
     """Count the processes that torchrun's ``auto``, ``gpu`` or ``cpu`` stand for."""
     if word == 'cpu' or (word == 'auto' and accelerator.shares_devices):
         return usable_cores()
@@ -217,6 +225,31 @@ def count_processes(word: str, accelerator: Accelerator, origin: str) -> int:
             f'to count. Give the number of processes: --nproc N.'
         )
     return accelerator.max_ranks()
+
+
+def _imports_may_fail(cfg: Config) -> bool:
+    """Whether a package of ``custom_imports`` is missing, or asks for versions of others."""
+    names = (cfg.get('custom_imports') or {}).get('imports') or []
+    packages = {name.partition('.')[0] for name in ([names] if isinstance(names, str) else names)}
+    return any(find_spec(package) is None or required_ranges(package) for package in packages)
+
+
+def _chosen_accelerator(args: argparse.Namespace) -> 'Accelerator':
+    """Choose the accelerator of a config.
+
+    The config's modules take long to import. They are imported only if they may define the
+    accelerator, or if that may fail, which is then said once for all ranks.
+    """
+    with quick_imports():
+        from mmdevplug.accelerators import choose_accelerator
+
+        cfg = load_config(args, import_modules=False)
+        options = AcceleratorOptions.from_config(cfg.get('accelerator'))
+        device = options.device
+        known = isinstance(device, dict) and device.get('type') in ACCELERATORS.module_dict
+        if not known or _imports_may_fail(cfg):
+            load_config(args)
+    return choose_accelerator(device).accelerator
 
 
 def main(argv: Optional[List[str]] = None) -> None:
@@ -237,8 +270,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     counted = args.num_devices in COUNTED
     wanted = 1 if counted else _read_count(args.num_devices, args.origin)
     check_room(wanted, args.origin, insist=args.oversubscribe)
-    options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
-    accelerator = choose_accelerator(options.device).accelerator
+    accelerator = _chosen_accelerator(args)
     if counted:
         wanted = count_processes(args.num_devices, accelerator, args.origin)
         check_room(wanted, args.origin, insist=args.oversubscribe)

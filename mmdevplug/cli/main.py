@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import List, Optional
 
+from mmdevplug.utils.quick_imports import quick_imports
 from mmdevplug.version import __version__
 
 from . import say
@@ -36,7 +37,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     if argv and argv[0] in COMMANDS:
         from .common import run
 
-        return run(import_module(f'mmdevplug.cli.{argv[0].replace("-", "_")}').main, argv[1:])
+        with quick_imports():
+            command = import_module(f'mmdevplug.cli.{argv[0].replace("-", "_")}')
+        return run(command.main, argv[1:])
     if argv[:1] == ['--version']:
         from mmdevplug.explanations.versions import distribution
 

@@ -2,12 +2,14 @@
 
 import argparse
 import sys
+from importlib import import_module
 from typing import List, Optional
 
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
+from mmdevplug.utils.quick_imports import quick_imports
 
 from .common import add_common_arguments, check_checkpoint, load_complete_config, run
 from .launch import launch
@@ -36,7 +38,9 @@ def main(argv: Optional[List[str]] = None) -> None:
         launch('mmdevplug.cli.test', argv, args)
         return
     keys = ('model', 'test_dataloader', 'test_cfg', 'test_evaluator')
-    cfg = load_complete_config(args, keys)
+    with quick_imports():
+        cfg = load_complete_config(args, keys)  # which imports the user's modules
+        import_module('mmdevplug.runner')
     check_checkpoint(args.checkpoint, 'CHECKPOINT')
     cfg.load_from = args.checkpoint
     cfg.resume = False

@@ -15,19 +15,22 @@ import time
 from argparse import Namespace
 from typing import Any, Dict, List, Optional
 
-from torch.distributed.elastic.multiprocessing import api
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-from torch.distributed.run import parse_args, run
-
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.patching import patch_symbol
+from mmdevplug.utils.quick_imports import quick_imports
 
 from . import say
-from .elastic_agent import elastic, explain_meeting, meeting_point, rendezvous_options
 from .forward_signals import RankSignals, end_leftovers, exit_status
+
+with quick_imports():
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.run import parse_args, run
+
+    from .elastic_agent import elastic, explain_meeting, meeting_point, rendezvous_options
 
 #: torchrun's own, for hosts that wait for each other.
 _WAIT_SECONDS = 900.0

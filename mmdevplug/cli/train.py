@@ -3,6 +3,8 @@
 import argparse
 import logging
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from typing import List, Optional
 
 from mmengine.config import Config
@@ -10,6 +12,7 @@ from mmengine.logging import print_log
 from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
+from mmdevplug.utils.quick_imports import quick_imports
 
 from .common import add_common_arguments, check_checkpoint, load_complete_config, run
 from .launch import launch
@@ -45,7 +48,11 @@ def main(argv: Optional[List[str]] = None) -> None:
         launch('mmdevplug.cli.train', argv, args)
         return
     keys = ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
-    cfg = load_complete_config(args, keys)
+    with quick_imports():
+        cfg = load_complete_config(args, keys)  # which imports the user's modules
+        import_module('mmdevplug.runner')
+        if find_spec('torch._dynamo') is not None:  # from PyTorch 2 on
+            import_module('torch._dynamo')  # which the first optimizer does
     if args.amp:
         _use_amp(cfg)
     if args.auto_scale_lr:

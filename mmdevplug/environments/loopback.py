@@ -5,8 +5,6 @@ import socket
 from datetime import timedelta
 from typing import Any, NamedTuple, Optional
 
-from torch import distributed as torch_dist
-
 from mmdevplug.errors import LaunchError
 
 LOOPBACK = '127.0.0.1'
@@ -42,6 +40,8 @@ def loopback_store(
 
     At port 0 it chooses a free one.
     """
+    from torch import distributed as torch_dist  # late: commands read this module
+
     address = LOOPBACK if address == 'localhost' else address
     listener = socket.socket(socket.AF_INET6 if ':' in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

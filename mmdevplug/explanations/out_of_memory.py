@@ -95,6 +95,7 @@ def _describe_tensors(runner: Any, device_type: str) -> Tuple[int, str]:
     fixed = sum(sizes.values())
     counts: Dict[str, int] = Counter()
     others: Dict[str, int] = Counter()
+    gc.unfreeze()  # an imported module may have made tensors
     for thing in gc.get_objects():
         # Not isinstance, which runs code of proxy objects.
         if not issubclass(type(thing), Tensor) or id(thing) in named:

@@ -9,10 +9,6 @@ from typing import Any, Dict, Optional, Tuple
 
 from mmdevplug.utils.torch_compat import get_text, set_text
 
-#: Schedulers signal every process of a job, and the agent passes the signal on, too. A second
-#: signal within this time, in seconds, counts as the same notice.
-SAME_NOTICE_SECONDS = 3.0
-
 
 class StopRequests:
     """Which trainings of this process are to stop, and why.

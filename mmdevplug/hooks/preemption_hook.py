@@ -11,8 +11,9 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import device_context
 from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.fault_tolerance import SAME_NOTICE_SECONDS
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase
-from mmdevplug.fault_tolerance.stop_together import SAME_NOTICE_SECONDS, StopAgreement
+from mmdevplug.fault_tolerance.stop_together import StopAgreement
 
 
 @HOOKS.register_module()

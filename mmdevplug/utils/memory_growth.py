@@ -96,6 +96,7 @@ class ObjectCounts:
         self.counts: Dict[str, int] = Counter()
         self.bytes: Dict[str, int] = Counter()
         self._seen: Set[int] = set()
+        gc.unfreeze()  # what grows may be held by a module
         gc.collect()
         objects = gc.get_objects()
         kinds = Counter(map(type, objects))

@@ -32,6 +32,8 @@ CONFIG = Period('`mmdevplug` begins to read a config, without pkg_resources', 'i
 GUARD = Period('a `DeviceGuard` that moves operands is entered', 'its exit')
 AUTOPATCH = Period('the import of `mmdevplug.autopatch`', 'the end of the process')
 WATCH = Period('a distributed job begins to watch its ranks', 'the end of the process')
+IMPORTS = Period('`mmdevplug` begins to import what a command needs', 'its end')
+OPTIMIZERS = Period('these imports reach `mmengine.optim`', 'the end of the process')
 LAUNCHER = Period('`mmdevplug train --nproc` starts ranks', 'the end of the launcher process')
 ELASTIC = Period(
     '`mmdevplug train --nnodes MIN:MAX` starts ranks', 'the end of the launcher process'
@@ -81,6 +83,13 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         JOB,
         'It names the log files of ranks after `CUDA_VISIBLE_DEVICES` on every device.',
         'MMEngine names log files after the rank alone.',
+    ),
+    *_symbols(
+        'mmengine.config.config: FormatCode',
+        JOB,
+        'MMEngine formats the config five times as a job starts, which takes up to a second each; '
+        'the replacement remembers the last text.',
+        'MMEngine keeps the text of a config that has not changed.',
     ),
     *_symbols(
         'mmengine.dist.utils: get_comm_device',
@@ -222,6 +231,19 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'A rank that stops because of another prints one line, not a traceback that hides the '
         "other's.",
         'torchrun prints the error of the rank that failed first.',
+    ),
+    *_symbols(
+        'builtins: __import__',
+        IMPORTS,
+        'MMEngine imports transformers, which takes longer than all other imports of a rank, for '
+        'one optimizer; the replacement gives it a placeholder.',
+        'MMEngine imports transformers when its optimizer is built.',
+    ),
+    *_symbols(
+        'mmengine.registry.OPTIMIZERS: _module_dict',
+        OPTIMIZERS,
+        'It holds the placeholder; looking it up imports transformers.',
+        'MMEngine imports transformers when its optimizer is built.',
     ),
     *_symbols(
         'torch.distributed.elastic.multiprocessing.api.SubprocessContext: _start',

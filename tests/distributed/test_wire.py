@@ -1,6 +1,5 @@
 """What crosses the links between hosts, counted by the interfaces of network namespaces."""
 
-import json
 import os
 import sys
 
@@ -9,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.hosts import Hosts, HostsError, available, counter_file, run_ranks
-from tests.jobs import PATHS, ROOT, install_card, largest_difference, load_file
+from tests.jobs import install_card, largest_difference, load_file
+from tests.on_hosts import run_on_hosts
 
 STEPS = 6
 BATCH = 16
@@ -46,17 +46,15 @@ class Training:
             self.made += 1
 
 
-def work():
-    """A rank: train, count what its host sends, and print both."""
+def work(accelerator, options, folder):
+    """A rank: train, and count what its host sends."""
     from torch import distributed as torch_dist
 
     from mmdevplug import DeviceDistributedDataParallel, init_device
 
-    settings = json.loads(os.environ['WIRE_JOB'])
-    torch.set_num_threads(1)
-    install_card(settings['accelerator'])
-    context = init_device('pytorch', settings['accelerator'], forced_backend='gloo', timeout=60)
-    model = DeviceDistributedDataParallel(build(), **settings['options'])
+    install_card(accelerator)
+    context = init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
+    model = DeviceDistributedDataParallel(build(), **options)
     rank, world_size = context.env.rank, context.env.world_size
     training = Training(model, context.device, rank, world_size)
 
@@ -75,11 +73,11 @@ def work():
     # The median of three: what TCP sends again when the machine is busy is none of ours.
     differences = sorted(sent(2 * STEPS) - sent(STEPS) for _ in range(3))
     weights = {name: value.cpu() for name, value in model.module.state_dict().items()}
-    torch.save(weights, os.path.join(settings['folder'], f'{rank}.pt'))
+    torch.save(weights, os.path.join(folder, f'{rank}.pt'))
     # What is sent once for each measurement is in both.
     found = dict(sent=differences[1], staged=model.staging is not None, steps=training.made)
-    print(json.dumps(found), flush=True)
     torch_dist.barrier()
+    return found
 
 
 def bytes_sent():
@@ -94,17 +92,9 @@ def run(folder, accelerator, ranks_per_host, **options):
         tuple: For each host the bytes that it sent in ``STEPS`` steps, for each rank its output,
         and for each rank its weights.
     """
-    settings = dict(accelerator=accelerator, options=options, folder=str(folder))
-    environ = dict(
-        WIRE_JOB=json.dumps(settings),
-        PYTHONPATH=os.pathsep.join([PATHS, str(ROOT / 'tests' / 'standins' / 'fakecard')]),
-        TORCH_CPP_LOG_LEVEL='ERROR',
-    )
-    command = [sys.executable, '-c', 'from tests.distributed.test_wire import work; work()']
     with Hosts(2, rate='1gbit') as hosts:
-        printed = run_ranks(command, ranks_per_host, hosts, environ, timeout=240)
-    by_rank = [json.loads(text.splitlines()[-1]) for text in printed]
-    weights = [load_file(folder / f'{rank}.pt', True) for rank in range(len(printed))]
+        by_rank = run_on_hosts(work, ranks_per_host, hosts, accelerator, options, str(folder))
+    weights = [load_file(folder / f'{rank}.pt', True) for rank in range(len(by_rank))]
     return [found['sent'] for found in by_rank[::ranks_per_host]], by_rank, weights
 
 

@@ -9,6 +9,8 @@ from contextlib import suppress
 
 import pytest
 import torch
+from mmengine.config import config as config_module
+from mmengine.registry import Registry
 from torch import distributed as torch_dist
 
 from mmdevplug.utils import patched_symbols
@@ -221,6 +223,32 @@ def test_log_files_have_mmengines_device_without_a_runner():
     assert run_ranks(device_id_without_a_runner, 2) == [(0, 0), (1, 1)]
 
 
+def test_a_config_is_formatted_once_until_it_changes(monkeypatch):
+    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
+
+    formatted = []
+    stock = config_module.FormatCode
+
+    def counted(text, **options):
+        formatted.append(text)
+        return stock(text, **options)
+
+    monkeypatch.setattr(config_module, 'FormatCode', counted)
+    config = config_module.Config(dict(model=dict(type='One', width=8)))
+    expected = config.pretty_text
+    patch_mmengine('cpu')
+    try:
+        formatted.clear()
+        assert [config.pretty_text for _ in range(5)] == [expected] * 5
+        assert len(formatted) == 1
+        config.model.width = 16
+        assert config.pretty_text == expected.replace('8', '16')
+        assert len(formatted) == 2
+    finally:
+        restore_mmengine()
+    assert config_module.FormatCode is counted
+
+
 def test_flexible_runner_is_patched_once_and_restored():
     from mmengine.runner import FlexibleRunner
 
@@ -326,7 +354,8 @@ def test_what_is_listed_exists(symbol):
     except ImportError:
         module, _, kind = symbol.owner.rpartition('.')
         owner = getattr(importlib.import_module(module), kind)
-    assert full_name(owner) == symbol.owner
+    if not isinstance(owner, Registry):  # which has no name of its own
+        assert full_name(owner) == symbol.owner
     if isinstance(owner, types.FunctionType):
         assert symbol.name in owner.__code__.co_freevars
     else:

@@ -1,13 +1,9 @@
 """What an exchange of samples puts on the wire, counted by interfaces of network namespaces."""
 
-import json
-import os
-import sys
-
 import pytest
 
-from benchmarks.hosts import Hosts, available, counter_file, run_ranks
-from tests.jobs import ROOT
+from benchmarks.hosts import Hosts, available, counter_file
+from tests.on_hosts import run_on_hosts
 
 SAMPLE_BYTES = 64 << 10
 EXCHANGES = 8
@@ -17,7 +13,7 @@ OVERHEAD = 1.1
 TALK = 8 << 10
 
 
-def work():
+def work(counts_of_exchanges):
     """A rank on a host of its own: balance, and count what its host sends."""
     import torch
     from torch import distributed as torch_dist
@@ -37,15 +33,15 @@ def work():
         return found
 
     found = []
-    for counts in json.loads(os.environ['WIRE_COUNTS']):
+    for counts in counts_of_exchanges:
         held = [dict(x=torch.randn(SAMPLE_BYTES // 4), name='a')] * counts[rank]
         balance_samples(held)
         before = bytes_sent()
         for _ in range(EXCHANGES):
             balance_samples(held)
         found.append((bytes_sent() - before) / EXCHANGES)
-    print(json.dumps(found), flush=True)
     torch_dist.barrier()
+    return found
 
 
 def test_only_what_changes_rank_travels():
@@ -54,13 +50,8 @@ def test_only_what_changes_rank_travels():
     if not possible:
         pytest.skip(f'no hosts in network namespaces: {reason}')
     settings = [[12] + [0] * (ranks - 1), [0] * (ranks - 1) + [12], [4] * ranks]
-    environ = dict(
-        WIRE_COUNTS=json.dumps(settings), PYTHONPATH=str(ROOT), TORCH_CPP_LOG_LEVEL='ERROR'
-    )
-    command = [sys.executable, '-c', 'from tests.samples.test_wire import work; work()']
     with Hosts(ranks) as hosts:
-        printed = run_ranks(command, 1, hosts, environ, timeout=120)
-    sent = [json.loads(text.splitlines()[-1]) for text in printed]
+        sent = run_on_hosts(work, 1, hosts, settings, timeout=120)
     share = 12 // ranks * SAMPLE_BYTES
     for rank, (from_first, from_last, even) in enumerate(sent):
         leaving = [share * (ranks - 1) if rank == 0 else 0]
