@@ -13,3 +13,5 @@ if find_spec('torch._dynamo') is not None:  # from PyTorch 2 on; the first optim
 
 # What is there before a fork is not looked through again by each process.
 gc.freeze()
+# Python's own, which standins/quick changed for these imports: ranks' memory is measured.
+gc.set_threshold(700, 10, 10)

@@ -4,17 +4,22 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from mmdevplug.conformance.checks import CHECKS
 from tests.jobs import ROOT
 
-CHECKED = ['detection', *CHECKS]
+#: Checks that a test runs together: each starts processes of its own, and workers share the tests.
+GROUPS = [list(CHECKS)[:2], list(CHECKS)[2:5], list(CHECKS)[5:8], list(CHECKS)[8:]]
+in_groups = pytest.mark.parametrize('checks', GROUPS, ids=lambda checks: checks[0])
 
 
-def conformance(folder, *arguments, env):
-    """The command, its exit status and its JSON."""
+def measured(folder, accelerator, checks, env, not_supported=()):
+    """Run the command; what it measured by check, none of which has failed."""
     path = folder / 'results.json'
+    command = [sys.executable, '-m', 'mmdevplug.cli.main', 'conformance', '--checks', *checks]
     done = subprocess.run(
-        [sys.executable, '-m', 'mmdevplug.cli.main', 'conformance', *arguments, '--json', path],
+        [*command, '--accelerator', accelerator, '--json', path],
         env=env,
         cwd=str(ROOT),
         capture_output=True,
@@ -22,15 +27,14 @@ def conformance(folder, *arguments, env):
         timeout=580,
     )
     assert path.is_file(), done.stderr
-    return done, json.loads(path.read_text())
-
-
-def assert_passed(done, report, not_supported=()):
-    """All checks have passed but for those that the device does not have."""
+    report = json.loads(path.read_text())
     results = {found['section']: found['level'] for found in report['findings']}
-    expected = {name: 'not supported' if name in not_supported else 'passed' for name in CHECKED}
+    expected = {
+        name: 'not supported' if name in not_supported else 'passed'
+        for name in ['detection', *checks]
+    }
     assert results == expected, done.stdout
-    assert done.returncode == 0
-    assert report['exit_status'] == 0
-    for name in CHECKED:
-        assert f'| {name} | {results[name]} | ' in done.stdout
+    assert done.returncode == report['exit_status'] == 0
+    for name, level in expected.items():
+        assert f'| {name} | {level} | ' in done.stdout
+    return {found['section']: found['found'] for found in report['findings']}

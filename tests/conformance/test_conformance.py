@@ -15,37 +15,33 @@ from tests.doctor.running import environment
 from tests.native import native_environment, needs_native
 from tests.needs_card import needs_card
 
-from .running import assert_passed, conformance
+from .running import in_groups, measured
 
 FOLDER = Path(__file__).parent
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_cpu(tmp_path):
-    env = environment()
-    assert_passed(*conformance(tmp_path, '--accelerator', 'cpu', env=env), {'device guard'})
+@in_groups
+def test_cpu(tmp_path, checks):
+    measured(tmp_path, 'cpu', checks, environment(), {'device guard'})
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @needs_native
-@pytest.mark.parametrize('name', ['npu', 'mlu'])
-def test_card_with_a_backend(tmp_path, name):
-    env = native_environment(name, OMP_NUM_THREADS='1')
-    done, report = conformance(tmp_path, '--accelerator', name, env=env)
-    assert_passed(done, report)
-    measured = {found['section']: found['found'] for found in report['findings']}
-    backend = dict(npu='hccl', mlu='cncl')[name]
-    for check in ('collectives', 'training on 2 ranks', 'synchronized batch norm'):
-        assert f"2 ranks on {name}:0, {name}:1, backend '{backend}'" in measured[check]
+@in_groups
+def test_card_with_a_backend(tmp_path, checks):
+    found = measured(tmp_path, 'npu', checks, native_environment('npu', OMP_NUM_THREADS='1'))
+    for check in {'collectives', 'training on 2 ranks', 'synchronized batch norm'} & found.keys():
+        assert "2 ranks on npu:0, npu:1, backend 'hccl'" in found[check]
 
 
 @pytest.mark.xla
 @pytest.mark.timeout(600)
-def test_xla(tmp_path):
-    env = environment(CPU_NUM_DEVICES='2')
-    assert_passed(*conformance(tmp_path, '--accelerator', 'xla', env=env))
+@in_groups
+def test_xla(tmp_path, checks):
+    measured(tmp_path, 'xla', checks, environment(CPU_NUM_DEVICES='2'))
 
 
 @pytest.fixture
