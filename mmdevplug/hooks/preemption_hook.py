@@ -11,9 +11,14 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import device_context
 from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.environments.launch import most_ranks
 from mmdevplug.fault_tolerance import SAME_NOTICE_SECONDS
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase
 from mmdevplug.fault_tolerance.stop_together import StopAgreement
+
+#: How long the agent of a host may take to notice that others have come, and to signal its ranks:
+#: with PyTorch 1 it looks every 5 s.
+AGENT_SECONDS = 15.0
 
 
 @HOOKS.register_module()
@@ -21,7 +26,8 @@ class PreemptionHook(Hook):
     """Save a checkpoint and end when a signal asks for it.
 
     A signal to any rank makes all ranks finish the same iteration, save through the checkpoint
-    hook and end. Ranks end with status 0, so that no launcher starts them again. A single process
+    hook and end. Ranks end with status 0, so that no launcher starts them again; in an elastic job
+    those of the other hosts are started again, and train on without this one. A single process
     ends with the status that shells give to the signal, 143 for SIGTERM. A second SIGTERM, SIGINT
     or SIGHUP ends the process at once.
 
@@ -108,11 +114,26 @@ class PreemptionHook(Hook):
             f'Stopped after iteration {runner.iter + 1} because of {why}; saved {saved}.'
         )
         context = device_context()
+        if context is not None and most_ranks(context.env.launcher) is not None:
+            self._leave_elastic_job()
         if context is not None and context.env.launcher != 'none' or self._asked is None:
             raise SystemExit(0)
         if self._asked == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + self._asked)
+
+    def _leave_elastic_job(self) -> None:
+        """Let the agent start this rank again if another host was asked to end, or has come.
+
+        Raises:
+            SystemExit: With a status that is a failure for torchrun, which takes 0 for the end of
+                training.
+        """
+        deadline = time.monotonic() + AGENT_SECONDS
+        while self._asked is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if self._asked is None:
+            raise SystemExit(os.EX_TEMPFAIL)
 
 
 def save_now(runner: Any) -> Optional[str]:

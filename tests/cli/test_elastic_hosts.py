@@ -196,6 +196,26 @@ def test_two_hosts_one_host_and_two_again(tmp_path, job):
     job.check_result(tmp_path)
 
 
+def test_a_host_that_is_asked_to_end_leaves_at_once(tmp_path, job):
+    """The scheduler takes a host away: the other one goes on with the next iteration."""
+    job.write_config()
+    job.start(0, 'rendezvous')
+    job.train(1)
+    job.train(2)
+    job.wait_for_iterations(ranks=2)
+    leaving = job.running.pop(1)
+    psutil.Process(leaving.pid).terminate()
+    assert leaving.wait(timeout=60) == 143, job.printed(1)
+    job.wait_for_iterations(ranks=1)
+    assert job.running.pop(2).wait(timeout=120) == 0, job.printed(2)
+    told = job.printed(2)
+    rounds = re.findall(r'round \d+: this is host \d of (\d)(?:, \d before)?; (\d) of 3', told)
+    assert rounds == [('2', '3'), ('1', '3')]
+    iterations = [line.iteration for line in job.lines() if line.ranks == 1]
+    assert min(iterations) == 1 + max(line.iteration for line in job.lines() if line.ranks == 2)
+    job.check_result(tmp_path)
+
+
 def test_the_host_that_keeps_the_rendezvous_is_lost(tmp_path, job):
     """The other one ends, and says what to do; the job goes on where it was."""
     job.keeper = 1
