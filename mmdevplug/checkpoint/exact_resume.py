@@ -5,14 +5,10 @@ that the sampler really used, and whether the validation that follows was done a
 """
 
 import copy
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from mmengine.dist import get_rank, get_world_size
-from mmengine.runner.loops import (
-    EpochBasedTrainLoop,
-    IterBasedTrainLoop,
-    _InfiniteDataloaderIterator,
-)
+from mmengine.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch import nn
 from torch.utils.data import BatchSampler
 
@@ -36,6 +32,7 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.mmengine_compat import batches_dropped, iterate_forever
 from mmdevplug.utils.model import unwrap_model
 
+from .position import Advanced, Begun, Position, draws_several, number_batches_from
 from .states import (
     gather_buffers,
     had_switched_pipeline,
@@ -52,25 +49,6 @@ KEY = 'mmdevplug'
 VERSION = 1
 
 
-class Position(NamedTuple):
-    """How far training has come."""
-
-    #: The pass over the data, as the sampler counts them.
-    epoch: int
-    #: How many batches of it this rank has trained on; -1 between two epochs.
-    batch: int
-    #: Whether the validation that follows has been done.
-    validated: bool = False
-
-
-class Begun(NamedTuple):
-    """Where a loop over iterations began to read data."""
-
-    iteration: int = 0
-    epoch: int = 0
-    batch: int = 0
-
-
 def capture(runner: Any, position: Position) -> Dict:
     """Collect plain values and host tensors for the key :data:`KEY`; all ranks take part."""
     accelerator, _ = rank_device()
@@ -83,7 +61,7 @@ def capture(runner: Any, position: Position) -> Dict:
     )
     ranks = gather_json(mine) if get_world_size() > 1 else [mine]
     sampling = data = None
-    if _draws_several(loop):
+    if draws_several(loop):
         # Samples that the samplers of all ranks have drawn and not used yet.
         sampling = gather_samples([loop.sampler.state_dict()], device='cpu')
     source = stateful_part(loader)
@@ -107,11 +85,6 @@ def capture(runner: Any, position: Position) -> Dict:
         loaders=loader_states(runner),
         hooks=hook_states(runner),
     )
-
-
-def _draws_several(loop: Any) -> bool:
-    """Whether an iteration may draw several batches of data."""
-    return hasattr(loop, 'batches_drawn')
 
 
 class Resumption:
@@ -198,7 +171,7 @@ class Resumption:
         if self._between_epochs:
             batches.epoch = self.saved['epoch'] - 1
             return
-        if _draws_several(self.loop):
+        if draws_several(self.loop):
             self._resume_sampling(batches, skip)
             return
         batches.resume(
@@ -213,12 +186,12 @@ class Resumption:
     def _begin_at(self, skip: int) -> None:
         """Let the loop go on with the first batch of the loader, which is not that of a pass."""
         if isinstance(self.loop, IterBasedTrainLoop):
-            self.loop.dataloader_iterator = _Advanced(
+            self.loop.dataloader_iterator = Advanced(
                 self.loop.dataloader, self.saved['epoch'], batches_dropped(self.loop)
             )
             self.loop.dataloader_iterator.begun = Begun(self.loop.iter, self.saved['epoch'], skip)
         elif isinstance(self.loop, EpochBasedTrainLoop) and skip:
-            _number_batches_from(self.loop, skip)
+            number_batches_from(self.loop, skip)
 
     def _resume_sampling(self, batches: Any, skip: int) -> None:
         """Go on in a loop that may draw no batch, or several, before it trains."""
@@ -343,57 +316,6 @@ def _progress(loop: Any) -> Optional[Tuple[int, int]]:
     if isinstance(loop, IterBasedTrainLoop):
         return loop.iter, loop.max_iters
     return None
-
-
-class _Advanced(_InfiniteDataloaderIterator):
-    """An iterator over a loader that begins where training continues.
-
-    MMEngine loads and drops the batches that were trained on; here ``steps`` only counts them.
-    OneDL's MMEngine calls ``skip_iter`` instead.
-    """
-
-    begun = Begun()
-
-    def __init__(self, loader: Any, epoch: int, steps: int) -> None:
-        self._dataloader, self._epoch, self._steps = loader, epoch, steps
-        self._iterator: Any = None
-
-    def skip_iter(self, num_iters: int) -> None:
-        """Do nothing: the loader begins where training continues."""
-
-    def __next__(self) -> Any:
-        if self._steps > 0:
-            self._steps -= 1
-            return None
-        if self._iterator is None:
-            # Not earlier: it draws a random number, and workers begin to load.
-            self._iterator = iter(self._dataloader)
-        return super().__next__()
-
-
-def _number_batches_from(loop: EpochBasedTrainLoop, first: int) -> None:
-    """Pass hooks the true index of each batch in the epoch that was interrupted."""
-    run_iter, epoch = loop.run_iter, loop.epoch
-
-    def run_numbered(idx: int, data_batch: Any) -> None:
-        run_iter(idx + first if loop.epoch == epoch else idx, data_batch)
-
-    loop.run_iter = run_numbered  # type: ignore[method-assign]
-
-
-def current_position(runner: Any, batch_idx: int) -> Position:
-    """Where training is at the end of an iteration; ``batch_idx`` is the hook's argument."""
-    loop = runner.train_loop
-    iterator = getattr(loop, 'dataloader_iterator', None)
-    if iterator is None:
-        return Position(loop.epoch, batch_idx + 1)
-    # After other numbers of ranks, a pass has another number of iterations.
-    begun = Begun() if _draws_several(loop) else getattr(iterator, 'begun', Begun())
-    done = loop.batches_drawn if _draws_several(loop) else loop.iter + 1 - begun.iteration
-    passes = iterator._epoch - begun.epoch
-    # A sampler that never ends stays in the first pass.
-    ended = passes * len(loop.dataloader) if passes else 0
-    return Position(iterator._epoch, begun.batch + done - ended)
 
 
 def _averaged_models(runner: Any) -> List[nn.Module]:

@@ -17,14 +17,13 @@ from mmdevplug.accelerators.random_states import random_state, set_random_state
 from mmdevplug.checkpoint.exact_resume import (
     KEY,
     VERSION,
-    Position,
     Resumption,
     capture,
-    current_position,
     is_complete,
     validation_follows,
 )
 from mmdevplug.checkpoint.finding import finished_at, mark_finished
+from mmdevplug.checkpoint.position import Position, current_position
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import CheckpointFile, CheckpointSaver
 from mmdevplug.checkpoint.states import repeat_validation
