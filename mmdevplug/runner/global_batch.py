@@ -29,8 +29,8 @@ class GlobalBatch(NamedTuple):
     """
 
     wanted: int  # samples of an iteration over all ranks, for which the learning rate is
-    step: int  # samples of a forward pass: the batch size of the config
-    rank: int  # samples of an iteration on each rank
+    step: int  # samples of a forward pass
+    rank: int  # samples of an iteration on each rank, a multiple of it
     ranks: int
 
     @property
@@ -41,7 +41,7 @@ class GlobalBatch(NamedTuple):
     @property
     def steps(self) -> int:
         """Forward and backward passes of an iteration."""
-        return -(-self.rank // self.step)
+        return self.rank // self.step
 
     @property
     def lr_factor(self) -> float:
@@ -52,7 +52,7 @@ class GlobalBatch(NamedTuple):
         """Say in one line what an iteration is."""
         line = (
             f'Global batch: {self.total} samples, {self.rank} on each of {self.ranks} rank(s) in '
-            f'{self.steps} step(s) of up to {self.step}'
+            f'{self.steps} step(s) of {self.step}'
         )
         if self.total == self.wanted:
             return f'{line}.'
@@ -79,12 +79,16 @@ def share_out(
         wanted = step * most
     if options.global_batch_rule == 'scale':
         return GlobalBatch(wanted, step, step, ranks)
-    if wanted % ranks == 0:
-        return GlobalBatch(wanted, step, wanted // ranks, ranks)
-    # The nearest number that is the same on each rank, in whole steps: a part of one sample would
-    # be too few for batch norm, and one of another shape a graph more for a lazy device.
-    unit = step if wanted >= ranks * step else 1
-    return GlobalBatch(wanted, step, unit * max(1, _nearest(wanted, ranks * unit)), ranks)
+    if wanted <= ranks * step:
+        rank = max(1, _nearest(wanted, ranks))
+        return GlobalBatch(wanted, rank, rank, ranks)
+    # Steps of equal size: their average is that of the samples, and a lazy device has one graph.
+    rank, rest = divmod(wanted, ranks)
+    size = max(size for size in range(1, step + 1) if rank % size == 0)
+    if rest == 0 and (size > 1 or step == 1):
+        return GlobalBatch(wanted, size, rank, ranks)
+    # One sample would be too few for batch norm: the nearest number of whole steps.
+    return GlobalBatch(wanted, step, step * _nearest(wanted, ranks * step), ranks)
 
 
 def _nearest(number: int, divisor: int) -> int:

@@ -192,7 +192,7 @@ def test_two_hosts_one_host_and_two_again(tmp_path, job):
         ('1', ', 2 before', '3'),
         ('2', ', 1 before', '3'),
     ]
-    assert 'Global batch: 4 samples, 4 on each of 1 rank(s) in 2 step(s) of up to 2.' in told
+    assert 'Global batch: 4 samples, 4 on each of 1 rank(s) in 2 step(s) of 2.' in told
     job.check_result(tmp_path)
 
 

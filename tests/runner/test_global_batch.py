@@ -166,6 +166,10 @@ def test_a_scheduler_that_follows_a_metric_keeps_its_state(tmp_path):
 @pytest.mark.parametrize(
     ('wanted', 'rule', 'step', 'ranks', 'most', 'rank', 'steps', 'factor'),
     [
+        (6, 'accumulate', 2, 2, None, 4, 2, 8 / 6),
+        (20, 'accumulate', 4, 4, None, 4, 1, 16 / 20),
+        (6, 'accumulate', 1, 2, None, 3, 3, 1),
+        (36, 'accumulate', 4, 4, None, 9, 3, 1),
         (32, 'accumulate', 4, 8, None, 4, 1, 1),
         (32, 'accumulate', 4, 2, None, 16, 4, 1),
         (32, 'accumulate', 4, 1, None, 32, 8, 1),
