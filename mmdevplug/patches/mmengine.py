@@ -92,7 +92,8 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     patch_symbol(model_utils, 'convert_sync_batchnorm', _explaining_missing_group(convert))
     if chosen.device_type == 'xla' and not names_lazy_tensors():
         patch_symbol(Tensor, 'type', _naming_lazy_tensors(Tensor.type))
-    patch_symbol(config_module, 'FormatCode', _remembering(config_module.FormatCode))
+    if hasattr(config_module, 'FormatCode'):  # MMEngine 0.11 imports it within the function
+        patch_symbol(config_module, 'FormatCode', _remembering(config_module.FormatCode))
     patch_autocast(chosen)
     return chosen
 
