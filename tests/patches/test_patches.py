@@ -150,6 +150,8 @@ def expected_of(accelerator, ranks, flexible):
         accelerator, ('print_time',)
     )
     without = (*without, 'type', 'IS_NPU_AVAILABLE')  # a T20's, an NPU's
+    if not hasattr(config_module, 'FormatCode'):
+        without = (*without, 'FormatCode')
     found = symbols_of(patched_symbols.JOB, patched_symbols.AUTOCAST, without=without)
     if flexible:
         found |= symbols_of(patched_symbols.FLEXIBLE_RUNNER)
