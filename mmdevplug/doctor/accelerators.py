@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 import torch
@@ -50,7 +51,13 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Find
     if options['accelerator']:
         names = [options['accelerator']]
     findings, absent = [], []
-    for found in run_isolated(__name__, [*names, CHOICE], options, seconds):
+    # The first backward of a process starts autograd's threads, for as many devices as are known
+    # by then: after one on the CPU, the second card of a package imported later has none.
+    tasks = [*names, CHOICE]
+    processes = [tasks[:1], tasks[1:]] if tasks[0] == 'cpu' else [tasks]
+    for found in chain.from_iterable(
+        run_isolated(__name__, tasks, options, seconds) for tasks in processes
+    ):
         if isinstance(found, Death):
             findings.append(_broken(found.describe()))
         elif found.level == 'absent':

@@ -37,7 +37,7 @@ TOP_LEVEL = {
     'strategy': mm.STRATEGIES,
 }
 
-#: The registries of keys inside of these, at any depth.
+#: The registries of keys inside of these but the model, at any depth.
 INSIDE = {
     'optimizer': mm.OPTIMIZERS,
     'dataset': mm.DATASETS,
@@ -98,9 +98,11 @@ def _walk(
         yield Named(f'{path}.type', value['type'], registry, scope)
     # A dict without a type holds several of its kind, such as default_hooks.
     kept = None if 'type' in value or path in ('model', 'optim_wrapper') else registry
+    # A model's `sampler` is mmdet's, which picks boxes, and no sampler of a data loader.
+    inside = {} if path.split('.')[0] == 'model' else INSIDE
     for key, item in value.items():
         if key not in OWN_WORDS and key != 'type':
-            yield from _walk(item, f'{path}.{key}', INSIDE.get(key, kept), scope)
+            yield from _walk(item, f'{path}.{key}', inside.get(key, kept), scope)
 
 
 def examine(cfg: Config) -> Iterator[Finding]:

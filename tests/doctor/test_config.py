@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from mmengine.config import Config
+from mmengine.registry import DATA_SAMPLERS
 
 from mmdevplug.doctor import config as section, config_values
 from mmdevplug.doctor.config_names import names_in
@@ -174,6 +175,16 @@ def test_default_scope_that_is_not_installed(examine):
 def test_words_of_a_modules_own_are_no_mistakes():
     cfg = Config(dict(optim_wrapper=dict(type='OptimWrapper', clip_grad=dict(type='value'))))
     assert [named.path for named in names_in(cfg)] == ['optim_wrapper.type']
+
+
+def test_a_sampler_of_a_model_is_none_of_a_data_loader():
+    """mmdet's pick boxes, and are registered elsewhere."""
+    boxes = dict(train_cfg=dict(sampler=dict(type='PseudoSampler')))
+    loader = dict(sampler=dict(type='DefaultSampler'))
+    cfg = Config(dict(model=dict(boxes, type='RetinaNet'), train_dataloader=loader))
+    found = {named.path: named.registry for named in names_in(cfg)}
+    assert found['model.train_cfg.sampler.type'] is None
+    assert found['train_dataloader.sampler.type'] is DATA_SAMPLERS
 
 
 @pytest.mark.parametrize('written', ['OptimWrapper', ['OptimWrapper']])

@@ -2,11 +2,22 @@
 
 import pytest
 
+from mmdevplug.doctor import accelerators
 from tests.conformance.running import in_groups, measured
-from tests.doctor.running import environment
+from tests.doctor.running import environment, the
 from tests.t20.conftest import FOLDER, MISSING
 
 pytestmark = [pytest.mark.t20, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+
+
+def test_the_doctor_computes_on_every_card_after_the_cpu(torch_gcu, monkeypatch):
+    """Autograd has threads for the cards that were known at the first backward of a process."""
+    for name, value in environment(FOLDER).items():
+        monkeypatch.setenv(name, value)
+    findings = accelerators.examine(dict(accelerator=None, config=None))
+    assert [each.found for each in findings if each.level == 'error'] == []
+    for device in ('cpu', *(f'xla:{index}' for index in range(8))):
+        the(findings, 'ok', f'{device} computes matmul, convolution, reduction, softmax backward')
 
 
 @pytest.mark.timeout(600)
