@@ -43,8 +43,8 @@ several processes over gloo and, from PyTorch {card} on, the stand-in for a card
 only as PrivateUse1. *Ran* names the tests that were run, `tests` being all of them; what is not
 named there is untested on that release. Tests marked `long` and those of torch_xla and CUDA are
 not among them. The code may have changed between two runs: a failure is listed until a later run
-that finished has the test without it. [More libraries of OpenMMLab](openmmlab.md) were tried
-on one release.""",
+that finished has the test without it, so read [what still fails](#what-fails) with the numbers.
+[More libraries of OpenMMLab](openmmlab.md) were tried on one release.""",
         without_mmcv="""\
 **Not shown for {}**:
 mmcv with its compiled operations was not installed there, so every test of
@@ -80,7 +80,8 @@ is small or large by how many tests touch it, not by how much it matters.""",
 在各版本的独立环境中运行 CPU 测试，其中包括基于 gloo 的多进程作业；自 PyTorch {card} 起还包括
 PrivateUse1 卡的替身。*运行范围* 列出实际运行的测试，`tests` 表示全部；未列出的部分在该版本上
 未经测试。标记为 `long` 的测试以及 torch_xla、CUDA 的测试不在其中。两次运行之间代码可能有改动：
-失败的测试一直列出，直到之后完成的运行中不再失败。
+失败的测试一直列出，直到之后完成的运行中不再失败，因此请与
+[仍然失败的测试](#失败的测试)一起阅读这些数字。
 [OpenMMLab 的其他库](openmmlab.md)只在一个版本上尝试过。""",
         without_mmcv="""\
 **{} 未经验证的部分**：

@@ -58,7 +58,7 @@ REASONS = {
         'MMEngine 只询问 `torch.npu.is_available()`。',
     ),
     'mmengine.logging.logger._get_device_id': (
-        '在所有设备上，它都按 `CUDA_VISIBLE_DEVICES` 命名各 rank 的日志文件。',
+        '它按 CUDA 和 MUSA 的变量命名各 rank 的日志文件，在其他设备上则按 local rank 命名。',
         'MMEngine 只按 rank 命名日志文件。',
     ),
     'mmengine.config.config.FormatCode': (

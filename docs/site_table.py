@@ -28,7 +28,9 @@ LANGUAGES: Dict[str, Dict[str, Any]] = dict(
 Every place where MMEngine 0.10.7 assumes a kind of device: what it does by itself where the
 assumption does not hold, and what it does with mmdevplug. MMEngine is not edited. For each row and
 each kind of device a test runs MMEngine alone first and then ours, in 2 ranks over gloo, or over
-the card's own backend in the last column; the cells say what came out.""",
+the card's own backend in the last column. *Works*: MMEngine does what the third column says, and
+ours what the fourth says. *As MMEngine*: MMEngine is right there already. The other cells are
+explained below the table.""",
         titles=('#', 'in mmengine', 'MMEngine by itself', 'with mmdevplug'),
         works='works',
         failed='**fails**',
@@ -94,7 +96,8 @@ the `_base_` of a config and for `read_base()`. With another script, `_base_` ca
         intro="""\
 MMEngine 0.10.7 中所有假设设备种类之处：假设不成立时它自身的行为，以及使用 mmdevplug 后的行为。
 不修改 MMEngine。对每一行与每种设备，测试先单独运行 MMEngine，再运行我们的实现（2 个 rank，gloo；
-最后一列使用该卡自己的后端）；单元格是其结果。""",
+最后一列使用该卡自己的后端）。*可用*：MMEngine 如第三列所述，我们如第四列所述。
+*同 MMEngine*：MMEngine 在此处本来就正确。其余单元格在表后说明。""",
         titles=('#', 'mmengine 中的位置', 'MMEngine 自身', '使用 mmdevplug'),
         works='可用',
         failed='**失败**',

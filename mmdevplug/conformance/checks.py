@@ -17,6 +17,10 @@ DETECTION = 'detection'
 #: Added to the time that a check of ranks has for a step: the job of those ends first.
 SLACK_SECONDS = 120.0
 _PROBED = 'every device computes a product, a convolution, sums and a softmax as the CPU does'
+_NOT_FOUND = (
+    "Look for the card with its maker's own tool. If it is there, give a --config that names the "
+    "maker's package: accelerator = dict(type='acme', package='torch_acme')."
+)
 
 
 class Check(NamedTuple):
@@ -130,6 +134,8 @@ def _detect(options: Dict[str, Any], timeout: float) -> Finding:
     data = next((f.data for f in findings if f.data is not None and 'devices' in f.data), None)
     if wrong or data is None:
         remedy = next((finding.remedy for finding in wrong if finding.remedy), '')
+        if remedy.startswith('--accelerator'):  # the doctor's: another accelerator
+            remedy = _NOT_FOUND
         found = '; '.join(finding.found for finding in wrong) or 'no device was found'
         return Finding(DETECTION, FAILED, found, remedy=remedy)
     first = data['devices'][0]

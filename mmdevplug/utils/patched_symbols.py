@@ -81,7 +81,8 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     *_symbols(
         'mmengine.logging.logger: _get_device_id',
         JOB,
-        'It names the log files of ranks after `CUDA_VISIBLE_DEVICES` on every device.',
+        'It names the log files of ranks after the variables of CUDA and MUSA, and after the '
+        'local rank on any other device.',
         'MMEngine names log files after the rank alone.',
     ),
     *_symbols(

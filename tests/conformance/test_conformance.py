@@ -105,6 +105,13 @@ def test_without_a_device_nothing_else_is_tried(monkeypatch):
     assert detected.remedy == 'unset CUDA_VISIBLE_DEVICES'
 
 
+def test_a_name_that_nobody_registered_is_explained_by_the_package():
+    (detected,) = run_checks('nosuchcard')
+    assert detected.level == 'failed'
+    assert "names the accelerator 'nosuchcard', which is unknown" in detected.found
+    assert "--config that names the maker's package" in detected.remedy
+
+
 def test_one_device_is_too_few_for_two_ranks_unless_they_can_share_it(tmp_path):
     options = dict(accelerator='zeta', config=None, timeout=60.0, ranks=1)
     with pytest.raises(NotSupported, match='2 ranks need 2 devices, and 1 is here'):
