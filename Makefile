@@ -158,9 +158,10 @@ docs-links: $(STAMP_DOCS)  ## See whether links to other sites answer; needs the
 	$(BIN)/python -m sphinx -q -b linkcheck docs/en docs/_build/links/en
 	$(BIN)/python -m sphinx -q -b linkcheck docs/zh_cn docs/_build/links/zh_cn
 
-docs-pictures: install  ## Draw and record the pictures of the docs that are no measurements
+docs-pictures: install install-xla  ## Draw and record the pictures of the docs that are no measurements
 	$(BIN)/python docs/drawings/draw.py
 	$(BIN)/python docs/record_terminal.py
+	$(ON_XLA) $(BIN_XLA)/python docs/record_training.py
 	$(BIN)/mmdevplug plan configs/llama_lora/llama_lora.py --devices cuda:0-2 --training --png docs/images/plan.png
 
 docs-tables: install  ## Write the pages that are made from the source and from result files

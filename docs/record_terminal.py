@@ -39,11 +39,6 @@ class Recording(NamedTuple):
 
 
 RECORDINGS: Dict[str, Recording] = dict(
-    train=Recording(
-        f'mmdevplug train {CONFIG} --nproc 2',
-        re.compile(r"accelerator '|Device map|Epoch\(|Communication, mean|^ +rank|^ +\d |Overlap"),
-        re.compile(r'Epoch\(train\)'),
-    ),
     doctor=Recording(
         f'mmdevplug doctor --nproc 2 --config {CONFIG}',
         re.compile(
@@ -125,36 +120,46 @@ def shorten(output: str, recording: Recording) -> List[Text]:
             if kept[-1].plain.strip() != '...':
                 kept.append(Text('  ...'))
             continue
-        kept.append(_tidy(line, following))
+        kept.append(_tidy_row(line, following))
     return kept
 
 
-def _tidy(line: Text, following: Text) -> Text:
+def tidy(line: Text) -> Text:
+    """Drop the time of a log line."""
+    start = re.match(r'\S+ \S+ - mmengine - ', line.plain)
+    return line[start.end() :] if start else line
+
+
+def _tidy_row(line: Text, following: Text) -> Text:
     """Drop the time of a log line, and the borders of a row."""
     row = ROW.match(line.plain)
     if row is None:
-        start = re.match(r'\S+ \S+ - mmengine - ', line.plain)
-        return line[start.end() :] if start else line
+        return tidy(line)
     goes_on = re.match(r'^│ +│ \S', following.plain)
     return Text.assemble(
         '  ', (row.group(1), 'green'), '  ', row.group(2) + (' ...' if goes_on else '')
     )
 
 
+def as_svg(name: str, command: str, lines: List[Text]) -> str:
+    """Draw a terminal that shows a command and lines; ids in it begin with ``name``."""
+    with open(os.devnull, 'w') as nowhere:
+        console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True)
+        console.print(f'$ {command}', style='bold', highlight=False)
+        for line in lines:
+            console.print(line, highlight=False)
+        svg = console.export_svg(title=command, theme=MONOKAI, unique_id=name)
+    # Nothing is to be loaded from elsewhere: any monospace font will do.
+    return re.sub(r'@font-face \{.*?\}\s*', '', svg, flags=re.DOTALL)
+
+
 def main() -> None:
     """Run the commands and write ``docs/images/<name>.svg``."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('names', nargs='*', default=list(RECORDINGS), help='train, doctor')
+    parser.add_argument('names', nargs='*', default=list(RECORDINGS), help=', '.join(RECORDINGS))
     for name in parser.parse_args().names:
         recording = RECORDINGS[name]
-        with open(os.devnull, 'w') as nowhere:
-            console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True)
-            console.print(f'$ {recording.command}', style='bold', highlight=False)
-            for line in shorten(run(recording.command), recording):
-                console.print(line, highlight=False)
-            svg = console.export_svg(title=recording.command, theme=MONOKAI, unique_id=name)
-        # Nothing is to be loaded from elsewhere: any monospace font will do.
-        svg = re.sub(r'@font-face \{.*?\}\s*', '', svg, flags=re.DOTALL)
+        svg = as_svg(name, recording.command, shorten(run(recording.command), recording))
         (IMAGES / f'{name}.svg').write_text(svg, encoding='utf-8')
 
 

@@ -396,3 +396,10 @@ def test_recordings_show_what_the_pages_say(name):
     assert f'mmdevplug {name} ' in plain
     assert 'http://www.w3.org' in plain
     assert 'src:' not in plain  # it loads nothing
+
+
+def test_the_recorded_training_compiles_no_more():
+    picture = read(DOCS / 'images' / 'train.svg')
+    assert ': 2 graph executions each, 0 recompilations' in picture
+    apart = re.search(r'they differ by ([\d.e-]+) at most', picture)
+    assert float(apart.group(1)) < 1e-2
