@@ -104,10 +104,10 @@ def draw_losses(on_xla: List[Dict[str, float]], on_cpu: List[Dict[str, float]]) 
         )
     legend = ((CPU, 11, 'loss on the CPU'), (XLA, 2.5, 'loss on torch_xla, same seed'))
     for number, (color, stroke, words) in enumerate(legend):
-        y = TOP + 44 + 34 * number
+        y = TOP + 36 + 30 * number
         parts.append(f'<path d="M640 {y}h60" stroke="{color}" stroke-width="{stroke}"/>')
         parts.append(text(716, y + 7, words))
-    parts.append(text(716, TOP + 119, f'they differ by {apart:.1g} at most'))
+    parts.append(text(716, TOP + 103, f'they differ by {apart:.1g} at most'))
     return '\n'.join(parts)
 
 
