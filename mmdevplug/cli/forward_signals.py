@@ -11,6 +11,7 @@ from typing import Any, Dict, Mapping, NoReturn, Optional, Sequence
 
 import psutil
 
+from mmdevplug.environments.torchrun import MOST_RANKS
 from mmdevplug.fault_tolerance import SAME_NOTICE_SECONDS
 
 #: Signals that ranks may handle without ending.
@@ -46,6 +47,8 @@ class RankSignals:
         # Under `nohup`; ranks inherit it.
         ignores_hup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self._ignored = [signal.SIGHUP] if ignores_hup else []
+        #: Whether all ranks ended with status 0 after the signal.
+        self.ended_well = False
         #: Signals are ignored: this process is about to end.
         self.closed = False
 
@@ -56,7 +59,10 @@ class RankSignals:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def handle(self, number: int, _: Any = None) -> None:
-        """Pass a signal on, and raise SignalException if not all ranks end with status 0."""
+        """Pass a signal on, and raise SignalException if not all ranks end with status 0.
+
+        An agent of an elastic job ends in any case: training goes on without its host.
+        """
         if self.closed:
             return
         if self.number is not None:
@@ -74,7 +80,11 @@ class RankSignals:
             _send(rank, number)
         if not self._wait_for(ranks) and number in _NOTICES:
             self.number = None  # The ranks took it for something else.
-        elif not (ranks and all(_ended_well(rank.pid) for rank in ranks)):
+            return
+        self.ended_well = bool(ranks) and all(_ended_well(rank.pid) for rank in ranks)
+        # An agent whose ranks ended well takes that for the end of training: it waits for the
+        # other hosts of an elastic job, and then lets none of them go on.
+        if not self.ended_well or MOST_RANKS in os.environ:
             from torch.distributed.elastic.multiprocessing.api import SignalException
 
             raise SignalException(f'got {name}', sigval=signal.Signals(number))

@@ -172,7 +172,8 @@ def _main() -> int:
     if signals.number is None:
         return status
     name = signal.Signals(signals.number).name
-    how = 'each with status 0.' if status == 0 else 'not all of them with status 0.'
+    well = status == 0 or signals.ended_well
+    how = 'each with status 0.' if well else 'not all of them with status 0.'
     say(f'ended by {name}; all ranks of this host ended, {how}')
     return exit_status(signals.number)
 
