@@ -33,7 +33,7 @@ COMBINATIONS='
 '
 # mmcv without its operations: those are compiled for one release of torch each.
 COMMON='ftfy scikit-learn msgpack psutil rich matplotlib safetensors tensorboard ninja pytest
-pytest-timeout pytest-xdist hypothesis'
+pytest-timeout pytest-xdist hypothesis expecttest'
 # OpenMMLab's packages, and those of OneDL that install the same modules.
 OPENMMLAB='mmcv-lite==2.1.0 mmsegmentation==1.2.2 mmdet==3.3.0'
 ONEDL='onedl-mmcv==2.3.6 onedl-mmsegmentation==1.4.2 onedl-mmdetection==3.5.1'
