@@ -175,6 +175,8 @@ class GlobalBatchKeeper:
 
     def scale_lr(self, optim_wrapper: Any, is_scaled: bool) -> None:
         """Multiply learning rates, unless MMEngine has done so for the batch of this job."""
+        if self._rates:
+            return  # A second `train()` goes on with the optimizer of the first.
         if self.share is not None and not is_scaled:
             scale_lr(optim_wrapper, self.share.lr_factor)
         self._rates = learning_rates(optim_wrapper)

@@ -69,6 +69,14 @@ class Job:
             '--master-addr', address, '--work-dir', str(self.folder / 'work'), *words,
         )  # fmt: skip
 
+    def train_on_two_hosts(self):
+        """Train on hosts 1 and 2, which meet at host 0, until both have iterations behind them."""
+        self.write_config()
+        self.start(0, 'rendezvous')
+        self.train(1)
+        self.train(2)
+        self.wait_for_iterations(ranks=2)
+
     def lose(self, host):
         """Cut a host off and end everything on it, without a word to the others."""
         subprocess.run(
@@ -110,7 +118,7 @@ class Job:
             time.sleep(0.2)
 
     def wait_for_iterations(self, ranks, count=4):
-        """Wait until so many iterations were trained with a number of ranks since now."""
+        """Wait for this number of further iterations on this number of ranks."""
         begun = time.time()
         self.wait_for(
             lambda: (
@@ -171,11 +179,7 @@ def job(tmp_path):
 
 def test_two_hosts_one_host_and_two_again(tmp_path, job):
     """The host with rank 0 is lost, and joins again; nothing of it shows in the weights."""
-    job.write_config()
-    job.start(0, 'rendezvous')
-    job.train(1)
-    job.train(2)
-    job.wait_for_iterations(ranks=2)
+    job.train_on_two_hosts()
     lost = job.first_host()
     left = 3 - lost
     job.lose(lost)
@@ -198,11 +202,7 @@ def test_two_hosts_one_host_and_two_again(tmp_path, job):
 
 def test_a_host_that_is_asked_to_end_leaves_at_once(tmp_path, job):
     """The scheduler takes a host away: the other one goes on with the next iteration."""
-    job.write_config()
-    job.start(0, 'rendezvous')
-    job.train(1)
-    job.train(2)
-    job.wait_for_iterations(ranks=2)
+    job.train_on_two_hosts()
     leaving = job.running.pop(1)
     psutil.Process(leaving.pid).terminate()
     assert leaving.wait(timeout=60) == 143, job.printed(1)

@@ -14,7 +14,7 @@ from mmdevplug.environments.base import LaunchEnv
 from mmdevplug.environments.torchrun import MOST_RANKS
 from mmdevplug.errors import DevPlugError, LaunchError, ModelError
 from mmdevplug.optim.split_step import SplitCollate, SplitStep
-from mmdevplug.runner.global_batch import share_of_job, share_out
+from mmdevplug.runner.global_batch import GlobalBatchKeeper, share_of_job, share_out
 from tests.ranks import run_ranks
 from tests.runner.global_batches import GLOBAL, LENGTH, STEP, train
 
@@ -145,6 +145,15 @@ def test_resumed_rates_are_those_of_a_job_that_always_had_these_ranks(tmp_path, 
     second += [one for n in range(first, 2 * length) for one in rest[n]]
     assert set(second) == set(epoch)
     assert len(second) - len(epoch) == (0 if ranks == 2 else 5)
+
+
+def test_a_second_training_does_not_multiply_rates_again():
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    keeper = GlobalBatchKeeper(None)
+    keeper.share = share_out(options(global_batch=8, global_batch_rule='scale'), 2, 2, None)
+    for _ in range(2):
+        keeper.scale_lr(OptimWrapper(optimizer), is_scaled=False)
+        assert optimizer.param_groups[0]['lr'] == 0.05
 
 
 def test_a_scheduler_that_follows_a_metric_keeps_its_state(tmp_path):
