@@ -159,9 +159,11 @@ def fill_in_hosts(
     """
     alone = Start(LaunchOptions(**given))
     named = ('nnodes', 'master_addr') if alone.settings.elastic else _NUMBERED
-    if all(given.get(key) is not None for key in named):
-        return alone
     environment = find_environment(environ)
+    if all(given.get(key) is not None for key in named):
+        if environment.name != 'none' and not environment.per_host:
+            environment.refuse_several_starters('--nproc')
+        return alone
     hosts = environment.hosts()
     where = '' if path is None else f'{path}: '
     for key in ('nnodes', 'node_rank'):

@@ -158,12 +158,20 @@ class Environment(ABC):
         if env.world_size == 1:
             return Hosts()
         if env.local_world_size != 1 or not self.starts_starters:
-            raise LaunchError(
-                f'{origin} starts processes, but {self.told()} say that {self.command} has '
-                f'started {env.world_size} already. Leave out {origin}, or start one process on '
-                f'each host with srun or mpirun.'
-            )
+            raise self._started_already(origin)
         return Hosts(env.world_size, env.rank, None, env.master_addr, env.master_port)
+
+    def refuse_several_starters(self, origin: str) -> None:
+        """Refuse each of several processes of this host to start the host's processes."""
+        if (self.local_world_size() or 1) > 1:
+            raise self._started_already(origin)
+
+    def _started_already(self, origin: str) -> LaunchError:
+        return LaunchError(
+            f'{origin} starts processes, but {self.told()} say that {self.command} has started '
+            f'{self.world_size()} already. Leave out {origin}, or start one process on each host '
+            f'with srun or mpirun.'
+        )
 
     def refuse_to_stay_alone(self, starts: bool) -> None:
         """Refuse a process, or one that starts others here, where the job has more than this."""

@@ -9,6 +9,7 @@ import re
 import socket
 from typing import Dict, List, Mapping, Optional, Tuple, Union
 
+from mmdevplug.config.fields import shortened
 from mmdevplug.config.launch import COUNTED
 from mmdevplug.errors import LaunchError
 
@@ -157,8 +158,8 @@ class Kubernetes(Environment):
             least, most = (int(one or 0) for one in match.groups()) if match else (0, 0)
             if least < 1 or (most and most < least):
                 raise LaunchError(
-                    f'PET_NNODES={words!r}: expected a number of pods such as 2, or the least and '
-                    f'the most such as 1:3. Correct the job, or: unset PET_NNODES'
+                    f'PET_NNODES={shortened(words)}: expected a number of pods such as 2, or the '
+                    f'least and the most such as 1:3. Correct the job, or: unset PET_NNODES'
                 )
             nnodes = words if most > least else least
         if not self._has_rank():
@@ -248,9 +249,9 @@ class Kubernetes(Environment):
         here = [i for i, name in enumerate(names) if name.split('.')[0] == own.split('.')[0]]
         if len(here) != 1:
             raise LaunchError(
-                f'{told(found)}: expected the name of this pod, {own!r}, once among these hosts '
-                f'of Volcano. Give --nnodes, --node-rank and --master-addr, or pass --launcher '
-                f'none for a job of this pod alone.'
+                f'{told(found)}: expected the name of this pod, {shortened(own)}, once among '
+                f'these hosts of Volcano. Give --nnodes, --node-rank and --master-addr, or pass '
+                f'--launcher none for a job of this pod alone.'
             )
         address = check_address(names[0], next(iter(found)))
         return Hosts(len(names), here[0], None, address, self.master_port())

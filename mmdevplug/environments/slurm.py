@@ -5,7 +5,7 @@ import shutil
 import subprocess
 from typing import Dict, Mapping, Optional
 
-from mmdevplug.config.fields import REQUIRED
+from mmdevplug.config.fields import REQUIRED, shortened
 from mmdevplug.errors import LaunchError
 
 from .base import DEFAULT_PORT, Environment
@@ -113,7 +113,7 @@ def first_host(environ: Mapping[str, str]) -> str:
         return hosts  # a single name needs no expansion
     if shutil.which('scontrol') is None:
         raise LaunchError(
-            f'{name}={hosts!r} has to be expanded with scontrol, which is not on PATH. '
+            f'{name}={shortened(hosts)} has to be expanded with scontrol, which is not on PATH. '
             f'Set MASTER_ADDR to the host of rank 0.'
         )
     done = subprocess.run(['scontrol', 'show', 'hostname', hosts], capture_output=True)

@@ -17,9 +17,14 @@ from mmdevplug.environments.launch import read_launch_env, refuse_to_run_alone
 from mmdevplug.errors import LaunchError
 from tests.cli.test_launch_fuzz import AGENT, VALUES
 
-CASES = 1400
+CASES = 2000
 ADDRESS = dict(MASTER_ADDR='10.0.0.1', MASTER_PORT='23456')
 PET_ADDRESS = {f'PET_{name}': value for name, value in ADDRESS.items()}
+#: A job whose hosts may join and leave, and how torchrun is told so.
+ELASTIC = ['--nnodes', '1:4', '--nproc', '2', '--master-addr', 'host0']
+MEETING = (
+    '--nnodes=1:4', '--rdzv_backend=c10d', '--rdzv_endpoint=host0:29500', '--rdzv_id=mmdevplug',
+)  # fmt: skip
 #: What a shell keeps of a job of torchrun.
 LEFT = dict(RANK='3', LOCAL_RANK='1', WORLD_SIZE='8', LOCAL_WORLD_SIZE='4', **ADDRESS, **AGENT)
 
@@ -39,6 +44,14 @@ def pytorch_job(hosts, index, nproc):
 def train_job(hosts, index, nproc):
     names = dict(NNODES=hosts, NODE_RANK=index, NPROC_PER_NODE=nproc)
     return pod(**{f'PET_{name}': str(value) for name, value in names.items()}, **PET_ADDRESS)
+
+
+def elastic_pytorch_job(hosts, index, nproc):
+    """Kubeflow's, with an elasticPolicy: workers alone, which are numbered as they join."""
+    return pod(
+        PET_NNODES=f'1:{hosts + 1}', PET_NPROC_PER_NODE=str(nproc), PET_RDZV_BACKEND='c10d',
+        PET_RDZV_ENDPOINT='job-worker-0:23456', PET_RDZV_ID='job', PET_MAX_RESTARTS='10',
+    )  # fmt: skip
 
 
 def pod_of_one_process(hosts, index, nproc):
@@ -90,7 +103,7 @@ def below_torchrun(*place):
     return dict(found, **AGENT)
 
 
-PER_HOST = (pytorch_job, train_job, pod_of_one_process, volcano)
+PER_HOST = (pytorch_job, elastic_pytorch_job, train_job, pod_of_one_process, volcano)
 PER_PROCESS = (srun, open_mpi, hydra, below_torchrun)
 NAMES = {srun: 'slurm', open_mpi: 'mpi', hydra: 'mpi', below_torchrun: 'pytorch'}
 
@@ -103,8 +116,16 @@ def draw(number):
     index = chance.randrange(hosts)
     nproc = 1 if scheduler in (pod_of_one_process, volcano) else chance.choice((1, 2, 4))
     environ = scheduler(hosts, index, nproc)
-    flags = ['--nproc', '2'] if chance.random() < 0.3 else []
-    if scheduler in PER_HOST:
+    flags = chance.choice(([], [], [], [], ['--nproc', '2'], ELASTIC))
+    if flags == ELASTIC:
+        # These say all: what variables tell of hosts is left aside, but not of processes here.
+        started = scheduler in PER_PROCESS and nproc > 1
+        expected = ('refused',) if started else ('starts', MEETING)
+    elif scheduler is elastic_pytorch_job:
+        endpoint = environ['PET_RDZV_ENDPOINT']
+        options = (f'--nnodes=1:{hosts + 1}', '--rdzv_backend=c10d', f'--rdzv_endpoint={endpoint}')
+        expected = ('starts', (*options, '--rdzv_id=job'))
+    elif scheduler in PER_HOST:
         several = ('starts', hosts, index, 2 if flags else nproc)
         expected = several if flags or hosts * nproc > 1 else ('alone',)
     elif scheduler is sbatch:
@@ -129,7 +150,10 @@ def draw(number):
         if scheduler in (srun, volcano, sbatch):
             del environ['MASTER_ADDR'], environ['MASTER_PORT']
     elif chance.random() < 0.3 and scheduler in (open_mpi, hydra, below_torchrun):
-        environ.update(chance.choice((sbatch(2, 0, 2), train_job(2, 1, 4))))
+        around = chance.choice((sbatch(2, 0, 2), train_job(2, 1, 4)))
+        environ.update(around)
+        if expected == ('alone',) and 'PET_NNODES' in around:
+            expected = ('refused',)  # mpirun for one process, in one of two pods
     return dict(scheduler=scheduler, environ=environ, flags=flags, expected=expected)
 
 
@@ -196,7 +220,8 @@ def test_damaged_environments_never_train_alone(processes):
         processes.append(case['scheduler'] is below_torchrun)
         found = decide(case)
         kinds[found[0]] = kinds.get(found[0], 0) + 1
-        several = case['expected'][0] in ('rank', 'refused') or case['expected'][1:2] > (1,)
+        kind, *hosts = case['expected']
+        several = kind in ('rank', 'refused') or hosts[:1] not in ([], [1])
         # Variables that consistently say one are believed.
         ones = any(case['environ'].get(name, '').strip() in ('', '0', '1') for name in names)
         lists = any(name.endswith('_HOSTS') for name in names)

@@ -4,6 +4,7 @@ import io
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
+from importlib import metadata
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from mmdevplug import DeviceDistributedDataParallel
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.cli import common, main as command, test, train
 from mmdevplug.errors import CheckpointError, ModelError, PlacementError
+from mmdevplug.explanations.versions import distribution
 from mmdevplug.model.move import check_materialized
 from mmdevplug.model_parallel.parse_devices import parse_devices
 from tests.jobs import ROOT
@@ -186,7 +188,9 @@ def test_the_version():
         text=True,
     )
     assert done.returncode == 0
-    assert done.stdout.startswith(f'mmdevplug {mmdevplug.__version__} (mmengine 0.10.')
+    package = distribution('mmengine')
+    listed = f'mmdevplug {mmdevplug.__version__} ({package} {metadata.version(package)}, '
+    assert done.stdout.startswith(listed)
     assert f'torch {torch.__version__}'.split('+')[0] in done.stdout
 
 
