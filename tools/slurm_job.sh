@@ -5,23 +5,25 @@ set -uo pipefail
 
 OUT_OF_TIME=
 STEP=
-warned() {
-    OUT_OF_TIME=1
-    kill -USR1 "$STEP" # srun passes it on to all tasks, which save and end
+PASSED_ON=
+pass_on() {
+    PASSED_ON=1
+    kill "-$1" "$STEP" # srun passes it on to all tasks
 }
-trap warned USR1
+trap 'OUT_OF_TIME=1; pass_on USR1' USR1 # they save and end
 for SIGNAL in TERM INT HUP; do
     # shellcheck disable=SC2064  # the name of now
-    trap "kill -$SIGNAL \"\$STEP\"" "$SIGNAL"
+    trap "pass_on $SIGNAL" "$SIGNAL"
 done
 
 srun --kill-on-bad-exit=1 "$@" &
 STEP=$!
+# A signal ends `wait` early; the tasks may still run, or have just ended.
 while true; do
+    PASSED_ON=
     wait "$STEP"
     STATUS=$?
-    # A signal ends `wait` early, while the tasks still run.
-    kill -0 "$STEP" 2>/dev/null || break
+    [ -n "$PASSED_ON" ] || break
 done
 if [ -n "$OUT_OF_TIME" ] && [ "$STATUS" = 0 ]; then
     # One task of an array has the number of the array, which stands for all of its tasks.
