@@ -162,6 +162,7 @@ docs-pictures: install install-xla  ## Draw and record the pictures of the docs 
 	$(BIN)/python docs/drawings/draw.py
 	$(BIN)/python docs/record_terminal.py
 	$(ON_XLA) $(BIN_XLA)/python docs/record_training.py
+	$(BIN_XLA)/python docs/record_guard.py
 	$(BIN)/mmdevplug plan configs/llama_lora/llama_lora.py --devices cuda:0-2 --training --png docs/images/plan.png
 
 docs-tables: install  ## Write the pages that are made from the source and from result files

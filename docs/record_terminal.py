@@ -1,7 +1,7 @@
 """Record what commands print in a terminal as SVG: ``python docs/record_terminal.py``.
 
-It runs the commands below in a terminal and writes docs/images. Long outputs are cut: a recording
-shows the lines that match, in their order.
+It runs the commands below in a terminal and writes docs/images. Of long outputs a recording shows
+some paragraphs, in their order.
 """
 
 import argparse
@@ -11,8 +11,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Pattern
+from typing import Dict, List, Mapping, Pattern, Sequence, Tuple
 
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
@@ -24,64 +25,72 @@ COLUMNS = 108
 CONFIG = 'configs/digits/digits_cpu.py'
 
 
-class Recording(NamedTuple):
-    """A command and what of its output is shown.
+#: What is typed, and how the paragraphs of its output begin that are shown.
+Typed = Tuple[str, Pattern]
 
-    Attributes:
-        command (str): As it is typed.
-        shown (Pattern): Of the lines that are kept.
-        many (Pattern): Of lines of which a section shows the first two.
-    """
+WRONG_INTERFACE = 'GLOO_SOCKET_IFNAME=ib0'
+DOCTOR = f'mmdevplug doctor --nproc 2 --config {CONFIG}'
+SEGFORMER = 'segformer_mit-b5_8xb1-160k_cityscapes-1024x1024.py'
 
-    command: str
-    shown: Pattern
-    many: Pattern
-
-
-RECORDINGS: Dict[str, Recording] = dict(
-    doctor=Recording(
-        f'mmdevplug doctor --nproc 2 --config {CONFIG}',
-        re.compile(
-            r'^(versions|accelerators|launch|network|limits|patches|config|collectives)\b'
-            r'|│ ok|\d ok'
+RECORDINGS: Dict[str, Tuple[Typed, ...]] = dict(
+    doctor=(
+        (f'{WRONG_INTERFACE} {DOCTOR}', re.compile('error: |[0-9]+ error')),
+        (DOCTOR, re.compile('[0-9]+ error')),
+    ),
+    plan_segformer=(
+        (
+            f'mmdevplug plan {SEGFORMER} --devices xla:0-3 --training',
+            re.compile('EncoderDecoder'),
         ),
-        re.compile(r'import .* works|host name|loopback|ok +│ (mm|torch|sys)[\w.]*: '),
     ),
 )
-#: The title of a section of the doctor.
-SECTION = re.compile(r'\w+ *')
-#: A row of a table: level, what was found, and nothing but borders around them.
-ROW = re.compile(r'^│ (\S+) +│ (.*?) *│$')
+#: Folders in which commands are typed, where that is not the checkout.
+FOLDERS = {'plan_segformer': ('mmseg', '.mim/configs/segformer')}
 
 
-def run(command: str) -> str:
+def run(command: str, folder: Path = ROOT, statuses: Sequence[int] = (0,)) -> str:
     """Run a command of this package in a terminal.
 
     Args:
-        command (str): Begins with ``mmdevplug``.
+        command (str): Begins with ``mmdevplug``, or with variables before it.
+        folder (Path): Where it is typed.
+        statuses (Sequence[int]): Exit statuses with which it may end.
 
     Returns:
         str: What it printed, with the terminal's colours.
     """
+    words = command.split()
+    start = words.index('mmdevplug')
+    variables = dict(word.split('=', 1) for word in words[:start])
+    name, *arguments = words[start + 1 :]
+    with tempfile.TemporaryDirectory() as scratch:
+        if name in ('train', 'doctor'):
+            arguments += ['--work-dir', os.path.join(scratch, 'work_dir')]
+        run_words = [sys.executable, '-W', 'ignore', '-m', 'mmdevplug.cli.main', name, *arguments]
+        return run_in_terminal(run_words, variables, folder, statuses).replace(scratch, '/tmp')
+
+
+def run_in_terminal(
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    folder: Path = ROOT,
+    statuses: Sequence[int] = (0,),
+) -> str:
+    """Run a program in a terminal and return what it printed."""
     ours, theirs = pty.openpty()
-    with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, '-W', 'ignore', '-m', 'mmdevplug.cli.main', *command.split()[1:]]
-        work_dir = os.path.join(folder, 'work_dir')
-        environ = dict(os.environ, COLUMNS=str(COLUMNS), OMP_NUM_THREADS='1', MKL_NUM_THREADS='1')
-        environ.update(PYTHONWARNINGS='ignore', TERM='xterm-256color')
-        process = subprocess.Popen(
-            [*words, '--work-dir', work_dir],
-            cwd=str(ROOT),
-            env=environ,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-        )
-        os.close(theirs)
-        output = _read(ours)
-        if process.wait() != 0:
-            raise SystemExit(f'{command} ended with status {process.returncode}:\n{output}')
-    return output.replace(folder, '/tmp')
+    environ = dict(os.environ, COLUMNS=str(COLUMNS), OMP_NUM_THREADS='1', MKL_NUM_THREADS='1')
+    environ.update(PYTHONWARNINGS='ignore', TERM='xterm-256color', **variables)
+    process = subprocess.Popen(
+        list(words), cwd=str(folder), env=environ, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    output = _read(ours)
+    if process.wait() not in statuses:
+        raise SystemExit(f'{words} ended with status {process.returncode}:\n{output}')
+    # What a progress line wrote and erased again, the line above the cursor included.
+    for erased in (r'\x1b\[\?25[lh]', r'[^\n]*\n\r?\x1b\[1A', r'[^\n]*\x1b\[2K'):
+        output = re.sub(erased, '', output)
+    return output
 
 
 def _read(terminal: int) -> str:
@@ -97,30 +106,13 @@ def _read(terminal: int) -> str:
     return b''.join(parts).decode('utf-8', errors='replace').replace('\r\n', '\n')
 
 
-def shorten(output: str, recording: Recording) -> List[Text]:
-    """Keep the lines that are shown, and few of those that are many.
-
-    Args:
-        output (str): All that was printed.
-        recording (Recording): What is shown.
-
-    Returns:
-        List[Text]: Lines, with an ellipsis where some were left out.
-    """
+def keep(output: str, first: Pattern) -> List[Text]:
+    """Keep the paragraphs whose first line matches, a blank line between two."""
     kept: List[Text] = []
-    many = 0
-    lines = [Text.from_ansi(line) for line in output.splitlines()]
-    for line, following in zip(lines, [*lines[1:], Text()]):
-        if not recording.shown.search(line.plain):
-            continue
-        if SECTION.fullmatch(line.plain):
-            many = 0
-        many += bool(recording.many.search(line.plain))
-        if many > 2 and recording.many.search(line.plain):
-            if kept[-1].plain.strip() != '...':
-                kept.append(Text('  ...'))
-            continue
-        kept.append(_tidy_row(line, following))
+    for paragraph in re.split(r'\n\s*\n', output):
+        lines = [Text.from_ansi(line) for line in paragraph.strip('\n').splitlines()]
+        if lines and first.match(lines[0].plain):
+            kept += [Text(), *lines] if kept else lines
     return kept
 
 
@@ -130,27 +122,27 @@ def tidy(line: Text) -> Text:
     return line[start.end() :] if start else line
 
 
-def _tidy_row(line: Text, following: Text) -> Text:
-    """Drop the time of a log line, and the borders of a row."""
-    row = ROW.match(line.plain)
-    if row is None:
-        return tidy(line)
-    goes_on = re.match(r'^│ +│ \S', following.plain)
-    return Text.assemble(
-        '  ', (row.group(1), 'green'), '  ', row.group(2) + (' ...' if goes_on else '')
-    )
-
-
-def as_svg(name: str, command: str, lines: List[Text]) -> str:
-    """Draw a terminal that shows a command and lines; ids in it begin with ``name``."""
+def as_svg(name: str, session: Sequence[Tuple[str, List[Text]]]) -> str:
+    """Draw a terminal that shows commands and lines; ids in it begin with ``name``."""
     with open(os.devnull, 'w') as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True)
-        console.print(f'$ {command}', style='bold', highlight=False)
-        for line in lines:
-            console.print(line, highlight=False)
-        svg = console.export_svg(title=command, theme=MONOKAI, unique_id=name)
+        for number, (command, lines) in enumerate(session):
+            if number:
+                console.print()
+            console.print(f'$ {command}', style='bold', highlight=False)
+            for line in lines:
+                console.print(line, highlight=False)
+        svg = console.export_svg(title=session[0][0], theme=MONOKAI, unique_id=name)
     # Nothing is to be loaded from elsewhere: any monospace font will do.
     return re.sub(r'@font-face \{.*?\}\s*', '', svg, flags=re.DOTALL)
+
+
+def folder_of(name: str) -> Path:
+    """Where the commands of a recording are typed."""
+    if name not in FOLDERS:
+        return ROOT
+    module, below = FOLDERS[name]
+    return Path(str(find_spec(module).origin)).parent / below
 
 
 def main() -> None:
@@ -158,9 +150,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('names', nargs='*', default=list(RECORDINGS), help=', '.join(RECORDINGS))
     for name in parser.parse_args().names:
-        recording = RECORDINGS[name]
-        svg = as_svg(name, recording.command, shorten(run(recording.command), recording))
-        (IMAGES / f'{name}.svg').write_text(svg, encoding='utf-8')
+        session = []
+        for command, shown in RECORDINGS[name]:
+            # Without `mmdevplug` at its start, something is wrong with the command on purpose.
+            statuses = (0,) if command.startswith('mmdevplug') else (1,)
+            session.append((command, keep(run(command, folder_of(name), statuses), shown)))
+        (IMAGES / f'{name}.svg').write_text(as_svg(name, session), encoding='utf-8')
 
 
 if __name__ == '__main__':

@@ -115,7 +115,7 @@ def main() -> None:
     """Train twice and write the picture."""
     output, on_xla = train('xla')
     _, on_cpu = train('cpu')
-    terminal = as_svg('train', COMMAND, cut(output))
+    terminal = as_svg('train', [(COMMAND, cut(output))])
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', terminal)
     if found is None or float(found.group(1)) != WIDTH:
         raise SystemExit(f'a terminal of {COLUMNS} columns was expected to be {WIDTH} wide')

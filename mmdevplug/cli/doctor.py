@@ -22,6 +22,8 @@ from . import say
 #: Of the JSON file; changes when a key changes its meaning or goes.
 SCHEMA = 1
 MOST_RANKS = 256
+#: What a job that fails asks for, where other sections have errors of their own.
+_AFTER = 'first what the other errors say: one of them may be the cause'
 #: How findings begin that keep the other sections from being examined.
 _ESSENTIAL = tuple(
     start
@@ -118,6 +120,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     if args.nproc is not None:
         measure = (args.largest_mb, args.rounds, args.timeout)
         sections['collectives'] = (ranks, options, *measure)
+    earlier = False
     for name, arguments in sections.items():
         progress.print(f'looking at {name} ...')
         # Imported here, because they import torch.
@@ -125,7 +128,12 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
 
         with show_progress(f'looking at {name}'):
             found = list(import_module(f'mmdevplug.doctor.{name}').examine(*arguments))
-        yield from found
+        for finding in found:
+            failed = finding.level == 'error'
+            if failed and earlier and name == 'collectives':
+                finding = finding._replace(remedy=_AFTER)
+            yield finding
+        earlier |= any(finding.level == 'error' for finding in found)
 
 
 def as_dict(findings: List[Finding]) -> Dict[str, Any]:

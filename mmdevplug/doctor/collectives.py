@@ -89,7 +89,7 @@ def run_job(
     if not failures:
         last = text.strip().splitlines()[-1:] or ['it printed nothing']
         how = describe_end(status, timeout + SLACK_SECONDS)
-        failures = [f'the job {how}: {last[0][:300]}']
+        failures = [f'the job {how}: {last[0][:600]}']
     return None, failures
 
 

@@ -131,3 +131,14 @@ def test_impossible_numbers_are_refused():
         done = doctor(option, value)
         assert done.returncode == 1
         assert f'{option} {value}: expected' in done.stderr
+
+
+@pytest.mark.long
+def test_a_job_that_fails_sends_to_the_errors_found_before(tmp_path):
+    options = ['--nproc', 2, '--config', CONFIG, '--accelerator', 'cpu', '--timeout', 30]
+    done, report = examined(tmp_path, *options, GLOO_SOCKET_IFNAME='nope0')
+    assert done.returncode == 1
+    interface, job = [f for f in report['findings'] if f['level'] == 'error']
+    assert interface['remedy'] == 'unset GLOO_SOCKET_IFNAME'
+    assert (job['section'], 'nope0' in job['found']) == ('collectives', True)
+    assert job['remedy'].startswith('first what the other errors say')

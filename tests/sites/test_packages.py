@@ -2,9 +2,11 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 import pytest
 from mmengine.config import Config
+from mmengine.utils import package_utils
 
 import mmdevplug
 from mmdevplug.cli.common import add_common_arguments, load_config
@@ -43,6 +45,9 @@ def load(config, *arguments):
 def test_mmengine_needs_pkg_resources(package, tmp_path):
     config = tmp_path / 'mine.py'
     config.write_text(f"_base_ = '{package}::_base_/default.py'\n")
+    if 'pkg_resources' not in Path(package_utils.__file__).read_text():
+        assert Config.fromfile(str(config)).answer == 42  # as OneDL's
+        return
     with pytest.raises(ImportError, match='pkg_resources'):
         Config.fromfile(str(config))
 
