@@ -130,8 +130,12 @@ def _failures(
 ) -> Iterator[str]:
     """Name the ranks that failed by themselves, or for which the others waited."""
     own = [r for r in reports if r['error'] is not None and not _CAUSED.search(r['error'])]
+    failed: Dict[Tuple[str, str], List[int]] = {}
     for report in own:
-        yield f'rank {report["rank"]} failed in {report["stage"]!r}: {report["error"]}'
+        failed.setdefault((report['stage'], report['error']), []).append(report['rank'])
+    for (stage, error), alike in failed.items():
+        word = 'ranks' if len(alike) > 1 else 'rank'
+        yield f'{word} {", ".join(map(str, alike))} failed in {stage!r}: {error}'
     root = _ROOT_CAUSE.search(output)
     missing = sorted({*range(ranks)} - {report['rank'] for report in reports})
     if root is None and missing:

@@ -33,8 +33,8 @@ def accelerate_map(
         from accelerate.utils import infer_auto_device_map
     except ImportError as error:
         raise PlacementError(
-            f'strategy "auto" needs HF accelerate ({first_line(error)}): pip install accelerate, '
-            f'or use strategy "balanced".'
+            f'strategy "auto" needs HF accelerate ({first_line(error)}): pip install accelerate '
+            f'torch=={torch.__version__}, or use strategy "balanced".'
         ) from error
     keys: List[Any] = [name if name == 'cpu' else i for i, name in enumerate(devices)]
     memory = {key: limits.get(name, _PLENTY) for key, name in zip(keys, devices)}

@@ -48,7 +48,7 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
     except ImportError as error:
         raise PlacementError(
             f'a model over several devices needs HF accelerate, which cannot be imported: '
-            f"{error}. Install it: pip install 'mmdevplug[placement]'"
+            f'{error}. Install it: pip install accelerate torch=={torch.__version__}'
         ) from error
     main = plan.devices[0]
     on_host = 'cpu' in plan.device_map.values()

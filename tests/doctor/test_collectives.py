@@ -239,6 +239,16 @@ def test_rank_that_stops_in_the_middle_is_named(tmp_path, monkeypatch):
     assert "rank 1 hangs in 'broadcast" in found
 
 
+def test_what_all_ranks_say_is_said_once():
+    reports = [dict(rank=rank, stage='starting', error='E: no card') for rank in range(3)]
+    reports.append(dict(rank=3, stage='starting', error='E: another'))
+    told = list(collectives._failures(reports, '', 4, 30))
+    assert told == [
+        "ranks 0, 1, 2 failed in 'starting': E: no card",
+        "rank 3 failed in 'starting': E: another",
+    ]
+
+
 @needs_card
 def test_more_ranks_than_devices_are_refused(tmp_path, monkeypatch):
     config = tmp_path / 'zeta.py'
