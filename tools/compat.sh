@@ -26,10 +26,10 @@ COMBINATIONS='
 2.4.1  | 3.11 | 0.10.7 | numpy<2 opencv-python<4.12 accelerate transformers<5 peft<0.18
 2.6.0  | 3.12 | 0.10.7 | accelerate transformers peft
 2.9.0  | 3.11 | 0.10.7 | accelerate transformers peft
-2.13.0 | 3.11 | 0.10.7 | accelerate transformers peft
+2.13.0 | 3.11 | 0.10.7 | accelerate transformers peft torchdata
 2.1.2  | 3.9  | 0.10.0 | numpy<2 opencv-python<4.12 accelerate<1.7 transformers<4.50 peft<0.15
-2.13.0 | 3.11 | 0.11.0rc0     | accelerate transformers peft
-2.13.0 | 3.11 | onedl-0.10.12 | accelerate transformers peft
+2.13.0 | 3.11 | 0.11.0rc0     | accelerate transformers peft torchdata
+2.13.0 | 3.11 | onedl-0.10.12 | accelerate transformers peft torchdata
 '
 # mmcv without its operations: those are compiled for one release of torch each.
 COMMON='ftfy scikit-learn msgpack psutil rich matplotlib safetensors tensorboard ninja pytest
