@@ -1,6 +1,8 @@
 """Write a checkpoint to a temporary file, then rename it: a crash keeps the earlier ones."""
 
 import copyreg
+import ctypes
+import functools
 import os
 import pickle
 import shutil
@@ -21,6 +23,9 @@ from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.memory_growth import tensor_bytes
 from mmdevplug.utils.progress import log_progress
 from mmdevplug.utils.pytree import tensors_in
+
+#: Bytes that the disk is told to write at once, and the flag of Linux that only begins it.
+_STRETCH, _BEGIN = 32 << 20, 2
 
 
 @contextmanager
@@ -81,12 +86,28 @@ class _Pickler(pickle.Pickler):
 _PICKLE = SimpleNamespace(**dict(vars(pickle), Pickler=_Pickler))
 
 
+@functools.lru_cache(maxsize=None)
+def _sync_file_range() -> Optional[Callable[..., int]]:
+    """Linux's call of that name, None where there is none."""
+    try:
+        call = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError, TypeError):  # no Linux; TypeError on Windows
+        return None
+    call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return call
+
+
 class _HoldingErrors:
-    """A file that keeps its first error: PyTorch 1's writer aborts the process after one."""
+    """A file that keeps its first error: PyTorch 1's writer aborts the process after one.
+
+    The disk writes what is there while the rest is made, so that the flush at the end waits for
+    little.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.error: Optional[OSError] = None
         self._file = file
+        self._written = self._begun = 0
 
     def __str__(self) -> str:
         return str(self._file.name)
@@ -94,11 +115,21 @@ class _HoldingErrors:
     def write(self, data: Any) -> int:
         """Write unless an earlier call failed, and return the full length in any case."""
         self._attempt(self._file.write, data)
+        self._written += len(data)
+        if self._written - self._begun >= _STRETCH:
+            self._begin_writeback()
         return len(data)
 
     def flush(self) -> None:
         """Hand what was written to the system."""
         self._attempt(self._file.flush)
+
+    def _begin_writeback(self) -> None:
+        call = _sync_file_range()
+        if call is not None and self.error is None:
+            # What it cannot do, the flush at the end does; that reports errors, too.
+            call(self._file.fileno(), self._begun, self._written - self._begun, _BEGIN)
+        self._begun = self._written
 
     def _attempt(self, function: Callable[..., Any], *args: Any) -> None:
         if self.error is None:

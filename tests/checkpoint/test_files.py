@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmdevplug.accelerators import get_accelerator
-from mmdevplug.checkpoint import finding
+from mmdevplug.checkpoint import finding, writing
 from mmdevplug.checkpoint.finding import (
     check_file,
     find_good_checkpoint,
@@ -55,6 +55,26 @@ def test_what_was_there_stays_until_the_new_is_whole(tmp_path, monkeypatch):
     assert order[0] == 'flush a.pth'
     assert read_checkpoint(str(path))['meta']['iter'] == 2
     assert os.listdir(tmp_path) == ['a.pth']
+
+
+@pytest.mark.parametrize('answer', [0, -1])
+def test_the_disk_begins_while_the_rest_is_made(tmp_path, monkeypatch, answer):
+    ranges = []
+
+    def call(descriptor, start, length, flag):
+        ranges.append((start, length, flag))
+        return answer  # what it cannot do, the flush does
+
+    monkeypatch.setattr(writing, '_sync_file_range', lambda: call)
+    monkeypatch.setattr(writing, '_STRETCH', 1 << 20)
+    weights = torch.rand(1 << 20)
+    path = tmp_path / 'a.pth'
+    write_checkpoint(dict(state_dict=dict(w=weights[:500_000], v=weights[500_000:])), str(path))
+    assert torch.equal(read_checkpoint(str(path))['state_dict']['v'], weights[500_000:])
+    ends = [start + length for start, length, _ in ranges]
+    assert [start for start, _, _ in ranges] == [0, *ends[:-1]]
+    assert all(length >= 1 << 20 and flag == 2 for _, length, flag in ranges)
+    assert path.stat().st_size - ends[-1] < 1 << 20
 
 
 @pytest.mark.parametrize('what', [KeyboardInterrupt, OSError('disk'), RuntimeError('unexpected')])
