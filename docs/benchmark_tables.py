@@ -1,4 +1,4 @@
-"""Write the tables of measurements into ``docs/*/benchmarks.md`` and ``docs/*/samples.md``.
+"""Write the tables of measurements into pages: ``docs/*/benchmarks.md`` and those that follow.
 
 The figures are those of ``docs/benchmarks/*.json``, which the scripts in ``benchmarks`` write with
 ``--json``. A table stands between ``<!-- measured: NAME -->`` and ``<!-- end -->``. The best
@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
 from tables import DOCS, table
 
 RESULTS = DOCS / 'benchmarks'
-PAGES = ('benchmarks.md', 'samples.md')
+PAGES = ('benchmarks.md', 'samples.md', 'llama_lora.md')
 
 WORDS: Dict[str, Dict[str, str]] = dict(
     en={
@@ -57,6 +57,14 @@ WORDS: Dict[str, Dict[str, str]] = dict(
         'unequal': '2:1:…',
         'import': 'package',
         'seconds': 'seconds that its import adds',
+        'iteration': 'iteration',
+        'bits': 'bits for each byte of held-out text',
+        'trained': 'trained',
+        'after': 'after {} iterations',
+        'try': 'to try it, add `--cfg-options`',
+        'adapters': 'adapters alone',
+        'ends': 'embedding and head alone',
+        'both': 'both, as the config has it',
     },
     zh_cn={
         'cpu': 'CPU',
@@ -100,6 +108,14 @@ WORDS: Dict[str, Dict[str, str]] = dict(
         'unequal': '2:1:…',
         'import': '包',
         'seconds': '导入所增加的秒数',
+        'iteration': '迭代',
+        'bits': '测试文本每个字节所需的比特数',
+        'trained': '训练的部分',
+        'after': '{} 次迭代之后',
+        'try': '想自己试，加 `--cfg-options`',
+        'adapters': '只训练适配器',
+        'ends': '只训练嵌入层和输出层',
+        'both': '两者都训练，即配置原样',
     },
 )
 
@@ -259,6 +275,26 @@ def import_time(words: Dict[str, str]) -> str:
     return f'{table([words["import"], words["seconds"]], lines)}\n\n{where(files, words)}'
 
 
+def llama_learns(words: Dict[str, str]) -> str:
+    """Bits for a byte while the small Llama learns."""
+    files = load('llama_lora.json')
+    (row,) = [row for row in rows_of(files) if row['trained'] == 'both']
+    lines = [['0', '8.0'], *([step, f'{bits:.2f}'] for step, bits in row['bits'].items())]
+    return f'{table([words["iteration"], words["bits"]], lines)}\n\n{where(files, words)}'
+
+
+def llama_parts(words: Dict[str, str]) -> str:
+    """What is left of that where only a part of it is trained."""
+    rows = rows_of(load('llama_lora.json'))
+    last = list(rows[0]['bits'])[-1]
+    bits = bold_best([row['bits'][last] for row in rows], lambda value: f'{value:.2f}')
+    lines = [
+        [words[row['trained']], shown, f'`{row["option"]}`' if row['option'] else '']
+        for row, shown in zip(rows, bits)
+    ]
+    return table([words['trained'], words['after'].format(last), words['try']], lines)
+
+
 def exchange(words: Dict[str, str], kinds: Sequence[Sequence[str]], shown: Any = None) -> str:
     """Milliseconds to share samples: all_gather_object / one flat all-gather / ours."""
     files = load('exchange.json')
@@ -305,6 +341,8 @@ TABLES: Dict[str, Callable[[Dict[str, str]], str]] = {
     'plan times': plan_times,
     'guard': guard,
     'import': import_time,
+    'llama learns': llama_learns,
+    'llama parts': llama_parts,
     'samples': lambda words: exchange(words, KINDS[:3], SHOWN_SAMPLES),
     **{', '.join(kind): lambda words, kind=kind: exchange(words, [kind]) for kind in KINDS},  # type: ignore[misc]
 }
