@@ -54,7 +54,7 @@ optim_wrapper = dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=6e-3, 
 param_scheduler = dict(type='CosineAnnealingLR', eta_min=3e-4, T_max=max_iters, by_epoch=False)
 
 default_hooks = dict(
-    logger=dict(type='LoggerHook', interval=10),
+    logger=dict(type='LoggerHook', interval=10, log_metric_by_epoch=False),
     checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=20, max_keep_ckpts=1),
 )
 log_processor = dict(by_epoch=False)

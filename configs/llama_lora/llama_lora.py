@@ -55,7 +55,7 @@ optim_wrapper = dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=5e-3, 
 param_scheduler = dict(type='CosineAnnealingLR', eta_min=5e-4, T_max=max_iters, by_epoch=False)
 
 default_hooks = dict(
-    logger=dict(type='LoggerHook', interval=20),
+    logger=dict(type='LoggerHook', interval=20, log_metric_by_epoch=False),
     checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=400, max_keep_ckpts=1),
 )
 log_processor = dict(by_epoch=False)
