@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
 from tables import DOCS, table
 
 RESULTS = DOCS / 'benchmarks'
-PAGES = ('benchmarks.md', 'samples.md', 'llama_lora.md')
+PAGES = ('benchmarks.md', 'samples.md', 'llama_lora.md', 'device_guard.md')
 
 WORDS: Dict[str, Dict[str, str]] = dict(
     en={
