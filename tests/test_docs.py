@@ -207,7 +207,9 @@ def benchmark_tables(monkeypatch):
 
 
 @pytest.mark.parametrize('language', ['en', 'zh_cn'])
-@pytest.mark.parametrize('name', ['benchmarks.md', 'samples.md', 'llama_lora.md', 'device_guard.md'])
+@pytest.mark.parametrize(
+    'name', ['benchmarks.md', 'samples.md', 'llama_lora.md', 'device_guard.md']
+)
 def test_measurements_are_those_of_the_result_files(benchmark_tables, language, name):
     page = read(DOCS / language / name)
     made = benchmark_tables.fill(page, benchmark_tables.WORDS[language])

@@ -60,15 +60,13 @@ class BucketAveraging:
         self._found: List[str] = []
         self._not_finite = False
         self._messages = 0
-        self._sent = self._started = self._last_started = self._completed = 0.0
+        self._sent = self._shared = 0.0
+        self._started = self._last_started = self._completed = 0.0
 
     # Without annotations: DDP accepts only those of its release.
     def hook(self, state, bucket):
         """Average a bucket; returns a future."""
-        if not self._in_iteration:
-            self._in_iteration = True
-            self._started = time.perf_counter()
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_ddp)
+        self._enter_iteration()
         flat = bucket.buffer()
         compressible = flat.dtype == torch.float32 and not flat.is_sparse
         scaled_by_hook = self._half_hook is not None and compressible
@@ -80,6 +78,16 @@ class BucketAveraging:
         if scaled_by_hook:
             self._sent += all_reduce_bytes(flat.numel() * 2, self.world_size)
         return future
+
+    def _enter_iteration(self) -> None:
+        if self._in_iteration:
+            return
+        try:
+            torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_ddp)
+        except RuntimeError:
+            return  # no backward: a rank that has left DDP's `join` answers the others
+        self._in_iteration = True
+        self._started = time.perf_counter()
 
     def _scale(self, bucket: Any, factor: float) -> None:
         flat = bucket.buffer()
@@ -128,6 +136,7 @@ class BucketAveraging:
         TRAFFIC.record(
             'gradients',
             sent=self._sent,
+            shared=self._shared,
             seconds=self._completed - self._started,
             waited=max(0.0, self._completed - self._last_started),
             messages=self._messages,

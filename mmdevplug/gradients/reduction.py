@@ -158,6 +158,12 @@ class TwoLevelReduction(Reduction):
             start = end
         return found
 
+    def copy_results(self, flat: Tensor, target: Tensor) -> None:
+        """Copy the averages of a bucket, which is the part ``flat`` of this rank's memory."""
+        peers = self._peer_memory(flat)
+        for peer, span in zip(peers, _split(flat.numel(), len(peers))):
+            target[span].copy_(peer[span])
+
     @staticmethod
     def _start_barrier(group: Any, value: Optional[Tensor] = None) -> Any:
         """Start a barrier that also adds up a value."""

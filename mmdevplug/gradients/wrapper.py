@@ -39,6 +39,7 @@ from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
 from .nonfinite import FinitePolicy
 from .overlapped_staging import OverlappedStaging
+from .shared_buckets import SharedBucketAveraging
 
 #: On the host, the all-reduce of small buckets starts earlier, and gradients that are views of a
 #: bucket need no copy.
@@ -135,6 +136,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self.accelerator = chosen
         self.policy = averaging['policy']
         self._averaging = averaging
+        self._hierarchy = own.hierarchy
+        self._ddp_averaging: Optional[BucketAveraging] = None
         self._devices = devices_of(module.parameters())
         if not takes_tensors:
             self.restart_staging()  # After the move, which may have made new parameters.
@@ -183,10 +186,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         """Call the module; see :meth:`torch.nn.parallel.DistributedDataParallel.forward`."""
         if self.staging is None:
             if self._hook_is_due:
-                averaging = BucketAveraging(
-                    _trainable(self.module), self.process_group, **self._averaging
-                )
-                self.register_comm_hook(None, averaging.hook)
+                self._ddp_averaging = self._choose_averaging()
+                self.register_comm_hook(None, self._ddp_averaging.hook)
             if not self._hooked and torch.is_grad_enabled() and self.require_backward_grad_sync:
                 # The backend does not report how long the buckets of DDP take.
                 size = sum(p.numel() * p.element_size() for _, p in _trainable(self.module))
@@ -204,6 +205,19 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if torch.is_grad_enabled():
             self.staging.prepare(outputs, synchronize)
         return outputs
+
+    def _choose_averaging(self) -> BucketAveraging:
+        """Average what DDP hands over in shared memory where ranks share it, or by messages."""
+        named, averaging = _trainable(self.module), self._averaging
+        # DDP waits inside the hook in the first iteration of a graph that it takes for static.
+        may_share = self._hierarchy and not getattr(self, 'static_graph', False)
+        if self.device_type == 'cpu' and averaging['compression'] is None and may_share:
+            shared = SharedBucketAveraging.where_shared(
+                named, self.process_group, averaging['policy'], self._hierarchy
+            )
+            if shared is not None:
+                return shared
+        return BucketAveraging(named, self.process_group, **averaging)
 
     def _sync_buffers(self) -> None:
         """Count how long PyTorch's DDP waits for rank 0, which sends its buffers."""
@@ -293,6 +307,10 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             ModelError: Under host staging.
         """
         self._refuse_under_staging('join')
+        # Ranks that have joined answer messages alone.
+        self._hierarchy = False
+        if isinstance(self._ddp_averaging, SharedBucketAveraging):
+            self._ddp_averaging.active = False
         return super().join(*args, **kwargs)
 
     def _refuse_under_staging(self, method: str) -> None:

@@ -1,0 +1,142 @@
+"""PyTorch's DDP on the CPU, its buckets averaged in memory that the ranks of a host share."""
+
+import logging
+
+import pytest
+import torch
+from mmengine.logging import MMLogger
+from torch import nn
+
+from mmdevplug import DeviceDistributedDataParallel, init_device
+from mmdevplug.distributed.traffic import TRAFFIC
+from mmdevplug.errors import ModelError
+from mmdevplug.gradients import shared_buckets
+from mmdevplug.gradients.ddp_hook import BucketAveraging
+from mmdevplug.gradients.shared_buckets import SharedBucketAveraging
+from tests.ranks import run_ranks
+
+STEPS = 4
+
+
+class Mixed(nn.Module):
+    """Layers of several dtypes, one of them with a sparse gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 40, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(6))
+        self.exact = nn.Linear(40, 40).double()
+        self.coarse = nn.Linear(40, 3).bfloat16()
+
+    def forward(self, indices):
+        found = self.table(indices)
+        for layer in self.layers:
+            found = layer(found).tanh()
+        found = self.exact(found.double()).tanh()
+        return self.coarse(found.bfloat16()).float().square().mean()
+
+
+def wrap(model, least_bytes=0, **options):
+    """Wrap a model; small ones share memory, too."""
+    shared_buckets.LEAST_BYTES = least_bytes
+    rank = init_device('pytorch', 'cpu').env.rank
+    options = dict(bucket_cap_mb=0.02, **options)
+    return DeviceDistributedDataParallel(model, accelerator='cpu', **options), rank
+
+
+def train(options, least_bytes=0):
+    """Weights after some steps, how buckets were averaged, and what it cost."""
+    torch.manual_seed(0)
+    model, rank = wrap(Mixed(), least_bytes, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    random = torch.Generator().manual_seed(rank)
+    TRAFFIC.take()
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randint(50, (8,), generator=random)).backward()
+        optimizer.step()
+    cost = TRAFFIC.take()['gradients']
+    weights = [parameter.detach().float().numpy() for parameter in model.module.parameters()]
+    return weights, type(model._ddp_averaging), cost.sent, cost.shared
+
+
+@pytest.mark.parametrize('ranks', [2, 3])
+def test_averages_are_those_of_messages(ranks):
+    shared = run_ranks(train, ranks, {})
+    messages = run_ranks(train, ranks, dict(hierarchy=False))
+    for (found, kind, sent, in_memory), (expected, other, sent_before, _) in zip(shared, messages):
+        assert (kind, other) == (SharedBucketAveraging, BucketAveraging)
+        for ours, theirs in zip(found, expected):
+            assert abs(ours - theirs).max() <= 1e-6
+        # What is sparse or of half precision still travels.
+        assert 0 < sent < 0.6 * sent_before
+        assert sent + in_memory == pytest.approx(sent_before)
+
+
+@pytest.mark.parametrize(('options', 'least_bytes'), [(dict(static_graph=True), 0), ({}, 4 << 20)])
+def test_messages_where_ddp_waits_or_gradients_are_small(options, least_bytes):
+    for _, kind, sent, in_memory in run_ranks(train, 2, options, least_bytes):
+        assert kind is BucketAveraging
+        assert sent > 0
+        assert in_memory == 0
+
+
+def without_memory():
+    warnings = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            warnings.append(record.getMessage())
+
+    def fail(name):
+        raise OSError(28, 'no room')
+
+    from mmdevplug.gradients import shared_memory
+
+    rank = init_device('pytorch', 'cpu').env.rank
+    MMLogger.get_current_instance().addHandler(Listener())
+    if rank == 1:
+        shared_memory.os.memfd_create = fail
+    return (*train({}), warnings)
+
+
+def test_one_rank_without_memory_leaves_all_to_messages():
+    found = run_ranks(without_memory, 2)
+    assert [kind for _, kind, *_ in found] == [BucketAveraging] * 2
+    assert any('they cannot share memory: rank 1' in line for line in found[0][-1])
+
+
+def spoil():
+    model, rank = wrap(Mixed())
+    loss = model(torch.arange(8))
+    (loss * float('nan') if rank == 1 else loss).backward()
+
+
+def test_a_gradient_that_is_not_finite_is_named_on_all_ranks():
+    with pytest.raises(AssertionError) as failed:
+        run_ranks(spoil, 2, together=True)
+    for name, message, _ in failed.value.errors.values():
+        assert name == ModelError.__name__
+        assert 'rank 1: ' in message
+        assert 'layers.0.weight (1600 NaN, 0 Inf of 1600)' in message
+        assert 'rank 0:' not in message
+
+
+def join_early(hierarchy):
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(40, 40) for _ in range(6)])
+    model, rank = wrap(layers, hierarchy=hierarchy)
+    model(torch.ones(2, 40)).sum().backward()
+    kind = type(model._ddp_averaging)
+    with model.join():
+        for step in range(2 + 2 * rank):  # rank 1 goes on alone
+            model(torch.full((2, 40), 1.0 + step)).sum().backward()
+    return kind, [parameter.grad.numpy() for parameter in layers.parameters()]
+
+
+def test_ranks_that_join_are_answered_by_messages():
+    shared, messages = run_ranks(join_early, 2, 'auto'), run_ranks(join_early, 2, False)
+    for (kind, found), (_, expected) in zip(shared, messages):
+        assert kind is SharedBucketAveraging
+        for ours, theirs in zip(found, expected):
+            assert abs(ours - theirs).max() <= 1e-4
