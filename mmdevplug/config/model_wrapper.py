@@ -54,9 +54,9 @@ class WrapperOptions(Options):
     )
     hierarchy: Union[str, bool] = option(
         'auto',
-        'Whether gradients that pass through the host are averaged in the shared memory of '
-        "each host first, and then between hosts; `'auto'` where several ranks share a "
-        'host and each host has as many.',
+        'Whether gradients on the CPU, and those that pass through the host, are averaged in the '
+        "shared memory of each host first, and then between hosts; `'auto'` where several ranks "
+        'share a host and each host has as many.',
         check=choice('auto', True, False),
     )
     nonfinite_grads: Optional[str] = option(
