@@ -176,8 +176,8 @@ nccl when a config says nothing.""",
             '梯度经主机中转时至多 8，其他情况为 PyTorch 自己的值。',
             'model_wrapper_cfg.grad_compression': '传输什么来代替 float32：半精度，或低秩矩阵。'
             "字典中 `type='powersgd'` 时，还可以有 PyTorch 的 `PowerSGDState` 的选项。",
-            'model_wrapper_cfg.hierarchy': 'CPU 上的梯度和经主机中转的梯度是否先在每台主机的共享内存中'
-            '平均，'
+            'model_wrapper_cfg.hierarchy': 'CPU 上的梯度和经主机中转的梯度是否先在每台主机的'
+            '共享内存中平均，'
             "再在主机之间平均；`'auto'` 表示多个 rank 在同一主机上且各主机 rank 数相同时如此。",
             'model_wrapper_cfg.nonfinite_grads': '某个 rank 的梯度出现 NaN 或无穷大时所有 rank '
             '的做法：停止并指出 rank 和参数；跳过该次更新；或继续。梯度缩放器自行跳过，优先于它。'
