@@ -77,9 +77,9 @@ def test_averages_are_those_of_messages(ranks):
         assert sent + in_memory == pytest.approx(sent_before)
 
 
-@pytest.mark.parametrize(('options', 'least_bytes'), [(dict(static_graph=True), 0), ({}, 4 << 20)])
-def test_messages_where_ddp_waits_or_gradients_are_small(options, least_bytes):
-    for _, kind, sent, in_memory in run_ranks(train, 2, options, least_bytes):
+@pytest.mark.parametrize(('least_bytes', 'static'), [(0, True), (4 << 20, False)])
+def test_messages_where_ddp_waits_or_gradients_are_small(least_bytes, static):
+    for _, kind, sent, in_memory in run_ranks(train, 2, {}, least_bytes, static):
         assert kind is BucketAveraging
         assert sent > 0
         assert in_memory == 0
