@@ -61,6 +61,16 @@ def test_import_brings_neither_torch_nor_a_vendors_package(tmp_path):
     assert found.isdisjoint({'torch', 'torchvision', 'mmcv', *VENDORS})
 
 
+def test_accelerators_bring_no_vendors_package(tmp_path):
+    """MMEngine imports those that it knows with `mmengine.device`, and one may hang."""
+    for package in VENDORS:
+        (tmp_path / f'{package}.py').write_text('raise SystemExit("imported too early")')
+    code = 'import mmdevplug.accelerators, mmdevplug.doctor.accelerators, sys; print(*sys.modules)'
+    found = run(code, tmp_path)
+    assert 'mmdevplug.accelerators' in found
+    assert set(found).isdisjoint({'mmengine.device', *VENDORS})
+
+
 def test_import_brings_none_of_the_parts():
     found = run(NEW_MODULES)
     assert 'mmdevplug' in found

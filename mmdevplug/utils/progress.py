@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager
 from threading import Event, Thread
 from typing import Any, Callable, Iterator, Optional
 
-from mmengine.dist import is_main_process
 from mmengine.logging import print_log
 
 #: Seconds before the first line and between lines: on a terminal, and in a log.
@@ -26,6 +25,9 @@ def show_progress(doing: str, log: Optional[Callable[[str], None]] = None) -> It
         log (callable, optional): Takes lines. Defaults to None: a line on the terminal that is
             written again each second, or lines on the standard error where that is no terminal.
     """
+    # Here: it imports vendors' packages, which the doctor looks at one by one.
+    from mmengine.dist import is_main_process
+
     if not is_main_process():
         yield
         return
