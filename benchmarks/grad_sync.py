@@ -76,10 +76,6 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     odd = [ranks for ranks in args.ranks if ranks % args.hosts]
     if odd:
         parser.error(f'--ranks {odd} cannot be shared out among {args.hosts} hosts evenly')
-    if args.hierarchy and args.device == 'cpu':
-        parser.error(
-            '--hierarchy is for host staging: --device card or xla; on the CPU DDP averages'
-        )
     if args.hosts > 1 and not available().possible:
         parser.error(f'--hosts {args.hosts}: {available().reason}')
 

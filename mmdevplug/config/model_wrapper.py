@@ -41,8 +41,8 @@ class WrapperOptions(Options):
 
     bucket_cap_mb: Optional[float] = option(
         None,
-        'Size of a message in MB; `None` for 5 on the CPU, at most 8 where gradients pass '
-        "through the host, and PyTorch's own elsewhere.",
+        'Size of a message in MB; `None` for 5 on the CPU, 16 where its ranks share memory, at '
+        "most 8 where gradients pass through the host, and PyTorch's own elsewhere.",
         check=positive(zero=True).or_none(),
     )
     grad_compression: GradCompression = option(

@@ -16,6 +16,21 @@ from .reduction import TwoLevelReduction, make_reduction
 LEAST_BYTES = 4 << 20
 
 
+def cpu_defaults(
+    named_parameters: Sequence[Tuple[str, nn.Parameter]], shares: bool
+) -> Dict[str, Any]:
+    """Arguments of DDP on the CPU: gradients that are views of a bucket need no copy.
+
+    The message of a small bucket starts earlier; where ranks share memory, barriers cost more.
+    """
+    cap = 16 if shares and _bytes_of(named_parameters) >= LEAST_BYTES else 5
+    return dict(gradient_as_bucket_view=True, bucket_cap_mb=cap)
+
+
+def _bytes_of(named_parameters: Sequence[Tuple[str, nn.Parameter]]) -> int:
+    return sum(each.numel() * each.element_size() for _, each in named_parameters)
+
+
 class _Started(NamedTuple):
     """A bucket that is being averaged: DDP's memory, ours, and what DDP waits for."""
 
@@ -56,12 +71,10 @@ class SharedBucketAveraging(BucketAveraging):
         hierarchy: Union[str, bool],
     ) -> Optional['SharedBucketAveraging']:
         """Return one where ranks share memory and that pays; None on all ranks elsewhere."""
-        parameters = [parameter for _, parameter in named_parameters]
-        if sum(p.numel() * p.element_size() for p in parameters) < LEAST_BYTES:
+        if _bytes_of(named_parameters) < LEAST_BYTES:
             return None
-        sizes = numel_by_dtype(
-            [p for p in parameters if p.dtype in (torch.float32, torch.float64)]
-        )
+        summed = [p for _, p in named_parameters if p.dtype in (torch.float32, torch.float64)]
+        sizes = numel_by_dtype(summed)
         reduction, memory = make_reduction(sizes, group, None, hierarchy, pin_memory=False)
         if not isinstance(reduction, TwoLevelReduction):
             return None

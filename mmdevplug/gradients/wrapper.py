@@ -39,11 +39,7 @@ from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
 from .nonfinite import FinitePolicy
 from .overlapped_staging import OverlappedStaging
-from .shared_buckets import SharedBucketAveraging
-
-#: On the host, the all-reduce of small buckets starts earlier, and gradients that are views of a
-#: bucket need no copy.
-CPU_DEFAULTS = dict(gradient_as_bucket_view=True, bucket_cap_mb=5)
+from .shared_buckets import SharedBucketAveraging, cpu_defaults
 
 
 @MODEL_WRAPPERS.register_module()
@@ -119,7 +115,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if takes_tensors:
             move_module(module, device)
             if chosen.name == 'cpu':
-                kwargs = {**CPU_DEFAULTS, **kwargs}
+                shares = own.hierarchy and averaging['compression'] is None
+                kwargs = {**cpu_defaults(_trainable(module), bool(shares)), **kwargs}
             if own.bucket_cap_mb is not None:
                 kwargs['bucket_cap_mb'] = own.bucket_cap_mb
             options = _rename_buffer_option(options, chosen, module)
