@@ -71,10 +71,10 @@ class SharedBucketAveraging(BucketAveraging):
         hierarchy: Union[str, bool],
     ) -> Optional['SharedBucketAveraging']:
         """Return one where ranks share memory and that pays; None on all ranks elsewhere."""
-        if _bytes_of(named_parameters) < LEAST_BYTES:
+        summed = [(n, p) for n, p in named_parameters if p.dtype in (torch.float32, torch.float64)]
+        if not summed or _bytes_of(summed) < LEAST_BYTES:
             return None
-        summed = [p for _, p in named_parameters if p.dtype in (torch.float32, torch.float64)]
-        sizes = numel_by_dtype(summed)
+        sizes = numel_by_dtype([parameter for _, parameter in summed])
         reduction, memory = make_reduction(sizes, group, None, hierarchy, pin_memory=False)
         if not isinstance(reduction, TwoLevelReduction):
             return None
