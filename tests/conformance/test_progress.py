@@ -91,7 +91,7 @@ def test_a_terminal_gets_one_line_that_is_removed(quick, monkeypatch):
 
 
 def test_ranks_but_the_first_are_silent(quick, monkeypatch):
-    monkeypatch.setattr(progress, 'is_main_process', lambda: False)
+    monkeypatch.setattr('mmengine.dist.is_main_process', lambda: False)
     with show_progress('writing', pytest.fail):
         assert not threads()
         time.sleep(0.2)
