@@ -24,8 +24,10 @@ from mmdevplug.utils.memory_growth import tensor_bytes
 from mmdevplug.utils.progress import log_progress
 from mmdevplug.utils.pytree import tensors_in
 
-#: Bytes that the disk is told to write at once, and the flag of Linux that only begins it.
-_STRETCH, _BEGIN = 32 << 20, 2
+#: After so many bytes the disk begins to write them.
+_STRETCH = 32 << 20
+#: SYNC_FILE_RANGE_WRITE of Linux: begin to write, and do not wait.
+_BEGIN = 2
 
 
 @contextmanager

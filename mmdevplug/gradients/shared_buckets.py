@@ -32,10 +32,9 @@ def _bytes_of(named_parameters: Sequence[Tuple[str, nn.Parameter]]) -> int:
 
 
 class _Started(NamedTuple):
-    """A bucket that is being averaged: DDP's memory, ours, and what DDP waits for."""
+    """A bucket that is being averaged: DDP's memory, the work on ours, and what DDP waits for."""
 
     flat: Tensor
-    shared: Tensor
     work: BucketWork
     future: torch.futures.Future
 
@@ -96,9 +95,9 @@ class SharedBucketAveraging(BucketAveraging):
         if not self._works:
             self._reduction.begin()
         shared.copy_(flat)
-        steps = self._reduction.average(Bucket(shared, []), self.policy.active)
-        work = BucketWork(Bucket(shared, []), steps)
-        self._works.append(_Started(flat, shared, work, torch.futures.Future()))
+        here = Bucket(shared, [])
+        work = BucketWork(here, self._reduction.average(here, self.policy.active))
+        self._works.append(_Started(flat, work, torch.futures.Future()))
         for started in self._works:
             if not started.work.completed:
                 started.work.advance()
@@ -127,7 +126,7 @@ class SharedBucketAveraging(BucketAveraging):
                 dense = [p for p in own if p.grad is not None and not p.grad.is_sparse]
                 self._found += names_of_nonfinite([(self._names[id(p)], p.grad) for p in dense])
             for started in self._works:
-                self._reduction.copy_results(started.shared, started.flat)
+                self._reduction.copy_results(started.work.bucket.flat, started.flat)
                 started.future.set_result(started.flat)
         if self._works:
             self._reduction.end()

@@ -20,7 +20,7 @@ from tests.cli.test_launch_fuzz import AGENT, VALUES
 CASES = 2000
 ADDRESS = dict(MASTER_ADDR='10.0.0.1', MASTER_PORT='23456')
 PET_ADDRESS = {f'PET_{name}': value for name, value in ADDRESS.items()}
-#: A job whose hosts may join and leave, and how torchrun is told so.
+#: Flags of an elastic job, and the options that torchrun gets for them.
 ELASTIC = ['--nnodes', '1:4', '--nproc', '2', '--master-addr', 'host0']
 MEETING = (
     '--nnodes=1:4', '--rdzv_backend=c10d', '--rdzv_endpoint=host0:29500', '--rdzv_id=mmdevplug',
