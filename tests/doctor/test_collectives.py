@@ -257,7 +257,7 @@ def test_more_ranks_than_devices_are_refused(tmp_path, monkeypatch):
     for name, value in environment(FAKECARD_NAME='zeta', FAKECARD_COUNT='2').items():
         monkeypatch.setenv(name, value)
     options = dict(config=str(config), accelerator='zeta')
-    findings = collectives.examine(3, options, 0.01, 1, 30)
+    findings = collectives.examine(3, options, 0.01, 1, 120)  # the first run compiles the card
     errors = [f.found for f in findings if f.level == 'error']
     assert any(re.match('ranks? (., )*2 failed', f) for f in errors), errors
     assert any('sees 2 zeta device(s)' in f for f in errors)
