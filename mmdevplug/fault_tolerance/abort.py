@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from typing import Any, Callable, List
+from typing import Any, Callable, List, Optional
 
 from mmengine.logging import MMLogger
 
@@ -40,8 +40,8 @@ def note_for_agent(error: BaseException) -> None:
     The rank that ends first is often not the one that failed: that one waits until the others have
     read its report.
     """
-    path = os.environ.get('TORCHELASTIC_ERROR_FILE')
-    if path is None or 'TORCHELASTIC_RUN_ID' not in os.environ:
+    path = _note_path()
+    if path is None:
         return
     note = dict(
         message=f'{type(error).__name__}: {first_line(error)}'[:1000],
@@ -52,6 +52,19 @@ def note_for_agent(error: BaseException) -> None:
         write_text(json.dumps(note), path)
     except OSError as failed:
         logging.getLogger(__name__).debug('no note in %s: %s', path, failed)
+
+
+def forget_note() -> None:
+    """Remove the note of an error after which this process goes on."""
+    path = _note_path()
+    if path is not None and os.path.exists(path):
+        os.unlink(path)
+
+
+def _note_path() -> Optional[str]:
+    if 'TORCHELASTIC_RUN_ID' not in os.environ:
+        return None
+    return os.environ.get('TORCHELASTIC_ERROR_FILE')
 
 
 def before_abort(callback: Callable[[], Any]) -> None:

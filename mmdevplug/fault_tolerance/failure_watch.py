@@ -21,7 +21,7 @@ from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.torch_compat import get_text, set_text
 
-from .abort import abort, say
+from .abort import abort, forget_note, note_for_agent, say
 from .heartbeat import (
     BEAT_SECONDS,
     ENDED,
@@ -198,6 +198,8 @@ class FailureWatch:
     def report_error(self, error: Exception, stage: str) -> None:
         """Report this rank's own error to the others."""
         self._set_state(FAILED)
+        # A rank that has read the report may end at once, and torchrun then ends this one.
+        note_for_agent(error)
         text = f'{self.env.describe()} failed in {stage}: {type(error).__name__}: {error}'
         try:
             if not self.report(text, self.env.world_size) and isinstance(error, DevPlugError):
@@ -294,6 +296,7 @@ class FailureWatch:
             self.attempt += 1
             self._report = {}
             self._reported.clear()
+        forget_note()
         self._reread = True
         self.heartbeat.state = RUNNING
         self.ending = False

@@ -1,5 +1,6 @@
 """When one rank is wrong, all ranks end, and every message names that rank."""
 
+import json
 import os
 import re
 import subprocess
@@ -354,6 +355,35 @@ def test_a_failure_after_the_start_inside_one_context_is_reported():
     errors = errors_of(start_and_fail, 2, together=True)
     assert errors[1][:2] == ('ValueError', 'of rank 1')
     assert 'failed in the job: ValueError: of rank 1' in errors[0][1]
+
+
+def fail_with_a_note(folder):
+    from mmdevplug.fault_tolerance.failure import current_watch, fail_together
+
+    init()
+    note = folder / f'{os.environ["RANK"]}.json'
+    os.environ.update(TORCHELASTIC_RUN_ID='a job', TORCHELASTIC_ERROR_FILE=str(note))
+    watch, found = current_watch(), []
+    report = watch.report
+
+    def note_then_report(*args):
+        found.append(json.loads(note.read_text()))
+        return report(*args)
+
+    watch.report = note_then_report
+    with pytest.raises(ValueError, match='of all ranks'), fail_together('the job'):
+        raise ValueError('of all ranks')
+    with fail_together('the next job'):
+        found.append(note.exists())
+    return found
+
+
+def test_a_failure_is_noted_for_torchrun_before_the_others_know_it(tmp_path):
+    """The first that ends makes torchrun end the rest, this rank among them."""
+    for note, after in run_ranks(fail_with_a_note, 2, tmp_path):
+        assert note['message'] == 'ValueError: of all ranks'
+        assert not note['because_of_another']
+        assert not after
 
 
 def test_a_stop_agreement_uses_the_keys_of_its_training():
