@@ -1,5 +1,6 @@
 """Running a function in several processes of one job, each with its launch variables."""
 
+import fcntl
 import multiprocessing
 import os
 import random
@@ -9,13 +10,13 @@ import time
 import traceback
 from contextlib import contextmanager
 from importlib import import_module
-from multiprocessing import forkserver
+from multiprocessing import forkserver, reduction, util
 from multiprocessing.connection import wait
 
 from tests.measuring import measured
 
 # Processes are forked from a server that has imported these already and started no thread.
-PRELOAD = ['torch', 'mmengine.runner', 'mmdevplug.runner', 'tests.jobs']
+PRELOAD = ['tests.preloaded_first', 'mmengine.runner', 'mmdevplug.runner', 'tests.jobs']
 if 'PJRT_DEVICE' in os.environ:
     PRELOAD.append('torch_xla')
 PRELOAD.append('tests.preloaded')
@@ -25,7 +26,6 @@ LINGER_SECONDS = 20
 
 _ports = random.SystemRandom()
 _context = multiprocessing.get_context('forkserver')
-_context.set_forkserver_preload(PRELOAD)
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -95,49 +95,94 @@ def _skip_without_card(errors):
         pytest.skip(card.MISSING)
 
 
-def _start_server(server=forkserver, paths=()):
-    """Let the server find what it is to import, wherever the test is: it looks in its folder.
+class _Descriptor:
+    """An open file, which travels to a process that is being started; it gets another number."""
 
-    Python up to 3.12 hands it no paths, and mmsegmentation installs a package `tests` as well.
-    """
-    folder, before = os.getcwd(), os.environ.get('PYTHONPATH')
+    def __init__(self, number):
+        self.number = number
+
+    def __reduce__(self):
+        return _arrived, (reduction.DupFd(self.number),)
+
+
+def _arrived(copy):
+    return fcntl.fcntl(copy.detach(), fcntl.F_DUPFD, 512)  # not where the code expects another
+
+
+def _become_server(paths, code, numbers, copies):
+    """Go on as another server, whose code names open files by the numbers they had."""
     os.chdir(_ROOT)
     if paths:
+        sys.path[:0] = paths
+        before = os.environ.get('PYTHONPATH')
         os.environ['PYTHONPATH'] = os.pathsep.join([*paths, *([before] if before else [])])
-    try:
-        server.ensure_running()
-    finally:
-        os.chdir(folder)
-        if paths:
-            os.environ.pop('PYTHONPATH')
-            os.environ.update({} if before is None else dict(PYTHONPATH=before))
+    for number, copy in zip(numbers, copies):
+        os.dup2(copy, number)
+        os.close(copy)
+    exec(code)
 
 
-#: For each vendor's package a server of its own, which imported it before MMEngine.
-_vendors = {}
+class _Server(forkserver.ForkServer):
+    """A server that is forked from the first one, where what all of them import is there."""
+
+    def __init__(self, modules, paths=()):
+        super().__init__()
+        self._running, self._paths = False, list(paths)
+        self.set_forkserver_preload(modules)
+
+    def ensure_running(self):
+        if self._running:
+            return
+        start, util.spawnv_passfds = util.spawnv_passfds, self._fork
+        try:
+            super().ensure_running()
+        finally:
+            util.spawnv_passfds = start
+        self._running = True
+
+    def _fork(self, path, arguments, numbers):
+        copies = [_Descriptor(number) for number in numbers]
+        args = (self._paths, arguments[-1], numbers, copies)
+        server = _context.Process(target=_become_server, args=args, daemon=True)
+        with _processes_from(_first):
+            server.start()
+        return server.pid
 
 
 @contextmanager
-def _server_of(vendor):
-    """Let processes come from the common server, or from one that imported a vendor's package."""
-    if vendor is None:
-        _start_server()
-        yield
-        return
-    package, paths = vendor
-    from tests.jobs import LEAN  # here, so that ranks import the package first
-
-    paths = [*paths, *LEAN]
-    if package not in _vendors:
-        _vendors[package] = forkserver.ForkServer()
-        _vendors[package].set_forkserver_preload([package, *PRELOAD])
-    _start_server(_vendors[package], paths)
-    common = forkserver.connect_to_new_process
-    forkserver.connect_to_new_process = _vendors[package].connect_to_new_process
+def _processes_from(server):
+    before = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = server.connect_to_new_process
     try:
         yield
     finally:
-        forkserver.connect_to_new_process = common
+        forkserver.connect_to_new_process = before
+
+
+_first = forkserver.ForkServer()
+_first.set_forkserver_preload(['tests.preloaded_first'])
+#: For each vendor's package a server, which imported it before MMEngine; for None the common one.
+_servers = {}
+
+
+def _server_of(vendor):
+    """The server that ranks come from."""
+    package, paths = (None, ()) if vendor is None else vendor
+    if package not in _servers:
+        if vendor is not None:
+            from tests.jobs import LEAN  # here, so that ranks import the package first
+
+            paths = [*paths, *LEAN]
+        modules = [*([package] if package else []), *PRELOAD]
+        folder = os.getcwd()
+        # Python up to 3.12 hands a server no paths, and mmsegmentation installs a package `tests`.
+        os.chdir(_ROOT)
+        try:
+            _first.ensure_running()
+        finally:
+            os.chdir(folder)
+        _servers[package] = _Server(modules, paths)
+    return _servers[package]
 
 
 def run_ranks(
@@ -177,7 +222,7 @@ def run_ranks(
         need_card()  # a server that cannot import the package ends without saying why
     port = free_port()
     ranks = {}
-    with _server_of(vendor):
+    with _processes_from(_server_of(vendor)):
         for rank in range(max(world_size, 1)):
             variables = launch_variables(rank, world_size, port) if world_size else {}
             variables.update(environ or {})

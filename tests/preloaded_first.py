@@ -1,0 +1,20 @@
+"""What all servers of processes import, before any vendor's package: nothing of MMEngine's."""
+
+import gc
+from importlib import import_module
+from importlib.util import find_spec
+
+import matplotlib.backends.backend_agg  # noqa: F401
+import matplotlib.figure  # noqa: F401
+import torch.distributed.optim  # noqa: F401
+import torch.utils.cpp_extension  # noqa: F401
+import torch.utils.data  # noqa: F401
+from yapf.yapflib.yapf_api import FormatCode
+
+FormatCode('grammar = 1')  # which it reads from a file the first time
+
+for name in ('cv2', 'torch._dynamo'):  # the compiler, from PyTorch 2 on, by the first optimizer
+    if find_spec(name) is not None:
+        import_module(name)
+
+gc.freeze()
