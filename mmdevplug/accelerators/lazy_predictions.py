@@ -9,12 +9,13 @@ from mmengine.model import BaseTTAModel
 from torch import nn
 
 from .base import Accelerator
+from .host_predictions import finish_on_host
 
 
 def materialize_predictions(
     module: nn.Module, accelerator: Accelerator, devices: Sequence[torch.device]
 ) -> None:
-    """Materialize after each forward pass without gradients.
+    """Materialize after each forward pass without gradients; see also :mod:`.host_predictions`.
 
     Metrics read predictions sample by sample; without this every sample would be its own graph.
     """
@@ -23,11 +24,20 @@ def materialize_predictions(
         if not torch.is_grad_enabled() and not _in_training_step.get():
             accelerator.materialize_all(devices)
 
-    if not isinstance(module, BaseTTAModel):
-        module.register_forward_hook(materialize)
-        return
+    def settle(*_: object) -> None:
+        """Run what made the weights before the first prediction, else its graph is another."""
+        if not torch.is_grad_enabled() and not _in_training_step.get():
+            accelerator.materialize_all(devices)
+            before.remove()
+
+    finish_on_host(module, lambda: accelerator.materialize_all(devices))
     # Test-time augmentation calls the inner model for each view and merges the predictions.
-    module.module.register_forward_hook(materialize)
+    called = module.module if isinstance(module, BaseTTAModel) else module
+    first = getattr(called, 'data_preprocessor', None) or called
+    before = first.register_forward_pre_hook(settle)
+    called.register_forward_hook(materialize)
+    if called is module:
+        return
     merge = module.merge_preds
 
     def merge_as_one(*args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 from tests.repos.segmentation import deeplabv3plus, make_cityscapes, segformer, vit
 from tests.repos.training import ITERATIONS, mean_losses, train_all, write_config
 from tests.t20.conftest import FOLDER, MISSING
+from tests.xla.shape_jobs import SIZES, segmentor, validate
 
 pytestmark = [
     pytest.mark.t20,
@@ -36,6 +37,35 @@ def names_on(cards):
 
 
 CASES = [(name, cards) for cards in (0, 2, 8) for name in names_on(cards)]
+
+
+def validate_on_many_sizes(work_dir):
+    """Predictions on images of many sizes, of the host and of a card."""
+    sys.path.insert(0, str(FOLDER))
+    import t20_card
+    import torch_gcu
+    from mmseg.utils import register_all_modules
+
+    register_all_modules(init_default_scope=False)
+
+    def graphs():
+        return t20_card.card.stats(torch_gcu.current_device())['compilations']
+
+    return [
+        validate(kind, work_dir, segmentor(), SIZES[:12], graphs=graphs, pad_to=(20, 24))
+        for kind in ('cpu', 'gcu')
+    ]
+
+
+def test_validation_on_images_of_many_sizes_compiles_one_graph(torch_gcu, tmp_path):
+    need_mmcv_operations()
+    ((host, card),) = run_ranks(validate_on_many_sizes, 0, tmp_path)
+    assert len({found.shape for found in host['predictions']}) == 12
+    for found, expected in zip(card['predictions'], host['predictions']):
+        assert (found == expected).all()
+    assert card['metrics'] == host['metrics']
+    assert card['counts'][0] > 0
+    assert card['counts'][1:] == card['counts'][:1] * 11
 
 
 def with_sync_bn(recipe, how):
