@@ -5,7 +5,7 @@ keeps ``import mmdevplug`` free of torch and of every vendor package.
 """
 
 from importlib import import_module
-from typing import Any, Mapping
+from typing import Any, List, Mapping
 
 from mmengine.registry import Registry, build_from_cfg
 
@@ -22,10 +22,23 @@ ACCELERATORS = Registry(
 )
 
 
+_lazy: List[Registry] = []
+
+
 def register_lazily(registry: Registry, location: str) -> None:
     """Let one of MMEngine's root registries import a module, which registers, when first used."""
+    _lazy.append(registry)
     if registry._imported:
         # The list of locations was read already, so torch is loaded and an import costs little.
         import_module(location)
     elif location not in registry._locations:
         registry._locations.append(location)
+
+
+def import_parts() -> None:
+    """Import what was registered lazily.
+
+    Another repository's registry looks for a name in MMEngine's, but imports only its own modules.
+    """
+    for registry in _lazy:
+        registry.import_from_location()

@@ -40,6 +40,7 @@ from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 from mmdevplug.patches.torch_load import trust_classes
+from mmdevplug.registry import import_parts
 from mmdevplug.utils.model import unwrap_model
 
 from .device_log_processor import device_log_processor
@@ -82,6 +83,7 @@ class DeviceRunner(Runner):
         model_parallel: Union[None, bool, Dict] = None,
         **kwargs: Any,
     ) -> None:
+        import_parts()
         cfg = kwargs.get('cfg') or {}
         check_work_dir(kwargs['work_dir'] if 'work_dir' in kwargs else args[1])
         if accelerator is None:

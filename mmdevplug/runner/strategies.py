@@ -20,6 +20,7 @@ from mmdevplug.model.prepare import place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
+from mmdevplug.registry import import_parts
 
 from .flexible_runner import patch_flexible_runner
 from .global_batch import refuse_for_flexible_runner
@@ -47,6 +48,7 @@ class DeviceStrategy(DDPStrategy):
     parallelism = Parallelism(ModelParallelOptions(enable=False))
 
     def __init__(self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any) -> None:
+        import_parts()
         self.given_accelerator = accelerator
         self.accelerator_options = AcceleratorOptions.from_config(accelerator, backend='auto')
         super().__init__(**kwargs)

@@ -19,11 +19,52 @@ from tests.jobs import (
     install_card,
     largest_difference,
     load_file,
+    need_mmcv_operations,
     weights_of,
 )
-from tests.ranks import run_ranks
+from tests.ranks import free_port, launch_variables, run_ranks
 
 THREE_EPOCHS = {**PLAIN, 'train_cfg__max_epochs': 3, 'default_hooks__checkpoint__interval': 1}
+
+
+IN_MMSEG = """
+import sys
+import mmdevplug
+import mmseg.models
+import torch
+from mmengine.config import Config
+from mmengine.model import BaseModel
+from mmengine.registry import MODELS
+
+@MODELS.register_module()
+class Own(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, inputs=None, data_samples=None, mode='tensor'):
+        return {}
+
+from mmdevplug.runner import DeviceRunner
+
+cfg = Config.fromfile(mmdevplug.base_config('cpu'))
+cfg.merge_from_dict(dict(
+    default_scope='mmseg', model=dict(type='Own'), launcher='pytorch', work_dir=sys.argv[1]))
+print('wrapper:', type(DeviceRunner.from_cfg(cfg).model).__name__)
+"""
+
+
+def test_a_script_of_mmseg_that_imports_only_the_runner(tmp_path):
+    """Registries of repositories look into MMEngine's, but have it import nothing."""
+    need_mmcv_operations()
+    done = subprocess.run(
+        [sys.executable, '-c', IN_MMSEG, str(tmp_path)],
+        env={**os.environ, **launch_variables(0, 1, free_port()), 'PYTHONPATH': PATHS},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert 'wrapper: DeviceDistributedDataParallel' in done.stdout, done.stderr
 
 
 class StopAfter(Hook):

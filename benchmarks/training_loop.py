@@ -1,0 +1,236 @@
+"""Training loops side by side: MMEngine's runner and wrapper, and ours with its defaults.
+
+    python benchmarks/training_loop.py [--models segformer retinanet] [--blocks 15] [--json FILE]
+
+SegFormer-B0 of mmseg and RetinaNet (ResNet-50) of mmdet, as their configs are, on random images, on
+the CPU. In every process both runners train the same model; they take turns of a few iterations,
+so that a machine that slows down slows both. A figure is the median over the turns. `ours-bare` is
+our wrapper and runner without any hook, heartbeat or check that can be left out: what these cost
+is `ours / ours-bare`.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import torch
+from hosts import run_ranks
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.registry import DATASETS, init_default_scope
+from mmengine.runner import Runner
+from mmengine.structures import InstanceData, PixelData
+from result_file import write_results
+from torch.utils.data import Dataset
+
+WAYS = ('mmengine', 'ours', 'ours-bare')
+CONFIGS = dict(
+    segformer=('mmseg', 'segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py'),
+    retinanet=('mmdet', 'retinanet/retinanet_r50_fpn_1x_coco.py'),
+)
+#: What of ours can be left out.
+BARE = dict(memory=False, compilations=False, monitor=False, preemption=False)
+
+
+@DATASETS.register_module()
+class RandomImages(Dataset):
+    """The same random images for every way, as a pipeline of mmseg or mmdet packs them."""
+
+    metainfo = dict(classes=tuple(map(str, range(80))))
+
+    def __init__(self, repository: str, size: int, count: int = 64) -> None:
+        self.repository, self.size, self.count = repository, size, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Dict[str, Any]:
+        random = torch.Generator().manual_seed(index)
+        size = (self.size, self.size)
+        image = torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=random)
+        shapes = dict(img_shape=size, ori_shape=size, pad_shape=size, scale_factor=(1.0, 1.0))
+        if self.repository == 'mmseg':
+            from mmseg.structures import SegDataSample
+
+            labels = torch.randint(0, 80, (1, *size), generator=random)
+            sample = SegDataSample(metainfo=shapes, gt_sem_seg=PixelData(data=labels))
+            return dict(inputs=image, data_samples=sample)
+        from mmdet.structures import DetDataSample
+        from mmdet.structures.bbox import HorizontalBoxes
+
+        corners = torch.rand(8, 2, generator=random) * self.size / 2
+        sides = torch.rand(8, 2, generator=random) * self.size / 2 + 8
+        boxes = HorizontalBoxes(torch.cat([corners, corners + sides], 1).clamp(max=self.size))
+        labels = torch.randint(0, 80, (8,), generator=random)
+        instances = InstanceData(bboxes=boxes, labels=labels)
+        return dict(
+            inputs=image,
+            data_samples=DetDataSample(
+                metainfo=shapes, gt_instances=instances, ignored_instances=instances[:0]
+            ),
+        )
+
+
+class Turns(Hook):
+    """Let runners in several threads train in turns, and note what each turn took.
+
+    Args:
+        ways (list): The names, in order.
+        length (int): Iterations in a turn.
+        blocks (int): Turns of each; one more comes first, for warming up.
+    """
+
+    def __init__(self, ways: List[str], length: int, blocks: int) -> None:
+        self.ways, self.length, self.blocks = ways, length, blocks
+        self.change = threading.Condition()
+        self.now = 0
+        self.times: Dict[str, List[float]] = {way: [] for way in ways}
+
+    def wait(self, way: str) -> None:
+        """Wait for the turn of a way."""
+        with self.change:
+            self.change.wait_for(lambda: self.ways[self.now] == way)
+        torch.distributed.barrier()
+
+    def end(self) -> None:
+        """Let the next one train."""
+        with self.change:
+            self.now = (self.now + 1) % len(self.ways)
+            self.change.notify_all()
+
+    def hook(self, way: str) -> Hook:
+        return _Turn(self, way)
+
+
+class _Turn(Hook):
+    priority = 'LOWEST'
+
+    def __init__(self, turns: Turns, way: str) -> None:
+        self.turns, self.way = turns, way
+
+    def before_train(self, runner: Any) -> None:
+        self.turns.wait(self.way)
+        self.begin = time.perf_counter()
+
+    def after_train_iter(self, runner: Any, batch_idx: int, *_: Any, **__: Any) -> None:
+        done = batch_idx + 1
+        if done % self.turns.length:
+            return
+        spent = (time.perf_counter() - self.begin) / self.turns.length
+        if done > self.turns.length:
+            self.turns.times[self.way].append(spent * 1e3)
+        self.turns.end()
+        if done < self.turns.length * (self.turns.blocks + 1):
+            self.turns.wait(self.way)
+        self.begin = time.perf_counter()
+
+
+def config_of(way: str, settings: Dict[str, Any], folder: str) -> Config:
+    import importlib
+
+    repository, name = CONFIGS[settings['model']]
+    root = Path(importlib.import_module(repository).__file__).parent / '.mim' / 'configs'
+    cfg = Config.fromfile(str(root / name))
+    cfg.model.backbone.init_cfg = None  # pretrained weights, which a download would bring
+    if 'pretrained' in cfg.model:
+        cfg.model.pretrained = None
+    size = settings['size']
+    if repository == 'mmseg':
+        cfg.model.data_preprocessor.size = (size, size)
+        # SyncBN of PyTorch takes tensors of GPUs alone.
+        cfg.model.decode_head.norm_cfg = dict(type='BN')
+    cfg.train_dataloader = dict(
+        dataset=dict(type='mmengine.RandomImages', repository=repository, size=size),
+        batch_size=settings['batch'],
+        sampler=dict(type='mmengine.InfiniteSampler', shuffle=False),
+        num_workers=0,
+        collate_fn=dict(type='mmengine.pseudo_collate'),
+    )
+    iterations = settings['length'] * (settings['blocks'] + 1)
+    cfg.train_cfg = dict(type='IterBasedTrainLoop', max_iters=iterations)
+    for key in list(cfg):
+        if key.startswith(('val_', 'test_')):
+            cfg.pop(key)
+    cfg.default_hooks = dict(checkpoint=None)
+    cfg.param_scheduler = None
+    cfg.randomness = dict(seed=0)
+    cfg.work_dir = str(Path(folder) / way)
+    cfg.experiment_name = way
+    cfg.launcher = 'pytorch'
+    cfg.env_cfg.dist_cfg.backend = 'gloo'
+    cfg.log_level = 'WARNING'
+    if way == 'mmengine':
+        # Without device_ids, which MMEngine's runner would add on a machine without cards.
+        cfg.model_wrapper_cfg = dict(
+            type='MMDistributedDataParallel', broadcast_buffers=False, device_ids=None
+        )
+    else:
+        cfg.accelerator = dict(type='cpu', **(BARE if way == 'ours-bare' else {}))
+        finite = 'ignore' if way == 'ours-bare' else 'stop'
+        cfg.model_wrapper_cfg = dict(
+            type='DeviceDistributedDataParallel', broadcast_buffers=False, nonfinite_grads=finite
+        )
+    return cfg
+
+
+def work(settings: Dict[str, Any]) -> None:
+    """Train every way in this rank's process; rank 0 prints milliseconds an iteration."""
+    from mmdevplug.runner import DeviceRunner
+
+    torch.set_num_threads(1)
+    turns = Turns(settings['ways'], settings['length'], settings['blocks'])
+    with tempfile.TemporaryDirectory() as folder:
+        trainings: Dict[str, Callable] = {}
+        # Ours makes the process group, which MMEngine's runner finds.
+        for way in sorted(settings['ways'], reverse=True):
+            cfg = config_of(way, settings, folder)
+            init_default_scope(CONFIGS[settings['model']][0])
+            runner = (Runner if way == 'mmengine' else DeviceRunner).from_cfg(cfg)
+            runner.register_hook(turns.hook(way))
+            trainings[way] = runner.train
+        main = trainings.pop('ours')  # which handles signals
+        others = [threading.Thread(target=train) for train in trainings.values()]
+        for other in others:
+            other.start()
+        main()
+        for other in others:
+            other.join()
+    if os.environ['RANK'] == '0':
+        print(json.dumps(turns.times), flush=True)
+    torch.distributed.barrier()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--models', nargs='+', choices=list(CONFIGS), default=list(CONFIGS))
+    parser.add_argument('--ranks', type=int, default=2)
+    parser.add_argument('--size', type=int, default=128, help='height and width of images')
+    parser.add_argument('--batch', type=int, default=2)
+    parser.add_argument('--length', type=int, default=3, help='iterations in a turn')
+    parser.add_argument('--blocks', type=int, default=15, help='turns of each')
+    parser.add_argument('--json', help='write the figures to this file')
+    args = parser.parse_args()
+    rows = []
+    print(f'{"model":<12}' + ''.join(f'{way:>12}' for way in WAYS) + f'{"ours/bare":>12}')
+    for model in args.models:
+        settings = dict(vars(args), model=model, ways=list(WAYS))
+        environ = dict(TRAINING_LOOP=json.dumps(settings), PYTHONWARNINGS='ignore')
+        printed = run_ranks([sys.executable, __file__], args.ranks, environ=environ)[0]
+        times = json.loads(printed.splitlines()[-1])
+        ms = {way: statistics.median(found) for way, found in times.items()}
+        row = ''.join(f'{ms[way]:12.1f}' for way in WAYS)
+        print(f'{model:<12}{row}{ms["ours"] / ms["ours-bare"]:12.3f}', flush=True)
+        rows.append(dict(model=model, ranks=args.ranks, ms=ms, rounds=args.blocks))
+    if args.json:
+        write_results(args.json, rows)
+
+
+if __name__ == '__main__':
+    work(json.loads(os.environ['TRAINING_LOOP'])) if 'TRAINING_LOOP' in os.environ else main()
