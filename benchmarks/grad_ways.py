@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
@@ -15,13 +16,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmdevplug import DeviceDistributedDataParallel, init_device
 
-CARDS = Path(__file__).parents[1] / 'tests' / 'standins' / 'fakecard'
+STANDINS = Path(__file__).parents[1] / 'tests' / 'standins'
+CARDS = STANDINS / 'fakecard'
 #: The name that the stand-in for an eager card gets.
 CARD = 'zeta'
 
 
 def start_device(name: str) -> Any:
-    """The process group and this rank's device; ``'card'`` is the stand-in."""
+    """The process group and this rank's device.
+
+    ``'card'`` is the stand-in that gloo serves, ``'native'`` the one with a backend of its own.
+    """
+    if name == 'native':
+        sys.path[:0] = [str(STANDINS / 'native' / CARD), str(STANDINS / 'native'), str(CARDS)]
+        import_module(f'torch_{CARD}')
+        return init_device('pytorch', CARD)
     if name == 'card':
         sys.path.insert(0, str(CARDS))
         import card
@@ -59,7 +68,12 @@ def wrap_all(
         models['split'] = build().to(context.device)
     if context.device.type == 'cpu':
         models['stock'] = MMDistributedDataParallel(build(), broadcast_buffers=False)
-    naive = average_parameters if context.device.type == CARD else average_buckets
+    elif context.backend != 'gloo':
+        models['stock'] = DistributedDataParallel(
+            build().to(context.device), device_ids=[context.device], broadcast_buffers=False
+        )
+    through_host = context.device.type == CARD and context.backend == 'gloo'
+    naive = average_parameters if through_host else average_buckets
     models['naive'] = naive(build().to(context.device))
     for way, options in ours.items():
         models[way] = DeviceDistributedDataParallel(build(), broadcast_buffers=False, **options)

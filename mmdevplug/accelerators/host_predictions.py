@@ -7,44 +7,43 @@ more graph, the network included.
 
 from typing import Any, Callable
 
-import torch
 from torch import nn
 
 from .move_nested import to_device
 
+#: Of detectors whose boxes go back to the network.
+_FURTHER_HEADS = ('roi_head', 'mask_head')
 
-def finish_on_host(model: nn.Module, materialize: Callable[[], None]) -> None:
+
+def finish_on_host(model: nn.Module, predicts: Callable[[], bool]) -> None:
     """Let segmentors and detectors of one stage make results of the network's output on the host.
 
-    ``materialize`` runs what is recorded on the model's devices.
+    ``predicts`` tells whether this is no part of training, and then runs what the model's devices
+    have recorded.
     """
     for part in model.modules():
         if callable(getattr(part, 'postprocess_result', None)):
-            _replace(part, 'postprocess_result', materialize)
+            _replace(part, 'postprocess_result', predicts)
         head = getattr(part, 'bbox_head', None)
-        # With a second stage, boxes go back to the network.
-        one_stage = hasattr(part, 'extract_feat') and getattr(part, 'roi_head', None) is None
-        if one_stage and callable(getattr(head, 'predict_by_feat', None)):
-            _replace(head, 'predict_by_feat', materialize)
+        further = [name for name in _FURTHER_HEADS if getattr(part, name, None) is not None]
+        if hasattr(part, 'extract_feat') and hasattr(head, 'predict_by_feat') and not further:
+            _replace(head, 'predict_by_feat', predicts)
 
 
-def _replace(part: nn.Module, method: str, materialize: Callable[[], None]) -> None:
+def _replace(part: nn.Module, method: str, predicts: Callable[[], bool]) -> None:
     if not isinstance(vars(part).get(method), FinishedOnHost):
-        setattr(part, method, FinishedOnHost(part, method, materialize))
+        setattr(part, method, FinishedOnHost(part, method, predicts))
 
 
 class FinishedOnHost:
-    """Replace a method of a module: without gradients, call it with copies on the host."""
+    """Replace a method of a module: predictions call it with copies on the host."""
 
-    def __init__(self, module: nn.Module, method: str, materialize: Callable[[], None]) -> None:
-        self.module, self.method = module, method
-        self._materialize = materialize
+    def __init__(self, module: nn.Module, method: str, predicts: Callable[[], bool]) -> None:
+        self.module, self.method, self._predicts = module, method, predicts
         self._before = vars(module).get(method)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            # In one graph with what else was recorded.
-            self._materialize()
+        if self._predicts():
             args, kwargs = to_device((args, kwargs), 'cpu')
         elif self._before is not None:
             # Of a model over several devices; it would move back what was moved.

@@ -20,17 +20,22 @@ def materialize_predictions(
     Metrics read predictions sample by sample; without this every sample would be its own graph.
     """
 
+    def predicts(*_: object) -> bool:
+        """Whether this is a prediction; if so, run what is recorded."""
+        if torch.is_grad_enabled() or _in_training_step.get():
+            return False
+        accelerator.materialize_all(devices)
+        return True
+
     def materialize(*_: object) -> None:
-        if not torch.is_grad_enabled() and not _in_training_step.get():
-            accelerator.materialize_all(devices)
+        predicts()
 
     def settle(*_: object) -> None:
         """Run what made the weights before the first prediction, else its graph is another."""
-        if not torch.is_grad_enabled() and not _in_training_step.get():
-            accelerator.materialize_all(devices)
+        if predicts():
             before.remove()
 
-    finish_on_host(module, lambda: accelerator.materialize_all(devices))
+    finish_on_host(module, predicts)
     # Test-time augmentation calls the inner model for each view and merges the predictions.
     called = module.module if isinstance(module, BaseTTAModel) else module
     first = getattr(called, 'data_preprocessor', None) or called
