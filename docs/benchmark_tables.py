@@ -18,7 +18,10 @@ WORDS: Dict[str, Dict[str, str]] = dict(
     en={
         'cpu': 'CPU',
         'xla': 'torch_xla',
+        'segformer': 'SegFormer-B0',
+        'retinanet': 'RetinaNet (ResNet-50)',
         'card': 'PrivateUse1 stand-in',
+        'native': 'PrivateUse1 stand-in with a backend of its own',
         'setting': '{device}, {ranks} ranks, {mb} MB',
         'refuses': 'refuses',
         'absent': 'not measured',
@@ -56,6 +59,10 @@ WORDS: Dict[str, Dict[str, str]] = dict(
         'plan': 'whole plan',
         'equal': 'equal',
         'unequal': '2:1:…',
+        'hooks': 'its hooks',
+        'our_hooks': 'our hooks',
+        'more': 'ours take more, of an iteration',
+        'runner': "MMEngine's runner",
         'import': 'package',
         'seconds': 'seconds that its import adds',
         'iteration': 'iteration',
@@ -70,7 +77,10 @@ WORDS: Dict[str, Dict[str, str]] = dict(
     zh_cn={
         'cpu': 'CPU',
         'xla': 'torch_xla',
+        'segformer': 'SegFormer-B0',
+        'retinanet': 'RetinaNet (ResNet-50)',
         'card': 'PrivateUse1 替身',
+        'native': '有自己后端的 PrivateUse1 替身',
         'setting': '{device}，{ranks} 个 rank，{mb} MB',
         'refuses': '拒绝',
         'absent': '未测量',
@@ -108,6 +118,10 @@ WORDS: Dict[str, Dict[str, str]] = dict(
         'plan': '整个计划',
         'equal': '相等',
         'unequal': '2:1:…',
+        'hooks': '它的钩子',
+        'our_hooks': '我们的钩子',
+        'more': '我们多占一次迭代的',
+        'runner': 'MMEngine 的 runner',
         'import': '包',
         'seconds': '导入所增加的秒数',
         'iteration': '迭代',
@@ -205,7 +219,8 @@ def averaging(files: Sequence[File], words: Dict[str, str], between_hosts: bool)
 
 def averaging_one_host(words: Dict[str, str]) -> str:
     """Two ranks on one host."""
-    files = load('grad_sync_cpu.json', 'grad_sync_card.json', 'grad_sync_xla.json')
+    kinds = ('cpu', 'card', 'native', 'xla')
+    files = load(*(f'grad_sync_{kind}.json' for kind in kinds))
     return averaging(files, words, between_hosts=False)
 
 
@@ -283,6 +298,20 @@ def import_time(words: Dict[str, str]) -> str:
     return f'{table([words["import"], words["seconds"]], lines)}\n\n{where(files, words)}'
 
 
+def training_loops(words: Dict[str, str]) -> str:
+    """What an iteration takes, and what its hooks take of it."""
+    files = load('training_loop.json')
+    lines = []
+    for row in rows_of(files):
+        ms, hooks = row['ms'], row['hooks_ms']
+        told = f'{words[row["model"]]}{words["comma"]}{words["rank_counts"].format(row["ranks"])}'
+        best = bold_best([ms['mmengine'], ms['ours']], number)
+        shown = [f'{hooks[way]:.2f}' for way in ('mmengine', 'ours')]
+        lines.append([told, *best, *shown, f'{row["share"]:.2%}'])
+    titles = [words[name] for name in ('model', 'runner', 'ours', 'hooks', 'our_hooks', 'more')]
+    return f'{table(titles, lines)}\n\n{where(files, words)}'
+
+
 def llama_learns(words: Dict[str, str]) -> str:
     """Bits for a byte while the small Llama learns."""
     files = load('llama_lora.json')
@@ -348,6 +377,7 @@ TABLES: Dict[str, Callable[[Dict[str, str]], str]] = {
     'plans': plans,
     'plan times': plan_times,
     'guard': guard,
+    'training loops': training_loops,
     'import': import_time,
     'llama learns': llama_learns,
     'llama parts': llama_parts,

@@ -31,9 +31,12 @@ def materialize_predictions(
         predicts()
 
     def settle(*_: object) -> None:
-        """Run what made the weights before the first prediction, else its graph is another."""
-        if predicts():
-            before.remove()
+        """Run what made the weights before the first prediction, else its graph is another.
+
+        Not after training, which ran it: each run may advance the device's random numbers.
+        """
+        before.remove()
+        predicts()
 
     finish_on_host(module, predicts)
     # Test-time augmentation calls the inner model for each view and merges the predictions.
