@@ -127,12 +127,13 @@ def describe_failure(error: ChildFailedError) -> str:
     for rank, failure in failures:
         if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torchrun's own
             return _ended(rank, failure)
-    if failures and all(notes.values()):
-        rank, _ = failures[0]
-        return f'no rank of this host failed by itself. {notes[rank]["message"]}'
     # torchrun ends those that still run with SIGTERM.
     first = [one for one in failures if -one[1].exitcode != signal.SIGTERM] or failures
-    return _ended(*first[0])
+    rank, failure = first[0]
+    if all(notes[rank] for rank, _ in first):
+        message = notes[rank]['message']
+        return f'rank {rank} (pid {failure.pid}) stopped because of another: {message}'
+    return _ended(rank, failure)
 
 
 def _note_of(failure: Any) -> Dict[str, Any]:

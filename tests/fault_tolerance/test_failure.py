@@ -471,7 +471,10 @@ OTHERS = dict(message='RankFailedError: rank 1 stops because of rank 9', because
         ([(0, 1, 5, OTHERS), (1, -9, 5, None)], 'rank 1 .* was ended by SIGKILL before'),
         ([(0, -15, 5, None), (1, 3, 6, None)], 'rank 1 .* ended with exit status 3 before'),
         ([(0, -15, 5, None)], 'rank 0 .* was ended by SIGTERM before'),
-        ([(0, 1, 5, OTHERS), (1, 1, 5, OTHERS)], 'no rank of this host failed by itself. Rank'),
+        ([(0, 1, 5, OTHERS), (1, 1, 5, OTHERS)], 'rank 0 .* stopped because of another: RankF'),
+        # PyTorch 1.10's agent does not name a rank that it ended itself.
+        ([(1, 1, 5, OTHERS)], 'rank 1 .* stopped because of another: RankFailedError: rank 1'),
+        ([(0, -15, 5, None), (1, 1, 6, OTHERS)], 'rank 1 .* stopped because of another: RankF'),
         ([(1, 3, 7, None), (0, 1, 8, None)], 'rank 1 .* ended with exit status 3 before'),
     ],
 )
