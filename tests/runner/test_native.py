@@ -42,11 +42,11 @@ def digits(accelerator, work_dir, collect_device):
         default_hooks__checkpoint__interval=1,
         default_hooks__checkpoint__max_keep_ckpts=3,
     )
-    whole = train_digits(accelerator, work_dir / 'whole', **options)
+    # Runners of one name that start in the same second write to one log.
+    whole = train_digits(accelerator, work_dir / 'whole', experiment_name='whole', **options)
     first = str(work_dir / 'whole' / 'epoch_1.pth')
-    resumed = train_digits(
-        accelerator, work_dir / 'resumed', resume=True, load_from=first, **options
-    )
+    options.update(experiment_name='resumed', resume=True, load_from=first)
+    resumed = train_digits(accelerator, work_dir / 'resumed', **options)
     return whole, resumed
 
 
