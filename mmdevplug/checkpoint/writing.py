@@ -24,7 +24,7 @@ from mmdevplug.utils.memory_growth import tensor_bytes
 from mmdevplug.utils.progress import log_progress
 from mmdevplug.utils.pytree import tensors_in
 
-#: After so many bytes the disk begins to write them.
+#: Each time this many bytes are there, the disk begins to write them.
 _STRETCH = 32 << 20
 #: SYNC_FILE_RANGE_WRITE of Linux: begin to write, and do not wait.
 _BEGIN = 2
