@@ -14,9 +14,9 @@ from mmdevplug.distributed.byte_exchange import group_by_bytes
 
 from .host_staging import HostStaging
 
-#: A batched fetch allocates host memory: at most this fraction of all gradients, or the largest
-#: gradient.
-FETCHED_PARTS = 5
+#: A batched fetch allocates host memory: at most this, or one gradient, so that it is still in the
+#: processor's cache when it is copied on.
+FETCH_BYTES = 2 << 20
 
 
 class LazyStaging(HostStaging):
@@ -46,7 +46,7 @@ class LazyStaging(HostStaging):
         if not self.accelerator.lazy:
             return super()._fetch(gradients, views)
         first = 0
-        for part in group_by_bytes(views, self._bytes // FETCHED_PARTS):
+        for part in group_by_bytes(views, FETCH_BYTES):
             self.accelerator.copy_to_host(gradients[first : first + len(part)], part)
             first += len(part)
         return None

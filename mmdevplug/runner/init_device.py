@@ -10,6 +10,7 @@ from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.patches.collectives import patch_collectives
 from mmdevplug.patches.mmcv_ops import patch_mmcv_ops
 from mmdevplug.patches.mmengine import patch_mmengine
+from mmdevplug.utils.host import keep_freed_memory
 
 
 def init_device(
@@ -41,6 +42,7 @@ def init_device(
         >>> model.to(context.device)
     """
     AcceleratorOptions.check('mmcv_ops', mmcv_ops)
+    keep_freed_memory()
     context = start_distributed(launcher, accelerator, **options)
     patch_mmcv_ops(context.accelerator, mmcv_ops)
     patch_collectives(context.accelerator)

@@ -1,10 +1,39 @@
-"""Measure the memory and cores of this host."""
+"""Measure the memory and cores of this host, and keep freed memory for the next iteration."""
 
+import ctypes
 import os
 from pathlib import Path
 from typing import Optional, Tuple
 
 import psutil
+
+#: What ``mallopt`` of glibc sets: its number there, and the environment variable that sets it, too.
+#: Blocks up to the first size, the largest that glibc takes, come from memory that was freed
+#: before; of that the second size is kept, and the third where a thread allocates.
+_KEPT = (
+    (-3, 'mmap_threshold', 32 << 20),
+    (-1, 'trim_threshold', 256 << 20),
+    (-2, 'top_pad', 64 << 20),
+)
+
+
+def keep_freed_memory() -> bool:
+    """Have glibc keep what an iteration frees, for the next; return whether it does.
+
+    By default it returns large blocks to the kernel, which clears every page again that the next
+    iteration touches. What the environment sets is left as it is.
+    """
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None) if os.name == 'posix' else None
+    if mallopt is None or any(_is_set(name) for _, name, _ in _KEPT):
+        return False
+    return all([mallopt(number, size) for number, _, size in _KEPT])
+
+
+def _is_set(name: str) -> bool:
+    tunable = f'glibc.malloc.{name}'
+    return f'MALLOC_{name.upper()}_' in os.environ or tunable in os.environ.get(
+        'GLIBC_TUNABLES', ''
+    )
 
 
 def usable_cores() -> int:
