@@ -7,9 +7,9 @@ from typing import Optional, Tuple
 
 import psutil
 
-#: What ``mallopt`` of glibc sets: its number there, and the environment variable that sets it, too.
-#: Blocks up to the first size, the largest that glibc takes, come from memory that was freed
-#: before; of that the second size is kept, and the third where a thread allocates.
+#: What ``mallopt`` of glibc sets: its number there, the name of the setting, and the size. Blocks
+#: up to the first size, the largest that glibc takes, come from memory that was freed before; of
+#: that the second size is kept, and the third where a thread allocates.
 _KEPT = (
     (-3, 'mmap_threshold', 32 << 20),
     (-1, 'trim_threshold', 256 << 20),
@@ -26,7 +26,8 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None) if os.name == 'posix' else None
     if mallopt is None or any(_is_set(name) for _, name, _ in _KEPT):
         return False
-    return all([mallopt(number, size) for number, _, size in _KEPT])
+    # mallopt returns 1, or 0 where it refuses a size.
+    return sum(mallopt(number, size) for number, _, size in _KEPT) == len(_KEPT)
 
 
 def _is_set(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What an iteration frees, the next one uses again, without asking the kernel for cleared pages."""
+"""What an iteration frees, the next one uses again: the kernel clears no pages for it."""
 
 import os
 import platform
