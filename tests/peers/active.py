@@ -53,6 +53,8 @@ class Active:
 
     @pytest.fixture(autouse=True)
     def _serve(self, request):
+        from mmengine.visualization import Visualizer
+
         import mmdevplug
         from mmdevplug.accelerators import device_context
 
@@ -63,6 +65,9 @@ class Active:
         mmdevplug.patch_mmengine()
         before = device_context()
         yield
+        # MMEngine names them by the second, so the next test may begin with one whose folder is
+        # deleted. Its tests do the same with loggers.
+        Visualizer._instance_dict.clear()
         context = device_context()
         if context is not None and context is not before:
             assert context.device.type == self.device
