@@ -4,14 +4,16 @@
     PJRT_DEVICE=CPU python benchmarks/grad_sync.py --device xla
     python benchmarks/grad_sync.py --hosts 2 --rate 1gbit --compression none bf16 --plot wire.png
 
-The ways take turns in the same processes, so that a machine that slows down slows all of them. A
-figure is the median over the rounds; ratios are what travels between machines.
+The ways take turns, all but one in the same processes, so that a machine that slows down slows all
+of them. A figure is the median over the rounds; ratios are what travels between machines.
 
 - none: every rank trains for itself, the floor; on a lazy device in one execution a step.
 - split: the same in two executions, cut where averaging has to cut: what is left of the floor when
   gradients must be in hand before the optimizer runs (lazy devices alone).
-- stock: ``MMDistributedDataParallel`` as MMEngine's runner builds it, where it works; PyTorch's
-  DDP on the stand-in with a backend of its own (``--device native``).
+- stock: ``MMDistributedDataParallel`` as MMEngine's runner builds it, on the CPU, where it works.
+  Its processes take turns with those of the other ways, because our ``init_device`` changes for a
+  whole process how freed memory is kept. On the stand-in with a backend of its own (``--device
+  native``) it is PyTorch's DDP, in the processes of the others.
 - naive: PyTorch's DDP with a communication hook that copies each 1 MB bucket to the host, averages
   it and sends it back, as soon as it is ready; parameter by parameter on the card, where DDP
   refuses.
@@ -43,6 +45,8 @@ from result_file import write_results
 
 WAYS = ('none', 'split', 'stock', 'naive', 'ours')
 WORKER = Path(__file__).with_name('grad_ways.py')
+#: How often processes with MMEngine's wrapper take turns with those of the other ways.
+TURNS = 3
 
 
 def parse_args() -> argparse.Namespace:
@@ -83,16 +87,32 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         parser.error(f'--hosts {args.hosts}: {available().reason}')
 
 
-def start(args: argparse.Namespace, hosts: Optional[Hosts], ranks: int, layers: int) -> Any:
-    """Run one setting in ``ranks`` processes and return rank 0's figures."""
-    per_host = ranks // args.hosts
+def measure(args: argparse.Namespace, hosts: Optional[Hosts], ranks: int, layers: int) -> Any:
+    """Measure one setting, on the CPU in several jobs; return rank 0's figures."""
+    setting = dict(vars(args), ranks=ranks, layers=layers, stock=False)
+    if args.device != 'cpu':
+        return start(setting, hosts)
+    setting['rounds'] = -(-args.rounds // TURNS)
+    found, *others = [
+        start(dict(setting, stock=stock), hosts) for _ in range(TURNS) for stock in (False, True)
+    ]
+    for other in others:
+        for way, times in other['times'].items():
+            found['times'].setdefault(way, []).extend(times)
+    return found
+
+
+def start(setting: Dict[str, Any], hosts: Optional[Hosts]) -> Any:
+    """Run a job of one setting and return rank 0's figures."""
+    ranks, layers = setting['ranks'], setting['layers']
+    per_host = ranks // setting['hosts']
     environ = dict(
-        GRAD_SYNC_WORKER=json.dumps(dict(vars(args), ranks=ranks, layers=layers)),
+        GRAD_SYNC_WORKER=json.dumps(setting),
         PYTHONWARNINGS='ignore::FutureWarning',
         # Hosts in namespaces have no names, of which every connection would warn.
         TORCH_CPP_LOG_LEVEL='ERROR',
     )
-    if args.device == 'xla':
+    if setting['device'] == 'xla':
         environ['PJRT_DEVICE'] = os.environ.get('PJRT_DEVICE', 'CPU')
         environ['CPU_NUM_DEVICES'] = str(per_host)
     try:
@@ -174,7 +194,7 @@ def main() -> None:
     with make as hosts:
         for ranks in args.ranks:
             for layers in args.layers:
-                found = summarize(args, start(args, hosts, ranks, layers), ranks, layers)
+                found = summarize(args, measure(args, hosts, ranks, layers), ranks, layers)
                 print('\n'.join([table_row(found), *floor_lines(found, args.hosts)]), flush=True)
                 results.append(found)
     if args.json:

@@ -6,7 +6,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, NamedTuple
 
 import torch
 from floor import Probes, slowest
@@ -15,11 +15,25 @@ from torch import distributed as torch_dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmdevplug import DeviceDistributedDataParallel, init_device
+from mmdevplug.accelerators import CPUAccelerator
 
 STANDINS = Path(__file__).parents[1] / 'tests' / 'standins'
 CARDS = STANDINS / 'fakecard'
 #: The name that the stand-in for an eager card gets.
 CARD = 'zeta'
+
+
+class Unprepared(NamedTuple):
+    """What the ways need of a rank that ``init_device`` has not prepared."""
+
+    accelerator: Any
+    device: torch.device
+
+
+def start_unprepared() -> Unprepared:
+    """A process group on the CPU, as a training script without mmdevplug makes it."""
+    torch_dist.init_process_group('gloo')
+    return Unprepared(CPUAccelerator(), torch.device('cpu'))
 
 
 def start_device(name: str) -> Any:
@@ -59,16 +73,19 @@ def _options(compression: str) -> Any:
     )
 
 
+def wrap_stock(build: Callable[[], nn.Module]) -> Dict[str, nn.Module]:
+    """What MMEngine's runner builds on the CPU."""
+    return {'stock': MMDistributedDataParallel(build(), broadcast_buffers=False)}
+
+
 def wrap_all(
     build: Callable[[], nn.Module], context: Any, ours: Dict[str, Dict[str, Any]]
 ) -> Dict[str, nn.Module]:
-    """One model for each way that works on this device."""
+    """One model for each way that works on this device, and is not measured by itself."""
     models = {'none': build().to(context.device)}
     if context.accelerator.lazy:
         models['split'] = build().to(context.device)
-    if context.device.type == 'cpu':
-        models['stock'] = MMDistributedDataParallel(build(), broadcast_buffers=False)
-    elif context.backend != 'gloo':
+    if context.backend != 'gloo':
         models['stock'] = DistributedDataParallel(
             build().to(context.device), device_ids=[context.device], broadcast_buffers=False
         )
@@ -120,7 +137,7 @@ def difference(models: Dict[str, nn.Module], way: str) -> float:
 def work(settings: Dict[str, Any]) -> None:
     """Measure all ways in this rank's process; rank 0 prints the figures."""
     torch.set_num_threads(1)
-    context = start_device(settings['device'])
+    context = start_unprepared() if settings['stock'] else start_device(settings['device'])
     accelerator, device = context.accelerator, context.device
     width = settings['width']
     inputs = torch.randn(64, width, device='cpu').to(device)
@@ -143,11 +160,11 @@ def work(settings: Dict[str, Any]) -> None:
 
         return step
 
-    ours = options_of_ours(settings)
-    models = wrap_all(build, context, ours)
-    probes = Probes(list(models['none'].parameters()), context)
+    ours = {} if settings['stock'] else options_of_ours(settings)
+    models = wrap_stock(build) if settings['stock'] else wrap_all(build, context, ours)
+    probes = None if settings['stock'] else Probes(list(models['none'].parameters()), context)
     steppers = {way: stepper(way, model) for way, model in models.items()}
-    probe_steps = probes.steps()
+    probe_steps = {} if probes is None else probes.steps()
     times: Dict[str, List[float]] = {name: [] for name in [*steppers, *probe_steps]}
     for number in range(settings['rounds'] + 1):  # the first is for warming up
         for name, step in {**steppers, **probe_steps}.items():
@@ -163,11 +180,13 @@ def work(settings: Dict[str, Any]) -> None:
                 spent = slowest(spent)
             if number:
                 times[name].append(spent)
-    probes.close()
-    differences = {way: difference(models, way) for way in ours}
+    found: Dict[str, Any] = dict(times=times)
+    if probes is not None:
+        probes.close()
+        differences = {way: difference(models, way) for way in ours}
+        found.update(difference=differences.pop('ours'), compressed_difference=differences)
+        found.update(stream_bytes=probes.stream_bytes)
     if torch_dist.get_rank() == 0:
-        found = dict(times=times, difference=differences.pop('ours'))
-        found.update(compressed_difference=differences, stream_bytes=probes.stream_bytes)
         print(json.dumps(found), flush=True)
     torch_dist.barrier()
 

@@ -99,7 +99,7 @@ def _device_module(card, name):
     module.set_device = lambda device: card.set_device(index(device))
     module.get_device_name = lambda device=None: 'fakecard'
     module.synchronize = lambda device=None: None
-    module.empty_cache = lambda: None
+    module.empty_cache = card.empty_cache
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = module.manual_seed = lambda seed: None
     module.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -33,10 +33,40 @@ struct Block {
   size_t n;
   int d;
 };
+// Keeps freed blocks for requests of their size, as the allocators of real devices do. Without it
+// malloc, which serves the host as well, scatters them and asks the kernel for more for long.
+struct Cache {
+  void* take(size_t n) {
+    std::lock_guard<std::mutex> hold(lock);
+    auto found = blocks.find(n);
+    if (found == blocks.end()) return nullptr;
+    void* p = found->second;
+    blocks.erase(found);
+    kept -= n;
+    return p;
+  }
+  void keep(void* p, size_t n) {
+    std::lock_guard<std::mutex> hold(lock);
+    if (n < kSmallest || kept + n > kMost) return std::free(p);
+    blocks.emplace(n, p);
+    kept += n;
+  }
+  void clear() {
+    std::lock_guard<std::mutex> hold(lock);
+    for (auto& block : blocks) std::free(block.second);
+    blocks.clear();
+    kept = 0;
+  }
+  static constexpr size_t kSmallest = 4096, kMost = size_t(256) << 20;
+  std::mutex lock;
+  std::multimap<size_t, void*> blocks;
+  size_t kept = 0;
+};
+static Cache* g_cache = new Cache;  // outlives the tensors that the interpreter leaves behind
 static void drop(void* ctx) {
   auto* b = static_cast<Block*>(ctx);
   g_bytes[b->d] -= b->n;
-  std::free(b->p);
+  g_cache->keep(b->p, b->n);
   delete b;
 }
 struct CardAllocator final : c10::Allocator {
@@ -45,7 +75,8 @@ struct CardAllocator final : c10::Allocator {
     TORCH_CHECK_WITH(OutOfMemoryError, g_limit == 0 || g_bytes[g_current] + n <= g_limit,
                      "fakecard out of memory. Tried to allocate ", n >> 20, ".00 MiB. Device ",
                      g_current, " has a total capacity of ", g_limit >> 20, ".00 MiB");
-    if (n) TORCH_CHECK(posix_memalign(&p, 64, n) == 0, "fakecard: out of memory");
+    if (n && !(p = g_cache->take(n)))
+      TORCH_CHECK(posix_memalign(&p, 64, n) == 0, "fakecard: out of memory");
     auto* b = new Block{p, n, g_current};
     g_bytes[g_current] += n;
     return {p, b, &drop, c10::Device(kCard, static_cast<c10::DeviceIndex>(g_current))};
@@ -357,5 +388,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("set_limit", [](size_t n) { g_limit = n; });
   m.def("memory_limit", [] { return g_limit; });
+  m.def("empty_cache", [] { g_cache->clear(); });
   m.def("memory_allocated", [](int i) { return g_bytes[i]; });
 }
