@@ -19,6 +19,7 @@ WORDS: Dict[str, Dict[str, str]] = dict(
         'cpu': 'CPU',
         'xla': 'torch_xla',
         'segformer': 'SegFormer-B0',
+        'resnet50': 'ResNet-50',
         'retinanet': 'RetinaNet (ResNet-50)',
         'card': 'PrivateUse1 stand-in',
         'native': 'PrivateUse1 stand-in with a backend of its own',
@@ -73,11 +74,16 @@ WORDS: Dict[str, Dict[str, str]] = dict(
         'adapters': 'adapters alone',
         'ends': 'embedding and head alone',
         'both': 'both, as the config has it',
+        'layers': 'layers',
+        'exact': 'synchronized, ms',
+        'per_rank': "`sync_bn='per_rank'`, ms",
+        'executions': 'graph executions of a step',
     },
     zh_cn={
         'cpu': 'CPU',
         'xla': 'torch_xla',
         'segformer': 'SegFormer-B0',
+        'resnet50': 'ResNet-50',
         'retinanet': 'RetinaNet (ResNet-50)',
         'card': 'PrivateUse1 替身',
         'native': '有自己后端的 PrivateUse1 替身',
@@ -132,6 +138,10 @@ WORDS: Dict[str, Dict[str, str]] = dict(
         'adapters': '只训练适配器',
         'ends': '只训练嵌入层和输出层',
         'both': '两者都训练，即配置原样',
+        'layers': '层数',
+        'exact': '同步，毫秒',
+        'per_rank': "`sync_bn='per_rank'`，毫秒",
+        'executions': '一步的图执行次数',
     },
 )
 
@@ -312,6 +322,19 @@ def training_loops(words: Dict[str, str]) -> str:
     return f'{table(titles, lines)}\n\n{where(files, words)}'
 
 
+def sync_bn(words: Dict[str, str]) -> str:
+    """What synchronized batch normalization adds to a step on a lazy device."""
+    files = load('sync_bn.json')
+    ways = ('exact', 'per_rank')
+    lines = []
+    for row in rows_of(files):
+        shown = bold_best([row['ms'][way] for way in ways], number)
+        executions = ' / '.join(str(row['executions'][way]) for way in ways)
+        lines.append([words[row['model']], str(row['layers']), *shown, executions])
+    titles = [words[name] for name in ('model', 'layers', *ways, 'executions')]
+    return f'{table(titles, lines)}\n\n{where(files, words)}'
+
+
 def llama_learns(words: Dict[str, str]) -> str:
     """Bits for a byte while the small Llama learns."""
     files = load('llama_lora.json')
@@ -378,6 +401,7 @@ TABLES: Dict[str, Callable[[Dict[str, str]], str]] = {
     'plan times': plan_times,
     'guard': guard,
     'training loops': training_loops,
+    'synchronized batch norm': sync_bn,
     'import': import_time,
     'llama learns': llama_learns,
     'llama parts': llama_parts,
