@@ -1,14 +1,18 @@
 """Training loops side by side: MMEngine's runner and wrapper, and ours with its defaults.
 
     python benchmarks/training_loop.py [--models segformer retinanet] [--blocks 15] [--json FILE]
+    PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python benchmarks/training_loop.py --device xla \\
+        --models segformer [--ranks 1]
 
-SegFormer-B0 of mmseg and RetinaNet (ResNet-50) of mmdet, as their configs are, on random images,
-on the CPU. In every process the runners train the same model; they take turns of a few
+SegFormer-B0 of mmseg and RetinaNet (ResNet-50) of mmdet, as their configs are, on random images.
+In every process the runners train the same model; they take turns of a few
 iterations, so that a machine that slows down slows all. A figure is the median over the turns.
 
 - mmengine: ``Runner`` with ``MMDistributedDataParallel``.
 - ours: ``DeviceRunner`` with its defaults.
 - ours-bare: the same without any hook, heartbeat or check that can be left out.
+
+MMEngine has no runner for lazy devices: there, ours are compared with ours-bare.
 
 Where memory lies changes an iteration by several percent from run to run, so what hooks cost is
 measured by itself, too: the time in ``call_hook``.
@@ -35,7 +39,8 @@ from mmengine.structures import InstanceData, PixelData
 from result_file import write_results
 from torch.utils.data import Dataset
 
-WAYS = ('mmengine', 'ours', 'ours-bare')
+#: For each device, what ours are compared with first.
+WAYS = dict(cpu=('mmengine', 'ours', 'ours-bare'), xla=('ours-bare', 'ours'))
 CONFIGS = dict(
     segformer=('mmseg', 'segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py'),
     retinanet=('mmdet', 'retinanet/retinanet_r50_fpn_1x_coco.py'),
@@ -90,10 +95,12 @@ class Turns(Hook):
         ways (list): The names, in order.
         length (int): Iterations in a turn.
         blocks (int): Turns of each; one more comes first, for warming up.
+        settle (Callable): Waits until the device has done what it was given.
     """
 
-    def __init__(self, ways: List[str], length: int, blocks: int) -> None:
+    def __init__(self, ways: List[str], length: int, blocks: int, settle: Callable) -> None:
         self.ways, self.length, self.blocks = ways, length, blocks
+        self.settle = settle
         self.change = threading.Condition()
         self.now = 0
         self.times: Dict[str, List[float]] = {way: [] for way in ways}
@@ -142,6 +149,7 @@ class _Turn(Hook):
         done = batch_idx + 1
         if done % self.turns.length:
             return
+        self.turns.settle()
         end = time.perf_counter()
         if done > self.turns.length:
             self.turns.times[self.way].append((end - self.begin) / self.turns.length * 1e3)
@@ -194,7 +202,7 @@ def config_of(way: str, settings: Dict[str, Any], folder: str) -> Config:
             type='MMDistributedDataParallel', broadcast_buffers=False, device_ids=None
         )
     else:
-        cfg.accelerator = dict(type='cpu', **(BARE if way == 'ours-bare' else {}))
+        cfg.accelerator = dict(type=settings['device'], **(BARE if way == 'ours-bare' else {}))
         finite = 'ignore' if way == 'ours-bare' else 'stop'
         cfg.model_wrapper_cfg = dict(
             type='DeviceDistributedDataParallel', broadcast_buffers=False, nonfinite_grads=finite
@@ -202,12 +210,22 @@ def config_of(way: str, settings: Dict[str, Any], folder: str) -> Config:
     return cfg
 
 
+def settle_of(device: str) -> Callable:
+    """What waits until a device has done what it was given."""
+    if device == 'cpu':
+        return lambda: None
+    import torch_xla.core.xla_model as xm
+
+    return xm.wait_device_ops
+
+
 def work(settings: Dict[str, Any]) -> None:
     """Train every way in this rank's process; rank 0 prints milliseconds an iteration."""
     from mmdevplug.runner import DeviceRunner
 
     torch.set_num_threads(1)
-    turns = Turns(settings['ways'], settings['length'], settings['blocks'])
+    settle = settle_of(settings['device'])
+    turns = Turns(settings['ways'], settings['length'], settings['blocks'], settle)
     with tempfile.TemporaryDirectory() as folder:
         trainings: Dict[str, Callable] = {}
         # Ours makes the process group, which MMEngine's runner finds.
@@ -234,6 +252,7 @@ def work(settings: Dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--models', nargs='+', choices=list(CONFIGS), default=list(CONFIGS))
+    parser.add_argument('--device', choices=list(WAYS), default='cpu')
     parser.add_argument('--ranks', type=int, default=2)
     parser.add_argument('--size', type=int, default=128, help='height and width of images')
     parser.add_argument('--batch', type=int, default=2)
@@ -241,23 +260,23 @@ def main() -> None:
     parser.add_argument('--blocks', type=int, default=15, help='turns of each')
     parser.add_argument('--json', help='write the figures to this file')
     args = parser.parse_args()
-    rows = []
+    rows, ways = [], WAYS[args.device]
     print(
         'ms an iteration, then ms in hooks, and how much more hooks of ours are, of an iteration'
     )
-    print(f'{"model":<12}' + ''.join(f'{way:>12}' for way in 2 * WAYS) + f'{"more":>12}')
+    print(f'{"model":<12}' + ''.join(f'{way:>12}' for way in 2 * ways) + f'{"more":>12}')
     for model in args.models:
-        settings = dict(vars(args), model=model, ways=list(WAYS))
+        settings = dict(vars(args), model=model, ways=list(ways))
         environ = dict(TRAINING_LOOP=json.dumps(settings), PYTHONWARNINGS='ignore')
         printed = run_ranks([sys.executable, __file__], args.ranks, environ=environ)[0]
         found = json.loads(printed.splitlines()[-1])
         ms, hooks = (
-            {way: statistics.median(found[kind][way]) for way in WAYS}
+            {way: statistics.median(found[kind][way]) for way in ways}
             for kind in ('times', 'hooks')
         )
-        row = ''.join(f'{ms[way]:12.1f}' for way in WAYS)
-        row += ''.join(f'{hooks[way]:12.2f}' for way in WAYS)
-        share = (hooks['ours'] - hooks['mmengine']) / ms['mmengine']
+        row = ''.join(f'{ms[way]:12.1f}' for way in ways)
+        row += ''.join(f'{hooks[way]:12.2f}' for way in ways)
+        share = (hooks['ours'] - hooks[ways[0]]) / ms[ways[0]]
         print(f'{model:<12}{row}{share:12.2%}', flush=True)
         rows.append(dict(model=model, ranks=args.ranks, ms=ms, hooks_ms=hooks, share=share))
     if args.json:

@@ -64,6 +64,8 @@ WORDS: Dict[str, Dict[str, str]] = dict(
         'our_hooks': 'our hooks',
         'more': 'ours take more, of an iteration',
         'runner': "MMEngine's runner",
+        'bare': 'ours, as little as can be',
+        'bare_hooks': 'hooks of that',
         'import': 'package',
         'seconds': 'seconds that its import adds',
         'iteration': 'iteration',
@@ -128,6 +130,8 @@ WORDS: Dict[str, Dict[str, str]] = dict(
         'our_hooks': '我们的钩子',
         'more': '我们多占一次迭代的',
         'runner': 'MMEngine 的 runner',
+        'bare': '我们，尽量精简',
+        'bare_hooks': '其钩子',
         'import': '包',
         'seconds': '导入所增加的秒数',
         'iteration': '迭代',
@@ -310,16 +314,25 @@ def import_time(words: Dict[str, str]) -> str:
 
 def training_loops(words: Dict[str, str]) -> str:
     """What an iteration takes, and what its hooks take of it."""
-    files = load('training_loop.json')
+    return _loops(words, 'training_loop.json', 'mmengine', ('runner', 'ours', 'hooks'))
+
+
+def lazy_training_loops(words: Dict[str, str]) -> str:
+    """The same on a lazy device, against ours without what can be left out."""
+    return _loops(words, 'training_loop_xla.json', 'ours-bare', ('bare', 'ours', 'bare_hooks'))
+
+
+def _loops(words: Dict[str, str], file: str, peer: str, titles: Sequence[str]) -> str:
+    files = load(file)
     lines = []
     for row in rows_of(files):
         ms, hooks = row['ms'], row['hooks_ms']
         told = f'{words[row["model"]]}{words["comma"]}{words["rank_counts"].format(row["ranks"])}'
-        best = bold_best([ms['mmengine'], ms['ours']], number)
-        shown = [f'{hooks[way]:.2f}' for way in ('mmengine', 'ours')]
+        best = bold_best([ms[peer], ms['ours']], number)
+        shown = [f'{hooks[way]:.2f}' for way in (peer, 'ours')]
         lines.append([told, *best, *shown, f'{row["share"]:.2%}'])
-    titles = [words[name] for name in ('model', 'runner', 'ours', 'hooks', 'our_hooks', 'more')]
-    return f'{table(titles, lines)}\n\n{where(files, words)}'
+    heads = [words[name] for name in ('model', *titles, 'our_hooks', 'more')]
+    return f'{table(heads, lines)}\n\n{where(files, words)}'
 
 
 def sync_bn(words: Dict[str, str]) -> str:
@@ -401,6 +414,7 @@ TABLES: Dict[str, Callable[[Dict[str, str]], str]] = {
     'plan times': plan_times,
     'guard': guard,
     'training loops': training_loops,
+    'training loops, lazy': lazy_training_loops,
     'synchronized batch norm': sync_bn,
     'import': import_time,
     'llama learns': llama_learns,
