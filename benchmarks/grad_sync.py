@@ -8,8 +8,8 @@ The ways take turns, all but one in the same processes, so that a machine that s
 of them. A figure is the median over the rounds; ratios are what travels between machines.
 
 - none: every rank trains for itself, the floor; on a lazy device in one execution a step.
-- split: the same in two executions, cut where averaging has to cut: what is left of the floor when
-  gradients must be in hand before the optimizer runs (lazy devices alone).
+- split: the same in two executions, cut where averaging has to cut, and waiting there until all
+  ranks have their gradients, since there is no average before (lazy devices alone).
 - stock: ``MMDistributedDataParallel`` as MMEngine's runner builds it, on the CPU, where it works.
   Its processes take turns with those of the other ways, because our ``init_device`` changes for a
   whole process how freed memory is kept. On the stand-in with a backend of its own (``--device
@@ -23,7 +23,8 @@ of them. A figure is the median over the rounds; ratios are what travels between
 The physical floor of a setting is the step that averages nothing, and one after the other the
 copies from and to the device and 2·G·(N−1)/N bytes on the wire, with the bandwidth of copies and
 of plain TCP streams measured in the same rounds, by all ranks at once. A lazy device cannot reach
-it, because it has to be cut in two: beside it stands the floor with split in place of none.
+it, because it has to be cut in two and cannot record the optimizer while the device computes:
+beside it stands the floor with split in place of none.
 Whatever hides communication behind backward, or sends less than all bits, or stays off loopback,
 may go below it.
 

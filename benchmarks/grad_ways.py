@@ -141,6 +141,7 @@ def work(settings: Dict[str, Any]) -> None:
     accelerator, device = context.accelerator, context.device
     width = settings['width']
     inputs = torch.randn(64, width, device='cpu').to(device)
+    message = torch.zeros(1, device='cpu')
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -153,7 +154,8 @@ def work(settings: Dict[str, Any]) -> None:
         def step() -> None:
             model(inputs).square().mean().backward()
             if way == 'split':
-                accelerator.materialize(device)
+                accelerator.synchronize(device)
+                torch_dist.all_reduce(message)
             optimizer.step()
             optimizer.zero_grad()
             accelerator.materialize(device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmdevplug.distributed.byte_exchange import group_by_bytes
 
-from .host_staging import HostStaging
+from .host_staging import BUCKET_BYTES, HostStaging
 
 #: A batched fetch allocates host memory: at most this, or one gradient, so that it is still in the
 #: processor's cache when it is copied on.
@@ -31,6 +31,10 @@ class LazyStaging(HostStaging):
         self._begin_iteration()
         for index, parameter in enumerate(self.parameters):
             parameter.register_hook(lambda _, index=index: self._mark_used(index))
+
+    def _default_bucket_bytes(self) -> int:
+        # All buckets wait for backward, so a small last one hides nothing and costs its barriers.
+        return -(-self._bytes // max(1, round(self._bytes / BUCKET_BYTES)))
 
     def _finish(self) -> None:
         with torch.no_grad():
