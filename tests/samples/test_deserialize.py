@@ -158,7 +158,7 @@ def test_pickles_are_for_those_who_ask():
 
 
 def message(structures, shapes=((),), kinds=(0, 0), values=()):
-    header = msgpack.packb([VERSION, list(structures), list(shapes), list(kinds), list(values)])
+    header = msgpack.packb([VERSION, list(structures), list(shapes), list(kinds), list(values), 0])
     length = 8 + len(header)
     padding = bytes(-length % 64)
     return to_tensor(len(header).to_bytes(8, 'little') + header + padding)

@@ -1,0 +1,51 @@
+"""Build the batch of received columns, without the samples in between."""
+
+from typing import Any, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from mmdevplug.accelerators import to_device
+from mmdevplug.distributed.byte_exchange import to_tensor
+from mmdevplug.utils.torch_compat import view_as_dtype
+
+from .columns import NUMBERS
+from .serialize import Header, read_columns
+
+
+def build_batch(
+    buffers: Sequence[Tensor], headers: Sequence[Header], device: torch.device
+) -> Optional[Any]:
+    """Stack the samples of all ranks as :func:`.stacking.stack_samples` does.
+
+    Returns:
+        Any: The batch. None if not all samples arrived in the same columns, or if there are none.
+    """
+    # A rank without samples has nothing to compare.
+    pairs = [pair for pair in zip(buffers, headers) if pair[1].rows or pair[1].kinds]
+    if not pairs or not all(header.rows for _, header in pairs):
+        return None
+    first = pairs[0][1]
+    for _, header in pairs:
+        if header.structures != first.structures or header.shapes != first.shapes:
+            return None
+    received = [read_columns(*pair) for pair in pairs]
+    rows = sum(each.rows for each in received)
+    plan = received[0].plan
+    values = [
+        _stack_values(word, column, rows)
+        for word, *column in zip(plan.values, *[each.values for each in received])
+    ]
+    blocks = [torch.cat(column) for column in zip(*[each.blocks for each in received])]
+    shaped = [(block, tuple(block.shape)) for block in blocks]
+    return to_device(plan.build(iter(values), iter(shaped)), device)
+
+
+def _stack_values(word: str, columns: Sequence[Any], rows: int) -> Any:
+    """What ``stack_samples`` makes of plain values: a tensor of numbers, or a list."""
+    if word in NUMBERS:
+        numbers = view_as_dtype(to_tensor(b''.join(columns)), NUMBERS[word][1])
+        return numbers.to(torch.get_default_dtype()) if word == 'float' else numbers
+    if word == 'None':
+        return [None] * rows
+    return [value for column in columns for value in column]
