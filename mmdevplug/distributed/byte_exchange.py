@@ -34,7 +34,7 @@ _UNCHECKED_BYTES = 256 << 20
 _SMALLEST_PIECE = 64 << 10
 
 _HEAD = struct.Struct('<4s12sQQQQ')
-_LENGTH = struct.Struct('<Q')
+_LENGTH = struct.Struct('<Q8x')  # a multiple of 16, as _HEAD: any dtype can be read behind it
 _MAGIC = b'mmds'
 _NO_LIMIT = 2**63 - 1
 #: For each group the bytes of the next first message. All ranks have seen the same lengths.
@@ -183,9 +183,11 @@ def _free_memory(group: Any) -> int:
 
 
 def _beginning(received: Tensor, size: int) -> Tensor:
+    known = received.numel()
+    if size <= known:
+        return received[:size]
     part = torch.empty(size, dtype=torch.uint8, device=received.device)
-    known = min(size, received.numel())
-    part[:known] = received[:known]
+    part[:known] = received
     return part
 
 

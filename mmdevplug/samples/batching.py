@@ -11,6 +11,7 @@ from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .columns import NUMBERS
 from .serialize import Header, read_columns
+from .unflatten import Plan
 
 
 def build_batch(
@@ -21,17 +22,18 @@ def build_batch(
     Returns:
         Any: The batch. None if not all samples arrived in the same columns, or if there are none.
     """
-    # A rank without samples has nothing to compare.
-    pairs = [pair for pair in zip(buffers, headers) if pair[1].rows or pair[1].kinds]
-    if not pairs or not all(header.rows for _, header in pairs):
+    # Ranks without samples have no kinds either.
+    pairs = [pair for pair in zip(buffers, headers) if pair[1].kinds]
+    if not pairs:
         return None
     first = pairs[0][1]
     for _, header in pairs:
-        if header.structures != first.structures or header.shapes != first.shapes:
+        same = header.structures == first.structures and header.shapes == first.shapes
+        if not (header.rows and same):
             return None
-    received = [read_columns(*pair) for pair in pairs]
+    plan = Plan.of(first.structures[0], allow_pickle=False)
+    received = [read_columns(*pair, plan) for pair in pairs]
     rows = sum(each.rows for each in received)
-    plan = received[0].plan
     values = [
         _stack_values(word, column, rows)
         for word, *column in zip(plan.values, *[each.values for each in received])

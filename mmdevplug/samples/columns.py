@@ -25,7 +25,8 @@ NUMBERS: Dict[str, Tuple[str, torch.dtype]] = {
 _WORDS = {**PLAIN, int: 'int'}
 PLAIN_WORDS = frozenset(_WORDS.values())
 _TENSORS = frozenset({Tensor, nn.Parameter})
-_look_at = attrgetter('dtype', 'shape', 'layout', 'is_meta', 'requires_grad')
+_dtype = attrgetter('dtype')
+_look = attrgetter('dtype', 'shape', 'layout', 'device', 'requires_grad')
 
 
 class NotUniform(Exception):
@@ -39,7 +40,8 @@ class Columns(NamedTuple):
     shapes: Tuple[Tuple[int, ...], ...]  # of its tensors
     #: In order: equally many numbers, strings or bytes; None for a column of None.
     values: List[Union[array, List[Any], None]]
-    blocks: List[Tensor]  # all of the first column, then all of the second
+    #: In order: the tensors stacked, or the tensors themselves.
+    blocks: List[Union[Tensor, List[Tensor]]]
 
     @classmethod
     def of(cls, samples: Sequence[Any]) -> 'Columns':
@@ -53,7 +55,7 @@ class _Columns:
     def __init__(self) -> None:
         self.shapes: List[Tuple[int, ...]] = []
         self.values: List[Union[array, List[Any], None]] = []
-        self.blocks: List[Tensor] = []
+        self.blocks: List[Union[Tensor, List[Tensor]]] = []
 
     def describe(self, column: Sequence[Any], level: int) -> Structure:
         kinds = set(map(type, column))
@@ -69,10 +71,9 @@ class _Columns:
             raise NotUniform
         names = container.names(column[0])
         if container is DICT:
+            keys = list(chain.from_iterable(column))
             # An equal key may be of another type, such as numpy.str_.
-            if set(map(type, chain.from_iterable(column))) - {str}:
-                raise NotUniform
-            if not all(map(names.__eq__, map(tuple, column))):
+            if set(map(type, keys)) - {str} or keys != list(names) * len(column):
                 raise NotUniform
         elif container in (LIST, TUPLE) and set(map(len, column)) != {len(names)}:
             raise NotUniform
@@ -95,19 +96,38 @@ class _Columns:
         return word
 
     def _describe_tensors(self, column: Sequence[Tensor]) -> str:
-        looks = set(map(_look_at, column))
-        dtype, shape, layout, is_meta, requires_grad = looks.pop()
         first = column[0]
-        if (
-            looks
-            or layout is not torch.strided
-            or is_meta
-            or first.is_quantized
-            or first.is_complex()
-            or any(map(Tensor.is_neg, column))
-            or shape.numel() * first.element_size() >= LARGE_BYTES
-        ):
+        bytes_ = first.numel() * first.element_size()
+        if bytes_ >= LARGE_BYTES or first.is_quantized or first.is_complex():
             raise NotUniform
-        self.shapes.append(tuple(shape))
-        self.blocks += [tensor.detach() for tensor in column] if requires_grad else column
-        return f'tensor {str(dtype)[len("torch.") :]}'
+        if bytes_ * len(column) < LARGE_BYTES and first.device.type == 'cpu':
+            self.blocks.append(_stack(column))
+        else:
+            self.blocks.append(_check(column))
+        self.shapes.append(tuple(first.shape))
+        return f'tensor {str(first.dtype)[len("torch.") :]}'
+
+
+def _stack(column: Sequence[Tensor]) -> Tensor:
+    """Stack host tensors, which takes less time than a look at each."""
+    if len(set(map(_dtype, column))) > 1:
+        raise NotUniform
+    try:
+        with torch.no_grad():
+            stacked = torch.stack(column)
+    except (RuntimeError, NotImplementedError):
+        # Shapes, layouts or devices differ.
+        raise NotUniform from None
+    if stacked.layout is not torch.strided or stacked.device.type != 'cpu' or stacked.is_neg():
+        raise NotUniform
+    return stacked
+
+
+def _check(column: Sequence[Tensor]) -> List[Tensor]:
+    """Compare tensors, and return them without gradients."""
+    _, _, layout, device, requires_grad = _look(column[0])
+    if layout is not torch.strided or device.type == 'meta' or any(map(Tensor.is_neg, column)):
+        raise NotUniform
+    if len(set(map(_look, column))) > 1:
+        raise NotUniform
+    return [tensor.detach() for tensor in column] if requires_grad else list(column)

@@ -35,7 +35,8 @@ class FlatSamples:
         #: For each sample the numbers of its structure and shapes; once for all in columns.
         self.kinds: List[int] = []
         self.values: List[Any] = []  # plain values in order, or columns of them
-        self.blocks: List[Union[Tensor, np.ndarray]] = []  # in order, on any device
+        #: Tensors and arrays in order, or columns of tensors; on any device.
+        self.blocks: List[Union[Tensor, np.ndarray, List[Tensor]]] = []
         self.rows = 0  # how many samples the columns hold; 0 if samples are flattened one by one
         # The numbers of values and of blocks after each sample. One flat list, because an object
         # for each sample would trigger Python's garbage collector.
@@ -67,10 +68,6 @@ class FlatSamples:
         self.rows = len(samples)
         return True
 
-    def block_columns(self, blocks: Sequence[Any]) -> List[Sequence[Any]]:
-        """Split a list like ``blocks`` into its columns."""
-        return [blocks[n : n + self.rows] for n in range(0, len(blocks), self.rows)]
-
     def select(self, begin: int, end: int) -> 'FlatSamples':
         """The samples from ``begin`` up to, but not including, ``end``."""
         chosen = FlatSamples(self.allow_pickle)
@@ -78,8 +75,7 @@ class FlatSamples:
         if self.rows:
             chosen.kinds, chosen.rows = self.kinds, end - begin
             chosen.values = [None if each is None else each[begin:end] for each in self.values]
-            columns = self.block_columns(self.blocks)
-            chosen.blocks = [block for column in columns for block in column[begin:end]]
+            chosen.blocks = [column[begin:end] for column in self.blocks]
             return chosen
         chosen.kinds = self.kinds[2 * begin : 2 * end]
         ends = self._ends

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mmdevplug.accelerators import to_device
 from mmdevplug.accelerators.move_nested import move_tensors
-from mmdevplug.distributed.byte_exchange import to_bytes, to_tensor
+from mmdevplug.distributed.byte_exchange import to_tensor
 from mmdevplug.errors import SampleError
 from mmdevplug.utils.torch_compat import view_as_dtype
 
@@ -53,16 +53,13 @@ def serialize(parts: FlatSamples, large_bytes: float = LARGE_BYTES) -> Serialize
     """Serialize samples; tensors of ``large_bytes`` and more stay separate."""
     by_dtype: Dict[torch.dtype, List[Any]] = {}
     large: List[Tensor] = []
-    on_host = _on_host(parts.blocks)
-    if parts.rows:
-        for column in parts.block_columns(on_host):
-            by_dtype.setdefault(column[0].dtype, []).append(column)
-    else:
-        for block, tensor in zip(parts.blocks, on_host):
-            if isinstance(block, Tensor) and tensor.numel() * tensor.element_size() >= large_bytes:
-                large.append(bytes_of(tensor.contiguous()))
-            else:
-                by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+    for block, on_host in zip(parts.blocks, _on_host(parts.blocks)):
+        if isinstance(on_host, list):
+            by_dtype.setdefault(on_host[0].dtype, []).append(on_host)
+        elif not parts.rows and isinstance(block, Tensor) and _bytes(on_host) >= large_bytes:
+            large.append(bytes_of(on_host.contiguous()))
+        else:
+            by_dtype.setdefault(on_host.dtype, []).append(on_host.reshape(-1))
     values = [each.tobytes() if isinstance(each, array) else each for each in parts.values]
     header = msgpack.packb(
         [VERSION, list(parts.structures), list(parts.shapes), parts.kinds, values, parts.rows],
@@ -88,13 +85,15 @@ def _elements(block: Union[Tensor, List[Tensor]]) -> int:
 
 
 def _write(group: List[Any], run: Tensor) -> None:
-    """Copy blocks, or columns of blocks, into a buffer of their dtype."""
-    if isinstance(group[0], Tensor):
+    """Copy blocks and columns of blocks into a buffer of their dtype."""
+    if all(isinstance(block, Tensor) for block in group):
         torch.cat(group, out=run)
         return
-    for column, part in zip(group, run.split([_elements(column) for column in group])):
-        if part.numel():
-            torch.stack(column, out=part.view(len(column), *column[0].shape))
+    for block, part in zip(group, run.split([_elements(block) for block in group])):
+        if isinstance(block, Tensor):
+            part.copy_(block)
+        elif part.numel():
+            torch.stack(block, out=part.view(len(block), *block[0].shape))
 
 
 def serialize_error(message: str) -> SerializedSamples:
@@ -103,7 +102,11 @@ def serialize_error(message: str) -> SerializedSamples:
     return SerializedSamples(to_tensor(len(header).to_bytes(8, 'little') + header), [])
 
 
-def _on_host(blocks: Sequence[Union[Tensor, np.ndarray]]) -> List[Tensor]:
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _on_host(blocks: Sequence[Union[Tensor, np.ndarray, List[Tensor]]]) -> List[Any]:
     tensors = [
         to_tensor(block.tobytes()) if isinstance(block, np.ndarray) else block for block in blocks
     ]
@@ -172,8 +175,9 @@ class Header(NamedTuple):
 
 def read_header(buffer: Tensor) -> Header:
     """Read the header of what ``serialize`` or ``serialize_error`` returned on another rank."""
-    length = int.from_bytes(to_bytes(buffer[:8]), 'little')
-    header = msgpack.unpackb(to_bytes(buffer[8 : 8 + length]), unicode_errors='surrogatepass')
+    data = memoryview(buffer.cpu().numpy())
+    length = int.from_bytes(data[:8], 'little')
+    header = msgpack.unpackb(data[8 : 8 + length], unicode_errors='surrogatepass')
     if not isinstance(header, list) or len(header) not in (2, 6) or header[0] != VERSION:
         raise corrupt_data()
     if len(header) == 2:
@@ -234,11 +238,12 @@ class ReceivedColumns(NamedTuple):
         )
 
 
-def read_columns(buffer: Tensor, header: Header) -> ReceivedColumns:
-    """Read samples from a message in columns."""
+def read_columns(buffer: Tensor, header: Header, plan: Optional[Plan] = None) -> ReceivedColumns:
+    """Read samples from a message in columns; ``plan`` is that of its structure, if known."""
     if len(header.structures) != 1 or len(header.shapes) != 1:
         raise corrupt_data()
-    plan, rows = Plan.of(header.structures[0], allow_pickle=False), header.rows
+    rows = header.rows
+    plan = plan or Plan.of(header.structures[0], allow_pickle=False)
     shapes = [(rows, *shape) for shape in header.shapes[0]]
     pieces = _list_pieces([plan], [(0, 0)], [shapes], inf)
     if len(plan.values) != len(header.values) or any(piece.is_array for piece in pieces):
