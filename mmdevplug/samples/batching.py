@@ -1,6 +1,6 @@
 """Build the batch of received columns, without the samples in between."""
 
-from typing import Any, Optional, Sequence
+from typing import Any, Sequence
 
 import torch
 from torch import Tensor
@@ -14,24 +14,22 @@ from .serialize import Header, read_columns
 from .unflatten import Plan
 
 
-def build_batch(
-    buffers: Sequence[Tensor], headers: Sequence[Header], device: torch.device
-) -> Optional[Any]:
-    """Stack the samples of all ranks as :func:`.stacking.stack_samples` does.
-
-    Returns:
-        Any: The batch. None if not all samples arrived in the same columns, or if there are none.
-    """
+def are_alike(headers: Sequence[Header]) -> bool:
+    """Whether all samples of all ranks, at least one, came in columns of the same structure."""
     # Ranks without samples have no kinds either.
-    pairs = [pair for pair in zip(buffers, headers) if pair[1].kinds]
-    if not pairs:
-        return None
-    first = pairs[0][1]
-    for _, header in pairs:
-        same = header.structures == first.structures and header.shapes == first.shapes
-        if not (header.rows and same):
-            return None
-    plan = Plan.of(first.structures[0], allow_pickle=False)
+    filled = [header for header in headers if header.kinds]
+    return bool(filled) and all(
+        header.rows
+        and header.structures == filled[0].structures
+        and header.shapes == filled[0].shapes
+        for header in filled
+    )
+
+
+def build_batch(buffers: Sequence[Tensor], headers: Sequence[Header], device: torch.device) -> Any:
+    """Stack the samples of all ranks, which are alike, as ``stack_samples`` does."""
+    pairs = [pair for pair in zip(buffers, headers) if pair[1].rows]
+    plan = Plan.of(pairs[0][1].structures[0], allow_pickle=False)
     received = [read_columns(*pair, plan) for pair in pairs]
     rows = sum(each.rows for each in received)
     values = [

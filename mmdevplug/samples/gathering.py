@@ -6,7 +6,7 @@ from mmdevplug.distributed.byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes,
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 
-from .batching import build_batch
+from .batching import are_alike, build_batch
 from .exchange import Device, Job, Options, begin, copy_own_samples, list_examples
 from .serialize import deserialize, read_header, rebuild_samples, serialize, serialize_error
 from .stacking import stack_samples
@@ -97,7 +97,10 @@ def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
     )
     headers = [read_header(part) for part in gathered.parts]
     job.raise_together([header.error for header in headers])
-    if job.options.same_structure:
+    alike = are_alike(headers)
+    if alike and job.options.stacked:
+        return build_batch(gathered.parts, headers, job.device)
+    if job.options.same_structure and not alike:
         job.refuse_differences(
             [
                 example
@@ -105,10 +108,6 @@ def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
                 for example in list_examples(rank, header.kinds, header.structures)
             ]
         )
-    if job.options.stacked:
-        batch = build_batch(gathered.parts, headers, job.device)
-        if batch is not None:
-            return batch
     others = [rank for rank in range(job.world_size) if rank != job.rank]
     received = [
         deserialize(
