@@ -116,7 +116,9 @@ def gather_bytes(
         for rank, (block, head) in enumerate(zip(blocks, heads))
     ]
     smallest = min(head.in_flight for head in heads)
-    _broadcast_rest([part[first - _HEAD.size :] for part in parts], group, smallest)
+    room = first - _HEAD.size
+    if any(head.size > room for head in heads):
+        _broadcast_rest([part[room:] for part in parts], group, smallest)
     return Gathered(parts, [head.more for head in heads], smallest)
 
 

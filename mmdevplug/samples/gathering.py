@@ -6,10 +6,9 @@ from mmdevplug.distributed.byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes,
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 
-from .batching import are_alike, build_batch
 from .exchange import Device, Job, Options, begin, copy_own_samples, list_examples
 from .serialize import deserialize, read_header, rebuild_samples, serialize, serialize_error
-from .stacking import stack_samples
+from .stacking import are_alike, build_batch, stack_samples
 
 
 def gather_samples(
