@@ -22,6 +22,8 @@ NUMBERS: Dict[str, Tuple[str, torch.dtype]] = {
     'int': ('q', torch.int64),
     'bool': ('b', torch.bool),
 }
+#: Tensors up to this size are stacked at once: that takes less time than a look at each.
+_SMALL_BYTES = 4 << 10
 _WORDS = {**PLAIN, int: 'int'}
 PLAIN_WORDS = frozenset(_WORDS.values())
 _TENSORS = frozenset({Tensor, nn.Parameter})
@@ -100,7 +102,7 @@ class _Columns:
         bytes_ = first.numel() * first.element_size()
         if bytes_ >= LARGE_BYTES or first.is_quantized or first.is_complex():
             raise NotUniform
-        if bytes_ * len(column) < LARGE_BYTES and first.device.type == 'cpu':
+        if bytes_ <= _SMALL_BYTES and first.device.type == 'cpu':
             self.blocks.append(_stack(column))
         else:
             self.blocks.append(_check(column))
@@ -109,7 +111,7 @@ class _Columns:
 
 
 def _stack(column: Sequence[Tensor]) -> Tensor:
-    """Stack host tensors, which takes less time than a look at each."""
+    """Stack small host tensors."""
     if len(set(map(_dtype, column))) > 1:
         raise NotUniform
     try:
