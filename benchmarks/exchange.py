@@ -15,7 +15,8 @@ The ways take turns in the same processes:
 - object: ``all_gather_object`` of the samples, ``.to(device)`` of each tensor, ``torch.stack``;
 - flat: counts first, then one all-gather of one float32 tensor, padded to the fullest rank. It is
   what one writes by hand who knows the names, shapes and types of all that the samples hold.
-- ours: ``gather_samples`` or ``balance_samples``, then ``stack_samples``, which know nothing.
+- ours: ``gather_samples`` with ``stacked``, or ``balance_samples`` and ``stack_samples``, which
+  know nothing.
 
 A pool is even, each rank with the same number of samples, or skewed: each rank with twice as many
 as the next. A figure in ms is the median over the rounds of the slowest rank's time; ratios are

@@ -119,9 +119,7 @@ def by_flat_tensors(job: Exchange) -> Dict[str, Tensor]:
 
 
 def gather_ours(job: Exchange) -> Dict[str, Any]:
-    return exchanges.stack_samples(
-        exchanges.gather_samples(job.samples, device=job.device), job.device
-    )
+    return exchanges.gather_samples(job.samples, device=job.device, stacked=True)
 
 
 def balance_ours(job: Exchange) -> Dict[str, Any]:

@@ -1,15 +1,17 @@
 """Exchange byte buffers of different lengths between ranks without padding.
 
-The first message of a rank has a fixed, small size. It holds the length of the rank's buffer and
-its beginning, which mostly is all of it. The rank broadcasts the rest in pieces, several at a
-time: unlike an all-gather, that needs no padding to the longest buffer and no copy out of a common
-one, and over gloo it takes a third of the time.
+The first message is as long on every rank, and short. It holds the length of the rank's buffer and
+its beginning, which mostly is all of it: it is made as long as the last buffers of the group were.
+The rank broadcasts the rest in pieces, several at a time: unlike an all-gather, that needs no
+padding to the longest buffer and no copy out of a common one, and over gloo it takes a third of
+the time for large buffers.
 """
 
 import os
 import struct
 from itertools import zip_longest
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence
+from weakref import WeakKeyDictionary
 
 import psutil
 import torch
@@ -20,18 +22,23 @@ from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import known_to_all
 from mmdevplug.utils.torch_compat import get_global_rank
 
-#: Bytes of the first message of each rank.
+#: Bytes of the first message of each rank, unless the last buffers of a group were longer.
 FIRST_BYTES = 1024
+#: The most that it may have. Over gloo an all-gather of 1 MB takes as long as 1 KB and broadcasts.
+_MOST_FIRST_BYTES = 256 << 10
+#: Up to this size, padding to the longest buffer costs less than broadcasts.
+_PADDED_BYTES = 64 << 10
 DEFAULT_IN_FLIGHT = 64 << 20
 #: Samples up to this size are not compared with the free memory.
 _UNCHECKED_BYTES = 256 << 20
 _SMALLEST_PIECE = 64 << 10
 
 _HEAD = struct.Struct('<4s12sQQQQ')
-_LENGTH = struct.Struct('<Q')
+_LENGTH = struct.Struct('<Q8x')  # a multiple of 16, as _HEAD: any dtype can be read behind it
 _MAGIC = b'mmds'
-ROOM = FIRST_BYTES - _HEAD.size
 _NO_LIMIT = 2**63 - 1
+#: For each group the bytes of the next first message. All ranks have seen the same lengths.
+_first_bytes: 'WeakKeyDictionary[Any, int]' = WeakKeyDictionary()
 
 
 class Head(NamedTuple):
@@ -94,8 +101,11 @@ def gather_bytes(
     place = group_device(group)
     data = data.to(place)
     mine = Head(purpose, data.numel(), more, in_flight, _NO_LIMIT if limit is None else limit)
-    blocks = all_gather(_first_message(_pack_head(mine), data), group)
+    key = torch_dist.group.WORLD if group is None else group
+    first = _first_bytes.get(key, FIRST_BYTES)
+    blocks = all_gather(_first_message(_pack_head(mine), data, first), group)
     heads = [_read_head(to_bytes(block[: _HEAD.size])) for block in blocks]
+    _first_bytes[key] = _next_first_bytes(heads)
     try:
         _check(heads, purpose, group)
     except SampleError as error:
@@ -106,7 +116,9 @@ def gather_bytes(
         for rank, (block, head) in enumerate(zip(blocks, heads))
     ]
     smallest = min(head.in_flight for head in heads)
-    _broadcast_rest(parts, group, smallest)
+    room = first - _HEAD.size
+    if any(head.size > room for head in heads):
+        _broadcast_rest([part[room:] for part in parts], group, smallest)
     return Gathered(parts, [head.more for head in heads], smallest)
 
 
@@ -115,9 +127,20 @@ def _pack_head(head: Head) -> bytes:
     return _HEAD.pack(_MAGIC, head.purpose.encode(), head.size, head.more, in_flight, head.limit)
 
 
-def _first_message(head: bytes, data: Tensor) -> Tensor:
-    text = head + to_bytes(data[: FIRST_BYTES - len(head)])
-    return to_tensor(text.ljust(FIRST_BYTES, b'\0')).to(data.device)
+def _next_first_bytes(heads: Sequence[Head]) -> int:
+    """Bytes that hold buffers a little longer than these, if sending them at once pays."""
+    sizes = [head.size + _HEAD.size for head in heads]
+    longest, ranks = max(sizes), len(sizes)
+    most = _piece_bytes(min(head.in_flight for head in heads), ranks)
+    if longest > _PADDED_BYTES and longest * ranks > 2 * sum(sizes):
+        return FIRST_BYTES
+    wanted = -(-(longest + longest // 16) // FIRST_BYTES) * FIRST_BYTES
+    return wanted if wanted <= min(most, _MOST_FIRST_BYTES) else FIRST_BYTES
+
+
+def _first_message(head: bytes, data: Tensor, size: int = FIRST_BYTES) -> Tensor:
+    text = head + to_bytes(data[: size - len(head)])
+    return to_tensor(text.ljust(size, b'\0')).to(data.device)
 
 
 def _read_head(text: bytes) -> Head:
@@ -135,8 +158,9 @@ def _check(heads: Sequence[Head], purpose: str, group: Any) -> None:
         if head.purpose != heads[0].purpose:
             raise SampleError(
                 f'rank {rank} calls {head.purpose!r} while rank 0 calls {heads[0].purpose!r} (a + '
-                f'stands for allow_pickle=True, a * for same_structure=False); expected the same '
-                f'call with the same options on all ranks, in the same order.'
+                f'stands for allow_pickle=True, a * for same_structure=False, a # for '
+                f'stacked=True); expected the same call with the same options on all ranks, in '
+                f'the same order.'
             )
     total = sum(head.total for head in heads)
     limit = min(head.limit for head in heads)
@@ -161,19 +185,21 @@ def _free_memory(group: Any) -> int:
 
 
 def _beginning(received: Tensor, size: int) -> Tensor:
+    known = received.numel()
+    if size <= known:
+        return received[:size]
     part = torch.empty(size, dtype=torch.uint8, device=received.device)
-    known = min(size, received.numel())
-    part[:known] = received[:known]
+    part[:known] = received
     return part
 
 
 def _broadcast_rest(parts: Sequence[Tensor], group: Any, in_flight: int) -> None:
-    """Broadcast the bytes of each rank that were not in its first message, in place."""
+    """Broadcast the bytes of each rank, in place."""
     most = _piece_bytes(in_flight, len(parts))
     pending: List[Any] = []  # works and their bytes
     in_transit = 0
     # Ranks take turns, so that all of them send at the same time.
-    for turn in zip_longest(*(_pieces([part[ROOM:]], most) for part in parts)):
+    for turn in zip_longest(*(_pieces([part], most) for part in parts)):
         for rank, piece in enumerate(turn):
             if piece is None:
                 continue

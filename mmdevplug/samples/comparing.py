@@ -2,7 +2,7 @@
 
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
-from .flatten import Structure
+from .structures import Structure
 
 _NUMBERS = {'bool', 'int', 'big int', 'float', 'complex', 'scalar'}
 

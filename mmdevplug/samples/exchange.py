@@ -25,6 +25,7 @@ class Options(NamedTuple):
     allow_pickle: bool
     device: Device
     in_flight: int
+    stacked: bool = False
 
 
 class Job(NamedTuple):
@@ -44,8 +45,8 @@ class Job(NamedTuple):
     def purpose(self) -> str:
         """The function, with the options that must be the same on all ranks."""
         short = self.name.partition('_')[0]
-        same = self.options.same_structure
-        return f'{short}{"" if same else "*"}{"+" if self.options.allow_pickle else ""}'
+        _, same, pickled, _, _, stacked = self.options
+        return f'{short}{"" if same else "*"}{"+" if pickled else ""}{"#" if stacked else ""}'
 
     def raise_together(self, errors: Sequence[Optional[str]]) -> None:
         """Raise this rank's error, or RankFailedError with the errors of other ranks."""

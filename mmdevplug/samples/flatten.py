@@ -1,12 +1,6 @@
-"""Flatten samples into their structure, their plain values and their tensors.
-
-A structure is a nested tuple that describes a sample without its values. Samples of the same kind
-share it. A leaf is a string: ``'float'``, ``'tensor float32'``, ``'list int'``. A container is
-``(kind, class, names, structures of its parts)``.
-"""
+"""Flatten samples into their structure, their plain values and their tensors."""
 
 import pickle
-from collections import OrderedDict
 from io import BytesIO
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -15,44 +9,44 @@ import torch
 from torch import Tensor, nn
 
 from mmdevplug.errors import SampleError
-from mmdevplug.utils.pytree import DICT, container_of
+from mmdevplug.utils.pytree import container_of
 
-Structure = Union[str, Tuple]
+from .columns import Columns, NotUniform
+from .structures import (
+    ARRAY_KINDS,
+    MOST_LEVELS,
+    PLAIN,
+    Structure,
+    Unencodable,
+    describe_container,
+    is_big,
+)
 
-#: Levels of nested containers.
-MOST_LEVELS = 64
-#: The kinds of NumPy's dtypes that are plain bytes: numbers, texts and times.
-ARRAY_KINDS = 'biufcSUmM'
-_BUILT_IN = {dict: 'dict', OrderedDict: 'OrderedDict', list: 'list', tuple: 'tuple'}
-_PLAIN = {type(None): 'None', bool: 'bool', float: 'float', str: 'str', bytes: 'bytes'}
-_LISTED = {*_PLAIN, int}
-
-
-class Unencodable(Exception):
-    """A value cannot be sent; carries the steps to it, the innermost first."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.steps: List[str] = []
+_LISTED = {*PLAIN, int}
 
 
 class FlatSamples:
-    """Samples, flattened."""
+    """Samples, flattened: column by column if they are all alike, else one by one."""
 
     def __init__(self, allow_pickle: bool = False) -> None:
         self.allow_pickle = allow_pickle
         self.structures: Dict[Structure, int] = {}  # numbered
         self.shapes: Dict[Tuple, int] = {}  # of the blocks of a sample, numbered
-        self.kinds: List[int] = []  # for each sample the numbers of its structure and shapes
-        self.values: List[Any] = []  # plain values, in order
-        self.blocks: List[Union[Tensor, np.ndarray]] = []  # in order, on any device
+        #: For each sample the numbers of its structure and shapes; once for all in columns.
+        self.kinds: List[int] = []
+        self.values: List[Any] = []  # plain values in order, or columns of them
+        #: Tensors and arrays in order, or columns of tensors; on any device.
+        self.blocks: List[Union[Tensor, np.ndarray, List[Tensor]]] = []
+        self.rows = 0  # how many samples the columns hold; 0 if samples are flattened one by one
         # The numbers of values and of blocks after each sample. One flat list, because an object
         # for each sample would trigger Python's garbage collector.
         self._ends: List[int] = [0, 0]
         self._level = 0
 
     def take(self, samples: Sequence[Any]) -> None:
-        """Add samples; raise SampleError with the place and type of what cannot be sent."""
+        """Flatten samples; raise SampleError with the place and type of what cannot be sent."""
+        if samples and self._take_columns(samples):
+            return
         for index, sample in enumerate(samples):
             first = len(self.blocks)
             try:
@@ -65,10 +59,24 @@ class FlatSamples:
             self.kinds.append(self.shapes.setdefault(shapes, len(self.shapes)))
             self._ends += (len(self.values), len(self.blocks))
 
+    def _take_columns(self, samples: Sequence[Any]) -> bool:
+        try:
+            structure, shapes, self.values, self.blocks = Columns.of(samples)
+        except NotUniform:
+            return False
+        self.structures, self.shapes, self.kinds = {structure: 0}, {shapes: 0}, [0, 0]
+        self.rows = len(samples)
+        return True
+
     def select(self, begin: int, end: int) -> 'FlatSamples':
         """The samples from ``begin`` up to, but not including, ``end``."""
         chosen = FlatSamples(self.allow_pickle)
         chosen.structures, chosen.shapes = self.structures, self.shapes
+        if self.rows:
+            chosen.kinds, chosen.rows = self.kinds, end - begin
+            chosen.values = [None if each is None else each[begin:end] for each in self.values]
+            chosen.blocks = [column[begin:end] for column in self.blocks]
+            return chosen
         chosen.kinds = self.kinds[2 * begin : 2 * end]
         ends = self._ends
         chosen.values = self.values[ends[2 * begin] : ends[2 * end]]
@@ -77,7 +85,7 @@ class FlatSamples:
 
     def _describe(self, value: Any) -> Structure:
         kind = type(value)
-        name = _PLAIN.get(kind)
+        name = PLAIN.get(kind)
         if name is not None:
             self.values.append(value)
             return name
@@ -114,26 +122,19 @@ class FlatSamples:
                 error.steps.append(container.step(name))
                 raise
         self._level -= 1
-        if container is DICT:
-            if not all(type(key) is str for key in names):
-                names = tuple(_describe_key(key) for key in names)
-        elif kind in _BUILT_IN:
-            names = ()
-        builtin = _BUILT_IN.get(kind)
-        where = '' if builtin else f'{kind.__module__}:{kind.__qualname__}'
-        return (builtin or container.name, where, names, tuple(structures))
+        return describe_container(kind, container, names, structures)
 
     def _describe_plain_list(self, value: List[Any]) -> Optional[str]:
         """Lists of plain values are sent as one value, whatever their length."""
         kinds = set(map(type, value))
-        if int in kinds and any(type(item) is int and _is_big(item) for item in value):
+        if int in kinds and any(type(item) is int and is_big(item) for item in value):
             return None
         self.values.append(value)
         return 'list ' + ' '.join(sorted(kind.__name__ for kind in kinds))
 
     def _describe_int(self, value: int) -> str:
-        self.values.append(str(value) if _is_big(value) else value)
-        return 'big int' if _is_big(value) else 'int'
+        self.values.append(str(value) if is_big(value) else value)
+        return 'big int' if is_big(value) else 'int'
 
     def _describe_complex(self, value: complex) -> str:
         self.values.append([value.real, value.imag])
@@ -207,27 +208,6 @@ class _Pickler(pickle.Pickler):
             return None
         self._tensors.append(value)
         return len(self._tensors) - 1
-
-
-def _describe_key(key: Any) -> Any:
-    kind = type(key)
-    if kind is str:
-        return key
-    # With the type, because 1, 1.0 and True are equal.
-    if kind is int and _is_big(key):
-        return ('big int', str(key))
-    if kind is int or kind in _PLAIN:
-        return (_PLAIN.get(kind, 'int'), key)
-    if kind is tuple:
-        return ('tuple', tuple(_describe_key(part) for part in key))
-    raise Unencodable(
-        f'a dict with the key {key!r} of type {kind.__name__}; expected str, int, float, bool, '
-        f'bytes, None, or tuples of these.'
-    )
-
-
-def _is_big(value: int) -> bool:
-    return not -(2**63) <= value < 2**63
 
 
 _SPECIAL: Dict[type, Callable[[FlatSamples, Any], Structure]] = {

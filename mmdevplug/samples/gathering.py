@@ -1,12 +1,14 @@
 """Gather the samples of all ranks on every rank."""
 
-from typing import Any, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence, Union
 
 from mmdevplug.distributed.byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes, swap_pieces
-from mmdevplug.fault_tolerance.failure import fail_together
+from mmdevplug.errors import SampleError
+from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 
 from .exchange import Device, Job, Options, begin, copy_own_samples, list_examples
 from .serialize import deserialize, read_header, rebuild_samples, serialize, serialize_error
+from .stacking import are_alike, build_batch, stack_samples
 
 
 def gather_samples(
@@ -19,7 +21,8 @@ def gather_samples(
     device: Device = None,
     max_bytes_in_flight: int = DEFAULT_IN_FLIGHT,
     max_bytes: Optional[int] = None,
-) -> List[Any]:
+    stacked: bool = False,
+) -> Union[List[Any], Any]:
     """Give every rank the samples of all ranks.
 
     A sample is a tensor, a NumPy array, a number, a string, bytes, None, or a ``dict``, ``list``,
@@ -43,32 +46,48 @@ def gather_samples(
             Defaults to 64 MB.
         max_bytes (int, optional): The largest size of the pool. Defaults to None: the free memory
             of the host.
+        stacked (bool): Whether to return a batch in place of a list: what :func:`stack_samples`
+            makes of the pool, but without an object for each received sample where samples are
+            all alike. Defaults to False.
 
     Returns:
-        list: The pool: the samples of rank 0, then those of rank 1, and so on. This rank's own are
-        the objects that were passed, unless they had to be moved.
+        list or Any: The pool: the samples of rank 0, then those of rank 1, and so on. This rank's
+        own are the objects that were passed, unless they had to be moved. With ``stacked`` one
+        batch on the device.
 
     Raises:
-        SampleError: If samples cannot be sent, differ in structure, or are too many bytes.
+        SampleError: If samples cannot be sent, differ in structure, are too many bytes, or cannot
+            be stacked.
         RankFailedError: If that happens on another rank, or another rank failed.
 
     Examples:
         >>> pool = gather_samples([dict(answer='7', reward=torch.tensor(1.0))])
         >>> len(pool)  # in a job of 4 ranks
         4
+        >>> gather_samples([dict(reward=torch.tensor(1.0))], stacked=True)['reward'].shape
+        torch.Size([4])
     """
     problem = None
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
         problem = f'max_bytes={max_bytes!r}: expected a number of bytes above 0.'
-    options = Options(flatten, same_structure, allow_pickle, device, max_bytes_in_flight)
+    options = Options(flatten, same_structure, allow_pickle, device, max_bytes_in_flight, stacked)
     with fail_together('gather_samples()'):
         job = begin('gather_samples', samples, group, options, problem)
         if job.world_size == 1:
-            return copy_own_samples(job.samples, job.device)
+            return _result(job, copy_own_samples(job.samples, job.device))
         return _gather(job, max_bytes if job.error is None else None)
 
 
-def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
+def _result(job: Job, pool: List[Any]) -> Union[List[Any], Any]:
+    if not job.options.stacked:
+        return pool
+    try:
+        return stack_samples(pool, job.device)
+    except SampleError as error:
+        raise known_to_all(error) from None
+
+
+def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
     failed = job.error is not None
     message = serialize_error(str(job.error)) if failed else serialize(job.parts)
     in_flight = DEFAULT_IN_FLIGHT if failed else job.options.in_flight
@@ -77,7 +96,10 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     )
     headers = [read_header(part) for part in gathered.parts]
     job.raise_together([header.error for header in headers])
-    if job.options.same_structure:
+    alike = are_alike(headers)
+    if alike and job.options.stacked:
+        return build_batch(gathered.parts, headers, job.device)
+    if job.options.same_structure and not alike:
         job.refuse_differences(
             [
                 example
@@ -102,4 +124,4 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     )
     pool = dict(zip(others, rebuild_samples(received, job.device)))
     pool[job.rank] = copy_own_samples(job.samples, job.device)
-    return [sample for rank in range(job.world_size) for sample in pool[rank]]
+    return _result(job, [sample for rank in range(job.world_size) for sample in pool[rank]])

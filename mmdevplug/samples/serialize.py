@@ -4,12 +4,16 @@ A buffer is a header in msgpack, then tensors packed by dtype:
 
     length of the header (8 bytes) | header | padding | all blocks of one dtype | padding | ...
 
+Samples that are all alike are serialized as one sample whose leaves are columns: a column of
+numbers is the bytes of an array, a column of tensors is one block, the tensors stacked.
+
 Large tensors are not in it. They are sent separately, without a copy, in the order of the samples.
 """
 
+from array import array
 from functools import lru_cache
-from itertools import accumulate
-from math import prod
+from itertools import accumulate, chain
+from math import inf, prod
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import msgpack
@@ -19,18 +23,18 @@ from torch import Tensor
 
 from mmdevplug.accelerators import to_device
 from mmdevplug.accelerators.move_nested import move_tensors
-from mmdevplug.distributed.byte_exchange import to_bytes, to_tensor
+from mmdevplug.distributed.byte_exchange import to_tensor
 from mmdevplug.errors import SampleError
 from mmdevplug.utils.torch_compat import view_as_dtype
 
+from .columns import NUMBERS, PLAIN_WORDS
 from .flatten import FlatSamples
+from .structures import LARGE_BYTES
 from .unflatten import Plan
 
-VERSION = 1
+VERSION = 2
 #: Blocks of one dtype start at multiples of this, so that any dtype can be read there.
 ALIGNMENT = 64
-#: Tensors from this size on are large: two copies of them take longer than another message.
-LARGE_BYTES = 256 << 10
 
 
 class SerializedSamples(NamedTuple):
@@ -47,19 +51,22 @@ class SerializedSamples(NamedTuple):
 
 def serialize(parts: FlatSamples, large_bytes: float = LARGE_BYTES) -> SerializedSamples:
     """Serialize samples; tensors of ``large_bytes`` and more stay separate."""
-    by_dtype: Dict[torch.dtype, List[Tensor]] = {}
+    by_dtype: Dict[torch.dtype, List[Any]] = {}
     large: List[Tensor] = []
-    for block, tensor in zip(parts.blocks, _on_host(parts.blocks)):
-        if isinstance(block, Tensor) and tensor.numel() * tensor.element_size() >= large_bytes:
-            large.append(bytes_of(tensor.contiguous()))
+    for block, on_host in zip(parts.blocks, _on_host(parts.blocks)):
+        if isinstance(on_host, list):
+            by_dtype.setdefault(on_host[0].dtype, []).append(on_host)
+        elif not parts.rows and isinstance(block, Tensor) and _bytes(on_host) >= large_bytes:
+            large.append(bytes_of(on_host.contiguous()))
         else:
-            by_dtype.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
+            by_dtype.setdefault(on_host.dtype, []).append(on_host.reshape(-1))
+    values = [each.tobytes() if isinstance(each, array) else each for each in parts.values]
     header = msgpack.packb(
-        [VERSION, list(parts.structures), list(parts.shapes), parts.kinds, parts.values],
+        [VERSION, list(parts.structures), list(parts.shapes), parts.kinds, values, parts.rows],
         unicode_errors='surrogatepass',
     )
     begin = aligned(8 + len(header))
-    sizes = [sum([each.numel() for each in group]) for group in by_dtype.values()]
+    sizes = [sum(map(_elements, group)) for group in by_dtype.values()]
     places = places_of(begin, list(zip(by_dtype, sizes)))
     buffer = torch.empty(places[-1], dtype=torch.uint8)
     buffer[: 8 + len(header)] = to_tensor(len(header).to_bytes(8, 'little') + header)
@@ -67,9 +74,26 @@ def serialize(parts: FlatSamples, large_bytes: float = LARGE_BYTES) -> Serialize
     for (dtype, group), place, size in zip(by_dtype.items(), places, sizes):
         if size:
             end = place + size * itemsize(dtype)
-            torch.cat(group, out=view_as_dtype(buffer[place:end], dtype))
+            _write(group, view_as_dtype(buffer[place:end], dtype))
             buffer[end : aligned(end)] = 0
     return SerializedSamples(buffer, large)
+
+
+def _elements(block: Union[Tensor, List[Tensor]]) -> int:
+    """The elements of a block, or of a column of blocks of one shape."""
+    return block.numel() if isinstance(block, Tensor) else len(block) * block[0].numel()
+
+
+def _write(group: List[Any], run: Tensor) -> None:
+    """Copy blocks and columns of blocks into a buffer of their dtype."""
+    if all(isinstance(block, Tensor) for block in group):
+        torch.cat(group, out=run)
+        return
+    for block, part in zip(group, run.split([_elements(block) for block in group])):
+        if isinstance(block, Tensor):
+            part.copy_(block)
+        elif part.numel():
+            torch.stack(block, out=part.view(len(block), *block[0].shape))
 
 
 def serialize_error(message: str) -> SerializedSamples:
@@ -78,7 +102,11 @@ def serialize_error(message: str) -> SerializedSamples:
     return SerializedSamples(to_tensor(len(header).to_bytes(8, 'little') + header), [])
 
 
-def _on_host(blocks: Sequence[Union[Tensor, np.ndarray]]) -> List[Tensor]:
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _on_host(blocks: Sequence[Union[Tensor, np.ndarray, List[Tensor]]]) -> List[Any]:
     tensors = [
         to_tensor(block.tobytes()) if isinstance(block, np.ndarray) else block for block in blocks
     ]
@@ -141,17 +169,19 @@ class Header(NamedTuple):
     shapes: List[Any]
     kinds: List[int]
     values: List[Any]
+    rows: int
     begin: int  # where the blocks start
 
 
 def read_header(buffer: Tensor) -> Header:
     """Read the header of what ``serialize`` or ``serialize_error`` returned on another rank."""
-    length = int.from_bytes(to_bytes(buffer[:8]), 'little')
-    header = msgpack.unpackb(to_bytes(buffer[8 : 8 + length]), unicode_errors='surrogatepass')
-    if not isinstance(header, list) or len(header) not in (2, 5) or header[0] != VERSION:
+    data = memoryview(buffer.cpu().numpy())
+    length = int.from_bytes(data[:8], 'little')
+    header = msgpack.unpackb(data[8 : 8 + length], unicode_errors='surrogatepass')
+    if not isinstance(header, list) or len(header) not in (2, 6) or header[0] != VERSION:
         raise corrupt_data()
     if len(header) == 2:
-        return Header(header[1], [], [], [], [], 0)
+        return Header(header[1], [], [], [], [], 0, 0)
     return Header(None, *header[1:], aligned(8 + length))
 
 
@@ -163,7 +193,11 @@ def deserialize(
     large_bytes: float = LARGE_BYTES,
 ) -> ReceivedSamples:
     """Read samples from a message; large tensors, of ``more`` bytes, are still to be filled."""
-    _, structures, shapes, kinds, values, begin = header
+    if header.rows:
+        if more:
+            raise corrupt_data()
+        return read_columns(buffer, header).list_samples()
+    _, structures, shapes, kinds, values, _, begin = header
     plans = [Plan.of(structure, allow_pickle) for structure in structures]
     pairs = list(zip(kinds[::2], kinds[1::2]))
     shapes = [tuple([tuple(shape) for shape in each]) for each in shapes]
@@ -179,6 +213,55 @@ def deserialize(
         for piece in pieces
     ]
     return ReceivedSamples([plans[number] for number, _ in pairs], values, blocks, pieces)
+
+
+class ReceivedColumns(NamedTuple):
+    """Samples of another rank that are all alike, their blocks not yet copied."""
+
+    plan: Plan
+    rows: int  # how many samples
+    values: List[Any]  # of each column: the bytes of an array, a list, or None
+    blocks: List[Tensor]  # of each column the stacked tensors, a view of the received buffer
+
+    def list_samples(self) -> ReceivedSamples:
+        """The same samples one by one."""
+        columns = [_list_values(*each, self.rows) for each in zip(self.plan.values, self.values)]
+        kind = [
+            _Piece(block.dtype, block[0].numel(), tuple(block.shape[1:]), False, False)
+            for block in self.blocks
+        ]
+        return ReceivedSamples(
+            [self.plan] * self.rows,
+            list(chain.from_iterable(zip(*columns))),
+            list(chain.from_iterable(zip(*[block.unbind() for block in self.blocks]))),
+            kind * self.rows,
+        )
+
+
+def read_columns(buffer: Tensor, header: Header, plan: Optional[Plan] = None) -> ReceivedColumns:
+    """Read samples from a message in columns; ``plan`` is that of its structure, if known."""
+    if len(header.structures) != 1 or len(header.shapes) != 1:
+        raise corrupt_data()
+    rows = header.rows
+    plan = plan or Plan.of(header.structures[0], allow_pickle=False)
+    shapes = [(rows, *shape) for shape in header.shapes[0]]
+    pieces = _list_pieces([plan], [(0, 0)], [shapes], inf)
+    if len(plan.values) != len(header.values) or any(piece.is_array for piece in pieces):
+        raise corrupt_data()
+    for word, values in zip(plan.values, header.values):
+        kind, size = (bytes, itemsize(NUMBERS[word][1])) if word in NUMBERS else (list, 1)
+        fits = isinstance(values, kind) and len(values) == rows * size
+        if word not in PLAIN_WORDS or not (fits or word == 'None'):
+            raise corrupt_data()
+    return ReceivedColumns(plan, rows, header.values, _cut(buffer, header.begin, pieces))
+
+
+def _list_values(word: str, values: Any, rows: int) -> List[Any]:
+    if word == 'None':
+        return [None] * rows
+    if word == 'bool':
+        return list(map(bool, values))
+    return array(NUMBERS[word][0], values).tolist() if word in NUMBERS else values
 
 
 def _list_pieces(

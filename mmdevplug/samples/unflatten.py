@@ -17,7 +17,7 @@ from torch import Tensor
 from mmdevplug.errors import SampleError
 from mmdevplug.utils.pytree import DATACLASS, DICT, ELEMENT, LIST, NAMED_TUPLE, TUPLE, container_of
 
-from .flatten import ARRAY_KINDS, MOST_LEVELS
+from .structures import ARRAY_KINDS, MOST_LEVELS
 
 _BUILT_IN = {
     'dict': (dict, DICT),
@@ -42,21 +42,23 @@ Build = Callable[[Iterator[Any], Iterator[Tuple[Tensor, Tuple[int, ...]]]], Any]
 
 
 class Plan(NamedTuple):
-    """How to build samples of one structure, from which blocks."""
+    """How to build samples of one structure, from which plain values and blocks."""
 
     build: Build
+    values: List[str]  # the leaves that take a plain value
     blocks: List[BlockType]
 
     @classmethod
     def of(cls, structure: Any, allow_pickle: bool) -> 'Plan':
         """Read a structure of ``FlatSamples``; raise SampleError if it is invalid or unknown."""
         planner = _Planner(allow_pickle)
-        return cls(planner.plan(structure, 0), planner.blocks)
+        return cls(planner.plan(structure, 0), planner.values, planner.blocks)
 
 
 class _Planner:
     def __init__(self, allow_pickle: bool) -> None:
         self._allow_pickle = allow_pickle
+        self.values: List[str] = []
         self.blocks: List[BlockType] = []
 
     def plan(self, structure: Any, level: int) -> Build:
@@ -84,6 +86,8 @@ class _Planner:
 
     def _plan_leaf(self, word: str) -> Build:
         kind, _, rest = word.partition(' ')
+        if kind not in ('tensor', 'array'):
+            self.values.append(word)
         if word in ('None', 'bool', 'int', 'float', 'str', 'bytes') or kind == 'list':
             return _next_value
         if word == 'big int':

@@ -157,8 +157,9 @@ def test_pickles_are_for_those_who_ask():
         read(serialize(parts).data)
 
 
-def message(structures, shapes=((),), kinds=(0, 0), values=()):
-    header = msgpack.packb([VERSION, list(structures), list(shapes), list(kinds), list(values)])
+def message(structures, shapes=((),), kinds=(0, 0), values=(), rows=0):
+    fields = [list(structures), list(shapes), list(kinds), list(values), rows]
+    header = msgpack.packb([VERSION, *fields])
     length = 8 + len(header)
     padding = bytes(-length % 64)
     return to_tensor(len(header).to_bytes(8, 'little') + header + padding)
@@ -217,6 +218,34 @@ def test_sizes_that_do_not_fit_are_refused():
         read(message(['tensor float32'], shapes=[[[1 << 10]]]))
     with pytest.raises(SampleError, match='do not fit together'):
         read(message(['tensor float32'], shapes=[[]]))
+
+
+@pytest.mark.parametrize(
+    ('structure', 'values'),
+    [
+        ('float', [bytes(16)]),
+        ('float', [[0.0] * 3]),
+        ('int', [bytes(24), bytes(24)]),
+        ('bool', [bytes(4)]),
+        ('str', [['a', 'b']]),
+        ('str', [b'abc']),
+        ('big int', [['1', '2', '3']]),
+        ('list int', [[[1], [2], [3]]]),
+        ('array |u1', []),
+        ('tensor uint8', []),
+        (['tuple', '', [], ['int', 'int']], [bytes(24)]),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(structure, values):
+    with pytest.raises(SampleError, match='do not fit together'):
+        read(message([structure], values=values, rows=3))
+    with pytest.raises(SampleError, match='do not fit together'):
+        read(message(['int', 'float'], shapes=[[], []], values=[bytes(24)], rows=3))
+
+
+def test_pickles_do_not_travel_in_columns():
+    with pytest.raises(SampleError, match='allow_pickle=True if you trust'):
+        read(message(['pickle'], values=[[pickle.dumps(Trap())] * 3], rows=3), True)
 
 
 def test_other_fields_of_a_class_are_named():
