@@ -1,0 +1,149 @@
+"""Layers of synchronized batch normalization that share an exchange on a lazy device."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mmdevplug.errors import ModelError
+from tests.jobs import largest_difference
+from tests.model.deferred_norm_nets import EXACT, NETS, Two, batch, build, run
+from tests.xla.test_sync_bn import on_two
+
+pytestmark = pytest.mark.xla
+
+SIZES = {'equal': (2, 2), 'unequal': (3, 1), 'empty': (3, 0)}
+
+
+def start(accelerator):
+    from mmdevplug import init_device
+
+    return init_device('pytorch', accelerator, forced_backend='gloo', timeout=60)
+
+
+def place(model, context):
+    """A model whose layers may share exchanges, and a copy whose layers do not."""
+    from mmdevplug.model.norm_layers import convert_norm_layers
+    from mmdevplug.model.sync_bn import DeviceSyncBatchNorm
+
+    model = convert_norm_layers(model, context.accelerator, context.device, 'exact')
+    model.to(context.device)
+    one_by_one = copy.deepcopy(model)
+    for part in one_by_one.modules():
+        if isinstance(part, DeviceSyncBatchNorm):
+            assert part.defers
+            part.defers = False
+    return model, one_by_one
+
+
+def count_exchanges():
+    from mmdevplug.model.batch_statistics import LAZY_EXCHANGES
+
+    return LAZY_EXCHANGES.messages
+
+
+def run_all(accelerator):
+    from mmdevplug.model.deferred_norm import DEFERRED
+    from mmdevplug.utils.patching import active_patches
+    from mmdevplug.utils.patched_symbols import DEFERRAL
+
+    context = start(accelerator)
+    found = {}
+    for name, kind in NETS.items():
+        for label, sizes in SIZES.items():
+            if label != 'equal' and kind is not Two:
+                continue
+            results = []
+            for model in place(build(kind), context):
+                before = count_exchanges()
+                arrays = run(
+                    model,
+                    lambda step, sizes=sizes: batch(step, sizes, context.env.rank),
+                    context.device,
+                )
+                assert not DEFERRED
+                assert not active_patches(DEFERRAL)
+                results.append((arrays, (count_exchanges() - before) // 2))
+            found[name, label] = results
+    return found
+
+
+@pytest.fixture(scope='module')
+def found():
+    jobs = {}
+
+    def of(accelerator):
+        if accelerator not in jobs:
+            jobs[accelerator] = on_two(accelerator, run_all)
+        return jobs[accelerator]
+
+    return of
+
+
+CASES = [(name, 'equal') for name in NETS] + [('Two', 'unequal'), ('Two', 'empty')]
+
+
+@pytest.mark.parametrize(('name', 'sizes'), CASES)
+@pytest.mark.parametrize('accelerator', ['xla', 'gcu'])
+def test_results_are_those_of_layers_one_by_one(found, accelerator, name, sizes):
+    for result in found(accelerator):
+        (together, _), (one_by_one, _) = result[name, sizes]
+        assert list(together) == list(one_by_one)
+        for key, value in one_by_one.items():
+            assert (together[key] is None) == (value is None), key
+            if value is not None:
+                assert np.isfinite(value).all(), key
+                np.testing.assert_array_equal(together[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize(('name', 'sizes'), [case for case in CASES if NETS[case[0]] in EXACT])
+def test_results_are_those_of_one_process(found, name, sizes):
+    model = nn.Module.apply(build(NETS[name]), _ordinary)
+    expected = run(model, lambda step: batch(step, SIZES[sizes]), 'cpu')
+    results = [result[name, sizes][0][0] for result in found('xla')]
+    for key, value in expected.items():
+        parts = [result[key] for result in results]
+        if value is None:
+            assert all(part is None for part in parts), key
+            continue
+        if key == 'inputs' or key.startswith('output'):
+            together = np.concatenate(parts)
+            if len(parts[0]) != SIZES[sizes][0]:  # outputs put together along the batch
+                continue
+        else:
+            together = sum(parts) if key.endswith('.grad') else parts[0]
+        np.testing.assert_allclose(together, value, rtol=1e-3, atol=2e-4, err_msg=key)
+
+
+def _ordinary(part):
+    if isinstance(part, nn.SyncBatchNorm):
+        part.__class__ = nn.BatchNorm2d
+
+
+#: Exchanges of a step, together and one by one.
+EXCHANGES = {
+    'Two': (2, 4),
+    'Residual': (2, 4),
+    'UsedTwice': (2, 4),
+    'ChangedInPlace': (2, 4),
+    'Resized': (2, 4),
+    'Autocast': (2, 4),
+    'Half': (2, 4),
+    'Unused': (2, 3),
+    'InARow': (4, 4),
+    'SameLayer': (2, 4),
+    'CustomFunction': (2, 4),
+    # One rank needs an output early, so that it exchanges once more.
+    'HookedOnOneRank': (4, 4),
+}
+
+
+@pytest.mark.parametrize('name', EXCHANGES)
+@pytest.mark.parametrize('accelerator', ['xla', 'gcu'])
+def test_number_of_exchanges(found, accelerator, name):
+    ranks = [tuple(count for _, count in result[name, 'equal']) for result in found(accelerator)]
+    assert ranks[1] == EXCHANGES[name]
+    assert ranks[0] == EXCHANGES[name] or name == 'HookedOnOneRank'
