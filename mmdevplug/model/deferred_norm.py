@@ -9,9 +9,10 @@ any function of PyTorch, whatever the function is, except for those in :data:`PO
 Resolving makes the same object an ordinary tensor with its value and its gradient, so nobody can
 hold another one. Code that does not go through PyTorch's functions is covered twice:
 ``Function.apply`` and the modules of other packages (see :mod:`.deferral_scopes`) resolve their
-arguments, and a gradient that arrives at an output which was not computed raises an error.
+arguments, and an output that a function has taken before it was computed raises an error.
 """
 
+import weakref
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
@@ -265,9 +266,22 @@ def _deferred_output(origin: _Origin) -> Tensor:
 def _fill(output: Tensor, result: Tensor) -> None:
     """Make an output an ordinary tensor, with the value and the gradient of a result."""
     output.__class__ = Tensor
+    name = output.origin.layer.layer_name
     del output.origin
-    output.detach_()  # from `_Uncomputed`
+    node = weakref.ref(output.grad_fn)
+    output.detach_()
+    if node() is not None:  # kept alive by a function that took the output
+        raise _bypassed(name)
     _Become.apply(output, result)
+
+
+def _bypassed(name: str) -> ModelError:
+    return ModelError(
+        f'the output of synchronized batch normalization {name!r} was used before it was '
+        f'computed, by code that does not go through the functions of PyTorch (a compiled '
+        f'extension or a scripted function). Its result and gradient would be wrong. Pass a copy '
+        f'to it, e.g. `x + 0`.'
+    )
 
 
 class _Uncomputed(torch.autograd.Function):
@@ -284,12 +298,7 @@ class _Uncomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Optional[Tensor]) -> Tuple[None, ...]:
         if grad_output is not None:
-            raise ModelError(
-                f'the output of synchronized batch normalization {ctx.name!r} was used before it '
-                f'was computed, by code that does not go through the functions of PyTorch (a '
-                f'compiled extension or a scripted function). Its result and gradient would be '
-                f'wrong. Pass a copy to it, e.g. `x + 0`.'
-            )
+            raise _bypassed(ctx.name)
         return None, None, None, None
 
 

@@ -1,16 +1,15 @@
 """Layers of synchronized batch normalization that share an exchange on a lazy device."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from mmdevplug.errors import ModelError
-from tests.jobs import largest_difference
-from tests.model.deferred_norm_nets import EXACT, NETS, Two, batch, build, run
+from tests.model.deferred_norm_nets import EXACT, NETS, Container, Two, batch, build, run
 from tests.xla.test_sync_bn import on_two
 
 pytestmark = pytest.mark.xla
@@ -47,8 +46,8 @@ def count_exchanges():
 
 def run_all(accelerator):
     from mmdevplug.model.deferred_norm import DEFERRED
-    from mmdevplug.utils.patching import active_patches
     from mmdevplug.utils.patched_symbols import DEFERRAL
+    from mmdevplug.utils.patching import active_patches
 
     context = start(accelerator)
     found = {}
@@ -86,17 +85,22 @@ def found():
 CASES = [(name, 'equal') for name in NETS] + [('Two', 'unequal'), ('Two', 'empty')]
 
 
+#: Their graphs are cut at other places, so that the compiler fuses other operations.
+ROUNDED = {'Detached': 1e-5, 'HookedOnOneRank': 1e-5, 'MixedDtypes': 1e-5, 'SavedOnHost': 1e-5}
+ROUNDED['Autocast'] = 2e-2  # of bfloat16
+
+
 @pytest.mark.parametrize(('name', 'sizes'), CASES)
-@pytest.mark.parametrize('accelerator', ['xla', 'gcu'])
-def test_results_are_those_of_layers_one_by_one(found, accelerator, name, sizes):
-    for result in found(accelerator):
+def test_results_are_those_of_layers_one_by_one(found, name, sizes):
+    for result in found('xla'):
         (together, _), (one_by_one, _) = result[name, sizes]
         assert list(together) == list(one_by_one)
         for key, value in one_by_one.items():
             assert (together[key] is None) == (value is None), key
-            if value is not None:
+            if value is not None and value.size:
                 assert np.isfinite(value).all(), key
-                np.testing.assert_array_equal(together[key], value, err_msg=key)
+                tolerance = ROUNDED.get(name, 0.0) * max(1.0, abs(value).max())
+                assert abs(together[key] - value).max() <= tolerance, key
 
 
 @pytest.mark.parametrize(('name', 'sizes'), [case for case in CASES if NETS[case[0]] in EXACT])
@@ -142,8 +146,102 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize('name', EXCHANGES)
-@pytest.mark.parametrize('accelerator', ['xla', 'gcu'])
-def test_number_of_exchanges(found, accelerator, name):
-    ranks = [tuple(count for _, count in result[name, 'equal']) for result in found(accelerator)]
+def test_number_of_exchanges(found, name):
+    ranks = [tuple(count for _, count in result[name, 'equal']) for result in found('xla')]
     assert ranks[1] == EXCHANGES[name]
     assert ranks[0] == EXCHANGES[name] or name == 'HookedOnOneRank'
+
+
+class Broken(Two):
+    """A forward pass that ends in an error while outputs are not computed."""
+
+    fails = True
+
+    def join(self, first, second):
+        self.kept = first
+        if self.fails:
+            raise KeyError('in forward')
+        return first * second
+
+
+class ChangedLater(nn.Module):
+    """The input of a layer is changed in place after the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(3)
+
+    def forward(self, inputs):
+        inputs = inputs * 2
+        outputs = self.norm(inputs)
+        inputs.add_(1)
+        return outputs + inputs
+
+
+class Scripted(Two):
+    """A function that does not go through ``__torch_function__``."""
+
+    def join(self, first, second):
+        assert type(first) is not torch.Tensor
+        return torch.jit.script(_swish)(first) + second
+
+
+def _swish(x: torch.Tensor):
+    return x * torch.sigmoid(x)
+
+
+class Statistics(Two):
+    """A layer in eval mode whose call in training mode has not been computed."""
+
+    def forward(self, inputs):
+        self.first(inputs)
+        self.first.eval()
+        outputs = self.first(inputs)
+        self.first.train()
+        return outputs
+
+
+def meet_errors(accelerator):
+    from mmdevplug import DeviceDistributedDataParallel
+    from mmdevplug.model.deferred_norm import DEFERRED
+
+    context = start(accelerator)
+    inputs = batch(0, (2, 2), context.env.rank).to(context.device)
+    wrapper = DeviceDistributedDataParallel(build(Broken))
+    with pytest.raises(KeyError, match='in forward'):
+        wrapper(inputs)
+    assert not DEFERRED
+    with pytest.raises(ModelError, match='never computed, because an error ended the forward'):
+        wrapper.module.kept + 1
+    wrapper.module.fails = False
+    wrapper(inputs).sum().backward()
+    assert type(wrapper.module.kept) is torch.Tensor
+
+    model, _ = place(build(ChangedLater), context)
+    with pytest.raises(ModelError, match="'norm': its input was changed in place after the call"):
+        model(inputs)
+    assert not DEFERRED
+
+    model, _ = place(build(Scripted), context)
+    with pytest.raises(ModelError, match=r"'first\.1' was used before it was computed"):
+        model(inputs)
+    assert not DEFERRED
+
+    (first,), (second,) = place(build(Container), context)[0](inputs).values()
+    first.sum().backward()
+    with pytest.raises(ModelError, match='2 layers .* share one exchange .*retain_graph=True'):
+        second.sum().backward()
+
+    together, one_by_one = place(build(Statistics), context)
+    assert torch.equal(together(inputs).cpu(), one_by_one(inputs).cpu())
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(together)))
+    assert torch.equal(copied(inputs).cpu(), one_by_one(inputs).cpu())
+
+    model = build(Two)
+    model.part = torch.jit.script(nn.ReLU())
+    model = DeviceDistributedDataParallel(model)
+    assert not any(getattr(part, 'defers', False) for part in model.modules())
+
+
+def test_errors_and_code_without_torch_functions():
+    on_two('xla', meet_errors)
