@@ -44,10 +44,11 @@ def _follow_backward():
         overlapped_staging,
         reduction,
     )
-    from mmdevplug.model import sync_bn
+    from mmdevplug.model import batch_statistics, deferred_norm, normalize
 
+    normalization = (batch_statistics, deferred_norm, normalize)
     staging = (buckets, host_staging, lazy_staging, overlapped_staging, reduction)
-    for module in (ddp_hook, nonfinite, sync_bn, *staging):
+    for module in (ddp_hook, nonfinite, *normalization, *staging):
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__:
                 _follow_methods(kind)

@@ -26,6 +26,7 @@ from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
 from mmdevplug.errors import LaunchError, ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
+from mmdevplug.model.deferred_norm import resolving
 from mmdevplug.model.loss_check import check_loss
 from mmdevplug.model.move import check_materialized, move_module
 from mmdevplug.model.norm_layers import convert_norm_layers
@@ -196,7 +197,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
                 broadcast_tensors(
                     list(self.module.buffers()), self.accelerator, self.process_group
                 )
-        outputs = self.module(*inputs, **kwargs)
+        with resolving():
+            outputs = self.module(*inputs, **kwargs)
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synchronize
         if torch.is_grad_enabled():

@@ -9,7 +9,7 @@ from mmengine.model.utils import _BatchNormXd
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .sync_bn import normalize_frozen
+from .normalize import normalize_frozen
 
 
 class FrozenGradient(_BatchNorm):

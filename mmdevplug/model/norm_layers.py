@@ -13,8 +13,10 @@ from mmdevplug.accelerators.backend import backend_of
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
 
+from .batch_statistics import prepare_statistics_group
+from .deferral_scopes import defer_in
 from .frozen_bn import FrozenGradient, give_frozen_gradients
-from .sync_bn import DeviceSyncBatchNorm, prepare_statistics_group
+from .sync_bn import DeviceSyncBatchNorm
 
 SYNC_BN = {
     None: 'the synchronized layers of the model are made to work, others stay as they are',
@@ -86,6 +88,8 @@ def _convert(
     for name, layer in layers.items():
         _change_class(layer, DeviceSyncBatchNorm)
         layer.layer_name, layer.accelerator = name, accelerator
+    if accelerator.lazy:
+        defer_in(module)
     return module
 
 
