@@ -101,16 +101,16 @@ class StatisticsExchange:
         return CombinedStatistics(*self._send([combined])[0].unbind(), total)
 
     def average(
-        self, layers: Sequence[Optional[Tensor]], shapes: Sequence[Tensor], totals: Sequence[int]
+        self, layers: Sequence[Optional[Tensor]], means: Sequence[Tensor], totals: Sequence[int]
     ) -> List[Optional[Tensor]]:
         """Add up sums of layers over all ranks, and divide each by the layer's total.
 
-        ``layers`` has None for a layer that has no sums on this rank, and ``shapes`` a tensor like
-        them for each. The result has None for a layer that has no sums on any rank.
+        The sums have shape (2, C), and ``means`` shape (C,). ``layers`` has None for a layer that
+        has no sums on this rank, the result for one that has none on any rank.
         """
         sums = [
-            torch.zeros_like(shape) if local is None else local
-            for local, shape in zip(layers, shapes)
+            mean.new_zeros(2, mean.numel()) if local is None else local
+            for local, mean in zip(layers, means)
         ]
         with self._recorded() as sent:
             averages = [part / total for part, total in zip(self._fetch(sums), totals)]

@@ -91,9 +91,9 @@ class _Normalize(torch.autograd.Function):
         averages: List[Optional[Tensor]] = [None] * len(layers)
         exchanged = [i for i, (wants_inputs, *_) in enumerate(wants) if wants_inputs]
         if exchanged:
-            shapes = [torch.stack([layers[i].mean] * 2) for i in exchanged]
+            means = [layers[i].mean for i in exchanged]
             totals = [ctx.totals[i] for i in exchanged]
-            found = ctx.exchange.average([sums[i] for i in exchanged], shapes, totals)
+            found = ctx.exchange.average([sums[i] for i in exchanged], means, totals)
             for i, average in zip(exchanged, found):
                 averages[i] = average
         gradients = map(_gradients, layers, wants, grads, sums, averages)
