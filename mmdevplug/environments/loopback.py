@@ -45,9 +45,13 @@ def loopback_store(
     address = LOOPBACK if address == 'localhost' else address
     listener = socket.socket(socket.AF_INET6 if ':' in address else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    takes_socket = 'master_listen_fd' in (torch_dist.TCPStore.__init__.__doc__ or '')
     try:
         listener.bind((address, port))
-        listener.listen(_BACKLOG)
+        # Otherwise the socket is closed below, which would reset the connection of a rank that
+        # came early, and end it; where nobody listens yet, a rank tries again.
+        if takes_socket:
+            listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
         listener.close()
         raise LaunchError(
@@ -56,7 +60,7 @@ def loopback_store(
             f'tools/dist_train.sh, or mmdevplug train --nproc N, which finds one by itself.'
         ) from error
     port = listener.getsockname()[1]
-    if 'master_listen_fd' not in (torch_dist.TCPStore.__init__.__doc__ or ''):
+    if not takes_socket:
         listener.close()  # An older PyTorch listens by itself, on all interfaces.
         return HeldStore(port, None)
     # The store closes the socket.
