@@ -72,14 +72,7 @@ def run_all(accelerator, left_out=()):
 
 @pytest.fixture(scope='module')
 def found():
-    jobs = {}
-
-    def of(accelerator):
-        if accelerator not in jobs:
-            jobs[accelerator] = on_two(accelerator, run_all)
-        return jobs[accelerator]
-
-    return of
+    return on_two('xla', run_all)
 
 
 CASES = [(name, 'equal') for name in NETS] + [('Two', 'unequal'), ('Two', 'empty')]
@@ -93,7 +86,7 @@ ROUNDED['Autocast'] = 2e-2  # of bfloat16
 
 @pytest.mark.parametrize(('name', 'sizes'), CASES)
 def test_results_are_those_of_layers_one_by_one(found, name, sizes):
-    for result in found('xla'):
+    for result in found:
         (together, _), (one_by_one, _) = result[name, sizes]
         assert list(together) == list(one_by_one)
         for key, value in one_by_one.items():
@@ -108,7 +101,7 @@ def test_results_are_those_of_layers_one_by_one(found, name, sizes):
 def test_results_are_those_of_one_process(found, name, sizes):
     model = nn.Module.apply(build(NETS[name]), _ordinary)
     expected = run(model, lambda step: batch(step, SIZES[sizes]), 'cpu')
-    results = [result[name, sizes][0][0] for result in found('xla')]
+    results = [result[name, sizes][0][0] for result in found]
     for key, value in expected.items():
         parts = [result[key] for result in results]
         if value is None:
@@ -148,7 +141,7 @@ EXCHANGES = {
 
 @pytest.mark.parametrize('name', EXCHANGES)
 def test_number_of_exchanges(found, name):
-    ranks = [tuple(count for _, count in result[name, 'equal']) for result in found('xla')]
+    ranks = [tuple(count for _, count in result[name, 'equal']) for result in found]
     assert ranks[1] == EXCHANGES[name]
     assert ranks[0] == EXCHANGES[name] or name == 'HookedOnOneRank'
 
