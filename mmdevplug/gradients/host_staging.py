@@ -91,6 +91,18 @@ class HostStaging(ABC):
             self.parameters, self._memory, bucket_bytes or self._default_bucket_bytes()
         )
         self._divided: Optional[Tuple[List[int], List[Bucket]]] = None
+        self._hooks: List[Any] = []  # on the parameters
+
+    def close(self) -> None:
+        """Remove the hooks and release shared memory, see :meth:`Reduction.close`."""
+        for hook in self._hooks:
+            hook.remove()
+        self.reduction.close()
+
+    def take_over(self, before: 'HostStaging') -> None:
+        """Know what an earlier staging saw of gradients that are being accumulated."""
+        used = {id(p) for p, is_used in zip(before.parameters, before._used) if is_used}
+        self._used = [id(parameter) in used for parameter in self.parameters]
 
     def _default_bucket_bytes(self) -> int:
         return BUCKET_BYTES

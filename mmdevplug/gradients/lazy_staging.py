@@ -29,8 +29,10 @@ class LazyStaging(HostStaging):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._begin_iteration()
-        for index, parameter in enumerate(self.parameters):
+        self._hooks = [
             parameter.register_hook(lambda _, index=index: self._mark_used(index))
+            for index, parameter in enumerate(self.parameters)
+        ]
 
     def _default_bucket_bytes(self) -> int:
         # All buckets wait for backward, so a small last one hides nothing and costs its barriers.

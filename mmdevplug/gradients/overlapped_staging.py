@@ -51,7 +51,7 @@ class OverlappedStaging(HostStaging):
         """Register a hook that runs after backward has added to ``.grad``."""
         parameter = self.parameters[index]
         node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-        node.register_hook(lambda *_: self._mark_ready(index))
+        self._hooks.append(node.register_hook(lambda *_: self._mark_ready(index)))
         return node
 
     def _mark_ready(self, index: int) -> None:

@@ -56,6 +56,9 @@ class Reduction:
     def end(self) -> None:
         """End the iteration: this rank has read all averages."""
 
+    def close(self) -> None:
+        """Release groups and memory, once all ranks have returned from :meth:`begin`."""
+
     def all_reduce(self, bucket: Bucket) -> Generator[None, None, None]:
         """Add up a bucket over all ranks, in place."""
         if self.compression is not None and bucket.flat.dtype == torch.float32:
@@ -115,6 +118,11 @@ class TwoLevelReduction(Reduction):
 
     def end(self) -> None:
         self._all_read = self._start_barrier(self._added)
+
+    def close(self) -> None:
+        between = [] if self._between is None else [self._between.group]
+        for group in (self._written, self._added, *between):
+            torch_dist.destroy_process_group(group)
 
     def average(self, bucket: Bucket, check: bool) -> Steps:
         written = self._start_barrier(self._written)

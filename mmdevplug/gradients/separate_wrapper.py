@@ -3,6 +3,7 @@
 from contextlib import ExitStack, contextmanager
 from typing import Any, Dict, Iterator, List, Optional, Union
 
+from mmengine.logging import print_log
 from mmengine.model import MMSeparateDistributedDataParallel
 from mmengine.optim import OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS
@@ -12,13 +13,16 @@ from mmdevplug.accelerators import devices_of
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import training_step
 from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import move_module
 from mmdevplug.optim import log_norms
 
 from .host_staging import HostStaging
-from .wrapper import DeviceDistributedDataParallel, has_scaler
+from .model_signature import check_same_model
+from .trainable_set import check_optimizers
+from .wrapper import CHANGED, DeviceDistributedDataParallel
 
 
 class _Part(DeviceDistributedDataParallel):
@@ -68,15 +72,35 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         # As a whole, so that children keep sharing parameters.
         self.module = move_module(module, self.device)
         self._devices = devices_of(module.parameters())
-        for name, child in module.named_children():
-            if _is_trainable(child):
-                module._modules[name] = _Part(
-                    child,
-                    accelerator=self.accelerator,
-                    broadcast_buffers=broadcast_buffers,
-                    find_unused_parameters=find_unused_parameters,
-                    **kwargs,
-                )
+        self._part_options = dict(
+            kwargs,
+            accelerator=self.accelerator,
+            broadcast_buffers=broadcast_buffers,
+            find_unused_parameters=find_unused_parameters,
+        )
+        self._wrap(self._unwrapped())
+
+    def _unwrapped(self) -> List[str]:
+        """Name the children that have parameters to train and are not wrapped."""
+        return [
+            name
+            for name, child in self.module.named_children()
+            if not isinstance(child, _Part) and _is_trainable(child)
+        ]
+
+    def _wrap(self, names: List[str]) -> None:
+        for name in names:
+            self.module._modules[name] = _Part(self.module._modules[name], **self._part_options)
+
+    def _follow_trainable(self) -> None:
+        """Wrap children that were frozen and are trained now, or have been replaced."""
+        _check_own_parameters(self.module)
+        names = self._unwrapped()
+        if names:
+            wait_for_everyone(CHANGED)
+            check_same_model(self.module)
+            self._wrap(names)
+            print_log(f'Averaged from here on: gradients of {", ".join(names)}.', 'current')
 
     @property
     def parts(self) -> List[DeviceDistributedDataParallel]:
@@ -103,14 +127,19 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
             RankFailedError: If another rank failed.
         """
         with fail_together('training'), training_step():
-            scaled = has_scaler(optim_wrapper)
-            for part in self.parts:
-                part.policy.suspended = scaled
+            self._follow_trainable()
+            check_optimizers(self.module, [part._trainable for part in self.parts], optim_wrapper)
+            self.follow_scaler(optim_wrapper)
             log_vars = self.module.train_step(data, optim_wrapper)
             self.accelerator.materialize_all(self._devices)
             self.step_materialized = True
             log_norms(optim_wrapper)
         return log_vars
+
+    def follow_scaler(self, optim_wrapper: Any) -> None:
+        """See :meth:`DeviceDistributedDataParallel.follow_scaler`."""
+        for part in self.parts:
+            part.follow_scaler(optim_wrapper)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -125,7 +154,7 @@ def _is_trainable(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _check_children(module: nn.Module) -> None:
+def _check_own_parameters(module: nn.Module) -> None:
     own = [name for name, p in module.named_parameters(recurse=False) if p.requires_grad]
     if own:
         raise ModelError(
@@ -134,6 +163,10 @@ def _check_children(module: nn.Module) -> None:
             f'Put them into a child module, or take '
             f"model_wrapper_cfg=dict(type='DeviceDistributedDataParallel')."
         )
+
+
+def _check_children(module: nn.Module) -> None:
+    _check_own_parameters(module)
     if not any(_is_trainable(child) for child in module.children()):
         children = ', '.join(name for name, _ in module.named_children())
         raise ModelError(

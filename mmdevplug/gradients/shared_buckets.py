@@ -58,7 +58,7 @@ class SharedBucketAveraging(BucketAveraging):
         memory: Dict[torch.dtype, Tensor],
     ) -> None:
         self.active = True
-        self._reduction, self._memory = reduction, memory
+        self.reduction, self._memory = reduction, memory
         super().__init__(named_parameters, group, None, policy)
 
     @classmethod
@@ -83,7 +83,7 @@ class SharedBucketAveraging(BucketAveraging):
         super()._begin_iteration()
         self._works: List[_Started] = []
         self._filled = dict.fromkeys(self._memory, 0)
-        self._before = self._reduction.sent, self._reduction.shared
+        self._before = self.reduction.sent, self.reduction.shared
 
     def hook(self, state, bucket):
         """See :meth:`BucketAveraging.hook`."""
@@ -93,10 +93,10 @@ class SharedBucketAveraging(BucketAveraging):
             return super().hook(state, bucket)
         self._enter_iteration()
         if not self._works:
-            self._reduction.begin()
+            self.reduction.begin()
         shared.copy_(flat)
         here = Bucket(shared, [])
-        work = BucketWork(here, self._reduction.average(here, self.policy.active))
+        work = BucketWork(here, self.reduction.average(here, self.policy.active))
         self._works.append(_Started(flat, work, torch.futures.Future()))
         for started in self._works:
             if not started.work.completed:
@@ -126,11 +126,11 @@ class SharedBucketAveraging(BucketAveraging):
                 dense = [p for p in own if p.grad is not None and not p.grad.is_sparse]
                 self._found += names_of_nonfinite([(self._names[id(p)], p.grad) for p in dense])
             for started in self._works:
-                self._reduction.copy_results(started.work.bucket.flat, started.flat)
+                self.reduction.copy_results(started.work.bucket.flat, started.flat)
                 started.future.set_result(started.flat)
         if self._works:
-            self._reduction.end()
+            self.reduction.end()
             self._completed = time.perf_counter()
-        self._sent += self._reduction.sent - self._before[0]
-        self._shared = self._reduction.shared - self._before[1]
+        self._sent += self.reduction.sent - self._before[0]
+        self._shared = self.reduction.shared - self._before[1]
         super()._wait_for_ddp()

@@ -1,34 +1,35 @@
 """Wrap a model for data parallel training on any device."""
 
 import copy
-import inspect
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
+from mmengine.logging import print_log
 from mmengine.model import (
     MMDistributedDataParallel,
     detect_anomalous_params,
-    is_model_wrapper,
 )
 from mmengine.optim import OptimWrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, distributed as torch_dist, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from mmdevplug.accelerators import Accelerator, devices_of
+from mmdevplug.accelerators import devices_of
 from mmdevplug.accelerators.backend import backend_of
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
-from mmdevplug.config.fields import did_you_mean
-from mmdevplug.config.model_wrapper import WrapperOptions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
-from mmdevplug.errors import LaunchError, ModelError
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.deferred_norm import resolving
 from mmdevplug.model.loss_check import check_loss
-from mmdevplug.model.move import check_materialized, move_module
+from mmdevplug.model.move import (
+    describe_misplaced,
+    misplaced_tensors,
+    move_module,
+)
 from mmdevplug.model.norm_layers import convert_norm_layers
 from mmdevplug.optim import log_norms, trust_averages
 from mmdevplug.utils.model import list_optim_wrappers
@@ -41,6 +42,11 @@ from .model_signature import check_same_model
 from .nonfinite import FinitePolicy
 from .overlapped_staging import OverlappedStaging
 from .shared_buckets import SharedBucketAveraging, cpu_defaults
+from .trainable_set import TrainableSet, check_optimizers
+from .wrapper_arguments import check_module, read_options, rename_buffer_option, trainable
+
+#: What ranks do when their parameters began or ceased to be trained.
+CHANGED = 'comparing the parameters that are trained, which have changed'
 
 
 @MODEL_WRAPPERS.register_module()
@@ -95,8 +101,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         detect_anomalous_params: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check_module(module)
-        own = _read_options(kwargs)
+        check_module(module)
+        own = read_options(DeviceDistributedDataParallel, kwargs)
         chosen, device = rank_device(accelerator)
         takes_tensors = chosen.takes_tensors(backend_of(process_group))
         check_same_model(module, process_group)
@@ -108,7 +114,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         )
         through_host = device.type == 'cpu' or not takes_tensors
         averaging = dict(
-            compression=make_compression(own.grad_compression, _trainable(module)),
+            compression=make_compression(own.grad_compression, trainable(module)),
             policy=FinitePolicy(
                 own.nonfinite_grads or ('stop' if through_host else 'ignore'), process_group
             ),
@@ -117,13 +123,15 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             move_module(module, device)
             if chosen.name == 'cpu':
                 shares = own.hierarchy and averaging['compression'] is None
-                kwargs = {**cpu_defaults(_trainable(module), bool(shares)), **kwargs}
+                kwargs = {**cpu_defaults(trainable(module), bool(shares)), **kwargs}
             if own.bucket_cap_mb is not None:
                 kwargs['bucket_cap_mb'] = own.bucket_cap_mb
-            options = _rename_buffer_option(options, chosen, module)
+            options = rename_buffer_option(options, chosen, module)
             on_several = len(devices_of(module.parameters())) > 1  # DDP then takes no device ids
             device_ids = None if on_several else chosen.ddp_device_ids(device)
-            super().__init__(module, device_ids=device_ids, **options, **kwargs)
+            arguments = dict(options, device_ids=device_ids, **kwargs)
+            super().__init__(module, **arguments)
+            self._ddp_arguments = arguments
         else:
             averaging['hierarchy'] = own.hierarchy
             if own.bucket_cap_mb is not None:
@@ -137,12 +145,15 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self._hierarchy = own.hierarchy
         self._ddp_averaging: Optional[BucketAveraging] = None
         self._devices = devices_of(module.parameters())
+        # After the move, which may have made new parameters.
+        self._trainable = TrainableSet(module, not takes_tensors or find_unused_parameters)
         if not takes_tensors:
-            self.restart_staging()  # After the move, which may have made new parameters.
-        self._hook_is_due = takes_tensors and (
+            self.restart_staging()
+        self._hook_is_due = self._hook_is_ours = takes_tensors and (
             through_host or self.policy.active or averaging['compression'] is not None
         )
-        self._hooked = False
+        #: The hook that the user registered, with its state.
+        self._users_hook: Optional[Tuple[object, Any]] = None
         self.detect_anomalous_params = detect_anomalous_params
         self._loss_checked = False
         if chosen.lazy:
@@ -175,20 +186,97 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
     def restart_staging(self) -> None:
         """Average the gradients of the parameters that the module has now."""
-        named = _trainable(self.module)
+        before = self.staging
+        if before is not None:
+            before.reduction.begin()
+            self._trainable = TrainableSet(self.module, True, self._trainable)
+        named = self._trainable.named
         on_several = len(devices_of([parameter for _, parameter in named])) > 1
         kind = LazyStaging if self.accelerator.lazy or on_several else OverlappedStaging
-        self.staging = kind(named, self.accelerator, self.process_group, **self._averaging)
+        with self._trainable.requiring_gradients():
+            self.staging = kind(named, self.accelerator, self.process_group, **self._averaging)
+        if before is not None:
+            self.staging.take_over(before)
+            before.close()
+
+    def _restart_ddp(self) -> None:
+        """Build PyTorch's DDP anew, for the parameters that the module has now."""
+        if getattr(getattr(self, '_join_config', None), 'enable', False):
+            raise ModelError(
+                f'parameters of {type(self.module).__name__} began or ceased to be trained inside '
+                f'join(), whose other ranks may have ended. Change them before or after it.'
+            )
+        averaging, self._ddp_averaging = self._ddp_averaging, None
+        shared = isinstance(averaging, SharedBucketAveraging)
+        if shared:
+            averaging.reduction.begin()
+        self._trainable = TrainableSet(
+            self.module, self._trainable.tolerates_unused, self._trainable
+        )
+        # What nn.Module keeps of this wrapper: its mode and its hooks.
+        kept = {name: self.__dict__[name] for name in nn.Module().__dict__}
+        # The hooks of a reducer go with it.
+        self.reducer = self.logger = None
+        with self._trainable.requiring_gradients():
+            super().__init__(self.module, **self._ddp_arguments)
+        if shared:
+            averaging.reduction.close()
+        self.__dict__.update(kept)
+        self._hook_is_due = self._hook_is_ours
+        if self._users_hook is not None:
+            super().register_comm_hook(*self._users_hook)
+
+    def _follow_trainable(self) -> None:
+        """Average the gradients of what is trained now, on all ranks.
+
+        Raises:
+            ModelError: If the ranks train different parameters, or some are on another device.
+            RankFailedError: If other ranks noticed no change.
+        """
+        group, before = self.process_group, self._trainable
+        if group is torch_dist.group.WORLD:
+            # Others may have noticed nothing, and must not take this for their next average.
+            wait_for_everyone(CHANGED)
+        check_same_model(self.module, group)
+        elsewhere = misplaced_tensors(self.module, self.device) if len(self._devices) == 1 else {}
+        if elsewhere:
+            raise ModelError(
+                f'{type(self.module).__name__} has changed, and has tensors that are not on '
+                f'{self.device}: {describe_misplaced(elsewhere)}. Move a new module to the device '
+                f'before its parameters are given to the optimizer.'
+            )
+        if self.staging is None:
+            self._restart_ddp()
+        else:
+            tensors = [*self.module.parameters(), *self.module.buffers()]
+            broadcast_tensors(tensors, self.accelerator, group)
+            self.restart_staging()
+        if self._averaging['compression'] is not None:
+            self._averaging['compression'].reset()
+        self._loss_checked = False
+        print_log(
+            f'Parameters of {type(self.module).__name__} began or ceased to be trained. Averaged '
+            f'from here on: {self._trainable.describe_change(before)}.',
+            'current',
+        )
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; see :meth:`torch.nn.parallel.DistributedDataParallel.forward`."""
+        if torch.is_grad_enabled() and self._trainable.has_changed():
+            self._follow_trainable()
         if self.staging is None:
             if self._hook_is_due:
+                self._hook_is_due = False  # DDP takes only one
                 self._ddp_averaging = self._choose_averaging()
-                self.register_comm_hook(None, self._ddp_averaging.hook)
-            if not self._hooked and torch.is_grad_enabled() and self.require_backward_grad_sync:
+                super().register_comm_hook(None, self._ddp_averaging.hook)
+            if (
+                self._ddp_averaging is None
+                and self._users_hook is None
+                and torch.is_grad_enabled()
+                and self.require_backward_grad_sync
+            ):
                 # The backend does not report how long the buckets of DDP take.
-                size = sum(p.numel() * p.element_size() for _, p in _trainable(self.module))
+                size = sum(p.numel() * p.element_size() for _, p in self._trainable.named)
                 world_size = torch_dist.get_world_size(self.process_group)
                 TRAFFIC.record('gradients', sent=all_reduce_bytes(size, world_size))
             return super().forward(*inputs, **kwargs)
@@ -207,7 +295,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
     def _choose_averaging(self) -> BucketAveraging:
         """Average what DDP hands over in shared memory where ranks share it, or by messages."""
-        named, averaging = _trainable(self.module), self._averaging
+        named, averaging = self._trainable.named, self._averaging
         # DDP waits inside the hook in the first iteration of a graph that it takes for static.
         may_share = self._hierarchy and not getattr(self, 'static_graph', False)
         if self.device_type == 'cpu' and averaging['compression'] is None and may_share:
@@ -248,8 +336,9 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             if not self._loss_checked:
                 check_loss(parsed_loss, self.module)
                 self._loss_checked = True
-            self.policy.suspended = has_scaler(optim_wrapper)
+            self.follow_scaler(optim_wrapper)
             trust_averages(optim_wrapper, self.staging)
+            check_optimizers(self.module, [self._trainable], optim_wrapper)
             optim_wrapper.update_params(parsed_loss)
             if self.detect_anomalous_params:
                 detect_anomalous_params(parsed_loss, model=self)
@@ -257,6 +346,10 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             self.step_materialized = True
             log_norms(optim_wrapper)
         return log_vars
+
+    def follow_scaler(self, optim_wrapper: Any) -> None:
+        """Leave NaN to a gradient scaler, if there is one, which skips the update."""
+        self.policy.suspended = has_scaler(optim_wrapper)
 
     def warm_up(self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper) -> None:
         """Run a backward pass, so that PyTorch's DDP orders its buckets before training resumes.
@@ -296,8 +389,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         """
         self._refuse_under_staging('register_comm_hook')
         super().register_comm_hook(state, hook)
-        self._hook_is_due = False  # DDP takes only one.
-        self._hooked = True
+        self._hook_is_due = self._hook_is_ours = False
+        self._users_hook = state, hook
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Train with uneven inputs; see :meth:`torch.nn.parallel.DistributedDataParallel.join`.
@@ -327,66 +420,3 @@ def has_scaler(optim_wrapper: Any) -> bool:
     wrappers = list_optim_wrappers(optim_wrapper)
     scalers = [getattr(wrapper, 'loss_scaler', None) for wrapper in wrappers]
     return any(scaler is not None and scaler.is_enabled() for scaler in scalers)
-
-
-def _check_module(module: nn.Module) -> None:
-    if not isinstance(module, nn.Module):
-        raise ModelError(
-            f'the model is {module!r} of type {type(module).__name__}; expected an nn.Module, '
-            f'whose parameters can be averaged. Pass the module itself, or an nn.Module that '
-            f'calls the function.'
-        )
-    check_materialized(module)
-    if is_model_wrapper(module):
-        raise ModelError(
-            f'the model is wrapped already, in {type(module).__name__}; expected the bare model. '
-            f'Pass model.module, or remove the model_wrapper_cfg that wraps it a second time.'
-        )
-    if not _trainable(module):
-        total = sum(1 for _ in module.parameters())
-        raise ModelError(
-            f'{type(module).__name__} has no parameter that requires a gradient ({total} '
-            f'parameters, all frozen); expected at least one. Unfreeze part of the model '
-            f'(frozen_stages, requires_grad), or run it without a launcher.'
-        )
-
-
-def _read_options(kwargs: Dict[str, Any]) -> WrapperOptions:
-    """Take our options out of ``kwargs``, which then holds what PyTorch's DDP takes."""
-    names = WrapperOptions.names()
-    given = {name: kwargs.pop(name) for name in names if name in kwargs}
-    torchs = inspect.signature(DistributedDataParallel.__init__).parameters
-    unknown = sorted(set(kwargs) - set(torchs))
-    if unknown:
-        ours = inspect.signature(DeviceDistributedDataParallel.__init__).parameters
-        raise TypeError(
-            f'model_wrapper_cfg has {", ".join(unknown)}, which neither '
-            f'DeviceDistributedDataParallel nor the DistributedDataParallel of torch '
-            f'{torch.__version__} takes{did_you_mean(unknown, [*names, *torchs, *ours])} Correct '
-            f'the name or remove it.'
-        )
-    options = WrapperOptions.from_dict(given)
-    if not (torch_dist.is_available() and torch_dist.is_initialized()):
-        raise LaunchError(
-            'DeviceDistributedDataParallel needs a process group and there is none. Use '
-            "runner_type='DeviceRunner' with --launcher pytorch, or call "
-            'mmdevplug.init_device(launcher=...) before the model is wrapped.'
-        )
-    return options
-
-
-def _rename_buffer_option(
-    options: Dict[str, Any], accelerator: Accelerator, module: nn.Module
-) -> Dict[str, Any]:
-    """Let DDP send buffers once at the start, whether or not it sends them at each forward."""
-    options = dict(options)
-    if 'forward_sync_buffers' in inspect.signature(DistributedDataParallel.__init__).parameters:
-        options['forward_sync_buffers'] = options.pop('broadcast_buffers')
-    elif not options['broadcast_buffers']:
-        # Without this, older releases leave the buffers of each rank as they are.
-        broadcast_tensors(list(module.buffers()), accelerator, options['process_group'])
-    return options
-
-
-def _trainable(module: nn.Module) -> Sequence[Tuple[str, nn.Parameter]]:
-    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]

@@ -87,6 +87,10 @@ class DeviceHook(Hook):
     def before_train(self, runner: Any) -> None:
         """Let optimizer wrappers log gradient norms only at the end of an iteration."""
         log_norms(runner.optim_wrapper)
+        # A repository's wrapper may have a `train_step` that does not call ours.
+        follow_scaler = getattr(runner.model, 'follow_scaler', None)
+        if follow_scaler is not None:
+            follow_scaler(runner.optim_wrapper)
 
     def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
         """Materialize, also after an iteration that only accumulated gradients."""

@@ -1,9 +1,11 @@
 """Place a bare model on this rank's device and make it ready for training."""
 
-from typing import Any, Callable, Dict, Mapping, Optional
+import inspect
+from functools import wraps
+from typing import Any, Callable, Dict, Mapping, Optional, Type
 
 import torch
-from mmengine.model import revert_sync_batchnorm
+from mmengine.model import MMSeparateDistributedDataParallel, revert_sync_batchnorm
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -11,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
+from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.patches.mmseg import patch_accuracy
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.logs import log_warning
@@ -67,14 +70,11 @@ def place_model(
     cfg = wrapper_config(model_wrapper_cfg, find_unused_parameters)
     defaults: Dict[str, Any] = dict(module=model)
     if cfg['type'] not in REPLACED_BY:
-        # A user's own wrapper, which expects what MMEngine's runner gives it.
-        move_module(model, device)
-        device_ids = accelerator.ddp_device_ids(device)
-        if device_ids is not None and issubclass(
-            MODEL_WRAPPERS.get(cfg['type']) if isinstance(cfg['type'], str) else cfg['type'],
-            DistributedDataParallel,
-        ):
-            defaults['device_ids'] = device_ids
+        kind = MODEL_WRAPPERS.get(cfg['type']) if isinstance(cfg['type'], str) else cfg['type']
+        if inspect.isclass(kind) and issubclass(kind, DistributedDataParallel):
+            cfg['type'] = on_our_wrapper(kind)
+        else:
+            move_module(model, device)  # as MMEngine's runner does
     return MODEL_WRAPPERS.build(cfg, default_args=defaults)
 
 
@@ -117,6 +117,37 @@ def wrapper_config(
     name = kind.rsplit('.', 1)[-1] if isinstance(kind, str) else kind.__name__
     cfg['type'] = REPLACED_BY.get(name, kind)
     return cfg
+
+
+def on_our_wrapper(kind: Type[DistributedDataParallel]) -> Type[DistributedDataParallel]:
+    """Let a repository's wrapper inherit from ours in place of MMEngine's or PyTorch's.
+
+    Its ``super()`` calls reach our methods, which ignore ``device_ids`` and work on any device.
+
+    Raises:
+        ModelError: From its constructor, if that does not reach ours.
+    """
+    separate = issubclass(kind, MMSeparateDistributedDataParallel)
+    ours = MODEL_WRAPPERS.get(SEPARATE_WRAPPER if separate else WRAPPER)
+    if issubclass(kind, ours):
+        return kind
+
+    @wraps(kind.__init__)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            kind.__init__(self, *args, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, DevPlugError):
+                raise
+            raise ModelError(
+                f'model_wrapper_cfg.type={kind.__name__!r}: its constructor failed with '
+                f'{type(error).__name__}: {first_line(error)} Expected a subclass of '
+                f'{kind.__bases__[0].__name__} that calls super().__init__(module=module, '
+                f'**kwargs), which drops device_ids and works on any device. Write super() in '
+                f'place of the name of a class.'
+            ) from error
+
+    return type(kind.__name__, (kind, ours), dict(__init__=construct))
 
 
 def initialize_weights(model: nn.Module, context: DeviceContext) -> None:

@@ -1,0 +1,144 @@
+"""Notice parameters that begin or cease to be trained after a model was wrapped.
+
+A hook may unfreeze a backbone, freeze it after wrapping, or replace a module. PyTorch's DDP
+averages the gradients of the parameters that it was built with, and says nothing of others: ranks
+would train different models from then on.
+"""
+
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+from torch import nn
+
+from mmdevplug.errors import ModelError
+from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.model import list_optim_wrappers
+
+#: Messages name at most this many parameters.
+_NAMED = 5
+
+
+class TrainableSet:
+    """Hold the parameters whose gradients are averaged, and compare them with the module's.
+
+    ``tolerates_unused`` says that averaging goes on if some of them have no gradient any more.
+    Parameters of ``before`` that are frozen now are kept then: two halves of a model may be frozen
+    in turns, as those of a GAN, and nothing starts anew for them.
+
+    Attributes:
+        named: Names and parameters, in the module's order.
+    """
+
+    def __init__(
+        self, module: nn.Module, tolerates_unused: bool, before: Optional['TrainableSet'] = None
+    ) -> None:
+        self.module = module
+        self.tolerates_unused = tolerates_unused
+        kept = before._ids if before is not None and tolerates_unused else frozenset()
+        self.named = [
+            (name, p) for name, p in module.named_parameters() if p.requires_grad or id(p) in kept
+        ]
+        self._ids = frozenset(id(parameter) for _, parameter in self.named)
+        self._last = _trainable_ids(module)
+        self._changed = before is not None
+        #: The number of optimized parameters when they were last checked.
+        self._optimized = -1
+        #: All parameters that were ever averaged. While they are held no other gets their ids.
+        self._known: Dict[int, nn.Parameter] = {} if before is None else before._known
+        self._known.update((id(parameter), parameter) for _, parameter in self.named)
+
+    def has_changed(self) -> bool:
+        """Return whether averaging has to begin anew; takes 0.1 ms for 400 modules."""
+        found = _trainable_ids(self.module)
+        if found == self._last:
+            return False
+        self._last = found
+        ceased = not self.tolerates_unused and not self._ids.issubset(found)
+        # With nothing to train, the check of the loss has the better message.
+        return bool(found) and (ceased or not self._ids.issuperset(found))
+
+    def describe_change(self, before: 'TrainableSet') -> str:
+        """Name what is averaged now and was not before, and the other way round."""
+        now, then = dict(self.named), dict(before.named)
+        began = [name for name in now if now[name] is not then.get(name)]
+        ceased = [name for name in then if then[name] is not now.get(name)]
+        texts = [f'now {_some(began)}'] if began else []
+        return '; '.join(texts + ([f'no longer {_some(ceased)}'] if ceased else []))
+
+    @contextmanager
+    def requiring_gradients(self) -> Iterator[None]:
+        """Let frozen parameters require gradients, without which they take no hooks."""
+        frozen = [parameter for _, parameter in self.named if not parameter.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
+
+def check_optimizers(module: nn.Module, sets: Sequence[TrainableSet], optim_wrapper: Any) -> None:
+    """Compare what the optimizers hold with what is averaged, once after each change of either.
+
+    Raises:
+        ModelError: If a parameter that is optimized was never part of the module.
+    """
+    optimized = [
+        parameter
+        for wrapper in list_optim_wrappers(optim_wrapper)
+        for group in wrapper.optimizer.param_groups
+        for parameter in group['params']
+    ]
+    if all(one._optimized == len(optimized) for one in sets):
+        return
+    for one in sets:
+        one._optimized = len(optimized)
+    inside, name = {id(parameter) for parameter in module.parameters()}, type(module).__name__
+    known = inside.union(*(one._known for one in sets))
+    foreign = [tuple(p.shape) for p in optimized if p.requires_grad and id(p) not in known]
+    if foreign:
+        raise ModelError(
+            f'the optimizer holds {len(foreign)} parameter(s) that are not part of {name}, of '
+            f'shape {_some(foreign)}. Their gradients would not be averaged, and each rank would '
+            f'train other values. Expected parameters of the model: assign them to a module in '
+            f'it before they are given to the optimizer (add_param_group).'
+        )
+    if not any(one._changed for one in sets):
+        return
+    held = {id(parameter) for parameter in optimized}
+    idle = [
+        parameter_name
+        for one in sets
+        for parameter_name, p in one.named
+        if p.requires_grad and id(p) not in held
+    ]
+    if idle:
+        log_warning(
+            f'No optimizer holds {_some(idle)}, which require gradients now: nothing updates '
+            f'them. Call optim_wrapper.optimizer.add_param_group(), or freeze them.'
+        )
+    if not held <= inside:
+        log_warning(
+            f'The optimizer still holds {len(held - inside)} parameter(s) that are no longer part '
+            f'of {name}. They stay as they are.'
+        )
+
+
+def _some(items: List[Any]) -> str:
+    more = len(items) - _NAMED
+    return ', '.join(map(str, items[:_NAMED])) + (f' and {more} more' if more > 0 else '')
+
+
+def _trainable_ids(module: nn.Module) -> List[int]:
+    """List the ids of trainable parameters; ``named_parameters`` takes several times as long."""
+    found: List[int] = []
+    pending: List[Optional[nn.Module]] = [module]
+    while pending:
+        part = pending.pop()
+        if part is not None:
+            found += [
+                id(p) for p in part._parameters.values() if p is not None and p.requires_grad
+            ]
+            pending.extend(part._modules.values())
+    return found

@@ -1,0 +1,81 @@
+"""Check the arguments of the model wrapper, and turn them into those of PyTorch's DDP."""
+
+import inspect
+from typing import Any, Dict, Sequence, Tuple
+
+import torch
+from mmengine.model import is_model_wrapper
+from torch import distributed as torch_dist, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.config.fields import did_you_mean
+from mmdevplug.config.model_wrapper import WrapperOptions
+from mmdevplug.distributed.coalesced import broadcast_tensors
+from mmdevplug.errors import LaunchError, ModelError
+from mmdevplug.model.move import check_materialized
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise ModelError if there is nothing to wrap: see the wrapper's ``Raises``."""
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f'the model is {module!r} of type {type(module).__name__}; expected an nn.Module, '
+            f'whose parameters can be averaged. Pass the module itself, or an nn.Module that '
+            f'calls the function.'
+        )
+    check_materialized(module)
+    if is_model_wrapper(module):
+        raise ModelError(
+            f'the model is wrapped already, in {type(module).__name__}; expected the bare model. '
+            f'Pass model.module, or remove the model_wrapper_cfg that wraps it a second time.'
+        )
+    if not trainable(module):
+        total = sum(1 for _ in module.parameters())
+        raise ModelError(
+            f'{type(module).__name__} has no parameter that requires a gradient ({total} '
+            f'parameters, all frozen); expected at least one. Unfreeze part of the model '
+            f'(frozen_stages, requires_grad), or run it without a launcher.'
+        )
+
+
+def read_options(wrapper: type, kwargs: Dict[str, Any]) -> WrapperOptions:
+    """Take our options out of ``kwargs``, which then holds what PyTorch's DDP takes."""
+    names = WrapperOptions.names()
+    given = {name: kwargs.pop(name) for name in names if name in kwargs}
+    torchs = inspect.signature(DistributedDataParallel.__init__).parameters
+    unknown = sorted(set(kwargs) - set(torchs))
+    if unknown:
+        ours = inspect.signature(wrapper.__init__).parameters
+        raise TypeError(
+            f'model_wrapper_cfg has {", ".join(unknown)}, which neither '
+            f'DeviceDistributedDataParallel nor the DistributedDataParallel of torch '
+            f'{torch.__version__} takes{did_you_mean(unknown, [*names, *torchs, *ours])} Correct '
+            f'the name or remove it.'
+        )
+    options = WrapperOptions.from_dict(given)
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        raise LaunchError(
+            'DeviceDistributedDataParallel needs a process group and there is none. Use '
+            "runner_type='DeviceRunner' with --launcher pytorch, or call "
+            'mmdevplug.init_device(launcher=...) before the model is wrapped.'
+        )
+    return options
+
+
+def rename_buffer_option(
+    options: Dict[str, Any], accelerator: Accelerator, module: nn.Module
+) -> Dict[str, Any]:
+    """Let DDP send buffers once at the start, whether or not it sends them at each forward."""
+    options = dict(options)
+    if 'forward_sync_buffers' in inspect.signature(DistributedDataParallel.__init__).parameters:
+        options['forward_sync_buffers'] = options.pop('broadcast_buffers')
+    elif not options['broadcast_buffers']:
+        # Without this, older releases leave the buffers of each rank as they are.
+        broadcast_tensors(list(module.buffers()), accelerator, options['process_group'])
+    return options
+
+
+def trainable(module: nn.Module) -> Sequence[Tuple[str, nn.Parameter]]:
+    """List the parameters that require a gradient, with their names."""
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]

@@ -1,0 +1,94 @@
+"""Parameters that begin or cease to be trained after the model was wrapped."""
+
+import pytest
+import torch
+from mmengine.optim import OptimWrapper
+from torch import nn
+
+from mmdevplug.errors import ModelError
+from mmdevplug.gradients import trainable_set
+from mmdevplug.gradients.trainable_set import TrainableSet, check_optimizers
+from tests.columns import NATIVE, job_of
+from tests.gradients.averaging import rank, start, wrap
+from tests.gradients.trainable import SCENARIOS, in_one_process, on_ranks
+from tests.jobs import largest_difference
+from tests.ranks import RanksFailed, run_ranks
+
+CASES = [('cpu', 1), ('cpu', 2), ('cpu', 4), ('zeta', 2), ('zeta', 4), (NATIVE, 2)]
+CASES += [pytest.param(('xla', ranks), marks=pytest.mark.xla) for ranks in (1, 2, 4)]
+CASES += [pytest.param(('cuda', ranks), marks=pytest.mark.cuda) for ranks in (1, 2)]
+
+
+@pytest.fixture(scope='module')
+def trained():
+    jobs = {}
+
+    def of(accelerator, ranks):
+        if (accelerator, ranks) not in jobs:
+            jobs[accelerator, ranks] = run_ranks(
+                on_ranks, ranks, accelerator, list(SCENARIOS), **job_of(accelerator, ranks)
+            )
+        return jobs[accelerator, ranks]
+
+    return of
+
+
+@pytest.mark.parametrize('scenario', SCENARIOS)
+@pytest.mark.parametrize('case', CASES, ids=lambda case: f'{case[0]}-{case[1]}')
+def test_trains_as_one_process(trained, case, scenario):
+    found = [of_rank[scenario] for of_rank in trained(*case)]
+    for weights, _ in found[1:]:
+        assert largest_difference(weights, found[0][0]) == 0
+    # The first gradient is a sum over 120,000 units in the case of shared memory.
+    tolerance = 1e-4 if case[0] in ('cuda', 'xla') else 1e-5
+    assert largest_difference(found[0][0], in_one_process(scenario, case[1])) <= tolerance
+
+
+def test_halves_that_are_frozen_in_turns_restart_nothing(trained):
+    for accelerator, scenario in (('cpu', 'take_turns_unused'), ('zeta', 'take_turns')):
+        assert [of_rank[scenario][1] for of_rank in trained(accelerator, 2)] == [0, 0]
+    assert trained('cpu', 2)[0]['unfreeze'][1] == 1
+
+
+def other_parameters():
+    """Rank 1 unfreezes another layer than rank 0."""
+    start('cpu')
+    torch.manual_seed(0)
+    wrapper = wrap(nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).requires_grad_(True))
+    wrapper.module[rank()].requires_grad_(False)
+    wrapper(torch.ones(2, 4)).sum().backward()
+
+
+def test_ranks_that_change_other_parameters_end_with_their_names():
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(other_parameters, 2, together=True)
+    for kind, message, _ in raised.value.errors.values():
+        assert kind == 'ModelError'
+        assert 'rank 1: has parameter 0.weight as 4x4 torch.float32, rank 0 as' in message
+
+
+def test_optimized_parameters_outside_of_the_model_are_refused():
+    net = nn.Linear(4, 2)
+    optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    averaged = TrainableSet(net, tolerates_unused=False)
+    check_optimizers(net, [averaged], optim_wrapper)
+    optim_wrapper.optimizer.add_param_group(dict(params=[nn.Parameter(torch.ones(7, 3))]))
+    expected = r'1 parameter\(s\) that are not part of Linear, of shape \(7, 3\)'
+    with pytest.raises(ModelError, match=expected):
+        check_optimizers(net, [averaged], optim_wrapper)
+
+
+def test_new_parameters_that_no_optimizer_holds_are_named(monkeypatch):
+    warnings = []
+    monkeypatch.setattr(trainable_set, 'log_warning', warnings.append)
+    net = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    before = TrainableSet(net, tolerates_unused=False)
+    check_optimizers(net, [before], optim_wrapper)
+    net[1] = nn.Linear(2, 2)
+    assert before.has_changed()
+    after = TrainableSet(net, False, before)
+    assert after.describe_change(before) == 'now 1.weight, 1.bias; no longer 1.weight, 1.bias'
+    check_optimizers(net, [after], optim_wrapper)
+    assert 'No optimizer holds 1.weight, 1.bias' in warnings[0]
+    assert '2 parameter(s) that are no longer part of Sequential' in warnings[1]
