@@ -66,6 +66,7 @@ class HostStaging(ABC):
         compression: Optional[Compression] = None,
         hierarchy: Any = 'auto',
         policy: Optional[FinitePolicy] = None,
+        before: Optional['HostStaging'] = None,
     ) -> None:
         self.names = [name for name, _ in named_parameters]
         self.parameters = [parameter for _, parameter in named_parameters]
@@ -79,6 +80,8 @@ class HostStaging(ABC):
         self._lock = threading.Lock()
         self._synchronize = False
         self._bytes = sum(p.numel() * p.element_size() for p in self.parameters)
+        if before is not None:
+            before.reduction.begin()
         # Host memory for all gradients is allocated once, in one piece for each dtype.
         self.reduction, self._memory = make_reduction(
             numel_by_dtype(self.parameters),
@@ -86,6 +89,7 @@ class HostStaging(ABC):
             compression,
             hierarchy,
             pin_memory=accelerator.pins_memory(),
+            before=before and before.reduction,
         )
         self._layout = BucketLayout(
             self.parameters, self._memory, bucket_bytes or self._default_bucket_bytes()
@@ -93,14 +97,10 @@ class HostStaging(ABC):
         self._divided: Optional[Tuple[List[int], List[Bucket]]] = None
         self._hooks: List[Any] = []  # on the parameters
 
-    def close(self) -> None:
-        """Remove the hooks and release shared memory, see :meth:`Reduction.close`."""
-        for hook in self._hooks:
-            hook.remove()
-        self.reduction.close()
-
     def take_over(self, before: 'HostStaging') -> None:
-        """Know what an earlier staging saw of gradients that are being accumulated."""
+        """Stand in for an earlier staging, which may have seen gradients to be accumulated."""
+        for hook in before._hooks:
+            hook.remove()
         used = {id(p) for p, is_used in zip(before.parameters, before._used) if is_used}
         self._used = [id(parameter) in used for parameter in self.parameters]
 

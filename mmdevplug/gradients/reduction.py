@@ -56,9 +56,6 @@ class Reduction:
     def end(self) -> None:
         """End the iteration: this rank has read all averages."""
 
-    def close(self) -> None:
-        """Release groups and memory, once all ranks have returned from :meth:`begin`."""
-
     def all_reduce(self, bucket: Bucket) -> Generator[None, None, None]:
         """Add up a bucket over all ranks, in place."""
         if self.compression is not None and bucket.flat.dtype == torch.float32:
@@ -88,7 +85,7 @@ class TwoLevelReduction(Reduction):
     ``1 / local_world_size`` of the bytes. Compression is used between hosts.
 
     ``hosts`` have the same number of ranks each; ``slots`` holds for each dtype the memory of each
-    local rank.
+    local rank. The groups are those of ``before``, on which :meth:`begin` was called, if given.
     """
 
     def __init__(
@@ -97,19 +94,28 @@ class TwoLevelReduction(Reduction):
         compression: Optional[Compression],
         hosts: Hosts,
         slots: Dict[torch.dtype, List[Tensor]],
+        before: Optional[Reduction] = None,
     ) -> None:
         super().__init__(group, compression)
         self._local_rank = hosts.local_rank
         self._slots = slots
+        self._between: Optional[Reduction] = None
+        if isinstance(before, TwoLevelReduction):
+            # PyTorch cannot make a group again whose like was destroyed.
+            self._written, self._added = before._written, before._added
+            self._between = before._between
+        else:
+            self._make_groups(hosts)
+        self._all_read: Any = None
+
+    def _make_groups(self, hosts: Hosts) -> None:
         # One group for each kind of message, so that their order between buckets does not matter.
-        members = [[global_rank(group, rank) for rank in ranks] for ranks in hosts.ranks]
+        members = [[global_rank(self.group, rank) for rank in ranks] for ranks in hosts.ranks]
         self._written = _new_group(members, hosts.here)
         self._added = _new_group(members, hosts.here)
-        self._between = None
         if len(members) > 1:
             same_local_rank = _new_group(list(zip(*members)), hosts.local_rank)
-            self._between = Reduction(same_local_rank, compression)
-        self._all_read: Any = None
+            self._between = Reduction(same_local_rank, self.compression)
 
     def begin(self) -> None:
         """Wait until the other ranks of this host have read the averages of the last iteration."""
@@ -118,11 +124,6 @@ class TwoLevelReduction(Reduction):
 
     def end(self) -> None:
         self._all_read = self._start_barrier(self._added)
-
-    def close(self) -> None:
-        between = [] if self._between is None else [self._between.group]
-        for group in (self._written, self._added, *between):
-            torch_dist.destroy_process_group(group)
 
     def average(self, bucket: Bucket, check: bool) -> Steps:
         written = self._start_barrier(self._written)
@@ -191,12 +192,13 @@ def make_reduction(
     compression: Optional[Compression],
     hierarchy: Union[str, bool],
     pin_memory: bool,
+    before: Optional[Reduction] = None,
 ) -> Tuple[Reduction, Dict[torch.dtype, Tensor]]:
     """Choose how to average buckets, and allocate memory for them; all ranks choose the same.
 
     ``sizes`` has the number of elements of each dtype. ``hierarchy='auto'`` averages inside hosts
     first where several ranks share a host, each host has the same number, and ``pin_memory`` is
-    False, because page-locked memory cannot be shared.
+    False, because page-locked memory cannot be shared. ``before`` is an earlier one of the group.
     """
     hosts = None
     if hierarchy and not (pin_memory and hierarchy == 'auto'):
@@ -204,7 +206,7 @@ def make_reduction(
     slots = None if hosts is None else _allocate_shared(sizes, hosts, group)
     if hosts is not None and slots is not None:
         memory = {dtype: parts[hosts.local_rank] for dtype, parts in slots.items()}
-        return TwoLevelReduction(group, compression, hosts, slots), memory
+        return TwoLevelReduction(group, compression, hosts, slots, before), memory
     memory = {
         dtype: torch.empty(size, dtype=dtype, pin_memory=pin_memory)
         for dtype, size in sizes.items()

@@ -68,13 +68,22 @@ class SharedBucketAveraging(BucketAveraging):
         group: Any,
         policy: FinitePolicy,
         hierarchy: Union[str, bool],
+        before: Optional[BucketAveraging] = None,
     ) -> Optional['SharedBucketAveraging']:
-        """Return one where ranks share memory and that pays; None on all ranks elsewhere."""
+        """Return one where ranks share memory and that pays; None on all ranks elsewhere.
+
+        It stands in for ``before``, if given.
+        """
         summed = [(n, p) for n, p in named_parameters if p.dtype in (torch.float32, torch.float64)]
         if not summed or _bytes_of(summed) < LEAST_BYTES:
             return None
         sizes = numel_by_dtype([parameter for _, parameter in summed])
-        reduction, memory = make_reduction(sizes, group, None, hierarchy, pin_memory=False)
+        earlier = before.reduction if isinstance(before, SharedBucketAveraging) else None
+        if earlier is not None:
+            earlier.begin()
+        reduction, memory = make_reduction(
+            sizes, group, None, hierarchy, pin_memory=False, before=earlier
+        )
         if not isinstance(reduction, TwoLevelReduction):
             return None
         return cls(named_parameters, group, policy, reduction, memory)

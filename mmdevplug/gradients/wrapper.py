@@ -188,16 +188,16 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         """Average the gradients of the parameters that the module has now."""
         before = self.staging
         if before is not None:
-            before.reduction.begin()
             self._trainable = TrainableSet(self.module, True, self._trainable)
         named = self._trainable.named
         on_several = len(devices_of([parameter for _, parameter in named])) > 1
         kind = LazyStaging if self.accelerator.lazy or on_several else OverlappedStaging
         with self._trainable.requiring_gradients():
-            self.staging = kind(named, self.accelerator, self.process_group, **self._averaging)
+            self.staging = kind(
+                named, self.accelerator, self.process_group, before=before, **self._averaging
+            )
         if before is not None:
             self.staging.take_over(before)
-            before.close()
 
     def _restart_ddp(self) -> None:
         """Build PyTorch's DDP anew, for the parameters that the module has now."""
@@ -206,10 +206,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
                 f'parameters of {type(self.module).__name__} began or ceased to be trained inside '
                 f'join(), whose other ranks may have ended. Change them before or after it.'
             )
-        averaging, self._ddp_averaging = self._ddp_averaging, None
-        shared = isinstance(averaging, SharedBucketAveraging)
-        if shared:
-            averaging.reduction.begin()
         self._trainable = TrainableSet(
             self.module, self._trainable.tolerates_unused, self._trainable
         )
@@ -219,8 +215,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self.reducer = self.logger = None
         with self._trainable.requiring_gradients():
             super().__init__(self.module, **self._ddp_arguments)
-        if shared:
-            averaging.reduction.close()
         self.__dict__.update(kept)
         self._hook_is_due = self._hook_is_ours
         if self._users_hook is not None:
@@ -300,7 +294,11 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         may_share = self._hierarchy and not getattr(self, 'static_graph', False)
         if self.device_type == 'cpu' and averaging['compression'] is None and may_share:
             shared = SharedBucketAveraging.where_shared(
-                named, self.process_group, averaging['policy'], self._hierarchy
+                named,
+                self.process_group,
+                averaging['policy'],
+                self._hierarchy,
+                self._ddp_averaging,
             )
             if shared is not None:
                 return shared
