@@ -203,3 +203,42 @@ def test_configs_that_name_mmengines_wrapper_get_ours(asked, built):
     assert wrapper_config(dict(type=asked, broadcast_buffers=False)) == dict(
         type=built, broadcast_buffers=False
     )
+
+
+def unfreeze(context):
+    from mmengine.optim import OptimWrapper, OptimWrapperDict
+
+    from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
+    from tests.features.parts import TinyGAN
+
+    model = TinyGAN()
+    model.discriminator.requires_grad_(False)
+    wrapper = DeviceSeparateDistributedDataParallel(model)
+    before = len(wrapper.parts)
+    model.discriminator.requires_grad_(True)
+    steps = OptimWrapperDict(
+        **{
+            name: OptimWrapper(torch.optim.SGD(child.parameters(), lr=0.1))
+            for name, child in (('generator', model.generator), ('critic', model.discriminator))
+        }
+    )
+    wrapper._follow_trainable()
+    trained_by = model.discriminator
+    rank = torch.distributed.get_rank()
+    trained_by(torch.full((2, 64), float(rank + 1)).to(context.device)).sum().backward()
+    gradient = next(trained_by.parameters()).grad.cpu().numpy()
+    model.extra = nn.Parameter(torch.ones(1, device=context.device))
+    refused = ''
+    try:
+        wrapper.train_step({}, steps)
+    except RuntimeError as error:
+        refused = str(error)
+    return before, len(wrapper.parts), gradient, refused
+
+
+@each
+def test_a_child_that_begins_to_be_trained_is_wrapped(accelerator):
+    one, other = run_ranks(in_job, 2, accelerator, unfreeze, **job_of(accelerator))
+    assert one[:2] == other[:2] == (1, 2)
+    assert (one[2] == other[2]).all()
+    assert 'trainable parameters of its own, extra' in one[3]

@@ -1,0 +1,113 @@
+"""Wrappers of model repositories, which inherit from MMEngine's, on any device."""
+
+import os
+
+import pytest
+import torch
+from mmengine.model import (
+    BaseModel,
+    MMDistributedDataParallel,
+    MMSeparateDistributedDataParallel,
+)
+from mmengine.optim import OptimWrapper
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.columns import NATIVE, job_of
+from tests.gradients.averaging import rank, start
+from tests.ranks import RanksFailed, run_ranks
+
+
+class Net(BaseModel):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, inputs, mode='tensor'):
+        return dict(loss=self.fc(inputs).square().mean())
+
+    def train_step(self, data, optim_wrapper):
+        raise RuntimeError("the wrapper's train_step was not called")
+
+
+class OwnStep:
+    """As mmrazor's AutoSlim wrappers: ``device_ids`` of a launcher's variable, its own step."""
+
+    def __init__(self, *, device_ids=None, **kwargs):
+        if device_ids is None and os.environ.get('LOCAL_RANK') is not None:
+            device_ids = [int(os.environ['LOCAL_RANK'])]
+        super().__init__(device_ids=device_ids, **kwargs)
+
+    def train_step(self, data, optim_wrapper):
+        with optim_wrapper.optim_context(self):
+            losses = self(**self.module.data_preprocessor(data, True), mode='loss')
+        optim_wrapper.update_params(losses['loss'])
+        return dict(own_loss=losses['loss'].detach())
+
+
+class OfMMEngine(OwnStep, MMDistributedDataParallel):
+    pass
+
+
+class OfPyTorch(OwnStep, DistributedDataParallel):
+    pass
+
+
+class Separate(MMSeparateDistributedDataParallel):
+    def __init__(self, module, device_ids=None, **kwargs):
+        super().__init__(module, device_ids=[0], **kwargs)
+
+    def train_step(self, data, optim_wrapper):
+        with optim_wrapper.optim_context(self.module.fc):
+            loss = self.module.fc(data['inputs'].to(self.module.fc.device)).square().mean()
+        optim_wrapper.update_params(loss)
+        return dict(own_loss=loss.detach())
+
+
+class Past(MMDistributedDataParallel):
+    """Calls its base by name, past ours."""
+
+    def __init__(self, module, **kwargs):
+        MMDistributedDataParallel.__init__(self, module, device_ids=[rank()], **kwargs)
+
+
+def train(accelerator, kind):
+    from mmdevplug.model.prepare import place_model
+
+    context = start(accelerator)
+    wrapper = place_model(Net(), context, dict(type=kind, find_unused_parameters=True))
+    optim_wrapper = OptimWrapper(torch.optim.SGD(wrapper.parameters(), lr=0.1))
+    data = dict(inputs=torch.full((2, 4), 1.0 + rank()))
+    logged = wrapper.train_step(data, optim_wrapper)
+    (weights, _) = (parameter.detach().cpu().numpy() for parameter in wrapper.parameters())
+    return type(wrapper).__name__, isinstance(wrapper, kind), list(logged), weights
+
+
+def expected_weights(ranks=2):
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for each in range(ranks):
+        (net(torch.full((2, 4), 1.0 + each))['loss'] / ranks).backward()
+    optimizer.step()
+    return net.fc.weight.detach().numpy()
+
+
+@pytest.mark.parametrize('kind', [OfMMEngine, OfPyTorch, Separate])
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE])
+def test_trains_on_any_device(accelerator, kind):
+    for name, is_own, logged, weights in run_ranks(
+        train, 2, accelerator, kind, **job_of(accelerator)
+    ):
+        assert (name, is_own, logged) == (kind.__name__, True, ['own_loss'])
+        assert abs(weights - expected_weights()).max() <= 1e-6
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_a_constructor_that_passes_ours_by_is_explained(accelerator):
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(train, 2, accelerator, Past, together=True)
+    for kind, message, _ in raised.value.errors.values():
+        assert kind == 'ModelError'
+        assert "model_wrapper_cfg.type='Past': its constructor failed with" in message
+        assert 'calls super().__init__(module=module, **kwargs)' in message
