@@ -20,6 +20,7 @@ from .move_nested import to_device
 from .probe import probe_device
 from .torch_native import TorchNativeAccelerator
 from .tpu import TPUAccelerator
+from .ts_lazy import TSLazyAccelerator
 from .xla import XLAAccelerator
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     'S60Accelerator',
     'T20Accelerator',
     'TPUAccelerator',
+    'TSLazyAccelerator',
     'TorchNativeAccelerator',
     'XLAAccelerator',
     'available_accelerators',

@@ -25,6 +25,9 @@ DETECTION_ORDER = (
     *('cuda', 'xpu', 'mps', 'cpu'),
 )
 
+#: No card that a training should be on unless it is named.
+ONLY_BY_NAME = ('lazy',)
+
 AcceleratorConfig = Union[str, Mapping[str, Any], Accelerator, None]
 
 
@@ -208,7 +211,7 @@ def _usable_accelerators() -> Iterator[Accelerator]:
     private = privateuse1_name()
     if private is not None and private not in names:
         names.insert(0, private)
-    registered = [name for name in registered_names() if name not in names]
+    registered = [name for name in registered_names() if name not in (*names, *ONLY_BY_NAME)]
     for name in registered + names:
         try:
             accelerator = _build(name, {}, 'detection')

@@ -1,0 +1,69 @@
+"""PyTorch's own lazy device, whose graphs run as TorchScript on the CPU.
+
+It is part of PyTorch, and nobody trains on it to save time. It shows what a model or a loop does on
+a lazy device, without a card and without another package.
+"""
+
+from typing import List, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+from mmdevplug.registry import ACCELERATORS
+
+from .base import devices_of
+from .lazy import LazyAccelerator
+
+
+@ACCELERATORS.register_module(name='lazy')
+class TSLazyAccelerator(LazyAccelerator):
+    """The device ``lazy`` of ``torch._lazy``; each process has one."""
+
+    name = device_type = 'lazy'
+    _started = False
+
+    def is_available(self) -> bool:
+        # The backend cannot be started twice in a process.
+        if not TSLazyAccelerator._started and hasattr(torch._C, '_lazy_ts_backend'):
+            from torch._lazy import ts_backend
+
+            ts_backend.init()
+            TSLazyAccelerator._started = True
+        return TSLazyAccelerator._started
+
+    def is_preferred(self) -> bool:
+        return False
+
+    def requirement(self) -> str:
+        return 'PyTorch 1.11 or later with torch._lazy'
+
+    def device_count(self) -> int:
+        return int(self.is_available())
+
+    def set_device(self, device: torch.device) -> None:
+        """Do nothing: there is one device."""
+
+    def current_device(self) -> torch.device:
+        return torch.device('lazy', 0)
+
+    def synchronize(self, device: Optional[torch.device] = None) -> None:
+        self.materialize(device)
+        torch._lazy.wait_device_ops()
+
+    def materialize(
+        self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
+    ) -> None:
+        with self.compiling():
+            torch._lazy.mark_step(str(device or self.current_device()), wait=True)
+
+    def compilations(self) -> int:
+        from torch._lazy import metrics
+
+        found = 'UncachedCompile' in metrics.counter_names()
+        return metrics.counter_value('UncachedCompile') if found else 0
+
+    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
+        here = [tensor for tensor in tensors if tensor.device.type == 'lazy']
+        if here:
+            torch._lazy.sync_multi(here, [str(device) for device in devices_of(here)])
+        return super().to_host(tensors)
