@@ -68,7 +68,7 @@ def device_of(accelerator, rank, ranks=2):
 
 def staged(accelerator):
     """Whether gradients pass through the host."""
-    return accelerator in ('zeta', 'xla', 'gcu')
+    return accelerator in ('zeta', 'xla', 'gcu', 'lazy')
 
 
 def amp_wrapper(accelerator):

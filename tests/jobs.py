@@ -117,7 +117,7 @@ def install_card(accelerator):
     if accelerator == 'cuda':
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cudnn.deterministic = True
-    if accelerator not in ('xla', 'gcu') and not hasattr(torch, accelerator):
+    if accelerator not in ('xla', 'gcu', 'lazy') and not hasattr(torch, accelerator):
         import card
 
         card.install(accelerator)

@@ -4,11 +4,13 @@ It is part of PyTorch, and nobody trains on it to save time. It shows what a mod
 a lazy device, without a card and without another package.
 """
 
-from typing import List, Optional, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
+from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
 from .base import devices_of
@@ -20,6 +22,7 @@ class TSLazyAccelerator(LazyAccelerator):
     """The device ``lazy`` of ``torch._lazy``; each process has one."""
 
     name = device_type = 'lazy'
+    shares_devices = True
     _started = False
 
     def is_available(self) -> bool:
@@ -55,6 +58,20 @@ class TSLazyAccelerator(LazyAccelerator):
     ) -> None:
         with self.compiling():
             torch._lazy.mark_step(str(device or self.current_device()), wait=True)
+
+    @property
+    def amp_dtype(self) -> torch.dtype:
+        return torch.float32  # PyTorch casts nothing there
+
+    def autocast(
+        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
+    ) -> AbstractContextManager:
+        if enabled:
+            raise AcceleratorError(
+                "PyTorch's device 'lazy' has no mixed precision; train without, with "
+                "optim_wrapper.type='OptimWrapper'."
+            )
+        return nullcontext()
 
     def compilations(self) -> int:
         from torch._lazy import metrics

@@ -53,7 +53,7 @@ def _autocast(
         return
     # The T20's autocast refuses None.
     options: Any = {} if cache_enabled is None else dict(cache_enabled=cache_enabled)
-    dtype = dtype or _dtype_around(accelerator.device_type)
+    dtype = dtype or (_dtype_around(accelerator.device_type) if enabled else None)
     with accelerator.autocast(dtype=dtype, enabled=enabled, **options):
         yield
 

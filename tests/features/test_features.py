@@ -25,6 +25,7 @@ T20 = pytest.param(
 )
 
 ACCELERATORS = [
+    'lazy',
     'cpu',
     'zeta',
     NATIVE,
