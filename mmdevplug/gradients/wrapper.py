@@ -41,6 +41,7 @@ from .model_signature import check_same_model
 from .nonfinite import FinitePolicy
 from .overlapped_staging import OverlappedStaging
 from .shared_buckets import SharedBucketAveraging, cpu_defaults
+from .unused_parameters import refuse_unreduced
 
 
 @MODEL_WRAPPERS.register_module()
@@ -183,6 +184,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; see :meth:`torch.nn.parallel.DistributedDataParallel.forward`."""
         if self.staging is None:
+            if torch.is_grad_enabled():
+                refuse_unreduced(self)
             if self._hook_is_due:
                 self._ddp_averaging = self._choose_averaging()
                 self.register_comm_hook(None, self._ddp_averaging.hook)
@@ -204,6 +207,13 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if torch.is_grad_enabled():
             self.staging.prepare(outputs, synchronize)
         return outputs
+
+    def _build_params_for_reducer(self) -> Any:
+        """Keep the names of the parameters that PyTorch's DDP knows by their numbers."""
+        found = super()._build_params_for_reducer()
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self.averaged_names = [names[id(parameter)] for parameter in found[0]]
+        return found
 
     def _choose_averaging(self) -> BucketAveraging:
         """Average what DDP hands over in shared memory where ranks share it, or by messages."""
