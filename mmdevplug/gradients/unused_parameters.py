@@ -1,11 +1,16 @@
 """Name the parameters that PyTorch's DDP waits for because they got no gradient."""
 
 import re
-from typing import Dict, Iterable, List
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Set
 
 from torch import distributed as torch_dist, nn
 
-from mmdevplug.errors import ModelError, first_line
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators.backend import resolve_backend
+from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.errors import LaunchError, ModelError, first_line
+from mmdevplug.model.prepare import wrapper_config
 
 #: Names in one message; the rest is counted.
 NAMED = 8
@@ -66,4 +71,40 @@ def _describe(ddp: nn.Module, prefix: str, error: RuntimeError) -> str:
     return (
         f'parameters without a gradient on rank {torch_dist.get_rank()}: {listed}. '
         f"PyTorch's DDP waits for the gradients of all {len(names)}, on every rank. {remedy}"
+    )
+
+
+# before a job, with one process -----------------------------------------------------------------
+
+
+@contextmanager
+def listing_unused(model: nn.Module) -> Iterator[Callable[[], List[str]]]:
+    """Yield a function that lists the parameters which got no gradient inside this context."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    used: Set[str] = set()
+    hooks = [p.register_hook(lambda _, name=name: used.add(name)) for name, p in trained]
+    yield lambda: [name for name, _ in trained if name not in used]
+    for hook in hooks:
+        hook.remove()
+
+
+def describe_unused(
+    names: List[str], cfg: Mapping[str, Any], accelerator: Accelerator, ranks: str
+) -> str:
+    """Say what parameters without a gradient mean for a job of a config; '' if nothing."""
+    forced = AcceleratorOptions.from_config(cfg.get('accelerator')).backend
+    dist_cfg = (cfg.get('env_cfg') or {}).get('dist_cfg') or {}
+    wrapper = wrapper_config(
+        cfg.get('model_wrapper_cfg'), cfg.get('find_unused_parameters', False)
+    )
+    try:
+        backend = resolve_backend(accelerator, forced, dist_cfg.get('backend'))
+    except LaunchError:
+        return ''  # there is no such job; another check says so
+    staged = not accelerator.takes_tensors(backend)
+    if not names or staged or wrapper.get('find_unused_parameters'):
+        return ''
+    return (
+        f'parameters without a gradient in one training step: {list_names(names)}. {ranks} would '
+        f"stop there, because PyTorch's DDP waits for all gradients."
     )

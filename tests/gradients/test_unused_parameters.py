@@ -80,11 +80,9 @@ CASES = {
 )
 def test_the_error_names_the_parameters_and_the_option(tmp_path, accelerator, case):
     model = CASES[case]
+    together = model['left_out_on'] == [0, 1]
     with pytest.raises(RanksFailed) as failed:
-        together = model['left_out_on'] == [0, 1]
-        run_ranks(
-            train, 2, tmp_path, accelerator, model, together=together, **job_of(accelerator)
-        )
+        run_ranks(train, 2, tmp_path, accelerator, model, together=together, **job_of(accelerator))
     for rank, (kind, message, _) in failed.value.errors.items():
         blamed = rank if rank in model['left_out_on'] else 1 - rank
         assert kind == ('ModelError' if blamed == rank else 'RankFailedError')
