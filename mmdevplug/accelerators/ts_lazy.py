@@ -1,7 +1,7 @@
 """PyTorch's own lazy device, whose graphs run as TorchScript on the CPU.
 
-It is part of PyTorch, and nobody trains on it to save time. It shows what a model or a loop does on
-a lazy device, without a card and without another package.
+It is part of PyTorch, and nobody trains on it to save time. It shows what a model or a loop does
+on a lazy device, without a card and without another package.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -18,9 +18,11 @@ from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.device_guard import POLICIES, DeviceGuard
 from mmdevplug.doctor import launch as launch_variables
+from mmdevplug.doctor.one_step import prepare_step, strip_config
 from mmdevplug.doctor.report import titled_table
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, first_line
+from mmdevplug.gradients.unused_parameters import REMEDY, describe_unused, listing_unused
 from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.utils.byte_sizes import format_bytes
@@ -108,9 +110,7 @@ def _load(args: argparse.Namespace) -> Config:
             )
     # The guard of this command reports; the runner's would move operands.
     cfg.model_parallel = dict(options, guard=None)
-    for key in ('visualizer', 'custom_hooks', 'resume', 'load_from'):
-        cfg.pop(key, None)
-    cfg.default_hooks = dict(cfg.get('default_hooks') or {}, checkpoint=None)
+    strip_config(cfg)
     return cfg
 
 
@@ -155,17 +155,14 @@ def _check_step(runner: Any, args: argparse.Namespace, console: Console) -> List
             'the config has no train_dataloader, so that there is no training step to look at. '
             'Add train_dataloader, train_cfg and optim_wrapper.'
         )
-    # Like Runner.train, without initializing weights, which may be downloaded.
-    optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-    optim_wrapper.initialize_count_status(runner.model, 0, 1)
-    batch = next(iter(runner.build_dataloader(runner._train_dataloader, seed=0)))
-    runner.model.train()
+    batch, optim_wrapper = prepare_step(runner)
     failure: List[str] = []
-    with StepDevices(runner.model, optim_wrapper) as seen:
+    with StepDevices(runner.model, optim_wrapper) as seen, listing_unused(runner.model) as unused:
         try:
             with guard:
                 runner.model.train_step(batch, optim_wrapper=optim_wrapper)
                 runner.device_context.materialize()
+            _warn_of_unused(unused(), runner, console)
         except DeviceMismatchError as error:
             failure = [str(error)]
         except Exception as error:
@@ -187,6 +184,13 @@ def _check_step(runner: Any, args: argparse.Namespace, console: Console) -> List
         found = misplaced_tensors(runner.model, device)
         misplaced = [f'not on {device}: {describe_misplaced(found)}'] if found else []
     return [*failure, *misplaced, *seen.problems()]
+
+
+def _warn_of_unused(names: List[str], runner: Any, console: Console) -> None:
+    accelerator = runner.device_context.accelerator
+    found = describe_unused(names, runner.cfg, accelerator, 'A job of several ranks')
+    if found:
+        console.print(Text(f'warning: {found} For such a job, {REMEDY}.', style='bold yellow'))
 
 
 def _print_modules(rows: Sequence[ModuleDevices], depth: Optional[int], console: Console) -> None:

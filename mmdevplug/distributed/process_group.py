@@ -48,6 +48,7 @@ from mmdevplug.environments.stale import (
 )
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase, watch_for_failures
+from mmdevplug.fault_tolerance.long_waits import reported_wait
 from mmdevplug.fault_tolerance.store_barrier import (
     LEAVE_SECONDS,
     next_meeting,
@@ -260,7 +261,9 @@ def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Tuple[Any, str]:
     if env.rank == 0 and env.single_host and is_loopback(env.master_addr) and not by_agent:
         held = loopback_store(env.master_port, env.master_addr, timeout)
     try:
-        store, _, _ = next(torch_dist.rendezvous('env://', timeout=timeout))
+        where = f'{env.describe()} at the store {env.master_addr}:{env.master_port}'
+        with reported_wait(where, lambda: f' for {"torchrun" if by_agent else "rank 0"}.'):
+            store = _connect(env, timeout, holds=env.rank == 0 and not by_agent)
         # torchrun's store outlives its workers: keys of an earlier start must not be read. It
         # does not count a restart after hosts have joined or left.
         attempt = f'mmdevplug/attempt/{restart_count()}/{env.world_size}'
@@ -277,6 +280,17 @@ def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Tuple[Any, str]:
     store.set_timeout(timeout)
     prefix = f'{attempt}/{start}'
     return torch_dist.PrefixStore(prefix, store), prefix
+
+
+def _connect(env: LaunchEnv, timeout: timedelta, holds: bool) -> Any:
+    """Connect to the store, as ``torch.distributed.rendezvous('env://')`` does.
+
+    But without waiting for the other ranks: who is missing at the first meeting is named there.
+    """
+    options: Any = dict(timeout=timeout, wait_for_workers=False, multi_tenant=holds)
+    if os.environ.get('USE_LIBUV') == '0' and 'use_libuv' in torch_dist.TCPStore.__init__.__doc__:
+        options['use_libuv'] = False
+    return torch_dist.TCPStore(env.master_addr, env.master_port, env.world_size, holds, **options)
 
 
 def _use_loopback(env: LaunchEnv, backend: str) -> None:

@@ -1,4 +1,7 @@
-"""Section *config*: whether a config can be loaded, built and trained here. Nothing is trained."""
+"""Section *config*: whether a config can be loaded, built and trained here.
+
+Nothing is trained but one step, for a job of several ranks.
+"""
 
 import sys
 import traceback
@@ -10,7 +13,7 @@ from mmengine.registry import DefaultScope
 from mmdevplug.accelerators import choose_accelerator
 from mmdevplug.errors import DevPlugError
 
-from . import config_model, config_names, config_values
+from . import config_model, config_names, config_values, one_step
 from .accelerators import accelerator_options
 from .findings import Finding, Section
 from .isolated import Death, run_isolated
@@ -79,6 +82,10 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
     say('building the model')
     model = list(config_model.examine(cfg, accelerator, ranks))
     yield from model
+    failed = any(finding.level == 'error' for finding in [*unknown, *model])
+    if accelerator is not None and not failed:
+        say('training one step')
+        yield from one_step.examine(cfg, accelerator, ranks)
     # Names without a registry are no mistakes if the model can be built with them.
     built = any('parameters' in (finding.data or {}) for finding in model)
     yield from (finding for finding in unknown if finding.level == 'error' or not built)

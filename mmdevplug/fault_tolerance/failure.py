@@ -5,7 +5,8 @@ One :class:`.failure_watch.FailureWatch` for each process does the work.
 
 import atexit
 import re
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Iterator, List, Optional, Tuple
 
@@ -18,6 +19,7 @@ from mmdevplug.utils.torch_compat import LockedStore, lets_threads_share_stores
 from .abort import shorten_tracebacks
 from .failure_watch import FailureWatch
 from .heartbeat import DESCRIBED, list_ranks
+from .long_waits import collective_of
 
 _COMMUNICATION = re.compile(
     r'gloo|connection (closed|reset|refused) by peer|nccl|hccl|eccl|processgroup|tcpstore'
@@ -66,6 +68,8 @@ def enter_phase(text: str) -> None:
 def armed() -> Iterator[None]:
     """Treat the silence of another rank as its failure inside this context, and only there."""
     # It counts for a watch that starts inside this context, too.
+    if not FailureWatch.armed:
+        FailureWatch.armed_since = time.monotonic()
     FailureWatch.armed += 1
     try:
         yield
@@ -74,11 +78,12 @@ def armed() -> Iterator[None]:
 
 
 @contextmanager
-def fail_together(stage: str) -> Iterator[None]:
+def fail_together(stage: str, group: Any = None) -> Iterator[None]:
     """Report an error to the other ranks, and replace a lost connection with its cause.
 
     Args:
         stage (str): What is being done, for the message.
+        group (ProcessGroup, optional): The ranks that do it. Defaults to None: all.
 
     Raises:
         RankFailedError: In place of an error of communication, if another rank failed or is gone.
@@ -88,7 +93,8 @@ def fail_together(stage: str) -> Iterator[None]:
         _watch.begin_attempt()
     with armed():
         try:
-            yield
+            with collective_of(stage, group) if _watch is None else nullcontext():
+                yield
         except RankFailedError:
             if _watch is not None:
                 _watch.end()
@@ -131,6 +137,12 @@ def raise_if_another_failed(wait: float = 0.0) -> None:
     if found is not None:
         _watch.end()
         raise found
+
+
+def note_report() -> None:
+    """Note that a line has just said what this rank waits for, or is about to."""
+    if _watch is not None:
+        _watch.reported_at = time.monotonic()
 
 
 def find_dead(ranks: List[int]) -> List[int]:

@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 from torch import distributed as torch_dist
 
@@ -22,6 +22,7 @@ from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.torch_compat import get_text, set_text
 
 from .abort import abort, forget_note, note_for_agent, say
+from .code_location import locate_error
 from .heartbeat import (
     BEAT_SECONDS,
     ENDED,
@@ -29,10 +30,14 @@ from .heartbeat import (
     LOST,
     RUNNING,
     SILENT_SECONDS,
+    STOPPED,
     AwakeClock,
     Heartbeat,
+    describe_places,
+    list_numbers,
 )
 from .liveness import ANSWER_SECONDS, LivenessCheck
+from .long_waits import REPORT_SECONDS
 from .stop_together import StopRequests
 
 #: How long a failing rank waits for the others to read its report, and they for it to appear.
@@ -45,6 +50,11 @@ _MAX_INVESTIGATORS = 16
 
 _RANK = re.compile(r'\brank \d+')
 
+STOPPED_TEXT = (
+    'the process is stopped (SIGSTOP, a debugger, a frozen container) and answers nobody; let it '
+    'go on with `kill -CONT PID`, or end it'
+)
+UNREACHABLE = 'its host or the link to it is down'
 GONE = (
     'the process is gone and left no message. It was killed (out of memory, SIGKILL) or its host '
     'is down; look at the end of its log and at the kernel log of its host'
@@ -61,6 +71,7 @@ class FailureWatch:
     #: Above 0 inside parts of the program that all ranks run together, which may be nested.
     #: Elsewhere the silence of another rank is no failure.
     armed = 0
+    armed_since = 0.0  # in seconds of the monotonic clock
 
     def __init__(self, store: Any, own: Any, env: LaunchEnv, heartbeat_timeout: float) -> None:
         self.store, self.own, self.env = store, own, env
@@ -77,6 +88,7 @@ class FailureWatch:
         self.attempt = 0  # failures of this job that this rank has survived
         self._attempt_lock = threading.Lock()
         self._store_error: Optional[str] = None
+        self.reported_at = 0.0  # when a line last said what this rank waits for
         self._stopped, self._wake = threading.Event(), threading.Event()
         self.stop_requests = StopRequests(own)
         self._reread = False  # a round of stop requests has just begun: read its requests
@@ -107,6 +119,7 @@ class FailureWatch:
                     self.heartbeat.publish()
                     self._look_at_others(beats)
                     beats += 1
+                self._report_long_wait()
                 self.stop_requests.publish()
                 found = self.own.add('events', 0)
                 if found != events or self._reread:
@@ -137,9 +150,22 @@ class FailureWatch:
                 self.report_ranks(
                     silent,
                     f'no sign of life for {silence:.0f} s (accelerator.heartbeat_timeout='
-                    f'{self.heartbeat_timeout:g}): the process hangs, or its host or the link to '
-                    f'it is down',
+                    f'{self.heartbeat_timeout:g}): {self._why_silent(self._neighbour)}',
                 )
+
+    def _report_long_wait(self) -> None:
+        """Say once a minute where all ranks are, if this one has not gone on for so long."""
+        if not self.armed or self._reported.is_set() or self.ending:
+            return
+        waited = time.monotonic() - max(self.heartbeat.phase_began, self.armed_since)
+        since = time.monotonic() - self.reported_at
+        if min(waited, since) < REPORT_SECONDS:
+            return
+        self.reported_at = time.monotonic()
+        # One rank is enough.
+        if self.own.add(f'long_waits/{int(time.time() // REPORT_SECONDS)}', 1) == 1:
+            places = self.heartbeat.places(range(self.env.world_size))
+            say(f'No rank has gone on for {waited:.0f} s: {describe_places(places)}.')
 
     def _others(self) -> List[int]:
         return [rank for rank in range(self.env.world_size) if rank != self.env.rank]
@@ -245,6 +271,14 @@ class FailureWatch:
             self._note_busy(rank)
         return [rank for rank in silent if rank not in alive]
 
+    def _why_silent(self, rank: int) -> str:
+        """Say what a rank that does not answer suffers from, as far as this host can know."""
+        state = self.heartbeat.process_state(rank)
+        reached = self._liveness.reach(rank) if state == '' else None
+        if state == STOPPED or reached == 'listens':
+            return STOPPED_TEXT
+        return UNREACHABLE if reached == 'unreachable' else GONE
+
     def _note_busy(self, rank: int) -> None:
         """Count an answer as a beat, and log why there was none for a long time."""
         if self.heartbeat.silence(rank) > self.heartbeat_timeout:
@@ -280,8 +314,9 @@ class FailureWatch:
         return self._stops_because(
             f'{self.heartbeat.describe(0)}: the store at {self.env.master_addr}:'
             f'{self.env.master_port}, which {holder} holds, has not answered{waited} '
-            f'({first_line(error)}). That process was killed (out of memory, SIGKILL), or its '
-            f'host or the link to it is down; look at its log and at the kernel log of its host.'
+            f'({first_line(error)}). That process was killed (out of memory, SIGKILL) or stopped '
+            f'(SIGSTOP), or its host or the link to it is down; look at its log and at the kernel '
+            f'log of its host.'
         )
 
     def begin_attempt(self) -> None:
@@ -298,7 +333,7 @@ class FailureWatch:
             self._reported.clear()
         forget_note()
         self._reread = True
-        self.heartbeat.state = RUNNING
+        self.heartbeat.state, self.heartbeat.lost_at = RUNNING, ''
         self.ending = False
         self._wake.set()
 
@@ -319,6 +354,7 @@ class FailureWatch:
             return self.store_lost(lost)
 
     def _find_culprit(self, error: RuntimeError) -> RankFailedError:
+        self.heartbeat.lost_at = locate_error(error)
         self._set_state(LOST)
         if self.own.add(f'failure/{self.attempt}/lost', 1) > _MAX_INVESTIGATORS:
             self._reported.wait(2 * SILENT_SECONDS)
@@ -329,37 +365,52 @@ class FailureWatch:
         gone = self.find_dead(others)
         if gone:
             return self.report_ranks(gone, GONE)
-        before = {rank: seen.beat.progress for rank, seen in self.heartbeat.seen.items()}
         silent = self.find_silent(others)
         found = self.peer_failure()
         if found is not None:
             return found
         if silent:
-            return self.report_ranks(silent, GONE)
-        seen = {rank: self.heartbeat.seen[rank].beat for rank in others if rank in before}
-        ended = [rank for rank, beat in seen.items() if beat.state == ENDED]
+            return self.report_ranks(silent, self._why_silent(silent[0]))
+        places = self.heartbeat.places([self.env.rank, *others])
+        ended = [rank for rank in others if self._state_of(rank) == ENDED]
         if ended:
-            return self.report_ranks(ended, 'it ended while the others went on')
-        still = {
-            rank: beat.progress
-            for rank, beat in seen.items()
-            if beat.state == RUNNING and beat.progress == before[rank]
-        }
-        if still:
-            slowest = [rank for rank in still if still[rank] == min(still.values())]
             return self.report_ranks(
-                slowest,
-                'the process is alive but stands still there, while other ranks waited for it '
-                'longer than env_cfg.dist_cfg.timeout, or lost the connection to it'
-                + network_hint(self.env),
-                alive=True,
+                ended, f'it ended while the others went on: {describe_places(places[:1])}'
             )
+        if len(places) > 1:
+            return self._report_places(places)
+        hint = network_hint(self.env)
         return RankFailedError(
             f'{self.env.describe()} lost the connection to another rank, which left no message: '
-            f'{first_line(error)}. All ranks are alive, so the network is at fault, or a rank '
-            f"waits longer than env_cfg.dist_cfg.timeout; look at the end of the other ranks' "
-            f'logs and at the kernel log.{network_hint(self.env)}'
+            f'{first_line(error)}. All ranks are alive and in the same place, {places[0][1]}: the '
+            f'network loses messages, a rank came later than env_cfg.dist_cfg.timeout, or ranks '
+            f"passed tensors of different sizes. Look at the end of the other ranks' logs and at "
+            f'the kernel log.{hint}'
         )
+
+    def _state_of(self, rank: int) -> str:
+        seen = self.heartbeat.seen.get(rank)
+        return '' if seen is None else seen.beat.state
+
+    def _report_places(self, places: List[Tuple[List[int], str]]) -> RankFailedError:
+        """Report that ranks wait for each other in different places; the first is this rank's."""
+        here, elsewhere = places[0][0], sorted(rank for ranks, _ in places[1:] for rank in ranks)
+        late = [rank for rank in elsewhere if self._state_of(rank) == RUNNING]
+        missing = late or elsewhere
+        named = (
+            self.heartbeat.describe_all(late) if late else 'ranks that wait in different places'
+        )
+        text = (
+            f'{named}: {describe_places(places)}. {list_numbers(here).capitalize()} waited for '
+            f'{list_numbers(missing)} longer than env_cfg.dist_cfg.timeout, or lost the '
+            f'connection; all processes are alive. All ranks have to come to the same collectives '
+            f'(averages of gradients, synchronized batch normalization, gather_samples, ...) in '
+            f'the same order: look for a branch that depends on the data or on the rank, and for '
+            f'ranks with fewer batches'
+        )
+        if self.report(text, self.env.world_size):
+            return self._stops_because(text)
+        return self.peer_failure(wait=GRACE_SECONDS) or self._stops_because(text)
 
     def find_dead(self, ranks: List[int]) -> List[int]:
         """The ranks whose processes were on this host and have ended without a message."""

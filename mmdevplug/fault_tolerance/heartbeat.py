@@ -7,26 +7,29 @@ message names the rank.
 import json
 import os
 import socket
-import sys
-import sysconfig
 import threading
 import time
 from pathlib import Path
-from types import FrameType
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from mmdevplug.config.accelerator import LEAST_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.utils.torch_compat import get_text, set_text
 
+from .code_location import locate_thread
+
 BEAT_SECONDS = LEAST_HEARTBEAT_TIMEOUT / 3
 #: Heartbeat silence, in seconds, after which a rank counts as dead if a connection was lost too.
 SILENT_SECONDS = 2.5 * BEAT_SECONDS
+#: After this long in a phase, in seconds, a beat says which collective and layer a rank is in.
+DETAILED_SECONDS = 2.0 * BEAT_SECONDS
 #: How many ranks one message describes.
 DESCRIBED = 8
 
 #: States of a rank.
 RUNNING, LOST, FAILED, ENDED = 'running', 'lost', 'failed', 'ended'
+#: The state of a process that SIGSTOP or a terminal has stopped.
+STOPPED = 'T'
 
 
 class Phase(NamedTuple):
@@ -48,7 +51,7 @@ class Beat(NamedTuple):
     host: str
     pid: int
     process_table: str  # what `pid` is a number of
-    at: str  # the line of code that the main thread executes
+    at: str  # where the main thread is, or was when it lost a connection
 
 
 class Seen(NamedTuple):
@@ -80,6 +83,7 @@ class Heartbeat:
     def __init__(self, store: Any, env: LaunchEnv, clock: AwakeClock) -> None:
         self._store, self._env, self._clock = store, env, clock
         self.state = RUNNING
+        self.lost_at = ''  # where the main thread lost a connection, if it did
         self._count = 0
         self._phase = Phase('set-up', 0, time.monotonic())
         self._published: Optional[Phase] = None
@@ -91,20 +95,27 @@ class Heartbeat:
         """Set what this rank does now."""
         self._phase = Phase(text, self._phase.progress + 1, time.monotonic())
 
+    @property
+    def phase_began(self) -> float:
+        """When this rank entered its phase, in seconds of the monotonic clock."""
+        return self._phase.began
+
     def publish(self) -> None:
         """Write this rank's beat."""
         self._count += 1
         phase = self._published = self._phase
+        seconds = time.monotonic() - phase.began
+        in_detail = seconds >= DETAILED_SECONDS
         beat = Beat(
             self._count,
             self.state,
             phase.text,
             phase.progress,
-            round(time.monotonic() - phase.began, 1),
+            round(seconds, 1),
             self.host,
             os.getpid(),
             self._process_table,
-            _code_location(threading.main_thread()),
+            self.lost_at or locate_thread(threading.main_thread().ident, in_detail),
         )
         set_text(self._store, f'beat/{self._env.rank}', json.dumps(beat))
         if self._count == 1:
@@ -139,9 +150,15 @@ class Heartbeat:
     def is_gone(self, rank: int) -> bool:
         """Whether the process of a rank ran on this host and has ended without a word."""
         found = self.seen.get(rank)
+        running = found is not None and found.beat.state == RUNNING
+        return running and self.process_state(rank) in tuple('ZX-')
+
+    def process_state(self, rank: int) -> str:
+        """The state of a rank's process, as in ``/proc``; '' if it is on another host."""
+        found = self.seen.get(rank)
         if found is None or found.beat.process_table != self._process_table:
-            return False
-        return found.beat.state == RUNNING and not _is_running(found.beat.pid)
+            return ''
+        return _process_state(found.beat.pid)
 
     def describe(self, rank: int) -> str:
         """Name a rank, its host and its phase as last seen."""
@@ -153,10 +170,12 @@ class Heartbeat:
         text = f'{name} on host {beat.host} (pid {beat.pid}), in {beat.phase!r}'
         if beat.seconds >= 1:
             text += f' for {beat.seconds:.0f} s'
-        if beat.at and beat.state == RUNNING:
+        if beat.at and beat.state in (RUNNING, LOST):
             text += f' at {beat.at}'
         if beat.state == ENDED:
             text += ', which has ended'
+        elif self.process_state(rank) == STOPPED:
+            text += f', whose process is stopped, last seen {silence:.0f} s ago'
         elif silence >= SILENT_SECONDS:
             text += f', last seen {silence:.0f} s ago'
         return text
@@ -166,6 +185,43 @@ class Heartbeat:
         for rank in ranks[:DESCRIBED]:
             self.read(rank)
         return list_ranks([self.describe(rank) for rank in ranks[:DESCRIBED]], len(ranks))
+
+    def places(self, ranks: Iterable[int]) -> List[Tuple[List[int], str]]:
+        """Read the beats of ranks, and group those that are in the same place."""
+        found: Dict[str, List[int]] = {}
+        for rank in ranks:
+            seen = self.read(rank)
+            place = 'not started'
+            if seen is not None:
+                phase, at, state = seen.beat.phase, seen.beat.at, seen.beat.state
+                place = f'in {phase!r}' + (f' at {at}' if at and state in (RUNNING, LOST) else '')
+                place += ', ended' if state == ENDED else ''
+                place += ', stopped' if self.process_state(rank) == STOPPED else ''
+            found.setdefault(place, []).append(rank)
+        return [(members, place) for place, members in found.items()]
+
+
+def describe_places(places: List[Tuple[List[int], str]]) -> str:
+    """Say which ranks are in which place, the first places only."""
+    named = [f'{list_numbers(ranks)} {place}' for ranks, place in places[:DESCRIBED]]
+    return list_ranks(named, len(places))
+
+
+def list_numbers(ranks: List[int]) -> str:
+    """Name ranks by their numbers.
+
+    Examples:
+        >>> list_numbers([1]), list_numbers([0, 2, 3, 4])
+        ('rank 1', 'ranks 0, 2-4')
+    """
+    spans: List[List[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    words = [str(a) if a == b else f'{a}-{b}' if b > a + 1 else f'{a}, {b}' for a, b in spans]
+    return f'rank{"" if len(ranks) == 1 else "s"} {", ".join(words)}'
 
 
 def list_ranks(described: List[str], count: int) -> str:
@@ -183,32 +239,10 @@ def _process_table() -> str:
         return ''
 
 
-def _is_running(pid: int) -> bool:
+def _process_state(pid: int) -> str:
+    """The letter of a process's state: Z and X have ended, T is stopped; '-' if there is none."""
     try:
         # The state follows the name, which is in parentheses and may contain any character.
-        state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
     except OSError:
-        return not Path('/proc/self/stat').exists()
-    return state not in 'ZX'
-
-
-_STANDARD = (sysconfig.get_paths()['stdlib'], sysconfig.get_paths()['platstdlib'])
-
-
-def _code_location(thread: threading.Thread) -> str:
-    """The line that a thread executes; frames of PyTorch and the standard library are skipped."""
-    innermost = frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None and _is_foreign(frame):
-        frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
-        return ''
-    code = frame.f_code
-    return f'{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}'
-
-
-def _is_foreign(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    if 'site-packages' in name:
-        return f'site-packages{os.sep}torch' in name
-    return name.startswith(_STANDARD) or name.startswith('<frozen')
+        return '-' if Path('/proc/self/stat').exists() else ''

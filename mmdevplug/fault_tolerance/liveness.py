@@ -66,6 +66,22 @@ class LivenessCheck:
             thread.join(ANSWER_SECONDS)
         return sorted(answered)
 
+    def reach(self, rank: int) -> str:
+        """Look at the port of a rank that does not answer: 'listens', 'closed' or 'unreachable'.
+
+        The system takes connections to a process that is stopped.
+        """
+        place = json.loads(get_text(self._store, f'answers/{rank}'))
+        if place is None:
+            return 'closed'
+        try:
+            socket.create_connection(tuple(place), ANSWER_SECONDS).close()
+        except ConnectionRefusedError:
+            return 'closed'
+        except OSError:
+            return 'unreachable'
+        return 'listens'
+
 
 def _ask(rank: int, address: str, port: int, answered: List[int]) -> None:
     wait = timedelta(seconds=ANSWER_SECONDS)

@@ -12,8 +12,10 @@ from mmdevplug.errors import DevPlugError, RankFailedError
 from mmdevplug.utils.torch_compat import get_text, set_text
 
 from . import abort, failure, failure_watch
+from .long_waits import REPORT_SECONDS
 
-#: How often a message names the ranks that the others wait for.
+#: After how many seconds a message names the ranks that the others wait for, after twice as many
+#: the next, and then once a minute.
 PROGRESS_SECONDS = 5.0
 #: How long a rank that is about to end keeps the store alive for the others to read it.
 LEAVE_SECONDS = 10.0
@@ -67,16 +69,18 @@ class Wait:
         Raises:
             RankFailedError: If it does not in time, or another rank failed meanwhile.
         """
-        began = reported = time.monotonic()
+        began, due = time.monotonic(), PROGRESS_SECONDS
 
         def reached() -> bool:
-            nonlocal reported
+            nonlocal due
             if self._store.add(key, 0) >= target:
                 return True
             failure.raise_if_another_failed()
-            if time.monotonic() - reported >= PROGRESS_SECONDS:
-                reported = time.monotonic()
-                self._report_progress(reported - began)
+            failure.note_report()
+            waited = time.monotonic() - began
+            if waited >= due:
+                due = waited + min(due, REPORT_SECONDS)
+                self._report_progress(waited)
             return False
 
         if not wait_until(reached, timeout.total_seconds()):

@@ -14,8 +14,7 @@ from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
-#: Messages name at most this many parameters.
-_NAMED = 5
+from .unused_parameters import list_names
 
 
 class TrainableSet:
@@ -62,8 +61,8 @@ class TrainableSet:
         now, then = dict(self.named), dict(before.named)
         began = [name for name in now if now[name] is not then.get(name)]
         ceased = [name for name in then if then[name] is not now.get(name)]
-        texts = [f'now {_some(began)}'] if began else []
-        return '; '.join(texts + ([f'no longer {_some(ceased)}'] if ceased else []))
+        texts = [f'now {list_names(began)}'] if began else []
+        return '; '.join(texts + ([f'no longer {list_names(ceased)}'] if ceased else []))
 
     @contextmanager
     def requiring_gradients(self) -> Iterator[None]:
@@ -100,7 +99,7 @@ def check_optimizers(module: nn.Module, sets: Sequence[TrainableSet], optim_wrap
     if foreign:
         raise ModelError(
             f'the optimizer holds {len(foreign)} parameter(s) that are not part of {name}, of '
-            f'shape {_some(foreign)}. Their gradients would not be averaged, and each rank would '
+            f'shape {list_names(map(str, foreign))}. Their gradients would not be averaged, and each rank would '
             f'train other values. Expected parameters of the model: assign them to a module in '
             f'it before they are given to the optimizer (add_param_group).'
         )
@@ -115,7 +114,7 @@ def check_optimizers(module: nn.Module, sets: Sequence[TrainableSet], optim_wrap
     ]
     if idle:
         log_warning(
-            f'No optimizer holds {_some(idle)}, which require gradients now: nothing updates '
+            f'No optimizer holds {list_names(idle)}, which require gradients now: nothing updates '
             f'them. Call optim_wrapper.optimizer.add_param_group(), or freeze them.'
         )
     if not held <= inside:
@@ -123,11 +122,6 @@ def check_optimizers(module: nn.Module, sets: Sequence[TrainableSet], optim_wrap
             f'The optimizer still holds {len(held - inside)} parameter(s) that are no longer part '
             f'of {name}. They stay as they are.'
         )
-
-
-def _some(items: List[Any]) -> str:
-    more = len(items) - _NAMED
-    return ', '.join(map(str, items[:_NAMED])) + (f' and {more} more' if more > 0 else '')
 
 
 def _trainable_ids(module: nn.Module) -> List[int]:

@@ -43,6 +43,7 @@ from .nonfinite import FinitePolicy
 from .overlapped_staging import OverlappedStaging
 from .shared_buckets import SharedBucketAveraging, cpu_defaults
 from .trainable_set import TrainableSet, check_optimizers
+from .unused_parameters import refuse_unreduced
 from .wrapper_arguments import check_module, read_options, rename_buffer_option, trainable
 
 #: What ranks do when their parameters began or ceased to be trained.
@@ -256,8 +257,11 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; see :meth:`torch.nn.parallel.DistributedDataParallel.forward`."""
-        if torch.is_grad_enabled() and self._trainable.has_changed():
-            self._follow_trainable()
+        if torch.is_grad_enabled():
+            if self.staging is None:
+                refuse_unreduced(self)
+            if self._trainable.has_changed():
+                self._follow_trainable()
         if self.staging is None:
             if self._hook_is_due:
                 self._hook_is_due = False  # DDP takes only one
@@ -286,6 +290,13 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if torch.is_grad_enabled():
             self.staging.prepare(outputs, synchronize)
         return outputs
+
+    def _build_params_for_reducer(self) -> Any:
+        """Keep the names of the parameters that PyTorch's DDP knows by their numbers."""
+        found = super()._build_params_for_reducer()
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        self.averaged_names = [names[id(parameter)] for parameter in found[0]]
+        return found
 
     def _choose_averaging(self) -> BucketAveraging:
         """Average what DDP hands over in shared memory where ranks share it, or by messages."""

@@ -8,6 +8,7 @@ from mmengine.registry import HOOKS
 from mmdevplug.data.checking import compare_batches
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase
+from mmdevplug.gradients.unused_parameters import refuse_unreduced
 
 
 @HOOKS.register_module()
@@ -50,6 +51,7 @@ class PhaseHook(Hook):
         if mode != 'train':
             enter_phase(f'{mode}: after iteration {batch_idx + 1}')
             return
+        refuse_unreduced(runner.model)  # before this rank waits for those that wait for it
         if self._first:
             self._first = False
             wait_for_everyone('first iteration')

@@ -39,6 +39,9 @@ class CombinedStatistics(NamedTuple):
 class StatisticsExchange:
     """Combines the statistics of layers, which are on a device, over the ranks of a group."""
 
+    #: The name of the layer that needs it, for messages of other ranks that wait.
+    layer_name = ''
+
     def __init__(self, accelerator: Accelerator, group: Any, device: torch.device) -> None:
         self.accelerator = accelerator
         self.group = group

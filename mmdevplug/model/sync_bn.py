@@ -80,6 +80,7 @@ class DeviceSyncBatchNorm(_BatchNorm):
             return self._normalize_alone(input)
         self._check_input_dim(input)
         exchange = StatisticsExchange(self._accelerator(), group, input.device)
+        exchange.layer_name = self.layer_name
         if exchange.runs_graph and self._may_defer(input):
             return DEFERRED.call(self, input, exchange)
         # Layers are exchanged in the order of their calls, on all ranks.

@@ -63,7 +63,7 @@ def balance_samples(
     if per_rank is not None and (type(per_rank) is not int or per_rank < 0):
         problem = f'per_rank={per_rank!r}: expected a number of samples, 0 or more, or None.'
     options = Options(flatten, same_structure, allow_pickle, device, max_bytes_in_flight)
-    with fail_together('balance_samples()'):
+    with fail_together('balance_samples()', group):
         job = begin('balance_samples', samples, group, options, problem)
         counts, in_flight = [len(job.samples)], options.in_flight
         if job.world_size > 1:

@@ -12,6 +12,7 @@ from torch import nn
 
 from mmdevplug.cli.step_devices import ModuleDevices, StepDevices
 from tests.cli.checking import checked, rows_of
+from tests.doctor.test_config import SPARE_HEAD
 from tests.jobs import ROOT, needs_modes
 
 CONFIG = 'configs/digits/digits_cpu.py'
@@ -117,6 +118,24 @@ def test_a_consistent_step(digits):
     assert rows['head'] == ['Linear', '40.04 KiB', *['cpu'] * 5]
     # Nothing to be trained, and nothing to be kept.
     assert rows['backbone.2'] == ['ReLU', '0 bytes', '-', 'cpu', 'cpu', '-', '-']
+
+
+@needs_modes
+def test_a_parameter_without_a_gradient_is_a_warning(tmp_path):
+    (tmp_path / 'spare_head.py').write_text(SPARE_HEAD)
+    config = tmp_path / 'config.py'
+    config.write_text(
+        f'_base_ = [{str(ROOT / CONFIG)!r}]\n'
+        "custom_imports = dict(imports=['spare_head', 'mmdevplug.examples.digits'])\n"
+        "model = dict(type='WithSpareHead')\n"
+    )
+    status, out, _ = checked(config, folder=tmp_path)
+    (line,) = [line for line in out.splitlines() if line.startswith('warning:')]
+    assert 'one training step: spare.weight, spare.bias. A job of several ranks would stop' in line
+    assert 'set find_unused_parameters=True' in line
+    assert status in (None, 0)
+    _, out, _ = checked(config, '--cfg-options', 'find_unused_parameters=True', folder=tmp_path)
+    assert 'warning:' not in out
 
 
 def test_launch_variables_and_strategies_are_told(digits):

@@ -1,0 +1,165 @@
+"""Say once a minute what this process waits for, where no :class:`.FailureWatch` runs.
+
+Another package may have started the process group: then there are no heartbeats. A thread
+publishes in the store of that group that this rank waits, once it has waited for a second: what
+takes less costs nothing.
+"""
+
+import json
+import logging
+import threading
+import time
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
+
+from torch import distributed as torch_dist
+
+from mmdevplug.utils.torch_compat import (
+    get_global_rank,
+    get_text,
+    lets_threads_share_stores,
+    set_text,
+)
+
+from .abort import say
+from .heartbeat import list_numbers
+
+#: Nobody waits longer than a minute without a line.
+REPORT_SECONDS = 55.0
+_TICK = 1.0
+
+Describe = Callable[[], Optional[str]]
+
+
+class _Waiting(NamedTuple):
+    what: str
+    describe: Describe  # called every second; whom this rank waits for, None if another says so
+    ended: Callable[[], None]
+    began: float
+
+
+class _LongWaits:
+    """One thread that looks at what the main thread waits for."""
+
+    def __init__(self) -> None:
+        self.current: Optional[_Waiting] = None
+        self._thread: Optional[threading.Thread] = None
+
+    def begin(self, waiting: _Waiting) -> None:
+        self.current = waiting
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._look, name='mmdevplug-waits', daemon=True)
+            self._thread.start()
+
+    def _look(self) -> None:
+        published: Optional[_Waiting] = None
+        said = 0.0
+        while True:
+            time.sleep(_TICK)
+            now, waiting = time.monotonic(), self.current
+            if published is not None and waiting is not published:
+                published.ended()
+                published = None
+            if waiting is None or now - waiting.began < _TICK:
+                continue
+            published = waiting
+            whom = waiting.describe()
+            if whom is not None and now - max(waiting.began, said) >= REPORT_SECONDS:
+                said = now
+                say(f'{waiting.what} has waited {now - waiting.began:.0f} s{whom}')
+
+
+_LONG_WAITS = _LongWaits()
+
+
+@contextmanager
+def reported_wait(
+    what: str, describe: Describe = lambda: '.', ended: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Say once a minute that something in this context waits.
+
+    Args:
+        what (str): Who waits where, the beginning of the line.
+        describe (callable): Returns the end of the line, None for no line.
+        ended (callable): Called after the context has ended if ``describe`` was called.
+    """
+    before = _LONG_WAITS.current
+    _LONG_WAITS.begin(_Waiting(what, describe, ended, time.monotonic()))
+    try:
+        yield
+    finally:
+        _LONG_WAITS.current = before
+
+
+@contextmanager
+def collective_of(stage: str, group: Any = None) -> Iterator[None]:
+    """Say once a minute which ranks a function waits for that all ranks of a group call."""
+    single = not (torch_dist.is_available() and torch_dist.is_initialized())
+    if single or _LONG_WAITS.current is not None or torch_dist.get_world_size() == 1:
+        yield
+        return
+    ranks = _Present(stage, group)
+    what = f'rank {ranks.rank} of {torch_dist.get_world_size()} in {stage}'
+    with reported_wait(what, ranks.describe, ranks.leave):
+        yield
+
+
+class _Present:
+    """Publish that this rank waits, and find out which ranks do not."""
+
+    def __init__(self, stage: str, group: Any) -> None:
+        self.stage, self.group, self.rank = stage, group, torch_dist.get_rank()
+        self._store: Any = None
+
+    def describe(self) -> Optional[str]:
+        """Name the ranks that do not wait here; None if a lower rank does."""
+        try:
+            others = self._read()
+        except RuntimeError as error:
+            logging.getLogger(__name__).debug('no store to ask: %s', error)
+            return '.'
+        if others is None:
+            return '.'
+        here = [rank for rank, stage in others.items() if stage == self.stage]
+        if here and min(here) < self.rank:
+            return None
+        missing = [rank for rank in others if rank not in here]
+        if not missing:
+            return '; all ranks wait there.'
+        elsewhere = [f'rank {rank} waits in {others[rank]}' for rank in missing if others[rank]]
+        more = f'; {"; ".join(elsewhere)}' if elsewhere else ''
+        return f' for {list_numbers(missing)}, which did not come there{more}.'
+
+    def _read(self) -> Optional[Dict[int, str]]:
+        """Where the other ranks of the group wait, '' for nowhere; None if that is unknown."""
+        if not lets_threads_share_stores():
+            return None
+        if self._store is None:
+            default = torch_dist.distributed_c10d._get_default_store()
+            self._store = torch_dist.PrefixStore('mmdevplug/long_waits', default)
+            self._publish(self.stage)
+        return {rank: self._stage_of(rank) for rank in self._ranks() if rank != self.rank}
+
+    def _ranks(self) -> List[int]:
+        size = torch_dist.get_world_size(self.group)
+        if self.group is None:
+            return list(range(size))
+        return [get_global_rank(self.group, rank) for rank in range(size)]
+
+    def _stage_of(self, rank: int) -> str:
+        # `get` would wait for a missing key.
+        if not self._store.add(f'there/{rank}', 0):
+            return ''
+        return json.loads(get_text(self._store, f'stage/{rank}'))
+
+    def _publish(self, stage: str) -> None:
+        set_text(self._store, f'stage/{self.rank}', json.dumps(stage))
+        self._store.add(f'there/{self.rank}', 1)
+
+    def leave(self) -> None:
+        """Publish that this rank does not wait any more."""
+        try:
+            if self._store is not None:
+                self._publish('')
+        except RuntimeError as error:
+            logging.getLogger(__name__).debug('no store to tell: %s', error)

@@ -1,0 +1,110 @@
+"""Name the parameters that PyTorch's DDP waits for because they got no gradient."""
+
+import re
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Set
+
+from torch import distributed as torch_dist, nn
+
+from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators.backend import resolve_backend
+from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.errors import LaunchError, ModelError, first_line
+from mmdevplug.model.prepare import wrapper_config
+
+#: Names in one message; the rest is counted.
+NAMED = 8
+REMEDY = (
+    'set find_unused_parameters=True, in model_wrapper_cfg, or as a key of the config if it has '
+    'no model_wrapper_cfg; otherwise remove or freeze them'
+)
+
+
+def refuse_unreduced(model: nn.Module) -> None:
+    """Raise if the last backward pass of a model left gradients that were not averaged.
+
+    By itself PyTorch's DDP notices it in the next forward pass: one that may never come, because
+    other ranks wait for these gradients, and names numbers. It costs a call into C++.
+
+    Args:
+        model (nn.Module): One that is wrapped in DDP, or whose children are; others are ignored.
+
+    Raises:
+        ModelError: With the names of the parameters.
+    """
+    inner = getattr(model, 'module', None)
+    children: Dict[str, nn.Module] = {} if inner is None else inner._modules
+    for name, part in [('', model), *children.items()]:
+        reducer = vars(part).get('reducer')
+        if reducer is None:
+            continue
+        # Before PyTorch 2.1, what the next forward pass calls first, to the same effect.
+        check = getattr(reducer, '_check_reducer_finalized', reducer._rebuild_buckets)
+        try:
+            check()
+        except RuntimeError as error:
+            raise ModelError(_describe(part, name, error)) from error
+
+
+def list_names(names: Iterable[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    names = list(names)
+    more = f' and {len(names) - NAMED} more' if len(names) > NAMED else ''
+    return f'{", ".join(names[:NAMED])}{more}'
+
+
+def _describe(ddp: nn.Module, prefix: str, error: RuntimeError) -> str:
+    found = re.search(r'did not receive grad for rank \d+: ([\d ]+)', str(error))
+    names: List[str] = getattr(ddp, 'averaged_names', None) or [
+        name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad
+    ]
+    missing = [int(index) for index in found[1].split()] if found else []
+    if not missing or max(missing) >= len(names):
+        return f'{first_line(error)} To go on, {REMEDY}.'
+    listed = list_names(f'{prefix}.{names[i]}' if prefix else names[i] for i in missing)
+    remedy = (
+        f'If these may go unused in an iteration, on any rank, {REMEDY}.'
+        if not ddp.find_unused_parameters
+        else 'find_unused_parameters=True counts them as used, because an output of forward() '
+        'depends on them that is no part of the loss: detach() it, or add it to the loss.'
+    )
+    return (
+        f'parameters without a gradient on rank {torch_dist.get_rank()}: {listed}. '
+        f"PyTorch's DDP waits for the gradients of all {len(names)}, on every rank. {remedy}"
+    )
+
+
+# before a job, with one process -----------------------------------------------------------------
+
+
+@contextmanager
+def listing_unused(model: nn.Module) -> Iterator[Callable[[], List[str]]]:
+    """Yield a function that lists the parameters which got no gradient inside this context."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    used: Set[str] = set()
+    hooks = [p.register_hook(lambda _, name=name: used.add(name)) for name, p in trained]
+    yield lambda: [name for name, _ in trained if name not in used]
+    for hook in hooks:
+        hook.remove()
+
+
+def describe_unused(
+    names: List[str], cfg: Mapping[str, Any], accelerator: Accelerator, ranks: str
+) -> str:
+    """Say what parameters without a gradient mean for a job of a config; '' if nothing."""
+    forced = AcceleratorOptions.from_config(cfg.get('accelerator')).backend
+    dist_cfg = (cfg.get('env_cfg') or {}).get('dist_cfg') or {}
+    wrapper = wrapper_config(
+        cfg.get('model_wrapper_cfg'), cfg.get('find_unused_parameters', False)
+    )
+    try:
+        backend = resolve_backend(accelerator, forced, dist_cfg.get('backend'))
+    except LaunchError:
+        return ''  # there is no such job; another check says so
+    staged = not accelerator.takes_tensors(backend)
+    if not names or staged or wrapper.get('find_unused_parameters'):
+        return ''
+    return (
+        f'parameters without a gradient in one training step: {list_names(names)}. {ranks} would '
+        f"stop there, because PyTorch's DDP waits for all gradients."
+    )

@@ -1,0 +1,98 @@
+"""A parameter without a gradient: an error within an iteration, with its name and the way out."""
+
+import pytest
+import torch
+from mmengine.model import BaseModel
+from mmengine.registry import MODELS
+from torch import nn
+
+from mmdevplug.errors import ModelError
+from mmdevplug.gradients.unused_parameters import refuse_unreduced
+from tests.columns import NATIVE, backend_of, job_of
+from tests.features.parts import TinyGAN
+from tests.hooks.memory_jobs import build
+from tests.jobs import install_card
+from tests.ranks import RanksFailed, run_ranks
+
+
+@MODELS.register_module(force=True)
+class Auxiliary(BaseModel):
+    """A net with a head that some ranks leave out from some iteration on."""
+
+    def __init__(self, left_out_on, since=1, width=8):
+        super().__init__()
+        self.net = nn.Linear(8, width)
+        self.head, self.last = nn.Linear(width, width), nn.Linear(width, 1)
+        self.left_out_on, self.since, self.calls = left_out_on, since, 0
+
+    def forward(self, inputs, mode='tensor'):
+        self.calls += 1
+        hidden = self.net(inputs)
+        losses = dict(loss=self.last(hidden).pow(2).mean())
+        if torch.distributed.get_rank() not in self.left_out_on or self.calls < self.since:
+            losses['loss_head'] = self.head(hidden).pow(2).mean()
+        return losses
+
+
+def train(work_dir, accelerator, model):
+    runner = build(work_dir, accelerator, iterations=3, model=dict(model, type='Auxiliary'))
+    runner.train()
+    return runner.iter
+
+
+def train_parts(accelerator):
+    """The child ``generator`` has a parameter that no loss depends on."""
+    from mmdevplug import init_device
+    from mmdevplug.gradients import DeviceSeparateDistributedDataParallel
+
+    install_card(accelerator)
+    init_device('pytorch', accelerator, forced_backend=backend_of(accelerator), timeout=60)
+    model = TinyGAN()
+    model.generator.register_parameter('spare', nn.Parameter(torch.ones(1)))
+    wrapper = DeviceSeparateDistributedDataParallel(model)
+    refuse_unreduced(wrapper)  # no backward pass yet
+    generator = model.generator
+    device = generator.module.spare.device
+    generator(torch.ones(2, generator.module[0].in_features, device=device)).sum().backward()
+    generator.requires_grad_(False)
+    with pytest.raises(ModelError) as found:
+        refuse_unreduced(wrapper)
+    with pytest.raises(ModelError, match='spare'):  # where nobody looks earlier
+        generator.requires_grad_()(torch.ones(2, 1, device=device))
+    return str(found.value)
+
+
+CASES = {
+    'one rank': dict(left_out_on=[1]),
+    'all ranks, later': dict(left_out_on=[0, 1], since=2),
+    'one rank, in the last iteration': dict(left_out_on=[0], since=3),
+    'gradients in shared memory': dict(left_out_on=[1], width=2048),
+}
+
+
+@pytest.mark.parametrize(
+    ('accelerator', 'case'),
+    [
+        *(('cpu', case) for case in CASES),
+        (NATIVE, 'one rank'),
+        pytest.param('cuda', 'one rank', marks=pytest.mark.cuda),
+    ],
+)
+def test_the_error_names_the_parameters_and_the_option(tmp_path, accelerator, case):
+    model = CASES[case]
+    together = model['left_out_on'] == [0, 1]
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(train, 2, tmp_path, accelerator, model, together=together, **job_of(accelerator))
+    for rank, (kind, message, _) in failed.value.errors.items():
+        blamed = rank if rank in model['left_out_on'] else 1 - rank
+        assert kind == ('ModelError' if blamed == rank else 'RankFailedError')
+        expected = f'parameters without a gradient on rank {blamed}: head.weight, head.bias. '
+        assert expected in message.splitlines()[0]
+        assert 'set find_unused_parameters=True, in model_wrapper_cfg' in message
+    assert set(model['left_out_on']) <= set(failed.value.errors)
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', NATIVE])
+def test_parts_of_a_model_have_their_names(accelerator):
+    for message in run_ranks(train_parts, 2, accelerator, **job_of(accelerator)):
+        assert 'generator.spare.' in message
