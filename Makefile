@@ -77,8 +77,7 @@ $(STAMP_XLA): setup.py
 
 install-t20: $(STAMP_T20)  ## Make $(VENV_T20), with torch 1.10 on Python 3.8
 
-# PyTorch 1.10 needs NumPy 1, and its TensorBoard writer protobuf 3 and a setuptools with distutils:
-# the editable install needs a later one, so that one is replaced at the end.
+# PyTorch 1.10 needs NumPy 1, and its TensorBoard writer protobuf 3.
 $(STAMP_T20): setup.py
 ifeq ($(PYTHON_T20),)
 	@echo "No Python 3.8, which PyTorch 1.10 needs: found no python3.8 on the path and no 3.8 in pyenv."
@@ -91,7 +90,6 @@ endif
 	$(PIP_T20) install torch==1.10.0 "numpy<1.24" "protobuf<4"
 	$(PIP_T20) install "$(MMCV_T20)" "numpy<1.24"
 	$(PIP_T20) install --no-build-isolation -e ".[mmengine,examples,placement,dev]" transformers==4.36.2 torch==1.10.0 "numpy<1.24" "protobuf<4"
-	$(PIP_T20) install setuptools==59.5.0
 	$(call link,$(BIN_T20))
 	touch $@
 

@@ -27,6 +27,7 @@ from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplace
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.utils.byte_sizes import format_bytes
 
+from .arguments import Parser
 from .common import add_config_arguments, check_launch_variables, load_config
 from .step_devices import ModuleDevices, StepDevices
 
@@ -36,12 +37,11 @@ CHOICES = {True: 'true', False: 'false', None: 'auto'}
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of ``mmdevplug check-devices``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog='mmdevplug check-devices',
         description='Show on which devices a config trains and why, then do one training step of '
         'its model and data and show where everything lives. Nothing is saved. The exit status '
         'is 1 if something is on the wrong device.',
-        allow_abbrev=False,
     )
     parser.add_argument(
         '--model-parallel',

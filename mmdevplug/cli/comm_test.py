@@ -14,13 +14,14 @@ from mmdevplug.doctor.report import print_collectives
 from mmdevplug.environments.launch import LAUNCHERS, read_launch_env
 from mmdevplug.utils.atomic_files import check_writable, write_text
 
+from .arguments import Parser
 from .common import run
 from .doctor import add_measure_arguments, check_measure_arguments
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Define the arguments of ``tools/comm_test.py``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog='comm_test.py',
         description='Run every collective in a job, compare the results with known values, and '
         'time them. The exit status is 0 on all ranks, or 1 on all.',

@@ -12,6 +12,7 @@ from mmdevplug.utils.atomic_files import check_writable, write_text
 from mmdevplug.version import __version__
 
 from . import say
+from .arguments import Parser
 
 #: Of the JSON file; changes when a key changes its meaning or goes.
 SCHEMA = 1
@@ -19,11 +20,10 @@ SCHEMA = 1
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of ``mmdevplug conformance``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog='mmdevplug conformance',
         description='Check that an accelerator does what training needs, each check in a process '
         'of its own, and print a table in Markdown. The exit status is 1 if a check fails.',
-        allow_abbrev=False,
     )
     parser.add_argument('--accelerator', required=True, help='e.g. cuda, xla, gcu, npu')
     parser.add_argument('--config', help='take custom_imports and accelerator from it')

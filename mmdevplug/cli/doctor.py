@@ -18,6 +18,7 @@ from mmdevplug.utils.atomic_files import check_writable, write_text
 from mmdevplug.version import __version__
 
 from . import say
+from .arguments import Parser
 
 #: Of the JSON file; changes when a key changes its meaning or goes.
 SCHEMA = 1
@@ -34,11 +35,10 @@ _ESSENTIAL = tuple(
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of ``mmdevplug doctor``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog='mmdevplug doctor',
         description='Look for what keeps a training from working here. Nothing is trained and '
         'nothing is written but the files asked for. The exit status is 1 if there is an error.',
-        allow_abbrev=False,
     )
     parser.add_argument('--nproc', type=int, help='test collectives between this many processes')
     parser.add_argument('--config', help='also look at this config and build its model')

@@ -24,6 +24,7 @@ from mmdevplug.utils.host import available_memory, usable_cores
 from mmdevplug.utils.quick_imports import quick_imports
 
 from . import say
+from .arguments import Parser
 from .common import add_common_arguments, load_config, run
 from .forward_signals import replace_process, run_check
 from .launch_settings import (
@@ -255,7 +256,7 @@ def _chosen_accelerator(args: argparse.Namespace) -> 'Accelerator':
 def main(argv: Optional[List[str]] = None) -> None:
     """Check a number of processes against the devices, and start them if there is a script."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(description=main.__doc__, allow_abbrev=False)
+    parser = Parser(description=main.__doc__)
     parser.add_argument('--script', help='start this with the remaining arguments')
     parser.add_argument('--origin', default='NUM_DEVICES', help='its name in messages')
     parser.add_argument('--answer', help='a file for the number, where it is counted')

@@ -15,16 +15,16 @@ from mmdevplug.environments.slurm import first_host, job_port
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.atomic_files import write_text
 
+from .arguments import Parser
 from .launch import count_processes, refuse_missing_devices
 from .launch_settings import add_launch_arguments, check_together, flags_of
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of ``mmdevplug launch-config``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog='mmdevplug launch-config',
         description='Look at the devices and hosts and write a launch file for mmdevplug train',
-        allow_abbrev=False,
     )
     parser.add_argument('--out', default='launch.yaml', help='the file to write')
     parser.add_argument('--force', action='store_true', help='replace the file if there is one')

@@ -16,6 +16,7 @@ from mmdevplug.environments.launch import (
     ENVIRONMENTS,
     Environment,
     find_environment,
+    refuse_to_run_alone,
 )
 from mmdevplug.environments.loopback import is_loopback
 from mmdevplug.errors import LaunchError
@@ -89,6 +90,7 @@ def starts_processes(
         return hosts.nnodes != 1 or hosts.nproc not in (None, 1)
     if environment.name == 'none':
         _refuse_to_stay_alone(environ, starts=False)
+        refuse_to_run_alone(environ)
         return False
     env = environment.read()
     # torchrun counts its restarts for a single process, too.

@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import List, Optional
 
+from mmdevplug.config.fields import did_you_mean
 from mmdevplug.utils.quick_imports import quick_imports
 from mmdevplug.version import __version__
 
@@ -50,7 +51,10 @@ def main(argv: Optional[List[str]] = None) -> int:
     asked_for_help = argv[:1] in (['-h'], ['--help'])
     stream = sys.stdout if asked_for_help else sys.stderr
     if argv and not asked_for_help:
-        say(f'{argv[0]!r} is no command.')
+        meant = did_you_mean(argv[:1], COMMANDS)
+        say(f'{argv[0]!r} is no command{meant}')
+        if meant != '.':
+            return 2
     print('Commands; each takes --help:', file=stream)
     for name, help_ in COMMANDS.items():
         print(f'  {name:15}{help_}', file=stream)

@@ -16,6 +16,7 @@ from mmdevplug.utils.atomic_files import check_writable, write_text
 from mmdevplug.utils.progress import show_progress
 
 from . import say
+from .arguments import Parser
 
 DEFAULT_OPTIMIZER = 'adamw'
 KINDS = ('json', 'png', 'html')
@@ -23,11 +24,10 @@ KINDS = ('json', 'png', 'html')
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of ``mmdevplug plan``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog='mmdevplug plan',
         description='Plan which device holds which part of a model, without weights and without '
         'the devices.',
-        allow_abbrev=False,
     )
     parser.add_argument(
         'model', help='a config of OpenMMLab, or a transformers model: config.json or its folder'

@@ -12,17 +12,17 @@ from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.errors import LaunchError, first_line
 
 from . import say
+from .arguments import Parser
 from .common import run
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog='mmdevplug rendezvous',
         description='Keep the place where hosts of `mmdevplug train --nnodes MIN:MAX` meet. Any '
         'of them may then leave, and join again. It listens on every interface and answers '
         'whoever connects: use a network that you trust.',
-        allow_abbrev=False,
     )
     parser.add_argument('--port', type=int, default=DEFAULT_PORT, help='where it listens')
     return parser

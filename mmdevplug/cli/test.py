@@ -11,6 +11,7 @@ from mmengine.registry import RUNNERS
 from mmdevplug.errors import DevPlugError
 from mmdevplug.utils.quick_imports import quick_imports
 
+from .arguments import Parser
 from .common import add_common_arguments, check_checkpoint, load_complete_config, run
 from .launch import launch
 from .launch_settings import add_launch_arguments, starts_processes
@@ -18,9 +19,7 @@ from .launch_settings import add_launch_arguments, starts_processes
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of OpenMMLab's ``tools/test.py``, and those of ``mmdevplug train``."""
-    parser = argparse.ArgumentParser(
-        prog='mmdevplug test', description='Test a model', allow_abbrev=False
-    )
+    parser = Parser(prog='mmdevplug test', description='Test a model')
     add_common_arguments(parser)
     parser.add_argument('checkpoint', help='path or address of the checkpoint')
     parser.add_argument('--tta', action='store_true', help='average over augmented inputs')

@@ -14,6 +14,7 @@ from mmengine.registry import RUNNERS
 from mmdevplug.errors import DevPlugError
 from mmdevplug.utils.quick_imports import quick_imports
 
+from .arguments import Parser
 from .common import add_common_arguments, check_checkpoint, load_complete_config, run
 from .launch import launch
 from .launch_settings import add_launch_arguments, starts_processes
@@ -21,9 +22,7 @@ from .launch_settings import add_launch_arguments, starts_processes
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of OpenMMLab's ``tools/train.py``, and two more."""
-    parser = argparse.ArgumentParser(
-        prog='mmdevplug train', description='Train a model', allow_abbrev=False
-    )
+    parser = Parser(prog='mmdevplug train', description='Train a model')
     add_common_arguments(parser)
     parser.add_argument(
         '--resume',

@@ -115,6 +115,12 @@ def start_distributed(
     env = read_launch_env(launcher, port=port)
     exists = torch_dist.is_available() and torch_dist.is_initialized()
     store = None
+    if launcher == 'none' and exists and torch_dist.get_world_size() > 1:
+        raise LaunchError(
+            f"launcher='none', but this process is rank {torch_dist.get_rank()} of a process "
+            f'group of {torch_dist.get_world_size()}; it would train alone. Pass the launcher '
+            f"that started it, such as --launcher pytorch (in a script launcher='pytorch')."
+        )
     if launcher == 'none' and not exists:
         refuse_to_run_alone()
     elif not exists:

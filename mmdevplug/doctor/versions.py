@@ -134,7 +134,6 @@ def _rules_of_torch_110(installed: Dict[str, str]) -> Iterator[Finding]:
     """Report later releases than torch 1.10 and the libraries of its time work with."""
     writer = 'the TensorBoard writer of torch 1.10 cannot be imported with it'
     limits = [
-        ('setuptools', '59.6', '==59.5.0', f'{writer}: it asks setuptools for distutils.version.'),
         ('protobuf', '4', '<4', f'{writer}: "Descriptors cannot be created directly".'),
         ('numpy', '1.24', '<1.24', 'it removed np.float and np.bool, which mmcv and mmdet use.'),
     ]

@@ -1,19 +1,20 @@
 """Find out which launcher started this process, and read what it says."""
 
+import logging
 import os
 from typing import Dict, Mapping, Optional, Tuple, Type
 
 from mmdevplug.errors import LaunchError
 
-from .base import DEFAULT_PORT, Environment, Hosts, LaunchEnv
-from .kubernetes import Kubernetes, refuse_to_run_alone
+from .base import DEFAULT_PORT, Environment, Hosts, LaunchEnv, told
+from .kubernetes import Kubernetes, refuse_to_run_alone as refuse_pod_to_run_alone
 from .mpi import MPI
 from .none import NoLauncher
 from .slurm import Slurm
-from .stale import stale_variables, unset_line
-from .torchrun import Torchrun, runs_below_torchrun
+from .stale import describe_stale, open_job, stale_variables, unset_line
+from .torchrun import Torchrun
 
-__all__ = ['DEFAULT_PORT', 'Environment', 'Hosts', 'LaunchEnv', 'refuse_to_run_alone']
+__all__ = ['DEFAULT_PORT', 'Environment', 'Hosts', 'LaunchEnv']
 
 #: Recognized in this order: a launcher may itself run in a job of those after it.
 ENVIRONMENTS: Tuple[Type[Environment], ...] = (Torchrun, MPI, Slurm, Kubernetes, NoLauncher)
@@ -51,25 +52,81 @@ def read_launch_env(
     return kind(environ).read(port)
 
 
+def find_job(environ: Optional[Mapping[str, str]] = None) -> Optional[Environment]:
+    """Return the launcher that started this process as one of several; None if none did."""
+    found = find_environment(environ)
+    size = '' if found.per_host else found.text(found.names[1])
+    return None if size in ('', '1') else found
+
+
+def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
+    """Refuse a process for which no launcher was named if it is, or may be, one of several.
+
+    Raises:
+        LaunchError: With what says so, and the ways out: each process would train alone and write
+            the same files.
+    """
+    refuse_pod_to_run_alone(environ)
+    job = find_job(environ)
+    if job is not None:
+        raise _one_of_several(job)
+    found = open_job(environ)
+    if found:
+        raise LaunchError(
+            f'{told(found)} say that this process is one of WORLD_SIZE={found["WORLD_SIZE"]}, and '
+            f'nothing shows that this job has ended, but no launcher is named: it would train '
+            f"alone. To join the others: --launcher pytorch (in a script launcher='pytorch'). For "
+            f'a single process: {unset_line(stale_variables("none", environ))}'
+        )
+
+
+def _one_of_several(job: Environment) -> LaunchError:
+    of_torchrun = stale_variables('none', job.environ) if job.name == Torchrun.name else {}
+    return LaunchError(
+        f"launcher='none', but {job.told()} say that {job.command} runs this process as one of "
+        f'{job.names[1]}={job.text(job.names[1])}; each of them would train alone. Pass '
+        f"--launcher {job.name} (in a script launcher='{job.name}'), or for a single process: "
+        f'{unset_line(of_torchrun or job.detect())}'
+    )
+
+
+def follow_job(environ: Optional[Mapping[str, str]] = None) -> LaunchEnv:
+    """Read the place of this process in the job of the launcher that started it, if one did.
+
+    Variables that an earlier job left behind are named in a warning.
+
+    Raises:
+        LaunchError: If the process may be one of several, but no launcher is recognized.
+    """
+    job = find_job(environ)
+    if job is not None:
+        return job.read()
+    refuse_to_run_alone(environ)
+    stale = stale_variables('none', environ)
+    if stale:
+        logging.getLogger(__name__).warning(describe_stale('none', stale))
+    return LaunchEnv()
+
+
 def forget_stale_variables(launcher: str) -> Dict[str, str]:
     """Remove the stale variables from this process and return them.
+
+    With the launcher ``'none'`` those of Slurm and MPI are removed, too: they tell of a job from
+    which the user keeps this process apart.
 
     Raises:
         LaunchError: If torchrun is running this process as one of several, or the variables of a
             pod say that it is, but no launcher was named: each process would train alone and
             write the same files.
     """
+    job = None
     if launcher == 'none':
-        refuse_to_run_alone()
+        refuse_pod_to_run_alone()
+        job = find_job()
+    if job is not None and job.name == Torchrun.name:
+        raise _one_of_several(job)
     stale = stale_variables(launcher)
-    size = os.environ.get('WORLD_SIZE', '1')
-    if launcher == 'none' and size != '1' and 'LOCAL_RANK' in stale and runs_below_torchrun():
-        raise LaunchError(
-            f"launcher='none', but torchrun runs this process as one of WORLD_SIZE={size}; each "
-            f'of them would train alone. Pass --launcher pytorch, or for a single process: '
-            f'{unset_line(stale)}'
-        )
-    for name in stale:
+    for name in {**stale, **({} if job is None else job.detect())}:
         del os.environ[name]
     return stale
 

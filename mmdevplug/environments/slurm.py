@@ -37,7 +37,7 @@ class Slurm(Environment):
             return {}
         if not in_step and self.environ.get('ENVIRONMENT') == 'BATCH':
             return {}
-        names = (*self.names, 'SLURM_JOB_ID', 'MASTER_ADDR', 'MASTER_PORT')
+        names = (*self.names, 'SLURM_JOB_ID', 'SLURM_STEP_ID', 'MASTER_ADDR', 'MASTER_PORT')
         return {name: self.environ[name] for name in names if name in self.environ}
 
     def local_rank(self) -> int:

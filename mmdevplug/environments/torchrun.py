@@ -8,7 +8,13 @@ import psutil
 from .base import Environment
 from .stale import AGENT_VARIABLES
 
-_PATTERN = r'(.*/)?torchrun|torch\.distributed\.(run|launch)|mmdevplug\.cli\.torchrun_agent'
+#: How the command lines of launchers name them: torchrun, those that run its agent in their own
+#: process, and DeepSpeed's, which sets the same variables.
+_PATTERN = (
+    r'(.*/)?(torchrun|accelerate|accelerate-launch|deepspeed)'
+    r'|torch\.distributed\.(run|launch)|mmdevplug\.cli\.torchrun_agent'
+    r'|accelerate\.commands\.\w+|deepspeed\.launcher\.\w+'
+)
 
 #: What our agent tells the ranks of an elastic job: how many they are when all hosts have joined,
 #: and how often hosts have met before.

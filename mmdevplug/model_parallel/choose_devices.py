@@ -1,13 +1,15 @@
 """Choose the parallelism from the config, the devices present and how the job started."""
 
+import os
 from typing import NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
+from torch import distributed as torch_dist
 
-from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators import Accelerator, device_context
 from mmdevplug.accelerators.detection import AcceleratorConfig, choose_accelerator
-from mmdevplug.environments.launch import LaunchEnv, read_launch_env
-from mmdevplug.errors import PlacementError
+from mmdevplug.environments.launch import LaunchEnv, find_job, follow_job, read_launch_env
+from mmdevplug.errors import LaunchError, PlacementError
 from mmdevplug.utils.byte_sizes import format_bytes
 
 from .parse_devices import parse_devices
@@ -67,9 +69,11 @@ def resolve_strategy(
             those of this host: ``'cuda:0-3'`` or ``['xla:0', 'xla:2']``; with k devices for each
             process, local rank r takes r*k to r*k+k-1. Defaults to None: all, divided among the
             processes of the host.
-        env (LaunchEnv, optional): How this process was started. Defaults to None: read from the
-            launcher's variables; those that an earlier job left behind are not read.
-        launcher (str): Used where there is no ``env``. Defaults to ``'none'``.
+        env (LaunchEnv, optional): How this process was started. Defaults to None: the process
+            group, or else the launcher that started this process, says it. Variables that an
+            earlier job left behind are named in a warning and not read.
+        launcher (str): The launcher whose variables are read where there is no ``env``. Defaults
+            to ``'none'``: it is recognized.
         memory_needed (int, optional): Bytes that training needs on one device, without
             activations. Defaults to None: unknown.
         auto_rule (str): What decides where ``use_model_parallel`` is None: ``'memory'``, or
@@ -83,7 +87,8 @@ def resolve_strategy(
 
     Raises:
         PlacementError: If the arguments contradict what is present, with the ways out.
-        LaunchError: If the launch variables are wrong.
+        LaunchError: If the launch variables are wrong, or tell of a job of several processes whose
+            launcher is not recognized.
 
     Examples:
         >>> resolve_strategy(False, accelerator='cpu').kind
@@ -100,9 +105,7 @@ def resolve_strategy(
             f"fits it with room to spare) or 'count' (several if there are two or more)."
         )
     chosen = choose_accelerator(accelerator).accelerator
-    choice = _Choice(
-        chosen, read_launch_env(launcher) if env is None else env, devices, exclude_cpu
-    )
+    choice = _Choice(chosen, _place(launcher) if env is None else env, devices, exclude_cpu)
     if use_model_parallel is False:
         return choice.one_device('model_parallel.enable=False')
     mine, why_no_more = choice.devices_of_rank()
@@ -131,6 +134,33 @@ def resolve_strategy(
         return choice.spread(mine, why)
     room = f'with at least {1 - COMFORTABLE_PART:.0%} to spare: one device is faster'
     return choice.one_device(f'{why}, {room}')
+
+
+def _place(launcher: str) -> LaunchEnv:
+    """The place of this process among those of its job."""
+    if launcher != 'none':
+        return read_launch_env(launcher)
+    context = device_context()
+    if context is not None and context.final and context.env.world_size > 1:
+        return context.env
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        return follow_job()
+    rank, world_size = torch_dist.get_rank(), torch_dist.get_world_size()
+    if world_size == 1:
+        return LaunchEnv()
+    job, of_rank = find_job(), ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')
+    found = 'the launch variables do not say'
+    if job is not None or all(name in os.environ for name in of_rank):
+        env = read_launch_env('pytorch') if job is None else job.read()
+        if (env.rank, env.world_size) == (rank, world_size):
+            return env
+        found = f'the launch variables, which say rank {env.rank} of {env.world_size}, do not say'
+    raise LaunchError(
+        f'this process is rank {rank} of a process group of {world_size}, but {found} which '
+        f'devices of its host it takes. Set {" ".join(of_rank)} before, or pass '
+        f'env=mmdevplug.environments.launch.LaunchEnv(rank={rank}, local_rank=..., '
+        f'world_size={world_size}, local_world_size=...).'
+    )
 
 
 class _Choice:

@@ -5,6 +5,7 @@ import time
 import zlib
 from contextlib import nullcontext
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, ContextManager, Optional, Tuple
 
 import torch
@@ -118,6 +119,15 @@ def get_text(store: Any, key: str) -> str:
                 f'start the job again.'
             )
         time.sleep(0.01)
+
+
+def make_tensorboard_importable() -> None:
+    """Import what the TensorBoard writer of PyTorch 1.10 takes for imported: until 1.11.
+
+    It reads ``distutils.version``, which setuptools has not imported since release 59.6.
+    """
+    if not is_at_least('1.11.0'):
+        import_module('distutils.version')
 
 
 def checkpoints_any_generator() -> bool:

@@ -12,7 +12,7 @@ import pytest
 from mmdevplug.cli import launch_settings
 from mmdevplug.cli.launch_settings import read_settings, starts_processes
 from mmdevplug.cli.train import build_parser
-from mmdevplug.environments import launch, torchrun
+from mmdevplug.environments import torchrun
 from mmdevplug.environments.launch import read_launch_env, refuse_to_run_alone
 from mmdevplug.errors import LaunchError
 from tests.cli.test_launch_fuzz import AGENT, VALUES
@@ -195,8 +195,7 @@ def processes(monkeypatch):
     """Let a case say whether torchrun started its process; no program of this machine helps."""
     monkeypatch.setenv('PATH', '')
     below = []
-    for module in (torchrun, launch):
-        monkeypatch.setattr(module, 'runs_below_torchrun', lambda: below[-1])
+    monkeypatch.setattr(torchrun, 'runs_below_torchrun', lambda: below[-1])
     monkeypatch.setattr(launch_settings, 'say', lambda text: None)
     return below
 

@@ -1,14 +1,21 @@
 """Launch variables of an earlier job: which they are, and that no process is misled by them."""
 
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from mmengine.registry import RUNNERS
 
-from mmdevplug.environments.launch import LaunchEnv, refuse_to_run_alone, restart_count
-from mmdevplug.environments.stale import stale_variables, unset_line
+from mmdevplug.cli import test, train
+from mmdevplug.environments.launch import (
+    LaunchEnv,
+    forget_stale_variables,
+    refuse_to_run_alone,
+    restart_count,
+)
+from mmdevplug.environments.stale import RANK_VARIABLES, stale_variables, unset_line
 from mmdevplug.errors import LaunchError
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config
 from tests.ranks import run_ranks
@@ -106,6 +113,56 @@ def test_a_member_of_a_job_does_not_run_alone():
 )
 def test_what_torchrun_left_or_one_pod_has_is_no_membership(environ):
     refuse_to_run_alone(environ)
+
+
+PLACE = {name: TORCHRUN[name] for name in RANK_VARIABLES}
+SLURM = dict(
+    SLURM_PROCID='0', SLURM_NTASKS='2', SLURM_STEP_NUM_TASKS='2', SLURM_LOCALID='0',
+    SLURM_STEP_ID='0', SLURM_STEP_TASKS_PER_NODE='2', SLURM_JOB_ID='7',
+)  # fmt: skip
+OPEN_MPI = {f'OMPI_COMM_WORLD_{name}': '2' for name in ('RANK', 'SIZE', 'LOCAL_RANK')}
+
+
+@pytest.mark.parametrize(
+    ('environ', 'launcher'),
+    [
+        (PLACE, 'pytorch'),
+        (dict(PLACE, LOCAL_WORLD_SIZE='4'), 'pytorch'),
+        (without(TORCHRUN, 'TORCHELASTIC_RESTART_COUNT'), 'pytorch'),
+        (SLURM, 'slurm'),
+        (OPEN_MPI, 'mpi'),
+    ],
+)
+def test_one_of_several_does_not_run_alone(environ, launcher):
+    with pytest.raises(LaunchError, match='alone') as caught:
+        refuse_to_run_alone(environ)
+    assert f"--launcher {launcher} (in a script launcher='{launcher}')" in str(caught.value)
+    # What it says of a single process is a way out.
+    names = re.search(r'unset ([A-Z_ ]+)$', str(caught.value)).group(1).split()
+    refuse_to_run_alone(without(environ, *names))
+
+
+@pytest.mark.parametrize('environ', [without(PLACE, name) for name in PLACE], ids=list(PLACE))
+def test_a_part_of_the_variables_is_no_job(environ):
+    if 'LOCAL_RANK' in environ:  # without it RANK may be a pod's
+        refuse_to_run_alone(environ)
+    refuse_to_run_alone(dict(PLACE, WORLD_SIZE='1', RANK='0'))
+
+
+@pytest.mark.parametrize('main', [train.main, test.main])
+def test_a_command_does_not_leave_a_job_unnoticed(monkeypatch, main):
+    for name, value in PLACE.items():
+        monkeypatch.setenv(name, value)
+    arguments = [CONFIG, *(['x.pth'] if main is test.main else [])]
+    with pytest.raises(LaunchError, match='RANK=5 .* would train alone.*--launcher pytorch'):
+        main(arguments)
+
+
+def test_the_user_may_keep_a_process_apart(monkeypatch):
+    for name, value in {**PLACE, **SLURM}.items():
+        monkeypatch.setenv(name, value)
+    assert forget_stale_variables('none') == PLACE
+    refuse_to_run_alone()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import io
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from importlib import metadata
+from importlib import import_module, metadata
 
 import pytest
 import torch
@@ -213,3 +213,42 @@ def test_types_that_vendors_may_have():
     assert parse_devices('zeta:0-1') == ['zeta:0', 'zeta:1']
     for name in ('cuda', 'xla', 'npu', 'gcu', 'mlu', 'musa', 'xpu', 'sdaa', 'neuron', 'tpu'):
         assert parse_devices(f'{name}:1') == [f'{name}:1']
+
+
+COMMANDS = {
+    'train': ['c.py'], 'test': ['c.py', 'x.pth'], 'doctor': [], 'plan': ['c.py'],
+    'check-devices': ['c.py'], 'conformance': [], 'launch-config': [], 'rendezvous': [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', sorted(COMMANDS))
+def test_a_misspelt_option_is_one_line(capsys, name):
+    parser = import_module(f'mmdevplug.cli.{name.replace("-", "_")}').build_parser()
+    option = next(word for word in reversed([*parser._option_string_actions]) if len(word) > 5)
+    for words in ([f'{option[:-2]}{option[-1]}', '2'], [f'{option[:-2]}{option[-1]}=2']):
+        with pytest.raises(SystemExit) as ended:
+            parser.parse_args([*COMMANDS[name], *words])
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f'mmdevplug {name}: no option {option[:-2]}{option[-1]}; did you ')
+        assert f'{option!r}?' in line
+
+
+@pytest.mark.parametrize(
+    ('words', 'says'),
+    [
+        (['c.py', '-nproc', '2'], "no option -nproc; did you mean '--nproc'?"),
+        (['c.py', 'd.py'], "'d.py' is one argument too many."),
+        ([], 'the following arguments are required: config.'),
+        (['c.py', '--nproc'], 'argument --nproc: expected one argument.'),
+    ],
+)
+def test_arguments_that_are_wrong_are_one_line(words, says):
+    status, printed = told(train.main, *words)
+    assert status == 2
+    assert printed == f'mmdevplug train: {says} All options: mmdevplug train --help\n'
+
+
+def test_a_misspelt_command_is_one_line(capsys):
+    assert command.main(['trian', 'c.py']) == 2
+    assert capsys.readouterr().err == ("mmdevplug: 'trian' is no command; did you mean 'train'?\n")

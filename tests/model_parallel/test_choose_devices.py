@@ -1,16 +1,25 @@
 """Which parallelism: by the options, the devices present, and how the process was started."""
 
+import io
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
 
+from mmdevplug import init_device
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.environments.launch import LaunchEnv
-from mmdevplug.errors import PlacementError
+from mmdevplug.errors import LaunchError, PlacementError
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.model_parallel.choose_devices import resolve_strategy
-from tests.jobs import install_card
-from tests.ranks import RanksFailed, run_ranks
+from tests.jobs import PATHS, ROOT, install_card
+from tests.ranks import RanksFailed, free_port, launch_variables, run_ranks
 
 GIB = 2**30
 
@@ -176,16 +185,96 @@ def test_auto_rule_has_two_values():
         resolve(None, auto_rule='size')
 
 
-def with_stale_variables():
+def without_launcher(drop=(), start_group=False):
+    """The strategy, what a warning says, and why a start without a launcher is refused."""
+    if start_group:
+        torch.distributed.init_process_group('gloo')
+    for name in drop:
+        del os.environ[name]
     install_card('zeta')
-    found = resolve_strategy(True, accelerator='zeta', devices=2)
-    return found.kind, found.rank, names(found)
+    told = io.StringIO()
+    logging.getLogger('mmdevplug.environments.launch').addHandler(logging.StreamHandler(told))
+    try:
+        found = resolve_strategy(True, accelerator='zeta', devices=2)
+    except LaunchError as error:
+        return str(error)
+    refused = ''
+    try:
+        init_device(accelerator='cpu')
+    except LaunchError as error:
+        refused = str(error)
+    return found.kind, found.rank, names(found), told.getvalue(), refused
 
 
-def test_variables_that_an_earlier_job_left_are_not_read():
-    stale = dict(RANK='3', LOCAL_RANK='3', WORLD_SIZE='8', MASTER_ADDR='h', MASTER_PORT='1')
-    (found,) = run_ranks(with_stale_variables, 0, environ=stale)
-    assert found == ('model_parallel', 0, ['zeta:0', 'zeta:1'])
+#: What torchrun sets besides; without it above the process, its job has ended.
+AGENT = {f'TORCHELASTIC_{name}': '0' for name in ('RUN_ID', 'RESTART_COUNT', 'MAX_RESTARTS')}
+AGENT['TORCHELASTIC_USE_AGENT_STORE'] = 'True'
+
+
+def test_variables_that_an_earlier_job_left_are_named_and_not_read():
+    left = launch_variables(3, 8, free_port())
+    (found,) = run_ranks(without_launcher, 0, environ=dict(left, **AGENT))
+    assert found[:3] == ('model_parallel', 0, ['zeta:0', 'zeta:1'])
+    assert "launcher='none': left over from an earlier job and ignored: RANK=3" in found[3]
+    assert found[4] == ''
+
+
+@pytest.mark.parametrize('agent', [False, True])
+def test_a_job_that_may_be_running_is_not_left_alone(agent):
+    with socket.create_server(('127.0.0.1', 0)) as store:
+        variables = launch_variables(1, 2, store.getsockname()[1])
+        (found,) = run_ranks(
+            without_launcher, 0, environ=dict(variables, **(AGENT if agent else {}))
+        )
+    assert found.startswith('RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=')
+    assert "--launcher pytorch (in a script launcher='pytorch')" in found
+    assert 'For a single process: unset RANK ' in found
+
+
+def test_a_process_group_is_followed():
+    for rank, found in enumerate(run_ranks(without_launcher, 2, (), True)):
+        devices = [f'zeta:{2 * rank}', f'zeta:{2 * rank + 1}']
+        assert found[:4] == ('data_and_model_parallel', rank, devices, '')
+        assert f'is rank {rank} of a process group of 2; it would train alone' in found[4]
+
+
+def test_a_process_group_without_variables_needs_the_local_rank():
+    for found in run_ranks(without_launcher, 2, ('LOCAL_RANK',), True, together=True):
+        assert 'Set RANK WORLD_SIZE LOCAL_RANK before, or pass env=' in found
+
+
+CARD = ROOT / 'tests' / 'standins' / 'fakecard'
+#: Each rank prints what it finds.
+SCRIPT = """
+import json, sys
+from tests.model_parallel.test_choose_devices import without_launcher
+print('found', json.dumps(without_launcher()), flush=True)
+"""
+
+
+@pytest.mark.parametrize('launcher', ['torch.distributed.run', 'accelerate.commands.launch'])
+def test_a_live_launcher_is_followed(tmp_path, launcher):
+    options = ['--nproc_per_node=2', f'--master_port={free_port()}']
+    if launcher.startswith('accelerate'):
+        pytest.importorskip('accelerate')
+        options = ['--multi_gpu', '--num_processes=2', f'--main_process_port={free_port()}']
+    script = tmp_path / 'script.py'
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, '-m', launcher, *options, script],
+        env=dict(os.environ, PYTHONPATH=f'{PATHS}{os.pathsep}{CARD}', OMP_NUM_THREADS='1'),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    lines = [line for line in done.stdout.splitlines() if 'found' in line]
+    found = sorted(json.loads(line.partition('found ')[2]) for line in lines)
+    assert len(found) == 2, done.stderr
+    for rank, (kind, number, devices, told, refused) in enumerate(found):
+        assert (kind, number, told) == ('data_and_model_parallel', rank, '')
+        assert devices == [f'zeta:{2 * rank}', f'zeta:{2 * rank + 1}']
+        assert 'runs this process as one of WORLD_SIZE=2; each of them would train' in refused
+        assert 'Pass --launcher pytorch' in refused
 
 
 def launched():

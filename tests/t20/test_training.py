@@ -282,3 +282,25 @@ def test_kills_change_no_bit(torch_gcu, tmp_path, monkeypatch, world_size, kills
     killed, happened = kill(tmp_path / 'killed', monkeypatch, world_size, kills, length)
     assert len(happened) == kills
     test_survival.assert_equal_bits(whole, killed)
+
+
+def import_writer():
+    """Import the TensorBoard writer with what setuptools 59.6 and later leave out."""
+    import distutils
+    from importlib import import_module
+
+    import setuptools  # noqa: F401  PyTorch asks it for distutils
+
+    from mmdevplug import init_device
+
+    sys.modules.pop('distutils.version', None)
+    vars(distutils).pop('version', None)
+    with pytest.raises(AttributeError, match="'distutils' has no attribute 'version'"):
+        import_module('torch.utils.tensorboard')
+    init_device('none', 'cpu')
+    return import_module('torch.utils.tensorboard').SummaryWriter.__name__
+
+
+def test_the_tensorboard_writer_can_be_imported_with_any_setuptools():
+    pytest.importorskip('tensorboard')
+    assert run_ranks(import_writer, 0) == ['SummaryWriter']
