@@ -263,7 +263,8 @@ class SafeCheckpointHook(CheckpointHook):
         hub.update_info(score_key, score)
         hub.update_info(path_key, path)
         outdated = [previous] if previous and previous != path else []
-        options = dict(save_optimizer=False, save_param_scheduler=False, by_epoch=False)
+        whole = self._saver.options.resumable_best
+        options = dict(save_optimizer=whole, save_param_scheduler=whole, by_epoch=False)
         file = CheckpointFile(path, outdated, is_last=False)
         if not self._save(runner, file, dict(meta), options):
             hub.update_info(score_key, best)

@@ -1,0 +1,277 @@
+"""Trainings that resume with other settings of optimizers and schedulers than they began with."""
+
+import itertools
+import logging
+from typing import NamedTuple
+
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.registry import PARAM_SCHEDULERS, RUNNERS
+
+from mmengine.optim import _ParamScheduler
+from mmdevplug.optim.replay_schedulers import param_groups
+from mmdevplug.utils.model import list_optim_wrappers
+from tests.checkpoint.resuming import Stop, quickly, tiny
+
+_numbers = itertools.count()
+
+
+@PARAM_SCHEDULERS.register_module(force=True)
+class Zigzag(_ParamScheduler):
+    """A user's schedule, which counts by itself."""
+
+    def __init__(self, optimizer, low=0.5, **kwargs):
+        self.low, self.turns = low, 0
+        super().__init__(optimizer, 'lr', **kwargs)
+
+    def _get_value(self):
+        self.turns += 1
+        factor = self.low if self.turns % 2 else 1.0
+        return [value * factor for value in self.base_values]
+
+
+class Rates(Hook):
+    """Notes the settings of all groups at the start of each iteration."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        self.seen[runner.iter] = [
+            {name: repr(value) for name, value in sorted(group.items()) if name != 'params'}
+            for wrapper in list_optim_wrappers(runner.optim_wrapper)
+            for group in param_groups(wrapper)
+        ]
+
+
+class Case(NamedTuple):
+    """What a training begins with and what its config says when it resumes."""
+
+    before: dict
+    after: dict
+    #: What the warning holds.
+    said: list
+    #: A config from the beginning of which the checkpoint's choice has the rates.
+    kept: dict = None
+    #: After which iteration it is interrupted, 5 of which are an epoch.
+    stop: int = 8
+
+
+def run(work_dir, options, resume=False, stop=None, choice='checkpoint'):
+    """Train as if in a separate process; return the groups by iteration, and the warnings."""
+    defaults = dict(custom_hooks=[], val_cfg=None, val_dataloader=None, val_evaluator=None)
+    if options.get('validates'):
+        defaults = dict(custom_hooks=[], train_cfg__val_interval=1)
+    options = {**defaults, **{k: v for k, v in options.items() if k != 'validates'}}
+    cfg = tiny(work_dir, **options)
+    cfg['accelerator'].update(resume_settings=choice, monitor=False, memory=False)
+    cfg.update(experiment_name=f'changed_{next(_numbers)}', resume=bool(resume))
+    if resume:
+        cfg['load_from'] = str(resume)
+    with quickly():
+        runner, rates = RUNNERS.build(Config(cfg)), Rates()
+        runner.register_hook(rates)
+        if stop is not None:
+            runner.register_hook(Stop(stop, save=True))
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        runner.logger.addHandler(handler)
+        try:
+            runner.train()
+        except SystemExit:
+            assert stop is not None
+    return rates.seen, [line for line in lines if 'differs from the config' in line or 'ended' in line]
+
+
+_whole = {}
+
+
+def trained(folder, options):
+    """The groups by iteration of a training that is not interrupted."""
+    key = repr(sorted(options.items()))
+    if key not in _whole:
+        _whole[key] = run(folder, options)[0]
+    return _whole[key]
+
+
+def interrupted(folder, case):
+    """The checkpoint of an interrupted training of the config that a case begins with."""
+    key = repr((sorted(case.before.items()), case.stop))
+    if key not in _whole:
+        work_dir = folder / str(len(_whole))
+        run(work_dir, case.before, stop=case.stop)
+        # The run that goes on removes the file itself.
+        _whole[key] = next(work_dir.glob('interrupted*.pth')).rename(work_dir / 'kept.pth')
+    return _whole[key]
+
+
+def resumed(folder, work_dir, case, choice):
+    """Resume a case; return the groups by iteration and the warnings."""
+    return run(work_dir / choice, case.after, interrupted(folder, case), choice=choice)
+
+
+# cases ------------------------------------------------------------------------------------------
+
+LR = 'optim_wrapper.optimizer.lr: checkpoint 0.02'
+
+
+def _with(*schedulers, lr=0.02, kind='SGD', wrapper=None, **more):
+    optimizer = dict(type=kind, lr=lr)
+    if kind == 'SGD':
+        optimizer['momentum'] = 0.9
+    optimizer.update(more.pop('optimizer', {}))
+    return dict(
+        optim_wrapper=dict(type='OptimWrapper', optimizer=optimizer, **(wrapper or {})),
+        param_scheduler=[dict(one) for one in schedulers] or None,
+        **more,
+    )
+
+
+def _schedule(kind, before, after, said, **more):
+    """A setting of a schedule changes."""
+    return Case(
+        _with(dict(before, type=kind)), _with(dict(after, type=kind)), said, **more
+    )
+
+
+def _optimizer(before, after, said, kind='SGD', **more):
+    steps = dict(type='MultiStepLR', milestones=[1, 3], gamma=0.5)
+    return Case(
+        _with(steps, kind=kind, optimizer=before),
+        _with(steps, kind=kind, optimizer=after),
+        said,
+        **more,
+    )
+
+
+def _longer(*schedulers, more=None, said=(), **options):
+    """Six epochs in place of four, or 30 iterations in place of 20."""
+    by_epoch = options.pop('by_epoch', True)
+    now = _with(*schedulers, length=6 if by_epoch else 30, by_epoch=by_epoch)
+    limit = 'max_epochs: checkpoint 4, config 6' if by_epoch else 'max_iters: checkpoint 20, '
+    return Case(
+        _with(*schedulers, by_epoch=by_epoch), now, [limit, *said], kept=now, **options
+    )
+
+
+_POLY = dict(type='PolyLR', power=0.9, eta_min=0.001)
+_WARM = dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=7)
+_TWO = dict(
+    model=dict(type='TwoParts'),
+    optim_wrapper=dict(
+        constructor='TwoOptimizers',
+        first=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1, momentum=0.9)),
+        second=dict(type='OptimWrapper', optimizer=dict(type='Adam', lr=0.01)),
+    ),
+    param_scheduler=dict(
+        first=[dict(type='MultiStepLR', milestones=[1, 3])],
+        second=[dict(type='StepLR', step_size=1, gamma=0.5)],
+    ),
+)
+
+
+def _two(**changes):
+    cfg = Config(_TWO)
+    cfg.merge_from_dict(changes)
+    return cfg.to_dict() if hasattr(cfg, 'to_dict') else cfg._cfg_dict.to_dict()
+
+
+_MULT = {'net.0': dict(lr_mult=0.1), 'net.6': dict(decay_mult=0.0)}
+_GREATER = {'net.0': dict(lr_mult=0.5), 'net.6': dict(decay_mult=2.0)}
+_STEPS = dict(type='MultiStepLR', milestones=[1, 3], gamma=0.5)
+
+CASES = dict(
+    lr=_optimizer(dict(lr=0.02), dict(lr=0.2), [LR + ' {}, config 0.2 {}']),
+    lr_between_epochs=_optimizer(dict(lr=0.02), dict(lr=0.2), [LR], stop=10),
+    momentum=_optimizer(dict(momentum=0.9), dict(momentum=0.5), ['momentum: checkpoint 0.9']),
+    weight_decay=_optimizer({}, dict(weight_decay=0.1), ['weight_decay: checkpoint 0']),
+    nesterov=_optimizer({}, dict(nesterov=True), ['nesterov: checkpoint False']),
+    betas=_optimizer(
+        {}, dict(betas=(0.8, 0.99)), ['betas: checkpoint (0.9, 0.999)'], kind='AdamW'
+    ),
+    lr_mult=Case(
+        _with(_STEPS, wrapper=dict(paramwise_cfg=dict(custom_keys=_MULT))),
+        _with(_STEPS, wrapper=dict(paramwise_cfg=dict(custom_keys=_GREATER))),
+        ['lr: checkpoint 0.002', 'config 0.01', '(2 groups)'],
+    ),
+    no_schedule=Case(_with(), _with(lr=0.3), [LR]),
+    gamma=_schedule('StepLR', dict(step_size=1, gamma=0.5), dict(step_size=1, gamma=0.7), ['gamma']),
+    step_size=_schedule('StepLR', dict(step_size=1), dict(step_size=2), ['step_size: checkpoint 1']),
+    milestones=_schedule(
+        'MultiStepLR',
+        dict(milestones=[1, 3]),
+        dict(milestones=[2, 3]),
+        ['milestones: checkpoint [1, 3] {}, config [2, 3]'],
+    ),
+    T_max=_schedule(
+        'CosineAnnealingLR', dict(T_max=4), dict(T_max=3, eta_min=0.001), ['T_max', 'eta_min']
+    ),
+    eta_min_ratio=_schedule(
+        'CosineAnnealingLR',
+        dict(T_max=4, eta_min_ratio=0.1),
+        dict(T_max=4, eta_min_ratio=0.2),
+        ['eta_min_ratio'],
+    ),
+    periods=_schedule(
+        'CosineRestartLR',
+        dict(periods=[2, 2], eta_min=0.0, restart_weights=[1, 0.5]),
+        dict(periods=[1, 3], eta_min=0.0, restart_weights=[1, 0.9]),
+        ['periods: checkpoint [2, 2]', 'restart_weights'],
+    ),
+    power=_schedule('PolyLR', dict(power=0.9), dict(power=2.0), ['power']),
+    end=_schedule('PolyLR', dict(end=2), dict(end=4), ['end: checkpoint 2 {}, config 4 {}']),
+    begin=_schedule('ExponentialLR', dict(gamma=0.5), dict(gamma=0.5, begin=1), ['begin']),
+    by_epoch=_schedule(
+        'ExponentialLR', dict(gamma=0.9), dict(gamma=0.9, by_epoch=False, end=20), ['by_epoch']
+    ),
+    factor=_schedule('ConstantLR', dict(factor=0.5, end=3), dict(factor=0.2, end=3), ['factor']),
+    warm_up=Case(
+        _with(_WARM, _STEPS),
+        _with(dict(_WARM, start_factor=0.5, end=12), _STEPS),
+        ['start_factor: checkpoint 0.1', 'end: checkpoint 7'],
+    ),
+    eta_max=_schedule(
+        'OneCycleLR',
+        dict(eta_max=0.05, by_epoch=False),
+        dict(eta_max=0.1, pct_start=0.5, by_epoch=False),
+        ['eta_max'],
+    ),
+    pct_start=_schedule(
+        'OneCycleLR',
+        dict(eta_max=0.05, by_epoch=False),
+        dict(eta_max=0.05, pct_start=0.5, by_epoch=False),
+        ['_schedule_phases'],
+    ),
+    of_momentum=Case(
+        _with(_STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.5), kind='AdamW'),
+        _with(_STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.6), kind='AdamW'),
+        ['param_scheduler[1] (CosineAnnealingMomentum).eta_min: checkpoint 0.5'],
+    ),
+    converted=_schedule(
+        'CosineAnnealingLR',
+        dict(T_max=4, convert_to_iter_based=True),
+        dict(T_max=3, convert_to_iter_based=True),
+        ['T_max: checkpoint 20'],
+    ),
+    two_optimizers=Case(
+        _two(),
+        _two(**{'optim_wrapper.second.optimizer.lr': 0.03, 'param_scheduler.first.0.gamma': 0.7}),
+        ['optim_wrapper.second.optimizer.lr: checkpoint 0.01', 'param_scheduler.first[0]'],
+    ),
+    of_a_user=_schedule('Zigzag', dict(low=0.5), dict(low=0.8), ['(Zigzag).low: checkpoint 0.5']),
+)
+
+#: A longer run, whose defaults follow: the rates are the config's in any case.
+LONGER = dict(
+    longer_poly=_longer(_POLY, said=['end: checkpoint 4, config 6 (taken)']),
+    longer_poly_by_iter=_longer(dict(_POLY, by_epoch=False), by_epoch=False),
+    longer_finished=_longer(_POLY, stop=20),
+    longer_linear=_longer(dict(type='LinearLR', start_factor=1.0, end_factor=0.1)),
+    longer_cosine=_longer(dict(type='CosineAnnealingLR', eta_min=0.0), stop=10),
+    longer_cycle=_longer(dict(type='OneCycleLR', eta_max=0.05)),
+    longer_converted=_longer(dict(_POLY, convert_to_iter_based=True)),
+    longer_after_warm_up=_longer(_WARM, dict(_POLY, begin=1), stop=13),
+    longer_steps=_longer(dict(_STEPS)),
+    longer_of_a_user=_longer(dict(type='Zigzag')),
+)
