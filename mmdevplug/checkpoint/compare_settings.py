@@ -30,13 +30,16 @@ class Difference(NamedTuple):
     saved: Any
     configured: Any
     taken: str
+    #: The key of the config that has set it, if another.
+    because_of: Optional[str] = None
 
     def describe(self, where: str = '') -> str:
         """Say both values and which is taken."""
         saved, configured = _show(self.saved), _show(self.configured)
         if self.taken == 'checkpoint':
             return f'{self.name}{where}: checkpoint {saved} (taken), config {configured}'
-        return f'{self.name}{where}: checkpoint {saved}, config {configured} (taken)'
+        why = f', as {self.because_of} says' if self.because_of else ''
+        return f'{self.name}{where}: checkpoint {saved}, config {configured} (taken{why})'
 
 
 def describe_differences(differences: List[Difference]) -> str:

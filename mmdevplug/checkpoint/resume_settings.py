@@ -133,6 +133,9 @@ class ResumeSettings:
         for number, part in enumerate(self.parts):
             state, before = saved[number], len(found)
             kinds = (checkpoint['meta'].get('kinds') or {}).get(part.name) or {}
+            optimizer = part.wrapper.optimizer
+            mine = optimizer_kind(optimizer)
+            check_optimizer(optimizer, mine, state, kinds.get('optimizer'), where)
             groups = [_plain(group) for group in state['param_groups']]
             if state.get('base_param_settings') is not None:
                 groups.append(_plain(state['base_param_settings']))
@@ -141,7 +144,6 @@ class ResumeSettings:
                 schedules = schedules.get(part.name, [])
             self._saved_groups.append(groups)
             self._saved_states.append(copy.deepcopy(schedules))
-            self._check_optimizer(part, state, kinds.get('optimizer'), where, found)
             self._compare_groups(number, found)
             self._check_schedulers(number, kinds.get('schedulers'), where, found)
             self._compare_schedulers(number, found)
@@ -182,20 +184,6 @@ class ResumeSettings:
         if before is not None and now is not None and before != now:
             found.append(Difference(f'train_cfg.{name}', before, now, 'config'))
 
-    def _check_optimizer(
-        self,
-        part: Part,
-        state: Mapping[str, Any],
-        kind: Optional[str],
-        where: str,
-        found: List[Difference],
-    ) -> None:
-        mine = optimizer_kind(part.wrapper.optimizer)
-        if self.choice == 'config' and kind is not None and kind != mine:
-            found.append(Difference(f'{_name_optimizer(part)}.type', kind, mine, 'config'))
-            kind = None
-        check_optimizer(part.wrapper.optimizer, mine, state, kind, where)
-
     def _compare_groups(self, number: int, found: List[Difference]) -> None:
         part = self.parts[number]
         optimizer = part.wrapper.optimizer
@@ -204,10 +192,9 @@ class ResumeSettings:
         for saved, mine in zip(self._saved_groups[number], configured):
             for key, values in sorted(compare_groups(optimizer, saved, mine).items()):
                 name = f'{_name_optimizer(part)}.{key}'
-                found.append(Difference(name, *values, self._whose(key)))
-
-    def _whose(self, key: str) -> str:
-        return 'config' if self.scaled_by is not None and key == 'lr' else self.choice
+                scaled = self.scaled_by if key == 'lr' else None
+                taken = self.choice if scaled is None else 'config'
+                found.append(Difference(name, *values, taken, scaled))
 
     def _check_schedulers(
         self,

@@ -2,18 +2,22 @@
 
 import itertools
 import logging
+import re
 from typing import NamedTuple
 
 from mmengine.config import Config
 from mmengine.hooks import Hook
+from mmengine.optim import _ParamScheduler
 from mmengine.registry import PARAM_SCHEDULERS, RUNNERS
 
-from mmengine.optim import _ParamScheduler
 from mmdevplug.optim.replay_schedulers import param_groups
 from mmdevplug.utils.model import list_optim_wrappers
+from tests.checkpoint import resume_cases  # noqa: F401  it registers what is trained
 from tests.checkpoint.resuming import Stop, quickly, tiny
 
 _numbers = itertools.count()
+#: The warnings that are about settings and hooks.
+SAID = 'differs from the config|has ended|The config has|of an EMAHook'
 
 
 @PARAM_SCHEDULERS.register_module(force=True)
@@ -81,7 +85,7 @@ def run(work_dir, options, resume=False, stop=None, choice='checkpoint'):
             runner.train()
         except SystemExit:
             assert stop is not None
-    return rates.seen, [line for line in lines if 'differs from the config' in line or 'ended' in line]
+    return rates.seen, [line for line in lines if re.search(SAID, line)]
 
 
 _whole = {}
@@ -113,10 +117,12 @@ def resumed(folder, work_dir, case, choice):
 
 # cases ------------------------------------------------------------------------------------------
 
+STEPS = dict(type='MultiStepLR', milestones=[1, 3], gamma=0.5)
 LR = 'optim_wrapper.optimizer.lr: checkpoint 0.02'
 
 
-def _with(*schedulers, lr=0.02, kind='SGD', wrapper=None, **more):
+def plan(*schedulers, lr=0.02, kind='SGD', wrapper=None, **more):
+    """A config of schedulers and an optimizer."""
     optimizer = dict(type=kind, lr=lr)
     if kind == 'SGD':
         optimizer['momentum'] = 0.9
@@ -131,15 +137,17 @@ def _with(*schedulers, lr=0.02, kind='SGD', wrapper=None, **more):
 def _schedule(kind, before, after, said, **more):
     """A setting of a schedule changes."""
     return Case(
-        _with(dict(before, type=kind)), _with(dict(after, type=kind)), said, **more
+        plan(dict(before, type=kind)),
+        plan(dict(after, type=kind)),
+        said,
+        **more,
     )
 
 
 def _optimizer(before, after, said, kind='SGD', **more):
-    steps = dict(type='MultiStepLR', milestones=[1, 3], gamma=0.5)
     return Case(
-        _with(steps, kind=kind, optimizer=before),
-        _with(steps, kind=kind, optimizer=after),
+        plan(STEPS, kind=kind, optimizer=before),
+        plan(STEPS, kind=kind, optimizer=after),
         said,
         **more,
     )
@@ -148,11 +156,9 @@ def _optimizer(before, after, said, kind='SGD', **more):
 def _longer(*schedulers, more=None, said=(), **options):
     """Six epochs in place of four, or 30 iterations in place of 20."""
     by_epoch = options.pop('by_epoch', True)
-    now = _with(*schedulers, length=6 if by_epoch else 30, by_epoch=by_epoch)
+    now = plan(*schedulers, length=6 if by_epoch else 30, by_epoch=by_epoch)
     limit = 'max_epochs: checkpoint 4, config 6' if by_epoch else 'max_iters: checkpoint 20, '
-    return Case(
-        _with(*schedulers, by_epoch=by_epoch), now, [limit, *said], kept=now, **options
-    )
+    return Case(plan(*schedulers, by_epoch=by_epoch), now, [limit, *said], kept=now, **options)
 
 
 _POLY = dict(type='PolyLR', power=0.9, eta_min=0.001)
@@ -171,15 +177,16 @@ _TWO = dict(
 )
 
 
-def _two(**changes):
+def changed_two(**changes):
+    """A config of two optimizers, with changes by the path of their key."""
     cfg = Config(_TWO)
     cfg.merge_from_dict(changes)
-    return cfg.to_dict() if hasattr(cfg, 'to_dict') else cfg._cfg_dict.to_dict()
+    return cfg._cfg_dict.to_dict()
 
 
+_DECAY = dict(weight_decay=0.1)
 _MULT = {'net.0': dict(lr_mult=0.1), 'net.6': dict(decay_mult=0.0)}
 _GREATER = {'net.0': dict(lr_mult=0.5), 'net.6': dict(decay_mult=2.0)}
-_STEPS = dict(type='MultiStepLR', milestones=[1, 3], gamma=0.5)
 
 CASES = dict(
     lr=_optimizer(dict(lr=0.02), dict(lr=0.2), [LR + ' {}, config 0.2 {}']),
@@ -191,13 +198,21 @@ CASES = dict(
         {}, dict(betas=(0.8, 0.99)), ['betas: checkpoint (0.9, 0.999)'], kind='AdamW'
     ),
     lr_mult=Case(
-        _with(_STEPS, wrapper=dict(paramwise_cfg=dict(custom_keys=_MULT))),
-        _with(_STEPS, wrapper=dict(paramwise_cfg=dict(custom_keys=_GREATER))),
-        ['lr: checkpoint 0.002', 'config 0.01', '(2 groups)'],
+        plan(STEPS, optimizer=_DECAY, wrapper=dict(paramwise_cfg=dict(custom_keys=_MULT))),
+        plan(STEPS, optimizer=_DECAY, wrapper=dict(paramwise_cfg=dict(custom_keys=_GREATER))),
+        [
+            'lr (2 groups): checkpoint 0.002',
+            'config 0.01',
+            'weight_decay (2 groups): checkpoint 0.0',
+        ],
     ),
-    no_schedule=Case(_with(), _with(lr=0.3), [LR]),
-    gamma=_schedule('StepLR', dict(step_size=1, gamma=0.5), dict(step_size=1, gamma=0.7), ['gamma']),
-    step_size=_schedule('StepLR', dict(step_size=1), dict(step_size=2), ['step_size: checkpoint 1']),
+    no_schedule=Case(plan(), plan(lr=0.3), [LR]),
+    gamma=_schedule(
+        'StepLR', dict(step_size=1, gamma=0.5), dict(step_size=1, gamma=0.7), ['gamma']
+    ),
+    step_size=_schedule(
+        'StepLR', dict(step_size=1), dict(step_size=2), ['step_size: checkpoint 1']
+    ),
     milestones=_schedule(
         'MultiStepLR',
         dict(milestones=[1, 3]),
@@ -227,8 +242,8 @@ CASES = dict(
     ),
     factor=_schedule('ConstantLR', dict(factor=0.5, end=3), dict(factor=0.2, end=3), ['factor']),
     warm_up=Case(
-        _with(_WARM, _STEPS),
-        _with(dict(_WARM, start_factor=0.5, end=12), _STEPS),
+        plan(_WARM, STEPS),
+        plan(dict(_WARM, start_factor=0.5, end=12), STEPS),
         ['start_factor: checkpoint 0.1', 'end: checkpoint 7'],
     ),
     eta_max=_schedule(
@@ -244,8 +259,8 @@ CASES = dict(
         ['_schedule_phases'],
     ),
     of_momentum=Case(
-        _with(_STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.5), kind='AdamW'),
-        _with(_STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.6), kind='AdamW'),
+        plan(STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.5), kind='AdamW'),
+        plan(STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.6), kind='AdamW'),
         ['param_scheduler[1] (CosineAnnealingMomentum).eta_min: checkpoint 0.5'],
     ),
     converted=_schedule(
@@ -255,8 +270,10 @@ CASES = dict(
         ['T_max: checkpoint 20'],
     ),
     two_optimizers=Case(
-        _two(),
-        _two(**{'optim_wrapper.second.optimizer.lr': 0.03, 'param_scheduler.first.0.gamma': 0.7}),
+        changed_two(),
+        changed_two(
+            **{'optim_wrapper.second.optimizer.lr': 0.03, 'param_scheduler.first.0.gamma': 0.7}
+        ),
         ['optim_wrapper.second.optimizer.lr: checkpoint 0.01', 'param_scheduler.first[0]'],
     ),
     of_a_user=_schedule('Zigzag', dict(low=0.5), dict(low=0.8), ['(Zigzag).low: checkpoint 0.5']),
@@ -272,6 +289,58 @@ LONGER = dict(
     longer_cycle=_longer(dict(type='OneCycleLR', eta_max=0.05)),
     longer_converted=_longer(dict(_POLY, convert_to_iter_based=True)),
     longer_after_warm_up=_longer(_WARM, dict(_POLY, begin=1), stop=13),
-    longer_steps=_longer(dict(_STEPS)),
+    longer_steps=_longer(dict(STEPS)),
     longer_of_a_user=_longer(dict(type='Zigzag')),
+)
+
+#: Settings that differ besides the length, and the checkpoint's are taken.
+LONGER_AND_OTHER = dict(
+    lr=Case(
+        plan(_POLY),
+        plan(_POLY, lr=0.2, length=6),
+        [LR, 'end: checkpoint 4, config 6 (taken)'],
+        kept=plan(_POLY, length=6),
+    ),
+    power=Case(
+        plan(_POLY),
+        plan(dict(_POLY, power=2.0), length=6),
+        ['power: checkpoint 0.9 (taken)', 'end: checkpoint 4, config 6 (taken)'],
+        kept=plan(_POLY, length=6),
+    ),
+    one_of_two=Case(
+        plan(_WARM, dict(_POLY, begin=1)),
+        plan(dict(_WARM, start_factor=0.5), dict(_POLY, begin=1), length=6),
+        ['start_factor: checkpoint 0.1 (taken)', 'end: checkpoint 4, config 6 (taken)'],
+        kept=plan(_WARM, dict(_POLY, begin=1), length=6),
+    ),
+    steps_of_a_cycle=Case(
+        plan(dict(type='OneCycleLR', eta_max=0.05, total_steps=4)),
+        plan(dict(type='OneCycleLR', eta_max=0.05, total_steps=6), length=6),
+        ['total_steps: checkpoint 4 (taken)', 'end: checkpoint 4 (taken)'],
+        kept=plan(dict(type='OneCycleLR', eta_max=0.05, total_steps=4, end=4), length=6),
+    ),
+)
+
+_PLATEAU = dict(type='ReduceOnPlateauLR', monitor='loss_error', patience=0, factor=0.5)
+#: The best result is the first, so that the rate falls with each later validation.
+PLATEAU = Case(
+    plan(dict(_PLATEAU, rule='greater', threshold=9.0), validates=True),
+    plan(dict(_PLATEAU, rule='greater', threshold=9.0, factor=0.1), lr=0.1, validates=True),
+    ['factor: checkpoint 0.5', LR],
+    stop=18,
+)
+
+_ONE, _OTHER = dict(type='StepLR', step_size=1, gamma=0.5), dict(type='ExponentialLR', gamma=0.9)
+
+#: Those whose checkpoint's states suit the config's schedulers not at all.
+OTHER_SCHEDULES = dict(
+    kind=Case(plan(_ONE), plan(_OTHER), ['StepLR', 'ExponentialLR']),
+    one_more=Case(plan(STEPS), plan(_WARM, STEPS), ['MultiStepLR', 'LinearLR']),
+    none_before=Case(plan(), plan(_ONE), ['param_scheduler', 'StepLR']),
+    none_any_more=Case(plan(_ONE), plan(), ['StepLR', '[]']),
+    rate_and_momentum=Case(
+        plan(_ONE),
+        plan(dict(_ONE, type='StepMomentum')),
+        ['StepLR', 'StepMomentum'],
+    ),
 )

@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from tests.checkpoint.changed_settings import CASES, LONGER, resumed, trained
+from mmdevplug.errors import CheckpointError
+from tests.checkpoint.changed_settings import (
+    CASES,
+    LONGER,
+    LONGER_AND_OTHER,
+    OTHER_SCHEDULES,
+    PLATEAU,
+    Case,
+    resumed,
+    trained,
+)
 
 
 @pytest.fixture(scope='module')
@@ -16,7 +26,7 @@ def folder(tmp_path_factory):
 
 
 def check(found, whole, stop):
-    """The settings are those of a training that had this config from the beginning, bit for bit."""
+    """Compare with a training that had this config from the beginning, bit for bit."""
     assert found == {number: whole[number] for number in found}
     assert sorted(found) == list(range(stop, max(whole) + 1))
 
@@ -49,3 +59,48 @@ def test_defaults_follow_a_longer_run(folder, tmp_path, name, choice):
     check(found, trained(tmp_path / 'whole', case.kept), case.stop)
     assert len(said) == 1
     assert all(each in said[0] for each in case.said)
+
+
+@pytest.mark.parametrize('name', OTHER_SCHEDULES)
+def test_other_schedulers_are_refused_or_the_configs_taken(folder, tmp_path, name):
+    case = OTHER_SCHEDULES[name]
+    with pytest.raises(CheckpointError, match='--resume-settings config'):
+        resumed(folder, tmp_path, case, 'checkpoint')
+    found, said = resumed(folder, tmp_path, case, 'config')
+    check(found, trained(tmp_path / 'whole', case.after), case.stop)
+    assert len(said) == 1
+    assert all(each in said[0] for each in case.said)
+
+
+@pytest.mark.parametrize('name', LONGER_AND_OTHER)
+def test_a_longer_run_with_the_settings_of_the_checkpoint(folder, tmp_path, name):
+    case = LONGER_AND_OTHER[name]
+    found, said = resumed(folder, tmp_path, case, 'checkpoint')
+    check(found, trained(tmp_path / 'whole', case.kept), case.stop)
+    assert all(each in said[0] for each in case.said)
+    # OneCycleLR has ended, and nothing else has.
+    assert len(said) == 1
+    whole = trained(tmp_path / 'config', case.after)
+    check(resumed(folder, tmp_path, case, 'config')[0], whole, case.stop)
+
+
+def test_a_longer_run_whose_schedule_has_ended_says_so(folder, tmp_path):
+    """MMEngine would train on with the last rate."""
+    schedule = dict(type='CosineAnnealingLR', T_max=4, end=4)
+    before, after = (dict(CASES['T_max'].before, param_scheduler=[one]) for one in (schedule,) * 2)
+    case = Case(before, dict(after, length=6), ['max_epochs: checkpoint 4, config 6'], stop=20)
+    found, said = resumed(folder, tmp_path, case, 'checkpoint')
+    assert len({group['lr'] for groups in found.values() for group in groups}) == 1
+    assert 'has ended (CosineAnnealingLR with end=4): it stays at 0.00292893' in said[1]
+
+
+def test_what_a_metric_has_done_stays(folder, tmp_path):
+    rates = {}
+    for choice in ('checkpoint', 'config'):
+        found, said = resumed(folder, tmp_path, PLATEAU, choice)
+        assert len(said) == 1
+        assert all(each in said[0] for each in PLATEAU.said)
+        rates[choice] = [float(found[number][0]['lr']) for number in sorted(found)]
+    # The rate was halved twice in the three epochs before.
+    assert rates['checkpoint'] == [0.005, 0.005]
+    assert rates['config'] == [0.025, 0.025]
