@@ -63,7 +63,8 @@ def equal(one: Any, other: Any) -> bool:
         return bool(torch.equal(torch.as_tensor(one).cpu(), torch.as_tensor(other).cpu()))
     if callable(one) and callable(other):
         return getattr(one, '__name__', one) == getattr(other, '__name__', other)
-    return bool(one == other)
+    same = one == other
+    return bool(same.all() if hasattr(same, 'all') else same)  # arrays of NumPy
 
 
 def _show(value: Any) -> str:

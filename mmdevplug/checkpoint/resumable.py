@@ -56,8 +56,10 @@ def check_complete(
 
 
 def _lacking(checkpoint: Mapping[str, Any], with_schedulers: bool) -> List[str]:
-    keys = ['meta', 'optimizer'] + (['param_schedulers'] if with_schedulers else [])
-    return [key for key in keys if key not in checkpoint]
+    keys = ['meta', 'message_hub', 'optimizer'] + ['param_schedulers'] * with_schedulers
+    lacking = [key for key in keys if key not in checkpoint]
+    meta = checkpoint.get('meta', dict.fromkeys(('epoch', 'iter')))
+    return lacking + [f'meta.{key}' for key in ('epoch', 'iter') if key not in meta]
 
 
 def _newest_complete(

@@ -17,7 +17,7 @@ from tests.checkpoint.resuming import Stop, quickly, tiny
 
 _numbers = itertools.count()
 #: The warnings that are about settings and hooks.
-SAID = 'differs from the config|has ended|The config has|of an EMAHook'
+SAID = 'differs from the config|has ended|nothing is left|The config has|of an EMAHook'
 
 
 @PARAM_SCHEDULERS.register_module(force=True)
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     stop: int = 8
 
 
-def run(work_dir, options, resume=False, stop=None, choice='checkpoint'):
+def run(work_dir, options, resume=False, stop=None, choice='checkpoint', flexible=False):
     """Train as if in a separate process; return the groups by iteration, and the warnings."""
     defaults = dict(custom_hooks=[], val_cfg=None, val_dataloader=None, val_evaluator=None)
     if options.get('validates'):
@@ -72,6 +72,9 @@ def run(work_dir, options, resume=False, stop=None, choice='checkpoint'):
     cfg.update(experiment_name=f'changed_{next(_numbers)}', resume=bool(resume))
     if resume:
         cfg['load_from'] = str(resume)
+    if flexible:
+        cfg.update(strategy=dict(type='DeviceStrategy', accelerator=cfg.pop('accelerator')))
+        cfg.update(runner_type='FlexibleRunner')
     with quickly():
         runner, rates = RUNNERS.build(Config(cfg)), Rates()
         runner.register_hook(rates)
@@ -110,9 +113,10 @@ def interrupted(folder, case):
     return _whole[key]
 
 
-def resumed(folder, work_dir, case, choice):
+def resumed(folder, work_dir, case, choice, **options):
     """Resume a case; return the groups by iteration and the warnings."""
-    return run(work_dir / choice, case.after, interrupted(folder, case), choice=choice)
+    path = interrupted(folder, case)
+    return run(work_dir / choice, case.after, path, choice=choice, **options)
 
 
 # cases ------------------------------------------------------------------------------------------

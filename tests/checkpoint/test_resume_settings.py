@@ -8,10 +8,12 @@ from tests.checkpoint.changed_settings import (
     CASES,
     LONGER,
     LONGER_AND_OTHER,
+    LR,
     OTHER_SCHEDULES,
     PLATEAU,
     Case,
     resumed,
+    run,
     trained,
 )
 
@@ -104,3 +106,23 @@ def test_what_a_metric_has_done_stays(folder, tmp_path):
     # The rate was halved twice in the three epochs before.
     assert rates['checkpoint'] == [0.005, 0.005]
     assert rates['config'] == [0.025, 0.025]
+
+
+def test_a_run_with_nothing_left_to_train_says_so(tmp_path):
+    options = CASES['no_schedule'].before
+    run(tmp_path / 'first', options)
+    found, said = run(tmp_path / 'second', options, tmp_path / 'first' / 'epoch_4.pth')
+    assert not found
+    assert 'nothing is left to train' in said[0]
+
+
+@pytest.mark.parametrize('choice', ['checkpoint', 'config'])
+def test_flexible_runner(folder, tmp_path, choice):
+    case = CASES['lr']
+    found, said = resumed(folder, tmp_path, case, choice, flexible=True)
+    config = case.before if choice == 'checkpoint' else case.after
+    check(found, trained(tmp_path / 'whole', config), case.stop)
+    assert len(said) == 1
+    assert LR in said[0]
+    with pytest.raises(CheckpointError, match='--resume-settings config'):
+        resumed(folder, tmp_path, OTHER_SCHEDULES['kind'], 'checkpoint', flexible=True)
