@@ -156,7 +156,7 @@ class ResumeSettings:
             "To take the config's, resume with --resume-settings config "
             "(accelerator.resume_settings='config')."
             if self.choice == 'checkpoint'
-            else "So says accelerator.resume_settings='config'."
+            else "They are taken as accelerator.resume_settings='config' says."
         )
         if all(one.taken == 'config' for one in found) and self.choice == 'checkpoint':
             hint = 'They follow the config in any case.'
@@ -273,7 +273,7 @@ class ResumeSettings:
         for number, part in enumerate(self.parts):
             if 'config' in self._taken[number] or iterations is not None:
                 self._apply(number, part)
-        self._warn_of_ended()
+        self._warn_of_end()
 
     def _apply(self, number: int, part: Part) -> None:
         wrapper, schedulers = part.wrapper, part.schedulers
@@ -312,30 +312,29 @@ class ResumeSettings:
         converted = [bool((one or {}).get('convert_to_iter_based')) for one in part.configs]
         replay_schedulers(schedulers, self._past, self.loop.length, converted)
 
-    def _warn_of_ended(self) -> None:
-        """Warn of rates that stay as they are in a longer run, because their schedules ended."""
-        loop, past = self.loop, self._past
-        before, now, done = self._max_iters, loop.max_iters, past.iterations
-        if loop.by_epoch:
-            before, now, done = self._max_epochs, loop.max_epochs, past.epochs
-        if before is None or now is None or before == now or now - done < 2:
+    def _warn_of_end(self) -> None:
+        """Warn if this run is longer than its checkpoint's and schedules end with that one."""
+        name = 'max_epochs' if self.loop.by_epoch else 'max_iters'
+        before, now = getattr(self, f'_{name}'), getattr(self.loop, name)
+        if before is None or now is None or now <= before:
             return
         for part in self.parts:
             of_rate = [one for one in part.schedulers if one.param_name == 'lr']
-            if not of_rate or any(one.end > one._global_step + 1 for one in of_rate):
-                continue
-            if not any(
-                one.end >= ((self._max_epochs if one.by_epoch else self._max_iters) or 0)
+            lengths = [
+                (self._max_epochs, self.loop.max_epochs)
+                if one.by_epoch
+                else (self._max_iters, self.loop.max_iters)
                 for one in of_rate
-            ):
-                continue  # a warm-up alone
-            ends = ', '.join(f'{type(one).__name__} with end={one.end}' for one in of_rate)
-            log_warning(
-                f'Training goes on to {now} {"epochs" if loop.by_epoch else "iterations"}, but '
-                f'the schedule of the learning rate has ended ({ends}): it stays at '
-                f'{part.wrapper.optimizer.param_groups[0]["lr"]:.6g}. Raise the end in the '
-                f'config and resume with --resume-settings config.'
-            )
+            ]
+            spanned = any(one.end >= then for one, (then, _) in zip(of_rate, lengths))
+            if spanned and all(one.end < whole for one, (_, whole) in zip(of_rate, lengths)):
+                ends = ', '.join(f'{type(one).__name__} with end={one.end}' for one in of_rate)
+                log_warning(
+                    f'Training goes on to {name}={now}, but the schedules of the learning rate '
+                    f'end before ({ends}), and from there it stays as it is. It is '
+                    f'{part.wrapper.optimizer.param_groups[0]["lr"]:.6g} now. Raise the end in '
+                    f'the config and resume with --resume-settings config.'
+                )
 
 
 def _carried(saved: Mapping[str, Any], values: Mapping[str, Any]) -> Dict[str, Any]:
