@@ -156,8 +156,11 @@ def worth_saying(scheduler: Any, names: Set[str]) -> List[str]:
 
 
 def is_same_kind(
-    configured: Mapping[str, Any], saved: Mapping[str, Any], name: str, kind: Optional[str]
+    scheduler: Any, configured: Mapping[str, Any], saved: Mapping[str, Any], kind: Optional[str]
 ) -> bool:
-    """Whether a scheduler, of a class ``name``, can go on from a state, of a class ``kind``."""
-    same = set(configured) - _PROGRESS == set(saved) - _PROGRESS or name == kind
+    """Whether a scheduler can go on from a state, of a class ``kind`` if that is known."""
+    if kind is not None:
+        same = kind == type(scheduler).__name__
+    else:
+        same = scheduler_settings(scheduler, configured) == scheduler_settings(scheduler, saved)
     return same and configured.get('param_name') == saved.get('param_name')

@@ -20,7 +20,7 @@ from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.finding import find_resume_point
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
-from mmdevplug.checkpoint.resumable import adapt_to_hooks, check_complete
+from mmdevplug.checkpoint.resumable import adapt_to_hooks
 from mmdevplug.checkpoint.resume_settings import ResumeSettings
 from mmdevplug.checkpoint.saving import collect_checkpoint
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
@@ -96,6 +96,7 @@ class DeviceRunner(Runner):
         self.global_batch = GlobalBatchKeeper(self)
         #: Compares the settings of a checkpoint that is resumed with those of the config.
         self.resumption: Optional[ResumeSettings] = None
+        self._resuming = False
         # MMEngine's default is backend='nccl'.
         kwargs.setdefault('env_cfg', {})
         optim_wrapper = kwargs.get('optim_wrapper')
@@ -334,8 +335,9 @@ class DeviceRunner(Runner):
         See :meth:`mmengine.runner.Runner.load_checkpoint`.
         """
         checkpoint = read_checkpoint(filename, map_location)
-        if self.resumption is not None:
-            self._check_resumable(checkpoint, filename)
+        if self._resuming:
+            self.resumption.compare(checkpoint, filename, self.work_dir)
+            adapt_to_hooks(self, checkpoint, filename)
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
         self.device_context.materialize()
         # From here on as MMEngine's method.
@@ -366,16 +368,12 @@ class DeviceRunner(Runner):
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         if self.param_schedulers is not None:
             self.param_schedulers = self.build_param_scheduler(self.param_schedulers)
-        self.resumption = ResumeSettings.of_runner(self)
-        super().resume(filename, map_location=location)
+        self.resumption, self._resuming = ResumeSettings.of_runner(self), True
+        try:
+            super().resume(filename, map_location=location)
+        finally:
+            self._resuming = False
         self.resumption.apply()
-
-    def _check_resumable(self, checkpoint: Dict, filename: str) -> None:
-        """Refuse a checkpoint that cannot be resumed, and say what differs from the config."""
-        needed = bool(self.param_schedulers) and self.resumption.choice == 'checkpoint'
-        check_complete(checkpoint, filename, needed, self.work_dir)
-        adapt_to_hooks(self, checkpoint, filename)
-        self.resumption.compare(checkpoint, filename)
 
     # runs ---------------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mmdevplug.accelerators.environment_report import describe_devices
+from mmdevplug.checkpoint.optimizer_settings import Length
 from mmdevplug.checkpoint.reading import read_checkpoint
-from mmdevplug.checkpoint.resumable import check_complete
-from mmdevplug.checkpoint.resume_settings import Loop, ResumeSettings, list_parts
+from mmdevplug.checkpoint.resume_settings import ResumeSettings, list_optimizers
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.data.padding import build_padded
@@ -133,23 +133,22 @@ class DeviceStrategy(DDPStrategy):
         if not all(chosen.values()):
             return super().resume(filename, callback=callback, **chosen, **kwargs)
         schedulers = getattr(self, 'param_schedulers', None)
-        loop, options = self.dispatch_kwargs, self.accelerator_options
+        config = schedulers and self._scheduler_config
+        max_epochs = self.dispatch_kwargs.get('max_epochs')
         settings = ResumeSettings(
-            list_parts(self.optim_wrapper, schedulers, schedulers and self._scheduler_config),
-            Loop(
-                loop.get('max_epochs'),
-                loop.get('max_iters'),
-                loop.get('epoch_length', 1),
-                by_epoch=(loop.get('max_epochs') or 1) > 1,  # 1 in a loop over iterations
+            list_optimizers(self.optim_wrapper, schedulers, config),
+            Length(
+                max_epochs,
+                self.dispatch_kwargs.get('max_iters'),
+                self.dispatch_kwargs.get('epoch_length', 1),
             ),
-            options.resume_settings,
+            (max_epochs or 1) > 1,  # it is 1 in a loop over iterations
+            self.accelerator_options.resume_settings,
             'auto_scale_lr' if (self._auto_scale_lr or {}).get('enable') else None,
         )
 
         def compare(checkpoint: Dict[str, Any]) -> None:
-            needed = bool(schedulers) and options.resume_settings == 'checkpoint'
-            check_complete(checkpoint, filename, needed, self._work_dir)
-            settings.compare(checkpoint, filename)
+            settings.compare(checkpoint, filename, self._work_dir)
             if callback is not None:
                 callback(checkpoint)
             if schedulers:

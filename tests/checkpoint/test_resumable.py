@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
 
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.errors import CheckpointError
@@ -104,6 +106,26 @@ def test_a_best_checkpoint_can_be_resumed_if_asked_for(best, tmp_path):
     assert not said
     assert found == {number: best[True][number] for number in found}
     assert best[True] == best[False]
+
+
+@HOOKS.register_module(force=True)
+class LoadsWeights(Hook):
+    """A user's hook that reads a file of weights while training goes on."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def after_train_epoch(self, runner):
+        runner.load_checkpoint(self.path)
+
+
+def test_a_resumed_run_may_load_weights(best, folder, tmp_path):
+    hook = dict(type='LoadsWeights', path=str(best[False, 'path']))
+    found, said = resumed(
+        folder, tmp_path, Case(BASE, dict(BASE, custom_hooks=[hook]), []), 'config'
+    )
+    assert max(found) == 19
+    assert not said
 
 
 # the batch --------------------------------------------------------------------------------------
