@@ -4,7 +4,7 @@ import os
 import re
 import zipfile
 from pathlib import Path
-from typing import List, Optional
+from typing import Iterable, List, Optional
 
 from mmengine.logging import print_log
 
@@ -125,15 +125,20 @@ def _candidates(work_dir: Path, pointed: Optional[str]) -> List[Path]:
             log_warning(
                 f'{work_dir / POINTER} names {pointed}, which does not exist. Looking for others.'
             )
-    others = {
+    # Best checkpoints hold no optimizer state.
+    others = [one for one in newest_files(folders) if re.fullmatch(r'(?!best_).*\d', one.stem)]
+    return first + [path for path in others if path not in first]
+
+
+def newest_files(folders: Iterable[Path]) -> List[Path]:
+    """List the checkpoints in folders, newest first."""
+    found = {
         path.resolve(): path
         for folder in folders
         for path in folder.glob('*.pth')
-        # Best checkpoints hold no optimizer state.
-        if path.is_file() and re.fullmatch(r'(?!best_).*\d', path.stem)
+        if path.is_file()
     }
-    ordered = sorted(others.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    return first + [path for path in ordered if path not in first]
+    return sorted(found.values(), key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def find_resume_point(

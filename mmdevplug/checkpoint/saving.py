@@ -26,6 +26,7 @@ from mmdevplug.utils.model import unwrap_model
 
 from .finding import write_pointer
 from .host_copy import HostCopy
+from .resume_settings import describe_kinds
 from .writing import UNFINISHED, is_local, replacing, write_checkpoint
 
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
@@ -216,6 +217,8 @@ def collect_checkpoint(
                 f'default_hooks.checkpoint.save_optimizer=False.'
             )
         checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
+        kinds = describe_kinds(runner.optim_wrapper, runner.param_schedulers)
+        checkpoint['meta']['kinds'] = kinds
     if save_param_scheduler and runner.param_schedulers is None:
         runner.logger.warning('There are no parameter schedulers, so none are saved.')
     elif save_param_scheduler:

@@ -46,6 +46,11 @@ def restore_hook_states(runner: Any, states: Mapping[str, Any]) -> None:
             vars(hook).update(states[name])
 
 
+def stateful_hooks(runner: Any) -> List[str]:
+    """Name the hooks that restore a state."""
+    return [name for name, hook in _named(runner) if _keeps_state(hook)]
+
+
 def repeat_validation(
     runner: Any, checkpoint_hook: Hook, metrics: Optional[Mapping[str, Any]]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence
 from mmengine.config import Config, DictAction, config as config_module
 from mmengine.config.utils import MODULE2PACKAGE
 
+from mmdevplug.config.accelerator import AcceleratorOptions, to_dict
 from mmdevplug.config.base_config import base_config
 from mmdevplug.environments.launch import (
     LAUNCHERS,
@@ -206,8 +207,11 @@ def overlay_accelerator(cfg: Config, name: str) -> None:
         # An accelerator without a file of its own; an unknown name is refused by the runner.
         base = Config.fromfile(base_config('auto'))
         base.accelerator.type = name
+    given = to_dict(cfg.get('accelerator'))
     for key, value in base.items():
         cfg[key] = value
+    for name in set(AcceleratorOptions.names()) & set(given) - {'backend'}:
+        cfg.accelerator.setdefault(name, given[name])  # ours, which suit any accelerator
 
 
 def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:

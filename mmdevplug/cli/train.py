@@ -30,6 +30,11 @@ def build_parser() -> argparse.ArgumentParser:
         const='auto',
         help='resume from a checkpoint; from the newest in the work dir if no path is given',
     )
+    parser.add_argument(
+        '--resume-settings',
+        choices=['checkpoint', 'config'],
+        help='whose settings of optimizers and schedulers are taken where they differ on resuming',
+    )
     parser.add_argument('--amp', action='store_true', help='train with mixed precision')
     parser.add_argument(
         '--auto-scale-lr', action='store_true', help='scale the learning rate with the batch'
@@ -61,6 +66,8 @@ def main(argv: Optional[List[str]] = None) -> None:
     elif args.resume is not None:
         check_checkpoint(args.resume, '--resume')
         cfg.resume, cfg.load_from = True, args.resume
+    if args.resume_settings is not None:
+        cfg.accelerator.resume_settings = args.resume_settings
     RUNNERS.build(cfg).train()
 
 

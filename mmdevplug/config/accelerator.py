@@ -142,6 +142,13 @@ class AcceleratorOptions(Options):
     preemption: bool = flag(
         True, 'Save a checkpoint and end on SIGTERM, SIGINT, SIGHUP and SIGUSR1.'
     )
+    resume_settings: str = option(
+        'checkpoint',
+        'Where a checkpoint that is resumed and the config differ in settings of optimizers or '
+        "schedulers: `'checkpoint'` keeps those of the checkpoint, `'config'` takes the "
+        "config's, with schedules at the step that training has reached. A warning names them.",
+        check=choice('checkpoint', 'config'),
+    )
     safe_checkpoints: bool = flag(
         True, "Whether `SafeCheckpointHook` takes the place of MMEngine's `CheckpointHook`."
     )

@@ -80,3 +80,8 @@ class CheckpointOptions(Options):
         'try again at the next one. The last checkpoint of all stops them in any case.',
         check=choice('stop', 'continue'),
     )
+    resumable_best: bool = flag(
+        False,
+        'Whether files of `save_best` hold what resuming needs, like all others: states of '
+        'optimizers, schedulers and random numbers.',
+    )

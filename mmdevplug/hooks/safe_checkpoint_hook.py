@@ -112,7 +112,14 @@ class SafeCheckpointHook(CheckpointHook):
             lambda: self._prepare(runner),
             self._saver.options.timeout,
         )
-        finished = runner.iter > 0 and is_complete(runner) and ended_at == runner.iter
+        complete = runner.iter > 0 and is_complete(runner)
+        finished = complete and ended_at == runner.iter
+        if complete and not finished:
+            runner.logger.warning(
+                f'The checkpoint is of epoch {runner.epoch} and iteration {runner.iter}, and '
+                f'train_cfg has max_epochs={runner.max_epochs}, max_iters={runner.max_iters}: '
+                f'nothing is left to train. Raise them to train longer.'
+            )
         if finished:
             runner.logger.info(
                 f'This run was already finished, after {runner.epoch} epoch(s) and {runner.iter} '
@@ -263,7 +270,8 @@ class SafeCheckpointHook(CheckpointHook):
         hub.update_info(score_key, score)
         hub.update_info(path_key, path)
         outdated = [previous] if previous and previous != path else []
-        options = dict(save_optimizer=False, save_param_scheduler=False, by_epoch=False)
+        whole = self._saver.options.resumable_best
+        options = dict(save_optimizer=whole, save_param_scheduler=whole, by_epoch=False)
         file = CheckpointFile(path, outdated, is_last=False)
         if not self._save(runner, file, dict(meta), options):
             hub.update_info(score_key, best)

@@ -1,12 +1,19 @@
-"""Set learning rates for iterations of another number of samples."""
+"""Set the parameters of optimizers to what schedulers give after the steps that are done."""
 
-import copy
-from typing import Any, List, Mapping, Sequence
-
-from mmengine.optim import ReduceOnPlateauParamScheduler
-from mmengine.runner import EpochBasedTrainLoop
+from typing import Any, Dict, List, NamedTuple, Sequence
 
 from mmdevplug.utils.model import list_optim_wrappers
+
+
+class Past(NamedTuple):
+    """The training before a resumption."""
+
+    #: Epochs that are done; 0 in a loop over iterations.
+    epochs: int
+    #: Iterations that are done.
+    iterations: int
+    #: Iterations of an epoch, when they were done.
+    length: int
 
 
 def scale_lr(optim_wrapper: Any, factor: float) -> None:
@@ -16,70 +23,70 @@ def scale_lr(optim_wrapper: Any, factor: float) -> None:
             group['lr'] = group['lr'] * factor
 
 
-def learning_rates(optim_wrapper: Any) -> List[List[float]]:
-    """Return the learning rate of each group of parameters of each optimizer."""
-    return [
-        [group['lr'] for group in wrapper.optimizer.param_groups]
-        for wrapper in list_optim_wrappers(optim_wrapper)
-    ]
+def param_groups(wrapper: Any) -> List[Dict[str, Any]]:
+    """List what schedulers change: groups, and the settings that MMEngine logs with several."""
+    base = getattr(wrapper, 'base_param_settings', None)
+    return wrapper.optimizer.param_groups + ([] if base is None else [base])
 
 
-def _flatten(schedulers: Any) -> List[Any]:
-    if schedulers is None:
-        return []
-    lists = schedulers.values() if isinstance(schedulers, Mapping) else [schedulers]
-    return [scheduler for each in lists for scheduler in each]
+def base_name(name: str) -> str:
+    """The key of a group that holds the value of a scheduled parameter before any step."""
+    return f'initial_{name}'
 
 
-def replay_schedulers(runner: Any, rates: List[List[float]], config: Any) -> bool:
-    """Build the schedulers again, and step them to where training is.
+def restart_schedulers(wrapper: Any, schedulers: Sequence[Any]) -> None:
+    """Set groups and schedulers to where they are when schedulers are built."""
+    groups = param_groups(wrapper)
+    for group in groups:
+        for name in [each for each in group if base_name(each) in group]:
+            group[name] = group[base_name(name)]
+    for scheduler in schedulers:
+        scheduler.last_step = -1
+        scheduler.base_values = [group[base_name(scheduler.param_name)] for group in groups]
+        if follows_metric(scheduler):
+            scheduler._global_step = 0
+            continue
+        scheduler._global_step = -1
+        scheduler.step()
 
-    An epoch has another number of iterations than when they were saved. Schedulers that follow a
-    metric cannot be stepped again: with one of them, learning rates are multiplied.
+
+def follows_metric(scheduler: Any) -> bool:
+    """Whether the past of a scheduler cannot be repeated, because it depends on results."""
+    return bool(getattr(scheduler, 'need_val_args', False))
+
+
+def replay_schedulers(
+    schedulers: Sequence[Any], past: Past, length: int, converted: Sequence[bool]
+) -> None:
+    """Step schedulers that are where they were built through the training before.
 
     Args:
-        runner (Runner): Its loop is where training goes on.
-        rates (list[list[float]]): Of the optimizers, before any scheduler was built.
-        config: Of the schedulers.
-
-    Returns:
-        bool: Whether they were stepped.
+        schedulers (list): Of one optimizer.
+        past (Past): The steps.
+        length (int): Iterations of an epoch from now on.
+        converted (list[bool]): By scheduler, whether MMEngine has made its iterations of epochs
+            of ``length``.
     """
-    wrappers = list_optim_wrappers(runner.optim_wrapper)
-    groups = [group for wrapper in wrappers for group in wrapper.optimizer.param_groups]
-    flat = [rate for each in rates for rate in each]
-    metric = [
-        one
-        for one in _flatten(runner.param_schedulers)
-        if isinstance(one, ReduceOnPlateauParamScheduler)
-    ]
-    if metric:
-        factors = [rate / (group.get('initial_lr') or rate) for group, rate in zip(groups, flat)]
-        for group, factor, rate in zip(groups, factors, flat):
-            group['lr'], group['initial_lr'] = group['lr'] * factor, rate
-        return False
-    for group, rate in zip(groups, flat):
-        for name in [name for name in group if name.startswith('initial_')]:
-            group[name[len('initial_') :]] = group.pop(name)
-        group['lr'] = rate
-    runner.param_schedulers = runner.build_param_scheduler(copy.deepcopy(config))
-    schedulers = _flatten(runner.param_schedulers)
     by_epoch = [one for one in schedulers if one.by_epoch]
-    by_iteration = [one for one in schedulers if not one.by_epoch]
-    done = 0
-    if isinstance(runner.train_loop, EpochBasedTrainLoop):
-        length = len(runner.train_dataloader)
-        for _ in range(runner.epoch):
-            _step(by_iteration, length)
-            _step(by_epoch, 1)
-        done = runner.epoch * length
-    _step(by_iteration, runner.iter - done)
-    return True
+    counted = list(zip(schedulers, converted))
+
+    def iterate(iterations: int, of_converted: int) -> None:
+        for number in range(max(iterations, of_converted)):
+            for scheduler, is_converted in counted:
+                if not scheduler.by_epoch and number < (
+                    of_converted if is_converted else iterations
+                ):
+                    _step(scheduler)
+
+    for _ in range(past.epochs):
+        iterate(past.length, length)
+        for scheduler in by_epoch:
+            _step(scheduler)
+    rest = max(0, past.iterations - past.epochs * past.length)
+    iterate(rest, rest * length // past.length)
 
 
-def _step(schedulers: Sequence[Any], times: int) -> None:
-    for _ in range(times):
-        for scheduler in schedulers:
-            # PyTorch's order of calls does not hold: the optimizer's steps were done before.
-            scheduler.optimizer._global_step += 1
-            scheduler.step()
+def _step(scheduler: Any) -> None:
+    # PyTorch's order of calls does not hold: the optimizer's steps were done before.
+    scheduler.optimizer._global_step += 1
+    scheduler.step()

@@ -20,6 +20,8 @@ from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.finding import find_resume_point
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.resumable import adapt_to_hooks
+from mmdevplug.checkpoint.resume_settings import ResumeSettings
 from mmdevplug.checkpoint.saving import collect_checkpoint
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.checkpoint.writing import join, write_checkpoint
@@ -92,6 +94,9 @@ class DeviceRunner(Runner):
             model_parallel = cfg.get('model_parallel')
         self.accelerator_options = AcceleratorOptions.from_config(accelerator)
         self.global_batch = GlobalBatchKeeper(self)
+        #: Compares the settings of a checkpoint that is resumed with those of the config.
+        self.resumption: Optional[ResumeSettings] = None
+        self._resuming = False
         # MMEngine's default is backend='nccl'.
         kwargs.setdefault('env_cfg', {})
         optim_wrapper = kwargs.get('optim_wrapper')
@@ -330,6 +335,9 @@ class DeviceRunner(Runner):
         See :meth:`mmengine.runner.Runner.load_checkpoint`.
         """
         checkpoint = read_checkpoint(filename, map_location)
+        if self._resuming:
+            self.resumption.compare(checkpoint, filename, self.work_dir)
+            adapt_to_hooks(self, checkpoint, filename)
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
         self.device_context.materialize()
         # From here on as MMEngine's method.
@@ -354,7 +362,18 @@ class DeviceRunner(Runner):
         states are copied to the device of the parameters in any case.
         """
         location = 'cpu' if map_location == 'default' else map_location
-        super().resume(filename, resume_optimizer, resume_param_scheduler, location)
+        if not (resume_optimizer and resume_param_scheduler):
+            super().resume(filename, resume_optimizer, resume_param_scheduler, location)
+            return
+        self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
+        if self.param_schedulers is not None:
+            self.param_schedulers = self.build_param_scheduler(self.param_schedulers)
+        self.resumption, self._resuming = ResumeSettings.of_runner(self), True
+        try:
+            super().resume(filename, map_location=location)
+        finally:
+            self._resuming = False
+        self.resumption.apply()
 
     # runs ---------------------------------------------------------------------------------------
 

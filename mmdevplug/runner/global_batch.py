@@ -15,7 +15,7 @@ from mmengine.runner import BaseLoop
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.environments.launch import LaunchEnv, most_ranks
 from mmdevplug.errors import LaunchError
-from mmdevplug.optim.replay_schedulers import learning_rates, replay_schedulers, scale_lr
+from mmdevplug.optim.replay_schedulers import scale_lr
 from mmdevplug.optim.split_step import SplitCollate, SplitStep
 
 
@@ -140,8 +140,9 @@ class GlobalBatchKeeper:
         self.runner = runner
         #: How samples are shared out; None where that is left to MMEngine.
         self.share: Optional[GlobalBatch] = None
-        self._rates: List[List[float]] = []
-        self._schedulers: Any = None
+        #: The config of the schedulers, which the runner replaces by what it builds.
+        self.schedulers: Any = None
+        self._scaled = False
 
     @property
     def splits(self) -> bool:
@@ -175,25 +176,25 @@ class GlobalBatchKeeper:
 
     def scale_lr(self, optim_wrapper: Any, is_scaled: bool) -> None:
         """Multiply learning rates, unless MMEngine has done so for the batch of this job."""
-        if self._rates:
+        if self._scaled:
             return  # A second `train()` goes on with the optimizer of the first.
+        self._scaled = True
         if self.share is not None and not is_scaled:
             scale_lr(optim_wrapper, self.share.lr_factor)
-        self._rates = learning_rates(optim_wrapper)
 
     def note_schedulers(self, config: Any) -> None:
-        """Keep the config of the schedulers, which the runner replaces by what it builds."""
-        if self._schedulers is None:
-            self._schedulers = copy.deepcopy(config)
+        """Keep the config of the schedulers."""
+        if self.schedulers is None:
+            self.schedulers = copy.deepcopy(config)
 
     def follow(self, before: int) -> None:
         """Set learning rates after resuming from iterations of ``before`` samples."""
         runner = self.runner
-        replayed = replay_schedulers(runner, self._rates, self._schedulers)
-        how = 'schedulers were stepped again' if replayed else 'learning rates were multiplied'
+        runner.resumption.apply(runner.iter)
         runner.logger.info(
             f'Iterations had {before} samples before. In epoch {runner.epoch + 1}, at iteration '
-            f'{runner.iter}, {how}. {self.share.describe()}'
+            f'{runner.iter}, learning rates and schedulers are set for those of now. '
+            f'{self.share.describe()}'
         )
         runner.optim_wrapper.initialize_count_status(
             runner.model, runner.iter, runner.train_loop.max_iters

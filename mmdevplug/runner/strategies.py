@@ -1,5 +1,6 @@
 """Strategies of MMEngine's FlexibleRunner: data parallel, and one model on several devices."""
 
+import copy
 from functools import partial
 from typing import Any, Callable, Dict, Optional, Tuple, Union
 
@@ -12,7 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mmdevplug.accelerators.environment_report import describe_devices
+from mmdevplug.checkpoint.optimizer_settings import Length
 from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.resume_settings import ResumeSettings, list_optimizers
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.data.padding import build_padded
@@ -108,6 +111,52 @@ class DeviceStrategy(DDPStrategy):
         if save_optimizer and not is_main_process() and hasattr(self, 'optim_wrapper'):
             join_consolidation(self.optim_wrapper)
         super().save_checkpoint(filename, save_optimizer=save_optimizer, **kwargs)
+
+    def build_param_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build schedulers; see :meth:`mmengine._strategy.BaseStrategy.build_param_scheduler`."""
+        self._scheduler_config = copy.deepcopy(scheduler)
+        return super().build_param_scheduler(scheduler, *args, **kwargs)
+
+    def resume(
+        self,
+        filename: str,
+        *,
+        resume_optimizer: bool = True,
+        resume_param_scheduler: bool = True,
+        callback: Optional[Callable] = None,
+        **kwargs: Any,
+    ) -> dict:
+        """Resume, with the settings that ``accelerator.resume_settings`` chooses."""
+        chosen = dict(
+            resume_optimizer=resume_optimizer, resume_param_scheduler=resume_param_scheduler
+        )
+        if not all(chosen.values()):
+            return super().resume(filename, callback=callback, **chosen, **kwargs)
+        schedulers = getattr(self, 'param_schedulers', None)
+        config = schedulers and self._scheduler_config
+        max_epochs = self.dispatch_kwargs.get('max_epochs')
+        settings = ResumeSettings(
+            list_optimizers(self.optim_wrapper, schedulers, config),
+            Length(
+                max_epochs,
+                self.dispatch_kwargs.get('max_iters'),
+                self.dispatch_kwargs.get('epoch_length', 1),
+            ),
+            (max_epochs or 1) > 1,  # it is 1 in a loop over iterations
+            self.accelerator_options.resume_settings,
+            'auto_scale_lr' if (self._auto_scale_lr or {}).get('enable') else None,
+        )
+
+        def compare(checkpoint: Dict[str, Any]) -> None:
+            settings.compare(checkpoint, filename, self._work_dir)
+            if callback is not None:
+                callback(checkpoint)
+            if schedulers:
+                checkpoint.setdefault('param_schedulers', type(schedulers)())
+
+        checkpoint = super().resume(filename, callback=compare, **chosen, **kwargs)
+        settings.apply()
+        return checkpoint
 
     def load_checkpoint(
         self,

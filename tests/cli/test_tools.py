@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
+from mmengine.registry import RUNNERS
 
+from mmdevplug.cli import train
 from tests.jobs import PATHS, ROOT
 from tests.needs_card import needs_card
 from tests.ranks import free_port
@@ -110,6 +113,20 @@ def test_train_overlays_a_base_config_on_an_untouched_config(tmp_path):
     printed = done.stdout + done.stderr
     assert "backend 'gloo'" in printed
     assert 'LR is set based on batch size of 128' in printed
+
+
+def test_an_overlaid_base_config_keeps_options_of_ours(tmp_path, monkeypatch):
+    config, built = tmp_path / 'plain.py', []
+    config.write_text(
+        f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}]\n'
+        "accelerator = dict(type='xla', backend='mine', on_nan='stop', resume_settings='config')\n"
+    )
+    monkeypatch.setattr(RUNNERS, 'build', lambda cfg: built.append(cfg) or Mock())
+    train.main([str(config), '--accelerator', 'cpu', '--work-dir', str(tmp_path)])
+    kept = dict(type='cpu', backend='gloo', on_nan='stop')
+    assert built[0].accelerator == dict(kept, resume_settings='config')
+    train.main([str(config), '--accelerator', 'cpu', '--resume-settings', 'checkpoint'])
+    assert built[1].accelerator == dict(kept, resume_settings='checkpoint')
 
 
 @pytest.mark.long

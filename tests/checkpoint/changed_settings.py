@@ -1,0 +1,350 @@
+"""Trainings that resume with other settings of optimizers and schedulers than they began with."""
+
+import itertools
+import logging
+import re
+from typing import NamedTuple
+
+from mmengine.config import Config
+from mmengine.hooks import Hook
+from mmengine.optim import _ParamScheduler
+from mmengine.registry import PARAM_SCHEDULERS, RUNNERS
+
+from mmdevplug.optim.replay_schedulers import param_groups
+from mmdevplug.utils.model import list_optim_wrappers
+from tests.checkpoint import resume_cases  # noqa: F401  it registers what is trained
+from tests.checkpoint.resuming import Stop, quickly, tiny
+
+_numbers = itertools.count()
+#: The warnings that are about settings and hooks.
+SAID = 'differs from the config|end before|nothing is left|The config has|of an EMAHook'
+
+
+@PARAM_SCHEDULERS.register_module(force=True)
+class Zigzag(_ParamScheduler):
+    """A user's schedule, which counts by itself."""
+
+    def __init__(self, optimizer, low=0.5, **kwargs):
+        self.low, self.turns = low, 0
+        super().__init__(optimizer, 'lr', **kwargs)
+
+    def _get_value(self):
+        self.turns += 1
+        factor = self.low if self.turns % 2 else 1.0
+        return [value * factor for value in self.base_values]
+
+
+class Rates(Hook):
+    """Notes the settings of all groups at the start of each iteration."""
+
+    def __init__(self):
+        self.seen = {}
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        self.seen[runner.iter] = [
+            {name: repr(value) for name, value in sorted(group.items()) if name != 'params'}
+            for wrapper in list_optim_wrappers(runner.optim_wrapper)
+            for group in param_groups(wrapper)
+        ]
+
+
+class Case(NamedTuple):
+    """What a training begins with and what its config says when it resumes."""
+
+    before: dict
+    after: dict
+    #: What the warning holds.
+    said: list
+    #: A config from the beginning of which the checkpoint's choice has the rates.
+    kept: dict = None
+    #: After which iteration it is interrupted, 5 of which are an epoch.
+    stop: int = 8
+
+
+def run(work_dir, options, resume=False, stop=None, choice='checkpoint', flexible=False):
+    """Train as if in a separate process; return the groups by iteration, and the warnings."""
+    defaults = dict(custom_hooks=[], val_cfg=None, val_dataloader=None, val_evaluator=None)
+    if options.get('validates'):
+        defaults = dict(custom_hooks=[], train_cfg__val_interval=1)
+    options = {**defaults, **{k: v for k, v in options.items() if k != 'validates'}}
+    cfg = tiny(work_dir, **options)
+    cfg['accelerator'].update(resume_settings=choice, monitor=False, memory=False)
+    cfg.update(experiment_name=f'changed_{next(_numbers)}', resume=bool(resume))
+    if resume:
+        cfg['load_from'] = str(resume)
+    if flexible:
+        cfg.update(strategy=dict(type='DeviceStrategy', accelerator=cfg.pop('accelerator')))
+        cfg.update(runner_type='FlexibleRunner')
+    with quickly():
+        runner, rates = RUNNERS.build(Config(cfg)), Rates()
+        runner.register_hook(rates)
+        if stop is not None:
+            runner.register_hook(Stop(stop, save=True))
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        runner.logger.addHandler(handler)
+        try:
+            runner.train()
+        except SystemExit:
+            assert stop is not None
+    return rates.seen, [line for line in lines if re.search(SAID, line)]
+
+
+_whole = {}
+
+
+def trained(folder, options):
+    """The groups by iteration of a training that is not interrupted."""
+    key = repr(sorted(options.items()))
+    if key not in _whole:
+        _whole[key] = run(folder, options)[0]
+    return _whole[key]
+
+
+def interrupted(folder, case):
+    """The checkpoint of an interrupted training of the config that a case begins with."""
+    key = repr((sorted(case.before.items()), case.stop))
+    if key not in _whole:
+        work_dir = folder / str(len(_whole))
+        run(work_dir, case.before, stop=case.stop)
+        # The run that goes on removes the file itself.
+        _whole[key] = next(work_dir.glob('interrupted*.pth')).rename(work_dir / 'kept.pth')
+    return _whole[key]
+
+
+def resumed(folder, work_dir, case, choice, **options):
+    """Resume a case; return the groups by iteration and the warnings."""
+    path = interrupted(folder, case)
+    return run(work_dir / choice, case.after, path, choice=choice, **options)
+
+
+# cases ------------------------------------------------------------------------------------------
+
+STEPS = dict(type='MultiStepLR', milestones=[1, 3], gamma=0.5)
+LR = 'optim_wrapper.optimizer.lr: checkpoint 0.02'
+
+
+def plan(*schedulers, lr=0.02, kind='SGD', wrapper=None, **more):
+    """A config of schedulers and an optimizer."""
+    optimizer = dict(type=kind, lr=lr)
+    if kind == 'SGD':
+        optimizer['momentum'] = 0.9
+    optimizer.update(more.pop('optimizer', {}))
+    return dict(
+        optim_wrapper=dict(type='OptimWrapper', optimizer=optimizer, **(wrapper or {})),
+        param_scheduler=[dict(one) for one in schedulers] or None,
+        **more,
+    )
+
+
+def _schedule(kind, before, after, said, **more):
+    """A setting of a schedule changes."""
+    return Case(
+        plan(dict(before, type=kind)),
+        plan(dict(after, type=kind)),
+        said,
+        **more,
+    )
+
+
+def _optimizer(before, after, said, kind='SGD', **more):
+    return Case(
+        plan(STEPS, kind=kind, optimizer=before),
+        plan(STEPS, kind=kind, optimizer=after),
+        said,
+        **more,
+    )
+
+
+def _longer(*schedulers, more=None, said=(), **options):
+    """Six epochs in place of four, or 30 iterations in place of 20."""
+    by_epoch = options.pop('by_epoch', True)
+    now = plan(*schedulers, length=6 if by_epoch else 30, by_epoch=by_epoch)
+    limit = 'max_epochs: checkpoint 4, config 6' if by_epoch else 'max_iters: checkpoint 20, '
+    return Case(plan(*schedulers, by_epoch=by_epoch), now, [limit, *said], kept=now, **options)
+
+
+_POLY = dict(type='PolyLR', power=0.9, eta_min=0.001)
+_WARM = dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=7)
+_TWO = dict(
+    model=dict(type='TwoParts'),
+    optim_wrapper=dict(
+        constructor='TwoOptimizers',
+        first=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1, momentum=0.9)),
+        second=dict(type='OptimWrapper', optimizer=dict(type='Adam', lr=0.01)),
+    ),
+    param_scheduler=dict(
+        first=[dict(type='MultiStepLR', milestones=[1, 3])],
+        second=[dict(type='StepLR', step_size=1, gamma=0.5)],
+    ),
+)
+
+
+def changed_two(**changes):
+    """A config of two optimizers, with changes by the path of their key."""
+    cfg = Config(_TWO)
+    cfg.merge_from_dict(changes)
+    return cfg._cfg_dict.to_dict()
+
+
+_DECAY = dict(weight_decay=0.1)
+_MULT = {'net.0': dict(lr_mult=0.1), 'net.6': dict(decay_mult=0.0)}
+_GREATER = {'net.0': dict(lr_mult=0.5), 'net.6': dict(decay_mult=2.0)}
+
+CASES = dict(
+    lr=_optimizer(dict(lr=0.02), dict(lr=0.2), [LR + ' {}, config 0.2 {}']),
+    lr_between_epochs=_optimizer(dict(lr=0.02), dict(lr=0.2), [LR], stop=10),
+    momentum=_optimizer(dict(momentum=0.9), dict(momentum=0.5), ['momentum: checkpoint 0.9']),
+    weight_decay=_optimizer({}, dict(weight_decay=0.1), ['weight_decay: checkpoint 0']),
+    nesterov=_optimizer({}, dict(nesterov=True), ['nesterov: checkpoint False']),
+    betas=_optimizer(
+        {}, dict(betas=(0.8, 0.99)), ['betas: checkpoint (0.9, 0.999)'], kind='AdamW'
+    ),
+    lr_mult=Case(
+        plan(STEPS, optimizer=_DECAY, wrapper=dict(paramwise_cfg=dict(custom_keys=_MULT))),
+        plan(STEPS, optimizer=_DECAY, wrapper=dict(paramwise_cfg=dict(custom_keys=_GREATER))),
+        [
+            'lr (2 groups): checkpoint 0.002',
+            'config 0.01',
+            'weight_decay (2 groups): checkpoint 0.0',
+        ],
+    ),
+    no_schedule=Case(plan(), plan(lr=0.3), [LR]),
+    gamma=_schedule(
+        'StepLR', dict(step_size=1, gamma=0.5), dict(step_size=1, gamma=0.7), ['gamma']
+    ),
+    step_size=_schedule(
+        'StepLR', dict(step_size=1), dict(step_size=2), ['step_size: checkpoint 1']
+    ),
+    milestones=_schedule(
+        'MultiStepLR',
+        dict(milestones=[1, 3]),
+        dict(milestones=[2, 3]),
+        ['milestones: checkpoint [1, 3] {}, config [2, 3]'],
+    ),
+    T_max=_schedule(
+        'CosineAnnealingLR', dict(T_max=4), dict(T_max=3, eta_min=0.001), ['T_max', 'eta_min']
+    ),
+    eta_min_ratio=_schedule(
+        'CosineAnnealingLR',
+        dict(T_max=4, eta_min_ratio=0.1),
+        dict(T_max=4, eta_min_ratio=0.2),
+        ['eta_min_ratio'],
+    ),
+    periods=_schedule(
+        'CosineRestartLR',
+        dict(periods=[2, 2], eta_min=0.0, restart_weights=[1, 0.5]),
+        dict(periods=[1, 3], eta_min=0.0, restart_weights=[1, 0.9]),
+        ['periods: checkpoint [2, 2]', 'restart_weights'],
+    ),
+    power=_schedule('PolyLR', dict(power=0.9), dict(power=2.0), ['power']),
+    end=_schedule('PolyLR', dict(end=2), dict(end=4), ['end: checkpoint 2 {}, config 4 {}']),
+    begin=_schedule('ExponentialLR', dict(gamma=0.5), dict(gamma=0.5, begin=1), ['begin']),
+    by_epoch=_schedule(
+        'ExponentialLR', dict(gamma=0.9), dict(gamma=0.9, by_epoch=False, end=20), ['by_epoch']
+    ),
+    factor=_schedule('ConstantLR', dict(factor=0.5, end=3), dict(factor=0.2, end=3), ['factor']),
+    warm_up=Case(
+        plan(_WARM, STEPS),
+        plan(dict(_WARM, start_factor=0.5, end=12), STEPS),
+        ['start_factor: checkpoint 0.1', 'end: checkpoint 7'],
+    ),
+    eta_max=_schedule(
+        'OneCycleLR',
+        dict(eta_max=0.05, by_epoch=False),
+        dict(eta_max=0.1, pct_start=0.5, by_epoch=False),
+        ['eta_max'],
+    ),
+    pct_start=_schedule(
+        'OneCycleLR',
+        dict(eta_max=0.05, by_epoch=False),
+        dict(eta_max=0.05, pct_start=0.5, by_epoch=False),
+        ['_schedule_phases'],
+    ),
+    of_momentum=Case(
+        plan(STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.5), kind='AdamW'),
+        plan(STEPS, dict(type='CosineAnnealingMomentum', T_max=4, eta_min=0.6), kind='AdamW'),
+        ['param_scheduler[1] (CosineAnnealingMomentum).eta_min: checkpoint 0.5'],
+    ),
+    converted=_schedule(
+        'CosineAnnealingLR',
+        dict(T_max=4, convert_to_iter_based=True),
+        dict(T_max=3, convert_to_iter_based=True),
+        ['T_max: checkpoint 20'],
+    ),
+    two_optimizers=Case(
+        changed_two(),
+        changed_two(
+            **{'optim_wrapper.second.optimizer.lr': 0.03, 'param_scheduler.first.0.gamma': 0.7}
+        ),
+        ['optim_wrapper.second.optimizer.lr: checkpoint 0.01', 'param_scheduler.first[0]'],
+    ),
+    of_a_user=_schedule('Zigzag', dict(low=0.5), dict(low=0.8), ['(Zigzag).low: checkpoint 0.5']),
+)
+
+#: A longer run, whose defaults follow: the rates are the config's in any case.
+LONGER = dict(
+    longer_poly=_longer(_POLY, said=['end: checkpoint 4, config 6 (taken)']),
+    longer_poly_by_iter=_longer(dict(_POLY, by_epoch=False), by_epoch=False),
+    longer_finished=_longer(_POLY, stop=20),
+    longer_linear=_longer(dict(type='LinearLR', start_factor=1.0, end_factor=0.1)),
+    longer_cosine=_longer(dict(type='CosineAnnealingLR', eta_min=0.0), stop=10),
+    longer_cycle=_longer(dict(type='OneCycleLR', eta_max=0.05)),
+    longer_converted=_longer(dict(_POLY, convert_to_iter_based=True)),
+    longer_after_warm_up=_longer(_WARM, dict(_POLY, begin=1), stop=13),
+    longer_steps=_longer(dict(STEPS)),
+    longer_of_a_user=_longer(dict(type='Zigzag')),
+)
+
+#: Settings that differ besides the length, and the checkpoint's are taken.
+LONGER_AND_OTHER = dict(
+    lr=Case(
+        plan(_POLY),
+        plan(_POLY, lr=0.2, length=6),
+        [LR, 'end: checkpoint 4, config 6 (taken)'],
+        kept=plan(_POLY, length=6),
+    ),
+    power=Case(
+        plan(_POLY),
+        plan(dict(_POLY, power=2.0), length=6),
+        ['power: checkpoint 0.9 (taken)', 'end: checkpoint 4, config 6 (taken)'],
+        kept=plan(_POLY, length=6),
+    ),
+    one_of_two=Case(
+        plan(_WARM, dict(_POLY, begin=1)),
+        plan(dict(_WARM, start_factor=0.5), dict(_POLY, begin=1), length=6),
+        ['start_factor: checkpoint 0.1 (taken)', 'end: checkpoint 4, config 6 (taken)'],
+        kept=plan(_WARM, dict(_POLY, begin=1), length=6),
+    ),
+    steps_of_a_cycle=Case(
+        plan(dict(type='OneCycleLR', eta_max=0.05, total_steps=4)),
+        plan(dict(type='OneCycleLR', eta_max=0.05, total_steps=6), length=6),
+        ['total_steps: checkpoint 4 (taken)', 'end: checkpoint 4 (taken)'],
+        kept=plan(dict(type='OneCycleLR', eta_max=0.05, total_steps=4, end=4), length=6),
+    ),
+)
+
+_PLATEAU = dict(type='ReduceOnPlateauLR', monitor='loss_error', patience=0, factor=0.5)
+#: The best result is the first, so that the rate falls with each later validation.
+PLATEAU = Case(
+    plan(dict(_PLATEAU, rule='greater', threshold=9.0), validates=True),
+    plan(dict(_PLATEAU, rule='greater', threshold=9.0, factor=0.1), lr=0.1, validates=True),
+    ['factor: checkpoint 0.5', LR],
+    stop=18,
+)
+
+_ONE, _OTHER = dict(type='StepLR', step_size=1, gamma=0.5), dict(type='ExponentialLR', gamma=0.9)
+
+#: Those whose checkpoint's states suit the config's schedulers not at all.
+OTHER_SCHEDULES = dict(
+    kind=Case(plan(_ONE), plan(_OTHER), ['StepLR', 'ExponentialLR']),
+    one_more=Case(plan(STEPS), plan(_WARM, STEPS), ['MultiStepLR', 'LinearLR']),
+    none_before=Case(plan(), plan(_ONE), ['param_scheduler', 'StepLR']),
+    none_any_more=Case(plan(_ONE), plan(), ['StepLR', '[]']),
+    rate_and_momentum=Case(
+        plan(_ONE),
+        plan(dict(_ONE, type='StepMomentum')),
+        ['StepLR', 'StepMomentum'],
+    ),
+)
