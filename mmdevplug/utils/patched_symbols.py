@@ -25,7 +25,7 @@ FLEXIBLE_RUNNER = Period('a `DeviceStrategy` starts', '`restore_mmengine()`')
 PROCESS_GROUP = Period(
     '`init_device()`, where the backend refuses tensors of the device', '`restore_collectives()`'
 )
-MMCV_OPS = Period('`init_device()` on any device but the CPU', '`restore_mmcv_ops()`')
+MMCV_OPS = Period('`init_device()`', '`restore_mmcv_ops()`')
 LOADING = Period('a checkpoint begins to load, or `init_weights()` begins', 'its end')
 PLANNING = Period('a model begins to be measured on the meta device', 'its end')
 CONFIG = Period('`mmdevplug` begins to read a config, without pkg_resources', 'its end')
@@ -185,9 +185,9 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     *_symbols(
         'mmcv._ext: *',
         MMCV_OPS,
-        'The build of mmcv may have no kernel for the device; the replacement runs the operator '
-        'on the host.',
-        'mmcv registers a fallback to the CPU, or has kernels for the device.',
+        'The build of mmcv may have no kernel for the device, and those for the CPU take no half '
+        'precision; the replacement runs the operator on the host, in float32.',
+        'mmcv registers a fallback to the CPU, or has kernels for the device and the precision.',
     ),
     *_symbols(
         'torch: load',
