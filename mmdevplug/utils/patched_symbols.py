@@ -21,6 +21,7 @@ AUTOCAST = Period(
     'does not know',
     '`restore_mmengine()`',
 )
+VIDEOS = Period('a run of several ranks begins that has imported mmdet', '`restore_mmengine()`')
 FLEXIBLE_RUNNER = Period('a `DeviceStrategy` starts', '`restore_mmengine()`')
 PROCESS_GROUP = Period(
     '`init_device()`, where the backend refuses tensors of the device', '`restore_collectives()`'
@@ -107,6 +108,19 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         JOB,
         'This module imported the function of `mmengine.dist.utils` by name.',
         'MMEngine asks the process group which devices it takes.',
+    ),
+    *_symbols(
+        'mmengine.dist.dist: collect_results_cpu _collect_results_device',
+        JOB,
+        'Metrics gather results through a folder, which hosts need not share and which may not be '
+        'writable, or with those of all ranks on every rank.',
+        'MMEngine sends results to rank 0 in pieces.',
+    ),
+    *_symbols(
+        'mmdet.evaluation.metrics.base_video_metric: collect_tracking_results_cpu',
+        VIDEOS,
+        'Metrics of videos gather results through a folder.',
+        "mmdet calls MMEngine's function.",
     ),
     *_symbols(
         'mmengine.runner.checkpoint.CheckpointLoader: load_checkpoint',
