@@ -21,6 +21,7 @@ from mmdevplug.doctor import launch as launch_variables
 from mmdevplug.doctor.report import titled_table
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, first_line
+from mmdevplug.explanations.one_value import explain_one_value
 from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.utils.byte_sizes import format_bytes
@@ -163,7 +164,7 @@ def _check_step(runner: Any, args: argparse.Namespace, console: Console) -> List
     failure: List[str] = []
     with StepDevices(runner.model, optim_wrapper) as seen:
         try:
-            with guard:
+            with guard, explain_one_value(runner, 'train'):
                 runner.model.train_step(batch, optim_wrapper=optim_wrapper)
                 runner.device_context.materialize()
         except DeviceMismatchError as error:
