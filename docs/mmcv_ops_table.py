@@ -58,8 +58,9 @@ computes, and the results are copied back. Backward does the same, so models tra
         option="""\
 `'host'` is the default. `'error'` stops all ranks at the first such operator and names it, the
 device and the module. Where a kernel exists it is used: in a build of mmcv with kernels for the
-device each operator is tried, and only one that says it has none goes to the host. Nothing is
-done on the CPU, and nothing with `mmcv-lite`, which has no operators. mmcv is not edited: the
+device each operator is tried, and only one that says it has none goes to the host. On the CPU,
+whose kernels take no half precision, that is computed in float32 and rounded, so mixed precision
+works there, too. Nothing is done with `mmcv-lite`, which has no operators. mmcv is not edited: the
 functions of `mmcv._ext` are replaced in the process when a job begins, and `restore_mmcv_ops()`
 puts them back.""",
         log="""\
@@ -118,7 +119,8 @@ stop there with an error of PyTorch's: `knn`, `furthest_point_sample`, `points_i
         option="""\
 默认为 `'host'`。`'error'` 使所有 rank 在第一个这样的算子处停止，并指出算子、设备和模块。
 有内核的地方使用内核：若 mmcv 的构建含有该设备的内核，则逐个尝试算子，只有明确表示没有内核的算子
-才到主机上运行。在 CPU 上以及没有算子的 `mmcv-lite` 下不做任何事。mmcv 本身不被修改：作业开始时在
+才到主机上运行。CPU 的内核不接受半精度，因此在 CPU 上以 float32 计算后舍入，混合精度在那里也能用。
+没有算子的 `mmcv-lite` 下不做任何事。mmcv 本身不被修改：作业开始时在
 进程中替换 `mmcv._ext` 的函数，`restore_mmcv_ops()` 可恢复。""",
         log="""\
 日志在每个算子首次使用时指出它，每 1,000 次迭代（可用

@@ -27,9 +27,10 @@ PERIODS = {
         '`patch_mmengine()` 或 `DeviceAmpOptimWrapper`，且 MMEngine 不支持该设备的混合精度',
         '`restore_mmengine()`',
     ),
+    listed.VIDEOS: ('已导入 mmdet 的多 rank 运行开始', '`restore_mmengine()`'),
     listed.FLEXIBLE_RUNNER: ('`DeviceStrategy` 启动', '`restore_mmengine()`'),
     listed.PROCESS_GROUP: ('`init_device()`，且后端不接收设备张量', '`restore_collectives()`'),
-    listed.MMCV_OPS: ('在 CPU 以外的设备上调用 `init_device()`', '`restore_mmcv_ops()`'),
+    listed.MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
     listed.LOADING: ('开始加载检查点，或 `init_weights()` 开始', '该操作结束'),
     listed.PLANNING: ('开始在 meta 设备上测量模型', '该操作结束'),
     listed.CONFIG: ('没有 pkg_resources 时，`mmdevplug` 开始读取配置', '该操作结束'),
@@ -73,6 +74,15 @@ REASONS = {
     'mmengine.dist.dist.get_comm_device': (
         '该模块按名称导入了 `mmengine.dist.utils` 中的函数。',
         _GROUP,
+    ),
+    'mmengine.dist.dist.collect_results_cpu': (
+        '指标通过文件夹收集结果，而各主机未必共享该文件夹，也未必能写入；'
+        '或者在每个 rank 上收集所有 rank 的结果。',
+        'MMEngine 把结果分块发送到 rank 0。',
+    ),
+    'mmdet.evaluation.metrics.base_video_metric.collect_tracking_results_cpu': (
+        '视频指标通过文件夹收集结果。',
+        'mmdet 调用 MMEngine 的函数。',
     ),
     'mmengine.runner.checkpoint.CheckpointLoader.load_checkpoint': (
         '它会执行检查点中的代码；在 PyTorch 2.6 及以后，则拒绝 MMEngine 自己的检查点。',
@@ -119,8 +129,9 @@ REASONS = {
         '装有支持该设备的原生后端。',
     ),
     'mmcv._ext.*': (
-        '所装的 mmcv 可能没有该设备的算子；替换后的函数在主机上运行算子。',
-        'mmcv 注册 CPU 回退，或提供该设备的算子。',
+        '所装的 mmcv 可能没有该设备的算子，其 CPU 算子也不接受半精度；'
+        '替换后的函数在主机上以 float32 运行算子。',
+        'mmcv 注册 CPU 回退，或提供该设备和该精度的算子。',
     ),
     'torch.load': (
         '他人的代码调用它时未登记 MMEngine 检查点所需的类，或使用 `weights_only=False`；'

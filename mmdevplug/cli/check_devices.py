@@ -22,6 +22,7 @@ from mmdevplug.doctor.one_step import prepare_step, strip_config
 from mmdevplug.doctor.report import titled_table
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, PlacementError, first_line
+from mmdevplug.explanations.one_value import explain_one_value
 from mmdevplug.gradients.unused_parameters import REMEDY, describe_unused, listing_unused
 from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
 from mmdevplug.model_parallel.apply_options import Parallelism
@@ -159,7 +160,7 @@ def _check_step(runner: Any, args: argparse.Namespace, console: Console) -> List
     failure: List[str] = []
     with StepDevices(runner.model, optim_wrapper) as seen, listing_unused(runner.model) as unused:
         try:
-            with guard:
+            with guard, explain_one_value(runner, 'train'):
                 runner.model.train_step(batch, optim_wrapper=optim_wrapper)
                 runner.device_context.materialize()
             _warn_of_unused(unused(), runner, console)

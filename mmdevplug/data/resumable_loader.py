@@ -4,6 +4,7 @@ import copy
 import hashlib
 import random
 from functools import partial
+from math import inf
 from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, Sequence
 
 import numpy as np
@@ -14,10 +15,14 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from mmdevplug.accelerators.random_states import host_random_state
+from mmdevplug.errors import SampleError
 from mmdevplug.utils.patching import patch_symbol
 from mmdevplug.utils.torch_compat import asks_samplers_for_batches
 
 from .stateful import stateful_part
+
+#: A pass that gives more than this many times the length of its sampler has no end.
+MOST_PASSES = 2
 
 
 class SeededBatch(list):
@@ -42,6 +47,8 @@ class ResumableBatches:
         self.batches = batches
         self.seed = seed
         self.epoch = -1
+        #: Whether a pass has to end, as that of a loop over epochs.
+        self.ends = False
         #: The random state of the host when the current pass began. With workers, a loop over
         #: iterations begins the first pass when it is built.
         self.state_at_start: Any = None
@@ -80,7 +87,16 @@ class ResumableBatches:
         if before_pass is not None:
             before_pass()
         self.state_at_start = host_random_state()
+        most = MOST_PASSES * max(len(self), 1) if self.ends else inf
         for number, batch in enumerate(self.batches):
+            if number > most:
+                sampler = getattr(self.batches, 'sampler', None)
+                raise SampleError(
+                    f'{type(self.batches).__name__} over {type(sampler).__name__} says that it '
+                    f'has {len(self)} batches, but has given {number} in one pass, which seems '
+                    f"to have no end. Train by iterations (train_cfg.type='IterBasedTrainLoop', "
+                    f"max_iters=...), or set sampler=dict(type='DefaultSampler')."
+                )
             if number < skip:
                 continue
             if after_skip is not None:
@@ -195,20 +211,30 @@ def sampler_of(loader: Any) -> Any:
     return getattr(batches, 'sampler', None) or getattr(loader, 'sampler', None)
 
 
+def build_sampler(loader: Any, config: Any, seed: Optional[int]) -> Any:
+    """Build the sampler of a loader again from its config; None if the config has none."""
+    sampler = config.get('sampler') if isinstance(config, Mapping) else None
+    if not isinstance(sampler, Mapping):
+        return None
+    defaults = dict(dataset=loader.dataset, seed=seed)
+    return DATA_SAMPLERS.build(copy.deepcopy(dict(sampler)), default_args=defaults)
+
+
+def build_batch_sampler(loader: Any, config: Any, sampler: Any) -> Any:
+    """Build the batch sampler of a loader again from its config, over a sampler."""
+    batches = config.get('batch_sampler')
+    if not isinstance(batches, Mapping):
+        return BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    defaults = dict(sampler=sampler, batch_size=config.get('batch_size'))
+    return DATA_SAMPLERS.build(copy.deepcopy(dict(batches)), default_args=defaults)
+
+
 def renew_sampler(loader: Any, config: Any, seed: Optional[int]) -> None:
-    """Build the sampler of a loader again from its config: it may have been read from already."""
+    """Replace the sampler of a loader by a new one: it may have been read from already."""
     batches = resumable_batches(loader)
-    config = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else {}
-    if batches is None or not isinstance(config.get('sampler'), Mapping):
+    sampler = None if batches is None else build_sampler(loader, config, seed)
+    if batches is None or sampler is None:
         return
-    sampler = DATA_SAMPLERS.build(
-        dict(config['sampler']), default_args=dict(dataset=loader.dataset, seed=seed)
-    )
-    if isinstance(config.get('batch_sampler'), Mapping):
-        batches.batches = DATA_SAMPLERS.build(
-            dict(config['batch_sampler']),
-            default_args=dict(sampler=sampler, batch_size=config.get('batch_size')),
-        )
-        return
-    batches.batches = BatchSampler(sampler, loader.batch_size, loader.drop_last)
-    vars(loader)['sampler'] = sampler
+    batches.batches = build_batch_sampler(loader, config, sampler)
+    if not isinstance(config.get('batch_sampler'), Mapping):
+        vars(loader)['sampler'] = sampler

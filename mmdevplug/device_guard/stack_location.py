@@ -6,7 +6,7 @@ Both are read from the Python stack when they are needed, so nothing has to be r
 import linecache
 import sys
 from types import FrameType
-from typing import Any, Dict, Iterator, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, Optional, Tuple
 
 from torch import nn
 from torch.autograd.function import BackwardCFunction
@@ -40,14 +40,17 @@ def source_of(frame: Optional[FrameType]) -> Optional[Source]:
     return Source(file, line, code or '(no source)')
 
 
-def module_and_backward(model: Optional[nn.Module]) -> Tuple[str, str]:
+def module_and_backward(
+    model: Optional[nn.Module], frames: Optional[Iterable[FrameType]] = None
+) -> Tuple[str, str]:
     """The innermost module, e.g. ``'decode_head.conv_seg (Conv2d)'``, and its backward.
 
     The path starts from ``model``, or else from the outermost module on the stack. The backward is
     the name of a graph node such as ``'RoIAlignBackward'``. Both are ``''`` if there is none.
+    ``frames`` are those of a traceback, innermost first, in place of the current stack.
     """
     inner, outer, backward = None, None, ''
-    for frame in _frames():
+    for frame in _frames() if frames is None else frames:
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(owner, nn.Module):

@@ -152,12 +152,13 @@ def user_place(error: BaseException) -> Optional[Place]:
         ]
         frames += [(file, int(line), name) for file, line, name in _IN_TEXT.findall(str(each))]
         for file, line, function in reversed(frames):
-            if not _is_library(file):
+            if not is_library(file):
                 return Place(file, line, function, linecache.getline(file, line).strip())
     return None
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file belongs to PyTorch, MMEngine, this package or Python, but not an example."""
     if file.startswith('<'):
         return True  # importlib and generated code
     paths = [getattr(sys.modules.get(name), '__path__', None) for name in LIBRARIES]

@@ -12,6 +12,8 @@ from mmdevplug.environments.launch import restarts
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 
 from .cuda_code import explain_cuda
+from .mixed_devices import explain_mixed_devices
+from .one_value import explain_one_value
 from .out_of_memory import explain_out_of_memory
 from .shared_memory import explain_shared_memory
 from .versions import explain_versions
@@ -26,10 +28,11 @@ def explained_build(runner: Any, stage: str) -> Iterator[None]:
 
 @contextmanager
 def explained(runner: Any, stage: str) -> Iterator[None]:
-    """Do the same, also for full memory, in a loop: ``'train'``, ``'val'`` or ``'test'``."""
-    with explained_build(runner, stage), explain_out_of_memory(runner, stage):
-        with explain_shared_memory(runner, stage):
-            yield
+    """Do the same, also for errors of a loop: ``'train'``, ``'val'`` or ``'test'``."""
+    with explained_build(runner, stage), explain_mixed_devices(runner, stage):
+        with explain_one_value(runner, stage), explain_out_of_memory(runner, stage):
+            with explain_shared_memory(runner, stage):
+                yield
 
 
 def train_together(runner: Any, train: Callable[[], nn.Module]) -> nn.Module:

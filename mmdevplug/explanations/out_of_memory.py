@@ -141,7 +141,7 @@ def _named_tensors(runner: Any) -> Dict[int, Tuple[str, str, Tensor]]:
 
 def _advice(runner: Any, stage: str, mostly_fixed: bool) -> str:
     key = f'{stage}_dataloader.batch_size'
-    size = _batch_size(getattr(runner, f'_{stage}_dataloader', None))
+    size = batch_size_of(getattr(runner, f'_{stage}_dataloader', None))
     more = ''
     if stage == 'train':
         counts = 2 * getattr(runner.optim_wrapper, '_accumulative_counts', 1)
@@ -162,7 +162,7 @@ def _advice(runner: Any, stage: str, mostly_fixed: bool) -> str:
     return f'{key} is {size}: try {size // 2}{more}.'
 
 
-def _batch_size(loader: Any) -> Optional[int]:
+def batch_size_of(loader: Any) -> Optional[int]:
     """The batch size of a data loader, or of the config of one."""
     if not isinstance(loader, Mapping):
         return getattr(getattr(loader, 'batch_sampler', None), 'batch_size', None)

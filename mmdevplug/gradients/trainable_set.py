@@ -95,12 +95,12 @@ def check_optimizers(module: nn.Module, sets: Sequence[TrainableSet], optim_wrap
         one._optimized = len(optimized)
     inside, name = {id(parameter) for parameter in module.parameters()}, type(module).__name__
     known = inside.union(*(one._known for one in sets))
-    foreign = [tuple(p.shape) for p in optimized if p.requires_grad and id(p) not in known]
+    foreign = [str(tuple(p.shape)) for p in optimized if p.requires_grad and id(p) not in known]
     if foreign:
         raise ModelError(
             f'the optimizer holds {len(foreign)} parameter(s) that are not part of {name}, of '
-            f'shape {list_names(map(str, foreign))}. Their gradients would not be averaged, and each rank would '
-            f'train other values. Expected parameters of the model: assign them to a module in '
+            f'shape {list_names(foreign)}. Their gradients would not be averaged, and each rank '
+            f'would train other values. Expected parameters of the model: assign them to a module in '
             f'it before they are given to the optimizer (add_param_group).'
         )
     if not any(one._changed for one in sets):

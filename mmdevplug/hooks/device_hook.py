@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mmdevplug.accelerators import to_device
 from mmdevplug.config.hook_options import DeviceHookOptions
+from mmdevplug.data.endless import check_endless
 from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
@@ -41,7 +42,14 @@ class DeviceHook(Hook):
         self._sync_bn_cost = SyncBNCost()
 
     def before_run(self, runner: Any) -> None:
-        """Check devices, repair them unless ``on_mismatch='error'``, and log the map once."""
+        """Check devices, repair them unless ``on_mismatch='error'``, and log the map once.
+
+        Loops over epochs need data that ends.
+        """
+        for name in ('train', 'val', 'test'):
+            key = f'{name}_dataloader'
+            loop, config = getattr(runner, f'_{name}_loop'), getattr(runner, f'_{key}')
+            check_endless(loop, key, config, runner.seed)
         _, device = rank_device()
         model = unwrap_model(runner.model)
         # A wrapper that has not been built yet is a config.

@@ -9,6 +9,7 @@ from mmdevplug.data.checking import compare_batches
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients.unused_parameters import refuse_unreduced
+from mmdevplug.patches.results import prepare_metrics
 
 
 @HOOKS.register_module()
@@ -22,8 +23,9 @@ class PhaseHook(Hook):
     priority = 'VERY_HIGH'
 
     def before_run(self, runner: Any) -> None:
-        """Wait for the data of all ranks and compare it."""
+        """Wait for the data of all ranks and compare it; prepare metrics to gather results."""
         compare_batches(runner._train_loop)
+        prepare_metrics([runner._val_loop, runner._test_loop])
         enter_phase('preparing the model')
 
     def before_train(self, runner: Any) -> None:

@@ -137,7 +137,7 @@ class DeviceSyncBatchNorm(_BatchNorm):
             raise ModelError(
                 f'{type(self).__name__} {self.layer_name!r}: the batches of all ranks together '
                 f'hold 1 value per channel; expected at least 2 to compute a variance from. '
-                f'Increase the batch size, set drop_last=True in the sampler or data loader, or '
+                f'Increase train_dataloader.batch_size, set train_dataloader.drop_last=True, or '
                 f'keep this layer in eval mode.'
             )
 

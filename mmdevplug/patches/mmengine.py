@@ -29,11 +29,12 @@ from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.rank_device import group_device, rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.patched_symbols import AUTOCAST, FLEXIBLE_RUNNER, JOB, LAZY_MODEL
+from mmdevplug.utils.patched_symbols import AUTOCAST, FLEXIBLE_RUNNER, JOB, LAZY_MODEL, VIDEOS
 from mmdevplug.utils.patching import patch_symbol, restore_patches
 from mmdevplug.utils.torch_compat import names_lazy_tensors
 
 from .autocast import patch_autocast
+from .results import patch_result_collection
 from .torch_load import safe_loading
 
 #: Devices whose index tensors MMEngine takes and for which its clock waits. Elsewhere one of both
@@ -51,7 +52,8 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     - ``InstanceData[...]`` takes masks and indices on it.
     - ``TimeCounter`` waits for it: in every call on an eager device, and when it reports on a lazy
       one, where waiting in between would split the graph.
-    - ``mmengine.dist`` uses tensors that the backend of the process group takes.
+    - ``mmengine.dist`` uses tensors that the backend of the process group takes, and gathers the
+      results of metrics through it, not through a folder.
     - ``mmengine.device.is_npu_available`` is true on an NPU whose operators' compilation MMEngine
       could not set when it was imported.
     - The log files of ranks are named after the visible devices of this process.
@@ -83,6 +85,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     patch_symbol(logger_module, '_get_device_id', _device_id)
     for functions in (dist_utils, dist_functions):
         patch_symbol(functions, 'get_comm_device', group_device)
+    patch_result_collection()
     _patch_checkpoint_loader()
     if chosen.device_type not in _KNOWN:
         _patch_instance_data()
@@ -99,8 +102,8 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
 
 
 def restore_mmengine() -> None:
-    """Restore all functions of MMEngine, methods of ``FlexibleRunner``, and mmseg's accuracy."""
-    restore_patches(JOB, LAZY_MODEL, AUTOCAST, FLEXIBLE_RUNNER)
+    """Restore all functions of MMEngine, mmseg and mmdet, and methods of ``FlexibleRunner``."""
+    restore_patches(JOB, LAZY_MODEL, AUTOCAST, VIDEOS, FLEXIBLE_RUNNER)
 
 
 def _remembering(format_code: Callable) -> Callable:

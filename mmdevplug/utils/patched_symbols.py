@@ -21,11 +21,12 @@ AUTOCAST = Period(
     'does not know',
     '`restore_mmengine()`',
 )
+VIDEOS = Period('a run of several ranks begins that has imported mmdet', '`restore_mmengine()`')
 FLEXIBLE_RUNNER = Period('a `DeviceStrategy` starts', '`restore_mmengine()`')
 PROCESS_GROUP = Period(
     '`init_device()`, where the backend refuses tensors of the device', '`restore_collectives()`'
 )
-MMCV_OPS = Period('`init_device()` on any device but the CPU', '`restore_mmcv_ops()`')
+MMCV_OPS = Period('`init_device()`', '`restore_mmcv_ops()`')
 LOADING = Period('a checkpoint begins to load, or `init_weights()` begins', 'its end')
 PLANNING = Period('a model begins to be measured on the meta device', 'its end')
 CONFIG = Period('`mmdevplug` begins to read a config, without pkg_resources', 'its end')
@@ -109,6 +110,19 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine asks the process group which devices it takes.',
     ),
     *_symbols(
+        'mmengine.dist.dist: collect_results_cpu _collect_results_device',
+        JOB,
+        'Metrics gather results through a folder, which hosts need not share and which may not be '
+        'writable, or with those of all ranks on every rank.',
+        'MMEngine sends results to rank 0 in pieces.',
+    ),
+    *_symbols(
+        'mmdet.evaluation.metrics.base_video_metric: collect_tracking_results_cpu',
+        VIDEOS,
+        'Metrics of videos gather results through a folder.',
+        "mmdet calls MMEngine's function.",
+    ),
+    *_symbols(
         'mmengine.runner.checkpoint.CheckpointLoader: load_checkpoint',
         JOB,
         'It runs code from checkpoints, or with PyTorch 2.6 and later refuses those of MMEngine.',
@@ -185,9 +199,9 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     *_symbols(
         'mmcv._ext: *',
         MMCV_OPS,
-        'The build of mmcv may have no kernel for the device; the replacement runs the operator '
-        'on the host.',
-        'mmcv registers a fallback to the CPU, or has kernels for the device.',
+        'The build of mmcv may have no kernel for the device, and those for the CPU take no half '
+        'precision; the replacement runs the operator on the host, in float32.',
+        'mmcv registers a fallback to the CPU, or has kernels for the device and the precision.',
     ),
     *_symbols(
         'torch: load',

@@ -339,9 +339,6 @@ def train_rows(names, accelerator, work_dir, reference=False):
     from tests.jobs import install_card
 
     install_card(accelerator)
-    # Metrics collect their results in files of the current folder.
-    os.makedirs(work_dir, exist_ok=True)
-    os.chdir(work_dir)
     found = {}
     for name in names:
         try:

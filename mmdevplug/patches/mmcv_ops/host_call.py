@@ -34,11 +34,15 @@ def call_on_host(
     """Call an operator with host copies of its tensors on a device.
 
     Tensors that the operator writes to are updated on the device; those that it only writes to
-    are not fetched. Tensors that are on the host already are passed as they are.
+    are not fetched. Tensors that are on the host already are passed as they are; if the device is
+    the host itself, those of half precision are computed in float32.
     """
     accelerator = accelerator_for(device.type)
-    tensors = [*args, *kwargs.values()]
-    there = {id(t): t for t in tensors if isinstance(t, Tensor) and t.device == device}
+    tensors = [each for each in [*args, *kwargs.values()] if isinstance(each, Tensor)]
+    if device.type == 'cpu':
+        there = {id(tensor): tensor for tensor in tensors if is_reduced(tensor)}
+    else:
+        there = {id(tensor): tensor for tensor in tensors if tensor.device == device}
     outputs = output_ids(function, args, kwargs)
     read = [tensor for key, tensor in there.items() if key not in (outputs or ())]
     # Everything, not only what these tensors need: the rest would be computed again later.
@@ -66,13 +70,18 @@ def call_on_host(
     return HostCall(to_device(returned, device), _bytes(fetched), _bytes(sent))
 
 
+def is_reduced(value: Any) -> bool:
+    """Whether a value is a tensor of half precision."""
+    return isinstance(value, Tensor) and value.dtype in REDUCED
+
+
 def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in REDUCED else tensor
+    return tensor.float() if is_reduced(tensor) else tensor
 
 
 def _narrowed(result: Any, tensors: List[Tensor]) -> Any:
     """Convert the result of an operator to the precision of its arguments."""
-    reduced = [tensor.dtype for tensor in tensors if tensor.dtype in REDUCED]
+    reduced = [tensor.dtype for tensor in tensors if is_reduced(tensor)]
     if not reduced:
         return result
     return replace_parts(result, lambda t: t.to(reduced[0]) if t.is_floating_point() else t)

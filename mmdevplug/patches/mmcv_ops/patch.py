@@ -17,10 +17,12 @@ from mmdevplug.device_guard.stack_location import (
 from mmdevplug.errors import DeviceMismatchError, ModelError, first_line
 from mmdevplug.utils.logs import log_warning
 
-from .host_call import call_on_host
+from .host_call import call_on_host, is_reduced
 from .interception import Interception
 from .kernels import Kernels, called_for_vendor, lacks_kernel
 from .stats import HostUse, OperatorUse
+
+_HOST = torch.device('cpu')
 
 
 class OperatorPatch:
@@ -34,8 +36,11 @@ class OperatorPatch:
 
     def call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
         """Call a function of ``mmcv._ext`` where it has a kernel."""
-        device = _device_of(function.__name__, [*args, *kwargs.values()])
+        values = [*args, *kwargs.values()]
+        device = _device_of(function.__name__, values)
         if device is None:
+            if any(map(is_reduced, values)):
+                return call_on_host(function, args, kwargs, _HOST).result
             return function(*args, **kwargs)
         if self._kernels.has_kernel(function.__name__, device, self.interception.originals):
             try:
@@ -126,10 +131,10 @@ _patch: Optional[OperatorPatch] = None
 
 
 def patch_mmcv_ops(accelerator: Accelerator, mode: str = 'host') -> None:
-    """Let mmcv's operators work on an accelerator that they have no kernel for.
+    """Let mmcv's operators work on an accelerator, and in a precision, without a kernel for it.
 
-    A second call begins to count anew and changes nothing else but the mode. On the CPU nothing is
-    done, or undone what was.
+    On the CPU tensors of half precision are computed in float32. A second call begins to count
+    anew and changes nothing else but the mode.
 
     Args:
         accelerator (Accelerator): The one in use.
@@ -139,9 +144,8 @@ def patch_mmcv_ops(accelerator: Accelerator, mode: str = 'host') -> None:
     global _patch
     AcceleratorOptions.check('mmcv_ops', mode)
     restore_mmcv_ops()
-    if accelerator.device_type != 'cpu':
-        _patch = OperatorPatch(mode)
-        _patch.interception.install()
+    _patch = OperatorPatch(mode)
+    _patch.interception.install()
 
 
 def restore_mmcv_ops() -> None:

@@ -21,10 +21,12 @@ class Tensors:
 
     Args:
         device (str): Where they go.
+        dtype (torch.dtype): Of those that are not whole numbers.
     """
 
-    def __init__(self, device):
+    def __init__(self, device, dtype=torch.float32):
         self.device = device
+        self.dtype = dtype
         self.leaves = []
         self._generator = torch.Generator().manual_seed(0)
 
@@ -39,7 +41,7 @@ class Tensors:
         return self.put(numbers.to(dtype))
 
     def put(self, tensor, grad=False):
-        tensor = tensor.to(self.device)
+        tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
         if grad:
             self.leaves.append(tensor.detach().requires_grad_())
             return self.leaves[-1]
@@ -298,13 +300,13 @@ def multi_scale_deformable_attention(t):
     )
 
 
-def run_case(name, device):
-    """Run a case on a device.
+def run_case(name, device, dtype=torch.float32):
+    """Run a case on a device, in a precision.
 
     Returns:
         tuple: What it returned and the gradients, on the host.
     """
-    tensors = Tensors(device)
+    tensors = Tensors(device, dtype)
     returned = CASES[name](tensors)
     results = list(returned) if isinstance(returned, tuple) else [returned]
     total = sum((one.float() ** 2).sum() for one in results if one.requires_grad)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from mmdevplug.accelerators import get_accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, ModelError
 from mmdevplug.patches.mmcv_ops import (
@@ -65,15 +66,39 @@ def served_when_imported_later_and_as_before_when_removed(accelerator):
         nms(t.corners(9), t.uniform(9), 0.5)
 
 
+#: Layers with weights in float32.
+WITH_LAYERS = ('saconv', 'multi_scale_deformable_attention')
+
+
+def half_precision_on_the_cpu(card, dtype):
+    cpu = get_accelerator('cpu')
+    for name in [name for name in CASES if name not in WITH_LAYERS]:
+        with mmcv_ops_patched(card):
+            expected = run_case(name, 'zeta:1', dtype)
+        with mmcv_ops_patched(cpu) as patch:
+            found = run_case(name, 'cpu', dtype)
+            assert patch.host_use.uses() == {}
+        for of_card, of_cpu in zip(expected, found):
+            assert [one.dtype for one in of_cpu] == [one.dtype for one in of_card], name
+            assert all(map(torch.equal, of_cpu, of_card)), name
+
+
 @check
-def the_cpu_needs_nothing(accelerator):
-    import mmcv._ext
+def bfloat16_on_the_cpu_is_computed_as_for_a_card(accelerator):
+    half_precision_on_the_cpu(accelerator, torch.bfloat16)
 
-    from mmdevplug.accelerators import CPUAccelerator
 
-    patch_mmcv_ops(accelerator)
-    patch_mmcv_ops(CPUAccelerator())
-    assert not hasattr(mmcv._ext.nms, '__wrapped__')
+@check
+def float16_on_the_cpu_is_computed_as_for_a_card(accelerator):
+    half_precision_on_the_cpu(accelerator, torch.float16)
+
+
+@check
+def layers_on_the_cpu_work_under_autocast(accelerator):
+    with mmcv_ops_patched(get_accelerator('cpu')), torch.autocast('cpu', torch.bfloat16):
+        for name in CASES:
+            results, gradients = run_case(name, 'cpu')
+            assert all(one.isfinite().all() for one in [*results, *gradients]), name
 
 
 @check

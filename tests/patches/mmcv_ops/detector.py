@@ -83,7 +83,7 @@ class Losses(Hook):
         self.found.append({name: float(value) for name, value in outputs.items()})
 
 
-def train_detector(accelerator, work_dir):
+def train_detector(accelerator, work_dir, wrapper='OptimWrapper'):
     """Train for some iterations, then detect.
 
     Returns:
@@ -112,7 +112,7 @@ def train_detector(accelerator, work_dir):
             default_scope='mmdet',
             train_dataloader=loader,
             train_cfg=dict(by_epoch=False, max_iters=ITERATIONS, val_interval=100),
-            optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
+            optim_wrapper=dict(type=wrapper, optimizer=dict(type='SGD', lr=0.01)),
             accelerator=dict(type=accelerator),
             randomness=dict(seed=0),
             default_hooks=dict(checkpoint=None),

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+from math import isfinite
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,13 @@ def detector_on_cpu(tmp_path_factory):
     (found,) = run_ranks(train_detector, 0, 'cpu', tmp_path_factory.mktemp('cpu'))
     assert found['uses'] == {}
     return found
+
+
+def test_faster_rcnn_trains_on_the_cpu_in_bfloat16(tmp_path):
+    pytest.importorskip('mmdet')
+    (found,) = run_ranks(train_detector, 0, 'cpu', tmp_path, 'AmpOptimWrapper')
+    assert all(isfinite(value) for losses in found['losses'] for value in losses.values())
+    assert [len(boxes) for boxes in found['boxes']] == [5, 5]
 
 
 @pytest.mark.long

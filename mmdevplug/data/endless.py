@@ -1,0 +1,109 @@
+"""Refuse samplers without an end where a loop goes through its data to the end."""
+
+from itertools import islice
+from typing import Any, Iterator, Optional
+
+from mmengine.dataset import DefaultSampler
+from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
+from mmdevplug.errors import SampleError
+
+from .resumable_loader import (
+    MOST_PASSES,
+    build_batch_sampler,
+    build_sampler,
+    resumable_batches,
+)
+
+#: Their passes end, so nothing has to be tried.
+_ENDING = (DefaultSampler, DistributedSampler, RandomSampler, SequentialSampler)
+#: The number of samples that a batch sampler is tried with, which may read the data of each.
+_TRIED = 64
+
+
+def check_endless(loop: Any, key: str, config: Any, seed: Optional[int]) -> None:
+    """Refuse a loop over epochs, of validation or of testing, whose sampler never ends.
+
+    Samplers are built a second time from their config and read to their end, because reading may
+    change them. Those that are not built from a config are stopped when they have given twice
+    their length, see :class:`.ResumableBatches`.
+
+    Args:
+        loop: A loop that is built.
+        key (str): The key of its data loader in the config.
+        config: The config of its data loader.
+        seed (int, optional): The seed of samplers.
+
+    Raises:
+        SampleError: If a pass has no end.
+    """
+    by_epoch = getattr(type(loop), 'run_epoch', None) is EpochBasedTrainLoop.run_epoch
+    if not by_epoch and getattr(type(loop), 'run', None) not in (ValLoop.run, TestLoop.run):
+        return
+    loader = loop.dataloader
+    batches = resumable_batches(loader)
+    if batches is not None:
+        batches.ends = True
+    state = host_random_state()
+    found = _find_endless(loader, config, seed)
+    set_host_random_state(state)
+    if found is None:
+        return
+    length = len(found)
+    message = (
+        f'{key}: the sampler {type(found).__name__} says that its length is {length}, but a pass '
+        f'has no end'
+    )
+    if not by_epoch:
+        raise SampleError(
+            f'{message}, so {type(loop).__name__} would never end. Set '
+            f"{key}.sampler=dict(type='DefaultSampler', shuffle=False)."
+        )
+    iterations = loop.max_epochs * len(loader)
+    raise SampleError(
+        f'{message}, so {type(loop).__name__} would never end its first epoch. Train by '
+        f"iterations: train_cfg=dict(type='IterBasedTrainLoop', max_iters={iterations}), or set "
+        f"{key}.sampler=dict(type='DefaultSampler', shuffle=True)."
+    )
+
+
+def _find_endless(loader: Any, config: Any, seed: Optional[int]) -> Any:
+    """The sampler or batch sampler without an end; None if both end, or cannot be built again."""
+    sampler = build_sampler(loader, config, seed)
+    if sampler is None:
+        return None
+    if type(sampler) not in _ENDING and _is_endless(sampler):
+        return sampler
+    batches = build_batch_sampler(loader, config, _First(sampler))
+    return batches if type(batches) is not BatchSampler and _is_endless(batches) else None
+
+
+def _is_endless(sampler: Any) -> bool:
+    most = MOST_PASSES * max(len(sampler), 1)
+    return next(islice(iter(sampler), most, None), None) is not None
+
+
+class _First(Sampler):
+    """The first samples of a sampler, with all of its attributes."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.sampler), _TRIED)
+
+    def __len__(self) -> int:
+        return min(_TRIED, len(self.sampler))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == 'sampler':
+            raise AttributeError(name)
+        return getattr(self.sampler, name)

@@ -1,0 +1,68 @@
+"""Let metrics gather their results through the process group."""
+
+import sys
+from functools import wraps
+from itertools import chain, zip_longest
+from typing import Any, Callable, List, Optional
+
+from mmengine.dist import dist as dist_functions, get_world_size
+
+from mmdevplug.accelerators import to_device
+from mmdevplug.distributed.results import check_shared_folder, gather_results
+from mmdevplug.utils.patching import patch_symbol
+
+_TRACKING = 'mmdet.evaluation.metrics.base_video_metric'
+
+
+def patch_result_collection() -> None:
+    """Replace what ``mmengine.dist.collect_results`` calls for each ``collect_device``.
+
+    With a ``collect_dir`` of the config MMEngine's own function uses that folder.
+    """
+    in_folder = dist_functions.collect_results_cpu
+
+    @wraps(in_folder)
+    def collect_results_cpu(result_part: list, size: int, tmpdir: Optional[str] = None) -> Any:
+        if tmpdir is not None:
+            return in_folder(to_device(result_part, 'cpu'), size, tmpdir)
+        return _collect_results(result_part, size)
+
+    patch_symbol(dist_functions, 'collect_results_cpu', collect_results_cpu)
+    patch_symbol(dist_functions, '_collect_results_device', _collect_results)
+
+
+def prepare_metrics(loops: List[Any]) -> None:
+    """Check the folders that metrics of some loops name, and patch mmdet's metrics of videos.
+
+    All ranks have to call it, when the loops are built.
+    """
+    for loop in loops:
+        for metric in getattr(getattr(loop, 'evaluator', None), 'metrics', ()):
+            folder = getattr(metric, 'collect_dir', None)
+            if folder is not None:
+                check_shared_folder(folder, f'{type(metric).__name__}.collect_dir')
+    module = sys.modules.get(_TRACKING)
+    of_mmdet = getattr(module, 'collect_tracking_results_cpu', None)
+    if of_mmdet is not None and not hasattr(of_mmdet, '__wrapped__'):
+        patch_symbol(module, of_mmdet.__name__, _collecting_videos(of_mmdet))
+
+
+def _collect_results(results: list, size: int) -> Optional[list]:
+    """See ``mmengine.dist.collect_results``: results of all ranks by turns, without None."""
+    if get_world_size() == 1:
+        return results[:size]
+    parts = gather_results(results)
+    if parts is None:
+        return None
+    return [each for each in chain.from_iterable(zip_longest(*parts)) if each is not None][:size]
+
+
+def _collecting_videos(of_mmdet: Callable) -> Callable:
+    @wraps(of_mmdet)
+    def collect(result_part: list, tmpdir: Optional[str] = None) -> Optional[list]:
+        if tmpdir is not None or get_world_size() == 1:
+            return of_mmdet(result_part, tmpdir)
+        parts = gather_results(result_part)
+        return None if parts is None else list(chain.from_iterable(parts))
+
+    return collect

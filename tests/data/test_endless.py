@@ -1,0 +1,137 @@
+"""Samplers without an end are refused where a loop goes through its data to the end."""
+
+import itertools
+
+import pytest
+import torch
+from mmengine.registry import DATA_SAMPLERS
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop as Testing, ValLoop
+from torch.utils.data import BatchSampler, DataLoader, Sampler
+
+from mmdevplug.data import make_resumable
+from mmdevplug.data.endless import check_endless
+from mmdevplug.errors import SampleError
+from mmdevplug.runner import DeviceRunner
+from tests.jobs import digits_config
+
+SIZE = 8
+
+
+class Whole(Sampler):
+    """A sampler of a user, whose passes end."""
+
+    def __init__(self, dataset, seed=None):
+        self.size = len(dataset)
+
+    def __iter__(self):
+        return iter(torch.randperm(self.size).tolist())
+
+    def __len__(self):
+        return self.size
+
+
+@DATA_SAMPLERS.register_module()
+class Ending(Whole):
+    pass
+
+
+@DATA_SAMPLERS.register_module()
+class Once(Whole):
+    """Reads from one iterator, so that a pass cannot be tried on it."""
+
+    def __init__(self, dataset, seed=None):
+        super().__init__(dataset)
+        self.samples = itertools.chain.from_iterable(range(self.size) for _ in range(2))
+
+    def __iter__(self):
+        return itertools.islice(self.samples, self.size)
+
+
+@DATA_SAMPLERS.register_module()
+class Cycling(Whole):
+    def __iter__(self):
+        return itertools.cycle(range(self.size))
+
+
+@DATA_SAMPLERS.register_module()
+class Repeating(BatchSampler):
+    def __init__(self, sampler, batch_size):
+        super().__init__(sampler, batch_size, False)
+
+    def __iter__(self):
+        while True:
+            yield from super().__iter__()
+
+
+def loader_of(**config):
+    config = dict(dict(dataset=list(range(SIZE)), batch_size=2, num_workers=0), **config)
+    return DeviceRunner.build_dataloader(dict(config, collate_fn=dict(type='default_collate')), 1)
+
+
+def loop_of(kind, loader):
+    loop = kind.__new__(kind)
+    loop.dataloader, loop._max_epochs = loader, 3
+    return loop
+
+
+def sampler(name, **more):
+    return dict(sampler=dict(type=name, **more))
+
+
+REPEATED = dict(**sampler('DefaultSampler'), batch_sampler=dict(type='Repeating'), batch_size=2)
+
+
+@pytest.mark.parametrize(
+    'config', [sampler('InfiniteSampler'), sampler('Cycling'), REPEATED], ids=str
+)
+def test_an_epoch_without_end_is_refused(config):
+    loader = loader_of(**config)
+    with pytest.raises(SampleError) as caught:
+        check_endless(loop_of(EpochBasedTrainLoop, loader), 'train_dataloader', config, 1)
+    name = config.get('batch_sampler', config['sampler'])['type']
+    for part in (name, "'IterBasedTrainLoop', max_iters=12", "'DefaultSampler', shuffle=True"):
+        assert part in str(caught.value)
+    for kind in (ValLoop, Testing):
+        with pytest.raises(SampleError, match=f'{kind.__name__} would never end'):
+            check_endless(loop_of(kind, loader), 'val_dataloader', config, 1)
+    check_endless(loop_of(IterBasedTrainLoop, loader), 'train_dataloader', config, 1)
+
+
+@pytest.mark.parametrize('name', ['DefaultSampler', 'Ending', 'Once'])
+def test_what_ends_gives_the_same_samples_as_if_it_had_not_been_tried(name):
+    config = sampler(name)
+
+    def read(checked):
+        torch.manual_seed(3)
+        loader = loader_of(**config)
+        if checked:
+            loop = loop_of(EpochBasedTrainLoop, loader)
+            check_endless(loop, 'train_dataloader', config, 1)
+        return [torch.cat(list(loader)).tolist() for _ in range(2)]
+
+    found = read(checked=True)
+    assert found == read(checked=False)
+    assert sorted(found[1]) == list(range(SIZE))
+
+
+def test_a_loader_that_was_built_is_stopped_after_twice_its_length():
+    data = list(range(SIZE))
+    loader = DataLoader(data, batch_size=2, sampler=Cycling(data))
+    make_resumable(loader)
+    check_endless(loop_of(EpochBasedTrainLoop, loader), 'train_dataloader', loader, 1)
+    with pytest.raises(SampleError, match='BatchSampler over Cycling says that it has 4 batches'):
+        list(loader)
+    whole = DataLoader(data, batch_size=2, sampler=Ending(data))
+    make_resumable(whole)
+    check_endless(loop_of(EpochBasedTrainLoop, whole), 'train_dataloader', whole, 1)
+    assert len(list(whole)) == 4
+
+
+@pytest.mark.parametrize('name', ['train', 'val'])
+def test_a_job_says_so_at_its_start(name, tmp_path):
+    cfg = digits_config('cpu', tmp_path)
+    cfg[f'{name}_dataloader'].sampler = dict(type='InfiniteSampler')
+    runner = DeviceRunner.from_cfg(cfg)
+    with pytest.raises(SampleError, match=f'{name}_dataloader: the sampler InfiniteSampler'):
+        runner.train()
+    assert runner.iter == 0

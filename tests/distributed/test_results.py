@@ -1,0 +1,190 @@
+"""Results of metrics on their way to rank 0: through the process group, in little memory."""
+
+import os
+import tracemalloc
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from mmengine import dist
+from mmengine.structures import InstanceData
+
+from tests.columns import CUDA, NATIVE, backend_of, job_of
+from tests.jobs import install_card, need_mmcv_operations
+from tests.ranks import RanksFailed, run_ranks
+
+XLA = pytest.param('xla', marks=pytest.mark.xla)
+Pair = namedtuple('Pair', 'scores label')
+
+
+class Thing:
+    def __init__(self, value):
+        self.value = value
+
+    def __eq__(self, other):
+        return self.value == other.value
+
+
+def start(accelerator, folder):
+    """Begin a job in a folder that no other rank has; return the device and the rank."""
+    from mmdevplug import init_device, patch_mmengine
+
+    install_card(accelerator)
+    context = init_device('pytorch', accelerator, forced_backend=backend_of(accelerator))
+    patch_mmengine(accelerator)
+    place = folder / str(context.env.rank)
+    place.mkdir()
+    os.chdir(place)
+    return context.device, context.env.rank
+
+
+def results_of(rank, device):
+    """Some more on rank 1; None, as MMEngine leaves it out."""
+    return [
+        dict(index=index, thing=Thing(rank), text='é' * index, pair=Pair(None, {rank}))
+        if index != 2
+        else None
+        for index in range(4 + rank)
+    ] + [InstanceData(boxes=torch.full((2, 4), float(rank), device=device))]
+
+
+def describe(collected):
+    """What rank 0 has got; the order as rank and index."""
+    if collected is None:
+        return None
+    dicts = [each for each in collected if isinstance(each, dict)]
+    boxes = [each.boxes for each in collected if isinstance(each, InstanceData)]
+    return dict(
+        order=[(each['thing'].value, each['index']) for each in dicts],
+        same=all(each == results_of(each['thing'].value, 'cpu')[each['index']] for each in dicts),
+        boxes=[(each.device.type, each.mean().item()) for each in boxes],
+    )
+
+
+def collect(accelerator, folder):
+    device, rank = start(accelerator, folder)
+    results = results_of(rank, device)
+    ways = dict(cpu=('cpu', None), gpu=('gpu', None), mmengine=('cpu', str(folder / 'shared')))
+    found = {name: describe(dist.collect_results(results, 9, *way)) for name, way in ways.items()}
+    one = dist.collect_results([rank], 1, 'cpu')
+    uneven = dist.collect_results([[]] if rank else [], 4, 'gpu')
+    return found, one, uneven, os.listdir()
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta', NATIVE, XLA, CUDA])
+def test_rank_0_gets_what_mmengine_gives_it_without_a_folder(accelerator, tmp_path):
+    first, second = run_ranks(collect, 2, accelerator, tmp_path, **job_of(accelerator))
+    assert second == (dict(cpu=None, gpu=None, mmengine=None), None, None, [])
+    found, *others = first
+    assert others == [[0], [[]], []]
+    assert found['cpu'] == found['gpu'] == found['mmengine']
+    assert found['cpu']['same']
+    assert found['cpu']['order'] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 3), (1, 3), (1, 4)]
+    assert found['cpu']['boxes'][:1] == [('cpu', 0.0)]
+    assert found['cpu']['boxes'][1] == ('cpu', 1.0)
+
+
+def collect_videos(folder):
+    from mmdet.evaluation.metrics.base_video_metric import collect_tracking_results
+
+    from mmdevplug.patches.results import prepare_metrics
+
+    _, rank = start('cpu', folder)
+    prepare_metrics([None, dict()])
+    return collect_tracking_results([rank, None] * (rank + 1)), os.listdir()
+
+
+def test_metrics_of_videos_need_no_folder(tmp_path):
+    need_mmcv_operations()
+    pytest.importorskip('mmdet')
+    first, second = run_ranks(collect_videos, 2, tmp_path)
+    assert first == ([0, None, 1, None, 1, None], [])
+    assert second == (None, [])
+
+
+# memory ------------------------------------------------------------------------------------------
+
+CHUNK = 1 << 20
+
+
+def count_memory(folder):
+    """Collect 60 MB in pieces: masks as arrays, as tensors and as bytes, and one large result."""
+    from mmdevplug.distributed import results as module
+
+    _, rank = start('cpu', folder)
+    module.CHUNK_BYTES = CHUNK
+    sizes = []
+    exchange = module.exchange_bytes
+
+    def counted(outgoing, sources):
+        sizes.extend(data.numel() for data in outgoing.values())
+        return exchange(outgoing, sources)
+
+    module.exchange_bytes = counted
+    mask = np.zeros((100, 1000), bool)
+    results = [
+        dict(masks=mask.copy(), tensor=torch.zeros(100, 1000).bool(), rle=bytes([index]) * 100_000)
+        for index in range(200)
+    ]
+    dist.barrier()
+    tracemalloc.start()
+    collected = dist.collect_results(results, 400, 'cpu')
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return sizes, peak, None if collected is None else len(collected)
+
+
+def test_no_more_than_a_chunk_is_in_flight(tmp_path):
+    (nothing, _, collected), (sizes, peak, none) = run_ranks(count_memory, 2, tmp_path)
+    assert (nothing, collected, none) == ([], 400, None)
+    assert sum(sizes) > 60e6
+    assert len(sizes) > 40
+    assert max(sizes) < 1.5 * CHUNK
+    assert peak < 6 * CHUNK
+
+
+# refusals ----------------------------------------------------------------------------------------
+
+
+def keep_what_cannot_be_pickled(folder):
+    from mmdevplug.fault_tolerance.failure import fail_together
+
+    _, rank = start('cpu', folder)
+    with fail_together('val'):
+        dist.collect_results([1, 2] if rank != 1 else [1, (each for each in 'ab')], 6, 'cpu')
+
+
+def test_a_rank_says_what_it_cannot_send(tmp_path):
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(keep_what_cannot_be_pickled, 2, tmp_path, together=True)
+    errors = caught.value.errors
+    said = 'rank 1: result 1 of 2 that a metric keeps, of type generator, cannot be sent to rank 0'
+    assert errors[1][0] == 'SampleError'
+    for rank in (0, 1):
+        assert said in errors[rank][1]
+        assert 'cannot pickle' in errors[rank][1]
+
+
+def look_for_folders(folder):
+    from mmdevplug.distributed.results import check_shared_folder
+    from mmdevplug.errors import DevPlugError
+
+    start('cpu', folder)
+    check_shared_folder(str(folder / 'both'), 'Accuracy.collect_dir')
+    messages = []
+    for place in ('mine', '/proc/nowhere'):
+        try:
+            check_shared_folder(place, 'Accuracy.collect_dir')
+        except DevPlugError as error:
+            messages.append(f'{type(error).__name__}: {error}')
+    return messages, sorted(os.listdir(folder / 'both'))
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused(tmp_path):
+    (first, left), (second, _) = run_ranks(look_for_folders, 2, tmp_path)
+    assert left == []
+    for found, said in zip(first, ('rank 1 cannot see', 'rank 0 cannot write')):
+        assert found.startswith('LaunchError: Accuracy.collect_dir=')
+        assert said in found
+    assert all(found.startswith('RankFailedError') for found in second)
