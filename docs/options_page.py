@@ -205,6 +205,8 @@ nccl when a config says nothing.""",
             '表示进程组的超时。',
             'train_cfg.sampler.log_interval': 'rank 0 每隔多少个池记录一次；0 或 `None` '
             '表示不记录。',
+            'train_cfg.sampler.collate': '样本如何组成一个批：`None`：一致的堆叠，其余成为列表；'
+            "`'stack'`：全部堆叠，否则报错；`'list'`：样本的列表；或一个函数。",
             'train_cfg.sampler.progress': 'rank 0 是否显示进度条；`None` '
             '表示标准错误输出为终端时显示。',
             'accelerator': '设备家族；`auto` 取现有的设备。',
