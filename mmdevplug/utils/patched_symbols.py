@@ -41,7 +41,7 @@ LAUNCHER = Period('`mmdevplug train --nproc` starts ranks', 'the end of the laun
 ELASTIC = Period(
     '`mmdevplug train --nnodes MIN:MAX` starts ranks', 'the end of the launcher process'
 )
-LOADER_WORKERS = Period('a `MemoryHook` is made', 'the end of the process')
+LOADER_WORKERS = Period('a `MemoryHook` is made', '`restore_mmengine()`')
 WORKER = Period(
     'a worker process of a data loader starts, with PyTorch before 1.13',
     'the end of the worker process',
