@@ -77,7 +77,7 @@ def compare(name: str, model: nn.Module, count: int, equal: bool) -> Dict[str, A
     weights = [1.0] * count if memory is None else [float(size) for size in memory.values()]
     row: Dict[str, Any] = dict(model=name, devices=count, equal=equal)
     try:
-        theirs = plan(model, devices, 'auto', max_memory=memory)
+        theirs = plan(model, devices, 'auto', max_memory=memory, force_balance=False)
         row['accelerate'], row['accelerate imbalance'] = theirs.bottleneck - 1, theirs.imbalance
     except PlacementError as error:
         row['accelerate'], row['refusal'] = None, str(error)

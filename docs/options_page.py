@@ -159,9 +159,10 @@ nccl when a config says nothing.""",
             'model_parallel.max_memory': "计划在每个设备上可用的内存，如 `{'cuda:0': '10GB'}`；"
             '`None` 表示设备现有的内存。',
             'model_parallel.no_split': '保持在同一设备上的类或模块；`None` 表示自动查找。',
-            'model_parallel.balance_threshold': "不均衡度不超过该值时，`'dynamic'` 采用 "
-            'accelerate 的映射。',
-            'model_parallel.force_balance': '有设备分不到任何部分时，是否拒绝该计划。',
+            'model_parallel.balance_threshold': '不均衡度高于该值的计划视为不均衡。',
+            'model_parallel.force_balance': '计划不均衡时的做法：`None`：警告，'
+            '有设备分不到任何部分时报错；`True`：一律报错；`False`：可以不用某个设备。'
+            "报错之前，`'auto'` 先由 `'balanced'` 代替。",
             'model_parallel.exclude_cpu': '主机是否不参与计算；`False` '
             '表示由主机承担设备容纳不下的部分。',
             'model_parallel.precision': '冻结权重与前向传播的精度；被训练的权重保持不变。`None` '
@@ -204,6 +205,8 @@ nccl when a config says nothing.""",
             '表示进程组的超时。',
             'train_cfg.sampler.log_interval': 'rank 0 每隔多少个池记录一次；0 或 `None` '
             '表示不记录。',
+            'train_cfg.sampler.collate': '样本如何组成一个批：`None`：一致的堆叠，其余成为列表；'
+            "`'stack'`：全部堆叠，否则报错；`'list'`：样本的列表；或一个函数。",
             'train_cfg.sampler.progress': 'rank 0 是否显示进度条；`None` '
             '表示标准错误输出为终端时显示。',
             'accelerator': '设备家族；`auto` 取现有的设备。',

@@ -42,6 +42,7 @@ PERIODS = {
     listed.OPTIMIZERS: ('上述导入到达 `mmengine.optim`', '进程结束'),
     listed.LAUNCHER: ('`mmdevplug train --nproc` 启动各 rank', '启动器进程结束'),
     listed.ELASTIC: ('`mmdevplug train --nnodes MIN:MAX` 启动各 rank', '启动器进程结束'),
+    listed.LOADER_WORKERS: ('创建 `MemoryHook`', '`restore_mmengine()`'),
     listed.WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
 }
 
@@ -192,6 +193,11 @@ REASONS = {
     'torch.distributed.elastic.agent.server.api._get_fq_hostname': (
         'PyTorch 2.0 之前把本机的名称告诉其他主机，而它们可能不认识该名称。',
         'PyTorch 2.0，它接受 `--local-addr`。',
+    ),
+    'torch.utils.data._utils.signal_handling._set_worker_pids': (
+        'PyTorch 把数据加载进程的进程号保存在 Python 读不到的地方，'
+        '而它们的内存要计入 `host_memory`。',
+        'PyTorch 列出其数据加载器的工作进程。',
     ),
     'torch.utils.data._utils.fetch._MapDatasetFetcher.fetch': (
         'PyTorch 1.13 之前不查找数据集的 `__getitems__`，而批的随机种子在其中设置。',

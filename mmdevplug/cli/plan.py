@@ -7,8 +7,9 @@ from typing import List, Optional, Union
 from mmengine.config import Config
 from rich.console import Console
 
-from mmdevplug.model_parallel import STRATEGIES, DevicePlan, plan
+from mmdevplug.model_parallel import STRATEGIES, DevicePlan
 from mmdevplug.model_parallel.draw_plan import save_html, save_png
+from mmdevplug.model_parallel.make_plan import make_plan
 from mmdevplug.model_parallel.meta_build import build_from_file
 from mmdevplug.model_parallel.parse_devices import parse_devices, parse_max_memory
 from mmdevplug.model_parallel.sizes import state_factor
@@ -36,8 +37,19 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument('--max-memory', help="e.g. 'cuda:0=10GB,cuda:1=8GB' (default: equal)")
     parser.add_argument('--strategy', default='balanced', help=' | '.join(STRATEGIES))
     parser.add_argument('--no-split', help='classes or modules to be kept whole: A,B')
-    parser.add_argument('--balance-threshold', type=float, default=0.3, help='of dynamic, 0 to 1')
-    parser.add_argument('--no-force-balance', action='store_true', help='a device may be left out')
+    parser.add_argument(
+        '--balance-threshold', type=float, default=0.3, help='imbalance of an uneven plan, 0 to 1'
+    )
+    balance = parser.add_mutually_exclusive_group()
+    balance.add_argument(
+        '--force-balance', action='store_true', default=None, help='refuse an uneven plan'
+    )
+    balance.add_argument(
+        '--no-force-balance',
+        action='store_false',
+        dest='force_balance',
+        help='a device may be left out',
+    )
     parser.add_argument(
         '--allow-cpu', action='store_true', help='the host takes what the devices cannot hold'
     )
@@ -75,14 +87,14 @@ def main(argv: Optional[List[str]] = None) -> None:
 
 def _plan(args: argparse.Namespace) -> DevicePlan:
     model, cfg = build_from_file(args.model)
-    return plan(
+    return make_plan(
         model,
         args.devices,
         strategy=args.strategy,
         max_memory=args.max_memory,
         no_split=[name for name in (args.no_split or '').split(',') if name],
         balance_threshold=args.balance_threshold,
-        force_balance=not args.no_force_balance,
+        force_balance=args.force_balance,
         exclude_cpu=not args.allow_cpu,
         dtype=args.dtype,
         training=args.training,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Optional, Union
+from typing import Any, Mapping, Optional, Union
 
 from mmdevplug.errors import SampleError
 
@@ -20,6 +20,15 @@ from .fields import (
     whole,
 )
 
+_COLLATE = Check(
+    lambda value: (
+        value in (None, 'stack', 'list')
+        or callable(value)
+        or (isinstance(value, Mapping) and 'type' in value)
+    ),
+    "None, 'stack', 'list', a function, or dict(type=...) with the name of a registered function",
+    "None, 'stack', 'list', callable, dict",
+)
 _SECONDS = positive()
 _TIMEOUT = Check(
     lambda value: value is None or isinstance(value, timedelta) or _SECONDS.holds(value),
@@ -51,6 +60,12 @@ class SamplerOptions(Options):
         None,
         'Whether rank 0 shows a progress bar; `None` if the standard error is a terminal.',
         check=FLAG.or_none(),
+    )
+    collate: Any = option(
+        None,
+        'How samples become a batch: `None`: what is alike is stacked, the rest become lists; '
+        "`'stack'`: all is stacked, or refused; `'list'`: a list of samples; or a function.",
+        check=_COLLATE,
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any, Dict, Mapping, Optional, Union
 
 from mmdevplug.errors import PlacementError
 
-from .fields import Options, choice, flag, option, refuse_unknown, whole
+from .fields import FLAG, Options, choice, flag, option, refuse_unknown, whole
 
 #: Policies of :class:`mmdevplug.device_guard.DeviceGuard`.
 GUARD_POLICIES = ('error', 'warn', 'move')
@@ -73,9 +73,16 @@ class ModelParallelOptions(Options):
         accepts='None, list',
     )
     balance_threshold: float = option(
-        0.3, "Imbalance up to which `'dynamic'` takes accelerate's map.", accepts='float'
+        0.3, 'Imbalance above which a plan is uneven.', accepts='float'
     )
-    force_balance: bool = flag(True, 'Whether a plan is refused in which a device gets nothing.')
+    force_balance: Optional[bool] = option(
+        None,
+        'What follows from an uneven plan: `None`: a warning, and an error if a device gets '
+        'nothing; `True`: always an error; `False`: a device may be left out. Before an error '
+        "`'auto'` is replaced by `'balanced'`.",
+        check=FLAG.or_none(),
+        read=lambda value, key: bool(value) if value in (0, 1) else value,
+    )
     exclude_cpu: bool = flag(
         True, 'Whether the host computes nothing; `False` gives it what devices cannot hold.'
     )

@@ -61,7 +61,8 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
     if spread is not None:
         each = (f'{device} {format_bytes(load)}' for device, load in spread.loads.items())
         text = f'the model is spread over devices, activations not counted: {", ".join(each)}'
-        yield section.ok(text, data=dict(loads=spread.loads))
+        level = 'warning' if spread.warning else 'ok'
+        yield section.finding(level, text, spread.warning, data=dict(loads=spread.loads))
 
 
 def _spread(

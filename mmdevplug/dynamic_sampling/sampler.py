@@ -1,10 +1,13 @@
 """Draw rounds of samples on all ranks until the pool of all ranks is full."""
 
+import functools
 import math
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 import torch
+from mmengine.registry import FUNCTIONS
 
+from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions, SamplerOptions
 from mmdevplug.distributed.process_group import Timeout
 from mmdevplug.distributed.rank_device import rank_device, rank_devices
@@ -54,6 +57,14 @@ class DynamicSampler:
             never. Defaults to 10.
         progress (bool, optional): Whether rank 0 shows a progress bar. Defaults to None: if the
             standard error is a terminal.
+        collate (str, callable or dict, optional): How a rank's samples become its batch. None:
+            what is alike in all samples is stacked; what differs (tensors of several shapes, None
+            in some samples) and lists without tensors, such as token ids, become lists with a
+            value for each sample. ``'stack'``: see :func:`mmdevplug.samples.stack_samples`, which
+            refuses what differs. ``'list'``: the list of samples. A function, or
+            ``dict(type=NAME, ...)`` of one in MMEngine's registry ``FUNCTIONS``, gets the list of
+            samples in host memory. What it returns is moved to this rank's device. Defaults to
+            None.
 
     Attributes:
         last (SamplingReport, optional): How the last pool was filled.
@@ -82,16 +93,20 @@ class DynamicSampler:
         timeout: Timeout = None,
         log_interval: Optional[int] = 10,
         progress: Optional[bool] = None,
+        collate: Any = None,
     ) -> None:
         for name, function in (('generate', generate), ('is_valid', is_valid)):
             if not callable(function):
                 raise SampleError(f'DynamicSampler: {name}={function!r}: expected a function.')
-        further = SamplerOptions(same_structure, allow_pickle, timeout, log_interval, progress)
+        further = SamplerOptions(
+            same_structure, allow_pickle, timeout, log_interval, progress, collate
+        )
         options = DynamicSamplingOptions(
             target, per_group, max_resamples, on_short, sampler=further
         )
         self._options = options
         self._generate, self._is_valid = generate, is_valid
+        self._collate = _collate_function(collate)
         self._exchange = dict(
             group=group, same_structure=same_structure, allow_pickle=allow_pickle, device='cpu'
         )
@@ -117,16 +132,16 @@ class DynamicSampler:
         """Fill a pool; all ranks take part.
 
         Returns:
-            Any: This rank's slice, stacked on its device.
+            Any: This rank's slice as a batch on its device.
 
         Raises:
             StopIteration: On all ranks, when the data of all of them have ended.
             SampleError: On all ranks, if the pool cannot be filled and ``on_short='error'``, or if
                 samples do not fit together.
-            Exception: What this rank's ``generate`` or ``is_valid`` raised.
+            Exception: What this rank's ``generate``, ``is_valid`` or ``collate`` raised.
             RankFailedError: If that happened on another rank, or a rank is gone.
         """
-        samples = None
+        batch = None
         if not self._over:
             with fail_together('dynamic sampling'):
                 self._progress.begin(self._pools + 1)
@@ -134,10 +149,21 @@ class DynamicSampler:
                     samples = self._next_samples()
                 finally:
                     self._progress.end()
-        if samples is None:
+                batch = None if samples is None else self._make_batch(samples)
+        if batch is None:
             self._over = True
             raise StopIteration
-        return stack_samples(samples, self._device)
+        return batch
+
+    def _make_batch(self, samples: List[Any]) -> Any:
+        try:
+            batch = self._collate(samples)
+        except StopIteration as error:
+            # It would end a loop without a message.
+            raise SampleError('DynamicSampler: collate() raised StopIteration.') from error
+        if batch is None:
+            raise SampleError('DynamicSampler: collate() returned None; expected a batch.')
+        return to_device(batch, self._device)
 
     # one pool -----------------------------------------------------------------------------------
 
@@ -261,3 +287,23 @@ class DynamicSampler:
         allowed = self._options.sampler.allow_pickle
         received = deserialize(surplus, read_header(surplus), allowed, large_bytes=math.inf)
         return rebuild_samples([received], torch.device('cpu'))[0]
+
+
+def _collate_function(collate: Any) -> Callable[[List[Any]], Any]:
+    """The function that makes a batch of samples in host memory."""
+    if collate in (None, 'stack'):
+        return functools.partial(stack_samples, device='cpu', ragged=collate is None)
+    if collate == 'list':
+        return list
+    if not isinstance(collate, Mapping):
+        return collate
+    options = dict(collate)
+    kind = options.pop('type')
+    function = FUNCTIONS.get(kind) if isinstance(kind, str) else kind
+    if not callable(function):
+        raise SampleError(
+            f'DynamicSampler.collate (train_cfg.sampler.collate) has type={kind!r}, which is no '
+            f'function in the registry FUNCTIONS of MMEngine. Register it, and name its module in '
+            f'custom_imports.'
+        )
+    return functools.partial(function, **options)

@@ -100,8 +100,8 @@ def check_optimizers(module: nn.Module, sets: Sequence[TrainableSet], optim_wrap
         raise ModelError(
             f'the optimizer holds {len(foreign)} parameter(s) that are not part of {name}, of '
             f'shape {list_names(foreign)}. Their gradients would not be averaged, and each rank '
-            f'would train other values. Expected parameters of the model: assign them to a module in '
-            f'it before they are given to the optimizer (add_param_group).'
+            f'would train other values. Expected parameters of the model: assign them to a module '
+            f'in it before they are given to the optimizer (add_param_group).'
         )
     if not any(one._changed for one in sets):
         return

@@ -11,19 +11,24 @@ from mmengine.registry import HOOKS
 from mmdevplug.config.hook_options import MemoryOptions
 from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.utils.memory_growth import MB, GrowthDetector, ObjectCounts
+from mmdevplug.utils.worker_memory import WorkerMemory
+
+#: What the detector of their memory is called.
+LOADER_WORKERS = 'loader workers'
 
 
 @HOOKS.register_module()
 class MemoryHook(Hook):
     """Log memory, find leaks, and empty caches on request.
 
-    The log line has ``host_memory``, the MB of host memory that this process uses, and
+    The log line has ``host_memory``, the MB of host memory that this process and the workers of
+    its data loaders use, where pages that they share count once, and
     ``memory``, the most MB that were in use on the device, if its vendor reports them; MMEngine's
     own column of that name stays where there is one. Both are from the last sample.
 
     When memory of the host or the device keeps growing, a warning says by how much, and of which
-    types of objects and which shapes of tensors there are more than some iterations before. None
-    of this runs anything on a lazy device.
+    types of objects and which shapes of tensors there are more than some iterations before; the
+    objects of loader workers cannot be seen. None of this runs anything on a lazy device.
 
     Args:
         **options: Fields of :class:`mmdevplug.config.hook_options.MemoryOptions`:
@@ -39,6 +44,8 @@ class MemoryHook(Hook):
 
     def __init__(self, **options: Any) -> None:
         self.options = MemoryOptions(**options)
+        # A loop over iterations starts workers when it is built.
+        self._workers = WorkerMemory()
 
     def before_train(self, runner: Any) -> None:
         """Begin anew: what was in use before is no growth."""
@@ -61,7 +68,8 @@ class MemoryHook(Hook):
     def _sample(self, runner: Any) -> None:
         accelerator, devices = rank_device()[0], rank_devices()
         resident = self._process.memory_info().rss
-        shown = {'train/host_memory': resident // MB}
+        of_workers, workers = self._workers.measure()
+        shown = {'train/host_memory': (resident + of_workers) // MB}
         peaks = {device: accelerator.max_memory_allocated(device) for device in devices}
         known = {device: peak for device, peak in peaks.items() if peak is not None}
         if known and not _shown_by_mmengine():
@@ -75,14 +83,23 @@ class MemoryHook(Hook):
             self._report(runner, self._before)
         elif self._done > self.options.warmup:
             in_use = {str(device): accelerator.memory_allocated(device) for device in devices}
-            for name, value in {'host memory': resident, **in_use}.items():
+            of_host = {'host memory': resident, LOADER_WORKERS: of_workers}
+            for name, value in {**of_host, **in_use}.items():
                 if value is None:
                     continue
                 detector = self._detectors.setdefault(
                     name, GrowthDetector(self.options.growth_mb * MB)
                 )
                 growth = detector.add(runner.iter + 1, value)
-                if growth is not None:
+                if growth is not None and name == LOADER_WORKERS:
+                    self._warn(
+                        runner,
+                        f'that of {workers} loader workers {growth}. Objects of other processes '
+                        f'cannot be seen: look at what the dataset and its transforms keep, or '
+                        f'set num_workers=0 (and persistent_workers=False) to have the '
+                        f'objects named',
+                    )
+                elif growth is not None:
                     self._since, self._growth = runner.iter + 1, f'{name} {growth}'
                     self._before = _count_objects()
 
@@ -94,10 +111,12 @@ class MemoryHook(Hook):
             else 'No Python object or tensor grew in number or size since: look at the libraries '
             'that allocate by themselves, and at the data they are given'
         )
-        runner.logger.warning(
-            f'Memory of rank {runner.rank} keeps growing: {self._growth}. {what}.'
-        )
+        self._warn(runner, f'{self._growth}. {what}')
         self._before = None
+
+    @staticmethod
+    def _warn(runner: Any, what: str) -> None:
+        runner.logger.warning(f'Memory of rank {runner.rank} keeps growing: {what}.')
 
 
 def _count_objects() -> ObjectCounts:

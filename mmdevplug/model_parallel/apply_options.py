@@ -15,10 +15,11 @@ from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.model import unwrap_model
 
-from . import DevicePlan, module_sizes, plan, probe_capacities
+from . import DevicePlan, module_sizes, probe_capacities
 from .choose_devices import MEMORY_UNKNOWN, TrainingStrategy, resolve_strategy
 from .dispatch import dispatch
 from .lora_check import check_r_consistency
+from .make_plan import make_plan
 from .meta_build import build_without_memory
 from .microbatches import split_batches
 from .sizes import state_factor
@@ -107,7 +108,7 @@ class Parallelism:
         devices, limits = list(map(str, self.strategy.devices)), options.max_memory
         if limits is None:
             limits = probe_capacities(devices, accelerator)
-        return plan(
+        return make_plan(
             model,
             devices,
             strategy=options.strategy,
@@ -152,8 +153,14 @@ class Parallelism:
                 setattr(model, name, functools.partial(watch, model, name))
         return model
 
+    def log(self, logger: MMLogger) -> None:
+        """Log the strategy and the plan as a table, and warn of an uneven plan."""
+        logger.info(f'Training strategy\n{self.describe()}')
+        if self.plan is not None and self.plan.warning:
+            logger.warning(self.plan.warning)
+
     def describe(self) -> str:
-        """The strategy and the plan as a table, for the log."""
+        """The strategy and the plan as a table."""
         found = self.strategy
         if found is None:
             return ''

@@ -18,6 +18,8 @@ from .walk_modules import named_tensors, nearest
 
 Signature = Tuple[Tuple[str, Tuple[int, ...]], ...]
 
+#: Begins the step of a plan that says that it is uneven.
+WARNING = 'warning: '
 #: Of :meth:`DevicePlan.to_dict`; changes when a key changes its meaning or goes.
 SCHEMA = 1
 
@@ -127,6 +129,12 @@ class DevicePlan:
         weights = self.weights
         loads = [self.loads[name] for name in weights]
         return dict(zip(weights, ideal_loads(loads, weights.values())))
+
+    @property
+    def warning(self) -> str:
+        """Why the plan is uneven; ``''`` if it is even enough."""
+        found = (step for step in self.steps if step.startswith(WARNING))
+        return next(found, '').replace(WARNING, f'The plan of {self.model} is ')
 
     def _relative_loads(self) -> List[float]:
         return [self.loads[name] / ideal for name, ideal in self.ideals.items() if ideal]

@@ -1,8 +1,11 @@
 """Make a plan of which device holds which part of a model, by one of three methods."""
 
+import logging
+from functools import wraps
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
 import torch
+from mmengine.logging import print_log
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -10,7 +13,8 @@ from mmdevplug.errors import PlacementError
 
 from .accelerate_map import accelerate_map
 from .blocks import Unit, find_units, group_units, order_units, shared_names
-from .device_plan import DevicePlan, PlannedBlock, signature_of
+from .device_plan import WARNING, DevicePlan, PlannedBlock, signature_of
+from .evenness import describe_load, describe_unevenness, fullest, idle_devices
 from .fitting import fit
 from .parse_devices import Devices, Size, parse_devices, parse_max_memory
 from .sizes import as_dtype, measure
@@ -18,16 +22,18 @@ from .unsplittable import WholeModules
 from .walk_modules import named_tensors, nearest, prefixes
 
 STRATEGIES = ('auto', 'balanced', 'dynamic')
+#: The reduction of the largest load from which ``'dynamic'`` replaces a map that is even enough.
+WORTH_REBALANCING = 0.03
 
 
-def plan(
+def make_plan(
     model: nn.Module,
     devices: Devices,
     strategy: str = 'balanced',
     max_memory: Union[None, str, Mapping[Any, Size]] = None,
     no_split: Union[None, str, Iterable[str]] = None,
     balance_threshold: float = 0.3,
-    force_balance: bool = True,
+    force_balance: Optional[bool] = None,
     exclude_cpu: bool = True,
     dtype: Union[None, str, torch.dtype] = None,
     training: bool = False,
@@ -37,19 +43,23 @@ def plan(
 ) -> DevicePlan:
     """Decide which device holds which part of a model. No device need be present.
 
+    An uneven plan has a warning in its ``steps``, which :func:`plan` also logs.
+
     Args:
         model (nn.Module): Any, on any device, also the meta device. It is not changed.
         devices (str, int or list): ``'cuda:0-3'``, a list, or a number of ``device_type``.
         strategy (str): ``'auto'`` is HF accelerate's map; ``'balanced'`` the best contiguous
             split in order of execution; ``'dynamic'`` the first unless its imbalance is above the
-            threshold, then the second.
+            threshold, or the second makes the largest load smaller by 3 % or more.
         max_memory (dict or str, optional): Bytes, or figures as ``'10GB'``, of devices or their
             indices. Devices get loads in proportion. Defaults to None: equal devices.
         no_split (Iterable[str], optional): Classes or modules that must stay whole, besides those
             that are found (see :class:`WholeModules`).
-        balance_threshold (float): Imbalance, 0 to 1, above which ``'dynamic'`` balances.
-        force_balance (bool): Whether every device has to hold something. If False, one that is
-            too small or not needed may be left out.
+        balance_threshold (float): Imbalance, 0 to 1, above which a plan is uneven.
+        force_balance (bool, optional): None: every device has to hold something, and an uneven
+            plan is warned of. True: an uneven plan is refused. Both replace a map of ``'auto'``
+            that they do not allow by the best split. False: a device that is too small or not
+            needed may be left out. Defaults to None.
         exclude_cpu (bool): If False, the host takes, last, what the devices cannot hold.
         dtype (torch.dtype or str, optional): What floating tensors will be cast to.
         training (bool): Whether to count gradients and the state of the optimizer.
@@ -71,13 +81,23 @@ def plan(
     number = isinstance(balance_threshold, (int, float)) and balance_threshold is not True
     if not number or not 0 <= balance_threshold <= 1:
         raise PlacementError(f'balance_threshold={balance_threshold!r}: expected 0 to 1.')
+    if force_balance not in (None, True, False):
+        raise PlacementError(f'force_balance={force_balance!r}: expected None, True or False.')
     names = parse_devices(devices, device_type, exclude_cpu)
     limits = parse_max_memory(max_memory, names)
-    job = _Job(model, names, limits, strategy, force_balance, as_dtype(dtype))
+    job = _Job(model, names, limits, strategy, as_dtype(dtype))
+    job.force_balance = force_balance if force_balance is None else bool(force_balance)
+    job.threshold = balance_threshold
     job.measure(no_split, training, optimizer, sample_inputs)
-    if strategy == 'dynamic':
-        return job.dynamic(balance_threshold)
-    return job.auto() if strategy == 'auto' else job.balanced()
+    return job.checked(getattr(job, strategy)())
+
+
+@wraps(make_plan)
+def plan(*args: Any, **kwargs: Any) -> DevicePlan:
+    made = make_plan(*args, **kwargs)
+    if made.warning:
+        print_log(made.warning, 'current', logging.WARNING)
+    return made
 
 
 class _Job:
@@ -89,7 +109,6 @@ class _Job:
         devices: List[str],
         limits: Dict[str, int],
         strategy: str,
-        force_balance: bool,
         dtype: Optional[torch.dtype],
     ) -> None:
         if next(model.parameters(), None) is None:
@@ -104,7 +123,11 @@ class _Job:
                 f'once, then plan.'
             )
         self.model, self.devices, self.limits = model, devices, limits
-        self.strategy, self.force_balance, self.dtype = strategy, force_balance, dtype
+        self.strategy, self.dtype = strategy, dtype
+        self.force_balance: Optional[bool] = None
+        self.threshold = 0.3
+        #: Whether the last plan is the best split, not accelerate's map.
+        self._is_best = True
 
     def measure(
         self,
@@ -125,6 +148,14 @@ class _Job:
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
 
     def auto(self) -> DevicePlan:
+        """HF accelerate's map, or the best split where ``force_balance`` does not allow it."""
+        made = self._accelerate()
+        uneven = self.force_balance and made.imbalance > self.threshold
+        if len(self.devices) == 1 or not (uneven or self._has_idle(made)):
+            return made
+        return self._better(made, 'which force_balance does not allow; trying balanced.')
+
+    def _accelerate(self) -> DevicePlan:
         """HF accelerate's map."""
         found = accelerate_map(
             self.model, self.devices, self.limits, self.whole.classes, self.units, self.dtype
@@ -148,12 +179,14 @@ class _Job:
                 f"HF accelerate's map exceeds max_memory: {'; '.join(over)} (it counts only "
                 f'weights). Use strategy "balanced".'
             )
+        self._is_best = False
         made.steps.append(f'HF accelerate: imbalance {made.imbalance:.3f}.')
         return made
 
     def balanced(self) -> DevicePlan:
         """The best contiguous split."""
-        devices, steps = fit(self.groups, self.devices, self.limits, self.force_balance)
+        full = self.force_balance is not False
+        devices, steps = fit(self.groups, self.devices, self.limits, full)
         device_of = {
             unit.name: device
             for group, device in zip(self.groups, devices)
@@ -165,34 +198,67 @@ class _Job:
         )
         return made
 
-    def dynamic(self, threshold: float) -> DevicePlan:
-        """HF accelerate's map if it is even enough, else the best split if there is one."""
+    def dynamic(self) -> DevicePlan:
+        """HF accelerate's map if it is even and hardly worse, else the best split."""
         if len(self.devices) == 1:
             made = self.balanced()
             made.steps.insert(0, f'{self.devices[0]} is the only device: nothing to balance.')
             return made
         try:
-            first = self.auto()
+            first = self._accelerate()
         except PlacementError as error:
             made = self.balanced()
             made.steps.insert(0, f'auto failed: {error}')
             made.steps.append('balanced is used.')
             return made
-        if first.imbalance <= threshold:
-            first.steps.append(f'that is within the threshold {threshold:g}; auto is used.')
-            return first
-        first.steps.append(f'that is above the threshold {threshold:g}; trying balanced.')
+        side = 'above' if first.imbalance > self.threshold else 'within'
+        return self._better(
+            first, f'that is {side} the threshold {self.threshold:g}; trying balanced.'
+        )
+
+    def _better(self, first: DevicePlan, why: str) -> DevicePlan:
+        """Return HF accelerate's map or the best split, with the largest loads of both."""
+        first.steps.append(why)
+        has_idle = self._has_idle(first)
         try:
             second = self.balanced()
         except PlacementError as error:
+            self._is_best = False
+            if has_idle:
+                raise
             first.steps.append(f'balanced failed, auto is used: {error}')
             return first
-        better = second.bottleneck <= first.bottleneck
+        gain = 1 - second.bottleneck / first.bottleneck if first.bottleneck else 0.0
+        uneven = has_idle or first.imbalance > self.threshold
+        better = has_idle or gain >= (0 if uneven else WORTH_REBALANCING)
+        loads = (
+            f'largest load: auto {describe_load(first, fullest(first))}, balanced '
+            f'{describe_load(second, fullest(second))}, {abs(gain):.1%} '
+            f'{"more" if gain < 0 else "less"};'
+        )
+        if better:
+            last = f'{loads} balanced is used.'
+        else:
+            small = '' if gain < 0 else f', because less than {WORTH_REBALANCING:.0%} is gained'
+            last = f'{loads} auto is used{small}.'
         chosen = second if better else first
-        last = 'balanced is used.' if better else 'auto has the smaller largest load and is used.'
         # Both name what was opened.
         chosen.steps[:] = dict.fromkeys([*first.steps, *second.steps, last])
+        self._is_best = better
         return chosen
+
+    def _has_idle(self, made: DevicePlan) -> bool:
+        """Whether a device gets nothing or nearly nothing and has to get something."""
+        return self.force_balance is not False and bool(idle_devices(made))
+
+    def checked(self, made: DevicePlan) -> DevicePlan:
+        """Refuse an uneven plan, or add a warning to its steps."""
+        problem = describe_unevenness(made, self.groups, self.threshold, self._is_best)
+        if problem and self.force_balance:
+            raise PlacementError(f'force_balance=True refuses a plan that is {problem}')
+        if problem:
+            made.steps.append(f'{WARNING}{problem}')
+        return made
 
     def _finish(
         self,

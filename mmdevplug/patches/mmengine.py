@@ -29,7 +29,14 @@ from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.rank_device import group_device, rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.patched_symbols import AUTOCAST, FLEXIBLE_RUNNER, JOB, LAZY_MODEL, VIDEOS
+from mmdevplug.utils.patched_symbols import (
+    AUTOCAST,
+    FLEXIBLE_RUNNER,
+    JOB,
+    LAZY_MODEL,
+    LOADER_WORKERS,
+    VIDEOS,
+)
 from mmdevplug.utils.patching import patch_symbol, restore_patches
 from mmdevplug.utils.torch_compat import names_lazy_tensors
 
@@ -103,7 +110,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
 
 def restore_mmengine() -> None:
     """Restore all functions of MMEngine, mmseg and mmdet, and methods of ``FlexibleRunner``."""
-    restore_patches(JOB, LAZY_MODEL, AUTOCAST, VIDEOS, FLEXIBLE_RUNNER)
+    restore_patches(JOB, LAZY_MODEL, AUTOCAST, VIDEOS, FLEXIBLE_RUNNER, LOADER_WORKERS)
 
 
 def _remembering(format_code: Callable) -> Callable:

@@ -142,7 +142,7 @@ class DeviceRunner(Runner):
         for setting in describe_serious(self.cfg, self.device_context.device.type):
             logger.warning(setting)
         if self.parallelism.wanted:
-            logger.info(f'Training strategy\n{self.parallelism.describe()}')
+            self.parallelism.log(logger)
         return logger
 
     def build_log_processor(self, log_processor: Union[LogProcessor, Dict]) -> LogProcessor:

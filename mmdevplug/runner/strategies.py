@@ -225,5 +225,5 @@ class ModelParallelStrategy(DeviceStrategy):
         if is_model_wrapper(model):
             return model
         wrapped = self.parallelism.guard(super()._wrap_model(model))
-        self.logger.info(f'Training strategy\n{self.parallelism.describe()}')
+        self.parallelism.log(self.logger)
         return wrapped

@@ -1,5 +1,6 @@
 """Stack samples, or received columns of them, into one batch on one device."""
 
+from contextlib import suppress
 from typing import Any, List, Sequence, Union
 
 import numpy as np
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.distributed.byte_exchange import to_tensor
-from mmdevplug.errors import SampleError
+from mmdevplug.errors import SampleError, first_line
 from mmdevplug.utils.pytree import ELEMENT, LIST, TUPLE, container_of, tensors_in
 from mmdevplug.utils.torch_compat import view_as_dtype
 
@@ -20,7 +21,9 @@ from .unflatten import Plan
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
-def stack_samples(samples: Sequence[Any], device: Union[str, torch.device]) -> Any:
+def stack_samples(
+    samples: Sequence[Any], device: Union[str, torch.device], ragged: bool = False
+) -> Any:
     """Stack samples of the same structure into a batch on a device.
 
     If all tensors are on the host, they are stacked there, and the batch is copied in one call.
@@ -29,6 +32,9 @@ def stack_samples(samples: Sequence[Any], device: Union[str, torch.device]) -> A
         samples (Sequence): N samples, at least one, nested as for
             :func:`mmdevplug.accelerators.to_device`.
         device (str or torch.device): The device of the batch.
+        ragged (bool): Whether what differs between samples becomes a list of N values instead of
+            an error. A list without tensors, such as token ids, is then one value, so that what
+            it becomes does not depend on lengths. Defaults to False.
 
     Returns:
         Any: The structure of a sample. Tensors and NumPy arrays of shape S become tensors of
@@ -47,7 +53,7 @@ def stack_samples(samples: Sequence[Any], device: Union[str, torch.device]) -> A
         raise SampleError('stack_samples() got no samples; expected at least one.')
     if any(tensor.device.type != 'cpu' for tensor in tensors_in(samples)):
         samples = to_device(samples, device)
-    return to_device(_stack(samples, 'sample'), device)
+    return to_device(_stack(samples, 'sample', ragged), device)
 
 
 def are_alike(headers: Sequence[Header]) -> bool:
@@ -77,7 +83,18 @@ def build_batch(buffers: Sequence[Tensor], headers: Sequence[Header], device: to
     return to_device(plan.build(iter(values), iter(shaped)), device)
 
 
-def _stack(values: List[Any], path: str) -> Any:
+def _stack(values: List[Any], path: str, ragged: bool) -> Any:
+    if ragged and type(values[0]) is list and not tensors_in(values):
+        return values
+    try:
+        return _stack_alike(values, path, ragged)
+    except SampleError:
+        if not ragged:
+            raise
+        return [_as_tensor(value) for value in values]
+
+
+def _stack_alike(values: List[Any], path: str, ragged: bool) -> Any:
     first = values[0]
     if isinstance(first, (Tensor, np.ndarray)):
         return _stack_tensors(values, path)
@@ -99,7 +116,11 @@ def _stack(values: List[Any], path: str) -> Any:
             raise _mismatch(path, index, f'the keys {expected}', f'the keys {found}')
     # Column by column: an object for each sample would trigger Python's garbage collector.
     parts = [
-        _stack([container.part(value, name) for value in values], path + container.step(name))
+        _stack(
+            [container.part(value, name) for value in values],
+            path + container.step(name),
+            ragged,
+        )
         for name in names
     ]
     return container.build(type(first), names, parts)
@@ -112,9 +133,20 @@ def _stack_tensors(values: List[Any], path: str) -> Tensor:
             raise _mismatch(path, index, _describe_leaf(first), _describe_leaf(value))
         if tuple(value.shape) != tuple(first.shape) or value.dtype != first.dtype:
             raise _mismatch(path, index, _describe_leaf(first), _describe_leaf(value))
-    if isinstance(first, np.ndarray):
+    return _stack_arrays(values, path) if isinstance(first, np.ndarray) else torch.stack(values)
+
+
+def _as_tensor(value: Any) -> Any:
+    with suppress(TypeError):  # PyTorch has not all dtypes
+        return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return value
+
+
+def _stack_arrays(values: List[Any], path: str) -> Tensor:
+    try:
         return torch.from_numpy(np.stack(values))
-    return torch.stack(values)
+    except TypeError as error:  # PyTorch has no such dtype
+        raise SampleError(f'{path} cannot be stacked: {first_line(error)}') from error
 
 
 def _stack_numbers(values: List[Any], path: str) -> Tensor:
@@ -122,8 +154,11 @@ def _stack_numbers(values: List[Any], path: str) -> Tensor:
         if not isinstance(value, _NUMBERS):
             raise _mismatch(path, index, _describe_leaf(values[0]), _describe_leaf(value))
     if isinstance(values[0], np.generic):
-        return torch.from_numpy(np.stack(values))
-    return torch.tensor(values)
+        return _stack_arrays(values, path)
+    try:
+        return torch.tensor(values)
+    except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise SampleError(f'{path} cannot be stacked: {first_line(error)}') from error
 
 
 def _join_values(word: str, columns: Sequence[Any], rows: int) -> Any:
@@ -147,5 +182,6 @@ def _describe_leaf(value: Any) -> str:
 def _mismatch(path: str, index: int, expected: str, found: str) -> SampleError:
     return SampleError(
         f'{path}: sample {index} has {found}, sample 0 has {expected}. Samples of one batch need '
-        f'the same structure, shapes and dtypes: pad or convert them, or leave them in a list.'
+        f'the same structure, shapes and dtypes: pad or convert them, or keep '
+        f'lists (collate=None of DynamicSampler, ragged=True of stack_samples).'
     )

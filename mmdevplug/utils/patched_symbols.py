@@ -42,6 +42,7 @@ LAUNCHER = Period('`mmdevplug train --nproc` starts ranks', 'the end of the laun
 ELASTIC = Period(
     '`mmdevplug train --nnodes MIN:MAX` starts ranks', 'the end of the launcher process'
 )
+LOADER_WORKERS = Period('a `MemoryHook` is made', '`restore_mmengine()`')
 WORKER = Period(
     'a worker process of a data loader starts, with PyTorch before 1.13',
     'the end of the worker process',
@@ -296,6 +297,13 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         ELASTIC,
         'PyTorch before 2.0 tells the other hosts a name of this one that they may not know.',
         'PyTorch 2.0, which takes `--local-addr`.',
+    ),
+    *_symbols(
+        'torch.utils.data._utils.signal_handling: _set_worker_pids',
+        LOADER_WORKERS,
+        'PyTorch keeps the process ids of loader workers, whose memory counts in `host_memory`, '
+        'where Python cannot read them.',
+        'PyTorch lists the workers of its data loaders.',
     ),
     *_symbols(
         'torch.utils.data._utils.fetch._MapDatasetFetcher: fetch',

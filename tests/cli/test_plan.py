@@ -85,6 +85,8 @@ def test_a_config_of_mmsegmentation(tmp_path):
     [
         (['--devices', 'cuda:0,cuda:0'], 'more than once'),
         (['--devices', 'cuda:0-1', '--max-memory', '0=1KB,1=1KB'], 'needs'),
+        (['--devices', 'cuda:0-6', '--force-balance'], 'force_balance=True refuses a plan'),
+        (['--devices', 'cuda:0-9', '--strategy', 'auto'], 'cuda:9 would stay empty'),
         (['--devices', 'cuda:0-1', '--max-memory', '7=1KB'], 'none of the devices'),
         (['--devices', 'cuda:0-1', '--strategy', 'best'], "strategy='best'"),
         (['--devices', 'cuda:0-1', '--json', 'no/such/folder/a.json'], 'cannot be written'),

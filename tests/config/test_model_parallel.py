@@ -41,9 +41,14 @@ def test_precisions(name):
     assert ModelParallelOptions.from_config(dict(precision=name)).precision == name
 
 
+@pytest.mark.parametrize(('value', 'held'), [(True, True), (1, True), (0, False), (None, None)])
+def test_force_balance_has_three_values(value, held):
+    assert ModelParallelOptions.from_config(dict(force_balance=value)).force_balance is held
+
+
 @pytest.mark.parametrize(('value', 'held'), [(True, True), (1, True), (0, False), (None, False)])
 def test_flags(value, held):
-    assert ModelParallelOptions.from_config(dict(force_balance=value)).force_balance is held
+    assert ModelParallelOptions.from_config(dict(exclude_cpu=value)).exclude_cpu is held
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from mmengine.registry import FUNCTIONS
 
 from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions, SamplerOptions
 from mmdevplug.dynamic_sampling import DynamicSampler, progress as telling
@@ -230,6 +231,9 @@ def test_the_error_names_who_was_short():
         (dict(log_interval=-1), 'log_interval=-1'),
         (dict(timeout=0), 'DynamicSampler.timeout=0'),
         (dict(progress='yes'), "progress='yes'"),
+        (dict(collate='pad'), "collate='pad' (train_cfg.sampler.collate): expected None, 'stack'"),
+        (dict(collate=dict(value=0)), "collate={'value': 0}"),
+        (dict(collate=dict(type='nowhere')), "type='nowhere', which is no function in the"),
     ],
 )
 def test_arguments_that_do_not_work(options, told):
@@ -333,6 +337,99 @@ def test_going_on_from_a_state(tmp_path):
     assert numbers(next(other)) == [203, 204, 205, 206, 207, 100, 101, 102]
     assert other.last.pool == 2
     assert other.last.reused == 5
+
+
+RAGGED = [
+    dict(
+        prompt_ids=[1] * (1 + n),
+        same_length=[n, n],
+        completion=torch.arange(n),
+        image=torch.full((2,), float(n)),
+        turns=[torch.ones(1)] * (1 + n % 2),
+        nested=dict(mask=torch.ones(n), text='a' * n, pair=(n, [n] * n)),
+        reward=n / 2,
+        note=None if n else 'first',
+        array=np.zeros(n),
+    )
+    for n in range(4)
+]
+
+
+def test_ragged_samples_become_lists_beside_stacked_tensors():
+    batch = next(DynamicSampler(lambda: RAGGED, lambda sample: True, 4))
+    assert batch['prompt_ids'] == [[1], [1, 1], [1, 1, 1], [1, 1, 1, 1]]
+    assert batch['same_length'] == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert [each.tolist() for each in batch['completion']] == [[], [0], [0, 1], [0, 1, 2]]
+    assert batch['image'].shape == (4, 2)
+    assert [len(each) for each in batch['turns']] == [1, 2, 1, 2]
+    assert [len(each) for each in batch['nested']['mask']] == [0, 1, 2, 3]
+    assert batch['nested']['text'] == ['', 'a', 'aa', 'aaa']
+    assert batch['nested']['pair'][0].tolist() == [0, 1, 2, 3]
+    assert batch['nested']['pair'][1] == [[], [1], [2, 2], [3, 3, 3]]
+    assert batch['reward'].tolist() == [0.0, 0.5, 1.0, 1.5]
+    assert batch['note'] == ['first', None, None, None]
+    assert [each.shape for each in batch['array']] == [(0,), (1,), (2,), (3,)]
+
+
+def test_ragged_surplus_is_kept_and_resumed(tmp_path):
+    expected = DynamicSampler(lambda: RAGGED, lambda sample: True, 3)
+    next(expected)
+    state = expected.state_dict()
+    again = DynamicSampler(lambda: RAGGED, lambda sample: True, 3)
+    torch.save(state, str(tmp_path / 'state.pth'))
+    again.load_state_dict(load_file(str(tmp_path / 'state.pth'), True))
+    for sampler in (expected, again):
+        batch = next(sampler)
+        assert batch['prompt_ids'] == [[1, 1, 1, 1], [1], [1, 1]]
+        assert [each.tolist() for each in batch['completion']] == [[0, 1, 2], [], [0]]
+        assert (sampler.last.pool, sampler.last.reused, sampler.last.surplus) == (2, 1, 2)
+
+
+def pad(samples, value=0):
+    """What a config names; pads token ids to one length."""
+    most = max(len(sample['prompt_ids']) for sample in samples)
+    rows = [
+        sample['prompt_ids'] + [value] * (most - len(sample['prompt_ids'])) for sample in samples
+    ]
+    return torch.tensor(rows)
+
+
+@pytest.mark.parametrize(
+    'collate', [pad, dict(type='pad_token_ids', value=0), dict(type=pad, value=0)]
+)
+def test_a_function_makes_the_batch(collate):
+    FUNCTIONS.register_module(name='pad_token_ids', module=pad, force=True)
+    batch = next(DynamicSampler(lambda: RAGGED[:3], lambda sample: True, 3, collate=collate))
+    assert batch.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def test_samples_may_stay_a_list_or_must_be_stacked():
+    listed = next(DynamicSampler(lambda: RAGGED, lambda sample: True, 4, collate='list'))
+    assert [sample['prompt_ids'] for sample in listed] == [s['prompt_ids'] for s in RAGGED]
+    stacked = DynamicSampler(lambda: RAGGED, lambda sample: True, 4, collate='stack')
+    with pytest.raises(SampleError, match=r"\['prompt_ids'\]: sample 1 has 2 items.*collate=None"):
+        next(stacked)
+
+
+@pytest.mark.parametrize(
+    ('collate', 'told'),
+    [
+        (lambda samples: next(iter(())), 'collate() raised StopIteration'),
+        (lambda samples: None, 'collate() returned None; expected a batch'),
+    ],
+)
+def test_what_collate_must_not_do(collate, told):
+    with pytest.raises(SampleError, match=re.escape(told)):
+        list(DynamicSampler(lambda: [1, 2], lambda sample: True, 2, collate=collate))
+
+
+@pytest.mark.parametrize('value', [2**70, np.array(['a', 'b']), np.str_('a')])
+def test_what_pytorch_has_no_dtype_for_stays_a_list(value):
+    (batch,) = next(
+        DynamicSampler(lambda: [(value,), (value,)], lambda sample: True, 2, allow_pickle=True)
+    )
+    assert type(batch) is list
+    assert len(batch) == 2
 
 
 def test_a_state_with_large_samples():

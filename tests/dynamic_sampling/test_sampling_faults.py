@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from mmdevplug.samples import gather_samples
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -61,6 +62,22 @@ def test_an_error_of_one_rank_ends_all_with_its_name(where):
     assert kind == 'RankFailedError'
     expected = f'rank 1 of 2 failed in {where}(), resample 1: ValueError: the reward is NaN'
     assert expected in message
+
+
+def sample_and_fail_to_collate():
+    from mmdevplug.fault_tolerance import failure_watch
+
+    rank = start()
+    # The other rank waits in a collective and is ended by its watch.
+    failure_watch.STOP_SECONDS = 1.0
+    sample(rank, lambda: None, collate=lambda samples: samples[0 if rank else 9])
+    gather_samples([rank])
+
+
+def test_a_batch_that_one_rank_cannot_make_ends_all():
+    errors = errors_of(sample_and_fail_to_collate, 2)
+    assert errors[0][:2] == ('IndexError', 'list index out of range')
+    assert errors[1][0] in ('Died', 'RankFailedError')
 
 
 def sample_and_die():

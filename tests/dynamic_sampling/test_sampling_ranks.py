@@ -43,6 +43,8 @@ class Answers:
                     [float(index % 2 and index // PER_GROUP < valid), 1.0], device=self.device
                 ),
                 prompt=f'{self.rank}',
+                prompt_ids=[first + index] * (1 + index % 3),
+                completion=torch.full((first % 4 + index,), index, device=self.device),
             )
             for index in range(2 * PER_GROUP)
         ]
@@ -69,6 +71,9 @@ def replay(accelerator):
         shape=tuple(batch['rewards'].shape),
         device=str(batch['rewards'].device),
         prompts=batch['prompt'],
+        prompt_ids=batch['prompt_ids'],
+        completions=[each.tolist() for each in batch['completion']],
+        completion_devices={str(each.device) for each in batch['completion']},
         rounds=answers.round,
         report=sampler.last,
         lines=lines,
@@ -129,6 +134,18 @@ def test_tensors_are_on_the_device_of_their_rank(replayed):
     accelerator, found = replayed
     expected = [device_of(accelerator, rank, 4) for rank in range(4)]
     assert [rank['device'] for rank in found] == expected
+    assert [rank['completion_devices'] for rank in found] == [{device} for device in expected]
+
+
+def test_what_differs_in_length_is_a_list_for_each_sample(replayed):
+    _, found = replayed
+    for rank in found:
+        indices = [number % 100 for number in rank['ids']]
+        assert rank['prompt_ids'] == [
+            [number] * (1 + index % 3) for number, index in zip(rank['ids'], indices)
+        ]
+        # Each rank has samples of two lengths or more; 1000 and 100 are multiples of 4.
+        assert rank['completions'] == [[index] * index for index in indices]
 
 
 # data that end, groups of ranks, settings ------------------------------------------------------

@@ -29,6 +29,19 @@ class Ones(BaseDataset):
         return dict(inputs=self.get_data_info(idx)['inputs'])
 
 
+@DATASETS.register_module(force=True)
+class KeptOnes(Ones):
+    """Keeps half a megabyte for each sample, as a cache of decoded pictures does."""
+
+    def __init__(self, **kwargs):
+        self.kept = []
+        super().__init__(**kwargs)
+
+    def prepare_data(self, idx):
+        self.kept.append(bytearray(b'x' * 500_000))
+        return super().prepare_data(idx)
+
+
 @MODELS.register_module(force=True)
 class Small(BaseModel):
     """A layer; the loss is huge or not finite when the hook ``Spoil`` says so.
@@ -96,13 +109,16 @@ def config(work_dir, accelerator='cpu', hooks=(), iterations=ITERATIONS, **optio
     """A config; ``options`` are of ``accelerator``, those of the model are in ``model``."""
     model = options.pop('model', {})
     batch_size = options.pop('batch_size', 2)
+    dataset = options.pop('dataset', 'Ones')
+    workers = options.pop('workers', 0)
     checkpoint_interval = options.pop('checkpoint_interval', 10**6)
     loader = dict(
         batch_size=batch_size,
-        num_workers=0,
+        num_workers=workers,
+        persistent_workers=workers > 0,
         collate_fn=dict(type='default_collate'),
         sampler=dict(type='InfiniteSampler', shuffle=True),
-        dataset=dict(type='Ones'),
+        dataset=dict(type=dataset),
     )
     return dict(
         runner_type='DeviceRunner',

@@ -120,6 +120,8 @@ CASES = dict(
     cache=dict(hooks=[dict(type='CacheThatSettles')]),
     some=dict(hooks=[dict(type='KeepTensors', most=40)]),
     nothing=dict(),
+    worker_leak=dict(workers=2, dataset='KeptOnes'),
+    workers=dict(workers=2),
 )
 CASES = {name: dict(options, memory=SOON) for name, options in CASES.items()}
 
@@ -127,7 +129,7 @@ CASES = {name: dict(options, memory=SOON) for name, options in CASES.items()}
 @pytest.fixture(scope='module')
 def logs(tmp_path_factory):
     found = {}
-    for names in (['losses'], ['tensors'], ['cache', 'some', 'nothing']):
+    for names in (['losses'], ['tensors'], ['worker_leak', 'workers', 'cache', 'some', 'nothing']):
         # What one leak gave back would be room for the next one's first tensors.
         cases = {name: CASES[name] for name in names}
         found.update(*run_ranks(train_all, 0, tmp_path_factory.mktemp('leaks'), 'cpu', cases))
@@ -145,9 +147,24 @@ def test_a_list_of_tensors_is_named_first(logs):
     assert re.search(r'iteration \d+: Tensor \(300, 300\) float32: \+5 objects, \+1.7 MB', first)
 
 
-@pytest.mark.parametrize('case', ['cache', 'some', 'nothing'])
+@pytest.mark.parametrize('case', ['cache', 'some', 'nothing', 'workers'])
 def test_no_leak_no_warning(logs, case):
     assert warnings_of(logs[case]) == []
+
+
+def host_memory(log, iteration):
+    (line,) = [line for line in log.splitlines() if f'[{iteration:3}/140]' in line]
+    return int(re.search(r'host_memory: (\d+)', line).group(1))
+
+
+def test_memory_of_loader_workers_counts(logs):
+    # 2 samples an iteration of half a megabyte each.
+    assert 90 < host_memory(logs['worker_leak'], 140) - host_memory(logs['worker_leak'], 40) < 130
+    first = warnings_of(logs['worker_leak'])[0]
+    assert re.search(r'that of 2 loader workers rose by \d+\.\d MB from iteration', first)
+    assert 'set num_workers=0 (and persistent_workers=False)' in first
+    # Two workers share what they inherited.
+    assert host_memory(logs['workers'], 140) < host_memory(logs['nothing'], 140) + 100
 
 
 def test_host_memory_is_in_the_log_line_and_nothing_else_on_the_cpu(logs):

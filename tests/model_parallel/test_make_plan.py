@@ -1,17 +1,21 @@
 """Strategies, their figures, and what is refused."""
 
 import json
+import logging
+import re
 from fractions import Fraction
 
 import pytest
 import torch
+from mmengine.logging import MMLogger
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import DevicePlan, plan
 from tests.jobs import needs_meta_pass
 from tests.model_parallel.brute import best_score
-from tests.model_parallel.models import MODELS, Patched, make
+from tests.model_parallel.models import MODELS, Patched, make, without_memory
 
 
 def layers(*widths):
@@ -32,7 +36,7 @@ def test_never_above_accelerate(name, memory):
     model = make(name)
     for count in (2, 3, 4) if memory is None else (3,):
         devices = f'xla:0-{count - 1}'
-        auto = plan(model, devices, 'auto', max_memory=memory)
+        auto = plan(model, devices, 'auto', max_memory=memory, force_balance=False)
         ours = plan(model, devices, 'balanced', max_memory=memory)
         # Tensors that split modules hold go with a block; accelerate puts them anywhere.
         held = {name for name, _ in model.named_parameters()} & set(ours.device_map)
@@ -120,10 +124,28 @@ def test_the_cut_with_the_least_traffic_among_equals():
 
 
 def test_dynamic_keeps_what_is_even_enough():
-    made = plan(make('llama'), 'xla:0-1', 'dynamic', balance_threshold=1.0)
+    model = make('gpt2')
+    made = plan(model, 'xla:0-1', 'dynamic')
+    auto, balanced = plan(model, 'xla:0-1', 'auto'), plan(model, 'xla:0-1')
+    assert 1 >= balanced.bottleneck / auto.bottleneck > 0.97
     assert made.strategy == 'dynamic'
-    assert made.device_map == plan(make('llama'), 'xla:0-1', 'auto').device_map
-    assert 'within the threshold 1; auto is used.' in made.steps[-1]
+    assert made.device_map == auto.device_map
+    assert 'that is within the threshold 0.3; trying balanced.' in made.steps
+    assert made.steps[-1].endswith('auto is used, because less than 3% is gained.')
+
+
+@pytest.mark.parametrize('threshold', [0.3, 0.2, 0.1])
+def test_dynamic_makes_the_largest_load_of_llama_8b_smaller(threshold):
+    sizes = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336)
+    config = LlamaConfig(
+        **sizes, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+    )
+    with without_memory():
+        model = AutoModelForCausalLM.from_config(config)
+    made = plan(model, 'cuda:0-2', 'dynamic', dtype='bfloat16', balance_threshold=threshold)
+    assert max(made.loads.values()) / 1e9 == pytest.approx(5.41, abs=0.005)
+    assert 'auto cuda:2 5.45 GiB (109.3% of its share)' in made.steps[-1]
+    assert 'balanced cuda:2 5.04 GiB (101.1% of its share), 7.5% less; balanced' in made.steps[-1]
 
 
 def test_dynamic_balances_what_is_not():
@@ -135,7 +157,7 @@ def test_dynamic_balances_what_is_not():
     words = ' '.join(made.steps)
     assert f'imbalance {auto.imbalance:.3f}' in words
     assert 'above the threshold 0.3; trying balanced.' in words
-    assert made.steps[-1] == 'balanced is used.'
+    assert made.steps[-1].endswith('less; balanced is used.')
 
 
 def test_dynamic_balances_where_auto_fails():
@@ -160,7 +182,8 @@ def test_dynamic_falls_back_to_auto(monkeypatch):
     monkeypatch.setattr(planning, 'fit', fail)
     made = plan(model, 'xla:0-2', 'dynamic', balance_threshold=0.1)
     assert made.device_map == auto.device_map
-    assert made.steps[-1] == 'balanced failed, auto is used: no split'
+    assert made.steps[-2] == 'balanced failed, auto is used: no split'
+    assert 'which fills device after device and counts weights alone' in made.warning
 
 
 def test_auto_cannot_keep_a_module_by_its_name():
@@ -178,6 +201,90 @@ def test_one_device_holds_all():
         assert made.device_map == {'': 'xla:3'}
         assert made.imbalance == 0
         assert made.balance_score == made.byte_balance_score == 1
+
+
+# uneven plans -------------------------------------------------------------------------------
+
+
+def many(widths, count):
+    return nn.Sequential(*(nn.Linear(widths, 1, bias=False) for _ in range(count)))
+
+
+@pytest.mark.parametrize('strategy', ['auto', 'balanced', 'dynamic'])
+def test_a_device_that_gets_nearly_nothing_is_warned_of_or_refused(strategy):
+    model = layers(2, 100_000, 2000)
+    told = (
+        r'cuda:0 would get nearly nothing and imbalance 1.941 is above balance_threshold=0.3: '
+        r'cuda:0 8 bytes \(0.0% of its share\), cuda:1 390.62 KiB \(294.1% .*, cuda:2 7.81 KiB .*'
+        r'1 of 390.62 KiB stays on one device, and an equal share is 132.82 KiB. '
+        r'Take one device'
+    )
+    made = plan(model, 'cuda:0-2', strategy)
+    assert loads(made) == [2, 100_000, 2000]
+    assert re.search(told, made.warning)
+    assert DevicePlan.from_dict(json.loads(json.dumps(made.to_dict()))).warning == made.warning
+    with pytest.raises(PlacementError, match=f'force_balance=True refuses .*{told}'):
+        plan(model, 'cuda:0-2', strategy, force_balance=True)
+
+
+def test_a_warning_is_logged():
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger = MMLogger.get_current_instance()
+    logger.addHandler(handler)
+    try:
+        plan(layers(5, 5), 'cuda:0-1')
+        assert not records
+        made = plan(layers(5, 100), 'cuda:0-1')
+    finally:
+        logger.removeHandler(handler)
+    assert [(r.levelname, r.getMessage()) for r in records] == [('WARNING', made.warning)]
+    assert made.warning.startswith('The plan of Sequential is uneven: imbalance 0.905 is above')
+
+
+@pytest.mark.parametrize('force', [None, True])
+def test_auto_leaves_no_device_empty(force):
+    model = layers(1000, 1000, 1000)
+    theirs = plan(model, 'cuda:0-2', 'auto', force_balance=False)
+    assert loads(theirs) == [1000, 2000, 0]
+    assert 'cuda:2 would get nothing and imbalance 1.000' in theirs.warning
+    made = plan(model, 'cuda:0-2', 'auto', force_balance=force)
+    assert loads(made) == [1000, 1000, 1000]
+    assert 'HF accelerate: imbalance 1.000.' in made.steps
+    assert made.steps[-1].endswith('50.0% less; balanced is used.')
+    assert not made.warning
+    for strategy in ('auto', 'dynamic', 'balanced'):
+        with pytest.raises(PlacementError, match='2 blocks for 4 devices: cuda:2, cuda:3 would'):
+            plan(layers(5, 5), 'cuda:0-3', strategy, force_balance=force)
+
+
+def test_auto_is_replaced_only_where_it_must_be():
+    model = make('mmdet')
+    theirs = plan(model, 'xla:0-2', 'auto', force_balance=False)
+    assert theirs.imbalance > 0.3
+    assert min(theirs.loads.values())
+    kept = plan(model, 'xla:0-2', 'auto')
+    assert kept.device_map == theirs.device_map
+    assert "Take strategy='balanced' or 'dynamic', or fewer devices." in kept.warning
+    forced = plan(model, 'xla:0-2', 'auto', force_balance=True)
+    assert forced.device_map == plan(model, 'xla:0-2').device_map
+    even = plan(model, 'xla:0-2', 'auto', force_balance=True, balance_threshold=1)
+    assert even.device_map == theirs.device_map
+
+
+def test_an_uneven_plan_of_many_devices_names_the_extremes():
+    made = plan(nn.Sequential(many(50, 19), many(5000, 1)), 'cuda:0-19')
+    assert made.warning.count('of its share)') == 8
+    assert 'cuda:19 19.53 KiB (1680.7% of its share), cuda:0 200 bytes' in made.warning
+    assert 'Take one device for this model.' in made.warning
+
+
+def test_one_device_or_the_host_alone_is_never_uneven():
+    assert not plan(layers(5, 100), 'cuda:0').warning
+    assert not plan(layers(5, 100), 'cpu').warning
+    nothing = dict(max_memory={0: 0, 1: 0}, force_balance=False, exclude_cpu=False)
+    assert not plan(layers(5, 5), 'cuda:0-1', **nothing).warning
 
 
 # limits -------------------------------------------------------------------------------------
@@ -269,6 +376,7 @@ def test_a_block_that_fits_nowhere():
         (dict(balance_threshold=float('nan')), 'balance_threshold=nan'),
         (dict(balance_threshold=True), 'balance_threshold=True'),
         (dict(balance_threshold='0.3'), "balance_threshold='0.3'"),
+        (dict(force_balance='no'), "force_balance='no': expected None, True or False"),
         (dict(optimizer=None, training=True), 'optimizer=None'),
         (
             dict(model=nn.Sequential(nn.LazyLinear(3))),

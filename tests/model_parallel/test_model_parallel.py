@@ -1,6 +1,7 @@
 """Models over several cards of a stand-in, against the same training on one."""
 
 import os
+import re
 
 import pytest
 import torch
@@ -225,6 +226,15 @@ def test_the_strategy_is_logged_once_with_its_plan(tmp_path):
     assert 'imbalance' in log
     for device in devices:
         assert f'{device} holds' in log
+    assert 'is uneven' not in log
+
+
+def test_an_uneven_plan_is_warned_of_once(tmp_path):
+    whole = dict(enable=True, devices=2, no_split=['blocks'])
+    ((log, _),) = run_ranks(log_of, 0, str(tmp_path), whole)
+    told = re.findall(r'WARNING - (The plan of SpreadClassifier is uneven: .*)', log)
+    assert len(told) == 1
+    assert 'blocks of' in told[0]
 
 
 @pytest.mark.parametrize(
@@ -262,6 +272,10 @@ def refused(work_dir, parallel):
         (dict(enable=True, max_memory={'zeta:0': 1, 'zeta:1': 1}, devices=2), 'zeta:0'),
         (dict(enable=True, balance_threshold=2, strategy='dynamic'), 'balance_threshold'),
         (dict(enable=True, size=2), 'size'),
+        (
+            dict(enable=True, devices=2, no_split=['blocks'], force_balance=True),
+            'force_balance=True refuses a plan that is uneven: imbalance',
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_model_is_built(tmp_path, parallel, words):

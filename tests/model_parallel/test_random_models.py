@@ -72,7 +72,7 @@ def draw(rng):
     options = dict(
         strategy=rng.choice(STRATEGIES),
         max_memory=memory if rng.random() < 0.6 else None,
-        force_balance=rng.random() < 0.5,
+        force_balance=rng.choice([None, True, False]),
         exclude_cpu=rng.random() < 0.7,
         training=rng.random() < 0.3,
         balance_threshold=rng.choice([0.0, 0.3, 1.0]),
@@ -96,8 +96,11 @@ def check(model, made, options):
     for name, module in model.named_modules():
         if (name, module) in whole and (made.strategy == 'balanced' or name):
             made.device_of(name)
-    if options['force_balance'] and made.strategy == 'balanced':
+    if options['force_balance'] is not False:
         assert all(made.loads[name] or name == 'cpu' for name in made.devices)
+    uneven = len(made.ideals) > 1 and made.imbalance > options['balance_threshold']
+    assert bool(made.warning) >= uneven
+    assert not (made.warning and options['force_balance'])
     if options['exclude_cpu']:
         assert 'cpu' not in made.devices
     assert DevicePlan.from_dict(made.to_dict()) == made

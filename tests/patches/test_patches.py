@@ -152,7 +152,8 @@ def expected_of(accelerator, ranks, flexible):
     without = (*without, 'type', 'IS_NPU_AVAILABLE')  # a T20's, an NPU's
     if not hasattr(config_module, 'FormatCode'):
         without = (*without, 'FormatCode')
-    found = symbols_of(patched_symbols.JOB, patched_symbols.AUTOCAST, without=without)
+    periods = (patched_symbols.JOB, patched_symbols.AUTOCAST, patched_symbols.LOADER_WORKERS)
+    found = symbols_of(*periods, without=without)
     if flexible:
         found |= symbols_of(patched_symbols.FLEXIBLE_RUNNER)
     if ranks > 1:

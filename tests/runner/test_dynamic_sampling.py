@@ -24,7 +24,7 @@ class SamplingModel(NoisyModel):
         inputs = data['inputs'] + 0.1 * torch.randn_like(data['inputs'])
         chances = torch.rand(len(inputs), device=inputs.device)
         return [
-            dict(inputs=x, targets=y, chance=chance)
+            dict(inputs=x, targets=y, chance=chance, tokens=[7] * int(1 + 9 * chance))
             for x, y, chance in zip(inputs, data['targets'], chances)
         ]
 
@@ -34,8 +34,10 @@ class SamplingModel(NoisyModel):
     def never(self, sample):
         return False
 
-    def forward(self, inputs, targets=None, chance=None, mode='tensor'):
+    def forward(self, inputs, targets=None, chance=None, tokens=None, mode='tensor'):
         assert mode != 'loss' or self.training
+        if mode == 'loss':
+            assert [len(each) for each in tokens] == [int(1 + 9 * c) for c in chance.tolist()]
         return super().forward(inputs, targets, mode)
 
 
