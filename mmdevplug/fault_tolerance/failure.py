@@ -27,6 +27,9 @@ _COMMUNICATION = re.compile(
     re.IGNORECASE,
 )
 
+#: A rank that has been in a phase for so long does not leave it for a meeting before it.
+STAYED_SECONDS = 10.0
+
 _watch: Optional[FailureWatch] = None
 
 
@@ -148,6 +151,23 @@ def note_report() -> None:
 def find_dead(ranks: List[int]) -> List[int]:
     """See :meth:`FailureWatch.find_dead`."""
     return [] if _watch is None else _watch.find_dead(ranks)
+
+
+def current_phase() -> Optional[str]:
+    """What :func:`enter_phase` set last, None where there is no watch."""
+    return None if _watch is None else _watch.heartbeat.phase
+
+
+def ranks_staying(ranks: List[int], phase: str) -> List[int]:
+    """The ranks that have been in a phase for :data:`STAYED_SECONDS`."""
+    if _watch is None:
+        return []
+    seen = {rank: _watch.heartbeat.read(rank) for rank in ranks}
+    return [
+        rank
+        for rank, found in seen.items()
+        if found is not None and found.beat.phase == phase and found.beat.seconds >= STAYED_SECONDS
+    ]
 
 
 def missing_ranks_error(

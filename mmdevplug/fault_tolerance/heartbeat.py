@@ -96,6 +96,11 @@ class Heartbeat:
         self._phase = Phase(text, self._phase.progress + 1, time.monotonic())
 
     @property
+    def phase(self) -> str:
+        """What this rank does now."""
+        return self._phase.text
+
+    @property
     def phase_began(self) -> float:
         """When this rank entered its phase, in seconds of the monotonic clock."""
         return self._phase.began

@@ -5,7 +5,7 @@ import logging
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Callable, Iterable, Iterator, List, Optional, TypeVar
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple, TypeVar
 
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError
@@ -52,13 +52,20 @@ class Wait:
     """One rank's wait for a counter in the store, with messages that name the missing ranks.
 
     ``prefix`` begins the names of its keys; ``stage`` names the wait in messages; ``ranks`` may be
-    missing.
+    missing. One that stays in the phase ``past[0]`` has passed this point and will not come;
+    ``past[1]`` says why.
     """
 
     def __init__(
-        self, store: Any, env: LaunchEnv, prefix: str, stage: str, ranks: Iterable[int]
+        self,
+        store: Any,
+        env: LaunchEnv,
+        prefix: str,
+        stage: str,
+        ranks: Iterable[int],
+        past: Optional[Tuple[str, str]] = None,
     ) -> None:
-        self._store, self._env = store, env
+        self._store, self._env, self._past = store, env, past
         self._prefix, self._stage, self._ranks = prefix, stage, ranks
         #: How often this rank has used the keys, this time included; the same on all ranks.
         self.number = store.add(f'{prefix}/here/{env.rank}', 1)
@@ -106,6 +113,11 @@ class Wait:
                 raise failure.missing_ranks_error(
                     self._env, gone, f'needed at {self._stage!r}, but {failure_watch.GONE}'
                 )
+            if self._past is not None:
+                phase, why = self._past
+                passed = failure.ranks_staying(missing, phase)
+                if passed:
+                    raise failure.missing_ranks_error(self._env, passed, why, alive=True)
             abort.say(
                 f'{self._env.describe()} has waited {waited:.0f} s in {self._stage!r} for '
                 f'{failure.describe_ranks(missing)}.'
@@ -144,7 +156,14 @@ def in_store(env: LaunchEnv, stage: str) -> Iterator[None]:
             raise failure.store_lost(env, lost, stage) from lost
 
 
-def meet(store: Any, env: LaunchEnv, prefix: str, stage: str, timeout: timedelta) -> int:
+def meet(
+    store: Any,
+    env: LaunchEnv,
+    prefix: str,
+    stage: str,
+    timeout: timedelta,
+    past: Optional[Tuple[str, str]] = None,
+) -> int:
     """Wait until all ranks are here; return how often its keys have been used, with this time.
 
     It costs two round trips and a few short reads of the store.
@@ -153,7 +172,7 @@ def meet(store: Any, env: LaunchEnv, prefix: str, stage: str, timeout: timedelta
         RankFailedError: If a rank does not come in time, or failed.
     """
     with in_store(env, stage):
-        wait = Wait(store, env, prefix, stage, range(env.world_size))
+        wait = Wait(store, env, prefix, stage, range(env.world_size), past)
         store.add(f'{prefix}/arrived', 1)
         wait.until(f'{prefix}/arrived', wait.number * env.world_size, timeout)
     # A rank that comes too late finds the arrivals of ranks that have given up.

@@ -13,7 +13,6 @@ from mmdevplug.accelerators import devices_of
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import training_step
 from mmdevplug.distributed.rank_device import rank_device
-from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import move_module
@@ -21,8 +20,8 @@ from mmdevplug.optim import log_norms
 
 from .host_staging import HostStaging
 from .model_signature import check_same_model
-from .trainable_set import check_optimizers
-from .wrapper import CHANGED, DeviceDistributedDataParallel
+from .trainable_set import check_optimizers, wait_for_change
+from .wrapper import DeviceDistributedDataParallel
 
 
 class _Part(DeviceDistributedDataParallel):
@@ -97,7 +96,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         _check_own_parameters(self.module)
         names = self._unwrapped()
         if names:
-            wait_for_everyone(CHANGED)
+            wait_for_change(', '.join(names))
             check_same_model(self.module)
             self._wrap(names)
             print_log(f'Averaged from here on: gradients of {", ".join(names)}.', 'current')

@@ -8,9 +8,11 @@ would train different models from then on.
 from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from torch import nn
+from torch import distributed as torch_dist, nn
 
+from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import ModelError
+from mmdevplug.fault_tolerance.failure import current_phase
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
@@ -75,6 +77,18 @@ class TrainableSet:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
+
+
+def wait_for_change(change: str) -> None:
+    """Wait until all ranks have noticed that other parameters are trained."""
+    phase = current_phase() or ''
+    why = (
+        f'it trains as before, while on rank {torch_dist.get_rank()} other parameters are trained '
+        f'({change}). Expected the same on all ranks; look for a requires_grad_() or '
+        f'add_param_group() that depends on the rank or its data'
+    )
+    past = (phase, why) if phase.startswith('train: iteration') else None
+    wait_for_everyone('comparing the parameters that are trained', past=past)
 
 
 def check_optimizers(module: nn.Module, sets: Sequence[TrainableSet], optim_wrapper: Any) -> None:

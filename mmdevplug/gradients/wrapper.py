@@ -20,7 +20,6 @@ from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
-from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.deferred_norm import resolving
@@ -42,12 +41,9 @@ from .model_signature import check_same_model
 from .nonfinite import FinitePolicy
 from .overlapped_staging import OverlappedStaging
 from .shared_buckets import SharedBucketAveraging, cpu_defaults
-from .trainable_set import TrainableSet, check_optimizers
+from .trainable_set import TrainableSet, check_optimizers, wait_for_change
 from .unused_parameters import refuse_unreduced
 from .wrapper_arguments import check_module, read_options, rename_buffer_option, trainable
-
-#: What ranks do when their parameters began or ceased to be trained.
-CHANGED = 'comparing the parameters that are trained, which have changed'
 
 
 @MODEL_WRAPPERS.register_module()
@@ -149,7 +145,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         # After the move, which may have made new parameters.
         self._trainable = TrainableSet(module, not takes_tensors or find_unused_parameters)
         if not takes_tensors:
-            self.restart_staging()
+            self._start_staging()
         self._hook_is_due = self._hook_is_ours = takes_tensors and (
             through_host or self.policy.active or averaging['compression'] is not None
         )
@@ -187,10 +183,11 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
     def restart_staging(self) -> None:
         """Average the gradients of the parameters that the module has now."""
-        before = self.staging
-        if before is not None:
-            self._trainable = TrainableSet(self.module, True, self._trainable)
-        named = self._trainable.named
+        self._trainable = TrainableSet(self.module, True, self._trainable)
+        self._start_staging()
+
+    def _start_staging(self) -> None:
+        before, named = self.staging, self._trainable.named
         on_several = len(devices_of([parameter for _, parameter in named])) > 1
         kind = LazyStaging if self.accelerator.lazy or on_several else OverlappedStaging
         with self._trainable.requiring_gradients():
@@ -207,9 +204,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
                 f'parameters of {type(self.module).__name__} began or ceased to be trained inside '
                 f'join(), whose other ranks may have ended. Change them before or after it.'
             )
-        self._trainable = TrainableSet(
-            self.module, self._trainable.tolerates_unused, self._trainable
-        )
         # What nn.Module keeps of this wrapper: its mode and its hooks.
         kept = {name: self.__dict__[name] for name in nn.Module().__dict__}
         # The hooks of a reducer go with it.
@@ -229,9 +223,11 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             RankFailedError: If other ranks noticed no change.
         """
         group, before = self.process_group, self._trainable
+        self._trainable = TrainableSet(self.module, before.tolerates_unused, before)
+        change = self._trainable.describe_change(before)
         if group is torch_dist.group.WORLD:
             # Others may have noticed nothing, and must not take this for their next average.
-            wait_for_everyone(CHANGED)
+            wait_for_change(change)
         check_same_model(self.module, group)
         elsewhere = misplaced_tensors(self.module, self.device) if len(self._devices) == 1 else {}
         if elsewhere:
@@ -245,13 +241,13 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         else:
             tensors = [*self.module.parameters(), *self.module.buffers()]
             broadcast_tensors(tensors, self.accelerator, group)
-            self.restart_staging()
+            self._start_staging()
         if self._averaging['compression'] is not None:
             self._averaging['compression'].reset()
         self._loss_checked = False
         print_log(
             f'Parameters of {type(self.module).__name__} began or ceased to be trained. Averaged '
-            f'from here on: {self._trainable.describe_change(before)}.',
+            f'from here on: {change}.',
             'current',
         )
 

@@ -67,6 +67,29 @@ def test_ranks_that_change_other_parameters_end_with_their_names():
         assert 'rank 1: has parameter 0.weight as 4x4 torch.float32, rank 0 as' in message
 
 
+def unfreeze_on_one_rank():
+    from mmdevplug.fault_tolerance import failure, store_barrier
+
+    start('cpu')
+    failure.STAYED_SECONDS = store_barrier.PROGRESS_SECONDS = 1.0
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[0].requires_grad_(False)
+    wrapper = wrap(net)
+    failure.enter_phase('train: iteration 5')
+    net[0].requires_grad_(rank() == 1)
+    with failure.fail_together('training'):
+        wrapper(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_rank_that_changes_alone_ends_the_job_with_the_names():
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(unfreeze_on_one_rank, 2, together=True)
+    for kind, message, _ in raised.value.errors.values():
+        assert kind == 'RankFailedError'
+        assert 'of rank 0 of 2 on host' in message
+        assert 'while on rank 1 other parameters are trained (now 0.weight, 0.bias)' in message
+
+
 def test_optimized_parameters_outside_of_the_model_are_refused():
     net = nn.Linear(4, 2)
     optim_wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
