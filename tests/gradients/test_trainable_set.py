@@ -83,11 +83,12 @@ def unfreeze_on_one_rank():
 
 def test_a_rank_that_changes_alone_ends_the_job_with_the_names():
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(unfreeze_on_one_rank, 2, together=True)
-    for kind, message, _ in raised.value.errors.values():
-        assert kind == 'RankFailedError'
-        assert 'of rank 0 of 2 on host' in message
-        assert 'while on rank 1 other parameters are trained (now 0.weight, 0.bias)' in message
+        run_ranks(unfreeze_on_one_rank, 2)
+    # Rank 0 waits for gradients inside PyTorch, so its watch ends the process.
+    kind, message, _ = raised.value.errors[1]
+    assert kind == 'RankFailedError'
+    assert 'of rank 0 of 2 on host' in message
+    assert 'while on rank 1 other parameters are trained (now 0.weight, 0.bias)' in message
 
 
 def test_optimized_parameters_outside_of_the_model_are_refused():
