@@ -44,6 +44,7 @@ class _LongWaits:
     def __init__(self) -> None:
         self.current: Optional[_Waiting] = None
         self._thread: Optional[threading.Thread] = None
+        self._ending = threading.Event()
 
     def begin(self, waiting: _Waiting) -> None:
         self.current = waiting
@@ -51,11 +52,15 @@ class _LongWaits:
             self._thread = threading.Thread(target=self._look, name='mmdevplug-waits', daemon=True)
             self._thread.start()
 
+    def end(self) -> None:
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(_TICK)
+
     def _look(self) -> None:
         published: Optional[_Waiting] = None
         said = 0.0
-        while True:
-            time.sleep(_TICK)
+        while not self._ending.wait(_TICK):
             now, waiting = time.monotonic(), self.current
             if published is not None and waiting is not published:
                 published.ended()
@@ -66,29 +71,23 @@ class _LongWaits:
             whom = waiting.describe()
             if whom is not None and now - max(waiting.began, said) >= REPORT_SECONDS:
                 said = now
-                say(f'{waiting.what} has waited {now - waiting.began:.0f} s{whom}')
+                seconds = f'{now - waiting.began:.0f} s'
+                say(f'{waiting.what} has waited {seconds}{whom}')
 
 
+#: Of functions that are called often.
 _LONG_WAITS = _LongWaits()
 
 
 @contextmanager
-def reported_wait(
-    what: str, describe: Describe = lambda: '.', ended: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Say once a minute that something in this context waits.
-
-    Args:
-        what (str): Who waits where, the beginning of the line.
-        describe (callable): Returns the end of the line, None for no line.
-        ended (callable): Called after the context has ended if ``describe`` was called.
-    """
-    before = _LONG_WAITS.current
-    _LONG_WAITS.begin(_Waiting(what, describe, ended, time.monotonic()))
+def reported_wait(what: str) -> Iterator[None]:
+    """Say once a minute that something in this context waits; ``what`` is who, where, for whom."""
+    waits = _LongWaits()
+    waits.begin(_Waiting(what, lambda: '.', lambda: None, time.monotonic()))
     try:
         yield
     finally:
-        _LONG_WAITS.current = before
+        waits.end()
 
 
 @contextmanager
@@ -100,8 +99,11 @@ def collective_of(stage: str, group: Any = None) -> Iterator[None]:
         return
     ranks = _Present(stage, group)
     what = f'rank {ranks.rank} of {torch_dist.get_world_size()} in {stage}'
-    with reported_wait(what, ranks.describe, ranks.leave):
+    _LONG_WAITS.begin(_Waiting(what, ranks.describe, ranks.leave, time.monotonic()))
+    try:
         yield
+    finally:
+        _LONG_WAITS.current = None
 
 
 class _Present:

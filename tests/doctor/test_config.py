@@ -111,7 +111,9 @@ model = dict(type='WithSpareHead')
     found = the(examine(lines, ranks=2), 'warning', 'spare.weight, spare.bias')
     assert 'set find_unused_parameters=True' in found.why
     for ranks, more in ((1, ''), (2, 'find_unused_parameters = True\n')):
-        assert not any('without a gradient' in each.found for each in examine(lines + more, ranks=ranks))
+        assert not any(
+            'without a gradient' in each.found for each in examine(lines + more, ranks=ranks)
+        )
 
 
 @pytest.mark.long
