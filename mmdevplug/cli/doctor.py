@@ -36,8 +36,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The arguments of ``mmdevplug doctor``."""
     parser = argparse.ArgumentParser(
         prog='mmdevplug doctor',
-        description='Look for what keeps a training from working here. Nothing is trained and '
-        'nothing is written but the files asked for. The exit status is 1 if there is an error.',
+        description='Look for what keeps a training from working here. Nothing is trained but '
+        'one step of the config, and nothing is written but the files asked for. The exit status '
+        'is 1 if there is an error.',
         allow_abbrev=False,
     )
     parser.add_argument('--nproc', type=int, help='test collectives between this many processes')

@@ -168,6 +168,7 @@ def start_distributed(
         side_groups=before.side_groups if exists and before is not None else {},
     )
     set_device_context(context)
+    enter_phase('after set-up')
     return context
 
 
