@@ -37,8 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The arguments of ``mmdevplug doctor``."""
     parser = Parser(
         prog='mmdevplug doctor',
-        description='Look for what keeps a training from working here. Nothing is trained and '
-        'nothing is written but the files asked for. The exit status is 1 if there is an error.',
+        description='Look for what keeps a training from working here. Nothing is trained but '
+        'one step of the config, and nothing is written but the files asked for. The exit status '
+        'is 1 if there is an error.',
     )
     parser.add_argument('--nproc', type=int, help='test collectives between this many processes')
     parser.add_argument('--config', help='also look at this config and build its model')

@@ -6,8 +6,10 @@ hosts have joined, and whether training has begun already.
 
 import os
 import socket
+import time
 from argparse import Namespace
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
 from typing import Any, Dict, Iterator, Optional, Tuple
 
@@ -16,6 +18,7 @@ from torch import distributed as torch_dist
 from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from mmdevplug.config.launch import read_range
 from mmdevplug.environments.launch import DEFAULT_PORT
@@ -30,6 +33,10 @@ _READ_SECONDS = 15
 #: What torchrun raises where they do not meet; PyTorch before 2.0 has no class for it.
 _MEETING_ERRORS = (RendezvousError, getattr(torch_dist, 'DistError', RuntimeError))
 
+#: Nobody waits longer than a minute without a line.
+_LINE_SECONDS = 50.0
+
+_meet_once = LocalPatch(StaticTCPRendezvous, 'next_rendezvous')
 _next_rendezvous = LocalPatch(DynamicRendezvousHandler, 'next_rendezvous')
 _rendezvous = LocalPatch(api.SimpleElasticAgent, '_rendezvous')
 _get_fq_hostname = LocalPatch(api, '_get_fq_hostname')
@@ -60,6 +67,10 @@ def elastic(args: Namespace) -> Iterator[None]:
     """Run torchrun so that hosts may join and leave, if its arguments say so."""
     hosts = read_range(str(args.nnodes))
     place = meeting_point(args)
+    if hosts is None and place is not None and args.rdzv_backend == 'static':
+        with _meet_once(_meet):
+            yield
+        return
     if hosts is None or args.rdzv_backend != 'c10d' or place is None:
         yield
         return
@@ -85,6 +96,60 @@ def elastic(args: Namespace) -> Iterator[None]:
         finally:
             for name in (MOST_RANKS, ROUND):
                 os.environ.pop(name, None)
+
+
+def _meet(meet: Any, handler: Any) -> Any:
+    """Wait for all hosts of a job whose number is fixed."""
+    if handler._store is None:
+        handler._store = _store_of_hosts(handler)
+    return meet(handler)
+
+
+def _store_of_hosts(handler: Any) -> Any:
+    """Connect to the store of host 0, and name the hosts that are missing, not only their number.
+
+    Raises:
+        LaunchError: If they do not come in time.
+    """
+    rank, hosts, limit = handler.rank, handler.world_size, handler.timeout.total_seconds()
+    address, port = handler.master_addr, handler.master_port
+    began = reported = time.monotonic()
+    store: Any = None
+    while store is None:
+        wait = max(1.0, min(_LINE_SECONDS, began + limit - time.monotonic()))
+        options: Any = dict(timeout=timedelta(seconds=wait), multi_tenant=rank == 0)
+        try:
+            store = torch_dist.TCPStore(
+                address, port, hosts, rank == 0, wait_for_workers=False, **options
+            )
+        except RuntimeError:
+            waited = time.monotonic() - began
+            if rank == 0 or waited >= limit:
+                raise
+            say(
+                f'host {rank} of {hosts} has waited {waited:.0f} s for host 0 at {address}:{port}.'
+            )
+    store.set_timeout(handler.timeout)
+    missing, ended = list(range(hosts)), False
+    while missing:
+        try:
+            store.add(f'mmdevplug/hosts/{rank}', 1)
+            missing = [host for host in missing if not store.add(f'mmdevplug/hosts/{host}', 0)]
+        except RuntimeError:
+            ended = True  # host 0, because others were missing
+        now = time.monotonic()
+        text = f'{now - began:.0f} s for host(s) {", ".join(map(str, missing))} of {hosts}'
+        if missing and (ended or now - began >= limit):
+            raise LaunchError(
+                f'host {rank} has waited {text} at {address}:{port}. Expected all of them to be '
+                f'started with this address and another --node-rank each. Look at what the '
+                f'missing ones print, and at a firewall; a slow start needs a longer --timeout.'
+            )
+        if missing and now - reported >= _LINE_SECONDS:
+            reported = now
+            say(f'host {rank} has waited {text}.')
+        time.sleep(0.2 if missing else 0)
+    return store
 
 
 def _join(join: Any, handler: Any, port: int) -> Any:

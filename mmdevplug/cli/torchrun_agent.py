@@ -124,11 +124,15 @@ def describe_failure(error: ChildFailedError) -> str:
     for rank, failure in failures:
         if notes[rank] and not notes[rank].get('because_of_another'):
             return f'rank {rank} (pid {failure.pid}) failed: {notes[rank]["message"]}'
+    # torchrun ends those that still run with SIGTERM, and 30 s later with SIGKILL: also one that
+    # is stopped. Of a rank that was killed before, the others say that it is gone.
+    noted = [note for note in notes.values() if note]
+    hangs = bool(noted) and not any(note.get('gone') for note in noted)
+    own = (signal.SIGTERM, signal.SIGKILL) if hangs else (signal.SIGTERM,)
     for rank, failure in failures:
-        if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # torchrun's own
+        if failure.exitcode < 0 and -failure.exitcode not in own:
             return _ended(rank, failure)
-    # torchrun ends those that still run with SIGTERM.
-    first = [one for one in failures if -one[1].exitcode != signal.SIGTERM] or failures
+    first = [one for one in failures if -one[1].exitcode not in own] or failures
     rank, failure = first[0]
     if all(notes[rank] for rank, _ in first):
         message = notes[rank]['message']

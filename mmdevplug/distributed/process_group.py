@@ -174,6 +174,7 @@ def start_distributed(
         side_groups=before.side_groups if exists and before is not None else {},
     )
     set_device_context(context)
+    enter_phase('after set-up')
     return context
 
 
@@ -267,8 +268,9 @@ def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Tuple[Any, str]:
     if env.rank == 0 and env.single_host and is_loopback(env.master_addr) and not by_agent:
         held = loopback_store(env.master_port, env.master_addr, timeout)
     try:
-        where = f'{env.describe()} at the store {env.master_addr}:{env.master_port}'
-        with reported_wait(where, lambda: f' for {"torchrun" if by_agent else "rank 0"}.'):
+        holder = 'torchrun' if by_agent else 'rank 0'
+        place = f'{env.master_addr}:{env.master_port}'
+        with reported_wait(f'{env.describe()}, which needs the store of {holder} at {place},'):
             store = _connect(env, timeout, holds=env.rank == 0 and not by_agent)
         # torchrun's store outlives its workers: keys of an earlier start must not be read. It
         # does not count a restart after hosts have joined or left.

@@ -17,6 +17,9 @@ from mmdevplug.utils.patching import patch_symbol
 #: How long the functions of `before_abort` may take together.
 ABORT_SECONDS = 10.0
 
+#: How a message begins about a rank whose process has ended without a word.
+GONE = 'the process is gone and left no message'
+
 _before_abort: List[Callable[[], Any]] = []
 
 
@@ -47,6 +50,7 @@ def note_for_agent(error: BaseException) -> None:
         message=f'{type(error).__name__}: {first_line(error)}'[:1000],
         timestamp=int(time.time()),
         because_of_another=isinstance(error, RankFailedError),
+        gone=GONE in str(error),
     )
     try:
         write_text(json.dumps(note), path)
@@ -79,6 +83,7 @@ def before_abort(callback: Callable[[], Any]) -> None:
 def abort(message: str) -> None:
     """End this process, even if its main thread hangs, with a message in the log."""
     say(f'RankFailedError: {message}', logging.ERROR)
+    note_for_agent(RankFailedError(message))
     ending = threading.Thread(target=_run_callbacks, name='mmdevplug-abort', daemon=True)
     ending.start()
     ending.join(ABORT_SECONDS)

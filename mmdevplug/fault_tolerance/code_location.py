@@ -11,6 +11,10 @@ from torch import nn
 
 _STANDARD = (sysconfig.get_paths()['stdlib'], sysconfig.get_paths()['platstdlib'])
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+#: Rooms whose code is no more interesting than what calls it.
+_INNER = tuple(
+    os.path.join(_OWN, room, '') for room in ('distributed', 'gradients', 'model', 'samples')
+)
 #: Functions that all ranks call, and the files that define them.
 _COLLECTIVES = 'distributed_c10d.py'
 _OWN_COLLECTIVES = ('gather_samples', 'balance_samples')
@@ -47,7 +51,7 @@ def _describe(places: List[Place], in_detail: bool) -> str:
     names = [each.f_code.co_name for each, _ in places if in_detail and _is_collective(each)]
     # Inside a collective, the line that calls it; elsewhere one of ours says more.
     own = [place for place in places if not _is_foreign(place[0])]
-    callers = [place for place in own if not _file(place[0]).startswith(_OWN)] if names else []
+    callers = [place for place in own if not _file(place[0]).startswith(_INNER)] if names else []
     frame, line = (callers or own or places)[0]
     code = frame.f_code
     layer = _layer([each for each, _ in places]) if in_detail else ''

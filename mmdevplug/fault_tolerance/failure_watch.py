@@ -21,6 +21,7 @@ from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.torch_compat import get_text, set_text
 
+from . import abort as ending
 from .abort import abort, forget_note, note_for_agent, say
 from .code_location import locate_error
 from .heartbeat import (
@@ -56,8 +57,8 @@ STOPPED_TEXT = (
 )
 UNREACHABLE = 'its host or the link to it is down'
 GONE = (
-    'the process is gone and left no message. It was killed (out of memory, SIGKILL) or its host '
-    'is down; look at the end of its log and at the kernel log of its host'
+    f'{ending.GONE}. It was killed (out of memory, SIGKILL) or its host is down; look at the end '
+    f'of its log and at the kernel log of its host'
 )
 
 
@@ -397,11 +398,12 @@ class FailureWatch:
         here, elsewhere = places[0][0], sorted(rank for ranks, _ in places[1:] for rank in ranks)
         late = [rank for rank in elsewhere if self._state_of(rank) == RUNNING]
         missing = late or elsewhere
+        apart = [place for place in places if not set(place[0]) <= set(late)]
         named = (
             self.heartbeat.describe_all(late) if late else 'ranks that wait in different places'
         )
         text = (
-            f'{named}: {describe_places(places)}. {list_numbers(here).capitalize()} waited for '
+            f'{named}: {describe_places(apart)}. {list_numbers(here).capitalize()} waited for '
             f'{list_numbers(missing)} longer than env_cfg.dist_cfg.timeout, or lost the '
             f'connection; all processes are alive. All ranks have to come to the same collectives '
             f'(averages of gradients, synchronized batch normalization, gather_samples, ...) in '

@@ -5,6 +5,7 @@ publishes in the store of that group that this rank waits, once it has waited fo
 takes less costs nothing.
 """
 
+import atexit
 import json
 import logging
 import threading
@@ -28,14 +29,10 @@ from .heartbeat import list_numbers
 REPORT_SECONDS = 55.0
 _TICK = 1.0
 
-Describe = Callable[[], Optional[str]]
-
 
 class _Waiting(NamedTuple):
-    what: str
-    describe: Describe  # called every second; whom this rank waits for, None if another says so
-    ended: Callable[[], None]
     began: float
+    make: Callable[[], Any]  # what describes it; called once it has taken a second
 
 
 class _LongWaits:
@@ -44,64 +41,78 @@ class _LongWaits:
     def __init__(self) -> None:
         self.current: Optional[_Waiting] = None
         self._thread: Optional[threading.Thread] = None
+        self._ending = threading.Event()
 
-    def begin(self, waiting: _Waiting) -> None:
-        self.current = waiting
+    def begin(self, make: Callable[[], Any]) -> None:
+        self.current = _Waiting(time.monotonic(), make)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._look, name='mmdevplug-waits', daemon=True)
             self._thread.start()
+            atexit.register(self.end)  # it must not use a store while the interpreter ends
+
+    def end(self) -> None:
+        atexit.unregister(self.end)
+        self._ending.set()
+        if self._thread is not None:
+            self._thread.join(_TICK)
 
     def _look(self) -> None:
-        published: Optional[_Waiting] = None
+        seen: Optional[_Waiting] = None
+        told: Any = None
         said = 0.0
-        while True:
-            time.sleep(_TICK)
+        while not self._ending.wait(_TICK):
             now, waiting = time.monotonic(), self.current
-            if published is not None and waiting is not published:
-                published.ended()
-                published = None
+            if waiting is not seen:
+                if told is not None:
+                    told.leave()
+                seen, told = waiting, None
             if waiting is None or now - waiting.began < _TICK:
                 continue
-            published = waiting
-            whom = waiting.describe()
+            if told is None:
+                told = waiting.make()
+            whom = told.describe()
             if whom is not None and now - max(waiting.began, said) >= REPORT_SECONDS:
                 said = now
-                say(f'{waiting.what} has waited {now - waiting.began:.0f} s{whom}')
+                say(f'{told.what} has waited {now - waiting.began:.0f} s{whom}')
 
 
+#: Of functions that are called often.
 _LONG_WAITS = _LongWaits()
 
 
-@contextmanager
-def reported_wait(
-    what: str, describe: Describe = lambda: '.', ended: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Say once a minute that something in this context waits.
+class _Told(NamedTuple):
+    what: str
 
-    Args:
-        what (str): Who waits where, the beginning of the line.
-        describe (callable): Returns the end of the line, None for no line.
-        ended (callable): Called after the context has ended if ``describe`` was called.
-    """
-    before = _LONG_WAITS.current
-    _LONG_WAITS.begin(_Waiting(what, describe, ended, time.monotonic()))
+    def describe(self) -> str:
+        return '.'
+
+    def leave(self) -> None:
+        pass
+
+
+@contextmanager
+def reported_wait(what: str) -> Iterator[None]:
+    """Say once a minute that something in this context waits; ``what`` is who, where, for whom."""
+    waits = _LongWaits()
+    waits.begin(lambda: _Told(what))
     try:
         yield
     finally:
-        _LONG_WAITS.current = before
+        waits.end()
 
 
 @contextmanager
 def collective_of(stage: str, group: Any = None) -> Iterator[None]:
     """Say once a minute which ranks a function waits for that all ranks of a group call."""
     single = not (torch_dist.is_available() and torch_dist.is_initialized())
-    if single or _LONG_WAITS.current is not None or torch_dist.get_world_size() == 1:
+    if single or _LONG_WAITS.current is not None:
         yield
         return
-    ranks = _Present(stage, group)
-    what = f'rank {ranks.rank} of {torch_dist.get_world_size()} in {stage}'
-    with reported_wait(what, ranks.describe, ranks.leave):
+    _LONG_WAITS.begin(lambda: _Present(stage, group))
+    try:
         yield
+    finally:
+        _LONG_WAITS.current = None
 
 
 class _Present:
@@ -109,10 +120,13 @@ class _Present:
 
     def __init__(self, stage: str, group: Any) -> None:
         self.stage, self.group, self.rank = stage, group, torch_dist.get_rank()
+        self.what = f'rank {self.rank} of {torch_dist.get_world_size()} in {stage}'
         self._store: Any = None
 
     def describe(self) -> Optional[str]:
-        """Name the ranks that do not wait here; None if a lower rank does."""
+        """Name the ranks that do not wait here; None if a lower rank says so, or there is none."""
+        if torch_dist.get_world_size(self.group) == 1:
+            return None
         try:
             others = self._read()
         except RuntimeError as error:

@@ -2,7 +2,7 @@
 
 import re
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Set
+from typing import Any, Callable, Iterable, Iterator, List, Mapping, Set
 
 from torch import distributed as torch_dist, nn
 
@@ -33,8 +33,8 @@ def refuse_unreduced(model: nn.Module) -> None:
         ModelError: With the names of the parameters.
     """
     inner = getattr(model, 'module', None)
-    children: Dict[str, nn.Module] = {} if inner is None else inner._modules
-    for name, part in [('', model), *children.items()]:
+    children = [] if inner is None else inner.named_children()
+    for name, part in [('', model), *children]:
         reducer = vars(part).get('reducer')
         if reducer is None:
             continue

@@ -58,3 +58,7 @@ class PhaseHook(Hook):
             self._first = False
             wait_for_everyone('first iteration')
         enter_phase(f'train: after iteration {runner.iter + 1}, or loading the next data')
+
+    def after_train(self, runner: Any) -> None:
+        """Note that this rank has left the loop."""
+        enter_phase('train: after the last iteration')

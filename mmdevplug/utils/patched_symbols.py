@@ -279,6 +279,13 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'torchrun lets the caller choose the signals that it forwards.',
     ),
     *_symbols(
+        'torch.distributed.elastic.rendezvous.static_tcp_rendezvous.StaticTCPRendezvous: '
+        'next_rendezvous',
+        LAUNCHER,
+        'It waits in silence for hosts that are missing, and in the end says how many there are.',
+        'torchrun names the hosts that are missing.',
+    ),
+    *_symbols(
         'torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler: '
         'next_rendezvous',
         ELASTIC,

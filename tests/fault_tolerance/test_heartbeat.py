@@ -219,7 +219,8 @@ def test_a_collective_that_times_out_names_who_hangs():
         assert 'because of rank 1 of 3' in message
         assert "in 'loading a batch'" in message
         assert 'test_heartbeat.py' in message
-        assert 'stands still' in message
+        assert 'anks 0, 2 waited for rank 1 longer than env_cfg.dist_cfg.timeout' in message
+        assert "ranks 0, 2 in 'averaging' at all_reduce, test_heartbeat.py" in message
 
 
 def test_the_clock_stands_while_the_process_does():
@@ -299,3 +300,5 @@ def test_a_rank_that_holds_the_interpreter_is_alive_and_a_stopped_one_is_not(tmp
     assert 'stops because' not in busy
     assert 'because of rank 1 of 2' in rest
     assert 'no sign of life' in rest
+    assert 'the process is stopped (SIGSTOP' in rest
+    assert 'killed' not in rest

@@ -1,0 +1,165 @@
+"""Ranks that wait for others: where each rank is, and which ones are missing."""
+
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed as torch_dist, nn
+
+from mmdevplug.errors import LaunchError
+from mmdevplug.fault_tolerance.code_location import locate_error, locate_thread
+from mmdevplug.fault_tolerance.heartbeat import list_numbers
+from tests.ranks import RanksFailed, free_port, run_ranks
+
+
+class Probe(nn.Module):
+    """Notes where its thread is, as another thread sees it, and fails."""
+
+    def forward(self, inputs):
+        self.seen = []
+        own = threading.get_ident()
+        look = threading.Thread(
+            target=lambda: self.seen.extend(locate_thread(own, detail) for detail in (True, False))
+        )
+        look.start()
+        look.join()
+        raise RuntimeError('lost')
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs):
+        return self.module(inputs)
+
+
+def test_a_layer_has_the_name_that_the_model_knows():
+    probe = Probe()
+    model = nn.Sequential(nn.Sequential(nn.ReLU(), probe))
+    with pytest.raises(RuntimeError, match='lost') as failed:
+        Wrapper(model)(torch.ones(1))
+    in_detail, plain = probe.seen
+    for text in (in_detail, locate_error(failed.value)):
+        assert text.startswith("layer '0.1' (Probe), test_places.py:")
+        assert text.endswith(' in forward')
+    assert plain.startswith('test_places.py:')
+
+
+def test_numbers_of_ranks():
+    assert list_numbers([3]) == 'rank 3'
+    assert list_numbers([4, 0, 2, 3]) == 'ranks 0, 2-4'
+    assert list_numbers([0, 1, 5, 6]) == 'ranks 0, 1, 5, 6'
+
+
+def pass_over_a_layer():
+    from mmdevplug import init_device
+    from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
+    from mmdevplug.model.norm_layers import convert_norm_layers
+
+    context = init_device('pytorch', 'cpu', timeout=5)
+    head = nn.Sequential(nn.Conv2d(3, 2, 1), nn.SyncBatchNorm(2))
+    net = convert_norm_layers(nn.Sequential(head), context.accelerator, context.device)
+    enter_phase('train: iteration 3')
+    with fail_together('training'):
+        if torch_dist.get_rank() != 1:
+            net(torch.ones(2, 3, 4, 4))
+        torch_dist.all_reduce(torch.ones(1))
+
+
+def test_ranks_in_different_collectives_say_where_each_is():
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(pass_over_a_layer, 3, together=True)
+    assert sorted(failed.value.errors) == [0, 1, 2]
+    for kind, message, _ in failed.value.errors.values():
+        assert kind == 'RankFailedError'
+        assert "ranks 0, 2 in 'train: iteration 3' at all_gather, layer '0.1', test_pl" in message
+        assert "rank 1 in 'train: iteration 3' at all_reduce, test_places.py:" in message
+        assert 'network' not in message
+
+
+def start(timeout):
+    from mmdevplug import init_device
+
+    init_device('pytorch', 'cpu', timeout=timeout)
+
+
+def test_a_start_names_the_ranks_that_are_missing():
+    with pytest.raises(RanksFailed) as failed:
+        run_ranks(start, 2, 4, environ=dict(WORLD_SIZE='4', LOCAL_WORLD_SIZE='4'), together=True)
+    for kind, message, _ in failed.value.errors.values():
+        assert kind == 'RankFailedError'
+        assert 'rank 2 of 4 (which has not started); rank 3 of 4 (which has not' in message
+
+
+def host_of(rank, hosts, port, seconds):
+    wait = timedelta(seconds=seconds)
+    return SimpleNamespace(
+        rank=rank, world_size=hosts, master_addr='127.0.0.1', master_port=port, timeout=wait
+    )
+
+
+def test_a_start_names_the_hosts_that_are_missing():
+    from mmdevplug.cli.elastic_agent import _store_of_hosts
+
+    port = free_port()
+    errors = []
+
+    def host_2():
+        try:
+            _store_of_hosts(host_of(2, 3, port, 30))
+        except LaunchError as error:
+            errors.append(str(error))
+
+    other = threading.Thread(target=host_2)
+    other.start()
+    with pytest.raises(LaunchError, match=r'host 0 has waited \d+ s for host\(s\) 1 of 3 at'):
+        _store_of_hosts(host_of(0, 3, port, 4))
+    other.join(40)
+    assert 'host 2 has waited' in errors[0]
+    assert 'for host(s) 1 of 3' in errors[0]
+
+
+# long waits -------------------------------------------------------------------------------------
+
+
+def gather_late(own_group):
+    """The lines that ranks print while rank 1 does something else."""
+    from mmdevplug import init_device
+    from mmdevplug.fault_tolerance import failure_watch, long_waits
+    from mmdevplug.fault_tolerance.failure import enter_phase
+    from mmdevplug.samples import gather_samples
+
+    said = []
+    failure_watch.say = long_waits.say = lambda text: said.append(text)
+    failure_watch.REPORT_SECONDS = long_waits.REPORT_SECONDS = 2.0
+    if own_group:
+        torch_dist.init_process_group('gloo')
+    else:
+        init_device('pytorch', 'cpu', timeout=60)
+        enter_phase('sampling')
+    rank = torch_dist.get_rank()
+    assert gather_samples([rank]) == [0, 1, 2]
+    if rank == 1:
+        time.sleep(7)
+    assert gather_samples([rank]) == [0, 1, 2]
+    return said
+
+
+@pytest.mark.parametrize('own_group', [False, True])
+def test_gathering_samples_says_for_whom_it_waits(own_group):
+    first, late, last = run_ranks(gather_late, 3, own_group, environ=dict(GLOO_SOCKET_IFNAME='lo'))
+    said = first + last
+    assert said
+    assert not late
+    if own_group:
+        text = 'for rank 1, which did not come there.'
+        assert all(line.startswith('rank 0 of 3 in gather_samples() has waited') for line in first)
+    else:
+        text = "ranks 0, 2 in 'sampling' at gather_samples, test_places.py:"
+        assert "rank 1 in 'sampling' at test_places.py:" in said[-1]
+    assert text in said[-1]
