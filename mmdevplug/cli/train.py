@@ -12,6 +12,7 @@ from mmengine.logging import print_log
 from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
+from mmdevplug.explanations.arguments import explain_arguments
 from mmdevplug.utils.quick_imports import quick_imports
 
 from .arguments import Parser
@@ -61,7 +62,8 @@ def main(argv: Optional[List[str]] = None) -> None:
     elif args.resume is not None:
         check_checkpoint(args.resume, '--resume')
         cfg.resume, cfg.load_from = True, args.resume
-    RUNNERS.build(cfg).train()
+    with explain_arguments(cfg):
+        RUNNERS.build(cfg).train()
 
 
 def _use_amp(cfg: Config) -> None:

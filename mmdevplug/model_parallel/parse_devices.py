@@ -88,7 +88,14 @@ def _names(part: Any, device_type: Optional[str]) -> List[str]:
             names.append('cpu')
         elif text.isdigit():
             names += _names(int(text), device_type)
-        elif found and found['type'] not in ('cpu', 'meta'):
+        elif found and found['type'] in ('cpu', 'meta'):
+            raise PlacementError(
+                f"devices name {text!r}, but the host is one device, 'cpu', and 'meta' holds "
+                f'nothing: there is nothing to spread a model over. Name devices of an '
+                f"accelerator, e.g. 'cuda:0-1'; a plan needs none of them to be present, and with "
+                f'exclude_cpu=False (--allow-cpu) the host takes what they cannot hold.'
+            )
+        elif found:
             first, last = int(found['first']), int(found['last'] or found['first'])
             _check_type(found['type'])
             if last < first:
