@@ -90,10 +90,9 @@ def _names(part: Any, device_type: Optional[str]) -> List[str]:
             names += _names(int(text), device_type)
         elif found and found['type'] in ('cpu', 'meta'):
             raise PlacementError(
-                f"devices name {text!r}, but the host is one device, 'cpu', and 'meta' holds "
-                f'nothing: there is nothing to spread a model over. Name devices of an '
-                f"accelerator, e.g. 'cuda:0-1'; a plan needs none of them to be present, and with "
-                f'exclude_cpu=False (--allow-cpu) the host takes what they cannot hold.'
+                f'device {text!r}: expected TYPE:INDEX or TYPE:FIRST-LAST of an accelerator, e.g. '
+                f"'cuda:0-1', which a plan does not need to be present. The host is one device, "
+                f"'cpu', and takes what these cannot hold with exclude_cpu=False (--allow-cpu)."
             )
         elif found:
             first, last = int(found['first']), int(found['last'] or found['first'])

@@ -87,8 +87,10 @@ def test_configs_are_no_scripts():
 def test_the_host_alone_has_no_plan():
     for devices in ('cpu:0-1', 'cpu:1', 'meta:0'):
         found = only_line(plan.main, DIGITS, '--devices', devices)
-        assert f"devices name '{devices}', but the host is one device" in found
-        assert "e.g. 'cuda:0-1'" in found
+        assert f"device '{devices}': expected TYPE:INDEX or TYPE:FIRST-LAST of an accel" in found
+        assert (
+            "e.g. 'cuda:0-1', which a plan does not need to be present. The host is one" in found
+        )
 
 
 # keys -------------------------------------------------------------------------------------------
