@@ -23,6 +23,7 @@ from mmdevplug.environments.launch import (
 )
 from mmdevplug.environments.stale import describe_stale
 from mmdevplug.errors import CheckpointError, DevPlugError
+from mmdevplug.explanations.configs import explain_config
 from mmdevplug.explanations.versions import explain_versions, folder_of
 from mmdevplug.fault_tolerance.abort import note_for_agent
 from mmdevplug.utils.patching import LocalPatch
@@ -83,12 +84,7 @@ def load_config(args: argparse.Namespace, import_modules: bool = True) -> Config
             f'configs/digits/digits_cpu.py, or one of an installed package, e.g. '
             f'mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py.'
         )
-    try:
-        cfg = load_file(args.config, import_modules)
-    except SyntaxError as error:
-        raise DevPlugError(
-            f'CONFIG {args.config!r} cannot be read: {error}. Expected Python; correct that line.'
-        ) from error
+    cfg = load_file(args.config, import_modules)
     if args.accelerator:
         overlay_accelerator(cfg, args.accelerator)
     cfg.setdefault('runner_type', 'DeviceRunner')
@@ -140,7 +136,7 @@ def check_checkpoint(path: str, origin: str) -> None:
 
 def load_file(path: str, import_modules: bool = True) -> Config:
     """Load a config from a path, or from ``package::path`` as in a config's ``_base_``."""
-    with _packages_found():
+    with explain_config(path), _packages_found():
         if '::' in path:
             path, _ = Config._get_cfg_path(path, '')
         return Config.fromfile(path, import_custom_modules=import_modules)

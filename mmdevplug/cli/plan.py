@@ -7,6 +7,8 @@ from typing import List, Optional, Union
 from mmengine.config import Config
 from rich.console import Console
 
+from mmdevplug.errors import PlacementError
+from mmdevplug.explanations.versions import describe, explain_import
 from mmdevplug.model_parallel import STRATEGIES, DevicePlan
 from mmdevplug.model_parallel.draw_plan import save_html, save_png
 from mmdevplug.model_parallel.make_plan import make_plan
@@ -18,6 +20,7 @@ from mmdevplug.utils.progress import show_progress
 
 from . import say
 from .arguments import Parser
+from .common import load_file
 
 DEFAULT_OPTIMIZER = 'adamw'
 KINDS = ('json', 'png', 'html')
@@ -86,7 +89,13 @@ def main(argv: Optional[List[str]] = None) -> None:
 
 
 def _plan(args: argparse.Namespace) -> DevicePlan:
-    model, cfg = build_from_file(args.model)
+    try:
+        model, cfg = build_from_file(args.model, load_file)
+    except PlacementError as error:
+        problems = explain_import(error)
+        if not problems:
+            raise
+        raise PlacementError(f'{args.model!r}: {describe(problems)}') from error
     return make_plan(
         model,
         args.devices,

@@ -9,6 +9,7 @@ from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
+from mmdevplug.explanations.arguments import explain_arguments
 from mmdevplug.utils.quick_imports import quick_imports
 
 from .arguments import Parser
@@ -47,7 +48,8 @@ def main(argv: Optional[List[str]] = None) -> None:
         _use_tta(cfg)
     if args.out:
         _dump_predictions(cfg, args.out)
-    RUNNERS.build(cfg).test()
+    with explain_arguments(cfg):
+        RUNNERS.build(cfg).test()
 
 
 def _use_tta(cfg: Config) -> None:

@@ -12,6 +12,7 @@ from mmengine.logging import print_log
 from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
+from mmdevplug.explanations.arguments import explain_arguments
 from mmdevplug.utils.quick_imports import quick_imports
 
 from .arguments import Parser
@@ -68,7 +69,8 @@ def main(argv: Optional[List[str]] = None) -> None:
         cfg.resume, cfg.load_from = True, args.resume
     if args.resume_settings is not None:
         cfg.accelerator.resume_settings = args.resume_settings
-    RUNNERS.build(cfg).train()
+    with explain_arguments(cfg):
+        RUNNERS.build(cfg).train()
 
 
 def _use_amp(cfg: Config) -> None:

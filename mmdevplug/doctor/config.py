@@ -4,7 +4,6 @@ Nothing is trained but one step, for a job of several ranks.
 """
 
 import sys
-import traceback
 from typing import Any, Callable, Dict, Iterator, List
 
 from mmengine.config import Config
@@ -12,6 +11,7 @@ from mmengine.registry import DefaultScope
 
 from mmdevplug.accelerators import choose_accelerator
 from mmdevplug.errors import DevPlugError
+from mmdevplug.explanations.configs import place_in_config, refuse_script
 
 from . import config_model, config_names, config_values, one_step
 from .accelerators import accelerator_options
@@ -44,10 +44,11 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
     ranks = options['ranks']
     say('loading the config')
     try:
+        refuse_script(task)
         cfg = Config.fromfile(task)
     except Exception as error:
         yield section.error(
-            f'{_place_in_config(task, error)}: {type(error).__name__}: {error}',
+            f'{place_in_config(task, error)}: {type(error).__name__}: {error}',
             'the config cannot be loaded.',
             f'{sys.executable} -c "from mmengine.config import Config; Config.fromfile({task!r})"',
         )
@@ -91,18 +92,3 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
     yield from (finding for finding in unknown if finding.level == 'error' or not built)
     if not any(finding.level == 'error' for finding in unknown):
         yield section.ok('all types in the config are registered')
-
-
-def _place_in_config(path: str, error: BaseException) -> str:
-    """Name the file and line of a config that an error comes from; at least its path."""
-    own = sys.modules['mmengine.config.config'].__file__
-    place = loading = path
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        if code.co_filename == own and code.co_name == '_file2dict':
-            place = loading = str(frame.f_locals.get('filename', loading))
-        elif code.co_filename == loading:
-            place = f'{loading}:{line}'
-    if isinstance(error, SyntaxError) and error.lineno is not None:
-        return f'{loading}:{error.lineno}'
-    return place

@@ -10,6 +10,7 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError
+from mmdevplug.explanations.versions import explain_import
 from mmdevplug.model_parallel import DevicePlan
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.model_parallel.meta_build import build, can_build_on_meta
@@ -38,10 +39,13 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
         model, on_host = build(cfg.model)
     except Exception as error:
         # A model may raise anything.
+        problems = explain_import(error)
         yield section.error(
             f'building the model fails with {type(error).__name__}: {error}',
             'the job stops there.',
-            'model = dict(...)  # correct what the message names',
+            problems[0].command
+            if problems
+            else 'model = dict(...)  # correct what the message names',
         )
         return
     if on_host:

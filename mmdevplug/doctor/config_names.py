@@ -10,6 +10,7 @@ from mmengine import registry as mm
 from mmengine.config import Config
 from mmengine.registry import Registry
 
+from mmdevplug.explanations.versions import Problem, broken_packages, explain_import
 from mmdevplug.model import prepare
 
 from .findings import Finding, Section
@@ -115,8 +116,8 @@ def examine(cfg: Config) -> Iterator[Finding]:
             yield _unknown(named, problem, cfg)
 
 
-def _problem(named: Named) -> Optional[str]:
-    """What is wrong with a name, None if it is registered."""
+def _problem(named: Named) -> Optional[Problem]:
+    """What is wrong with a name, None if it is registered; with a command if that is known."""
     registries: Sequence[Registry] = ANYWHERE if named.registry is None else (named.registry,)
     if named.registry is mm.METRICS:
         registries = (mm.METRICS, mm.EVALUATOR)
@@ -129,12 +130,16 @@ def _problem(named: Named) -> Optional[str]:
         except Exception as error:
             # A package registers its parts by imports, which may fail in any way. MMEngine itself
             # raises for the path of a module that does not exist.
+            for why in explain_import(error):
+                return why
             if str(error) != f'Failed to get {named.name}':
                 problem = f'looking it up fails with {type(error).__name__}: {error}'
-    return problem
+    broken = broken_packages(named.name.rpartition('.')[0].partition('.')[0], named.scope)
+    return broken[0] if broken else Problem(problem, '')
 
 
-def _unknown(named: Named, problem: str, cfg: Config) -> Finding:
+def _unknown(named: Named, wrong: Problem, cfg: Config) -> Finding:
+    problem = wrong.what
     level, why = 'error', 'the job stops when it is built.'
     scope, _, name = named.name.rpartition('.')
     known: Dict[str, None] = {}
@@ -151,7 +156,9 @@ def _unknown(named: Named, problem: str, cfg: Config) -> Finding:
     remedy = (
         "custom_imports = dict(imports=['MODULE_THAT_REGISTERS_IT'], allow_failed_imports=False)"
     )
-    if close:
+    if wrong.command:
+        remedy = wrong.command  # What a package that cannot be imported registers is not known.
+    elif close:
         found += f'; similar: {", ".join(close)}'
         remedy = f'{named.path} = {close[0]!r}'
     data = dict(path=named.path, name=named.name, close=close)

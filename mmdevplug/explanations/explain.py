@@ -11,6 +11,7 @@ from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
 from mmdevplug.environments.launch import restarts
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 
+from .arguments import explain_arguments
 from .cuda_code import explain_cuda
 from .mixed_devices import explain_mixed_devices
 from .one_value import explain_one_value
@@ -23,7 +24,8 @@ from .versions import explain_versions
 def explained_build(runner: Any, stage: str) -> Iterator[None]:
     """Explain an error of this rank while the runner is built, then report it to the others."""
     with fail_together(stage), explain_versions(), explain_cuda(stage, runner.cfg):
-        yield
+        with explain_arguments(runner.cfg):
+            yield
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Dict, Iterator, List, NamedTuple, Optional
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence
 
 from mmdevplug.errors import DevPlugError, first_line
 
@@ -185,16 +185,24 @@ def explain_versions() -> Iterator[None]:
         yield
     except DevPlugError:
         raise
-    except (AssertionError, ImportError, KeyError) as error:
+    except Exception as error:
+        # A package that cannot be imported raises errors of any kind.
         problems = explain_import(error)
         if not problems:
             raise
-        lines = [f'{problem.what}. Type: {problem.command}' for problem in problems]
-        raise DevPlugError('\n'.join(lines)) from error
+        raise DevPlugError(describe(problems)) from error
 
 
-def explain_import(error: BaseException) -> List[Problem]:
-    """Find versions that are the reason of an error or of what it was raised from."""
+def describe(problems: Sequence[Problem]) -> str:
+    """One line for each problem."""
+    return '\n'.join(f'{problem.what}. Type: {problem.command}' for problem in problems)
+
+
+def explain_import(error: BaseException, unknown: bool = True) -> List[Problem]:
+    """Find versions that are the reason of an error or of what it was raised from.
+
+    With ``unknown``, also of names that a registry does not know.
+    """
     for each in chain(error):
         if isinstance(each, ImportError) and _OPERATORS.search(f'{each.name} {each.path} {each}'):
             return [_operators(each)]
@@ -210,9 +218,40 @@ def explain_import(error: BaseException) -> List[Problem]:
             found = [problem for module in modules for problem in conflicts(module)]
             if found:
                 return list(dict.fromkeys(found))
-        if isinstance(each, KeyError) and _NOT_FOUND.search(str(each)):
-            return _unregistered(str(each))
+        modules = _importing(each)
+        if modules:
+            return [failed_import(modules[-1], each)]
+        if unknown and isinstance(each, KeyError) and _NOT_FOUND.search(str(each)):
+            held = [one.f_locals.get('scope') for one, _ in traceback.walk_tb(each.__traceback__)]
+            scopes = [one for one in held if isinstance(one, str)]
+            return broken_packages(*re.findall(r'\b(mm[a-z0-9]+)\b', str(each)), *scopes)
     return []
+
+
+def _importing(error: BaseException) -> List[str]:
+    """The modules that MMEngine's registries were importing, the innermost last."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    held = [one.f_locals for one in frames if one.f_code.co_name == 'import_from_location']
+    return [str(one.get('loc', one['self'].scope)) for one in held]
+
+
+def failed_import(module: str, error: BaseException) -> Problem:
+    """Describe a package that is installed and cannot be imported: the error, and where."""
+    scope = module.partition('.')[0]
+    place = [
+        f'{frame.f_code.co_filename}:{line}: '
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name == '<module>'
+    ]
+    said = first_line(error).rstrip('.')
+    what = (
+        f'{_named(scope)} cannot be imported, so none of its names is known: '
+        f'{place[-1] if place else ""}{type(error).__name__}: {said}'
+    )
+    other = (getattr(error, 'name', None) or scope).partition('.')[0]
+    if other != scope and installed_version(other) is not None:
+        what += f' ({other} {installed_version(other)} is installed)'
+    return Problem(what, f'{sys.executable} -c "import {module}"  # then install what it names')
 
 
 def chain(error: BaseException) -> List[BaseException]:
@@ -242,13 +281,21 @@ def _operators(error: ImportError) -> Problem:
     return Problem(f'{what}: {first_line(error)}', install_command('mmcv'))
 
 
-def _unregistered(text: str) -> List[Problem]:
-    """Find packages that MMEngine could not import, so that it knows none of their names."""
-    for scope in dict.fromkeys(re.findall(r'\b(mm[a-z0-9]+)\b', text)):
-        if scope in ('mmengine', 'mmdevplug') or find_spec(scope) is None:
+def broken_packages(*scopes: Optional[str]) -> List[Problem]:
+    """Find a package that MMEngine could not import, so that it knows none of its names.
+
+    It looks for them in the default scope where they name none.
+    """
+    from mmengine.registry import DefaultScope
+
+    default = DefaultScope.get_current_instance()
+    for scope in dict.fromkeys((*scopes, default and default.scope_name)):
+        if not scope or scope in ('mmengine', 'mmdevplug') or find_spec(scope) is None:
             continue
         try:
             import_module(f'{scope}.registry')
-        except (AssertionError, ImportError) as error:
-            return list(conflicts(scope)) or explain_import(error)
+        except Exception as error:
+            # It may fail in any way.
+            found = list(conflicts(scope)) or explain_import(error, unknown=False)
+            return found or [failed_import(scope, error)]
     return []

@@ -4,7 +4,7 @@ import copy
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 from mmengine.config import Config
@@ -46,11 +46,13 @@ def build(model: Any) -> Tuple[nn.Module, bool]:
     return MODELS.build(copy.deepcopy(model)), True
 
 
-def build_from_file(path: str) -> Tuple[nn.Module, Optional[Config]]:
+def build_from_file(
+    path: str, load: Callable[[str], Config] = Config.fromfile
+) -> Tuple[nn.Module, Optional[Config]]:
     """Build the model that a file describes; also return the config if it is OpenMMLab's.
 
     The file is a config of OpenMMLab's (.py, .json, .yaml), or the ``config.json``, or its folder,
-    of a transformers model.
+    of a transformers model. ``load`` reads the former.
 
     Raises:
         PlacementError: If there is no such file, or the model cannot be built.
@@ -66,7 +68,7 @@ def build_from_file(path: str) -> Tuple[nn.Module, Optional[Config]]:
     try:
         if place.suffix == '.json' and 'model_type' in json.loads(place.read_text('utf-8')):
             return build_transformers(str(place)), None
-        cfg = Config.fromfile(str(place))
+        cfg = load(str(place))
         if cfg.get('model') is None:
             raise PlacementError(f"{path!r} has no `model`; expected model = dict(type='...').")
         return build_without_memory(cfg.model, cfg.get('default_scope') or 'mmengine'), cfg

@@ -88,7 +88,13 @@ def _names(part: Any, device_type: Optional[str]) -> List[str]:
             names.append('cpu')
         elif text.isdigit():
             names += _names(int(text), device_type)
-        elif found and found['type'] not in ('cpu', 'meta'):
+        elif found and found['type'] in ('cpu', 'meta'):
+            raise PlacementError(
+                f'device {text!r}: expected TYPE:INDEX or TYPE:FIRST-LAST of an accelerator, e.g. '
+                f"'cuda:0-1', which a plan does not need to be present. The host is one device, "
+                f"'cpu', and takes what these cannot hold with exclude_cpu=False (--allow-cpu)."
+            )
+        elif found:
             first, last = int(found['first']), int(found['last'] or found['first'])
             _check_type(found['type'])
             if last < first:

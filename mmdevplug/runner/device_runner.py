@@ -32,6 +32,7 @@ from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
 from mmdevplug.data.padding import build_padded
 from mmdevplug.data.worker_signals import keep_workers_from_signals
+from mmdevplug.explanations.arguments import explain_arguments
 from mmdevplug.explanations.cuda_settings import describe_serious
 from mmdevplug.explanations.explain import explained, explained_build, train_together
 from mmdevplug.explanations.versions import explain_versions
@@ -111,7 +112,7 @@ class DeviceRunner(Runner):
     @classmethod
     def from_cfg(cls, cfg: Any) -> 'DeviceRunner':
         """Build a runner from a config; see :meth:`mmengine.runner.Runner.from_cfg`."""
-        with explain_versions():
+        with explain_versions(), explain_arguments(cfg):
             return super().from_cfg(prepare_config(cfg))
 
     # set-up -------------------------------------------------------------------------------------
