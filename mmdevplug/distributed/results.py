@@ -34,7 +34,8 @@ def gather_results(results: Sequence[Any]) -> Optional[List[List[Any]]]:
     """Gather lists of any objects on rank 0, in little memory besides the results themselves.
 
     Rank 0 takes a chunk from each rank by turns: one is on its way at a time, and no rank waits
-    for all of another's. Objects are pickled, as MMEngine does it: ranks of a job trust each other.
+    for all of another's. Objects are pickled, as MMEngine does it, because ranks of a job trust
+    each other.
 
     Args:
         results (Sequence): The results of this rank.
