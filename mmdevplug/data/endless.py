@@ -1,7 +1,7 @@
 """Refuse samplers without an end where a loop goes through its data to the end."""
 
 from itertools import islice
-from typing import Any, Iterator, Optional
+from typing import Any, Optional
 
 from mmengine.dataset import DefaultSampler
 from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
@@ -9,7 +9,6 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
-    Sampler,
     SequentialSampler,
 )
 
@@ -82,7 +81,7 @@ def _find_endless(loader: Any, config: Any, seed: Optional[int]) -> Any:
         return None
     if type(sampler) not in _ENDING and _is_endless(sampler):
         return sampler
-    batches = build_batch_sampler(loader, config, _First(sampler))
+    batches = build_batch_sampler(loader, config, _shorten(sampler))
     return batches if type(batches) is not BatchSampler and _is_endless(batches) else None
 
 
@@ -91,19 +90,15 @@ def _is_endless(sampler: Any) -> bool:
     return next(islice(iter(sampler), most, None), None) is not None
 
 
-class _First(Sampler):
-    """The first samples of a sampler, with all of its attributes."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.sampler), _TRIED)
-
-    def __len__(self) -> int:
-        return min(_TRIED, len(self.sampler))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == 'sampler':
-            raise AttributeError(name)
-        return getattr(self.sampler, name)
+def _shorten(sampler: Any) -> Any:
+    """Let a sampler give its first samples alone; batch samplers may look at its type."""
+    kind = type(sampler)
+    sampler.__class__ = type(
+        kind.__name__,
+        (kind,),
+        dict(
+            __iter__=lambda self: islice(kind.__iter__(self), _TRIED),
+            __len__=lambda self: min(_TRIED, kind.__len__(self)),
+        ),
+    )
+    return sampler

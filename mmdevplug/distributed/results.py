@@ -9,7 +9,7 @@ import os
 import pickle
 import struct
 import tempfile
-from typing import Any, Iterator, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -33,8 +33,9 @@ _MORE, _LAST, _FAILED = range(3)
 def gather_results(results: Sequence[Any]) -> Optional[List[List[Any]]]:
     """Gather lists of any objects on rank 0, in little memory besides the results themselves.
 
-    Rank 0 receives from one rank after another, so that one chunk is on its way at a time. Objects
-    are pickled, as MMEngine does it: ranks of a job trust each other.
+    Rank 0 takes a chunk from each rank by turns: one is on its way at a time, and no rank waits
+    for all of another's. Objects are pickled, as MMEngine does it, because ranks of a job trust
+    each other.
 
     Args:
         results (Sequence): The results of this rank.
@@ -49,8 +50,7 @@ def gather_results(results: Sequence[Any]) -> Optional[List[List[Any]]]:
     enter_phase('gathering results')
     results = to_device(list(results), 'cpu')
     if torch_dist.get_rank() == 0:
-        others = range(1, torch_dist.get_world_size())
-        return [results, *(_receive(rank) for rank in others)]
+        return [results, *_receive(range(1, torch_dist.get_world_size()))]
     try:
         for chunk in _chunks(results):
             exchange_bytes({0: chunk}, [])
@@ -95,19 +95,22 @@ def _finish(file: io.BytesIO, count: int, kind: int) -> Tensor:
     return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
-def _receive(rank: int) -> List[Any]:
-    results: List[Any] = []
-    while True:
-        data = memoryview(to_bytes(exchange_bytes({}, [rank])[rank]))
-        count, kind = _HEAD.unpack_from(data)
-        file = io.BytesIO(data[_HEAD.size :])
-        if kind == _FAILED:
-            raise_if_another_failed(wait=2 * GRACE_SECONDS)
-            raise known_to_all(SampleError(file.read().decode()))
-        unpickler = pickle.Unpickler(file)
-        results += [unpickler.load() for _ in range(count)]
-        if kind == _LAST:
-            return results
+def _receive(ranks: Sequence[int]) -> List[List[Any]]:
+    received: Dict[int, List[Any]] = {rank: [] for rank in ranks}
+    sending = list(ranks)
+    while sending:
+        for rank in list(sending):
+            data = memoryview(to_bytes(exchange_bytes({}, [rank])[rank]))
+            count, kind = _HEAD.unpack_from(data)
+            file = io.BytesIO(data[_HEAD.size :])
+            if kind == _FAILED:
+                raise_if_another_failed(wait=2 * GRACE_SECONDS)
+                raise known_to_all(SampleError(file.read().decode()))
+            unpickler = pickle.Unpickler(file)
+            received[rank] += [unpickler.load() for _ in range(count)]
+            if kind == _LAST:
+                sending.remove(rank)
+    return list(received.values())
 
 
 def check_shared_folder(folder: str, key: str) -> None:

@@ -53,8 +53,9 @@ def explain_mixed_devices(runner: Any, stage: str) -> Iterator[None]:
 
 def _explain(error: Exception, runner: Any, stage: str) -> Optional[str]:
     context = device_context()
-    cause = chain(error)[-1]
-    if context is None or context.device.type == 'cpu' or not _MAYBE.search(str(cause)):
+    about_devices = (each for each in reversed(chain(error)) if _MAYBE.search(str(each)))
+    cause = next(about_devices, None)
+    if context is None or context.device.type == 'cpu' or cause is None:
         return None
     calls = _calls(cause)
     of_user = [i for i, call in enumerate(calls) if not is_library(call.file)]

@@ -63,6 +63,19 @@ class Repeating(BatchSampler):
             yield from super().__iter__()
 
 
+@DATA_SAMPLERS.register_module()
+class OfItsOwn(BatchSampler):
+    """Takes samplers of one type, and gives batches of one sample at first."""
+
+    def __init__(self, sampler, batch_size):
+        assert isinstance(sampler, Ending)
+        super().__init__(sampler, batch_size, False)
+
+    def __iter__(self):
+        samples = list(self.sampler)
+        yield from [samples[:1], samples[1:2], samples[2:4], samples[4:6], samples[6:]]
+
+
 def loader_of(**config):
     config = dict(dict(dataset=list(range(SIZE)), batch_size=2, num_workers=0), **config)
     return DeviceRunner.build_dataloader(dict(config, collate_fn=dict(type='default_collate')), 1)
@@ -97,9 +110,11 @@ def test_an_epoch_without_end_is_refused(config):
     check_endless(loop_of(IterBasedTrainLoop, loader), 'train_dataloader', config, 1)
 
 
-@pytest.mark.parametrize('name', ['DefaultSampler', 'Ending', 'Once'])
+@pytest.mark.parametrize('name', ['DefaultSampler', 'Ending', 'Once', 'OfItsOwn'])
 def test_what_ends_gives_the_same_samples_as_if_it_had_not_been_tried(name):
-    config = sampler(name)
+    config = dict(sampler('Ending' if name == 'OfItsOwn' else name), batch_size=2)
+    if name == 'OfItsOwn':
+        config['batch_sampler'] = dict(type=name)
 
     def read(checked):
         torch.manual_seed(3)

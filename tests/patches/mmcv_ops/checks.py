@@ -95,7 +95,7 @@ def float16_on_the_cpu_is_computed_as_for_a_card(accelerator):
 
 @check
 def layers_on_the_cpu_work_under_autocast(accelerator):
-    with mmcv_ops_patched(get_accelerator('cpu')), torch.autocast('cpu', torch.bfloat16):
+    with mmcv_ops_patched(get_accelerator('cpu')), torch.autocast('cpu', dtype=torch.bfloat16):
         for name in CASES:
             results, gradients = run_case(name, 'cpu')
             assert all(one.isfinite().all() for one in [*results, *gradients]), name

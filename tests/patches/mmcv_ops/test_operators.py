@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mmdevplug.patches.mmcv_ops.host_call import OUTPUTS
-from tests.jobs import need_mmcv_operations
+from tests.jobs import need_mmcv_operations, needs_bfloat16
 from tests.patches.mmcv_ops import checks, jobs
 from tests.patches.mmcv_ops.detector import train_detector
 from tests.ranks import RanksFailed, run_ranks
@@ -169,6 +169,7 @@ def detector_on_cpu(tmp_path_factory):
     return found
 
 
+@needs_bfloat16
 def test_faster_rcnn_trains_on_the_cpu_in_bfloat16(tmp_path):
     pytest.importorskip('mmdet')
     (found,) = run_ranks(train_detector, 0, 'cpu', tmp_path, 'AmpOptimWrapper')
