@@ -50,7 +50,7 @@ def accelerate_map(
             f'HF accelerate fails on {type(model).__name__} with {type(error).__name__}: '
             f'{first_line(error)}. Use strategy "balanced".'
         ) from error
-    left = [name for name, device in found.items() if device not in keys]
+    left = [name or 'the whole model' for name, device in found.items() if device not in keys]
     if left:
         raise PlacementError(
             f'HF accelerate finds no room on {", ".join(devices)} for {", ".join(left[:4])}'

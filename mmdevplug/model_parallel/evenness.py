@@ -84,7 +84,4 @@ def _reason(plan: DevicePlan, groups: Sequence[Group], is_best: bool) -> str:
             f'no split of the {len(groups)} blocks in order is more even; the largest is {shown}'
         )
         ways.insert(0, 'fewer devices')
-    idle = idle_devices(plan)
-    if idle and any(plan.loads[name] for name in idle):
-        ways.append('force_balance=False, which leaves out devices that are not needed')
     return f'Reason: {reason}. Take {", or ".join(ways)}.'

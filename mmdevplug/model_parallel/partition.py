@@ -1,7 +1,8 @@
 """Find the best split of a sequence into contiguous parts, one for each device.
 
 First the largest load relative to its device is minimized, then the imbalance, both by bisection
-over the bound; then, among the splits within both bounds, the cost of the cuts. This is the linear
+over the bound, and the smallest load is raised to 0.7 of the ideal where that is possible; then,
+among the splits within the bounds, the cost of the cuts is minimized. This is the linear
 partition problem (Skiena, The Algorithm Design Manual, 8.5) with bins of unequal size. Each check
 marks all places at which a part can end: filling device after device would miss splits in which no
 device is empty.
@@ -11,6 +12,8 @@ from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
+#: The part of the ideal up to which the smallest load matters more than the cost of the cuts.
+_ENOUGH = 0.7
 _TOLERANCE = 1e-13  # relative: a byte of ten terabytes
 
 
@@ -116,7 +119,7 @@ class Partition:
     def _most_even(self, most: float) -> List[int]:
         """The split with the least imbalance within a bound, and of these the cheapest."""
         # A least load above this does not reduce the imbalance: the largest load decides it.
-        least = max(0.0, 2 * self.ideal - most)
+        least = max(_ENOUGH * self.ideal, 2 * self.ideal - most)
         if not self._possible(least, most):
             least = self._bisect(0.0, least, lambda bound: self._possible(bound, most))
         return self._cheapest(least, most, [*self.costs, 0.0])

@@ -4,7 +4,7 @@ from fractions import Fraction
 from itertools import combinations_with_replacement
 from typing import Iterator, List, Optional, Sequence, Tuple
 
-Score = Tuple[Fraction, int, Fraction, int]
+Score = Tuple[Fraction, int, Fraction, Fraction, int]
 
 
 def every_split(count: int, parts: int, allow_empty: bool) -> Iterator[List[int]]:
@@ -18,14 +18,16 @@ def every_split(count: int, parts: int, allow_empty: bool) -> Iterator[List[int]
 def score(
     sizes: Sequence[int], weights: Sequence[int], costs: Sequence[int], ends: Sequence[int]
 ) -> Score:
-    """What a split is judged by: largest load over weight, empty devices, imbalance, its cuts."""
+    """What a split is judged by: largest load over weight, empty devices, imbalance, what the
+    smallest load lacks of 0.7 of the ideal, its cuts."""
     marks = [0, *ends]
     loads = [sum(sizes[a:b]) for a, b in zip(marks, marks[1:])]
     ideal = Fraction(sum(sizes), sum(weights))
     ratios = [Fraction(load, weight) for load, weight in zip(loads, weights)]
     imbalance = max(abs(ratio - ideal) for ratio in ratios) / ideal
     cuts = {end for end in ends[:-1] if 0 < end < len(sizes)}
-    return max(ratios), loads.count(0), imbalance, sum(costs[cut] for cut in cuts)
+    lacking = max(Fraction(0), Fraction(7, 10) * ideal - min(ratios))
+    return max(ratios), loads.count(0), imbalance, lacking, sum(costs[cut] for cut in cuts)
 
 
 def best_score(

@@ -4,10 +4,11 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.hooks import Hook
-from mmengine.registry import HOOKS, MODELS, RUNNERS
+from mmengine.registry import FUNCTIONS, HOOKS, MODELS, RUNNERS
 
 from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions, SamplerOptions
 from mmdevplug.runner.dynamic_sampling_loop import DynamicSamplingTrainLoop
+from mmdevplug.samples import stack_samples
 from tests.checkpoint.training import NoisyModel, train
 from tests.columns import job_of
 from tests.jobs import ROOT, largest_difference
@@ -39,6 +40,17 @@ class SamplingModel(NoisyModel):
         if mode == 'loss':
             assert [len(each) for each in tokens] == [int(1 + 9 * c) for c in chance.tolist()]
         return super().forward(inputs, targets, mode)
+
+
+@FUNCTIONS.register_module(force=True)
+def stack_but_tokens(samples, note):
+    assert note == 'of the config'
+    tokens = [sample.pop('tokens') for sample in samples]
+    return dict(stack_samples(samples, 'cpu'), tokens=tokens)
+
+
+#: A batch that a function of the config makes.
+COLLATED = dict(sampler=dict(collate=dict(type='stack_but_tokens', note='of the config')))
 
 
 @HOOKS.register_module(force=True)
@@ -114,7 +126,7 @@ def test_pools_are_trained_on(tmp_path, accelerator):
         (2, dict(train_dataloader__batch_size=24)),
         # Passes over the data, shuffled by the generator that the model uses too.
         (0, dict(train_dataloader__sampler=dict(type='GlobalRandomSampler'))),
-        (0, dict(train_dataloader__num_workers=2)),
+        (0, dict(train_dataloader__num_workers=2, loop=COLLATED)),
         (2, dict(accelerator='zeta')),
         pytest.param(2, dict(accelerator='cuda'), marks=pytest.mark.cuda),
     ],
@@ -187,6 +199,11 @@ def errors_of(options):
             dict(loop=dict(sampler=dict(log=1))),
             'SampleError',
             "train_cfg.sampler has no option 'log'",
+        ),
+        (
+            dict(loop=dict(sampler=dict(collate='pad'))),
+            'SampleError',
+            "(train_cfg.sampler.collate): expected None, 'stack', 'list', a function",
         ),
         (dict(loop=dict(target=99, max_resamples=1)), 'SampleError', 'of target=99 samples'),
         (
