@@ -139,6 +139,9 @@ nccl when a config says nothing.""",
             '或多个尺寸，取能容纳该批的最小者。',
             'accelerator.preemption': '收到 SIGTERM、SIGINT、SIGHUP 和 SIGUSR1 '
             '时保存检查点并结束。',
+            'accelerator.resume_settings': '恢复的检查点与配置的优化器或调度器设置不同时：'
+            "`'checkpoint'` 保留检查点的设置，`'config'` 采用配置的设置，"
+            '调度器位于训练已到达的步数。警告会列出这些设置。',
             'accelerator.safe_checkpoints': '是否以 `SafeCheckpointHook` 代替 MMEngine 的 '
             '`CheckpointHook`。',
             'accelerator.compilations.warmup': '允许编译计算图的迭代次数。',
@@ -187,6 +190,8 @@ nccl when a config says nothing.""",
             '训练只等待复制到主机内存。错误在下一个检查点或结束时抛出。',
             'default_hooks.checkpoint.timeout': '其他 rank 等待 rank 0 写入的秒数；`None` '
             '表示进程组的超时。',
+            'default_hooks.checkpoint.resumable_best': '`save_best` 的文件是否像其他文件一样'
+            '包含恢复训练所需的内容：优化器、调度器和随机数的状态。',
             'default_hooks.checkpoint.on_error': '检查点无法写入时的做法：所有 rank 停止，'
             '或警告并在下一个检查点再试。最后一个检查点失败时总是停止。',
             'train_cfg.target': '一个池的样本数（所有 rank 合计）：`per_group` 与 rank '

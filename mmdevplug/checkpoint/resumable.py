@@ -38,20 +38,18 @@ def check_complete(
     lacking = _lacking(checkpoint, with_schedulers)
     if not lacking:
         return
-    folders = dict.fromkeys([Path(filename).parent, Path(work_dir)])
-    complete = _newest_complete([*folders], filename, with_schedulers)
-    advice = f'resume from the newest complete one, {complete}' if complete else None
-    if advice is None:
-        advice = f'there is no complete one in {" or ".join(map(str, folders))}: save with '
-        advice += 'default_hooks.checkpoint.save_optimizer=True and save_param_scheduler=True'
-    also = ''
+    folders = [*dict.fromkeys([Path(filename).parent, Path(work_dir)])]
+    complete = _newest_complete(folders, filename, with_schedulers)
+    advice = f'Resume from the newest complete one, {complete}'
+    if complete is None:
+        advice = f'There is none in {" or ".join(map(str, folders))}: save the optimizer, too'
     if lacking == ['param_schedulers']:
-        also = ", --resume-settings config steps the config's schedulers to where training is"
+        advice += "; or take the config's schedules, with --resume-settings config"
     raise CheckpointError(
         f'--resume {filename}: this checkpoint holds no {" and no ".join(lacking)}, so training '
-        f'would start its optimizer and schedules over. Expected a complete checkpoint: {advice}; '
-        f'or take the weights alone, without --resume: --cfg-options load_from={filename}{also}. '
-        f'Files of save_best are complete with default_hooks.checkpoint.resumable_best=True.'
+        f'would start its optimizer and schedules over. Expected a complete checkpoint. {advice}; '
+        f'or take the weights alone, without --resume: --cfg-options load_from={filename}. Files '
+        f'of save_best are complete with default_hooks.checkpoint.resumable_best=True.'
     )
 
 

@@ -87,14 +87,14 @@ def test_a_best_checkpoint_is_refused_and_a_complete_one_named(best, tmp_path):
     said = str(failed.value)
     assert 'holds no optimizer and no param_schedulers' in said
     newest = best[False, 'path'].parent / 'epoch_4.pth'
-    assert f'the newest complete one, {newest};' in said
+    assert f'Resume from the newest complete one, {newest};' in said
     assert f'--cfg-options load_from={best[False, "path"]}' in said
 
 
 def test_nothing_complete_is_left(best, tmp_path):
     path = tmp_path / 'weights.pth'
     torch.save(read_checkpoint(str(best[False, 'path'])), str(path))
-    with pytest.raises(CheckpointError, match='there is no complete one in'):
+    with pytest.raises(CheckpointError, match='There is none in'):
         run(tmp_path / 'x', BASE, path)
 
 

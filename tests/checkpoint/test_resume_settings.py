@@ -110,12 +110,16 @@ def test_what_a_metric_has_done_stays(folder, tmp_path):
     assert rates['config'] == [0.025, 0.025]
 
 
-def test_a_run_with_nothing_left_to_train_says_so(tmp_path):
-    options = CASES['no_schedule'].before
-    run(tmp_path / 'first', options)
-    found, said = run(tmp_path / 'second', options, tmp_path / 'first' / 'epoch_4.pth')
+def test_a_finished_run_says_so_or_becomes_longer(tmp_path):
+    case = LONGER['longer_poly']
+    run(tmp_path / 'first', case.before)
+    path = tmp_path / 'first' / 'epoch_4.pth'
+    found, said = run(tmp_path / 'second', case.before, path)
     assert not found
     assert 'nothing is left to train' in said[0]
+    found, said = run(tmp_path / 'longer', case.after, path)
+    check(found, trained(tmp_path / 'whole', case.after), 20)
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize('choice', ['checkpoint', 'config'])
