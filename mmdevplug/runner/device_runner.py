@@ -11,13 +11,13 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
 from mmengine.runner import BaseLoop, LogProcessor, Priority, Runner
-from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.finding import find_resume_point
+from mmdevplug.checkpoint.fitting import check_resumable, explaining_other_run, load_model
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import collect_checkpoint
@@ -75,6 +75,10 @@ class DeviceRunner(Runner):
         >>> cfg.accelerator = dict(type='cpu')
         >>> RUNNERS.build(cfg).train()
     """
+
+    #: Whether a checkpoint is being loaded to resume from, and what of the last did not fit.
+    _resuming = False
+    _misfit: Optional[str] = None
 
     def __init__(
         self,
@@ -335,7 +339,9 @@ class DeviceRunner(Runner):
         # From here on as MMEngine's method.
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
         model = unwrap_model(self.model)
-        checkpoint = _load_checkpoint_to_model(model, checkpoint, strict, revise_keys=revise_keys)
+        self._misfit = load_model(model, checkpoint, filename, strict, revise_keys, self._resuming)
+        if self._resuming:
+            check_resumable(checkpoint, filename)
         self._has_loaded = True
         self.logger.info(f'Load checkpoint from {filename}')
         self.device_context.materialize()
@@ -354,23 +360,36 @@ class DeviceRunner(Runner):
         states are copied to the device of the parameters in any case.
         """
         location = 'cpu' if map_location == 'default' else map_location
-        super().resume(filename, resume_optimizer, resume_param_scheduler, location)
+        self._resuming = True
+        try:
+            with explaining_other_run(filename):
+                super().resume(filename, resume_optimizer, resume_param_scheduler, location)
+        finally:
+            self._resuming = False
 
     # runs ---------------------------------------------------------------------------------------
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all ranks, and their messages name it."""
-        return train_together(self, super().train)
+        model = train_together(self, super().train)
+        self._misfit = None
+        return model
 
     def val(self) -> dict:
         """Validate; see :meth:`train`."""
         with explained(self, 'val'):
-            return super().val()
+            return self._beside_misfit(super().val())
 
     def test(self) -> dict:
         """Test; see :meth:`train`."""
         with explained(self, 'test'):
-            return super().test()
+            return self._beside_misfit(super().test())
+
+    def _beside_misfit(self, metrics: dict) -> dict:
+        """Repeat beside metrics what of the checkpoint does not fit the model."""
+        if self._misfit is not None:
+            self.logger.warning(f'These results are of such weights: {self._misfit}')
+        return metrics
 
 
 @lru_cache(maxsize=None)  # once a process: each call would lengthen PyTorch's list

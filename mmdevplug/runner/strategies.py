@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mmdevplug.accelerators.environment_report import describe_devices
+from mmdevplug.checkpoint.fitting import check_resumable, explaining_other_run, load_model
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
@@ -21,6 +22,7 @@ from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 from mmdevplug.registry import import_parts
+from mmdevplug.utils.model import unwrap_model
 
 from .flexible_runner import patch_flexible_runner
 from .global_batch import refuse_for_flexible_runner
@@ -46,6 +48,9 @@ class DeviceStrategy(DDPStrategy):
 
     #: One device for each process.
     parallelism = Parallelism(ModelParallelOptions(enable=False))
+    #: As in DeviceRunner.
+    _resuming = False
+    misfit: Optional[str] = None
 
     def __init__(self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any) -> None:
         import_parts()
@@ -127,9 +132,22 @@ class DeviceStrategy(DDPStrategy):
         self.device_context.materialize()
         if callback is not None:
             callback(checkpoint)
-        state_dict = checkpoint.pop('state_dict')
-        self.load_model_state_dict(state_dict, strict=strict, revise_keys=revise_keys)
+        self.misfit = load_model(
+            unwrap_model(self.model), checkpoint, filename, strict, revise_keys, self._resuming
+        )
+        if self._resuming:
+            check_resumable(checkpoint, filename)
+        del checkpoint['state_dict']
         return checkpoint
+
+    def resume(self, filename: str, **kwargs: Any) -> dict:
+        """Resume; see :meth:`mmengine._strategy.DDPStrategy.resume`."""
+        self._resuming = True
+        try:
+            with explaining_other_run(filename):
+                return super().resume(filename, **kwargs)
+        finally:
+            self._resuming = False
 
     def convert_model(self, model: nn.Module) -> nn.Module:
         """Leave layers to :func:`mmdevplug.model.prepare.place_model`."""
