@@ -65,14 +65,14 @@ def check_file(path: PathLike) -> None:
             if file.read(2) == b'\x80\x02' and os.path.getsize(str(path)) > 1024:
                 return  # written by a PyTorch before 1.6, without checksums
         kind = describe_no_checkpoint(path) or 'truncated or no checkpoint'
-        raise CheckpointError(f'checkpoint {path} is {kind}')
+        raise CheckpointError(f'{path} is {kind}')
     try:
         with zipfile.ZipFile(str(path)) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
-        raise CheckpointError(f'checkpoint {path} is damaged: {error}') from error
+        raise CheckpointError(f'{path} is damaged: {error}') from error
     if damaged is not None:
-        raise CheckpointError(f'checkpoint {path} is damaged: {damaged} differs from its checksum')
+        raise CheckpointError(f'{path} is damaged: {damaged} differs from its checksum')
 
 
 def find_good_checkpoint(work_dir: PathLike, only_this_run: bool = False) -> Optional[str]:

@@ -42,6 +42,8 @@ class ResumableBatches:
         self.batches = batches
         self.seed = seed
         self.epoch = -1
+        #: How many batches were drawn from the batch sampler, and how many before this pass.
+        self.drawn = self.drawn_before = 0
         #: The random state of the host when the current pass began. With workers, a loop over
         #: iterations begins the first pass when it is built.
         self.state_at_start: Any = None
@@ -80,7 +82,9 @@ class ResumableBatches:
         if before_pass is not None:
             before_pass()
         self.state_at_start = host_random_state()
+        self.drawn_before = self.drawn
         for number, batch in enumerate(self.batches):
+            self.drawn += 1
             if number < skip:
                 continue
             if after_skip is not None:

@@ -19,6 +19,7 @@ from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.finding import find_resume_point
 from mmdevplug.checkpoint.fitting import check_resumable, explaining_other_run, load_model
 from mmdevplug.checkpoint.host_copy import HostCopy
+from mmdevplug.checkpoint.other_loaders import OtherLoaders
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import collect_checkpoint
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
@@ -96,6 +97,11 @@ class DeviceRunner(Runner):
             model_parallel = cfg.get('model_parallel')
         self.accelerator_options = AcceleratorOptions.from_config(accelerator)
         self.global_batch = GlobalBatchKeeper(self)
+        self.other_loaders = OtherLoaders()
+        # A static method, which does not know for which runner it builds.
+        self.build_dataloader = self.other_loaders.noting(  # type: ignore[method-assign]
+            type(self).build_dataloader
+        )
         # MMEngine's default is backend='nccl'.
         kwargs.setdefault('env_cfg', {})
         optim_wrapper = kwargs.get('optim_wrapper')
