@@ -37,7 +37,7 @@ from .plain_state import PlainState
 from .position import Advanced, Begun, Position, draws_several, number_batches_from
 from .states import (
     gather_buffers,
-    gather_objects,
+    gather_packed,
     had_switched_pipeline,
     hook_states,
     loader_states,
@@ -45,6 +45,7 @@ from .states import (
     restore_buffers,
     restore_hook_states,
     restore_loaders,
+    unpack,
 )
 
 #: The key in a checkpoint.
@@ -73,7 +74,7 @@ def capture(runner: Any, position: Position, plain: PlainState, others: OtherLoa
         state = copy.deepcopy(source.state_dict())
         data = gather_samples([state], device='cpu', same_structure=False)
     known = [each.dataloader for each in (loop, runner.val_loop) if each is not None]
-    of_ranks = gather_objects(dict(plain=plain.changed(), loaders=others.states(known)))
+    of_ranks = gather_packed(dict(plain=plain.changed(), loaders=others.states(known)))
     return dict(
         buffers=gather_buffers(unwrap_model(runner.model), accelerator),
         averaged_buffers=[gather_buffers(each, accelerator) for each in _averaged_models(runner)],
@@ -96,7 +97,7 @@ def capture(runner: Any, position: Position, plain: PlainState, others: OtherLoa
 def of_this_rank(saved: Dict) -> Dict[str, Dict]:
     """The states of modules, hooks and loaders that belong to this rank; rank 0's to a new one."""
     found = saved.get('of_ranks') or [dict(plain={}, loaders={})]
-    return found[get_rank() if saved['world_size'] == get_world_size() else 0]
+    return unpack(found[get_rank() if saved['world_size'] == get_world_size() else 0])
 
 
 class Resumption:

@@ -13,7 +13,7 @@ from weakref import ref
 
 import numpy as np
 import torch
-from mmengine.hooks import Hook
+from mmengine.hooks import CheckpointHook, Hook
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
@@ -51,6 +51,8 @@ class Owner(NamedTuple):
     path: str
     value: Any
     attributes: Dict[str, Any]
+    #: Whether it belongs to a hook that is called after the one that saves.
+    late: bool
 
 
 class PlainState:
@@ -75,7 +77,7 @@ class PlainState:
         for owner in _owners(self._runner):
             first = self._first.get(owner.path, {})
             differ = {n for n, mark in _marks(owner).items() if first.get(n, _MISSING) != mark}
-            unfit = {name for name in differ if not _fits(owner, name)}
+            unfit = {name for name in differ if owner.late or not _fits(owner, name)}
             if unfit:
                 # What is filled at the first use belongs together: a flag or a key without its
                 # cache would be wrong.
@@ -136,31 +138,34 @@ class PlainState:
 def _owners(runner: Any) -> Iterator[Owner]:
     """Walk over the modules of a model, its hooks, and the plain objects that they hold."""
     seen: Set[int] = set()
-    todo: List[Tuple[str, Any, int]] = [
-        (f'hook {name}', hook, 0)
-        for name, hook in named_hooks(runner)
+    todo: List[Tuple[str, Any, int, bool]] = []
+    late = False
+    for name, hook in named_hooks(runner):
         # Others save their state, or have to do their work again.
-        if not (keeps_state(hook) or switches_pipeline(hook))
-    ]
-    todo.append(('model', unwrap_model(runner.model), 0))
+        if not (keeps_state(hook) or switches_pipeline(hook)):
+            todo.append((f'hook {name}', hook, 0, late))
+        late = late or isinstance(hook, CheckpointHook)
+    todo.append(('model', unwrap_model(runner.model), 0, False))
     while todo:
-        path, value, level = todo.pop()
+        path, value, level, late = todo.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module) and is_model_wrapper(value):
-            todo.append((path, value.module, level))
+            todo.append((path, value.module, level, late))
             continue
         attributes = _attributes(value)
         if isinstance(value, nn.Module):
             children = [
-                (f'{path}.{n}', c, level) for n, c in value._modules.items() if c is not None
+                (f'{path}.{n}', c, level, late) for n, c in value._modules.items() if c is not None
             ]
             todo += reversed(children)
-        yield Owner(path, value, attributes)
+        yield Owner(path, value, attributes, late)
         if level < _MOST_LEVELS:
             for name, held in attributes.items():
-                todo += [(f'{path}.{name}{at}', part, level + 1) for at, part in _objects(held)]
+                todo += [
+                    (f'{path}.{name}{at}', part, level + 1, late) for at, part in _objects(held)
+                ]
 
 
 def _attributes(value: Any) -> Dict[str, Any]:

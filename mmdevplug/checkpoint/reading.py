@@ -14,15 +14,18 @@ from mmdevplug.patches.torch_load import safe_loading
 def read_checkpoint(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
     """Read a checkpoint from a path, or an address that MMEngine knows (``https://``, ...).
 
-    A file that holds weights alone is returned as ``dict(state_dict=...)``. One that is no
-    checkpoint, or holds classes other than MMEngine's, raises CheckpointError.
+    A file that is no checkpoint, or holds classes other than MMEngine's, raises CheckpointError.
     """
     filename = os.path.expanduser(str(filename))
     with safe_loading(filename):
         if os.path.isfile(filename):
-            checkpoint = torch.load(filename, map_location=map_location)
-        else:
-            checkpoint = CheckpointLoader.load_checkpoint(filename, map_location)
+            return torch.load(filename, map_location=map_location)
+        return CheckpointLoader.load_checkpoint(filename, map_location)
+
+
+def read_for_model(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
+    """Read a checkpoint that has weights, alone or under ``state_dict``, where they are then."""
+    checkpoint = read_checkpoint(filename, map_location)
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
             f'checkpoint {filename} is of type {type(checkpoint).__name__}; expected a dict with '
@@ -46,5 +49,5 @@ def _forget_undefined_keys(hub: Any) -> None:
     if isinstance(hub, dict) and isinstance(hub.get('resumed_keys'), dict):
         defined = {*hub.get('log_scalars', ()), *hub.get('runtime_info', ())}
         hub['resumed_keys'] = {
-            key: value for key, value in hub['resumed_keys'].items() if value or key in defined
+            key: value for key, value in hub['resumed_keys'].items() if key in defined
         }

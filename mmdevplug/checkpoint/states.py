@@ -5,7 +5,7 @@ import io
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
-from mmengine.dist import get_world_size, is_main_process
+from mmengine.dist import get_world_size
 from mmengine.hooks import EarlyStoppingHook, Hook, SyncBuffersHook
 from torch import Tensor, nn
 
@@ -92,17 +92,21 @@ def named_hooks(runner: Any) -> Iterator[Tuple[str, Hook]]:
         yield f'{name}/{counts[name]}', hook
 
 
-def gather_objects(value: Any) -> List[Any]:
-    """Gather values that ``weights_only`` loads, from all ranks on rank 0; others get theirs."""
+def gather_packed(value: Any) -> List[Any]:
+    """Gather values that ``weights_only`` loads; those of several ranks as the bytes of files."""
     if get_world_size() == 1:
         return [value]
     stream = io.BytesIO()
     torch.save(value, stream)
-    parts = gather_bytes(to_tensor(stream.getvalue()), purpose='states').parts
-    if not is_main_process():
-        return [value]
-    with safe_loading('of another rank'):
-        return [torch.load(io.BytesIO(to_bytes(part))) for part in parts]
+    return gather_bytes(to_tensor(stream.getvalue()), purpose='states').parts
+
+
+def unpack(value: Any) -> Any:
+    """Unpack what :func:`gather_packed` gathered of one rank."""
+    if not isinstance(value, Tensor):
+        return value
+    with safe_loading('of several ranks'):
+        return torch.load(io.BytesIO(to_bytes(value)))
 
 
 def loader_states(runner: Any) -> Dict[str, Dict]:

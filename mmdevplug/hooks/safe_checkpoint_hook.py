@@ -88,8 +88,9 @@ class SafeCheckpointHook(CheckpointHook):
     def before_run(self, runner: Any) -> None:
         """Find loaders; refuse options that neither this hook nor ``save_checkpoint`` takes."""
         self._others = getattr(runner, 'other_loaders', self._others)
-        if isinstance(runner._train_loop, BaseLoop):  # not where a model is only tested
-            self._others.find_in(runner._train_loop, runner.seed)
+        loop = getattr(runner, '_train_loop', None)
+        if isinstance(loop, BaseLoop):  # not where a model is only tested
+            self._others.find_in(loop, runner.seed)
         taken = signature(runner.save_checkpoint).parameters
         if any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):
             return

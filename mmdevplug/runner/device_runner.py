@@ -20,7 +20,7 @@ from mmdevplug.checkpoint.finding import find_resume_point
 from mmdevplug.checkpoint.fitting import check_resumable, explaining_other_run, load_model
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.other_loaders import OtherLoaders
-from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.reading import read_for_model
 from mmdevplug.checkpoint.saving import collect_checkpoint
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.checkpoint.writing import join, write_checkpoint
@@ -339,7 +339,7 @@ class DeviceRunner(Runner):
 
         See :meth:`mmengine.runner.Runner.load_checkpoint`.
         """
-        checkpoint = read_checkpoint(filename, map_location)
+        checkpoint = read_for_model(filename, map_location)
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
         self.device_context.materialize()
         # From here on as MMEngine's method.

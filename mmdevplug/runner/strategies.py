@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.fitting import check_resumable, explaining_other_run, load_model
-from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.reading import read_for_model
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.data.padding import build_padded
@@ -125,9 +125,7 @@ class DeviceStrategy(DDPStrategy):
     ) -> dict:
         """Load a checkpoint without running code from it, by default to the host."""
         self.logger.info(f'Load checkpoint from {filename}')
-        checkpoint = read_checkpoint(
-            filename, 'cpu' if map_location == 'default' else map_location
-        )
+        checkpoint = read_for_model(filename, 'cpu' if map_location == 'default' else map_location)
         # As in DeviceRunner.load_checkpoint.
         self.device_context.materialize()
         if callback is not None:
