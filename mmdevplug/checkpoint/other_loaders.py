@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.data import make_resumable
-from mmdevplug.data.resumable_loader import resumable_batches, sampler_of
+from mmdevplug.data.resumable_loader import ResumableBatches, resumable_batches, sampler_of
 from mmdevplug.data.stateful import at_next_start, start_silently, stateful_part
 from mmdevplug.utils.logs import log_warning
 
@@ -111,6 +111,8 @@ class Reader:
         self.passes = 0
         self._newest: Callable[[], Any] = lambda: None
         self._pass = 0
+        #: The pass that was resumed, and how many of its batches were left out.
+        self._resumed = (-1, 0)
         loader_of = ref(loader)  # no circle, which would keep workers alive
 
         def get_iterator() -> Any:
@@ -134,18 +136,20 @@ class Reader:
             return dict(source=copy.deepcopy(source.state_dict()), workers_run=workers_run)
         assert batches is not None
         iterator = self._reading(loader)
-        delivered = None if iterator is None else int(iterator._num_yielded)
-        endless = draws_on(loader)
-        if delivered is not None and not endless and delivered >= len(batches):
-            delivered = None  # whoever reads begins the next pass
         # Persistent workers begin further passes without a new iterator.
         this = batches.epoch if workers_run else self._pass
+        left_out = self._resumed[1] if this == self._resumed[0] else 0
+        delivered = None if iterator is None else int(iterator._num_yielded) + left_out
+        endless = draws_on(loader)
+        if delivered is not None and not endless and delivered >= len(batches):
+            # Who reads may not have seen yet that the pass has ended.
+            seen = workers_run or _has_ended(iterator)
+            delivered = None if seen else delivered
         return dict(
             epoch=batches.epoch,
             delivered=delivered,
             current=this,
-            drawn_before=batches.drawn_before if this == batches.epoch else batches.drawn,
-            drawn=batches.drawn,
+            drawn=_drawn(batches, this, delivered) if endless else 0,
             at_start=batches.state_at_start if this == batches.epoch else None,
             sampler_epoch=getattr(sampler_of(loader), 'epoch', None),
             batch_size=batch_size_of(loader),
@@ -179,11 +183,11 @@ class Reader:
         if batches is None:
             return
         batches.epoch = state['epoch']
+        batches.sets_epoch = state['sampler_epoch'] == state['current'] > 0
         delivered, endless = state['delivered'], draws_on(loader)
         if endless:
-            count = state['drawn'] if delivered is None else state['drawn_before']
-            deque(islice(iter(batches.batches), count), maxlen=0)
-            batches.drawn = count
+            deque(islice(iter(batches.batches), state['drawn']), maxlen=0)
+            batches.drawn = state['drawn']
         if state['workers_run']:
             restart_workers_silently(loader)
         if delivered is None:
@@ -205,12 +209,25 @@ class Reader:
             set_host_random_state(random_states.pop())
 
         batches.resume(state['current'], skip, begin, skipped, drop)
+        self._resumed = (state['current'], skip)
         if self._newest() is None and not state['workers_run']:
             at_next_start(loader, start_silently)
 
 
 class _Probe:
     """Referred to by a dict and a variable alone."""
+
+
+def _has_ended(iterator: Any) -> bool:
+    """Whether an iterator has said that there are no more batches."""
+    if hasattr(iterator, '_shutdown'):  # of worker processes
+        return iterator._shutdown
+    return iterator._sampler_iter.gi_frame is None
+
+
+def _drawn(batches: ResumableBatches, this: int, delivered: Optional[int]) -> int:
+    """How many batches were drawn before the pass that is under way, or else of all passes."""
+    return batches.drawn if delivered is None or this > batches.epoch else batches.drawn_before
 
 
 def draws_on(loader: DataLoader) -> bool:

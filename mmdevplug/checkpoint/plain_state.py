@@ -28,6 +28,7 @@ from .states import keeps_state, named_hooks, switches_pipeline
 MOST_BYTES = 16 * 2**20
 _MOST_PARTS = 10_000
 _MOST_LEVELS = 3
+_MOST_OBJECTS = 100
 
 _SCALARS = {type(None), bool, int, float, complex, str, bytes}
 _DICTS = {dict, OrderedDict, defaultdict, Counter}
@@ -187,16 +188,16 @@ def _attributes(value: Any) -> Dict[str, Any]:
     return {name: each for name, each in found.items() if name not in left_out}
 
 
-def _objects(value: Any) -> Iterator[Tuple[str, Any]]:
-    """The objects of plain Python classes, and modules, in an attribute."""
-    parts: Any = [('', value)]
-    if type(value) in (list, tuple) and len(value) < 100:
-        parts = [(f'[{index}]', part) for index, part in enumerate(value)]
-    elif type(value) in _DICTS and len(value) < 100:
-        parts = [(f'[{key!r}]', part) for key, part in value.items()]
-    for at, part in parts:
-        if isinstance(part, nn.Module) or _is_plain_object(part):
-            yield at, part
+def _objects(value: Any, at: str = '') -> Iterator[Tuple[str, Any]]:
+    """The objects of plain Python classes, and modules, in an attribute, with their places."""
+    if isinstance(value, nn.Module) or _is_plain_object(value):
+        yield at, value
+    elif type(value) in (list, tuple) and len(value) < _MOST_OBJECTS and len(at) < 64:
+        for index, part in enumerate(value):
+            yield from _objects(part, f'{at}[{index}]')
+    elif type(value) in _DICTS and len(value) < _MOST_OBJECTS and len(at) < 64:
+        for key, part in value.items():
+            yield from _objects(part, f'{at}[{key!r:.20}]')
 
 
 def _is_plain_object(value: Any) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mmdevplug.checkpoint.reading import read_checkpoint
+from tests.checkpoint.kept_cases import KEPT
 from tests.checkpoint.resume_cases import (
     COUNTING,
     OF_SEVERAL_RANKS,
@@ -76,3 +77,8 @@ def test_two_ranks(tmp_path, names):
     """Many trainings one after the other, in one job of two processes."""
     for found in run_ranks(_on_ranks, 2, tmp_path, names, timeout=900):
         assert not {name: what for name, what in found.items() if what is not None}
+
+
+@pytest.mark.parametrize('name', KEPT)
+def test_plain_attributes_and_every_loader(tmp_path, name):
+    assert differences(tmp_path, KEPT[name]) is None
