@@ -61,11 +61,12 @@ def test_after_loading_other_weights(tmp_path, by_epoch):
 
 
 def _on_ranks(folder, names):
-    return {name: differences(folder / name, OF_SEVERAL_RANKS[name]) for name in names}
+    cases = dict(KEPT, **OF_SEVERAL_RANKS)
+    return {name: differences(folder / name, cases[name]) for name in names}
 
 
 #: Those of which the ranks' data, buffers and hooks differ most from those of one.
-FEW = ('multi_step', 'default_sampler_by_iter')
+FEW = ('multi_step', 'default_sampler_by_iter', 'plain', 'zipped')
 
 
 @pytest.mark.parametrize(
