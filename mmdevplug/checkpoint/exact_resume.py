@@ -96,8 +96,9 @@ def capture(runner: Any, position: Position, plain: PlainState, others: OtherLoa
 
 def of_this_rank(saved: Dict) -> Dict[str, Dict]:
     """The states of modules, hooks and loaders that belong to this rank; rank 0's to a new one."""
-    found = saved.get('of_ranks') or [dict(plain={}, loaders={})]
-    return unpack(found[get_rank() if saved['world_size'] == get_world_size() else 0])
+    if 'of_ranks' not in saved:
+        return dict(plain={}, loaders={})
+    return unpack(saved['of_ranks'][get_rank() if saved['world_size'] == get_world_size() else 0])
 
 
 class Resumption:

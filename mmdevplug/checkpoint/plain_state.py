@@ -88,7 +88,7 @@ class PlainState:
                 f'{owner.path}.{name} ({type(owner.attributes[name]).__name__})'
                 for name in sorted(unfit)
             ]
-            for name in differ - unfit:
+            for name in sorted(differ - unfit):
                 value = owner.attributes[name]
                 on_device = any(each.device.type != 'cpu' for each in _tensors(value))
                 found.setdefault(owner.path, {})[name] = (on_device, value)

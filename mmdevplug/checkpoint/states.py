@@ -18,6 +18,8 @@ from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.torch_compat import view_as_dtype
 
+from .writing import PICKLE
+
 #: The attributes that MMEngine's own hooks change while training; those that are derived from the
 #: runner or the message hub are not listed.
 _ATTRIBUTES = {
@@ -92,21 +94,21 @@ def named_hooks(runner: Any) -> Iterator[Tuple[str, Hook]]:
         yield f'{name}/{counts[name]}', hook
 
 
-def gather_packed(value: Any) -> List[Any]:
-    """Gather values that ``weights_only`` loads; those of several ranks as the bytes of files."""
-    if get_world_size() == 1:
-        return [value]
+def gather_packed(value: Any) -> List[Tensor]:
+    """Gather values that ``weights_only`` loads from all ranks, as the bytes of files.
+
+    Whoever writes them into a checkpoint need not know how to write deques.
+    """
     stream = io.BytesIO()
-    torch.save(value, stream)
-    return gather_bytes(to_tensor(stream.getvalue()), purpose='states').parts
+    torch.save(value, stream, pickle_module=PICKLE)
+    data = to_tensor(stream.getvalue())
+    return [data] if get_world_size() == 1 else gather_bytes(data, purpose='states').parts
 
 
-def unpack(value: Any) -> Any:
+def unpack(data: Tensor) -> Any:
     """Unpack what :func:`gather_packed` gathered of one rank."""
-    if not isinstance(value, Tensor):
-        return value
     with safe_loading('of several ranks'):
-        return torch.load(io.BytesIO(to_bytes(value)))
+        return torch.load(io.BytesIO(to_bytes(data)))
 
 
 def loader_states(runner: Any) -> Dict[str, Dict]:
