@@ -32,9 +32,12 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.mmengine_compat import batches_dropped, iterate_forever
 from mmdevplug.utils.model import unwrap_model
 
+from .other_loaders import OtherLoaders, batch_size_of
+from .plain_state import PlainState
 from .position import Advanced, Begun, Position, draws_several, number_batches_from
 from .states import (
     gather_buffers,
+    gather_packed,
     had_switched_pipeline,
     hook_states,
     loader_states,
@@ -42,6 +45,7 @@ from .states import (
     restore_buffers,
     restore_hook_states,
     restore_loaders,
+    unpack,
 )
 
 #: The key in a checkpoint.
@@ -49,7 +53,7 @@ KEY = 'mmdevplug'
 VERSION = 1
 
 
-def capture(runner: Any, position: Position) -> Dict:
+def capture(runner: Any, position: Position, plain: PlainState, others: OtherLoaders) -> Dict:
     """Collect plain values and host tensors for the key :data:`KEY`; all ranks take part."""
     accelerator, _ = rank_device()
     loop, loader = runner.train_loop, runner.train_loop.dataloader
@@ -69,6 +73,8 @@ def capture(runner: Any, position: Position) -> Dict:
         # A copy, because it may be written while training goes on.
         state = copy.deepcopy(source.state_dict())
         data = gather_samples([state], device='cpu', same_structure=False)
+    known = [each.dataloader for each in (loop, runner.val_loop) if each is not None]
+    of_ranks = gather_packed(dict(plain=plain.changed(), loaders=others.states(known)))
     return dict(
         buffers=gather_buffers(unwrap_model(runner.model), accelerator),
         averaged_buffers=[gather_buffers(each, accelerator) for each in _averaged_models(runner)],
@@ -77,14 +83,22 @@ def capture(runner: Any, position: Position) -> Dict:
         batch=position.batch,
         validated=position.validated,
         world_size=get_world_size(),
-        batch_size=_batch_size(loader),
+        batch_size=batch_size_of(loader),
         sampler_seed=getattr(sampler_of(loader), 'seed', None),
         ranks=ranks,
         sampling=sampling,
         data=data,
         loaders=loader_states(runner),
+        of_ranks=of_ranks,
         hooks=hook_states(runner),
     )
+
+
+def of_this_rank(saved: Dict) -> Dict[str, Dict]:
+    """The states of modules, hooks and loaders that belong to this rank; rank 0's to a new one."""
+    if 'of_ranks' not in saved:
+        return dict(plain={}, loaders={})
+    return unpack(saved['of_ranks'][get_rank() if saved['world_size'] == get_world_size() else 0])
 
 
 class Resumption:
@@ -221,7 +235,7 @@ class Resumption:
         """Return the batches that were trained on, of this job's size, and samples of the next."""
         trained = max(0, self.saved['batch'])
         before = (self.saved['batch_size'] or 1) * self.saved['world_size']
-        mine, ranks = _batch_size(self.loop.dataloader) or 1, get_world_size()
+        mine, ranks = batch_size_of(self.loop.dataloader) or 1, get_world_size()
         batches = resumable_batches(self.loop.dataloader)
         plain = batches is None or type(batches.batches) is BatchSampler
         if trained and not plain and self._mine is None:
@@ -322,10 +336,3 @@ def _averaged_models(runner: Any) -> List[nn.Module]:
     """The moving averages of the model that hooks such as EMAHook keep."""
     kept = (getattr(hook, 'ema_model', None) for hook in runner.hooks)
     return [model for model in kept if isinstance(model, nn.Module)]
-
-
-def _batch_size(loader: Any) -> Optional[int]:
-    size = getattr(loader, 'batch_size', None)
-    if size is None:
-        size = getattr(getattr(loader, 'batch_sampler', None), 'batch_size', None)
-    return size if isinstance(size, int) else None

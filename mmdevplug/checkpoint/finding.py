@@ -11,6 +11,7 @@ from mmengine.logging import print_log
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.environments.launch import LaunchEnv, restarts
 from mmdevplug.errors import CheckpointError
+from mmdevplug.utils.file_kinds import describe_no_checkpoint
 from mmdevplug.utils.logs import log_warning
 
 from .writing import PathLike, is_local, write_text
@@ -63,7 +64,8 @@ def check_file(path: PathLike) -> None:
         with open(str(path), 'rb') as file:
             if file.read(2) == b'\x80\x02' and os.path.getsize(str(path)) > 1024:
                 return  # written by a PyTorch before 1.6, without checksums
-        raise CheckpointError(f'{path} ends too early or is no checkpoint')
+        kind = describe_no_checkpoint(path) or 'truncated or no checkpoint'
+        raise CheckpointError(f'{path} is {kind}')
     try:
         with zipfile.ZipFile(str(path)) as archive:
             damaged = archive.testzip()

@@ -1,6 +1,7 @@
 """Save and restore the states of hooks, data loaders, and buffers that differ between ranks."""
 
 import hashlib
+import io
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.data.resumable_loader import resumable_batches
 from mmdevplug.data.stateful import start_silently
-from mmdevplug.distributed.byte_exchange import all_gather
+from mmdevplug.distributed.byte_exchange import all_gather, gather_bytes, to_bytes, to_tensor
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.rank_device import group_device
+from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.torch_compat import view_as_dtype
+
+from .writing import PICKLE
 
 #: The attributes that MMEngine's own hooks change while training; those that are derived from the
 #: runner or the message hub are not listed.
@@ -30,15 +34,15 @@ def hook_states(runner: Any) -> Dict[str, Any]:
     """Collect the states of MMEngine's hooks, and of hooks with ``state_dict``, by hook."""
     return {
         name: _state(hook)
-        for name, hook in _named(runner)
-        if _keeps_state(hook) or hasattr(hook, _SWITCHED)
+        for name, hook in named_hooks(runner)
+        if keeps_state(hook) or switches_pipeline(hook)
     }
 
 
 def restore_hook_states(runner: Any, states: Mapping[str, Any]) -> None:
     """Restore what :func:`hook_states` collected; hooks without a saved state begin anew."""
-    for name, hook in _named(runner):
-        if name not in states or not _keeps_state(hook):
+    for name, hook in named_hooks(runner):
+        if name not in states or not keeps_state(hook):
             continue
         if hasattr(hook, 'load_state_dict'):
             hook.load_state_dict(states[name])
@@ -57,7 +61,7 @@ def repeat_validation(
     """Call ``after_val_epoch`` of the hooks whose turn came after the checkpoint was saved."""
     hooks = runner.hooks
     for hook in hooks[hooks.index(checkpoint_hook) + 1 :] if metrics is not None else ():
-        if _keeps_state(hook):
+        if keeps_state(hook):
             hook.after_val_epoch(runner, metrics=dict(metrics))
 
 
@@ -66,7 +70,13 @@ def had_switched_pipeline(states: Mapping[str, Any]) -> bool:
     return any(isinstance(state, dict) and state.get(_SWITCHED) for state in states.values())
 
 
-def _keeps_state(hook: Hook) -> bool:
+def switches_pipeline(hook: Hook) -> bool:
+    """Whether a hook replaces the pipeline of the training data, which a resumed run needs too."""
+    return hasattr(hook, _SWITCHED)
+
+
+def keeps_state(hook: Hook) -> bool:
+    """Whether the state of a hook is saved by its methods, or is that of MMEngine's own hooks."""
     own = hasattr(hook, 'state_dict') and hasattr(hook, 'load_state_dict')
     return own or isinstance(hook, tuple(_ATTRIBUTES))
 
@@ -80,13 +90,30 @@ def _state(hook: Hook) -> Any:
     return {name: getattr(hook, name) for name in [*names, _SWITCHED] if hasattr(hook, name)}
 
 
-def _named(runner: Any) -> Iterator[Tuple[str, Hook]]:
+def named_hooks(runner: Any) -> Iterator[Tuple[str, Hook]]:
     """All hooks with names that are the same in every run of a config."""
     counts: Dict[str, int] = {}
     for hook in runner.hooks:
         name = type(hook).__name__
         counts[name] = counts.get(name, 0) + 1
         yield f'{name}/{counts[name]}', hook
+
+
+def gather_packed(value: Any) -> List[Tensor]:
+    """Gather values that ``weights_only`` loads from all ranks, as the bytes of files.
+
+    Whoever writes them into a checkpoint need not know how to write deques.
+    """
+    stream = io.BytesIO()
+    torch.save(value, stream, pickle_module=PICKLE)
+    data = to_tensor(stream.getvalue())
+    return [data] if get_world_size() == 1 else gather_bytes(data, purpose='states').parts
+
+
+def unpack(data: Tensor) -> Any:
+    """Unpack what :func:`gather_packed` gathered of one rank."""
+    with safe_loading('of several ranks'):
+        return torch.load(io.BytesIO(to_bytes(data)))
 
 
 def loader_states(runner: Any) -> Dict[str, Dict]:

@@ -69,7 +69,7 @@ def write_checkpoint(
         # Straight into the file: MMEngine makes two copies of all of it in memory before.
         with open(str(unfinished), 'wb') as file:
             held = _HoldingErrors(file)
-            torch.save(checkpoint, held, pickle_module=_PICKLE)
+            torch.save(checkpoint, held, pickle_module=PICKLE)
         if held.error is not None:
             raise held.error
 
@@ -85,7 +85,8 @@ class _Pickler(pickle.Pickler):
     dispatch_table[defaultdict] = lambda value: (defaultdict, (value.default_factory, dict(value)))
 
 
-_PICKLE = SimpleNamespace(**dict(vars(pickle), Pickler=_Pickler))
+#: The module pickle with it, for ``torch.save``.
+PICKLE = SimpleNamespace(**dict(vars(pickle), Pickler=_Pickler))
 
 
 @functools.lru_cache(maxsize=None)

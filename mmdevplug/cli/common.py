@@ -126,9 +126,12 @@ def load_complete_config(args: argparse.Namespace, names: Sequence[str]) -> Conf
 
 def check_checkpoint(path: str, origin: str) -> None:
     """Refuse a path without a file; addresses are left to MMEngine's file backends."""
-    if re.match(r'\w+://', path) is None and not Path(path).expanduser().is_file():
+    if re.match(r'\w+://', path) is not None:
+        return
+    if not Path(path).expanduser().is_file():
+        found = 'is a directory' if Path(path).expanduser().is_dir() else 'can not be found'
         raise CheckpointError(
-            f'{origin} {path!r} can not be found: expected the path of a checkpoint, or an '
+            f'{origin} {path!r} {found}: expected the path of a checkpoint, or an '
             f'address such as https://... Correct the path; --resume without one takes the newest '
             f'of the work directory.'
         )

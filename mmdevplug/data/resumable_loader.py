@@ -49,6 +49,10 @@ class ResumableBatches:
         self.epoch = -1
         #: Whether a pass has to end, as that of a loop over epochs.
         self.ends = False
+        #: How many batches were drawn from the batch sampler, and how many before this pass.
+        self.drawn = self.drawn_before = 0
+        #: Whether each pass passes its number to the sampler: who reads may count from 0 again.
+        self.sets_epoch = False
         #: The random state of the host when the current pass began. With workers, a loop over
         #: iterations begins the first pass when it is built.
         self.state_at_start: Any = None
@@ -84,11 +88,15 @@ class ResumableBatches:
         epoch, skip, drop = self.epoch, self._skip, self._drop
         before_pass, after_skip = self._before_pass, self._after_skip
         self._skip, self._drop, self._before_pass, self._after_skip = 0, 0, None, None
+        if self.sets_epoch:
+            self.batches.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         if before_pass is not None:
             before_pass()
         self.state_at_start = host_random_state()
         most = MOST_PASSES * max(len(self), 1) if self.ends else inf
+        self.drawn_before = self.drawn
         for number, batch in enumerate(self.batches):
+            self.drawn += 1
             if number > most:
                 sampler = getattr(self.batches, 'sampler', None)
                 raise SampleError(

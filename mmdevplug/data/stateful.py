@@ -33,8 +33,12 @@ def at_next_start(loader: Any, start: Callable[[Any], Any]) -> bool:
     if not isinstance(loader, DataLoader):
         return False
 
+    before = vars(loader).get('_get_iterator')
+
     def start_once() -> Any:
         del vars(loader)['_get_iterator']
+        if before is not None:
+            vars(loader)['_get_iterator'] = before
         return start(loader)
 
     vars(loader)['_get_iterator'] = start_once

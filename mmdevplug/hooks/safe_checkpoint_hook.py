@@ -8,10 +8,10 @@ from typing import Any, Dict, Optional
 
 import numpy as np
 import torch
-from mmengine.dist import is_main_process
+from mmengine.dist import get_world_size, is_main_process
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
-from mmengine.runner import Runner
+from mmengine.runner import BaseLoop, Runner
 
 from mmdevplug.accelerators.random_states import random_state, set_random_state
 from mmdevplug.checkpoint.exact_resume import (
@@ -20,9 +20,12 @@ from mmdevplug.checkpoint.exact_resume import (
     Resumption,
     capture,
     is_complete,
+    of_this_rank,
     validation_follows,
 )
 from mmdevplug.checkpoint.finding import finished_at, mark_finished
+from mmdevplug.checkpoint.other_loaders import OtherLoaders
+from mmdevplug.checkpoint.plain_state import PlainState
 from mmdevplug.checkpoint.position import Position, current_position
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import CheckpointFile, CheckpointSaver
@@ -76,12 +79,18 @@ class SafeCheckpointHook(CheckpointHook):
         self._exact: Optional[Dict] = None
         self._loaded: Optional[Dict] = None
         self._resumption: Optional[Resumption] = None
+        self._plain: Optional[PlainState] = None
+        self._others = OtherLoaders()
         #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
         self._metrics: Optional[Dict[str, Any]] = None
         self._warned_of_accumulation = False
 
     def before_run(self, runner: Any) -> None:
-        """Refuse options that neither this hook nor the runner's ``save_checkpoint`` takes."""
+        """Find loaders; refuse options that neither this hook nor ``save_checkpoint`` takes."""
+        self._others = getattr(runner, 'other_loaders', self._others)
+        loop = getattr(runner, '_train_loop', None)
+        if isinstance(loop, BaseLoop):  # not where a model is only tested
+            self._others.find_in(loop, runner.seed)
         taken = signature(runner.save_checkpoint).parameters
         if any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):
             return
@@ -104,6 +113,10 @@ class SafeCheckpointHook(CheckpointHook):
             )
             return
         self._loaded = dict(found, iter=checkpoint['meta']['iter'])
+        if runner._resume or getattr(runner, '_resuming', False):
+            # Before hooks begin to read from loaders of theirs.
+            ranks = (found['world_size'], get_world_size())
+            self._others.restore(of_this_rank(found)['loaders'], ranks)
 
     def before_train(self, runner: Any) -> None:
         """Prepare the folder, if it can be written to, and restore an interrupted run."""
@@ -127,11 +140,14 @@ class SafeCheckpointHook(CheckpointHook):
                 f'train_cfg to train longer.'
             )
         super().before_train(runner)
+        if self._plain is None:
+            self._plain = PlainState(runner)
         loaded, self._loaded = self._loaded, None
         # A checkpoint that was only loaded from starts training at iteration 0.
         if loaded is not None and loaded['iter'] == runner.iter > 0:
             self._resumption = Resumption(runner, loaded)
             self._resumption.prepare()
+            self._plain.restore(of_this_rank(loaded)['plain'])
             validated = finished or loaded['validated']
             self._position = Position(loaded['epoch'], loaded['batch'], validated)
             repeat_validation(runner, self, loaded.get('metrics'))
@@ -169,7 +185,9 @@ class SafeCheckpointHook(CheckpointHook):
             # A batch of several parts is trained on part by part.
             kept = getattr(runner, 'global_batch', None)
             batch = data_batch[0] if kept is not None and kept.splits else data_batch
+            plain = [] if self._plain is None else self._plain.copy()
             runner.model.warm_up(batch, runner.optim_wrapper)
+            PlainState.put_back(plain)
             set_random_state(state, accelerator, devices)
 
     def after_train_iter(
@@ -314,7 +332,9 @@ class SafeCheckpointHook(CheckpointHook):
         )
         self._exact = None
         if options['save_optimizer'] and self._position is not None:
-            self._exact = dict(capture(runner, self._position), metrics=self._metrics)
+            assert self._plain is not None
+            states = capture(runner, self._position, self._plain, self._others)
+            self._exact = dict(states, metrics=self._metrics)
         return self._saver.save(runner, file, meta, options)
 
     def _publish_model(self, runner: Any, ckpt_path: str) -> None:

@@ -18,7 +18,7 @@ from mmengine.dist import dist as dist_functions, is_distributed, utils as dist_
 from mmengine.infer import BaseInferencer
 from mmengine.logging import logger as logger_module
 from mmengine.model import revert_sync_batchnorm, utils as model_utils
-from mmengine.runner import CheckpointLoader
+from mmengine.runner import CheckpointLoader, checkpoint as checkpoint_functions
 from mmengine.structures import instance_data
 from mmengine.utils.dl_utils import TimeCounter, time_counter
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from mmdevplug.utils.patching import patch_symbol, restore_patches
 from mmdevplug.utils.torch_compat import names_lazy_tensors
 
 from .autocast import patch_autocast
+from .load_weights import load_state_dict
 from .results import patch_result_collection
 from .torch_load import safe_loading
 
@@ -64,7 +65,8 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     - ``mmengine.device.is_npu_available`` is true on an NPU whose operators' compilation MMEngine
       could not set when it was imported.
     - The log files of ranks are named after the visible devices of this process.
-    - ``mmengine.runner.load_checkpoint``, inferencers and ``init_cfg`` run no code from a file.
+    - ``mmengine.runner.load_checkpoint``, inferencers and ``init_cfg`` run no code from a file,
+      refuse one of which nothing fits the model, and say in one line what does not.
     - ``mmengine.runner.amp.autocast`` casts on it.
     - ``Config.pretty_text`` is formatted once for the log, the dump and the visualizer.
     - ``tensor.type()`` has a name for its tensors, which on a T20 it lacks.
@@ -224,6 +226,7 @@ def _patch_checkpoint_loader() -> None:
             return of_mmengine(cls, filename, *args, **kwargs)
 
     patch_symbol(CheckpointLoader, 'load_checkpoint', classmethod(load_checkpoint))
+    patch_symbol(checkpoint_functions, 'load_state_dict', load_state_dict)
 
 
 def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import ModuleType
-from typing import Any, Callable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from mmengine.utils import get_object_from_string
 
-from mmdevplug.errors import CheckpointError
+from mmdevplug.errors import CheckpointError, DevPlugError, first_line
+from mmdevplug.utils.file_kinds import describe_no_checkpoint
 from mmdevplug.utils.patching import LocalPatch, patch_symbol
 from mmdevplug.utils.torch_compat import allows_renamed_classes, takes_weights_only
 
@@ -117,6 +118,8 @@ def trust_classes(names: Sequence[str]) -> None:
 _patch = LocalPatch(torch, 'load')
 #: Whether loads in this context are safe even if the caller passes ``weights_only=False``.
 _forced: ContextVar[bool] = ContextVar('forced', default=False)
+#: The checkpoint that was read last, to name it when it does not fit.
+_last_read: ContextVar[str] = ContextVar('last_read', default='given')
 #: Guards state that PyTorch has once in a process: its allowed classes and its pickle module.
 _process_wide = threading.RLock()
 
@@ -126,18 +129,19 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
     """Let ``torch.load`` accept MMEngine's classes and no others in this context and thread.
 
     Others raise CheckpointError, which names the first. Calls with ``weights_only=False`` or a
-    ``pickle_module`` are made safe, too, if ``forced``: not where a user's code loads.
+    ``pickle_module`` are made safe, too, if ``forced``, and whatever cannot be read raises
+    CheckpointError: not where a user's code loads.
     """
     opened: List[str] = []
-    refusals: List[pickle.UnpicklingError] = []
+    failures: List[Exception] = []
 
     def load(original: Callable, f: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(f, (str, os.PathLike)):
             opened.append(str(f))
         try:
             return _load_safely(original, f, *args, **kwargs)
-        except pickle.UnpicklingError as error:
-            refusals.append(error)
+        except Exception as error:
+            failures.append(error)
             raise
 
     # A context inside a forced one is forced.
@@ -145,18 +149,48 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
     try:
         with _patch(load):
             yield
-    except pickle.UnpicklingError as error:
-        if error not in refusals:
+        if forced:
+            _last_read.set(filename)
+    except Exception as error:
+        path = opened[-1] if opened else filename
+        refused = _first_refused(error) if isinstance(error, pickle.UnpicklingError) else None
+        if refused is not None and error in failures:
+            raise CheckpointError(
+                f'checkpoint {path} holds objects that could run code '
+                f'when they are loaded, and is refused: {refused}. If you trust the file and this '
+                f"is a class, set checkpoint_classes=['{refused.split()[0]}'] in the config; or "
+                f'load it where you trust it and save its state_dict alone.'
+            ) from error
+        # OSError: of a path, or of the network. KeyError: of a name such as torchvision://...
+        if not forced or not (error in failures or isinstance(error, (OSError, KeyError))):
             raise
-        refused = _first_refused(error)
-        raise CheckpointError(
-            f'checkpoint {opened[-1] if opened else filename} holds objects that could run code '
-            f'when they are loaded, and is refused: {refused}. If you trust the file and this is '
-            f"a class, set checkpoint_classes=['{refused.split()[0]}'] in the config; or load it "
-            f'where you trust it and save its state_dict alone.'
-        ) from error
+        if isinstance(error, DevPlugError) or 'out of memory' in str(error):
+            raise
+        raise CheckpointError(_describe_unreadable(path, error)) from error
     finally:
         _forced.reset(token)
+
+
+def last_read() -> str:
+    """Return the path or the address of the checkpoint that this context has read last."""
+    return _last_read.get()
+
+
+def _describe_unreadable(path: str, error: Exception) -> str:
+    kind = describe_no_checkpoint(os.path.expanduser(path))
+    if kind is not None:
+        return f'checkpoint {path} is {kind}.'
+    if isinstance(error, (OSError, KeyError)) and not os.path.isfile(path):
+        return (
+            f'checkpoint {path} cannot be read: {type(error).__name__}: {first_line(error)} '
+            f'Expected the path of a file, or an address that can be reached; correct it.'
+        )
+    # PyTorch's advice follows the first sentence, for example to trust the file.
+    reason = f'{type(error).__name__}: {first_line(error)}'.split('. ')[0].rstrip('.')
+    return (
+        f'checkpoint {path} cannot be read: {reason}. It is truncated, damaged or no checkpoint '
+        f'of PyTorch; take the one before it, or copy it again.'
+    )
 
 
 def _load_safely(
@@ -193,10 +227,12 @@ def _allowed_with_names() -> List[Any]:
     return [*allowed_classes(), *renamed]
 
 
-def _first_refused(error: pickle.UnpicklingError) -> str:
-    """The class that PyTorch's unpickler names, without its advice to trust the file."""
+def _first_refused(error: Exception) -> Optional[str]:
+    """The class that PyTorch's unpickler names; None if it names none, as for a damaged file."""
     named = re.search(r'GLOBAL (\S+)|(\S+) is not allowed', str(error))
-    return ' '.join(filter(None, named.groups())) if named else str(error).splitlines()[0]
+    if named is not None:
+        return ' '.join(filter(None, named.groups()))
+    return first_line(error) if 'not allowed' in str(error) else None
 
 
 _restricting: ContextVar[bool] = ContextVar('restricting', default=False)

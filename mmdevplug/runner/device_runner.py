@@ -11,15 +11,16 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
 from mmengine.runner import BaseLoop, LogProcessor, Priority, Runner
-from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.finding import find_resume_point
+from mmdevplug.checkpoint.fitting import explaining_other_run, load_model
 from mmdevplug.checkpoint.host_copy import HostCopy
-from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.other_loaders import OtherLoaders
+from mmdevplug.checkpoint.reading import read_for_model
 from mmdevplug.checkpoint.resumable import adapt_to_hooks
 from mmdevplug.checkpoint.resume_settings import ResumeSettings
 from mmdevplug.checkpoint.saving import collect_checkpoint
@@ -79,6 +80,10 @@ class DeviceRunner(Runner):
         >>> RUNNERS.build(cfg).train()
     """
 
+    #: Whether a checkpoint is being loaded to resume from, and what of the last did not fit.
+    _resuming = False
+    _misfit: Optional[str] = None
+
     def __init__(
         self,
         *args: Any,
@@ -98,6 +103,11 @@ class DeviceRunner(Runner):
         #: Compares the settings of a checkpoint that is resumed with those of the config.
         self.resumption: Optional[ResumeSettings] = None
         self._resuming = False
+        self.other_loaders = OtherLoaders()
+        # A static method, which does not know for which runner it builds.
+        self.build_dataloader = self.other_loaders.noting(  # type: ignore[method-assign]
+            type(self).build_dataloader
+        )
         # MMEngine's default is backend='nccl'.
         kwargs.setdefault('env_cfg', {})
         optim_wrapper = kwargs.get('optim_wrapper')
@@ -335,16 +345,17 @@ class DeviceRunner(Runner):
 
         See :meth:`mmengine.runner.Runner.load_checkpoint`.
         """
-        checkpoint = read_checkpoint(filename, map_location)
+        checkpoint = read_for_model(filename, map_location)
         if self._resuming:
-            self.resumption.compare(checkpoint, filename, self.work_dir)
             adapt_to_hooks(self, checkpoint, filename)
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
         self.device_context.materialize()
         # From here on as MMEngine's method.
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
         model = unwrap_model(self.model)
-        checkpoint = _load_checkpoint_to_model(model, checkpoint, strict, revise_keys=revise_keys)
+        self._misfit = load_model(model, checkpoint, filename, strict, revise_keys, self._resuming)
+        if self._resuming:
+            self.resumption.compare(checkpoint, filename, self.work_dir)
         self._has_loaded = True
         self.logger.info(f'Load checkpoint from {filename}')
         self.device_context.materialize()
@@ -371,7 +382,8 @@ class DeviceRunner(Runner):
             self.param_schedulers = self.build_param_scheduler(self.param_schedulers)
         self.resumption, self._resuming = ResumeSettings.of_runner(self), True
         try:
-            super().resume(filename, map_location=location)
+            with explaining_other_run(filename):
+                super().resume(filename, map_location=location)
         finally:
             self._resuming = False
         self.resumption.apply()
@@ -380,17 +392,25 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all ranks, and their messages name it."""
-        return train_together(self, super().train)
+        model = train_together(self, super().train)
+        self._misfit = None
+        return model
 
     def val(self) -> dict:
         """Validate; see :meth:`train`."""
         with explained(self, 'val'):
-            return super().val()
+            return self._beside_misfit(super().val())
 
     def test(self) -> dict:
         """Test; see :meth:`train`."""
         with explained(self, 'test'):
-            return super().test()
+            return self._beside_misfit(super().test())
+
+    def _beside_misfit(self, metrics: dict) -> dict:
+        """Repeat beside metrics what of the checkpoint does not fit the model."""
+        if self._misfit is not None:
+            self.logger.warning(f'These results are of such weights: {self._misfit}')
+        return metrics
 
 
 @lru_cache(maxsize=None)  # once a process: each call would lengthen PyTorch's list

@@ -72,19 +72,28 @@ def _build_log_processor(original: Callable, runner: FlexibleRunner, log_process
 
 def _train(original: Callable, runner: FlexibleRunner) -> nn.Module:
     """Train; an error of one rank ends all of them with its name."""
-    return train_together(runner, lambda: original(runner))
+    model = train_together(runner, lambda: original(runner))
+    runner.strategy.misfit = None
+    return model
 
 
 def _val(original: Callable, runner: FlexibleRunner) -> dict:
     """Validate; see :func:`_train`."""
     with explained(runner, 'val'):
-        return original(runner)
+        return _beside_misfit(runner, original(runner))
 
 
 def _test(original: Callable, runner: FlexibleRunner) -> dict:
     """Test; see :func:`_train`."""
     with explained(runner, 'test'):
-        return original(runner)
+        return _beside_misfit(runner, original(runner))
+
+
+def _beside_misfit(runner: FlexibleRunner, metrics: dict) -> dict:
+    """Repeat beside metrics what of the checkpoint does not fit the model."""
+    if runner.strategy.misfit is not None:
+        runner.logger.warning(f'These results are of such weights: {runner.strategy.misfit}')
+    return metrics
 
 
 def _refuse_ignored_keys(runner: FlexibleRunner) -> None:

@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mmdevplug.accelerators.environment_report import describe_devices
+from mmdevplug.checkpoint.fitting import explaining_other_run, load_model
 from mmdevplug.checkpoint.optimizer_settings import Length
-from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.reading import read_for_model
 from mmdevplug.checkpoint.resume_settings import ResumeSettings, list_optimizers
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
@@ -24,6 +25,7 @@ from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 from mmdevplug.registry import import_parts
+from mmdevplug.utils.model import unwrap_model
 
 from .flexible_runner import patch_flexible_runner
 from .global_batch import refuse_for_flexible_runner
@@ -49,6 +51,10 @@ class DeviceStrategy(DDPStrategy):
 
     #: One device for each process.
     parallelism = Parallelism(ModelParallelOptions(enable=False))
+    #: What to do with a checkpoint that is resumed, once its weights are loaded.
+    _compare: Optional[Callable[[Dict[str, Any]], None]] = None
+    #: What of the loaded weights does not fit the model.
+    misfit: Optional[str] = None
 
     def __init__(self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any) -> None:
         import_parts()
@@ -149,12 +155,15 @@ class DeviceStrategy(DDPStrategy):
 
         def compare(checkpoint: Dict[str, Any]) -> None:
             settings.compare(checkpoint, filename, self._work_dir)
-            if callback is not None:
-                callback(checkpoint)
             if schedulers:
                 checkpoint.setdefault('param_schedulers', type(schedulers)())
 
-        checkpoint = super().resume(filename, callback=compare, **chosen, **kwargs)
+        self._compare = compare
+        try:
+            with explaining_other_run(filename):
+                checkpoint = super().resume(filename, callback=callback, **chosen, **kwargs)
+        finally:
+            self._compare = None
         settings.apply()
         return checkpoint
 
@@ -169,15 +178,22 @@ class DeviceStrategy(DDPStrategy):
     ) -> dict:
         """Load a checkpoint without running code from it, by default to the host."""
         self.logger.info(f'Load checkpoint from {filename}')
-        checkpoint = read_checkpoint(
-            filename, 'cpu' if map_location == 'default' else map_location
-        )
+        checkpoint = read_for_model(filename, 'cpu' if map_location == 'default' else map_location)
         # As in DeviceRunner.load_checkpoint.
         self.device_context.materialize()
         if callback is not None:
             callback(checkpoint)
-        state_dict = checkpoint.pop('state_dict')
-        self.load_model_state_dict(state_dict, strict=strict, revise_keys=revise_keys)
+        self.misfit = load_model(
+            unwrap_model(self.model),
+            checkpoint,
+            filename,
+            strict,
+            revise_keys,
+            resuming=self._compare is not None,
+        )
+        if self._compare is not None:
+            self._compare(checkpoint)
+        del checkpoint['state_dict']
         return checkpoint
 
     def convert_model(self, model: nn.Module) -> nn.Module:

@@ -130,6 +130,13 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine loads with `weights_only=True` and names its own classes.',
     ),
     *_symbols(
+        'mmengine.runner.checkpoint: load_state_dict',
+        JOB,
+        'It goes on with random weights where nothing of a checkpoint fits the model, and lists '
+        'all names where some do; inferencers and `init_cfg` call it.',
+        'MMEngine returns what was loaded, and refuses a checkpoint of another model.',
+    ),
+    *_symbols(
         'mmengine.structures.instance_data: BoolTypeTensor LongTypeTensor IndexType',
         JOB,
         '`InstanceData` takes indices of the CPU, CUDA, NPU, MLU and MUSA alone.',

@@ -6,6 +6,7 @@ import pytest
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
+from tests.checkpoint import kept_cases  # noqa: F401  registers Keeps
 from tests.checkpoint.training import SAMPLES, train
 from tests.columns import NATIVE, job_of
 from tests.jobs import largest_difference, needs_scaler
@@ -15,7 +16,8 @@ EVERY_THIRD = dict(interval=3, by_epoch=False, save_best='auto', rule='less', ma
 EMA = dict(type='EMAHook', momentum=0.1)
 #: Several buckets, which PyTorch's DDP rearranges after the first backward pass.
 SEVERAL_BUCKETS = dict(
-    model=dict(type='NoisyModel', width=64),
+    # With plain attributes, which that pass must leave as they were.
+    model=dict(type='Keeps', width=64),
     model_wrapper_cfg=dict(type='DeviceDistributedDataParallel', bucket_cap_mb=0.01),
 )
 

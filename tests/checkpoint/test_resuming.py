@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mmdevplug.checkpoint.reading import read_checkpoint
+from tests.checkpoint.kept_cases import KEPT
 from tests.checkpoint.resume_cases import (
     COUNTING,
     OF_SEVERAL_RANKS,
@@ -60,11 +61,12 @@ def test_after_loading_other_weights(tmp_path, by_epoch):
 
 
 def _on_ranks(folder, names):
-    return {name: differences(folder / name, OF_SEVERAL_RANKS[name]) for name in names}
+    cases = dict(KEPT, **OF_SEVERAL_RANKS)
+    return {name: differences(folder / name, cases[name]) for name in names}
 
 
 #: Those of which the ranks' data, buffers and hooks differ most from those of one.
-FEW = ('multi_step', 'default_sampler_by_iter')
+FEW = ('multi_step', 'default_sampler_by_iter', 'plain', 'zipped')
 
 
 @pytest.mark.parametrize(
@@ -76,3 +78,8 @@ def test_two_ranks(tmp_path, names):
     """Many trainings one after the other, in one job of two processes."""
     for found in run_ranks(_on_ranks, 2, tmp_path, names, timeout=900):
         assert not {name: what for name, what in found.items() if what is not None}
+
+
+@pytest.mark.parametrize('name', KEPT)
+def test_plain_attributes_and_every_loader(tmp_path, name):
+    assert differences(tmp_path, KEPT[name]) is None

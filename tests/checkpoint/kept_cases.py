@@ -1,0 +1,207 @@
+"""Trainings with state in plain attributes, and with loaders besides that of the loop."""
+
+import random
+from collections import deque
+
+import numpy as np
+import torch
+from mmengine.dist import get_rank
+from mmengine.hooks import Hook
+from mmengine.model import BaseDataPreprocessor
+from mmengine.registry import HOOKS, LOOPS, MODELS
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from mmengine.runner.loops import _InfiniteDataloaderIterator
+from torch import nn
+
+from tests.checkpoint.training import NoisyModel
+
+
+class Clock:
+    """An object of a plain class, as mmpretrain's batch augmentations are."""
+
+    def __init__(self):
+        self.ticks = 0
+
+    def tick(self):
+        self.ticks += 1
+        return 1 + self.ticks / 50
+
+
+class Temperature(nn.Module):
+    """A part of a model, as a loss with a schedule of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = 1.0
+        self.register_buffer('mean', torch.zeros(2), persistent=False)
+
+    def forward(self, losses):
+        self.value *= 0.98
+        self.mean.mul_(0.9).add_(losses.detach().mean(), alpha=0.1)
+        return losses * self.value + 0.1 * self.mean
+
+
+@MODELS.register_module(force=True)
+class Resizes(BaseDataPreprocessor):
+    """Chooses a size every third iteration, as mmdet's BatchSyncRandomResize does."""
+
+    def __init__(self):
+        super().__init__()
+        self._input_size = None
+        self._count = 0
+
+    def forward(self, data, training=False):
+        data = super().forward(data, training)
+        if training:
+            if self._input_size is None or self._count % 3 == 0:
+                self._input_size = (random.random(), 1)
+            self._count += 1
+            data['inputs'] = data['inputs'] * (1 + self._input_size[0])
+        return data
+
+
+@MODELS.register_module(force=True)
+class Keeps(NoisyModel):
+    """A model whose losses depend on plain attributes of many types, other ones on each rank."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.temperature = Temperature()
+        self.clocks = [Clock(), dict(inner=Clock())]
+        self.average = None
+        self.recent = deque(maxlen=3)
+        self.table = dict(most=0.0, order=[], kinds={'first'})
+        self.array = np.zeros(2)
+
+    def forward(self, inputs, targets=None, mode='tensor'):
+        if mode != 'loss':
+            return super().forward(inputs, targets, mode)
+        outputs = self.net(inputs)
+        losses = ((outputs - targets) ** 2).mean(0)
+        self.average = losses.detach() if self.average is None else self.average * 0.9
+        self.recent.append(float(losses.sum().detach()))
+        self.table['most'] = max(self.table['most'], self.recent[-1])
+        self.table['order'] = [*self.table['order'], get_rank()][-5:]
+        self.array += self.recent[-1]
+        self.steps = getattr(self, 'steps', get_rank()) + 1
+        scale = self.clocks[0].tick() * self.clocks[1]['inner'].tick()
+        more = sum(self.recent) + self.table['most'] + self.average.sum() + self.array.sum() / 99
+        loss = self.temperature(losses).mean() * scale * (1 + self.steps / 50)
+        return dict(loss=loss + loss * more / 100)
+
+
+@HOOKS.register_module(force=True)
+class Cools(Hook):
+    """Multiplies inputs by what it has counted in plain attributes; has no state_dict."""
+
+    def __init__(self):
+        self.count, self.best, self.clock = 0, None, Clock()
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        self.count += 1
+        data_batch['inputs'].mul_(self.clock.tick() + self.count / 50 + (self.best or 0.0))
+
+    def after_val_epoch(self, runner, metrics=None):
+        self.best = min(self.best or 9.0, float(metrics['loss_error']))
+
+
+class ReadsOthers:
+    """A loop over several loaders, as mmaction2's MultiLoaderEpochBasedTrainLoop."""
+
+    def __init__(self, runner, dataloader, others, **kwargs):
+        super().__init__(runner, dataloader, **kwargs)
+        self.others = [runner.build_dataloader(each, seed=runner.seed) for each in others]
+
+
+def _mixed(batch, others):
+    for number, other in enumerate(others):
+        batch['inputs'] = batch['inputs'] + 0.1 * (number + 1) * other['inputs']
+    return batch
+
+
+@LOOPS.register_module(force=True)
+class ZipsLoaders(ReadsOthers, EpochBasedTrainLoop):
+    """Begins all loaders in each epoch; the shortest ends it."""
+
+    def run_epoch(self):
+        self.runner.call_hook('before_train_epoch')
+        self.runner.model.train()
+        for other in self.others:
+            if hasattr(other.sampler, 'set_epoch'):
+                other.sampler.set_epoch(self._epoch)
+        for idx, (batch, *others) in enumerate(zip(self.dataloader, *self.others)):
+            self.run_iter(idx, _mixed(batch, others))
+        self.runner.call_hook('after_train_epoch')
+        self._epoch += 1
+
+
+@LOOPS.register_module(force=True)
+class DrawsFromOthers(ReadsOthers, IterBasedTrainLoop):
+    """Reads a batch of each loader in an iteration."""
+
+    def run_iter(self, data_batch):
+        if not hasattr(self, 'iterators'):
+            self.iterators = [_InfiniteDataloaderIterator(each) for each in self.others]
+        super().run_iter(_mixed(data_batch, [next(each) for each in self.iterators]))
+
+
+@HOOKS.register_module(force=True)
+class ReadsByItself(Hook):
+    """A hook with a loader of its own, from which it reads every second iteration."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def before_train(self, runner):
+        self.data = _InfiniteDataloaderIterator(runner.build_dataloader(self.loader, seed=3))
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        if runner.iter % 2:
+            data_batch['inputs'].add_(next(self.data)['inputs'])
+
+
+def _loader(size=20, **changes):
+    return dict(
+        dict(
+            batch_size=4,
+            num_workers=0,
+            drop_last=True,
+            collate_fn=dict(type='default_collate'),
+            sampler=dict(type='DefaultSampler', shuffle=True),
+            dataset=dict(type='NoisyDataset', indices=size),
+        ),
+        **changes,
+    )
+
+
+def _zipped(*others, **options):
+    loop = dict(type='ZipsLoaders', max_epochs=4, val_interval=2, others=list(others))
+    return dict(train_cfg=loop, **options)
+
+
+def _drawn(*others):
+    loop = dict(type='DrawsFromOthers', max_iters=20, val_interval=10, others=list(others))
+    return dict(by_epoch=False, train_cfg=loop)
+
+
+_RANDOM = dict(type='GlobalRandomSampler')
+_INFINITE = dict(type='InfiniteSampler', shuffle=True)
+_WORKERS = dict(num_workers=1, persistent_workers=True)
+
+#: One training each; for :func:`resuming.tiny`. The second loader of `drawn` has 3 batches.
+KEPT = dict(
+    plain=dict(
+        model=dict(type='Keeps', data_preprocessor=dict(type='Resizes')),
+        custom_hooks=[dict(type='EMAHook'), dict(type='Cools')],
+        train_cfg__val_interval=1,
+    ),
+    plain_by_iter=dict(
+        by_epoch=False, model=dict(type='Keeps'), custom_hooks=[dict(type='Cools')]
+    ),
+    zipped=_zipped(_loader(24), _loader(28, sampler=_RANDOM)),
+    zipped_infinite=_zipped(_loader(24, sampler=_INFINITE)),
+    zipped_with_workers=_zipped(_loader(24, num_workers=1), _loader(28, **_WORKERS)),
+    drawn=_drawn(_loader(12), _loader(16, sampler=_RANDOM)),
+    drawn_with_workers=_drawn(_loader(12, **_WORKERS), _loader(24, sampler=_INFINITE)),
+    hook=dict(custom_hooks=[dict(type='ReadsByItself', loader=_loader(12, sampler=_RANDOM))]),
+)

@@ -1,0 +1,263 @@
+"""Checkpoints of another model, in part of this one, or no checkpoints at all."""
+
+import logging
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.infer import BaseInferencer
+from mmengine.logging import MMLogger
+from mmengine.model import BaseModule
+from mmengine.runner import FlexibleRunner
+from torch import nn
+
+from mmdevplug.checkpoint.fitting import load_model
+from mmdevplug.errors import CheckpointError
+from mmdevplug.patches.load_weights import load_weights
+from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
+from tests.checkpoint.training import build, config
+from tests.ranks import run_ranks
+
+
+def small():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def load(state_dict, model=None, **options):
+    options = dict(dict(strict=False, revise_keys=[('^module.', '')]), **options)
+    return load_model(model or small(), dict(state_dict=state_dict), 'some.pth', **options)
+
+
+class Renames(nn.Linear):
+    """Loads weights of an older release under their old name."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        if prefix + 'kernel' in state_dict:
+            state_dict[prefix + 'weight'] = state_dict.pop(prefix + 'kernel')
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_all_of_a_model_is_loaded_without_a_word():
+    source, model = small(), small()
+    weights = {f'module.{name}': value for name, value in source.state_dict().items()}
+    del weights['module.1.num_batches_tracked']
+    assert load(weights, model) is None
+    assert torch.equal(model[2].weight, source[2].weight)
+    assert load_weights(Renames(2, 1), dict(kernel=torch.ones(1, 2), bias=torch.ones(1))).complete
+
+
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        (
+            dict(missing='2.bias'),
+            '7 of 8 names of the model loaded, 1 missing in the checkpoint (2.bias). ',
+        ),
+        (dict(extra='3.bias'), '8 of 8 names of the model loaded, 1 unexpected in it (3.bias).'),
+        (
+            dict(other='2.weight'),
+            '1 of other shapes (2.weight: (5, 4) in the checkpoint, (2, 4) in the model)',
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else '',
+)
+def test_what_fits_in_part_is_named_with_counts(change, said):
+    weights = small().state_dict()
+    weights.pop(change.get('missing'), None)
+    if 'extra' in change:
+        weights[change['extra']] = torch.ones(2)
+    if 'other' in change:
+        weights[change['other']] = torch.ones(5, 4)
+    assert said in load(weights)
+    with pytest.raises(CheckpointError, match='Expected all of it: strict=True'):
+        load(weights, strict=True)
+    if 'extra' in change:
+        assert load(weights, resuming=True)
+    else:
+        with pytest.raises(CheckpointError, match='Cannot resume: .*load_from=.some.pth.'):
+            load(weights, resuming=True)
+
+
+def test_what_is_not_trained_may_be_missing_when_a_run_is_resumed():
+    model = small()
+    model[2].requires_grad_(False)
+    weights = {name: value for name, value in small().state_dict().items() if name[0] != '2'}
+    assert '2 missing in the checkpoint (2.weight, 2.bias)' in load(weights, model, resuming=True)
+
+
+@pytest.mark.parametrize(
+    ('weights', 'hint'),
+    [
+        (
+            dict(a=torch.ones(1), b=torch.ones(1)),
+            'The checkpoint has 2: a, b; the model has 6: 0.weight',
+        ),
+        ({}, 'The checkpoint has 0: none'),
+        (dict(model=dict(small().state_dict())), 'It holds more under model: save the weights'),
+        ({f'backbone.{k}': v for k, v in small().state_dict().items()}, "prefix='backbone.'"),
+        (dict(nn.Linear(9, 9).state_dict()), 'by model.0.init_cfg='),
+        (
+            {name: torch.ones(9, 9) for name in small().state_dict()},
+            'Of other shapes: 0.weight: (9, 9) in the checkpoint, (4, 3) in the model; ',
+        ),
+    ],
+    ids=['other', 'empty', 'nested', 'prefixed', 'part', 'shapes'],
+)
+def test_a_checkpoint_of_another_model_is_refused(weights, hint):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 2))
+    with pytest.raises(CheckpointError, match='no key of checkpoint some.pth fits') as refused:
+        load(weights, model)
+    assert hint in str(refused.value)
+
+
+class Part(BaseModule):
+    """Initialized as a config says."""
+
+    def __init__(self, init_cfg):
+        super().__init__(init_cfg)
+        self.layer = nn.Linear(2, 2)
+
+
+def test_inferencers_and_init_cfg_refuse_too(tmp_path, monkeypatch):
+    path = str(tmp_path / 'of_another.pth')
+    weights = {'backbone.layer.weight': torch.ones(2, 2), 'backbone.layer.bias': torch.ones(2)}
+    torch.save(dict(state_dict=weights), path)
+    part = Part(dict(type='Pretrained', checkpoint=path, prefix='backbone.'))
+    try:
+        patch_mmengine('cpu')
+        part.init_weights()
+        assert part.layer.weight.tolist() == [[1, 1], [1, 1]]
+        with pytest.raises(CheckpointError, match=f'{path} fits the model.*prefix='):
+            Part(dict(type='Pretrained', checkpoint=path)).init_weights()
+        with pytest.raises(CheckpointError, match=f'no key of checkpoint {path} fits'):
+            BaseInferencer._init_model(
+                _Inferencer(), Config(dict(model=dict(type='NoisyModel'))), path, 'cpu'
+            )
+    finally:
+        restore_mmengine()
+
+
+class _Inferencer:
+    """What ``BaseInferencer._init_model`` needs of an inferencer."""
+
+    scope = 'mmengine'
+    _load_weights_to_model = BaseInferencer._load_weights_to_model
+
+    def __getattr__(self, name):
+        return getattr(BaseInferencer, name).__get__(self)
+
+
+FILES = dict(
+    html=(b'<!DOCTYPE html><html>Sign in</html>', 'an HTML or XML page'),
+    pointer=(b'version https://git-lfs.github.com/spec/v1\noid sha256:0\n', 'git lfs pull'),
+    empty=(b'', 'an empty file'),
+    json=(b'{"a": 1}', 'a text file'),
+    garbage=(b'PK' + bytes(range(256)) * 9, 'no checkpoint of PyTorch: it begins with'),
+    zipped=(b'PK\x03\x04' + bytes(range(256)) * 9, 'truncated'),
+    old=(b'\x80\x02' + bytes(range(256)) * 9, 'cannot be read'),
+)
+
+
+def on_one_runner(folder):
+    """What a test, a training with load_from and one with resume say of each file."""
+    said = {}
+    for name, (content, _) in FILES.items():
+        path = folder / f'{name}.pth'
+        path.write_bytes(content)
+        for how in ('test', 'load_from', 'resume'):
+            runner = build(folder / 'work', load_from=str(path), resume=how == 'resume', **TESTED)
+            with pytest.raises(CheckpointError) as refused:
+                runner.test() if how == 'test' else runner.train()
+            said[name, how] = str(refused.value)
+    for how in ('missing.pth', ''):
+        runner = build(folder / 'work', load_from=str(folder / how), **TESTED)
+        with pytest.raises(CheckpointError) as refused:
+            runner.test()
+        said[how] = str(refused.value)
+    return said
+
+
+TESTED = dict(
+    test_dataloader=config('')['val_dataloader'],
+    test_evaluator=dict(type='MeanError'),
+    test_cfg=dict(),
+    custom_hooks=[],
+)
+
+
+def test_files_that_are_no_checkpoint_are_named_in_one_line(tmp_path):
+    (said,) = run_ranks(on_one_runner, 0, tmp_path)
+    assert 'can not be found' in said.pop('missing.pth')
+    assert 'is a directory' in said.pop('')
+    for (name, how), text in said.items():
+        assert FILES[name][1] in text or 'damaged' in text, (name, how)
+        assert str(tmp_path / f'{name}.pth') in text
+        assert len(text.splitlines()) == 1
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def results_of_part(folder, flexible):
+    """What is logged, line by line, when a checkpoint without a head is tested and validated."""
+    runner = build(folder, **TESTED)
+    weights = runner.model.state_dict()
+    del weights['net.6.bias']
+    hub = dict(
+        log_scalars={}, runtime_info={}, resumed_keys={'train/host_memory': False, 'b': True}
+    )
+    meta = dict(epoch=1, iter=8)
+    torch.save(dict(state_dict=weights, meta=meta, message_hub=hub), folder / 'part.pth')
+    torch.save(dict(state_dict=dict(a=torch.ones(1)), meta={}), folder / 'other.pth')
+    found = {}
+    for how in ('test', 'val', 'resume', 'resume other'):
+        cfg = dict(config(folder, load_from=str(folder / 'part.pth'), **TESTED))
+        if how.startswith('resume'):
+            cfg['resume'] = True
+        if how == 'resume other':
+            cfg['load_from'] = str(folder / 'other.pth')
+        cfg['experiment_name'] = f'{how}_{flexible}'
+        if flexible:
+            cfg = {k: v for k, v in cfg.items() if k not in ('runner_type', 'accelerator')}
+            cfg['strategy'] = dict(type='DeviceStrategy', accelerator='cpu')
+            runner = FlexibleRunner.from_cfg(cfg)
+        else:
+            runner = build(**dict(_only(cfg)))
+        heard, logger = Lines(), MMLogger.get_current_instance()
+        logger.addHandler(heard)
+        try:
+            getattr(runner, how if how in ('test', 'val') else 'train')()
+        except CheckpointError as error:
+            heard.lines.append(f'{error}')
+        logger.removeHandler(heard)
+        found[how] = heard.lines
+    return found
+
+
+def _only(cfg):
+    known = dict(TESTED, load_from=None, resume=None, experiment_name=None)
+    return {'work_dir': cfg['work_dir'], **{key: cfg[key] for key in known if key in cfg}}
+
+
+@pytest.mark.parametrize('flexible', [False, True], ids=['DeviceRunner', 'FlexibleRunner'])
+def test_what_fits_in_part_is_repeated_beside_results(tmp_path, flexible):
+    (found,) = run_ranks(results_of_part, 0, tmp_path, flexible)
+    text = '1 missing in the checkpoint (net.6.bias)'
+    for how in ('test', 'val'):
+        saying = [line for line in found[how] if text in line]
+        assert len(saying) == 2, found[how]
+        assert found[how][-1].startswith('These results are of such weights: ')
+    assert found['resume'][-1].startswith('Cannot resume: Checkpoint ')
+    assert text in found['resume'][-1]
+    assert 'no key of checkpoint' in found['resume other'][-1]
+    assert not any(
+        'is not defined in message_hub' in line for lines in found.values() for line in lines
+    )
