@@ -52,7 +52,7 @@ def restore_hook_states(runner: Any, states: Mapping[str, Any]) -> None:
 
 def stateful_hooks(runner: Any) -> List[str]:
     """Name the hooks that restore a state."""
-    return [name for name, hook in _named(runner) if _keeps_state(hook)]
+    return [name for name, hook in named_hooks(runner) if keeps_state(hook)]
 
 
 def repeat_validation(

@@ -102,7 +102,6 @@ class DeviceRunner(Runner):
         self.global_batch = GlobalBatchKeeper(self)
         #: Compares the settings of a checkpoint that is resumed with those of the config.
         self.resumption: Optional[ResumeSettings] = None
-        self._resuming = False
         self.other_loaders = OtherLoaders()
         # A static method, which does not know for which runner it builds.
         self.build_dataloader = self.other_loaders.noting(  # type: ignore[method-assign]
