@@ -81,6 +81,10 @@ REASONS = {
         '或者在每个 rank 上收集所有 rank 的结果。',
         'MMEngine 把结果分块发送到 rank 0。',
     ),
+    'mmengine.runner.checkpoint.load_state_dict': (
+        '检查点与模型完全不符时，它仍以随机权重继续；部分相符时，它列出全部名称；推理器和 `init_cfg` 会调用它。',
+        'MMEngine 返回加载了什么，并拒绝其他模型的检查点。',
+    ),
     'mmdet.evaluation.metrics.base_video_metric.collect_tracking_results_cpu': (
         '视频指标通过文件夹收集结果。',
         'mmdet 调用 MMEngine 的函数。',
@@ -185,6 +189,11 @@ REASONS = {
         'torchrun 既不告诉各 rank 主机此前已会合过（因而训练应继续），也不告诉它们本轮在何处会合'
         '（若 rank 0 此前在另一台主机上）。',
         'torchrun 把轮次传给各 rank，并忘记上一轮会合之处。',
+    ),
+    'torch.distributed.elastic.rendezvous.static_tcp_rendezvous.StaticTCPRendezvous'
+    '.next_rendezvous': (
+        '它默默等待缺少的主机，最后只说有几台。',
+        'torchrun 写明缺少哪些主机。',
     ),
     'torch.distributed.elastic.agent.server.api.SimpleElasticAgent._rendezvous': (
         'torchrun 把主机的丢失算作失败，而作业只允许少数几次失败。',
