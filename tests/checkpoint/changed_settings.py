@@ -40,6 +40,13 @@ class Rates(Hook):
     def __init__(self):
         self.seen = {}
 
+    def state_dict(self):
+        """Nothing of it: each run notes what it sees itself."""
+        return {}
+
+    def load_state_dict(self, state):
+        assert state == {}
+
     def before_train_iter(self, runner, batch_idx, data_batch=None):
         self.seen[runner.iter] = [
             {name: repr(value) for name, value in sorted(group.items()) if name != 'params'}
