@@ -35,7 +35,7 @@ def write(folder, name, text):
             'nowhere.py not found!',
         ),
         (f'_base_ = {DIGITS!r}\nlr = unknown', "below.py:2: NameError: name 'unknown' is not def"),
-        (f'_base_ = {DIGITS!r}\nmodel = dict(', "below.py:2: '(' was never closed"),
+        (f'_base_ = {DIGITS!r}\nmodel = dict(', '. Expected Python; correct that line.'),
         (f"_base_ = {DIGITS!r}\nlr = '{{{{$NOT_SET:}}}}'", '`NOT_SET` cannot be found'),
         (f'_base_ = [{DIGITS!r}, {DIGITS!r}]', 'Duplicate key is not allowed among bases'),
         (
@@ -45,8 +45,6 @@ def write(folder, name, text):
     ],
 )
 def test_a_config_that_cannot_be_read(tmp_path, text, says):
-    if 'never closed' in text and not hasattr(SyntaxError, 'end_lineno'):
-        says = 'below.py:3: unexpected EOF'  # Python 3.8 and 3.9
     below = write(tmp_path, 'below.py', text)
     path = below if 'read_base' in text else write(tmp_path, 'c.py', "_base_ = './below.py'")
     for found in (

@@ -18,7 +18,7 @@ from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import LaunchError, PlacementError
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.model_parallel.choose_devices import resolve_strategy
-from tests.jobs import PATHS, ROOT, install_card
+from tests.jobs import PATHS, ROOT, install_card, need_card
 from tests.ranks import RanksFailed, free_port, launch_variables, run_ranks
 
 GIB = 2**30
@@ -244,16 +244,18 @@ def test_a_process_group_without_variables_needs_the_local_rank():
 
 
 CARD = ROOT / 'tests' / 'standins' / 'fakecard'
-#: Each rank prints what it finds.
+#: Each rank writes what it finds.
 SCRIPT = """
-import json, sys
+import json, os, sys
 from tests.model_parallel.test_choose_devices import without_launcher
-print('found', json.dumps(without_launcher()), flush=True)
+with open(f'{sys.argv[1]}/{os.getpid()}.json', 'w') as file:
+    json.dump(without_launcher(), file)
 """
 
 
 @pytest.mark.parametrize('launcher', ['torch.distributed.run', 'accelerate.commands.launch'])
 def test_a_live_launcher_is_followed(tmp_path, launcher):
+    need_card()
     options = ['--nproc_per_node=2', f'--master_port={free_port()}']
     if launcher.startswith('accelerate'):
         pytest.importorskip('accelerate')
@@ -261,14 +263,13 @@ def test_a_live_launcher_is_followed(tmp_path, launcher):
     script = tmp_path / 'script.py'
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, '-m', launcher, *options, script],
+        [sys.executable, '-m', launcher, *options, script, tmp_path],
         env=dict(os.environ, PYTHONPATH=f'{PATHS}{os.pathsep}{CARD}', OMP_NUM_THREADS='1'),
         capture_output=True,
         text=True,
         timeout=200,
     )
-    lines = [line for line in done.stdout.splitlines() if 'found' in line]
-    found = sorted(json.loads(line.partition('found ')[2]) for line in lines)
+    found = sorted(json.loads(path.read_text()) for path in tmp_path.glob('*.json'))
     assert len(found) == 2, done.stderr
     for rank, (kind, number, devices, told, refused) in enumerate(found):
         assert (kind, number, told) == ('data_and_model_parallel', rank, '')
