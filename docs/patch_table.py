@@ -93,6 +93,10 @@ REASONS = {
         '它会执行检查点中的代码；在 PyTorch 2.6 及以后，则拒绝 MMEngine 自己的检查点。',
         _CLASSES,
     ),
+    'mmengine.runner.checkpoint.load_state_dict': (
+        '检查点与模型完全不符时，它仍以随机权重继续；部分相符时，它列出所有名字；推理器和 `init_cfg` 会调用它。',
+        'MMEngine 返回加载了哪些权重，并拒绝其他模型的检查点。',
+    ),
     'mmengine.structures.instance_data.BoolTypeTensor': (
         '`InstanceData` 只接受 CPU、CUDA、NPU、MLU 和 MUSA 上的索引。',
         'MMEngine 检查索引的 dtype，而不是类。',

@@ -42,7 +42,8 @@ _NO_STATE = (
     *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType),
     *(torch.device, torch.dtype, torch.memory_format, torch.layout),
 )
-_OF_MODULES = set(vars(nn.Module()))
+#: Of every module, and what mmdet's dense heads compute in every iteration.
+_OF_MODULES = {*vars(nn.Module()), '_raw_positive_infos'}
 _MISSING = object()
 
 
@@ -76,6 +77,8 @@ class PlainState:
         found: Dict[str, Dict[str, Any]] = {}
         left: List[str] = []
         for owner in _owners(self._runner):
+            if owner.path not in self._first and not isinstance(owner.value, nn.Module):
+                continue  # made while training, as is what holds it
             first = self._first.get(owner.path, {})
             differ = {n for n, mark in _marks(owner).items() if first.get(n, _MISSING) != mark}
             unfit = {name for name in differ if owner.late or not _fits(owner, name)}
