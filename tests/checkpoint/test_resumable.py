@@ -6,11 +6,11 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.resumable import optimizer_states
 from mmdevplug.errors import CheckpointError
 from tests.checkpoint.changed_settings import (
     STEPS,
     Case,
-    changed_two,
     plan,
     resumed,
     run,
@@ -52,7 +52,6 @@ REFUSED = dict(
         plan(STEPS, wrapper=dict(paramwise_cfg=dict(custom_keys={'net.0': dict(lr_mult=0.1)}))),
         r'1 group\(s\) of 8 parameter\(s\) of the optimizer SGD, and the config has 8 group\(s\)',
     ),
-    several=(changed_two(), 'one optimizer, and the config has optimizers first, second'),
 )
 
 
@@ -63,6 +62,13 @@ def test_other_optimizers_are_refused(folder, tmp_path, name, choice):
     with pytest.raises(CheckpointError, match=said) as failed:
         resumed(folder, tmp_path, Case(BASE, config, []), choice)
     assert '--cfg-options load_from=' in str(failed.value)
+
+
+def test_another_number_of_optimizers_is_refused():
+    one = dict(optimizer=dict(param_groups=[], state={}))
+    expected = 'a.pth holds one optimizer, and the config has optimizers first, second'
+    with pytest.raises(CheckpointError, match=expected):
+        optimizer_states(one, ['first', 'second'], 'a.pth')
 
 
 def test_an_optimizer_with_the_same_settings_is_another(folder, tmp_path):
