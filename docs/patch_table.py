@@ -81,10 +81,6 @@ REASONS = {
         '或者在每个 rank 上收集所有 rank 的结果。',
         'MMEngine 把结果分块发送到 rank 0。',
     ),
-    'mmengine.runner.checkpoint.load_state_dict': (
-        '检查点与模型完全不符时，它仍以随机权重继续；部分相符时，它列出全部名称；推理器和 `init_cfg` 会调用它。',
-        'MMEngine 返回加载了什么，并拒绝其他模型的检查点。',
-    ),
     'mmdet.evaluation.metrics.base_video_metric.collect_tracking_results_cpu': (
         '视频指标通过文件夹收集结果。',
         'mmdet 调用 MMEngine 的函数。',
