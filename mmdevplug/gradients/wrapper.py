@@ -289,10 +289,9 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
     def _build_params_for_reducer(self) -> Any:
         """Keep the names of the parameters that PyTorch's DDP knows by their numbers."""
-        found = super()._build_params_for_reducer()
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        self.averaged_names = [names[id(parameter)] for parameter in found[0]]
-        return found
+        names = [name for name, _ in _trainable(self.module)]
+        self.averaged_names = [name for name in names if name not in self.parameters_to_ignore]
+        return super()._build_params_for_reducer()
 
     def _choose_averaging(self) -> BucketAveraging:
         """Average what DDP hands over in shared memory where ranks share it, or by messages."""

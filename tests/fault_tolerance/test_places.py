@@ -12,6 +12,7 @@ from torch import distributed as torch_dist, nn
 from mmdevplug.errors import LaunchError
 from mmdevplug.fault_tolerance.code_location import locate_error, locate_thread
 from mmdevplug.fault_tolerance.heartbeat import list_numbers
+from mmdevplug.utils.torch_compat import lets_threads_share_stores
 from tests.ranks import RanksFailed, free_port, run_ranks
 
 
@@ -115,10 +116,11 @@ def test_a_start_names_the_hosts_that_are_missing():
         except LaunchError as error:
             errors.append(str(error))
 
-    other = threading.Thread(target=host_2)
+    # Later: PyTorch 1.10 holds the interpreter while it tries to connect.
+    other = threading.Timer(1, host_2)
     other.start()
     with pytest.raises(LaunchError, match=r'host 0 has waited \d+ s for host\(s\) 1 of 3 at'):
-        _store_of_hosts(host_of(0, 3, port, 4))
+        _store_of_hosts(host_of(0, 3, port, 6))
     other.join(40)
     assert 'host 2 has waited' in errors[0]
     assert 'for host(s) 1 of 3' in errors[0]
@@ -152,6 +154,8 @@ def gather_late(own_group):
 
 @pytest.mark.parametrize('own_group', [False, True])
 def test_gathering_samples_says_for_whom_it_waits(own_group):
+    if own_group and not lets_threads_share_stores():
+        pytest.skip('PyTorch 1.10: a second thread may not ask the store of the group')
     first, late, last = run_ranks(gather_late, 3, own_group, environ=dict(GLOO_SOCKET_IFNAME='lo'))
     said = first + last
     assert said
