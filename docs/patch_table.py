@@ -90,7 +90,8 @@ REASONS = {
         _CLASSES,
     ),
     'mmengine.runner.checkpoint.load_state_dict': (
-        '检查点与模型完全不符时，它仍以随机权重继续；部分相符时，它列出所有名字；推理器和 `init_cfg` 会调用它。',
+        '检查点与模型完全不符时，它仍以随机权重继续；部分相符时列出所有名字。'
+        '推理器和 `init_cfg` 会调用它。',
         'MMEngine 返回加载了哪些权重，并拒绝其他模型的检查点。',
     ),
     'mmengine.structures.instance_data.BoolTypeTensor': (

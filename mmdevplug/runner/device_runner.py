@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.finding import find_resume_point
-from mmdevplug.checkpoint.fitting import explaining_other_run, load_model
+from mmdevplug.checkpoint.fitting import explaining_other_run, load_model, repeat_beside
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.other_loaders import OtherLoaders
 from mmdevplug.checkpoint.reading import read_for_model
@@ -398,18 +398,12 @@ class DeviceRunner(Runner):
     def val(self) -> dict:
         """Validate; see :meth:`train`."""
         with explained(self, 'val'):
-            return self._beside_misfit(super().val())
+            return repeat_beside(super().val(), self._misfit)
 
     def test(self) -> dict:
         """Test; see :meth:`train`."""
         with explained(self, 'test'):
-            return self._beside_misfit(super().test())
-
-    def _beside_misfit(self, metrics: dict) -> dict:
-        """Repeat beside metrics what of the checkpoint does not fit the model."""
-        if self._misfit is not None:
-            self.logger.warning(f'These results are of such weights: {self._misfit}')
-        return metrics
+            return repeat_beside(super().test(), self._misfit)
 
 
 @lru_cache(maxsize=None)  # once a process: each call would lengthen PyTorch's list

@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Optional
 from mmengine.runner import FlexibleRunner
 from torch import nn
 
+from mmdevplug.checkpoint.fitting import repeat_beside
 from mmdevplug.config.accelerator import to_dict
 from mmdevplug.errors import DevPlugError
 from mmdevplug.explanations.explain import explained, train_together
@@ -80,20 +81,13 @@ def _train(original: Callable, runner: FlexibleRunner) -> nn.Module:
 def _val(original: Callable, runner: FlexibleRunner) -> dict:
     """Validate; see :func:`_train`."""
     with explained(runner, 'val'):
-        return _beside_misfit(runner, original(runner))
+        return repeat_beside(original(runner), runner.strategy.misfit)
 
 
 def _test(original: Callable, runner: FlexibleRunner) -> dict:
     """Test; see :func:`_train`."""
     with explained(runner, 'test'):
-        return _beside_misfit(runner, original(runner))
-
-
-def _beside_misfit(runner: FlexibleRunner, metrics: dict) -> dict:
-    """Repeat beside metrics what of the checkpoint does not fit the model."""
-    if runner.strategy.misfit is not None:
-        runner.logger.warning(f'These results are of such weights: {runner.strategy.misfit}')
-    return metrics
+        return repeat_beside(original(runner), runner.strategy.misfit)
 
 
 def _refuse_ignored_keys(runner: FlexibleRunner) -> None:
