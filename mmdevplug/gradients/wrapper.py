@@ -289,7 +289,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
     def _build_params_for_reducer(self) -> Any:
         """Keep the names of the parameters that PyTorch's DDP knows by their numbers."""
-        names = [name for name, _ in _trainable(self.module)]
+        names = [name for name, _ in trainable(self.module)]
         self.averaged_names = [name for name in names if name not in self.parameters_to_ignore]
         return super()._build_params_for_reducer()
 
