@@ -45,6 +45,8 @@ _NO_STATE = (
 #: Of every module, and what mmdet's dense heads compute in every iteration.
 _OF_MODULES = {*vars(nn.Module()), '_raw_positive_infos'}
 _MISSING = object()
+#: In place of the path of an owner: which parameters a hook has unfrozen or frozen.
+_TRAINED = 'requires_grad'
 
 
 class Owner(NamedTuple):
@@ -67,6 +69,7 @@ class PlainState:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._first = {owner.path: _marks(owner) for owner in _owners(runner)}
+        self._first_trained = self._trained()
         self._warned: Set[str] = set()
 
     def changed(self) -> Dict[str, Dict[str, Any]]:
@@ -96,11 +99,18 @@ class PlainState:
                 on_device = any(each.device.type != 'cpu' for each in _tensors(value))
                 found.setdefault(owner.path, {})[name] = (on_device, value)
         self._warn_of(left)
+        trained = self._trained().items() - self._first_trained.items()
+        if trained:
+            found[_TRAINED] = {name: (False, flag) for name, flag in sorted(trained)}
         return HostCopy(rank_device()[0])(found)
 
     def restore(self, saved: Dict[str, Dict[str, Any]]) -> None:
         """Restore what :meth:`changed` returned in an earlier run."""
         saved = dict(saved)
+        parameters = dict(unwrap_model(self._runner.model).named_parameters())
+        for name, (_, flag) in saved.pop(_TRAINED, {}).items():
+            if name in parameters:
+                parameters[name].requires_grad_(flag)
         for owner in list(_owners(self._runner)):
             for name, (on_device, value) in saved.pop(owner.path, {}).items():
                 _put(owner, name, value, on_device)
@@ -109,6 +119,10 @@ class PlainState:
                 f'The checkpoint holds states of {", ".join(sorted(saved))}, which this run does '
                 f'not have when training begins. They are not restored.'
             )
+
+    def _trained(self) -> Dict[str, bool]:
+        model = unwrap_model(self._runner.model)
+        return {name: p.requires_grad for name, p in model.named_parameters()}
 
     def copy(self) -> List[Tuple[Owner, str, Any, Any]]:
         """Copy all plain attributes, for :meth:`put_back`."""

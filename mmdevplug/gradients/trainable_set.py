@@ -47,6 +47,14 @@ class TrainableSet:
         #: All parameters that were ever averaged. While they are held no other gets their ids.
         self._known: Dict[int, nn.Parameter] = {} if before is None else before._known
         self._known.update((id(parameter), parameter) for _, parameter in self.named)
+        tensors = [*module.parameters(), *module.buffers()]
+        #: What every rank has to get from rank 0: tensors of modules that are new.
+        self.new = [] if before is None else [t for t in tensors if id(t) not in before._tensors]
+        #: Buffers that each rank keeps as they are.
+        self.kept_buffers = [
+            b for b in module.buffers() if before is not None and id(b) in before._tensors
+        ]
+        self._tensors = {id(tensor): tensor for tensor in tensors}
 
     def has_changed(self) -> bool:
         """Return whether averaging has to begin anew; takes 0.1 ms for 400 modules."""

@@ -208,8 +208,12 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         kept = {name: self.__dict__[name] for name in nn.Module().__dict__}
         # The hooks of a reducer go with it.
         self.reducer = self.logger = None
+        buffers = [(buffer, buffer.clone()) for buffer in self._trainable.kept_buffers]
         with self._trainable.requiring_gradients():
             super().__init__(self.module, **self._ddp_arguments)
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)  # DDP has sent those of rank 0
         self.__dict__.update(kept)
         self._hook_is_due = self._hook_is_ours
         if self._users_hook is not None:
@@ -239,8 +243,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if self.staging is None:
             self._restart_ddp()
         else:
-            tensors = [*self.module.parameters(), *self.module.buffers()]
-            broadcast_tensors(tensors, self.accelerator, group)
+            broadcast_tensors(self._trainable.new, self.accelerator, group)
             self._start_staging()
         if self._averaging['compression'] is not None:
             self._averaging['compression'].reset()

@@ -13,6 +13,7 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 from torch import nn
 
+from mmdevplug.utils.model import unwrap_model
 from tests.checkpoint.training import NoisyModel
 
 
@@ -88,6 +89,22 @@ class Keeps(NoisyModel):
         more = sum(self.recent) + self.table['most'] + self.average.sum() + self.array.sum() / 99
         loss = self.temperature(losses).mean() * scale * (1 + self.steps / 50)
         return dict(loss=loss + loss * more / 100)
+
+
+@MODELS.register_module(force=True)
+class BeginsFrozen(Keeps):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.net[0].requires_grad_(False)
+
+
+@HOOKS.register_module(force=True)
+class Unfreezes(Hook):
+    """The usual recipe for fine-tuning: it acts once, and not again in a resumed run."""
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        if runner.iter == 3:
+            unwrap_model(runner.model).net[0].requires_grad_(True)
 
 
 @HOOKS.register_module(force=True)
@@ -191,8 +208,8 @@ _WORKERS = dict(num_workers=1, persistent_workers=True)
 #: One training each; for :func:`resuming.tiny`. The second loader of `drawn` has 3 batches.
 KEPT = dict(
     plain=dict(
-        model=dict(type='Keeps', data_preprocessor=dict(type='Resizes')),
-        custom_hooks=[dict(type='EMAHook'), dict(type='Cools')],
+        model=dict(type='BeginsFrozen', data_preprocessor=dict(type='Resizes')),
+        custom_hooks=[dict(type='EMAHook'), dict(type='Cools'), dict(type='Unfreezes')],
         train_cfg__val_interval=1,
     ),
     plain_by_iter=dict(
