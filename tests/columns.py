@@ -63,6 +63,8 @@ def device_of(accelerator, rank, ranks=2):
         return 'cpu'
     if accelerator == 'cuda' and ranks > gpus():
         rank = 0  # the ranks share a GPU
+    if accelerator == 'lazy':
+        rank = 0  # each process has one device
     return f'{dict(gcu="xla").get(accelerator, accelerator)}:{rank}'
 
 
