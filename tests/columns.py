@@ -12,6 +12,21 @@ NATIVE = 'npu'
 #: Such stand-ins of :mod:`tests.native` with their backends.
 NATIVE_BACKENDS = dict(npu='hccl', mlu='cncl')
 
+#: PyTorch's own lazy device, which runs on the CPU.
+LAZY = pytest.param(
+    'lazy',
+    marks=pytest.mark.skipif(
+        not hasattr(torch._C, '_lazy_ts_backend'),
+        reason='PyTorch 1.10 has no torch._lazy, in which its lazy device is',
+    ),
+)
+
+
+def lazy(*values):
+    """A case on PyTorch's lazy device, for ``pytest.mark.parametrize``."""
+    return pytest.param(*values, marks=LAZY.marks)
+
+
 #: For lists of accelerators in ``pytest.mark.parametrize``: a GPU, with ``make test-cuda``.
 CUDA = pytest.param('cuda', marks=pytest.mark.cuda)
 
@@ -63,6 +78,8 @@ def device_of(accelerator, rank, ranks=2):
         return 'cpu'
     if accelerator == 'cuda' and ranks > gpus():
         rank = 0  # the ranks share a GPU
+    if accelerator == 'lazy':
+        rank = 0  # each process has one device
     return f'{dict(gcu="xla").get(accelerator, accelerator)}:{rank}'
 
 

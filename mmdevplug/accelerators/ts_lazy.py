@@ -4,8 +4,9 @@ It is part of PyTorch, and nobody trains on it to save time. It shows what a mod
 on a lazy device, without a card and without another package.
 """
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -16,14 +17,21 @@ from mmdevplug.registry import ACCELERATORS
 from .base import devices_of
 from .lazy import LazyAccelerator
 
+#: Operations that only read what has been run: values for the log, and norms for clipping.
+READS = ('aten::_local_scalar_dense', 'aten::linalg_vector_norm')
+
 
 @ACCELERATORS.register_module(name='lazy')
 class TSLazyAccelerator(LazyAccelerator):
     """The device ``lazy`` of ``torch._lazy``; each process has one."""
 
     name = device_type = 'lazy'
-    shares_devices = True
+    shares_devices = runs_again = True
     _started = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lacking: Set[str] = set()
 
     def is_available(self) -> bool:
         # The backend cannot be started twice in a process.
@@ -58,6 +66,24 @@ class TSLazyAccelerator(LazyAccelerator):
     ) -> None:
         with self.compiling():
             torch._lazy.mark_step(str(device or self.current_device()), wait=True)
+        self._warn_of_missing()
+
+    def _warn_of_missing(self) -> None:
+        """Name the operations of a training that run what came before them once more."""
+        from torch._lazy import metrics
+
+        counted = {name for name in metrics.counter_names() if name.startswith('aten::')}
+        new = counted.difference(self._lacking, READS)
+        self._lacking |= new
+        if new and torch.is_grad_enabled():
+            warnings.warn(
+                f"PyTorch's device 'lazy' has no {', '.join(sorted(new))}: each use runs the "
+                f'recorded operations before it at once, and the iteration runs them again, so '
+                f'dropout draws other elements in backward, and batch normalization updates its '
+                f'running statistics twice. Expected: no such operation behind these layers. Set '
+                f"the rate of dropout to 0, sync_bn='exact', or train on another device.",
+                stacklevel=2,
+            )
 
     @property
     def amp_dtype(self) -> torch.dtype:
@@ -80,7 +106,7 @@ class TSLazyAccelerator(LazyAccelerator):
         return metrics.counter_value('UncachedCompile') if found else 0
 
     def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
-        here = [tensor for tensor in tensors if tensor.device.type == 'lazy']
-        if here:
-            torch._lazy.sync_multi(here, [str(device) for device in devices_of(here)])
+        # Everything that was recorded: a part would run again with the rest.
+        for device in devices_of([each for each in tensors if each.device.type == 'lazy']):
+            self.materialize(device)
         return super().to_host(tensors)

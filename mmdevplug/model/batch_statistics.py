@@ -101,7 +101,9 @@ class StatisticsExchange:
         total = int(rows[:, 0].sum().item())
         invstd = (squares / max(total, 1) + layer.eps).rsqrt()
         combined = torch.stack([mean, invstd, squares / max(total - 1, 1)])
-        return CombinedStatistics(*self._send([combined])[0].unbind(), total)
+        (sent,) = self._send([combined])
+        # PyTorch's lazy device returns tensors of the CPU from unbind() and split().
+        return CombinedStatistics(sent[0], sent[1], sent[2], total)
 
     def average(
         self, layers: Sequence[Optional[Tensor]], means: Sequence[Tensor], totals: Sequence[int]

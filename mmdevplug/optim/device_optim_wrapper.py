@@ -44,6 +44,8 @@ class DeviceOptimWrapper(OptimWrapper):
             for parameter in group['params']
             if parameter.requires_grad and parameter.grad is not None
         ]
+        if self.accelerator.runs_again:
+            self.accelerator.materialize_all(devices_of(parameters))
         on_several = len(devices_of(parameters)) > 1
         if not (on_several or self._logs_later):
             super()._clip_grad()

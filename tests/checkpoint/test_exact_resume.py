@@ -8,7 +8,7 @@ from mmengine.registry import HOOKS
 
 from tests.checkpoint import kept_cases  # noqa: F401  registers Keeps
 from tests.checkpoint.training import SAMPLES, train
-from tests.columns import NATIVE, job_of
+from tests.columns import NATIVE, job_of, lazy
 from tests.jobs import largest_difference, needs_scaler
 from tests.ranks import RanksFailed, run_ranks
 
@@ -139,6 +139,7 @@ def test_mixed_precision(tmp_path):
     [
         ('zeta', 1, {}),
         ('zeta', 2, {}),
+        lazy('lazy', 2, {}),
         (NATIVE, 2, SCALED),
         pytest.param(NATIVE, 4, SEVERAL_BUCKETS, marks=pytest.mark.long),
         pytest.param('cuda', 1, {}, marks=pytest.mark.cuda),

@@ -10,6 +10,7 @@ from torch import nn
 
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError
+from tests.columns import LAZY
 from tests.device_guard.test_guard import ONE, TWO, refusal
 from tests.jobs import PLAIN, install_card, needs_modes, torch_before, train_digits
 from tests.ranks import run_ranks
@@ -154,7 +155,8 @@ def guarded_digits(accelerator, work_dir):
 
 
 @needs_modes
-def test_distributed_training_under_a_guard(tmp_path):
-    for device, report in run_ranks(guarded_digits, 2, 'zeta', tmp_path):
-        assert device.startswith('zeta')
+@pytest.mark.parametrize('accelerator', ['zeta', LAZY])
+def test_distributed_training_under_a_guard(tmp_path, accelerator):
+    for device, report in run_ranks(guarded_digits, 2, accelerator, tmp_path):
+        assert device.startswith(accelerator)
         assert report == 'No operation had operands on different devices.'

@@ -143,8 +143,9 @@ class TinyGAN(BaseModel):
         wrapper = optim_wrapper['generator']
         with wrapper.optim_context(self.generator):
             fakes = self.generator(latent)
-            near = (self.frozen(fakes) - self.frozen(images)).square().mean()
-            losses = dict(loss_g=self._score_loss(fakes, True), loss_near=0.1 * near)
+            # A mean times 0.1 has a gradient in float64 on PyTorch's lazy device.
+            near = (0.1 * (self.frozen(fakes) - self.frozen(images)).square()).mean()
+            losses = dict(loss_g=self._score_loss(fakes, True), loss_near=near)
             loss, more = self.parse_losses(losses)
         wrapper.update_params(loss)
         return {**log_vars, **{f'g_{name}': value for name, value in more.items()}}

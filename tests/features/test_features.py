@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.columns import CUDA, NATIVE, job_of, within
+from tests.columns import CUDA, LAZY, NATIVE, job_of, within
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference
 from tests.ranks import run_ranks
@@ -25,7 +25,7 @@ T20 = pytest.param(
 )
 
 ACCELERATORS = [
-    'lazy',
+    LAZY,
     'cpu',
     'zeta',
     NATIVE,

@@ -8,13 +8,13 @@ from torch import nn
 
 from mmdevplug.errors import ModelError
 from mmdevplug.model.norm_layers import SYNC_BN, check_sync_bn, convert_norm_layers
-from tests.columns import CUDA, NATIVE, backend_of, job_of
+from tests.columns import CUDA, NATIVE, backend_of, job_of, lazy
 from tests.jobs import PLAIN, install_card, largest_difference, need_mmcv_operations, train_digits
 from tests.model.sync_bn_cases import CASES, compare, run_all
 from tests.ranks import RanksFailed, run_ranks
 
 # The backend of NPU cards adds up no doubles, that of MLU cards does.
-JOBS = [('cpu', 2), ('cpu', 3), ('zeta', 2), ('mlu', 3)]
+JOBS = [('cpu', 2), ('cpu', 3), ('zeta', 2), ('mlu', 3), lazy('lazy', 2)]
 JOBS += [pytest.param('cuda', 2, marks=pytest.mark.cuda)]
 DEVICES = ['cpu', 'zeta', NATIVE, CUDA]
 

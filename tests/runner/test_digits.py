@@ -2,22 +2,24 @@
 
 import pytest
 
+from tests.columns import LAZY, device_of, lazy, staged
 from tests.jobs import PLAIN, largest_difference, train_digits
 from tests.ranks import run_ranks
 
 
 @pytest.mark.parametrize(
-    ('accelerator', 'ranks'), [('cpu', 0), ('cpu', 2), ('zeta', 0), ('zeta', 2)]
+    ('accelerator', 'ranks'),
+    [('cpu', 0), ('cpu', 2), ('zeta', 0), ('zeta', 2), lazy('lazy', 2)],
 )
 def test_accuracy(tmp_path, accelerator, ranks):
     results = run_ranks(train_digits, ranks, accelerator, tmp_path)
     assert results[0]['accuracy'] >= 97.0
     for rank, result in enumerate(results):
-        assert result['device'] == (f'zeta:{rank}' if accelerator == 'zeta' else 'cpu')
+        assert result['device'] == device_of(accelerator, rank)
         assert result['wrapper'] == (
             'DeviceDistributedDataParallel' if ranks else 'DigitsClassifier'
         )
-        assert result['staged'] == (accelerator == 'zeta' and ranks > 0)
+        assert result['staged'] == (staged(accelerator) and ranks > 0)
 
 
 @pytest.fixture(scope='module')
@@ -40,6 +42,33 @@ def test_weights_equal_those_of_one_process(tmp_path, single_process_weights, ac
     results = _train_plain(accelerator, tmp_path, ranks)
     for result in results:
         assert largest_difference(result['weights'], single_process_weights) <= 1e-4
+
+
+@pytest.fixture(scope='module')
+def clipped_on_the_cpu(tmp_path_factory):
+    return train_clipped('cpu', tmp_path_factory.mktemp('clipped'))
+
+
+def train_clipped(accelerator, folder):
+    """Four epochs with batch normalization, clipping by norm and EMA, in one process."""
+    (result,) = run_ranks(train_with_ema, 0, accelerator, folder)
+    return result['weights']
+
+
+def train_with_ema(accelerator, work_dir):
+    return train_digits(
+        accelerator,
+        work_dir,
+        train_cfg__max_epochs=4,
+        optim_wrapper__clip_grad=dict(max_norm=1.0),
+        custom_hooks=[dict(type='EMAHook')],
+    )
+
+
+@pytest.mark.parametrize('accelerator', [LAZY])
+def test_clipping_updates_running_statistics_once(tmp_path, clipped_on_the_cpu, accelerator):
+    weights = train_clipped(accelerator, tmp_path)
+    assert largest_difference(weights, clipped_on_the_cpu) <= 1e-6
 
 
 def test_ranks_end_with_equal_weights(tmp_path):
