@@ -164,7 +164,9 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
         # OSError: of a path, or of the network. KeyError: of a name such as torchvision://...
         if not forced or not (error in failures or isinstance(error, (OSError, KeyError))):
             raise
-        if isinstance(error, DevPlugError) or 'out of memory' in str(error):
+        # What a device lacks, others explain.
+        others = ('out of memory', 'on a CUDA device')
+        if isinstance(error, DevPlugError) or any(text in str(error) for text in others):
             raise
         raise CheckpointError(_describe_unreadable(path, error)) from error
     finally:
