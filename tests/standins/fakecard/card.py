@@ -103,7 +103,7 @@ def install(name, count=4, variant=None):
     Args:
         name (str): The name that PrivateUse1 gets.
         count (int): Number of devices, at most 16. Defaults to 4.
-        variant (Variant, optional): Defaults to None: that of ``FAKECARD_VARIANT``, or a whole one.
+        variant (Variant, optional): Defaults to None: that of ``FAKECARD_VARIANT``.
 
     Returns:
         module: ``torch.<name>``.
