@@ -37,8 +37,8 @@ class Variant(NamedTuple):
     """What a card lacks.
 
     Attributes:
-        hooks (bool): Whether it registers a PrivateUse1HooksInterface, without which
-            ``torch.accelerator`` and ``torch.distributed.barrier`` fail.
+        hooks (bool): Whether its PrivateUse1HooksInterface has more than what a backward pass
+            asks, without which ``torch.accelerator`` and ``torch.distributed.barrier`` fail.
         autocast (bool): Whether PyTorch's autocast takes it.
         without (tuple): Functions that its module lacks.
         kernels_left_out (tuple): Operators without a kernel.

@@ -199,6 +199,11 @@ struct CardHooks final : at::PrivateUse1HooksInterface {
   }
 };
 static CardHooks g_hooks;
+// What pytorch_ocl registers: enough for a backward pass, and nothing that torch.accelerator asks.
+struct BareHooks final : at::PrivateUse1HooksInterface {
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+};
+static BareHooks g_bare_hooks;
 // What PyTorch's profiler asks of a card: events, which here are times of the host.
 struct CardProfiler final : torch::profiler::impl::ProfilerStubs {
   using Event = torch::profiler::impl::ProfilerVoidEventStub;
@@ -403,6 +408,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("install", [](bool hooks) {
     if (hooks) at::RegisterPrivateUse1HooksInterface(&g_hooks);
+    else at::RegisterPrivateUse1HooksInterface(&g_bare_hooks);
     torch::profiler::impl::registerPrivateUse1Methods(&g_profiler);
   });
   m.def("device_count", [] { return g_count; });
