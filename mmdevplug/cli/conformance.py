@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Optional
 
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 
 from mmdevplug.conformance.checks import CHECKS, FAILED, run_checks
 from mmdevplug.errors import LaunchError
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=Options,
         metavar='KEY=VALUE',
         help='replace options of the config, e.g. accelerator.backend=gloo',
     )
