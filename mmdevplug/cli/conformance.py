@@ -16,6 +16,7 @@ from mmdevplug.utils.atomic_files import check_writable, write_text
 from mmdevplug.version import __version__
 
 from . import say
+from .common import Options
 
 #: Of the JSON file; changes when a key changes its meaning or goes.
 SCHEMA = 1
