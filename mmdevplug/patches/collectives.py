@@ -72,7 +72,8 @@ def _barrier_without_device(original: Callable) -> Callable:
 
     @wraps(original)
     def barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
-        if not takes_host_tensors(group):
+        outside = group == torch_dist.GroupMember.NON_GROUP_MEMBER
+        if outside or not takes_host_tensors(group):
             return original(group, async_op, *args, **kwargs)
         return torch_dist.all_reduce(torch.zeros(1), group=group, async_op=async_op)
 

@@ -246,10 +246,10 @@ def wait_and_train():
     torch_dist.barrier()
     dist.barrier()
     torch_dist.barrier(async_op=True).wait()
-    torch_dist.barrier(torch_dist.new_group([0]))
     model = DeviceDistributedDataParallel(torch.nn.Linear(3, 1))
     model(torch.ones(2, 3).to(context.device)).sum().backward()
     gathered = dist.collect_results([context.env.rank], 2, device='cpu')
+    torch_dist.barrier(torch_dist.new_group([0]))  # which the other rank is not in
     told = context.describe()
     restore_collectives()
     assert torch_dist.barrier is original
