@@ -250,7 +250,7 @@ class TorchNativeAccelerator(Accelerator):
         module, copied = self._module(), []
         for device in devices_of(sources):
             # torch.mps has one device and nothing to choose it with.
-            with getattr(module, 'device', nullcontext)(device):
+            with getattr(module, 'device', nullcontext)(device.index):
                 copied.append(module.Event())
                 copied[-1].record()
 
