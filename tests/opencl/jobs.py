@@ -1,0 +1,87 @@
+"""What the tests on pytorch_ocl run in the processes of a job: scenarios of other tests."""
+
+from functools import partial
+
+from mmdevplug.accelerators import TorchNativeAccelerator
+from mmdevplug.accelerators.vendor import import_vendor
+from mmdevplug.registry import ACCELERATORS
+from tests.checkpoint.training import train
+from tests.device_guard.test_guard_legal import guarded_digits
+from tests.features.rows import train_rows
+from tests.jobs import train_digits
+from tests.model.sync_bn_cases import run_all
+from tests.parallel_jobs import train as train_spread
+
+#: What a user's config says: the package registers neither its device's number nor hooks.
+OPTIONS = dict(package='pytorch_ocl', device_count=1)
+#: Rows of the feature table.
+ROWS = ['sgd', 'clip_norm', 'ema', 'sync_bn', 'unused']
+
+# Scenarios name an accelerator by its name alone.
+ACCELERATORS.register_module(name='ocl', module=partial(TorchNativeAccelerator, 'ocl', **OPTIONS))
+
+
+def digits(work_dir):
+    """Two epochs of the digits example."""
+    found = train_digits(
+        'ocl',
+        work_dir,
+        128,
+        accelerator__type='ocl',
+        accelerator__backend='gloo',
+        train_cfg__max_epochs=2,
+        train_cfg__val_interval=2,
+        default_hooks__checkpoint=None,
+    )
+    return {key: found[key] for key in ('accuracy', 'device', 'wrapper', 'staged')}
+
+
+def alone(folder):
+    """What one process does."""
+    import_vendor('pytorch_ocl')
+    return dict(digits=digits(folder / 'digits'), guard=guarded_digits('ocl', folder / 'guard'))
+
+
+def together(folder):
+    """What each of two ranks does."""
+    import_vendor('pytorch_ocl')
+    return dict(digits=digits(folder / 'digits'), rows=train_rows(ROWS, 'ocl', folder / 'rows'))
+
+
+def normalize():
+    """Every case of synchronized batch normalization."""
+    import_vendor('pytorch_ocl')
+    return run_all('ocl')
+
+
+def segment(accelerator, folder):
+    """Train a small FCN of mmseg."""
+    if accelerator == 'ocl':
+        import_vendor('pytorch_ocl')
+    return train_spread('segmentor', accelerator, folder)
+
+
+def interrupted(work_dir, stop_at=None, **options):
+    """A training with averaged weights and clipping, perhaps until a rank dies.
+
+    Without dropout: pytorch_ocl has no state of its generator that could be restored.
+    """
+    import_vendor('pytorch_ocl')
+    hooks = [dict(type='EMAHook', momentum=0.1)]
+    if stop_at is not None:
+        hooks.append(dict(type='DieAt', iteration=stop_at))
+    return train(
+        work_dir,
+        'ocl',
+        by_epoch=False,
+        length=12,
+        checkpoint=dict(interval=3, by_epoch=False),
+        custom_hooks=hooks,
+        model=dict(type='NoisyModel', dropout=0.0),
+        **options,
+    )
+
+
+def resumed(work_dir):
+    """Go on with an interrupted training."""
+    return interrupted(work_dir, resume=True)
