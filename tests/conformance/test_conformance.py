@@ -4,11 +4,13 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mmdevplug.cli.conformance import main
+from mmdevplug.conformance import operations
 from mmdevplug.conformance.card import Card, Failed, NotSupported, difference, require
 from mmdevplug.conformance.checks import CHECKS, MOST_TEXT, run_checks, work
 from mmdevplug.doctor.accelerators import missing_kernel
@@ -85,6 +87,28 @@ def test_a_missing_kernel_is_named_and_not_judged(broken):
     assert found.level == 'not supported'
     assert 'no kernel for 1: nn.functional.silu (aten::silu)' in found.found
     assert len(found.found) <= MOST_TEXT
+
+
+def test_an_operation_that_cannot_be_tried_costs_no_other(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AttributeError("type object 'Card' has no attribute 'get_rng_state'")
+
+    def info(op):
+        sample = SimpleNamespace(input=torch.ones(2), args=(), kwargs={})
+        return SimpleNamespace(
+            name='sin',
+            op=op,
+            supports_autograd=False,
+            sample_inputs=lambda *args, **kwargs: [sample],
+        )
+
+    known = dict(sin=info(refuse), exp=info(torch.exp))
+    monkeypatch.setattr(operations, '_samples_of_pytorch', lambda: known)
+    card = Card(dict(accelerator='cpu', config=None), lambda step: None)
+    with pytest.raises(Failed) as told:
+        operations.check_operations(card)
+    assert "1 wrong: sin cannot be tried: type object 'Card' has no" in str(told.value)
+    assert '1 samples of 2 operations' in str(told.value)
 
 
 @needs_card
