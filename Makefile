@@ -101,7 +101,7 @@ coverage: export MMDEVPLUG_COVERAGE := $(CURDIR)/pyproject.toml
 coverage: export COVERAGE_FILE := $(CURDIR)/.coverage
 coverage: install install-xla  ## Run all tests and count the lines of the package that they run
 	$(BIN)/python -m coverage erase
-	-$(BIN)/python -m coverage run $(PYTEST) -m "not cuda and not xla and not t20"
+	-$(BIN)/python -m coverage run $(PYTEST) -m "not cuda and not xla and not opencl and not t20"
 	-$(ON_XLA) $(BIN_XLA)/python -m coverage run $(PYTEST) -m xla
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=90
@@ -112,20 +112,20 @@ lint: install  ## Check style and that the package is Python 3.8
 	$(BIN)/vermin -t=3.8- --no-tips mmdevplug tools demo
 
 test: lint  ## Run the tests that need neither torch_xla nor a GPU, without those that take long
-	$(BIN)/python $(PYTEST) -m "not cuda and not xla and not t20 and not long"
+	$(BIN)/python $(PYTEST) -m "not cuda and not xla and not opencl and not t20 and not long"
 
 test-long: install  ## Run the tests on the CPU that take long
-	$(BIN)/python $(PYTEST) -m "long and not cuda and not xla and not t20"
+	$(BIN)/python $(PYTEST) -m "long and not cuda and not xla and not opencl and not t20"
 
 test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
 	$(ON_XLA) $(BIN_XLA)/python $(PYTEST) -m xla
 
 test-t20: install-t20  ## Run the tests on a stand-in T20, and those on the CPU, on PyTorch 1.10
 	$(BIN_T20)/python $(PYTEST_T20) -m t20 tests/t20 tests/features
-	$(BIN_T20)/python $(PYTEST_T20) -m "not cuda and not xla and not t20 and not long"
+	$(BIN_T20)/python $(PYTEST_T20) -m "not cuda and not xla and not opencl and not t20 and not long"
 
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
-	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla"
+	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla and not opencl"
 
 test-peers: install install-xla  ## Run MMEngine's own tests on the CPU, torch_xla and a stand-in, if $(PEERS) is there
 ifeq ($(wildcard $(PEERS)),)
@@ -167,7 +167,7 @@ docs-tables: install  ## Write the pages that are made from the source and from 
 	for page in options_page cli_page patch_table troubleshooting_pages compat_table benchmark_tables; do $(BIN)/python docs/$$page.py || exit 1; done
 
 docs-features: install install-xla install-t20  ## Measure the features on every device, write docs/*/features.md
-	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla and not t20"
+	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla and not opencl and not t20"
 	MMDEVPLUG_RESULTS=docs/features PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest tests/features -m xla
 	MMDEVPLUG_RESULTS=docs/features $(BIN_T20)/python -m pytest tests/features -m t20
 	$(BIN)/python docs/feature_table.py
@@ -177,7 +177,7 @@ docs-resume: install  ## Resume every schedule with every optimizer, write docs/
 	$(BIN)/python docs/resume_table.py
 
 docs-sites: install install-xla  ## Look at MMEngine's device assumptions, write docs/*/device_sites.md
-	MMDEVPLUG_RESULTS=docs/sites $(BIN)/python -m pytest tests/sites -m "not cuda and not xla"
+	MMDEVPLUG_RESULTS=docs/sites $(BIN)/python -m pytest tests/sites -m "not cuda and not xla and not opencl"
 	MMDEVPLUG_RESULTS=docs/sites PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest tests/sites -m xla
 	$(BIN)/python docs/site_table.py
 

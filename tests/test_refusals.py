@@ -24,7 +24,7 @@ def test_habanas_hccl_is_not_taken_for_ascends():
 
 
 @pytest.mark.parametrize('function', ['is_available', 'device_count'])
-def test_card_whose_driver_fails_is_warned_about_and_passed_over(monkeypatch, function):
+def test_card_whose_driver_fails_leaves_no_silent_way_to_the_cpu(monkeypatch, function):
     def fail():
         raise RuntimeError('driver not loaded')
 
@@ -33,8 +33,10 @@ def test_card_whose_driver_fails_is_warned_about_and_passed_over(monkeypatch, fu
     setattr(module, function, fail)
     monkeypatch.setitem(sys.modules, 'torch_mlu', None)
     monkeypatch.setattr(torch, 'mlu', module, raising=False)
-    with pytest.warns(UserWarning, match='driver not loaded'):
-        assert get_accelerator('auto').name != 'mlu'
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    with pytest.raises(AcceleratorError, match="driver not loaded.*accelerator='cpu'"):
+        get_accelerator('auto')
+    assert get_accelerator('cpu').name == 'cpu'
 
 
 def test_card_whose_driver_fails_is_refused_by_name(monkeypatch):

@@ -10,6 +10,7 @@ from torch import distributed as torch_dist, nn
 
 import mmdevplug
 from mmdevplug import init_device
+from mmdevplug.accelerators import backend as backends
 from mmdevplug.checkpoint.states import gather_buffers
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.json_messages import gather_json
@@ -339,3 +340,28 @@ def test_messages_travel_where_the_backend_takes_them(name, made_by, backend):
     for where in ('cpu', 'gpu'):
         assert ranks[0][f'results {where}'] == ['0a', '1a', '0b', '1b']
         assert ranks[1][f'results {where}'] is None
+
+
+def average_gradients(backend):
+    """The gradient of each rank, how it was averaged, and what was said about that."""
+    told = []
+    backends.log_warning = told.append
+    context = init_device('pytorch', 'zeta', forced_backend=backend, timeout=60)
+    torch.manual_seed(0)
+    model = mmdevplug.DeviceDistributedDataParallel(nn.Linear(3, 1))
+    inputs = torch.full((2, 3), context.env.rank + 1.0).to(context.device)
+    model(inputs).sum().backward()
+    return model.module.weight.grad.cpu().tolist(), model.staging is not None, told
+
+
+def test_a_backend_without_futures_averages_through_the_host():
+    environ = dict(NATIVE_WITHOUT_FUTURES='1')
+    for grads, staged, (told,) in run_native(
+        'zeta', average_gradients, 2, 'zccl', environ=environ
+    ):
+        assert (grads, staged) == ([[3.0, 3.0, 3.0]], True)
+        assert 'zccl' in told
+        assert 'has no futures' in told
+        assert told.endswith('gradients are averaged through the host.')
+    expected = ([[3.0, 3.0, 3.0]], False, [])
+    assert run_native('zeta', average_gradients, 2, 'zccl') == [expected] * 2

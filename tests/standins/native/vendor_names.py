@@ -32,6 +32,14 @@ set_sync_debug_mode stop_device stream stress_detect super_kernel_scope_begin
 super_kernel_scope_end synchronize use_compatible_impl use_mem_pool utilization
 """
 
+#: ``__all__`` of the module of openreg, PyTorch's reference for devices outside of it, without the
+#: name of a file, and what PyTorch itself asks of such a module.
+OPENREG = """
+current_device device device_count get_amp_supported_dtype get_rng_state get_rng_state_all init
+initial_seed is_available is_initialized manual_seed manual_seed_all seed seed_all set_device
+set_rng_state set_rng_state_all _is_in_bad_fork
+"""
+
 #: The public functions and classes of ``torch_mlu.mlu`` in Cambricon's source.
 MLU = """
 BFloat16Storage BoolStorage ByteStorage CharStorage ComplexDoubleStorage ComplexFloatStorage

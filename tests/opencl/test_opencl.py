@@ -1,0 +1,142 @@
+"""An OpenCL device of others, pytorch_ocl, where it is installed: see docs/en/real_devices.md."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+from mmdevplug.conformance.checks import CHECKS
+from tests.features.rows import ROWS as TABLE, train_rows
+from tests.jobs import ROOT, largest_difference, need_mmcv_operations
+from tests.model.sync_bn_cases import compare
+from tests.opencl.jobs import (
+    CASES,
+    REGISTER,
+    ROWS,
+    alone,
+    interrupted,
+    normalize,
+    resumed,
+    segment,
+    together,
+)
+from tests.ranks import RanksFailed, run_ranks
+
+#: Processes that start together find its cache of kernels locked.
+ENVIRON = dict(DLPRIM_CACHE_DISABLE='1')
+
+pytestmark = [
+    pytest.mark.opencl,
+    pytest.mark.skipif(
+        find_spec('pytorch_ocl') is None,
+        reason='needs the package pytorch_ocl, built from source: docs/en/real_devices.md',
+    ),
+]
+
+
+@pytest.fixture(scope='module')
+def one(tmp_path_factory):
+    return run_ranks(alone, 0, tmp_path_factory.mktemp('one'), environ=ENVIRON)[0]
+
+
+@pytest.fixture(scope='module')
+def two(tmp_path_factory):
+    return run_ranks(together, 2, tmp_path_factory.mktemp('two'), environ=ENVIRON)
+
+
+@pytest.fixture(scope='module')
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('reference')
+    return run_ranks(train_rows, 0, ROWS, 'cpu', folder, True)[0]
+
+
+def test_digits_in_one_process(one):
+    assert one['digits']['accuracy'] > 90
+    assert one['digits']['device'] == 'ocl:0'
+
+
+def test_guard_finds_nothing(one):
+    assert one['guard'] == ('ocl:0', 'No operation had operands on different devices.')
+
+
+def test_digits_on_two_ranks(two):
+    for found in two:
+        assert found['digits']['accuracy'] > 90
+        assert found['digits']['device'] == 'ocl:0'  # they share the device
+        assert found['digits']['wrapper'] == 'DeviceDistributedDataParallel'
+        assert found['digits']['staged']
+    assert two[0]['digits'] == two[1]['digits']
+
+
+@pytest.mark.parametrize('name', ROWS)
+def test_weights_are_those_of_one_process_on_the_cpu(two, reference, name):
+    for found in two:
+        assert 'error' not in found['rows'][name], found['rows'][name]['error']
+        weights = found['rows'][name]['weights']
+        assert largest_difference(weights, reference[name]['weights']) <= TABLE[name].tolerance
+
+
+def test_synchronized_batch_norm_is_that_of_the_whole_batch():
+    found = run_ranks(normalize, 2, environ=ENVIRON)
+    for name in CASES:
+        compare(name, [each[name] for each in found], 2)
+
+
+def test_killed_and_resumed_to_the_bit(tmp_path):
+    whole = run_ranks(interrupted, 2, tmp_path / 'whole', environ=ENVIRON)
+    with pytest.raises(RanksFailed, match='died'):
+        run_ranks(interrupted, 2, tmp_path / 'killed', 8, environ=ENVIRON)
+    again = run_ranks(resumed, 2, tmp_path / 'killed', environ=ENVIRON)
+    for expected, found in zip(whole, again):
+        assert found['iter'] == 12
+        assert largest_difference(expected['weights'], found['weights']) == 0.0
+        assert largest_difference(expected['ema'], found['ema']) == 0.0
+        assert expected['draws'] == found['draws']
+
+
+def test_segmentor_of_mmseg(tmp_path):
+    need_mmcv_operations()
+    cpu, ocl = (
+        run_ranks(segment, 0, name, tmp_path / name, environ=ENVIRON)[0] for name in ('cpu', 'ocl')
+    )
+    assert ocl['devices'] == ['ocl:0']
+    assert largest_difference(cpu['weights'], ocl['weights']) < 1e-3
+
+
+def command(*arguments):
+    """Run a command of ours as a user does."""
+    paths = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])
+    return subprocess.run(
+        [sys.executable, '-m', 'mmdevplug.cli.main', *map(str, arguments)],
+        env={**os.environ, **ENVIRON, 'PYTHONPATH': paths},
+        capture_output=True,
+        text=True,
+        timeout=580,
+    )
+
+
+#: Of the conformance suite; the two failures and what is not supported are the package's own.
+LEVELS = dict(
+    dict.fromkeys(['detection', *CHECKS], 'passed'),
+    **{
+        'operations': 'failed',
+        'copies': 'failed',
+        'random numbers': 'not supported',
+        'mixed precision': 'not supported',
+    },
+)
+
+
+@pytest.mark.timeout(600)
+def test_conformance(tmp_path):
+    config, path = tmp_path / 'ocl.py', tmp_path / 'results.json'
+    accelerator = dict(type='ocl', package='pytorch_ocl', register=REGISTER, backend='gloo')
+    config.write_text(f'accelerator = {accelerator}\n')
+    done = command(*('conformance', '--accelerator', 'ocl', '--config', config, '--json', path))
+    assert path.is_file(), done.stderr[-4000:]
+    found = {row['section']: row['level'] for row in json.loads(path.read_text())['findings']}
+    assert found == LEVELS, done.stdout
+    assert done.returncode == 1
