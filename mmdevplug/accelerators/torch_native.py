@@ -162,7 +162,7 @@ class TorchNativeAccelerator(Accelerator):
         return count
 
     def _answer_pytorch(self, count: int) -> None:
-        """Add what PyTorch itself asks of the module: Adam of 2.13 fails without `is_available`."""
+        """Add what PyTorch asks of the module: Adam of 2.13 fails without `is_available`."""
         module = self._module()
         for function, answer in (('is_available', count > 0), ('device_count', count)):
             if module is not None and not hasattr(module, function):
