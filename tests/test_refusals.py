@@ -34,6 +34,7 @@ def test_card_whose_driver_fails_leaves_no_silent_way_to_the_cpu(monkeypatch, fu
     monkeypatch.setitem(sys.modules, 'torch_mlu', None)
     monkeypatch.setattr(torch, 'mlu', module, raising=False)
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    monkeypatch.setitem(sys.modules, 'torch_xla', None)
     with pytest.raises(AcceleratorError, match="driver not loaded.*accelerator='cpu'"):
         get_accelerator('auto')
     assert get_accelerator('cpu').name == 'cpu'

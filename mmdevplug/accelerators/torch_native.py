@@ -67,6 +67,10 @@ def privateuse1_name() -> Optional[str]:
     return None if name == 'privateuseone' else name
 
 
+def _answer(answer: Any) -> Any:
+    return answer
+
+
 class TorchNativeAccelerator(Accelerator):
     """A device type with a module ``torch.<type>``, also of a vendor that is not listed here.
 
@@ -153,7 +157,16 @@ class TorchNativeAccelerator(Accelerator):
                 f'accelerator.device_count={given}, but torch.{self.device_type} tells {count}. '
                 f'Remove the key.'
             )
-        return given if count is None else count
+        count = given if count is None else count
+        self._answer_pytorch(count)
+        return count
+
+    def _answer_pytorch(self, count: int) -> None:
+        """Add what PyTorch asks of the module: Adam of 2.13 fails without `is_available`."""
+        module = self._module()
+        for function, answer in (('is_available', count > 0), ('device_count', count)):
+            if module is not None and not hasattr(module, function):
+                setattr(module, function, partial(_answer, answer))
 
     def missing_functions(self) -> str:
         """See :meth:`Accelerator.missing_functions`."""

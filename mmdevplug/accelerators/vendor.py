@@ -27,7 +27,7 @@ def import_vendor(package: str) -> Optional[ModuleType]:
         # A missing driver or a library of another version may raise anything.
         raise AcceleratorError(
             f'the package {package!r} is installed for {sys.executable} but `import {package}` '
-            f'fails with {type(error).__name__}: {error}. {describe_torch_requirement(package)} '
+            f'fails with {type(error).__name__}: {error}. {describe_torch_requirement(package)}'
             f'Mend the installation (driver, version of torch), or choose another accelerator '
             f'with accelerator=dict(type=...) or MMDEVPLUG_ACCELERATOR.'
         ) from error

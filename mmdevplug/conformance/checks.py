@@ -95,6 +95,9 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
         if operator is not None:
             yield Finding(task, NOT_SUPPORTED, f'no kernel for {operator}')
             return
+        if isinstance(error, AttributeError) and str(error).startswith("module 'torch."):
+            yield Finding(task, NOT_SUPPORTED, f'{error}, which PyTorch asks for')
+            return
         found = f'{type(error).__name__}: {first_line(error)}'
         yield Finding(task, FAILED, found, remedy=check.remedy)
 

@@ -9,7 +9,7 @@ from typing import List, Optional
 def describe_torch_requirement(package: str) -> str:
     """A sentence with the torch that a package asks for and the one that is installed.
 
-    Empty if the package is not listed as installed, or asks for none.
+    A space follows it. Empty if the package is not listed as installed, or asks for none.
     """
     found: Optional[metadata.Distribution] = None
     with suppress(metadata.PackageNotFoundError):
@@ -25,5 +25,5 @@ def describe_torch_requirement(package: str) -> str:
     with suppress(metadata.PackageNotFoundError):
         installed = metadata.version('torch')
     return (
-        f'{package} {found.version} asks for {", ".join(asked)}; installed is torch {installed}.'
+        f'{package} {found.version} asks for {", ".join(asked)}; installed is torch {installed}. '
     )

@@ -667,6 +667,10 @@ try:
     told = get_accelerator(dict(type='zeta', device_count=1))
     assert told.device_count() == 1 and told.device(5) == torch.device('zeta:0')
     assert 'device_count' not in told.missing_functions()
+    weight = torch.ones(2, device='zeta:0', requires_grad=True)
+    weight.sum().backward()
+    torch.optim.Adam([weight]).step()  # asks torch.zeta.is_available from PyTorch 2.13 on
+    assert not torch.equal(weight.cpu(), torch.ones(2))
     told.set_device(told.device())
     assert told.current_device() == torch.device('zeta:0')
     probe_device(told, told.device())
