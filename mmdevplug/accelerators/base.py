@@ -2,13 +2,13 @@
 
 import os
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor, distributed as torch_dist
 
-from mmdevplug.errors import AcceleratorError
+from mmdevplug.errors import AcceleratorError, first_line
 from mmdevplug.utils.torch_compat import default_autocast_dtype
 
 #: Backends of torch.distributed for host tensors; what they do with others differs.
@@ -91,6 +91,10 @@ class Accelerator(ABC):
             return f'the package {self.package}'
         kind = self.device_type
         return f'a PyTorch build with {kind} support (torch.{kind}) and a visible device'
+
+    def missing_functions(self) -> str:
+        """One line on what the vendor does not offer, and what each lack costs; may be empty."""
+        return ''
 
     def device_name(self, device: torch.device) -> str:
         """The product name of a device, or its type if the vendor reports none."""
@@ -262,15 +266,40 @@ class Accelerator(ABC):
 
     @property
     def amp_dtype(self) -> torch.dtype:
-        """The default dtype of mixed precision: PyTorch's."""
-        return default_autocast_dtype(self.device_type)
+        """The default dtype of mixed precision: PyTorch's.
+
+        Raises:
+            AcceleratorError: If PyTorch cannot cast on this device.
+        """
+        try:
+            return default_autocast_dtype(self.device_type)
+        except RuntimeError as error:
+            raise self._no_autocast(error) from error
 
     def autocast(
         self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
     ) -> AbstractContextManager:
-        """The mixed-precision context; ``dtype`` defaults to :attr:`amp_dtype`."""
-        dtype = dtype or self.amp_dtype
-        return torch.autocast(self.device_type, dtype=dtype, enabled=enabled, **kwargs)
+        """The mixed-precision context; ``dtype`` defaults to :attr:`amp_dtype`.
+
+        Raises:
+            AcceleratorError: If it is to be enabled, and PyTorch cannot cast on this device.
+        """
+        try:
+            dtype = dtype or self.amp_dtype
+            return torch.autocast(self.device_type, dtype=dtype, enabled=enabled, **kwargs)
+        except (AcceleratorError, AssertionError, RuntimeError) as error:
+            if not enabled:
+                return nullcontext()
+            if isinstance(error, AcceleratorError):
+                raise
+            raise self._no_autocast(error) from error
+
+    def _no_autocast(self, error: Exception) -> AcceleratorError:
+        return AcceleratorError(
+            f'torch {torch.__version__} has no mixed precision for accelerator {self.name!r}: '
+            f'{first_line(error)}. Expected a device that autocast knows; train without, with '
+            f"optim_wrapper.type='OptimWrapper'."
+        )
 
     def grad_scaler(self, **kwargs: Any) -> Any:
         """The gradient scaler for float16; arguments as of ``torch.cuda.amp.GradScaler``.

@@ -59,7 +59,8 @@ class DeviceContext:
             line += (
                 f'. {" and ".join(self.narrowed)} values are narrowed to 32 bits there, or refused'
             )
-        return line
+        missing = self.accelerator.missing_functions()
+        return f'{line}. {missing}' if missing else line
 
 
 _context: Optional[DeviceContext] = None

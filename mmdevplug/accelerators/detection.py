@@ -92,7 +92,7 @@ def available_accelerators() -> List[str]:
 
 def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
     kind = find_registered(name)
-    if kind is None and (name == privateuse1_name() or 'package' in options):
+    if kind is None and (name == privateuse1_name() or {'package', 'register'} & options.keys()):
         kind = partial(TorchNativeAccelerator, name)
     if kind is not None:
         return _call(kind, name, options)
@@ -202,8 +202,8 @@ def _build_usable(name: str, options: Mapping[str, Any], origin: str) -> Acceler
     return accelerator
 
 
-def _usable_accelerators() -> Iterator[Accelerator]:
-    """Yield every usable accelerator in the order of detection."""
+def _usable_accelerators(failures: Optional[List[str]] = None) -> Iterator[Accelerator]:
+    """Yield every usable accelerator in the order of detection, and collect what fails."""
     names = list(DETECTION_ORDER)
     private = privateuse1_name()
     if private is not None and private not in names:
@@ -214,16 +214,29 @@ def _usable_accelerators() -> Iterator[Accelerator]:
             accelerator = _build(name, {}, 'detection')
             usable = _is_usable(accelerator)
         except AcceleratorError as error:
-            # Not silent: nobody wants to train on the CPU beside a broken card.
-            warnings.warn(str(error), stacklevel=3)
+            if failures is None:
+                warnings.warn(str(error), stacklevel=3)
+            else:
+                failures.append(str(error))
             continue
         if usable:
             yield accelerator
 
 
 def _detect() -> Choice:
-    for accelerator in _usable_accelerators():
-        if accelerator.is_preferred():
-            count = accelerator.device_count()
-            return Choice(accelerator, f'detected: {count} {accelerator.name} device(s)')
+    failures: List[str] = []
+    for accelerator in _usable_accelerators(failures):
+        if not accelerator.is_preferred():
+            continue
+        # Nobody wants to train on the CPU beside a broken card.
+        if failures and accelerator.name == 'cpu':
+            raise AcceleratorError(
+                f'no accelerator is named, and one that is installed here fails, which leaves '
+                f'only the CPU. {" ".join(failures)} To train on the CPU, ask for it: '
+                f"accelerator='cpu', --accelerator cpu or {ENVIRONMENT_VARIABLE}=cpu."
+            )
+        for failure in failures:
+            warnings.warn(failure, stacklevel=3)
+        count = accelerator.device_count()
+        return Choice(accelerator, f'detected: {count} {accelerator.name} device(s)')
     raise AcceleratorError('no accelerator is usable, not even the CPU; reinstall torch.')

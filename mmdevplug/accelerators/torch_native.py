@@ -1,8 +1,8 @@
 """Eager devices that PyTorch knows by a module ``torch.<type>``: one class for all of them."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
 from .base import Accelerator, devices_of
-from .vendor import import_vendor
+from .vendor import import_vendor, register_vendor
 
 
 class Family(NamedTuple):
@@ -34,6 +34,32 @@ FAMILIES: Dict[str, Family] = {
 }
 
 
+class Function(NamedTuple):
+    """A function of ``torch.<type>`` that some vendors leave out, or keep for PyTorch."""
+
+    cost: str  # what is lost where nothing answers in its place
+    generic: Optional[str] = None  # what answers of `torch.accelerator`, from PyTorch 2.6 on
+
+
+FUNCTIONS: Dict[str, Function] = {
+    'is_available': Function('a count above 0 is taken for it', 'is_available'),
+    'device_count': Function('accelerator.device_count has to say it', 'device_count'),
+    'set_device': Function('what names no device runs on device 0', 'set_device_index'),
+    'current_device': Function('the device set last is taken for it', 'current_device_index'),
+    'synchronize': Function('times in the log are of queueing', 'synchronize'),
+    'manual_seed_all': Function('a seed does not reach the device'),
+    'get_rng_state': Function('a resumed run draws other random numbers'),
+    'set_rng_state': Function('a resumed run draws other random numbers'),
+    'Event': Function('copies to the host wait'),
+    'memory_allocated': Function('no memory of the device in the log'),
+    'empty_cache': Function('cached memory is not returned'),
+}
+#: Functions of which those of ``torch.accelerator`` ask ``torch.<type>`` in turn.
+_DELEGATED = ('is_available', 'device_count')
+#: Functions that change nothing, which are called to see whether the vendor answers.
+_READS = ('current_device', 'synchronize', 'get_rng_state', 'memory_allocated')
+
+
 def privateuse1_name() -> Optional[str]:
     """The name that a vendor gave to PyTorch's PrivateUse1 device, None if none did."""
     get_name = getattr(torch._C, '_get_privateuse1_backend_name', None)
@@ -49,7 +75,23 @@ class TorchNativeAccelerator(Accelerator):
         package (str, optional): The vendor's package, imported before the device is looked for.
         native_backend (str, optional): The vendor's backend of torch.distributed.
         visible_devices_env (str, optional): The variable that limits the visible devices.
+        register (str, optional): ``'package.module:function'``, called once after the import, of
+            a package that does not register its device when it is imported.
+        device_count (int, optional): The number of devices, where neither ``torch.<type>`` nor
+            ``torch.accelerator`` tells it.
+
+    Raises:
+        AcceleratorError: If an argument has an invalid value.
     """
+
+    register: Optional[str] = None
+    _given_count: Optional[int] = None
+    #: The index that was set last.
+    _index = 0
+    #: The functions of ``torch.<type>`` that the vendor keeps for PyTorch's callers.
+    _guarded: FrozenSet[str] = frozenset()
+    #: The functions that the vendor offers neither there nor through ``torch.accelerator``.
+    _unanswered: FrozenSet[str] = frozenset()
 
     def __init__(
         self,
@@ -57,41 +99,136 @@ class TorchNativeAccelerator(Accelerator):
         package: Optional[str] = None,
         native_backend: Optional[str] = None,
         visible_devices_env: Optional[str] = None,
+        register: Optional[str] = None,
+        device_count: Optional[int] = None,
     ) -> None:
+        if device_count is not None and (
+            not isinstance(device_count, int) or isinstance(device_count, bool) or device_count < 1
+        ):
+            raise AcceleratorError(
+                f'accelerator.device_count={device_count!r}: expected the number of devices that '
+                f'a process sees, 1 or more.'
+            )
         known = FAMILIES.get(type, Family())
         self.name = self.device_type = type
         self.package = package or known.package
         self.native_backend = native_backend or known.native_backend
         self.visible_devices_env = visible_devices_env or known.visible_devices_env
+        self.register, self._given_count = register, device_count
 
     def _module(self) -> Any:
         """``torch.<type>``, after the vendor's package was imported; None if there is none."""
         if self.package is not None:
             import_vendor(self.package)
+        if self.register is not None:
+            register_vendor(self.register)
         return getattr(torch, self.device_type, None)
 
+    def _is_registered(self) -> bool:
+        return self._module() is not None or self.device_type == privateuse1_name()
+
     def is_available(self) -> bool:
-        module = self._module()
-        return module is not None and module.is_available()
+        if not self._is_registered():
+            return False
+        answer = self._call('is_available')
+        return self.device_count() > 0 if answer is None else answer
 
     def device_count(self) -> int:
+        """See :meth:`Accelerator.device_count`.
+
+        Raises:
+            AcceleratorError: If nothing tells it, or the config tells another number.
+        """
+        if not self._is_registered():
+            return 0
+        count, given = self._call('device_count'), self._given_count
+        if count is None and given is None:
+            raise AcceleratorError(
+                f'nothing tells how many devices accelerator {self.name!r} has. '
+                f'{self.missing_functions()} Expected the number in the config: '
+                f'accelerator=dict(type={self.name!r}, device_count=1).'
+            )
+        if None not in (count, given) and count != given:
+            raise AcceleratorError(
+                f'accelerator.device_count={given}, but torch.{self.device_type} tells {count}. '
+                f'Remove the key.'
+            )
+        return given if count is None else count
+
+    def missing_functions(self) -> str:
+        """See :meth:`Accelerator.missing_functions`."""
         module = self._module()
-        return module.device_count() if module is not None else 0
+        if self.name == 'mps' or not self._is_registered():
+            return ''
+        for function in _READS:
+            self._call(function)
+        missing = [
+            f'{function} ({described.cost})'
+            for function, described in FUNCTIONS.items()
+            if (not hasattr(module, function) or function in self._guarded)
+            and self._generic(function) is None
+            and not (function == 'device_count' and self._given_count)
+        ]
+        if not missing:
+            return ''
+        return f'torch.{self.device_type} does not offer: {", ".join(missing)}.'
+
+    def _generic(self, function: str) -> Optional[Callable]:
+        """What answers of ``torch.accelerator`` in place of a function; None if nothing does."""
+        if function not in FUNCTIONS or function in self._unanswered:
+            return None
+        name = FUNCTIONS[function].generic
+        generic = getattr(getattr(torch, 'accelerator', None), name or '', None)
+        if generic is None:
+            return None
+        if function in _DELEGATED and not hasattr(self._module(), function):
+            return None
+        try:
+            current = torch.accelerator.current_accelerator()
+        except RuntimeError:  # the vendor registered no PrivateUse1HooksInterface
+            return None
+        return generic if current is not None and current.type == self.device_type else None
 
     def _call(self, function: str, *args: Any, default: Any = None) -> Any:
-        """Call ``torch.<type>.<function>``, if there is one, without arguments that are None."""
-        found = getattr(self._module(), function, None)
-        if found is None:
-            return default
+        """Call ``torch.<type>.<function>``, or what stands for it in ``torch.accelerator``.
+
+        Devices are passed as their indices, which all vendors take; what is None is left out.
+
+        Returns:
+            Any: ``default`` if there is no such function.
+        """
         # Functions of torch.mps take no device.
         skipped = torch.device if self.name == 'mps' else ()
-        return found(*[arg for arg in args if arg is not None and not isinstance(arg, skipped)])
+        given = [arg for arg in args if not isinstance(arg, skipped)]
+        given = [arg.index if isinstance(arg, torch.device) else arg for arg in given]
+        given = [arg for arg in given if arg is not None]
+        found = getattr(self._module(), function, None)
+        if found is not None and function not in self._guarded:
+            try:
+                return found(*given)
+            except Exception as error:
+                # TorchTPU lets callers inside torch pass and tells all others to ask this.
+                if 'torch.accelerator' not in str(error):
+                    raise
+                self._guarded |= {function}
+        generic = self._generic(function)
+        if generic is None:
+            return default
+        try:
+            return generic(*given)
+        except RuntimeError as error:
+            # Of c10's guard, where a vendor overrides too little: "Backend doesn't support ..."
+            if "doesn't support" not in str(error):
+                raise
+            self._unanswered |= {function}
+            return default
 
     def device_name(self, device: torch.device) -> str:
         return self._call('get_device_name', device, default=self.device_type)
 
     def set_device(self, device: torch.device) -> None:
-        self._call('set_device', device)
+        self._index = device.index or 0
+        self._call('set_device', self._index)
 
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         self._call('synchronize', device)
@@ -157,26 +294,7 @@ class TorchNativeAccelerator(Accelerator):
         return known
 
     def current_device(self) -> torch.device:
-        return torch.device(self.device_type, self._call('current_device', default=0))
-
-    def autocast(
-        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
-    ) -> AbstractContextManager:
-        """See :meth:`Accelerator.autocast`.
-
-        Raises:
-            AcceleratorError: If PyTorch cannot cast on this device.
-        """
-        try:
-            return super().autocast(dtype, enabled, **kwargs)
-        except (AssertionError, RuntimeError) as error:
-            if not enabled:
-                return nullcontext()
-            raise AcceleratorError(
-                f'torch {torch.__version__} has no mixed precision for accelerator '
-                f'{self.name!r}: {error}. Expected a vendor package that offers it; train '
-                f"without, with optim_wrapper.type='OptimWrapper'."
-            ) from error
+        return torch.device(self.device_type, self._call('current_device', default=self._index))
 
     def grad_scaler(self, **kwargs: Any) -> Any:
         vendor = getattr(getattr(self._module(), 'amp', None), 'GradScaler', None)

@@ -1,6 +1,7 @@
 """Import the packages of vendors."""
 
 import sys
+from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
@@ -28,4 +29,27 @@ def import_vendor(package: str) -> Optional[ModuleType]:
             f'fails with {type(error).__name__}: {error}. Mend the installation (driver, version '
             f'of torch), or choose another accelerator with accelerator=dict(type=...) or '
             f'MMDEVPLUG_ACCELERATOR.'
+        ) from error
+
+
+@lru_cache(maxsize=None)
+def register_vendor(path: str) -> None:
+    """Call a function ``'package.module:function'`` that registers a device, once in a process.
+
+    Raises:
+        AcceleratorError: If there is no such function, or it fails.
+    """
+    module, _, name = path.partition(':') if isinstance(path, str) else ('', '', '')
+    if not module or not name:
+        raise AcceleratorError(
+            f'accelerator.register={path!r}: expected a function to call after the import of the '
+            f"package, e.g. 'torch_acme.devices:register'."
+        )
+    try:
+        getattr(import_module(module), name)()
+    except Exception as error:
+        # As above.
+        raise AcceleratorError(
+            f'accelerator.register={path!r} fails with {type(error).__name__}: {error}. Expected '
+            f"a function without arguments that registers the device; see the package's own docs."
         ) from error

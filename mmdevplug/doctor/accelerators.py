@@ -183,6 +183,9 @@ def _examine_devices(
         f'{accelerator.describe_visibility()}',
         data=dict(name=accelerator.name, devices=devices, shared=accelerator.shares_devices),
     )
+    missing = accelerator.missing_functions()
+    if missing:
+        yield section.note(f'{accelerator.name}: {missing}', 'training works without them.')
     for rank in range(accelerator.max_ranks()):
         yield _probe(accelerator, accelerator.device(rank), say)
 

@@ -106,8 +106,15 @@ def _wrapper(cfg: Config) -> Iterator[Finding]:
 
 def _precision(cfg: Config, accelerator: Accelerator) -> Iterator[Finding]:
     optim_wrapper = _dict_at(cfg, 'optim_wrapper')
+    if 'Amp' not in str(optim_wrapper.get('type')):
+        return
+    try:
+        accelerator.autocast()
+    except DevPlugError as error:
+        yield _error(str(error), "optim_wrapper.type = 'OptimWrapper'")
+        return
     dtype = str(optim_wrapper.get('dtype') or accelerator.amp_dtype)
-    if 'Amp' in str(optim_wrapper.get('type')) and dtype in ('float16', 'torch.float16'):
+    if dtype in ('float16', 'torch.float16'):
         try:
             accelerator.grad_scaler()
         except DevPlugError as error:

@@ -13,6 +13,7 @@ from mmengine.runner.amp import autocast
 from mmdevplug.accelerators import Accelerator, current_accelerator
 from mmdevplug.utils.patched_symbols import AUTOCAST
 from mmdevplug.utils.patching import active_patches, patch_symbol
+from mmdevplug.utils.torch_compat import autocast_state
 
 #: The devices with a gradient scaler that MMEngine knows; 0.10.0 does not know MUSA.
 _KNOWN = ('cuda', 'npu', 'mlu', 'musa')
@@ -53,14 +54,8 @@ def _autocast(
         return
     # The T20's autocast refuses None.
     options: Any = {} if cache_enabled is None else dict(cache_enabled=cache_enabled)
-    dtype = dtype or _dtype_around(accelerator.device_type)
+    enabled_around, dtype_around = autocast_state(accelerator.device_type) or (False, None)
+    if enabled_around:
+        dtype = dtype or dtype_around  # an inner context without a dtype inherits it
     with accelerator.autocast(dtype=dtype, enabled=enabled, **options):
         yield
-
-
-def _dtype_around(device_type: str) -> Optional[torch.dtype]:
-    """The dtype of the enclosing context, which an inner one without a dtype inherits."""
-    # Releases that lack the first function have the second without its argument.
-    if hasattr(torch, 'get_autocast_dtype') and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None

@@ -165,10 +165,16 @@ def default_autocast_dtype(device_type: str) -> torch.dtype:
 
 
 def autocast_state(device_type: str) -> Optional[Tuple[bool, torch.dtype]]:
-    """Whether autocast is on, and its dtype; None before PyTorch 2.4, which cannot tell."""
+    """Whether autocast is on, and its dtype.
+
+    None before PyTorch 2.4, which cannot tell, and on devices that autocast does not know.
+    """
     if not is_at_least('2.4.0'):
         return None
-    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    try:
+        return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    except RuntimeError:
+        return None
 
 
 def may_intercept_saved_tensors() -> bool:

@@ -24,6 +24,7 @@ from mmdevplug.accelerators.compilation_cache import start_compilation_cache
 from mmdevplug.accelerators.lazy import LazyAccelerator
 from mmdevplug.accelerators.torch_native import FAMILIES
 from mmdevplug.errors import AcceleratorError
+from mmdevplug.utils.torch_compat import autocast_state
 from tests.jobs import need_card, needs_scaler
 
 ROOT = Path(__file__).parents[2]
@@ -568,6 +569,105 @@ try:
 finally:
     torch.zeta = whole
 """)
+
+
+def test_cards_are_set_by_their_index(zeta):
+    zeta("""
+whole = torch.zeta.set_device
+torch.zeta.set_device = lambda device: whole(device + 0)  # openreg compares it with integers
+try:
+    accelerator.set_device(torch.device('zeta:2'))
+    assert accelerator.current_device() == torch.device('zeta:2')
+finally:
+    torch.zeta.set_device = whole
+    torch.zeta.set_device(0)
+""")
+
+
+@pytest.mark.skipif(not hasattr(torch, 'accelerator'), reason='PyTorch 2.6 has torch.accelerator')
+def test_a_guarded_module_is_asked_through_pytorch(zeta):
+    zeta("""
+import sys, types
+whole = torch.zeta
+asked = ['is_available', 'device_count', 'current_device', 'set_device', 'synchronize',
+         'get_rng_state']
+def guarded(name):
+    def call(*args):
+        caller = sys._getframe(1).f_globals['__name__']
+        if not caller.startswith('torch.'):
+            raise RuntimeError(f'{name} is internal to Zeta. Use torch.accelerator instead.')
+        return getattr(whole, name)(*args)
+    return call
+torch.zeta = types.SimpleNamespace(**{**vars(whole), **{name: guarded(name) for name in asked}})
+sys.modules['torch.zeta'] = torch.zeta
+try:
+    accelerator = TorchNativeAccelerator('zeta')
+    assert accelerator.is_available() and accelerator.device_count() == 4
+    accelerator.set_device(torch.device('zeta:3'))
+    assert accelerator.current_device() == torch.device('zeta:3')
+    accelerator.synchronize()
+    assert accelerator.save_rng(torch.device('zeta:3')) is None
+    missing = accelerator.missing_functions()
+    assert 'get_rng_state (a resumed run draws other random numbers)' in missing, missing
+    assert 'set_device' not in missing and 'device_count' not in missing
+finally:
+    torch.zeta = sys.modules['torch.zeta'] = whole
+    torch.zeta.set_device(0)
+""")
+
+
+def test_a_failure_of_a_driver_is_no_reason_to_ask_elsewhere(zeta):
+    zeta("""
+whole = torch.zeta.synchronize
+def fail(device=None):
+    raise RuntimeError('kernel timed out')
+torch.zeta.synchronize = fail
+try:
+    with pytest.raises(RuntimeError, match='kernel timed out'):
+        accelerator.synchronize()
+finally:
+    torch.zeta.synchronize = whole
+""")
+
+
+def test_what_a_module_lacks_is_named_with_its_cost(zeta):
+    zeta("""
+import types
+whole = torch.zeta
+torch.zeta = types.ModuleType('torch.zeta')
+torch.zeta.synchronize = whole.synchronize
+try:
+    with pytest.raises(AcceleratorError) as caught:
+        get_accelerator('zeta')
+    message = str(caught.value)
+    for words in ('device_count (', 'get_rng_state (a resumed run draws other random numbers)',
+                  "accelerator=dict(type='zeta', device_count=1)"):
+        assert words in message, message
+    told = get_accelerator(dict(type='zeta', device_count=1))
+    assert told.device_count() == 1 and told.device(5) == torch.device('zeta:0')
+    assert 'device_count' not in told.missing_functions()
+    told.set_device(told.device())
+    assert told.current_device() == torch.device('zeta:0')
+    probe_device(told, told.device())
+finally:
+    torch.zeta = whole
+assert accelerator.missing_functions().count('Event') == accelerator.missing_functions().count('(')
+with pytest.raises(AcceleratorError, match='device_count=1, but torch.zeta tells 4'):
+    get_accelerator(dict(type='zeta', device_count=1))
+for wrong in (0, -1, True, '2', 1.5):
+    with pytest.raises(AcceleratorError, match='expected the number of devices'):
+        get_accelerator(dict(type='zeta', device_count=wrong))
+""")
+
+
+@pytest.mark.parametrize('device_type', ['meta', 'vulkan'])
+def test_a_device_that_autocast_does_not_know_is_refused_where_it_is_to_cast(device_type):
+    accelerator = TorchNativeAccelerator(device_type)
+    with accelerator.autocast(enabled=False):
+        pass
+    with pytest.raises(AcceleratorError, match='no mixed precision for .*OptimWrapper'):
+        accelerator.autocast()
+    assert not (autocast_state(device_type) or (False,))[0]
 
 
 # cards of known names ------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def vendor_package(tmp_path, monkeypatch):
         (folder / '__init__.py').write_text(source)
         monkeypatch.syspath_prepend(str(tmp_path))
         # Leaves what the import puts there to be undone.
-        monkeypatch.delitem(sys.modules, package)
+        monkeypatch.delitem(sys.modules, package, raising=False)
 
     return install
 
@@ -337,11 +337,13 @@ def test_package_that_misses_another_one_is_refused_with_its_name(vendor_package
 
 
 @pytest.mark.parametrize('error', ['ImportError', 'RuntimeError', 'OSError'])
-def test_broken_package_is_warned_about_and_passed_over_in_detection(vendor_package, error):
+def test_broken_package_leaves_no_silent_way_to_the_cpu(vendor_package, error):
     vendor_package('torch_npu', f'raise {error}("driver too old")')
-    with pytest.warns(UserWarning, match=f"'torch_npu' is installed.*{error}: driver too old"):
-        choice = choose_accelerator()
-    assert choice.accelerator.name == 'cpu'
+    message = refusal(None)
+    assert f"'torch_npu' is installed for {sys.executable}" in message
+    assert f'{error}: driver too old' in message
+    assert "accelerator='cpu'" in message
+    assert choose_accelerator('cpu').accelerator.name == 'cpu'
     with pytest.warns(UserWarning, match='driver too old'):
         assert available_accelerators() == ['cpu']
 
@@ -358,6 +360,29 @@ def test_package_without_a_device_is_refused_by_name_and_passed_over(vendor_pack
     assert choose_accelerator().accelerator.name == 'cpu'
     assert 'no such device can be used' in refusal('npu')
     assert not [w for w in recwarn if 'torch_npu' in str(w.message)]
+
+
+def test_a_function_registers_what_the_import_does_not(vendor_package, monkeypatch):
+    vendor_package(
+        'torch_late',
+        'import torch, types\ncalls = []\n'
+        'def register():\n'
+        '    calls.append(1)\n'
+        '    torch.late = types.SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)\n'
+        'def fail():\n    raise OSError("no driver")\n',
+    )
+    monkeypatch.setattr(torch, 'late', None, raising=False)
+    config = dict(type='late', package='torch_late', register='torch_late:register')
+    accelerator = get_accelerator(config)
+    assert (accelerator.device_count(), accelerator.device(1)) == (2, torch.device('late', 1))
+    assert sys.modules['torch_late'].calls == [1]
+    for wrong, words in {
+        'torch_late': "expected a function to call after the import of the package, e.g. '",
+        'torch_late:fail': 'fails with OSError: no driver',
+        'torch_late:absent': 'AttributeError',
+        'torch_never:register': 'ModuleNotFoundError',
+    }.items():
+        assert words in refusal(dict(config, register=wrong))
 
 
 # options -------------------------------------------------------------------------------------
