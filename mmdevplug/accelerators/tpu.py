@@ -4,7 +4,7 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 
@@ -73,14 +73,11 @@ class TPUAccelerator(TorchNativeAccelerator):
                 raise
             return None
 
-    def save_rng(self, device: torch.device) -> Optional[bytes]:
-        if not self._is_torchtpu():
-            return super().save_rng(device)
-        # get_rng_state is for torch.accelerator.random, which PyTorch 2.13 does not have.
-        generators = getattr(self._module(), 'default_generators', None)
-        if generators is None:
-            return super().save_rng(device)
-        return bytes(generators[device.index or 0].get_state().tolist())
+    def _generic(self, function: str) -> Optional[Callable]:
+        # TorchTPU refers to torch.accelerator.random, which PyTorch 2.13 does not have.
+        if function == 'get_rng_state' and self._is_torchtpu():
+            return lambda index=0: self._module().default_generators[index].get_state()
+        return super()._generic(function)
 
     def _fill_in_environment(self) -> None:
         """Set what TorchTPU's runtime reads, the same in all ranks of a host."""
