@@ -3,9 +3,11 @@
 import re
 from typing import Any, List, Optional
 
+import torch
 from torch import distributed as torch_dist
 
-from mmdevplug.errors import LaunchError
+from mmdevplug.errors import LaunchError, first_line
+from mmdevplug.utils.logs import log_warning
 
 from . import HOST_BACKENDS, Accelerator, registered_device_types
 
@@ -43,6 +45,36 @@ def takes_host_tensors(group: Any = None) -> bool:
     if ':' in backend:
         backend = dict(part.split(':', 1) for part in backend.split(',')).get('cpu', '')
     return backend in HOST_BACKENDS or 'cpu' in registered_device_types(backend)
+
+
+def suits_ddp(accelerator: Accelerator, device: torch.device, group: Any = None) -> bool:
+    """Whether PyTorch's DDP can average over a process group. All its ranks call this.
+
+    Raises:
+        LaunchError: If it cannot, and the group takes no host tensors either.
+    """
+    backend = backend_of(group)
+    if not accelerator.takes_tensors(backend):
+        return False
+    if accelerator.name in ('cpu', 'cuda', 'xpu'):  # PyTorch's own backends
+        return True
+    work = torch_dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+    work.wait()
+    try:
+        work.get_future()
+    except RuntimeError as error:  # NotImplementedError is one
+        told = (
+            f'backend {backend!r} of accelerator {accelerator.name!r} has no futures, which '
+            f"PyTorch's DDP waits for ({first_line(error)})"
+        )
+        if not takes_host_tensors(group):
+            raise LaunchError(
+                f"{told}. Set accelerator=dict(type={accelerator.name!r}, backend='gloo') in the "
+                f'config: gradients are then averaged through the host.'
+            ) from error
+        log_warning(f'{told}: gradients are averaged through the host.')
+        return False
+    return True
 
 
 def check_backend(backend: str, accelerator: Accelerator, origin: str) -> str:

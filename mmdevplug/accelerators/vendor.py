@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Optional
 
 from mmdevplug.errors import AcceleratorError
+from mmdevplug.utils.built_for import describe_torch_requirement
 
 
 def import_vendor(package: str) -> Optional[ModuleType]:
@@ -26,9 +27,9 @@ def import_vendor(package: str) -> Optional[ModuleType]:
         # A missing driver or a library of another version may raise anything.
         raise AcceleratorError(
             f'the package {package!r} is installed for {sys.executable} but `import {package}` '
-            f'fails with {type(error).__name__}: {error}. Mend the installation (driver, version '
-            f'of torch), or choose another accelerator with accelerator=dict(type=...) or '
-            f'MMDEVPLUG_ACCELERATOR.'
+            f'fails with {type(error).__name__}: {error}. {describe_torch_requirement(package)} '
+            f'Mend the installation (driver, version of torch), or choose another accelerator '
+            f'with accelerator=dict(type=...) or MMDEVPLUG_ACCELERATOR.'
         ) from error
 
 

@@ -2,9 +2,13 @@
 
 import argparse
 import json
-from typing import List, Optional
+import os
+import tempfile
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
+from mmengine.config import Config, DictAction
 
 from mmdevplug.conformance.checks import CHECKS, FAILED, run_checks
 from mmdevplug.errors import LaunchError
@@ -28,6 +32,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument('--accelerator', required=True, help='e.g. cuda, xla, gcu, npu')
     parser.add_argument('--config', help='take custom_imports and accelerator from it')
     parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        metavar='KEY=VALUE',
+        help='replace options of the config, e.g. accelerator.backend=gloo',
+    )
+    parser.add_argument(
         '--checks',
         nargs='+',
         choices=CHECKS,
@@ -36,6 +47,25 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument('--timeout', type=float, default=180.0, help='of a step, in seconds')
     parser.add_argument('--json', help='a file for the results')
     return parser
+
+
+@contextmanager
+def _merged(
+    path: Optional[str], changes: Optional[Dict[str, Any]], accelerator: str
+) -> Iterator[Optional[str]]:
+    """The path of a config with changes, which every check reads in a process of its own."""
+    if not changes:
+        yield path
+        return
+    # The checks import what it names.
+    cfg = Config() if path is None else Config.fromfile(path, import_custom_modules=False)
+    if not isinstance(cfg.get('accelerator'), dict):
+        cfg.accelerator = dict(type=cfg.get('accelerator') or accelerator)
+    cfg.merge_from_dict(changes)
+    with tempfile.TemporaryDirectory(prefix='mmdevplug-conformance-') as folder:
+        merged = os.path.join(folder, 'merged.py')
+        write_text(cfg.pretty_text, merged)
+        yield merged
 
 
 def main(argv: Optional[List[str]] = None) -> None:
@@ -48,10 +78,11 @@ def main(argv: Optional[List[str]] = None) -> None:
     print(f'`{args.accelerator}`, mmdevplug {__version__}, torch {torch.__version__}\n')
     print('| check | result | measured |\n| --- | --- | --- |', flush=True)
     findings = []
-    for found in run_checks(args.accelerator, args.config, args.timeout, args.checks or CHECKS):
-        findings.append(found)
-        cell = ' '.join(found.found.split()).replace('|', '\\|')
-        print(f'| {found.section} | {found.level} | {cell} |', flush=True)
+    with _merged(args.config, args.cfg_options, args.accelerator) as config:
+        for found in run_checks(args.accelerator, config, args.timeout, args.checks or CHECKS):
+            findings.append(found)
+            cell = ' '.join(found.found.split()).replace('|', '\\|')
+            print(f'| {found.section} | {found.level} | {cell} |', flush=True)
     failed = [found for found in findings if found.level == FAILED]
     for found in failed:
         say(f'{found.section}: {found.remedy}')

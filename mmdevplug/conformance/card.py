@@ -1,6 +1,6 @@
 """What every check gets and how it ends."""
 
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, NoReturn, Sequence
 
 import torch
 from mmengine.config import Config
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mmdevplug.accelerators import Accelerator, get_accelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.doctor.accelerators import accelerator_options
+from mmdevplug.doctor.accelerators import accelerator_options, missing_kernel
 
 #: Relative to the largest expected value: of operations, and of losses and weights of a training.
 TOLERANCE = 1e-3
@@ -22,6 +22,14 @@ class Failed(Exception):
 
 class NotSupported(Exception):
     """A check has nothing to look at here; says why."""
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise NotSupported if an operator without a kernel is the cause, else Failed."""
+    operator = missing_kernel(what)
+    if operator is not None:
+        raise NotSupported(f'no kernel for {operator}')
+    raise Failed(what)
 
 
 class Card:

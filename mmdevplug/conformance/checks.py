@@ -3,6 +3,7 @@
 from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional
 
 from mmdevplug.doctor import accelerators
+from mmdevplug.doctor.accelerators import missing_kernel
 from mmdevplug.doctor.findings import Finding
 from mmdevplug.doctor.isolated import Death, run_isolated
 from mmdevplug.errors import first_line
@@ -16,6 +17,8 @@ PASSED, FAILED, NOT_SUPPORTED = 'passed', 'failed', 'not supported'
 DETECTION = 'detection'
 #: Added to the time that a check of ranks has for a step: the job of those ends first.
 SLACK_SECONDS = 120.0
+#: Characters of a row that did not pass.
+MOST_TEXT = 240
 _PROBED = 'every device computes a product, a convolution, sums and a softmax as the CPU does'
 _NOT_FOUND = (
     "Look for the card with its maker's own tool. If it is there, give a --config that names the "
@@ -88,6 +91,10 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
         yield Finding(task, FAILED, str(error), remedy=check.remedy)
     except Exception as error:
         # A vendor's library may raise anything.
+        operator = missing_kernel(f'{error} {error.__cause__}')
+        if operator is not None:
+            yield Finding(task, NOT_SUPPORTED, f'no kernel for {operator}')
+            return
         found = f'{type(error).__name__}: {first_line(error)}'
         yield Finding(task, FAILED, found, remedy=check.remedy)
 
@@ -112,8 +119,8 @@ def run_checks(
     options: Dict[str, Any] = dict(accelerator=accelerator, config=config)
     with show_progress(f'checking {DETECTION}'):
         detected = _detect(options, timeout)
-    yield detected
-    if detected.level == FAILED:
+    yield _shortened(detected)
+    if detected.data is None:  # without a device
         return
     ranks = None if detected.data['shared'] else len(detected.data['devices'])
     options.update(ranks=ranks, timeout=timeout)
@@ -124,7 +131,15 @@ def run_checks(
         for each in found:
             if isinstance(each, Death):
                 each = Finding(name, FAILED, each.describe(), remedy=CHECKS[name].remedy)
-            yield each
+            yield _shortened(each)
+
+
+def _shortened(finding: Finding) -> Finding:
+    """Cut what is said of a row that did not pass to two lines of a terminal."""
+    text = ' '.join(finding.found.split())
+    if finding.level == PASSED or len(text) <= MOST_TEXT:
+        return finding
+    return finding._replace(found=f'{text[: MOST_TEXT - 4]} ...')
 
 
 def _detect(options: Dict[str, Any], timeout: float) -> Finding:
@@ -132,14 +147,17 @@ def _detect(options: Dict[str, Any], timeout: float) -> Finding:
     findings: List[Finding] = accelerators.examine(options, timeout)
     wrong = [finding for finding in findings if finding.level == 'error']
     data = next((f.data for f in findings if f.data is not None and 'devices' in f.data), None)
+    lacking = [f.found for f in findings if f.level == 'warning' and 'no kernel for' in f.found]
     if wrong or data is None:
         remedy = next((finding.remedy for finding in wrong if finding.remedy), '')
         if remedy.startswith('--accelerator'):  # the doctor's: another accelerator
             remedy = _NOT_FOUND
         found = '; '.join(finding.found for finding in wrong) or 'no device was found'
-        return Finding(DETECTION, FAILED, found, remedy=remedy)
+        return Finding(DETECTION, FAILED, found, remedy=remedy, data=data)
     first = data['devices'][0]
     memory = 'unknown' if first['memory'] is None else format_bytes(first['memory'])
     told = f'{len(data["devices"])} device(s): {first["name"]}, memory {memory}'
+    if lacking:
+        return Finding(DETECTION, NOT_SUPPORTED, '; '.join([told, *lacking]), data=data)
     notes = [finding.found for finding in findings if finding.level == 'note']
     return Finding(DETECTION, PASSED, '; '.join([told, *notes, _PROBED]), data=data)

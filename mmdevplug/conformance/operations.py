@@ -6,6 +6,7 @@ from typing import Any, Callable, Dict, Iterator, List, Tuple
 import torch
 from torch import Tensor
 
+from mmdevplug.doctor.accelerators import missing_kernel
 from mmdevplug.errors import first_line
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
@@ -54,7 +55,7 @@ def check_operations(card: Card) -> str:
     """Run the samples of every operation on the device and on the CPU."""
     known = _samples_of_pytorch()
     names = [*OPERATIONS, *PRODUCTS]
-    wrong, largest, count = [], 0.0, 0
+    wrong, missing, largest, count = [], [], 0.0, 0
     for name in [name for name in names if name in known]:
         card.say(f'{name} on {card.device}')
         tolerance = PRODUCT_TOLERANCE if name in PRODUCTS else TOLERANCE
@@ -65,7 +66,11 @@ def check_operations(card: Card) -> str:
                 found = card.fetch(_compute(known[name], sample, card.device))
             except Exception as error:
                 # A vendor's library may raise anything.
-                wrong.append(f'{name} fails: {type(error).__name__}: {first_line(error)[:200]}')
+                if missing_kernel(str(error)) is not None:
+                    missing.append(f'{name} ({missing_kernel(str(error))})')
+                else:
+                    said = first_line(error)[:100]
+                    wrong.append(f'{name} fails: {type(error).__name__}: {said}')
                 break
             if len(found) != len(expected):
                 worst = float('inf')
@@ -78,8 +83,12 @@ def check_operations(card: Card) -> str:
             wrong.append(f'{name} differs by {worst:.2g}, tolerance {tolerance:g}')
         largest = max(largest, min(worst, tolerance))
     tried = f'{count} samples of {len(set(names) & set(known))} operations, forward and backward'
+    lacking = f'no kernel for {len(missing)}: {", ".join(missing)}'
     if wrong:
-        raise Failed(f'{len(wrong)} wrong or missing: {"; ".join(wrong)} ({tried})')
+        also = f'; {lacking}' if missing else ''
+        raise Failed(f'{len(wrong)} wrong: {"; ".join(wrong)}{also} ({tried})')
+    if missing:
+        raise NotSupported(f'{lacking}; all others of {tried} are right')
     untried = [name for name in names if name not in known]
     left = f"; not in this PyTorch's samples: {', '.join(untried)}" if untried else ''
     return (

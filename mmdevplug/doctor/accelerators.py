@@ -3,6 +3,7 @@
 import glob
 import math
 import os
+import re
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from mmdevplug.accelerators import (
 from mmdevplug.accelerators.detection import DETECTION_ORDER, find_registered, registered_names
 from mmdevplug.accelerators.probe import RELATIVE_TOLERANCE
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.errors import DevPlugError
+from mmdevplug.errors import DevPlugError, first_line
 from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.byte_sizes import format_bytes
 
@@ -200,33 +201,63 @@ def _broken(found: str, data: Any = None) -> Finding:
     )
 
 
+_MISSING_KERNEL = re.compile(
+    r"Could not run '([\w:.]+)'|[Oo]perator '([\w:.]+)' is not currently implemented"
+)
+
+
+def missing_kernel(text: str) -> Optional[str]:
+    """The operator for which the device has no kernel, if an error says that."""
+    found = _MISSING_KERNEL.search(text)
+    return None if found is None else found.group(1) or found.group(2)
+
+
 # computations that are compared with the CPU ----------------------------------------------------
 
 
 def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], None]) -> Finding:
-    differences, wrong = [], []
+    differences, wrong, failed, missing = [], [], [], []
+    data = dict(device=str(device), tolerance=RELATIVE_TOLERANCE)
+    try:
+        accelerator.set_device(device)
+    except Exception as error:
+        # Vendors' libraries fail in many ways, here and below.
+        said = f'{type(error).__name__}: {first_line(error)}'
+        return _broken(f'{device} cannot be made the current device: {said}', data)
     for name, compute in _PROBES.items():
         say(f'{name} on {device}')
         try:
-            accelerator.set_device(device)
             expected = compute(torch.device('cpu'))
             (found,) = accelerator.to_host([compute(device)])
-            if found.shape != expected.shape:
-                shapes = f'{tuple(found.shape)}, expected {tuple(expected.shape)}'
-                wrong.append(f'{name} has shape {shapes}')
-                continue
-            difference = ((found - expected).abs().max() / expected.abs().max()).item()
         except Exception as error:
-            # Vendors' libraries fail in many ways.
-            wrong.append(f'{name} fails with {type(error).__name__}: {error}')
+            operator = missing_kernel(str(error))
+            if operator is not None:
+                missing.append(f'{operator} ({name})')
+            else:
+                failed.append(f'{name} fails with {type(error).__name__}: {first_line(error)}')
             continue
+        if found.shape != expected.shape:
+            shapes = f'{tuple(found.shape)}, expected {tuple(expected.shape)}'
+            wrong.append(f'{name} has shape {shapes}')
+            continue
+        difference = ((found - expected).abs().max() / expected.abs().max()).item()
         differences.append(difference)
         # Written so that NaN fails as well.
         if not difference <= RELATIVE_TOLERANCE:
             wrong.append(f'{name} differs by {difference:.2g}')
-    data = dict(device=str(device), tolerance=RELATIVE_TOLERANCE)
-    if wrong:
-        return _broken(f'{device} computes wrongly: {"; ".join(wrong)}', data)
+    lacking = f'{device} has no kernel for {", ".join(missing)}'
+    if wrong or failed:
+        headline = f'{device} computes wrongly' if wrong else f'{device} does not work'
+        also = [lacking] if missing else []
+        return _broken(f'{headline}: {"; ".join([*wrong, *failed, *also])}', data)
+    if missing:
+        return section.warning(
+            lacking,
+            'models stop at an operator without a kernel; all others can be trained.',
+            f"ask the maker of {accelerator.name!r} for it, or register PyTorch's fallback to the "
+            f'CPU for it',
+            data,
+        )
     say(f'int64 and float64 on {device}')
     try:
         narrowed = probe_device(accelerator, device)

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Tuple
 
+from mmdevplug.errors import first_line
 from mmdevplug.explanations.versions import (
     ONEDL,
     PACKAGES,
@@ -17,6 +18,7 @@ from mmdevplug.explanations.versions import (
     folder_of,
     install_command,
 )
+from mmdevplug.utils.built_for import describe_torch_requirement
 
 from .findings import Finding, Section
 from .isolated import Death, run_isolated
@@ -30,6 +32,10 @@ OPTIONAL = (
     *('mmcv', 'mmcv-lite', 'mmcv-full', 'torchvision', 'torch_xla', 'setuptools'),
     *('transformers', 'pycocotools', 'tensorboard', 'protobuf'),
 )
+#: Modules whose import needs no torch.
+_WITHOUT_TORCH = ('numpy', 'mmengine')
+#: Packages that PyTorch imports itself name a function in this group of entry points.
+_AUTOLOADED = 'torch.backends'
 #: OpenMMLab's own, which check each other's versions when they are imported.
 LIBRARIES = (
     *('mmdet', 'mmseg', 'mmpretrain', 'mmpose', 'mmaction'),
@@ -166,7 +172,17 @@ def examine() -> Iterator[Finding]:
             )
     yield from check_rules(installed)
     yield from _files_of_others(installed)
-    for found in run_isolated(__name__, modules_to_try(), {}, IMPORT_SECONDS):
+    names, broken = modules_to_try(), False
+    if 'torch' in names:
+        for found in run_isolated(__name__, ['torch'], {}, IMPORT_SECONDS):
+            finding = _broken('torch', found.describe()) if isinstance(found, Death) else found
+            broken |= finding.level == 'error'
+            yield finding
+    if broken:
+        # All others import torch, and would only repeat that it fails.
+        names = [name for name in names if name in _WITHOUT_TORCH]
+    names = [name for name in names if name != 'torch']
+    for found in run_isolated(__name__, names, {}, IMPORT_SECONDS):
         yield _broken(found.task, found.describe()) if isinstance(found, Death) else found
 
 
@@ -218,6 +234,9 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
     except Exception as error:
         # Compiled libraries fail in many ways.
         found = f'import {task} fails with {type(error).__name__}: {error}'
+        if task == 'torch' and error.__cause__ is not None:
+            yield _broken_extension(error, error.__cause__)
+            return
         problems = explain_import(error)
         for problem in problems:
             yield section.error(f'{found}. {problem.what}', _WHY, problem.command)
@@ -228,6 +247,28 @@ def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iter
 
 
 _WHY = 'whatever imports it fails; mmdet and mmsegmentation import the operators of mmcv.'
+
+
+def _broken_extension(error: Exception, cause: BaseException) -> Finding:
+    """Name the vendor's package whose entry point keeps torch from being imported."""
+    named = re.search(r'backend extension: (\S+?)\.(\s|$)', str(error))
+    entry = named.group(1) if named else 'unknown'
+    package = next(
+        (
+            each.metadata['Name']
+            for each in metadata.distributions()
+            if any((e.group, e.name) == (_AUTOLOADED, entry) for e in each.entry_points)
+        ),
+        entry,
+    )
+    return section.error(
+        f'import torch fails because of the package {package}: its entry point {entry} of the '
+        f'group {_AUTOLOADED} fails with {type(cause).__name__}: {first_line(cause)}',
+        f'PyTorch imports that package by itself: nothing that uses torch works. '
+        f'{describe_torch_requirement(package)}'.strip(),
+        f'install the {package} that was built for this torch, or: pip uninstall {package}. '
+        f'Until then: export TORCH_DEVICE_BACKEND_AUTOLOAD=0',
+    )
 
 
 def _broken(module: str, found: str) -> Finding:

@@ -14,7 +14,7 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.accelerators import devices_of
-from mmdevplug.accelerators.backend import backend_of
+from mmdevplug.accelerators.backend import suits_ddp
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
@@ -104,7 +104,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         check_module(module)
         own = read_options(DeviceDistributedDataParallel, kwargs)
         chosen, device = rank_device(accelerator)
-        takes_tensors = chosen.takes_tensors(backend_of(process_group))
+        takes_tensors = suits_ddp(chosen, device, process_group)
         check_same_model(module, process_group)
         convert_norm_layers(module, chosen, device)
         options = dict(

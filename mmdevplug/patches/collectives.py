@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators import Accelerator
-from mmdevplug.accelerators.backend import backend_of
+from mmdevplug.accelerators.backend import backend_of, takes_host_tensors
 from mmdevplug.utils.patched_symbols import PROCESS_GROUP
 from mmdevplug.utils.patching import patch_symbol, restore_patches
 from mmdevplug.utils.pytree import replace_parts, tensors_in
@@ -44,6 +44,8 @@ def patch_collectives(accelerator: Accelerator) -> None:
     restore_collectives()
     if not torch_dist.is_available() or not torch_dist.is_initialized():
         return
+    if not _knows_accelerator():
+        patch_symbol(torch_dist, 'barrier', _barrier_without_device(torch_dist.barrier))
     if accelerator.takes_tensors(backend_of()):
         return
     for name, written in _WRITTEN.items():
@@ -55,6 +57,26 @@ def patch_collectives(accelerator: Accelerator) -> None:
 def restore_collectives() -> None:
     """Restore what :func:`patch_collectives` replaced."""
     restore_patches(PROCESS_GROUP)
+
+
+def _knows_accelerator() -> bool:
+    try:
+        getattr(torch._C, '_get_accelerator', lambda: None)()  # not in PyTorch before 2.3
+    except RuntimeError:  # the vendor registered no PrivateUse1HooksInterface
+        return False
+    return True
+
+
+def _barrier_without_device(original: Callable) -> Callable:
+    """Synchronize with one host element, where PyTorch's barrier fails to find a device."""
+
+    @wraps(original)
+    def barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+        if not takes_host_tensors(group):
+            return original(group, async_op, *args, **kwargs)
+        return torch_dist.all_reduce(torch.zeros(1), group=group, async_op=async_op)
+
+    return barrier
 
 
 def _through_host(original: Callable, written: str, accelerator: Accelerator) -> Callable:

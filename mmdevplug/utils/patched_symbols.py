@@ -23,7 +23,8 @@ AUTOCAST = Period(
 )
 FLEXIBLE_RUNNER = Period('a `DeviceStrategy` starts', '`restore_mmengine()`')
 PROCESS_GROUP = Period(
-    '`init_device()`, where the backend refuses tensors of the device', '`restore_collectives()`'
+    '`init_device()`, where the backend refuses tensors of the device or PyTorch finds none',
+    '`restore_collectives()`',
 )
 MMCV_OPS = Period('`init_device()` on any device but the CPU', '`restore_mmcv_ops()`')
 LOADING = Period('a checkpoint begins to load, or `init_weights()` begins', 'its end')
@@ -181,6 +182,13 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'Models call it with tensors of the device, which the backend refuses; the replacement '
         'sends them through the host.',
         "A backend for the vendor's device is installed.",
+    ),
+    *_symbols(
+        'torch.distributed: barrier',
+        PROCESS_GROUP,
+        'It asks PyTorch for the accelerator, which fails where a vendor registers no '
+        '`PrivateUse1HooksInterface`; the replacement synchronizes with a host element.',
+        'The vendor registers one, or a barrier over host tensors asks for no device.',
     ),
     *_symbols(
         'mmcv._ext: *',

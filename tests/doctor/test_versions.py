@@ -1,6 +1,7 @@
 """Versions that do not go together, and packages that cannot be imported."""
 
 import pytest
+import torch
 
 from mmdevplug.doctor import versions
 from mmdevplug.doctor.isolated import Death, run_isolated
@@ -178,6 +179,27 @@ def test_broken_torch_is_a_finding_and_no_traceback(tmp_path):
     assert 'libcudart.so.12' in error['found']
     assert 'import torch' in error['remedy']
     assert {f['section'] for f in report['findings']} == {'versions'}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch, '_import_device_backends'), reason='PyTorch 2.5 loads backends by itself'
+)
+def test_a_vendors_package_that_breaks_torch_is_the_only_error(tmp_path):
+    symbol = 'torch_acme/_C.so: undefined symbol: _ZN3c105ErrorC2E'
+    broken(tmp_path, 'torch_acme', f'def load():\n    raise ImportError({symbol!r})\n')
+    info = tmp_path / 'torch_acme-1.0.dist-info'
+    info.mkdir()
+    (info / 'METADATA').write_text(
+        'Metadata-Version: 2.1\nName: torch-acme\nVersion: 1.0\nRequires-Dist: torch==2.1.*\n'
+    )
+    (info / 'entry_points.txt').write_text('[torch.backends]\nacme = torch_acme:load\n')
+    done, report = examined(tmp_path, paths=[tmp_path])
+    assert done.returncode == 1
+    (error,) = [found for found in report['findings'] if found['level'] == 'error']
+    assert 'import torch fails because of the package torch-acme' in error['found']
+    assert symbol in error['found']
+    assert f'asks for torch==2.1.*; installed is torch {torch.__version__}' in error['why']
+    assert 'pip uninstall torch-acme' in error['remedy']
 
 
 def test_mmcv_without_operators(tmp_path, monkeypatch):

@@ -3,15 +3,19 @@
 ``card.install('zeta', count=4)`` builds the extension once (about 30 s), gives PrivateUse1 that
 name and registers ``torch.zeta``. A process can install one name. As a module named in
 ``custom_imports``, ``fakecard_from_env`` installs the name in the variable ``FAKECARD_NAME``.
+It is as strict as PyTorch's reference device, openreg; :class:`Variant` makes it poorer, as the
+packages of some vendors are.
 """
 
 import fcntl
+import operator
 import os
 import tempfile
 import types
 import zlib
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple, Tuple
 
 import torch
 from torch.utils.cpp_extension import load
@@ -27,6 +31,39 @@ def _missing():
 
 #: Why a release of PyTorch cannot have this card; None where it can.
 MISSING = _missing()
+
+
+class Variant(NamedTuple):
+    """What a card lacks.
+
+    Attributes:
+        hooks (bool): Whether its PrivateUse1HooksInterface has more than what a backward pass
+            asks, without which ``torch.accelerator`` and ``torch.distributed.barrier`` fail.
+        autocast (bool): Whether PyTorch's autocast takes it.
+        without (tuple): Functions that its module lacks.
+        kernels_left_out (tuple): Operators without a kernel.
+    """
+
+    hooks: bool = True
+    autocast: bool = True
+    without: Tuple[str, ...] = ()
+    kernels_left_out: Tuple[str, ...] = ()
+
+
+#: The functions that pytorch_ocl's module lacks.
+FIVE = ('is_available', 'device_count', 'current_device', 'set_device', 'get_rng_state')
+
+#: By their names in the variable ``FAKECARD_VARIANT``.
+VARIANTS = {
+    'whole': Variant(),
+    'plain': Variant(hooks=False, without=FIVE),
+    'no_hooks': Variant(hooks=False),
+    'no_functions': Variant(without=FIVE),
+    'no_autocast': Variant(autocast=False),
+    'no_kernels': Variant(
+        kernels_left_out=('aten::convolution_overrideable', 'aten::native_batch_norm')
+    ),
+}
 
 
 def build():
@@ -60,12 +97,13 @@ def build_extension(name, source):
         return load(name, [str(source)], build_directory=folder, extra_cflags=flags, verbose=False)
 
 
-def install(name, count=4):
+def install(name, count=4, variant=None):
     """Make ``count`` devices of type ``name``.
 
     Args:
         name (str): The name that PrivateUse1 gets.
         count (int): Number of devices, at most 16. Defaults to 4.
+        variant (Variant, optional): Defaults to None: that of ``FAKECARD_VARIANT``.
 
     Returns:
         module: ``torch.<name>``.
@@ -75,18 +113,20 @@ def install(name, count=4):
     """
     if MISSING:
         raise NotImplementedError(MISSING)
+    variant = variant or VARIANTS[os.environ.get('FAKECARD_VARIANT', 'whole')]
     card = build()
-    card.install()
+    card.install(variant.hooks)
+    card.leave_out(set(variant.kernels_left_out))
     card.set_count(count)
     torch.utils.rename_privateuse1_backend(name)
-    torch._register_device_module(name, _device_module(card, name))
+    torch._register_device_module(name, _device_module(card, name, variant))
     torch.utils.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_storage=True
     )
     return getattr(torch, name)
 
 
-def _device_module(card, name):
+def _device_module(card, name, variant):
     def index(device):
         if device is None:
             return card.current_device()
@@ -96,7 +136,8 @@ def _device_module(card, name):
     module.is_available = lambda: card.device_count() > 0
     module.device_count = card.device_count
     module.current_device = card.current_device
-    module.set_device = lambda device: card.set_device(index(device))
+    # An int alone, as in openreg.
+    module.set_device = lambda device: card.set_device(operator.index(device))
     module.get_device_name = lambda device=None: 'fakecard'
     module.synchronize = lambda device=None: None
     module.empty_cache = card.empty_cache
@@ -112,5 +153,8 @@ def _device_module(card, name):
         if card.memory_limit()
         else None
     )
-    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    if variant.autocast:
+        module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    for function in variant.without:
+        delattr(module, function)
     return module

@@ -15,6 +15,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -22,11 +23,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <string>
 #include <utility>
 static constexpr auto kCard = c10::DeviceType::PrivateUse1;
 static int g_count = 4;
 static thread_local int g_current = 0;
 static size_t g_bytes[16] = {0};
+static std::set<std::string> g_left_out;  // operators without a kernel, as "aten::silu"
 static size_t g_limit = 0;  // bytes that each device has; 0: as many as the host
 struct Block {
   void* p;
@@ -151,6 +155,7 @@ struct CardGuard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override {}
   void synchronizeEvent(void*) const override {}
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, CardGuard);
@@ -174,6 +179,13 @@ struct CardHooks final : at::PrivateUse1HooksInterface {
     if (d >= 0) g_current = d;
     return static_cast<c10::DeviceIndex>(o);
   }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    c10::DeviceGuard g(storage.device());
+    auto data = storage.allocator()->allocate(size);
+    std::memcpy(data.get(), storage.data(), std::min(size, storage.nbytes()));
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(data));
+    storage.unsafeGetStorageImpl()->set_nbytes(size);
+  }
   // Overrides from PyTorch 2.5 on.
   bool isPinnedPtr(const void* data) const { return g_pinned.holds(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &g_pinned; }
@@ -187,6 +199,11 @@ struct CardHooks final : at::PrivateUse1HooksInterface {
   }
 };
 static CardHooks g_hooks;
+// What pytorch_ocl registers: enough for a backward pass, and nothing that torch.accelerator asks.
+struct BareHooks final : at::PrivateUse1HooksInterface {
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+};
+static BareHooks g_bare_hooks;
 // What PyTorch's profiler asks of a card: events, which here are times of the host.
 struct CardProfiler final : torch::profiler::impl::ProfilerStubs {
   using Event = torch::profiler::impl::ProfilerVoidEventStub;
@@ -237,6 +254,7 @@ static at::Tensor copy_from(const at::Tensor& s, const at::Tensor& d, bool) {
   return d;
 }
 static at::Tensor copy_resize(const at::Tensor& s, const at::Tensor& d) {
+  c10::DeviceGuard g(d.device());
   at::native::resize_(d, s.sizes(), std::nullopt);
   as_cpu(d).copy_(as_cpu(s));
   return d;
@@ -253,6 +271,7 @@ static at::Tensor reshape_alias(const at::Tensor& t, c10::SymIntArrayRef s, c10:
 }
 static const at::Tensor& resize(const at::Tensor& t, c10::SymIntArrayRef s,
                                 std::optional<at::MemoryFormat> m) {
+  c10::DeviceGuard g(t.device());  // the memory that it may take is on that device
   return at::native::resize_(t, C10_AS_INTARRAYREF_SLOW(s), m);
 }
 static at::Tensor& set_st(at::Tensor& t, at::Storage st, int64_t o, at::IntArrayRef s,
@@ -271,10 +290,19 @@ static at::Tensor unfold(const at::Tensor& t, int64_t dim, int64_t size, int64_t
   return at::native::unfold(t, dim, size, step);
 }
 static at::Tensor to_card(const at::Tensor& c, c10::Device d) { return c.defined() ? c.to(d) : c; }
+// As PyTorch says it of an operator without a kernel, its table of kernels included.
+static void need_kernel(const std::string& name, const c10::OperatorHandle* op = nullptr) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !g_left_out.count(name), "Could not run '", name, "' with arguments from the '",
+      c10::get_privateuse1_backend(), "' backend. This could be because the operator doesn't exist "
+      "for this backend, or was omitted during the selective/custom build process (if using custom "
+      "build).\n\n", op ? op->dumpComputedTable() : std::string(4000, '.'));
+}
 static at::Tensor conv(const at::Tensor& x, const at::Tensor& w,
                        const std::optional<at::Tensor>& b, c10::SymIntArrayRef st,
                        c10::SymIntArrayRef p, c10::SymIntArrayRef dl, bool tr,
                        c10::SymIntArrayRef op, c10::SymInt g) {
+  need_kernel("aten::convolution_overrideable");
   std::optional<at::Tensor> bb;
   if (b && b->defined()) bb = as_cpu(*b);
   return to_card(at::convolution(as_cpu(x), as_cpu(w), bb, C10_AS_INTARRAYREF_SLOW(st),
@@ -301,6 +329,7 @@ static std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
     const at::Tensor& x, const std::optional<at::Tensor>& w, const std::optional<at::Tensor>& b,
     const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var, bool training,
     double momentum, double eps) {
+  need_kernel("aten::native_batch_norm");
   auto host = [](const std::optional<at::Tensor>& t) {
     return t && t->defined() ? std::optional<at::Tensor>(as_cpu(*t)) : std::nullopt;
   };
@@ -341,6 +370,7 @@ static std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_back(
   return {to_card(gates, cx.device()), to_card(gc * forget, cx.device()), bias};
 }
 static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* st) {
+  if (!g_left_out.empty()) need_kernel(op.schema().name(), &op);
   at::native::cpu_fallback(op, st);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -376,8 +406,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_backward_overrideable", conv_back);
 }
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("install", [] {
-    at::RegisterPrivateUse1HooksInterface(&g_hooks);
+  m.def("install", [](bool hooks) {
+    if (hooks) at::RegisterPrivateUse1HooksInterface(&g_hooks);
+    else at::RegisterPrivateUse1HooksInterface(&g_bare_hooks);
     torch::profiler::impl::registerPrivateUse1Methods(&g_profiler);
   });
   m.def("device_count", [] { return g_count; });
@@ -386,6 +417,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_device", [](int i) {
     CardGuard().setDevice(c10::Device(kCard, static_cast<c10::DeviceIndex>(i)));
   });
+  m.def("leave_out", [](std::set<std::string> names) { g_left_out = std::move(names); });
   m.def("set_limit", [](size_t n) { g_limit = n; });
   m.def("memory_limit", [] { return g_limit; });
   m.def("empty_cache", [] { g_cache->clear(); });

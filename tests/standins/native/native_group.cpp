@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <memory>
@@ -67,6 +68,9 @@ struct NativeWork final : Work {
   }
   Tensors result() override { return outputs; }
   Ptr<c10::ivalue::Future> getFuture() override {
+    // As c10d's own, which a vendor may leave as it is.
+    TORCH_CHECK_NOT_IMPLEMENTED(!std::getenv("NATIVE_WITHOUT_FUTURES"),
+                                "NativeWork::getFuture not implemented");
     std::lock_guard<std::mutex> hold(lock);
     if (future) return future;
     future = c10::make_intrusive<c10::ivalue::Future>(
