@@ -152,6 +152,23 @@ def test_offers_what_the_vendor_lists(name):
     assert missing <= set(vendor_names.LEFT_OUT.split())
 
 
+def other_parameters():
+    """Functions of ``torch.npu`` whose parameters or defaults are not those of torch_npu."""
+    found = {}
+    for line in vendor_names.NPU_LINES:
+        name, _, source = line.partition('(')
+        function = getattr(torch.npu, name, None)
+        if function is None or not source:
+            continue
+        if describe(function) != parameters_of(source[:-1], {}):
+            found[name] = str(describe(function))
+    return found
+
+
+def test_parameters_are_those_of_torch_npu():
+    assert run_native('npu', other_parameters, 0) == [{}]
+
+
 @pytest.mark.parametrize('name', ['npu', 'mlu', 'zeta'])
 def test_collectives(name):
     ranks = run_native(name, carry, 2, name, CARDS[name][1])

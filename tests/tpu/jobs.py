@@ -45,8 +45,8 @@ def alone(folder):
     found['guard'] = guarded_digits('tpu', folder / 'guard')
     compiled = dict(PLAIN, train_cfg__max_epochs=1)
     found['compiled'] = [
-        train_digits('tpu', folder / str(options), 512, **compiled, **options)['weights']
-        for options in ({}, dict(compile=True))
+        train_digits('tpu', folder / ('compiled' if options else 'plain'), 512, **compiled, **options)['weights']
+        for options in ({}, dict(compile=dict(target='forward')))
     ]
     return found
 
