@@ -70,9 +70,9 @@ def test_guard_finds_nothing(one):
     assert one['guard'] == ('tpu:0', 'No operation had operands on different devices.')
 
 
-def test_compiled_model_trains_to_the_same_weights(one):
+def test_compiled_model_trains_to_the_same_loss(one):
     plain, compiled = one['compiled']
-    assert largest_difference(plain, compiled) < 1e-4
+    assert compiled == pytest.approx(plain, abs=1e-5)
 
 
 def test_synchronized_batch_norm_is_that_of_the_whole_batch():
@@ -105,6 +105,7 @@ def test_segmentor_of_mmseg(tmp_path):
         for name in ('cpu', 'tpu')
     )
     assert tpu['devices'] == ['tpu:0']
+    # Also the running statistics, which TorchTPU's own kernel leaves as they were.
     assert largest_difference(cpu['weights'], tpu['weights']) < 1e-3
 
 
@@ -140,4 +141,4 @@ def test_ranks_of_our_own_command(tmp_path):
     printed = done.stdout + done.stderr
     assert done.returncode == 0, printed[-4000:]
     assert (tmp_path / 'work' / 'epoch_1.pth').exists()
-    assert '2 rank(s), rank 0 on tpu:0' in printed or 'tpu:0' in printed
+    assert 'tpu:0' in printed
