@@ -16,7 +16,13 @@ OVER_GLOO = dict(accelerator__type='tpu', accelerator__backend='gloo')
 
 def digits(work_dir, **options):
     """Two epochs of the digits example."""
-    options = dict(OVER_GLOO, train_cfg__max_epochs=2, train_cfg__val_interval=2, default_hooks__checkpoint=None, **options)
+    options = dict(
+        OVER_GLOO,
+        train_cfg__max_epochs=2,
+        train_cfg__val_interval=2,
+        default_hooks__checkpoint=None,
+        **options,
+    )
     found = train_digits('tpu', work_dir, 128, **options)
     return {key: found[key] for key in ('accuracy', 'device', 'wrapper', 'staged')}
 
