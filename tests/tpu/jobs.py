@@ -1,4 +1,4 @@
-"""What the tests on TorchTPU run in the processes of a job: scenarios of other tests, on ``tpu``."""
+"""What the tests on TorchTPU run in the processes of a job: scenarios of other tests."""
 
 import torch
 from torch import nn

@@ -20,5 +20,5 @@ def test_passes_where_the_package_is_right(tmp_path):
     )
     assert path.is_file(), done.stderr[-4000:]
     found = {row['section']: row['level'] for row in json.loads(path.read_text())['findings']}
-    assert found == {name: 'passed' for name in ['detection', *CHECKS]}, done.stdout
+    assert found == dict.fromkeys(['detection', *CHECKS], 'passed'), done.stdout
     assert done.returncode == 0

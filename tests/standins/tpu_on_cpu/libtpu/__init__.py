@@ -1,7 +1,7 @@
 """Stands in for libtpu, TorchTPU's runtime: XLA for the CPU computes instead of a TPU.
 
-TorchTPU registers its device where TPUs are on the PCI bus; with ``TPU_ON_CPU=1`` it finds four, of
-which each process has one.
+TorchTPU registers its device where TPUs are on the PCI bus; with ``TPU_ON_CPU=1`` it finds four,
+of which each process has one.
 """
 
 import os
