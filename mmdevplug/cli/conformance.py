@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Dict, Iterator, List, Optional
 
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 
 from mmdevplug.conformance.checks import CHECKS, FAILED, run_checks
 from mmdevplug.errors import LaunchError
@@ -16,6 +16,7 @@ from mmdevplug.utils.atomic_files import check_writable, write_text
 from mmdevplug.version import __version__
 
 from . import say
+from .common import Options
 
 #: Of the JSON file; changes when a key changes its meaning or goes.
 SCHEMA = 1
@@ -34,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=Options,
         metavar='KEY=VALUE',
         help='replace options of the config, e.g. accelerator.backend=gloo',
     )

@@ -158,6 +158,7 @@ def _detect(options: Dict[str, Any], timeout: float) -> Finding:
     memory = 'unknown' if first['memory'] is None else format_bytes(first['memory'])
     told = f'{len(data["devices"])} device(s): {first["name"]}, memory {memory}'
     if lacking:
-        return Finding(DETECTION, NOT_SUPPORTED, '; '.join([told, *lacking]), data=data)
+        others = f', and {len(lacking) - 1} more device(s) lack it' if lacking[1:] else ''
+        return Finding(DETECTION, NOT_SUPPORTED, f'{told}; {lacking[0]}{others}', data=data)
     notes = [finding.found for finding in findings if finding.level == 'note']
     return Finding(DETECTION, PASSED, '; '.join([told, *notes, _PROBED]), data=data)

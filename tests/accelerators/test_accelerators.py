@@ -28,6 +28,8 @@ from mmdevplug.utils.torch_compat import autocast_state
 from tests.jobs import need_card, needs_scaler
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / 'tests' / 'standins' / 'native'))
+import vendor_names  # noqa: E402
 
 #: Runs pieces of code, one JSON string a line, and answers each with a traceback or nothing.
 SERVER = """
@@ -613,6 +615,23 @@ try:
 finally:
     torch.zeta = sys.modules['torch.zeta'] = whole
     torch.zeta.set_device(0)
+""")
+
+
+def test_the_card_offers_what_openreg_does_and_is_as_strict(zeta):
+    zeta(f"""
+missing = set({vendor_names.OPENREG.split()}) - set(vars(torch.zeta))
+assert not missing, missing
+for wrong in (torch.device('zeta:1'), 'zeta:1', None):
+    with pytest.raises(TypeError):
+        torch.zeta.set_device(wrong)
+scores = torch.randn(4, 5, device='zeta:1', requires_grad=True)
+scores.logsumexp(1).sum().backward()
+expected = torch.softmax(scores.detach().cpu(), 1)
+assert torch.allclose(scores.grad.cpu(), expected) and scores.grad.device == scores.device
+storage = torch.ones(3, device='zeta:2').untyped_storage()
+storage.resize_(40)
+assert (storage.nbytes(), storage.device) == (40, torch.device('zeta:2'))
 """)
 
 

@@ -10,7 +10,8 @@ import torch
 
 from mmdevplug.cli.conformance import main
 from mmdevplug.conformance.card import Card, Failed, NotSupported, difference, require
-from mmdevplug.conformance.checks import CHECKS, run_checks, work
+from mmdevplug.conformance.checks import CHECKS, MOST_TEXT, run_checks, work
+from mmdevplug.doctor.accelerators import missing_kernel
 from tests.doctor.running import environment
 from tests.native import native_environment, needs_native
 from tests.needs_card import needs_card
@@ -64,8 +65,7 @@ def broken(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ('fault', 'check', 'words'),
     [
-        ('operation', 'operations', '1 wrong or missing: nn.functional.silu differs by 0.01'),
-        ('missing', 'operations', "silu fails: NotImplementedError: Could not run 'aten::silu'"),
+        ('operation', 'operations', '1 wrong: nn.functional.silu differs by 0.01'),
         ('abort', 'operations', 'silu on zeta:0 ended the process with SIGABRT'),
         ('strides', 'copies', 'torch.float32, transposed, sent and fetched: differs by'),
         ('generator', 'random numbers', 'a restored state of the generator of zeta:0 draws'),
@@ -77,6 +77,61 @@ def test_a_fault_is_named(broken, fault, check, words):
     assert words in found.found
     assert '\n' not in found.found
     assert found.remedy == CHECKS[check].remedy
+
+
+@needs_card
+def test_a_missing_kernel_is_named_and_not_judged(broken):
+    found = broken('missing', 'operations')
+    assert found.level == 'not supported'
+    assert 'no kernel for 1: nn.functional.silu (aten::silu)' in found.found
+    assert len(found.found) <= MOST_TEXT
+
+
+@needs_card
+def test_rows_follow_a_detection_that_failed(tmp_path, monkeypatch):
+    for name, value in environment(FOLDER, BROKEN='product').items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / 'broken.py'
+    path.write_text("custom_imports = dict(imports=['broken_card'])\naccelerator = 'zeta'\n")
+    detected, found = run_checks('zeta', str(path), 60.0, ['copies'])
+    assert detected.level == 'failed'
+    assert 'zeta:0 computes wrongly: matmul differs by 0.5' in detected.found
+    assert (found.section, found.level) == ('copies', 'passed')
+
+
+@needs_card
+def test_a_detection_names_the_kernels_that_are_missing(tmp_path, monkeypatch):
+    variables = dict(FAKECARD_NAME='zeta', FAKECARD_COUNT='2', FAKECARD_VARIANT='no_kernels')
+    for name, value in environment(**variables).items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / 'card.py'
+    path.write_text("custom_imports = dict(imports=['fakecard_from_env'])\naccelerator = 'zeta'\n")
+    detected, found = run_checks('zeta', str(path), 60.0, ['mixed precision'])
+    assert detected.level == found.level == 'not supported'
+    assert 'no kernel for aten::convolution_overrideable (convolution), and 1' in detected.found
+    assert found.found == 'no kernel for aten::convolution_overrideable'
+
+
+@pytest.mark.parametrize(
+    ('text', 'operator'),
+    [
+        (
+            "Could not run 'aten::silu.out' with arguments from the 'zeta' backend.",
+            'aten::silu.out',
+        ),
+        ("The operator 'aten::x' is not currently implemented for the MPS device.", 'aten::x'),
+        ('kernel timed out', None),
+    ],
+)
+def test_what_says_that_a_kernel_is_missing(text, operator):
+    assert missing_kernel(text) == operator
+
+
+def test_options_of_the_config_can_be_replaced(capfd):
+    arguments = ['--accelerator', 'zeta', '--cfg-options', 'accelerator.device_count=no']
+    with pytest.raises(SystemExit):
+        main([*arguments, 'accelerator.package=torch_nothing'])
+    assert "accelerator.device_count='no': expected the number" in capfd.readouterr().out
 
 
 @needs_card

@@ -361,3 +361,23 @@ def test_messages_travel_where_the_backend_takes_them(name, made_by, backend):
     for where in ('cpu', 'gpu'):
         assert ranks[0][f'results {where}'] == ['0a', '1a', '0b', '1b']
         assert ranks[1][f'results {where}'] is None
+
+
+def average_gradients(backend):
+    """The gradient of each rank, and how it was averaged."""
+    context = init_device('pytorch', 'zeta', forced_backend=backend, timeout=60)
+    torch.manual_seed(0)
+    model = mmdevplug.DeviceDistributedDataParallel(nn.Linear(3, 1))
+    inputs = torch.full((2, 3), context.env.rank + 1.0).to(context.device)
+    model(inputs).sum().backward()
+    return model.module.weight.grad.cpu().tolist(), model.staging is not None
+
+
+def test_a_backend_without_futures_averages_through_the_host(capfd):
+    environ = dict(NATIVE_WITHOUT_FUTURES='1')
+    found = run_native('zeta', average_gradients, 2, 'zccl', environ=environ)
+    assert found == [([[3.0, 3.0, 3.0]], True)] * 2
+    said = 'has no futures'
+    printed = capfd.readouterr()
+    assert said in printed.out + printed.err
+    assert run_native('zeta', average_gradients, 2, 'zccl') == [([[3.0, 3.0, 3.0]], False)] * 2

@@ -7,7 +7,7 @@ import torch
 import torch.distributed.nn
 from torch import distributed as torch_dist
 
-from tests.jobs import install_card, torch_before
+from tests.jobs import install_card, need_card, torch_before
 from tests.ranks import run_ranks
 
 
@@ -230,3 +230,37 @@ def test_backward_goes_through_collectives():
     for reduced, gathered in check_as_on_the_cpu(go_backward):
         assert reduced == contents(torch.tensor([12.0]), torch.tensor([12.0]))
         assert gathered == contents(torch.tensor([2.0, 4.0, 6.0]), torch.tensor([12.0]))
+
+
+def wait_and_train():
+    """Barriers and a step on a card of which PyTorch cannot tell that it is the accelerator."""
+    from mmengine import dist
+
+    from mmdevplug import DeviceDistributedDataParallel, init_device
+    from mmdevplug.patches.collectives import restore_collectives
+
+    install_card('zeta')
+    original = torch_dist.barrier
+    config = dict(type='zeta', device_count=4)
+    context = init_device('pytorch', config, forced_backend='gloo', timeout=60)
+    torch_dist.barrier()
+    dist.barrier()
+    torch_dist.barrier(async_op=True).wait()
+    torch_dist.barrier(torch_dist.new_group([0]))
+    model = DeviceDistributedDataParallel(torch.nn.Linear(3, 1))
+    model(torch.ones(2, 3).to(context.device)).sum().backward()
+    gathered = dist.collect_results([context.env.rank], 2, device='cpu')
+    told = context.describe()
+    restore_collectives()
+    assert torch_dist.barrier is original
+    return model.module.weight.grad.cpu().tolist(), gathered, told
+
+
+def test_a_card_that_pytorch_does_not_know_as_its_accelerator_can_wait():
+    need_card()
+    environ = dict(FAKECARD_VARIANT='plain')
+    (first, gathered, told), (second, _, _) = run_ranks(wait_and_train, 2, environ=environ)
+    assert first == second == [[2.0, 2.0, 2.0]]
+    assert gathered == [0, 1]
+    assert 'torch.zeta does not offer: ' in told
+    assert 'get_rng_state (a resumed run draws other random numbers)' in told

@@ -140,6 +140,12 @@ def _device_module(card, name, variant):
     module.set_device = lambda device: card.set_device(operator.index(device))
     module.get_device_name = lambda device=None: 'fakecard'
     module.synchronize = lambda device=None: None
+    module.device = lambda device: torch.accelerator.device_index(index(device))
+    module.init = module.seed = module.seed_all = lambda: None
+    module.is_initialized = lambda: True
+    module.initial_seed = torch.initial_seed
+    module.get_rng_state_all = lambda: [torch.get_rng_state()] * card.device_count()
+    module.set_rng_state_all = lambda states: torch.set_rng_state(states[-1])
     module.empty_cache = card.empty_cache
     module._is_in_bad_fork = lambda: False
     module.manual_seed_all = module.manual_seed = lambda seed: None

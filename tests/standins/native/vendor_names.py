@@ -7,6 +7,14 @@ _LINES = Path(__file__).with_name('npu_names.txt').read_text().splitlines()
 NPU_LINES = [line for line in _LINES if not line.startswith('#')]
 NPU = ' '.join(line.split('(')[0] for line in NPU_LINES)
 
+#: ``__all__`` of the module of openreg, PyTorch's reference for devices outside of it, without the
+#: name of a file, and what PyTorch itself asks of such a module.
+OPENREG = """
+current_device device device_count get_amp_supported_dtype get_rng_state get_rng_state_all init
+initial_seed is_available is_initialized manual_seed manual_seed_all seed seed_all set_device
+set_rng_state set_rng_state_all _is_in_bad_fork
+"""
+
 #: The public functions and classes of ``torch_mlu.mlu`` in Cambricon's source.
 MLU = """
 BFloat16Storage BoolStorage ByteStorage CharStorage ComplexDoubleStorage ComplexFloatStorage
