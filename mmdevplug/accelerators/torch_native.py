@@ -262,7 +262,7 @@ class TorchNativeAccelerator(Accelerator):
     def _current(self, device: torch.device) -> AbstractContextManager:
         """Make a device the current one inside a with statement."""
         # torch.mps has one device and nothing to choose it with.
-        return getattr(self._module(), 'device', nullcontext)(device)
+        return getattr(self._module(), 'device', nullcontext)(device.index)
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._call('memory_allocated', device)
