@@ -2,19 +2,23 @@
 VENV ?= .venv
 VENV_XLA ?= .venv-xla
 VENV_T20 ?= .venv-t20
+VENV_TPU ?= .venv-tpu
 PYTHON ?= python3
 
 BIN := $(VENV)/bin
 BIN_XLA := $(VENV_XLA)/bin
 BIN_T20 := $(VENV_T20)/bin
+BIN_TPU := $(VENV_TPU)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 PIP_XLA := $(BIN_XLA)/python -m pip --disable-pip-version-check
 PIP_T20 := $(BIN_T20)/python -m pip --disable-pip-version-check
+PIP_TPU := $(BIN_TPU)/python -m pip --disable-pip-version-check
 
 # Files in the environments that say they are complete; touching setup.py installs again.
 STAMP := $(VENV)/.installed
 STAMP_XLA := $(VENV_XLA)/.installed
 STAMP_T20 := $(VENV_T20)/.installed
+STAMP_TPU := $(VENV_TPU)/.installed
 STAMP_DOCS := $(VENV)/.installed-docs
 
 TRAIN_DIR := work_dirs/demo
@@ -47,7 +51,10 @@ PYTEST := $(PYTEST_T20) --no-loadscope-reorder
 # Graphs of tests are small and many: compiling them is what takes time.
 ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 
-.PHONY: help install install-xla install-t20 demo test test-long test-xla test-t20 test-kills test-peers test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-resume docs-sites docs-tables clean
+# TorchTPU warns of every name in torch.tpu that may change.
+ON_TPU := TPU_ON_CPU=1 PYTHONWARNINGS="ignore:<TorchTpu/"
+
+.PHONY: help install install-xla install-t20 install-tpu demo test test-long test-xla test-t20 test-tpu test-kills test-peers test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-resume docs-sites docs-tables clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -93,6 +100,21 @@ endif
 	$(call link,$(BIN_T20))
 	touch $@
 
+install-tpu: $(STAMP_TPU)  ## Make $(VENV_TPU), with torch 2.13 and TorchTPU on the CPU
+
+# XLA's plugin for the CPU asks for JAX, which nothing here uses; our libtpu compiles 100 lines of C.
+$(STAMP_TPU): setup.py $(wildcard tests/standins/tpu_on_cpu/*.py tests/standins/tpu_on_cpu/libtpu/*)
+	$(PYTHON) -m venv $(VENV_TPU)
+	$(PIP_TPU) install --upgrade pip "setuptools<81" wheel
+	$(PIP_TPU) install torch==2.13.0
+	$(PIP_TPU) install "$(MMCV)"
+	$(PIP_TPU) install --no-build-isolation -e ".[mmengine,examples,dev]"
+	$(PIP_TPU) install --no-deps lammps-jax-pjrt-cpu==0.11.2
+	$(PIP_TPU) install --no-build-isolation --force-reinstall --no-deps tests/standins/tpu_on_cpu
+	$(PIP_TPU) install torch_tpu==0.2.0 torch==2.13.0
+	$(call link,$(BIN_TPU))
+	touch $@
+
 demo: install  ## Train a digits classifier in 2 processes, test it and draw a report
 	$(BIN)/mmdevplug train configs/digits/digits_cpu.py --nproc 2 --work-dir $(TRAIN_DIR)
 	$(BIN)/python demo/digits_report.py $(TRAIN_DIR)
@@ -101,7 +123,7 @@ coverage: export MMDEVPLUG_COVERAGE := $(CURDIR)/pyproject.toml
 coverage: export COVERAGE_FILE := $(CURDIR)/.coverage
 coverage: install install-xla  ## Run all tests and count the lines of the package that they run
 	$(BIN)/python -m coverage erase
-	-$(BIN)/python -m coverage run $(PYTEST) -m "not cuda and not xla and not opencl and not t20"
+	-$(BIN)/python -m coverage run $(PYTEST) -m "not cuda and not xla and not tpu and not opencl and not t20"
 	-$(ON_XLA) $(BIN_XLA)/python -m coverage run $(PYTEST) -m xla
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --fail-under=90
@@ -112,20 +134,23 @@ lint: install  ## Check style and that the package is Python 3.8
 	$(BIN)/vermin -t=3.8- --no-tips mmdevplug tools demo
 
 test: lint  ## Run the tests that need neither torch_xla nor a GPU, without those that take long
-	$(BIN)/python $(PYTEST) -m "not cuda and not xla and not opencl and not t20 and not long"
+	$(BIN)/python $(PYTEST) -m "not cuda and not xla and not tpu and not opencl and not t20 and not long"
 
 test-long: install  ## Run the tests on the CPU that take long
-	$(BIN)/python $(PYTEST) -m "long and not cuda and not xla and not opencl and not t20"
+	$(BIN)/python $(PYTEST) -m "long and not cuda and not xla and not tpu and not opencl and not t20"
 
 test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
 	$(ON_XLA) $(BIN_XLA)/python $(PYTEST) -m xla
 
 test-t20: install-t20  ## Run the tests on a stand-in T20, and those on the CPU, on PyTorch 1.10
 	$(BIN_T20)/python $(PYTEST_T20) -m t20 tests/t20 tests/features
-	$(BIN_T20)/python $(PYTEST_T20) -m "not cuda and not xla and not opencl and not t20 and not long"
+	$(BIN_T20)/python $(PYTEST_T20) -m "not cuda and not xla and not tpu and not opencl and not t20 and not long"
+
+test-tpu: install-tpu  ## Run the tests on TorchTPU's released package, over XLA's plugin for the CPU
+	$(ON_TPU) $(BIN_TPU)/python -m pytest -n 2 --dist loadfile -m tpu tests/tpu
 
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
-	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla and not opencl"
+	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla and not tpu and not opencl"
 
 test-peers: install install-xla  ## Run MMEngine's own tests on the CPU, torch_xla and a stand-in, if $(PEERS) is there
 ifeq ($(wildcard $(PEERS)),)
@@ -167,7 +192,7 @@ docs-tables: install  ## Write the pages that are made from the source and from 
 	for page in options_page cli_page patch_table troubleshooting_pages compat_table benchmark_tables; do $(BIN)/python docs/$$page.py || exit 1; done
 
 docs-features: install install-xla install-t20  ## Measure the features on every device, write docs/*/features.md
-	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla and not opencl and not t20"
+	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla and not tpu and not opencl and not t20"
 	MMDEVPLUG_RESULTS=docs/features PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest tests/features -m xla
 	MMDEVPLUG_RESULTS=docs/features $(BIN_T20)/python -m pytest tests/features -m t20
 	$(BIN)/python docs/feature_table.py
@@ -177,10 +202,10 @@ docs-resume: install  ## Resume every schedule with every optimizer, write docs/
 	$(BIN)/python docs/resume_table.py
 
 docs-sites: install install-xla  ## Look at MMEngine's device assumptions, write docs/*/device_sites.md
-	MMDEVPLUG_RESULTS=docs/sites $(BIN)/python -m pytest tests/sites -m "not cuda and not xla and not opencl"
+	MMDEVPLUG_RESULTS=docs/sites $(BIN)/python -m pytest tests/sites -m "not cuda and not xla and not tpu and not opencl"
 	MMDEVPLUG_RESULTS=docs/sites PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest tests/sites -m xla
 	$(BIN)/python docs/site_table.py
 
 clean:  ## Remove the environments and what was built or trained
-	rm -rf $(VENV) $(VENV_XLA) $(VENV_T20) build dist *.egg-info work_dirs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_XLA) $(VENV_T20) $(VENV_TPU) build dist *.egg-info work_dirs .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,7 +16,7 @@ VENDORS = dict(cuda='CUDA', mlu='MLU', npu='NPU', mps='MPS')
 DEVICES = ('zeta', 'xla', 'gcu')
 
 COMMANDS = """```bash
-MMDEVPLUG_RESULTS=docs/mmcv_ops python -m pytest tests/patches/mmcv_ops -m "not xla"
+MMDEVPLUG_RESULTS=docs/mmcv_ops python -m pytest tests/patches/mmcv_ops -m "not xla and not tpu"
 MMDEVPLUG_RESULTS=docs/mmcv_ops PJRT_DEVICE=CPU python -m pytest tests/patches/mmcv_ops -m xla
 python docs/mmcv_ops_table.py
 ```"""

@@ -15,7 +15,7 @@ DOCS = Path(__file__).parent
 RESULTS = DOCS / 'sites'
 
 COMMANDS = """```bash
-MMDEVPLUG_RESULTS=docs/sites python -m pytest tests/sites -m "not cuda and not xla"
+MMDEVPLUG_RESULTS=docs/sites python -m pytest tests/sites -m "not cuda and not xla and not tpu"
 MMDEVPLUG_RESULTS=docs/sites PJRT_DEVICE=CPU python -m pytest tests/sites -m xla
 python docs/site_table.py
 ```"""

@@ -87,6 +87,6 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption('-m'):
         return
     for item in items:
-        for marker in ('cuda', 'xla', 't20', 'opencl'):
+        for marker in ('cuda', 'xla', 't20', 'tpu', 'opencl'):
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f'run it with pytest -m {marker}'))

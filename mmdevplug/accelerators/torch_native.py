@@ -1,6 +1,6 @@
 """Eager devices that PyTorch knows by a module ``torch.<type>``: one class for all of them."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional, Sequence
 
@@ -262,8 +262,7 @@ class TorchNativeAccelerator(Accelerator):
             target.copy_(source.detach(), non_blocking=True)
         module, copied = self._module(), []
         for device in devices_of(sources):
-            # torch.mps has one device and nothing to choose it with.
-            with getattr(module, 'device', nullcontext)(device.index):
+            with self._current(device):
                 copied.append(module.Event())
                 copied[-1].record()
 
@@ -272,6 +271,11 @@ class TorchNativeAccelerator(Accelerator):
                 event.synchronize()
 
         return wait
+
+    def _current(self, device: torch.device) -> AbstractContextManager:
+        """Make a device the current one inside a with statement."""
+        # torch.mps has one device and nothing to choose it with.
+        return getattr(self._module(), 'device', nullcontext)(device.index)
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._call('memory_allocated', device)

@@ -22,6 +22,7 @@ from mmdevplug.utils.torch_compat import checkpoints_any_generator
 from .frozen_bn import give_frozen_gradients
 from .move import check_materialized, move_module, weights_on_host
 from .norm_layers import check_sync_bn, convert_norm_layers
+from .running_stats import keep_running_statistics
 
 WRAPPER = 'DeviceDistributedDataParallel'
 SEPARATE_WRAPPER = 'DeviceSeparateDistributedDataParallel'
@@ -63,8 +64,12 @@ def place_model(
         if accelerator.lazy:
             give_frozen_gradients(model)
             materialize_predictions(model, accelerator, context.devices)
+        else:
+            keep_running_statistics(model, accelerator, device)
         return model
     model = convert_norm_layers(model, accelerator, device, sync_bn)
+    if not accelerator.lazy:
+        keep_running_statistics(model, accelerator, device)
     if spread is not None:
         model = move_module(spread(model), device)
     cfg = wrapper_config(model_wrapper_cfg, find_unused_parameters)

@@ -23,6 +23,7 @@ from mmdevplug.samples import balance_samples, gather_samples
 from mmdevplug.utils.pytree import tensors_in
 from mmdevplug.utils.torch_compat import view_as_dtype
 from tests.native import CARDS, STANDINS, needs_native, run_native
+from tests.t20.test_interface import describe, parameters_of
 
 pytestmark = needs_native
 
@@ -151,6 +152,27 @@ def test_offers_what_the_vendor_lists(name):
     (missing,) = run_native(name, missing_names, 0, name)
     assert missing
     assert missing <= set(vendor_names.LEFT_OUT.split())
+
+
+def other_parameters():
+    """Functions of ``torch.npu`` whose parameters or defaults are not those of torch_npu."""
+    found = {}
+    for line in vendor_names.NPU_LINES:
+        name, _, source = line.partition('(')
+        function = getattr(torch.npu, name, None)
+        if function is None or not source:
+            continue
+        try:
+            has = describe(function)
+        except ValueError:  # compiled, without parameters
+            continue
+        if has != parameters_of(source[:-1], {}):
+            found[name] = str(has)
+    return found
+
+
+def test_parameters_are_those_of_torch_npu():
+    assert run_native('npu', other_parameters, 0) == [{}]
 
 
 @pytest.mark.parametrize('name', ['npu', 'mlu', 'zeta'])

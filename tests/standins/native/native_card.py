@@ -202,7 +202,7 @@ class Event:
 class Stream:
     """A stream of a device whose operations are done when they return."""
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.device = device
         self.priority = priority
 
@@ -227,8 +227,8 @@ class Stream:
 class StreamContext:
     """What ``torch.<name>.stream(stream)`` returns."""
 
-    def __init__(self, stream: Optional[Stream]) -> None:
-        self.stream = stream
+    def __init__(self, stream_ctx: Optional[Stream]) -> None:
+        self.stream = stream_ctx
 
     def __enter__(self) -> None:
         pass
@@ -274,8 +274,8 @@ def _complete_module(module: types.ModuleType, vendor: Vendor) -> None:
     class device_of(device):  # noqa: N801
         """Change the current device to that of a tensor."""
 
-        def __init__(self, tensor: torch.Tensor) -> None:
-            super().__init__(tensor.device if tensor.device.type == name else None)
+        def __init__(self, obj: torch.Tensor) -> None:
+            super().__init__(obj.device if obj.device.type == name else None)
 
     plain_set_device = module.set_device
 
@@ -305,29 +305,38 @@ def _complete_module(module: types.ModuleType, vendor: Vendor) -> None:
     def seed() -> None:
         manual_seed(torch.seed())
 
-    def get_device_properties(device: Any = None) -> types.SimpleNamespace:
+    def get_device_properties(device_name: Any = None) -> types.SimpleNamespace:
         return types.SimpleNamespace(
-            name=vendor.product, total_memory=mem_get_info(device)[1], major=5, minor=0
+            name=vendor.product, total_memory=mem_get_info(device_name)[1], major=5, minor=0
         )
 
     def get_rng_state_all() -> List[torch.Tensor]:
         return [module.get_rng_state(each) for each in range(module.device_count())]
 
-    def set_rng_state_all(states: List[torch.Tensor]) -> None:
-        for each, state in enumerate(states):
+    def set_rng_state_all(new_states: List[torch.Tensor]) -> None:
+        for each, state in enumerate(new_states):
             module.set_rng_state(state, each)
 
     def synchronize(device: Any = None) -> None:
         index(device)
 
-    def get_device_name(device: Any = None) -> str:
-        index(device)
+    def get_device_name(device_name: Any = None) -> str:
+        index(device_name)
         return vendor.product
 
-    def nothing(*args: Any, **kwargs: Any) -> None:
+    plain_get_rng_state, plain_set_rng_state = module.get_rng_state, module.set_rng_state
+
+    def get_rng_state(device: Any = name) -> torch.Tensor:
+        return plain_get_rng_state(index(device))
+
+    def set_rng_state(new_state: torch.Tensor, device: Any = name) -> None:
+        plain_set_rng_state(new_state, index(device))
+
+    def nothing() -> None:
         pass
 
     module.init = module._lazy_init = nothing
+    module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state
     module.is_initialized = lambda: True
     module.device, module.device_of = device, device_of
     module.set_device = set_device
@@ -336,10 +345,12 @@ def _complete_module(module: types.ModuleType, vendor: Vendor) -> None:
     module.get_device_name = get_device_name
     module.get_device_capability = lambda device=None: (5, 0) if name != 'npu' else None
     module.get_device_properties = get_device_properties
-    module.can_device_access_peer = lambda device, peer: index(device) != index(peer)
+    module.can_device_access_peer = lambda device_id, peer_device_id: (
+        index(device_id) != index(peer_device_id)
+    )
     module.Stream, module.Event, module.StreamContext = Stream, Event, StreamContext
-    module.stream = StreamContext
-    module.set_stream = nothing
+    module.stream = lambda stream: StreamContext(stream)
+    module.set_stream = lambda stream: None
     module.current_stream = module.default_stream = lambda device=None: default
     module.memory_stats = memory_stats
     module.memory_stats_as_nested_dict = lambda device=None: dict(
@@ -349,11 +360,11 @@ def _complete_module(module: types.ModuleType, vendor: Vendor) -> None:
     module.max_memory_reserved = module.max_memory_allocated
     module.memory_cached = module.memory_reserved
     module.max_memory_cached = module.max_memory_reserved
-    module.memory_snapshot = lambda: []
+    module.memory_snapshot = lambda mempool_id=None: []
     module.memory_summary = lambda device=None, abbreviated=False: str(memory_stats(device))
     module.reset_peak_memory_stats = module.reset_max_memory_allocated = synchronize
     module.reset_max_memory_cached = module.reset_accumulated_memory_stats = synchronize
-    module.set_per_process_memory_fraction = nothing
+    module.set_per_process_memory_fraction = lambda fraction, device=None: None
     module.mem_get_info = mem_get_info
     module.set_limit = set_limit
     module.manual_seed = module.manual_seed_all = manual_seed
@@ -364,10 +375,11 @@ def _complete_module(module: types.ModuleType, vendor: Vendor) -> None:
     module.is_bf16_supported = lambda including_emulation=False: True
     module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16, torch.float32]
     module.is_autocast_enabled = lambda: torch.is_autocast_enabled(name)
-    module.set_autocast_enabled = lambda enabled: torch.set_autocast_enabled(name, enabled)
+    module.set_autocast_enabled = lambda enable: torch.set_autocast_enabled(name, enable)
     module.get_autocast_dtype = lambda: torch.get_autocast_dtype(name)
     module.set_autocast_dtype = lambda dtype: torch.set_autocast_dtype(name, dtype)
-    module.ipc_collect = module.set_sync_debug_mode = nothing
+    module.ipc_collect = nothing
+    module.set_sync_debug_mode = lambda debug_mode: None
     module.get_sync_debug_mode = lambda: 0
     module.is_current_stream_capturing = lambda: False
     module.utilization = lambda device=None: 0

@@ -59,7 +59,7 @@ elif _fault == 'early':
         _set_compile_mode(jit_compile)
 
     npu.set_device, npu.set_compile_mode = _choose_device, _set_compile_mode_late
-npu.set_option = lambda options: None
+npu.set_option = lambda option: None
 sys.modules['torch.npu'] = sys.modules['torch_npu.npu'] = npu
 sys.modules['torch_npu.npu.utils'] = npu.utils
 sys.modules['torch.npu.amp'] = sys.modules['torch_npu.npu.amp'] = npu.amp

@@ -2,11 +2,15 @@
 
 As there, a process has one device once its runtime has started, whatever its rank, and cannot
 choose another; before, all devices of the host are counted. One of several processes starts only
-with the variables for the network between the chips.
+with the variables for the network between the chips. The functions of ``torch.tpu`` that the
+release keeps for PyTorch's own callers are for everyone here: tests/tpu has those of the release.
 """
 
 import os
 import socket
+import sys
+from importlib import import_module
+from types import ModuleType
 
 import card
 import native_card
@@ -74,3 +78,8 @@ tpu.current_device, tpu.set_device = _current_device, _set_device
 tpu.get_rng_state = _of_this_device(_plain['get_rng_state'])
 tpu.set_rng_state = _of_this_device(_plain['set_rng_state'])
 tpu.is_initialized = lambda: bool(_listening)
+
+
+_launching = import_module('torch_tpu._internal.distributed')
+tpu.distributed = sys.modules['torch.tpu.distributed'] = ModuleType('torch.tpu.distributed')
+tpu.distributed.set_tpu_launch_env = _launching.set_tpu_launch_env

@@ -1,1 +1,0 @@
-"""See torch_tpu."""
