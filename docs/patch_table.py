@@ -134,6 +134,11 @@ REASONS = {
         '模型用设备张量调用它，而后端拒绝这些张量；替换后的函数经由主机传输。',
         '装有支持该设备的原生后端。',
     ),
+    'torch.distributed.barrier': (
+        '它向 PyTorch 询问加速器，而厂商未注册 `PrivateUse1HooksInterface` 时会失败；'
+        '替换后的函数用主机上的一个元素同步。',
+        '厂商注册了该接口，或主机张量上的 barrier 不再询问设备。',
+    ),
     'mmcv._ext.*': (
         '所装的 mmcv 可能没有该设备的算子，其 CPU 算子也不接受半精度；'
         '替换后的函数在主机上以 float32 运行算子。',
@@ -185,16 +190,16 @@ REASONS = {
         'torchrun 在启动各 rank 之前安装自己的信号处理函数，我们的必须在其后安装。',
         'torchrun 允许调用者选择转发哪些信号。',
     ),
+    'torch.distributed.elastic.rendezvous.static_tcp_rendezvous.StaticTCPRendezvous'
+    '.next_rendezvous': (
+        '它默默等待缺少的主机，最后只说有几台。',
+        'torchrun 写明缺少哪些主机。',
+    ),
     'torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler'
     '.next_rendezvous': (
         'torchrun 既不告诉各 rank 主机此前已会合过（因而训练应继续），也不告诉它们本轮在何处会合'
         '（若 rank 0 此前在另一台主机上）。',
         'torchrun 把轮次传给各 rank，并忘记上一轮会合之处。',
-    ),
-    'torch.distributed.elastic.rendezvous.static_tcp_rendezvous.StaticTCPRendezvous'
-    '.next_rendezvous': (
-        '它默默等待缺少的主机，最后只说有几台。',
-        'torchrun 写明缺少哪些主机。',
     ),
     'torch.distributed.elastic.agent.server.api.SimpleElasticAgent._rendezvous': (
         'torchrun 把主机的丢失算作失败，而作业只允许少数几次失败。',
