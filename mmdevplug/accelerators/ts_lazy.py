@@ -19,7 +19,10 @@ from .lazy import LazyAccelerator
 
 #: What the device lacks of reading values, clipping and EMA, which find everything materialized.
 AFTER_A_STEP = {
-    f'aten::{name}' for name in ('_local_scalar_dense', 'linalg_vector_norm', 'lerp.Scalar', 'copy')
+    'aten::_local_scalar_dense',
+    'aten::copy',
+    'aten::lerp.Scalar',
+    'aten::linalg_vector_norm',
 }
 
 

@@ -181,5 +181,6 @@ def _strays(named: Dict[str, Any], devices: Sequence[torch.device]) -> Dict[str,
         if not isinstance(value, nn.Module)
         for tensor in tensors_in(value)
         if not isinstance(tensor, DroppedOutput)  # which the error itself left behind
-        and tensor.dim() and not any(same_device(tensor.device, each) for each in devices)
+        and tensor.dim()
+        and not any(same_device(tensor.device, each) for each in devices)
     }

@@ -45,9 +45,7 @@ def test_card_with_a_backend(tmp_path, checks):
 def test_the_lazy_device_of_pytorch(tmp_path, checks, accelerator):
     """What fails is listed in the documentation as its own."""
     own = {'operations'} & set(checks)
-    found = measured(
-        tmp_path, accelerator, checks, environment(), {'mixed precision'}, failed=own
-    )
+    found = measured(tmp_path, accelerator, checks, environment(), {'mixed precision'}, failed=own)
     for name in ('std', 'split', 'chunk', 'masked_select') if own else ():
         assert f'{name} ' in found['operations']
 

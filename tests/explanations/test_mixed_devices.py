@@ -85,10 +85,10 @@ def explain(accelerator):
     def view_of_indices_on_the_host():
         return x[torch.tensor([0, 1])].view(3, 5)
 
-    def beside_an_output_that_an_error_left():
-        dropped = torch.ones(2)  # noqa: F841
+    def with_an_output_that_an_error_left():
+        dropped = torch.ones(2)
         dropped.__class__ = DroppedOutput
-        raise RuntimeError('no kernel on this device')
+        return torch.device(f'other{id(dropped)}')
 
     found = {place: say(lambda place=place: model(x, place)) for place in PLACES}
     return (
@@ -97,7 +97,7 @@ def explain(accelerator):
         [
             say(view_of_indices_on_the_host),
             say(lambda: model.table['nothing']),
-            say(beside_an_output_that_an_error_left),
+            say(with_an_output_that_an_error_left),
         ],
     )
 
