@@ -30,8 +30,8 @@ def measured(folder, accelerator, checks, env, not_supported=(), failed=()):
     report = json.loads(path.read_text())
     results = {found['section']: found['level'] for found in report['findings']}
     expected = dict.fromkeys(['detection', *checks], 'passed')
-    expected.update({name: 'failed' for name in failed})
-    expected.update({name: 'not supported' for name in set(checks).intersection(not_supported)})
+    expected.update(dict.fromkeys(failed, 'failed'))
+    expected.update(dict.fromkeys(set(checks).intersection(not_supported), 'not supported'))
     assert results == expected, done.stdout
     assert done.returncode == report['exit_status'] == int('failed' in expected.values())
     for name, level in expected.items():
