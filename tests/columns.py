@@ -12,19 +12,18 @@ NATIVE = 'npu'
 #: Such stand-ins of :mod:`tests.native` with their backends.
 NATIVE_BACKENDS = dict(npu='hccl', mlu='cncl')
 
-#: PyTorch's own lazy device, which runs on the CPU.
-LAZY = pytest.param(
-    'lazy',
-    marks=pytest.mark.skipif(
-        not hasattr(torch._C, '_lazy_ts_backend'),
-        reason='PyTorch 1.10 has no torch._lazy, in which its lazy device is',
-    ),
+needs_lazy = pytest.mark.skipif(
+    not hasattr(torch._C, '_lazy_ts_backend'),
+    reason='PyTorch 1.10 has no torch._lazy, in which its lazy device is',
 )
+
+#: PyTorch's own lazy device, which runs on the CPU.
+LAZY = pytest.param('lazy', marks=needs_lazy)
 
 
 def lazy(*values):
     """A case on PyTorch's lazy device, for ``pytest.mark.parametrize``."""
-    return pytest.param(*values, marks=LAZY.marks)
+    return pytest.param(*values, marks=needs_lazy)
 
 
 #: For lists of accelerators in ``pytest.mark.parametrize``: a GPU, with ``make test-cuda``.

@@ -60,6 +60,9 @@ class Accelerator(ABC):
     name: str = ''
     device_type: str = ''
     lazy: bool = False
+    #: Whether an operation that a lazy device lacks runs what was recorded before it, which the
+    #: iteration's graph then runs again.
+    runs_again = False
     native_backend: Optional[str] = None
     visible_devices_env: Optional[str] = None
     package: Optional[str] = None

@@ -29,9 +29,6 @@ class LazyAccelerator(Accelerator):
 
     device_type = 'xla'
     lazy = True
-    #: Whether an operation that the device lacks runs what was recorded before it, which the
-    #: iteration's graph then runs again.
-    runs_again = False
     _materialized = 0
 
     def device(self, local_rank: int = 0) -> torch.device:

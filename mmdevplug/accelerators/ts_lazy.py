@@ -17,8 +17,13 @@ from mmdevplug.registry import ACCELERATORS
 from .base import devices_of
 from .lazy import LazyAccelerator
 
-#: Operations that only read what has been run: values for the log, and norms for clipping.
-READS = ('aten::_local_scalar_dense', 'aten::linalg_vector_norm')
+#: What the device lacks of reading values, clipping and EMA, which find everything materialized.
+AFTER_A_STEP = {
+    'aten::_local_scalar_dense',
+    'aten::copy',
+    'aten::lerp.Scalar',
+    'aten::linalg_vector_norm',
+}
 
 
 @ACCELERATORS.register_module(name='lazy')
@@ -73,7 +78,7 @@ class TSLazyAccelerator(LazyAccelerator):
         from torch._lazy import metrics
 
         counted = {name for name in metrics.counter_names() if name.startswith('aten::')}
-        new = counted.difference(self._lacking, READS)
+        new = counted.difference(self._lacking, AFTER_A_STEP)
         self._lacking |= new
         if new and torch.is_grad_enabled():
             warnings.warn(

@@ -14,8 +14,8 @@ GROUPS = [list(CHECKS)[:2], list(CHECKS)[2:5], list(CHECKS)[5:8], list(CHECKS)[8
 in_groups = pytest.mark.parametrize('checks', GROUPS, ids=lambda checks: checks[0])
 
 
-def measured(folder, accelerator, checks, env, not_supported=()):
-    """Run the command; what it measured by check, none of which has failed."""
+def measured(folder, accelerator, checks, env, not_supported=(), failed=()):
+    """Run the command; what it measured by check, none of which has failed but those named."""
     path = folder / 'results.json'
     command = [sys.executable, '-m', 'mmdevplug.cli.main', 'conformance', '--checks', *checks]
     done = subprocess.run(
@@ -29,12 +29,11 @@ def measured(folder, accelerator, checks, env, not_supported=()):
     assert path.is_file(), done.stderr
     report = json.loads(path.read_text())
     results = {found['section']: found['level'] for found in report['findings']}
-    expected = {
-        name: 'not supported' if name in not_supported else 'passed'
-        for name in ['detection', *checks]
-    }
+    expected = dict.fromkeys(['detection', *checks], 'passed')
+    expected.update(dict.fromkeys(failed, 'failed'))
+    expected.update(dict.fromkeys(set(checks).intersection(not_supported), 'not supported'))
     assert results == expected, done.stdout
-    assert done.returncode == report['exit_status'] == 0
+    assert done.returncode == report['exit_status'] == int('failed' in expected.values())
     for name, level in expected.items():
         assert f'| {name} | {level} | ' in done.stdout
     return {found['section']: found['found'] for found in report['findings']}

@@ -14,6 +14,7 @@ from mmdevplug.conformance import operations
 from mmdevplug.conformance.card import Card, Failed, NotSupported, difference, require
 from mmdevplug.conformance.checks import CHECKS, MOST_TEXT, run_checks, work
 from mmdevplug.doctor.accelerators import missing_kernel
+from tests.columns import LAZY
 from tests.doctor.running import environment
 from tests.native import native_environment, needs_native
 from tests.needs_card import needs_card
@@ -38,6 +39,18 @@ def test_card_with_a_backend(tmp_path, checks):
     found = measured(tmp_path, 'npu', checks, native_environment('npu', OMP_NUM_THREADS='1'))
     for check in {'collectives', 'training on 2 ranks', 'synchronized batch norm'} & found.keys():
         assert "2 ranks on npu:0, npu:1, backend 'hccl'" in found[check]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize('accelerator', [LAZY])
+@in_groups
+def test_the_lazy_device_of_pytorch(tmp_path, checks, accelerator):
+    """What fails is listed in the documentation as its own."""
+    own = {'operations'} & set(checks)
+    found = measured(tmp_path, accelerator, checks, environment(), {'mixed precision'}, failed=own)
+    for name in ('std', 'split', 'chunk', 'masked_select') if own else ():
+        assert f'{name} ' in found['operations']
 
 
 @pytest.mark.xla

@@ -67,6 +67,7 @@ def explain(accelerator):
     """What is said in each place, and of errors that are about something else."""
     from mmdevplug import init_device
     from mmdevplug.explanations.mixed_devices import explain_mixed_devices
+    from mmdevplug.model.deferred_norm import DroppedOutput
 
     install_card(accelerator)
     device = init_device('none', accelerator).device
@@ -84,11 +85,20 @@ def explain(accelerator):
     def view_of_indices_on_the_host():
         return x[torch.tensor([0, 1])].view(3, 5)
 
+    def with_an_output_that_an_error_left():
+        dropped = torch.ones(2)
+        dropped.__class__ = DroppedOutput
+        return torch.device(f'other{id(dropped)}')
+
     found = {place: say(lambda place=place: model(x, place)) for place in PLACES}
     return (
         str(device),
         found,
-        [say(view_of_indices_on_the_host), say(lambda: model.table['nothing'])],
+        [
+            say(view_of_indices_on_the_host),
+            say(lambda: model.table['nothing']),
+            say(with_an_output_that_an_error_left),
+        ],
     )
 
 
@@ -108,7 +118,7 @@ def test_the_line_and_the_tensor_are_named(accelerator):
         )
     assert len(set(lines.values())) == len(PLACES)
     assert lines['closure'] < lines['init'] < lines['table'] < lines['made'] < lines['numpy']
-    assert [kind for kind, _ in others] == ['RuntimeError', 'KeyError']
+    assert [kind for kind, _ in others] == ['RuntimeError', 'KeyError', 'RuntimeError']
 
 
 # jobs --------------------------------------------------------------------------------------------
