@@ -204,8 +204,9 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
                 f'parameters of {type(self.module).__name__} began or ceased to be trained inside '
                 f'join(), whose other ranks may have ended. Change them before or after it.'
             )
-        # What nn.Module keeps of this wrapper: its mode and its hooks.
-        kept = {name: self.__dict__[name] for name in nn.Module().__dict__}
+        # What nn.Module keeps of this wrapper, its mode and its hooks, and what others have set.
+        names = 'detect_anomalous_params', 'require_backward_grad_sync'
+        kept = {name: self.__dict__[name] for name in (*nn.Module().__dict__, *names)}
         # The hooks of a reducer go with it.
         self.reducer = self.logger = None
         buffers = [(buffer, buffer.clone()) for buffer in self._trainable.kept_buffers]

@@ -51,6 +51,31 @@ def test_halves_that_are_frozen_in_turns_restart_nothing(trained):
     assert trained('cpu', 2)[0]['unfreeze'][1] == 1
 
 
+def keep_settings(accelerator):
+    start(accelerator)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[0].requires_grad_(False)
+    wrapper = wrap(net, detect_anomalous_params=True).eval()
+    called = []
+    wrapper.register_forward_hook(lambda *_: called.append(1))
+    net[0].requires_grad_(True)
+    with wrapper.no_sync():
+        wrapper(torch.full((2, 4), float(rank()))).sum().backward()
+    return (
+        wrapper.detect_anomalous_params,
+        wrapper.training,
+        len(called),
+        float(net[0].weight.grad.abs().sum()),
+    )
+
+
+def test_what_was_set_on_the_wrapper_stays():
+    one, other = run_ranks(keep_settings, 2, 'cpu')
+    assert one[:3] == other[:3] == (True, False, 1)
+    # Inside no_sync each rank has gradients of its own batch, and that of rank 0 is zero.
+    assert one[3] == 0 < other[3]
+
+
 def other_parameters():
     """Rank 1 unfreezes another layer than rank 0."""
     start('cpu')
