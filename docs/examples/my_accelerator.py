@@ -29,7 +29,7 @@ class AcmeAccelerator(Accelerator):
         return 'the package torch_acme and a card'
 
     def set_device(self, device: torch.device) -> None:
-        torch.acme.set_device(device)
+        torch.acme.set_device(device.index)  # every maker's takes an index
 
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         torch.acme.synchronize(device)

@@ -84,7 +84,8 @@ def group_settings(optimizer: Any, group: Mapping[str, Any]) -> Set[str]:
     Optimizers such as DAdaptation's and Schedule-Free's count their steps in the groups: in names
     that are not arguments of the class.
     """
-    arguments = _arguments(type(optimizer))
+    # ZeroRedundancyOptimizer has the groups of the optimizer inside of it.
+    arguments = _arguments(type(getattr(optimizer, 'optim', optimizer)))
     return {
         name
         for name in group

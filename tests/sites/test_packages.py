@@ -94,7 +94,7 @@ def test_our_base_config_asks_for_no_package(package, tmp_path):
 
 
 def test_absent_packages_are_named(package):
-    with pytest.raises(ModuleNotFoundError, match='mmfewshot'):
+    with pytest.raises(DevPlugError, match='mmfewshot is not installed'):
         load('mmfewshot::detection/any_config.py')
 
 
