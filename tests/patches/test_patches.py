@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 from mmengine.config import config as config_module
-from mmengine.registry import Registry
+from mmengine.registry import DefaultScope, Registry
 from torch import distributed as torch_dist
 
 from mmdevplug.utils import patched_symbols
@@ -333,7 +333,9 @@ def test_accuracy_is_recorded_where_it_was_imported():
     from mmdevplug.patches.mmengine import restore_mmengine
     from mmdevplug.patches.mmseg import patch_accuracy
 
-    model = FCNHead(in_channels=2, channels=2, num_classes=2)
+    # A runner of an earlier test in this process may have left its own.
+    with DefaultScope.overwrite_default_scope('mmseg'):
+        model = FCNHead(in_channels=2, channels=2, num_classes=2)
     assert patch_accuracy(model) == 1
     (patch,) = active_patches(patched_symbols.LAZY_MODEL)
     assert patch.owner.__name__ == 'mmseg.models.decode_heads.decode_head'
