@@ -9,6 +9,7 @@ from torch import Tensor
 from mmdevplug.doctor.accelerators import missing_kernel
 from mmdevplug.errors import first_line
 from mmdevplug.utils.pytree import replace_parts, tensors_in
+from mmdevplug.utils.torch_compat import import_version_module
 
 from .card import PRODUCT_TOLERANCE, TOLERANCE, Card, Failed, NotSupported, difference
 
@@ -104,6 +105,7 @@ def check_operations(card: Card) -> str:
 
 
 def _samples_of_pytorch() -> Dict[str, Any]:
+    import_version_module()
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:

@@ -11,7 +11,7 @@ from mmdevplug.patches.collectives import patch_collectives
 from mmdevplug.patches.mmcv_ops import patch_mmcv_ops
 from mmdevplug.patches.mmengine import patch_mmengine
 from mmdevplug.utils.host import keep_freed_memory
-from mmdevplug.utils.torch_compat import make_tensorboard_importable
+from mmdevplug.utils.torch_compat import import_version_module
 
 
 def init_device(
@@ -44,7 +44,7 @@ def init_device(
     """
     AcceleratorOptions.check('mmcv_ops', mmcv_ops)
     keep_freed_memory()
-    make_tensorboard_importable()
+    import_version_module()
     context = start_distributed(launcher, accelerator, **options)
     patch_mmcv_ops(context.accelerator, mmcv_ops)
     patch_collectives(context.accelerator)

@@ -121,8 +121,8 @@ def get_text(store: Any, key: str) -> str:
         time.sleep(0.01)
 
 
-def make_tensorboard_importable() -> None:
-    """Import what the TensorBoard writer of PyTorch 1.10 takes for imported: until 1.11.
+def import_version_module() -> None:
+    """Import what PyTorch 1.10 takes for imported, in TensorBoard's writer and its test samples.
 
     It reads ``distutils.version``, which setuptools has not imported since release 59.6.
     """
