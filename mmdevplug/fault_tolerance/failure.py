@@ -170,6 +170,11 @@ def ranks_staying(ranks: List[int], phase: str) -> List[int]:
     ]
 
 
+def lacks_beats(ranks: List[int]) -> bool:
+    """Whether one of these ranks has never been seen, and was perhaps not started."""
+    return _watch is None or any(_watch.heartbeat.read(rank) is None for rank in ranks)
+
+
 def missing_ranks_error(
     env: LaunchEnv, ranks: List[int], why: str, alive: bool = False
 ) -> RankFailedError:

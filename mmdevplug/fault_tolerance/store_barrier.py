@@ -133,10 +133,20 @@ class Wait:
             self._env,
             missing,
             f'missing after {timeout.total_seconds():.0f} s at {self._stage!r}, where {there} of '
-            f'{self._env.world_size} ranks arrived. Look at the log of the missing ranks; a slow '
-            f'start needs a longer env_cfg.dist_cfg.timeout.'
+            f'{self._env.world_size} ranks arrived. {self._advice(missing)}; a slow start needs a '
+            f'longer env_cfg.dist_cfg.timeout.'
             f'{failure_watch.network_hint(self._env)}',
             alive=True,
+        )
+
+    def _advice(self, missing: List[int]) -> str:
+        env = self._env
+        if not failure.lacks_beats(missing) or not env.master_addr:
+            return 'Look at the log of the missing ranks'
+        return (
+            f'Check that all {env.world_size} ranks were started, with the same MASTER_ADDR='
+            f'{env.master_addr!r}, MASTER_PORT={env.master_port} and WORLD_SIZE='
+            f'{env.world_size}, and look at the log of those that were'
         )
 
 

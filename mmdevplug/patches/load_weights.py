@@ -94,6 +94,10 @@ def load_weights(model: nn.Module, state_dict: Mapping[str, Any]) -> Fit:
     unexpected: List[str] = []
     refused: List[str] = []
     metadata = getattr(state_dict, '_metadata', None) or {}
+    if all(name.startswith('module.') for name in model.state_dict()) and not any(
+        name.startswith('module.') for name in state_dict
+    ):
+        model = getattr(model, 'module', model)  # a wrapper that is no wrapper to MMEngine
 
     def load(module: nn.Module, local: Mapping[str, Any], prefix: str = '') -> None:
         if is_model_wrapper(module) or isinstance(module, BaseTTAModel):
