@@ -224,7 +224,7 @@ def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     resolve_arguments(args, kwargs)
     if _OWN_APPLY is None:
         return super(torch.autograd.Function, cls).apply(*args, **kwargs)
-    return _OWN_APPLY.__func__(cls, *args, **kwargs)
+    return _OWN_APPLY.__get__(None, cls)(*args, **kwargs)
 
 
 def _compute(calls: List[_Call]) -> None:

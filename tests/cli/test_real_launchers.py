@@ -182,7 +182,8 @@ def test_pods_train_together(tmp_path, environ, size):
 
 
 @pytest.mark.parametrize(
-    'rank, says', [('0', 's for host(s) 1 of 2 at'), ('1', 'host 1 of 2 cannot meet the others at')]
+    ('rank', 'says'),
+    [('0', 's for host(s) 1 of 2 at'), ('1', 'host 1 of 2 cannot meet the others at')],
 )
 def test_a_pod_whose_others_never_come_says_so(tmp_path, rank, says):
     done = run(

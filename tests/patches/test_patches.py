@@ -27,10 +27,11 @@ from tests.jobs import ROOT, need_mmcv_operations, train_digits
 from tests.ranks import run_ranks
 
 PACKAGES = ('mmengine', 'mmcv', 'mmseg', 'torch')
-#: What MMEngine and PyTorch change by themselves in a job: the scopes of runners, and a counter.
+#: What MMEngine and PyTorch change by themselves in a job: the scopes of runners, and counters.
 STATE = {
     ('mmengine.registry.default_scope.DefaultScope', '_instance_dict'),
     ('torch.utils.hooks.RemovableHandle', 'next_id'),
+    ('torch.distributed.distributed_c10d', '_group_count'),
 }
 
 
@@ -357,7 +358,7 @@ def sources():
 
 @pytest.mark.parametrize('symbol', PATCHED_SYMBOLS, ids=str)
 def test_what_is_listed_exists(symbol):
-    if package_of(symbol.owner) in ('mmcv', 'mmseg'):
+    if package_of(symbol.owner) in ('mmcv', 'mmdet', 'mmseg'):
         need_mmcv_operations()
         pytest.importorskip(package_of(symbol.owner))
     try:
