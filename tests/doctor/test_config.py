@@ -47,7 +47,7 @@ def examine(tmp_path, monkeypatch):
         path = tmp_path / 'config.py'
         path.write_text(textwrap.dedent(lines))
         monkeypatch.chdir(tmp_path)
-        before = sorted(os.listdir(tmp_path))
+        before = sorted(set(os.listdir(tmp_path)) - {'__pycache__'})
         options = dict(config=str(path), accelerator=accelerator)
         if isolated:
             monkeypatch.setenv('PYTHONPATH', environment(tmp_path)['PYTHONPATH'])
