@@ -224,7 +224,8 @@ class _Job:
             second = self.balanced()
         except PlacementError as error:
             self._is_best = False
-            if has_idle:
+            # What fits on no card may be meant for the host.
+            if has_idle and (self.force_balance or not first.loads.get('cpu')):
                 raise
             first.steps.append(f'balanced failed, auto is used: {error}')
             return first

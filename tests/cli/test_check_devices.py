@@ -13,7 +13,7 @@ from torch import nn
 from mmdevplug.cli.step_devices import ModuleDevices, StepDevices
 from tests.cli.checking import checked, rows_of
 from tests.doctor.test_config import SPARE_HEAD
-from tests.jobs import ROOT, needs_modes
+from tests.jobs import ROOT, need_card, needs_modes
 
 CONFIG = 'configs/digits/digits_cpu.py'
 PARTS = ['data_preprocessor', 'backbone', *(f'backbone.{i}' for i in range(7)), 'head']
@@ -152,6 +152,8 @@ def test_launch_variables_and_strategies_are_told(digits):
 
 @pytest.fixture
 def planted(tmp_path):
+    need_card()
+
     def write(cure=''):
         (tmp_path / 'planted_model.py').write_text(PLANTED.format(cure=cure))
         config = tmp_path / 'planted.py'

@@ -116,9 +116,11 @@ def test_the_workers_of_every_loader_count_and_no_other_process(measured, contex
     assert of['nothing'] == of['none left'] == 0
     # Started anew, a process has PyTorch in its memory besides.
     assert held <= of['one pass'] < held + (60 if context == 'fork' else 1000)
-    assert held - 5 < of['two passes'] - of['one pass'] < held + 25
-    assert of['two passes'] + held <= of['two loaders']
-    assert abs(of['other children'] - of['two loaders']) < 25
+    # Its share of PyTorch's pages depends on who else on the machine has PyTorch in memory.
+    shared = 0 if context == 'fork' else 60
+    assert held - 5 - shared < of['two passes'] - of['one pass'] < held + 25 + shared
+    assert of['two passes'] + held - shared <= of['two loaders']
+    assert abs(of['other children'] - of['two loaders']) < 25 + shared
 
 
 def measure_inherited():
