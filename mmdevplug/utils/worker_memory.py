@@ -1,5 +1,6 @@
 """Measure the host memory that the workers of data loaders hold, without what they share."""
 
+import multiprocessing
 import os
 import time
 from contextlib import suppress
@@ -55,9 +56,10 @@ class _Worker:
         read_at (float): When that was.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, forked: bool) -> None:
         self.process = psutil.Process(pid)
-        self._inherited = _anonymous_bytes(self.process)
+        # One that is started anew inherits nothing, but has its parent's memory until it does.
+        self._inherited = _anonymous_bytes(self.process) if forked else 0
         self.unshared: Optional[int] = None
         self.read_at = 0.0
 
@@ -86,9 +88,14 @@ class _Noting:
     def __call__(self, loader: int, pids: Sequence[int]) -> None:
         self._original(loader, pids)
         running = self.running()
+        forked = {
+            child.pid
+            for child in multiprocessing.active_children()
+            if child._popen.method == 'fork'  # type: ignore[attr-defined]
+        }
         for pid in pids:
             with suppress(psutil.Error):
-                running.append(_Worker(pid))
+                running.append(_Worker(pid, pid in forked))
 
     def running(self) -> List[_Worker]:
         """The workers of this process; those of the process it was forked from are not."""

@@ -14,7 +14,7 @@ from mmdevplug.utils.worker_memory import WorkerMemory
 from tests.ranks import run_ranks
 
 ITEMS, SIZE = 20, 4_000_000
-CONTEXTS = ['fork', 'spawn']
+CONTEXTS = ['fork', 'spawn', 'forkserver']
 
 
 class Keeps(Dataset):
@@ -62,6 +62,8 @@ def measure(context):
     found = dict(nothing=megabytes(memory))
     first = loader(context)
     found['one pass'] = megabytes(memory)
+    children = [psutil.Process(each.pid) for each in multiprocessing.active_children()]
+    found['their own'] = sum(each.memory_full_info().uss for each in children) / MB, len(children)
     list(first)
     found['two passes'] = megabytes(memory)
     second = loader(context)
@@ -106,6 +108,7 @@ def test_the_workers_of_every_loader_count_and_no_other_process(measured, contex
     assert counts == {
         'nothing': 0,
         'one pass': 2,
+        'their own': 2,
         'two passes': 2,
         'two loaders': 4,
         'other children': 4,
@@ -116,11 +119,10 @@ def test_the_workers_of_every_loader_count_and_no_other_process(measured, contex
     assert of['nothing'] == of['none left'] == 0
     # Started anew, a process has PyTorch in its memory besides.
     assert held <= of['one pass'] < held + (60 if context == 'fork' else 1000)
-    # Its share of PyTorch's pages depends on who else on the machine has PyTorch in memory.
-    shared = 0 if context == 'fork' else 60
-    assert held - 5 - shared < of['two passes'] - of['one pass'] < held + 25 + shared
-    assert of['two passes'] + held - shared <= of['two loaders']
-    assert abs(of['other children'] - of['two loaders']) < 25 + shared
+    assert abs(of['one pass'] - of['their own']) < 25
+    assert held - 5 < of['two passes'] - of['one pass'] < held + 25
+    assert of['two passes'] + held <= of['two loaders']
+    assert abs(of['other children'] - of['two loaders']) < 25
 
 
 def measure_inherited():
