@@ -15,10 +15,15 @@ LISTED = 8
 
 def idle_devices(plan: DevicePlan) -> List[str]:
     """The devices that get nothing or nearly nothing; the host is none of them."""
+    if not any(plan.loads.values()):
+        return []  # a model without weights
+    limits = plan.capacities or {}
+    # Both are 0 where the host holds everything; a limit of 0 asks for nothing.
     return [
         name
         for name, ideal in plan.ideals.items()
-        if ideal and plan.loads[name] < NEARLY_NOTHING * ideal
+        if limits.get(name) != 0
+        and (plan.loads[name] < NEARLY_NOTHING * ideal or not plan.loads[name])
     ]
 
 
@@ -43,7 +48,7 @@ def describe_unevenness(
     best split of them, not HF accelerate's map.
     """
     idle = idle_devices(plan)
-    if len(plan.ideals) < 2 or not (idle or plan.imbalance > threshold):
+    if not idle and (len(plan.ideals) < 2 or plan.imbalance <= threshold):
         return ''
     names = list(plan.ideals)
     if len(names) > LISTED:
@@ -64,13 +69,17 @@ def describe_unevenness(
 
 def _reason(plan: DevicePlan, groups: Sequence[Group], is_best: bool) -> str:
     count, total = len(plan.ideals), sum(plan.ideals.values())
+    largest = max(groups, key=lambda group: group.bytes)
+    shown = f'{largest.label} of {format_bytes(largest.bytes)}'
+    if not any(plan.loads[name] for name in plan.ideals):
+        return (
+            f'Reason: the host holds everything; the largest block is {shown}. Raise max_memory.'
+        )
     if not is_best:
         return (
             "The map is HF accelerate's, which fills device after device and counts weights "
             "alone. Take strategy='balanced' or 'dynamic', or fewer devices."
         )
-    largest = max(groups, key=lambda group: group.bytes)
-    shown = f'{largest.label} of {format_bytes(largest.bytes)}'
     ways = ['other limits in max_memory'] if plan.capacities else []
     if largest.bytes * count > total:
         reason = (

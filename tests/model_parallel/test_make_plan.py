@@ -356,6 +356,22 @@ def test_auto_and_the_host():
         plan(model, 'cuda:0-1', 'auto', max_memory={0: '250KB', 1: '80KB'})
 
 
+@pytest.mark.parametrize('devices', ['cuda:0-1', 'cuda:0'])
+def test_a_plan_that_leaves_everything_to_the_host_says_so(devices):
+    model = make('gpt2')
+    memory = {'cpu': '1GB', 0: '1KB', **({1: '1KB'} if '-' in devices else {})}
+    options = dict(max_memory=memory, exclude_cpu=False)
+    made = plan(model, devices, 'auto', **options)
+    assert sum(made.loads.values()) == made.loads['cpu'] > 0
+    warning = made.warning
+    assert 'cuda:0' in warning
+    assert 'would get nothing' in warning
+    assert 'the host holds everything; the largest block is' in warning
+    assert warning.endswith('Raise max_memory.')
+    with pytest.raises(PlacementError, match='needs .* on one device|refuses a plan'):
+        plan(model, devices, 'auto', force_balance=True, **options)
+
+
 def test_a_model_that_does_not_fit():
     words = (
         'needs 200 bytes.*cuda:0 60 bytes, cuda:1 80 bytes: 60 bytes are missing.*2 devices of 100'
