@@ -117,8 +117,7 @@ def test_the_commands_of_the_page(tmp_path):
     for name in ('configs', 'docs'):
         (checkout / name).symlink_to(ROOT / name)
     blocks = bash_blocks('add_an_accelerator.md')
-    # The package of the page is installed by the test of the suite.
-    # So is the package; what rehearses with a stand-in is tried in tests/conformance.
+    # The test of the suite installs the package; tests/conformance rehearses with stand-ins.
     blocks = [each for each in blocks if 'pip install' not in each and 'FAKECARD' not in each]
     assert len(blocks) == 3
     done = subprocess.run(
