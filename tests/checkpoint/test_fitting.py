@@ -46,6 +46,24 @@ def test_all_of_a_model_is_loaded_without_a_word():
     assert load_weights(Renames(2, 1), dict(kernel=torch.ones(1, 2), bias=torch.ones(1))).complete
 
 
+class Wraps(nn.Module):
+    """A wrapper that MMEngine does not know as one."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = small()
+
+
+@pytest.mark.parametrize('start', ['', 'module.'])
+def test_weights_reach_what_an_unknown_wrapper_holds(start):
+    source, model = small(), Wraps()
+    weights = {f'{start}{name}': value for name, value in source.state_dict().items()}
+    assert load(weights, model) is None
+    assert torch.equal(model.module[2].weight, source[2].weight)
+    with pytest.raises(CheckpointError, match='no key of checkpoint some.pth fits the model'):
+        load({f'{start}other.weight': torch.ones(2)}, Wraps())
+
+
 @pytest.mark.parametrize(
     ('change', 'said'),
     [
