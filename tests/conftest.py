@@ -57,6 +57,14 @@ def _scope_as_before():
     DefaultScope._instance_dict.update(before)
 
 
+@pytest.fixture(scope='module', autouse=True)
+def _no_scope_of_another_file():
+    """Forget those of fixtures that live longer than a test, too."""
+    DefaultScope._instance_dict.clear()
+    yield
+    DefaultScope._instance_dict.clear()
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     """Skip what asked for the stand-in card in another process where PyTorch cannot have it."""
