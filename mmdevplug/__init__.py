@@ -7,29 +7,31 @@ vendors' packages are imported when they are first needed.
 import sys
 from importlib import import_module
 
+from .version import __version__
+
+_MISSING = ''
 try:
     from mmengine.registry import HOOKS, LOOPS, MODEL_WRAPPERS, OPTIM_WRAPPERS, RUNNERS, STRATEGIES
 except ModuleNotFoundError as error:
     if error.name != 'mmengine':
         raise
-    raise ModuleNotFoundError(
+    # What needs no MMEngine can be imported all the same, such as mmdevplug.staged.
+    _MISSING = (
         f"mmdevplug extends MMEngine, and {sys.executable} has no module 'mmengine'. Install "
         f"OpenMMLab's with pip install 'mmdevplug[mmengine]', or OneDL's, which replaces it, with "
         f"pip install 'mmdevplug[onedl]'. If pip lists it already, add --force-reinstall: "
-        f'uninstalling the other one has removed its files.',
-        name='mmengine',
-    ) from None
+        f'uninstalling the other one has removed its files.'
+    )
+else:
+    from .config.base_config import base_config
+    from .registry import ACCELERATORS, register_lazily
 
-from .config.base_config import base_config
-from .registry import ACCELERATORS, register_lazily
-from .version import __version__
-
-register_lazily(RUNNERS, 'mmdevplug.runner')
-register_lazily(LOOPS, 'mmdevplug.runner')
-register_lazily(MODEL_WRAPPERS, 'mmdevplug.gradients')
-register_lazily(HOOKS, 'mmdevplug.hooks')
-register_lazily(OPTIM_WRAPPERS, 'mmdevplug.optim')
-register_lazily(STRATEGIES, 'mmdevplug.runner')
+    register_lazily(RUNNERS, 'mmdevplug.runner')
+    register_lazily(LOOPS, 'mmdevplug.runner')
+    register_lazily(MODEL_WRAPPERS, 'mmdevplug.gradients')
+    register_lazily(HOOKS, 'mmdevplug.hooks')
+    register_lazily(OPTIM_WRAPPERS, 'mmdevplug.optim')
+    register_lazily(STRATEGIES, 'mmdevplug.runner')
 
 _LAZY = {
     'available_accelerators': 'mmdevplug.accelerators',
@@ -45,7 +47,19 @@ _LAZY = {
 __all__ = ['ACCELERATORS', '__version__', 'base_config', *_LAZY]
 
 
+def require_mmengine() -> None:
+    """Raise if there is no MMEngine, with what to install.
+
+    Raises:
+        ModuleNotFoundError: If it is not installed.
+    """
+    if _MISSING:
+        raise ModuleNotFoundError(_MISSING, name='mmengine')
+
+
 def __getattr__(name: str):
+    if name in __all__:
+        require_mmengine()
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

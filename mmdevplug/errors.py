@@ -19,6 +19,10 @@ class LaunchError(DevPlugError):
     """The launch variables or the process-group settings contradict each other."""
 
 
+class StagedError(DevPlugError):
+    """A collective of the backend ``staged`` cannot begin or end."""
+
+
 class ModelError(DevPlugError):
     """A model cannot be placed on a device or trained in parallel as it stands."""
 

@@ -133,7 +133,9 @@ def test_an_extra_chooses_the_mmengine(environment, extra, installed):
 
 
 def test_without_any_mmengine_the_import_names_both(environment):
-    done = environment.install('mmdevplug').code('import mmdevplug')
+    done = environment.install('mmdevplug').code(
+        'import mmdevplug; mmdevplug.version; mmdevplug.base_config("cpu")'
+    )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith('ModuleNotFoundError: mmdevplug extends MMEngine, and ')

@@ -32,6 +32,7 @@ ROOMS = [
     'accelerators',
     'environments',
     'config',
+    'staged',
     'utils',
     'errors',
     'registry',

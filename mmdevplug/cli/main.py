@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import List, Optional
 
+from mmdevplug import require_mmengine
 from mmdevplug.config.fields import did_you_mean
 from mmdevplug.utils.quick_imports import quick_imports
 from mmdevplug.version import __version__
@@ -29,6 +30,7 @@ COMMANDS = {
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a command and return its exit status."""
     leave_process_one()
+    require_mmengine()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in COMMANDS and not _has_temporary_folder():
         return 1

@@ -1,0 +1,453 @@
+"""Collectives of the backend ``staged`` on devices that gloo refuses, checked by hand."""
+
+import os
+import re
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed as torch_dist
+from torch.distributed import ReduceOp
+
+from tests.columns import job_of
+from tests.jobs import ROOT, install_card
+from tests.ranks import run_ranks
+
+RELEASE = tuple(map(int, torch.__version__.split('.')[:2]))
+pytestmark = pytest.mark.skipif(
+    RELEASE < (2, 0), reason='the backend is for PyTorch 2.0 and later'
+)
+DEVICES = ['cpu', 'zeta', 'lazy', pytest.param('xla', marks=pytest.mark.xla)]
+DTYPES = [
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8,
+    torch.int16, torch.int32, torch.int64, torch.bool,
+]  # fmt: skip
+#: What the devices have not.
+LACKS = dict(
+    xla=(torch.float64,),
+    zeta=(torch.complex64,),  # the stand-in's view_as_real() is a copy, to which PyTorch writes
+)
+MODULES = 'host_buffers', 'process_group', 'work'
+REDUCTIONS = dict(
+    SUM=torch.add, PRODUCT=torch.mul, MIN=torch.minimum, MAX=torch.maximum,
+    BAND=torch.bitwise_and, BOR=torch.bitwise_or, BXOR=torch.bitwise_xor,
+)  # fmt: skip
+
+
+def start(device, timeout=60):
+    """Make the group of all ranks; returns this rank's device."""
+    import mmdevplug.staged  # noqa: F401
+
+    install_card(device)
+    if device == 'xla':
+        import torch_xla  # noqa: F401
+    if device == 'lazy':
+        from torch._lazy import ts_backend
+
+        ts_backend.init()
+    torch_dist.init_process_group('staged', timeout=timedelta(seconds=timeout))
+    index = torch_dist.get_rank() if device in ('zeta', 'xla') else 0
+    return torch.device('cpu') if device == 'cpu' else torch.device(device, index)
+
+
+def values(rank, dtype, shape=(3, 4)):
+    """Small integers, whose sums and products are exact in every type."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 3, shape, generator=generator).to(dtype)
+
+
+def on_host(value):
+    if isinstance(value, (list, tuple)):
+        return [on_host(each) for each in value]
+    return value.detach().cpu().clone()
+
+
+def move_everything(device):
+    """What each collective that moves tensors gives, for each type; and what it should give."""
+    where = start(device)
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    found = []
+    for dtype in [
+        each for each in (*DTYPES, torch.complex64) if each not in LACKS.get(device, ())
+    ]:
+        of = [values(each, dtype) for each in range(size)]
+        own = of[rank].to(where)
+
+        def compare(name, result, expected, dtype=dtype):
+            found.append((f'{name} {dtype}', on_host(result), on_host(expected)))
+
+        def empty(count=1, own=own):
+            return torch.zeros((3 * count, 4), dtype=own.dtype, device=own.device)
+
+        tensor = own.clone()
+        torch_dist.broadcast(tensor, src=size - 1)
+        compare('broadcast', tensor, of[-1])
+        parts = [empty() for _ in range(size)]
+        torch_dist.all_gather(parts, own)
+        compare('all_gather', parts, of)
+        whole = empty(size)
+        torch_dist.all_gather_into_tensor(whole, own)
+        compare('all_gather_into_tensor', whole, torch.cat(of))
+        parts = [empty() for _ in range(size)] if rank == 0 else None
+        torch_dist.gather(own, parts, dst=0)
+        compare('gather', parts or [], of if rank == 0 else [])
+        tensor = empty()
+        given = [each.to(where) for each in of] if rank == 1 else None
+        torch_dist.scatter(tensor, given, src=1)
+        compare('scatter', tensor, of[rank])
+        # The same number of rows to all, then another number to each.
+        whole = empty(size)
+        torch_dist.all_to_all_single(whole, torch.cat([own] * size))
+        compare('all_to_all_single', whole, torch.cat(of))
+        counts = [each + 1 for each in range(size)]
+        source = torch.cat([own[:1]] * sum(counts))
+        whole = torch.cat([own[:1]] * (size * counts[rank]))
+        torch_dist.all_to_all_single(whole, source, [counts[rank]] * size, counts)
+        compare('uneven', whole, torch.cat([each[:1] for each in of for _ in range(counts[rank])]))
+        parts = [empty() for _ in range(size)]
+        torch_dist.all_to_all(parts, [own + 0 * own if dtype != torch.bool else own] * size)
+        compare('all_to_all', parts, of)
+        tensor = empty()
+        peer = rank ^ 1
+        if peer < size:
+            work = torch_dist.irecv(tensor, src=peer, tag=3)
+            torch_dist.isend(own, dst=peer, tag=3).wait()
+            work.wait()
+            compare('send and recv', tensor, of[peer])
+    return found
+
+
+def reduce_everything(device):
+    """What each reduction gives for each type, and what it should give."""
+    where = start(device)
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    found = []
+    for dtype in [each for each in DTYPES if each not in LACKS.get(device, ())]:
+        for name, function in REDUCTIONS.items():
+            if name[0] == 'B' and dtype.is_floating_point:
+                continue
+            op = getattr(ReduceOp, name)
+            wide = torch.int32 if dtype == torch.bool else dtype
+            of = [values(each, dtype, (2 * size, 4)) for each in range(size)]
+            total = of[0].to(wide)
+            for each in of[1:]:
+                total = function(total, each.to(wide))
+            total = total.to(dtype)
+            own = of[rank].to(where)
+            told = f'{name} {dtype}'
+
+            tensor = own.clone()
+            torch_dist.all_reduce(tensor, op)
+            found.append((f'all_reduce {told}', on_host(tensor), total))
+            tensor = own.clone()
+            torch_dist.reduce(tensor, dst=1, op=op)
+            found.append((f'reduce {told}', on_host(tensor), total if rank == 1 else of[rank]))
+            share = total[2 * rank : 2 * rank + 2]
+            tensor = own[:2].clone()
+            torch_dist.reduce_scatter_tensor(tensor, own, op)
+            found.append((f'reduce_scatter_tensor {told}', on_host(tensor), share))
+            tensor = own[:2].clone()
+            torch_dist.reduce_scatter(tensor, [own[2 * k : 2 * k + 2] for k in range(size)], op)
+            found.append((f'reduce_scatter {told}', on_host(tensor), share))
+    for dtype, mean in (torch.float32, 2.5), (torch.int64, 2):
+        tensor = torch.full((4,), 2 + rank, dtype=dtype, device=where)
+        if size == 2:
+            torch_dist.all_reduce(tensor, ReduceOp.AVG)
+            found.append(('average', on_host(tensor), torch.full((4,), mean, dtype=dtype)))
+    return found
+
+
+def check(results):
+    count = 0
+    for found in results:
+        for name, got, expected in found:
+            pairs = zip(got, expected) if isinstance(got, list) else [(got, expected)]
+            for one, other in pairs:
+                assert one.dtype == other.dtype, name
+                assert torch.equal(one, other), (name, one, other)
+                count += 1
+    return count
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_what_is_moved_arrives(device):
+    assert check(run_ranks(move_everything, 2, device, **job_of(device))) > 150
+
+
+def test_what_is_moved_arrives_at_three_ranks():
+    assert check(run_ranks(move_everything, 3, 'zeta', **job_of('zeta', 3))) > 250
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_reductions(device):
+    assert check(run_ranks(reduce_everything, 2, device, **job_of(device))) > 300
+
+
+def odd_tensors(device):
+    """Tensors that are no plain block of memory, in each direction."""
+    where = start(device)
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    found = []
+    base = torch.zeros(4, 6, device=where)
+    view = base.t()[1:5:2]  # strided both ways
+    view.copy_(values(rank, torch.float32, (2, 4)))
+    torch_dist.all_reduce(view)
+    total = sum(values(each, torch.float32, (2, 4)) for each in range(size))
+    found.append(('strided', on_host(view), total))
+    expected = torch.zeros(4, 6)
+    expected.t()[1:5:2].copy_(total)
+    found.append(('around it', on_host(base), expected))
+    scalar = torch.tensor(float(rank + 1), device=where)
+    torch_dist.all_reduce(scalar)
+    found.append(('no dimension', on_host(scalar), torch.tensor(size * (size + 1) / 2)))
+    nothing = torch.zeros(0, 3, device=where)
+    torch_dist.all_reduce(nothing)
+    torch_dist.broadcast(nothing, src=0)
+    parts = [torch.zeros(0, 3, device=where) for _ in range(size)]
+    torch_dist.all_gather(parts, nothing)
+    found.append(('empty', on_host(parts), [torch.zeros(0, 3)] * size))
+    weight = torch.nn.Parameter(torch.full((3,), rank + 1.0, device=where))
+    torch_dist.all_reduce(weight.data)
+    with torch.no_grad():
+        torch_dist.broadcast(weight, src=0)
+    found.append(('a parameter', on_host(weight), torch.full((3,), 3.0)))
+    repeated = torch.zeros(1, 3, device=where).expand(4, 3)
+    torch_dist.all_gather([torch.zeros(4, 3, device=where) for _ in range(size)], repeated)
+    with pytest.raises(RuntimeError, match=r'all_reduce.*share memory.*clone'):
+        torch_dist.all_reduce(repeated)
+    return found
+
+
+@pytest.mark.parametrize('device', ['cpu', 'zeta', pytest.param('xla', marks=pytest.mark.xla)])
+def test_strides_scalars_and_nothing(device):
+    check(run_ranks(odd_tensors, 2, device, **job_of(device)))
+
+
+def beside_each_other(device):
+    """Works in any order, groups, objects, coalescing, futures."""
+    where = start(device)
+    rank = torch_dist.get_rank()
+    found = []
+    later = [torch.full((1000,), float(rank + k), device=where) for k in range(5)]
+    works = [torch_dist.all_reduce(tensor, async_op=True) for tensor in later]
+    for work in reversed(works):
+        assert work.wait()
+        assert work.is_completed()
+    expected = [torch.full((1000,), 2.0 * k + 1) for k in range(5)]
+    found.append(('async', on_host(later), expected))
+
+    # A message that arrives after a collective which began later.
+    message, tensor = torch.zeros(2, device=where), torch.ones(2, device=where)
+    if rank == 0:
+        received = torch_dist.irecv(message, src=1)
+        future = received.get_future()
+        torch_dist.all_reduce(tensor)
+        torch_dist.send(tensor, dst=1)
+        future.wait()
+    else:
+        torch_dist.all_reduce(tensor)
+        torch_dist.recv(message, src=0)
+        torch_dist.send(tensor + message, dst=0)
+    found.append(('messages', on_host(message), torch.full((2,), 4.0 if rank == 0 else 2.0)))
+
+    tensor = torch.ones(3, device=where)
+    future = torch_dist.all_reduce(tensor, async_op=True).get_future()
+    doubled = future.then(lambda done: [each * 2 for each in done.value()]).wait()
+    found.append(('future', on_host(doubled[0]), torch.full((3,), 4.0)))
+
+    alone = torch_dist.new_group([1])
+    if rank == 1:
+        tensor = torch.ones(2, device=where)
+        torch_dist.all_reduce(tensor, group=alone)
+        found.append(('group of one', on_host(tensor), torch.ones(2)))
+    both = torch_dist.new_group([0, 1], timeout=timedelta(seconds=30))
+    tensor = torch.ones(2, device=where)
+    torch_dist.all_reduce(tensor, group=both)
+    found.append(('group', on_host(tensor), torch.full((2,), 2.0)))
+
+    objects = [None, None]
+    torch_dist.all_gather_object(objects, dict(rank=rank))
+    assert objects == [dict(rank=0), dict(rank=1)]
+    shared = [dict(rank=rank), 'text']
+    torch_dist.broadcast_object_list(shared, src=1)
+    assert shared == [dict(rank=1), 'text']
+
+    with torch_dist._coalescing_manager(device=where, async_ops=True) as manager:
+        tensors = [torch.ones(2, device=where) * (k + rank) for k in range(3)]
+        for tensor in tensors:
+            torch_dist.all_reduce(tensor)
+    manager.wait()
+    found.append(
+        ('coalesced', on_host(tensors), [torch.full((2,), 2.0 * k + 1) for k in range(3)])
+    )
+    work = torch_dist.batch_isend_irecv(
+        [
+            torch_dist.P2POp(
+                torch_dist.isend, torch.full((2,), float(rank), device=where), 1 - rank
+            ),
+            torch_dist.P2POp(torch_dist.irecv, message, 1 - rank),
+        ]
+    )
+    for each in work:
+        each.wait()
+    found.append(('batched', on_host(message), torch.full((2,), 1.0 - rank)))
+    torch_dist.group.WORLD.barrier().wait()
+    torch_dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
+    assert torch_dist.get_backend() == 'staged'
+    torch_dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_works_groups_objects_and_futures(device):
+    check(run_ranks(beside_each_other, 2, device, **job_of(device)))
+
+
+def functional(device):
+    """PyTorch's functional collectives and DTensor, which look groups up in C++."""
+    from torch.distributed import _functional_collectives as functions
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    where = start(device)
+    rank = torch_dist.get_rank()
+    group = torch_dist.group.WORLD
+    own = torch.full((2, 2), rank + 1.0, device=where)
+    found = [
+        ('sum', on_host(functions.all_reduce(own, 'sum', group) + 0), torch.full((2, 2), 3.0)),
+        (
+            'gather',
+            on_host(functions.all_gather_tensor(own, 0, group) + 0),
+            torch.tensor([1.0, 1, 2, 2]).unsqueeze(1).expand(4, 2).contiguous(),
+        ),
+        (
+            'scatter',
+            on_host(functions.reduce_scatter_tensor(own, 'sum', 0, group) + 0),
+            torch.full((1, 2), 3.0),
+        ),
+    ]
+    mesh = init_device_mesh(where.type, (2,))
+    whole = torch.arange(8.0).view(4, 2)
+    sharded = distribute_tensor(whole.to(where), mesh, [Shard(0)])
+    found.append(('its shard', on_host(sharded.to_local()), whole[2 * rank : 2 * rank + 2]))
+    found.append(('all of it', on_host(sharded.full_tensor()), whole))
+    return found
+
+
+@pytest.mark.skipif(RELEASE < (2, 5), reason='torch.distributed.tensor came with PyTorch 2.5')
+@pytest.mark.parametrize('device', ['cpu', 'zeta'])
+def test_functional_collectives_and_dtensor(device):
+    if device == 'zeta' and RELEASE < (2, 13):
+        pytest.skip('functional collectives of older releases have no kernel for PrivateUse1')
+    check(run_ranks(functional, 2, device))
+
+
+def refused(device):
+    """What cannot be done, by the message of each."""
+    where = start(device, timeout=3)
+    rank = torch_dist.get_rank()
+    says = {}
+
+    def note(name, function):
+        try:
+            function()
+            says[name] = 'accepted'
+        except RuntimeError as error:
+            says[name] = str(error)
+
+    near, far = torch.ones(2), torch.ones(2, device=where)
+    note('two devices', lambda: torch_dist.all_gather([near, near.clone()], far))
+    note('count', lambda: torch_dist.all_gather([far.clone()], far))
+    note('rows', lambda: torch_dist.all_gather_into_tensor(torch.ones(3, device=where), far))
+    note('splits', lambda: torch_dist.all_to_all_single(far.clone(), far, [1, 2], [1, 1]))
+    note('scaled', lambda: torch_dist.all_reduce(far, torch_dist._make_nccl_premul_sum(0.5)))
+    child = os.fork()
+    if child == 0:
+        try:
+            torch_dist.all_reduce(far)
+        except RuntimeError as error:
+            os._exit(7 if 'was forked from' in str(error) else 1)
+        os._exit(2)
+    says['fork'] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    torch_dist.group.WORLD.barrier().wait()
+    if rank == 0:
+        note('alone', lambda: torch_dist.all_reduce(far))
+    return says
+
+
+def test_refusals_name_rank_collective_and_shapes():
+    first, second = run_ranks(refused, 2, 'zeta')
+    assert re.match(
+        r'rank 0 of 2: all_gather of \[2\] torch.float32 on cpu, \[2\] torch.float32 on zeta:0: '
+        r'expected tensors of one device, got cpu, zeta:0\. Move them',
+        first['two devices'],
+    )
+    assert 'rank 1 of 2' in second['two devices']
+    assert 'expected 2 tensors, one for each rank, got 1' in first['count']
+    assert '3 rows cannot be divided by 2 ranks' in first['rows']
+    assert 'expected the rows of 2 ranks, 2 together, got [1, 2]' in first['splits']
+    assert 'PREMUL_SUM' in first['scaled']
+    assert first['fork'] == second['fork'] == 7
+    assert first['alone'].startswith(
+        'rank 0 of 2: all_reduce of [2] torch.float32 on zeta:0 failed'
+    )
+    assert 'alone' not in second
+
+
+def test_the_import_registers_and_does_nothing_else():
+    found = run_ranks(registered, 0)[0]
+    assert found['before'] is False
+    assert found['after'] is True
+    assert found['defaults'] == 'as before'
+
+
+def registered():
+    before = 'staged' in torch_dist.Backend.backend_list
+    defaults = dict(torch_dist.Backend.default_device_backend_map)
+    import mmdevplug.staged
+
+    mmdevplug.staged.register()  # a second time
+    same = torch_dist.Backend.default_device_backend_map == defaults
+    return dict(
+        before=before,
+        after='staged' in torch_dist.Backend.backend_list,
+        defaults='as before' if same else 'changed',
+    )
+
+
+WITHOUT_MMENGINE = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == 'mmengine':
+            raise ModuleNotFoundError("No module named 'mmengine'", name='mmengine')
+
+sys.meta_path.insert(0, Hidden())
+import mmdevplug.staged
+import torch
+from torch import distributed as torch_dist
+
+torch_dist.init_process_group('staged', init_method='file://' + sys.argv[1], rank=0, world_size=1)
+tensor = torch.ones(2)
+torch_dist.all_reduce(tensor)
+assert tensor.tolist() == [1, 1]
+print(sorted(name for name in sys.modules if name.startswith('mmdevplug')))
+import mmdevplug
+mmdevplug.base_config
+"""
+
+
+def test_it_needs_nothing_of_mmengine(tmp_path):
+    done = subprocess.run(
+        [sys.executable, '-c', WITHOUT_MMENGINE, str(tmp_path / 'store')],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    own = ['', '.errors', '.staged', *(f'.staged.{name}' for name in MODULES), '.version']
+    assert done.stdout.strip() == str([f'mmdevplug{name}' for name in own])
+    last = done.stderr.strip().splitlines()[-1]
+    assert 'ModuleNotFoundError: mmdevplug extends MMEngine, and ' in last
