@@ -9,13 +9,13 @@ sys.path.insert(0, str(DOCS.parent))
 from mmdevplug.utils import patched_symbols as listed  # noqa: E402
 
 SCRIPT = """```python
-from mmdevplug.patches.collectives import restore_collectives
+from mmdevplug.patches.barrier import restore_barrier
 from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
 from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.utils.patching import active_patches
 
 print([str(patch.symbol) for patch in active_patches()])
-for restore in (restore_mmengine, restore_collectives, restore_mmcv_ops):
+for restore in (restore_mmengine, restore_barrier, restore_mmcv_ops):
     restore()
 ```"""
 
@@ -29,7 +29,7 @@ PERIODS = {
     ),
     listed.VIDEOS: ('已导入 mmdet 的多 rank 运行开始', '`restore_mmengine()`'),
     listed.FLEXIBLE_RUNNER: ('`DeviceStrategy` 启动', '`restore_mmengine()`'),
-    listed.PROCESS_GROUP: ('`init_device()`，且后端不接收设备张量', '`restore_collectives()`'),
+    listed.PROCESS_GROUP: ('`init_device()`，且 PyTorch 找不到加速器', '`restore_barrier()`'),
     listed.MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
     listed.LOADING: ('开始加载检查点，或 `init_weights()` 开始', '该操作结束'),
     listed.PLANNING: ('开始在 meta 设备上测量模型', '该操作结束'),
@@ -48,7 +48,6 @@ PERIODS = {
 
 _CLASSES = 'MMEngine 以 `weights_only=True` 加载，并登记自己的类。'
 _CLOCK = 'MMEngine 的 `TimeCounter` 同步任意加速器。'
-_GROUP = 'MMEngine 向进程组询问其接收哪些设备的张量。'
 
 #: Reason and condition in Chinese, by the first symbol of a row.
 REASONS = {
@@ -67,14 +66,6 @@ REASONS = {
     'mmengine.config.config.FormatCode': (
         '作业启动时 MMEngine 把配置格式化五次，每次最多需要一秒；替换后的函数记住上一次的文本。',
         'MMEngine 保留未改变的配置的文本。',
-    ),
-    'mmengine.dist.utils.get_comm_device': (
-        '对未列出的后端，它选择主机张量，而厂商的后端拒绝这些张量。',
-        _GROUP,
-    ),
-    'mmengine.dist.dist.get_comm_device': (
-        '该模块按名称导入了 `mmengine.dist.utils` 中的函数。',
-        _GROUP,
     ),
     'mmengine.dist.dist.collect_results_cpu': (
         '指标通过文件夹收集结果，而各主机未必共享该文件夹，也未必能写入；'
@@ -129,10 +120,6 @@ REASONS = {
         'FlexibleRunner 不把钩子、日志和错误告知 strategy；使用其他 strategy 时，'
         '替换后的方法调用 MMEngine 的方法。',
         'FlexibleRunner 为此提供可由 strategy 覆盖的方法。',
-    ),
-    'torch.distributed.all_reduce': (
-        '模型用设备张量调用它，而后端拒绝这些张量；替换后的函数经由主机传输。',
-        '装有支持该设备的原生后端。',
     ),
     'torch.distributed.barrier': (
         '它向 PyTorch 询问加速器，而厂商未注册 `PrivateUse1HooksInterface` 时会失败；'

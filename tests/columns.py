@@ -83,8 +83,8 @@ def device_of(accelerator, rank, ranks=2):
 
 
 def staged(accelerator):
-    """Whether gradients pass through the host."""
-    return accelerator in ('zeta', 'xla', 'gcu', 'lazy')
+    """Whether gradients are averaged when backward has ended, and not by PyTorch's DDP."""
+    return accelerator in ('xla', 'gcu', 'lazy')
 
 
 def amp_wrapper(accelerator):

@@ -38,16 +38,14 @@ def _follow_backward():
     from mmdevplug.gradients import (
         buckets,
         ddp_hook,
-        host_staging,
         lazy_staging,
         nonfinite,
-        overlapped_staging,
-        reduction,
     )
     from mmdevplug.model import batch_statistics, deferred_norm, normalize
+    from mmdevplug.staged import host_buffers, process_group, shared_sum, work
 
     normalization = (batch_statistics, deferred_norm, normalize)
-    staging = (buckets, host_staging, lazy_staging, overlapped_staging, reduction)
+    staging = (buckets, lazy_staging, host_buffers, process_group, shared_sum, work)
     for module in (ddp_hook, nonfinite, *normalization, *staging):
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__:

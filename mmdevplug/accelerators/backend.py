@@ -7,6 +7,7 @@ import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.errors import LaunchError, first_line
+from mmdevplug.staged import process_group as staged
 from mmdevplug.utils.logs import log_warning
 
 from . import HOST_BACKENDS, Accelerator, registered_device_types
@@ -25,6 +26,7 @@ def available_backends() -> List[str]:
         'ucc': getattr(torch_dist, 'is_ucc_available', lambda: False)(),
         'xccl': getattr(torch_dist, 'is_xccl_available', lambda: False)(),
     }
+    staged.register()
     listed = getattr(torch_dist.Backend, 'backend_list', list(present))
     plugged_in = [name for name in listed if name not in present and name != 'undefined']
     return sorted([name for name, there in present.items() if there] + plugged_in)
@@ -35,6 +37,8 @@ def backend_of(group: Any = None) -> str:
 
     Groups of PyTorch 1 have one backend for all tensors: its name.
     """
+    if torch_dist.get_backend(group) == staged.NAME:
+        return staged.NAME  # for every type
     ask = getattr(torch_dist.distributed_c10d, 'get_backend_config', None)
     return str(torch_dist.get_backend(group) if ask is None else ask(group)).lower()
 
@@ -47,14 +51,24 @@ def takes_host_tensors(group: Any = None) -> bool:
     return backend in HOST_BACKENDS or 'cpu' in registered_device_types(backend)
 
 
-def suits_ddp(accelerator: Accelerator, device: torch.device, group: Any = None) -> bool:
-    """Whether PyTorch's DDP can average over a process group. All its ranks call this.
+def waits_for_backward(accelerator: Accelerator, backend: str) -> bool:
+    """Whether gradients are averaged when backward has ended, and not by PyTorch's DDP.
+
+    So it is where tensors of a lazy device, which a copy during backward would have computed,
+    travel through the host.
+    """
+    native = backend not in HOST_BACKENDS and accelerator.takes_tensors(backend)
+    return accelerator.lazy and not native
+
+
+def suits_native_ddp(accelerator: Accelerator, device: torch.device, group: Any = None) -> bool:
+    """Whether PyTorch's DDP can average over a native process group. All its ranks call this.
 
     Raises:
         LaunchError: If it cannot, and the group takes no host tensors either.
     """
     backend = backend_of(group)
-    if not accelerator.takes_tensors(backend):
+    if backend == staged.NAME or not accelerator.takes_tensors(backend):
         return False
     if accelerator.name in ('cpu', 'cuda', 'xpu'):  # PyTorch's own backends
         return True
@@ -125,7 +139,7 @@ def _names(backend: str, origin: str) -> List[str]:
 def resolve_backend(
     accelerator: Accelerator, forced: Optional[str] = None, configured: Optional[str] = None
 ) -> str:
-    """Choose a backend that works here.
+    """Choose a backend that works here: ``'staged'`` for gloo where it refuses tensors.
 
     Args:
         accelerator (Accelerator): The accelerator of this process.
@@ -137,15 +151,20 @@ def resolve_backend(
         LaunchError: If the requested backend does not work here.
     """
     if forced not in (None, 'auto'):
-        return check_backend(forced, accelerator, 'accelerator.backend')
-    if configured is None:
-        return accelerator.default_backend()
-    try:
-        return check_backend(configured, accelerator, 'env_cfg.dist_cfg.backend')
-    except LaunchError:
-        if forced != 'auto':
-            raise
-        return accelerator.default_backend()
+        chosen = check_backend(forced, accelerator, 'accelerator.backend')
+    elif configured is None:
+        chosen = accelerator.default_backend()
+    else:
+        try:
+            chosen = check_backend(configured, accelerator, 'env_cfg.dist_cfg.backend')
+        except LaunchError:
+            if forced != 'auto':
+                raise
+            chosen = accelerator.default_backend()
+    if chosen == 'gloo' and not accelerator.gloo_takes_tensors:
+        staged.register()
+        return staged.NAME
+    return chosen
 
 
 def with_host_backend(backend: str, accelerator: Accelerator) -> str:

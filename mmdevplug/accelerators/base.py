@@ -12,7 +12,7 @@ from mmdevplug.errors import AcceleratorError, first_line
 from mmdevplug.utils.torch_compat import default_autocast_dtype
 
 #: Backends of torch.distributed for host tensors; what they do with others differs.
-HOST_BACKENDS = ('gloo', 'mpi', 'ucc')
+HOST_BACKENDS = ('gloo', 'mpi', 'ucc', 'staged')
 
 
 def devices_of(tensors: Iterable[Tensor]) -> List[torch.device]:
@@ -356,6 +356,8 @@ class Accelerator(ABC):
         if ':' in backend:
             by_device = dict(part.split(':', 1) for part in backend.split(','))
             backend = by_device.get(self.device_type, '')
+        if backend == 'staged':
+            return True
         if backend == 'gloo':
             return self.gloo_takes_tensors
         if backend == self.native_backend:

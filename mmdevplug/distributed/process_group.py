@@ -23,8 +23,10 @@ from mmdevplug.accelerators import (
     set_device_context,
 )
 from mmdevplug.accelerators.backend import (
+    KNOWN_TO_MMENGINE,
     backend_of,
     resolve_backend,
+    takes_host_tensors,
     with_host_backend,
 )
 from mmdevplug.accelerators.compilation_cache import start_compilation_cache
@@ -54,6 +56,7 @@ from mmdevplug.fault_tolerance.store_barrier import (
     next_meeting,
     run_on_every_rank,
 )
+from mmdevplug.utils.logs import log_warning
 
 #: In seconds, 31 years, for infinite ones: nanoseconds of it fit into 64 bits.
 LONGEST_TIMEOUT = 1e9
@@ -152,6 +155,14 @@ def start_distributed(
         name = torch_dist.get_backend()
         if name == 'undefined':  # that of init_process_group() without a backend
             name = backend_of()
+        _check_host_tensors(name, choice.accelerator)
+        if name == 'gloo' and not choice.accelerator.gloo_takes_tensors:
+            log_warning(
+                f"a process group of 'gloo' exists, which takes no tensors of "
+                f'{choice.accelerator.device_type}: gradients are averaged by a group of their '
+                f'own, but collectives that the model calls itself fail. Start it with '
+                f"init_process_group('staged'), after import mmdevplug.staged."
+            )
     elif launcher != 'none':
         name = run_on_every_rank(
             store,
@@ -176,6 +187,17 @@ def start_distributed(
     set_device_context(context)
     enter_phase('after set-up')
     return context
+
+
+def _check_host_tensors(backend: str, accelerator: Accelerator) -> None:
+    """Refuse a group of somebody else over which MMEngine's messages cannot travel."""
+    if takes_host_tensors() or KNOWN_TO_MMENGINE.get(backend) == accelerator.device_type:
+        return
+    raise LaunchError(
+        f'a process group of {backend!r} exists, which takes no tensors of the host; MMEngine '
+        f'sends its messages in these with a backend that it does not know. Start it with '
+        f"init_process_group('cpu:gloo,{accelerator.device_type}:{backend}'), or leave it to us."
+    )
 
 
 def _start_group(
@@ -307,7 +329,8 @@ def _use_loopback(env: LaunchEnv, backend: str) -> None:
     By itself gloo looks up the host's name, which fails on many machines and otherwise listens on
     a network that the job does not need.
     """
-    if 'gloo' not in backend or not env.single_host or 'GLOO_SOCKET_IFNAME' in os.environ:
+    by_gloo = 'gloo' in backend or backend == 'staged'
+    if not by_gloo or not env.single_host or 'GLOO_SOCKET_IFNAME' in os.environ:
         return
     loopback = [name for _, name in socket.if_nameindex() if name in ('lo', 'lo0')]
     if loopback:

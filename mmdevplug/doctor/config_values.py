@@ -86,7 +86,7 @@ def _process_group(
     except DevPlugError as error:
         yield _error(str(error), f"accelerator = dict(type={accelerator.name!r}, backend='auto')")
         return
-    staged = '' if accelerator.takes_tensors(backend) else ', by way of the host'
+    staged = ', by way of the host' if backend == 'staged' else ''
     found = f'accelerator {accelerator.name!r} with backend {backend!r}: gradients are averaged'
     yield section.ok(found + staged)
 

@@ -13,7 +13,7 @@ from typing import Any, Iterator, List, Optional, Tuple
 from torch import distributed as torch_dist
 
 from mmdevplug.environments.launch import LaunchEnv
-from mmdevplug.errors import DevPlugError, RankFailedError, first_line
+from mmdevplug.errors import DevPlugError, RankFailedError, StagedError, first_line
 from mmdevplug.utils.torch_compat import LockedStore, lets_threads_share_stores
 
 from .abort import shorten_tracebacks
@@ -110,7 +110,9 @@ def fail_together(stage: str, group: Any = None) -> Iterator[None]:
                 error._mmdevplug_stage = getattr(error, '_mmdevplug_stage', stage)
                 raise
             lost = isinstance(error, RuntimeError) and _COMMUNICATION.search(str(error))
-            if lost and not isinstance(error, DevPlugError):  # ours may well name a backend
+            # Others of ours may well name a backend.
+            ours = isinstance(error, DevPlugError) and not isinstance(error, StagedError)
+            if lost and not ours:
                 raise _watch.explain(error) from error
             error._mmdevplug_reported = True
             _watch.report_error(error, getattr(error, '_mmdevplug_stage', stage))

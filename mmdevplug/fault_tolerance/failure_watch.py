@@ -442,7 +442,7 @@ def network_hint(env: LaunchEnv) -> str:
         )
     if 'hccl' in backend:
         return ' If all ranks are well: HCCL_SOCKET_IFNAME names the network interface to use.'
-    if 'gloo' in backend and not env.single_host:
+    if ('gloo' in backend or backend == 'staged') and not env.single_host:
         return (
             ' If all ranks are well: GLOO_SOCKET_IFNAME names the network interface to use on '
             'each host.'

@@ -1,6 +1,6 @@
 """Divide gradients into buckets: pieces of host memory that are averaged in one message each."""
 
-from typing import Dict, List, NamedTuple, Sequence
+from typing import Dict, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -10,15 +10,28 @@ _SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Bucket(NamedTuple):
-    """Hold gradients that are averaged together, in host memory.
+    """Gradients of one dtype that are averaged together."""
 
-    Its methods are those of ``torch.distributed.GradBucket``, for PyTorch's hooks.
-    """
+    dtype: torch.dtype  # on the wire
+    numel: int
+    indices: List[int]  # of the parameters
+    starts: List[int]  # where the gradient of each begins
 
-    flat: Tensor  # one-dimensional
-    views: List[Tensor]  # for each gradient a piece of `flat` in its shape
-    number: int = 0  # index of the bucket in its iteration
-    indices: List[int] = []  # of the parameters
+    def views(self, flat: Tensor, parameters: Sequence[Tensor]) -> List[Tensor]:
+        """For each gradient its piece of a flat tensor, in its shape."""
+        stops = [*self.starts[1:], self.numel]
+        return [
+            view_like(flat[start:stop], parameters[index])
+            for index, start, stop in zip(self.indices, self.starts, stops)
+        ]
+
+
+class HostBucket(NamedTuple):
+    """A bucket with its values, for PyTorch's PowerSGD: the methods of its GradBucket."""
+
+    flat: Tensor
+    views: List[Tensor]
+    number: int  # index of the bucket in its iteration
 
     def buffer(self) -> Tensor:
         return self.flat
@@ -35,51 +48,36 @@ class Bucket(NamedTuple):
         return self.number == 0
 
 
-def numel_by_dtype(parameters: Sequence[Tensor]) -> Dict[torch.dtype, int]:
-    """Count the elements of all gradients in host memory, for each dtype."""
-    sizes: Dict[torch.dtype, int] = {}
-    for parameter in parameters:
-        dtype = _wire_dtype(parameter)
-        sizes[dtype] = sizes.get(dtype, 0) + _wire_numel(parameter)
-    return sizes
+def divide(
+    parameters: Sequence[Tensor],
+    indices: Sequence[int],
+    bucket_bytes: int,
+    compressed_to: Optional[torch.dtype] = None,
+) -> List[Bucket]:
+    """Divide the gradients with these indices, in this order, into buckets.
 
-
-class BucketLayout:
-    """Place gradients in host memory, one tensor for each dtype, see :func:`numel_by_dtype`.
-
-    A bucket is full when it has at least ``bucket_bytes``.
+    A bucket is full when it has at least ``bucket_bytes``. Gradients of float32 travel as
+    ``compressed_to``, if given.
     """
-
-    def __init__(
-        self, parameters: Sequence[Tensor], memory: Dict[torch.dtype, Tensor], bucket_bytes: int
-    ) -> None:
-        self.parameters = parameters
-        self.memory = memory
-        self.bucket_bytes = bucket_bytes
-
-    def divide(self, indices: Sequence[int], after: Sequence[Bucket] = ()) -> List[Bucket]:
-        """Divide the gradients with these indices, in this order, into buckets.
-
-        The buckets ``after`` occupy the first part of the memory, and their numbers come first.
-        """
-        buckets: List[Bucket] = []
-        # float32 first: PowerSGD counts iterations by the bucket with number 0.
-        for dtype in sorted(self.memory, key=lambda dtype: dtype != torch.float32):
-            memory = self.memory[dtype]
-            start = end = sum(b.flat.numel() for b in after if b.flat.dtype == dtype)
-            group: List[int] = []
-            chosen = [i for i in indices if _wire_dtype(self.parameters[i]) == dtype]
-            for index in chosen:
-                group.append(index)
-                end += _wire_numel(self.parameters[index])
-                full = (end - start) * memory.element_size() >= self.bucket_bytes
-                if full or index == chosen[-1]:
-                    flat, parameters = memory[start:end], [self.parameters[i] for i in group]
-                    pieces = flat.split([_wire_numel(parameter) for parameter in parameters])
-                    views = [_view_like(piece, p) for piece, p in zip(pieces, parameters)]
-                    buckets.append(Bucket(flat, views, len(after) + len(buckets), group))
-                    group, start = [], end
-        return buckets
+    by_dtype: Dict[torch.dtype, List[int]] = {}
+    for index in indices:
+        by_dtype.setdefault(_wire_dtype(parameters[index]), []).append(index)
+    buckets: List[Bucket] = []
+    # float32 first: PowerSGD counts iterations by the bucket with number 0.
+    for dtype in sorted(by_dtype, key=lambda each: each != torch.float32):
+        wire = compressed_to if compressed_to is not None and dtype == torch.float32 else dtype
+        element_size = torch.empty(0, dtype=dtype).element_size()
+        group: List[int] = []
+        starts: List[int] = []
+        numel = 0
+        for index in by_dtype[dtype]:
+            group.append(index)
+            starts.append(numel)
+            numel += wire_numel(parameters[index])
+            if numel * element_size >= bucket_bytes or index == by_dtype[dtype][-1]:
+                buckets.append(Bucket(wire, numel, group, starts))
+                group, starts, numel = [], [], 0
+    return buckets
 
 
 def _wire_dtype(parameter: Tensor) -> torch.dtype:
@@ -88,11 +86,13 @@ def _wire_dtype(parameter: Tensor) -> torch.dtype:
     return _SUMMED_IN.get(parameter.dtype, parameter.dtype)
 
 
-def _wire_numel(parameter: Tensor) -> int:
+def wire_numel(parameter: Tensor) -> int:
+    """The number of real values of a gradient."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-def _view_like(piece: Tensor, parameter: Tensor) -> Tensor:
+def view_like(piece: Tensor, parameter: Tensor) -> Tensor:
+    """View a flat piece of a bucket in the shape of a gradient."""
     if parameter.is_complex():
         return torch.view_as_complex(piece.view(*parameter.shape, 2))
     return piece.view(parameter.shape)

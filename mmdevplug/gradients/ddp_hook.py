@@ -1,16 +1,17 @@
 """Average the buckets of PyTorch's DDP: compress, check for NaN, and count bytes."""
 
 import time
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes
+from mmdevplug.errors import ModelError, first_line
+from mmdevplug.staged.process_group import StagedProcessGroup
 
-from .buckets import Bucket
-from .compression import Compression, HalfCompression
+from .buckets import HostBucket
+from .compression import HALVES, Compression, PowerSGD, half_hook
 from .nonfinite import (
     FinitePolicy,
     is_marked_nonfinite,
@@ -19,13 +20,22 @@ from .nonfinite import (
     scale_and_check,
 )
 
-_HALF_HOOKS = {torch.float16: 'fp16_compress_hook', torch.bfloat16: 'bf16_compress_hook'}
+
+class _Started(NamedTuple):
+    """A bucket that is averaged on the host, and what DDP waits for."""
+
+    work: Any
+    flat: Tensor
+    future: torch.futures.Future
+    watched: bool  # whether NaN matters
+    named: List[Tuple[nn.Parameter, Tensor]]  # parameters and gradients, if it does
 
 
 class BucketAveraging:
     """Average buckets, as a communication hook of PyTorch's DDP.
 
-    To compress to half precision, PyTorch's hook is used where the backend adds up that dtype.
+    On a group that averages on the host, the backward pass waits for all buckets at its end, in
+    its own thread. To compress, PyTorch's hooks are used.
     """
 
     def __init__(
@@ -34,50 +44,68 @@ class BucketAveraging:
         group: Any,
         compression: Optional[Compression],
         policy: FinitePolicy,
+        waits_inside: bool = False,
     ) -> None:
         self.group = group
-        self.world_size = torch_dist.get_world_size(group)
+        self.world_size = group.size()
         self.compression = compression
         self.policy = policy
+        # DDP does, in the first iteration of a graph that it takes for static.
+        self._waits_inside = waits_inside
         self._parameters = [parameter for _, parameter in named_parameters]
         self._names: Dict[int, str] = {id(parameter): name for name, parameter in named_parameters}
-        self._half_hook = self._find_half_hook()
+        if isinstance(compression, str):
+            self._check_half(compression)
         self._begin_iteration()
 
-    def _find_half_hook(self) -> Any:
-        if not isinstance(self.compression, HalfCompression):
-            return None
-        dtype = self.compression.dtype
+    def _check_half(self, kind: str) -> None:
+        """Refuse a type that the backend does not add up, in a collective of all ranks."""
         device = self._parameters[0].device
         try:
-            torch_dist.all_reduce(torch.zeros(1, dtype=dtype, device=device), group=self.group)
-        except RuntimeError:
-            return None  # gloo of this release does not add up this dtype; ours is used.
-        return getattr(default_hooks, _HALF_HOOKS[dtype], None)
+            torch_dist.all_reduce(
+                torch.zeros(1, dtype=HALVES[kind], device=device), group=self.group
+            )
+        except RuntimeError as error:
+            raise ModelError(
+                f'model_wrapper_cfg.grad_compression={kind!r}: the backend of the process group '
+                f'does not add up {HALVES[kind]} on {device} ({first_line(error)}). Set '
+                f"grad_compression='none' or 'powersgd'."
+            ) from error
 
     def _begin_iteration(self) -> None:
         self._in_iteration = False
         self._found: List[str] = []
         self._not_finite = False
         self._messages = 0
-        self._sent = self._shared = 0.0
-        self._started = self._last_started = self._completed = 0.0
+        self._sent = 0.0
+        self._begun = self._last_begun = self._completed = 0.0
+        self._started: List[_Started] = []
+        self._before = self._exchanged()
+
+    def _exchanged(self) -> Tuple[int, int]:
+        on_host = isinstance(self.group, StagedProcessGroup)
+        return self.group.exchanged() if on_host else (0, 0)
 
     # Without annotations: DDP accepts only those of its release.
     def hook(self, state, bucket):
         """Average a bucket; returns a future."""
         self._enter_iteration()
-        flat = bucket.buffer()
-        compressible = flat.dtype == torch.float32 and not flat.is_sparse
-        scaled_by_hook = self._half_hook is not None and compressible
-        self._scale(bucket, 1.0 if scaled_by_hook else 1 / self.world_size)
         self._messages += 1
-        average = self._half_hook if scaled_by_hook else self._average
-        future = average(self.group, bucket).then(lambda done: self._complete(done.value()))
-        self._last_started = time.perf_counter()
-        if scaled_by_hook:
-            self._sent += all_reduce_bytes(flat.numel() * 2, self.world_size)
-        return future
+        flat = bucket.buffer()
+        plain = flat.is_floating_point() and not flat.is_sparse
+        if plain and self.compression is None and isinstance(self.group, StagedProcessGroup):
+            return self._average_on_host(bucket, flat)
+        compressible = self.compression is not None and flat.dtype == torch.float32 and plain
+        # PyTorch's hooks divide by themselves.
+        self._scale(bucket, 1.0 if compressible else 1 / self.world_size)
+        if compressible:
+            future = self._compress(bucket)
+        else:
+            self._sent += self._bytes_of(flat)
+            work = torch_dist.all_reduce(flat, group=self.group, async_op=True)
+            future = work.get_future().then(lambda done: done.value()[0])
+        self._last_begun = time.perf_counter()
+        return future.then(lambda done: self._complete(done.value()))
 
     def _enter_iteration(self) -> None:
         if self._in_iteration:
@@ -87,7 +115,41 @@ class BucketAveraging:
         except RuntimeError:
             return  # no backward: a rank that has left DDP's `join` answers the others
         self._in_iteration = True
-        self._started = time.perf_counter()
+        self._begun = time.perf_counter()
+
+    def _average_on_host(self, bucket: Any, flat: Tensor) -> torch.futures.Future:
+        watched = self.policy.active and self._in_iteration
+        work = self.group.average(flat, keeps_nonfinite=watched)
+        if not work.shared:
+            self._sent += self._bytes_of(flat)
+        self._last_begun = time.perf_counter()
+        named = list(zip(bucket.parameters(), bucket.gradients())) if watched else []
+        started = _Started(work, flat, torch.futures.Future(), watched, named)
+        if self._waits_inside or not self._in_iteration:
+            future = work.get_future().then(lambda _: flat)
+            if self._in_iteration:
+                self._started.append(started)
+            return future
+        self._started.append(started)
+        return started.future
+
+    def _compress(self, bucket: Any) -> torch.futures.Future:
+        flat = bucket.buffer()
+        if isinstance(self.compression, PowerSGD):
+            # Waits at once: the hook starts collectives when others end, so with several buckets
+            # in progress their order would differ between ranks.
+            in_parts = HostBucket(flat, bucket.gradients(), bucket.index())
+            result, sent = self.compression.bytes_of(
+                flat.numel(),
+                self.world_size,
+                lambda: self.compression.average(self.group, in_parts).wait(),
+            )
+            self._sent += sent
+            future: torch.futures.Future = torch.futures.Future()
+            future.set_result(result)
+            return future
+        self._sent += all_reduce_bytes(flat.numel() * 2, self.world_size)
+        return half_hook(self.compression)(self.group, bucket)
 
     def _scale(self, bucket: Any, factor: float) -> None:
         flat = bucket.buffer()
@@ -101,19 +163,8 @@ class BucketAveraging:
         elif factor != 1.0:
             flat.mul_(factor)
 
-    def _average(self, group: Any, bucket: Any) -> Any:
-        flat = bucket.buffer()
-        if self.compression is None or flat.dtype != torch.float32 or flat.is_sparse:
-            self._sent += self._bytes_without_compression(flat)
-            work = torch_dist.all_reduce(flat, group=group, async_op=True)
-            return work.get_future().then(lambda done: done.value()[0])
-        in_host_memory = Bucket(flat, bucket.gradients(), bucket.index())
-        self._sent += _run(self.compression.all_reduce(in_host_memory, group))
-        future: torch.futures.Future = torch.futures.Future()
-        future.set_result(flat)
-        return future
-
-    def _bytes_without_compression(self, flat: Tensor) -> float:
+    def _bytes_of(self, flat: Tensor) -> float:
+        """Bytes that this rank sends for a bucket."""
         if not flat.is_sparse:
             return all_reduce_bytes(flat.numel() * flat.element_size(), self.world_size)
         # gloo gathers the indices and the values of all ranks, and each adds them up.
@@ -123,38 +174,42 @@ class BucketAveraging:
     def _complete(self, flat: Tensor) -> Tensor:
         self._completed = time.perf_counter()
         if self.policy.active:
-            overflows = self._half_hook is not None and self.compression.dtype == torch.float16
+            overflows = self.compression == 'fp16'
             if is_marked_nonfinite(flat) or (overflows and scale_and_check(flat, 1.0)):
                 self._not_finite = True
         return flat
 
     def _wait_for_ddp(self) -> None:
+        # Before DDP's own callback, which waits for the futures.
+        for started in self._started:
+            started.work.wait()
+            if not self._waits_inside:
+                started.future.set_result(started.flat)
+            if started.watched and not started.work.finite:
+                self._not_finite = True
+                named = [(self._names[id(p)], own) for p, own in started.named]
+                self._found += names_of_nonfinite(named)
+        if self._started:
+            self._completed = time.perf_counter()
         # After DDP's own callback, queued by now, which copies the averages to the gradients.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
+        sent, shared = (now - then for then, now in zip(self._before, self._exchanged()))
         TRAFFIC.record(
             'gradients',
-            sent=self._sent,
-            shared=self._shared,
-            seconds=self._completed - self._started,
-            waited=max(0.0, self._completed - self._last_started),
+            sent=self._sent + sent,
+            shared=shared,
+            seconds=self._completed - self._begun,
+            waited=max(0.0, self._completed - self._last_begun),
             messages=self._messages,
         )
         found, not_finite = self._found, self._not_finite
         self._begin_iteration()
         if not_finite:
-            self.policy.apply(found)
+            order = list(self._names.values())
+            self.policy.apply(sorted(found, key=lambda text: order.index(text.split(' ')[0])))
             for parameter in self._parameters:
                 parameter.grad = None
-            if self.compression is not None:
+            if isinstance(self.compression, PowerSGD):
                 self.compression.reset()
-
-
-def _run(steps: Any) -> float:
-    """Run a generator to its end and return its value."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value

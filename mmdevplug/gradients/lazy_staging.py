@@ -5,54 +5,296 @@ records which parameters it used. At its end the device is materialized once, an
 one batched fetch and one batched send.
 """
 
-from typing import Any, Callable, Optional, Sequence
+import threading
+import time
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from mmdevplug.accelerators import Accelerator, devices_of
 from mmdevplug.distributed.byte_exchange import group_by_bytes
+from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
+from mmdevplug.errors import ModelError
+from mmdevplug.staged.process_group import StagedProcessGroup
+from mmdevplug.staged.shared_sum import SharedSum
+from mmdevplug.utils.pytree import tensors_in
 
-from .host_staging import BUCKET_BYTES, HostStaging
+from .buckets import Bucket, HostBucket, divide
+from .compression import HALVES, PowerSGD
+from .nonfinite import FinitePolicy, names_of_nonfinite
 
+#: Size of a message.
+BUCKET_BYTES = 8 << 20
 #: A batched fetch allocates host memory: at most this, or one gradient, so that it is still in the
 #: processor's cache when it is copied on.
 FETCH_BYTES = 2 << 20
 
 
-class LazyStaging(HostStaging):
-    """Average gradients through host memory at the end of backward.
+class _Started(NamedTuple):
+    """A bucket that is being averaged, and its memory."""
 
-    For lazy devices (XLA, T20), and for models that are spread over several devices of any kind:
-    backward has a thread for each device, but all ranks have to start buckets in the same order.
+    bucket: Bucket
+    average: Any  # a SharedSum or a HostSum
+
+
+class LazyStaging:
+    """Average gradients over ranks through host memory, when backward has ended.
+
+    All ranks agree on the parameters that were used. A parameter that no rank used keeps ``.grad``
+    as it is. One that some ranks used counts as zero on the others, as under DDP with
+    ``find_unused_parameters=True``.
+
+    Args:
+        named_parameters (Sequence[Tuple[str, nn.Parameter]]): What is trained.
+        accelerator (Accelerator): That of the parameters.
+        group (StagedProcessGroup): Averages in host memory.
+        bucket_bytes (int, optional): Size of a message. Defaults to None: 8 MB or less.
+        compression (str or PowerSGD, optional): ``'bf16'`` or ``'fp16'``, or PyTorch's PowerSGD.
+        policy (FinitePolicy, optional): For NaN. Defaults to None: it ends the training.
+        before (LazyStaging, optional): What it stands in for.
+
+    Attributes:
+        finite (bool): Whether the last averages were finite, the same on all ranks.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        named_parameters: Sequence[Tuple[str, nn.Parameter]],
+        accelerator: Accelerator,
+        group: StagedProcessGroup,
+        bucket_bytes: Optional[int] = None,
+        compression: Any = None,
+        policy: Optional[FinitePolicy] = None,
+        before: Optional['LazyStaging'] = None,
+    ) -> None:
+        self.names = [name for name, _ in named_parameters]
+        self.parameters = [parameter for _, parameter in named_parameters]
+        self._ids = {id(parameter) for parameter in self.parameters}
+        self.accelerator = accelerator
+        # A model that is spread over several devices has parameters on all of them.
+        self.devices = devices_of(self.parameters)
+        self.group = group
+        self.policy = FinitePolicy('stop') if policy is None else policy
+        self.finite = True
+        self.compression = compression
+        self._lock = threading.Lock()
+        self._synchronize = False
+        size = sum(p.numel() * p.element_size() for p in self.parameters)
+        # All buckets wait for backward, so a small last one hides nothing and costs its barriers.
+        even = -(-size // max(1, round(size / BUCKET_BYTES)))
+        self._bucket_bytes = bucket_bytes or even
+        self._divided: Optional[Tuple[List[int], List[Bucket]]] = None
+        #: Where ranks do not share memory: as much as all gradients of a dtype need.
+        self._memory: Dict[torch.dtype, Tensor] = {}
         self._begin_iteration()
+        if before is not None:
+            for hook in before._hooks:
+                hook.remove()
+            # It may have seen gradients to be accumulated.
+            used = {id(p) for p, is_used in zip(before.parameters, before._used) if is_used}
+            self._used = [id(parameter) in used for parameter in self.parameters]
         self._hooks = [
             parameter.register_hook(lambda _, index=index: self._mark_used(index))
             for index, parameter in enumerate(self.parameters)
         ]
 
-    def _default_bucket_bytes(self) -> int:
-        # All buckets wait for backward, so a small last one hides nothing and costs its barriers.
-        return -(-self._bytes // max(1, round(self._bytes / BUCKET_BYTES)))
+    def covers(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether the gradients of all these parameters are averaged here."""
+        return self._ids.issuperset(map(id, parameters))
+
+    def prepare(self, outputs: Any, synchronize: bool) -> None:
+        """Prepare for the backward pass that follows; it averages unless under ``no_sync``."""
+        self._synchronize = synchronize
+        self._queued = False
+        if synchronize:
+            # Not only hooks of parameters: these may run inside the inner backward of a
+            # checkpointed segment, whose end is not the end of backward.
+            for tensor in tensors_in(outputs):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._queue_finish)
+
+    def _queue_finish(self, _: Any = None) -> None:
+        with self._lock:
+            is_due = self._synchronize and not self._queued
+            self._queued = self._queued or is_due
+        if is_due:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _begin_iteration(self) -> None:
+        self._used = [False] * len(self.parameters)
+        self._started: List[_Started] = []
+        self._queued = False
+
+    def _mark_used(self, index: int) -> None:
+        self._used[index] = True
+        self._queue_finish()
 
     def _finish(self) -> None:
         with torch.no_grad():
-            # Nothing is fetched before backward has ended, so no gradient is fetched too early.
-            used, _ = self._agree([False] * len(self.parameters))
-            for bucket in self._divide([index for index, is_used in enumerate(used) if is_used]):
-                self._start(bucket)
-            self._end_iteration(self._send_averages(used))
+            used = self._materialize_and_agree()
+            begin = time.perf_counter()
+            before = self.group.exchanged()
+            for number, bucket in enumerate(self._divide(used)):
+                self._start(bucket, number)
+            nonfinite = self._send_averages(used)
+            if self._started:
+                sent, shared = (b - a for a, b in zip(before, self.group.exchanged()))
+                seconds = time.perf_counter() - begin
+                TRAFFIC.record(
+                    'gradients',
+                    sent=sent + sum(self._bytes_by_messages(each) for each in self._started),
+                    shared=shared,
+                    seconds=seconds,
+                    waited=seconds,
+                    messages=len(self._started),
+                )
+            self._begin_iteration()
+            self.finite = not nonfinite
+            if nonfinite and not self.policy.suspended:
+                self._refuse(nonfinite)
 
-    def _fetch(
-        self, gradients: Sequence[Tensor], views: Sequence[Tensor]
-    ) -> Optional[Callable[[], None]]:
-        if not self.accelerator.lazy:
-            return super()._fetch(gradients, views)
+    def _materialize_and_agree(self) -> List[bool]:
+        """Compute the gradients, and return which parameters any rank used."""
+        flags = torch.tensor(self._used, dtype=torch.int32)
+        agreed = self.group.allreduce([flags])
+        gradients = [p.grad for p, here in zip(self.parameters, self._used) if here]
+        # The all-reduce runs while a lazy device computes.
+        self.accelerator.materialize_all(self.devices, gradients)
+        with waiting('gradients'):
+            agreed.wait()
+        return (flags > 0).tolist()
+
+    def _divide(self, used: Sequence[bool]) -> List[Bucket]:
+        """Divide the gradients into buckets, which rarely change between iterations."""
+        indices = [index for index, is_used in enumerate(used) if is_used]
+        if self._divided is None or self._divided[0] != indices:
+            if isinstance(self.compression, PowerSGD):
+                self.compression.reset()
+            half = HALVES.get(self.compression) if isinstance(self.compression, str) else None
+            buckets = divide(self.parameters, indices, self._bucket_bytes, half)
+            self._divided = indices, buckets
+            sizes = [_size_of(each) for each in buckets]
+            self.group.make_room(sum(sizes), self.devices[0].type)
+            self._memory = {}
+        return self._divided[1]
+
+    def _start(self, bucket: Bucket, number: int) -> None:
+        """Fetch a bucket and start to average it."""
+        powersgd = isinstance(self.compression, PowerSGD) and bucket.dtype == torch.float32
+        room = self._room(bucket)
+        average = (
+            self.compression.open(room(), self.group)  # type: ignore[union-attr]
+            if powersgd
+            else self.group.begin_sum(bucket.numel, bucket.dtype, self.devices[0].type, room)
+        )
+        views = bucket.views(average.own, self.parameters)
+        here = [place for place, index in enumerate(bucket.indices) if self._used[index]]
+        if len(here) < len(bucket.indices):
+            average.own.zero_()
+        gradients = [self._dense_gradient(bucket.indices[place]) for place in here]
+        self._fetch(gradients, [views[place] for place in here])
+        if powersgd:
+            average.bucket = HostBucket(average.own, views, number)
+        average.start(average=True)
+        self._started.append(_Started(bucket, average))
+
+    def _room(self, bucket: Bucket) -> Any:
+        """A function that returns memory for a bucket beside those that have started."""
+
+        def room() -> Tensor:
+            memory = self._memory.get(bucket.dtype)
+            if memory is None:
+                buckets = self._divided[1] if self._divided is not None else []
+                numel = sum(each.numel for each in buckets if each.dtype == bucket.dtype)
+                pinned = self.accelerator.pins_memory()
+                memory = torch.empty(numel, dtype=bucket.dtype, pin_memory=pinned)
+                self._memory[bucket.dtype] = memory
+            start = sum(
+                each.bucket.numel for each in self._started if each.bucket.dtype == bucket.dtype
+            )
+            return memory[start : start + bucket.numel]
+
+        return room
+
+    def _dense_gradient(self, index: int) -> Tensor:
+        gradient = self.parameters[index].grad
+        if gradient.is_sparse:
+            raise ModelError(
+                f'parameter {self.names[index]!r} has a sparse gradient, which cannot be '
+                f'averaged through the host; build its module with sparse=False.'
+            )
+        return gradient
+
+    def _fetch(self, gradients: Sequence[Tensor], views: Sequence[Tensor]) -> None:
         first = 0
         for part in group_by_bytes(views, FETCH_BYTES):
             self.accelerator.copy_to_host(gradients[first : first + len(part)], part)
             first += len(part)
-        return None
+
+    def _send_averages(self, used: Sequence[bool]) -> List[Bucket]:
+        """Send the averages to the device, and return the buckets that are not finite.
+
+        Those are not sent, so the device still has this rank's own gradients.
+        """
+        nonfinite = []
+        for bucket, average in self._started:
+            average.wait()
+            ignored = not self.policy.active and not self.policy.suspended
+            if not average.finite and not ignored:
+                nonfinite.append(bucket)
+            # A gradient scaler checks the averages on the device.
+            if average.finite or ignored or self.policy.suspended:
+                self._send(bucket, average, used)
+            average.close()
+        return nonfinite
+
+    def _send(self, bucket: Bucket, average: Any, used: Sequence[bool]) -> None:
+        sources, targets = [], []
+        stops = [*bucket.starts[1:], bucket.numel]
+        for index, start, stop in zip(bucket.indices, bucket.starts, stops):
+            if not used[index]:
+                continue
+            parameter = self.parameters[index]
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            sources.append(_in_shape(average.read(start, stop), parameter))
+            targets.append(parameter.grad)
+        self.accelerator.copy_to_device(sources, targets)
+
+    def _bytes_by_messages(self, started: _Started) -> float:
+        """Bytes that this rank sent for a bucket which no rank shared."""
+        if isinstance(started.average, SharedSum):
+            return 0.0
+        sent = getattr(started.average, 'sent', None)
+        size = _size_of(started.bucket)
+        return all_reduce_bytes(size, self.group.size()) if sent is None else sent
+
+    def _refuse(self, nonfinite: Sequence[Bucket]) -> None:
+        """Apply the policy for averages that are not finite."""
+        indices = [
+            index
+            for bucket in nonfinite
+            for index in bucket.indices
+            if self.parameters[index].grad is not None
+        ]
+        fetched = self.accelerator.to_host([self.parameters[i].grad for i in indices])
+        self.policy.apply(
+            names_of_nonfinite([(self.names[i], own) for i, own in zip(indices, fetched)])
+        )
+        # An optimizer skips parameters without a gradient, with momentum and decay.
+        for parameter in self.parameters:
+            parameter.grad = None
+        if isinstance(self.compression, PowerSGD):
+            self.compression.reset()
+
+
+def _size_of(bucket: Bucket) -> int:
+    return bucket.numel * torch.empty(0, dtype=bucket.dtype).element_size()
+
+
+def _in_shape(flat: Tensor, parameter: Tensor) -> Tensor:
+    if parameter.is_complex():
+        return torch.view_as_complex(flat.view(*parameter.shape, 2))
+    flat = flat if flat.dtype == parameter.dtype else flat.to(parameter.dtype)
+    return flat.view(parameter.shape)

@@ -5,7 +5,6 @@ not finite. A rank that finds one puts NaN into the first element of the bucket.
 to all ranks, so that they agree without a further message.
 """
 
-from functools import lru_cache
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
@@ -13,38 +12,19 @@ from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.errors import ModelError
+from mmdevplug.staged.host_buffers import scale
 from mmdevplug.utils.logs import log_warning
 
 
 def scale_and_check(flat: Tensor, factor: float) -> bool:
     """Multiply a real tensor, dense or sparse, in place; return whether it has NaN or infinity."""
-    flat = stored_values(flat)
-    if _has_fused_kernel() and flat.dtype != torch.float64:
-        found = torch.zeros(1, device=flat.device)
-        scale = torch.tensor([factor], device=flat.device)
-        torch._amp_foreach_non_finite_check_and_unscale_([flat], found, scale)
-        return bool(found.item())
-    flat.mul_(factor)
-    # A sum of finite values may overflow, but one of NaN or infinity is never finite.
-    return not torch.isfinite(flat.sum()) and not bool(torch.isfinite(flat).all())
+    return not scale(stored_values(flat), factor)
 
 
 def stored_values(tensor: Tensor) -> Tensor:
     """Return the values that a sparse tensor stores, or a dense tensor itself; no copy."""
     # `values()` takes coalesced tensors alone, and backward makes others.
     return tensor._values() if tensor.is_sparse else tensor
-
-
-@lru_cache(None)
-def _has_fused_kernel() -> bool:
-    """Return whether this PyTorch has the kernel of the gradient scaler for the CPU."""
-    try:
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            [torch.ones(1)], torch.zeros(1), torch.ones(1)
-        )
-    except (RuntimeError, AttributeError):  # NotImplementedError is a RuntimeError
-        return False
-    return True
 
 
 def mark_nonfinite(flat: Tensor) -> None:

@@ -18,7 +18,7 @@ from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import move_module
 from mmdevplug.optim import log_norms
 
-from .host_staging import HostStaging
+from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
 from .trainable_set import check_optimizers, wait_for_change
 from .wrapper import DeviceDistributedDataParallel
@@ -107,7 +107,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         return [part for part in self.module.children() if isinstance(part, _Part)]
 
     @property
-    def staging(self) -> Optional[List[HostStaging]]:
+    def staging(self) -> Optional[List[LazyStaging]]:
         """Return the host staging of each part; None where PyTorch's DDP averages."""
         return [part.staging for part in self.parts if part.staging is not None] or None
 

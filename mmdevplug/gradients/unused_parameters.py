@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Mapping, Set
 from torch import distributed as torch_dist, nn
 
 from mmdevplug.accelerators import Accelerator
-from mmdevplug.accelerators.backend import resolve_backend
+from mmdevplug.accelerators.backend import resolve_backend, waits_for_backward
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import LaunchError, ModelError, first_line
 from mmdevplug.model.prepare import wrapper_config
@@ -101,7 +101,7 @@ def describe_unused(
         backend = resolve_backend(accelerator, forced, dist_cfg.get('backend'))
     except LaunchError:
         return ''  # there is no such job; another check says so
-    staged = not accelerator.takes_tensors(backend)
+    staged = waits_for_backward(accelerator, backend)
     if not names or staged or wrapper.get('find_unused_parameters'):
         return ''
     return (

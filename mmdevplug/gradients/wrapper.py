@@ -14,11 +14,12 @@ from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.accelerators import devices_of
-from mmdevplug.accelerators.backend import suits_ddp
+from mmdevplug.accelerators.backend import suits_native_ddp
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.staged_groups import staged_group
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
@@ -32,18 +33,22 @@ from mmdevplug.model.move import (
 from mmdevplug.model.norm_layers import convert_norm_layers
 from mmdevplug.optim import log_norms, trust_averages
 from mmdevplug.utils.model import list_optim_wrappers
+from mmdevplug.utils.torch_compat import is_at_least
 
-from .compression import make_compression
+from .compression import PowerSGD, make_compression
 from .ddp_hook import BucketAveraging
-from .host_staging import HostStaging
 from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
 from .nonfinite import FinitePolicy
-from .overlapped_staging import OverlappedStaging
-from .shared_buckets import SharedBucketAveraging, cpu_defaults
 from .trainable_set import TrainableSet, check_optimizers, wait_for_change
 from .unused_parameters import refuse_unreduced
-from .wrapper_arguments import check_module, read_options, rename_buffer_option, trainable
+from .wrapper_arguments import (
+    check_module,
+    host_defaults,
+    read_options,
+    rename_buffer_option,
+    trainable,
+)
 
 
 @MODEL_WRAPPERS.register_module()
@@ -82,7 +87,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
     """
 
     #: Averages gradients through host memory; None where PyTorch's DDP averages.
-    staging: Optional[HostStaging] = None
+    staging: Optional[LazyStaging] = None
     #: Whether `train_step` has materialized the iteration; `DeviceHook` resets it.
     step_materialized = False
 
@@ -101,26 +106,38 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         check_module(module)
         own = read_options(DeviceDistributedDataParallel, kwargs)
         chosen, device = rank_device(accelerator)
-        takes_tensors = suits_ddp(chosen, device, process_group)
+        group = torch_dist.group.WORLD if process_group is None else process_group
+        on_host = device.type == 'cpu' or not suits_native_ddp(chosen, device, group)
+        averaging_group = staged_group(group) if on_host else group
+        # The groups that PyTorch 1 does not know suit no DDP.
+        staged = on_host and (chosen.lazy or not (is_at_least('2.0') or chosen.gloo_takes_tensors))
         check_same_model(module, process_group)
         convert_norm_layers(module, chosen, device)
         options = dict(
             broadcast_buffers=broadcast_buffers,
             find_unused_parameters=find_unused_parameters,
-            process_group=process_group,
+            process_group=averaging_group if is_at_least('2.0') else process_group,
         )
-        through_host = device.type == 'cpu' or not takes_tensors
         averaging = dict(
             compression=make_compression(own.grad_compression, trainable(module)),
             policy=FinitePolicy(
-                own.nonfinite_grads or ('stop' if through_host else 'ignore'), process_group
+                own.nonfinite_grads or ('stop' if on_host else 'ignore'), process_group
             ),
         )
-        if takes_tensors:
+        if on_host:
+            averaging_group.shares_memory = {'auto': None}.get(own.hierarchy, own.hierarchy)
+        if staged:
+            averaging['group'] = averaging_group
+            if own.bucket_cap_mb is not None:
+                averaging['bucket_bytes'] = int(own.bucket_cap_mb * 2**20)
+            # Before the move: on the host it takes no copy between devices.
+            broadcast_tensors([*module.parameters(), *module.buffers()], chosen, process_group)
+            self._init_without_reducer(move_module(module, device), device, **options)
+        else:
             move_module(module, device)
-            if chosen.name == 'cpu':
+            if on_host:
                 shares = own.hierarchy and averaging['compression'] is None
-                kwargs = {**cpu_defaults(trainable(module), bool(shares)), **kwargs}
+                kwargs = {**host_defaults(trainable(module), bool(shares)), **kwargs}
             if own.bucket_cap_mb is not None:
                 kwargs['bucket_cap_mb'] = own.bucket_cap_mb
             options = rename_buffer_option(options, chosen, module)
@@ -129,25 +146,19 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             arguments = dict(options, device_ids=device_ids, **kwargs)
             super().__init__(module, **arguments)
             self._ddp_arguments = arguments
-        else:
-            averaging['hierarchy'] = own.hierarchy
-            if own.bucket_cap_mb is not None:
-                averaging['bucket_bytes'] = int(own.bucket_cap_mb * 2**20)
-            # Before the move: on the host it takes no copy between devices.
-            broadcast_tensors([*module.parameters(), *module.buffers()], chosen, process_group)
-            self._init_without_reducer(move_module(module, device), device, **options)
         self.accelerator = chosen
         self.policy = averaging['policy']
         self._averaging = averaging
-        self._hierarchy = own.hierarchy
+        self._averaging_group = averaging_group
+        self._users_group, self._on_host = group, on_host
         self._ddp_averaging: Optional[BucketAveraging] = None
         self._devices = devices_of(module.parameters())
         # After the move, which may have made new parameters.
-        self._trainable = TrainableSet(module, not takes_tensors or find_unused_parameters)
-        if not takes_tensors:
+        self._trainable = TrainableSet(module, staged or find_unused_parameters)
+        if staged:
             self._start_staging()
-        self._hook_is_due = self._hook_is_ours = takes_tensors and (
-            through_host or self.policy.active or averaging['compression'] is not None
+        self._hook_is_due = self._hook_is_ours = not staged and (
+            on_host or self.policy.active or averaging['compression'] is not None
         )
         #: The hook that the user registered, with its state.
         self._users_hook: Optional[Tuple[object, Any]] = None
@@ -187,15 +198,10 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self._start_staging()
 
     def _start_staging(self) -> None:
-        before, named = self.staging, self._trainable.named
-        on_several = len(devices_of([parameter for _, parameter in named])) > 1
-        kind = LazyStaging if self.accelerator.lazy or on_several else OverlappedStaging
         with self._trainable.requiring_gradients():
-            self.staging = kind(
-                named, self.accelerator, self.process_group, before=before, **self._averaging
+            self.staging = LazyStaging(
+                self._trainable.named, self.accelerator, before=self.staging, **self._averaging
             )
-        if before is not None:
-            self.staging.take_over(before)
 
     def _restart_ddp(self) -> None:
         """Build PyTorch's DDP anew, for the parameters that the module has now."""
@@ -227,7 +233,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             ModelError: If the ranks train different parameters, or some are on another device.
             RankFailedError: If other ranks noticed no change.
         """
-        group, before = self.process_group, self._trainable
+        group, before = self._users_group, self._trainable
         self._trainable = TrainableSet(self.module, before.tolerates_unused, before)
         change = self._trainable.describe_change(before)
         if group is torch_dist.group.WORLD:
@@ -246,7 +252,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         else:
             broadcast_tensors(self._trainable.new, self.accelerator, group)
             self._start_staging()
-        if self._averaging['compression'] is not None:
+        if isinstance(self._averaging['compression'], PowerSGD):
             self._averaging['compression'].reset()
         self._loss_checked = False
         print_log(
@@ -275,14 +281,12 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             ):
                 # The backend does not report how long the buckets of DDP take.
                 size = sum(p.numel() * p.element_size() for _, p in self._trainable.named)
-                world_size = torch_dist.get_world_size(self.process_group)
+                world_size = torch_dist.get_world_size(self._users_group)
                 TRAFFIC.record('gradients', sent=all_reduce_bytes(size, world_size))
             return super().forward(*inputs, **kwargs)
         if self.broadcast_buffers and self.require_forward_param_sync:
             with torch.no_grad():
-                broadcast_tensors(
-                    list(self.module.buffers()), self.accelerator, self.process_group
-                )
+                broadcast_tensors(list(self.module.buffers()), self.accelerator, self._users_group)
         with resolving():
             outputs = self.module(*inputs, **kwargs)
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -298,30 +302,21 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         return super()._build_params_for_reducer()
 
     def _choose_averaging(self) -> BucketAveraging:
-        """Average what DDP hands over in shared memory where ranks share it, or by messages."""
-        named, averaging = self._trainable.named, self._averaging
-        # DDP waits inside the hook in the first iteration of a graph that it takes for static.
-        may_share = self._hierarchy and not getattr(self, 'static_graph', False)
-        if self.device_type == 'cpu' and averaging['compression'] is None and may_share:
-            shared = SharedBucketAveraging.where_shared(
-                named,
-                self.process_group,
-                averaging['policy'],
-                self._hierarchy,
-                self._ddp_averaging,
-            )
-            if shared is not None:
-                return shared
-        return BucketAveraging(named, self.process_group, **averaging)
+        return BucketAveraging(
+            self._trainable.named,
+            self._averaging_group,
+            waits_inside=getattr(self, 'static_graph', False),
+            **self._averaging,
+        )
 
     def _sync_buffers(self) -> None:
         """Count how long PyTorch's DDP waits for rank 0, which sends its buffers."""
-        with waiting('broadcasts', through_host=self.device_type == 'cpu'):
+        with waiting('broadcasts', through_host=self._on_host):
             super()._sync_buffers()
 
     def _sync_params(self) -> None:
         """See :meth:`_sync_buffers`, which PyTorch 1.10 calls so."""
-        with waiting('broadcasts', through_host=self.device_type == 'cpu'):
+        with waiting('broadcasts', through_host=self._on_host):
             super()._sync_params()
 
     def train_step(
@@ -367,7 +362,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         resumed run has to add up its first gradients as the uninterrupted run did. The batch is
         copied, gradients and buffers are restored; the caller restores the random states.
         """
-        if self.staging is not None or torch_dist.get_world_size(self.process_group) <= 2:
+        if self.staging is not None or torch_dist.get_world_size(self._users_group) <= 2:
             return  # Host staging needs no warm-up, and the sum of two values has no order.
         buffers = [
             (module, name, buffer, buffer.clone())
@@ -407,17 +402,13 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             ModelError: Under host staging.
         """
         self._refuse_under_staging('join')
-        # Ranks that have joined answer messages alone.
-        self._hierarchy = False
-        if isinstance(self._ddp_averaging, SharedBucketAveraging):
-            self._ddp_averaging.active = False
         return super().join(*args, **kwargs)
 
     def _refuse_under_staging(self, method: str) -> None:
         if self.staging is not None:
             raise ModelError(
                 f"{method}() needs PyTorch's DDP, but gradients on {self.device} travel through "
-                f'the host, because backend {torch_dist.get_backend(self.process_group)!r} does '
+                f'the host, because backend {torch_dist.get_backend(self._users_group)!r} does '
                 f'not take {self.device_type} tensors. Remove the call, or use the native '
                 f'backend of the device.'
             )

@@ -63,6 +63,22 @@ def read_options(wrapper: type, kwargs: Dict[str, Any]) -> WrapperOptions:
     return options
 
 
+#: Of gradients of fewer bytes, messages take less time than the barriers of shared memory.
+_LEAST_SHARED_BYTES = 4 << 20
+
+
+def host_defaults(
+    named_parameters: Sequence[Tuple[str, nn.Parameter]], shares: bool
+) -> Dict[str, Any]:
+    """Arguments of DDP on a group that averages on the host: gradients are views of a bucket.
+
+    The message of a small bucket starts earlier; where ranks share memory, barriers cost more.
+    """
+    size = sum(each.numel() * each.element_size() for _, each in named_parameters)
+    cap = 16 if shares and size >= _LEAST_SHARED_BYTES else 5
+    return dict(gradient_as_bucket_view=True, bucket_cap_mb=cap)
+
+
 def rename_buffer_option(
     options: Dict[str, Any], accelerator: Accelerator, module: nn.Module
 ) -> Dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators import Accelerator, device_context
-from mmdevplug.accelerators.backend import backend_of, takes_host_tensors
+from mmdevplug.accelerators.backend import backend_of, takes_host_tensors, waits_for_backward
 from mmdevplug.distributed.traffic import TRAFFIC, Cost, all_reduce_bytes
 
 #: Statistics of these are computed in float32.
@@ -47,10 +47,11 @@ class StatisticsExchange:
         self.group = group
         self.device = device
         self.world_size = torch_dist.get_world_size(group)
-        taken = device.type == 'cpu' or accelerator.takes_tensors(backend_of(group))
-        self.through_host = not taken
-        #: Whether each exchange runs a graph, so that layers had better share one.
-        self.runs_graph = self.through_host and accelerator.lazy
+        #: Whether each exchange runs a graph, so that layers had better share one. Then all that
+        #: it needs is fetched and sent at once.
+        self.runs_graph = device.type != 'cpu' and waits_for_backward(
+            accelerator, backend_of(group)
+        )
 
     def combine(self, layers: Sequence[LocalStatistics]) -> List[List[CombinedStatistics]]:
         """Gather and combine the statistics of all ranks, in one execution of a lazy device.
@@ -136,13 +137,13 @@ class StatisticsExchange:
             return [by_layer.get(i) for i in range(len(layers))]
 
     def _fetch(self, tensors: List[Tensor]) -> List[Tensor]:
-        if not self.through_host:
+        if not self.runs_graph:
             return tensors
         self.accelerator.materialize(self.device, tensors)
         return self.accelerator.to_host(tensors)
 
     def _send(self, tensors: List[Tensor]) -> List[Tensor]:
-        if not self.through_host:
+        if not self.runs_graph:
             return tensors
         sent = [torch.empty_like(tensor, device=self.device) for tensor in tensors]
         self.accelerator.copy_to_device(tensors, sent)

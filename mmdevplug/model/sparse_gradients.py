@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from mmdevplug.accelerators import DeviceContext
+from mmdevplug.accelerators.backend import waits_for_backward
 from mmdevplug.errors import ModelError
 
 
@@ -21,8 +22,9 @@ def check_sparse_gradients(model: nn.Module, context: DeviceContext) -> None:
     ]
     if not found or context.device.type == 'cpu':
         return
-    if context.backend is not None and not context.accelerator.takes_tensors(context.backend):
-        reason = f'backend {context.backend!r} cannot average them'
+    backend = context.backend
+    if backend is not None and waits_for_backward(context.accelerator, backend):
+        reason = f'backend {backend!r} cannot average those of a lazy device'
     elif not _has_kernels(context.device):
         reason = f'torch {torch.__version__} has no kernels for them on this device'
     else:

@@ -9,6 +9,7 @@ from mmengine.registry import OPTIM_WRAPPERS
 from torch.optim import Optimizer
 
 from mmdevplug.accelerators import Accelerator, DeviceContext
+from mmdevplug.accelerators.backend import waits_for_backward
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import mmengine_supports
 from mmdevplug.utils.model import list_optim_wrappers
@@ -52,16 +53,16 @@ def _replacement(kind: Any, accelerator: Accelerator) -> Optional[Type[OptimWrap
 
 
 def check_optimizers(optim_wrapper: OptimWrapper, context: DeviceContext) -> None:
-    """Refuse optimizers that broadcast parameters by a backend that does not take them."""
-    if context.backend is None or context.accelerator.takes_tensors(context.backend):
+    """Refuse optimizers that broadcast parameters one by one where each runs a graph."""
+    backend = context.backend
+    if backend is None or not waits_for_backward(context.accelerator, backend):
         return
     for optimizer in _sharded_optimizers(optim_wrapper):
         inner = type(optimizer.optim).__name__
         raise ModelError(
-            f"optim_wrapper.optimizer.type='{type(optimizer).__name__}' broadcasts parameters on "
-            f'{context.device}, but backend {context.backend!r} does not take '
-            f'{context.device.type} tensors. Use optimizer=dict(type={inner!r}, ...) itself, or '
-            f'the native backend of the device.'
+            f"optim_wrapper.optimizer.type='{type(optimizer).__name__}' broadcasts parameters one "
+            f'by one, each of which runs a graph of the lazy device {context.device}. Use '
+            f'optimizer=dict(type={inner!r}, ...) itself.'
         )
 
 

@@ -40,7 +40,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         AcceleratorError: If ``dtype`` is float16 and the accelerator has no gradient scaler.
     """
 
-    #: The :class:`HostStaging` of the model, which knows whether gradients overflowed.
+    #: The :class:`LazyStaging` of the model, which knows whether gradients overflowed.
     averaging: Any = None
 
     def __init__(

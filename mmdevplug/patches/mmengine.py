@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from mmengine.config import config as config_module
 from mmengine.device import utils as device_utils
-from mmengine.dist import dist as dist_functions, is_distributed, utils as dist_utils
+from mmengine.dist import is_distributed
 from mmengine.infer import BaseInferencer
 from mmengine.logging import logger as logger_module
 from mmengine.model import revert_sync_batchnorm, utils as model_utils
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from mmdevplug.accelerators import Accelerator, device_context
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
-from mmdevplug.distributed.rank_device import group_device, rank_device
+from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patched_symbols import (
@@ -92,8 +92,6 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     if chosen.device_type == 'npu':
         _find_npu()
     patch_symbol(logger_module, '_get_device_id', _device_id)
-    for functions in (dist_utils, dist_functions):
-        patch_symbol(functions, 'get_comm_device', group_device)
     patch_result_collection()
     _patch_checkpoint_loader()
     if chosen.device_type not in _KNOWN:

@@ -7,7 +7,7 @@ from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.distributed.process_group import start_distributed
 from mmdevplug.model_parallel.apply_options import Parallelism
-from mmdevplug.patches.collectives import patch_collectives
+from mmdevplug.patches.barrier import patch_barrier
 from mmdevplug.patches.mmcv_ops import patch_mmcv_ops
 from mmdevplug.patches.mmengine import patch_mmengine
 from mmdevplug.utils.host import keep_freed_memory
@@ -47,7 +47,7 @@ def init_device(
     import_version_module()
     context = start_distributed(launcher, accelerator, **options)
     patch_mmcv_ops(context.accelerator, mmcv_ops)
-    patch_collectives(context.accelerator)
+    patch_barrier()
     return context
 
 

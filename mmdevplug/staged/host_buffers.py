@@ -1,10 +1,14 @@
 """Copies of tensors on the host, as gloo takes them."""
 
+from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
+
+from mmdevplug.utils.torch_compat import is_at_least, view_as_dtype
 
 #: Types that are added up in a wider one and rounded once.
 _WIDER: Dict[torch.dtype, torch.dtype] = {
@@ -23,12 +27,11 @@ _WIDER.update(
 
 #: Of these, what gloo adds up by itself, with half the bytes.
 _OF_GLOO = {torch.float16}
-if tuple(map(int, torch.__version__.split('.')[:2])) >= (2, 9):
+if is_at_least('2.9'):
     _OF_GLOO.add(torch.bfloat16)
 
 _COMBINE: List[Tuple[Any, Callable[..., Tensor]]] = [
     (ReduceOp.SUM, torch.add),
-    (ReduceOp.AVG, torch.add),
     (ReduceOp.PRODUCT, torch.mul),
     (ReduceOp.MIN, torch.minimum),
     (ReduceOp.MAX, torch.maximum),
@@ -36,6 +39,26 @@ _COMBINE: List[Tuple[Any, Callable[..., Tensor]]] = [
     (ReduceOp.BOR, torch.bitwise_or),
     (ReduceOp.BXOR, torch.bitwise_xor),
 ]
+
+
+if hasattr(ReduceOp, 'AVG'):  # since PyTorch 1.11
+    _COMBINE.append((ReduceOp.AVG, torch.add))
+
+
+def is_average(op: Any) -> bool:
+    """Whether a reduction divides by the number of ranks."""
+    return hasattr(ReduceOp, 'AVG') and op == ReduceOp.AVG
+
+
+@lru_cache(None)
+def pins_memory(device_type: str) -> bool:
+    """Whether a device copies to memory that is page-locked while its program goes on."""
+    if device_type == 'cpu' or not hasattr(getattr(torch, device_type, None), 'Event'):
+        return False
+    try:
+        return torch.empty(1, pin_memory=True).is_pinned()
+    except RuntimeError:  # no accelerator, or one without such memory
+        return False
 
 
 class HostBuffers:
@@ -47,26 +70,52 @@ class HostBuffers:
     def __init__(self) -> None:
         self._written: List[Tuple[Tensor, Tensor]] = []
         self._due: List[Callable[[], Any]] = []
+        self._copied: List[Any] = []  # events of copies that have begun
+        self.finite = True  # of averages that are to be
 
-    def read(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor, flat."""
+    def read(self, tensor: Tensor, later: bool = False) -> Tensor:
+        """Return the values of a tensor, flat; ``later`` for :meth:`wait_for_copies`."""
         values = tensor.detach()
         if tensor.is_complex():
             values = values.resolve_conj()
-        return values.resolve_neg().cpu().contiguous().reshape(-1)
+        values = values.resolve_neg()
+        if later and pins_memory(values.device.type):
+            room = self._room(values).copy_(values.reshape(-1), non_blocking=True)
+            module = getattr(torch, values.device.type)
+            with getattr(module, 'device', nullcontext)(values.device.index):
+                self._copied.append(module.Event())
+                self._copied[-1].record()
+            return room
+        return values.cpu().contiguous().reshape(-1)
+
+    @property
+    def arrive_later(self) -> bool:
+        """Whether :meth:`wait_for_copies` may have to wait."""
+        return bool(self._copied)
+
+    def wait_for_copies(self) -> None:
+        """Wait until what was read is on the host."""
+        for event in self._copied:
+            event.synchronize()
+        self._copied = []
 
     def write(self, tensor: Tensor) -> Tensor:
         """Return room for new values of a tensor, flat."""
         if tensor.device.type == 'cpu' and tensor.is_contiguous():
             return tensor.detach().view(-1)
         _refuse_overlap(tensor)
-        room = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        room = self._room(tensor)
         self._written.append((tensor, room))
         return room
 
+    @staticmethod
+    def _room(tensor: Tensor) -> Tensor:
+        pinned = pins_memory(tensor.device.type)
+        return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=pinned)
+
     def change(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor, which the collective replaces, flat."""
-        values = self.read(tensor)
+        """Return the values of a tensor, which the collective replaces, flat; see ``later``."""
+        values = self.read(tensor, later=True)
         if tensor.device.type != 'cpu' or values.data_ptr() != tensor.data_ptr():
             _refuse_overlap(tensor)
             self._written.append((tensor, values))
@@ -96,7 +145,7 @@ def as_bytes(flat: Tensor) -> Tensor:
     """Return the memory of a flat tensor, of any type: gloo moves bytes of each."""
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
-    return flat.view(torch.uint8)
+    return view_as_dtype(flat, torch.uint8)
 
 
 def summand(flat: Tensor) -> Tensor:
@@ -129,7 +178,7 @@ def combine(parts: Sequence[Tensor], op: Any) -> Tensor:
     result = _wider(parts[0])
     for part in parts[1:]:
         result = function(result, _wider(part))
-    if op == ReduceOp.AVG:
+    if is_average(op):
         result = averaged(result, len(parts))
     return result.to(parts[0].dtype)
 
@@ -138,3 +187,35 @@ def averaged(total: Tensor, count: int) -> Tensor:
     """Divide; integers are rounded to zero, as by NCCL."""
     exact = total.is_floating_point() or total.is_complex()
     return torch.div(total, count, rounding_mode=None if exact else 'trunc')
+
+
+def scale(flat: Tensor, factor: float) -> bool:
+    """Multiply a tensor in place; returns whether all its values are finite."""
+    if flat.dtype not in (torch.float32, torch.float64):
+        flat.mul_(factor)
+        return is_finite(flat)
+    if _has_fused_kernel() and flat.dtype != torch.float64:
+        found = torch.zeros(1, device=flat.device)
+        factor_there = torch.tensor([factor], device=flat.device)
+        torch._amp_foreach_non_finite_check_and_unscale_([flat], found, factor_there)
+        return not found.item()
+    flat.mul_(factor)
+    return is_finite(flat)
+
+
+def is_finite(flat: Tensor) -> bool:
+    """Whether a tensor has neither NaN nor infinity."""
+    # A sum of finite values may overflow, but one of NaN or infinity is never finite.
+    return bool(torch.isfinite(flat.sum())) or bool(torch.isfinite(flat).all())
+
+
+@lru_cache(None)
+def _has_fused_kernel() -> bool:
+    """Whether this PyTorch has the kernel of the gradient scaler for the CPU."""
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [torch.ones(1)], torch.zeros(1), torch.ones(1)
+        )
+    except (RuntimeError, AttributeError):  # NotImplementedError is a RuntimeError
+        return False
+    return True

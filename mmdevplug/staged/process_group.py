@@ -1,14 +1,18 @@
 """The process group of the backend ``staged``."""
 
 import os
+import threading
+import warnings
+from collections import deque
 from datetime import timedelta
-from typing import Any, Callable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Deque, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, distributed as torch_dist
 from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d as c10d
 
 from mmdevplug.errors import StagedError, first_line
+from mmdevplug.utils.torch_compat import is_at_least
 
 from .host_buffers import (
     HostBuffers,
@@ -16,11 +20,21 @@ from .host_buffers import (
     averaged,
     check_reduction,
     combine,
+    is_average,
+    pins_memory,
+    scale,
     summand,
 )
-from .work import StagedWork
+from .host_sum import HostSum
+from .json_gather import gather_json
+from .shared_memory import group_by_host, host_name
+from .shared_sum import SharedSum, SharedSums
+from .work import DeferredWork, StagedWork
 
 NAME = 'staged'
+#: Of fewer bytes, the message takes less time than the barriers in its place.
+LEAST_SHARED_BYTES = 1 << 20
+_SHARED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 #: A tensor for each rank, or one for all.
 Parts = Union[Tensor, Sequence[Tensor]]
 
@@ -29,14 +43,17 @@ def register() -> None:
     """Make ``staged`` a backend of torch.distributed; a second call does nothing.
 
     Raises:
-        StagedError: Before PyTorch 2.0, or if PyTorch was built without gloo.
+        StagedError: If PyTorch was built without gloo.
     """
     if not torch_dist.is_available() or not getattr(c10d, '_GLOO_AVAILABLE', False):
         raise StagedError(
             f'the backend {NAME!r} moves tensors with gloo, which torch {torch.__version__} was '
             f'built without. Use the backend of the device, or another build of PyTorch.'
         )
-    if NAME in torch_dist.Backend.backend_list:
+    if hasattr(torch_dist.Backend, NAME.upper()):
+        return
+    if not is_at_least('2.0'):
+        torch_dist.Backend.register_backend(NAME, _create)
         return
     # The only type of device for which init_process_group() could choose this backend by itself
     # has gloo already: jobs that do not name it are as before.
@@ -47,7 +64,11 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> 'StagedProc
     return StagedProcessGroup(store, rank, size, timeout)
 
 
-class StagedProcessGroup(ProcessGroup):
+#: PyTorch 1 calls groups from Python alone, and lets nothing inherit from its own.
+_Base: Any = ProcessGroup if is_at_least('2.0') else object
+
+
+class StagedProcessGroup(_Base):
     """Move tensors of any device between ranks: to the host, over gloo, and back.
 
     All ranks of a group call the same collectives in the same order, as of any backend. A
@@ -62,16 +83,36 @@ class StagedProcessGroup(ProcessGroup):
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        if _Base is not object:
+            super().__init__(rank, size)
+        self._rank, self._size = rank, size
         gloo = torch_dist.ProcessGroupGloo(store, rank, size, timeout)
-        if torch_dist.get_debug_level() == torch_dist.DebugLevel.DETAIL:
+        debugs = getattr(torch_dist, 'get_debug_level', None)  # since PyTorch 1.11
+        if debugs is not None and debugs() == torch_dist.DebugLevel.DETAIL:
             # Compares collectives and shapes of all ranks before each of them.
             gloo = c10d._create_process_group_wrapper(gloo, NAME, store, rank, size, timeout)
+        # Not registered with the group of C++, which PyTorch's DDP may free last, holding the lock
+        # of the interpreter: gloo would wait for its threads, and they for that lock.
         self._gloo = gloo
-        # For what PyTorch asks the group itself: its name, its timeout, monitored_barrier().
-        self._register_backend(torch.device('cpu'), ProcessGroup.BackendType.GLOO, gloo)
+        self._store, self._timeout = store, timeout
+        #: Whether ranks of a host add up large tensors in shared memory; None where page-locked
+        #: memory, which cannot be shared, does not make up for it. Read at the first of them.
+        self.shares_memory: Optional[bool] = None
+        self._sums: Optional[SharedSums] = None
+        self._deferred: Deque[DeferredWork] = deque()
+        self._deferring = threading.Lock()
+        self._sums_sought = size == 1
+        self._name = self._description = ''
         self._process = os.getpid()
         self._coalesced: Optional[List[StagedWork]] = None
+
+    def rank(self) -> int:
+        """This process in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Processes in the group."""
+        return self._size
 
     def getBackendName(self) -> str:  # noqa: N802
         """See :class:`torch.distributed.ProcessGroup`."""
@@ -80,6 +121,30 @@ class StagedProcessGroup(ProcessGroup):
     def name(self) -> str:
         """See :class:`torch.distributed.ProcessGroup`."""
         return NAME
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """The name by which PyTorch finds the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """See :meth:`getGroupName`."""
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """What the group is for."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """See :meth:`getGroupDesc`."""
+        self._description = description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+
+    def _get_backend(self, device: Any) -> Any:
+        """Gloo, whose timeout PyTorch sets and reads."""
+        return self._gloo
 
     # Reductions ----------------------------------------------------------------------------------
 
@@ -115,25 +180,184 @@ class StagedProcessGroup(ProcessGroup):
         self, buffers: HostBuffers, tensor: Tensor, op: Any, root: Optional[int] = None
     ) -> Any:
         """Begin to reduce one tensor, on all ranks or on one."""
+        if tensor.is_sparse:
+            return self._reduce_sparse(buffers, tensor, op)
+        average = is_average(op)
+        if root is None and (average or op == ReduceOp.SUM):
+            shared = self._begin_shared(tensor.numel(), tensor.dtype, tensor.device.type)
+            if shared is not None:
+                self._start_shared(buffers, shared, tensor, average)
+                return shared
         flat = buffers.change(tensor)
-        summed, mean = summand(flat), op == ReduceOp.AVG
         if root is None:
             call, options = self._gloo.allreduce, torch_dist.AllreduceOptions()
         else:
             call, options = self._gloo.reduce, torch_dist.ReduceOptions()
             options.rootRank = root
-        options.reduceOp = ReduceOp.SUM if mean else op
-        work = call([summed], options)
+        options.reduceOp = ReduceOp.SUM if average else op
+
+        def begin() -> Any:
+            summed = summand(flat)
+
+            def finish() -> None:
+                if average:
+                    flat.copy_(averaged(summed, self.size()))
+                elif summed is not flat:
+                    flat.copy_(summed)
+
+            buffers.before_copying(finish)
+            return call([summed], options)
+
+        return self._when_copied(buffers, begin)
+
+    def _when_copied(self, buffers: HostBuffers, begin: Callable[[], Any]) -> Any:
+        """Begin a message when what it sends is on the host; until then the program goes on."""
+        if not buffers.arrive_later:
+            return begin()
+        self._deferred.append(DeferredWork(buffers.wait_for_copies, begin, self._begin_deferred))
+        return self._deferred[-1]
+
+    def _begin_deferred(self) -> None:
+        """Begin messages that wait for copies, in their order: a later one is to begin."""
+        with self._deferring:
+            while self._deferred:
+                self._deferred.popleft().begin()
+
+    def _reduce_sparse(self, buffers: HostBuffers, tensor: Tensor, op: Any) -> Any:
+        """Begin to add up a sparse tensor, of which each rank stores other elements."""
+        here = tensor.detach().cpu()
+        options = torch_dist.AllreduceOptions()
+        options.reduceOp = ReduceOp.SUM if is_average(op) else op
+        work = self._gloo.allreduce([here], options)
 
         def finish() -> None:
-            if mean:
-                flat.copy_(averaged(summed, self.size()))
-            elif summed is not flat:
-                flat.copy_(summed)
+            # Not detached: this replaces indices and values of the object that it is called on.
+            tensor.copy_(here / self.size() if is_average(op) else here)
 
-        if mean or summed is not flat:
-            buffers.before_copying(finish)
+        buffers.before_copying(finish)
         return work
+
+    def average(self, tensor: Tensor, keeps_nonfinite: bool = False) -> StagedWork:
+        """Average a floating-point tensor of all ranks.
+
+        ``finite`` of the work says whether the result has no NaN and no infinity, the same on all
+        ranks. If it has and ``keeps_nonfinite``, each rank keeps its own values.
+        """
+
+        def start(buffers: HostBuffers) -> List[Any]:
+            shared = self._begin_shared(tensor.numel(), tensor.dtype, tensor.device.type)
+            if shared is not None:
+                self._start_shared(buffers, shared, tensor, True, keeps_nonfinite)
+                return [shared]
+            read = buffers.read(tensor, later=True)
+
+            def begin() -> Any:
+                flat = summand(read)
+                flat = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
+
+                def finish() -> None:
+                    buffers.finite = scale(flat, 1 / self.size())
+                    if buffers.finite or not keeps_nonfinite:
+                        tensor.detach().copy_(flat.view(tensor.shape))
+
+                buffers.before_copying(finish)
+                return self._gloo.allreduce([flat], torch_dist.AllreduceOptions())
+
+            return [self._when_copied(buffers, begin)]
+
+        return self._run('average', [tensor], [tensor], start)
+
+    def begin_sum(
+        self, numel: int, dtype: torch.dtype, device_type: str, room: Callable[[], Tensor]
+    ) -> Union[SharedSum, HostSum]:
+        """Open a sum whose memory the caller fills and reads, see :class:`SharedSum`.
+
+        It is ``room()`` where the ranks do not share memory.
+        """
+        self._check_process('begin_sum')
+        self._begin_deferred()
+        shared = self._begin_shared(numel, dtype, device_type)
+        return HostSum(room(), self._gloo, self.size()) if shared is None else shared
+
+    def make_room(self, size: int, device_type: str) -> None:
+        """Share memory for so many bytes, of sums that are open at a time."""
+        sums = self._find_sums(device_type) if size >= LEAST_SHARED_BYTES else None
+        if sums is not None:
+            sums.make_room(size)
+
+    def exchanged(self) -> Tuple[int, int]:
+        """Bytes of large sums that this rank sent to other hosts, and had in shared memory."""
+        return (0, 0) if self._sums is None else (self._sums.sent, self._sums.shared)
+
+    def _start_shared(
+        self,
+        buffers: HostBuffers,
+        shared: SharedSum,
+        tensor: Tensor,
+        average: bool,
+        keeps: bool = False,
+    ) -> None:
+        shared.own.view(tensor.shape).copy_(tensor.detach())
+        shared.start(average)
+
+        def finish() -> None:
+            buffers.finite = shared.finite
+            if shared.finite or not keeps:
+                shared.copy_to(tensor.detach())
+            shared.close()
+
+        buffers.before_copying(finish)
+
+    def _begin_shared(
+        self, numel: int, dtype: torch.dtype, device_type: str
+    ) -> Optional[SharedSum]:
+        """Open a sum of large tensors in shared memory; None on all ranks where there is none."""
+        size = numel * torch.empty(0, dtype=dtype).element_size()
+        if dtype not in _SHARED_DTYPES or size < LEAST_SHARED_BYTES:
+            return None
+        sums = self._find_sums(device_type)
+        return None if sums is None else sums.begin(numel, dtype)
+
+    def _find_sums(self, device_type: str) -> Optional[SharedSums]:
+        if not self._sums_sought:
+            self._sums_sought = True
+            self._sums = self._share_memory(device_type)
+        return self._sums
+
+    def _share_memory(self, device_type: str) -> Optional[SharedSums]:
+        """Agree whether ranks add up in shared memory; a message between all of them."""
+        wanted = self.shares_memory
+        if wanted is None:
+            wanted = not pins_memory(device_type)
+        facts = gather_json([host_name(), device_type, wanted], self._gloo, self.size())
+        names, types, wishes = zip(*facts)
+        if len(set(types)) > 1 and self.rank() == 0:
+            listed = ', '.join(f'rank {rank} {each!r}' for rank, each in enumerate(types))
+            warnings.warn(
+                f'ranks of one group have tensors on different kinds of devices: {listed}. The '
+                f'collectives take them, but all ranks wait for the slowest.',
+                stacklevel=2,
+            )
+        hosts = group_by_host(names, self.rank())
+        counts = [len(ranks) for ranks in hosts.ranks]
+        if not all(wishes) or len(set(counts)) > 1 or counts[0] == 1:
+            if self.shares_memory and all(wishes) and self.rank() == 0:
+                warnings.warn(
+                    f'the hosts run {", ".join(map(str, counts))} rank(s); expected as many on '
+                    f'each, and more than one, to share memory. Tensors travel between all ranks.',
+                    stacklevel=2,
+                )
+            return None
+
+        def gather(value: Any) -> List[Any]:
+            return gather_json(value, self._gloo, self.size())
+
+        def make_group(name: str, ranks: Sequence[int]) -> Any:
+            store = torch_dist.PrefixStore(f'{NAME}/{name}', self._store)
+            place = list(ranks).index(self.rank())
+            return torch_dist.ProcessGroupGloo(store, place, len(ranks), self._timeout)
+
+        return SharedSums(hosts, gather, make_group, self.rank(), self.size())
 
     def reduce_scatter(
         self, outputs: List[Tensor], inputs: List[List[Tensor]], opts: Any = None
@@ -332,6 +556,13 @@ class StagedProcessGroup(ProcessGroup):
         """See :func:`torch.distributed.barrier`; waits on the host, whatever the device."""
         return self._run('barrier', [], [], lambda buffers: [self._gloo.barrier()])
 
+    def monitored_barrier(
+        self, timeout: Optional[timedelta] = None, wait_all_ranks: bool = False
+    ) -> None:
+        """See :func:`torch.distributed.monitored_barrier`."""
+        limit = dict(timeout=timeout) if timeout else {}
+        self._gloo.monitored_barrier(wait_all_ranks=wait_all_ranks, **limit)
+
     def _start_coalescing(self, device: Any) -> None:
         """Collect the works of the collectives until :meth:`_end_coalescing`."""
         self._coalesced = []
@@ -355,6 +586,7 @@ class StagedProcessGroup(ProcessGroup):
             StagedError: If the tensors do not go together, or gloo refuses them.
         """
         self._check_tensors(name, tensors)
+        self._begin_deferred()
         buffers = HostBuffers()
         try:
             if op is not None:
@@ -372,6 +604,9 @@ class StagedProcessGroup(ProcessGroup):
             self._describe(name, tensors),
             buffers,
         )
+        for part in works:
+            if isinstance(part, SharedSum):
+                part.reclaim = work.wait
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -381,13 +616,16 @@ class StagedProcessGroup(ProcessGroup):
         shown = ', '.join(kinds[:3]) + (', ...' if len(kinds) > 3 else '')
         return f'rank {self.rank()} of {self.size()}: {name}' + (f' of {shown}' if shown else '')
 
-    def _check_tensors(self, name: str, tensors: Sequence[Tensor]) -> None:
+    def _check_process(self, name: str, tensors: Sequence[Tensor] = ()) -> None:
         if os.getpid() != self._process:
             raise StagedError(
                 f'{self._describe(name, tensors)}: the process {os.getpid()} was forked from '
                 f'{self._process}, whose group does not reach it. Make the group after the fork, '
                 f'or start processes with the method "spawn".'
             )
+
+    def _check_tensors(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self._check_process(name, tensors)
         devices = {str(tensor.device) for tensor in tensors}
         if len(devices) > 1:
             raise StagedError(
@@ -435,3 +673,21 @@ class StagedProcessGroup(ProcessGroup):
 
 def _tensors(parts: Sequence[Parts]) -> List[Tensor]:
     return [tensor for part in parts for tensor in ([part] if isinstance(part, Tensor) else part)]
+
+
+def _keep_from_tracing() -> None:
+    """Let torch.compile call the methods, which backward may do inside of what it traces."""
+    disable = getattr(torch, '_disable_dynamo', None)  # since PyTorch 2.1
+    for name in _COLLECTIVES if disable is not None else ():
+        setattr(StagedProcessGroup, name, disable(getattr(StagedProcessGroup, name)))
+
+
+_COLLECTIVES = (
+    *('allgather', '_allgather_base', 'allgather_coalesced', 'allgather_into_tensor_coalesced'),
+    *('all_gather_single', 'all_gather_single_coalesced', 'allreduce', 'allreduce_coalesced'),
+    *('alltoall', 'alltoall_base', 'all_to_all_single', 'average', 'barrier', 'broadcast'),
+    *('gather', 'recv', 'recv_anysource', 'reduce', 'reduce_scatter', '_reduce_scatter_base'),
+    *('reduce_scatter_single', 'reduce_scatter_single_coalesced'),
+    *('reduce_scatter_tensor_coalesced', 'scatter', 'send'),
+)
+_keep_from_tracing()

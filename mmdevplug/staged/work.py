@@ -9,11 +9,47 @@ from torch import distributed as torch_dist
 
 from mmdevplug.errors import StagedError, first_line
 
+from .shared_sum import SharedSum
+
 #: What gloo takes for its group's own limit.
 _NO_LIMIT = timedelta(0)
 
 
-class StagedWork(torch_dist.Work):  # type: ignore[misc]
+class DeferredWork:
+    """A message that begins when what it sends has been copied to the host.
+
+    Args:
+        wait_for_copies (Callable): Waits for that.
+        begin (Callable): Returns the work of gloo.
+        begin_all (Callable): Begins all that are deferred, in their order.
+    """
+
+    def __init__(
+        self,
+        wait_for_copies: Callable[[], None],
+        begin: Callable[[], Any],
+        begin_all: Callable[[], None],
+    ) -> None:
+        self._wait_for_copies, self._begin, self._begin_all = wait_for_copies, begin, begin_all
+        self._work: Any = None
+
+    def begin(self) -> None:
+        """Begin it now."""
+        self._wait_for_copies()
+        self._work = self._begin()
+
+    def wait(self, *limit: timedelta) -> bool:
+        """Wait until gloo has ended."""
+        if self._work is None:
+            self._begin_all()
+        return self._work.wait(*limit)
+
+    def is_completed(self) -> bool:
+        """Whether gloo has ended."""
+        return self._work is not None and self._work.is_completed()
+
+
+class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
     """A collective on copies of tensors, whose results the first who waits copies to the device.
 
     Args:
@@ -37,8 +73,14 @@ class StagedWork(torch_dist.Work):  # type: ignore[misc]
         self._told, self._kept = told, kept
         self._lock = threading.Lock()
         self._finished = False
+        self.finite = True  # of StagedProcessGroup.average(), the same on all ranks
         self._error: Optional[BaseException] = None
         self._future: Optional[torch.futures.Future] = None
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks of a host exchanged all of it in shared memory."""
+        return all(isinstance(work, SharedSum) for work in self._works)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Wait until the results are where they belong.
@@ -55,6 +97,7 @@ class StagedWork(torch_dist.Work):  # type: ignore[misc]
                         work.wait(timeout) if timeout else work.wait()
                     with torch.no_grad():
                         self._finish()
+                    self.finite = getattr(self._kept, 'finite', True)
                 except RuntimeError as error:
                     self._error = StagedError(f'{self._told} failed: {first_line(error)}')
                     self._error.__cause__ = error

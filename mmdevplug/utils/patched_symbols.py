@@ -24,8 +24,8 @@ AUTOCAST = Period(
 VIDEOS = Period('a run of several ranks begins that has imported mmdet', '`restore_mmengine()`')
 FLEXIBLE_RUNNER = Period('a `DeviceStrategy` starts', '`restore_mmengine()`')
 PROCESS_GROUP = Period(
-    '`init_device()`, where the backend refuses tensors of the device or PyTorch finds none',
-    '`restore_collectives()`',
+    '`init_device()`, where PyTorch finds no accelerator',
+    '`restore_barrier()`',
 )
 MMCV_OPS = Period('`init_device()`', '`restore_mmcv_ops()`')
 LOADING = Period('a checkpoint begins to load, or `init_weights()` begins', 'its end')
@@ -97,19 +97,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine formats the config five times as a job starts, which takes up to a second each; '
         'the replacement remembers the last text.',
         'MMEngine keeps the text of a config that has not changed.',
-    ),
-    *_symbols(
-        'mmengine.dist.utils: get_comm_device',
-        JOB,
-        'With a backend that MMEngine does not list it chooses host tensors, which the backend of '
-        'a vendor refuses.',
-        'MMEngine asks the process group which devices it takes.',
-    ),
-    *_symbols(
-        'mmengine.dist.dist: get_comm_device',
-        JOB,
-        'This module imported the function of `mmengine.dist.utils` by name.',
-        'MMEngine asks the process group which devices it takes.',
     ),
     *_symbols(
         'mmengine.dist.dist: collect_results_cpu _collect_results_device',
@@ -196,14 +183,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'FlexibleRunner tells its strategy nothing of hooks, logs and errors; with any other '
         "strategy the replacement calls MMEngine's method.",
         'FlexibleRunner has methods that a strategy can override for these.',
-    ),
-    *_symbols(
-        'torch.distributed: all_reduce broadcast reduce all_gather all_gather_into_tensor gather '
-        'scatter reduce_scatter reduce_scatter_tensor all_to_all all_to_all_single recv send',
-        PROCESS_GROUP,
-        'Models call it with tensors of the device, which the backend refuses; the replacement '
-        'sends them through the host.',
-        "A backend for the vendor's device is installed.",
     ),
     *_symbols(
         'torch.distributed: barrier',

@@ -1,5 +1,6 @@
 """Differences between releases of PyTorch, with the release that makes each one unnecessary."""
 
+import re
 import threading
 import time
 import zlib
@@ -9,7 +10,6 @@ from importlib import import_module
 from typing import Any, ContextManager, Optional, Tuple
 
 import torch
-from mmengine.utils import digit_version
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.errors import RankFailedError
@@ -29,7 +29,12 @@ def _views_change_sizes() -> bool:
 
 def is_at_least(release: str) -> bool:
     """Whether this is a release of PyTorch, or a later one."""
-    return digit_version(torch.__version__) >= digit_version(release)
+    return _numbers(torch.__version__) >= _numbers(release)
+
+
+def _numbers(release: str) -> Tuple[int, ...]:
+    """``'2.1.0a0+git1'`` as (2, 1, 0)."""
+    return tuple(int(part) for part in re.findall(r'\d+', release)[:3])
 
 
 def asks_samplers_for_batches() -> bool:

@@ -732,7 +732,7 @@ assert accelerator.default_backend() == 'eccl'
 assert 'eccl' in available_backends()
 assert resolve_backend(accelerator, 'eccl') == 'eccl'
 assert resolve_backend(accelerator, 'auto', 'nccl') == 'eccl'
-assert resolve_backend(accelerator, 'gloo') == 'gloo'
+assert resolve_backend(accelerator, 'gloo') == 'staged'
 assert with_host_backend('eccl', accelerator) == 'cpu:gloo,gcu:eccl'
 assert accelerator.takes_tensors('cpu:gloo,gcu:eccl')
 """)

@@ -16,25 +16,32 @@ def page_locked(accelerator):
 
     A GPU stands for an eager device whose tensors gloo does not take.
     """
+    from torch import distributed as torch_dist
+
+    import mmdevplug.staged  # noqa: F401
     from mmdevplug import DeviceDistributedDataParallel, init_device
     from mmdevplug.accelerators.torch_native import TorchNativeAccelerator
+    from mmdevplug.staged.host_buffers import pins_memory
     from tests.gradients.averaging import batch, net
 
     install_card(accelerator)
     device = TorchNativeAccelerator(type=accelerator)
     context = init_device('pytorch', device, forced_backend='gloo', timeout=60)
     wrapper = DeviceDistributedDataParallel(
-        net(64), accelerator=device, broadcast_buffers=False, bucket_cap_mb=0.01
+        net(64),
+        accelerator=device,
+        broadcast_buffers=False,
+        bucket_cap_mb=0.01,
+        process_group=torch_dist.new_group(backend='staged'),
     )
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     for step in range(5):
         optimizer.zero_grad()
         wrapper(batch(step, context.device, 64)).square().mean().backward()
         optimizer.step()
-    memory = {} if wrapper.staging is None else wrapper.staging._memory
     return dict(
         weights=weights_of(wrapper.module),
-        locked=[tensor.is_pinned() for tensor in memory.values()],
+        locked=pins_memory(context.device.type),
         device=str(next(wrapper.parameters()).device),
     )
 

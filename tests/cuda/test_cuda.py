@@ -57,7 +57,7 @@ def test_gradients_pass_through_page_locked_memory(accelerator):
     found = run_ranks(page_locked, 2, accelerator, **job_of(accelerator))
     for rank, (mine, wanted) in enumerate(zip(found, expected)):
         assert mine['device'] == device_of(accelerator, rank)
-        assert mine['locked'] == [True]
+        assert mine['locked']
         assert largest_difference(mine['weights'], wanted['weights']) <= within(accelerator, 1e-6)
 
 

@@ -19,11 +19,12 @@ from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.gradients.model_signature import check_same_model
 from mmdevplug.gradients.nonfinite import FinitePolicy
-from mmdevplug.gradients.shared_memory import find_hosts
 from mmdevplug.samples import balance_samples, gather_samples
+from mmdevplug.staged.shared_memory import group_by_host, host_name
 from mmdevplug.utils.pytree import tensors_in
 from mmdevplug.utils.torch_compat import view_as_dtype
 from tests.native import CARDS, STANDINS, needs_native, run_native
+from tests.ranks import RanksFailed
 from tests.t20.test_interface import describe, parameters_of
 
 pytestmark = needs_native
@@ -303,7 +304,7 @@ def send(name, made_by, backend):
     check_same_model(layers)
     buffers = gather_buffers(layers, context.accelerator)
     got['buffers'] = [view_as_dtype(each[:4], torch.float32).item() for each in buffers]
-    got['hosts'] = find_hosts().ranks
+    got['hosts'] = group_by_host(gather_json(host_name()), rank).ranks
     got['settled'] = refused(FinitePolicy('stop').apply, [f'weight of {rank}'])
 
     # MMEngine's own messages
@@ -324,18 +325,23 @@ def send(name, made_by, backend):
     return got
 
 
+def test_a_group_without_host_tensors_is_refused():
+    with pytest.raises(RanksFailed, match="Start it with init_process_group.'cpu:gloo,zeta:zccl"):
+        run_native('zeta', send, 2, 'zeta', 'somebody', 'zccl')
+
+
 @pytest.mark.parametrize(
     ('name', 'made_by', 'backend'),
     [
         ('npu', 'us', None),
         ('npu', 'us', 'cpu:gloo,npu:hccl'),
         ('zeta', 'us', None),
-        ('zeta', 'somebody', 'zccl'),
+        ('zeta', 'somebody', 'cpu:gloo,zeta:zccl'),
     ],
 )
 def test_messages_travel_where_the_backend_takes_them(name, made_by, backend):
     ranks = run_native(name, send, 2, name, made_by, backend)
-    by_host = name == 'zeta' and made_by == 'us' or backend == 'cpu:gloo,npu:hccl'
+    by_host = name == 'zeta' or backend == 'cpu:gloo,npu:hccl'
     assert ranks[0]['seed'] == ranks[1]['seed']
     for rank, got in enumerate(ranks):
         device = f'{name}:{rank}'
@@ -375,17 +381,21 @@ def average_gradients(backend):
     model = mmdevplug.DeviceDistributedDataParallel(nn.Linear(3, 1))
     inputs = torch.full((2, 3), context.env.rank + 1.0).to(context.device)
     model(inputs).sum().backward()
-    return model.module.weight.grad.cpu().tolist(), model.staging is not None, told
+    return (
+        model.module.weight.grad.cpu().tolist(),
+        torch_dist.get_backend(model.process_group),
+        told,
+    )
 
 
 def test_a_backend_without_futures_averages_through_the_host():
     environ = dict(NATIVE_WITHOUT_FUTURES='1')
-    for grads, staged, (told,) in run_native(
+    for grads, backend, (told,) in run_native(
         'zeta', average_gradients, 2, 'zccl', environ=environ
     ):
-        assert (grads, staged) == ([[3.0, 3.0, 3.0]], True)
+        assert (grads, backend) == ([[3.0, 3.0, 3.0]], 'staged')
         assert 'zccl' in told
         assert 'has no futures' in told
         assert told.endswith('gradients are averaged through the host.')
-    expected = ([[3.0, 3.0, 3.0]], False, [])
+    expected = ([[3.0, 3.0, 3.0]], 'cpu:gloo,zeta:zccl', [])
     assert run_native('zeta', average_gradients, 2, 'zccl') == [expected] * 2

@@ -75,7 +75,7 @@ def work(accelerator, options, folder):
     weights = {name: value.cpu() for name, value in model.module.state_dict().items()}
     torch.save(weights, os.path.join(folder, f'{rank}.pt'))
     # What is sent once for each measurement is in both.
-    found = dict(sent=differences[1], staged=model.staging is not None, steps=training.made)
+    found = dict(sent=differences[1], steps=training.made)
     torch_dist.barrier()
     return found
 
@@ -130,8 +130,8 @@ def single(steps):
 
 
 @pytest.mark.parametrize('ranks_per_host', [1, 2])
-@pytest.mark.parametrize(('accelerator', 'staged'), [('cpu', False), ('zeta', True)])
-def test_no_host_sends_more_than_a_ring(job, accelerator, staged, ranks_per_host):
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_no_host_sends_more_than_a_ring(job, accelerator, ranks_per_host):
     sent, by_rank, weights = job(accelerator, ranks_per_host)
     world_size = 2 * ranks_per_host
     ring = 2 * GRADIENT_BYTES * (world_size - 1) / world_size
@@ -139,8 +139,7 @@ def test_no_host_sends_more_than_a_ring(job, accelerator, staged, ranks_per_host
         # Less than once would be too little for the hosts to agree.
         assert GRADIENT_BYTES * STEPS <= bytes_ <= ring * STEPS * OVERHEAD
     expected = single(by_rank[0]['steps'])
-    for found, state in zip(by_rank, weights):
-        assert found['staged'] is staged
+    for state in weights:
         assert largest_difference(state, expected) <= 1e-5
 
 

@@ -43,7 +43,7 @@ def test_process_group_on_the_loopback_interface():
 
 def test_a_card_for_each_local_rank_and_gloo_between_them():
     assert [found[:2] for found in run_ranks(init, 3, 'zeta')] == [
-        ('gloo', f'zeta:{rank}') for rank in range(3)
+        ('staged', f'zeta:{rank}') for rank in range(3)
     ]
 
 

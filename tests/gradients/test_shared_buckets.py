@@ -1,18 +1,15 @@
 """PyTorch's DDP on the CPU, its buckets averaged in memory that the ranks of a host share."""
 
-import logging
+import warnings
 
 import pytest
 import torch
-from mmengine.logging import MMLogger
 from torch import nn
 
 from mmdevplug import DeviceDistributedDataParallel, init_device
 from mmdevplug.distributed.traffic import TRAFFIC
 from mmdevplug.errors import ModelError
-from mmdevplug.gradients import shared_buckets
-from mmdevplug.gradients.ddp_hook import BucketAveraging
-from mmdevplug.gradients.shared_buckets import SharedBucketAveraging
+from mmdevplug.staged import process_group
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -40,7 +37,7 @@ class Mixed(nn.Module):
 
 def wrap(model, least_bytes=0, **options):
     """Wrap a model; small ones share memory, too."""
-    shared_buckets.LEAST_BYTES = least_bytes
+    process_group.LEAST_SHARED_BYTES = least_bytes
     rank = init_device('pytorch', 'cpu').env.rank
     options = dict(bucket_cap_mb=0.02, **options)
     return DeviceDistributedDataParallel(model, accelerator='cpu', **options), rank
@@ -61,52 +58,55 @@ def train(options, least_bytes=0, static=False):
         optimizer.step()
     cost = TRAFFIC.take()['gradients']
     weights = [parameter.detach().float().numpy() for parameter in model.module.parameters()]
-    return weights, type(model._ddp_averaging), cost.sent, cost.shared
+    return weights, cost.sent, cost.shared
 
 
 @pytest.mark.parametrize('ranks', [2, 3])
 def test_averages_are_those_of_messages(ranks):
     shared = run_ranks(train, ranks, {})
     messages = run_ranks(train, ranks, dict(hierarchy=False))
-    for (found, kind, sent, in_memory), (expected, other, sent_before, _) in zip(shared, messages):
-        assert (kind, other) == (SharedBucketAveraging, BucketAveraging)
-        for ours, theirs in zip(found, expected):
-            assert abs(ours - theirs).max() <= 1e-6
-        # What is sparse or of half precision still travels.
+    for (found, sent, in_memory), (expected, sent_before, none) in zip(shared, messages):
+        assert in_memory > 0 == none
+        # Of three ranks, a share is added up in another order; the last layer is coarse.
+        for place, (ours, theirs) in enumerate(zip(found, expected)):
+            assert abs(ours - theirs).max() <= (1e-5 if place < len(found) - 2 else 1e-3)
+        # What is sparse still travels.
         assert 0 < sent < 0.6 * sent_before
-        assert sent + in_memory == pytest.approx(sent_before)
+        assert sent + in_memory == pytest.approx(sent_before, rel=1e-3)
 
 
-@pytest.mark.parametrize(('least_bytes', 'static'), [(0, True), (4 << 20, False)])
-def test_messages_where_ddp_waits_or_gradients_are_small(least_bytes, static):
-    for _, kind, sent, in_memory in run_ranks(train, 2, {}, least_bytes, static):
-        assert kind is BucketAveraging
+def test_small_gradients_are_averaged_by_messages():
+    for _, sent, in_memory in run_ranks(train, 2, {}, 1 << 20):
         assert sent > 0
         assert in_memory == 0
 
 
+def test_a_graph_that_ddp_takes_for_static_shares_memory_too():
+    static, plain = run_ranks(train, 2, {}, 0, True), run_ranks(train, 2, {})
+    for (found, _, in_memory), (expected, _, _) in zip(static, plain):
+        assert in_memory > 0
+        for ours, theirs in zip(found, expected):
+            assert abs(ours - theirs).max() <= 1e-6
+
+
 def without_memory():
-    warnings = []
-
-    class Listener(logging.Handler):
-        def emit(self, record):
-            warnings.append(record.getMessage())
-
     def fail(name):
         raise OSError(28, 'no room')
 
-    from mmdevplug.gradients import shared_memory
+    from mmdevplug.staged import shared_memory
 
     rank = init_device('pytorch', 'cpu').env.rank
-    MMLogger.get_current_instance().addHandler(Listener())
     if rank == 1:
         shared_memory.os.memfd_create = fail
-    return (*train({}), warnings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        found = train({})
+    return (*found, [str(each.message) for each in caught])
 
 
 def test_one_rank_without_memory_leaves_all_to_messages():
     found = run_ranks(without_memory, 2)
-    assert [kind for _, kind, *_ in found] == [BucketAveraging] * 2
+    assert [in_memory for _, _, in_memory, _ in found] == [0, 0]
     assert any('they cannot share memory: rank 1' in line for line in found[0][-1])
 
 
@@ -131,16 +131,16 @@ def join_early(hierarchy):
     layers = nn.Sequential(*[nn.Linear(40, 40) for _ in range(6)])
     model, rank = wrap(layers, hierarchy=hierarchy)
     model(torch.ones(2, 40)).sum().backward()
-    kind = type(model._ddp_averaging)
     with model.join():
         for step in range(2 + 2 * rank):  # rank 1 goes on alone
             model(torch.full((2, 40), 1.0 + step)).sum().backward()
-    return kind, [parameter.grad.numpy() for parameter in layers.parameters()]
+    shared = TRAFFIC.take()['gradients'].shared
+    return shared, [parameter.grad.numpy() for parameter in layers.parameters()]
 
 
-def test_ranks_that_join_are_answered_by_messages():
+def test_ranks_that_join_are_answered():
     shared, messages = run_ranks(join_early, 2, 'auto'), run_ranks(join_early, 2, False)
-    for (kind, found), (_, expected) in zip(shared, messages):
-        assert kind is SharedBucketAveraging
+    for (in_memory, found), (none, expected) in zip(shared, messages):
+        assert in_memory > 0 == none
         for ours, theirs in zip(found, expected):
             assert abs(ours - theirs).max() <= 1e-4

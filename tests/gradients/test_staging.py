@@ -1,18 +1,19 @@
-"""Host staging: what overlaps with backward, what is allocated, what remains afterwards."""
+"""Averages on the host: what overlaps with backward, what is shared, what remains afterwards."""
 
 import os
 import resource
 import signal
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
 import torch
-from mmengine.logging import MMLogger
 from torch import nn
 
 from benchmarks.hosts import INTERFACE, Hosts, available
+from mmdevplug.distributed.traffic import TRAFFIC
 from tests.gradients.averaging import batch, gradients, net, rank, start, wrap
 from tests.jobs import ROOT, checkpoint, largest_difference, need_card, weights_of
 from tests.ranks import RanksFailed, launch_variables, run_ranks
@@ -25,25 +26,25 @@ def deep(layers=12, width=128):
 
 def under_way_in_backward(accelerator):
     context = start(accelerator)
-    wrapper = wrap(deep(), bucket_cap_mb=0.1)
+    wrapper = wrap(deep(layers=40), bucket_cap_mb=0.1)
     inputs = batch(0, context.device, 128).requires_grad_(True)
     seen = []
 
     def look(gradient):
         # Backward has just one layer left: the first, whose weight's gradient comes after this.
-        seen.append([work.completed for work in wrapper.staging._works])
+        seen.append(len(wrapper._ddp_averaging._started))
 
+    wrapper(inputs).sum().backward()  # DDP orders its buckets after the first
     inputs.register_hook(look)
     wrapper(inputs).sum().backward()
-    return seen, len(wrapper.staging._buckets)
+    return seen
 
 
 def test_buckets_start_during_backward_on_an_eager_device():
-    for seen, buckets in run_ranks(under_way_in_backward, 2, 'zeta'):
-        assert buckets >= 6
-        (completed,) = seen
-        assert len(completed) >= buckets - 2
-        assert sum(completed) >= 1
+    size = 40 * (128 + 1) * 128 * 4
+    for (started,) in run_ranks(under_way_in_backward, 2, 'zeta'):
+        # The first bucket of DDP has 1 MB, the others have 0.1 MB or a layer more.
+        assert started >= (size - (1 << 20)) // (3 * 66_048)
 
 
 class TwoSegments(nn.Module):
@@ -63,7 +64,7 @@ class TwoSegments(nn.Module):
 
 def in_parts(accelerator):
     context = start(accelerator)
-    wrapper = wrap(TwoSegments(), bucket_cap_mb=1e-4)
+    wrapper = wrap(TwoSegments(), bucket_cap_mb=1e-4, static_graph=True)
     found = []
     for step in range(3):
         wrapper.zero_grad()
@@ -106,7 +107,7 @@ def used_now_and_then(accelerator):
                 inputs = self.parts[index](inputs)
             return inputs
 
-    wrapper = wrap(Choosing(), bucket_cap_mb=1e-4)
+    wrapper = wrap(Choosing(), bucket_cap_mb=1e-4, find_unused_parameters=True)
     plan = [[0, 1], [0, 1], [0, 3], [2] if rank() else [0], [0, 1, 2, 3], []]
     found = []
     for step, which in enumerate(plan):
@@ -128,23 +129,28 @@ def test_parameters_that_no_rank_used_are_left_alone():
 # shared memory -----------------------------------------------------------------------------------
 
 
+WIDTH = 512  # 1.06 MB of gradients
+
+
 def train(accelerator, **options):
     context = start(accelerator)
-    wrapper = wrap(net(64), **options)
+    wrapper = wrap(net(WIDTH), **options)
     optimizer = torch.optim.SGD(wrapper.parameters(), lr=0.1)
     for step in range(5):
         optimizer.zero_grad()
-        wrapper(batch(step, context.device, 64)).square().mean().backward()
+        TRAFFIC.take()
+        wrapper(batch(step, context.device, WIDTH)).square().mean().backward()
         optimizer.step()
-    return type(wrapper.staging.reduction).__name__, weights_of(wrapper.module)
+    return TRAFFIC.take()['gradients'].shared, weights_of(wrapper.module)
 
 
 @pytest.mark.parametrize('ranks', [2, 4])
 def test_ranks_of_a_host_add_up_in_shared_memory(ranks):
     shared = run_ranks(train, ranks, 'zeta')
     flat = run_ranks(flat_train, ranks, 'zeta')
-    for (kind, weights), (other_kind, other) in zip(shared, flat):
-        assert (kind, other_kind) == ('TwoLevelReduction', 'Reduction')
+    for (bytes_, weights), (none, other) in zip(shared, flat):
+        size = 4 * sum(value.size for value in weights.values())
+        assert (bytes_, none) == (2 * size * (ranks - 1) // ranks, 0)
         assert largest_difference(weights, shared[0][1]) == 0
         assert largest_difference(weights, other) <= (0 if ranks == 2 else 1e-6)
 
@@ -158,16 +164,16 @@ def train_in_pairs():
 
     context = start('zeta')
     pairs = [torch_dist.new_group([0, 2]), torch_dist.new_group([1, 3])]
-    wrapper = wrap(net(64), process_group=pairs[rank() % 2])
-    inputs = torch.full((4, 64), float(rank())).to(context.device)
+    wrapper = wrap(net(WIDTH), process_group=pairs[rank() % 2])
+    inputs = torch.full((4, WIDTH), float(rank())).to(context.device)
     wrapper(inputs).sum().backward()
     torch_dist.barrier()  # Rank 0 holds the store, and its pair may be done first.
-    return type(wrapper.staging.reduction).__name__, gradients(wrapper)['0.bias']
+    return TRAFFIC.take()['gradients'].shared, gradients(wrapper)['0.bias']
 
 
 def plain_gradient(number):
-    module = net(64)
-    module(torch.full((4, 64), float(number))).sum().backward()
+    module = net(WIDTH)
+    module(torch.full((4, WIDTH), float(number))).sum().backward()
     return module[0].bias.grad.numpy()
 
 
@@ -177,8 +183,8 @@ UNLIKE = (
 
 
 def save_trained(path):
-    kind, weights = train('zeta')
-    np.savez(path, kind=kind, **weights)
+    shared, weights = train('zeta')
+    np.savez(path, shared=shared, **weights)
 
 
 @pytest.mark.long
@@ -211,37 +217,39 @@ def test_hosts_with_unlike_numbers_of_ranks(tmp_path):
     ((_, expected), _, _) = run_ranks(flat_train, 3, 'zeta')
     for number in range(3):
         weights = dict(np.load(str(tmp_path / f'{number}.npz')))
-        assert weights.pop('kind') == 'Reduction'
+        assert weights.pop('shared') == 0
         assert largest_difference(weights, expected) <= 1e-6
 
 
 def test_a_group_of_some_ranks_averages_by_itself():
-    for number, (kind, found) in enumerate(run_ranks(train_in_pairs, 4)):
-        assert kind == 'TwoLevelReduction'
+    for number, (shared, found) in enumerate(run_ranks(train_in_pairs, 4)):
+        assert shared > 1 << 20
         pair = (number % 2, number % 2 + 2)
         expected = sum(plain_gradient(other) for other in pair) / 2
         np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
-def limited_train(accelerator, log_dir):
-    MMLogger.get_instance('limited', log_file=str(log_dir / f'{rank()}.log'))
+def limited_train(accelerator):
     if rank() == 1:
         # No file may be larger than this: sharing fails as on a host without memory.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    return train(accelerator)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        found = train(accelerator)
+    return (*found, [str(each.message) for each in caught])
 
 
-def test_without_shared_memory_all_ranks_take_the_loopback_interface(tmp_path):
-    found = run_ranks(limited_train, 2, 'zeta', tmp_path)
+def test_without_shared_memory_all_ranks_take_the_loopback_interface():
+    found = run_ranks(limited_train, 2, 'zeta')
     flat = run_ranks(flat_train, 2, 'zeta')
-    for (kind, weights), (_, expected) in zip(found, flat):
-        assert kind == 'Reduction'
+    for (shared, weights, _), (_, expected) in zip(found, flat):
+        assert shared == 0
         assert largest_difference(weights, expected) == 0
-    assert 'cannot share memory: rank 1: OSError' in (tmp_path / '0.log').read_text()
+    assert [text for text in found[0][2] if 'cannot share memory: rank 1: OSError' in text]
 
 
 def test_memory_of_another_process_with_the_same_id_is_refused(tmp_path):
-    from mmdevplug.gradients.shared_memory import _map
+    from mmdevplug.staged.shared_memory import _map
 
     with open(tmp_path / 'memory', 'w+b') as file:
         owner = dict(pid=os.getpid(), file=file.fileno(), inode=0)
@@ -249,24 +257,24 @@ def test_memory_of_another_process_with_the_same_id_is_refused(tmp_path):
             _map(owner, 8)
 
 
-def slots_of_a_dead_rank(accelerator):
+def memory_of_a_dead_rank(accelerator):
     start(accelerator)
     from mmdevplug.distributed.json_messages import gather_json
-    from mmdevplug.gradients.shared_memory import find_hosts, share_slots
+    from mmdevplug.staged.shared_memory import group_by_host, host_name, share_memory
 
-    hosts = find_hosts()
-    slots = share_slots(1 << 20, hosts)
-    slots[rank()].fill_(rank() + 1)
+    hosts = group_by_host(gather_json(host_name()), rank())
+    memory = share_memory(1 << 20, hosts, gather_json, rank())
+    memory[rank()][:] = bytes([rank() + 1]) * (1 << 20)
     gather_json(None)
     if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    assert set(slots[1].tolist()) == {2}
+    assert set(memory[1][:]) == {2}
     assert not [name for name in os.listdir('/dev/shm') if 'mmdevplug' in name]
 
 
 def test_nothing_is_left_of_a_killed_rank():
     with pytest.raises(RanksFailed) as raised:
-        run_ranks(slots_of_a_dead_rank, 2, 'cpu')
+        run_ranks(memory_of_a_dead_rank, 2, 'cpu')
     # Rank 0 went on with the memory of rank 1, and ended well.
     assert list(raised.value.errors) == [1]
 
@@ -274,54 +282,20 @@ def test_nothing_is_left_of_a_killed_rank():
 # memory ------------------------------------------------------------------------------------------
 
 
-def allocations(accelerator):
-    """Host memory that averaging needs, in units of the gradients' size.
-
-    What is sent becomes the device's own memory, which is host memory here, too; so measured
-    iterations end before it.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
+def places(accelerator):
+    """Where the host memory of each iteration is, and how much of it there is."""
     context = start(accelerator)
     wrapper = wrap(deep(layers=16, width=512))
-    staging = wrapper.staging
-    size = sum(p.numel() * p.element_size() for p in staging.parameters)
-    buffers = sum(memory.numel() * memory.element_size() for memory in staging._memory.values())
-    addresses = []
-    peaks = []
-    with profile(activities=[ProfilerActivity.CPU]):  # up to 2.4 it has to begin in this thread
-        pass
+    found = []
     for step in range(3):
         wrapper.zero_grad()
-        loss = wrapper(batch(step, context.device, 512)).square().mean()
-        finish, measured = staging._finish, []
-
-        def measure(finish=finish, measured=measured):
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-                finish()
-            measured.append(_peak(profiler))
-
-        staging._finish, staging._send = measure, lambda *_: None
-        loss.backward()
-        staging._finish = finish
-        peaks += measured
-        addresses.append([memory.data_ptr() for memory in staging._memory.values()])
-    return buffers / size, max(peaks) / size, len({tuple(found) for found in addresses})
+        wrapper(batch(step, context.device, 512)).square().mean().backward()
+        sums = wrapper._averaging_group._sums
+        found.append((sums._capacity, [id(each) for each in sums._memory]))
+    return found
 
 
-def _peak(profiler):
-    """The most host memory that was allocated at a time, in bytes."""
-    events = [
-        event
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == '[memory]' and 'CPU' in str(event.device_type())
-    ]
-    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(np.cumsum([0, *sizes]))
-
-
-def test_host_memory_is_allocated_once():
-    for buffers, peak, places in run_ranks(allocations, 2, 'zeta'):
-        assert buffers == 1
-        assert places == 1
-        assert peak <= 0.01
+def test_shared_memory_is_allocated_once():
+    for found in run_ranks(places, 2, 'zeta'):
+        assert found[0] == found[1] == found[2]
+        assert found[0][0] < 80 << 20  # four of the largest buckets

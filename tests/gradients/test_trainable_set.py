@@ -46,7 +46,7 @@ def test_trains_as_one_process(trained, case, scenario):
 
 
 def test_halves_that_are_frozen_in_turns_restart_nothing(trained):
-    for accelerator, scenario in (('cpu', 'take_turns_unused'), ('zeta', 'take_turns')):
+    for accelerator, scenario in (('cpu', 'take_turns_unused'), ('zeta', 'take_turns_unused')):
         assert [of_rank[scenario][1] for of_rank in trained(accelerator, 2)] == [0, 0]
     assert trained('cpu', 2)[0]['unfreeze'][1] == 1
 

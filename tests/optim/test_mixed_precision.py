@@ -18,7 +18,7 @@ from mmdevplug.optim import DeviceAmpOptimWrapper, DeviceOptimWrapper, adapt_opt
 from tests.columns import CUDA, NATIVE, amp_wrapper, backend_of, job_of
 from tests.jobs import PATHS, ROOT, install_card, largest_difference, load_file, needs_scaler
 from tests.optim.scenarios import cast_inside, train
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import run_ranks
 
 SCALED = dict(type='AmpOptimWrapper', dtype='float16', loss_scale=dict(init_scale=256.0))
 
@@ -214,21 +214,6 @@ def test_parts_of_a_config_for_several_optimizers_are_replaced_and_others_kept()
     assert cfg.generator.type == 'OptimWrapper'
     built = OptimWrapper(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     assert adapt_optim_wrapper_cfg(built, Lazy) is built
-
-
-def shard_optimizer(work_dir):
-    optimizer = dict(type='ZeroRedundancyOptimizer', optimizer_type='Adam', lr=0.01)
-    return train('zeta', work_dir, dict(optimizer=optimizer))
-
-
-def test_sharded_optimizer_is_refused_under_host_staging(tmp_path):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(shard_optimizer, 2, tmp_path, together=True)
-    assert len(raised.value.errors) == 2
-    for kind, message, _ in raised.value.errors.values():
-        assert kind == 'ModelError'
-        assert "optim_wrapper.optimizer.type='ZeroRedundancyOptimizer'" in message
-        assert "optimizer=dict(type='Adam'" in message
 
 
 # autocast inside models -------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def watch_job(accelerator, folder, flexible):
     from mmengine.hooks import Hook
     from mmengine.registry import HOOKS
 
-    from mmdevplug.patches.collectives import restore_collectives
+    from mmdevplug.patches.barrier import restore_barrier
     from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
     from mmdevplug.patches.mmengine import restore_mmengine
     from tests.jobs import install_card
@@ -112,7 +112,7 @@ def watch_job(accelerator, folder, flexible):
 
     def restore():
         restore_mmengine()
-        restore_collectives()
+        restore_barrier()
         restore_mmcv_ops()
 
     train('first')  # PyTorch loads many of its parts when they are first used

@@ -29,18 +29,35 @@ LACKS = dict(
     xla=(torch.float64,),
     zeta=(torch.complex64,),  # the stand-in's view_as_real() is a copy, to which PyTorch writes
 )
-MODULES = 'host_buffers', 'process_group', 'work'
+MODULES = (
+    'host_buffers', 'host_sum', 'json_gather', 'process_group', 'shared_memory', 'shared_sum',
+    'work',
+)  # fmt: skip
 REDUCTIONS = dict(
     SUM=torch.add, PRODUCT=torch.mul, MIN=torch.minimum, MAX=torch.maximum,
     BAND=torch.bitwise_and, BOR=torch.bitwise_or, BXOR=torch.bitwise_xor,
 )  # fmt: skip
 
 
+def add_streams():
+    """Give the card streams and events, with which copies go on while its program does."""
+    sys.path.insert(0, str(ROOT / 'tests' / 'standins' / 'native'))
+    import native_card
+
+    stream = native_card.Stream()
+    torch.zeta.Event, torch.zeta.Stream = native_card.Event, native_card.Stream
+    torch.zeta.stream = native_card.StreamContext
+    torch.zeta.current_stream = torch.zeta.default_stream = lambda device=None: stream
+
+
 def start(device, timeout=60):
-    """Make the group of all ranks; returns this rank's device."""
+    """Make the group of all ranks; returns this rank's device, 'streams' for a card with them."""
     import mmdevplug.staged  # noqa: F401
 
+    streams, device = device == 'streams', 'zeta' if device == 'streams' else device
     install_card(device)
+    if streams:
+        add_streams()
     if device == 'xla':
         import torch_xla  # noqa: F401
     if device == 'lazy':
@@ -215,8 +232,9 @@ def odd_tensors(device):
     found.append(('a parameter', on_host(weight), torch.full((3,), 3.0)))
     repeated = torch.zeros(1, 3, device=where).expand(4, 3)
     torch_dist.all_gather([torch.zeros(4, 3, device=where) for _ in range(size)], repeated)
-    with pytest.raises(RuntimeError, match=r'all_reduce.*share memory.*clone'):
-        torch_dist.all_reduce(repeated)
+    if device != 'xla':  # whose expanded tensors have memory of their own
+        with pytest.raises(RuntimeError, match=r'all_reduce.*share memory.*clone'):
+            torch_dist.all_reduce(repeated)
     return found
 
 
@@ -396,25 +414,23 @@ def test_refusals_name_rank_collective_and_shapes():
     assert 'alone' not in second
 
 
+REGISTERED = """
+from torch import distributed as torch_dist
+
+assert 'staged' not in torch_dist.Backend.backend_list
+defaults = dict(torch_dist.Backend.default_device_backend_map)
+import mmdevplug.staged
+
+mmdevplug.staged.register()  # a second time
+assert torch_dist.Backend.default_device_backend_map == defaults
+print(torch_dist.Backend.backend_list.count('staged'))
+"""
+
+
 def test_the_import_registers_and_does_nothing_else():
-    found = run_ranks(registered, 0)[0]
-    assert found['before'] is False
-    assert found['after'] is True
-    assert found['defaults'] == 'as before'
-
-
-def registered():
-    before = 'staged' in torch_dist.Backend.backend_list
-    defaults = dict(torch_dist.Backend.default_device_backend_map)
-    import mmdevplug.staged
-
-    mmdevplug.staged.register()  # a second time
-    same = torch_dist.Backend.default_device_backend_map == defaults
-    return dict(
-        before=before,
-        after='staged' in torch_dist.Backend.backend_list,
-        defaults='as before' if same else 'changed',
-    )
+    command = [sys.executable, '-c', REGISTERED]
+    done = subprocess.run(command, cwd=str(ROOT), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == '1'
 
 
 WITHOUT_MMENGINE = """
@@ -447,7 +463,8 @@ def test_it_needs_nothing_of_mmengine(tmp_path):
         text=True,
         cwd=ROOT,
     )
-    own = ['', '.errors', '.staged', *(f'.staged.{name}' for name in MODULES), '.version']
+    own = ['', '.errors', '.staged', *(f'.staged.{name}' for name in MODULES)]
+    own += ['.utils', '.utils.torch_compat', '.version']
     assert done.stdout.strip() == str([f'mmdevplug{name}' for name in own])
     last = done.stderr.strip().splitlines()[-1]
     assert 'ModuleNotFoundError: mmdevplug extends MMEngine, and ' in last

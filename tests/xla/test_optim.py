@@ -169,7 +169,7 @@ def shard_optimizer(work_dir):
     return train('xla', work_dir, dict(optimizer=optimizer))
 
 
-def test_sharded_optimizer_is_refused_under_host_staging(tmp_path):
+def test_sharded_optimizer_is_refused_on_a_lazy_device(tmp_path):
     with pytest.raises(RanksFailed) as raised:
         run_ranks(shard_optimizer, 2, tmp_path, environ=dict(CPU_NUM_DEVICES='2'), together=True)
     for kind, message, _ in raised.value.errors.values():

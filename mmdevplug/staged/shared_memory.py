@@ -1,4 +1,4 @@
-"""Share memory between the ranks of one host.
+"""Memory that the ranks of one host share.
 
 Each rank makes an anonymous file in memory and opens those of the others through ``/proc``. The
 files have no names, so nothing stays behind when a job is killed. ``/dev/shm`` is not used: it is
@@ -7,13 +7,11 @@ small in containers.
 
 import mmap
 import os
-from typing import Any, Dict, List, NamedTuple, Optional
+import warnings
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
-import torch
-from torch import Tensor, distributed as torch_dist
-
-from mmdevplug.distributed.json_messages import gather_json
-from mmdevplug.utils.logs import log_warning
+#: Gives every rank what each of them passes, of what JSON can write, in the order of ranks.
+Gather = Callable[[Any], List[Any]]
 
 
 class Hosts(NamedTuple):
@@ -24,18 +22,17 @@ class Hosts(NamedTuple):
     local_rank: int  # the index of this rank among those of its host
 
 
-def find_hosts(group: Any = None) -> Hosts:
-    """Find out which ranks share a host; containers and network namespaces count as hosts."""
-    names = gather_json(_host_name(), group)
+def group_by_host(names: Sequence[str], rank: int) -> Hosts:
+    """Group the ranks by the names of their hosts, see :func:`host_name`."""
     ranks: Dict[str, List[int]] = {}
-    for rank, name in enumerate(names):
-        ranks.setdefault(name, []).append(rank)
-    rank = torch_dist.get_rank(group)
+    for each, name in enumerate(names):
+        ranks.setdefault(name, []).append(each)
     here = list(ranks).index(names[rank])
     return Hosts(list(ranks.values()), here, ranks[names[rank]].index(rank))
 
 
-def _host_name() -> str:
+def host_name() -> str:
+    """The name of this host; containers and network namespaces count as hosts."""
     try:
         with open('/proc/sys/kernel/random/boot_id', encoding='ascii') as file:
             return f'{file.read().strip()}/{os.stat("/proc/self/ns/net").st_ino}'
@@ -43,11 +40,11 @@ def _host_name() -> str:
         return f'{os.uname().nodename}'
 
 
-def share_slots(size: int, hosts: Hosts, group: Any = None) -> Optional[List[Tensor]]:
-    """Give each rank of a host a slot of bytes that all ranks of this host can read and write.
+def share_memory(size: int, hosts: Hosts, gather: Gather, rank: int) -> Optional[List[mmap.mmap]]:
+    """Give each rank of a host memory that all ranks of this host can read and write.
 
-    Returns the uint8 slots of this host's ranks, or None on all ranks if any could not share. The
-    size is the same on all ranks.
+    Returns that of each rank of this host, or None on all ranks if any could not share. The size,
+    in bytes, is the same on all ranks.
     """
     file, inode, error = None, None, None
     try:
@@ -56,35 +53,36 @@ def share_slots(size: int, hosts: Hosts, group: Any = None) -> Optional[List[Ten
         os.posix_fallocate(file, 0, size)  # now, while a lack of memory is still an error
     except (OSError, AttributeError) as caught:
         error = f'{type(caught).__name__}: {caught} (asked for {size} bytes)'
-    files = gather_json(dict(pid=os.getpid(), file=file, inode=inode, error=error), group)
+    files = gather(dict(pid=os.getpid(), file=file, inode=inode, error=error))
     errors = [other['error'] for other in files]
-    slots: List[Tensor] = []
+    shared: List[mmap.mmap] = []
     if not any(errors):
         try:
-            slots = [_map(files[rank], size) for rank in hosts.ranks[hosts.here]]
+            shared = [_map(files[each], size) for each in hosts.ranks[hosts.here]]
         except OSError as caught:
             error = f'{type(caught).__name__}: {caught}'
         # Each rank keeps its file open until all ranks have opened it: this message waits.
-        errors = gather_json(error, group)
+        errors = gather(error)
     if file is not None:
         os.close(file)
     if not any(errors):
-        return slots
-    if torch_dist.get_rank(group) == 0:
-        failed = next(f'rank {rank}: {text}' for rank, text in enumerate(errors) if text)
-        log_warning(
-            f'Gradients travel between the ranks of a host over its loopback interface, because '
-            f'they cannot share memory: {failed}'
+        return shared
+    if rank == 0:
+        failed = next(f'rank {each}: {text}' for each, text in enumerate(errors) if text)
+        warnings.warn(
+            f'Tensors travel between the ranks of a host over its loopback interface, because '
+            f'they cannot share memory: {failed}',
+            stacklevel=2,
         )
     return None
 
 
-def _map(owner: Dict[str, Any], size: int) -> Tensor:
+def _map(owner: Dict[str, Any], size: int) -> mmap.mmap:
     """Map the file of another process."""
     file = os.open(f'/proc/{owner["pid"]}/fd/{owner["file"]}', os.O_RDWR)
     try:
         if os.fstat(file).st_ino != owner['inode']:
             raise OSError(f'process {owner["pid"]} is another one in this PID namespace')
-        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        return mmap.mmap(file, size)
     finally:
         os.close(file)

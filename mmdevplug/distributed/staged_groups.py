@@ -1,0 +1,58 @@
+"""Process groups that average on the host, beside those that a program has."""
+
+import inspect
+from collections import Counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import distributed as torch_dist
+
+from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
+from mmdevplug.staged import process_group as staged
+from mmdevplug.utils.torch_compat import get_global_rank, is_at_least
+
+from .rank_device import group_device
+
+#: For each group the one that was made for it. All ranks make the same.
+_made: 'WeakKeyDictionary[Any, staged.StagedProcessGroup]' = WeakKeyDictionary()
+#: Of those made without PyTorch's knowledge, how many for the same ranks.
+_counts: 'Counter[str]' = Counter()
+
+
+def staged_group(group: Any = None) -> staged.StagedProcessGroup:
+    """The group itself if its backend is ``staged``, else one of the same ranks.
+
+    All ranks of the group call it in the same order. Those of PyTorch 1 are not registered:
+    its DDP takes none, and other code calls their methods.
+    """
+    world = torch_dist.group.WORLD
+    group = world if group is None else group
+    if isinstance(group, staged.StagedProcessGroup):
+        return group
+    if group not in _made:
+        _made[group] = _make(group)
+    return _made[group]
+
+
+def _make(group: Any) -> staged.StagedProcessGroup:
+    staged.register()
+    # A lost rank shows here at once, and in the making of a group only after the timeout.
+    torch_dist.all_reduce(torch.zeros(1, device=group_device(group)), group=group)
+    context = device_context()
+    timeout = context.timeout if context else DEFAULT_TIMEOUT
+    size = torch_dist.get_world_size(group)
+    if not is_at_least('2.0'):
+        members = '-'.join(str(_global_rank(group, rank)) for rank in range(size))
+        _counts[members] += 1
+        store = torch_dist.distributed_c10d._get_default_store()
+        store = torch_dist.PrefixStore(f'{staged.NAME}/{members}/{_counts[members]}', store)
+        return staged.StagedProcessGroup(store, torch_dist.get_rank(group), size, timeout)
+    options = dict(backend=staged.NAME, timeout=timeout)
+    if 'use_local_synchronization' in inspect.signature(torch_dist.new_group).parameters:
+        options['use_local_synchronization'] = True  # since PyTorch 2.1
+    return torch_dist.new_group([_global_rank(group, rank) for rank in range(size)], **options)
+
+
+def _global_rank(group: Any, rank: int) -> int:
+    return rank if group is torch_dist.group.WORLD else get_global_rank(group, rank)

@@ -1,0 +1,94 @@
+"""FSDP2 over the backend ``staged``: weights of one process, and PyTorch's sharded checkpoints."""
+
+import pytest
+import torch
+from torch import distributed as torch_dist, nn
+
+from tests.columns import NATIVE, job_of
+from tests.ranks import run_ranks
+
+from .test_collectives import RELEASE, start
+
+# PyTorch before 2.13 has no functional collectives for a card without kernels for them, which
+# gather a whole weight from its shards.
+pytestmark = pytest.mark.skipif(RELEASE < (2, 13), reason='DTensor on a card needs PyTorch 2.13')
+STEPS = 3
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(24, 24) for _ in range(4)])
+
+
+def batch(rank, step):
+    return torch.randn(8, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def shard(device):
+    """The model, each layer of which is spread over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (torch_dist.get_world_size(),))
+    model = build().to(device)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole(model):
+    return {name: p.full_tensor().detach().cpu() for name, p in model.named_parameters()}
+
+
+def train(device_type, folder):
+    """Trained weights, and those of another model that loads the shards which this one saved."""
+    from torch.distributed import checkpoint
+
+    if device_type == NATIVE:
+        from mmdevplug import init_device
+
+        device = init_device('pytorch', NATIVE, timeout=60).device
+    else:
+        device = start(device_type)
+    rank = torch_dist.get_rank()
+    model = shard(device)
+    assert all(p.to_local().numel() < p.numel() for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(batch(rank, step).to(device)).square().mean().backward()
+        optimizer.step()
+    trained = whole(model)
+    checkpoint.save(model.state_dict(), checkpoint_id=folder)
+    other = shard(device)
+    state = other.state_dict()
+    checkpoint.load(state, checkpoint_id=folder)
+    other.load_state_dict(state)
+    loaded = whole(other)
+    torch_dist.barrier()
+    torch_dist.destroy_process_group()
+    return trained, loaded
+
+
+def alone(ranks):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(model(batch(rank, step)).square().mean() for rank in range(ranks)).div(
+            ranks
+        ).backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize('ranks', [2, 4])
+@pytest.mark.parametrize('device', ['cpu', 'streams', NATIVE])
+def test_fully_shard_equals_one_process(device, ranks, tmp_path):
+    expected = alone(ranks)
+    for trained, loaded in run_ranks(
+        train, ranks, device, str(tmp_path / 'shards'), **job_of(device, ranks)
+    ):
+        for name, value in expected.items():
+            torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-6, msg=name)
+            assert torch.equal(loaded[name], trained[name]), name

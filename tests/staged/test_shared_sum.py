@@ -1,0 +1,173 @@
+"""Large tensors, which the ranks of a host add up in memory that they share."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import distributed as torch_dist
+from torch.distributed import ReduceOp
+
+from tests.ranks import run_ranks
+
+from .test_collectives import RELEASE, start
+
+pytestmark = pytest.mark.skipif(
+    RELEASE < (2, 0), reason='the backend is for PyTorch 2.0 and later'
+)
+DEVICES = ['cpu', 'zeta']
+
+
+def value(rank, number, size=300_000):
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    return torch.randn(size, generator=generator)
+
+
+def sums():
+    return torch_dist.group.WORLD._sums
+
+
+def in_any_order(device):
+    """Averages that are waited for in another order, some by several threads."""
+    where, wrong = start(device), []
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    for turn in range(12):
+        tensors = [value(rank, 10 * turn + k).to(where) for k in range(8)]
+        works = [torch_dist.all_reduce(t, op=ReduceOp.AVG, async_op=True) for t in tensors]
+        if turn % 3 == 1:
+            works = works[::-1]
+        if turn % 3 == 2:
+            futures = [work.get_future() for work in works]
+            waiting = [threading.Thread(target=future.wait) for future in futures[::-1]]
+            for thread in waiting:
+                thread.start()
+            for thread in waiting:
+                thread.join()
+        for work in works:
+            work.wait()
+        for k, found in enumerate(tensors):
+            expected = sum(value(each, 10 * turn + k) for each in range(size)) / size
+            if (found.cpu() - expected).abs().max() > 1e-6:
+                wrong.append((turn, k))
+    return wrong, sums().shared
+
+
+@pytest.mark.parametrize('ranks', [2, 4])
+@pytest.mark.parametrize('device', DEVICES)
+def test_averages_arrive_in_whatever_order_they_are_waited_for(device, ranks):
+    for wrong, shared in run_ranks(in_any_order, ranks, device):
+        assert wrong == []
+        assert shared == 96 * 2 * 300_000 * 4 * (ranks - 1) // ranks
+
+
+def more_than_there_is_room(device):
+    where = start(device)
+    rank, size = torch_dist.get_rank(), torch_dist.get_world_size()
+    tensors = [torch.full((2_000_000,), float(number + rank)).to(where) for number in range(24)]
+    works = [torch_dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    capacity = sums()._capacity
+    for work in works[::-1]:
+        work.wait()
+    total = size * (size - 1) / 2
+    right = [bool((t == size * n + total).all()) for n, t in enumerate(tensors)]
+    large = torch.ones(20_000_000, device=where)  # 80 MB
+    torch_dist.all_reduce(large)
+    return right, capacity, bool((large == size).all()), sums()._capacity
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_memory_is_used_again_and_grows_for_a_larger_tensor(device):
+    for right, capacity, large, later in run_ranks(more_than_there_is_room, 2, device):
+        assert all(right)
+        assert capacity == 64 << 20  # of 192 MB that were under way
+        assert large
+        assert later >= 4 * 80_000_000
+
+
+def types_and_shapes(device):
+    where, found = start(device), {}
+    size = torch_dist.get_world_size()
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        tensor = torch.full((1024, 1024), torch_dist.get_rank() + 1.0, dtype=dtype)
+        # Memory in another order than that of the elements.
+        strided = tensor.to(where).t()
+        torch_dist.all_reduce(strided, op=ReduceOp.AVG)
+        found[str(dtype)] = bool((strided.cpu() == (size + 1) / 2).all())
+    return found, sums().shared
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_types_and_strides(device):
+    for found, shared in run_ranks(types_and_shapes, 3, device):
+        assert all(found.values()), found
+        assert shared == pytest.approx((4 + 8 + 2 + 2) * (1 << 20) * 2 * 2 / 3, abs=4)
+
+
+def with_nan(device):
+    where = start(device)
+    group = torch_dist.group.WORLD
+    own = torch.full((500_000,), float(torch_dist.get_rank()))
+    if torch_dist.get_rank() == 1:
+        own[7] = float('nan')
+    told = []
+    for size in (500_000, 100):  # in shared memory, and by a message
+        for keeps in (True, False):
+            tensor = own[:size].clone().to(where)
+            work = group.average(tensor, keeps_nonfinite=keeps)
+            work.wait()
+            first, seventh = tensor[0].item(), tensor[7].item()
+            told.append((work.shared, work.finite, first, seventh == seventh))
+    return told
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_an_average_that_is_not_finite_can_leave_everything_as_it_is(device):
+    zero, one = run_ranks(with_nan, 2, device)
+    for told, own, finite in ((zero, 0.0, True), (one, 1.0, False)):
+        assert told[0] == (True, False, own, finite)
+        assert told[1] == (True, False, 0.5, False)
+        assert told[2] == (False, False, own, finite)
+        assert told[3] == (False, False, 0.5, False)
+
+
+def unlike_devices():
+    where = start('zeta')
+    rank = torch_dist.get_rank()
+    tensor = torch.ones(500_000, device=where if rank else 'cpu')
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        torch_dist.all_reduce(tensor)
+    return bool((tensor.cpu() == 2).all()), [str(each.message) for each in caught]
+
+
+def test_ranks_on_different_kinds_of_devices_are_named():
+    (right, told), (also_right, nothing) = run_ranks(unlike_devices, 2)
+    assert right
+    assert also_right
+    (line,) = [text for text in told if 'different kinds' in text]
+    assert "rank 0 'cpu', rank 1 'zeta'" in line
+    assert not [text for text in nothing if 'different kinds' in text]
+
+
+def out_of_turn(device):
+    """Rank 0 has two sums under way before rank 1 starts the second, after a message of rank 0."""
+    where = start(device)
+    rank = torch_dist.get_rank()
+    first, second = (torch.ones(400_000, device=where) for _ in range(2))
+    one = torch_dist.all_reduce(first, async_op=True)
+    note = torch.zeros(1)
+    if rank == 0:
+        other = torch_dist.all_reduce(second, async_op=True)
+        one.wait()
+        torch_dist.send(note, 1)
+    else:
+        one.wait()
+        torch_dist.recv(note, 0)
+        other = torch_dist.all_reduce(second, async_op=True)
+    other.wait()
+    return float(first.sum() + second.sum())
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_no_sum_waits_for_a_later_one(device):
+    assert run_ranks(out_of_turn, 2, device) == [1_600_000.0] * 2
