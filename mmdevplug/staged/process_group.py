@@ -225,13 +225,13 @@ class StagedProcessGroup(_Base):
 
     def _reduce_sparse(self, buffers: HostBuffers, tensor: Tensor, op: Any) -> Any:
         """Begin to add up a sparse tensor, of which each rank stores other elements."""
-        here = tensor.detach().cpu()
+        # Not detached: gloo and PyTorch 1.10 replace indices and values of these objects.
+        here = tensor.cpu().clone()
         options = torch_dist.AllreduceOptions()
         options.reduceOp = ReduceOp.SUM if is_average(op) else op
         work = self._gloo.allreduce([here], options)
 
         def finish() -> None:
-            # Not detached: this replaces indices and values of the object that it is called on.
             tensor.copy_(here / self.size() if is_average(op) else here)
 
         buffers.before_copying(finish)

@@ -232,4 +232,4 @@ def test_refused_on_a_device_without_kernels(tmp_path):
 
 @pytest.mark.xla
 def test_refused_by_torch_xla(tmp_path):
-    check_refusals('xla', tmp_path, 'no kernels', 'has no kernels for them on this device')
+    check_refusals('xla', tmp_path, 'no kernels', 'cannot average those of a lazy device')
