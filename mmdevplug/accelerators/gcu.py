@@ -101,7 +101,9 @@ class T20Accelerator(LazyAccelerator):
     def copy_to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         # For gradients, which are computed by then: nothing to unlazy.
         for source, target in zip(sources, targets):
-            target.copy_(source.detach())
+            # Never seen: whether a copy to the host converts types as well.
+            host = source.detach()
+            target.copy_(host if host.dtype == target.dtype else host.cpu())
 
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         for source, target in zip(sources, targets):

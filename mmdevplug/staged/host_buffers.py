@@ -192,8 +192,10 @@ def averaged(total: Tensor, count: int) -> Tensor:
 def scale(flat: Tensor, factor: float) -> bool:
     """Multiply a tensor in place; returns whether all its values are finite."""
     if flat.dtype not in (torch.float32, torch.float64):
-        flat.mul_(factor)
-        return is_finite(flat)
+        exact = flat.float()  # PyTorch 1 multiplies no halves on the CPU
+        finite = scale(exact, factor)
+        flat.copy_(exact)
+        return finite and is_finite(flat.float())
     if _has_fused_kernel() and flat.dtype != torch.float64:
         found = torch.zeros(1, device=flat.device)
         factor_there = torch.tensor([factor], device=flat.device)

@@ -4,14 +4,14 @@ from typing import Any
 
 from torch import Tensor, distributed as torch_dist
 
-from .host_buffers import scale
+from .host_buffers import scale, summand
 
 
 class HostSum:
     """A sum or average in memory of the host, by messages of gloo.
 
     Attributes:
-        own (Tensor): The values, flat, in a type that gloo adds up.
+        own (Tensor): The values, flat.
         finite (bool): Whether an average has no NaN and no infinity, the same on all ranks.
     """
 
@@ -23,13 +23,16 @@ class HostSum:
     def start(self, average: bool) -> None:
         """Begin to add up what the ranks have written."""
         self._average = average
-        self._work = self._gloo.allreduce([self.own], torch_dist.AllreduceOptions())
+        self._summed = summand(self.own)
+        self._work = self._gloo.allreduce([self._summed], torch_dist.AllreduceOptions())
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait until the sum may be read."""
         self._work.wait()
         if self._average:
-            self._average, self.finite = False, scale(self.own, 1 / self._size)
+            self._average, self.finite = False, scale(self._summed, 1 / self._size)
+        if self._summed is not self.own:
+            self.own.copy_(self._summed)
         return True
 
     def read(self, start: int, stop: int) -> Tensor:

@@ -117,8 +117,8 @@ def test_eccl_is_refused_with_the_reason(accelerator):
 
 
 @pytest.mark.parametrize('backend', [None, 'nccl', 'eccl'])
-def test_the_base_config_takes_gloo(accelerator, backend):
-    assert resolve_backend(accelerator, forced='auto', configured=backend) == 'gloo'
+def test_the_base_config_goes_through_the_host(accelerator, backend):
+    assert resolve_backend(accelerator, forced='auto', configured=backend) == 'staged'
 
 
 def test_types_of_its_tensors_have_a_name_while_mmengine_is_patched(accelerator):
