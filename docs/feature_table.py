@@ -34,7 +34,7 @@ validations count as weights. A test fails where the difference is above the tol
         failed='**fails**',
         notes="""\
 - *refused*: the runner stops on all ranks and says why. `ZeroRedundancyOptimizer` broadcasts
-  parameters on the device, and gloo takes no tensors of these devices.
+  parameters one by one, each of which runs a graph of a lazy device.
 - *no*: `torch.compile` is for devices that its compiler knows; it was tried on the CPU alone. The
   row has the backend `aot_eager`; a test of its own has `inductor`.
 - The stand-ins are described in [tests/standins](../../tests/standins/README.md). torch_xla runs
@@ -63,8 +63,8 @@ nccl 之于 GPU。平均权重（EMA）、缓冲区和验证指标同样计入�
         absent='无',
         failed='**失败**',
         notes="""\
-- *拒绝*：runner 在所有 rank 上停止并说明原因。`ZeroRedundancyOptimizer` 在设备上广播参数，而 gloo
-  不接受这些设备的张量。
+- *拒绝*：runner 在所有 rank 上停止并说明原因。`ZeroRedundancyOptimizer` 逐个广播参数，
+  在惰性设备上每次都要运行一次计算图。
 - *无*：`torch.compile` 只用于其编译器支持的设备，仅在 CPU 上试过。该行使用后端 `aot_eager`；另有
   单独的测试使用 `inductor`。
 - 替身的说明见 [tests/standins](../../tests/standins/README.md)。torch_xla 运行在 PJRT 的 CPU

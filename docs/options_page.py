@@ -176,9 +176,10 @@ nccl when a config says nothing.""",
             'model_parallel.check_r_consistency': 'LoRA 适配器的秩不一致时是否警告。',
             'model_parallel.strict_r_check': '是否拒绝秩不一致的 LoRA 适配器。',
             'model_parallel.plan': '直接采用的计划，由 `mmdevplug plan --json` 写出。',
-            'model_wrapper_cfg.bucket_cap_mb': '一条消息的大小，单位 MB；`None` 时 CPU 为 5，'
-            '其 rank 共享内存时为 16，梯度经主机中转时至多 8，其他情况为 PyTorch 自己的值。',
-            'model_wrapper_cfg.grad_compression': '传输什么来代替 float32：半精度，或低秩矩阵。'
+            'model_wrapper_cfg.bucket_cap_mb': '一条消息的大小，单位 MB；`None` 时，梯度经主机'
+            '中转为 5，其 rank 共享内存时为 16，惰性设备为 8，其他情况为 PyTorch 自己的值。',
+            'model_wrapper_cfg.grad_compression': '用 PyTorch 的钩子传输什么来代替 float32：'
+            '半精度，或低秩矩阵。'
             "字典中 `type='powersgd'` 时，还可以有 PyTorch 的 `PowerSGDState` 的选项。",
             'model_wrapper_cfg.hierarchy': 'CPU 上的梯度和经主机中转的梯度是否先在每台主机的'
             '共享内存中平均，'

@@ -3,7 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -214,17 +214,6 @@ class Accelerator(ABC):
         fetched = self.to_host(sources) if self.lazy else sources
         for source, target in zip(fetched, targets):
             target.copy_(source.detach())
-
-    def start_copy_to_host(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> Optional[Callable[[], None]]:
-        """Start :meth:`copy_to_host`; returns a function that waits for it, None if it is done."""
-        self.copy_to_host(sources, targets)
-        return None
-
-    def pins_memory(self) -> bool:
-        """Whether copies to and from page-locked host memory are faster."""
-        return False
 
     def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy host tensors into existing device tensors of the same shapes, in one call."""

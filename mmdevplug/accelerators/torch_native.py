@@ -1,16 +1,14 @@
 """Eager devices that PyTorch knows by a module ``torch.<type>``: one class for all of them."""
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional
 
 import torch
-from torch import Tensor
 
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
-from .base import Accelerator, devices_of
+from .base import Accelerator
 from .vendor import import_vendor, register_vendor
 
 
@@ -245,37 +243,6 @@ class TorchNativeAccelerator(Accelerator):
 
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         self._call('synchronize', device)
-
-    def pins_memory(self) -> bool:
-        try:
-            torch.empty(1, pin_memory=True)
-        except (RuntimeError, NotImplementedError):
-            return False
-        return hasattr(self._module(), 'Event')
-
-    def start_copy_to_host(
-        self, sources: Sequence[Tensor], targets: Sequence[Tensor]
-    ) -> Optional[Callable[[], None]]:
-        if not all(target.is_pinned() for target in targets) or not self.pins_memory():
-            return super().start_copy_to_host(sources, targets)
-        for source, target in zip(sources, targets):
-            target.copy_(source.detach(), non_blocking=True)
-        module, copied = self._module(), []
-        for device in devices_of(sources):
-            with self._current(device):
-                copied.append(module.Event())
-                copied[-1].record()
-
-        def wait() -> None:
-            for event in copied:
-                event.synchronize()
-
-        return wait
-
-    def _current(self, device: torch.device) -> AbstractContextManager:
-        """Make a device the current one inside a with statement."""
-        # torch.mps has one device and nothing to choose it with.
-        return getattr(self._module(), 'device', nullcontext)(device.index)
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._call('memory_allocated', device)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Callable, Optional
 
@@ -61,9 +60,6 @@ class TPUAccelerator(TorchNativeAccelerator):
             super().device(local_rank)  # refuses a rank without a device
             self._fill_in_environment()
         return self.current_device()
-
-    def _current(self, device: torch.device) -> AbstractContextManager:
-        return nullcontext() if self._is_torchtpu() else super()._current(device)
 
     def memory_total(self, device: torch.device) -> Optional[int]:
         try:

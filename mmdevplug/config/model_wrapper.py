@@ -41,14 +41,14 @@ class WrapperOptions(Options):
 
     bucket_cap_mb: Optional[float] = option(
         None,
-        'Size of a message in MB; `None` for 5 on the CPU, 16 where its ranks share memory, at '
-        "most 8 where gradients pass through the host, and PyTorch's own elsewhere.",
+        'Size of a message in MB; `None` for 5 where gradients pass through the host, 16 where '
+        "its ranks share memory, 8 on lazy devices, and PyTorch's own elsewhere.",
         check=positive(zero=True).or_none(),
     )
     grad_compression: GradCompression = option(
         'none',
-        'What travels instead of float32: half precision, or low-rank matrices. A dict with '
-        "`type='powersgd'` holds options of PyTorch's `PowerSGDState`, too.",
+        "What travels instead of float32, by PyTorch's hooks: half precision, or low-rank "
+        "matrices. A dict with `type='powersgd'` holds options of PyTorch's `PowerSGDState`, too.",
         accepts=f'{", ".join(map(repr, COMPRESSIONS))}, dict',
         read=_read_grad_compression,
     )

@@ -207,8 +207,7 @@ class LazyStaging:
             if memory is None:
                 buckets = self._divided[1] if self._divided is not None else []
                 numel = sum(each.numel for each in buckets if each.dtype == bucket.dtype)
-                pinned = self.accelerator.pins_memory()
-                memory = torch.empty(numel, dtype=bucket.dtype, pin_memory=pinned)
+                memory = torch.empty(numel, dtype=bucket.dtype)
                 self._memory[bucket.dtype] = memory
             start = sum(
                 each.bucket.numel for each in self._started if each.bucket.dtype == bucket.dtype

@@ -13,7 +13,7 @@ from mmengine.optim import OptimWrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, distributed as torch_dist, nn
 
-from mmdevplug.accelerators import devices_of
+from mmdevplug.accelerators import Accelerator, devices_of
 from mmdevplug.accelerators.backend import suits_native_ddp
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
@@ -32,6 +32,7 @@ from mmdevplug.model.move import (
 )
 from mmdevplug.model.norm_layers import convert_norm_layers
 from mmdevplug.optim import log_norms, trust_averages
+from mmdevplug.staged.host_buffers import can_pin
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.torch_compat import is_at_least
 
@@ -108,9 +109,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         chosen, device = rank_device(accelerator)
         group = torch_dist.group.WORLD if process_group is None else process_group
         on_host = device.type == 'cpu' or not suits_native_ddp(chosen, device, group)
-        averaging_group = staged_group(group) if on_host else group
         # The groups that PyTorch 1 does not know suit no DDP.
-        staged = on_host and (chosen.lazy or not (is_at_least('2.0') or chosen.gloo_takes_tensors))
+        staged = on_host and (chosen.lazy or not _suits_ddp(chosen, find_unused_parameters))
         check_same_model(module, process_group)
         convert_norm_layers(module, chosen, device)
         options = dict(
@@ -412,6 +412,14 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
                 f'not take {self.device_type} tensors. Remove the call, or use the native '
                 f'backend of the device.'
             )
+
+
+def _suits_ddp(accelerator: Accelerator, find_unused_parameters: bool) -> bool:
+    """Whether PyTorch's DDP works on an eager device, over a group that averages on the host."""
+    if accelerator.gloo_takes_tensors:
+        return True
+    # PyTorch 1 does not know these groups. To find unused parameters DDP pins memory.
+    return is_at_least('2.0') and (can_pin() or not find_unused_parameters)
 
 
 def has_scaler(optim_wrapper: Any) -> bool:

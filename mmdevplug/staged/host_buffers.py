@@ -53,8 +53,13 @@ def is_average(op: Any) -> bool:
 @lru_cache(None)
 def pins_memory(device_type: str) -> bool:
     """Whether a device copies to memory that is page-locked while its program goes on."""
-    if device_type == 'cpu' or not hasattr(getattr(torch, device_type, None), 'Event'):
-        return False
+    has_events = hasattr(getattr(torch, device_type, None), 'Event')
+    return device_type != 'cpu' and has_events and can_pin()
+
+
+@lru_cache(None)
+def can_pin() -> bool:
+    """Whether PyTorch has page-locked memory for the accelerator of this process."""
     try:
         return torch.empty(1, pin_memory=True).is_pinned()
     except RuntimeError:  # no accelerator, or one without such memory

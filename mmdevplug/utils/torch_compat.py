@@ -162,11 +162,6 @@ def get_global_rank(group: Any, rank: int) -> int:
     return torch_dist.distributed_c10d._get_global_rank(group, rank)
 
 
-def gathers_into_tensor() -> bool:
-    """Whether gloo gathers into one tensor: from PyTorch 2.4 on."""
-    return is_at_least('2.4.0')
-
-
 def allows_renamed_classes() -> bool:
     """Whether ``weights_only`` takes classes under other names: from PyTorch 2.6 on."""
     return is_at_least('2.6.0')

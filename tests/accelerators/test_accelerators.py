@@ -383,10 +383,8 @@ assert accelerator.ddp_device_ids(torch.device('zeta:1')) is None
 def test_every_card_that_copies_to_the_host_is_waited_for(zeta):
     zeta("""
 import contextlib
+from mmdevplug.staged import host_buffers
 recorded, waited = [], []
-class Pinned(torch.Tensor):
-    def is_pinned(self):
-        return True
 class Event:
     def record(self):
         self.device = torch.zeta.current_device()
@@ -401,19 +399,21 @@ def device(chosen):
     torch.zeta.set_device(before)
 whole = getattr(torch.zeta, 'Event', None), torch.zeta.device
 torch.zeta.Event, torch.zeta.device = Event, device
-accelerator.pins_memory = lambda: True
+host_buffers.pins_memory.cache_clear()
 torch.zeta.set_device(0)
 sources = [torch.full((3,), index, device=f'zeta:{index}') for index in (1, 3, 1)]
-targets = [torch.zeros(3, dtype=torch.int64).as_subclass(Pinned) for _ in sources]
-wait = accelerator.start_copy_to_host(sources, targets)
-assert (recorded, waited) == ([1, 3], [])
-wait()
-assert waited == [1, 3]
+buffers = host_buffers.HostBuffers()
+targets = [buffers.read(source, later=True) for source in sources]
+assert (recorded, waited) == ([1, 3, 1], [])
+assert all(target.is_pinned() for target in targets)
+buffers.wait_for_copies()
+assert waited == [1, 3, 1]
 assert torch.zeta.current_device() == 0
 assert [target.tolist() for target in targets] == [[1] * 3, [3] * 3, [1] * 3]
 torch.zeta.Event, torch.zeta.device = whole
 if whole[0] is None:
     del torch.zeta.Event
+host_buffers.pins_memory.cache_clear()
 """)
 
 
