@@ -109,7 +109,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         chosen, device = rank_device(accelerator)
         group = torch_dist.group.WORLD if process_group is None else process_group
         on_host = device.type == 'cpu' or not suits_native_ddp(chosen, device, group)
-        # The groups that PyTorch 1 does not know suit no DDP.
+        averaging_group = staged_group(group) if on_host else group
         staged = on_host and (chosen.lazy or not _suits_ddp(chosen, find_unused_parameters))
         check_same_model(module, process_group)
         convert_norm_layers(module, chosen, device)
