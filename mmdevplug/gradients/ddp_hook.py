@@ -84,7 +84,7 @@ class BucketAveraging:
 
     def _exchanged(self) -> Tuple[int, int]:
         on_host = isinstance(self.group, StagedProcessGroup)
-        return self.group.exchanged() if on_host else (0, 0)
+        return self.group.large.exchanged() if on_host else (0, 0)
 
     # Without annotations: DDP accepts only those of its release.
     def hook(self, state, bucket):

@@ -134,12 +134,12 @@ class LazyStaging:
         with torch.no_grad():
             used = self._materialize_and_agree()
             begin = time.perf_counter()
-            before = self.group.exchanged()
+            before = self.group.large.exchanged()
             for number, bucket in enumerate(self._divide(used)):
                 self._start(bucket, number)
             nonfinite = self._send_averages(used)
             if self._started:
-                sent, shared = (b - a for a, b in zip(before, self.group.exchanged()))
+                sent, shared = (b - a for a, b in zip(before, self.group.large.exchanged()))
                 seconds = time.perf_counter() - begin
                 TRAFFIC.record(
                     'gradients',

@@ -125,7 +125,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             ),
         )
         if on_host:
-            averaging_group.shares_memory = {'auto': None}.get(own.hierarchy, own.hierarchy)
+            averaging_group.large.wanted = {'auto': None}.get(own.hierarchy, own.hierarchy)
         if staged:
             averaging['group'] = averaging_group
             if own.bucket_cap_mb is not None:

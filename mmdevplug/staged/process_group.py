@@ -2,7 +2,6 @@
 
 import os
 import threading
-import warnings
 from collections import deque
 from datetime import timedelta
 from typing import Any, Callable, Deque, List, Optional, Sequence, Tuple, Union
@@ -21,20 +20,15 @@ from .host_buffers import (
     check_reduction,
     combine,
     is_average,
-    pins_memory,
     scale,
     summand,
 )
 from .host_sum import HostSum
-from .json_gather import gather_json
-from .shared_memory import group_by_host, host_name
-from .shared_sum import SharedSum, SharedSums
+from .large_sums import LargeSums
+from .shared_sum import SharedSum
 from .work import DeferredWork, StagedWork
 
 NAME = 'staged'
-#: Of fewer bytes, the message takes less time than the barriers in its place.
-LEAST_SHARED_BYTES = 1 << 20
-_SHARED_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 #: A tensor for each rank, or one for all.
 Parts = Union[Tensor, Sequence[Tensor]]
 
@@ -71,7 +65,8 @@ _Base: Any = ProcessGroup if is_at_least('2.0') else object
 class StagedProcessGroup(_Base):
     """Move tensors of any device between ranks: to the host, over gloo, and back.
 
-    All ranks of a group call the same collectives in the same order, as of any backend. A
+    ``large.wanted`` says whether ranks of a host add up large tensors in shared memory. All ranks
+    of a group call the same collectives in the same order, as of any backend. A
     collective has read its tensors when it returns; its results are where they belong when its
     work has been waited for. Tensors of the host are not copied.
 
@@ -94,11 +89,7 @@ class StagedProcessGroup(_Base):
         # Not registered with the group of C++, which PyTorch's DDP may free last, holding the lock
         # of the interpreter: gloo would wait for its threads, and they for that lock.
         self._gloo = gloo
-        self._store, self._timeout = store, timeout
-        #: Whether ranks of a host add up large tensors in shared memory; None where page-locked
-        #: memory, which cannot be shared, does not make up for it. Read at the first of them.
-        self.shares_memory: Optional[bool] = None
-        self._sums: Optional[SharedSums] = None
+        self.large = LargeSums(gloo, store, rank, size, timeout)
         self._deferred: Deque[DeferredWork] = deque()
         self._deferring = threading.Lock()
         self._sums_sought = size == 1
@@ -184,7 +175,7 @@ class StagedProcessGroup(_Base):
             return self._reduce_sparse(buffers, tensor, op)
         average = is_average(op)
         if root is None and (average or op == ReduceOp.SUM):
-            shared = self._begin_shared(tensor.numel(), tensor.dtype, tensor.device.type)
+            shared = self.large.begin(tensor.numel(), tensor.dtype, tensor.device.type)
             if shared is not None:
                 self._start_shared(buffers, shared, tensor, average)
                 return shared
@@ -245,7 +236,7 @@ class StagedProcessGroup(_Base):
         """
 
         def start(buffers: HostBuffers) -> List[Any]:
-            shared = self._begin_shared(tensor.numel(), tensor.dtype, tensor.device.type)
+            shared = self.large.begin(tensor.numel(), tensor.dtype, tensor.device.type)
             if shared is not None:
                 self._start_shared(buffers, shared, tensor, True, keeps_nonfinite)
                 return [shared]
@@ -276,18 +267,12 @@ class StagedProcessGroup(_Base):
         """
         self._check_process('begin_sum')
         self._begin_deferred()
-        shared = self._begin_shared(numel, dtype, device_type)
+        shared = self.large.begin(numel, dtype, device_type)
         return HostSum(room(), self._gloo, self.size()) if shared is None else shared
 
     def make_room(self, size: int, device_type: str) -> None:
         """Share memory for so many bytes, of sums that are open at a time."""
-        sums = self._find_sums(device_type) if size >= LEAST_SHARED_BYTES else None
-        if sums is not None:
-            sums.make_room(size)
-
-    def exchanged(self) -> Tuple[int, int]:
-        """Bytes of large sums that this rank sent to other hosts, and had in shared memory."""
-        return (0, 0) if self._sums is None else (self._sums.sent, self._sums.shared)
+        self.large.make_room(size, device_type)
 
     def _start_shared(
         self,
@@ -307,57 +292,6 @@ class StagedProcessGroup(_Base):
             shared.close()
 
         buffers.before_copying(finish)
-
-    def _begin_shared(
-        self, numel: int, dtype: torch.dtype, device_type: str
-    ) -> Optional[SharedSum]:
-        """Open a sum of large tensors in shared memory; None on all ranks where there is none."""
-        size = numel * torch.empty(0, dtype=dtype).element_size()
-        if dtype not in _SHARED_DTYPES or size < LEAST_SHARED_BYTES:
-            return None
-        sums = self._find_sums(device_type)
-        return None if sums is None else sums.begin(numel, dtype)
-
-    def _find_sums(self, device_type: str) -> Optional[SharedSums]:
-        if not self._sums_sought:
-            self._sums_sought = True
-            self._sums = self._share_memory(device_type)
-        return self._sums
-
-    def _share_memory(self, device_type: str) -> Optional[SharedSums]:
-        """Agree whether ranks add up in shared memory; a message between all of them."""
-        wanted = self.shares_memory
-        if wanted is None:
-            wanted = not pins_memory(device_type)
-        facts = gather_json([host_name(), device_type, wanted], self._gloo, self.size())
-        names, types, wishes = zip(*facts)
-        if len(set(types)) > 1 and self.rank() == 0:
-            listed = ', '.join(f'rank {rank} {each!r}' for rank, each in enumerate(types))
-            warnings.warn(
-                f'ranks of one group have tensors on different kinds of devices: {listed}. The '
-                f'collectives take them, but all ranks wait for the slowest.',
-                stacklevel=2,
-            )
-        hosts = group_by_host(names, self.rank())
-        counts = [len(ranks) for ranks in hosts.ranks]
-        if not all(wishes) or len(set(counts)) > 1 or counts[0] == 1:
-            if self.shares_memory and all(wishes) and self.rank() == 0:
-                warnings.warn(
-                    f'the hosts run {", ".join(map(str, counts))} rank(s); expected as many on '
-                    f'each, and more than one, to share memory. Tensors travel between all ranks.',
-                    stacklevel=2,
-                )
-            return None
-
-        def gather(value: Any) -> List[Any]:
-            return gather_json(value, self._gloo, self.size())
-
-        def make_group(name: str, ranks: Sequence[int]) -> Any:
-            store = torch_dist.PrefixStore(f'{NAME}/{name}', self._store)
-            place = list(ranks).index(self.rank())
-            return torch_dist.ProcessGroupGloo(store, place, len(ranks), self._timeout)
-
-        return SharedSums(hosts, gather, make_group, self.rank(), self.size())
 
     def reduce_scatter(
         self, outputs: List[Tensor], inputs: List[List[Tensor]], opts: Any = None

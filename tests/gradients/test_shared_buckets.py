@@ -9,7 +9,7 @@ from torch import nn
 from mmdevplug import DeviceDistributedDataParallel, init_device
 from mmdevplug.distributed.traffic import TRAFFIC
 from mmdevplug.errors import ModelError
-from mmdevplug.staged import process_group
+from mmdevplug.staged import large_sums
 from tests.ranks import run_ranks
 
 STEPS = 4
@@ -37,7 +37,7 @@ class Mixed(nn.Module):
 
 def wrap(model, least_bytes=0, **options):
     """Wrap a model; small ones share memory, too."""
-    process_group.LEAST_SHARED_BYTES = least_bytes
+    large_sums.LEAST_BYTES = least_bytes
     rank = init_device('pytorch', 'cpu').env.rank
     options = dict(bucket_cap_mb=0.02, **options)
     return DeviceDistributedDataParallel(model, accelerator='cpu', **options), rank

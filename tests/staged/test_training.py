@@ -206,3 +206,21 @@ def test_the_script_of_the_page(device):
     line = done.stdout.strip().splitlines()[-1]
     found = re.fullmatch(rf'{device}(:0)?: loss (\S+), weights equal on 2 ranks: True', line)
     assert float(found[2]) < 1e-4
+
+
+def test_the_script_for_accelerate():
+    pytest.importorskip('accelerate')
+    done = subprocess.run(
+        [
+            *(sys.executable, '-m', 'torch.distributed.run', '--standalone'),
+            *('--nproc_per_node', '2', 'docs/examples/staged_accelerate.py'),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT)),
+    )
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.strip().splitlines()[-1]
+    found = re.fullmatch(r'backend staged: loss (\S+), weights equal on 2 ranks: True', line)
+    assert float(found[1]) < 1e-4

@@ -1,0 +1,96 @@
+"""Large sums of a process group: whether its ranks share memory for them, and where."""
+
+import warnings
+from datetime import timedelta
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+from torch import distributed as torch_dist
+
+from .host_buffers import pins_memory
+from .json_gather import gather_json
+from .shared_memory import group_by_host, host_name
+from .shared_sum import SharedSum, SharedSums
+
+#: Of fewer bytes, the message takes less time than the barriers in its place.
+LEAST_BYTES = 1 << 20
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class LargeSums:
+    """Sums of large tensors in memory that the ranks of a host share, where that works.
+
+    Args:
+        gloo (ProcessGroupGloo): Of all ranks.
+        store (Store): Where the ranks meet.
+        rank (int): This process in the group.
+        size (int): Processes in the group.
+        timeout (timedelta): How long a sum waits for the other ranks.
+
+    Attributes:
+        wanted (bool, optional): Whether to share memory; None where page-locked memory, which
+            cannot be shared, does not make up for it. Read at the first large sum.
+        sums (SharedSums, optional): None until then, and where ranks do not share.
+    """
+
+    def __init__(self, gloo: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        self._gloo, self._store, self._rank, self._size = gloo, store, rank, size
+        self._timeout = timeout
+        self.wanted: Optional[bool] = None
+        self.sums: Optional[SharedSums] = None
+        self._sought = size == 1
+
+    def begin(self, numel: int, dtype: torch.dtype, device_type: str) -> Optional[SharedSum]:
+        """Open a sum in shared memory; None on all ranks where there is none."""
+        size = numel * torch.empty(0, dtype=dtype).element_size()
+        if dtype not in _DTYPES or size < LEAST_BYTES:
+            return None
+        sums = self._find(device_type)
+        return None if sums is None else sums.begin(numel, dtype)
+
+    def make_room(self, size: int, device_type: str) -> None:
+        """Share memory for so many bytes, of sums that are open at a time."""
+        sums = self._find(device_type) if size >= LEAST_BYTES else None
+        if sums is not None:
+            sums.make_room(size)
+
+    def exchanged(self) -> Tuple[int, int]:
+        """Bytes that this rank sent to other hosts, and had in shared memory."""
+        return (0, 0) if self.sums is None else (self.sums.sent, self.sums.shared)
+
+    def _find(self, device_type: str) -> Optional[SharedSums]:
+        if not self._sought:
+            self._sought = True
+            self.sums = self._share(device_type)
+        return self.sums
+
+    def _share(self, device_type: str) -> Optional[SharedSums]:
+        """Agree whether ranks add up in shared memory; a message between all of them."""
+        wanted = not pins_memory(device_type) if self.wanted is None else self.wanted
+        names, types, wishes = zip(*self._gather([host_name(), device_type, wanted]))
+        if len(set(types)) > 1 and self._rank == 0:
+            listed = ', '.join(f'rank {rank} {each!r}' for rank, each in enumerate(types))
+            warnings.warn(
+                f'ranks of one group have tensors on different kinds of devices: {listed}. The '
+                f'collectives take them, but all ranks wait for the slowest.',
+                stacklevel=2,
+            )
+        hosts = group_by_host(names, self._rank)
+        counts = [len(ranks) for ranks in hosts.ranks]
+        if all(wishes) and len(set(counts)) == 1 and counts[0] > 1:
+            return SharedSums(hosts, self._gather, self._make_group, self._rank, self._size)
+        if self.wanted and all(wishes) and self._rank == 0:
+            warnings.warn(
+                f'the hosts run {", ".join(map(str, counts))} rank(s); expected as many on each, '
+                f'and more than one, to share memory. Tensors travel between all ranks.',
+                stacklevel=2,
+            )
+        return None
+
+    def _gather(self, value: Any) -> List[Any]:
+        return gather_json(value, self._gloo, self._size)
+
+    def _make_group(self, name: str, ranks: Sequence[int]) -> Any:
+        store = torch_dist.PrefixStore(f'staged/{name}', self._store)
+        place = list(ranks).index(self._rank)
+        return torch_dist.ProcessGroupGloo(store, place, len(ranks), self._timeout)
