@@ -56,9 +56,9 @@ from .wrapper_arguments import (
 class DeviceDistributedDataParallel(MMDistributedDataParallel):
     """Train data parallel on the device of this rank.
 
-    The module is moved to its device first. Then PyTorch's DDP averages the gradients where the
-    backend takes the device's tensors (CPU, CUDA, a vendor's own backend). Elsewhere they are
-    averaged through host memory, with the same results. ``train_step``,
+    The module is moved to its device first. Then PyTorch's DDP averages the gradients, over the
+    device's own backend or over the backend ``staged``. Those of a lazy device are averaged when
+    backward has ended, with the same results. ``train_step``,
     ``val_step``, ``test_step``, ``module`` and the keys of ``state_dict`` are those of
     :class:`mmengine.model.MMDistributedDataParallel`.
 
@@ -71,14 +71,14 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         output_device (int or torch.device, optional): As ``device_ids``.
         broadcast_buffers (bool): Whether rank 0's buffers are sent to all ranks at the beginning
             of a forward pass. Defaults to True, as in PyTorch.
-        find_unused_parameters (bool): Needed by PyTorch's DDP if parameters go unused; host
-            staging finds them by itself. Defaults to False.
+        find_unused_parameters (bool): Needed by PyTorch's DDP if parameters go unused; on
+            lazy devices they are found without it. Defaults to False.
         process_group (ProcessGroup, optional): Defaults to None: all ranks.
         detect_anomalous_params (bool): See MMDistributedDataParallel. Defaults to False.
         **kwargs: Fields of :class:`mmdevplug.config.model_wrapper.WrapperOptions`
             (``bucket_cap_mb=None``, ``grad_compression='none'``, ``hierarchy='auto'`` and
             ``nonfinite_grads=None``), and other arguments of PyTorch's DDP, which have no effect
-            on host staging.
+            on lazy devices.
 
     Raises:
         ModelError: If the model is wrapped already, has nothing to train, or is not the same on
@@ -408,9 +408,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if self.staging is not None:
             raise ModelError(
                 f"{method}() needs PyTorch's DDP, but gradients on {self.device} travel through "
-                f'the host, because backend {torch_dist.get_backend(self._users_group)!r} does '
-                f'not take {self.device_type} tensors. Remove the call, or use the native '
-                f'backend of the device.'
+                f'the host when backward has ended, as on every lazy device, and on others with '
+                f'PyTorch 1. Remove the call, or use the native backend of the device.'
             )
 
 

@@ -25,6 +25,9 @@ _WIDER.update(
     }
 )
 
+#: Types in which sums overflow, or lose most of an addend.
+HALVES = (torch.float16, torch.bfloat16)
+
 #: Of these, what gloo adds up by itself, with half the bytes.
 _OF_GLOO = {torch.float16}
 if is_at_least('2.9'):

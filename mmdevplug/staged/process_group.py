@@ -14,6 +14,7 @@ from mmdevplug.errors import StagedError, first_line
 from mmdevplug.utils.torch_compat import is_at_least
 
 from .host_buffers import (
+    HALVES,
     HostBuffers,
     as_bytes,
     averaged,
@@ -65,10 +66,10 @@ _Base: Any = ProcessGroup if is_at_least('2.0') else object
 class StagedProcessGroup(_Base):
     """Move tensors of any device between ranks: to the host, over gloo, and back.
 
-    ``large.wanted`` says whether ranks of a host add up large tensors in shared memory. All ranks
-    of a group call the same collectives in the same order, as of any backend. A
-    collective has read its tensors when it returns; its results are where they belong when its
-    work has been waited for. Tensors of the host are not copied.
+    All ranks of a group call the same collectives in the same order, as of any backend. A
+    collective has read its tensors when it returns, or when its work has been waited for if the
+    device copies by itself; then its results are where they belong. Tensors of the host are not
+    copied, but large sums: ``large.wanted`` says whether ranks of a host share memory for them.
 
     Args:
         store (Store): Where the ranks meet.
@@ -92,7 +93,6 @@ class StagedProcessGroup(_Base):
         self.large = LargeSums(gloo, store, rank, size, timeout)
         self._deferred: Deque[DeferredWork] = deque()
         self._deferring = threading.Lock()
-        self._sums_sought = size == 1
         self._name = self._description = ''
         self._process = os.getpid()
         self._coalesced: Optional[List[StagedWork]] = None
@@ -189,9 +189,12 @@ class StagedProcessGroup(_Base):
 
         def begin() -> Any:
             summed = summand(flat)
+            # The sum of halves may be larger than they can be.
+            divided = average and summed.dtype in HALVES
+            summed = averaged(summed, self.size()) if divided else summed
 
             def finish() -> None:
-                if average:
+                if average and not divided:
                     flat.copy_(averaged(summed, self.size()))
                 elif summed is not flat:
                     flat.copy_(summed)
@@ -231,8 +234,8 @@ class StagedProcessGroup(_Base):
     def average(self, tensor: Tensor, keeps_nonfinite: bool = False) -> StagedWork:
         """Average a floating-point tensor of all ranks.
 
-        ``finite`` of the work says whether the result has no NaN and no infinity, the same on all
-        ranks. If it has and ``keeps_nonfinite``, each rank keeps its own values.
+        ``finite`` of the work says whether the result has neither NaN nor infinity, the same on
+        all ranks. If it has one, ``keeps_nonfinite`` leaves each rank its own values.
         """
 
         def start(buffers: HostBuffers) -> List[Any]:
@@ -245,9 +248,12 @@ class StagedProcessGroup(_Base):
             def begin() -> Any:
                 flat = summand(read)
                 flat = flat.clone() if flat.data_ptr() == tensor.data_ptr() else flat
+                divided = flat.dtype in HALVES
+                if divided:
+                    scale(flat, 1 / self.size())
 
                 def finish() -> None:
-                    buffers.finite = scale(flat, 1 / self.size())
+                    buffers.finite = scale(flat, 1.0 if divided else 1 / self.size())
                     if buffers.finite or not keeps_nonfinite:
                         tensor.detach().copy_(flat.view(tensor.shape))
 

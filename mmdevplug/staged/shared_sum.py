@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed as torch_dist
 from torch.distributed import ReduceOp
 
-from .host_buffers import is_finite, scale
+from .host_buffers import HALVES, is_finite, scale
 from .shared_memory import Gather, Hosts, share_memory
 
 #: What is shared at first, and how many of the largest tensors have room at a time.
@@ -17,7 +17,6 @@ LEAST_CAPACITY = 64 << 20
 ROOM_FOR = 4
 #: Seconds after which a waiting thread looks whether the one that did its work has left.
 _TAKE_OVER = 0.002
-_HALVES = (torch.float16, torch.bfloat16)
 
 #: Makes a group of gloo of these ranks, which all call it with the same name.
 MakeGroup = Callable[[str, Sequence[int]], Any]
@@ -190,7 +189,7 @@ class SharedSums:
         self._read_by_all = max(self._read_by_all, int(read))
         local_rank = self._hosts.local_rank
         own = its.own[its.spans[local_rank]]
-        share = own.float() if own.dtype in _HALVES else own
+        share = own.float() if own.dtype in HALVES else own
         for number, part in enumerate(its.parts):
             if number != local_rank:
                 share.add_(part[its.spans[local_rank]])

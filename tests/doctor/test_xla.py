@@ -20,7 +20,7 @@ def test_collectives_between_lazy_devices():
     for results in run_ranks(look, 2, environ=dict(CPU_NUM_DEVICES='2')):
         assert results['passed'], results['checks']
         assert results['devices'] == ['xla:0', 'xla:1']
-        assert results['tensors_on'] == 'cpu'
+        assert results['tensors_on'] == 'xla'
         passed = {check['name'] for check in results['checks'] if check['status'] == 'pass'}
         assert passed == {*SIZED, 'barrier'}
 
