@@ -41,7 +41,7 @@ class PowerSGD:
     def bytes_of(
         self, numel: int, world_size: int, average: Callable[[], Any]
     ) -> Tuple[Any, float]:
-        """Run an average of so many elements of float32; returns it and the bytes sent."""
+        """Run an average of ``numel`` elements of float32; returns it and the bytes sent."""
         compressing = self.state.iter >= self.state.start_powerSGD_iter
         before = self.state.total_numel_after_compression
         result = average()

@@ -49,7 +49,7 @@ class LargeSums:
         return None if sums is None else sums.begin(numel, dtype)
 
     def make_room(self, size: int, device_type: str) -> None:
-        """Share memory for so many bytes, of sums that are open at a time."""
+        """Share memory for ``size`` bytes of sums that are open at a time."""
         sums = self._find(device_type) if size >= LEAST_BYTES else None
         if sums is not None:
             sums.make_room(size)

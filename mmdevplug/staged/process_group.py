@@ -277,7 +277,7 @@ class StagedProcessGroup(_Base):
         return HostSum(room(), self._gloo, self.size()) if shared is None else shared
 
     def make_room(self, size: int, device_type: str) -> None:
-        """Share memory for so many bytes, of sums that are open at a time."""
+        """Share memory for ``size`` bytes of sums that are open at a time."""
         self.large.make_room(size, device_type)
 
     def _start_shared(

@@ -168,7 +168,7 @@ class SharedSums:
         return begun
 
     def make_room(self, size: int) -> None:
-        """Share memory for so many bytes, of tensors that are open at a time."""
+        """Share memory for ``size`` bytes of tensors that are open at a time."""
         if size > self._capacity:
             self._share(size)
 
