@@ -85,12 +85,12 @@ def wrap_all(
     models = {'none': build().to(context.device)}
     if context.accelerator.lazy:
         models['split'] = build().to(context.device)
-    if context.backend != 'gloo':
+    if context.device.type == CARD and context.backend != 'staged':
         models['stock'] = DistributedDataParallel(
             build().to(context.device), device_ids=[context.device], broadcast_buffers=False
         )
-    through_host = context.device.type == CARD and context.backend == 'gloo'
-    naive = average_parameters if through_host else average_buckets
+    on_card = context.device.type == CARD and context.backend == 'staged'
+    naive = average_parameters if on_card else average_buckets
     models['naive'] = naive(build().to(context.device))
     for way, options in ours.items():
         models[way] = DeviceDistributedDataParallel(build(), broadcast_buffers=False, **options)

@@ -26,9 +26,10 @@ def available_backends() -> List[str]:
         'ucc': getattr(torch_dist, 'is_ucc_available', lambda: False)(),
         'xccl': getattr(torch_dist, 'is_xccl_available', lambda: False)(),
     }
-    staged.register()
+    if present['gloo']:
+        present[staged.NAME] = True
     listed = getattr(torch_dist.Backend, 'backend_list', list(present))
-    plugged_in = [name for name in listed if name not in present and name != 'undefined']
+    plugged_in = [name for name in listed if name not in (*present, staged.NAME, 'undefined')]
     return sorted([name for name, there in present.items() if there] + plugged_in)
 
 

@@ -35,16 +35,7 @@ Parts = Union[Tensor, Sequence[Tensor]]
 
 
 def register() -> None:
-    """Make ``staged`` a backend of torch.distributed; a second call does nothing.
-
-    Raises:
-        StagedError: If PyTorch was built without gloo.
-    """
-    if not torch_dist.is_available() or not getattr(c10d, '_GLOO_AVAILABLE', False):
-        raise StagedError(
-            f'the backend {NAME!r} moves tensors with gloo, which torch {torch.__version__} was '
-            f'built without. Use the backend of the device, or another build of PyTorch.'
-        )
+    """Make ``staged`` a backend of torch.distributed; a second call does nothing."""
     if hasattr(torch_dist.Backend, NAME.upper()):
         return
     if not is_at_least('2.0'):
@@ -56,6 +47,11 @@ def register() -> None:
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> 'StagedProcessGroup':
+    if not getattr(c10d, '_GLOO_AVAILABLE', False):
+        raise StagedError(
+            f'the backend {NAME!r} moves tensors with gloo, which torch {torch.__version__} was '
+            f'built without. Use the backend of the device, or another build of PyTorch.'
+        )
     return StagedProcessGroup(store, rank, size, timeout)
 
 
@@ -208,8 +204,11 @@ class StagedProcessGroup(_Base):
         """Begin a message when what it sends is on the host; until then the program goes on."""
         if not buffers.arrive_later:
             return begin()
-        self._deferred.append(DeferredWork(buffers.wait_for_copies, begin, self._begin_deferred))
-        return self._deferred[-1]
+        deferred = DeferredWork(buffers.wait_for_copies, begin, self._begin_deferred)
+        self._deferred.append(deferred)
+        # Other ranks need it, even if nothing here waits or calls another collective for long.
+        threading.Thread(target=self._begin_deferred, name='staged', daemon=True).start()
+        return deferred
 
     def _begin_deferred(self) -> None:
         """Begin messages that wait for copies, in their order: a later one is to begin."""

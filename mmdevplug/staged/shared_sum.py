@@ -2,6 +2,7 @@
 
 import mmap
 import threading
+import time
 from collections import deque
 from typing import Any, Callable, Deque, Generator, List, Optional, Sequence
 
@@ -17,6 +18,9 @@ LEAST_CAPACITY = 64 << 20
 ROOM_FOR = 4
 #: Seconds after which a waiting thread looks whether the one that did its work has left.
 _TAKE_OVER = 0.002
+
+#: Seconds after which sums go on that nothing here waits for.
+_POLL = 0.01
 
 #: Makes a group of gloo of these ranks, which all call it with the same name.
 MakeGroup = Callable[[str, Sequence[int]], Any]
@@ -63,6 +67,8 @@ class SharedSum:
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return at once."""
+        if not self.finished.is_set():
+            self._sums.advance()
         return self.finished.is_set()
 
     def copy_to(self, target: Tensor) -> None:
@@ -126,7 +132,7 @@ class SharedSums:
     without messages but barriers, around an all-reduce of ``1 / local_world_size`` of the bytes.
 
     All ranks start the same sums in the same order. Whoever waits for one takes its steps, and
-    those of the others that need not wait.
+    those of the others that need not wait; a thread takes those of sums that nothing waits for.
 
     Attributes:
         sent (int): Bytes that this rank sent to other hosts.
@@ -149,6 +155,8 @@ class SharedSums:
         self._begun = self._read = self._read_by_all = 0
         self._active: Deque[SharedSum] = deque()
         self._working = threading.Lock()
+        self._keeper: Optional[threading.Thread] = None
+        self._keeping = threading.Lock()
         self.sent = self.shared = 0
 
     def begin(self, numel: int, dtype: torch.dtype) -> Optional[SharedSum]:
@@ -175,11 +183,33 @@ class SharedSums:
     def add(self, started: SharedSum) -> None:
         """Take note of a sum that has started, and take steps of others that need not wait."""
         self._active.append(started)
-        if len(self._active) > 1 and self._working.acquire(blocking=False):
+        if len(self._active) > 1:
+            self.advance()
+        with self._keeping:
+            if self._keeper is None:
+                self._keeper = threading.Thread(
+                    target=self._keep_going, name='staged', daemon=True
+                )
+                self._keeper.start()
+
+    def advance(self) -> None:
+        """Take steps that need not wait, unless somebody does."""
+        if self._working.acquire(blocking=False):
             try:
-                self._take_steps(blocks=False)
+                if self._active:
+                    self._take_steps(blocks=False)
             finally:
                 self._working.release()
+
+    def _keep_going(self) -> None:
+        """Take steps while there are sums: ranks that wait for one need those of this rank."""
+        while True:
+            time.sleep(_POLL)
+            self.advance()
+            with self._keeping:
+                if not self._active:
+                    self._keeper = None
+                    return
 
     def steps(self, its: SharedSum, average: bool) -> Steps:
         """The steps of a sum."""

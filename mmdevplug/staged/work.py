@@ -32,21 +32,28 @@ class DeferredWork:
     ) -> None:
         self._wait_for_copies, self._begin, self._begin_all = wait_for_copies, begin, begin_all
         self._work: Any = None
+        self._error: Optional[RuntimeError] = None
 
     def begin(self) -> None:
-        """Begin it now."""
-        self._wait_for_copies()
-        self._work = self._begin()
+        """Begin it now; :meth:`wait` raises what goes wrong."""
+        try:
+            self._wait_for_copies()
+            self._work = self._begin()
+        except RuntimeError as error:
+            self._error = error
 
     def wait(self, *limit: timedelta) -> bool:
         """Wait until gloo has ended."""
         if self._work is None:
             self._begin_all()
+        if self._error is not None:
+            raise self._error
         return self._work.wait(*limit)
 
     def is_completed(self) -> bool:
-        """Whether gloo has ended."""
-        return self._work is not None and self._work.is_completed()
+        """Whether :meth:`wait` would return or raise at once."""
+        begun = self._work is not None and self._work.is_completed()
+        return begun or self._error is not None
 
 
 class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]

@@ -171,3 +171,58 @@ def out_of_turn(device):
 @pytest.mark.parametrize('device', DEVICES)
 def test_no_sum_waits_for_a_later_one(device):
     assert run_ranks(out_of_turn, 2, device) == [1_600_000.0] * 2
+
+
+def not_waited_for(device):
+    """Rank 0 waits for a message of rank 1 before it waits for its sum."""
+    where = start(device)
+    tensor = torch.ones(400_000, device=where)
+    work, note = torch_dist.all_reduce(tensor, async_op=True), torch.zeros(1)
+    if torch_dist.get_rank() == 0:
+        torch_dist.recv(note, 1)
+        work.wait()
+    else:
+        work.wait()
+        torch_dist.send(note, 0)
+    return float(tensor.sum())
+
+
+@pytest.mark.parametrize('device', [*DEVICES, 'streams'])
+def test_a_sum_that_a_rank_does_not_wait_for_reaches_the_others(device):
+    assert run_ranks(not_waited_for, 2, device) == [800_000.0] * 2
+
+
+def asked_only(device):
+    """Sums that are asked for, and not waited for."""
+    where = start(device)
+    tensors = [torch.ones(400_000, device=where) for _ in range(3)]
+    works = [torch_dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    while not all(work.is_completed() for work in works):
+        pass
+    torch_dist.barrier()
+    return [float(tensor.sum()) for tensor in tensors]
+
+
+@pytest.mark.parametrize('device', [*DEVICES, 'streams'])
+def test_asking_whether_a_sum_has_ended_ends(device):
+    assert run_ranks(asked_only, 2, device) == [[800_000.0] * 3] * 2
+
+
+def without_copies():
+    """A message whose copy to the host fails after the call."""
+    start('streams')
+    import native_card
+
+    def fail(self):
+        raise RuntimeError('the card is gone')
+
+    native_card.Event.synchronize = fail
+    work = torch_dist.all_reduce(torch.ones(4, device='zeta'), async_op=True)
+    torch_dist.barrier()  # begins what is deferred, and has nothing to do with it
+    with pytest.raises(RuntimeError, match='all_reduce of .* failed: the card is gone'):
+        work.wait()
+    return work.is_completed()
+
+
+def test_a_copy_that_fails_is_told_by_wait():
+    assert run_ranks(without_copies, 2) == [True, True]
