@@ -266,15 +266,20 @@ class FailureWatch:
             if last and last.beat.state == RUNNING and self.heartbeat.silence(rank) >= enough
         ]
         # The store has just answered; it is not used while ranks are asked.
-        self._answered = self._clock.now + ANSWER_SECONDS
+        self._allow_an_answer()
         alive = self._liveness.ask(silent)
         for rank in alive:
             self._note_busy(rank)
         return [rank for rank in silent if rank not in alive]
 
+    def _allow_an_answer(self) -> None:
+        """Do not count the time in which another rank may answer as silence of the store."""
+        self._answered = self._clock.now + ANSWER_SECONDS
+
     def _why_silent(self, rank: int) -> str:
         """Say what a rank that does not answer suffers from, as far as this host can know."""
         state = self.heartbeat.process_state(rank)
+        self._allow_an_answer()
         reached = self._liveness.reach(rank) if state == '' else None
         if state == STOPPED or reached == 'listens':
             return STOPPED_TEXT

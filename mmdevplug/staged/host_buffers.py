@@ -141,6 +141,13 @@ class HostBuffers:
             tensor.copy_(values.view(tensor.shape))
 
 
+def copy_from_device(source: Tensor, target: Tensor) -> None:
+    """Copy a tensor of any device to one of the host."""
+    # PyTorch's lazy device copies to no tensor that exists already.
+    functional = source.device.type != 'cpu' and torch._is_functional_tensor(source)
+    target.view(source.shape).copy_(source.cpu() if functional else source)
+
+
 def _refuse_overlap(tensor: Tensor) -> None:
     if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride())):
         raise ValueError(

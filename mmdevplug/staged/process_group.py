@@ -20,6 +20,7 @@ from .host_buffers import (
     averaged,
     check_reduction,
     combine,
+    copy_from_device,
     is_average,
     scale,
     summand,
@@ -287,7 +288,7 @@ class StagedProcessGroup(_Base):
         average: bool,
         keeps: bool = False,
     ) -> None:
-        shared.own.view(tensor.shape).copy_(tensor.detach())
+        copy_from_device(tensor.detach(), shared.own)
         shared.start(average)
 
         def finish() -> None:

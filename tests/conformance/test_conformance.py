@@ -224,7 +224,7 @@ def test_two_ranks_share_a_device(tmp_path, monkeypatch):
     path.write_text(f"{imports}\naccelerator = dict(type='zeta', backend='gloo')\n")
     detected, found = run_checks('zeta', str(path), 100.0, ['training on 2 ranks'])
     assert [detected.level, found.level] == ['passed', 'passed'], found
-    assert "2 ranks on zeta:0, zeta:0, backend 'gloo'" in found.found
+    assert "2 ranks on zeta:0, zeta:0, backend 'staged'" in found.found
 
 
 def test_without_the_samples_of_pytorch_operations_are_not_judged(monkeypatch):

@@ -168,6 +168,10 @@ def reduce_everything(device):
             tensor = own[:2].clone()
             torch_dist.reduce_scatter(tensor, [own[2 * k : 2 * k + 2] for k in range(size)], op)
             found.append((f'reduce_scatter {told}', on_host(tensor), share))
+    # Large enough to be added up in shared memory.
+    tensor = torch.full((512, 1025), 1.0 + rank, device=where)
+    torch_dist.all_reduce(tensor)
+    found.append(('large', on_host(tensor), torch.full((512, 1025), size * (size + 1) / 2)))
     for dtype, mean in (torch.float32, 2.5), (torch.int64, 2):
         tensor = torch.full((4,), 2 + rank, dtype=dtype, device=where)
         if size == 2:
