@@ -1,6 +1,7 @@
 """Check the arguments of the model wrapper, and turn them into those of PyTorch's DDP."""
 
 import inspect
+import os
 from typing import Any, Dict, Sequence, Tuple
 
 import torch
@@ -65,6 +66,9 @@ def read_options(wrapper: type, kwargs: Dict[str, Any]) -> WrapperOptions:
 
 #: Of gradients of fewer bytes, messages take less time than the barriers of shared memory.
 _LEAST_SHARED_BYTES = 4 << 20
+#: The part of the gradients that a bucket between hosts holds, whose link works from the first
+#: bucket to the end; and its least and most bytes.
+_PART_BETWEEN_HOSTS, _LEAST_BETWEEN_HOSTS, _MOST_BETWEEN_HOSTS = 8, 1 << 20, 8 << 20
 
 
 def host_defaults(
@@ -75,8 +79,19 @@ def host_defaults(
     The message of a small bucket starts earlier; where ranks share memory, barriers cost more.
     """
     size = sum(each.numel() * each.element_size() for _, each in named_parameters)
-    cap = 16 if shares and size >= _LEAST_SHARED_BYTES else 5
-    return dict(gradient_as_bucket_view=True, bucket_cap_mb=cap)
+    if not (shares and size >= _LEAST_SHARED_BYTES):
+        cap = 5 << 20
+    elif _on_several_hosts():
+        part = size // _PART_BETWEEN_HOSTS
+        cap = min(max(part, _LEAST_BETWEEN_HOSTS), _MOST_BETWEEN_HOSTS)
+    else:
+        cap = 16 << 20
+    return dict(gradient_as_bucket_view=True, bucket_cap_mb=cap / 2**20)
+
+
+def _on_several_hosts() -> bool:
+    world_size = torch_dist.get_world_size()
+    return int(os.environ.get('LOCAL_WORLD_SIZE', world_size)) < world_size
 
 
 def rename_buffer_option(
