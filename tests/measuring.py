@@ -42,10 +42,18 @@ def _follow_backward():
         nonfinite,
     )
     from mmdevplug.model import batch_statistics, deferred_norm, normalize
-    from mmdevplug.staged import host_buffers, process_group, shared_sum, work
+    from mmdevplug.staged import (
+        group_base,
+        host_buffers,
+        process_group,
+        reductions,
+        shared_sum,
+        work,
+    )
 
     normalization = (batch_statistics, deferred_norm, normalize)
-    staging = (buckets, lazy_staging, host_buffers, process_group, shared_sum, work)
+    groups = (group_base, process_group, reductions, shared_sum, work)
+    staging = (buckets, lazy_staging, host_buffers, *groups)
     for module in (ddp_hook, nonfinite, *normalization, *staging):
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__:
