@@ -9,7 +9,7 @@ import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from mmdevplug.utils.memory_growth import MB
+from mmdevplug.hooks.memory_hook import MB
 from mmdevplug.utils.worker_memory import WorkerMemory
 from tests.ranks import run_ranks
 
