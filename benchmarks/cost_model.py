@@ -1,205 +1,200 @@
-"""A cost model of gloo's all-reduce: measured, fitted, checked, and carried on to 1,000 hosts.
+"""Compare a formula for gloo's all-reduce with measured all-reduces and training iterations.
 
-    python benchmarks/cost_model.py --json work_dirs/cost_model.json --update-docs
-    python benchmarks/cost_model.py --json work_dirs/cost_model.json --reuse --latency-us 30
+    python benchmarks/cost_model.py
+    python benchmarks/cost_model.py --ranks 2 3 4 --rates 200mbit 1gbit
 
-It times all-reduces of many sizes between 2, 4 and 8 ranks, over loopback and over limited links
-between network namespaces (see ``hosts.py``; that needs root), fits latency and bandwidth (see
-``cost_fit.py``), and compares the fit with what it has not seen. ``--update-docs`` writes the
-tables and the picture of ``docs/*/cost_model.md``.
+For N ranks and a message of S bytes, with the time in seconds::
+
+    T = max(core, link)
+    core = (a * 2 (N - 1)  +  b * 2 S (N - 1) / N) * k  +  c
+    link = d * 2 S (N - 1) / N
+
+``docs/en/cost_model.md`` explains the terms. a, b and c are fitted to all-reduces over loopback,
+those of the largest number of ranks left out; d follows from the rate of the link. All other rows
+of the table are predictions: more ranks, limited links between network namespaces (``hosts.py``;
+root and iproute2), and iterations of PyTorch's DDP, whose buckets follow each other.
 """
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
 import sys
-from importlib import metadata
-from pathlib import Path
-from typing import Any, ContextManager, Dict, List, NamedTuple, Optional, Sequence
+import time
+from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Sequence
 
-from cost_fit import (
-    LOOPBACK,
-    Cluster,
-    Point,
-    errors_by_link,
-    fit,
-    held_out_errors,
-    ring_bytes,
-    textbook_errors,
-)
-from cost_pages import PICTURE, WORDS, Analysis, make_blocks, print_report, update_page
-from hosts import Hosts, available, bits_per_second, run_ranks
+import numpy
+import torch
+from hosts import Hosts, bits_per_second, run_ranks
+from torch import distributed as torch_dist, nn
 
-RANK = Path(__file__).with_name('cost_rank.py')
-SIZES = [1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]
-#: These are left out of the fit, and predicted.
-HELD_OUT = (64 << 10, 4 << 20)
-RATES = ('200mbit', '1gbit')
+SIZES = [1 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20]
+#: An iteration averages so many weights of 1,024 x 2,048 floats, each a bucket of its own.
+BUCKETS, BUCKET_BYTES = 4, 8 << 20
+#: Data in an Ethernet frame.
+FRAME_BYTES, DATA_BYTES = 1514, 1448
+#: Short calls are repeated until a round takes about this long in seconds, at most so often.
+ROUND_SECONDS, MOST_REPEATS = 0.05, 40
 
 
-class Setting(NamedTuple):
-    """Where all-reduces are timed: so many ranks on each of so many hosts.
+class Point(NamedTuple):
+    """A measured all-reduce, or an iteration with several.
 
     Attributes:
-        rate (str, optional): Of each host's link; None for loopback on this machine.
+        rate (str, optional): Of each rank's link; None for loopback.
+        ranks (int): N.
+        messages (int): All-reduces, one after the other.
+        size (int): S in bytes, of each.
+        seconds (float): What was measured.
+        computing (float): What the same iteration takes without averaging.
     """
 
     rate: Optional[str]
-    hosts: int
-    ranks_per_host: int
+    ranks: int
+    messages: int
+    size: int
+    seconds: float
+    computing: float
 
-    @property
-    def ranks(self) -> int:
-        return self.hosts * self.ranks_per_host
+    def columns(self) -> List[float]:
+        """What a, b and c are multiplied with."""
+        crowding = max(1.0, self.ranks / len(os.sched_getaffinity(0)))
+        return [2 * (self.ranks - 1) * crowding, self.ring_bytes() * crowding, 1.0]
 
+    def ring_bytes(self) -> float:
+        """Bytes that a rank sends."""
+        return 2 * self.size * (self.ranks - 1) / self.ranks
 
-SETTINGS = [Setting(None, 1, ranks) for ranks in (2, 4, 8)] + [
-    Setting(rate, hosts, ranks) for rate in RATES for hosts, ranks in ((2, 1), (4, 1), (4, 2))
-]
-#: For the growth with the number of ranks of what does not depend on the size.
-SMALL_RANKS = (2, 3, 4, 6, 8, 12, 16)
-SMALL_SIZE = 1 << 10
-START_RANKS = (2, 4, 8, 16)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--json', default='work_dirs/cost_model.json', help='the measurements')
-    parser.add_argument('--reuse', action='store_true', help='read them instead of measuring')
-    parser.add_argument('--rounds', type=int, default=7)
-    parser.add_argument('--largest', type=int, default=max(SIZES), help='bytes of a message')
-    parser.add_argument('--latency-us', type=float, help='of a message, instead of the fitted one')
-    parser.add_argument('--ranks-per-host', type=int, default=8, help='in the predictions')
-    parser.add_argument('--bucket-mb', type=float, default=8, help='in the predictions')
-    parser.add_argument('--update-docs', action='store_true')
-    return parser.parse_args()
+    def predict(self, terms: Sequence[float]) -> float:
+        """Seconds by the formula; ``seconds`` is not looked at."""
+        link = 0.0
+        if self.rate is not None:
+            byte = 8 / bits_per_second(self.rate) * FRAME_BYTES / DATA_BYTES
+            link = byte * self.ring_bytes()
+        core = float(numpy.dot(self.columns(), terms))
+        return self.computing + self.messages * max(core, link)
 
 
-def measure(args: argparse.Namespace) -> Dict[str, Any]:
-    """Measure everything."""
-    possible, reason = available()
-    if not possible:
-        raise SystemExit(f'no limited links here: {reason}')
-    sizes = [size for size in SIZES if size <= args.largest]
-    found: Dict[str, Any] = dict(
-        torch=metadata.version('torch'), cores=len(os.sched_getaffinity(0)), all_reduce=[]
-    )
-    for setting in SETTINGS:
-        measured = run(setting, sizes, args.rounds)
-        found['all_reduce'].append(dict(setting._asdict(), points=measured['points']))
-        print(f'{setting}: measured', file=sys.stderr)
-    found['small'] = [
-        dict(ranks=ranks, **run(Setting(None, 1, ranks), [SMALL_SIZE], args.rounds)['points'][0])
-        for ranks in SMALL_RANKS
-    ]
-    found['start'] = [
-        dict(ranks=ranks, lazy=lazy, **run(Setting(None, 1, ranks), [], 0, lazy)['start'])
-        for lazy in (False, True)
-        for ranks in START_RANKS
-    ]
-    return found
+def fit(points: Sequence[Point]) -> List[float]:
+    """Fit a, b and c, none of them negative, with the least squares of relative errors."""
+    seconds = numpy.array([point.seconds for point in points])
+    matrix = numpy.array([point.columns() for point in points]) / seconds[:, None]
+    # Columns of very different sizes are scaled to one before they are solved.
+    scale = matrix.max(axis=0)
+    terms, kept = numpy.zeros(3), [0, 1, 2]
+    while True:
+        found = numpy.linalg.lstsq((matrix / scale)[:, kept], numpy.ones(len(points)), None)[0]
+        if (found >= 0).all():
+            terms[kept] = found
+            return list(terms / scale)
+        kept.pop(int(found.argmin()))
 
 
-def run(setting: Setting, sizes: Sequence[int], rounds: int, lazy: bool = False) -> Any:
-    """Time all-reduces in one setting."""
-    environ = dict(
-        COST_SETTINGS=json.dumps(dict(sizes=list(sizes), rounds=rounds)),
-        TORCH_CPP_LOG_LEVEL='ERROR',
-        TORCH_GLOO_LAZY_INIT=str(int(lazy)),
-    )
-    make: ContextManager = contextlib.nullcontext()
-    if setting.rate is not None:
-        make = Hosts(setting.hosts, setting.rate)
+def measure(rate: Optional[str], ranks: int, args: argparse.Namespace) -> List[Point]:
+    """Time everything with one rank on each host, or with all ranks on this machine."""
+    command = [sys.executable, __file__, '--worker', f'--rounds={args.rounds}']
+    command += [f'--largest={args.largest}']
+    make: ContextManager = contextlib.nullcontext() if rate is None else Hosts(ranks, rate)
     with make as hosts:
-        printed = run_ranks([sys.executable, str(RANK)], setting.ranks_per_host, hosts, environ)
-    return json.loads(printed[0].splitlines()[-1])
+        quiet = dict(TORCH_CPP_LOG_LEVEL='ERROR')
+        printed = run_ranks(command, ranks if hosts is None else 1, hosts, quiet)
+    found = json.loads(printed[0].splitlines()[-1])
+    iteration, computing = found.pop('iteration'), found.pop('computing')
+    points = [Point(rate, ranks, 1, int(size), spent, 0.0) for size, spent in found.items()]
+    print(f'{ranks} ranks, {rate or "loopback"}: measured', file=sys.stderr)
+    return [*points, Point(rate, ranks, BUCKETS, BUCKET_BYTES, iteration, computing)]
 
 
-def measured_points(found: Dict[str, Any]) -> List[Point]:
-    """The measured points of all links."""
-    points = []
-    for setting in found['all_reduce']:
-        ranks = setting['hosts'] * setting['ranks_per_host']
-        crowding = max(1.0, ranks / found['cores'])
-        link = setting['rate'] or LOOPBACK
-        points += [
-            Point(link, ranks, point['size'], point['seconds'], crowding)
-            for point in setting['points']
-        ]
-    return points
+def work(args: argparse.Namespace) -> None:
+    """Time calls in this rank; rank 0 prints the medians."""
+    torch.set_num_threads(1)
+    torch_dist.init_process_group('gloo')
+    calls: Dict[Any, Callable[[], Any]] = dict(iterations())
+    for size in (size for size in SIZES if size <= args.largest):
+        calls[size] = functools.partial(torch_dist.all_reduce, torch.zeros(size // 4))
+    repeats = {}
+    for name, call in calls.items():
+        call()  # the first allocates, and DDP builds its buckets anew
+        repeats[name] = min(MOST_REPEATS, 1 + int(ROUND_SECONDS / time_call(call, 2)))
+    times: Dict[Any, List[float]] = {name: [] for name in calls}
+    for _ in range(args.rounds):
+        for name, call in calls.items():
+            times[name].append(time_call(call, repeats[name]))
+    if torch_dist.get_rank() == 0:
+        medians = {name: statistics.median(found) for name, found in times.items()}
+        print(json.dumps(medians), flush=True)
+    torch_dist.barrier()
+    torch_dist.destroy_process_group()
 
 
-def analyse(found: Dict[str, Any], latency: Optional[float] = None) -> Analysis:
-    """Fit the model and check it."""
-    points = measured_points(found)
-    nominal = {
-        setting['rate']: 8 / bits_per_second(setting['rate'])
-        for setting in found['all_reduce']
-        if setting['rate'] is not None
-    }
-    model = fit(points, nominal)
-    errors = {
-        'all points': errors_by_link(model.predict, points),
-        '64 KB and 4 MB held out': held_out_errors(points, nominal, _of_held_out_size),
-        # A fit to fewer ranks, carried on to twice as many: what predictions do, in small.
-        '8 ranks held out': held_out_errors(points, nominal, lambda point: point.ranks == 8),
-        'textbook': textbook_errors(points),
-    }
-    efficiency = {link: nominal[link] / byte for link, byte in model.links.items()}
-    latency = model.latency if latency is None else latency
-    return Analysis(points, model, errors, efficiency, latency, ring_ratio(found))
-
-
-def _of_held_out_size(point: Point) -> bool:
-    return point.size in HELD_OUT
-
-
-def ring_ratio(found: Dict[str, Any]) -> float:
-    """Bytes that a host sent over those of the ring, for the largest messages; the median."""
-    ratios = []
-    for setting in found['all_reduce']:
-        if setting['rate'] is not None:
-            largest = max(setting['points'], key=lambda point: point['size'])
-            ranks = setting['hosts'] * setting['ranks_per_host']
-            ratios.append(largest['host_sent'] / ring_bytes(largest['size'], ranks))
-    return statistics.median(ratios)
-
-
-def cluster(analysis: Analysis, rate: str, args: argparse.Namespace) -> Cluster:
-    """A cluster whose hosts have links of a rate, each rank a core of its own."""
-    efficiency = statistics.mean(analysis.efficiency.values())
-    return Cluster(
-        analysis.latency,
-        analysis.model.constant,
-        8 / bits_per_second(rate) / efficiency,
-        analysis.model.byte,
-        args.ranks_per_host,
-        int(args.bucket_mb * 2**20),
+def iterations() -> Dict[str, Callable[[], Any]]:
+    """Make a training iteration, and the same without averaging."""
+    shapes = [(1024, 2048), (2048, 1024)] * (BUCKETS // 2)
+    layers = [nn.Linear(*shape, bias=False) for shape in shapes]
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(*layers), bucket_cap_mb=BUCKET_BYTES >> 20, gradient_as_bucket_view=True
     )
+    batch = torch.ones(1, 1024)
+
+    def iteration() -> None:
+        model(batch).sum().backward()
+
+    def computing() -> None:
+        with model.no_sync():
+            iteration()
+
+    return dict(iteration=iteration, computing=computing)
+
+
+def time_call(call: Callable[[], Any], repeats: int) -> float:
+    """Seconds of one call on the slowest rank."""
+    torch_dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    slowest = torch.tensor([(time.perf_counter() - begin) / repeats], dtype=torch.float64)
+    torch_dist.all_reduce(slowest, op=torch_dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def print_table(points: Sequence[Point], fitted: Sequence[Point], terms: Sequence[float]) -> None:
+    """Print the terms, and each point beside its prediction, as Markdown."""
+    a, b, c = terms
+    print(f'\na = {a * 1e6:.0f} µs, b = {b * 1e9:.2f} ns, c = {c * 1e6:.0f} µs\n')
+    print('| link | ranks | what | measured, ms | formula, ms | error | in the fit |')
+    print('| --- | --- | --- | --- | --- | --- | --- |')
+    for point in points:
+        what = f'{point.size >> 10:,} KB'
+        if point.messages > 1:
+            what = f'iteration: {point.messages} x {what}, {point.computing * 1e3:.1f} computing'
+        predicted = point.predict(terms)
+        row = [point.rate or 'loopback', str(point.ranks), what, f'{point.seconds * 1e3:.2f}']
+        row += [f'{predicted * 1e3:.2f}', f'{predicted / point.seconds - 1:+.0%}']
+        print(f'| {" | ".join([*row, "yes" if point in fitted else "no"])} |')
 
 
 def main() -> None:
-    args = parse_args()
-    path = Path(args.json)
-    if args.reuse:
-        found = json.loads(path.read_text(encoding='utf-8'))
-    else:
-        found = measure(args)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1), encoding='utf-8')
-    latency = None if args.latency_us is None else args.latency_us * 1e-6
-    analysis = analyse(found, latency)
-    clusters = {rate: cluster(analysis, rate, args) for rate in ('1gbit', '10gbit', '100gbit')}
-    for language in WORDS if args.update_docs else ():
-        update_page(language, make_blocks(found, analysis, clusters, language))
-    if args.update_docs:
-        # Its library is not needed for the figures.
-        from cost_picture import draw
-
-        draw(analysis, clusters, str(PICTURE))
-    print_report(make_blocks(found, analysis, clusters, 'en'))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--ranks', type=int, nargs='+', default=[2, 3, 4, 8], help='from 2 on')
+    parser.add_argument('--rates', nargs='*', default=[], help='of links besides loopback')
+    parser.add_argument('--rounds', type=int, default=7)
+    parser.add_argument('--largest', type=int, default=max(SIZES), help='bytes of a message')
+    parser.add_argument('--worker', action='store_true', help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return
+    if len(set(args.ranks)) < 3 or min(args.ranks) < 2:
+        parser.error('--ranks: expected three different numbers from 2 on, or more.')
+    points = [
+        p for rate in [None, *args.rates] for n in args.ranks for p in measure(rate, n, args)
+    ]
+    fitted = [
+        p for p in points if p.rate is None and p.messages == 1 and p.ranks < max(args.ranks)
+    ]
+    print_table(points, fitted, fit(fitted))
 
 
 if __name__ == '__main__':

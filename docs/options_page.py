@@ -130,7 +130,7 @@ nccl when a config says nothing.""",
             'accelerator.heartbeat_timeout': '心跳沉默的秒数，超过后询问该 '
             'rank，其进程不应答则视为已死：至少 6；`None` 表示 60。',
             'accelerator.hook': '`DeviceHook` 的参数，该钩子在运行前检查一切所在的设备。',
-            'accelerator.memory': '记录主机与设备的内存，并报告增长。',
+            'accelerator.memory': '记录主机与设备的内存；主机内存翻倍时警告。',
             'accelerator.mmcv_ops': 'mmcv 算子在该设备上没有内核时的做法：在主机上运行，'
             '或停止作业。',
             'accelerator.monitor': '作业有多个 rank 时，记录通信的开销。',
@@ -151,7 +151,6 @@ nccl when a config says nothing.""",
             'accelerator.memory.interval': '两次垃圾回收之间的迭代次数，'
             '回收时也归还设备的缓存内存；`None` 表示从不。',
             'accelerator.memory.sample_interval': '两次内存采样之间的迭代次数。',
-            'accelerator.memory.warmup': '允许内存增长的迭代次数。',
             'model_parallel.enable': '模型是否分到多个设备上；`None` 由设备与训练所需内存决定。',
             'model_parallel.devices': "每个进程使用多少个设备，或设备名称，如 `'cuda:0-3'`；"
             '`None` 表示全部。',
@@ -229,7 +228,6 @@ nccl when a config says nothing.""",
             '不写时为 0，弹性作业为 3，其中主机的加入和离开不计入。',
             'timeout': '各 rank 放弃互相等待之前的秒数。',
             'env': '进程的环境变量；shell 中已设置的优先。',
-            'accelerator.memory.growth_mb': '所报告的最小增长，单位 MB；`None` 表示不报告。',
         },
     ),
 )

@@ -20,9 +20,8 @@ from mmdevplug.errors import CheckpointError, first_line
 from mmdevplug.utils import atomic_files
 from mmdevplug.utils.atomic_files import UNFINISHED, PathLike
 from mmdevplug.utils.byte_sizes import format_bytes
-from mmdevplug.utils.memory_growth import tensor_bytes
 from mmdevplug.utils.progress import log_progress
-from mmdevplug.utils.pytree import tensors_in
+from mmdevplug.utils.pytree import tensor_bytes, tensors_in
 
 #: Each time this many bytes are there, the disk begins to write them.
 _STRETCH = 32 << 20

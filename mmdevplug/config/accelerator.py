@@ -109,7 +109,7 @@ class AcceleratorOptions(Options):
     )
     memory: Optional[MemoryOptions] = option(
         True,
-        'Log memory of the host and the device, and report growth.',
+        'Log memory of the host and the device, and warn if that of the host doubles.',
         accepts='bool, dict',
         read=read_dict(MemoryOptions, switch=True),
     )

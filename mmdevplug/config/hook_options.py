@@ -35,12 +35,6 @@ class MemoryOptions(Options):
         check=whole(1).or_none(),
     )
     sample_interval: int = option(50, 'Iterations between two samples of memory.', check=whole(1))
-    warmup: int = option(200, 'Iterations in which memory may grow.', check=whole(0))
-    growth_mb: Optional[float] = option(
-        32.0,
-        'Least growth that is reported, in MB; `None` for no report.',
-        check=positive(zero=True, infinite=True).or_none(),
-    )
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.errors import DeviceOutOfMemoryError, DevPlugError, first_line
 from mmdevplug.utils.byte_sizes import format_bytes
-from mmdevplug.utils.memory_growth import describe_tensor, tensor_bytes
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
+from mmdevplug.utils.pytree import tensor_bytes
 
 #: What the libraries say of the host's memory, and of a device's.
 _HOST = re.compile(
@@ -102,8 +102,9 @@ def _describe_tensors(runner: Any, device_type: str) -> Tuple[int, str]:
             continue
         # Views hold no memory themselves.
         if thing.device.type == device_type and not thing._is_view():
-            counts[describe_tensor(thing)] += 1
-            others[describe_tensor(thing)] += tensor_bytes(thing)
+            kind = _kind_of(thing)
+            counts[kind] += 1
+            others[kind] += tensor_bytes(thing)
     for owner, of_owner in parts.items():
         if len(of_owner) > 1:
             sizes[f'{owner} with its {", ".join(of_owner[1:])}'] = sizes.pop(owner)
@@ -114,6 +115,13 @@ def _describe_tensors(runner: Any, device_type: str) -> Tuple[int, str]:
         f'Weights, gradients and optimizer state take {format_bytes(fixed)}, other tensors that '
         f'Python can see {format_bytes(sum(others.values()))}. Biggest: {listed}.'
     )
+
+
+def _kind_of(tensor: Tensor) -> str:
+    """Name type, shape and dtype, and whether the tensor keeps the graph that computed it."""
+    graph = ' with its graph' if tensor.grad_fn is not None else ''
+    dtype = str(tensor.dtype).replace('torch.', '')
+    return f'{type(tensor).__name__} {tuple(tensor.shape)} {dtype}{graph}'
 
 
 def _named_tensors(runner: Any) -> Dict[int, Tuple[str, str, Tensor]]:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from operator import getitem
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
+import torch
 from torch import Tensor
 
 Names = Tuple[Any, ...]
@@ -187,6 +188,11 @@ def tensors_in(nested: Any) -> List[Tensor]:
     found: List[Tensor] = []
     _collect(nested, found)
     return found
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Size of a tensor's elements; nothing is run, and layouts other than strided count as 0."""
+    return tensor.numel() * tensor.element_size() if tensor.layout is torch.strided else 0
 
 
 def _collect(nested: Any, found: List[Tensor]) -> None:

@@ -99,11 +99,6 @@ WRONG = [
     ('hook', None, 'expected a dict with some of on_mismatch'),
     ('hook', dict(on_mismatch='warn'), "expected 'repair' or 'error'"),
     ('memory', None, 'expected True, False, or a dict with some of interval'),
-    (
-        'memory',
-        dict(growth_mb=-1),
-        'accelerator.memory.growth_mb.*a number of at least 0, or None',
-    ),
     ('memory', dict(interval=0.5), 'accelerator.memory.interval.*a whole number of at least 1'),
     ('mmcv_ops', 'cpu', "expected 'host', to run mmcv's operators on the host"),
     ('monitor', 'no', 'expected True or False'),

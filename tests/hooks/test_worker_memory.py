@@ -9,10 +9,10 @@ import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
 
-from mmdevplug.utils.memory_growth import MB
 from mmdevplug.utils.worker_memory import WorkerMemory
 from tests.ranks import run_ranks
 
+MB = 2**20
 ITEMS, SIZE = 20, 4_000_000
 CONTEXTS = ['fork', 'spawn', 'forkserver']
 
