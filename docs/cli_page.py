@@ -9,13 +9,12 @@ import sys
 from importlib import import_module
 from typing import Any, Dict, Iterator, List
 
-import options_page
 from tables import table, write_pages
 
 #: A command that can be typed, for each.
 EXAMPLES = {
     'train': 'mmdevplug train your_config.py --accelerator gcu --nproc 8 --resume',
-    'launch-config': 'mmdevplug launch-config --out launch.yaml',
+    'launch-config': 'mmdevplug launch-config --nproc 8 --out accelerate.yaml',
     'doctor': 'mmdevplug doctor --nproc 8 --config your_config.py',
     'plan': 'mmdevplug plan your_config.py --devices cuda:0-3 --training',
     'check-devices': 'mmdevplug check-devices your_config.py --accelerator gcu',
@@ -58,7 +57,8 @@ SIGTERM 为 143。""",
         required='必填',
         descriptions={
             'train': '训练模型。',
-            'launch-config': '查看设备与主机，为 `mmdevplug train` 写出启动文件。',
+            'launch-config': '为 `accelerate launch --config_file` 写出文件，并打印用 accelerate '
+            '和 torchrun 启动作业的命令；不写 --master-port 时用端口 29500。',
             'doctor': '查找妨碍训练的问题。不做训练，除所要求的文件外不写入任何内容。'
             '有错误时退出状态为 1。',
             'plan': '计划哪个设备放模型的哪一部分，不需要权重，也不需要设备。',
@@ -90,7 +90,18 @@ SIGTERM 为 143。""",
             '--resume-settings': '恢复时优化器和调度器的设置不同，采用哪一边的',
             '--amp': '用混合精度训练',
             '--auto-scale-lr': '学习率随批大小缩放',
-            '--launch': 'mmdevplug launch-config 写出的文件',
+            '--nproc': '每台主机上的进程数；`auto`：每个设备一个，在 CPU 上训练时每个核一个。'
+            'pod 中由 `PET_NPROC_PER_NODE` 设置。',
+            '--nnodes': '主机数；各主机运行同一命令，`--node-rank` 各不相同。`MIN:MAX`，如 `1:4`：'
+            '主机可以加入和离开，且不写 `--node-rank`。',
+            '--node-rank': '本机是第几台主机，从 0 开始；各主机不同。`srun` 通过 `SLURM_NODEID` '
+            '设置它。',
+            '--master-addr': '主机 0 的名称或地址；弹性作业中，为各主机会合之处，即某台主机或运行 '
+            '`mmdevplug rendezvous` 的主机。',
+            '--master-port': '主机 0 的空闲端口；不写时，单机自动查找，多机取 29500。',
+            '--max-restarts': '失败的进程重新启动的次数；它们从最新的检查点恢复。'
+            '不写时为 0，弹性作业为 3，其中主机的加入和离开不计入。',
+            '--timeout': '各 rank 放弃互相等待之前的秒数。',
             '--out': '要写的文件',
             'test --out': '存放预测结果的 .pkl 文件',
             '--force': '文件已存在时替换它',
@@ -150,10 +161,8 @@ def meaning(command: str, action: argparse.Action, texts: Dict[str, Any]) -> str
     if 'meanings' not in texts:
         return str(action.help)
     name = action.option_strings[0] if action.option_strings else action.dest
-    launch = options_page.TEXTS['zh_cn']['meanings'].get(name.lstrip('-').replace('-', '_'))
     meanings = texts['meanings']
-    # What a launch file and a flag have in common is said once, with the options.
-    return meanings.get(f'{command} {name}') or meanings.get(name) or launch or _missing(name)
+    return meanings.get(f'{command} {name}') or meanings.get(name) or _missing(name)
 
 
 def _missing(name: str) -> str:

@@ -59,12 +59,13 @@ def all_texts() -> List[str]:
 def _refusals_of_options() -> Iterator[Message]:
     """The errors of ``Options.check``, put together as it does."""
     from mmdevplug.config.fields import options_of
+    from mmdevplug.config.launch import LaunchOptions
 
-    for kind in (each for key in kinds() for each in (key, *parts(key))):
+    for kind in (each for key in (*kinds(), LaunchOptions) for each in (key, *parts(key))):
         for one in options_of(kind):
             if one.metadata['check'] is not None:
-                # A launch file's options are also flags, so what precedes the name differs.
-                key = one.name if kind.key == 'launch file' else f'{kind.key}.{one.name}'
+                # A message names the flag, or the variable.
+                key = one.name if kind is LaunchOptions else f'{kind.key}.{one.name}'
                 where = (
                     f'{kind.taken_by}.{one.name}={GAP} ({key})'
                     if kind.taken_by

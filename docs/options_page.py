@@ -19,8 +19,8 @@ TEXTS: Dict[str, Dict[str, Any]] = dict(
         heading='# Options',
         intro="""\
 The options of `accelerator`, `model_parallel`, `model_wrapper_cfg`, `default_hooks.checkpoint`,
-`train_cfg` of dynamic sampling, and launch files. A value that an option cannot have is refused
-when the job starts, and so is an unknown name; the message suggests the nearest.
+and `train_cfg` of dynamic sampling. A value that an option cannot have is refused when the job
+starts, and so is an unknown name; the message suggests the nearest.
 
 ## Options of `accelerator`
 
@@ -56,12 +56,6 @@ arguments of MMEngine's and PyTorch's wrapper.""",
 
 `train_cfg` with `type='DynamicSamplingTrainLoop'` takes these besides the arguments of MMEngine's
 `IterBasedTrainLoop`. See [dynamic sampling](dynamic_sampling.md).""",
-            'launch file': """\
-## Options of launch files
-
-`mmdevplug launch-config` writes such a file, and `mmdevplug train CONFIG --launch FILE` reads it.
-All but `env` are flags of `mmdevplug train`, too (`--node-rank` for `node_rank`), which win over
-the file.""",
         },
         strategy="""\
 `DeviceStrategy` differs in one default: `backend` is `'auto'`, because `FlexibleRunner` asks for
@@ -71,7 +65,7 @@ nccl when a config says nothing.""",
         heading='# 选项',
         intro="""\
 以下配置键的选项：`accelerator`、`model_parallel`、`model_wrapper_cfg`、
-`default_hooks.checkpoint`、动态采样的 `train_cfg`，以及启动文件。
+`default_hooks.checkpoint`，以及动态采样的 `train_cfg`。
 选项的取值不可能或名称未知时，作业在启动时拒绝，报错给出最接近的名称。
 
 ## `accelerator` 的选项
@@ -105,11 +99,6 @@ nccl when a config says nothing.""",
 
 `train_cfg` 的 `type='DynamicSamplingTrainLoop'` 时，除 MMEngine 的 `IterBasedTrainLoop`
 的参数外，还接受下列选项。见[动态采样](dynamic_sampling.md)。""",
-            'launch file': """\
-## 启动文件的选项
-
-`mmdevplug launch-config` 写出启动文件，`mmdevplug train CONFIG --launch FILE` 读取它。
-除 `env` 外，各项也是 `mmdevplug train` 的参数（`node_rank` 即 `--node-rank`），优先于文件。""",
         },
         strategy="""\
 `DeviceStrategy` 只有一个默认值不同：`backend` 为 `'auto'`，因为配置未写明时 `FlexibleRunner`
@@ -214,20 +203,6 @@ nccl when a config says nothing.""",
             "`'stack'`：全部堆叠，否则报错；`'list'`：样本的列表；或一个函数。",
             'train_cfg.sampler.progress': 'rank 0 是否显示进度条；`None` '
             '表示标准错误输出为终端时显示。',
-            'accelerator': '设备家族；`auto` 取现有的设备。',
-            'nproc': '每台主机上的进程数；`auto`：每个设备一个，在 CPU 上训练时每个核一个。'
-            'pod 中由 `PET_NPROC_PER_NODE` 设置。',
-            'nnodes': '主机数；各主机运行同一命令，`--node-rank` 各不相同。`MIN:MAX`，如 `1:4`：'
-            '主机可以加入和离开，且不写 `--node-rank`。',
-            'node_rank': '本机是第几台主机，从 0 开始；各主机不同。`srun` 通过 `SLURM_NODEID` '
-            '设置它。',
-            'master_addr': '主机 0 的名称或地址；弹性作业中，为各主机会合之处，即某台主机或运行 '
-            '`mmdevplug rendezvous` 的主机。',
-            'master_port': '主机 0 的空闲端口；不写时，单机自动查找，多机取 29500。',
-            'max_restarts': '失败的进程重新启动的次数；它们从最新的检查点恢复。'
-            '不写时为 0，弹性作业为 3，其中主机的加入和离开不计入。',
-            'timeout': '各 rank 放弃互相等待之前的秒数。',
-            'env': '进程的环境变量；shell 中已设置的优先。',
         },
     ),
 )
@@ -239,8 +214,7 @@ def rows(kind: Type, texts: Dict[str, Any]) -> Iterator[List[str]]:
 
     for one in options_of(kind):
         given = one.metadata
-        # A launch file holds nothing else, so its keys are without a prefix.
-        name = one.name if kind.key == 'launch file' else f'{kind.key}.{one.name}'
+        name = f'{kind.key}.{one.name}'
         meaning = texts['meanings'][name] if 'meanings' in texts else given['meaning']
         default = given['default']
         shown = texts['required'] if default is REQUIRED else f'`{default!r}`'
@@ -261,7 +235,6 @@ def kinds() -> List[Type]:
     from mmdevplug.config.accelerator import AcceleratorOptions
     from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
     from mmdevplug.config.hook_options import CheckpointOptions
-    from mmdevplug.config.launch import LaunchOptions
     from mmdevplug.config.model_parallel import ModelParallelOptions
     from mmdevplug.config.model_wrapper import WrapperOptions
 
@@ -271,7 +244,6 @@ def kinds() -> List[Type]:
         WrapperOptions,
         CheckpointOptions,
         DynamicSamplingOptions,
-        LaunchOptions,
     ]
 
 

@@ -314,8 +314,9 @@ def test_command_can_be_typed(words):
     program, *arguments = words
     if words == ['mmdevplug', '--version']:
         return  # tests/explanations/test_mistakes.py runs it
-    if program == 'mmdevplug':
-        check_ours(arguments[0], arguments[1:])
+    if program in ('mmdevplug', 'accelerate', 'torchrun') and 'mmdevplug' in words:
+        command, *arguments = words[words.index('mmdevplug') + 1 :]
+        check_ours(command, arguments)
     elif program in ('python', 'bash') and not arguments[0].startswith('-'):
         if arguments[0].endswith('.sh'):
             assert (ROOT / arguments[0]).is_file()

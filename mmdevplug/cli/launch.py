@@ -89,17 +89,11 @@ def check_room(wanted: int, origin: str, insist: bool = False) -> None:
 
 def launch(module: str, argv: List[str], args: argparse.Namespace) -> NoReturn:
     """Become torchrun, which runs a module in several processes; ``args`` are ``argv`` parsed."""
-    start = read_settings(args, args.launch)
-    settings = start.settings
+    start = read_settings(args)
     words = without_options(argv, LAUNCH_FLAGS)
-    if args.accelerator is None and settings.accelerator not in (None, 'auto'):
-        words += ['--accelerator', settings.accelerator]
-    if args.timeout is None and settings.timeout is not None:
-        words += ['--timeout', str(settings.timeout)]
     origin = '--nproc'
     if args.nproc is None:
-        of_pod = 'PET_NPROC_PER_NODE' if 'PET_NPROC_PER_NODE' in os.environ else DEFAULT_COUNT
-        origin = of_pod if args.launch is None else f'{args.launch}: nproc'
+        origin = 'PET_NPROC_PER_NODE' if 'PET_NPROC_PER_NODE' in os.environ else DEFAULT_COUNT
     _check_and_start(origin, words, start, ['-m', module, *words, '--launcher', 'pytorch'])
 
 
@@ -150,15 +144,11 @@ def agent_command(settings: LaunchOptions, rendezvous: Sequence[str] = ()) -> Li
 
 
 def _environment(start: Start) -> Dict[str, str]:
-    """Return this process's variables without stale and used ones, and those of a launch file."""
+    """Return this process's variables without stale and used ones."""
     # torchrun would read PET_* once more.
     read = {name for name in os.environ if name.startswith('PET_')} if start.used else set()
     dropped = {*stale_variables('none'), *read}
-    environ = {name: value for name, value in os.environ.items() if name not in dropped}
-    for name, value in start.settings.env.items():
-        if environ.setdefault(name, value) != value:
-            say(f'{name}={environ[name]} of the shell wins over {value} of the launch file.')
-    return environ
+    return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
 def without_options(argv: List[str], options: Sequence[str]) -> List[str]:

@@ -1,106 +1,80 @@
-"""``mmdevplug launch-config``: write a launch file for what is present."""
+"""``mmdevplug launch-config``: write how ``accelerate`` and ``torchrun`` start a job."""
 
 import argparse
+import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import List, Optional
 
 from mmdevplug.accelerators import choose_accelerator
-from mmdevplug.config.fields import options_of
-from mmdevplug.config.launch import LaunchOptions
+from mmdevplug.config.launch import COUNTED, LaunchOptions
 from mmdevplug.environments.launch import DEFAULT_PORT
-from mmdevplug.environments.loopback import LOOPBACK
-from mmdevplug.environments.slurm import first_host, job_port
 from mmdevplug.errors import LaunchError
-from mmdevplug.utils.atomic_files import write_text
+from mmdevplug.utils.atomic_files import check_writable, write_text
 
 from .arguments import Parser
-from .launch import count_processes, refuse_missing_devices
-from .launch_settings import add_launch_arguments, check_together, flags_of
+from .launch import agent_command, count_processes, refuse_missing_devices
+from .launch_settings import add_launch_arguments, read_settings
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The arguments of ``mmdevplug launch-config``."""
     parser = Parser(
         prog='mmdevplug launch-config',
-        description='Look at the devices and hosts and write a launch file for mmdevplug train',
+        description='Write a file for accelerate launch --config_file, and print the commands '
+        'with which accelerate and torchrun start the job, at port 29500 without --master-port',
     )
-    parser.add_argument('--out', default='launch.yaml', help='the file to write')
+    parser.add_argument('--out', default='accelerate.yaml', help='the file to write')
     parser.add_argument('--force', action='store_true', help='replace the file if there is one')
     parser.add_argument('--accelerator', help='the accelerator; what is present by default')
-    add_launch_arguments(parser)
+    add_launch_arguments(parser, ['nproc', 'nnodes', 'node_rank', 'master_addr', 'master_port'])
     return parser
 
 
 def main(argv: Optional[List[str]] = None) -> None:
-    """Write a launch file, unless a value is impossible or the file exists."""
+    """Write the file, unless a value is impossible or the file exists."""
     args = build_parser().parse_args(argv)
-    flags = flags_of(args)
+    settings, rendezvous, _ = read_settings(args)
+    if rendezvous:
+        raise LaunchError(
+            f'{rendezvous[0]}: expected a number of hosts such as --nnodes=2, because hosts '
+            f'cannot join and leave a job of accelerate. Start it with mmdevplug train.'
+        )
     accelerator = choose_accelerator(args.accelerator).accelerator
-    nproc = flags.get('nproc', 1 if accelerator.shares_devices else accelerator.max_ranks())
-    if isinstance(nproc, str):
+    nproc = settings.nproc
+    if nproc in COUNTED:
         nproc = count_processes(nproc, accelerator, '--nproc')
     refuse_missing_devices(accelerator, nproc, '--nproc')
-    settings = LaunchOptions(
-        accelerator=accelerator.name, timeout=1800, env=dict(OMP_NUM_THREADS='1')
-    )
-    settings = replace(_with_slurm(settings), **{**flags, 'nproc': nproc})
-    # Only the hosts' own files have a node rank; without one the file is for all of them.
-    check_together(replace(settings, node_rank=settings.node_rank or 0))
-    why = f'This host has {accelerator.device_count()} {accelerator.name} device(s).'
-    if accelerator.shares_devices:
-        why = f'The {accelerator.name} takes as many as its cores allow.'
+    settings = replace(settings, nproc=nproc, master_port=settings.master_port or DEFAULT_PORT)
     if os.path.lexists(args.out) and not args.force:
         raise LaunchError(f'{args.out} exists already. Pass --force to replace it, or --out.')
-    try:
-        write_text(render(settings, Path(args.out).name, why), args.out)
-    except OSError as error:
-        raise LaunchError(
-            f'--out {args.out!r} cannot be written: {error}. Choose another.'
-        ) from error
-    print(
-        f'{args.out}: {settings.nproc} process(es) on {settings.accelerator!r} on each of '
-        f'{settings.nnodes} host(s). Start: mmdevplug train CONFIG --launch {args.out}'
-    )
+    check_writable(args.out, '--out')
+    write_text(accelerate_config(settings, accelerator.name == 'cpu'), args.out)
+    train = '-m mmdevplug train CONFIG'
+    if args.accelerator is not None:
+        train += f' --accelerator {args.accelerator}'
+    print(f'accelerate launch --config_file {args.out} {train}')
+    print(f'torchrun {" ".join(agent_command(settings)[3:])} {train}')
 
 
-def _with_slurm(settings: LaunchOptions) -> LaunchOptions:
-    """Fill in the hosts of a job of Slurm."""
-    hosts = os.environ.get('SLURM_NNODES') or os.environ.get('SLURM_JOB_NUM_NODES')
-    if hosts is None or hosts == '1':
-        return settings
-    if not hosts.isdecimal() or int(hosts) < 1:
-        raise LaunchError(f'SLURM_NNODES={hosts!r}: expected 1 or more. Give --nnodes.')
-    return replace(
-        settings,
-        nnodes=int(hosts),
-        master_addr=first_host(os.environ),
-        master_port=job_port(os.environ),
-    )
+def accelerate_config(settings: LaunchOptions, use_cpu: bool) -> str:
+    """Return the text of a file for ``accelerate launch --config_file``.
 
-
-def render(settings: LaunchOptions, name: str, why: str) -> str:
-    """The text of a launch file: each option below its meaning."""
-    single = settings.nnodes == 1
+    Args:
+        settings (LaunchOptions): How the job is started, with numbers for ``nproc`` and
+            ``nnodes``.
+        use_cpu (bool): Whether the job trains on the CPU.
+    """
     values = dict(
-        vars(settings),
-        master_addr=LOOPBACK if single else settings.master_addr,
-        master_port=settings.master_port or (None if single else DEFAULT_PORT),
+        # On any device: accelerate starts processes as torchrun does. It starts a single process
+        # with MULTI_CPU, and a function with XLA; both lack torchrun's variables.
+        distributed_type='MULTI_GPU',
+        use_cpu=use_cpu,
+        num_processes=settings.nproc * settings.nnodes,
+        num_machines=settings.nnodes,
+        machine_rank=settings.node_rank or 0,
+        main_process_ip=settings.master_addr,
+        main_process_port=settings.master_port,
     )
-    lines = [
-        f'# Written by `mmdevplug launch-config`. Use it: mmdevplug train CONFIG --launch {name}',
-        '# Flags of the same names win: --nproc 2, --node-rank 1, ...',
-    ]
-    for one in options_of(LaunchOptions):
-        value = values[one.name]
-        if single and one.name == 'node_rank':
-            continue
-        lines += ['', f'# {one.metadata["meaning"]}' + (f' {why}' if one.name == 'nproc' else '')]
-        if value is None:
-            lines.append(f'# {one.name}: {DEFAULT_PORT if one.name == "master_port" else 0}')
-        elif isinstance(value, dict):
-            lines += [f'{one.name}:', *(f'  {key}: {each}' for key, each in value.items())]
-        else:
-            lines.append(f'{one.name}: {value}')
-    return '\n'.join(lines) + '\n'
+    # YAML reads JSON's values; a name such as `1e3` stays a name in quotes.
+    return ''.join(f'{key}: {json.dumps(value)}\n' for key, value in values.items())

@@ -1,16 +1,13 @@
-"""Read how to start a job from flags and a launch file, checked before anything runs."""
+"""Read how to start a job from flags and variables, checked before anything runs."""
 
 import argparse
 import os
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-import yaml
-
-from mmdevplug.config.fields import options_of, refuse_unknown
-from mmdevplug.config.launch import LaunchOptions, read_variables
+from mmdevplug.config.fields import options_of
+from mmdevplug.config.launch import LaunchOptions
 from mmdevplug.environments.launch import (
     DEFAULT_PORT,
     ENVIRONMENTS,
@@ -27,18 +24,18 @@ from . import say
 _NUMBERED = ('nnodes', 'node_rank', 'master_addr')
 #: The flags that the job's processes are started without.
 LAUNCH_FLAGS = tuple(
-    '--' + name.replace('_', '-')
-    for name in ('launch', *LaunchOptions.names())
-    if name not in ('accelerator', 'timeout', 'env')
+    '--' + name.replace('_', '-') for name in LaunchOptions.names() if name != 'timeout'
 )
 
 
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each key of a launch file but ``accelerator`` and ``env``."""
+def add_launch_arguments(
+    parser: argparse.ArgumentParser, names: Sequence[str] = tuple(LaunchOptions.names())
+) -> None:
+    """Add a flag for each of some options of :class:`LaunchOptions`; by default for all."""
     group = parser.add_argument_group('starting processes')
     kinds = {'int': int, 'float': float, 'str': str, 'int, str': _number_or_word}
     for one in options_of(LaunchOptions):
-        if one.name not in ('accelerator', 'env'):
+        if one.name in names:
             group.add_argument(
                 '--' + one.name.replace('_', '-'),
                 type=kinds[one.metadata['accepts']],
@@ -113,16 +110,10 @@ def _say_found(environment: Environment, place: str) -> None:
     say(f'launcher {environment.name!r}, found by {environment.told()}: {place}.')
 
 
-def read_settings(
-    args: argparse.Namespace,
-    path: Optional[str] = None,
-    environ: Optional[Mapping[str, str]] = None,
-) -> Start:
-    """Lay flags over a launch file and over what the variables say, and check the result."""
+def read_settings(args: argparse.Namespace, environ: Optional[Mapping[str, str]] = None) -> Start:
+    """Lay flags over what the variables say, and check the result."""
     environ = os.environ if environ is None else environ
-    given = {} if path is None else dict(_read_content(path))
-    given.update(flags_of(args))
-    start = fill_in_hosts(given, environ, path)
+    start = fill_in_hosts(flags_of(args), environ)
     settings = start.settings
     found = environ.get('SLURM_NODEID')
     numbered = settings.several_hosts and not settings.elastic
@@ -131,7 +122,7 @@ def read_settings(
             raise LaunchError(f'SLURM_NODEID={found!r}: expected 0 or more. Give --node-rank.')
         settings = replace(settings, node_rank=int(found))
     if not start.used:
-        check_together(settings, path)
+        check_together(settings)
         start = start._replace(rendezvous=rendezvous_of(settings))
     return start._replace(settings=settings)
 
@@ -151,9 +142,7 @@ def rendezvous_of(settings: LaunchOptions) -> Tuple[str, ...]:
     return (*options, f'--rdzv_conf=join_timeout={max(1, round(settings.timeout))}')
 
 
-def fill_in_hosts(
-    given: Mapping[str, Any], environ: Mapping[str, str], path: Optional[str] = None
-) -> Start:
+def fill_in_hosts(given: Mapping[str, Any], environ: Mapping[str, str]) -> Start:
     """Fill in the hosts of the job, as the variables tell of them, where they are not given.
 
     Raises:
@@ -167,12 +156,11 @@ def fill_in_hosts(
             environment.refuse_several_starters('--nproc')
         return alone
     hosts = environment.hosts()
-    where = '' if path is None else f'{path}: '
     for key in ('nnodes', 'node_rank'):
         mine, found = given.get(key), getattr(hosts, key)
         if environment.name != 'none' and None not in (mine, found) and mine != found:
             raise LaunchError(
-                f'{where}{key}={mine} and {environment.told()} disagree: these say '
+                f'{key}={mine} and {environment.told()} disagree: these say '
                 f'{key}={found}. Leave out {key}, or give all of --nnodes, --node-rank and '
                 f'--master-addr; if the variables are left over, for a job of this host alone: '
                 f'unset {" ".join(environment.detect())}'
@@ -195,7 +183,7 @@ def fill_in_hosts(
         LaunchOptions.check(key, value, f'{environment.told()}: {key}')
     settings = LaunchOptions(**{**found, **given})
     if settings.nproc is None:
-        check_together(settings, path)
+        check_together(settings)
     place = f'host {hosts.node_rank} of {hosts.nnodes}' if several else 'the only host'
     if hosts.rendezvous:
         place = f'one of {hosts.nnodes} hosts'
@@ -249,53 +237,3 @@ def check_together(settings: LaunchOptions, origin: Optional[str] = None) -> Non
             f'{where}node_rank={settings.node_rank} and nnodes={settings.nnodes} disagree: '
             f'expected 0 to {settings.nnodes - 1}. Correct one of them.'
         )
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML's plain types alone, no numbers of base 60 such as 1:4, and no key twice."""
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> Any:
-        return node.value if ':' in node.value else super().construct_yaml_int(node)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = [str(key) for key in keys if keys.count(key) > 1]
-        if twice:
-            raise LaunchError(f'{twice[0]} is there twice. Remove one.')
-        return super().construct_mapping(node, deep)
-
-
-_StrictLoader.add_constructor('tag:yaml.org,2002:int', _StrictLoader.construct_yaml_int)
-
-
-def read_launch_file(path: str) -> LaunchOptions:
-    """Read a launch file and check each value of it."""
-    return LaunchOptions(**_read_content(path))
-
-
-def _read_content(path: str) -> Dict[str, Any]:
-    if not Path(path).is_file():
-        raise LaunchError(
-            f'--launch {path!r} is no file. Write one with mmdevplug launch-config --out {path}.'
-        )
-    try:
-        with open(path, encoding='utf-8') as file:
-            content = yaml.load(file, Loader=_StrictLoader)
-    except LaunchError as error:
-        raise LaunchError(f'{path}: {error}') from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
-        reason = ' '.join(str(error).split())[:300]
-        raise LaunchError(
-            f'--launch {path!r} cannot be read: {reason}. Expected a YAML file; write one with '
-            f'mmdevplug launch-config.'
-        ) from error
-    if not isinstance(content, dict) or not content:
-        raise LaunchError(
-            f'{path}: expected `key: value` lines, found {type(content).__name__}. Write a file '
-            f'with mmdevplug launch-config.'
-        )
-    refuse_unknown(content, LaunchOptions.names(), f'launch file {path}', LaunchError)
-    for key, value in content.items():
-        LaunchOptions.check(key, value, f'{path}: {key}')
-    env = read_variables(content.get('env', {}), f'{path}: env')
-    return dict(content, env=env)

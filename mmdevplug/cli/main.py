@@ -17,7 +17,7 @@ from .process_one import leave_process_one
 
 COMMANDS = {
     'train': 'train a model: mmdevplug train CONFIG [--accelerator NAME] [--nproc N] ...',
-    'launch-config': 'write a launch file for what is present: mmdevplug launch-config ...',
+    'launch-config': 'write how accelerate and torchrun start a job: mmdevplug launch-config ...',
     'doctor': 'look for what keeps a training from working: mmdevplug doctor [--nproc N] ...',
     'plan': 'plan a model over several devices: mmdevplug plan CONFIG --devices cuda:0-3 ...',
     'check-devices': 'follow one training step over its devices: mmdevplug check-devices CONFIG',

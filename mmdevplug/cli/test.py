@@ -25,7 +25,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument('checkpoint', help='path or address of the checkpoint')
     parser.add_argument('--tta', action='store_true', help='average over augmented inputs')
     parser.add_argument('--out', help='a .pkl file for the predictions')
-    parser.add_argument('--launch', metavar='FILE', help='a file of mmdevplug launch-config')
     add_launch_arguments(parser)
     return parser
 

@@ -40,7 +40,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         '--auto-scale-lr', action='store_true', help='scale the learning rate with the batch'
     )
-    parser.add_argument('--launch', metavar='FILE', help='a file of mmdevplug launch-config')
     add_launch_arguments(parser)
     return parser
 

@@ -1,18 +1,13 @@
-"""The keys of a launch file, which are flags of ``mmdevplug train``, too."""
+"""The flags of ``mmdevplug train`` that start processes."""
 
 import re
 from dataclasses import dataclass
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Optional, Tuple, Union
 
 from mmdevplug.errors import LaunchError
 
 from .fields import Check, Options, option, positive, whole
 
-_NAME = Check(
-    lambda value: isinstance(value, str) and bool(re.fullmatch(r'[\w.:-]+', value, re.ASCII)),
-    "a name such as 'auto', 'cpu' or 'gcu'",
-    'str',
-)
 #: Words of torchrun for a number of processes that depends on the host.
 COUNTED = ('auto', 'gpu', 'cpu')
 _COUNT = Check(
@@ -24,24 +19,14 @@ _COUNT = Check(
 ELASTIC_RESTARTS = 3
 #: The least and the most hosts of a job that they may join and leave.
 _RANGE = re.compile(r'([1-9][0-9]{0,8}):([1-9][0-9]{0,8})', re.ASCII)
-#: What a launch file may set for the job's processes. Nothing that could hold a secret, and not
-#: the variables that hide devices, which belong to whoever shares out the host.
-_VARIABLES = re.compile(
-    r'(OMP|MKL)_NUM_THREADS|(GLOO|TP)_SOCKET_IFNAME|TORCH_GLOO_LAZY_INIT|PJRT_DEVICE'
-    r'|CPU_NUM_DEVICES|MMDEVPLUG_ACCELERATOR|TORCH_DISTRIBUTED_DEBUG'
-    r'|(TORCH_)?NCCL_\w+|[HE]CCL_\w+'
-)
 
 
 @dataclass(frozen=True)
 class LaunchOptions(Options):
-    """How a job is started: the keys of a launch file."""
+    """How a job is started; ``--node-rank`` is the flag of ``node_rank``."""
 
-    key, error = 'launch file', LaunchError
+    key, error = 'launch', LaunchError
 
-    accelerator: Optional[str] = option(
-        None, 'The family of devices; `auto` takes what is present.', check=_NAME
-    )
     nproc: Union[None, int, str] = option(
         None,
         'Processes on each host; `auto`: one for each device, or each core where it trains on the '
@@ -67,7 +52,11 @@ class LaunchOptions(Options):
         None,
         'Name or address of host 0; of an elastic job, of the host or the `mmdevplug rendezvous` '
         'where hosts meet.',
-        check=_NAME.named('the name or the address of host 0'),
+        check=Check(
+            lambda value: bool(re.fullmatch(r'[\w.:-]+', value, re.ASCII)),
+            'the name or the address of host 0',
+            'str',
+        ),
     )
     master_port: Optional[int] = option(
         None,
@@ -85,13 +74,6 @@ class LaunchOptions(Options):
         None,
         'Seconds until ranks give up waiting for each other.',
         check=positive().named('a number of seconds above 0'),
-    )
-    env: Dict[str, str] = option(
-        {},
-        'Variables for the processes; those set in the shell win.',
-        check=Check(
-            lambda value: isinstance(value, dict), 'a mapping of variables to values', 'dict'
-        ),
     )
 
     @property
@@ -112,20 +94,3 @@ def read_range(nnodes: Union[int, str]) -> Optional[Tuple[int, int]]:
         return None
     least, most = (int(number) for number in match.groups())
     return (least, most) if least < most else None
-
-
-def read_variables(env: Dict[Any, Any], key: str) -> Dict[str, str]:
-    """Refuse variables that are not for a launch file, and return their values as words."""
-    for name, value in env.items():
-        if not isinstance(name, str) or _VARIABLES.fullmatch(name) is None:
-            raise LaunchError(
-                f'{key}: {name!r} is not for a launch file; expected names such as '
-                f'OMP_NUM_THREADS, GLOO_SOCKET_IFNAME or NCCL_DEBUG. Set it in the shell.'
-            )
-        plain = isinstance(value, (str, int)) and not isinstance(value, bool)
-        if not plain or not str(value).isprintable() or len(str(value)) > 4096:
-            raise LaunchError(
-                f'{key}: {name}={value!r}: expected a word or a whole number. Put other values '
-                f"into quotes, e.g. '1'."
-            )
-    return {name: str(value) for name, value in env.items()}

@@ -16,7 +16,7 @@ def page(monkeypatch):
     """The script that writes the pages."""
     monkeypatch.syspath_prepend(str(DOCS))
     yield importlib.import_module('cli_page')
-    for module in ('cli_page', 'options_page', 'tables'):
+    for module in ('cli_page', 'tables'):
         sys.modules.pop(module, None)
 
 

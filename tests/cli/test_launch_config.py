@@ -1,4 +1,4 @@
-"""Launch files: what is written, what is refused, and that jobs start from them."""
+"""How a job is started: what ``launch-config`` writes, what is refused, what torchrun gets."""
 
 import contextlib
 import os
@@ -10,12 +10,12 @@ import yaml
 
 from mmdevplug.cli import launch, launch_config, torchrun_agent as agent, train
 from mmdevplug.cli.launch import agent_command
-from mmdevplug.cli.launch_settings import read_launch_file
 from mmdevplug.config.launch import LaunchOptions
 from mmdevplug.environments.loopback import HeldStore
 from mmdevplug.errors import DevPlugError, LaunchError
 from tests.jobs import PATHS, ROOT
 from tests.needs_card import needs_card
+from tests.ranks import free_port
 
 CONFIG = 'configs/digits/digits_cpu.py'
 SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
@@ -54,84 +54,113 @@ def card_config(tmp_path):
 # writing -------------------------------------------------------------------------------------
 
 
+def written(tmp_path, *flags):
+    """The values of the file that ``launch-config`` writes."""
+    path = tmp_path / 'accelerate.yaml'
+    launch_config.main(['--out', str(path), *flags])
+    return yaml.safe_load(path.read_text())
+
+
 @pytest.mark.long
-def test_a_file_is_written_and_a_job_starts_from_it(tmp_path):
-    path = tmp_path / 'launch.yaml'
-    done = mmdevplug('launch-config', '--out', str(path), '--nproc', '2', '--accelerator', 'cpu')
+def test_accelerate_and_torchrun_start_ranks_as_they_are_told(tmp_path):
+    """With the file and the commands that are written, in which ``CONFIG`` is a script."""
+    pytest.importorskip('accelerate')
+    script = tmp_path / 'ranks.py'
+    script.write_text(
+        'import os, torch.distributed as dist\n'
+        'dist.init_process_group("gloo")\n'
+        'print(f"rank {dist.get_rank()} of {dist.get_world_size()}\\n", end="")\n'
+    )
+    flags = ['--nproc', '2', '--accelerator', 'cpu', '--master-port', str(free_port())]
+    done = mmdevplug('launch-config', '--out', str(tmp_path / 'two.yaml'), *flags)
     assert done.returncode == 0, done.stderr
-    found = read_launch_file(str(path))
-    assert (found.accelerator, found.nproc, found.nnodes) == ('cpu', 2, 1)
-    assert path.read_text().count('#') > 5
-    path.write_text(path.read_text().replace('timeout: 1800', 'timeout: 77'))
-    # A config for another device: what the file says is laid over it.
-    work_dir = tmp_path / 'work'
-    done = mmdevplug(
-        'train', 'configs/digits/digits.py', '--launch', str(path), '--work-dir', str(work_dir),
-        *SHORT, MASTER_ADDR='10.9.9.9', WORLD_SIZE='64',
+    modules = dict(
+        accelerate='accelerate.commands.accelerate_cli', torchrun='torch.distributed.run'
+    )
+    started = []
+    for line in done.stdout.splitlines():
+        program, *words = line.split()
+        started.append(program)
+        assert words[-5:] == ['mmdevplug', 'train', 'CONFIG', '--accelerator', 'cpu']
+        ran = subprocess.run(
+            [sys.executable, '-m', modules[program], *words[:-6], str(script)],
+            capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+        assert sorted(ran.stdout.split('\n')) == ['', 'rank 0 of 2', 'rank 1 of 2'], ran.stderr
+    assert started == ['accelerate', 'torchrun']
+
+
+@pytest.mark.long
+def test_accelerate_starts_a_job(tmp_path):
+    pytest.importorskip('accelerate')
+    written(tmp_path, '--nproc', '2', '--accelerator', 'cpu', '--master-port', str(free_port()))
+    env = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1')
+    done = subprocess.run(
+        [sys.executable, '-m', 'accelerate.commands.accelerate_cli', 'launch', '--config_file',
+         str(tmp_path / 'accelerate.yaml'), '-m', 'mmdevplug', 'train', CONFIG, '--work-dir',
+         str(tmp_path / 'work'), *SHORT],
+        cwd=str(ROOT), env=env, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    printed = done.stdout + done.stderr
-    assert "accelerator 'cpu'" in printed
-    assert 'timeout=77' in printed
-    assert 'rank  iteration ms' in printed
-    assert (work_dir / 'last_checkpoint').exists()
+    assert "launcher 'pytorch', found by RANK=0 WORLD_SIZE=2" in done.stderr
+    assert (tmp_path / 'work' / 'last_checkpoint').exists()
+
+
+def test_the_file_of_a_host_names_it(tmp_path, capsys):
+    flags = ['--nproc', '4', '--nnodes', '2', '--node-rank', '1', '--master-addr', 'node1']
+    assert written(tmp_path, *flags, '--accelerator', 'cpu') == dict(
+        distributed_type='MULTI_GPU', use_cpu=True, num_processes=8, num_machines=2,
+        machine_rank=1, main_process_ip='node1', main_process_port=29500,
+    )  # fmt: skip
+    _, torchrun = capsys.readouterr().out.splitlines()
+    assert '--nnodes=2 --node_rank=1 --master_addr=node1 --master_port=29500 -m' in torchrun
 
 
 def test_an_existing_file_stays_without_force(tmp_path):
-    path = tmp_path / 'launch.yaml'
+    path = tmp_path / 'accelerate.yaml'
     path.write_text('mine')
-    with pytest.raises(LaunchError, match='launch.yaml exists already'):
-        launch_config.main(['--out', str(path)])
+    with pytest.raises(LaunchError, match='accelerate.yaml exists already'):
+        written(tmp_path, '--nproc', '1')
     assert path.read_text() == 'mine'
-    launch_config.main(['--out', str(path), '--force', '--accelerator', 'cpu'])
-    assert read_launch_file(str(path)).nproc == 1
-    assert 'node_rank:' not in path.read_text()
-    assert os.listdir(tmp_path) == ['launch.yaml']
+    assert written(tmp_path, '--nproc', '1', '--force')['num_processes'] == 1
+    assert os.listdir(tmp_path) == ['accelerate.yaml']
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
-    path = tmp_path / 'missing' / 'launch.yaml'
-    with pytest.raises(LaunchError, match="launch.yaml' cannot be written"):
-        launch_config.main(['--out', str(path)])
+    with pytest.raises(DevPlugError, match="accelerate.yaml' cannot be written"):
+        written(tmp_path / 'missing', '--nproc', '1')
 
 
 @needs_card
 def test_all_devices_of_the_host_are_counted(tmp_path):
-    path = tmp_path / 'launch.yaml'
+    path = tmp_path / 'accelerate.yaml'
     code = (
         'import fakecard_from_env, sys; from mmdevplug.cli.launch_config import main; '
-        f'main(["--out", {str(path)!r}, "--accelerator", "zeta"])'
+        f'main(["--out", {str(path)!r}, "--accelerator", "zeta", "--nproc", "auto"])'
     )
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([PATHS, STANDIN]), FAKECARD_NAME='zeta')
     subprocess.run([sys.executable, '-c', code], env=env, check=True, timeout=200)
-    assert read_launch_file(str(path)).nproc == 4
-    assert 'This host has 4 zeta device(s)' in path.read_text()
-
-
-def test_a_job_of_slurm_fills_in_its_hosts(tmp_path, monkeypatch):
-    path = tmp_path / 'launch.yaml'
-    for name, value in dict(NNODES='2', NODELIST='node3', JOB_ID='1234567').items():
-        monkeypatch.setenv(f'SLURM_{name}', value)
-    launch_config.main(['--out', str(path), '--nproc', '2'])
-    found = read_launch_file(str(path))
-    assert (found.nnodes, found.master_addr, found.node_rank) == (2, 'node3', None)
-    assert 15000 <= found.master_port < 30000
-    text = path.read_text()
-    assert '# Hosts; each runs the same command with another `--node-rank`.' in text
-    assert '\n# node_rank: 0\n' in text
+    found = yaml.safe_load(path.read_text())
+    assert (found['num_processes'], found['use_cpu']) == (4, False)
 
 
 @pytest.mark.parametrize(
     ('flags', 'told'),
     [
+        ([], 'nproc (--nproc) is not given'),
         (['--nproc', '0'], '--nproc=0: expected 1 or more'),
-        (['--nnodes', '2'], 'master_addr=None and nnodes=2 disagree'),
-        (['--nnodes', '2', '--master-addr', 'localhost'], "master_addr='localhost' and nnodes=2"),
-        (['--nnodes', '2', '--node-rank', '2', '--master-addr', 'a'], 'node_rank=2 and nnodes=2'),
-        (['--node-rank', '1'], 'node_rank=1 and nnodes=1 disagree'),
+        (['--nproc', '1', '--nnodes', '2'], 'master_addr=None and nnodes=2 disagree'),
+        (['--nproc', '1', '--nnodes', '2', '--master-addr', 'localhost'], "='localhost' and nno"),
+        (['--nproc', '1', '--nnodes', '2', '--master-addr', 'a'], 'node_rank is not given'),
+        (
+            ['--nproc', '1', '--nnodes', '2', '--node-rank', '2', '--master-addr', 'a'],
+            'node_rank=2 and nnodes=2',
+        ),
+        (['--nproc', '1', '--nnodes', '1:2', '--master-addr', 'a'], '--nnodes=1:2: expected a nu'),
+        (['--nproc', '1', '--node-rank', '1'], 'node_rank=1 and nnodes=1 disagree'),
         (['--master-port', '70000'], '--master-port=70000: expected a port from 1 to 65535'),
         (['--master-addr', 'a b'], "--master-addr='a b'"),
-        (['--accelerator', 'tpuu'], "'tpuu', which is unknown"),
+        (['--nproc', '1', '--accelerator', 'tpuu'], "'tpuu', which is unknown"),
     ],
 )
 def test_impossible_flags_write_no_file(tmp_path, monkeypatch, flags, told):
@@ -142,97 +171,19 @@ def test_impossible_flags_write_no_file(tmp_path, monkeypatch, flags, told):
     assert os.listdir(tmp_path) == []
 
 
-# reading -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ('text', 'told'),
-    [
-        ('nprocs: 2', "has no option 'nprocs'; did you mean 'nproc'? Correct the name or remove"),
-        ('nprocs: 2', 'known: accelerator, nproc, nnodes, node_rank, master_addr, master_port'),
-        ('nproc: two', "nproc='two': expected 1 or more"),
-        ('nproc: 0', 'nproc=0: expected 1 or more'),
-        ('nproc: true', 'nproc=True: expected 1 or more'),
-        ('nproc: 2.0', 'nproc=2.0: expected 1 or more'),
-        ('nproc:', 'nproc=None: expected 1 or more'),
-        ('nproc: 2\nnproc: 4', 'nproc is there twice'),
-        ('node_rank: -1', 'node_rank=-1: expected 0 or more'),
-        ('master_port: 0', 'master_port=0: expected a port'),
-        ("master_port: '29500'", "master_port='29500': expected a port"),
-        ('master_addr: 5', 'master_addr=5: expected the name'),
-        ('master_addr: "a; rm -rf b"', "master_addr='a; rm -rf b'"),
-        ('accelerator: [cpu]', "accelerator=['cpu']: expected a name"),
-        ('max_restarts: 1000000', 'max_restarts=1000000: expected 0 to 10000'),
-        ('timeout: -3', 'timeout=-3: expected a number of seconds above 0'),
-        ('timeout: .inf', 'timeout=inf: expected a number of seconds above 0'),
-        ('timeout: .nan', 'timeout=nan: expected a number of seconds above 0'),
-        ('env: OMP_NUM_THREADS', "env='OMP_NUM_THREADS': expected a mapping"),
-        ('env: {LD_PRELOAD: evil.so}', "env: 'LD_PRELOAD' is not for a launch file"),
-        ('env: {AWS_SECRET_ACCESS_KEY: x}', "env: 'AWS_SECRET_ACCESS_KEY' is not for a launch"),
-        ('env: {CUDA_VISIBLE_DEVICES: 1}', "env: 'CUDA_VISIBLE_DEVICES' is not for a launch"),
-        ('env: {NCCL_DEBUG: [INFO]}', "env: NCCL_DEBUG=['INFO']: expected a word"),
-        ('env: {NCCL_DEBUG: "a\\nb"}', "env: NCCL_DEBUG='a\\nb': expected a word"),
-        ('env: {1: 2}', 'env: 1 is not for a launch file'),
-        ('[1, 2]', 'expected `key: value` lines, found list'),
-        ('', 'expected `key: value` lines, found NoneType'),
-        ('nproc: [', 'cannot be read'),
-        ('nproc: !!python/object/apply:os.system [true]', 'cannot be read'),
-        ('{[1]: 2}', 'cannot be read'),
-        ('nproc: \x00', 'cannot be read'),
-    ],
-)
-def test_a_wrong_file_is_refused_with_key_value_and_what_is_expected(tmp_path, text, told):
-    path = tmp_path / 'launch.yaml'
-    path.write_text(text)
-    with pytest.raises(LaunchError) as caught:
-        read_launch_file(str(path))
-    assert told in str(caught.value)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize('content', [b'\xff\xfe\x00n', b'\x80' * 50, None])
-def test_what_is_no_text_file_is_refused(tmp_path, content):
-    path = tmp_path / 'launch.yaml'
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(LaunchError, match='--launch'):
-        read_launch_file(str(path))
-
-
-def test_values_of_the_environment_become_words(tmp_path):
-    path = tmp_path / 'launch.yaml'
-    path.write_text('nproc: 1\nenv: {OMP_NUM_THREADS: 4, GLOO_SOCKET_IFNAME: lo}')
-    expected = dict(OMP_NUM_THREADS='4', GLOO_SOCKET_IFNAME='lo')
-    assert read_launch_file(str(path)).env == expected
-
-
 # starting ------------------------------------------------------------------------------------
 
 
-def test_flags_win_over_the_file_and_the_shell_over_its_variables(tmp_path):
-    path = tmp_path / 'launch.yaml'
-    content = dict(nproc=8, nnodes=2, node_rank=1, master_addr='10.0.0.1', accelerator='cuda')
-    path.write_text(yaml.safe_dump(dict(content, env=dict(OMP_NUM_THREADS=7))))
-    done = mmdevplug(
-        'train', CONFIG, '--launch', str(path), '--nproc', '1', '--nnodes=1', '--node-rank', '0',
-        '--accelerator', 'cpu', '--work-dir', str(tmp_path / 'work'), *SHORT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert 'OMP_NUM_THREADS=1 of the shell wins over 7 of the launch file' in done.stderr
-
-
 @needs_card
-def test_a_file_for_more_devices_than_there_are_is_refused_with_both_counts(tmp_path, card_config):
-    path = tmp_path / 'eight.yaml'
-    path.write_text('accelerator: zeta\nnproc: 8')
-    done = mmdevplug('train', card_config, '--launch', str(path), FAKECARD_NAME='zeta')
-    assert f'{path}: nproc=8, but this host has 4 zeta device(s)' in refusal(done)
+def test_more_processes_than_devices_are_refused_with_both_counts(card_config):
+    flags = ['--accelerator', 'zeta', '--nproc', '8']
+    done = mmdevplug('train', card_config, *flags, FAKECARD_NAME='zeta')
+    assert '--nproc=8, but this host has 4 zeta device(s)' in refusal(done)
 
 
 @pytest.mark.parametrize(
     ('flags', 'told'),
     [
-        (['--launch', 'no_such.yaml'], "--launch 'no_such.yaml' is no file"),
         (['--max-restarts', '1'], 'nproc (--nproc) is not given'),
         (['--nproc', '2', '--max-restarts', '-1'], '--max-restarts=-1: expected 0 to 10000'),
         (['--nproc', '2', '--timeout', '0'], '--timeout=0.0: expected a number of seconds'),
@@ -249,7 +200,7 @@ def test_impossible_starts_are_refused_before_anything_runs(monkeypatch, flags, 
 
 
 def test_the_command_of_several_hosts_names_them():
-    settings = LaunchOptions('cpu', 2, 3, 1, '10.0.0.1', 12345, 4, 60)
+    settings = LaunchOptions(2, 3, 1, '10.0.0.1', 12345, 4, 60)
     command = ' '.join(agent_command(settings))
     assert '--nproc_per_node=2 --max_restarts=4 --nnodes=3 --node_rank=1' in command
     assert '--rdzv_conf=timeout=60 --master_addr=10.0.0.1 --master_port=12345' in command
@@ -274,7 +225,7 @@ def test_no_variable_changes_what_the_command_line_says(monkeypatch, capsys):
     flags, values = option_variables()
     assert {'PET_STANDALONE', 'PET_MODULE'} <= flags
     assert {'PET_NNODES', 'PET_NODE_RANK', 'PET_RDZV_BACKEND', 'PET_MASTER_PORT'} <= values
-    argv = [*agent_command(LaunchOptions('cpu', 2))[3:], 'train.py', '--launcher', 'pytorch']
+    argv = [*agent_command(LaunchOptions(2))[3:], 'train.py', '--launcher', 'pytorch']
     plain = agent.read_arguments(argv)
     assert capsys.readouterr().err == ''
     for name in flags:

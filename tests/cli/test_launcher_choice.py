@@ -176,7 +176,7 @@ def decide(case):
     args = build_parser().parse_args(['config.py', *case['flags']])
     try:
         if starts_processes(args, environ):
-            start = read_settings(args, None, environ)
+            start = read_settings(args, environ)
             settings = start.settings
             if start.rendezvous:
                 return ('starts', start.rendezvous)

@@ -115,25 +115,24 @@ def hosts():
 
 
 def test_a_killed_rank_on_one_of_two_hosts_is_restarted(tmp_path, hosts):
-    """The first host starts with the script, the second from a launch file."""
+    """The first host starts with the script, the second with the command."""
     config = write_config(tmp_path, [dict(type='KillOnce', rank=2, iteration=5)])
     common = ['--work-dir', str(tmp_path / 'work')]
-    launch_file = tmp_path / 'launch.yaml'
-    launch_file.write_text(
-        f'nproc: 2\nnnodes: 2\nmaster_addr: {hosts.address}\nmax_restarts: 1\n'
-        f'env: {{GLOO_SOCKET_IFNAME: {INTERFACE}}}\n'
-    )
+    flags = [
+        *('--nproc', '2', '--nnodes', '2', '--node-rank', '1'),
+        *('--master-addr', hosts.address, '--max-restarts', '1'),
+    ]
     script = environment(
         NNODES='2', NODE_RANK='0', MASTER_ADDR=hosts.address, MAX_RESTARTS='1',
         GLOO_SOCKET_IFNAME=INTERFACE,
     )  # fmt: skip
     commands = [
         (['bash', 'tools/dist_train.sh', config, '2', *common], script),
-        ([*TRAIN, config, '--launch', str(launch_file), '--node-rank', '1', *common], None),
+        ([*TRAIN, config, *flags, *common], environment(GLOO_SOCKET_IFNAME=INTERFACE)),
     ]
     jobs = [
         subprocess.Popen(
-            hosts.command(host, command), cwd=str(ROOT), env=env or environment(),
+            hosts.command(host, command), cwd=str(ROOT), env=env,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for host, (command, env) in enumerate(commands)
