@@ -21,7 +21,7 @@ INSTALL_REQUIRES = [
     'psutil',
     # What samples of other ranks are written in, beside their tensors.
     'msgpack',
-    # For `mmdevplug doctor`; MMEngine needs both as well.
+    # For tables on the terminal, and pictures; MMEngine needs both as well.
     'rich',
     'matplotlib',
 ]

@@ -357,7 +357,8 @@ PATH = re.compile(r'`((?:configs|tools|benchmarks|demo|docs|tests|mmdevplug)/[\w
 INLINE = re.compile(r'`(mmdevplug [a-z][^`]*|python \w+/\w+\.py[^`]*)`')
 
 
-@over(PAGES)
+# That of releases names the files that ran then.
+@over([page for page in PAGES if page.name != 'compatibility.md'])
 def test_paths_in_the_text_exist(page):
     for path in PATH.findall(prose(page)):
         assert list(ROOT.glob(path.rstrip('/'))), path

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import shlex
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
@@ -38,14 +36,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog='mmdevplug doctor',
         description='Look for what keeps a training from working here. Nothing is trained but '
-        'one step of the config, and nothing is written but the files asked for. The exit status '
+        'one step of the config, and nothing is written but the file asked for. The exit status '
         'is 1 if there is an error.',
     )
     parser.add_argument('--nproc', type=int, help='test collectives between this many processes')
     parser.add_argument('--config', help='also look at this config and build its model')
     parser.add_argument('--accelerator', help='look at this one alone, e.g. cuda, xla, gcu')
     parser.add_argument('--json', help='a file for the findings')
-    parser.add_argument('--html', help='a file for the findings, to be read in a browser')
     parser.add_argument('--work-dir', help="where checkpoints would go (default: the config's)")
     add_measure_arguments(parser)
     return parser
@@ -68,33 +65,25 @@ def check_measure_arguments(args: argparse.Namespace) -> None:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    """Examine, print, and write the requested files; return 1 if there is an error, else 0."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    """Examine, print, and write the requested file; return 1 if there is an error, else 0."""
     args = build_parser().parse_args(argv)
     try:
-        for option in ('json', 'html'):
-            if getattr(args, option) is not None:
-                check_writable(getattr(args, option), f'--{option}')
+        if args.json is not None:
+            check_writable(args.json, '--json')
         if args.nproc is not None and not 1 <= args.nproc <= MOST_RANKS:
             raise LaunchError(f'--nproc {args.nproc}: expected 1 to {MOST_RANKS} processes.')
         check_measure_arguments(args)
-        return _examine(args, argv)
+        return _examine(args)
     except DevPlugError as error:
         say(f'{type(error).__name__}: {error}')
         return 1
 
 
-def _examine(args: argparse.Namespace, argv: List[str]) -> int:
+def _examine(args: argparse.Namespace) -> int:
     findings = list(examine(args))
     print_report(findings, Console())
     if args.json is not None:
         write_text(json.dumps(as_dict(findings), indent=1), args.json)
-    if args.html is not None:
-        # It draws pictures, which takes a moment to import.
-        from mmdevplug.doctor.html_page import render
-
-        command = ' '.join(map(shlex.quote, ['mmdevplug', 'doctor', *argv]))
-        write_text(render(findings, command), args.html)
     return exit_status(findings)
 
 

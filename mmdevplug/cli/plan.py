@@ -10,7 +10,7 @@ from rich.console import Console
 from mmdevplug.errors import PlacementError
 from mmdevplug.explanations.versions import describe, explain_import
 from mmdevplug.model_parallel import STRATEGIES, DevicePlan
-from mmdevplug.model_parallel.draw_plan import save_html, save_png
+from mmdevplug.model_parallel.draw_plan import save_png
 from mmdevplug.model_parallel.make_plan import make_plan
 from mmdevplug.model_parallel.meta_build import build_from_file
 from mmdevplug.model_parallel.parse_devices import parse_devices, parse_max_memory
@@ -23,7 +23,7 @@ from .arguments import Parser
 from .common import load_file
 
 DEFAULT_OPTIMIZER = 'adamw'
-KINDS = ('json', 'png', 'html')
+KINDS = ('json', 'png')
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -84,8 +84,6 @@ def main(argv: Optional[List[str]] = None) -> None:
         write_text(json.dumps(made.to_dict(), indent=1), args.json)
     if args.png is not None:
         save_png(made, args.png)
-    if args.html is not None:
-        save_html(made, args.html)
 
 
 def _plan(args: argparse.Namespace) -> DevicePlan:

@@ -10,18 +10,13 @@ from mmdevplug.accelerators.backend import resolve_backend
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_wrapper import WrapperOptions
 from mmdevplug.errors import DevPlugError
-from mmdevplug.explanations.cuda_settings import cuda_settings
 from mmdevplug.model.norm_layers import check_sync_bn
+from mmdevplug.optim.adapt_config import describe_fp16
 
 from .findings import Finding, Section
 
 section = Section('config')
 
-_CUDA_SETTINGS_WHY = dict(
-    error='the job stops where it is used.',
-    warning='the job may stop where it is used.',
-    note='training goes on without it.',
-)
 _WRAPPER_REMEDIES = dict(
     bucket_cap_mb=None, grad_compression='none', hierarchy='auto', nonfinite_grads='stop'
 )
@@ -49,10 +44,6 @@ def examine(cfg: Config, accelerator: Optional[Accelerator], ranks: int) -> Iter
     yield from _wrapper(cfg)
     if accelerator is not None:
         yield from _precision(cfg, accelerator)
-        for setting in cuda_settings(cfg, accelerator.device_type):
-            found = f'{setting.path}={setting.value!r}: {setting.why}'
-            why = _CUDA_SETTINGS_WHY[setting.level]
-            yield section.finding(setting.level, found, why, setting.write)
     yield from _batch(cfg, ranks)
     yield from _intervals(cfg)
 
@@ -105,6 +96,10 @@ def _wrapper(cfg: Config) -> Iterator[Finding]:
 
 
 def _precision(cfg: Config, accelerator: Accelerator) -> Iterator[Finding]:
+    no_effect = describe_fp16(cfg)
+    if no_effect is not None:
+        why = 'training has the precision of optim_wrapper.'
+        yield section.warning(no_effect, why, "optim_wrapper.type = 'AmpOptimWrapper'")
     optim_wrapper = _dict_at(cfg, 'optim_wrapper')
     if 'Amp' not in str(optim_wrapper.get('type')):
         return

@@ -1,6 +1,6 @@
 """Print the report on the terminal."""
 
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, List, Sequence
 
 from rich.box import HEAVY_HEAD, SIMPLE_HEAD, Box
 from rich.console import Console
@@ -30,7 +30,7 @@ def print_report(findings: Sequence[Finding], console: Console) -> None:
         for finding in by_level(found):
             table.add_row(Text(finding.level, style=COLOURS[finding.level]), Text(finding.found))
         console.print(table)
-    results = find_data(findings, 'checks')
+    results = next((f.data for f in findings if f.data is not None and 'checks' in f.data), None)
     if results is not None:
         print_collectives(results, console)
     _print_remedies(findings, console)
@@ -54,11 +54,6 @@ def _print_remedies(findings: Sequence[Finding], console: Console) -> None:
             # In one line, so that it can be copied.
             console.print(Text(f'  do:  {finding.remedy}'), soft_wrap=True)
     console.print()
-
-
-def find_data(findings: Sequence[Finding], key: str) -> Optional[Dict[str, Any]]:
-    """Find the data of the first finding that has a key."""
-    return next((f.data for f in findings if f.data is not None and key in f.data), None)
 
 
 def print_collectives(results: Dict[str, Any], console: Console) -> None:

@@ -1,1 +1,1 @@
-"""Explain errors of PyTorch, CUDA and OpenMMLab in words that say what to do."""
+"""Explain errors of PyTorch and OpenMMLab in words that say what to do."""

@@ -12,7 +12,6 @@ from mmdevplug.environments.launch import restarts
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 
 from .arguments import explain_arguments
-from .cuda_code import explain_cuda
 from .mixed_devices import explain_mixed_devices
 from .one_value import explain_one_value
 from .out_of_memory import explain_out_of_memory
@@ -23,9 +22,8 @@ from .versions import explain_versions
 @contextmanager
 def explained_build(runner: Any, stage: str) -> Iterator[None]:
     """Explain an error of this rank while the runner is built, then report it to the others."""
-    with fail_together(stage), explain_versions(), explain_cuda(stage, runner.cfg):
-        with explain_arguments(runner.cfg):
-            yield
+    with fail_together(stage), explain_versions(), explain_arguments(runner.cfg):
+        yield
 
 
 @contextmanager

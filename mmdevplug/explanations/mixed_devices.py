@@ -2,7 +2,10 @@
 
 import ast
 import linecache
+import os
 import re
+import sys
+import sysconfig
 from contextlib import contextmanager
 from itertools import islice
 from types import FrameType, TracebackType
@@ -13,14 +16,13 @@ from torch import Tensor, nn
 
 from mmdevplug.accelerators import device_context
 from mmdevplug.device_guard.mismatch import Operand
-from mmdevplug.device_guard.stack_location import module_and_backward
+from mmdevplug.device_guard.stack_location import LIBRARIES, module_and_backward
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, first_line
 from mmdevplug.model.deferred_norm import DroppedOutput
 from mmdevplug.model.move import same_device
 from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.pytree import tensors_in
 
-from .cuda_code import is_library
 from .versions import chain
 
 #: Errors that say so; each vendor has words of its own.
@@ -59,7 +61,7 @@ def _explain(error: Exception, runner: Any, stage: str) -> Optional[str]:
     if context is None or context.device.type == 'cpu' or cause is None:
         return None
     calls = _calls(cause)
-    of_user = [i for i, call in enumerate(calls) if not is_library(call.file)]
+    of_user = [i for i, call in enumerate(calls) if not _is_library(call.file)]
     if not of_user:
         return None
     user, called = calls[of_user[-1]], calls[of_user[-1] + 1 :]
@@ -83,6 +85,18 @@ def _explain(error: Exception, runner: Any, stage: str) -> Optional[str]:
         f'with device=x.device, where x is an input, or keep it with register_buffer(), which '
         f'moves with the model. {type(cause).__name__}: {first_line(cause)}'
     )
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file belongs to PyTorch, MMEngine, this package or Python, but not an example."""
+    if file.startswith('<'):
+        return True  # importlib and generated code
+    paths = [getattr(sys.modules.get(name), '__path__', None) for name in LIBRARIES]
+    if file.startswith(tuple(os.path.join(list(path)[0], '') for path in paths if path)):
+        # The examples of this package count as a user's code.
+        return os.path.join('mmdevplug', 'examples', '') not in file
+    of_python = file.startswith(os.path.join(sysconfig.get_paths()['stdlib'], ''))
+    return of_python and not re.search(r'[/\\](?:site|dist)-packages[/\\]', file)
 
 
 class _Call(NamedTuple):

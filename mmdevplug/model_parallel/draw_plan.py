@@ -1,16 +1,9 @@
-"""Draw a plan as a picture or an HTML page: a bar for each device, blocks coloured by class."""
+"""Draw a plan as a picture: a bar for each device, blocks coloured by class."""
 
-from typing import Any, Dict, Iterator, List
-
-from rich.console import Group
-from rich.style import Style
-from rich.table import Table
-from rich.text import Text
+from typing import Any, Dict, List
 
 from mmdevplug.errors import PlacementError, first_line
-from mmdevplug.utils.atomic_files import PathLike, replacing, write_text
-from mmdevplug.utils.byte_sizes import format_bytes
-from mmdevplug.utils.html_page import make_page
+from mmdevplug.utils.atomic_files import PathLike, replacing
 
 from .device_plan import DevicePlan
 
@@ -21,8 +14,6 @@ COLOURS = [
 ]  # fmt: skip
 #: The part of the longest bar below which a block has no name.
 NARROW = 0.035
-#: Letters of the longest bar of a page.
-PAGE_BAR = 100
 
 
 def colours_of(plan: DevicePlan) -> Dict[str, str]:
@@ -47,8 +38,7 @@ def draw(plan: DevicePlan) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlacementError(
-            f'a picture needs matplotlib ({first_line(error)}): pip install matplotlib, or write '
-            f'a page with --html.'
+            f'a picture needs matplotlib ({first_line(error)}): pip install matplotlib.'
         ) from error
     figure = Figure(figsize=(11, 1.6 + 0.55 * len(plan.devices)))
     axes = figure.subplots()
@@ -106,35 +96,3 @@ def save_png(plan: DevicePlan, path: PathLike) -> None:
     figure = draw(plan)
     with replacing(path) as unfinished:
         figure.savefig(unfinished, format='png', dpi=110)
-
-
-def render(plan: DevicePlan) -> str:
-    """Make the page: a bar for each device, the figures, and a table of all blocks."""
-    table = Table('block', 'class', 'holds', 'device')
-    for block in plan.blocks:
-        row = (block.name or 'all', block.kind, format_bytes(block.bytes), block.device)
-        table.add_row(*map(Text, row))
-    legend = Text('\n')
-    for kind, colour in colours_of(plan).items():
-        legend.append('  ', Style(bgcolor=colour)).append(f' {kind}   ')
-    page = Group(*_bars(plan), legend.append('\n'), plan, table)
-    return make_page(f'Device plan: {plan.model}', lambda console: console.print(page))
-
-
-def _bars(plan: DevicePlan) -> Iterator[Text]:
-    colours, longest = colours_of(plan), max(plan.loads.values()) or 1
-    for device in plan.devices:
-        bar, filled = Text(f'{device:8}'), 0.0
-        for block in (b for b in plan.blocks if b.device == device and b.bytes):
-            start, filled = round(filled * PAGE_BAR), filled + block.bytes / longest
-            width = round(filled * PAGE_BAR) - start
-            name = short_name(block.name) if block.bytes / longest >= NARROW else ''
-            bar.append(
-                name[:width].ljust(width), Style(color='black', bgcolor=colours[block.kind])
-            )
-        yield bar
-
-
-def save_html(plan: DevicePlan, path: PathLike) -> None:
-    """Write a page that loads nothing from anywhere."""
-    write_text(render(plan), path)

@@ -52,6 +52,16 @@ def _replacement(kind: Any, accelerator: Accelerator) -> Optional[Type[OptimWrap
     return None
 
 
+def describe_fp16(cfg: Config) -> Optional[str]:
+    """Describe the key ``fp16``, which has no effect; None if a config has none."""
+    if cfg.get('fp16') is None:
+        return None
+    return (
+        f'fp16={cfg.fp16!r} has no effect: MMEngine does not read this key of MMCV 1. For mixed '
+        f"precision write optim_wrapper = dict(type='AmpOptimWrapper', ...), or start with --amp."
+    )
+
+
 def check_optimizers(optim_wrapper: OptimWrapper, context: DeviceContext) -> None:
     """Refuse optimizers that broadcast parameters one by one where each runs a graph."""
     backend = context.backend

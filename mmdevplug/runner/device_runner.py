@@ -34,7 +34,6 @@ from mmdevplug.data.checking import build_nonempty, check_batches, check_tempora
 from mmdevplug.data.padding import build_padded
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.explanations.arguments import explain_arguments
-from mmdevplug.explanations.cuda_settings import describe_serious
 from mmdevplug.explanations.explain import explained, explained_build, train_together
 from mmdevplug.explanations.versions import explain_versions
 from mmdevplug.fault_tolerance.failure import fail_together
@@ -43,6 +42,7 @@ from mmdevplug.model.prepare import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
+from mmdevplug.optim.adapt_config import describe_fp16
 from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.registry import import_parts
 from mmdevplug.utils.model import unwrap_model
@@ -149,8 +149,9 @@ class DeviceRunner(Runner):
         """Build the logger and say in one line where this job runs and why."""
         logger = super().build_logger(*args, **kwargs)
         logger.info(self.device_context.describe())
-        for setting in describe_serious(self.cfg, self.device_context.device.type):
-            logger.warning(setting)
+        no_effect = describe_fp16(self.cfg)
+        if no_effect is not None:
+            logger.warning(no_effect)
         if self.parallelism.wanted:
             self.parallelism.log(logger)
         return logger

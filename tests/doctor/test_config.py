@@ -292,6 +292,11 @@ class HalfPrecision:
         raise AcceleratorError('no gradient scaler')
 
 
+def test_key_of_mmcv_1_for_precision_is_named(examine):
+    found = the(examine(DIGITS + 'fp16 = dict(loss_scale=512.0)\n'), 'warning', 'fp16={')
+    assert 'AmpOptimWrapper' in found.remedy
+
+
 def test_float16_without_a_scaler_is_refused():
     cfg = Config(dict(optim_wrapper=dict(type='AmpOptimWrapper', dtype='float16')))
     (found,) = config_values._precision(cfg, HalfPrecision())

@@ -7,9 +7,8 @@ import torch
 from mmengine.config import Config
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
-from mmengine.hooks import Hook
 from mmengine.model import BaseModel
-from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS, RUNNERS
+from mmengine.registry import DATASETS, METRICS, MODELS, RUNNERS
 from torch import nn
 
 from tests.hooks.memory_jobs import config
@@ -21,57 +20,18 @@ def on_bad_rank(rank):
 
 
 @MODELS.register_module(force=True)
-class AsksForCuda(BaseModel):
-    """A layer whose author had a GPU.
+class OneLayer(BaseModel):
+    """A linear layer."""
 
-    Args:
-        where (str): Which line is run, ``'nowhere'`` for none.
-        rank (int): On which rank.
-    """
-
-    def __init__(self, where='nowhere', rank=-1, init_cfg=None):
-        super().__init__(init_cfg=init_cfg)
+    def __init__(self):
+        super().__init__()
         self.net = nn.Linear(8, 1)
-        self.where = where if on_bad_rank(rank) else 'nowhere'
-        if self.where == 'init':
-            self.scale = torch.ones(1).cuda()
-        if self.where == 'module':
-            self.net = self.net.to('cuda')
 
     def forward(self, inputs, mode='tensor'):
         outputs = self.net(inputs)
         if mode == 'predict':
-            return [self._predict(one) for one in outputs]
-        if self.where == 'method':
-            outputs = outputs + torch.ones(1).cuda()
-        if self.where == 'to':
-            outputs = outputs.to('cuda:0')
-        if self.where == 'factory':
-            outputs = outputs + torch.zeros(1, device='cuda')
-        if self.where == 'type':
-            outputs = outputs + torch.cuda.FloatTensor(1)
-        if self.where == 'astype':
-            outputs = outputs.type(torch.cuda.FloatTensor)
-        if self.where == 'synchronize':
-            torch.cuda.synchronize()
-        if self.where == 'set_device':
-            torch.cuda.set_device(0)
-        if self.where == 'generator':
-            torch.Generator(device='cuda')
+            return [dict(value=float(one)) for one in outputs]
         return dict(loss=(outputs**2).mean())
-
-    def _predict(self, one):
-        if self.where == 'predict':
-            one = one.to(torch.device('cuda'))
-        return dict(value=float(one))
-
-
-@HOOKS.register_module(force=True)
-class HookForCuda(Hook):
-    """Asks for CUDA after an iteration."""
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        torch.cuda.current_stream()
 
 
 @METRICS.register_module(force=True)
@@ -95,9 +55,8 @@ class Some(BaseDataset):
         rank (int): Which.
     """
 
-    def __init__(self, count=16, bad=None, rank=-1, cuda=False, **kwargs):
+    def __init__(self, count=16, bad=None, rank=-1, **kwargs):
         self.count = bad if bad is not None and on_bad_rank(rank) else count
-        self.cuda = cuda
         super().__init__(**kwargs)
 
     def load_data_list(self):
@@ -109,16 +68,13 @@ class Some(BaseDataset):
         return [one for one in self.data_list if not one['crowded']]
 
     def prepare_data(self, idx):
-        inputs = torch.from_numpy(np.ones(8, dtype=np.float32))
-        if self.cuda:
-            inputs = inputs.cuda()
-        return dict(inputs=inputs)
+        return dict(inputs=torch.ones(8))
 
 
 def build(work_dir, accelerator='cpu', model=None, hooks=(), dataset=None, epochs=None, **cfg):
     """A runner with a validation."""
     made = config(work_dir, accelerator, hooks=hooks, iterations=3, batch_size=4)
-    made['model'] = dict(dict(type='AsksForCuda'), **(model or {}))
+    made['model'] = dict(dict(type='OneLayer'), **(model or {}))
     made['train_dataloader']['dataset'] = dict(dict(type='Some'), **(dataset or {}))
     made['val_dataloader'] = dict(
         made['train_dataloader'],

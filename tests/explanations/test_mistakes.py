@@ -21,7 +21,7 @@ from mmdevplug.model_parallel.parse_devices import parse_devices
 from tests.jobs import ROOT
 from tests.ranks import run_ranks
 
-from .running import DIGITS, config
+from .running import DIGITS, config, mmdevplug as in_a_process
 
 
 def told(function, *arguments):
@@ -252,3 +252,27 @@ def test_arguments_that_are_wrong_are_one_line(words, says):
 def test_a_misspelt_command_is_one_line(capsys):
     assert command.main(['trian', 'c.py']) == 2
     assert capsys.readouterr().err == ("mmdevplug: 'trian' is no command; did you mean 'train'?\n")
+
+
+MODEL = """
+from mmengine.registry import MODELS
+from mmdevplug.errors import ModelError
+from mmdevplug.examples.digits import DigitsClassifier
+
+@MODELS.register_module()
+class Mine(DigitsClassifier):
+    def forward(self, inputs, labels=None, mode='tensor'):
+        raise ModelError('no digits.\\nLook at the data.')
+"""
+
+
+@pytest.mark.long
+def test_what_all_ranks_meet_is_told_once(tmp_path):
+    (tmp_path / 'mine.py').write_text(MODEL)
+    imports = "custom_imports = dict(imports=['mine'], allow_failed_imports=False)\n"
+    path = config(tmp_path, f"{imports}model = dict(type='Mine')")
+    done = in_a_process(tmp_path, 'train', path, '--nproc', 2)
+    assert done.returncode == 1
+    assert 'Traceback' not in done.stderr
+    assert done.stderr.count('Look at the data.') == 1
+    assert done.stderr.count('stops too; see rank') == 1

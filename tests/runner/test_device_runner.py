@@ -12,6 +12,8 @@ from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
+from tests.explanations.jobs import build
+from tests.hooks.memory_jobs import log_of
 from tests.jobs import (
     PATHS,
     PLAIN,
@@ -52,6 +54,16 @@ cfg.merge_from_dict(dict(
     default_scope='mmseg', model=dict(type='Own'), launcher='pytorch', work_dir=sys.argv[1]))
 print('wrapper:', type(DeviceRunner.from_cfg(cfg).model).__name__)
 """
+
+
+def build_with_fp16(work_dir):
+    build(work_dir, fp16=dict(loss_scale=512.0))
+    return log_of(work_dir)
+
+
+def test_a_key_that_mmengine_does_not_read_is_warned_of(tmp_path):
+    (log,) = run_ranks(build_with_fp16, 0, tmp_path)
+    assert "WARNING - fp16={'loss_scale': 512.0} has no effect" in log
 
 
 def test_a_script_of_mmseg_that_imports_only_the_runner(tmp_path):
