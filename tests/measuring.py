@@ -41,12 +41,11 @@ def _follow_backward():
         lazy_staging,
         nonfinite,
     )
-    from mmdevplug.model import batch_statistics, deferred_norm, normalize
+    from mmdevplug.model import batch_statistics, normalize
     from mmdevplug.staged import host_buffers, process_group, shared_sum, work
 
-    normalization = (batch_statistics, deferred_norm, normalize)
     staging = (buckets, lazy_staging, host_buffers, process_group, shared_sum, work)
-    for module in (ddp_hook, nonfinite, *normalization, *staging):
+    for module in (ddp_hook, nonfinite, batch_statistics, normalize, *staging):
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__:
                 _follow_methods(kind)

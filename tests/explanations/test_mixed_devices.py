@@ -67,7 +67,6 @@ def explain(accelerator):
     """What is said in each place, and of errors that are about something else."""
     from mmdevplug import init_device
     from mmdevplug.explanations.mixed_devices import explain_mixed_devices
-    from mmdevplug.model.deferred_norm import DroppedOutput
 
     install_card(accelerator)
     device = init_device('none', accelerator).device
@@ -85,11 +84,6 @@ def explain(accelerator):
     def view_of_indices_on_the_host():
         return x[torch.tensor([0, 1])].view(3, 5)
 
-    def with_an_output_that_an_error_left():
-        dropped = torch.ones(2)
-        dropped.__class__ = DroppedOutput
-        return torch.device(f'other{id(dropped)}')
-
     found = {place: say(lambda place=place: model(x, place)) for place in PLACES}
     return (
         str(device),
@@ -97,7 +91,6 @@ def explain(accelerator):
         [
             say(view_of_indices_on_the_host),
             say(lambda: model.table['nothing']),
-            say(with_an_output_that_an_error_left),
         ],
     )
 
