@@ -35,7 +35,6 @@ PERIODS = {
     listed.PLANNING: ('开始在 meta 设备上测量模型', '该操作结束'),
     listed.CONFIG: ('没有 pkg_resources 时，`mmdevplug` 开始读取配置', '该操作结束'),
     listed.GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
-    listed.DEFERRAL: ('惰性设备上的同步批归一化推迟计算某个输出', '该输出计算完成'),
     listed.AUTOPATCH: ('导入 `mmdevplug.autopatch`', '进程结束'),
     listed.WATCH: ('分布式作业开始监视各 rank', '进程结束'),
     listed.IMPORTS: ('`mmdevplug` 开始导入命令所需的模块', '导入结束'),
@@ -151,10 +150,6 @@ REASONS = {
     'torch.autograd.function.BackwardCFunction.apply': (
         '自定义函数返回的梯度若与操作数不在同一设备，autograd 会拒绝。',
         'PyTorch 为自定义函数返回的梯度提供钩子。',
-    ),
-    'torch.autograd.function.Function.apply': (
-        '它在参数传入 PyTorch 的函数之前就确定梯度的路径，而推迟的参数要到那时才计算。',
-        'PyTorch 对自定义函数调用 `__torch_function__`。',
     ),
     'mmengine.runner.runner.Runner.from_cfg': (
         '直接调用 `Runner.from_cfg` 的脚本忽略 `runner_type`；此补丁由用户自行启用。',

@@ -18,7 +18,6 @@ from mmdevplug.accelerators import device_context
 from mmdevplug.device_guard.mismatch import Operand
 from mmdevplug.device_guard.stack_location import LIBRARIES, module_and_backward
 from mmdevplug.errors import DeviceMismatchError, DevPlugError, first_line
-from mmdevplug.model.deferred_norm import DroppedOutput
 from mmdevplug.model.move import same_device
 from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.pytree import tensors_in
@@ -194,7 +193,5 @@ def _strays(named: Dict[str, Any], devices: Sequence[torch.device]) -> Dict[str,
         for name, value in named.items()
         if not isinstance(value, nn.Module)
         for tensor in tensors_in(value)
-        if not isinstance(tensor, DroppedOutput)  # which the error itself left behind
-        and tensor.dim()
-        and not any(same_device(tensor.device, each) for each in devices)
+        if tensor.dim() and not any(same_device(tensor.device, each) for each in devices)
     }

@@ -23,7 +23,6 @@ from mmdevplug.distributed.staged_groups import staged_group
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
-from mmdevplug.model.deferred_norm import resolving
 from mmdevplug.model.loss_check import check_loss
 from mmdevplug.model.move import (
     describe_misplaced,
@@ -287,8 +286,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if self.broadcast_buffers and self.require_forward_param_sync:
             with torch.no_grad():
                 broadcast_tensors(list(self.module.buffers()), self.accelerator, self._users_group)
-        with resolving():
-            outputs = self.module(*inputs, **kwargs)
+        outputs = self.module(*inputs, **kwargs)
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
         self.require_forward_param_sync = synchronize
         if torch.is_grad_enabled():

@@ -2,7 +2,7 @@
 
 import time
 from contextlib import contextmanager
-from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Iterator, NamedTuple, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -14,8 +14,7 @@ from mmdevplug.distributed.traffic import TRAFFIC, Cost, all_reduce_bytes
 #: Statistics of these are computed in float32.
 HALF = (torch.float16, torch.bfloat16)
 
-#: What the exchanges that ran a lazy device's graph have cost this process so far; each counts as
-#: one message.
+#: What the exchanges that ran a lazy device's graph have cost this process so far.
 LAZY_EXCHANGES = Cost()
 
 
@@ -24,7 +23,6 @@ class LocalStatistics(NamedTuple):
 
     values: Tensor  # mean and sum of squared deviations, of shape (2, C)
     count: int  # values per channel
-    eps: float  # of the layer
 
 
 class CombinedStatistics(NamedTuple):
@@ -37,7 +35,7 @@ class CombinedStatistics(NamedTuple):
 
 
 class StatisticsExchange:
-    """Combines the statistics of layers, which are on a device, over the ranks of a group."""
+    """Combines the statistics of one layer, which are on a device, over the ranks of a group."""
 
     #: The name of the layer that needs it, for messages of other ranks that wait.
     layer_name = ''
@@ -47,135 +45,74 @@ class StatisticsExchange:
         self.group = group
         self.device = device
         self.world_size = torch_dist.get_world_size(group)
-        #: Whether each exchange runs a graph, so that layers had better share one. Then all that
-        #: it needs is fetched and sent at once.
+        #: Whether each exchange runs a graph, which statistics then leave for the host.
         self.runs_graph = device.type != 'cpu' and waits_for_backward(
             accelerator, backend_of(group)
         )
 
-    def combine(self, layers: Sequence[LocalStatistics]) -> List[List[CombinedStatistics]]:
-        """Gather and combine the statistics of all ranks, in one execution of a lazy device.
+    def combine(self, local: LocalStatistics, eps: float) -> CombinedStatistics:
+        """Gather and combine the statistics of all ranks."""
+        size = (local.values.numel() + 1) * local.values.element_size()
+        with self._recorded(size * (self.world_size - 1)):
+            fetched = self._fetch(local.values)
+            message = torch.cat([fetched.new_full((1,), local.count), fetched.reshape(-1)])
+            rows = message.new_empty(self.world_size, message.numel())
+            torch_dist.all_gather(list(rows.unbind()), message, group=self.group)
+            statistics = rows[:, 1:].reshape(self.world_size, 2, -1)
+            mean, squares = combine_statistics(rows[:, :1], statistics[:, 0], statistics[:, 1])
+            total = int(rows[:, 0].sum().item())
+            invstd = (squares / max(total, 1) + eps).rsqrt()
+            sent = self._send(torch.stack([mean, invstd, squares / max(total - 1, 1)]))
+            # PyTorch's lazy device returns tensors of the CPU from unbind() and split().
+            return CombinedStatistics(sent[0], sent[1], sent[2], total)
 
-        All ranks pass the same layers in the same order, but one of them may have needed the
-        first ones earlier than the others: it sends those alone, and the others wait for the rest.
+    def average(self, sums: Tensor, total: int) -> Tensor:
+        """Add up over all ranks, and divide by the number of values."""
+        size = sums.numel() * sums.element_size()
+        with self._recorded(all_reduce_bytes(size, self.world_size)):
+            averages = self._fetch(sums) / total
+            torch_dist.all_reduce(averages, group=self.group)
+            return self._send(averages)
 
-        Returns:
-            list: The layers in groups that are the same on all ranks.
-        """
-        with self._recorded() as sent:
-            fetched = self._fetch([layer.values for layer in layers])
-            messages = [
-                torch.cat([values.new_full((1,), layer.count), values.reshape(-1)])
-                for layer, values in zip(layers, fetched)
-            ]
-            combined: List[List[CombinedStatistics]] = []
-            done = 0
-            while done < len(layers):
-                rows = self._gather_agreed(messages[done:], sent)
-                following = layers[done : done + len(rows)]
-                combined.append([self._combine(*pair) for pair in zip(rows, following)])
-                done += len(rows)
-            return combined
-
-    def _gather_agreed(self, messages: List[Tensor], sent: List[float]) -> List[Tensor]:
-        """Gather the messages of as many layers as every rank has, one row for each rank."""
+    def _fetch(self, tensor: Tensor) -> Tensor:
         if not self.runs_graph:
-            return [self._gather(messages[0], sent)]
-        first = torch.cat([messages[0].new_full((1,), len(messages)), messages[0]])
-        rows = self._gather(first, sent)
-        gathered, agreed = [rows[:, 1:]], int(rows[:, 0].min().item())
-        if agreed > 1:
-            rest = messages[1:agreed]
-            rows = self._gather(torch.cat(rest), sent)
-            gathered += rows.split([message.numel() for message in rest], dim=1)
-        return gathered
+            return tensor
+        self.accelerator.materialize(self.device, [tensor])
+        return self.accelerator.to_host([tensor])[0]
 
-    def _gather(self, message: Tensor, sent: List[float]) -> Tensor:
-        rows = message.new_empty(self.world_size, message.numel())
-        torch_dist.all_gather(list(rows.unbind()), message, group=self.group)
-        sent.append(message.numel() * message.element_size() * (self.world_size - 1))
-        return rows
-
-    def _combine(self, rows: Tensor, layer: LocalStatistics) -> CombinedStatistics:
-        statistics = rows[:, 1:].reshape(self.world_size, 2, -1)
-        mean, squares = combine_statistics(rows[:, :1], statistics[:, 0], statistics[:, 1])
-        total = int(rows[:, 0].sum().item())
-        invstd = (squares / max(total, 1) + layer.eps).rsqrt()
-        combined = torch.stack([mean, invstd, squares / max(total - 1, 1)])
-        (sent,) = self._send([combined])
-        # PyTorch's lazy device returns tensors of the CPU from unbind() and split().
-        return CombinedStatistics(sent[0], sent[1], sent[2], total)
-
-    def average(
-        self, layers: Sequence[Optional[Tensor]], means: Sequence[Tensor], totals: Sequence[int]
-    ) -> List[Optional[Tensor]]:
-        """Add up sums of layers over all ranks, and divide each by the layer's total.
-
-        The sums have shape (2, C), and ``means`` shape (C,). ``layers`` has None for a layer that
-        has no sums on this rank, the result for one that has none on any rank.
-        """
-        sums = [
-            mean.new_zeros(2, mean.numel()) if local is None else local
-            for local, mean in zip(layers, means)
-        ]
-        with self._recorded() as sent:
-            averages = [part / total for part, total in zip(self._fetch(sums), totals)]
-            message, together = averages[0], len(layers) > 1
-            if together:
-                found = [float(local is not None) for local in layers]
-                parts = [part.reshape(-1) for part in averages]
-                message = torch.cat([message.new_tensor(found), *parts])
-            torch_dist.all_reduce(message, group=self.group)
-            size = message.numel() * message.element_size()
-            sent.append(all_reduce_bytes(size, self.world_size))
-            if not together:
-                return [*self._send([message])]
-            counts, *parts = message.split([len(layers), *(part.numel() for part in averages)])
-            wanted = [i for i, count in enumerate(counts.tolist()) if count > 0]
-            sent_back = self._send([parts[i].view_as(averages[i]) for i in wanted])
-            by_layer = dict(zip(wanted, sent_back))
-            return [by_layer.get(i) for i in range(len(layers))]
-
-    def _fetch(self, tensors: List[Tensor]) -> List[Tensor]:
+    def _send(self, tensor: Tensor) -> Tensor:
         if not self.runs_graph:
-            return tensors
-        self.accelerator.materialize(self.device, tensors)
-        return self.accelerator.to_host(tensors)
-
-    def _send(self, tensors: List[Tensor]) -> List[Tensor]:
-        if not self.runs_graph:
-            return tensors
-        sent = [torch.empty_like(tensor, device=self.device) for tensor in tensors]
-        self.accelerator.copy_to_device(tensors, sent)
+            return tensor
+        sent = torch.empty_like(tensor, device=self.device)
+        self.accelerator.copy_to_device([tensor], [sent])
         return sent
 
     @contextmanager
-    def _recorded(self) -> Iterator[List[float]]:
-        """Yield a list for the bytes of each message, and record what they cost."""
-        start, sent = time.perf_counter(), []  # type: Tuple[float, List[float]]
-        yield sent
+    def _recorded(self, sent: float) -> Iterator[None]:
+        """Record the bytes and the time of one message."""
+        start = time.perf_counter()
+        yield
         seconds = time.perf_counter() - start
-        costs = dict(sent=sum(sent), seconds=seconds, waited=seconds)
-        TRAFFIC.record('sync_bn', messages=len(sent), **costs)
+        TRAFFIC.record('sync_bn', sent=sent, seconds=seconds, waited=seconds)
         if self.runs_graph:
             LAZY_EXCHANGES.messages += 1
             LAZY_EXCHANGES.seconds += seconds
 
 
-def local_statistics(inputs: Tensor, eps: float) -> LocalStatistics:
+def local_statistics(inputs: Tensor) -> LocalStatistics:
     """Compute the statistics of a batch; those of an empty one are zeros."""
     dtype = torch.float32 if inputs.dtype in HALF else inputs.dtype
     channels = inputs.shape[1]
     count = inputs.numel() // max(channels, 1)
     if count == 0:
         zeros = torch.zeros(2, channels, dtype=dtype, device=inputs.device)
-        return LocalStatistics(zeros, 0, eps)
+        return LocalStatistics(zeros, 0)
     values = inputs.detach().to(dtype)
     dims = all_but_channels(inputs)
     mean = values.mean(dims)
     deviations = values - per_channel(mean, inputs)
     squares = (deviations * deviations).sum(dims)
-    return LocalStatistics(torch.stack([mean, squares]), count, eps)
+    return LocalStatistics(torch.stack([mean, squares]), count)
 
 
 def combine_statistics(counts: Tensor, means: Tensor, squares: Tensor) -> Tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
 
 from .batch_statistics import prepare_statistics_group
-from .deferral_scopes import defer_in
 from .frozen_bn import FrozenGradient, give_frozen_gradients
 from .sync_bn import DeviceSyncBatchNorm
 
@@ -88,8 +87,6 @@ def _convert(
     for name, layer in layers.items():
         _change_class(layer, DeviceSyncBatchNorm)
         layer.layer_name, layer.accelerator = name, accelerator
-    if accelerator.lazy:
-        defer_in(module)
     return module
 
 

@@ -14,17 +14,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.errors import ModelError
-from mmdevplug.utils.torch_compat import may_intercept_saved_tensors
 
 from .batch_statistics import (
     LAZY_EXCHANGES,
-    CombinedStatistics,
     StatisticsExchange,
     local_statistics,
     statistics_group,
 )
-from .deferred_norm import DEFERRED
-from .normalize import normalize_frozen, normalize_together
+from .normalize import SynchronizedNormalize, normalize_frozen
 
 #: The iteration that is measured: graphs are compiled in the first ones.
 MEASURED_ITERATION = 5
@@ -39,8 +36,7 @@ class DeviceSyncBatchNorm(_BatchNorm):
     rank's batch, as in PyTorch: the model wrapper averages them.
 
     On a lazy device each forward pass in training mode costs one graph execution, and so does
-    each backward pass that reaches the input. Layers of a model that do not depend on each other
-    and are called one after another share these executions, see :mod:`.deferred_norm`.
+    each backward pass that reaches the input.
 
     It is no subclass of :class:`torch.nn.SyncBatchNorm`, because PyTorch's DDP refuses models on
     the CPU that have one.
@@ -65,9 +61,6 @@ class DeviceSyncBatchNorm(_BatchNorm):
     accelerator: Optional[Accelerator] = None
     #: The name in the model, for messages.
     layer_name: str = ''
-    #: Whether the output may be computed later, together with that of other layers; set in models
-    #: that :mod:`.deferral_scopes` has prepared.
-    defers: bool = False
 
     def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,39 +74,14 @@ class DeviceSyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         exchange = StatisticsExchange(self._accelerator(), group, input.device)
         exchange.layer_name = self.layer_name
-        if exchange.runs_graph and self._may_defer(input):
-            return DEFERRED.call(self, input, exchange)
-        # Layers are exchanged in the order of their calls, on all ranks.
-        DEFERRED.resolve()
         with torch.no_grad():
-            ((statistics,),) = exchange.combine([local_statistics(input, self.eps)])
-            self.take_statistics(statistics)
-        operands = input, self.weight, self.bias
-        return normalize_together([operands], [statistics], exchange)[0]
-
-    def _may_defer(self, input: Tensor) -> bool:
-        """Whether the output may be computed later.
-
-        A checkpointed segment must save the same tensors when it runs again, so its layers are
-        computed in their order.
-        """
-        operands = input, self.weight, self.bias
-        return (
-            self.defers
-            and torch.is_grad_enabled()
-            and any(operand is not None and operand.requires_grad for operand in operands)
-            and not may_intercept_saved_tensors()
-        )
-
-    @torch.no_grad()
-    def take_statistics(self, statistics: CombinedStatistics) -> None:
-        """Check the statistics of all ranks, and update the running ones."""
-        self._check_total(statistics.total)
-        if self.track_running_stats:
-            self._update_running(statistics.mean, statistics.unbiased, statistics.total)
+            statistics = exchange.combine(local_statistics(input), self.eps)
+            self._check_total(statistics.total)
+            if self.track_running_stats:
+                self._update_running(statistics.mean, statistics.unbiased, statistics.total)
+        return SynchronizedNormalize.apply(input, self.weight, self.bias, statistics, exchange)
 
     def _normalize_alone(self, input: Tensor) -> Tensor:
-        DEFERRED.resolve()  # a call in training mode may still have to update the statistics
         frozen = not self.training and self.running_mean is not None
         if not (frozen and torch.is_grad_enabled() and self._accelerator().lazy):
             return _BatchNorm.forward(self, input)

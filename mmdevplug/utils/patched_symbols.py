@@ -32,9 +32,6 @@ LOADING = Period('a checkpoint begins to load, or `init_weights()` begins', 'its
 PLANNING = Period('a model begins to be measured on the meta device', 'its end')
 CONFIG = Period('`mmdevplug` begins to read a config, without pkg_resources', 'its end')
 GUARD = Period('a `DeviceGuard` that moves operands is entered', 'its exit')
-DEFERRAL = Period(
-    'synchronized batch normalization on a lazy device defers an output', 'it is computed'
-)
 AUTOPATCH = Period('the import of `mmdevplug.autopatch`', 'the end of the process')
 WATCH = Period('a distributed job begins to watch its ranks', 'the end of the process')
 IMPORTS = Period('`mmdevplug` begins to import what a command needs', 'its end')
@@ -231,13 +228,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'Autograd refuses gradients of custom functions that are on another device than their '
         'operand.',
         'PyTorch offers a hook on the gradients that a custom function returns.',
-    ),
-    *_symbols(
-        'torch.autograd.function.Function: apply',
-        DEFERRAL,
-        'It looks for the path of the gradient before its arguments meet a function of PyTorch, '
-        'which would compute those that are deferred.',
-        'PyTorch calls `__torch_function__` for custom functions.',
     ),
     *_symbols(
         'mmengine.runner.runner.Runner: from_cfg',

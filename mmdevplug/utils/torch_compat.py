@@ -4,10 +4,9 @@ import re
 import threading
 import time
 import zlib
-from contextlib import nullcontext
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, ContextManager, Optional, Tuple
+from typing import Any, Optional, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -145,11 +144,6 @@ def names_lazy_tensors() -> bool:
     return is_at_least('2.0.0')
 
 
-def hooks_take_keywords() -> bool:
-    """Whether hooks before ``forward`` can see keyword arguments: from PyTorch 2.0 on."""
-    return is_at_least('2.0.0')
-
-
 def takes_weights_only() -> bool:
     """Whether ``torch.load`` has an argument ``weights_only``: from PyTorch 1.13 on."""
     return is_at_least('1.13.0')
@@ -185,27 +179,6 @@ def autocast_state(device_type: str) -> Optional[Tuple[bool, torch.dtype]]:
         return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     except RuntimeError:
         return None
-
-
-def may_intercept_saved_tensors() -> bool:
-    """Whether hooks take the tensors that autograd saves now, as in a checkpointed segment.
-
-    PyTorch 1.10 checkpoints without them, from 2.4 on they can be asked for.
-    """
-    if is_at_least('2.4.0'):
-        return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return is_at_least('1.11.0')
-
-
-def saving_tensors_as_they_are() -> ContextManager:
-    """Keep hooks that are active around this context from taking saved tensors."""
-    if not may_intercept_saved_tensors():
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

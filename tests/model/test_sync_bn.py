@@ -322,17 +322,19 @@ def count_traffic():
     forward = TRAFFIC.take()['sync_bn']
     outputs.sum().backward()
     backward = TRAFFIC.take()['sync_bn']
+    model(inputs.detach()).sum().backward()
+    frozen_input = TRAFFIC.take()['sync_bn']
     model.eval()(inputs)
     return [
         (cost.messages, cost.sent, cost.seconds > 0, cost.waited == cost.seconds)
-        for cost in (forward, backward)
+        for cost in (forward, backward, frozen_input)
     ], TRAFFIC.take()
 
 
 def test_costs_are_recorded():
-    for (forward, backward), in_eval in run_ranks(count_traffic, 3):
+    for (forward, backward, frozen_input), in_eval in run_ranks(count_traffic, 3):
         # Two values per channel and the count to two ranks; two values per channel around a ring.
-        assert forward == (1, 2 * 4 * 11, True, True)
+        assert forward == frozen_input == (1, 2 * 4 * 11, True, True)
         assert backward == (1, 2 * 4 * 10 * 2 / 3, True, True)
         assert in_eval == {}
 
