@@ -47,7 +47,6 @@ PERIODS = {
 }
 
 _CLASSES = 'MMEngine 以 `weights_only=True` 加载，并登记自己的类。'
-_CLOCK = 'MMEngine 的 `TimeCounter` 同步任意加速器。'
 
 #: Reason and condition in Chinese, by the first symbol of a row.
 REASONS = {
@@ -62,10 +61,6 @@ REASONS = {
     'mmengine.logging.logger._get_device_id': (
         '它按 CUDA 和 MUSA 的变量命名各 rank 的日志文件，在其他设备上则按 local rank 命名。',
         'MMEngine 只按 rank 命名日志文件。',
-    ),
-    'mmengine.config.config.FormatCode': (
-        '作业启动时 MMEngine 把配置格式化五次，每次最多需要一秒；替换后的函数记住上一次的文本。',
-        'MMEngine 保留未改变的配置的文本。',
     ),
     'mmengine.dist.dist.collect_results_cpu': (
         '指标通过文件夹收集结果，而各主机未必共享该文件夹，也未必能写入；'
@@ -89,18 +84,9 @@ REASONS = {
         '`InstanceData` 只接受 CPU、CUDA、NPU、MLU 和 MUSA 上的索引。',
         'MMEngine 检查索引的 dtype，而不是类。',
     ),
-    'mmengine.utils.dl_utils.time_counter.TimeCounter.print_time': (
-        '在惰性设备上，它在设备完成之前就给出结果。',
-        _CLOCK,
-    ),
-    'mmengine.utils.dl_utils.time_counter.torch': ('`TimeCounter` 只等待 CUDA。', _CLOCK),
     'mmengine.infer.infer.BaseInferencer._init_model': (
         '推理器保留同步批归一化；在惰性设备上，每个样本各成一张计算图。',
         'MMEngine 提供供推理器准备模型的接口。',
-    ),
-    'mmengine.model.utils.convert_sync_batchnorm': (
-        "参数为 'mmcv' 且没有进程组时，它报出的错误不说明原因。",
-        'mmcv 说明其 SyncBatchNorm 需要进程组。',
     ),
     'torch.Tensor.type': (
         'PyTorch 1.10 无法命名 T20 张量的类型，因此 `SyncBuffersHook`、`ZeroRedundancyOptimizer` '

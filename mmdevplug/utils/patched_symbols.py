@@ -92,13 +92,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine names log files after the rank alone.',
     ),
     *_symbols(
-        'mmengine.config.config: FormatCode',
-        JOB,
-        'MMEngine formats the config five times as a job starts, which takes up to a second each; '
-        'the replacement remembers the last text.',
-        'MMEngine keeps the text of a config that has not changed.',
-    ),
-    *_symbols(
         'mmengine.dist.dist: collect_results_cpu _collect_results_device',
         JOB,
         'Metrics gather results through a folder, which hosts need not share and which may not be '
@@ -131,29 +124,11 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine checks the dtype of an index and not its class.',
     ),
     *_symbols(
-        'mmengine.utils.dl_utils.time_counter.TimeCounter: print_time',
-        JOB,
-        'On a lazy device it reports before the device has finished.',
-        'MMEngine synchronizes any accelerator in `TimeCounter`.',
-    ),
-    *_symbols(
-        'mmengine.utils.dl_utils.time_counter: torch is_cuda_available',
-        JOB,
-        '`TimeCounter` waits for CUDA alone.',
-        'MMEngine synchronizes any accelerator in `TimeCounter`.',
-    ),
-    *_symbols(
         'mmengine.infer.infer.BaseInferencer: _init_model',
         JOB,
         'Inferencers keep synchronized batch normalization, and on a lazy device compute every '
         'sample as a graph of its own.',
         'MMEngine has a place where an inferencer prepares its model.',
-    ),
-    *_symbols(
-        'mmengine.model.utils: convert_sync_batchnorm',
-        JOB,
-        "With 'mmcv' and no process group it fails with a message that does not name the cause.",
-        'mmcv says that its SyncBatchNorm needs a process group.',
     ),
     *_symbols(
         'torch.Tensor: type',

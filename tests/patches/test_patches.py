@@ -9,7 +9,6 @@ from contextlib import suppress
 
 import pytest
 import torch
-from mmengine.config import config as config_module
 from mmengine.registry import DefaultScope, Registry
 from torch import distributed as torch_dist
 
@@ -142,17 +141,12 @@ def symbols_of(*periods, without=()):
 
 
 INDICES = ('BoolTypeTensor', 'LongTypeTensor', 'IndexType')
-CLOCK = ('torch', 'is_cuda_available')
 
 
 def expected_of(accelerator, ranks, flexible):
     """The symbols that a job patches by the list."""
-    without = dict(cpu=(*INDICES, *CLOCK, 'print_time'), xla=CLOCK).get(
-        accelerator, ('print_time',)
-    )
+    without = INDICES if accelerator == 'cpu' else ()
     without = (*without, 'type', 'IS_NPU_AVAILABLE')  # a T20's, an NPU's
-    if not hasattr(config_module, 'FormatCode'):
-        without = (*without, 'FormatCode')
     periods = (patched_symbols.JOB, patched_symbols.AUTOCAST, patched_symbols.LOADER_WORKERS)
     found = symbols_of(*periods, without=without)
     if flexible:
@@ -227,36 +221,6 @@ def device_id_without_a_runner():
 
 def test_log_files_have_mmengines_device_without_a_runner():
     assert run_ranks(device_id_without_a_runner, 2) == [(0, 0), (1, 1)]
-
-
-@pytest.mark.skipif(
-    not hasattr(config_module, 'FormatCode'),
-    reason='MMEngine from 0.11 imports the function each time that it formats',
-)
-def test_a_config_is_formatted_once_until_it_changes(monkeypatch):
-    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
-
-    formatted = []
-    stock = config_module.FormatCode
-
-    def counted(text, **options):
-        formatted.append(text)
-        return stock(text, **options)
-
-    monkeypatch.setattr(config_module, 'FormatCode', counted)
-    config = config_module.Config(dict(model=dict(type='One', width=8)))
-    expected = config.pretty_text
-    patch_mmengine('cpu')
-    try:
-        formatted.clear()
-        assert [config.pretty_text for _ in range(5)] == [expected] * 5
-        assert len(formatted) == 1
-        config.model.width = 16
-        assert config.pretty_text == expected.replace('8', '16')
-        assert len(formatted) == 2
-    finally:
-        restore_mmengine()
-    assert config_module.FormatCode is counted
 
 
 def test_flexible_runner_is_patched_once_and_restored():
@@ -348,7 +312,7 @@ def test_accuracy_is_recorded_where_it_was_imported():
 # the list ---------------------------------------------------------------------------------------
 
 #: Came with later releases than some that are supported, or are gone from the newest.
-OPTIONAL = {'all_gather_into_tensor', 'reduce_scatter_tensor', 'FormatCode', '*'}
+OPTIONAL = {'all_gather_into_tensor', 'reduce_scatter_tensor', '*'}
 
 
 def sources():
