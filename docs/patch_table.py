@@ -40,7 +40,10 @@ PERIODS = {
     listed.WATCH: ('分布式作业开始监视各 rank', '进程结束'),
     listed.IMPORTS: ('`mmdevplug` 开始导入命令所需的模块', '导入结束'),
     listed.OPTIMIZERS: ('上述导入到达 `mmengine.optim`', '进程结束'),
-    listed.LAUNCHER: ('`mmdevplug train --nproc` 启动各 rank', '启动器进程结束'),
+    listed.LAUNCHER: (
+        'PyTorch 2.9 及更早版本，`mmdevplug train --nproc` 启动各 rank',
+        '启动器进程结束',
+    ),
     listed.ELASTIC: ('`mmdevplug train --nnodes MIN:MAX` 启动各 rank', '启动器进程结束'),
     listed.LOADER_WORKERS: ('创建 `MemoryHook`', '`restore_mmengine()`'),
     listed.WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
@@ -161,18 +164,7 @@ REASONS = {
     ),
     'torch.distributed.elastic.multiprocessing.api.SubprocessContext._start': (
         'torchrun 在启动各 rank 之前安装自己的信号处理函数，我们的必须在其后安装。',
-        'torchrun 允许调用者选择转发哪些信号。',
-    ),
-    'torch.distributed.elastic.rendezvous.static_tcp_rendezvous.StaticTCPRendezvous'
-    '.next_rendezvous': (
-        '它默默等待缺少的主机，最后只说有几台。',
-        'torchrun 写明缺少哪些主机。',
-    ),
-    'torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler'
-    '.next_rendezvous': (
-        'torchrun 既不告诉各 rank 主机此前已会合过（因而训练应继续），也不告诉它们本轮在何处会合'
-        '（若 rank 0 此前在另一台主机上）。',
-        'torchrun 把轮次传给各 rank，并忘记上一轮会合之处。',
+        '所用最旧的 PyTorch 的 torchrun 接受 `--signals-to-handle`；2.9 还没有。',
     ),
     'torch.distributed.elastic.agent.server.api.SimpleElasticAgent._rendezvous': (
         'torchrun 把主机的丢失算作失败，而作业只允许少数几次失败。',

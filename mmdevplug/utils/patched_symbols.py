@@ -39,7 +39,10 @@ AUTOPATCH = Period('the import of `mmdevplug.autopatch`', 'the end of the proces
 WATCH = Period('a distributed job begins to watch its ranks', 'the end of the process')
 IMPORTS = Period('`mmdevplug` begins to import what a command needs', 'its end')
 OPTIMIZERS = Period('these imports reach `mmengine.optim`', 'the end of the process')
-LAUNCHER = Period('`mmdevplug train --nproc` starts ranks', 'the end of the launcher process')
+LAUNCHER = Period(
+    '`mmdevplug train --nproc` starts ranks, with PyTorch 2.9 and before',
+    'the end of the launcher process',
+)
 ELASTIC = Period(
     '`mmdevplug train --nnodes MIN:MAX` starts ranks', 'the end of the launcher process'
 )
@@ -245,22 +248,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         LAUNCHER,
         'torchrun installs its own signal handlers right before it starts ranks, so ours have to '
         'be installed after them.',
-        'torchrun lets the caller choose the signals that it forwards.',
-    ),
-    *_symbols(
-        'torch.distributed.elastic.rendezvous.static_tcp_rendezvous.StaticTCPRendezvous: '
-        'next_rendezvous',
-        LAUNCHER,
-        'It waits in silence for hosts that are missing, and in the end says how many there are.',
-        'torchrun names the hosts that are missing.',
-    ),
-    *_symbols(
-        'torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler: '
-        'next_rendezvous',
-        ELASTIC,
-        'torchrun tells ranks neither that hosts have met before, so that training goes on, nor '
-        'where the ranks of this round meet, if rank 0 was on another host before.',
-        'torchrun passes the number of the round to ranks, and forgets where the last one met.',
+        'The oldest PyTorch in use has `--signals-to-handle` of torchrun, which 2.9 lacks.',
     ),
     *_symbols(
         'torch.distributed.elastic.agent.server.api.SimpleElasticAgent: _rendezvous',
