@@ -28,7 +28,6 @@ PERIODS = {
         '`restore_mmengine()`',
     ),
     listed.VIDEOS: ('已导入 mmdet 的多 rank 运行开始', '`restore_mmengine()`'),
-    listed.FLEXIBLE_RUNNER: ('`DeviceStrategy` 启动', '`restore_mmengine()`'),
     listed.PROCESS_GROUP: ('`init_device()`，且 PyTorch 找不到加速器', '`restore_barrier()`'),
     listed.MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
     listed.LOADING: ('开始加载检查点，或 `init_weights()` 开始', '该操作结束'),
@@ -104,11 +103,6 @@ REASONS = {
     'mmseg.models.losses.accuracy.accuracy': (
         '它用掩码作索引，大小逐批变化，惰性设备每次迭代都要重新编译；在模型中每个导入它的模块里替换。',
         'mmseg 改为与掩码相乘。',
-    ),
-    'mmengine.runner._flexible_runner.FlexibleRunner.register_hooks': (
-        'FlexibleRunner 不把钩子、日志和错误告知 strategy；使用其他 strategy 时，'
-        '替换后的方法调用 MMEngine 的方法。',
-        'FlexibleRunner 为此提供可由 strategy 覆盖的方法。',
     ),
     'torch.distributed.barrier': (
         '它向 PyTorch 询问加速器，而厂商未注册 `PrivateUse1HooksInterface` 时会失败；'

@@ -76,9 +76,6 @@ mmdevplug.patch_mmengine('xla')  # or nothing: what is present
 DetInferencer('rtmdet-tiny')  # computes there, and runs no code from the checkpoint
 ```
 
-With `DeviceStrategy`, methods of `FlexibleRunner` that register hooks, build the log and train are
-replaced. They ask for the strategy at each call: with any other they are MMEngine's.
-
 ## Configs of packages
 
 MMEngine finds `_base_ = 'mmdet::...'` with pkg_resources, which setuptools has no longer since
@@ -135,9 +132,6 @@ from mmdet.apis import DetInferencer
 mmdevplug.patch_mmengine('xla')  # 或不带参数：使用现有设备
 DetInferencer('rtmdet-tiny')  # 在该设备上计算，且不执行检查点中的代码
 ```
-
-使用 `DeviceStrategy` 时，`FlexibleRunner` 中注册钩子、构建日志和训练的方法会被替换。
-它们每次调用时查询 strategy：其他 strategy 得到的仍是 MMEngine 的方法。
 
 ## 包中的配置
 

@@ -25,7 +25,6 @@ from mmdevplug.distributed.rank_device import rank_device
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patched_symbols import (
     AUTOCAST,
-    FLEXIBLE_RUNNER,
     JOB,
     LAZY_MODEL,
     LOADER_WORKERS,
@@ -93,8 +92,8 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
 
 
 def restore_mmengine() -> None:
-    """Restore all functions of MMEngine, mmseg and mmdet, and methods of ``FlexibleRunner``."""
-    restore_patches(JOB, LAZY_MODEL, AUTOCAST, VIDEOS, FLEXIBLE_RUNNER, LOADER_WORKERS)
+    """Restore all functions of MMEngine, mmseg and mmdet."""
+    restore_patches(JOB, LAZY_MODEL, AUTOCAST, VIDEOS, LOADER_WORKERS)
 
 
 def _find_npu() -> None:

@@ -22,7 +22,6 @@ AUTOCAST = Period(
     '`restore_mmengine()`',
 )
 VIDEOS = Period('a run of several ranks begins that has imported mmdet', '`restore_mmengine()`')
-FLEXIBLE_RUNNER = Period('a `DeviceStrategy` starts', '`restore_mmengine()`')
 PROCESS_GROUP = Period(
     '`init_device()`, where PyTorch finds no accelerator',
     '`restore_barrier()`',
@@ -153,14 +152,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'It indexes with a mask, whose varying size makes a lazy device compile every iteration '
         'anew; it is replaced in each module of the model that imported it.',
         'mmseg multiplies with the mask.',
-    ),
-    *_symbols(
-        'mmengine.runner._flexible_runner.FlexibleRunner: '
-        'register_hooks register_hook build_log_processor train val test',
-        FLEXIBLE_RUNNER,
-        'FlexibleRunner tells its strategy nothing of hooks, logs and errors; with any other '
-        "strategy the replacement calls MMEngine's method.",
-        'FlexibleRunner has methods that a strategy can override for these.',
     ),
     *_symbols(
         'torch.distributed: barrier',

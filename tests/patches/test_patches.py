@@ -73,7 +73,7 @@ def recorded():
     }
 
 
-def watch_job(accelerator, folder, flexible):
+def watch_job(accelerator, folder):
     """What jobs in one process change: before, in the middle, at the end, after restoring."""
     from mmengine.hooks import Hook
     from mmengine.registry import HOOKS
@@ -82,7 +82,6 @@ def watch_job(accelerator, folder, flexible):
     from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
     from mmdevplug.patches.mmengine import restore_mmengine
     from tests.jobs import install_card
-    from tests.runner import test_flexible_runner
 
     with suppress(ImportError):  # mmcv-lite
         import mmcv.ops  # noqa: F401
@@ -98,9 +97,6 @@ def watch_job(accelerator, folder, flexible):
 
     def train(name):
         hooks = [dict(type='SnapshotHook')]
-        if flexible:
-            test_flexible_runner.flexible(folder / name, hooks, iterations=3).train()
-            return
         train_digits(
             accelerator,
             folder / name,
@@ -143,14 +139,12 @@ def symbols_of(*periods, without=()):
 INDICES = ('BoolTypeTensor', 'LongTypeTensor', 'IndexType')
 
 
-def expected_of(accelerator, ranks, flexible):
+def expected_of(accelerator, ranks):
     """The symbols that a job patches by the list."""
     without = INDICES if accelerator == 'cpu' else ()
     without = (*without, 'type', 'IS_NPU_AVAILABLE')  # a T20's, an NPU's
     periods = (patched_symbols.JOB, patched_symbols.AUTOCAST, patched_symbols.LOADER_WORKERS)
     found = symbols_of(*periods, without=without)
-    if flexible:
-        found |= symbols_of(patched_symbols.FLEXIBLE_RUNNER)
     if ranks > 1:
         found |= symbols_of(patched_symbols.WATCH)
         if accelerator != 'cpu':
@@ -167,22 +161,18 @@ def expected_of(accelerator, ranks, flexible):
     return found
 
 
-def check_job(accelerator, ranks, folder, flexible=False):
+def check_job(accelerator, ranks, folder):
     options = job_of(accelerator, ranks) if accelerator == 'xla' else {}
     number = ranks if ranks > 1 else 0
-    for found in run_ranks(watch_job, number, accelerator, folder, flexible, **options):
+    for found in run_ranks(watch_job, number, accelerator, folder, **options):
         assert found['during'] == found['after'] == found['again'] == found['recorded']
-        assert set(found['listed']) == expected_of(accelerator, ranks, flexible)
+        assert set(found['listed']) == expected_of(accelerator, ranks)
         assert found['left'] == found['active'] == set()
 
 
 @pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 1), ('zeta', 1), ('zeta', 2)])
 def test_a_job_changes_what_the_list_says_and_all_of_it_is_restored(accelerator, ranks, tmp_path):
     check_job(accelerator, ranks, tmp_path)
-
-
-def test_a_job_of_flexible_runner_changes_what_the_list_says(tmp_path):
-    check_job('cpu', 1, tmp_path, flexible=True)
 
 
 @pytest.mark.xla
@@ -221,27 +211,6 @@ def device_id_without_a_runner():
 
 def test_log_files_have_mmengines_device_without_a_runner():
     assert run_ranks(device_id_without_a_runner, 2) == [(0, 0), (1, 1)]
-
-
-def test_flexible_runner_is_patched_once_and_restored():
-    from mmengine.runner import FlexibleRunner
-
-    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
-    from mmdevplug.runner.flexible_runner import patch_flexible_runner
-
-    restore_mmengine()
-    before = dict(vars(FlexibleRunner))
-    patch_flexible_runner()
-    patched = dict(vars(FlexibleRunner))
-    patch_flexible_runner()
-    patch_mmengine('cpu')  # another runner of this process
-    assert dict(vars(FlexibleRunner)) == patched
-    names = {str(patch.symbol) for patch in active_patches(patched_symbols.FLEXIBLE_RUNNER)}
-    assert names == symbols_of(patched_symbols.FLEXIBLE_RUNNER)
-    assert {f'{full_name(FlexibleRunner)}.{name}' for name in before if before[name] is not
-            patched[name]} == names  # fmt: skip
-    restore_mmengine()
-    assert dict(vars(FlexibleRunner)) == before
 
 
 # the helper -------------------------------------------------------------------------------------
@@ -345,11 +314,11 @@ def test_every_listed_name_is_patched_somewhere():
     for path, tree in sources():
         if path.name != 'patched_symbols.py':
             for node in ast.walk(tree):
-                # Strings, keywords of a dict, and FlexibleRunner's methods, patched by name.
-                found = [getattr(node, key, None) for key in ('value', 'arg', 'name')]
+                # Strings, and keywords of a dict.
+                found = [getattr(node, key, None) for key in ('value', 'arg')]
                 named.update(each for each in found if isinstance(each, str))
     listed = {symbol.name for symbol in PATCHED_SYMBOLS} - {'*'}
-    assert {name for name in listed if not {name, f'_{name}'} & named} == set()
+    assert {name for name in listed if name not in named} == set()
 
 
 def foreign_targets(tree):

@@ -8,7 +8,7 @@ from mmengine.device import get_device
 from mmengine.hooks import Hook, RuntimeInfoHook
 from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import HOOKS, RUNNERS
-from mmengine.runner import FlexibleRunner, LogProcessor, Runner, autocast, load_checkpoint
+from mmengine.runner import LogProcessor, Runner, autocast, load_checkpoint
 from mmengine.structures import InstanceData
 from torch import distributed as torch_dist
 
@@ -17,6 +17,7 @@ from mmdevplug import init_device
 from mmdevplug.accelerators import device_context
 from mmdevplug.hooks import DeviceEmptyCacheHook, DeviceProfilerHook
 from mmdevplug.model.prepare import place_model
+from mmdevplug.runner import DeviceFlexibleRunner
 from tests.columns import NATIVE_BACKENDS, backend_of
 from tests.ranks import free_port
 from tests.sites.devices import (
@@ -244,7 +245,7 @@ def _flexible(name, folder):
     cfg.env_cfg = dict()
     cfg.custom_hooks = [dict(type='DeviceHook')]
     cfg.train_cfg.max_epochs = 1
-    runner = FlexibleRunner.from_cfg(cfg)
+    runner = DeviceFlexibleRunner.from_cfg(cfg)
     runner.train()
     return dict(device=str(next(runner.model.parameters()).device), iterations=runner.iter)
 
