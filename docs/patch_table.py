@@ -48,8 +48,6 @@ PERIODS = {
     listed.WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
 }
 
-_CLASSES = 'MMEngine 以 `weights_only=True` 加载，并登记自己的类。'
-
 #: Reason and condition in Chinese, by the first symbol of a row.
 REASONS = {
     'mmengine.device.utils.DEVICE': (
@@ -72,10 +70,6 @@ REASONS = {
     'mmdet.evaluation.metrics.base_video_metric.collect_tracking_results_cpu': (
         '视频指标通过文件夹收集结果。',
         'mmdet 调用 MMEngine 的函数。',
-    ),
-    'mmengine.runner.checkpoint.CheckpointLoader.load_checkpoint': (
-        '它会执行检查点中的代码；在 PyTorch 2.6 及以后，则拒绝 MMEngine 自己的检查点。',
-        _CLASSES,
     ),
     'mmengine.runner.checkpoint.load_state_dict': (
         '检查点与模型完全不符时，它仍以随机权重继续；部分相符时列出所有名字。'
@@ -117,7 +111,7 @@ REASONS = {
     'torch.load': (
         '他人的代码调用它时未登记 MMEngine 检查点所需的类，或使用 `weights_only=False`；'
         '其他线程仍得到原函数。',
-        _CLASSES,
+        'MMEngine 以 `weights_only=True` 加载，并登记自己的类。',
     ),
     'torch.serialization.pickle': (
         'PyTorch 2.6 之前无法以其他名称登记允许的类，1.13 还会忽略指定 pickle 模块的参数。',

@@ -81,7 +81,8 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
         _find_npu()
     patch_symbol(logger_module, '_get_device_id', _device_id)
     patch_result_collection()
-    _patch_checkpoint_loader()
+    _register_loaders(safe=True)
+    patch_symbol(checkpoint_functions, 'load_state_dict', load_state_dict)
     if chosen.device_type not in _KNOWN:
         _patch_instance_data()
     patch_symbol(BaseInferencer, '_init_model', _for_device(BaseInferencer._init_model, chosen))
@@ -94,6 +95,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
 def restore_mmengine() -> None:
     """Restore all functions of MMEngine, mmseg and mmdet."""
     restore_patches(JOB, LAZY_MODEL, AUTOCAST, VIDEOS, LOADER_WORKERS)
+    _register_loaders(safe=False)
 
 
 def _find_npu() -> None:
@@ -149,17 +151,22 @@ def _patch_instance_data() -> None:
     )
 
 
-def _patch_checkpoint_loader() -> None:
-    """Keep MMEngine's checkpoint loader from running code of a file."""
-    of_mmengine = CheckpointLoader.load_checkpoint.__func__
+class _SafeLoader:
+    """A loader of MMEngine's ``CheckpointLoader`` that runs no code of a file."""
 
-    @wraps(of_mmengine)
-    def load_checkpoint(cls: type, filename: str, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, loader: Callable) -> None:
+        self.loader, self.__name__ = loader, loader.__name__
+
+    def __call__(self, filename: str, *args: Any, **kwargs: Any) -> Any:
         with safe_loading(filename):
-            return of_mmengine(cls, filename, *args, **kwargs)
+            return self.loader(filename, *args, **kwargs)
 
-    patch_symbol(CheckpointLoader, 'load_checkpoint', classmethod(load_checkpoint))
-    patch_symbol(checkpoint_functions, 'load_state_dict', load_state_dict)
+
+def _register_loaders(safe: bool) -> None:
+    """Register MMEngine's loaders of checkpoints anew, safe or as they were."""
+    for prefix, loader in list(CheckpointLoader._schemes.items()):
+        own = loader.loader if isinstance(loader, _SafeLoader) else loader
+        CheckpointLoader.register_scheme(prefix, _SafeLoader(own) if safe else own, force=True)
 
 
 def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:

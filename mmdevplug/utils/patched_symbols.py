@@ -107,12 +107,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         "mmdet calls MMEngine's function.",
     ),
     *_symbols(
-        'mmengine.runner.checkpoint.CheckpointLoader: load_checkpoint',
-        JOB,
-        'It runs code from checkpoints, or with PyTorch 2.6 and later refuses those of MMEngine.',
-        'MMEngine loads with `weights_only=True` and names its own classes.',
-    ),
-    *_symbols(
         'mmengine.runner.checkpoint: load_state_dict',
         JOB,
         'It goes on with random weights where nothing of a checkpoint fits the model, and lists '

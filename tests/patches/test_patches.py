@@ -26,8 +26,10 @@ from tests.jobs import ROOT, need_mmcv_operations, train_digits
 from tests.ranks import run_ranks
 
 PACKAGES = ('mmengine', 'mmcv', 'mmseg', 'torch')
-#: What MMEngine and PyTorch change by themselves in a job: the scopes of runners, and counters.
+#: What MMEngine and PyTorch change by themselves in a job: the scopes of runners, counters, and
+#: the loaders of checkpoints, where ours are registered.
 STATE = {
+    ('mmengine.runner.checkpoint.CheckpointLoader', '_schemes'),
     ('mmengine.registry.default_scope.DefaultScope', '_instance_dict'),
     ('torch.utils.hooks.RemovableHandle', 'next_id'),
     ('torch.distributed.distributed_c10d', '_group_count'),
