@@ -1,10 +1,10 @@
-"""List every symbol of another package that is replaced, with the reason and the period.
+"""List every symbol of another package that is replaced, and every attribute of its objects.
 
 :func:`mmdevplug.utils.patching.patch_symbol` refuses symbols that are not listed. ``mmdevplug
 doctor`` prints the list, and ``docs/patch_table.py`` writes the page ``patches.md`` from it.
 """
 
-from typing import List, NamedTuple, Sequence
+from typing import List, NamedTuple, Sequence, Tuple
 
 
 class Period(NamedTuple):
@@ -262,6 +262,93 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'PyTorch 1.13.',
     ),
 )
+
+
+class ReplacedAttribute(NamedTuple):
+    """An attribute that is replaced on single objects of other packages, never on their class."""
+
+    objects: str  #: Which objects.
+    names: Tuple[str, ...]  #: Their attributes.
+    reason: str  #: Why they are replaced.
+    ends: str  #: How long.
+
+
+_LIFE = 'as long as the object'
+
+REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
+    ReplacedAttribute(
+        'modules of a model on a lazy device',
+        ('postprocess_result', 'predict_by_feat', 'merge_preds'),
+        'Predictions have sizes that vary, so their last part is computed on the host.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        'batch normalizations of a model, and samplers that are tried',
+        ('__class__',),
+        'Whatever holds the object keeps it: a layer gets another way to compute, a copy of a '
+        'sampler gives its first samples alone.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        'data preprocessors, with `pad_to`; models, with `num_microbatches` or `precision`',
+        ('forward', 'batch_augments'),
+        'Inputs are padded before and filled after normalization; batches are split, or computed '
+        'in mixed precision.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        'models on several devices, or with `global_batch`, and their parts',
+        (
+            *('train_step', 'val_step', 'test_step', 'loss', 'loss_and_predict'),
+            *('loss_and_target', 'loss_by_feat', 'predict', 'predict_by_feat'),
+        ),
+        'Steps run under the guard or on parts of a batch; methods beside `forward` move their '
+        'arguments to the device of the module.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        'data loaders of the runner',
+        ('batch_sampler', 'worker_init_fn', '_iterator'),
+        'Loading goes on in the middle of an epoch, seeds each batch, and keeps workers from '
+        'signals that a rank handles.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        'the data set in a worker process',
+        ('__getitems__',),
+        'The seed of a batch is set before its samples are loaded.',
+        'the worker process',
+    ),
+    ReplacedAttribute(
+        'the loop of a run that is resumed in the middle of an epoch',
+        ('run_iter',),
+        'Hooks get the index of each batch in the whole epoch.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        "the vendor's module in `torch`, if it lacks them",
+        ('is_available', 'device_count'),
+        'PyTorch calls them.',
+        'the process',
+    ),
+    ReplacedAttribute(
+        "the loader of mmcv's extension",
+        ('exec_module',),
+        'Its operators are replaced as soon as it is loaded.',
+        'until it is loaded',
+    ),
+)
+
+
+def find_attribute(name: str) -> ReplacedAttribute:
+    """Look up an attribute in the list, or raise LookupError."""
+    for attribute in REPLACED_ATTRIBUTES:
+        if name in attribute.names:
+            return attribute
+    raise LookupError(
+        f'{name} is not in REPLACED_ATTRIBUTES of mmdevplug/utils/patched_symbols.py: add it '
+        f'there with the reason before you replace it.'
+    )
 
 
 def find_symbol(owner: str, name: str) -> PatchedSymbol:

@@ -13,12 +13,13 @@ from mmengine.registry import DefaultScope, Registry
 from torch import distributed as torch_dist
 
 from mmdevplug.utils import patched_symbols
-from mmdevplug.utils.patched_symbols import PATCHED_SYMBOLS
+from mmdevplug.utils.patched_symbols import PATCHED_SYMBOLS, REPLACED_ATTRIBUTES
 from mmdevplug.utils.patching import (
     LocalPatch,
     active_patches,
     full_name,
     patch_symbol,
+    replace_attribute,
     restore_patches,
 )
 from tests.columns import job_of
@@ -224,6 +225,8 @@ def test_a_symbol_that_is_not_listed_is_refused():
         patch_symbol(torch, 'save', print)
     with pytest.raises(LookupError), LocalPatch(torch, 'save')(print):
         pass
+    with pytest.raises(LookupError, match=r'shape is not in REPLACED_ATTRIBUTES of .*: add it'):
+        replace_attribute(torch.nn.Linear(1, 1), 'shape', 1)
     assert torch.save is original
     assert not [patch for patch in active_patches() if patch.name == 'save']
 
@@ -349,14 +352,35 @@ def foreign_targets(tree):
                     yield node.lineno
 
 
+#: Attributes of single objects that are assigned to elsewhere: values of ours, and of tensors.
+OWN = {'deferred_norm.py', 'process_group.py', 'traffic.py', 'wrapper.py', 'collectives_rank.py'}
+
+
+def listed_targets(tree):
+    """Attributes of objects that REPLACED_ATTRIBUTES lists, or names that cannot be read."""
+    names = {name for each in REPLACED_ATTRIBUTES for name in each.names}
+    for node in ast.walk(tree):
+        for target in getattr(node, 'targets', []) if isinstance(node, ast.Assign) else []:
+            own = getattr(getattr(target, 'value', None), 'id', '') in ('self', 'cls')
+            if getattr(target, 'attr', '') in names and not own:
+                yield node.lineno
+        if getattr(getattr(node, 'func', None), 'id', '') == 'setattr':
+            yield node.lineno
+
+
 def test_nothing_is_replaced_but_by_the_helper():
     found = [
         f'{path.relative_to(ROOT)}:{line}'
         for path, tree in sources()
         if path.name != 'patching.py'
-        for line in foreign_targets(tree)
+        for line in (
+            *foreign_targets(tree),
+            *(() if path.name in OWN else listed_targets(tree)),
+        )
     ]
     assert found == []
+    assert list(listed_targets(ast.parse('model.forward = 1')))
+    assert list(listed_targets(ast.parse('setattr(model, name, 1)')))
     assert list(foreign_targets(ast.parse('import torch.cuda\ntorch.cuda.x = 1')))
     assert list(foreign_targets(ast.parse('from a import b as c\nsetattr(c, "x", 1)')))
 
@@ -383,6 +407,7 @@ def test_the_page_is_what_the_list_says(language, page):
 def test_the_translation_has_nothing_that_is_not_listed(page):
     firsts = [str(group[0]) for group in patched_symbols.group_symbols()]
     assert list(page.REASONS) == firsts
+    assert len(page.ATTRIBUTES) == len(REPLACED_ATTRIBUTES)
     assert set(page.PERIODS) == {symbol.period for symbol in PATCHED_SYMBOLS}
 
 
