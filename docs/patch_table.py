@@ -1,7 +1,7 @@
 """Write ``docs/en/patches.md`` and ``docs/zh_cn/patches.md`` from the list of patched symbols."""
 
 import sys
-from typing import Any, Dict, List
+from typing import Any, Dict, Iterator, List
 
 from tables import DOCS, table, write_pages
 
@@ -28,7 +28,6 @@ PERIODS = {
         '`restore_mmengine()`',
     ),
     listed.VIDEOS: ('已导入 mmdet 的多 rank 运行开始', '`restore_mmengine()`'),
-    listed.FLEXIBLE_RUNNER: ('`DeviceStrategy` 启动', '`restore_mmengine()`'),
     listed.PROCESS_GROUP: ('`init_device()`，且 PyTorch 找不到加速器', '`restore_barrier()`'),
     listed.MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
     listed.LOADING: ('开始加载检查点，或 `init_weights()` 开始', '该操作结束'),
@@ -39,14 +38,16 @@ PERIODS = {
     listed.WATCH: ('分布式作业开始监视各 rank', '进程结束'),
     listed.IMPORTS: ('`mmdevplug` 开始导入命令所需的模块', '导入结束'),
     listed.OPTIMIZERS: ('上述导入到达 `mmengine.optim`', '进程结束'),
-    listed.LAUNCHER: ('`mmdevplug train --nproc` 启动各 rank', '启动器进程结束'),
+    listed.LAUNCHER: (
+        'PyTorch 2.9 及更早版本，`mmdevplug train --nproc` 启动各 rank',
+        '启动器进程结束',
+    ),
     listed.ELASTIC: ('`mmdevplug train --nnodes MIN:MAX` 启动各 rank', '启动器进程结束'),
     listed.LOADER_WORKERS: ('创建 `MemoryHook`', '`restore_mmengine()`'),
     listed.WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
 }
 
-_CLASSES = 'MMEngine 以 `weights_only=True` 加载，并登记自己的类。'
-_CLOCK = 'MMEngine 的 `TimeCounter` 同步任意加速器。'
+_LIFE = '对象存在期间'
 
 #: Reason and condition in Chinese, by the first symbol of a row.
 REASONS = {
@@ -62,10 +63,6 @@ REASONS = {
         '它按 CUDA 和 MUSA 的变量命名各 rank 的日志文件，在其他设备上则按 local rank 命名。',
         'MMEngine 只按 rank 命名日志文件。',
     ),
-    'mmengine.config.config.FormatCode': (
-        '作业启动时 MMEngine 把配置格式化五次，每次最多需要一秒；替换后的函数记住上一次的文本。',
-        'MMEngine 保留未改变的配置的文本。',
-    ),
     'mmengine.dist.dist.collect_results_cpu': (
         '指标通过文件夹收集结果，而各主机未必共享该文件夹，也未必能写入；'
         '或者在每个 rank 上收集所有 rank 的结果。',
@@ -74,10 +71,6 @@ REASONS = {
     'mmdet.evaluation.metrics.base_video_metric.collect_tracking_results_cpu': (
         '视频指标通过文件夹收集结果。',
         'mmdet 调用 MMEngine 的函数。',
-    ),
-    'mmengine.runner.checkpoint.CheckpointLoader.load_checkpoint': (
-        '它会执行检查点中的代码；在 PyTorch 2.6 及以后，则拒绝 MMEngine 自己的检查点。',
-        _CLASSES,
     ),
     'mmengine.runner.checkpoint.load_state_dict': (
         '检查点与模型完全不符时，它仍以随机权重继续；部分相符时列出所有名字。'
@@ -88,18 +81,9 @@ REASONS = {
         '`InstanceData` 只接受 CPU、CUDA、NPU、MLU 和 MUSA 上的索引。',
         'MMEngine 检查索引的 dtype，而不是类。',
     ),
-    'mmengine.utils.dl_utils.time_counter.TimeCounter.print_time': (
-        '在惰性设备上，它在设备完成之前就给出结果。',
-        _CLOCK,
-    ),
-    'mmengine.utils.dl_utils.time_counter.torch': ('`TimeCounter` 只等待 CUDA。', _CLOCK),
     'mmengine.infer.infer.BaseInferencer._init_model': (
         '推理器保留同步批归一化；在惰性设备上，每个样本各成一张计算图。',
         'MMEngine 提供供推理器准备模型的接口。',
-    ),
-    'mmengine.model.utils.convert_sync_batchnorm': (
-        "参数为 'mmcv' 且没有进程组时，它报出的错误不说明原因。",
-        'mmcv 说明其 SyncBatchNorm 需要进程组。',
     ),
     'torch.Tensor.type': (
         'PyTorch 1.10 无法命名 T20 张量的类型，因此 `SyncBuffersHook`、`ZeroRedundancyOptimizer` '
@@ -115,11 +99,6 @@ REASONS = {
         '它用掩码作索引，大小逐批变化，惰性设备每次迭代都要重新编译；在模型中每个导入它的模块里替换。',
         'mmseg 改为与掩码相乘。',
     ),
-    'mmengine.runner._flexible_runner.FlexibleRunner.register_hooks': (
-        'FlexibleRunner 不把钩子、日志和错误告知 strategy；使用其他 strategy 时，'
-        '替换后的方法调用 MMEngine 的方法。',
-        'FlexibleRunner 为此提供可由 strategy 覆盖的方法。',
-    ),
     'torch.distributed.barrier': (
         '它向 PyTorch 询问加速器，而厂商未注册 `PrivateUse1HooksInterface` 时会失败；'
         '替换后的函数用主机上的一个元素同步。',
@@ -133,7 +112,7 @@ REASONS = {
     'torch.load': (
         '他人的代码调用它时未登记 MMEngine 检查点所需的类，或使用 `weights_only=False`；'
         '其他线程仍得到原函数。',
-        _CLASSES,
+        'MMEngine 以 `weights_only=True` 加载，并登记自己的类。',
     ),
     'torch.serialization.pickle': (
         'PyTorch 2.6 之前无法以其他名称登记允许的类，1.13 还会忽略指定 pickle 模块的参数。',
@@ -170,18 +149,7 @@ REASONS = {
     ),
     'torch.distributed.elastic.multiprocessing.api.SubprocessContext._start': (
         'torchrun 在启动各 rank 之前安装自己的信号处理函数，我们的必须在其后安装。',
-        'torchrun 允许调用者选择转发哪些信号。',
-    ),
-    'torch.distributed.elastic.rendezvous.static_tcp_rendezvous.StaticTCPRendezvous'
-    '.next_rendezvous': (
-        '它默默等待缺少的主机，最后只说有几台。',
-        'torchrun 写明缺少哪些主机。',
-    ),
-    'torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler'
-    '.next_rendezvous': (
-        'torchrun 既不告诉各 rank 主机此前已会合过（因而训练应继续），也不告诉它们本轮在何处会合'
-        '（若 rank 0 此前在另一台主机上）。',
-        'torchrun 把轮次传给各 rank，并忘记上一轮会合之处。',
+        '所用最旧的 PyTorch 的 torchrun 接受 `--signals-to-handle`；2.9 还没有。',
     ),
     'torch.distributed.elastic.agent.server.api.SimpleElasticAgent._rendezvous': (
         'torchrun 把主机的丢失算作失败，而作业只允许少数几次失败。',
@@ -201,6 +169,35 @@ REASONS = {
         'PyTorch 1.13。',
     ),
 }
+
+#: Objects, reason and period of attributes in Chinese, in the order of the list.
+ATTRIBUTES = (
+    ('惰性设备上模型的模块', '预测结果的大小不定，因此最后一部分在主机上计算。', _LIFE),
+    (
+        '模型的批归一化层，以及被试用的采样器',
+        '持有该对象的各处不变：层改用另一种计算方式，采样器的副本只给出开头的样本。',
+        _LIFE,
+    ),
+    (
+        '使用 `pad_to` 时的数据预处理器；使用 `num_microbatches` 或 `precision` 时的模型',
+        '归一化之前填充输入，之后写入填充值；拆分批，或以混合精度计算。',
+        _LIFE,
+    ),
+    (
+        '多个设备上的模型或使用 `global_batch` 的模型，及其各部分',
+        '训练步在设备检查下运行，或对批的各部分运行；`forward` 以外的方法把参数移到模块的设备。',
+        _LIFE,
+    ),
+    (
+        'runner 的数据加载器',
+        '从 epoch 中间继续加载，为每个批设置种子，并使工作进程不受 rank 所处理信号的影响。',
+        _LIFE,
+    ),
+    ('工作进程中的数据集', '加载样本之前设置该批的种子。', '工作进程存在期间'),
+    ('从 epoch 中间恢复的循环', '钩子得到每个批在整个 epoch 中的序号。', _LIFE),
+    ('`torch` 中缺少这些函数的厂商模块', 'PyTorch 会调用它们。', '进程存在期间'),
+    ('mmcv 扩展的加载器', '扩展一经加载就替换其算子。', '直到加载完成'),
+)
 
 LANGUAGES: Dict[str, Dict[str, Any]] = dict(
     en=dict(
@@ -225,6 +222,13 @@ A process whose runner goes on needs its patches: restore them after the last us
 another package has replaced the same symbol in the meantime, its function stays.""",
         which='## Symbols',
         symbols=('symbol', 'active', 'why', 'unnecessary when'),
+        attributes=[(each.objects, each.reason, each.ends) for each in listed.REPLACED_ATTRIBUTES],
+        single="""\
+## Attributes of single objects
+
+These are replaced on objects of a job, through the one function that refuses others; their classes
+stay as they are.""",
+        objects=('objects', 'attributes', 'why', 'how long'),
     ),
     zh_cn=dict(
         period=PERIODS.__getitem__,
@@ -246,6 +250,12 @@ runner 仍在使用时需要这些补丁：请在最后一次使用 runner 之�
 若其他包在此期间替换了同一符号，则保留其函数。""",
         which='## 符号',
         symbols=('符号', '有效期', '原因', '何时不再需要'),
+        attributes=ATTRIBUTES,
+        single="""\
+## 单个对象的属性
+
+以下属性只在作业的对象上替换，且只通过一个拒绝其他属性的函数；对象的类保持不变。""",
+        objects=('对象', '属性', '原因', '多久'),
     ),
 )
 
@@ -273,7 +283,15 @@ def render(texts: Dict[str, Any]) -> List[str]:
         texts['restore'],
         texts['which'],
         table(texts['symbols'], rows),
+        texts['single'],
+        table(texts['objects'], list(_attributes(texts))),
     ]
+
+
+def _attributes(texts: Dict[str, Any]) -> Iterator[List[str]]:
+    for attribute, told in zip(listed.REPLACED_ATTRIBUTES, texts['attributes']):
+        objects, reason, ends = told
+        yield [objects, ' '.join(f'`{name}`' for name in attribute.names), reason, ends]
 
 
 if __name__ == '__main__':

@@ -59,8 +59,8 @@ Most of it needs no change of MMEngine: a runner, wrappers and hooks of ours tak
 MMEngine's (`CheckpointHook`, `EmptyCacheHook`, `IterTimerHook`, `ProfilerHook`, `LogProcessor`),
 and your config keeps its names. What other packages import by name is patched when a job starts,
 never at import, and `restore_mmengine()` restores it: the value that `get_device` returns, the
-index types of `InstanceData`, the clock of `TimeCounter`, the device in names of log files, the
-loader of checkpoints, `autocast`, and on lazy devices the accuracy of heads of mmseg.
+index types of `InstanceData`, the device in names of log files, `load_state_dict`, `autocast`, and
+on lazy devices the accuracy of heads of mmseg; loaders of checkpoints are registered anew.
 `torch.load` is patched while a checkpoint is loaded or `init_weights` of a model runs, for the
 calling thread alone. Where the backend refuses the tensors of the device, the collectives of
 `torch.distributed` are patched from the start of the process group on.
@@ -75,9 +75,6 @@ from mmdet.apis import DetInferencer
 mmdevplug.patch_mmengine('xla')  # or nothing: what is present
 DetInferencer('rtmdet-tiny')  # computes there, and runs no code from the checkpoint
 ```
-
-With `DeviceStrategy`, methods of `FlexibleRunner` that register hooks, build the log and train are
-replaced. They ask for the strategy at each call: with any other they are MMEngine's.
 
 ## Configs of packages
 
@@ -121,10 +118,11 @@ MMEngine 0.10.7 中所有假设设备种类之处：假设不成立时它自身�
 大部分无需改动 MMEngine：我们的 runner、封装器与钩子代替 MMEngine 的（`CheckpointHook`、
 `EmptyCacheHook`、`IterTimerHook`、`ProfilerHook`、`LogProcessor`），配置中的名称不变。其他包按名称
 导入的函数在作业启动时（绝不在导入时）打补丁，`restore_mmengine()` 可恢复：`get_device`
-的返回值、`InstanceData` 的索引类型、`TimeCounter` 的计时、日志文件名中的设备、检查点的加载器、
-`autocast`，以及惰性设备上 mmseg 解码头的准确率函数。`torch.load` 仅在加载检查点或模型的
-`init_weights` 运行期间有补丁，且只影响调用它的线程。后端不接收设备张量时，`torch.distributed`
-的集合通信函数自进程组建立起有补丁。[全部补丁的列表](patches.md)写明每个补丁的原因和有效期。
+的返回值、`InstanceData` 的索引类型、日志文件名中的设备、`load_state_dict`、
+`autocast`，以及惰性设备上 mmseg 解码头的准确率函数；检查点的加载器则重新注册。
+`torch.load` 仅在加载检查点或模型的 `init_weights` 运行期间有补丁，且只影响调用它的线程。
+后端不接收设备张量时，`torch.distributed` 的集合通信函数自进程组建立起有补丁。
+[全部补丁的列表](patches.md)写明每个补丁的原因和有效期。
 
 不使用 runner 时（例如推理），请自行调用：
 
@@ -135,9 +133,6 @@ from mmdet.apis import DetInferencer
 mmdevplug.patch_mmengine('xla')  # 或不带参数：使用现有设备
 DetInferencer('rtmdet-tiny')  # 在该设备上计算，且不执行检查点中的代码
 ```
-
-使用 `DeviceStrategy` 时，`FlexibleRunner` 中注册钩子、构建日志和训练的方法会被替换。
-它们每次调用时查询 strategy：其他 strategy 得到的仍是 MMEngine 的方法。
 
 ## 包中的配置
 

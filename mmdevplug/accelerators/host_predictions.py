@@ -9,6 +9,8 @@ from typing import Any, Callable
 
 from torch import nn
 
+from mmdevplug.utils.patching import replace_attribute
+
 from .move_nested import to_device
 
 #: Of detectors whose boxes go back to the network.
@@ -32,7 +34,7 @@ def finish_on_host(model: nn.Module, predicts: Callable[[], bool]) -> None:
 
 def _replace(part: nn.Module, method: str, predicts: Callable[[], bool]) -> None:
     if not isinstance(vars(part).get(method), FinishedOnHost):
-        setattr(part, method, FinishedOnHost(part, method, predicts))
+        replace_attribute(part, method, FinishedOnHost(part, method, predicts))
 
 
 class FinishedOnHost:

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from mmengine.runner.loops import EpochBasedTrainLoop, _InfiniteDataloaderIterator
 
+from mmdevplug.utils.patching import replace_attribute
+
 
 class Position(NamedTuple):
     """How far training has come."""
@@ -77,4 +79,4 @@ def number_batches_from(loop: EpochBasedTrainLoop, first: int) -> None:
     def run_numbered(idx: int, data_batch: Any) -> None:
         run_iter(idx + first if loop.epoch == epoch else idx, data_batch)
 
-    loop.run_iter = run_numbered  # type: ignore[method-assign]
+    replace_attribute(loop, 'run_iter', run_numbered)

@@ -16,6 +16,7 @@ from mmdevplug.distributed.byte_exchange import all_gather, gather_bytes, to_byt
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.patches.torch_load import safe_loading
+from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .writing import PICKLE
@@ -149,7 +150,7 @@ def restart_workers_silently(loader: Any) -> None:
     """
     persist = getattr(loader, 'persistent_workers', False) and loader.num_workers > 0
     if persist and loader._iterator is None:
-        loader._iterator = _WorkersToStart()
+        replace_attribute(loader, '_iterator', _WorkersToStart())
 
 
 class _WorkersToStart:
@@ -157,7 +158,7 @@ class _WorkersToStart:
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Replace itself by the real iterator; called when the loader begins its next pass."""
-        loader._iterator = start_silently(loader)
+        replace_attribute(loader, '_iterator', start_silently(loader))
 
 
 def _loaders(runner: Any) -> Dict[str, Any]:

@@ -10,15 +10,16 @@ import time
 from argparse import Namespace
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, Dict, Iterator, Optional, Tuple
 
 import psutil
 from torch import distributed as torch_dist
 from torch.distributed.elastic.agent.server import api
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from mmdevplug.config.launch import read_range
 from mmdevplug.environments.launch import DEFAULT_PORT
@@ -30,14 +31,16 @@ from . import say
 
 #: How long an agent waits for an answer of the store; PyTorch's own is 60 s.
 _READ_SECONDS = 15
+#: How long hosts wait for each other, as torchrun's own.
+_WAIT_SECONDS = 900.0
+#: The name of :class:`ElasticRendezvous` for torchrun.
+_BACKEND = 'mmdevplug'
 #: What torchrun raises where they do not meet; PyTorch before 2.0 has no class for it.
 _MEETING_ERRORS = (RendezvousError, getattr(torch_dist, 'DistError', RuntimeError))
 
 #: Nobody waits longer than a minute without a line.
 _LINE_SECONDS = 50.0
 
-_meet_once = LocalPatch(StaticTCPRendezvous, 'next_rendezvous')
-_next_rendezvous = LocalPatch(DynamicRendezvousHandler, 'next_rendezvous')
 _rendezvous = LocalPatch(api.SimpleElasticAgent, '_rendezvous')
 _get_fq_hostname = LocalPatch(api, '_get_fq_hostname')
 
@@ -46,6 +49,12 @@ def rendezvous_options(args: Namespace) -> Dict[str, str]:
     """Split ``--rdzv_conf``."""
     words = (word.partition('=')[::2] for word in str(args.rdzv_conf).split(',') if word)
     return dict(words)
+
+
+def meeting_timeout(args: Namespace) -> float:
+    """How long hosts wait for each other, in seconds."""
+    words = rendezvous_options(args)
+    return float(words.get('timeout', words.get('join_timeout', _WAIT_SECONDS)))
 
 
 def meeting_point(args: Namespace) -> Optional[Tuple[str, int]]:
@@ -59,7 +68,7 @@ def meeting_point(args: Namespace) -> Optional[Tuple[str, int]]:
         return host.strip('[]'), int(port)
     if args.rdzv_backend != 'static' or str(args.nnodes) in ('1', '1:1'):
         return None
-    return args.master_addr, args.master_port
+    return args.master_addr, DEFAULT_PORT if args.master_port is None else args.master_port
 
 
 @contextmanager
@@ -68,8 +77,9 @@ def elastic(args: Namespace) -> Iterator[None]:
     hosts = read_range(str(args.nnodes))
     place = meeting_point(args)
     if hosts is None and place is not None and args.rdzv_backend == 'static':
-        with _meet_once(_meet):
-            yield
+        store = store_of_hosts(args, place)
+        yield
+        del store  # torchrun used it: PyTorch has one store for each port
         return
     if hosts is None or args.rdzv_backend != 'c10d' or place is None:
         yield
@@ -83,8 +93,8 @@ def elastic(args: Namespace) -> Iterator[None]:
         defaults['is_host'] = _is_free(place)  # PyTorch compares names alone.
     words = dict(defaults, **rendezvous_options(args))
     args.rdzv_conf = ','.join(f'{name}={value}' for name, value in words.items())
+    args.rdzv_backend = _BACKEND
     with ExitStack() as patched:
-        patched.enter_context(_next_rendezvous(partial(_join, port=place[1])))
         patched.enter_context(_rendezvous(_count_hosts))
         if not hasattr(args, 'local_addr'):  # PyTorch before 2.0
             patched.enter_context(_get_fq_hostname(lambda _: address))
@@ -98,21 +108,21 @@ def elastic(args: Namespace) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def _meet(meet: Any, handler: Any) -> Any:
-    """Wait for all hosts of a job whose number is fixed."""
-    if handler._store is None:
-        handler._store = _store_of_hosts(handler)
-    return meet(handler)
-
-
-def _store_of_hosts(handler: Any) -> Any:
+def store_of_hosts(args: Namespace, place: Tuple[str, int]) -> Any:
     """Connect to the store of host 0, and name the hosts that are missing, not only their number.
+
+    Args:
+        args (Namespace): torchrun's arguments, with a number of hosts that is fixed.
+        place (tuple): Where the hosts meet.
+
+    Returns:
+        Store: On host 0 the store that torchrun takes, while it is kept.
 
     Raises:
         LaunchError: If they do not come in time.
     """
-    rank, hosts, limit = handler.rank, handler.world_size, handler.timeout.total_seconds()
-    address, port = handler.master_addr, handler.master_port
+    rank, hosts = args.node_rank, int(str(args.nnodes).split(':')[-1])
+    limit, (address, port) = meeting_timeout(args), place
     began = reported = time.monotonic()
     store: Any = None
     while store is None:
@@ -129,7 +139,7 @@ def _store_of_hosts(handler: Any) -> Any:
             say(
                 f'host {rank} of {hosts} has waited {waited:.0f} s for host 0 at {address}:{port}.'
             )
-    store.set_timeout(handler.timeout)
+    store.set_timeout(timedelta(seconds=limit))
     missing, ended = list(range(hosts)), False
     while missing:
         try:
@@ -152,15 +162,32 @@ def _store_of_hosts(handler: Any) -> Any:
     return store
 
 
-def _join(join: Any, handler: Any, port: int) -> Any:
-    """Join the next round, and tell the ranks which one it is."""
-    # PyTorch keeps the place where the ranks of an earlier round met, where rank 0 moved since.
-    if getattr(handler, '_bootstrap_store_info', None) is not None:
-        handler._bootstrap_store_info = None
-    found = join(handler)
-    os.environ[ROUND] = str(handler._state_holder.state.round)
-    _limit_silence(port)
-    return found
+class ElasticRendezvous:
+    """torchrun's ``c10d`` rendezvous, which tells the ranks of each round which one it is."""
+
+    def __init__(self, params: Any) -> None:
+        backend, store = create_backend(params)
+        self._handler = create_handler(store, backend, params)
+        self._port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)[1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handler, name)
+
+    def get_backend(self) -> str:
+        """Return the name by which torchrun creates it."""
+        return _BACKEND
+
+    def next_rendezvous(self) -> Any:
+        """Join the next round."""
+        # PyTorch keeps the place where the ranks of an earlier round met; rank 0 may have moved.
+        self._handler._bootstrap_store_info = None
+        found = self._handler.next_rendezvous()
+        os.environ[ROUND] = str(self._handler._state_holder.state.round)
+        _limit_silence(self._port)
+        return found
+
+
+rendezvous_handler_registry.register(_BACKEND, ElasticRendezvous)
 
 
 def _limit_silence(port: int) -> None:

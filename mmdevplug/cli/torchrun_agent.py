@@ -28,12 +28,13 @@ with quick_imports():
     from torch.distributed.elastic.multiprocessing import api
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.launcher.api import LaunchConfig
     from torch.distributed.run import parse_args, run
 
-    from .elastic_agent import elastic, explain_meeting, meeting_point, rendezvous_options
+    from .elastic_agent import elastic, explain_meeting, meeting_point, meeting_timeout
 
-#: torchrun's own, for hosts that wait for each other.
-_WAIT_SECONDS = 900.0
+#: Whether torchrun can leave signals to us: not in PyTorch 2.9 and before.
+_CHOOSES_SIGNALS = hasattr(LaunchConfig, 'signals_to_handle')
 
 
 @record
@@ -44,6 +45,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     """
     try:
         args = read_arguments(argv)
+        if _CHOOSES_SIGNALS:
+            args.signals_to_handle = 'SIGURG'  # it takes no empty list; nobody sends this one
         store = _hold_store(args)  # kept for as long as torchrun runs
         _wait_for_name(args)
         with explain_meeting(args), elastic(args):
@@ -88,18 +91,12 @@ def _hold_store(args: Namespace) -> Any:
     return store
 
 
-def _timeout(args: Namespace) -> float:
-    """How long hosts wait for each other, in seconds."""
-    words = rendezvous_options(args)
-    return float(words.get('timeout', words.get('join_timeout', _WAIT_SECONDS)))
-
-
 def _wait_for_name(args: Namespace) -> None:
     """Wait until the name of host 0 is known, which a pod may precede; PyTorch 1 does not wait."""
     place = meeting_point(args)
     if place is None:
         return
-    deadline = time.monotonic() + _timeout(args)
+    deadline = time.monotonic() + meeting_timeout(args)
     while True:
         try:
             socket.getaddrinfo(*place)
@@ -163,7 +160,8 @@ def _main() -> int:
         signals.install()
         start(context)
 
-    patch_symbol(api.SubprocessContext, '_start', start_with_ours)
+    if not _CHOOSES_SIGNALS:
+        patch_symbol(api.SubprocessContext, '_start', start_with_ours)
     status = 1
     try:
         status = main()

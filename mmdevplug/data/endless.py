@@ -14,6 +14,7 @@ from torch.utils.data import (
 
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.errors import SampleError
+from mmdevplug.utils.patching import replace_attribute
 
 from .resumable_loader import (
     MOST_PASSES,
@@ -93,12 +94,9 @@ def _is_endless(sampler: Any) -> bool:
 def _shorten(sampler: Any) -> Any:
     """Let a sampler give its first samples alone; batch samplers may look at its type."""
     kind = type(sampler)
-    sampler.__class__ = type(
-        kind.__name__,
-        (kind,),
-        dict(
-            __iter__=lambda self: islice(kind.__iter__(self), _TRIED),
-            __len__=lambda self: min(_TRIED, kind.__len__(self)),
-        ),
+    methods = dict(
+        __iter__=lambda self: islice(kind.__iter__(self), _TRIED),
+        __len__=lambda self: min(_TRIED, kind.__len__(self)),
     )
+    replace_attribute(sampler, '__class__', type(kind.__name__, (kind,), methods))
     return sampler

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from mmdevplug.config.pad_to import PadTo, Size, read_pad_to, round_up
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.patching import replace_attribute
 
 #: Names of the same attribute in different libraries.
 PAD_VALUE = ('pad_value', 'pad_val')
@@ -45,7 +46,7 @@ class PaddedForward:
         if isinstance(augments, nn.ModuleList):
             augments.insert(0, _Fill(self))
         elif augments is not None:
-            preprocessor.batch_augments = _Fill(self, augments)
+            replace_attribute(preprocessor, 'batch_augments', _Fill(self, augments))
 
     def __call__(self, data: Any, training: bool = False) -> Any:
         """Preprocess a batch; see :meth:`mmengine.model.BaseDataPreprocessor.forward`."""
@@ -197,7 +198,7 @@ def install_padding(model: nn.Module, pad_to: PadTo) -> None:
         if forward is not None:
             forward.pad_to = pad_to
         else:
-            part.forward = PaddedForward(part, pad_to)  # type: ignore[assignment]
+            replace_attribute(part, 'forward', PaddedForward(part, pad_to))
     sizes = (
         f'the next multiple of {pad_to.multiple}'
         if pad_to.multiple is not None

@@ -16,7 +16,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from mmdevplug.accelerators.random_states import host_random_state
 from mmdevplug.errors import SampleError
-from mmdevplug.utils.patching import patch_symbol
+from mmdevplug.utils.patching import patch_symbol, replace_attribute
 from mmdevplug.utils.torch_compat import asks_samplers_for_batches
 
 from .stateful import stateful_part
@@ -154,7 +154,7 @@ class WorkerInit:
         fetch = partial(_fetch_seeded, dataset, getattr(dataset, '__getitems__', None))
         # Only this process is changed.
         if asks_samplers_for_batches():  # the fetcher looks for it on the object
-            dataset.__getitems__ = fetch
+            replace_attribute(dataset, '__getitems__', fetch)
         else:
             patch_symbol(
                 _MapDatasetFetcher, 'fetch', lambda self, indices: self.collate_fn(fetch(indices))
@@ -194,11 +194,10 @@ def make_resumable(loader: Any, seed: Optional[int] = None) -> Optional[Resumabl
     if isinstance(loader.dataset, IterableDataset) or stateful_part(loader) is not None:
         return None
     batches = ResumableBatches(loader.batch_sampler)
-    # DataLoader allows no other way to change it.
-    vars(loader)['batch_sampler'] = batches
+    replace_attribute(loader, 'batch_sampler', batches, direct=True)  # DataLoader's setter refuses
     if loader.num_workers > 0 and seed is not None:
         seed_workers(batches, seed)
-        loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
+        replace_attribute(loader, 'worker_init_fn', WorkerInit(loader.worker_init_fn))
     return batches
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from mmdevplug.utils.patching import replace_attribute
+
 
 def keep_workers_from_signals(loader: Any) -> None:
     """Let only the training process end the workers of a data loader."""
@@ -17,10 +19,10 @@ def keep_workers_from_signals(loader: Any) -> None:
     before = loader.worker_init_fn or _do_nothing
     if isinstance(before, KeepFromSignals):
         return
-    if isinstance(before, partial):
-        loader.worker_init_fn = KeepFromSignals(before.func, *before.args, **before.keywords)
-    else:
-        loader.worker_init_fn = KeepFromSignals(before)
+    if not isinstance(before, partial):
+        before = partial(before)
+    keeping = KeepFromSignals(before.func, *before.args, **before.keywords)
+    replace_attribute(loader, 'worker_init_fn', keeping)
 
 
 class KeepFromSignals(partial):

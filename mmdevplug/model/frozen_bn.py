@@ -9,6 +9,8 @@ from mmengine.model.utils import _BatchNormXd
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mmdevplug.utils.patching import replace_attribute
+
 from .normalize import normalize_frozen
 
 
@@ -55,4 +57,4 @@ def give_frozen_gradients(module: nn.Module) -> None:
     """
     for part in module.modules():
         if type(part) in REPLACED_BY:
-            part.__class__ = REPLACED_BY[type(part)]
+            replace_attribute(part, '__class__', REPLACED_BY[type(part)])

@@ -12,6 +12,7 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.backend import backend_of
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.patching import replace_attribute
 
 from .batch_statistics import prepare_statistics_group
 from .frozen_bn import FrozenGradient, give_frozen_gradients
@@ -122,7 +123,7 @@ def _change_class(layer: nn.Module, cls: type) -> None:
 
     A new layer in its place would have to be put at every place that holds the old one.
     """
-    layer.__class__ = cls
+    replace_attribute(layer, '__class__', cls)
     attributes = vars(cls(1))
     for name, value in attributes.items():
         vars(layer).setdefault(name, value)

@@ -9,6 +9,7 @@ from torch import nn
 
 from mmdevplug.errors import PlacementError
 from mmdevplug.model.move import place_by_plan
+from mmdevplug.utils.patching import replace_attribute
 
 from .device_plan import DevicePlan
 
@@ -77,7 +78,8 @@ def align_methods(model: nn.Module, plan: DevicePlan) -> None:
     for module, device in _whole_modules(model, plan):
         for method in METHODS:
             if callable(getattr(type(module), method, None)) and method not in vars(module):
-                setattr(module, method, functools.partial(_call_there, module, method, device))
+                there = functools.partial(_call_there, module, method, device)
+                replace_attribute(module, method, there)
 
 
 def _call_there(

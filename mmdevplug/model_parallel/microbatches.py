@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.patching import replace_attribute
 
 
 def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
@@ -34,7 +35,8 @@ def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
             )
         # A bound method in a copy of the model would be that of the original.
         forward = vars(model).get('forward') or functools.partial(type(model).forward, model)
-        model.forward = functools.partial(_forward_in_parts, num_microbatches, forward)
+        in_parts = functools.partial(_forward_in_parts, num_microbatches, forward)
+        replace_attribute(model, 'forward', in_parts)
     return model
 
 

@@ -5,33 +5,26 @@ can replace them. They are patched when a job starts, never at import, and stay 
 loops end, so that an inferencer or another loop can follow.
 """
 
-import time
 from functools import wraps
-from types import SimpleNamespace
 from typing import Any, Callable, Union
 
 import numpy as np
 import torch
-from mmengine.config import config as config_module
 from mmengine.device import utils as device_utils
-from mmengine.dist import is_distributed
 from mmengine.infer import BaseInferencer
 from mmengine.logging import logger as logger_module
-from mmengine.model import revert_sync_batchnorm, utils as model_utils
+from mmengine.model import revert_sync_batchnorm
 from mmengine.runner import CheckpointLoader, checkpoint as checkpoint_functions
 from mmengine.structures import instance_data
-from mmengine.utils.dl_utils import TimeCounter, time_counter
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmdevplug.accelerators import Accelerator, device_context
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.rank_device import rank_device
-from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patched_symbols import (
     AUTOCAST,
-    FLEXIBLE_RUNNER,
     JOB,
     LAZY_MODEL,
     LOADER_WORKERS,
@@ -45,8 +38,7 @@ from .load_weights import load_state_dict
 from .results import patch_result_collection
 from .torch_load import safe_loading
 
-#: Devices whose index tensors MMEngine takes and for which its clock waits. Elsewhere one of both
-#: fails: on NPU and MLU it measures the time of queueing, on MPS it refuses masks.
+#: Devices whose index tensors MMEngine takes, also if it did not find them at its import.
 _KNOWN = ('cpu', 'cuda')
 
 
@@ -58,8 +50,6 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
 
     - ``mmengine.device.get_device`` returns its device type, so inferencers compute on it.
     - ``InstanceData[...]`` takes masks and indices on it.
-    - ``TimeCounter`` waits for it: in every call on an eager device, and when it reports on a lazy
-      one, where waiting in between would split the graph.
     - ``mmengine.dist`` uses tensors that the backend of the process group takes, and gathers the
       results of metrics through it, not through a folder.
     - ``mmengine.device.is_npu_available`` is true on an NPU whose operators' compilation MMEngine
@@ -68,9 +58,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     - ``mmengine.runner.load_checkpoint``, inferencers and ``init_cfg`` run no code from a file,
       refuse one of which nothing fits the model, and say in one line what does not.
     - ``mmengine.runner.amp.autocast`` casts on it.
-    - ``Config.pretty_text`` is formatted once for the log, the dump and the visualizer.
     - ``tensor.type()`` has a name for its tensors, which on a T20 it lacks.
-    - ``convert_sync_batchnorm(..., 'mmcv')`` says that it needs a process group if there is none.
 
     Args:
         accelerator (str, dict or Accelerator, optional): See
@@ -93,39 +81,21 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
         _find_npu()
     patch_symbol(logger_module, '_get_device_id', _device_id)
     patch_result_collection()
-    _patch_checkpoint_loader()
+    _register_loaders(safe=True)
+    patch_symbol(checkpoint_functions, 'load_state_dict', load_state_dict)
     if chosen.device_type not in _KNOWN:
         _patch_instance_data()
-        _patch_time_counter(chosen)
     patch_symbol(BaseInferencer, '_init_model', _for_device(BaseInferencer._init_model, chosen))
-    convert = model_utils.convert_sync_batchnorm
-    patch_symbol(model_utils, 'convert_sync_batchnorm', _explaining_missing_group(convert))
     if chosen.device_type == 'xla' and not names_lazy_tensors():
         patch_symbol(Tensor, 'type', _naming_lazy_tensors(Tensor.type))
-    if hasattr(config_module, 'FormatCode'):  # MMEngine 0.11 imports it within the function
-        patch_symbol(config_module, 'FormatCode', _remembering(config_module.FormatCode))
     patch_autocast(chosen)
     return chosen
 
 
 def restore_mmengine() -> None:
-    """Restore all functions of MMEngine, mmseg and mmdet, and methods of ``FlexibleRunner``."""
-    restore_patches(JOB, LAZY_MODEL, AUTOCAST, VIDEOS, FLEXIBLE_RUNNER, LOADER_WORKERS)
-
-
-def _remembering(format_code: Callable) -> Callable:
-    """Format a config once: MMEngine asks five times for the same text, each 0.7 s for mmdet's."""
-    last: Any = (None, None)
-
-    @wraps(format_code)
-    def call(text: str, *args: Any, **options: Any) -> Any:
-        nonlocal last
-        asked = (text, repr((args, options)))
-        if last[0] != asked:
-            last = (asked, format_code(text, *args, **options))
-        return last[1]
-
-    return call
+    """Restore all functions of MMEngine, mmseg and mmdet."""
+    restore_patches(JOB, LAZY_MODEL, AUTOCAST, VIDEOS, LOADER_WORKERS)
+    _register_loaders(safe=False)
 
 
 def _find_npu() -> None:
@@ -181,50 +151,22 @@ def _patch_instance_data() -> None:
     )
 
 
-def _patch_time_counter(accelerator: Accelerator) -> None:
-    # Decorated functions look these names up at each call.
-    if accelerator.lazy:
-        patch_symbol(TimeCounter, 'print_time', _waiting(TimeCounter.print_time, accelerator))
-        return
-    card = SimpleNamespace(is_available=lambda: True, synchronize=accelerator.synchronize)
-    patch_symbol(time_counter, 'torch', _TorchWith(cuda=card))
-    patch_symbol(time_counter, 'is_cuda_available', card.is_available)
+class _SafeLoader:
+    """A loader of MMEngine's ``CheckpointLoader`` that runs no code of a file."""
 
+    def __init__(self, loader: Callable) -> None:
+        self.loader, self.__name__ = loader, loader.__name__
 
-class _TorchWith(SimpleNamespace):
-    """The module ``torch`` with some attributes replaced."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def _waiting(print_time: Callable, accelerator: Accelerator) -> Callable:
-    """Add the time that the device still needs to a time that is about to be reported."""
-
-    @wraps(print_time)
-    def waiting(counter: TimeCounter, elapsed: float) -> None:
-        count = counter._TimeCounter__count
-        reports = count >= counter.warmup_interval and count % counter.log_interval == 0
-        if counter.with_sync and reports:
-            start = time.perf_counter()
-            accelerator.synchronize(rank_device()[1])
-            elapsed += time.perf_counter() - start
-        print_time(counter, elapsed)
-
-    return waiting
-
-
-def _patch_checkpoint_loader() -> None:
-    """Keep MMEngine's checkpoint loader from running code of a file."""
-    of_mmengine = CheckpointLoader.load_checkpoint.__func__
-
-    @wraps(of_mmengine)
-    def load_checkpoint(cls: type, filename: str, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, filename: str, *args: Any, **kwargs: Any) -> Any:
         with safe_loading(filename):
-            return of_mmengine(cls, filename, *args, **kwargs)
+            return self.loader(filename, *args, **kwargs)
 
-    patch_symbol(CheckpointLoader, 'load_checkpoint', classmethod(load_checkpoint))
-    patch_symbol(checkpoint_functions, 'load_state_dict', load_state_dict)
+
+def _register_loaders(safe: bool) -> None:
+    """Register MMEngine's loaders of checkpoints anew, safe or as they were."""
+    for prefix, loader in list(CheckpointLoader._schemes.items()):
+        own = loader.loader if isinstance(loader, _SafeLoader) else loader
+        CheckpointLoader.register_scheme(prefix, _SafeLoader(own) if safe else own, force=True)
 
 
 def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
@@ -254,22 +196,3 @@ def _naming_lazy_tensors(type_of: Callable) -> Callable:
         return of_host.replace('torch.', 'torch.xla.', 1)
 
     return named
-
-
-def _explaining_missing_group(convert: Callable) -> Callable:
-    """Explain why ``convert_sync_batchnorm(..., 'mmcv')`` fails without a process group."""
-
-    @wraps(convert)
-    def converted(module: nn.Module, implementation: str = 'torch', **kwargs: Any) -> nn.Module:
-        try:
-            return convert(module, implementation, **kwargs)
-        except (ValueError, RuntimeError) as error:
-            if implementation != 'mmcv' or is_distributed() or isinstance(error, ModelError):
-                raise
-            raise ModelError(
-                "convert_sync_batchnorm(..., 'mmcv'): mmcv's SyncBatchNorm needs a process group, "
-                "and this process has started none. Choose 'torch', or start the job with a "
-                'launcher, e.g. mmdevplug train --nproc 2.'
-            ) from error
-
-    return converted

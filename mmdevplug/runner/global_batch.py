@@ -17,6 +17,7 @@ from mmdevplug.environments.launch import LaunchEnv, most_ranks
 from mmdevplug.errors import LaunchError
 from mmdevplug.optim.replay_schedulers import scale_lr
 from mmdevplug.optim.split_step import SplitCollate, SplitStep
+from mmdevplug.utils.patching import replace_attribute
 
 
 class GlobalBatch(NamedTuple):
@@ -172,7 +173,8 @@ class GlobalBatchKeeper:
         """Let the model train on batches of several parts."""
         model = self.runner.model
         if self.splits and not isinstance(model.train_step, SplitStep):
-            model.train_step = SplitStep(model.train_step, self.share.steps)
+            step = SplitStep(model.train_step, self.share.steps)
+            replace_attribute(model, 'train_step', step)
 
     def scale_lr(self, optim_wrapper: Any, is_scaled: bool) -> None:
         """Multiply learning rates, unless MMEngine has done so for the batch of this job."""

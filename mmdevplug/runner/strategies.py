@@ -20,6 +20,7 @@ from mmdevplug.checkpoint.resume_settings import ResumeSettings, list_optimizers
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.data.padding import build_padded
+from mmdevplug.errors import DevPlugError
 from mmdevplug.model.prepare import place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.apply_options import Parallelism
@@ -27,7 +28,6 @@ from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_cons
 from mmdevplug.registry import import_parts
 from mmdevplug.utils.model import unwrap_model
 
-from .flexible_runner import patch_flexible_runner
 from .global_batch import refuse_for_flexible_runner
 from .init_device import init_from_options
 
@@ -36,8 +36,8 @@ from .init_device import init_from_options
 class DeviceStrategy(DDPStrategy):
     """Do for ``FlexibleRunner`` what :class:`mmdevplug.DeviceRunner` does.
 
-    It works in single processes and in distributed jobs, and gives FlexibleRunner the hooks of
-    DeviceRunner.
+    It works in single processes and in distributed jobs, in a
+    :class:`mmdevplug.runner.DeviceFlexibleRunner`.
 
     Args:
         accelerator (str or dict, optional): As the key ``accelerator`` of DeviceRunner, with all
@@ -46,13 +46,16 @@ class DeviceStrategy(DDPStrategy):
         **kwargs: See :class:`mmengine._strategy.DDPStrategy`.
 
     Examples:
-        >>> FlexibleRunner(model=..., strategy=dict(type='DeviceStrategy', accelerator='xla'))
+        >>> strategy = dict(type='DeviceStrategy', accelerator='xla')
+        >>> DeviceFlexibleRunner(model=..., strategy=strategy)
     """
 
     #: One device for each process.
     parallelism = Parallelism(ModelParallelOptions(enable=False))
     #: What to do with a checkpoint that is resumed, once its weights are loaded.
     _compare: Optional[Callable[[Dict[str, Any]], None]] = None
+    #: Whether the runner is :class:`mmdevplug.runner.DeviceFlexibleRunner`.
+    has_runner = False
     #: What of the loaded weights does not fit the model.
     misfit: Optional[str] = None
 
@@ -73,14 +76,25 @@ class DeviceStrategy(DDPStrategy):
         )
         super()._setup_env(launcher=launcher, dist_cfg=dist_cfg, **kwargs)
         self.device_context.accelerator.manual_seed(self._seed)
-        patch_flexible_runner()
 
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
         """Build the model; see :meth:`mmdevplug.DeviceRunner.build_model`."""
         return build_padded(super().build_model, model, self.accelerator_options.pad_to)
 
     def collect_env(self) -> Tuple[dict, dict]:
-        """Collect what MMEngine reports of the environment, and all devices of the accelerator."""
+        """Collect what MMEngine reports of the environment, and all devices of the accelerator.
+
+        Runners ask as they are built.
+
+        Raises:
+            DevPlugError: If it is MMEngine's FlexibleRunner, which lacks our hooks.
+        """
+        if not self.has_runner:
+            raise DevPlugError(
+                f"{type(self).__name__} is in MMEngine's FlexibleRunner, which has none of our "
+                f"hooks. Expected runner_type='DeviceFlexibleRunner', or in a script "
+                f'mmdevplug.runner.DeviceFlexibleRunner.'
+            )
         system, runtime = super().collect_env()
         return system, {**runtime, **describe_devices(self.device_context.accelerator)}
 
@@ -219,7 +233,7 @@ class ModelParallelStrategy(DeviceStrategy):
     Examples:
         >>> strategy = dict(type='ModelParallelStrategy', accelerator='xla',
         ...                 model_parallel=dict(devices=4))
-        >>> FlexibleRunner(model=..., strategy=strategy)
+        >>> DeviceFlexibleRunner(model=..., strategy=strategy)
     """
 
     def __init__(

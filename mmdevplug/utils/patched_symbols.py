@@ -1,10 +1,10 @@
-"""List every symbol of another package that is replaced, with the reason and the period.
+"""List every symbol of another package that is replaced, and every attribute of its objects.
 
 :func:`mmdevplug.utils.patching.patch_symbol` refuses symbols that are not listed. ``mmdevplug
 doctor`` prints the list, and ``docs/patch_table.py`` writes the page ``patches.md`` from it.
 """
 
-from typing import List, NamedTuple, Sequence
+from typing import List, NamedTuple, Sequence, Tuple
 
 
 class Period(NamedTuple):
@@ -22,7 +22,6 @@ AUTOCAST = Period(
     '`restore_mmengine()`',
 )
 VIDEOS = Period('a run of several ranks begins that has imported mmdet', '`restore_mmengine()`')
-FLEXIBLE_RUNNER = Period('a `DeviceStrategy` starts', '`restore_mmengine()`')
 PROCESS_GROUP = Period(
     '`init_device()`, where PyTorch finds no accelerator',
     '`restore_barrier()`',
@@ -36,7 +35,10 @@ AUTOPATCH = Period('the import of `mmdevplug.autopatch`', 'the end of the proces
 WATCH = Period('a distributed job begins to watch its ranks', 'the end of the process')
 IMPORTS = Period('`mmdevplug` begins to import what a command needs', 'its end')
 OPTIMIZERS = Period('these imports reach `mmengine.optim`', 'the end of the process')
-LAUNCHER = Period('`mmdevplug train --nproc` starts ranks', 'the end of the launcher process')
+LAUNCHER = Period(
+    '`mmdevplug train --nproc` starts ranks, with PyTorch 2.9 and before',
+    'the end of the launcher process',
+)
 ELASTIC = Period(
     '`mmdevplug train --nnodes MIN:MAX` starts ranks', 'the end of the launcher process'
 )
@@ -89,13 +91,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine names log files after the rank alone.',
     ),
     *_symbols(
-        'mmengine.config.config: FormatCode',
-        JOB,
-        'MMEngine formats the config five times as a job starts, which takes up to a second each; '
-        'the replacement remembers the last text.',
-        'MMEngine keeps the text of a config that has not changed.',
-    ),
-    *_symbols(
         'mmengine.dist.dist: collect_results_cpu _collect_results_device',
         JOB,
         'Metrics gather results through a folder, which hosts need not share and which may not be '
@@ -107,12 +102,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         VIDEOS,
         'Metrics of videos gather results through a folder.',
         "mmdet calls MMEngine's function.",
-    ),
-    *_symbols(
-        'mmengine.runner.checkpoint.CheckpointLoader: load_checkpoint',
-        JOB,
-        'It runs code from checkpoints, or with PyTorch 2.6 and later refuses those of MMEngine.',
-        'MMEngine loads with `weights_only=True` and names its own classes.',
     ),
     *_symbols(
         'mmengine.runner.checkpoint: load_state_dict',
@@ -128,29 +117,11 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine checks the dtype of an index and not its class.',
     ),
     *_symbols(
-        'mmengine.utils.dl_utils.time_counter.TimeCounter: print_time',
-        JOB,
-        'On a lazy device it reports before the device has finished.',
-        'MMEngine synchronizes any accelerator in `TimeCounter`.',
-    ),
-    *_symbols(
-        'mmengine.utils.dl_utils.time_counter: torch is_cuda_available',
-        JOB,
-        '`TimeCounter` waits for CUDA alone.',
-        'MMEngine synchronizes any accelerator in `TimeCounter`.',
-    ),
-    *_symbols(
         'mmengine.infer.infer.BaseInferencer: _init_model',
         JOB,
         'Inferencers keep synchronized batch normalization, and on a lazy device compute every '
         'sample as a graph of its own.',
         'MMEngine has a place where an inferencer prepares its model.',
-    ),
-    *_symbols(
-        'mmengine.model.utils: convert_sync_batchnorm',
-        JOB,
-        "With 'mmcv' and no process group it fails with a message that does not name the cause.",
-        'mmcv says that its SyncBatchNorm needs a process group.',
     ),
     *_symbols(
         'torch.Tensor: type',
@@ -172,14 +143,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'It indexes with a mask, whose varying size makes a lazy device compile every iteration '
         'anew; it is replaced in each module of the model that imported it.',
         'mmseg multiplies with the mask.',
-    ),
-    *_symbols(
-        'mmengine.runner._flexible_runner.FlexibleRunner: '
-        'register_hooks register_hook build_log_processor train val test',
-        FLEXIBLE_RUNNER,
-        'FlexibleRunner tells its strategy nothing of hooks, logs and errors; with any other '
-        "strategy the replacement calls MMEngine's method.",
-        'FlexibleRunner has methods that a strategy can override for these.',
     ),
     *_symbols(
         'torch.distributed: barrier',
@@ -260,22 +223,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         LAUNCHER,
         'torchrun installs its own signal handlers right before it starts ranks, so ours have to '
         'be installed after them.',
-        'torchrun lets the caller choose the signals that it forwards.',
-    ),
-    *_symbols(
-        'torch.distributed.elastic.rendezvous.static_tcp_rendezvous.StaticTCPRendezvous: '
-        'next_rendezvous',
-        LAUNCHER,
-        'It waits in silence for hosts that are missing, and in the end says how many there are.',
-        'torchrun names the hosts that are missing.',
-    ),
-    *_symbols(
-        'torch.distributed.elastic.rendezvous.dynamic_rendezvous.DynamicRendezvousHandler: '
-        'next_rendezvous',
-        ELASTIC,
-        'torchrun tells ranks neither that hosts have met before, so that training goes on, nor '
-        'where the ranks of this round meet, if rank 0 was on another host before.',
-        'torchrun passes the number of the round to ranks, and forgets where the last one met.',
+        'The oldest PyTorch in use has `--signals-to-handle` of torchrun, which 2.9 lacks.',
     ),
     *_symbols(
         'torch.distributed.elastic.agent.server.api.SimpleElasticAgent: _rendezvous',
@@ -304,6 +252,93 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'PyTorch 1.13.',
     ),
 )
+
+
+class ReplacedAttribute(NamedTuple):
+    """An attribute that is replaced on single objects of other packages, never on their class."""
+
+    objects: str  #: Which objects.
+    names: Tuple[str, ...]  #: Their attributes.
+    reason: str  #: Why they are replaced.
+    ends: str  #: How long.
+
+
+_LIFE = 'as long as the object'
+
+REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
+    ReplacedAttribute(
+        'modules of a model on a lazy device',
+        ('postprocess_result', 'predict_by_feat', 'merge_preds'),
+        'Predictions have sizes that vary, so their last part is computed on the host.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        'batch normalizations of a model, and samplers that are tried',
+        ('__class__',),
+        'Whatever holds the object keeps it: a layer gets another way to compute, a copy of a '
+        'sampler gives its first samples alone.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        'data preprocessors, with `pad_to`; models, with `num_microbatches` or `precision`',
+        ('forward', 'batch_augments'),
+        'Inputs are padded before and filled after normalization; batches are split, or computed '
+        'in mixed precision.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        'models on several devices, or with `global_batch`, and their parts',
+        (
+            *('train_step', 'val_step', 'test_step', 'loss', 'loss_and_predict'),
+            *('loss_and_target', 'loss_by_feat', 'predict', 'predict_by_feat'),
+        ),
+        'Steps run under the guard or on parts of a batch; methods beside `forward` move their '
+        'arguments to the device of the module.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        'data loaders of the runner',
+        ('batch_sampler', 'worker_init_fn', '_iterator'),
+        'Loading goes on in the middle of an epoch, seeds each batch, and keeps workers from '
+        'signals that a rank handles.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        'the data set in a worker process',
+        ('__getitems__',),
+        'The seed of a batch is set before its samples are loaded.',
+        'the worker process',
+    ),
+    ReplacedAttribute(
+        'the loop of a run that is resumed in the middle of an epoch',
+        ('run_iter',),
+        'Hooks get the index of each batch in the whole epoch.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
+        "the vendor's module in `torch`, if it lacks them",
+        ('is_available', 'device_count'),
+        'PyTorch calls them.',
+        'the process',
+    ),
+    ReplacedAttribute(
+        "the loader of mmcv's extension",
+        ('exec_module',),
+        'Its operators are replaced as soon as it is loaded.',
+        'until it is loaded',
+    ),
+)
+
+
+def find_attribute(name: str) -> ReplacedAttribute:
+    """Look up an attribute in the list, or raise LookupError."""
+    for attribute in REPLACED_ATTRIBUTES:
+        if name in attribute.names:
+            return attribute
+    raise LookupError(
+        f'{name} is not in REPLACED_ATTRIBUTES of mmdevplug/utils/patched_symbols.py: add it '
+        f'there with the reason before you replace it.'
+    )
 
 
 def find_symbol(owner: str, name: str) -> PatchedSymbol:

@@ -1,7 +1,7 @@
 """Replace symbols of other packages for a while, record what is replaced, and restore it.
 
-Every replacement goes through :func:`patch_symbol` and is listed in
-:mod:`mmdevplug.utils.patched_symbols`.
+Every replacement goes through :func:`patch_symbol`, or on one object through
+:func:`replace_attribute`, and is listed in :mod:`mmdevplug.utils.patched_symbols`.
 """
 
 import threading
@@ -11,7 +11,7 @@ from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any, Callable, Iterator, List, Optional
 
-from .patched_symbols import PatchedSymbol, Period, find_symbol
+from .patched_symbols import PatchedSymbol, Period, find_attribute, find_symbol
 
 Handler = Callable[..., Any]
 
@@ -67,6 +67,22 @@ def patch_symbol(
         _write(owner, name, replacement)
         _active.append(patch)
     return patch
+
+
+def replace_attribute(instance: Any, name: str, replacement: Any, direct: bool = False) -> None:
+    """Replace an attribute of one object, which must be listed in ``REPLACED_ATTRIBUTES``.
+
+    Args:
+        instance (object): Of another package.
+        name (str): The attribute.
+        replacement: The new value.
+        direct (bool): Bypass ``__setattr__`` of the object. Defaults to False.
+
+    Examples:
+        >>> replace_attribute(loader, 'batch_sampler', batches, direct=True)
+    """
+    find_attribute(name)
+    (object.__setattr__ if direct else setattr)(instance, name, replacement)
 
 
 def active_patches(*periods: Period) -> List[Patch]:

@@ -81,7 +81,7 @@ def run(work_dir, options, resume=False, stop=None, choice='checkpoint', flexibl
         cfg['load_from'] = str(resume)
     if flexible:
         cfg.update(strategy=dict(type='DeviceStrategy', accelerator=cfg.pop('accelerator')))
-        cfg.update(runner_type='FlexibleRunner')
+        cfg.update(runner_type='DeviceFlexibleRunner')
     with quickly():
         runner, rates = RUNNERS.build(Config(cfg)), Rates()
         runner.register_hook(rates)

@@ -8,13 +8,13 @@ from mmengine.config import Config
 from mmengine.infer import BaseInferencer
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
-from mmengine.runner import FlexibleRunner
 from torch import nn
 
 from mmdevplug.checkpoint.fitting import load_model
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.load_weights import load_weights
 from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
+from mmdevplug.runner import DeviceFlexibleRunner
 from tests.checkpoint.training import build, config
 from tests.ranks import run_ranks
 
@@ -246,7 +246,7 @@ def results_of_part(folder, flexible):
         if flexible:
             cfg = {k: v for k, v in cfg.items() if k not in ('runner_type', 'accelerator')}
             cfg['strategy'] = dict(type='DeviceStrategy', accelerator='cpu')
-            runner = FlexibleRunner.from_cfg(cfg)
+            runner = DeviceFlexibleRunner.from_cfg(cfg)
         else:
             runner = build(**dict(_only(cfg)))
         heard, logger = Lines(), MMLogger.get_current_instance()

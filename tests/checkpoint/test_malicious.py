@@ -48,13 +48,14 @@ def test_it(work_dir, path):
 
 def resume_with_flexible_runner(work_dir, path):
     from mmengine.config import Config
-    from mmengine.runner import FlexibleRunner
+
+    from mmdevplug.runner import DeviceFlexibleRunner
 
     cfg = config(work_dir)
     for key in ('runner_type', 'accelerator', 'launcher'):
         cfg.pop(key)
     cfg.update(strategy=dict(type='DeviceStrategy', accelerator='cpu'), resume=True)
-    FlexibleRunner.from_cfg(Config(dict(cfg, load_from=path))).train()
+    DeviceFlexibleRunner.from_cfg(Config(dict(cfg, load_from=path))).train()
 
 
 def load_as_older_pytorch(work_dir, path):

@@ -347,7 +347,8 @@ def test_stock_mmengine_resumes_from_ours_and_we_from_its(tmp_path):
 
 def flexible(work_dir, die):
     from mmengine.config import Config
-    from mmengine.runner import FlexibleRunner
+
+    from mmdevplug.runner import DeviceFlexibleRunner
 
     cfg = config(work_dir)
     for key in ('runner_type', 'accelerator', 'launcher'):
@@ -356,7 +357,7 @@ def flexible(work_dir, die):
     cfg['default_hooks']['checkpoint'] = dict(type='SafeCheckpointHook', interval=1)
     cfg['custom_hooks'] = [dict(type='DieAt', iteration=30)] if die else []
     cfg['resume'] = not die
-    runner = FlexibleRunner.from_cfg(Config(cfg))
+    runner = DeviceFlexibleRunner.from_cfg(Config(cfg))
     runner.train()
     return runner.train_loop.iter
 

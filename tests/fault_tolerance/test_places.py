@@ -2,7 +2,6 @@
 
 import threading
 import time
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -97,22 +96,19 @@ def test_a_start_names_the_ranks_that_are_missing():
         assert 'rank 2 of 4 (which has not started); rank 3 of 4 (which has not' in message
 
 
-def host_of(rank, hosts, port, seconds):
-    wait = timedelta(seconds=seconds)
-    return SimpleNamespace(
-        rank=rank, world_size=hosts, master_addr='127.0.0.1', master_port=port, timeout=wait
-    )
-
-
 def test_a_start_names_the_hosts_that_are_missing():
-    from mmdevplug.cli.elastic_agent import _store_of_hosts
+    from mmdevplug.cli.elastic_agent import store_of_hosts
 
-    port = free_port()
+    place = ('127.0.0.1', free_port())
     errors = []
+
+    def meet(rank, seconds):
+        conf = f'timeout={seconds}'
+        store_of_hosts(SimpleNamespace(node_rank=rank, nnodes='3', rdzv_conf=conf), place)
 
     def host_2():
         try:
-            _store_of_hosts(host_of(2, 3, port, 30))
+            meet(2, 30)
         except LaunchError as error:
             errors.append(str(error))
 
@@ -120,7 +116,7 @@ def test_a_start_names_the_hosts_that_are_missing():
     other = threading.Timer(1, host_2)
     other.start()
     with pytest.raises(LaunchError, match=r'host 0 has waited \d+ s for host\(s\) 1 of 3 at'):
-        _store_of_hosts(host_of(0, 3, port, 6))
+        meet(0, 6)
     other.join(40)
     assert 'host 2 has waited' in errors[0]
     assert 'for host(s) 1 of 3' in errors[0]

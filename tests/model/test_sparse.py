@@ -174,9 +174,8 @@ def assert_close(found, reference, close, name):
 
 
 def train_on_device(accelerator, work_dir, frozen=False):
-    from mmengine.runner import FlexibleRunner
-
     from mmdevplug import DeviceRunner
+    from mmdevplug.runner import DeviceFlexibleRunner
 
     install_card(accelerator)
     model = make()
@@ -201,7 +200,7 @@ def train_on_device(accelerator, work_dir, frozen=False):
     strategy = dict(type='DeviceStrategy', accelerator=accelerator)
     for kind, named in (
         (DeviceRunner, dict(accelerator=accelerator)),
-        (FlexibleRunner, dict(strategy=strategy)),
+        (DeviceFlexibleRunner, dict(strategy=strategy)),
     ):
         if frozen:
             kind(**options, **named, experiment_name=f'{kind.__name__}').train()

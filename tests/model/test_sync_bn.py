@@ -9,7 +9,7 @@ from torch import nn
 from mmdevplug.errors import ModelError
 from mmdevplug.model.norm_layers import SYNC_BN, check_sync_bn, convert_norm_layers
 from tests.columns import CUDA, NATIVE, backend_of, job_of, lazy
-from tests.jobs import PLAIN, install_card, largest_difference, need_mmcv_operations, train_digits
+from tests.jobs import PLAIN, install_card, largest_difference, train_digits
 from tests.model.sync_bn_cases import CASES, compare, run_all
 from tests.ranks import RanksFailed, run_ranks
 
@@ -150,25 +150,6 @@ def place_with_mmcv():
         return None
     converted = place_model(Layers(), context, sync_bn='mmcv').module
     return type(converted.plain).__module__
-
-
-def convert_with_mmcv_alone():
-    from mmengine.model import convert_sync_batchnorm
-
-    import mmdevplug
-
-    mmdevplug.patch_mmengine('cpu')
-    layers = nn.Sequential(nn.Conv2d(3, 8, 2), nn.BatchNorm2d(8))
-    with pytest.raises(ModelError, match='mmcv.*needs a process group'):
-        convert_sync_batchnorm(layers, 'mmcv')
-    with pytest.raises(ValueError, match='sync_bn'):
-        convert_sync_batchnorm(layers, 'other')
-    return type(convert_sync_batchnorm(layers)[1]).__name__
-
-
-def test_mmcv_alone_is_told_that_it_needs_a_process_group():
-    need_mmcv_operations()
-    assert run_ranks(convert_with_mmcv_alone, 0) == ['SyncBatchNorm']
 
 
 def test_mmcv_converts_or_says_what_is_missing():

@@ -6,11 +6,11 @@ import re
 import pytest
 import torch
 from mmengine.registry import RUNNERS
-from mmengine.runner import FlexibleRunner
 
 from mmdevplug.accelerators import get_accelerator
 from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
+from mmdevplug.runner import DeviceFlexibleRunner
 from tests.columns import CUDA, within
 from tests.jobs import (
     ROOT,
@@ -302,7 +302,7 @@ def flexible(work_dir, count):
     install_card('zeta')
     cfg = config('classifier', 'zeta', work_dir)
     cfg.pop('accelerator')
-    cfg.runner_type = 'FlexibleRunner'
+    cfg.runner_type = 'DeviceFlexibleRunner'
     cfg.custom_imports = dict(imports=['mmdevplug'])
     cfg.strategy = dict(type='DeviceStrategy', accelerator='zeta')
     if count > 1:
@@ -311,7 +311,7 @@ def flexible(work_dir, count):
         )
     cfg.env_cfg = {}
     runner = RUNNERS.build(cfg)
-    assert isinstance(runner, FlexibleRunner)
+    assert isinstance(runner, DeviceFlexibleRunner)
     runner.train()
     devices = sorted({str(tensor.device) for tensor in runner.model.parameters()})
     return weights_of(runner.model), devices

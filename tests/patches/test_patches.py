@@ -9,17 +9,17 @@ from contextlib import suppress
 
 import pytest
 import torch
-from mmengine.config import config as config_module
 from mmengine.registry import DefaultScope, Registry
 from torch import distributed as torch_dist
 
 from mmdevplug.utils import patched_symbols
-from mmdevplug.utils.patched_symbols import PATCHED_SYMBOLS
+from mmdevplug.utils.patched_symbols import PATCHED_SYMBOLS, REPLACED_ATTRIBUTES
 from mmdevplug.utils.patching import (
     LocalPatch,
     active_patches,
     full_name,
     patch_symbol,
+    replace_attribute,
     restore_patches,
 )
 from tests.columns import job_of
@@ -27,8 +27,10 @@ from tests.jobs import ROOT, need_mmcv_operations, train_digits
 from tests.ranks import run_ranks
 
 PACKAGES = ('mmengine', 'mmcv', 'mmseg', 'torch')
-#: What MMEngine and PyTorch change by themselves in a job: the scopes of runners, and counters.
+#: What MMEngine and PyTorch change by themselves in a job: the scopes of runners, counters, and
+#: the loaders of checkpoints, where ours are registered.
 STATE = {
+    ('mmengine.runner.checkpoint.CheckpointLoader', '_schemes'),
     ('mmengine.registry.default_scope.DefaultScope', '_instance_dict'),
     ('torch.utils.hooks.RemovableHandle', 'next_id'),
     ('torch.distributed.distributed_c10d', '_group_count'),
@@ -74,7 +76,7 @@ def recorded():
     }
 
 
-def watch_job(accelerator, folder, flexible):
+def watch_job(accelerator, folder):
     """What jobs in one process change: before, in the middle, at the end, after restoring."""
     from mmengine.hooks import Hook
     from mmengine.registry import HOOKS
@@ -83,7 +85,6 @@ def watch_job(accelerator, folder, flexible):
     from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
     from mmdevplug.patches.mmengine import restore_mmengine
     from tests.jobs import install_card
-    from tests.runner import test_flexible_runner
 
     with suppress(ImportError):  # mmcv-lite
         import mmcv.ops  # noqa: F401
@@ -99,9 +100,6 @@ def watch_job(accelerator, folder, flexible):
 
     def train(name):
         hooks = [dict(type='SnapshotHook')]
-        if flexible:
-            test_flexible_runner.flexible(folder / name, hooks, iterations=3).train()
-            return
         train_digits(
             accelerator,
             folder / name,
@@ -142,21 +140,14 @@ def symbols_of(*periods, without=()):
 
 
 INDICES = ('BoolTypeTensor', 'LongTypeTensor', 'IndexType')
-CLOCK = ('torch', 'is_cuda_available')
 
 
-def expected_of(accelerator, ranks, flexible):
+def expected_of(accelerator, ranks):
     """The symbols that a job patches by the list."""
-    without = dict(cpu=(*INDICES, *CLOCK, 'print_time'), xla=CLOCK).get(
-        accelerator, ('print_time',)
-    )
+    without = INDICES if accelerator == 'cpu' else ()
     without = (*without, 'type', 'IS_NPU_AVAILABLE')  # a T20's, an NPU's
-    if not hasattr(config_module, 'FormatCode'):
-        without = (*without, 'FormatCode')
     periods = (patched_symbols.JOB, patched_symbols.AUTOCAST, patched_symbols.LOADER_WORKERS)
     found = symbols_of(*periods, without=without)
-    if flexible:
-        found |= symbols_of(patched_symbols.FLEXIBLE_RUNNER)
     if ranks > 1:
         found |= symbols_of(patched_symbols.WATCH)
         if accelerator != 'cpu':
@@ -173,22 +164,18 @@ def expected_of(accelerator, ranks, flexible):
     return found
 
 
-def check_job(accelerator, ranks, folder, flexible=False):
+def check_job(accelerator, ranks, folder):
     options = job_of(accelerator, ranks) if accelerator == 'xla' else {}
     number = ranks if ranks > 1 else 0
-    for found in run_ranks(watch_job, number, accelerator, folder, flexible, **options):
+    for found in run_ranks(watch_job, number, accelerator, folder, **options):
         assert found['during'] == found['after'] == found['again'] == found['recorded']
-        assert set(found['listed']) == expected_of(accelerator, ranks, flexible)
+        assert set(found['listed']) == expected_of(accelerator, ranks)
         assert found['left'] == found['active'] == set()
 
 
 @pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 1), ('zeta', 1), ('zeta', 2)])
 def test_a_job_changes_what_the_list_says_and_all_of_it_is_restored(accelerator, ranks, tmp_path):
     check_job(accelerator, ranks, tmp_path)
-
-
-def test_a_job_of_flexible_runner_changes_what_the_list_says(tmp_path):
-    check_job('cpu', 1, tmp_path, flexible=True)
 
 
 @pytest.mark.xla
@@ -229,57 +216,6 @@ def test_log_files_have_mmengines_device_without_a_runner():
     assert run_ranks(device_id_without_a_runner, 2) == [(0, 0), (1, 1)]
 
 
-@pytest.mark.skipif(
-    not hasattr(config_module, 'FormatCode'),
-    reason='MMEngine from 0.11 imports the function each time that it formats',
-)
-def test_a_config_is_formatted_once_until_it_changes(monkeypatch):
-    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
-
-    formatted = []
-    stock = config_module.FormatCode
-
-    def counted(text, **options):
-        formatted.append(text)
-        return stock(text, **options)
-
-    monkeypatch.setattr(config_module, 'FormatCode', counted)
-    config = config_module.Config(dict(model=dict(type='One', width=8)))
-    expected = config.pretty_text
-    patch_mmengine('cpu')
-    try:
-        formatted.clear()
-        assert [config.pretty_text for _ in range(5)] == [expected] * 5
-        assert len(formatted) == 1
-        config.model.width = 16
-        assert config.pretty_text == expected.replace('8', '16')
-        assert len(formatted) == 2
-    finally:
-        restore_mmengine()
-    assert config_module.FormatCode is counted
-
-
-def test_flexible_runner_is_patched_once_and_restored():
-    from mmengine.runner import FlexibleRunner
-
-    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
-    from mmdevplug.runner.flexible_runner import patch_flexible_runner
-
-    restore_mmengine()
-    before = dict(vars(FlexibleRunner))
-    patch_flexible_runner()
-    patched = dict(vars(FlexibleRunner))
-    patch_flexible_runner()
-    patch_mmengine('cpu')  # another runner of this process
-    assert dict(vars(FlexibleRunner)) == patched
-    names = {str(patch.symbol) for patch in active_patches(patched_symbols.FLEXIBLE_RUNNER)}
-    assert names == symbols_of(patched_symbols.FLEXIBLE_RUNNER)
-    assert {f'{full_name(FlexibleRunner)}.{name}' for name in before if before[name] is not
-            patched[name]} == names  # fmt: skip
-    restore_mmengine()
-    assert dict(vars(FlexibleRunner)) == before
-
-
 # the helper -------------------------------------------------------------------------------------
 
 
@@ -289,6 +225,8 @@ def test_a_symbol_that_is_not_listed_is_refused():
         patch_symbol(torch, 'save', print)
     with pytest.raises(LookupError), LocalPatch(torch, 'save')(print):
         pass
+    with pytest.raises(LookupError, match=r'shape is not in REPLACED_ATTRIBUTES of .*: add it'):
+        replace_attribute(torch.nn.Linear(1, 1), 'shape', 1)
     assert torch.save is original
     assert not [patch for patch in active_patches() if patch.name == 'save']
 
@@ -348,7 +286,7 @@ def test_accuracy_is_recorded_where_it_was_imported():
 # the list ---------------------------------------------------------------------------------------
 
 #: Came with later releases than some that are supported, or are gone from the newest.
-OPTIONAL = {'all_gather_into_tensor', 'reduce_scatter_tensor', 'FormatCode', '*'}
+OPTIONAL = {'all_gather_into_tensor', 'reduce_scatter_tensor', '*'}
 
 
 def sources():
@@ -381,11 +319,11 @@ def test_every_listed_name_is_patched_somewhere():
     for path, tree in sources():
         if path.name != 'patched_symbols.py':
             for node in ast.walk(tree):
-                # Strings, keywords of a dict, and FlexibleRunner's methods, patched by name.
-                found = [getattr(node, key, None) for key in ('value', 'arg', 'name')]
+                # Strings, and keywords of a dict.
+                found = [getattr(node, key, None) for key in ('value', 'arg')]
                 named.update(each for each in found if isinstance(each, str))
     listed = {symbol.name for symbol in PATCHED_SYMBOLS} - {'*'}
-    assert {name for name in listed if not {name, f'_{name}'} & named} == set()
+    assert {name for name in listed if name not in named} == set()
 
 
 def foreign_targets(tree):
@@ -414,14 +352,35 @@ def foreign_targets(tree):
                     yield node.lineno
 
 
+#: Attributes of single objects that are assigned to elsewhere: values of ours, and of tensors.
+OWN = {'deferred_norm.py', 'process_group.py', 'traffic.py', 'wrapper.py', 'collectives_rank.py'}
+
+
+def listed_targets(tree):
+    """Attributes of objects that REPLACED_ATTRIBUTES lists, or names that cannot be read."""
+    names = {name for each in REPLACED_ATTRIBUTES for name in each.names}
+    for node in ast.walk(tree):
+        for target in getattr(node, 'targets', []) if isinstance(node, ast.Assign) else []:
+            own = getattr(getattr(target, 'value', None), 'id', '') in ('self', 'cls')
+            if getattr(target, 'attr', '') in names and not own:
+                yield node.lineno
+        if getattr(getattr(node, 'func', None), 'id', '') == 'setattr':
+            yield node.lineno
+
+
 def test_nothing_is_replaced_but_by_the_helper():
     found = [
         f'{path.relative_to(ROOT)}:{line}'
         for path, tree in sources()
         if path.name != 'patching.py'
-        for line in foreign_targets(tree)
+        for line in (
+            *foreign_targets(tree),
+            *(() if path.name in OWN else listed_targets(tree)),
+        )
     ]
     assert found == []
+    assert list(listed_targets(ast.parse('model.forward = 1')))
+    assert list(listed_targets(ast.parse('setattr(model, name, 1)')))
     assert list(foreign_targets(ast.parse('import torch.cuda\ntorch.cuda.x = 1')))
     assert list(foreign_targets(ast.parse('from a import b as c\nsetattr(c, "x", 1)')))
 
@@ -448,6 +407,7 @@ def test_the_page_is_what_the_list_says(language, page):
 def test_the_translation_has_nothing_that_is_not_listed(page):
     firsts = [str(group[0]) for group in patched_symbols.group_symbols()]
     assert list(page.REASONS) == firsts
+    assert len(page.ATTRIBUTES) == len(REPLACED_ATTRIBUTES)
     assert set(page.PERIODS) == {symbol.period for symbol in PATCHED_SYMBOLS}
 
 

@@ -181,27 +181,28 @@ def test_classes_that_the_user_allowed_stay_allowed(files):
         torch.serialization.add_safe_globals(known)
 
 
-def test_a_scheme_registered_meanwhile_is_safe_and_stays(files):
+def test_registered_schemes_are_safe_until_they_are_restored(files):
     from mmdevplug import patch_mmengine
     from mmdevplug.patches.mmengine import restore_mmengine
 
     restore_mmengine()  # another test in this process may have left it patched
-    before = vars(CheckpointLoader)['load_checkpoint']
+    before = dict(CheckpointLoader._schemes)
+
+    @CheckpointLoader.register_scheme(prefixes='mine://')
+    def load_from_mine(filename, map_location=None):
+        return load_file(files[filename[len('mine://') :]], map_location=map_location)
+
     patch_mmengine('cpu')
+    patch_mmengine('cpu')  # as a second runner of a process
     try:
-
-        @CheckpointLoader.register_scheme(prefixes='mine://')
-        def load_from_mine(filename, map_location=None):
-            return load_file(files[filename[len('mine://') :]], map_location=map_location)
-
         assert 'log' in CheckpointLoader.load_checkpoint('mine://buffer', 'cpu')
         with pytest.raises(CheckpointError, match='Unknown'):
             CheckpointLoader.load_checkpoint('mine://unknown', 'cpu')
     finally:
         restore_mmengine()
-    assert vars(CheckpointLoader)['load_checkpoint'] is before
     assert 'what' in CheckpointLoader.load_checkpoint('mine://unknown', 'cpu')
     del CheckpointLoader._schemes['mine://']
+    assert CheckpointLoader._schemes == before
 
 
 def test_a_models_own_initialization(files, tmp_path):

@@ -44,10 +44,10 @@ def seeded_runner(work_dir, accelerator, seed, diff, flexible):
     cfg['log_level'] = 'WARNING'
     if not flexible:
         return RUNNERS.build(Config(cfg))
-    from mmengine.runner import FlexibleRunner
+    from mmdevplug.runner import DeviceFlexibleRunner
 
     cfg['strategy'] = dict(type='DeviceStrategy', accelerator=accelerator)
-    return FlexibleRunner.from_cfg(Config(cfg))
+    return DeviceFlexibleRunner.from_cfg(Config(cfg))
 
 
 def draw(work_dir, accelerator, flexible=False):

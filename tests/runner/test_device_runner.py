@@ -197,7 +197,7 @@ def test_autopatch_replaces_runner_and_no_subclass(tmp_path):
 
 
 def train_flexible(accelerator, work_dir):
-    from mmengine.runner import FlexibleRunner
+    from mmdevplug.runner import DeviceFlexibleRunner
 
     install_card(accelerator)
     cfg = digits_config(accelerator, work_dir, **PLAIN)
@@ -205,7 +205,7 @@ def train_flexible(accelerator, work_dir):
     cfg.strategy = dict(type='DeviceStrategy', accelerator=accelerator)
     cfg.custom_hooks = [dict(type='DeviceHook')]
     cfg.env_cfg = dict(dist_cfg=dict(backend='nccl'))  # as every OpenMMLab config has it
-    runner = FlexibleRunner.from_cfg(cfg)
+    runner = DeviceFlexibleRunner.from_cfg(cfg)
     runner.train()
     model = getattr(runner.model, 'module', runner.model)
     return type(runner.model).__name__, str(next(model.parameters()).device), weights_of(model)

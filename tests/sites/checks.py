@@ -74,7 +74,7 @@ def _stock_15(facts, name, rank):
 
 
 def _stock_20(facts, name, rank):
-    assert facts == dict(counter=[0, 0, 0], hook=0)
+    assert facts == 0
 
 
 def _stock_21(facts, name, rank):
@@ -214,15 +214,12 @@ def _ours_19(facts, name, rank):
 
 
 def _ours_20(facts, name, rank):
-    # Decorated before the job started; it reports every third call.
-    lazy = device_type(name) == 'xla'
-    assert facts['counter'] == ([0, 0, 1] * 2 if lazy else [2] * 6), facts
-    waits = [one['waits'] for one in facts['job']]
+    waits = [one['waits'] for one in facts]
     # The log is written every second iteration of an epoch and at its end. ProfilerHook waits in
     # the second iteration, too.
     assert waits[1] >= 1
     assert [waits[0], *waits[2:]] == [0, 1, 0, 1, 1], waits
-    assert len({one['executions'] for one in facts['job'][1:]}) == 1, facts['job']
+    assert len({one['executions'] for one in facts[1:]}) == 1, facts
 
 
 def _ours_21(facts, name, rank):

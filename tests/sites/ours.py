@@ -8,7 +8,7 @@ from mmengine.device import get_device
 from mmengine.hooks import Hook, RuntimeInfoHook
 from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import HOOKS, RUNNERS
-from mmengine.runner import FlexibleRunner, LogProcessor, Runner, autocast, load_checkpoint
+from mmengine.runner import LogProcessor, Runner, autocast, load_checkpoint
 from mmengine.structures import InstanceData
 from torch import distributed as torch_dist
 
@@ -17,6 +17,7 @@ from mmdevplug import init_device
 from mmdevplug.accelerators import device_context
 from mmdevplug.hooks import DeviceEmptyCacheHook, DeviceProfilerHook
 from mmdevplug.model.prepare import place_model
+from mmdevplug.runner import DeviceFlexibleRunner
 from tests.columns import NATIVE_BACKENDS, backend_of
 from tests.ranks import free_port
 from tests.sites.devices import (
@@ -34,7 +35,6 @@ from tests.sites.parts import (
     SiteNet,
     SiteParts,
     config,
-    counted_function,
     optim_wrapper,
 )
 from tests.sites.stock import attempt, download, end_group, objects, sums
@@ -102,7 +102,7 @@ def facts_of_ours(name, folder, ports):
     found[17] = _memory(runner)
     found[18] = _seeded(runner, device)
     found[19] = sorted(path.name for path in (folder / 'job').glob('*/*rank*.log'))
-    found[20] = dict(counter=_counted(job['waits']), job=job['by_iteration'])
+    found[20] = job['by_iteration']
     report = job['log'].split('Runtime environment:')[1].split('-----')[0]
     found[21] = [line.strip() for line in report.splitlines() if line.strip()]
     found[22] = attempt(_indexed, device)
@@ -184,7 +184,6 @@ def _train(name, folder):
     return dict(
         runner=runner,
         log=log,
-        waits=observer.waits,
         by_iteration=observer.by_iteration,
         emptied=None if emptied is None else emptied.calls,
         emptying=type(_hook(runner, DeviceEmptyCacheHook)).__name__,
@@ -246,7 +245,7 @@ def _flexible(name, folder):
     cfg.env_cfg = dict()
     cfg.custom_hooks = [dict(type='DeviceHook')]
     cfg.train_cfg.max_epochs = 1
-    runner = FlexibleRunner.from_cfg(cfg)
+    runner = DeviceFlexibleRunner.from_cfg(cfg)
     runner.train()
     return dict(device=str(next(runner.model.parameters()).device), iterations=runner.iter)
 
@@ -285,17 +284,6 @@ def _seeded(runner, device):
     first = drawn(device)
     runner.set_randomness(11)
     return first == drawn(device)
-
-
-def _counted(waits):
-    """Waits of each call of a function that was decorated before this job started."""
-    by_call = []
-    function = counted_function()
-    for _ in range(6):
-        before = waits.calls
-        function()
-        by_call.append(waits.calls - before)
-    return by_call
 
 
 def _indexed(device):

@@ -1,7 +1,5 @@
 """A small model, its data and its configs for the checks of MMEngine's device assumptions."""
 
-import functools
-
 import numpy as np
 import torch
 from mmengine.config import Config
@@ -10,7 +8,6 @@ from mmengine.evaluator import BaseMetric
 from mmengine.infer import BaseInferencer
 from mmengine.model import BaseDataPreprocessor, BaseModel, BaseTTAModel
 from mmengine.registry import DATASETS, METRICS, MODELS, TRANSFORMS
-from mmengine.utils.dl_utils import TimeCounter
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -139,17 +136,6 @@ class SiteInferencer(BaseInferencer):
 
     def postprocess(self, preds, visualization, return_datasample=False, **kwargs):
         return dict(predictions=[one['scores'].cpu().numpy() for one in preds])
-
-
-@functools.lru_cache(maxsize=None)
-def counted_function(log_interval=3):
-    """A function that was decorated before any job started, as in a module of models."""
-
-    @TimeCounter(log_interval=log_interval, tag='sites')
-    def nothing():
-        pass
-
-    return nothing
 
 
 def loader(shuffle=False):

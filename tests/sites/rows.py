@@ -197,12 +197,11 @@ ROWS = {
         dict(cpu='served', xla='none'),
     ),
     20: Row(
-        'utils/dl_utils/time_counter.py, hooks/iter_timer_hook.py',
+        'hooks/iter_timer_hook.py',
         'never waits for the device, and times the queueing',
         '从不等待设备，只计时排队',
-        'waits before a time is written; `TimeCounter` in each call, on a lazy device when it '
-        'reports',
-        '写出时间前等待；`TimeCounter` 每次调用等待，惰性设备上仅在报告时等待',
+        'waits before a time is written',
+        '写出时间前等待',
         _on_cpu('none'),
     ),
     21: Row(

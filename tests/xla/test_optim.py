@@ -182,7 +182,7 @@ def train_flexible(work_dir):
     from mmengine.registry import RUNNERS
 
     cfg = config('xla', work_dir, dict(clip_grad=dict(max_norm=0.2)), train_cfg__max_epochs=1)
-    cfg.runner_type = 'FlexibleRunner'
+    cfg.runner_type = 'DeviceFlexibleRunner'
     cfg.strategy = dict(type='DeviceStrategy', accelerator=cfg.pop('accelerator'))
     cfg.env_cfg = dict()
     runner = RUNNERS.build(cfg)
