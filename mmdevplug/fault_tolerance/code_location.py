@@ -1,6 +1,8 @@
 """Say where a thread is, or was when an error left it: collective, layer, line of code."""
 
+import inspect
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -68,20 +70,23 @@ def _layer(frames: Iterable[FrameType]) -> str:
     """Name the innermost layer that computes, as it is called in the outermost module."""
     owners = list(_owners(frames))
     for owner in owners:
-        name = getattr(owner, 'layer_name', '')
-        if name:
+        # Without __getattr__() of objects that are being made, or are the user's.
+        name = inspect.getattr_static(owner, 'layer_name', '')
+        if isinstance(name, str) and name:
             return f'layer {name!r}'
-    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    if modules:
-        for name, module in modules[-1].named_modules():
-            if module is modules[0]:
-                name = name[len('module.') :] if name.startswith('module.') else name
-                return (
-                    f'layer {name!r} ({type(module).__name__})'
-                    if name not in ('', 'module')
-                    else ''
-                )
-    return ''
+    # Not those that are being made, which have no list of modules yet.
+    modules = [each for each in owners if isinstance(each, nn.Module) and '_modules' in vars(each)]
+    name = _name_inside(modules[-1], modules[0]) if modules else ''
+    return f'layer {name!r} ({type(modules[0]).__name__})' if name else ''
+
+
+def _name_inside(outer: nn.Module, wanted: nn.Module) -> str:
+    """The name of a module inside another, without that of a wrapper; empty if it has none."""
+    try:
+        names = [name for name, module in outer.named_modules() if module is wanted]
+    except RuntimeError:  # the main thread adds modules meanwhile
+        return ''
+    return re.sub(r'^module(\.|$)', '', names[0]) if names else ''
 
 
 def _owners(frames: Iterable[FrameType]) -> Iterator[Any]:

@@ -50,6 +50,34 @@ def test_a_layer_has_the_name_that_the_model_knows():
     assert plain.startswith('test_places.py:')
 
 
+class Unready(Probe):
+    """Is looked at before it has modules, and answers no questions."""
+
+    def __init__(self):
+        self.forward(None)
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+class Growing(Probe):
+    def named_modules(self, *args, **kwargs):
+        raise RuntimeError('OrderedDict mutated during iteration')
+
+
+def test_a_module_that_is_being_made_is_in_a_place_without_a_layer():
+    kept = []
+    with pytest.raises(RuntimeError, match='lost') as failed:
+        unready = Unready.__new__(Unready)
+        kept.append(unready)
+        unready.__init__()
+    growing = Growing()
+    with pytest.raises(RuntimeError, match='lost'):
+        growing(torch.ones(1))
+    for text in (locate_error(failed.value), *vars(unready)['seen'], *growing.seen):
+        assert text.startswith('test_places.py:')
+
+
 def test_numbers_of_ranks():
     assert list_numbers([3]) == 'rank 3'
     assert list_numbers([4, 0, 2, 3]) == 'ranks 0, 2-4'
