@@ -116,13 +116,12 @@ def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
     else:
         # Structures may differ in many ways by the lengths of lists alone.
         examples = {e.structure: e.sample for e in reversed(list_examples(job.rank, job.groups))}
-        own = [len(job.samples), per_rank, list(examples.items())]
-    in_flight = DEFAULT_IN_FLIGHT if job.error is not None else job.options.in_flight
-    gathered = gather_bytes(to_tensor(pack(own)), job.group, job.purpose, in_flight)
-    answers = [unpack(to_bytes(part)) for part in gathered.parts]
+        own = [len(job.samples), per_rank, job.options.in_flight, list(examples.items())]
+    gathered = gather_bytes(to_tensor(pack(own)), job.group, job.purpose)
+    answers = [unpack(to_bytes(part)) for part in gathered]
     job.raise_together([answer[0] if len(answer) == 1 else None for answer in answers])
     first = answers[0][1]
-    for rank, (_, value, _) in enumerate(answers):
+    for rank, (_, value, _, _) in enumerate(answers):
         if value != first:
             raise known_to_all(
                 SampleError(
@@ -133,11 +132,11 @@ def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
     job.refuse_differences(
         [
             Example.of(rank, sample, structure)
-            for rank, (_, _, found) in enumerate(answers)
+            for rank, (*_, found) in enumerate(answers)
             for structure, sample in found
         ]
     )
-    return [answer[0] for answer in answers], gathered.in_flight
+    return [answer[0] for answer in answers], min(answer[2] for answer in answers)
 
 
 def _swap(job: Job, slices: Sequence[range], held: Sequence[range], in_flight: int) -> List[Any]:
