@@ -116,7 +116,8 @@ def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
     else:
         # Structures may differ in many ways by the lengths of lists alone.
         examples = {e.structure: e.sample for e in reversed(list_examples(job.rank, job.groups))}
-        own = [len(job.samples), per_rank, job.options.in_flight, list(examples.items())]
+        in_flight = min(job.options.in_flight, 2**63 - 1)
+        own = [len(job.samples), per_rank, in_flight, list(examples.items())]
     gathered = gather_bytes(to_tensor(pack(own)), job.group, job.purpose)
     answers = [unpack(to_bytes(part)) for part in gathered]
     job.raise_together([answer[0] if len(answer) == 1 else None for answer in answers])

@@ -292,7 +292,9 @@ def _word_of_list(value: List[Any]) -> Optional[str]:
     kinds = set(map(type, value))
     if not kinds or not kinds <= set(PLAIN):
         return None
-    if int in kinds and any(type(item) is int and _is_big(item) for item in value):
+    try:
+        array('q', [item for item in value if type(item) is int])
+    except OverflowError:
         return None
     return 'list ' + ' '.join(sorted(kind.__name__ for kind in kinds))
 

@@ -157,7 +157,7 @@ def _read_block(word: str, shape: List[int], rows: int, data: Tensor) -> Tuple[A
         return Block(tuple(shape), view_as_dtype(data[:size], dtype).view(rows, *shape)), size
     # A copy is writable and aligned.
     arrays = np.frombuffer(to_bytes(data[:size]), array_dtype).reshape(rows, *shape)
-    return [each.copy() for each in arrays], size
+    return [arrays[row, ...].copy() for row in range(rows)], size
 
 
 def _tensor_dtype(name: str) -> torch.dtype:

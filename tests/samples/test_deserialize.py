@@ -56,9 +56,11 @@ def test_tensors_have_memory_of_their_own():
 
 
 def test_arrays_can_be_written_to():
-    (array,) = there_and_back([np.arange(3)])
+    array, without_dimensions = there_and_back([np.arange(3), np.array(2)])
     array[0] = 7
     assert array.tolist() == [7, 1, 2]
+    without_dimensions[()] = 8
+    assert without_dimensions.tolist() == 8
 
 
 def test_gradients_and_views_arrive_as_plain_tensors():
