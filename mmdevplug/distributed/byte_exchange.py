@@ -33,7 +33,7 @@ DEFAULT_IN_FLIGHT = 64 << 20
 _UNCHECKED_BYTES = 256 << 20
 _SMALLEST_PIECE = 64 << 10
 
-_HEAD = struct.Struct('<4s12sQQQQ')
+_HEAD = struct.Struct('<4s12sQQQ8x')
 _LENGTH = struct.Struct('<Q8x')  # a multiple of 16, as _HEAD: any dtype can be read behind it
 _MAGIC = b'mmds'
 _NO_LIMIT = 2**63 - 1
@@ -46,22 +46,8 @@ class Head(NamedTuple):
 
     purpose: str  # what is exchanged, the same on all ranks
     size: int  # bytes of its buffer
-    more: int  # bytes of tensors that follow, see `swap_pieces`
     in_flight: int  # bytes that may be in flight at a time
     limit: int  # bytes that this rank accepts from all ranks together
-
-    @property
-    def total(self) -> int:
-        """All bytes that the rank sends."""
-        return self.size + self.more
-
-
-class Gathered(NamedTuple):
-    """The result of :func:`gather_bytes`."""
-
-    parts: List[Tensor]  # one-dimensional uint8 tensors in the order of ranks
-    more: List[int]  # the bytes that will follow from each rank
-    in_flight: int  # the smallest of the ranks' bounds
 
 
 def global_rank(group: Any, rank: int) -> int:
@@ -87,23 +73,23 @@ def gather_bytes(
     purpose: str = '',
     in_flight: int = DEFAULT_IN_FLIGHT,
     limit: Optional[int] = None,
-    more: int = 0,
-) -> Gathered:
+) -> List[Tensor]:
     """Give every rank the bytes of all ranks: one-dimensional uint8 tensors of any length.
 
     ``purpose`` has at most 12 letters, the same on all ranks. Of ``in_flight``, the bytes that may
     be in flight at a time, and ``limit``, the bytes that all ranks together may have (None for the
-    free memory), the smallest of the ranks counts. ``more`` bytes follow and count, too.
+    free memory), the smallest of the ranks counts.
 
     Raises:
         SampleError: On all ranks, if there are more bytes than that or the purposes differ.
     """
     place = group_device(group)
     data = data.to(place)
-    mine = Head(purpose, data.numel(), more, in_flight, _NO_LIMIT if limit is None else limit)
+    limit = _NO_LIMIT if limit is None else limit
+    head = _HEAD.pack(_MAGIC, purpose.encode(), data.numel(), min(in_flight, _NO_LIMIT), limit)
     key = torch_dist.group.WORLD if group is None else group
     first = _first_bytes.get(key, FIRST_BYTES)
-    blocks = all_gather(_first_message(_pack_head(mine), data, first), group)
+    blocks = all_gather(_first_message(head, data, first), group)
     heads = [_read_head(to_bytes(block[: _HEAD.size])) for block in blocks]
     _first_bytes[key] = _next_first_bytes(heads)
     try:
@@ -115,16 +101,11 @@ def gather_bytes(
         data if rank == here else _beginning(block[_HEAD.size :], head.size)
         for rank, (block, head) in enumerate(zip(blocks, heads))
     ]
-    smallest = min(head.in_flight for head in heads)
     room = first - _HEAD.size
     if any(head.size > room for head in heads):
+        smallest = min(head.in_flight for head in heads)
         _broadcast_rest([part[room:] for part in parts], group, smallest)
-    return Gathered(parts, [head.more for head in heads], smallest)
-
-
-def _pack_head(head: Head) -> bytes:
-    in_flight = min(head.in_flight, _NO_LIMIT)
-    return _HEAD.pack(_MAGIC, head.purpose.encode(), head.size, head.more, in_flight, head.limit)
+    return parts
 
 
 def _next_first_bytes(heads: Sequence[Head]) -> int:
@@ -132,10 +113,9 @@ def _next_first_bytes(heads: Sequence[Head]) -> int:
     sizes = [head.size + _HEAD.size for head in heads]
     longest, ranks = max(sizes), len(sizes)
     most = _piece_bytes(min(head.in_flight for head in heads), ranks)
-    if longest > _PADDED_BYTES and longest * ranks > 2 * sum(sizes):
-        return FIRST_BYTES
     wanted = -(-(longest + longest // 16) // FIRST_BYTES) * FIRST_BYTES
-    return wanted if wanted <= min(most, _MOST_FIRST_BYTES) else FIRST_BYTES
+    pays = longest <= _PADDED_BYTES or longest * ranks <= 2 * sum(sizes)
+    return wanted if pays and wanted <= min(most, _MOST_FIRST_BYTES) else FIRST_BYTES
 
 
 def _first_message(head: bytes, data: Tensor, size: int = FIRST_BYTES) -> Tensor:
@@ -162,17 +142,17 @@ def _check(heads: Sequence[Head], purpose: str, group: Any) -> None:
                 f'stacked=True); expected the same call with the same options on all ranks, in '
                 f'the same order.'
             )
-    total = sum(head.total for head in heads)
+    total = sum(head.size for head in heads)
     limit = min(head.limit for head in heads)
     limited_by = 'max_bytes'
     if limit == _NO_LIMIT and total > _UNCHECKED_BYTES:
         limit, limited_by = _free_memory(group), 'the memory that is free for it'
     if total > limit:
-        largest = max(range(len(heads)), key=lambda rank: heads[rank].total)
+        largest = max(range(len(heads)), key=lambda rank: heads[rank].size)
         raise SampleError(
             f'{purpose}: the samples of all ranks are {total:,} bytes together, more than '
             f'{limited_by}, {limit:,} bytes; rank {largest} has the most, '
-            f'{heads[largest].total:,}. Gather fewer or smaller samples, share them out with '
+            f'{heads[largest].size:,}. Gather fewer or smaller samples, share them out with '
             f'balance_samples(), or raise max_bytes.'
         )
 

@@ -1,7 +1,6 @@
 """Draw rounds of samples on all ranks until the pool of all ranks is full."""
 
 import functools
-import math
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 
 import torch
@@ -14,9 +13,10 @@ from mmdevplug.distributed.rank_device import rank_device, rank_devices
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.samples import balance_samples, gather_samples
-from mmdevplug.samples.flatten import FlatSamples
-from mmdevplug.samples.serialize import deserialize, read_header, rebuild_samples, serialize
+from mmdevplug.samples.flatten import flatten_samples
+from mmdevplug.samples.serialize import deserialize, serialize
 from mmdevplug.samples.stacking import stack_samples
+from mmdevplug.samples.unflatten import unflatten_samples
 
 from .decisions import GO_ON, SHORT, Tally, decide, offers, round_name, too_few
 from .progress import ProgressLog, SamplingReport
@@ -269,9 +269,8 @@ class DynamicSampler:
         Returns:
             dict: ``pools``, how many there were, and ``surplus``, a tensor of bytes.
         """
-        flat = FlatSamples(self._options.sampler.allow_pickle)
-        flat.take(self._held)
-        return dict(pools=self._pools, surplus=serialize(flat, large_bytes=math.inf).data)
+        groups = flatten_samples(self._held, self._options.sampler.allow_pickle)
+        return dict(pools=self._pools, surplus=serialize(to_device(groups, 'cpu')))
 
     def load_state_dict(self, *states: Dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; all ranks must do so.
@@ -285,8 +284,7 @@ class DynamicSampler:
 
     def _unpack(self, surplus: torch.Tensor) -> List[Any]:
         allowed = self._options.sampler.allow_pickle
-        received = deserialize(surplus, read_header(surplus), allowed, large_bytes=math.inf)
-        return rebuild_samples([received], torch.device('cpu'))[0]
+        return unflatten_samples(deserialize(surplus), torch.device('cpu'), allowed)
 
 
 def _collate_function(collate: Any) -> Callable[[List[Any]], Any]:

@@ -3,24 +3,22 @@
 from itertools import accumulate
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
-import msgpack
-
 from mmdevplug.accelerators import to_device
 from mmdevplug.distributed.byte_exchange import (
     DEFAULT_IN_FLIGHT,
     exchange_bytes,
     gather_bytes,
-    swap_pieces,
     to_bytes,
     to_tensor,
 )
-from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 
 from .comparing import Example
-from .exchange import Device, Job, Options, begin, copy_own_samples
-from .serialize import deserialize, read_header, rebuild_samples, serialize
+from .exchange import Device, ExchangeOptions, Job, begin, copy_own_samples, list_examples
+from .flatten import select
+from .serialize import deserialize, pack, serialize, unpack
+from .unflatten import unflatten_samples
 
 
 def balance_samples(
@@ -62,7 +60,7 @@ def balance_samples(
     problem = None
     if per_rank is not None and (type(per_rank) is not int or per_rank < 0):
         problem = f'per_rank={per_rank!r}: expected a number of samples, 0 or more, or None.'
-    options = Options(flatten, same_structure, allow_pickle, device, max_bytes_in_flight)
+    options = ExchangeOptions(flatten, same_structure, allow_pickle, device, max_bytes_in_flight)
     with fail_together('balance_samples()', group):
         job = begin('balance_samples', samples, group, options, problem)
         counts, in_flight = [len(job.samples)], options.in_flight
@@ -117,17 +115,14 @@ def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
         own: List[Any] = [str(job.error)]
     else:
         # Structures may differ in many ways by the lengths of lists alone.
-        examples = {example.structure: example.sample for example in reversed(job.examples())}
-        own = [len(job.samples), per_rank, list(examples.items())]
-    message = to_tensor(msgpack.packb(own, unicode_errors='surrogatepass'))
-    in_flight = DEFAULT_IN_FLIGHT if job.error is not None else job.options.in_flight
-    gathered = gather_bytes(message, job.group, job.purpose, in_flight)
-    answers = [
-        msgpack.unpackb(to_bytes(part), unicode_errors='surrogatepass') for part in gathered.parts
-    ]
+        examples = {e.structure: e.sample for e in reversed(list_examples(job.rank, job.groups))}
+        in_flight = min(job.options.in_flight, 2**63 - 1)
+        own = [len(job.samples), per_rank, in_flight, list(examples.items())]
+    gathered = gather_bytes(to_tensor(pack(own)), job.group, job.purpose)
+    answers = [unpack(to_bytes(part)) for part in gathered]
     job.raise_together([answer[0] if len(answer) == 1 else None for answer in answers])
     first = answers[0][1]
-    for rank, (_, value, _) in enumerate(answers):
+    for rank, (_, value, _, _) in enumerate(answers):
         if value != first:
             raise known_to_all(
                 SampleError(
@@ -138,11 +133,11 @@ def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
     job.refuse_differences(
         [
             Example.of(rank, sample, structure)
-            for rank, (_, _, found) in enumerate(answers)
+            for rank, (*_, found) in enumerate(answers)
             for structure, sample in found
         ]
     )
-    return [answer[0] for answer in answers], gathered.in_flight
+    return [answer[0] for answer in answers], min(answer[2] for answer in answers)
 
 
 def _swap(job: Job, slices: Sequence[range], held: Sequence[range], in_flight: int) -> List[Any]:
@@ -154,26 +149,11 @@ def _swap(job: Job, slices: Sequence[range], held: Sequence[range], in_flight: i
     own = job.samples[kept.start - begin : kept.stop - begin]
     pieces = {job.rank: copy_own_samples(own, job.device)}
     if job.world_size > 1:
-        chosen = [
-            job.parts.select(part.start - begin, part.stop - begin) for part in outgoing.values()
-        ]
+        chosen = [select(job.groups, p.start - begin, p.stop - begin) for p in outgoing.values()]
         # One call, and so one execution on a lazy device, for all ranks.
-        on_host = to_device([parts.blocks for parts in chosen], 'cpu')
-        for parts, blocks in zip(chosen, on_host):
-            parts.blocks = blocks
-        packed = {rank: serialize(parts) for rank, parts in zip(outgoing, chosen)}
-        data = {rank: message.data for rank, message in packed.items()}
+        data = dict(zip(outgoing, map(serialize, to_device(chosen, 'cpu'))))
         arrived = exchange_bytes(data, sources, job.group, in_flight)
-        received = [
-            deserialize(arrived[rank], read_header(arrived[rank]), job.options.allow_pickle)
-            for rank in sources
-        ]
-        place = group_device(job.group)
-        swap_pieces(
-            {rank: [t.to(place) for t in message.large] for rank, message in packed.items()},
-            {rank: received.to_fill() for rank, received in zip(sources, received)},
-            job.group,
-            in_flight,
-        )
-        pieces.update(zip(sources, rebuild_samples(received, job.device)))
+        for rank in sources:
+            received = deserialize(arrived.pop(rank))
+            pieces[rank] = unflatten_samples(received, job.device, job.options.allow_pickle)
     return [sample for rank in sorted(pieces) for sample in pieces[rank]]

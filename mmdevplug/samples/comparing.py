@@ -2,7 +2,7 @@
 
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
-from .structures import Structure
+from .flatten import Structure
 
 _NUMBERS = {'bool', 'int', 'big int', 'float', 'complex', 'scalar'}
 
@@ -15,24 +15,22 @@ class Example(NamedTuple):
     structure: Structure
 
     @classmethod
-    def of(cls, rank: int, sample: int, structure: Any) -> 'Example':
+    def of(cls, rank: int, sample: int, structure: Structure) -> 'Example':
         """Create one from a structure as it was sent."""
         return cls(rank, sample, _outline(structure))
 
 
-def _outline(structure: Any) -> Structure:
+def _outline(structure: Structure) -> Structure:
     """A structure in which lists have each structure of their items once."""
     if isinstance(structure, str):
         return structure
     kind, where, names, parts = structure
-    parts = tuple(_outline(part) for part in parts)
+    if kind == 'pickle':
+        return kind
+    parts = tuple(map(_outline, parts))
     if kind == 'list':
-        return (kind, where, (), tuple(dict.fromkeys(parts)))
-    return (kind, where, tuple(map(_hashable, names)), parts)
-
-
-def _hashable(name: Any) -> Any:
-    return tuple(map(_hashable, name)) if isinstance(name, (list, tuple)) else name
+        parts = tuple(dict.fromkeys(parts))
+    return (kind, where, names, parts)
 
 
 def describe_difference(examples: Sequence[Example]) -> Optional[str]:
@@ -109,7 +107,7 @@ def _category(structure: Structure) -> Any:
         return 'array of strings'  # whatever their length
     if word == 'scalar' and rest in ('str', 'bytes'):
         return structure
-    word = word if word in ('scalar', 'pickle') else structure
+    word = word if word == 'scalar' else structure
     return 'number' if word in _NUMBERS else word
 
 

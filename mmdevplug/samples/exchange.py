@@ -12,12 +12,12 @@ from mmdevplug.fault_tolerance.failure import known_to_all
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .comparing import Example, describe_difference
-from .flatten import FlatSamples
+from .flatten import Group, Structure, flatten_samples
 
 Device = Union[str, torch.device, None]
 
 
-class Options(NamedTuple):
+class ExchangeOptions(NamedTuple):
     """Arguments of ``gather_samples`` and ``balance_samples``."""
 
     flatten: bool
@@ -33,12 +33,12 @@ class Job(NamedTuple):
 
     name: str  # of the function that was called
     samples: List[Any]  # of this rank
-    parts: FlatSamples  # the same, flattened
+    groups: List[Group]  # the same, flattened
     error: Optional[Exception]  # why this rank cannot take part
     group: Any  # None for all ranks
     rank: int  # in the group
     world_size: int  # of the group
-    options: Options
+    options: ExchangeOptions
     device: torch.device  # of the tensors of the result
 
     @property
@@ -62,13 +62,13 @@ class Job(NamedTuple):
         if found is not None:
             raise known_to_all(SampleError(f'{self.name}(): {found}'))
 
-    def examples(self) -> List[Example]:
-        """A sample of this rank for each structure."""
-        return list_examples(self.rank, self.parts.kinds, list(self.parts.structures))
-
 
 def begin(
-    name: str, samples: Sequence[Any], group: Any, options: Options, problem: Optional[str] = None
+    name: str,
+    samples: Sequence[Any],
+    group: Any,
+    options: ExchangeOptions,
+    problem: Optional[str] = None,
 ) -> Job:
     """Check the arguments of a function and flatten this rank's samples.
 
@@ -77,19 +77,19 @@ def begin(
     """
     world_size, rank = _place_in(group)
     device = rank_device()[1] if options.device is None else torch.device(options.device)
-    parts = FlatSamples(options.allow_pickle)
     error: Optional[Exception] = None
     chosen: List[Any] = []
+    groups: List[Group] = []
     try:
         _check(samples, options, problem)
         chosen = _flat(samples) if options.flatten else list(samples)
-        parts.take(chosen)
+        groups = flatten_samples(chosen, options.allow_pickle)
     except SampleError as caught:
         error = SampleError(f'{name}(): {caught}')
-    job = Job(name, chosen, parts, error, group, rank, world_size, options, device)
+    job = Job(name, chosen, groups, error, group, rank, world_size, options, device)
     if world_size == 1:
         job.raise_together([])
-        job.refuse_differences(job.examples())
+        job.refuse_differences(list_examples(rank, groups))
     return job
 
 
@@ -110,7 +110,7 @@ def _place_in(group: Any) -> Any:
     return torch_dist.get_world_size(group), torch_dist.get_rank(group)
 
 
-def _check(samples: Any, options: Options, problem: Optional[str]) -> None:
+def _check(samples: Any, options: ExchangeOptions, problem: Optional[str]) -> None:
     if problem is not None:
         raise SampleError(problem)
     if not isinstance(samples, (list, tuple)):
@@ -133,14 +133,12 @@ def _flat(samples: Sequence[Any]) -> List[Any]:
     return flat
 
 
-def list_examples(rank: int, kinds: Sequence[int], structures: Sequence[Any]) -> List[Example]:
-    """The first sample of each structure; ``kinds`` as in :class:`.flatten.FlatSamples`."""
-    first: Dict[int, int] = {}
-    for sample, number in enumerate(kinds[::2]):
-        first.setdefault(number, sample)
-    return [
-        Example.of(rank, first[number], structure) for number, structure in enumerate(structures)
-    ]
+def list_examples(rank: int, groups: Sequence[Group]) -> List[Example]:
+    """The first sample of each structure."""
+    first: Dict[Structure, int] = {}
+    for group in groups:
+        first.setdefault(group.structure, group.rows[0])
+    return [Example.of(rank, sample, structure) for structure, sample in first.items()]
 
 
 def copy_own_samples(samples: List[Any], device: torch.device) -> List[Any]:

@@ -1,14 +1,17 @@
 """Gather the samples of all ranks on every rank."""
 
+from itertools import chain
 from typing import Any, List, Optional, Sequence, Union
 
-from mmdevplug.distributed.byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes, swap_pieces
+from mmdevplug.accelerators import to_device
+from mmdevplug.distributed.byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 
-from .exchange import Device, Job, Options, begin, copy_own_samples, list_examples
-from .serialize import deserialize, read_header, rebuild_samples, serialize, serialize_error
+from .exchange import Device, ExchangeOptions, Job, begin, copy_own_samples, list_examples
+from .serialize import deserialize, serialize, serialize_error
 from .stacking import are_alike, build_batch, stack_samples
+from .unflatten import unflatten_samples
 
 
 def gather_samples(
@@ -70,7 +73,9 @@ def gather_samples(
     problem = None
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
         problem = f'max_bytes={max_bytes!r}: expected a number of bytes above 0.'
-    options = Options(flatten, same_structure, allow_pickle, device, max_bytes_in_flight, stacked)
+    options = ExchangeOptions(
+        flatten, same_structure, allow_pickle, device, max_bytes_in_flight, stacked
+    )
     with fail_together('gather_samples()', group):
         job = begin('gather_samples', samples, group, options, problem)
         if job.world_size == 1:
@@ -88,40 +93,26 @@ def _result(job: Job, pool: List[Any]) -> Union[List[Any], Any]:
 
 
 def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
-    failed = job.error is not None
-    message = serialize_error(str(job.error)) if failed else serialize(job.parts)
-    in_flight = DEFAULT_IN_FLIGHT if failed else job.options.in_flight
-    gathered = gather_bytes(
-        message.data, job.group, job.purpose, in_flight, max_bytes, message.more
-    )
-    headers = [read_header(part) for part in gathered.parts]
-    job.raise_together([header.error for header in headers])
-    alike = are_alike(headers)
-    if alike and job.options.stacked:
-        return build_batch(gathered.parts, headers, job.device)
-    if job.options.same_structure and not alike:
-        job.refuse_differences(
-            [
-                example
-                for rank, header in enumerate(headers)
-                for example in list_examples(rank, header.kinds, header.structures)
-            ]
-        )
-    others = [rank for rank in range(job.world_size) if rank != job.rank]
-    received = [
-        deserialize(
-            gathered.parts[rank], headers[rank], job.options.allow_pickle, gathered.more[rank]
-        )
-        for rank in others
-    ]
-    mine = [tensor.to(gathered.parts[job.rank].device) for tensor in message.large]
-    # Many small broadcasts take three times as long over gloo.
-    swap_pieces(
-        dict.fromkeys(others, mine),
-        {rank: received.to_fill() for rank, received in zip(others, received)},
-        job.group,
-        gathered.in_flight,
-    )
-    pool = dict(zip(others, rebuild_samples(received, job.device)))
-    pool[job.rank] = copy_own_samples(job.samples, job.device)
-    return _result(job, [sample for rank in range(job.world_size) for sample in pool[rank]])
+    if job.error is None:
+        data, in_flight = serialize(to_device(job.groups, 'cpu')), job.options.in_flight
+    else:
+        data, in_flight = serialize_error(str(job.error)), DEFAULT_IN_FLIGHT
+    parts = gather_bytes(data, job.group, job.purpose, in_flight, max_bytes)
+    del data
+    received = list(map(deserialize, parts))
+    parts.clear()
+    job.raise_together([each if isinstance(each, str) else None for each in received])
+    if job.options.stacked and are_alike(received):
+        return build_batch(received, job.device)
+    examples = [list_examples(rank, groups) for rank, groups in enumerate(received)]
+    job.refuse_differences(list(chain.from_iterable(examples)))
+    received[job.rank] = []
+    pool: List[Any] = []
+    for rank in range(job.world_size):
+        # The buffer of a rank is freed before the samples of the next are copied out of theirs.
+        groups = received.pop(0)
+        if rank == job.rank:
+            pool += copy_own_samples(job.samples, job.device)
+        else:
+            pool += unflatten_samples(groups, job.device, job.options.allow_pickle)
+    return _result(job, pool)

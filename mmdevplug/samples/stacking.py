@@ -1,6 +1,7 @@
 """Stack samples, or received columns of them, into one batch on one device."""
 
 from contextlib import suppress
+from itertools import chain
 from typing import Any, List, Sequence, Union
 
 import numpy as np
@@ -8,14 +9,11 @@ import torch
 from torch import Tensor
 
 from mmdevplug.accelerators.move_nested import to_device
-from mmdevplug.distributed.byte_exchange import to_tensor
 from mmdevplug.errors import SampleError, first_line
 from mmdevplug.utils.pytree import ELEMENT, LIST, TUPLE, container_of, tensors_in
-from mmdevplug.utils.torch_compat import view_as_dtype
 
-from .columns import NUMBERS
-from .serialize import Header, read_columns
-from .unflatten import Plan
+from .flatten import PLAIN, Block, Group, Structure
+from .unflatten import build
 
 #: Their values become a tensor.
 _NUMBERS = (bool, int, float, complex, np.generic)
@@ -56,31 +54,30 @@ def stack_samples(
     return to_device(_stack(samples, 'sample', ragged), device)
 
 
-def are_alike(headers: Sequence[Header]) -> bool:
-    """Whether all samples of all ranks, at least one, came in columns of the same structure."""
-    # Ranks without samples have no kinds either.
-    filled = [header for header in headers if header.kinds]
-    return bool(filled) and all(
-        header.rows
-        and header.structures == filled[0].structures
-        and header.shapes == filled[0].shapes
-        for header in filled
-    )
+def are_alike(received: Sequence[List[Group]]) -> bool:
+    """Whether the samples of all ranks, at least one, are alike and become tensors and lists."""
+    filled = [groups for groups in received if groups]
+    kinds = {(group.structure, group.shapes) for groups in filled for group in groups}
+    return len(kinds) == 1 and _is_plain(filled[0][0].structure)
 
 
-def build_batch(buffers: Sequence[Tensor], headers: Sequence[Header], device: torch.device) -> Any:
+def _is_plain(structure: Structure) -> bool:
+    if isinstance(structure, str):
+        return structure in PLAIN.values() or structure.startswith('tensor ')
+    return structure[0] not in (ELEMENT.name, 'pickle') and all(map(_is_plain, structure[3]))
+
+
+def build_batch(received: Sequence[List[Group]], device: torch.device) -> Any:
     """Stack the samples of all ranks, which are alike, as ``stack_samples`` does."""
-    pairs = [pair for pair in zip(buffers, headers) if pair[1].rows]
-    plan = Plan.of(pairs[0][1].structures[0], allow_pickle=False)
-    received = [read_columns(*pair, plan) for pair in pairs]
-    rows = sum(each.rows for each in received)
-    values = [
-        _join_values(word, column, rows)
-        for word, *column in zip(plan.values, *[each.values for each in received])
+    groups = [groups[0] for groups in received if groups]
+    leaves = [
+        torch.cat([block.tensors for block in column])
+        if isinstance(column[0], Block)
+        else _stack(list(chain.from_iterable(column)), 'sample', ragged=False)
+        for column in zip(*[group.leaves for group in groups])
     ]
-    blocks = [torch.cat(column) for column in zip(*[each.blocks for each in received])]
-    shaped = [(block, tuple(block.shape)) for block in blocks]
-    return to_device(plan.build(iter(values), iter(shaped)), device)
+    (batch,) = build(groups[0].structure, iter([[leaf] for leaf in leaves]), 1, allow_pickle=False)
+    return to_device(batch, device)
 
 
 def _stack(values: List[Any], path: str, ragged: bool) -> Any:
@@ -159,16 +156,6 @@ def _stack_numbers(values: List[Any], path: str) -> Tensor:
         return torch.tensor(values)
     except (OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise SampleError(f'{path} cannot be stacked: {first_line(error)}') from error
-
-
-def _join_values(word: str, columns: Sequence[Any], rows: int) -> Any:
-    """Make a tensor of columns of numbers, and a list of other columns."""
-    if word in NUMBERS:
-        numbers = view_as_dtype(to_tensor(b''.join(columns)), NUMBERS[word][1])
-        return numbers.to(torch.get_default_dtype()) if word == 'float' else numbers
-    if word == 'None':
-        return [None] * rows
-    return [value for column in columns for value in column]
 
 
 def _describe_leaf(value: Any) -> str:

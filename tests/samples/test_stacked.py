@@ -9,7 +9,7 @@ from mmengine.structures import InstanceData
 
 from mmdevplug.errors import SampleError
 from mmdevplug.samples import gather_samples, stack_samples
-from mmdevplug.samples.flatten import FlatSamples
+from mmdevplug.samples.flatten import flatten_samples
 from tests.columns import NATIVE, device_of, job_of
 from tests.ranks import run_ranks
 
@@ -21,8 +21,8 @@ def floats(n):
     return [0.1 + n, -0.0, float('nan'), float('inf'), 1e300, 5e-324][n % 6]
 
 
-#: Samples by their number in the pool; all alike, and so sent in columns.
-ALIKE = dict(
+#: Samples by their number in the pool.
+BY_NUMBER = dict(
     small=lambda n: dict(x=torch.tensor([n / 3]), reward=n / 8),
     plain=lambda n: dict(f=floats(n), i=n - 2**63, b=n % 2 == 0, s=f'é{n}', y=b'\0' * n, n=None),
     number=floats,
@@ -40,9 +40,6 @@ ALIKE = dict(
     gradients=lambda n: dict(x=torch.nn.Parameter(torch.ones(2) * n), y=n),
     negated=lambda n: torch.tensor([1 + 2j, 3 - 4j * n]).conj().imag,
     wide=lambda n: dict(x=torch.full((1 << 15,), float(n)), y=n / 2),
-)
-#: Sent one by one.
-UNLIKE = dict(
     big=lambda n: dict(x=torch.ones(1), y=str(2**70 + n), z=[n, n]),
     kinds=lambda n: dict(x=n if n % 2 else n / 2),
     order=lambda n: dict(a=n, b=1) if n % 2 else dict(b=1, a=n),
@@ -62,7 +59,7 @@ BY_RANK = dict(
     keys=lambda rank, n: dict(a=n, b=1) if rank else dict(b=1, a=n),
 )
 MAKERS = {
-    **{name: (lambda rank, n, make=make: make(n)) for name, make in {**ALIKE, **UNLIKE}.items()},
+    **{name: (lambda rank, n, make=make: make(n)) for name, make in BY_NUMBER.items()},
     **BY_RANK,
 }
 COUNTS = [(2, 2, 2), (5, 0, 1), (0, 0, 3), (1, 300, 2)]
@@ -123,19 +120,9 @@ def test_a_single_process_stacks_too(name):
     assert stacked == expected
 
 
-def test_samples_that_are_alike_travel_in_columns():
-    def rows(make):
-        parts = FlatSamples()
-        parts.take([make(n) for n in range(4)])
-        return parts.rows
-
-    assert {name: rows(make) for name, make in ALIKE.items()} == dict.fromkeys(ALIKE, 4)
-    assert {name: rows(make) for name, make in UNLIKE.items()} == dict.fromkeys(UNLIKE, 0)
-
-
 def test_keys_that_are_equal_but_of_another_type_are_refused():
     with pytest.raises(SampleError, match='sample 1 is a dict with the key'):
-        FlatSamples().take([dict(x=0), {np.str_('x'): 0}])
+        flatten_samples([dict(x=0), {np.str_('x'): 0}])
 
 
 def test_the_default_dtype_is_that_of_stacked_numbers():
