@@ -41,7 +41,7 @@ _LAZY = {
     'DeviceRunner': 'mmdevplug.runner',
     'init_device': 'mmdevplug.runner',
     'patch_mmengine': 'mmdevplug.patches.mmengine',
-    'rank_device': 'mmdevplug.distributed.rank_device',
+    'enter_rank_device': 'mmdevplug.distributed.rank_device',
 }
 
 __all__ = ['ACCELERATORS', '__version__', 'base_config', *_LAZY]

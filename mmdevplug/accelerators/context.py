@@ -33,9 +33,10 @@ class DeviceContext:
     #: Whether :func:`mmdevplug.init_device` set it up. Under a stock runner the device may still
     #: change, when that runner starts its process group.
     final: bool = True
-    #: Another one that :func:`rank_device` was asked for since, e.g. to patch MMEngine for it.
+    #: Another one that :func:`enter_rank_device` was asked for since, e.g. to patch MMEngine.
     override: Optional[Accelerator] = None
-    narrowed: Tuple[str, ...] = ()  #: Dtypes of 64 bits that the device does not keep.
+    #: Dtypes of 64 bits that the device does not keep.
+    unsupported_64bit_dtypes: Tuple[str, ...] = ()
 
     @property
     def devices(self) -> Tuple[torch.device, ...]:
@@ -55,10 +56,9 @@ class DeviceContext:
         )
         if self.backend is not None:
             line += f', backend {self.backend!r}'
-        if self.narrowed:
-            line += (
-                f'. {" and ".join(self.narrowed)} values are narrowed to 32 bits there, or refused'
-            )
+        if self.unsupported_64bit_dtypes:
+            dtypes = ' and '.join(self.unsupported_64bit_dtypes)
+            line += f'. {dtypes} values are narrowed to 32 bits there, or refused'
         missing = self.accelerator.missing_functions()
         return f'{line}. {missing}' if missing else line
 

@@ -26,7 +26,7 @@ from mmdevplug.data.resumable_loader import (
 )
 from mmdevplug.data.stateful import at_next_start, start_silently, stateful_part
 from mmdevplug.distributed.json_messages import gather_json
-from mmdevplug.distributed.rank_device import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.samples import gather_samples
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.mmengine_compat import batches_dropped, iterate_forever
@@ -34,7 +34,7 @@ from mmdevplug.utils.model import unwrap_model
 
 from .other_loaders import OtherLoaders, batch_size_of
 from .plain_state import PlainState
-from .position import Advanced, Begun, Position, draws_several, number_batches_from
+from .position import Position, ReadStart, ResumedIterator, draws_several, number_batches_from
 from .states import (
     gather_buffers,
     gather_packed,
@@ -55,7 +55,7 @@ VERSION = 1
 
 def capture(runner: Any, position: Position, plain: PlainState, others: OtherLoaders) -> Dict:
     """Collect plain values and host tensors for the key :data:`KEY`; all ranks take part."""
-    accelerator, _ = rank_device()
+    accelerator, _ = enter_rank_device()
     loop, loader = runner.train_loop, runner.train_loop.dataloader
     batches = resumable_batches(loader)
     accelerator.renew_rng()
@@ -108,7 +108,7 @@ class Resumption:
         self.runner = runner
         self.saved = saved
         self.loop = runner.train_loop
-        self._accelerator, self._device = rank_device()
+        self._accelerator, self._device = enter_rank_device()
         self._devices = rank_devices()
         self._inexact: List[str] = []
         #: What was saved of this rank.
@@ -200,10 +200,12 @@ class Resumption:
     def _begin_at(self, skip: int) -> None:
         """Let the loop go on with the first batch of the loader, which is not that of a pass."""
         if isinstance(self.loop, IterBasedTrainLoop):
-            self.loop.dataloader_iterator = Advanced(
+            self.loop.dataloader_iterator = ResumedIterator(
                 self.loop.dataloader, self.saved['epoch'], batches_dropped(self.loop)
             )
-            self.loop.dataloader_iterator.begun = Begun(self.loop.iter, self.saved['epoch'], skip)
+            self.loop.dataloader_iterator.begun = ReadStart(
+                self.loop.iter, self.saved['epoch'], skip
+            )
         elif isinstance(self.loop, EpochBasedTrainLoop) and skip:
             number_batches_from(self.loop, skip)
 

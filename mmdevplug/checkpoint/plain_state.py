@@ -17,7 +17,7 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import unwrap_model
 
@@ -102,7 +102,7 @@ class PlainState:
         trained = self._trained().items() - self._first_trained.items()
         if trained:
             found[_TRAINED] = {name: (False, flag) for name, flag in sorted(trained)}
-        return HostCopy(rank_device()[0])(found)
+        return HostCopy(enter_rank_device()[0])(found)
 
     def restore(self, saved: Dict[str, Dict[str, Any]]) -> None:
         """Restore what :meth:`changed` returned in an earlier run."""
@@ -346,4 +346,4 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 def _device_of(value: Any) -> torch.device:
     of_module = next(value.parameters(), None) if isinstance(value, nn.Module) else None
-    return rank_device()[1] if of_module is None else of_module.device
+    return enter_rank_device()[1] if of_module is None else of_module.device

@@ -18,7 +18,7 @@ class Position(NamedTuple):
     validated: bool = False
 
 
-class Begun(NamedTuple):
+class ReadStart(NamedTuple):
     """Where a loop over iterations began to read data."""
 
     iteration: int = 0
@@ -38,7 +38,7 @@ def current_position(runner: Any, batch_idx: int) -> Position:
     if iterator is None:
         return Position(loop.epoch, batch_idx + 1)
     # After other numbers of ranks, a pass has another number of iterations.
-    begun = Begun() if draws_several(loop) else getattr(iterator, 'begun', Begun())
+    begun = ReadStart() if draws_several(loop) else getattr(iterator, 'begun', ReadStart())
     done = loop.batches_drawn if draws_several(loop) else loop.iter + 1 - begun.iteration
     passes = iterator._epoch - begun.epoch
     # A sampler that never ends stays in the first pass.
@@ -46,14 +46,14 @@ def current_position(runner: Any, batch_idx: int) -> Position:
     return Position(iterator._epoch, begun.batch + done - ended)
 
 
-class Advanced(_InfiniteDataloaderIterator):
+class ResumedIterator(_InfiniteDataloaderIterator):
     """An iterator over a loader that begins where training continues.
 
     MMEngine loads and drops the batches that were trained on; here ``steps`` only counts them.
     OneDL's MMEngine calls ``skip_iter`` instead.
     """
 
-    begun = Begun()
+    begun = ReadStart()
 
     def __init__(self, loader: Any, epoch: int, steps: int) -> None:
         self._dataloader, self._epoch, self._steps = loader, epoch, steps

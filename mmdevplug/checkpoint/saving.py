@@ -17,7 +17,7 @@ from mmengine.runner.checkpoint import get_state_dict
 from mmengine.utils import get_git_hash
 
 from mmdevplug.config.hook_options import CheckpointOptions
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.abort import before_abort
@@ -104,7 +104,7 @@ class CheckpointSaver:
 
         def write() -> None:
             checkpoint = collect_checkpoint(runner, meta=meta, **options)
-            self._put(runner.work_dir, HostCopy(rank_device()[0])(checkpoint), file)
+            self._put(runner.work_dir, HostCopy(enter_rank_device()[0])(checkpoint), file)
 
         return self._write_on_main(runner, file, write)
 
@@ -159,7 +159,7 @@ class CheckpointSaver:
         """Copy to host memory, and write the copy in the background."""
         self._settle(runner, self._attempt(self._background.join))
         if self._kept_copy is None:
-            self._kept_copy = HostCopy(rank_device()[0], keep=True)
+            self._kept_copy = HostCopy(enter_rank_device()[0], keep=True)
         copied = self._kept_copy(collect_checkpoint(runner, meta=meta, **options))
         work_dir = runner.work_dir
         self._background.start(lambda: self._put(work_dir, copied, file))

@@ -108,7 +108,7 @@ def gather_packed(value: Any) -> List[Tensor]:
     stream = io.BytesIO()
     torch.save(value, stream, pickle_module=PICKLE)
     data = to_tensor(stream.getvalue())
-    return [data] if get_world_size() == 1 else gather_bytes(data, purpose='states')
+    return [data] if get_world_size() == 1 else gather_bytes(data, call_tag='states')
 
 
 def unpack(data: Tensor) -> Any:

@@ -65,7 +65,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=Options,
+        action=KeyValueAction,
         help='override settings of the config: key=value, key="[a,b]"',
     )
     parser.add_argument('--accelerator', help='lay its base config over CONFIG')
@@ -174,7 +174,7 @@ def _installed_path(_: Any, package: str) -> str:
     return folder
 
 
-class Options(DictAction):
+class KeyValueAction(DictAction):
     """MMEngine's ``key=value`` options, which refuse what cannot be read.
 
     MMEngine's parser takes ``dict(type='X')`` for a string, and ends in a RecursionError where the

@@ -17,7 +17,7 @@ from mmdevplug.version import __version__
 
 from . import say
 from .arguments import Parser
-from .common import Options
+from .common import KeyValueAction
 
 #: Of the JSON file; changes when a key changes its meaning or goes.
 SCHEMA = 1
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=Options,
+        action=KeyValueAction,
         metavar='KEY=VALUE',
         help='replace options of the config, e.g. accelerator.backend=gloo',
     )

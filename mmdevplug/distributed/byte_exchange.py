@@ -44,7 +44,7 @@ _first_bytes: 'WeakKeyDictionary[Any, int]' = WeakKeyDictionary()
 class Head(NamedTuple):
     """The header of a rank's first message."""
 
-    purpose: str  # what is exchanged, the same on all ranks
+    call_tag: str  # what is exchanged, the same on all ranks
     size: int  # bytes of its buffer
     in_flight: int  # bytes that may be in flight at a time
     limit: int  # bytes that this rank accepts from all ranks together
@@ -70,30 +70,30 @@ def to_bytes(data: Tensor) -> bytes:
 def gather_bytes(
     data: Tensor,
     group: Any = None,
-    purpose: str = '',
+    call_tag: str = '',
     in_flight: int = DEFAULT_IN_FLIGHT,
     limit: Optional[int] = None,
 ) -> List[Tensor]:
     """Give every rank the bytes of all ranks: one-dimensional uint8 tensors of any length.
 
-    ``purpose`` has at most 12 letters, the same on all ranks. Of ``in_flight``, the bytes that may
-    be in flight at a time, and ``limit``, the bytes that all ranks together may have (None for the
-    free memory), the smallest of the ranks counts.
+    ``call_tag`` has at most 12 letters, the same on all ranks. The smallest of the ranks counts of
+    ``in_flight``, the bytes that may be in flight at a time, and of ``limit``, the bytes that all
+    ranks together may have (None for the free memory).
 
     Raises:
-        SampleError: On all ranks, if there are more bytes than that or the purposes differ.
+        SampleError: On all ranks, if there are more bytes than that or the call tags differ.
     """
     place = group_device(group)
     data = data.to(place)
     limit = _NO_LIMIT if limit is None else limit
-    head = _HEAD.pack(_MAGIC, purpose.encode(), data.numel(), min(in_flight, _NO_LIMIT), limit)
+    head = _HEAD.pack(_MAGIC, call_tag.encode(), data.numel(), min(in_flight, _NO_LIMIT), limit)
     key = torch_dist.group.WORLD if group is None else group
     first = _first_bytes.get(key, FIRST_BYTES)
     blocks = all_gather(_first_message(head, data, first), group)
     heads = [_read_head(to_bytes(block[: _HEAD.size])) for block in blocks]
     _first_bytes[key] = _next_first_bytes(heads)
     try:
-        _check(heads, purpose, group)
+        _check(heads, call_tag, group)
     except SampleError as error:
         raise known_to_all(error) from None
     here = torch_dist.get_rank(group)
@@ -124,23 +124,23 @@ def _first_message(head: bytes, data: Tensor, size: int = FIRST_BYTES) -> Tensor
 
 
 def _read_head(text: bytes) -> Head:
-    magic, purpose, *numbers = _HEAD.unpack(text)
+    magic, call_tag, *numbers = _HEAD.unpack(text)
     if magic != _MAGIC:
         raise SampleError(
             'a rank sent something else than samples: some ranks have called another collective. '
             'All ranks must call gather_samples() and balance_samples() in the same order.'
         )
-    return Head(purpose.rstrip(b'\0').decode(), *numbers)
+    return Head(call_tag.rstrip(b'\0').decode(), *numbers)
 
 
-def _check(heads: Sequence[Head], purpose: str, group: Any) -> None:
+def _check(heads: Sequence[Head], call_tag: str, group: Any) -> None:
     for rank, head in enumerate(heads):
-        if head.purpose != heads[0].purpose:
+        if head.call_tag != heads[0].call_tag:
             raise SampleError(
-                f'rank {rank} calls {head.purpose!r} while rank 0 calls {heads[0].purpose!r} (a + '
-                f'stands for allow_pickle=True, a * for same_structure=False, a # for '
-                f'stacked=True); expected the same call with the same options on all ranks, in '
-                f'the same order.'
+                f'rank {rank} calls {head.call_tag!r} while rank 0 calls {heads[0].call_tag!r} '
+                '(a + stands for allow_pickle=True, a * for same_structure=False, a # for '
+                'stacked=True); expected the same call with the same options on all ranks, in '
+                'the same order.'
             )
     total = sum(head.size for head in heads)
     limit = min(head.limit for head in heads)
@@ -150,7 +150,7 @@ def _check(heads: Sequence[Head], purpose: str, group: Any) -> None:
     if total > limit:
         largest = max(range(len(heads)), key=lambda rank: heads[rank].size)
         raise SampleError(
-            f'{purpose}: the samples of all ranks are {total:,} bytes together, more than '
+            f'{call_tag}: the samples of all ranks are {total:,} bytes together, more than '
             f'{limited_by}, {limit:,} bytes; rank {largest} has the most, '
             f'{heads[largest].size:,}. Gather fewer or smaller samples, share them out with '
             f'balance_samples(), or raise max_bytes.'

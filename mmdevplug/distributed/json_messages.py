@@ -9,5 +9,5 @@ from .byte_exchange import gather_bytes, to_bytes, to_tensor
 def gather_json(value: Any, group: Any = None) -> List[Any]:
     """Collect a value from all ranks, in the order of ranks; tuples have become lists."""
     data = to_tensor(json.dumps(value).encode())
-    parts = gather_bytes(data, group, purpose='gather_json')
+    parts = gather_bytes(data, group, call_tag='gather_json')
     return [json.loads(to_bytes(part)) for part in parts]

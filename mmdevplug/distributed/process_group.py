@@ -144,12 +144,12 @@ def start_distributed(
             devices = choose_devices(choice.accelerator, env)
         # The first one last, so that it stays the current one.
         for device in reversed(devices):
-            narrowed = probe_device(choice.accelerator, device)
-        return choice, devices, tuple(narrowed)
+            unsupported = probe_device(choice.accelerator, device)
+        return choice, devices, tuple(unsupported)
 
     # Without a launcher the variables stay as they are, but no vendor's package must read them.
     with stale_variables_hidden('none') if launcher == 'none' else nullcontext():
-        choice, devices, narrowed = run_on_every_rank(store, env, 'device check', prepare, wait)
+        choice, devices, unsupported = run_on_every_rank(store, env, 'device check', prepare, wait)
     name = None
     if launcher != 'none' and exists:
         name = torch_dist.get_backend()
@@ -181,7 +181,7 @@ def start_distributed(
         backend=name,
         timeout=wait,
         more_devices=tuple(devices[1:]),
-        narrowed=narrowed,
+        unsupported_64bit_dtypes=unsupported,
         side_groups=before.side_groups if exists and before is not None else {},
     )
     set_device_context(context)

@@ -20,7 +20,7 @@ from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.environments.launch import LaunchEnv, read_local_rank
 
 
-def rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.device]:
+def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.device]:
     """Return the accelerator and the device of this rank, also under a stock runner.
 
     Args:
@@ -66,12 +66,12 @@ def group_device(group: Any = None) -> torch.device:
     if (context is None or not context.final) and 'LOCAL_RANK' not in os.environ:
         # Whoever started the group without a launcher has set the device, too.
         return current_accelerator().current_device()
-    return rank_device()[1]
+    return enter_rank_device()[1]
 
 
 def rank_devices() -> Tuple[torch.device, ...]:
     """All devices of this rank's model: one, unless the model is spread over several."""
     context = device_context()
     if context is None or not context.final:
-        return (rank_device()[1],)
+        return (enter_rank_device()[1],)
     return context.devices

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any, Dict, List, NamedTuple
 
 from .json_messages import gather_json
-from .rank_device import rank_device
+from .rank_device import enter_rank_device
 
 #: A rank is slow that delays the others by this part of an iteration. Less is common where ranks
 #: load different data, and would not be worth a look.
@@ -23,7 +23,7 @@ class Slowest(NamedTuple):
 
 def gather_times(iteration: float, waited: float, loading: float) -> List[Dict[str, Any]]:
     """Collect the mean milliseconds of an iteration from all ranks."""
-    _, device = rank_device()
+    _, device = enter_rank_device()
     times = dict(iteration=iteration, waited=waited, loading=loading)
     return gather_json(dict(times, host=socket.gethostname(), device=str(device)))
 

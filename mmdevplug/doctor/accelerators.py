@@ -260,13 +260,14 @@ def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], 
         )
     say(f'int64 and float64 on {device}')
     try:
-        narrowed = probe_device(accelerator, device)
+        unsupported = probe_device(accelerator, device)
     except DevPlugError as error:
         return _broken(str(error), data)
-    if narrowed:
+    if unsupported:
         return section.note(
-            f'{device} computes as the CPU does, but does not keep {" and ".join(narrowed)}: '
-            f'values of these dtypes are narrowed to 32 bits, or refused.',
+            f'{device} computes as the CPU does, but does not keep '
+            f'{" and ".join(unsupported)}: values of these dtypes are narrowed to 32 bits, or '
+            'refused.',
             'integers of 2**31 and more change there, and float64 is no more exact than float32.',
             'keep such values (ids, time stamps, sums over many pixels) on the host',
             data,

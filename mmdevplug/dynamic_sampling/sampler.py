@@ -9,7 +9,7 @@ from mmengine.registry import FUNCTIONS
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions, SamplerOptions
 from mmdevplug.distributed.process_group import Timeout
-from mmdevplug.distributed.rank_device import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.samples import balance_samples, gather_samples
@@ -110,7 +110,7 @@ class DynamicSampler:
         self._exchange = dict(
             group=group, same_structure=same_structure, allow_pickle=allow_pickle, device='cpu'
         )
-        self._accelerator, self._device = rank_device()
+        self._accelerator, self._device = enter_rank_device()
         self._rounds = Rounds(options, group)
         self._rank, self._world_size = self._rounds.rank, self._rounds.world_size
         self._progress = ProgressLog(options, self._rank, self._world_size)

@@ -168,17 +168,18 @@ class Environment(ABC):
 
     def _started_already(self, origin: str) -> LaunchError:
         return LaunchError(
-            f'{origin} starts processes, but {self.told()} say that {self.command} has started '
-            f'{self.world_size()} already. Leave out {origin}, or start one process on each host '
+            f'{origin} starts processes, but {self.describe_variables()} say that {self.command} '
+            f'has started {self.world_size()} already. Leave out {origin}, or start one process '
+            'on each host '
             f'with srun or mpirun.'
         )
 
     def refuse_to_stay_alone(self, starts: bool) -> None:
         """Refuse a process, or one that starts others here, where the job has more than this."""
 
-    def told(self) -> str:
+    def describe_variables(self) -> str:
         """The variables that tell of this launcher, for a message."""
-        return told(self.detect())
+        return format_variables(self.detect())
 
     # reading ------------------------------------------------------------------------------------
 
@@ -234,7 +235,7 @@ class Environment(ABC):
             )
 
 
-def told(variables: Mapping[str, str]) -> str:
+def format_variables(variables: Mapping[str, str]) -> str:
     """Write variables as in a shell, long and unprintable values shortened."""
     return ' '.join(
         f'{name}={value if value.isprintable() and len(value) <= 60 else shortened(value)}'

@@ -13,7 +13,15 @@ from mmdevplug.config.fields import shortened
 from mmdevplug.config.launch import COUNTED
 from mmdevplug.errors import LaunchError
 
-from .base import DEFAULT_PORT, Environment, Hosts, LaunchEnv, check_address, check_port, told
+from .base import (
+    DEFAULT_PORT,
+    Environment,
+    Hosts,
+    LaunchEnv,
+    check_address,
+    check_port,
+    format_variables,
+)
 from .loopback import is_loopback
 from .stale import AGENT_VARIABLES, TORCHRUN_VARIABLES, stale_variables, unset_line
 
@@ -78,9 +86,9 @@ class Kubernetes(Environment):
         hosts = self.hosts()
         if hosts.rendezvous or hosts.nproc not in (None, 1):
             raise LaunchError(
-                f'launcher={self.name!r} is for one process in each pod, but {self.told()} ask '
-                f'for several, or for pods that come and go. Start them: mmdevplug train CONFIG, '
-                f'or torchrun SCRIPT --launcher pytorch.'
+                f'launcher={self.name!r} is for one process in each pod, but '
+                f'{self.describe_variables()} ask for several, or for pods that come and go. '
+                'Start them: mmdevplug train CONFIG, or torchrun SCRIPT --launcher pytorch.'
             )
         env = LaunchEnv(self.name, hosts.node_rank or 0, 0, int(hosts.nnodes))
         if env.world_size > 1:
@@ -95,9 +103,9 @@ class Kubernetes(Environment):
         found = self.detect()
         if 'LOCAL_RANK' in found:
             raise LaunchError(
-                f'{told(found)}: LOCAL_RANK says that a launcher started this process in the pod, '
-                f'but none is named. If one did, pass --launcher pytorch; if not, RANK is the '
-                f"pod's and LOCAL_RANK is left over: "
+                f'{format_variables(found)}: LOCAL_RANK says that a launcher started this process '
+                'in the pod, but none is named. If one did, pass --launcher pytorch; if not, '
+                "RANK is the pod's and LOCAL_RANK is left over: "
                 f'{unset_line(_per_process(self.environ))}'
             )
         if not found:
@@ -227,9 +235,9 @@ class Kubernetes(Environment):
     def _disagree(self, name: str, expected: str) -> LaunchError:
         found = self.detect()
         return LaunchError(
-            f'{told(found)} contradict each other or lack something: expected {name} to be '
-            f'{expected}. They come from {self.command}: correct the job; if they are left over, '
-            f'for a job of this host alone: {unset_line(found)}'
+            f'{format_variables(found)} contradict each other or lack something: expected {name} '
+            f'to be {expected}. They come from {self.command}: correct the job; if they are left '
+            f'over, for a job of this host alone: {unset_line(found)}'
         )
 
     # Volcano without its plugin for PyTorch -----------------------------------------------------
@@ -249,9 +257,9 @@ class Kubernetes(Environment):
         here = [i for i, name in enumerate(names) if name.split('.')[0] == own.split('.')[0]]
         if len(here) != 1:
             raise LaunchError(
-                f'{told(found)}: expected the name of this pod, {shortened(own)}, once among '
-                f'these hosts of Volcano. Give --nnodes, --node-rank and --master-addr, or pass '
-                f'--launcher none for a job of this pod alone.'
+                f'{format_variables(found)}: expected the name of this pod, {shortened(own)}, '
+                'once among these hosts of Volcano. Give --nnodes, --node-rank and '
+                '--master-addr, or pass --launcher none for a job of this pod alone.'
             )
         address = check_address(names[0], next(iter(found)))
         return Hosts(len(names), here[0], None, address, self.master_port())
@@ -285,9 +293,9 @@ def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
         f'--master_addr {hosts.master_addr} --master_port {hosts.master_port}',
     )
     raise LaunchError(
-        f'{told(found)} say that this process is in one of {hosts.nnodes} pods of a job of '
-        f'Kubernetes, but no launcher is named: it would train alone. To join the others, start '
-        f'in each pod: mmdevplug train CONFIG, which reads them; or a script of your own: '
+        f'{format_variables(found)} say that this process is in one of {hosts.nnodes} pods of a '
+        'job of Kubernetes, but no launcher is named: it would train alone. To join the others, '
+        'start in each pod: mmdevplug train CONFIG, which reads them; or a script of your own: '
         f'torchrun --nproc_per_node {hosts.nproc or "N"} --nnodes {hosts.nnodes} '
         f'{" ".join(options)} SCRIPT --launcher pytorch. For a job of this host alone: '
         f'{unset_line({**stale_variables("none", environ), **found})}'

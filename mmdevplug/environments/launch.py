@@ -6,7 +6,7 @@ from typing import Dict, Mapping, Optional, Tuple, Type
 
 from mmdevplug.errors import LaunchError
 
-from .base import DEFAULT_PORT, Environment, Hosts, LaunchEnv, told
+from .base import DEFAULT_PORT, Environment, Hosts, LaunchEnv, format_variables
 from .kubernetes import Kubernetes, refuse_to_run_alone as refuse_pod_to_run_alone
 from .mpi import MPI
 from .none import NoLauncher
@@ -73,19 +73,21 @@ def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
     found = open_job(environ)
     if found:
         raise LaunchError(
-            f'{told(found)} say that this process is one of WORLD_SIZE={found["WORLD_SIZE"]}, and '
-            f'nothing shows that this job has ended, but no launcher is named: it would train '
-            f"alone. To join the others: --launcher pytorch (in a script launcher='pytorch'). For "
-            f'a single process: {unset_line(stale_variables("none", environ))}'
+            f'{format_variables(found)} say that this process is one of '
+            f'WORLD_SIZE={found["WORLD_SIZE"]}, and nothing shows that this job has ended, but no '
+            'launcher is named: it would train alone. To join the others: --launcher pytorch '
+            "(in a script launcher='pytorch'). "
+            f'For a single process: {unset_line(stale_variables("none", environ))}'
         )
 
 
 def _one_of_several(job: Environment) -> LaunchError:
     of_torchrun = stale_variables('none', job.environ) if job.name == Torchrun.name else {}
     return LaunchError(
-        f"launcher='none', but {job.told()} say that {job.command} runs this process as one of "
-        f'{job.names[1]}={job.text(job.names[1])}; each of them would train alone. Pass '
-        f"--launcher {job.name} (in a script launcher='{job.name}'), or for a single process: "
+        f"launcher='none', but {job.describe_variables()} say that {job.command} runs this "
+        f'process as one of {job.names[1]}={job.text(job.names[1])}; each of them would train '
+        f"alone. Pass --launcher {job.name} (in a script launcher='{job.name}'), or for a single "
+        'process: '
         f'{unset_line(of_torchrun or job.detect())}'
     )
 

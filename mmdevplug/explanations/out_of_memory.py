@@ -11,7 +11,7 @@ import torch
 from mmengine.optim import OptimWrapper
 from torch import Tensor
 
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.errors import DeviceOutOfMemoryError, DevPlugError, first_line
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
@@ -55,7 +55,7 @@ def out_of_memory_at(error: BaseException) -> Optional[str]:
 
 
 def _message(runner: Any, stage: str, place: str, error: BaseException) -> str:
-    accelerator, device = rank_device()
+    accelerator, device = enter_rank_device()
     if place == 'host':
         device = torch.device('cpu')
         in_use: Optional[int] = psutil.Process().memory_info().rss

@@ -68,16 +68,16 @@ def enter_phase(text: str) -> None:
 
 
 @contextmanager
-def armed() -> Iterator[None]:
+def peers_must_answer() -> Iterator[None]:
     """Treat the silence of another rank as its failure inside this context, and only there."""
     # It counts for a watch that starts inside this context, too.
-    if not FailureWatch.armed:
-        FailureWatch.armed_since = time.monotonic()
-    FailureWatch.armed += 1
+    if not FailureWatch.waiting:
+        FailureWatch.waiting_since = time.monotonic()
+    FailureWatch.waiting += 1
     try:
         yield
     finally:
-        FailureWatch.armed -= 1
+        FailureWatch.waiting -= 1
 
 
 @contextmanager
@@ -91,10 +91,10 @@ def fail_together(stage: str, group: Any = None) -> Iterator[None]:
     Raises:
         RankFailedError: In place of an error of communication, if another rank failed or is gone.
     """
-    outermost = not FailureWatch.armed
+    outermost = not FailureWatch.waiting
     if outermost and _watch is not None:
         _watch.begin_attempt()
-    with armed():
+    with peers_must_answer():
         try:
             with collective_of(stage, group) if _watch is None else nullcontext():
                 yield
@@ -133,7 +133,7 @@ def current_job() -> Optional[Tuple[Any, LaunchEnv]]:
     if _watch is None:
         return None
     # Ranks that failed together may have come to different numbers of meetings before.
-    return torch_dist.PrefixStore(f'mmdevplug/{_watch.attempt}', _watch.store), _watch.env
+    return torch_dist.PrefixStore(f'mmdevplug/{_watch.attempt}', _watch.main_store), _watch.env
 
 
 def raise_if_another_failed(wait: float = 0.0) -> None:

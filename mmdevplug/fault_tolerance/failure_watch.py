@@ -65,21 +65,23 @@ GONE = (
 class FailureWatch:
     """Publish this rank's heartbeat, and look for the failures of other ranks, in two threads.
 
-    The main thread uses ``store``; ``own`` is a second connection to it. A rank counts as dead
-    after ``heartbeat_timeout`` seconds of silence.
+    The main thread uses ``main_store``; ``watch_store`` is a second connection to it. A rank
+    counts as dead after ``heartbeat_timeout`` seconds of silence.
     """
 
     #: Above 0 inside parts of the program that all ranks run together, which may be nested.
     #: Elsewhere the silence of another rank is no failure.
-    armed = 0
+    waiting = 0
     armed_since = 0.0  # in seconds of the monotonic clock
 
-    def __init__(self, store: Any, own: Any, env: LaunchEnv, heartbeat_timeout: float) -> None:
-        self.store, self.own, self.env = store, own, env
+    def __init__(
+        self, main_store: Any, watch_store: Any, env: LaunchEnv, heartbeat_timeout: float
+    ) -> None:
+        self.main_store, self.watch_store, self.env = main_store, watch_store, env
         self.heartbeat_timeout = heartbeat_timeout
         self._clock = AwakeClock(2 * _TICK)
-        self._liveness = LivenessCheck(own, env)
-        self.heartbeat = Heartbeat(own, env, self._clock)
+        self._liveness = LivenessCheck(watch_store, env)
+        self.heartbeat = Heartbeat(watch_store, env, self._clock)
         self._neighbour = (env.rank + 1) % env.world_size
         self._reported = threading.Event()
         self._report: Dict[str, Any] = {}
@@ -91,7 +93,7 @@ class FailureWatch:
         self._store_error: Optional[str] = None
         self.reported_at = 0.0  # when a line last said what this rank waits for
         self._stopped, self._wake = threading.Event(), threading.Event()
-        self.stop_requests = StopRequests(own)
+        self.stop_requests = StopRequests(watch_store)
         self._reread = False  # a round of stop requests has just begun: read its requests
         self._beating = threading.Thread(target=self._beat, name='mmdevplug-beat', daemon=True)
         self._guarding = threading.Thread(target=self._guard, name='mmdevplug-guard', daemon=True)
@@ -122,7 +124,7 @@ class FailureWatch:
                     beats += 1
                 self._report_long_wait()
                 self.stop_requests.publish()
-                found = self.own.add('events', 0)
+                found = self.watch_store.add('events', 0)
                 if found != events or self._reread:
                     events, self._reread = found, False
                     self._read_events()
@@ -143,7 +145,7 @@ class FailureWatch:
             self.heartbeat.read(0)
         seen = self.heartbeat.seen.get(self._neighbour)
         silence = self.heartbeat.silence(self._neighbour)
-        if seen is None or seen.beat.state == ENDED or not self.armed or self._reported.is_set():
+        if seen is None or seen.beat.state == ENDED or not self.waiting or self._reported.is_set():
             return
         if silence > self.heartbeat_timeout:
             silent = self.find_silent(self._others())
@@ -156,15 +158,15 @@ class FailureWatch:
 
     def _report_long_wait(self) -> None:
         """Say once a minute where all ranks are, if this one has not gone on for so long."""
-        if not self.armed or self._reported.is_set() or self.ending:
+        if not self.waiting or self._reported.is_set() or self.ending:
             return
-        waited = time.monotonic() - max(self.heartbeat.phase_began, self.armed_since)
+        waited = time.monotonic() - max(self.heartbeat.phase_began, self.waiting_since)
         since = time.monotonic() - self.reported_at
         if min(waited, since) < REPORT_SECONDS:
             return
         self.reported_at = time.monotonic()
         # One rank is enough.
-        if self.own.add(f'long_waits/{int(time.time() // REPORT_SECONDS)}', 1) == 1:
+        if self.watch_store.add(f'long_waits/{int(time.time() // REPORT_SECONDS)}', 1) == 1:
             places = self.heartbeat.places(range(self.env.world_size))
             say(f'No rank has gone on for {waited:.0f} s: {describe_places(places)}.')
 
@@ -173,15 +175,15 @@ class FailureWatch:
 
     def _read_events(self) -> None:
         attempt = self.attempt
-        if not self._reported.is_set() and self.own.add(f'failure/{attempt}/there', 0):
-            report = json.loads(get_text(self.own, f'failure/{attempt}/report'))
+        if not self._reported.is_set() and self.watch_store.add(f'failure/{attempt}/there', 0):
+            report = json.loads(get_text(self.watch_store, f'failure/{attempt}/report'))
             with self._attempt_lock:
                 if attempt != self.attempt:
                     return  # The main thread found the failure by itself and went on.
                 self._report = report
                 self._report_at = self._clock.now
                 self._reported.set()
-            self.own.add(f'failure/{attempt}/seen', 1)
+            self.watch_store.add(f'failure/{attempt}/seen', 1)
         self.stop_requests.read()
 
     # the thread that watches the clock ----------------------------------------------------------
@@ -189,7 +191,7 @@ class FailureWatch:
     def _guard(self) -> None:
         while not self._stopped.wait(_TICK):
             now = self._clock.tick()
-            if not self.armed:
+            if not self.waiting:
                 # Silence outside of what all ranks do together is no failure.
                 self._answered = max(self._answered, now - _TICK)
                 self._report_at = max(self._report_at, now)
@@ -209,15 +211,15 @@ class FailureWatch:
         Returns False if another rank has reported before.
         """
         key = f'failure/{self.attempt}'
-        if self.own.add(f'{key}/count', 1) > 1:
+        if self.watch_store.add(f'{key}/count', 1) > 1:
             return False
         report = {'by': self.env.rank, 'host': self.heartbeat.host, 'text': text[:4000]}
-        set_text(self.own, f'{key}/report', json.dumps(report))
-        self.own.add(f'{key}/there', 1)
-        self.own.add('events', 1)
+        set_text(self.watch_store, f'{key}/report', json.dumps(report))
+        self.watch_store.add(f'{key}/there', 1)
+        self.watch_store.add('events', 1)
         deadline = time.monotonic() + GRACE_SECONDS
         while time.monotonic() < deadline and threading.current_thread() is not self._beating:
-            if self.own.add(f'{key}/seen', 0) >= readers:
+            if self.watch_store.add(f'{key}/seen', 0) >= readers:
                 break
             time.sleep(_TICK / 5)
         return True
@@ -362,7 +364,7 @@ class FailureWatch:
     def _find_culprit(self, error: RuntimeError) -> RankFailedError:
         self.heartbeat.lost_at = locate_error(error)
         self._set_state(LOST)
-        if self.own.add(f'failure/{self.attempt}/lost', 1) > _MAX_INVESTIGATORS:
+        if self.watch_store.add(f'failure/{self.attempt}/lost', 1) > _MAX_INVESTIGATORS:
             self._reported.wait(2 * SILENT_SECONDS)
         found = self.peer_failure(wait=_TICK)
         if found is not None:

@@ -104,7 +104,7 @@ class StopAgreement:
         return self.iteration is not None and iteration >= self.iteration
 
     def _agree(self, iteration: int, interval: int) -> Optional[int]:
-        store, env, keys = self._watch.own, self._watch.env, f'stop/{self._round}'
+        store, env, keys = self._watch.watch_store, self._watch.env, f'stop/{self._round}'
         if not self._published:
             self._published = True
             set_text(store, f'{keys}/seen/{env.rank}', str(iteration))

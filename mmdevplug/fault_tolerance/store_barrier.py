@@ -157,7 +157,7 @@ def in_store(env: LaunchEnv, stage: str) -> Iterator[None]:
     Raises:
         RankFailedError: In place of an error of the store.
     """
-    with failure.armed():
+    with failure.peers_must_answer():
         try:
             yield
         except DevPlugError:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmdevplug.accelerators import devices_of
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import training_step
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import move_module
@@ -67,7 +67,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         # As MMEngine does, instead of the constructor of DDP.
         nn.Module.__init__(self)
         _check_children(module)
-        self.accelerator, self.device = rank_device(accelerator)
+        self.accelerator, self.device = enter_rank_device(accelerator)
         # As a whole, so that children keep sharing parameters.
         self.module = move_module(module, self.device)
         self._devices = devices_of(module.parameters())

@@ -18,7 +18,7 @@ from mmdevplug.accelerators.backend import suits_native_ddp
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.distributed.staged_groups import staged_group
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
 from mmdevplug.errors import ModelError
@@ -30,7 +30,7 @@ from mmdevplug.model.move import (
     move_module,
 )
 from mmdevplug.model.norm_layers import convert_norm_layers
-from mmdevplug.optim import log_norms, trust_averages
+from mmdevplug.optim import log_norms, set_overflow_source
 from mmdevplug.staged.host_buffers import can_pin
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.torch_compat import is_at_least
@@ -105,7 +105,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
     ) -> None:
         check_module(module)
         own = read_options(DeviceDistributedDataParallel, kwargs)
-        chosen, device = rank_device(accelerator)
+        chosen, device = enter_rank_device(accelerator)
         group = torch_dist.group.WORLD if process_group is None else process_group
         on_host = device.type == 'cpu' or not suits_native_ddp(chosen, device, group)
         averaging_group = staged_group(group) if on_host else group
@@ -338,7 +338,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
                 check_loss(parsed_loss, self.module)
                 self._loss_checked = True
             self.follow_scaler(optim_wrapper)
-            trust_averages(optim_wrapper, self.staging)
+            set_overflow_source(optim_wrapper, self.staging)
             check_optimizers(self.module, [self._trainable], optim_wrapper)
             optim_wrapper.update_params(parsed_loss)
             if self.detect_anomalous_params:

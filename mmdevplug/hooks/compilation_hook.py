@@ -19,7 +19,7 @@ from mmdevplug.data.batch_shapes import (
     describe_changes,
     image_size,
 )
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.utils.model import unwrap_model
 
 #: The next warning comes after this many times as many iterations that compiled.
@@ -63,7 +63,7 @@ class CompilationHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Begin to record shapes, if the device is lazy."""
-        self._accelerator = rank_device()[0]
+        self._accelerator = enter_rank_device()[0]
         if not self._accelerator.lazy:
             return
         self._recorder = ShapeRecorder(unwrap_model(runner.model))
@@ -82,7 +82,7 @@ class CompilationHook(Hook):
 
     def after_run(self, runner: Any) -> None:
         """Log the use of compiled graphs that are kept on disk."""
-        kept = rank_device()[0].kept_compilations()
+        kept = enter_rank_device()[0].kept_compilations()
         if kept is not None:
             level = logging.WARNING if kept.unreadable else logging.INFO
             runner.logger.log(level, describe_kept(kept))

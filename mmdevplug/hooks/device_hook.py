@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from mmdevplug.accelerators import to_device
 from mmdevplug.config.hook_options import DeviceHookOptions
 from mmdevplug.data.endless import check_endless
-from mmdevplug.distributed.rank_device import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
 from mmdevplug.model.sync_bn import SyncBNCost
@@ -50,7 +50,7 @@ class DeviceHook(Hook):
             key = f'{name}_dataloader'
             loop, config = getattr(runner, f'_{name}_loop'), getattr(runner, f'_{key}')
             check_endless(loop, key, config, runner.seed)
-        _, device = rank_device()
+        _, device = enter_rank_device()
         model = unwrap_model(runner.model)
         # A wrapper that has not been built yet is a config.
         wrappers = list_optim_wrappers(runner.optim_wrapper)
@@ -106,7 +106,7 @@ class DeviceHook(Hook):
         if getattr(runner.model, 'step_materialized', False):
             runner.model.step_materialized = False
         else:
-            rank_device()[0].materialize_all(rank_devices())
+            enter_rank_device()[0].materialize_all(rank_devices())
         log_norms(runner.optim_wrapper)
         self._sync_bn_cost.after_iteration(runner)
 

@@ -5,7 +5,7 @@ from typing import Any
 from mmengine.hooks import EmptyCacheHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 
 
 @HOOKS.register_module()
@@ -18,12 +18,12 @@ class DeviceEmptyCacheHook(EmptyCacheHook):
 
     def _after_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
         if self._do_after_iter:
-            rank_device()[0].empty_cache()
+            enter_rank_device()[0].empty_cache()
 
     def _before_epoch(self, runner: Any, mode: str = 'train') -> None:
         if self._do_before_epoch:
-            rank_device()[0].empty_cache()
+            enter_rank_device()[0].empty_cache()
 
     def _after_epoch(self, runner: Any, mode: str = 'train') -> None:
         if self._do_after_epoch:
-            rank_device()[0].empty_cache()
+            enter_rank_device()[0].empty_cache()

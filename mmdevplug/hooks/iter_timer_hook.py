@@ -5,7 +5,7 @@ from typing import Any
 from mmengine.hooks import IterTimerHook, LoggerHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.distributed.rank_device import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 
 
 @HOOKS.register_module()
@@ -30,7 +30,7 @@ class DeviceIterTimerHook(IterTimerHook):
         if self.end_of_epoch(getattr(runner, f'{mode}_dataloader'), batch_idx) or any(
             hook.every_n_inner_iters(batch_idx, hook.interval) for hook in loggers
         ):
-            accelerator, _ = rank_device()
+            accelerator, _ = enter_rank_device()
             for device in rank_devices():
                 accelerator.synchronize(device)
         super()._after_iter(runner, batch_idx, data_batch, outputs, mode)

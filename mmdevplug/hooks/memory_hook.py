@@ -9,7 +9,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.config.hook_options import MemoryOptions
-from mmdevplug.distributed.rank_device import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.utils.worker_memory import WorkerMemory
 
 MB = 2**20
@@ -59,12 +59,12 @@ class MemoryHook(Hook):
         self._done += 1
         if self.options.interval is not None and self._done % self.options.interval == 0:
             gc.collect()
-            rank_device()[0].empty_cache()
+            enter_rank_device()[0].empty_cache()
         if self._done in (1, SETTLED) or self._done % self.options.sample_interval == 0:
             self._sample(runner)
 
     def _sample(self, runner: Any) -> None:
-        accelerator, devices = rank_device()[0], rank_devices()
+        accelerator, devices = enter_rank_device()[0], rank_devices()
         of_workers, workers = self._workers.measure()
         used = self._process.memory_info().rss + of_workers
         shown = {'train/host_memory': used // MB}

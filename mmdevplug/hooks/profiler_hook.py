@@ -7,7 +7,7 @@ import torch
 from mmengine.hooks import ProfilerHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 
 
 @HOOKS.register_module()
@@ -26,7 +26,7 @@ class DeviceProfilerHook(ProfilerHook):
     """
 
     def __init__(self, *, activity_with_cuda: bool = False, **kwargs: Any) -> None:
-        accelerator, _ = rank_device()
+        accelerator, _ = enter_rank_device()
         self._records_device = activity_with_cuda and accelerator.name != 'cpu'
         activity = accelerator.profiler_activity()
         super().__init__(activity_with_cuda=activity_with_cuda and activity is None, **kwargs)
@@ -42,7 +42,7 @@ class DeviceProfilerHook(ProfilerHook):
     def before_run(self, runner: Any) -> None:
         """Start the profilers; see :meth:`mmengine.hooks.ProfilerHook.before_run`."""
         super().before_run(runner)
-        accelerator, _ = rank_device()
+        accelerator, _ = enter_rank_device()
         if not self._records_device or accelerator.profiler_activity() is not None:
             return
         folder = osp.join(runner.log_dir, 'device_trace', f'rank{runner.rank}')
@@ -57,7 +57,7 @@ class DeviceProfilerHook(ProfilerHook):
         runner.logger.info(f'The profile of the device will be written to {folder}.')
 
     def _export_chrome_trace(self, runner: Any) -> None:
-        accelerator, device = rank_device()
+        accelerator, device = enter_rank_device()
         accelerator.synchronize(device)
         if self._trace is not None:
             self._trace.__exit__(None, None, None)

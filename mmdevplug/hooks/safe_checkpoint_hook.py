@@ -39,7 +39,7 @@ from mmdevplug.checkpoint.writing import (
 )
 from mmdevplug.config.fields import refuse_unknown
 from mmdevplug.config.hook_options import CheckpointOptions
-from mmdevplug.distributed.rank_device import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 
@@ -180,7 +180,7 @@ class SafeCheckpointHook(CheckpointHook):
             return
         self._resumption = None
         if hasattr(runner.model, 'warm_up'):
-            accelerator, devices = rank_device()[0], rank_devices()
+            accelerator, devices = enter_rank_device()[0], rank_devices()
             state = random_state(accelerator, devices)
             # A batch of several parts is trained on part by part.
             kept = getattr(runner, 'global_batch', None)

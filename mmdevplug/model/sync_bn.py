@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmdevplug.accelerators import Accelerator
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.errors import ModelError
 
 from .batch_statistics import (
@@ -89,7 +89,7 @@ class DeviceSyncBatchNorm(_BatchNorm):
         return normalize_frozen(self, input)
 
     def _accelerator(self) -> Accelerator:
-        return rank_device()[0] if self.accelerator is None else self.accelerator
+        return enter_rank_device()[0] if self.accelerator is None else self.accelerator
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:

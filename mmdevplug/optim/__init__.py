@@ -1,7 +1,7 @@
 """Optimizer wrappers for lazy devices and for mixed precision."""
 
 from .adapt_config import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
-from .device_amp_optim_wrapper import DeviceAmpOptimWrapper, trust_averages
+from .device_amp_optim_wrapper import DeviceAmpOptimWrapper, set_overflow_source
 from .device_optim_wrapper import DeviceOptimWrapper, log_norms
 
 __all__ = [
@@ -11,5 +11,5 @@ __all__ = [
     'check_optimizers',
     'join_consolidation',
     'log_norms',
-    'trust_averages',
+    'set_overflow_source',
 ]

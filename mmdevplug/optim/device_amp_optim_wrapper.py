@@ -10,7 +10,7 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
-from mmdevplug.distributed.rank_device import rank_device, rank_devices
+from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import patch_autocast
 from mmdevplug.utils.logs import log_warning
@@ -52,7 +52,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
     ) -> None:
         # Not AmpOptimWrapper's, which asserts that there is a device of MMEngine's list.
         OptimWrapper.__init__(self, **kwargs)
-        self.accelerator, self.device = rank_device()
+        self.accelerator, self.device = enter_rank_device()
         patch_autocast(self.accelerator)
         if use_fsdp:
             raise ModelError(
@@ -151,7 +151,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         return state_dict
 
 
-def trust_averages(optim_wrapper: Any, averaging: Any) -> None:
+def set_overflow_source(optim_wrapper: Any, averaging: Any) -> None:
     """Let optimizer wrappers ask the host staging for an overflow, instead of the device."""
     for wrapper in list_optim_wrappers(optim_wrapper):
         if isinstance(wrapper, DeviceAmpOptimWrapper):

@@ -8,7 +8,7 @@ from mmengine.registry import OPTIM_WRAPPERS
 from torch import Tensor
 
 from mmdevplug.accelerators import devices_of
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.model import list_optim_wrappers
 
@@ -32,7 +32,7 @@ class DeviceOptimWrapper(OptimWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.accelerator = rank_device()[0]
+        self.accelerator = enter_rank_device()[0]
 
     def _clip_grad(self) -> None:
         if not self.accelerator.lazy:

@@ -21,7 +21,7 @@ from torch import Tensor
 from mmdevplug.accelerators import Accelerator, device_context
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patched_symbols import (
     AUTOCAST,
@@ -75,7 +75,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
         >>> DetInferencer('rtmdet-tiny')  # computes on xla
     """
     restore_patches(JOB, LAZY_MODEL)
-    chosen, _ = rank_device(accelerator)
+    chosen, _ = enter_rank_device(accelerator)
     patch_symbol(device_utils, 'DEVICE', chosen.device_type)
     if chosen.device_type == 'npu':
         _find_npu()

@@ -5,7 +5,7 @@ from typing import Any, Tuple, Union
 from mmengine.registry import LOG_PROCESSORS
 from mmengine.runner import LogProcessor
 
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 
 MB = 2**20
 
@@ -34,7 +34,7 @@ class DeviceLogProcessor(LogProcessor):
 
 
 def _peak() -> Union[int, None]:
-    accelerator, device = rank_device()
+    accelerator, device = enter_rank_device()
     peak = accelerator.max_memory_allocated(device)
     return None if peak is None else peak // MB
 

@@ -34,7 +34,7 @@ from mmdevplug.data.checking import build_nonempty, check_batches, check_tempora
 from mmdevplug.data.padding import build_padded
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.explanations.arguments import explain_arguments
-from mmdevplug.explanations.explain import explained, explained_build, train_together
+from mmdevplug.explanations.explain import explained, explained_build
 from mmdevplug.explanations.versions import explain_versions
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
@@ -50,6 +50,7 @@ from mmdevplug.utils.model import unwrap_model
 from .device_log_processor import device_log_processor
 from .global_batch import GlobalBatchKeeper
 from .init_device import init_from_options
+from .train_locked import train_locked
 
 #: Collectives, checks and copies, at which torch.compile would break its graphs.
 UNTRACED = 'accelerators distributed fault_tolerance gradients hooks model optim patches utils'
@@ -392,7 +393,7 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all ranks, and their messages name it."""
-        model = train_together(self, super().train)
+        model = train_locked(self, super().train)
         self._misfit = None
         return model
 

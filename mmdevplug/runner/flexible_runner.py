@@ -9,12 +9,13 @@ from torch import nn
 from mmdevplug.checkpoint.fitting import repeat_beside
 from mmdevplug.config.accelerator import to_dict
 from mmdevplug.errors import DevPlugError
-from mmdevplug.explanations.explain import explained, train_together
+from mmdevplug.explanations.explain import explained
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.patches.torch_load import trust_classes
 
 from .device_log_processor import device_log_processor
 from .strategies import DeviceStrategy
+from .train_locked import train_locked
 
 
 @RUNNERS.register_module()
@@ -70,7 +71,7 @@ class DeviceFlexibleRunner(FlexibleRunner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all of them with its name."""
-        model = train_together(self, super().train)
+        model = train_locked(self, super().train)
         self.strategy.misfit = None
         return model
 

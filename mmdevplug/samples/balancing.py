@@ -118,7 +118,7 @@ def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
         examples = {e.structure: e.sample for e in reversed(list_examples(job.rank, job.groups))}
         in_flight = min(job.options.in_flight, 2**63 - 1)
         own = [len(job.samples), per_rank, in_flight, list(examples.items())]
-    gathered = gather_bytes(to_tensor(pack(own)), job.group, job.purpose)
+    gathered = gather_bytes(to_tensor(pack(own)), job.group, job.call_tag)
     answers = [unpack(to_bytes(part)) for part in gathered]
     job.raise_together([answer[0] if len(answer) == 1 else None for answer in answers])
     first = answers[0][1]

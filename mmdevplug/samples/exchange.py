@@ -6,7 +6,7 @@ import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import to_device
-from mmdevplug.distributed.rank_device import rank_device
+from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.errors import RankFailedError, SampleError
 from mmdevplug.fault_tolerance.failure import known_to_all
 from mmdevplug.utils.pytree import replace_parts, tensors_in
@@ -42,7 +42,7 @@ class Job(NamedTuple):
     device: torch.device  # of the tensors of the result
 
     @property
-    def purpose(self) -> str:
+    def call_tag(self) -> str:
         """The function, with the options that must be the same on all ranks."""
         short = self.name.partition('_')[0]
         _, same, pickled, _, _, stacked = self.options
@@ -76,7 +76,7 @@ def begin(
     ranks do not know yet are kept in the job.
     """
     world_size, rank = _place_in(group)
-    device = rank_device()[1] if options.device is None else torch.device(options.device)
+    device = enter_rank_device()[1] if options.device is None else torch.device(options.device)
     error: Optional[Exception] = None
     chosen: List[Any] = []
     groups: List[Group] = []

@@ -97,7 +97,7 @@ def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
         data, in_flight = serialize(to_device(job.groups, 'cpu')), job.options.in_flight
     else:
         data, in_flight = serialize_error(str(job.error)), DEFAULT_IN_FLIGHT
-    parts = gather_bytes(data, job.group, job.purpose, in_flight, max_bytes)
+    parts = gather_bytes(data, job.group, job.call_tag, in_flight, max_bytes)
     del data
     received = list(map(deserialize, parts))
     parts.clear()

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 Gather = Callable[[Any], List[Any]]
 
 
-class Hosts(NamedTuple):
+class RanksByHost(NamedTuple):
     """Describe which ranks of a process group share a host."""
 
     ranks: List[List[int]]  # of each host, in ascending order
@@ -22,13 +22,13 @@ class Hosts(NamedTuple):
     local_rank: int  # the index of this rank among those of its host
 
 
-def group_by_host(names: Sequence[str], rank: int) -> Hosts:
+def group_by_host(names: Sequence[str], rank: int) -> RanksByHost:
     """Group the ranks by the names of their hosts, see :func:`host_name`."""
     ranks: Dict[str, List[int]] = {}
     for each, name in enumerate(names):
         ranks.setdefault(name, []).append(each)
     here = list(ranks).index(names[rank])
-    return Hosts(list(ranks.values()), here, ranks[names[rank]].index(rank))
+    return RanksByHost(list(ranks.values()), here, ranks[names[rank]].index(rank))
 
 
 def host_name() -> str:
@@ -40,7 +40,9 @@ def host_name() -> str:
         return f'{os.uname().nodename}'
 
 
-def share_memory(size: int, hosts: Hosts, gather: Gather, rank: int) -> Optional[List[mmap.mmap]]:
+def share_memory(
+    size: int, hosts: RanksByHost, gather: Gather, rank: int
+) -> Optional[List[mmap.mmap]]:
     """Give each rank of a host memory that all ranks of this host can read and write.
 
     Returns that of each rank of this host, or None on all ranks if any could not share. The size,

@@ -11,7 +11,7 @@ from torch import Tensor, distributed as torch_dist
 from torch.distributed import ReduceOp
 
 from .host_buffers import HALVES, is_finite, scale
-from .shared_memory import Gather, Hosts, share_memory
+from .shared_memory import Gather, RanksByHost, share_memory
 
 #: What is shared at first, and how many of the largest tensors have room at a time.
 LEAST_CAPACITY = 64 << 20
@@ -140,7 +140,7 @@ class SharedSums:
     """
 
     def __init__(
-        self, hosts: Hosts, gather: Gather, make_group: MakeGroup, rank: int, size: int
+        self, hosts: RanksByHost, gather: Gather, make_group: MakeGroup, rank: int, size: int
     ) -> None:
         self._hosts, self._gather, self._rank, self._size = hosts, gather, rank, size
         # One for each kind of message, so that their order between sums does not matter.

@@ -26,9 +26,9 @@ class Answers:
     """Two groups of answers in each round, on this rank's device."""
 
     def __init__(self, valid):
-        from mmdevplug.distributed.rank_device import rank_device
+        from mmdevplug.distributed.rank_device import enter_rank_device
 
-        self.device = rank_device()[1]
+        self.device = enter_rank_device()[1]
         self.rank, self.valid, self.round = int(os.environ['RANK']), list(valid), 0
 
     def generate(self):
@@ -56,7 +56,7 @@ class Answers:
 
 
 def replay(accelerator):
-    from mmdevplug.distributed.rank_device import rank_device
+    from mmdevplug.distributed.rank_device import enter_rank_device
     from mmdevplug.dynamic_sampling import DynamicSampler, progress as telling
 
     rank = start(accelerator)
@@ -65,7 +65,7 @@ def replay(accelerator):
     answers = Answers(VALID[rank])
     sampler = DynamicSampler(answers.generate, answers.is_valid, TARGET, 3, PER_GROUP)
     batch = next(sampler)
-    assert batch['rewards'].device == batch['id'].device == rank_device()[1]
+    assert batch['rewards'].device == batch['id'].device == enter_rank_device()[1]
     return dict(
         ids=batch['id'].tolist(),
         shape=tuple(batch['rewards'].shape),

@@ -65,7 +65,7 @@ def beat_while_blocked():
     counts = []
     if rank == 0:
         try:
-            watch.store.wait(['never'], timedelta(seconds=7))
+            watch.main_store.wait(['never'], timedelta(seconds=7))
         except RuntimeError:
             counts.append(watch.heartbeat._count)
     wait_for_everyone('the end')
@@ -90,8 +90,11 @@ def share_the_connection(locked):
         key, value = f'{rank}/{number}', str(number) * 10**number
         try:
             for turn in range(200):
-                watch.own.set(key, value)
-                found = watch.own.get(key).decode(), watch.own.add(f'{key}/turns', 1)
+                watch.watch_store.set(key, value)
+                found = (
+                    watch.watch_store.get(key).decode(),
+                    watch.watch_store.add(f'{key}/turns', 1),
+                )
                 if found != (value, turn + 1):
                     wrong.append(f'thread {number}, turn {turn}')
         except Exception as error:
@@ -118,17 +121,17 @@ def count_operations(seconds):
 
     _, watch = start()
     count = [0]
-    own = watch.own
+    own = watch.watch_store
 
     class Counting:
         def __getattr__(self, name):
             count[0] += 1
             return getattr(own, name)
 
-    watch.own = watch.heartbeat._store = Counting()
+    watch.watch_store = watch.heartbeat._store = Counting()
     time.sleep(seconds)
     found = count[0]
-    watch.own = watch.heartbeat._store = own
+    watch.watch_store = watch.heartbeat._store = own
     wait_for_everyone('the end')
     return found
 

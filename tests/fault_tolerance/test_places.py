@@ -66,10 +66,8 @@ class Growing(Probe):
 
 
 def test_a_module_that_is_being_made_is_in_a_place_without_a_layer():
-    kept = []
+    unready = Unready.__new__(Unready)
     with pytest.raises(RuntimeError, match='lost') as failed:
-        unready = Unready.__new__(Unready)
-        kept.append(unready)
         unready.__init__()
     growing = Growing()
     with pytest.raises(RuntimeError, match='lost'):

@@ -297,7 +297,7 @@ def train_row(name, accelerator, work_dir, reference=False):
     import numpy as np
     from mmengine.runner.checkpoint import get_state_dict
 
-    from mmdevplug.distributed.rank_device import rank_device
+    from mmdevplug.distributed.rank_device import enter_rank_device
     from mmdevplug.runner import DeviceRunner
 
     from .parts import KeepMetrics
@@ -312,7 +312,7 @@ def train_row(name, accelerator, work_dir, reference=False):
     for hook in runner.hooks:
         if hasattr(hook, 'ema_model'):
             state.update({f'ema.{key}': v for key, v in hook.ema_model.state_dict().items()})
-    fetched = rank_device()[0].to_host(list(state.values()))
+    fetched = enter_rank_device()[0].to_host(list(state.values()))
     found = {key: value.float().numpy() for key, value in zip(state, fetched)}
     for number, told_metrics in enumerate(metrics.found):
         found.update(

@@ -52,7 +52,7 @@ def seeded_runner(work_dir, accelerator, seed, diff, flexible):
 
 def draw(work_dir, accelerator, flexible=False):
     """For each of :data:`CASES` the seed, draws of all generators, and an epoch of samples."""
-    from mmdevplug.distributed.rank_device import rank_device
+    from mmdevplug.distributed.rank_device import enter_rank_device
 
     install_card(accelerator)
     given = []
@@ -70,7 +70,7 @@ def draw(work_dir, accelerator, flexible=False):
             python=random.random(),
             numpy=float(np.random.rand()),
             torch=torch.rand(1).item(),
-            device=torch.rand(1, device=rank_device()[1]).cpu().item(),
+            device=torch.rand(1, device=enter_rank_device()[1]).cpu().item(),
         )
         batches = [batch['inputs'] for batch in runner.train_loop.dataloader]
         found.append(

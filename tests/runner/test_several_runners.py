@@ -127,12 +127,12 @@ def start_group_after_choosing():
     """As under a stock runner: a script asks for the device before the process group exists."""
     from torch import distributed as torch_dist
 
-    from mmdevplug.distributed.rank_device import group_device, rank_device
+    from mmdevplug.distributed.rank_device import enter_rank_device, group_device
 
     install_card('zeta')
-    before = str(rank_device('zeta')[1])
+    before = str(enter_rank_device('zeta')[1])
     torch_dist.init_process_group('gloo')
-    accelerator, device = rank_device()
+    accelerator, device = enter_rank_device()
     assert current_accelerator() is accelerator is device_context().accelerator
     assert group_device().type == 'cpu'
     return before, str(device), device_context().env.rank

@@ -29,9 +29,9 @@ def segment_gradients(kind, probability, seed=7):
     from torch import nn
     from torch.utils.checkpoint import checkpoint
 
-    from mmdevplug.distributed.rank_device import rank_device
+    from mmdevplug.distributed.rank_device import enter_rank_device
 
-    accelerator, device = rank_device()
+    accelerator, device = enter_rank_device()
     torch.manual_seed(0)
     segment = nn.Sequential(
         nn.Linear(8, 8), nn.Tanh(), nn.Dropout(probability), nn.Linear(8, 8), nn.Tanh()

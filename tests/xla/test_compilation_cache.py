@@ -15,7 +15,7 @@ def train_keeping(work_dir, **accelerator):
     import logging
     import warnings
 
-    from mmdevplug.distributed.rank_device import rank_device
+    from mmdevplug.distributed.rank_device import enter_rank_device
 
     told = []
     keep = logging.Handler()
@@ -25,7 +25,7 @@ def train_keeping(work_dir, **accelerator):
         warnings.simplefilter('always')
         result = train(work_dir, count=8, dataset=dict(sizes=[(12, 12)]), **accelerator)
     warned = [str(one.message) for one in caught if 'compilation_cache' in str(one.message)]
-    kept = rank_device()[0].kept_compilations()
+    kept = enter_rank_device()[0].kept_compilations()
     return result, warned, None if kept is None else tuple(kept)
 
 
