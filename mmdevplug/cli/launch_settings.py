@@ -107,7 +107,7 @@ def _refuse_to_stay_alone(environ: Optional[Mapping[str, str]], starts: bool) ->
 
 
 def _say_found(environment: Environment, place: str) -> None:
-    say(f'launcher {environment.name!r}, found by {environment.told()}: {place}.')
+    say(f'launcher {environment.name!r}, found by {environment.describe_variables()}: {place}.')
 
 
 def read_settings(args: argparse.Namespace, environ: Optional[Mapping[str, str]] = None) -> Start:
@@ -160,7 +160,7 @@ def fill_in_hosts(given: Mapping[str, Any], environ: Mapping[str, str]) -> Start
         mine, found = given.get(key), getattr(hosts, key)
         if environment.name != 'none' and None not in (mine, found) and mine != found:
             raise LaunchError(
-                f'{key}={mine} and {environment.told()} disagree: these say '
+                f'{key}={mine} and {environment.describe_variables()} disagree: these say '
                 f'{key}={found}. Leave out {key}, or give all of --nnodes, --node-rank and '
                 f'--master-addr; if the variables are left over, for a job of this host alone: '
                 f'unset {" ".join(environment.detect())}'
@@ -180,7 +180,7 @@ def fill_in_hosts(given: Mapping[str, Any], environ: Mapping[str, str]) -> Start
     if several and not hosts.rendezvous:
         found.update(nnodes=hosts.nnodes, node_rank=hosts.node_rank)
     for key, value in found.items():
-        LaunchOptions.check(key, value, f'{environment.told()}: {key}')
+        LaunchOptions.check(key, value, f'{environment.describe_variables()}: {key}')
     settings = LaunchOptions(**{**found, **given})
     if settings.nproc is None:
         check_together(settings)

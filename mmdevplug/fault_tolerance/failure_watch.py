@@ -72,7 +72,7 @@ class FailureWatch:
     #: Above 0 inside parts of the program that all ranks run together, which may be nested.
     #: Elsewhere the silence of another rank is no failure.
     waiting = 0
-    armed_since = 0.0  # in seconds of the monotonic clock
+    waiting_since = 0.0  # in seconds of the monotonic clock
 
     def __init__(
         self, main_store: Any, watch_store: Any, env: LaunchEnv, heartbeat_timeout: float

@@ -391,7 +391,9 @@ def test_a_stop_agreement_uses_the_keys_of_its_training():
     from mmdevplug.fault_tolerance.stop_together import StopAgreement, StopRequests
 
     store = torch_dist.HashStore()
-    watch = types.SimpleNamespace(own=store, env=LaunchEnv(), stop_requests=StopRequests(store))
+    watch = types.SimpleNamespace(
+        watch_store=store, env=LaunchEnv(), stop_requests=StopRequests(store)
+    )
 
     def begin_stop_round():
         watch.stop_requests.round += 1
