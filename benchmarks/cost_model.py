@@ -31,7 +31,7 @@ from hosts import Hosts, bits_per_second, run_ranks
 from torch import distributed as torch_dist, nn
 
 SIZES = [1 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20]
-#: An iteration averages so many weights of 1,024 x 2,048 floats, each a bucket of its own.
+#: Weights that an iteration averages: 1,024 x 2,048 floats each, one in each bucket.
 BUCKETS, BUCKET_BYTES = 4, 8 << 20
 #: Data in an Ethernet frame.
 FRAME_BYTES, DATA_BYTES = 1514, 1448
