@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from mmdevplug.utils.torch_compat import is_at_least, view_as_dtype
+from mmdevplug.utils.torch_compat import is_at_least, is_functional, view_as_dtype
 
 #: Types that are added up in a wider one and rounded once.
 _WIDER: Dict[torch.dtype, torch.dtype] = {
@@ -143,9 +143,8 @@ class HostBuffers:
 
 def copy_from_device(source: Tensor, target: Tensor) -> None:
     """Copy a tensor of any device to one of the host."""
-    # PyTorch's lazy device copies to no tensor that exists already.
-    functional = source.device.type != 'cpu' and torch._is_functional_tensor(source)
-    target.view(source.shape).copy_(source.cpu() if functional else source)
+    fetched = source.cpu() if source.device.type != 'cpu' and is_functional(source) else source
+    target.view(source.shape).copy_(fetched)
 
 
 def _refuse_overlap(tensor: Tensor) -> None:

@@ -181,6 +181,15 @@ def autocast_state(device_type: str) -> Optional[Tuple[bool, torch.dtype]]:
         return None
 
 
+def is_functional(tensor: Tensor) -> bool:
+    """Whether a tensor is one of PyTorch's lazy device, which copies to no memory that exists.
+
+    PyTorch before 2.0 cannot tell.
+    """
+    ask = getattr(torch, '_is_functional_tensor', None)
+    return ask is not None and ask(tensor)
+
+
 def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """View the memory of a flat, contiguous tensor as another dtype, also of another size.
 
