@@ -1,11 +1,14 @@
-"""Fill the memory column of the log on any accelerator."""
+"""Fill the memory column of the log on any accelerator, and average losses over ranks."""
 
-from typing import Any, Tuple, Union
+import re
+from typing import Any, Dict, List, Tuple, Union
 
 from mmengine.registry import LOG_PROCESSORS
 from mmengine.runner import LogProcessor
 
 from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.errors import DevPlugError
+from mmdevplug.samples import gather_samples
 
 MB = 2**20
 
@@ -15,12 +18,29 @@ class DeviceLogProcessor(LogProcessor):
     """MMEngine's log processor, with the memory of the accelerator in use.
 
     MMEngine fills the column ``memory`` on CUDA and MUSA only. Here every log line of training,
-    validation and testing has it where the vendor reports peak memory. Arguments are those of
-    :class:`mmengine.runner.LogProcessor`.
+    validation and testing has it where the vendor reports peak memory.
+
+    Args:
+        average_losses (bool): Whether losses and accuracies of training, and losses of validation,
+            are logged as the mean of all ranks; they meet for it once for each line of the log.
+            Defaults to False: as in MMEngine, those of rank 0.
+        **options: Those of :class:`mmengine.runner.LogProcessor`.
     """
+
+    def __init__(self, average_losses: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        if not isinstance(average_losses, bool):
+            raise DevPlugError(
+                f'log_processor.average_losses={average_losses!r}: expected True or False.'
+            )
+        self.average_losses = average_losses
+        #: What the line to come averages; '' where ranks do not meet.
+        self._averaged = ''
 
     def get_log_after_iter(self, runner: Any, batch_idx: int, mode: str) -> Tuple[dict, str]:
         """See :meth:`mmengine.runner.LogProcessor.get_log_after_iter`."""
+        # Ranks may validate different numbers of batches, and meet only after the last.
+        self._averaged = 'loss|acc' if mode == 'train' else ''
         tag, line = super().get_log_after_iter(runner, batch_idx, mode)
         peak = _peak()
         if peak is not None and 'memory' not in tag:
@@ -28,9 +48,32 @@ class DeviceLogProcessor(LogProcessor):
             line = f'{line.rstrip()}  memory: {peak}'
         return tag, line
 
+    def get_log_after_epoch(
+        self, runner: Any, batch_idx: int, mode: str, *args: Any, **options: Any
+    ) -> Tuple[dict, str]:
+        """See :meth:`mmengine.runner.LogProcessor.get_log_after_epoch`."""
+        self._averaged = 'loss' if mode == 'val' else ''
+        return super().get_log_after_epoch(runner, batch_idx, mode, *args, **options)
+
+    def _collect_scalars(self, custom_cfg: List[dict], runner: Any, mode: str, *args: Any) -> dict:
+        tag = super()._collect_scalars(custom_cfg, runner, mode, *args)
+        if self.average_losses and self._averaged:
+            tag.update(_average({key: tag[key] for key in tag if re.search(self._averaged, key)}))
+        return tag
+
     def _get_max_memory(self, runner: Any) -> int:
         # MMEngine calls it where CUDA or MUSA is present, also if another device is in use.
         return _peak() or 0
+
+
+def _average(values: Dict[str, float]) -> Dict[str, float]:
+    """The mean of each value over the ranks that have it; this rank keeps its names."""
+    ranks = gather_samples([values], same_structure=False)
+    means = {}
+    for name in values:
+        found = [each[name] for each in ranks if name in each]
+        means[name] = sum(found) / len(found)
+    return means
 
 
 def _peak() -> Union[int, None]:
