@@ -34,7 +34,7 @@ PERIODS = {
     listed.PLANNING: ('开始在 meta 设备上测量模型', '该操作结束'),
     listed.CONFIG: ('没有 pkg_resources 时，`mmdevplug` 开始读取配置', '该操作结束'),
     listed.GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
-    listed.AUTOPATCH: ('导入 `mmdevplug.autopatch`', '进程结束'),
+    listed.AUTOPATCH: ('脚本读取我们的基础配置，或导入 `mmdevplug.autopatch`', '进程结束'),
     listed.WATCH: ('分布式作业开始监视各 rank', '进程结束'),
     listed.IMPORTS: ('`mmdevplug` 开始导入命令所需的模块', '导入结束'),
     listed.OPTIMIZERS: ('上述导入到达 `mmengine.optim`', '进程结束'),
@@ -131,7 +131,7 @@ REASONS = {
         'PyTorch 为自定义函数返回的梯度提供钩子。',
     ),
     'mmengine.runner.runner.Runner.from_cfg': (
-        '直接调用 `Runner.from_cfg` 的脚本忽略 `runner_type`；此补丁由用户自行启用。',
+        '直接调用 `Runner.from_cfg` 的脚本忽略 `runner_type`。',
         'MMEngine 在 `Runner.from_cfg` 中读取 `runner_type`。',
     ),
     'sys.excepthook': (
@@ -206,7 +206,7 @@ LANGUAGES: Dict[str, Dict[str, Any]] = dict(
         heading='# Patches of other packages',
         intro="""\
 Every symbol of another package that mmdevplug replaces in a running process. Nothing is patched at
-import, except by `mmdevplug.autopatch`, which a user imports for that. The list is
+import, except by `mmdevplug.autopatch`, which is imported for that. The list is
 `mmdevplug/utils/patched_symbols.py`: the one function that patches refuses a symbol that is not
 in it, and a test compares with it all attributes of MMEngine, mmcv, mmseg and PyTorch before,
 during and after a job. `mmdevplug doctor` prints it.""",
@@ -235,7 +235,7 @@ stay as they are.""",
         reasons=lambda symbol: REASONS[str(symbol)],
         heading='# 对其他包的补丁',
         intro="""\
-mmdevplug 在运行的进程中替换的其他包的全部符号。导入时不打任何补丁，只有用户为此导入的
+mmdevplug 在运行的进程中替换的其他包的全部符号。导入时不打任何补丁，只有专为此导入的
 `mmdevplug.autopatch` 例外。列表位于 `mmdevplug/utils/patched_symbols.py`：
 唯一的补丁函数拒绝列表以外的符号；有测试在作业之前、期间和之后将 MMEngine、mmcv、mmseg 和
 PyTorch 的所有属性与它对比。`mmdevplug doctor` 会打印此列表。""",

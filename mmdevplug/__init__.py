@@ -39,6 +39,7 @@ _LAZY = {
     'DeviceDistributedDataParallel': 'mmdevplug.gradients',
     'DeviceHook': 'mmdevplug.hooks',
     'DeviceRunner': 'mmdevplug.runner',
+    'follow_runner_type': 'mmdevplug.patches.runner_type',
     'init_device': 'mmdevplug.runner',
     'patch_mmengine': 'mmdevplug.patches.mmengine',
     'enter_rank_device': 'mmdevplug.distributed.rank_device',

@@ -231,7 +231,7 @@ assert cfg.custom_hooks[0].type.__name__ == 'EMAHook'
 from mmdevplug.config.prepare import prepare_config
 from tests.jobs import PATHS, ROOT
 prepared = prepare_config(cfg)
-assert prepared.custom_imports['imports'] == ['mmengine.dist', 'mmdevplug']
+assert prepared.custom_imports['imports'] == ['mmengine.dist', 'mmdevplug.autopatch']
 assert cfg.custom_imports['imports'] == ['mmengine.dist']
 prepared.dump('dump.py')
 again = Config.fromfile('dump.py')
@@ -317,18 +317,18 @@ def test_digits_on_eight_cards_has_the_batch_of_two_processes():
 @pytest.mark.parametrize(
     ('before', 'imports'),
     [
-        (None, ['mmdevplug']),
-        ({}, ['mmdevplug']),
-        (dict(imports=None), ['mmdevplug']),
-        (dict(imports=[]), ['mmdevplug']),
-        (dict(imports='mmdet.models'), ['mmdet.models', 'mmdevplug']),
-        (dict(imports=['a', 'b.c']), ['a', 'b.c', 'mmdevplug']),
-        (dict(imports=('a', 'b.c')), ['a', 'b.c', 'mmdevplug']),
+        (None, ['mmdevplug.autopatch']),
+        ({}, ['mmdevplug.autopatch']),
+        (dict(imports=None), ['mmdevplug.autopatch']),
+        (dict(imports=[]), ['mmdevplug.autopatch']),
+        (dict(imports='mmdet.models'), ['mmdet.models', 'mmdevplug.autopatch']),
+        (dict(imports=['a', 'b.c']), ['a', 'b.c', 'mmdevplug.autopatch']),
+        (dict(imports=('a', 'b.c')), ['a', 'b.c', 'mmdevplug.autopatch']),
         (dict(imports=['mmdevplug', 'a']), ['mmdevplug', 'a']),
         (dict(imports='mmdevplug'), ['mmdevplug']),
         (dict(imports=['mmdevplug.autopatch']), ['mmdevplug.autopatch']),
         (dict(imports='mmdevplug.autopatch'), ['mmdevplug.autopatch']),
-        (dict(imports=['mmdevplug_extras']), ['mmdevplug_extras', 'mmdevplug']),
+        (dict(imports=['mmdevplug_extras']), ['mmdevplug_extras', 'mmdevplug.autopatch']),
     ],
 )
 @pytest.mark.parametrize('form', [dict, ConfigDict, Config])
@@ -354,7 +354,7 @@ def test_prepared_config_keeps_what_is_said_of_failed_imports(allowed):
 
 def test_prepared_config_does_not_allow_its_own_import_to_fail():
     assert prepare_config({})['custom_imports'] == dict(
-        imports=['mmdevplug'], allow_failed_imports=False
+        imports=['mmdevplug.autopatch'], allow_failed_imports=False
     )
 
 

@@ -31,7 +31,10 @@ LOADING = Period('a checkpoint begins to load, or `init_weights()` begins', 'its
 PLANNING = Period('a model begins to be measured on the meta device', 'its end')
 CONFIG = Period('`mmdevplug` begins to read a config, without pkg_resources', 'its end')
 GUARD = Period('a `DeviceGuard` that moves operands is entered', 'its exit')
-AUTOPATCH = Period('the import of `mmdevplug.autopatch`', 'the end of the process')
+AUTOPATCH = Period(
+    'a base config of ours is read in a script, or `mmdevplug.autopatch` is imported',
+    'the end of the process',
+)
 WATCH = Period('a distributed job begins to watch its ranks', 'the end of the process')
 IMPORTS = Period('`mmdevplug` begins to import what a command needs', 'its end')
 OPTIMIZERS = Period('these imports reach `mmengine.optim`', 'the end of the process')
@@ -195,7 +198,7 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     *_symbols(
         'mmengine.runner.runner.Runner: from_cfg',
         AUTOPATCH,
-        'Scripts that call `Runner.from_cfg` ignore `runner_type`; the user asks for this patch.',
+        'Scripts that call `Runner.from_cfg` ignore `runner_type`.',
         'MMEngine reads `runner_type` in `Runner.from_cfg`.',
     ),
     *_symbols(

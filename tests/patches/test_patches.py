@@ -72,6 +72,7 @@ def recorded():
         (full_name(patch.owner), patch.name)
         for patch in active_patches()
         if patch.replacement is not patch.original
+        and patch.symbol.period != patched_symbols.AUTOPATCH  # since a base config was first read
         and package_of(full_name(patch.owner)) in PACKAGES
     }
 
@@ -121,7 +122,13 @@ def watch_job(accelerator, folder):
         during=changed(before, seen[-1]),
         after=changed(before, snapshot()),
         recorded=recorded(),
-        listed=sorted({str(patch.symbol) for patch in active_patches()}),
+        listed=sorted(
+            {
+                str(patch.symbol)
+                for patch in active_patches()
+                if patch.symbol.period != patched_symbols.AUTOPATCH
+            }
+        ),
     )
     train('third')  # restores and patches again
     found['again'] = changed(before, seen[-1])

@@ -156,3 +156,32 @@ def test_tools_train_of_mmseg_itself(recipes, stock, tmp_path):
     run_ranks(run_tools_train, 2, config, tmp_path / 'work')
     saved = load_file(tmp_path / 'work' / 'iter_10.pth')['state_dict']
     assert largest_difference(saved, stock['segformer']['weights']) <= 5e-3
+
+
+def run_tools_test(config, checkpoint, work_dir):
+    """Run the script that calls ``Runner.from_cfg``; which runners were built, and the metrics."""
+    import mmseg
+    from mmengine.runner import Runner
+
+    built = []
+    test = Runner.test
+    Runner.test = lambda runner: built.append((type(runner).__name__, test(runner)))
+    try:
+        script = Path(mmseg.__file__).with_name('.mim') / 'tools' / 'test.py'
+        run_script(script, [config, checkpoint, '--work-dir', work_dir])
+    finally:
+        Runner.test = test
+    return built
+
+
+@pytest.mark.parametrize('read', ['written', 'dumped'])
+def test_tools_test_of_mmseg_itself(recipes, stock, tmp_path, read):
+    config = write_config(tmp_path / 'config.py', recipes['segformer'], 'cpu')
+    run_ranks(run_tools_train, 2, config, tmp_path / 'work')
+    if read == 'dumped':
+        config = tmp_path / 'work' / 'config.py'
+    (built,) = run_ranks(
+        run_tools_test, 0, config, tmp_path / 'work' / 'iter_10.pth', tmp_path / 'test'
+    )
+    assert [name for name, _ in built] == ['DeviceRunner']
+    assert built[0][1] == pytest.approx(stock['segformer']['metrics'], abs=1)
