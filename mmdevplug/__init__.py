@@ -7,6 +7,8 @@ vendors' packages are imported when they are first needed.
 import sys
 from importlib import import_module
 
+from .config.base_config import base_config
+from .registry import ACCELERATORS, register_lazily
 from .version import __version__
 
 _MISSING = ''
@@ -15,7 +17,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != 'mmengine':
         raise
-    # What needs no MMEngine can be imported all the same, such as mmdevplug.staged.
+    # What other loops use can be imported all the same, such as mmdevplug.staged.
     _MISSING = (
         f"mmdevplug extends MMEngine, and {sys.executable} has no module 'mmengine'. Install "
         f"OpenMMLab's with pip install 'mmdevplug[mmengine]', or OneDL's, which replaces it, with "
@@ -23,9 +25,6 @@ except ModuleNotFoundError as error:
         f'uninstalling the other one has removed its files.'
     )
 else:
-    from .config.base_config import base_config
-    from .registry import ACCELERATORS, register_lazily
-
     register_lazily(RUNNERS, 'mmdevplug.runner')
     register_lazily(LOOPS, 'mmdevplug.runner')
     register_lazily(MODEL_WRAPPERS, 'mmdevplug.gradients')
@@ -45,6 +44,9 @@ _LAZY = {
     'enter_rank_device': 'mmdevplug.distributed.rank_device',
 }
 
+#: What works without MMEngine.
+_PLAIN = ('available_accelerators', 'get_accelerator', 'enter_rank_device')
+
 __all__ = ['ACCELERATORS', '__version__', 'base_config', *_LAZY]
 
 
@@ -59,7 +61,7 @@ def require_mmengine() -> None:
 
 
 def __getattr__(name: str):
-    if name in __all__:
+    if name in _LAZY and name not in _PLAIN:
         require_mmengine()
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)

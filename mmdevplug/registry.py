@@ -7,7 +7,12 @@ keeps ``import mmdevplug`` free of torch and of every vendor package.
 from importlib import import_module
 from typing import Any, List, Mapping
 
-from mmengine.registry import Registry, build_from_cfg
+try:
+    from mmengine.registry import Registry, build_from_cfg
+except ModuleNotFoundError as error:
+    if error.name != 'mmengine':
+        raise
+    from .utils.plain_registry import Registry, build_from_cfg
 
 SCOPE = 'mmdevplug'
 

@@ -134,7 +134,7 @@ def test_an_extra_chooses_the_mmengine(environment, extra, installed):
 
 def test_without_any_mmengine_the_import_names_both(environment):
     done = environment.install('mmdevplug').code(
-        'import mmdevplug; mmdevplug.version; mmdevplug.base_config("cpu")'
+        'import mmdevplug; mmdevplug.version; mmdevplug.DeviceRunner'
     )
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]

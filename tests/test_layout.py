@@ -33,9 +33,9 @@ ROOMS = [
     'environments',
     'config',
     'staged',
+    'registry',
     'utils',
     'errors',
-    'registry',
     'version',
 ]
 #: Meet in the modules at the top of the package.

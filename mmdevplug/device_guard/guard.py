@@ -16,7 +16,7 @@ from .mode import OperandMode
 from .moving import move_operands
 from .operands import Found, find_tensors, operation_name, roles, short_name
 from .rules import Call, lazy_types, operand_groups, takes_several
-from .stack_location import module_and_backward, source_of, user_frame
+from .stack_location import module_and_backward, source_of, user_frame, variables_of
 from .stats import Moved, MoveStats, Site, SiteCount
 
 _ADVICE = "Place the operands on one device, or use DeviceGuard(policy='move')."
@@ -162,17 +162,26 @@ class DeviceGuard:
             log_warning(str(self._describe(call, groups)))
 
     def _site(self, func: Callable) -> Site:
-        frame = user_frame()
-        file, line = (frame.f_code.co_filename, frame.f_lineno) if frame else ('', 0)
-        mismatch = Mismatch(operation_name(func), (), *module_and_backward(self.model), None)
-        return Site(mismatch.operation, file, line, mismatch.where())
+        source = source_of(user_frame())
+        mismatch = Mismatch(operation_name(func), (), *module_and_backward(self.model), source)
+        file, line, code = ('', 0, '') if source is None else source[:3]
+        return Site(mismatch.operation, file, line, mismatch.where(), code)
 
     def _describe(self, call: Call, groups: Sequence[List[Found]]) -> Mismatch:
         bound = {each.place for group in groups for each in group}
         named = roles(call.func, [each.place for each in call.found])
+        frame = user_frame()
+        known = variables_of(frame)
         operands = tuple(
-            Operand(named[place], t.device, t.dtype, tuple(t.shape), place not in bound)
+            Operand(
+                named[place],
+                t.device,
+                t.dtype,
+                tuple(t.shape),
+                place not in bound,
+                known.get(id(t), ''),
+            )
             for place, t in call.found
         )
         where = module_and_backward(self.model)
-        return Mismatch(operation_name(call.func), operands, *where, source_of(user_frame()))
+        return Mismatch(operation_name(call.func), operands, *where, source_of(frame))

@@ -14,12 +14,14 @@ class Operand(NamedTuple):
     shape: Tuple[int, ...]  #: Its sizes.
     #: Whether PyTorch accepts it on another device, e.g. a number on the CPU.
     left_alone: bool = False
+    variable: str = ''  #: Its name on the user's line, where it has one.
 
     def __str__(self) -> str:
         shape = 'x'.join(map(str, self.shape)) or 'a number'
         dtype = str(self.dtype).replace('torch.', '')
         remark = ' (PyTorch takes it from there)' if self.left_alone else ''
-        return f'{self.role}: {self.device}, {dtype}, {shape}{remark}'
+        name = f'{self.variable} ({self.role})' if self.variable else self.role
+        return f'{name}: {self.device}, {dtype}, {shape}{remark}'
 
 
 class Source(NamedTuple):
@@ -28,6 +30,7 @@ class Source(NamedTuple):
     file: str
     line: int
     code: str
+    function: str = ''  #: The function that the line is in, e.g. ``'Trainer.compute_loss'``.
 
     def __str__(self) -> str:
         return f'{self.file}:{self.line}: {self.code}'
@@ -49,9 +52,12 @@ class Mismatch(NamedTuple):
         return tuple(dict.fromkeys(each.device for each in self.operands if not each.left_alone))
 
     def where(self) -> str:
-        """The place of the operation in the model."""
+        """The place of the operation in the model, or else the function."""
         backward = f'the backward of {self.backward}' if self.backward else ''
-        return ', '.join(filter(None, (self.module, backward))) or 'outside the model'
+        found = ', '.join(filter(None, (self.module, backward)))
+        if not found and self.source is not None and self.source.function:
+            return f'{self.source.function}()'
+        return found or 'outside the model'
 
     def __str__(self) -> str:
         lines = [

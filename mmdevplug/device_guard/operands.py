@@ -24,6 +24,7 @@ RECURRENT = ('lstm', 'gru', 'rnn_tanh', 'rnn_relu')
 _NAMES = {
     '__getitem__': ('self', 'index'),
     '__setitem__': ('self', 'index', 'value'),
+    'isin': ('elements', 'test_elements'),
     'where': ('condition', 'input', 'other'),
     'Tensor.where': ('self', 'condition', 'other'),
 }

@@ -8,7 +8,7 @@ import sys
 from types import FrameType
 from typing import Any, Dict, Iterable, Iterator, Optional, Tuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from .mismatch import Source
@@ -37,7 +37,19 @@ def source_of(frame: Optional[FrameType]) -> Optional[Source]:
         return None
     file, line = frame.f_code.co_filename, frame.f_lineno
     code = linecache.getline(file, line, frame.f_globals).strip()
-    return Source(file, line, code or '(no source)')
+    function = getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)
+    function = '' if function == '<module>' else function.replace('.<locals>', '')
+    return Source(file, line, code or '(no source)', function)
+
+
+def variables_of(frame: Optional[FrameType]) -> Dict[int, str]:
+    """The names by which a frame knows its tensors: variables, and attributes of ``self``."""
+    if frame is None:
+        return {}
+    owner = frame.f_locals.get('self')
+    held = {f'self.{name}': value for name, value in getattr(owner, '__dict__', {}).items()}
+    named = {**held, **frame.f_locals}
+    return {id(value): name for name, value in named.items() if isinstance(value, Tensor)}
 
 
 def module_and_backward(

@@ -11,7 +11,8 @@ class Site(NamedTuple):
     operation: str  #: E.g. ``'torch.stack'``.
     file: str  #: The user's file.
     line: int  #: The line in it.
-    where: str  #: Module and backward, see :meth:`Mismatch.where`.
+    where: str  #: Module and backward, or the function: see :meth:`Mismatch.where`.
+    code: str = ''  #: The statement.
 
 
 @dataclass
@@ -78,7 +79,7 @@ class MoveStats:
         ]
         ordered = sorted(sites.items(), key=lambda item: (-item[1].bytes, -item[1].times))
         for site, count in ordered:
-            line = f', {site.file}:{site.line}' if site.file else ''
+            line = f', {site.file}:{site.line}: {site.code}' if site.file else ''
             lines.append(
                 f'{count.times:8} {count.number:8} {count.bytes:12}  '
                 f'{site.operation}, {site.where}{line}'

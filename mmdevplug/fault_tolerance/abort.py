@@ -8,10 +8,9 @@ import threading
 import time
 from typing import Any, Callable, List, Optional
 
-from mmengine.logging import MMLogger
-
 from mmdevplug.errors import RankFailedError, first_line
 from mmdevplug.utils.atomic_files import write_text
+from mmdevplug.utils.logs import current_logger
 from mmdevplug.utils.patching import patch_symbol
 
 #: How long the functions of `before_abort` may take together.
@@ -102,7 +101,7 @@ def _run_callbacks() -> None:
 
 def say(text: str, level: int = logging.WARNING) -> None:
     """Write to the log, and to the standard error where this rank's log is not shown."""
-    logger = MMLogger.get_current_instance() if MMLogger._instance_dict else None
+    logger = current_logger()
     if logger is not None:
         logger.log(level, text)
     shown = logger is not None and any(

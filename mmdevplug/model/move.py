@@ -1,11 +1,11 @@
 """Move modules to a device, and keep shared tensors shared."""
 
+import sys
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
-from mmengine.model import BaseDataPreprocessor
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -79,7 +79,7 @@ def misplaced_tensors(module: nn.Module, device: torch.device) -> Dict[str, torc
     misplaced = misplaced_by_plan(module, plan_of(module), device)
     found = {name: tensor.device for name, tensor, _ in misplaced}
     for name, part in module.named_modules():
-        if isinstance(part, BaseDataPreprocessor) and not same_device(part.device, device):
+        if _is_preprocessor(part) and not same_device(part.device, device):
             found[f'{name or type(part).__name__} (data preprocessor)'] = part.device
     return found
 
@@ -151,8 +151,14 @@ def _shared_slots(module: nn.Module) -> List[List[Slot]]:
 def set_preprocessor_devices(module: nn.Module, device: torch.device) -> None:
     """Set the device to which the data preprocessors in a module move batches."""
     for part in module.modules():
-        if isinstance(part, BaseDataPreprocessor):
+        if _is_preprocessor(part):
             part._device = device
+
+
+def _is_preprocessor(part: nn.Module) -> bool:
+    # There is none where nobody has imported MMEngine's models.
+    models = sys.modules.get('mmengine.model')
+    return models is not None and isinstance(part, models.BaseDataPreprocessor)
 
 
 @contextmanager

@@ -1,15 +1,14 @@
 """Make a plan of which device holds which part of a model, by one of three methods."""
 
-import logging
 from functools import wraps
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
 import torch
-from mmengine.logging import print_log
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mmdevplug.errors import PlacementError
+from mmdevplug.utils.logs import log_warning
 
 from .accelerate_map import accelerate_map
 from .blocks import Unit, find_units, group_units, order_units, shared_names
@@ -96,7 +95,7 @@ def make_plan(
 def plan(*args: Any, **kwargs: Any) -> DevicePlan:
     made = make_plan(*args, **kwargs)
     if made.warning:
-        print_log(made.warning, 'current', logging.WARNING)
+        log_warning(made.warning)
     return made
 
 

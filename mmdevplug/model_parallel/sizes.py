@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, Iterable, Optional, Set, Tuple, Union
 
 import torch
-from mmengine.registry import OPTIMIZERS
 from torch import Tensor, nn
 
 from mmdevplug.errors import PlacementError, first_line
@@ -65,6 +64,8 @@ def state_factor(options: Any) -> Tuple[Optional[float], str]:
     """
     if not isinstance(options, dict) or 'type' not in options:
         return None, 'the config has no optim_wrapper.optimizer.type'
+    from mmengine.registry import OPTIMIZERS  # here: plans need no MMEngine
+
     weight = nn.Parameter(torch.zeros(64, 64, device='cpu'))
     weight.grad = torch.ones_like(weight)
     try:

@@ -1,10 +1,26 @@
-"""Write to MMEngine's log."""
+"""Write to the log: MMEngine's where it is in use, and Python's elsewhere."""
 
 import logging
+import sys
+from typing import Optional
 
-from mmengine.logging import print_log
+
+def log(text: str, level: int = logging.INFO) -> None:
+    """Log a line with MMEngine's current logger, or with Python's logger ``mmdevplug``."""
+    module = sys.modules.get('mmengine.logging')
+    if module is None:
+        logging.getLogger('mmdevplug').log(level, text)
+    else:
+        module.print_log(text, 'current', level)
+
+
+def current_logger() -> Optional[logging.Logger]:
+    """The current logger of MMEngine, None where there is none yet."""
+    module = sys.modules.get('mmengine.logging')
+    found = module is not None and module.MMLogger._instance_dict
+    return module.MMLogger.get_current_instance() if found else None
 
 
 def log_warning(text: str) -> None:
-    """Log a warning with the current logger."""
-    print_log(text, 'current', logging.WARNING)
+    """Log a warning."""
+    log(text, logging.WARNING)

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager
 from threading import Event, Thread
 from typing import Any, Callable, Iterator, Optional
 
-from mmengine.logging import print_log
+from .logs import log as write_log
 
 #: Seconds before the first line and between lines: on a terminal, and in a log.
 ON_TERMINAL = (2.0, 1.0)
@@ -25,10 +25,9 @@ def show_progress(doing: str, log: Optional[Callable[[str], None]] = None) -> It
         log (callable, optional): Takes lines. Defaults to None: a line on the terminal that is
             written again each second, or lines on the standard error where that is no terminal.
     """
-    # Here: it imports vendors' packages, which the doctor looks at one by one.
-    from mmengine.dist import is_main_process
+    from torch import distributed as torch_dist  # here: the command does without PyTorch
 
-    if not is_main_process():
+    if torch_dist.is_available() and torch_dist.is_initialized() and torch_dist.get_rank():
         yield
         return
     done = Event()
@@ -42,8 +41,8 @@ def show_progress(doing: str, log: Optional[Callable[[str], None]] = None) -> It
 
 
 def log_progress(doing: str) -> Any:
-    """Call :func:`show_progress` with lines for MMEngine's log, for work inside a training."""
-    return show_progress(doing, lambda line: print_log(line, 'current'))
+    """Call :func:`show_progress` with lines for the log, for work inside a training."""
+    return show_progress(doing, write_log)
 
 
 def _show(doing: str, log: Optional[Callable[[str], None]], done: Event) -> None:

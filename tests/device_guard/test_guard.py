@@ -148,7 +148,9 @@ def whereabouts():
     assert told.devices == (torch.device(ONE), torch.device(TWO))
     # What raised has left nothing behind.
     told = refusal(lambda: x + x.to(TWO), model=model)
-    assert (told.module, told.backward, told.where()) == ('', '', 'outside the model')
+    assert (told.module, told.backward) == ('', '')
+    assert told.where().endswith('<lambda>()')
+    assert [each.variable for each in told.operands] == ['x', '']
     return told.source.line
 
 
@@ -297,11 +299,13 @@ def warning():
             _ = x + y  # PyTorch's own error.
     assert result.device == torch.device(ONE)
     assert [record.levelname for record in records] == ['WARNING'] * 3
-    assert 'other: zeta:1, float32, 2x2' in records[0].getMessage()
-    assert 'tensors[1]: zeta:1' in records[1].getMessage()
+    assert 'y (other): zeta:1, float32, 2x2' in records[0].getMessage()
+    assert 'in: warning()' in records[0].getMessage()
+    assert 'y (tensors[1]): zeta:1' in records[1].getMessage()
     assert [count.times for count in guard.sites.values()] == [3, 1, 1]
     assert guard.moved == (0, 0, {})
     assert '5 operation(s) at 3 place(s)' in guard.report()
+    assert ': result = torch.matmul(x, y)' in guard.report()
 
 
 def test_warnings_come_once_for_each_place():
