@@ -66,7 +66,7 @@ $(STAMP): setup.py
 	$(PIP) install --upgrade pip "setuptools<81" wheel
 	$(PIP) install torch==2.13.0
 	$(PIP) install "$(MMCV)"
-	$(PIP) install --no-build-isolation -e ".[mmengine,examples,llama,dev]"
+	$(PIP) install --no-build-isolation -e ".[mmengine,examples,llama,loops,dev]" torch==2.13.0
 	$(call link,$(BIN))
 	touch $@
 

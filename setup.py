@@ -61,6 +61,8 @@ EXTRAS_REQUIRE = {
         'ftfy',
         'regex',
     ],
+    # What docs/en/other_loops.md is run with.
+    'loops': ['trl==1.16.0', 'peft>=0.17', 'lightning>=2.6', 'datasets'],
     # More real models, where torchvision is: no CPU build of it is made for the newest torch.
     'dev-xla': [
         'mmpretrain==1.2.0',

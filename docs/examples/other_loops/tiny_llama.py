@@ -1,0 +1,35 @@
+"""A tiny Llama and its tokenizer, made on the spot so that nothing has to be downloaded."""
+
+import string
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Each letter is a token."""
+    names = ['<pad>', '<eos>', '<unk>', *string.ascii_lowercase]
+    words = models.WordLevel({name: index for index, name in enumerate(names)}, unk_token='<unk>')
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token='<pad>', eos_token='<eos>', unk_token='<unk>'
+    )
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    """Two layers of width 32; the same weights each time."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=29,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    )
