@@ -26,6 +26,7 @@ from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.explanations.configs import explain_config
 from mmdevplug.explanations.versions import explain_versions, folder_of
 from mmdevplug.fault_tolerance.abort import note_for_agent
+from mmdevplug.utils.brief_terminal import BriefTerminal
 from mmdevplug.utils.patching import LocalPatch
 
 from . import say
@@ -54,6 +55,9 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         '--oversubscribe',
         action='store_true',
         help='start more processes than there are cores, or than memory is thought to hold',
+    )
+    parser.add_argument(
+        '--verbose', action='store_true', help='show the whole log on the terminal, as in the file'
     )
     # Passed by torch.distributed.launch; torchrun and we use the environment variable.
     parser.add_argument('--local_rank', '--local-rank', type=int, default=None)
@@ -114,6 +118,7 @@ def load_config(args: argparse.Namespace, import_modules: bool = True) -> Config
 def load_complete_config(args: argparse.Namespace, names: Sequence[str]) -> Config:
     """Check the launch variables, load a config, and refuse one that lacks keys of some names."""
     check_launch_variables(args)
+    BriefTerminal.wanted = not args.verbose
     cfg = load_config(args)
     missing = [name for name in names if cfg.get(name) is None]
     if missing:

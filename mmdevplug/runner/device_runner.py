@@ -1,5 +1,6 @@
 """MMEngine's Runner on any accelerator: sets up device, model wrapper, hooks and patches."""
 
+import os
 from functools import lru_cache, partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
@@ -45,6 +46,7 @@ from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_cons
 from mmdevplug.optim.adapt_config import describe_fp16
 from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.registry import import_parts
+from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
 
 from .device_log_processor import device_log_processor
@@ -150,6 +152,7 @@ class DeviceRunner(Runner):
         """Build the logger and say in one line where this job runs and why."""
         logger = super().build_logger(*args, **kwargs)
         logger.info(self.device_context.describe())
+        shorten_terminal(logger, os.path.join(self._log_dir, f'{self.timestamp}.log'))
         no_effect = describe_fp16(self.cfg)
         if no_effect is not None:
             logger.warning(no_effect)

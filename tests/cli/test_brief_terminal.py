@@ -1,0 +1,34 @@
+"""What ``mmdevplug train`` shows on the terminal, and what only the log file has."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.jobs import PATHS, ROOT
+
+
+@pytest.mark.parametrize('words', [(), ('--verbose',)])
+def test_the_terminal_shows_results_and_the_file_everything(tmp_path, words):
+    done = subprocess.run(
+        [sys.executable, '-m', 'mmdevplug', 'train', 'configs/digits/digits_cpu.py', *words]
+        + ['--work-dir', str(tmp_path), '--cfg-options', 'train_cfg.max_epochs=2']
+        + ['train_cfg.val_interval=2', 'default_hooks.logger.interval=100'],
+        cwd=ROOT,
+        env={**os.environ, 'PYTHONPATH': PATHS},
+        capture_output=True,
+        text=True,
+    )
+    shown = done.stdout + done.stderr
+    assert done.returncode == 0, shown
+    (file,) = tmp_path.glob('*/*.log')
+    whole = file.read_text()
+    for text in ('device cpu (cpu)', 'Epoch(val) [2]'):
+        assert text in shown
+    for text in ('System environment', 'Config:', 'Hooks will be executed', 'Checkpoints will be'):
+        assert text in whole
+        assert (text in shown) == bool(words)
+    if not words:
+        assert len(shown.splitlines()) <= 8
+        assert str(file) in shown
