@@ -207,5 +207,5 @@ docs-sites: install install-xla  ## Look at MMEngine's device assumptions, write
 	$(BIN)/python docs/site_table.py
 
 clean:  ## Remove the environments and what was built or trained
-	rm -rf $(VENV) $(VENV_XLA) $(VENV_T20) $(VENV_TPU) build dist *.egg-info work_dirs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_XLA) $(VENV_T20) $(VENV_TPU) build dist docs/_build *.egg-info work_dirs .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

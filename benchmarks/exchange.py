@@ -1,7 +1,6 @@
 """Exchanging samples between ranks: milliseconds and bytes of each way, side by side in one run.
 
     python benchmarks/exchange.py
-    python benchmarks/exchange.py --plot exchange.png
     PJRT_DEVICE=CPU python benchmarks/exchange.py --device xla --ranks 2
 
 Every rank holds samples: dicts of a float32 tensor ``x`` on its device and a number ``reward``. At
@@ -76,7 +75,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--loopback', action='store_true', help='no hosts in network namespaces')
     parser.add_argument('--rate', help="of each host's link, e.g. 1gbit; not limited without it")
     parser.add_argument('--json', help='write the figures to this file')
-    parser.add_argument('--plot', help='draw them into this file (PNG); needs matplotlib')
     args = parser.parse_args()
     if not args.loopback and not available().possible:
         print(f'no hosts in network namespaces: {available().reason}; over loopback instead')
@@ -272,33 +270,6 @@ def _judged(
     )
 
 
-def draw(results: Sequence[Dict[str, Any]], title: str, path: str) -> None:
-    """Draw how many times as long ``all_gather_object`` takes, over the size of a sample."""
-    from matplotlib.figure import Figure
-
-    kinds = list(dict.fromkeys((one['exchange'], one['pool']) for one in results))
-    figure = Figure(figsize=(3.2 * len(kinds), 3.4))
-    for axes, kind in zip(figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0], kinds):
-        mine = [one for one in results if (one['exchange'], one['pool']) == kind]
-        for number, ranks in enumerate(dict.fromkeys(one['ranks'] for one in mine)):
-            some = [one for one in mine if one['ranks'] == ranks]
-            sizes = sorted({one['bytes'] for one in some})
-            of = [[ratio(one, 'object') for one in some if one['bytes'] == s] for s in sizes]
-            # Few samples and many are what the band spans.
-            axes.fill_between(
-                sizes, [min(r) for r in of], [max(r) for r in of], color=f'C{number}', alpha=0.15
-            )
-            middle = [math.exp(sum(map(math.log, r)) / len(r)) for r in of]
-            axes.plot(sizes, middle, f'C{number}o-', markersize=4, label=f'{ranks} ranks')
-        axes.axhline(1, color='black', linewidth=0.8)
-        axes.set(xscale='log', yscale='log', xlabel='bytes of a sample', title=' '.join(kind))
-    figure.axes[0].set_ylabel('all_gather_object / ours')
-    figure.axes[0].legend(fontsize='small')
-    figure.suptitle(title, fontsize='medium')
-    figure.tight_layout()
-    figure.savefig(path, dpi=90)
-
-
 def main() -> None:
     args = parse_args()
     where = 'over loopback' if args.loopback else 'each rank on a host of its own'
@@ -326,8 +297,6 @@ def main() -> None:
     print('\n'.join(target_lines(results)))
     if args.json:
         write_results(args.json, results)
-    if args.plot:
-        draw(results, f'{args.device}, {where}', args.plot)
 
 
 if __name__ == '__main__':

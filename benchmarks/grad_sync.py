@@ -2,7 +2,7 @@
 
     python benchmarks/grad_sync.py --device cpu
     PJRT_DEVICE=CPU python benchmarks/grad_sync.py --device xla
-    python benchmarks/grad_sync.py --hosts 2 --rate 1gbit --compression none bf16 --plot wire.png
+    python benchmarks/grad_sync.py --hosts 2 --rate 1gbit --compression none bf16
 
 The ways take turns, all but one in the same processes, so that a machine that slows down slows all
 of them. A figure is the median over the rounds; ratios are what travels between machines.
@@ -69,7 +69,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--rounds', type=int, default=7)
     parser.add_argument('--steps', type=int, default=5, help='steps in a round')
     parser.add_argument('--json', help='write the figures to this file')
-    parser.add_argument('--plot', help='draw them into this file (PNG); needs matplotlib')
     args = parser.parse_args()
     # Width 1024 and 12 layers are 50 MB of gradients.
     args.width = args.width or {'xla': 512}.get(args.device, 1024)
@@ -200,10 +199,6 @@ def main() -> None:
                 results.append(found)
     if args.json:
         write_results(args.json, results)
-    if args.plot:
-        from bars import draw
-
-        draw(results, f'{args.device}{where}', args.plot)
 
 
 if __name__ == '__main__':

@@ -72,7 +72,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         action=KeyValueAction,
         help='override settings of the config: key=value, key="[a,b]"',
     )
-    parser.add_argument('--accelerator', help='lay its base config over CONFIG')
+    parser.add_argument(
+        '--accelerator',
+        help='lay its base config over CONFIG: auto, cpu, cuda, xla, gcu, npu, mlu, musa, xpu, '
+        'hpu, mps, tpu, or the name of any other that PyTorch knows',
+    )
 
 
 def load_config(args: argparse.Namespace, import_modules: bool = True) -> Config:
