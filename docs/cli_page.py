@@ -77,8 +77,8 @@ SIGTERM 为 143。""",
             'checkpoint': '检查点的路径或网址',
             'model': 'OpenMMLab 的配置，或 transformers 的模型：config.json 或其所在目录',
             '--cfg-options': '覆盖配置中的设置：key=value，key="[a,b]"',
-            '--accelerator': '把该加速器的基础配置套用在 CONFIG 之上：auto、cpu、cuda、xla、gcu、npu、'
-            'mlu、musa、xpu、hpu、mps、tpu，或 PyTorch 认识的其他名字',
+            '--accelerator': '把该加速器的基础配置套用在 CONFIG 之上：auto、cpu、cuda、'
+            'xla、gcu、npu、mlu、musa、xpu、hpu、mps、tpu，或 PyTorch 认识的其他名字',
             'launch-config --accelerator': '加速器；默认取检测到的',
             'doctor --accelerator': '只检查这一种，例如 cuda、xla、gcu',
             '--work-dir': '存放日志、检查点和结果的目录',
