@@ -134,8 +134,8 @@ class Probes:
         self.stream_bytes = min(STREAM_BYTES, int(wire_bytes(size, world_size)))
         self._ring = Ring()
         self._on_device = [torch.zeros_like(parameter) for parameter in parameters]
-        self._accelerator.materialize(self._device)
-        self._on_host = self._accelerator.to_host(self._on_device)
+        self._accelerator.compilation.materialize(self._device)
+        self._on_host = self._accelerator.copies.to_host(self._on_device)
 
     def steps(self) -> Dict[str, Callable[[], None]]:
         """What to call and to time; there are no copies where the gradients lie on the host."""
@@ -145,10 +145,10 @@ class Probes:
         return steps
 
     def _to_host(self) -> None:
-        self._accelerator.to_host(self._on_device)
+        self._accelerator.copies.to_host(self._on_device)
 
     def _to_device(self) -> None:
-        self._accelerator.copy_to_device(self._on_host, self._on_device)
+        self._accelerator.copies.into_device(self._on_host, self._on_device)
         self._accelerator.synchronize(self._device)
 
     def close(self) -> None:

@@ -83,7 +83,7 @@ def wrap_all(
 ) -> Dict[str, nn.Module]:
     """One model for each way that works on this device, and is not measured by itself."""
     models = {'none': build().to(context.device)}
-    if context.accelerator.lazy:
+    if context.accelerator.compilation.lazy:
         models['split'] = build().to(context.device)
     if context.device.type == CARD and context.backend != 'staged':
         models['stock'] = DistributedDataParallel(
@@ -158,7 +158,7 @@ def work(settings: Dict[str, Any]) -> None:
                 torch_dist.all_reduce(message)
             optimizer.step()
             optimizer.zero_grad()
-            accelerator.materialize(device)
+            accelerator.compilation.materialize(device)
 
         return step
 

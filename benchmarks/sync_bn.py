@@ -93,7 +93,7 @@ class Training:
             self.optimizer.zero_grad()
             self.wrapper(self.images, self.labels).backward()
             self.optimizer.step()
-            self.context.accelerator.materialize(self.context.device)
+            self.context.accelerator.compilation.materialize(self.context.device)
         self.wait()
         return (time.perf_counter() - begin) / count * 1e3
 

@@ -2,11 +2,13 @@
 
 import sys
 import types
+from functools import cached_property
 
 import pytest
 import torch
 
 from mmdevplug.accelerators import (
+    Copies,
     CPUAccelerator,
     TorchNativeAccelerator,
     get_accelerator,
@@ -75,24 +77,25 @@ def test_blank_address_under_slurm_leaves_it_to_the_node_list():
 
 
 def test_refusal_survives_a_driver_that_cannot_count():
-    class Gone(CPUAccelerator):
-        def device_count(self):
-            raise RuntimeError('driver gone')
-
+    class Lost(Copies):
         def to_host(self, tensors):
             raise OSError('no card')
+
+    class Gone(CPUAccelerator):
+        copies = cached_property(Lost)
+
+        def device_count(self):
+            raise RuntimeError('driver gone')
 
     with pytest.raises(AcceleratorError, match='OSError: no card'):
         probe_device(Gone(), torch.device('cpu'))
 
 
 def test_device_that_gives_another_shape_is_refused():
-    class Short(CPUAccelerator):
-        def to_host(self, tensors):
-            return [tensor[:3] for tensor in tensors]
-
+    short = CPUAccelerator()
+    short.copies.to_host = lambda tensors: [tensor[:3] for tensor in tensors]
     with pytest.raises(AcceleratorError):
-        probe_device(Short(), torch.device('cpu'))
+        probe_device(short, torch.device('cpu'))
 
 
 @pytest.mark.parametrize('backend', ['cpu:gloo,gloo', 'gloo,gloo', 'cpu:zccl,nonsense'])

@@ -1,6 +1,6 @@
 """Accelerators: one object for each family of devices, and choosing one of them."""
 
-from .base import HOST_BACKENDS, Accelerator, devices_of, registered_device_types
+from .base import Accelerator, Compilation, Copies, Precision, devices_of
 from .context import (
     DEFAULT_TIMEOUT,
     DeviceContext,
@@ -27,9 +27,11 @@ __all__ = [
     'Accelerator',
     'CPUAccelerator',
     'CUDAAccelerator',
+    'Compilation',
+    'Copies',
     'DEFAULT_TIMEOUT',
     'DeviceContext',
-    'HOST_BACKENDS',
+    'Precision',
     'S60Accelerator',
     'T20Accelerator',
     'TPUAccelerator',
@@ -43,7 +45,6 @@ __all__ = [
     'devices_of',
     'get_accelerator',
     'probe_device',
-    'registered_device_types',
     'set_device_context',
     'to_device',
 ]

@@ -1,7 +1,7 @@
 """Choose the backend of torch.distributed for an accelerator."""
 
 import re
-from typing import Any, List, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 import torch
 from torch import distributed as torch_dist
@@ -10,7 +10,10 @@ from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.staged import process_group as staged
 from mmdevplug.utils.logs import log_warning
 
-from . import HOST_BACKENDS, Accelerator, registered_device_types
+from . import Accelerator
+
+#: Backends of torch.distributed for host tensors; what they do with others differs.
+HOST_BACKENDS = ('gloo', 'mpi', 'ucc', staged.NAME)
 
 #: With these MMEngine sends its messages in tensors of that device type, and with all others in
 #: host tensors.
@@ -49,7 +52,26 @@ def takes_host_tensors(group: Any = None) -> bool:
     backend = backend_of(group)
     if ':' in backend:
         backend = dict(part.split(':', 1) for part in backend.split(',')).get('cpu', '')
-    return backend in HOST_BACKENDS or 'cpu' in registered_device_types(backend)
+    return backend in HOST_BACKENDS or 'cpu' in _device_types().get(backend, ())
+
+
+def takes_tensors(accelerator: Accelerator, backend: str) -> bool:
+    """Whether collectives of a backend, or of ``'cpu:gloo,cuda:nccl'``, take its tensors."""
+    kind = accelerator.device_type
+    if ':' in backend:
+        backend = dict(part.split(':', 1) for part in backend.split(',')).get(kind, '')
+    if backend == 'gloo':
+        return accelerator.gloo_takes_tensors
+    if backend in (staged.NAME, accelerator.native_backend):
+        return True
+    if accelerator.compilation.lazy or backend in HOST_BACKENDS:
+        return False
+    return kind in _device_types().get(backend, ())
+
+
+def _device_types() -> Dict[str, Sequence[str]]:
+    """The device types that each backend of torch.distributed was registered for."""
+    return getattr(torch_dist.Backend, 'backend_capability', {})  # not in PyTorch 1
 
 
 def waits_for_backward(accelerator: Accelerator, backend: str) -> bool:
@@ -58,8 +80,8 @@ def waits_for_backward(accelerator: Accelerator, backend: str) -> bool:
     So it is where tensors of a lazy device, which a copy during backward would have computed,
     travel through the host.
     """
-    native = backend not in HOST_BACKENDS and accelerator.takes_tensors(backend)
-    return accelerator.lazy and not native
+    native = backend not in HOST_BACKENDS and takes_tensors(accelerator, backend)
+    return accelerator.compilation.lazy and not native
 
 
 def suits_native_ddp(accelerator: Accelerator, device: torch.device, group: Any = None) -> bool:
@@ -69,7 +91,7 @@ def suits_native_ddp(accelerator: Accelerator, device: torch.device, group: Any 
         LaunchError: If it cannot, and the group takes no host tensors either.
     """
     backend = backend_of(group)
-    if backend == staged.NAME or not accelerator.takes_tensors(backend):
+    if backend == staged.NAME or not takes_tensors(accelerator, backend):
         return False
     if accelerator.name in ('cpu', 'cuda', 'xpu'):  # PyTorch's own backends
         return True
@@ -106,13 +128,13 @@ def check_backend(backend: str, accelerator: Accelerator, origin: str) -> str:
     names = _names(backend, origin)
     available = available_backends()
     # Gloo works everywhere: tensors that it does not take are staged on the host.
-    if not (set(names) & set(HOST_BACKENDS) or accelerator.takes_tensors(backend)):
+    if not (set(names) & set(HOST_BACKENDS) or takes_tensors(accelerator, backend)):
         wanted = [name for name in (accelerator.native_backend, 'gloo') if name in available]
         raise LaunchError(
             f'{origin}={backend!r}, but {backend!r} does not work on accelerator '
             f'{accelerator.name!r} ({accelerator.device_type} tensors); expected '
             f'{" or ".join(map(repr, wanted))}. Available here: {", ".join(available)}. '
-            f'{accelerator.why_refused(backend)}Set '
+            f'{accelerator.refused_backends.get(backend, "")}Set '
             f"accelerator=dict(type={accelerator.name!r}, backend='gloo') in the config."
         )
     if not set(names) <= set(available):
@@ -137,6 +159,21 @@ def _names(backend: str, origin: str) -> List[str]:
     return [part.split(':')[1] for part in parts]
 
 
+def default_backend(accelerator: Accelerator) -> str:
+    """The backend of torch.distributed if a config names none."""
+    native, kind = accelerator.native_backend, accelerator.device_type
+    if native is not None and not hasattr(torch_dist.Backend, native.upper()):
+        native = None  # another maker's device type of this name
+    # torch_xla's backend runs inside graphs only.
+    if native is None and not accelerator.compilation.lazy:
+        registered = _device_types().items()
+        native = next((name for name, types in registered if list(types) == [kind]), None)
+    if kind == 'cpu' or native is None or not hasattr(torch_dist.Backend, native.upper()):
+        return 'gloo'
+    is_available = getattr(torch_dist, f'is_{native}_available', lambda: True)
+    return native if is_available() else 'gloo'
+
+
 def resolve_backend(
     accelerator: Accelerator, forced: Optional[str] = None, configured: Optional[str] = None
 ) -> str:
@@ -154,14 +191,14 @@ def resolve_backend(
     if forced not in (None, 'auto'):
         chosen = check_backend(forced, accelerator, 'accelerator.backend')
     elif configured is None:
-        chosen = accelerator.default_backend()
+        chosen = default_backend(accelerator)
     else:
         try:
             chosen = check_backend(configured, accelerator, 'env_cfg.dist_cfg.backend')
         except LaunchError:
             if forced != 'auto':
                 raise
-            chosen = accelerator.default_backend()
+            chosen = default_backend(accelerator)
     if chosen == 'gloo' and not accelerator.gloo_takes_tensors:
         staged.register()
         return staged.NAME

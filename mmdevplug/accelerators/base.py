@@ -1,18 +1,16 @@
-"""The interface of an accelerator: one object for each family of devices."""
+"""The interface of an accelerator, one object for each family of devices, and of its parts."""
 
 import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Union
 
 import torch
-from torch import Tensor, distributed as torch_dist
+from torch import Tensor
 
 from mmdevplug.errors import AcceleratorError, first_line
 from mmdevplug.utils.torch_compat import default_autocast_dtype
-
-#: Backends of torch.distributed for host tensors; what they do with others differs.
-HOST_BACKENDS = ('gloo', 'mpi', 'ucc', 'staged')
 
 
 def devices_of(tensors: Iterable[Tensor]) -> List[torch.device]:
@@ -20,13 +18,35 @@ def devices_of(tensors: Iterable[Tensor]) -> List[torch.device]:
     return list(dict.fromkeys(tensor.device for tensor in tensors))
 
 
-def registered_device_types(backend: str) -> Sequence[str]:
-    """The device types that a backend of torch.distributed was registered for."""
-    return _backend_capabilities().get(backend, ())
+class Part:
+    """One part of an accelerator, which it is built with."""
+
+    def __init__(self, accelerator: 'Accelerator') -> None:
+        self.accelerator = accelerator
 
 
-def _backend_capabilities() -> Dict[str, Sequence[str]]:
-    return getattr(torch_dist.Backend, 'backend_capability', {})  # not in PyTorch 1
+class Copies(Part):
+    """Copies between the host and the devices of an accelerator."""
+
+    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
+        """Copy tensors to the host in one call, detached."""
+        return [tensor.detach().cpu() for tensor in tensors]
+
+    def into_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy materialized tensors into host tensors, converting dtypes as ``copy_`` does."""
+        # A lazy device is read in one call; an eager one needs no intermediate copy.
+        fetched = self.to_host(sources) if self.accelerator.compilation.lazy else sources
+        for source, target in zip(fetched, targets):
+            target.copy_(source.detach())
+
+    def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> List[Tensor]:
+        """Copy host tensors to new tensors on a device, in one call."""
+        return [tensor.detach().to(device) for tensor in tensors]
+
+    def into_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy host tensors into existing device tensors of the same shapes, in one call."""
+        for source, target in zip(sources, targets):
+            target.copy_(source)
 
 
 class KeptGraphs(NamedTuple):
@@ -38,16 +58,122 @@ class KeptGraphs(NamedTuple):
     unreadable: int  # in the cache, but compiled again
 
 
+class Compilation(Part):
+    """When operations run, and the graphs compiled for them: at once, and none, unless overridden.
+
+    Attributes:
+        lazy (bool): Whether operations run only when they are materialized.
+        runs_again (bool): Whether an operation that a lazy device lacks runs what was recorded
+            before it, which the iteration's graph then runs again.
+    """
+
+    lazy = False
+    runs_again = False
+
+    def materialize(
+        self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
+    ) -> None:
+        """Run the operations that a lazy device has recorded.
+
+        Args:
+            device (torch.device, optional): Defaults to None: the current one.
+            wanted (Sequence[Tensor]): Tensors about to be copied to the host: computed in the same
+                execution.
+        """
+
+    def materialize_all(
+        self, devices: Sequence[torch.device], wanted: Sequence[Tensor] = ()
+    ) -> None:
+        """Materialize several devices; see :meth:`materialize`."""
+        for device in devices:
+            here = [tensor for tensor in wanted if tensor.device == device]
+            self.materialize(device, here if len(devices) > 1 else wanted)
+
+    def count(self) -> Optional[int]:
+        """The number of graphs that this process has compiled; None if it is unknown."""
+        return None
+
+    def keep_graphs(self, folder: str) -> Optional[str]:
+        """Read compiled graphs from a folder of this process, and write new ones to it.
+
+        Called before the device is first used.
+
+        Returns:
+            str, optional: Why this does not work here, as the end of a sentence; None if it does.
+        """
+        return f'accelerator {self.accelerator.name!r} offers no cache of compiled graphs'
+
+    def kept_graphs(self) -> Optional[KeptGraphs]:
+        """The counts since :meth:`keep_graphs`; None without a cache."""
+        return None
+
+
+class Precision(Part):
+    """Mixed precision: PyTorch's autocast and gradient scaler unless overridden."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The default dtype of mixed precision: PyTorch's.
+
+        Raises:
+            AcceleratorError: If PyTorch cannot cast on this device.
+        """
+        try:
+            return default_autocast_dtype(self.accelerator.device_type)
+        except RuntimeError as error:
+            raise self._no_autocast(error) from error
+
+    def autocast(
+        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
+    ) -> AbstractContextManager:
+        """The mixed-precision context; ``dtype`` defaults to :attr:`dtype`.
+
+        Raises:
+            AcceleratorError: If it is to be enabled, and PyTorch cannot cast on this device.
+        """
+        kind = self.accelerator.device_type
+        try:
+            return torch.autocast(kind, dtype=dtype or self.dtype, enabled=enabled, **kwargs)
+        except (AcceleratorError, AssertionError, RuntimeError) as error:
+            if not enabled:
+                return nullcontext()
+            if isinstance(error, AcceleratorError):
+                raise
+            raise self._no_autocast(error) from error
+
+    def _no_autocast(self, error: Exception) -> AcceleratorError:
+        return AcceleratorError(
+            f'torch {torch.__version__} has no mixed precision for accelerator '
+            f'{self.accelerator.name!r}: {first_line(error)}. Expected a device that autocast '
+            f"knows; train without, with optim_wrapper.type='OptimWrapper'."
+        )
+
+    def grad_scaler(self, **kwargs: Any) -> Any:
+        """The gradient scaler for float16; arguments as of ``torch.cuda.amp.GradScaler``.
+
+        Raises:
+            AcceleratorError: If the family has none.
+        """
+        # PyTorch's for any device, from 2.3 on; on a lazy device it would read every overflow.
+        scaler = getattr(getattr(torch, 'amp', None), 'GradScaler', None)
+        if scaler is not None and not self.accelerator.compilation.lazy:
+            return scaler(self.accelerator.device_type, **kwargs)
+        raise AcceleratorError(
+            f'accelerator {self.accelerator.name!r} has no gradient scaler; train in bfloat16, '
+            f'which needs none, or without mixed precision.'
+        )
+
+
 class Accelerator(ABC):
     """One family of devices, eager unless a subclass says otherwise.
 
-    A subclass names its device type and overrides what differs. Device indices are local to this
-    process; memory is in bytes. Where a method takes an optional device, None is the current one.
+    A subclass names its device type and overrides what differs: methods, or a whole part, as in
+    ``copies = cached_property(OwnCopies)``. Device indices are local to this process; memory is in
+    bytes. Where a method takes an optional device, None is the current one.
 
     Attributes:
         name (str): The name in configs, e.g. ``'gcu'``.
         device_type (str): The type for ``torch.device``, e.g. ``'xla'`` for a T20 GCU.
-        lazy (bool): Whether operations run only when they are materialized.
         native_backend (str, optional): The vendor's backend of ``torch.distributed``.
         visible_devices_env (str, optional): The environment variable that limits the devices a
             process sees. It is read, never changed.
@@ -55,22 +181,25 @@ class Accelerator(ABC):
         sdk_folder (str, optional): Where the vendor's libraries and tools are installed.
         gloo_takes_tensors (bool): Whether gloo reads and writes tensors on these devices.
         shares_devices (bool): Whether all ranks of a host use one device (true for the CPU).
+        refused_backends (dict): Backends that do not work here, and why, as a sentence.
+        copies (Copies): Copies between the host and the devices.
+        compilation (Compilation): When operations run, and the graphs compiled for them.
+        precision (Precision): Mixed precision.
     """
 
     name: str = ''
     device_type: str = ''
-    lazy: bool = False
-    #: Whether an operation that a lazy device lacks runs what was recorded before it, which the
-    #: iteration's graph then runs again.
-    runs_again = False
     native_backend: Optional[str] = None
     visible_devices_env: Optional[str] = None
     package: Optional[str] = None
     sdk_folder: Optional[str] = None
     gloo_takes_tensors: bool = False
     shares_devices: bool = False
+    refused_backends: Dict[str, str] = {}
 
-    # presence ---------------------------------------------------------------------------------
+    copies = cached_property(Copies)
+    compilation = cached_property(Compilation)
+    precision = cached_property(Precision)
 
     @abstractmethod
     def is_available(self) -> bool:
@@ -102,8 +231,6 @@ class Accelerator(ABC):
     def device_name(self, device: torch.device) -> str:
         """The product name of a device, or its type if the vendor reports none."""
         return self.device_type
-
-    # devices ----------------------------------------------------------------------------------
 
     def device(self, local_rank: int = 0) -> torch.device:
         """The device of a local rank, with an index.
@@ -147,45 +274,6 @@ class Accelerator(ABC):
     def synchronize(self, device: Optional[torch.device] = None) -> None:
         """Wait until the device has finished all work."""
 
-    def materialize(
-        self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
-    ) -> None:
-        """Run the operations that a lazy device has recorded.
-
-        Args:
-            device (torch.device, optional): Defaults to None: the current one.
-            wanted (Sequence[Tensor]): Tensors about to be copied to the host: computed in the same
-                execution.
-        """
-
-    def materialize_all(
-        self, devices: Sequence[torch.device], wanted: Sequence[Tensor] = ()
-    ) -> None:
-        """Materialize several devices; see :meth:`materialize`."""
-        for device in devices:
-            here = [tensor for tensor in wanted if tensor.device == device]
-            self.materialize(device, here if len(devices) > 1 else wanted)
-
-    # compilation ------------------------------------------------------------------------------
-
-    def compilations(self) -> Optional[int]:
-        """The number of graphs that this process has compiled; None if it is unknown."""
-        return None
-
-    def keep_compilations(self, folder: str) -> Optional[str]:
-        """Read compiled graphs from a folder of this process, and write new ones to it.
-
-        Called before the device is first used.
-
-        Returns:
-            str, optional: Why this does not work here, as the end of a sentence; None if it does.
-        """
-        return f'accelerator {self.name!r} compiles no graphs'
-
-    def kept_compilations(self) -> Optional[KeptGraphs]:
-        """The counts since :meth:`keep_compilations`; None without a cache."""
-        return None
-
     def describe_visibility(self) -> str:
         """The visible-devices variable and its value, for messages."""
         if self.visible_devices_env is None:
@@ -202,30 +290,6 @@ class Accelerator(ABC):
         name = names[index].strip() if index < len(names) else ''
         return int(name) if name.isdecimal() else name or index
 
-    # copies -----------------------------------------------------------------------------------
-
-    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
-        """Copy tensors to the host in one call, detached."""
-        return [tensor.detach().cpu() for tensor in tensors]
-
-    def copy_to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy materialized tensors into host tensors, converting dtypes as ``copy_`` does."""
-        # A lazy device is read in one call; an eager one needs no intermediate copy.
-        fetched = self.to_host(sources) if self.lazy else sources
-        for source, target in zip(fetched, targets):
-            target.copy_(source.detach())
-
-    def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy host tensors into existing device tensors of the same shapes, in one call."""
-        for source, target in zip(sources, targets):
-            target.copy_(source)
-
-    def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> List[Tensor]:
-        """Copy host tensors to new tensors on a device, in one call."""
-        return [tensor.detach().to(device) for tensor in tensors]
-
-    # memory -----------------------------------------------------------------------------------
-
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         """Bytes in use on a device; None if the vendor does not report them."""
         return None
@@ -241,8 +305,6 @@ class Accelerator(ABC):
     def empty_cache(self) -> None:
         """Return cached memory to the device."""
 
-    # random numbers and mixed precision -------------------------------------------------------
-
     def manual_seed(self, seed: int) -> None:
         """Seed the generators of all devices of this family that this process sees."""
 
@@ -256,107 +318,8 @@ class Accelerator(ABC):
     def load_rng(self, state: bytes, device: torch.device) -> None:
         """Put a device's generator into a state that :meth:`save_rng` returned."""
 
-    @property
-    def amp_dtype(self) -> torch.dtype:
-        """The default dtype of mixed precision: PyTorch's.
-
-        Raises:
-            AcceleratorError: If PyTorch cannot cast on this device.
-        """
-        try:
-            return default_autocast_dtype(self.device_type)
-        except RuntimeError as error:
-            raise self._no_autocast(error) from error
-
-    def autocast(
-        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
-    ) -> AbstractContextManager:
-        """The mixed-precision context; ``dtype`` defaults to :attr:`amp_dtype`.
-
-        Raises:
-            AcceleratorError: If it is to be enabled, and PyTorch cannot cast on this device.
-        """
-        try:
-            dtype = dtype or self.amp_dtype
-            return torch.autocast(self.device_type, dtype=dtype, enabled=enabled, **kwargs)
-        except (AcceleratorError, AssertionError, RuntimeError) as error:
-            if not enabled:
-                return nullcontext()
-            if isinstance(error, AcceleratorError):
-                raise
-            raise self._no_autocast(error) from error
-
-    def _no_autocast(self, error: Exception) -> AcceleratorError:
-        return AcceleratorError(
-            f'torch {torch.__version__} has no mixed precision for accelerator {self.name!r}: '
-            f'{first_line(error)}. Expected a device that autocast knows; train without, with '
-            f"optim_wrapper.type='OptimWrapper'."
-        )
-
-    def grad_scaler(self, **kwargs: Any) -> Any:
-        """The gradient scaler for float16; arguments as of ``torch.cuda.amp.GradScaler``.
-
-        Raises:
-            AcceleratorError: If the family has none.
-        """
-        raise AcceleratorError(
-            f'accelerator {self.name!r} has no gradient scaler; train in bfloat16, which needs '
-            f'none, or without mixed precision.'
-        )
-
-    def _torch_grad_scaler(self, **kwargs: Any) -> Any:
-        """PyTorch's scaler for any device; None before PyTorch 2.3."""
-        scaler = getattr(getattr(torch, 'amp', None), 'GradScaler', None)
-        return None if scaler is None else scaler(self.device_type, **kwargs)
-
-    # profiling --------------------------------------------------------------------------------
-
-    def profiler_activity(self) -> Any:
-        """The member of ``torch.profiler.ProfilerActivity``; None if there is none."""
-        return torch.profiler.ProfilerActivity.__members__.get(self.device_type.upper())
-
     def trace(self, folder: str) -> Optional[AbstractContextManager]:
         """Record to a folder with the vendor's own profiler; None if there is none."""
-        return None
-
-    # collectives ------------------------------------------------------------------------------
-
-    def default_backend(self) -> str:
-        """The backend of torch.distributed if a config names none."""
-        native = self.native_backend
-        if native is not None and not hasattr(torch_dist.Backend, native.upper()):
-            native = None  # another maker's device type of this name
-        # torch_xla's backend runs inside graphs only.
-        if native is None and not self.lazy:
-            ours = [self.device_type]
-            registered = _backend_capabilities().items()
-            native = next((name for name, types in registered if list(types) == ours), None)
-        if native is None or not hasattr(torch_dist.Backend, native.upper()):
-            return 'gloo'
-        is_available = getattr(torch_dist, f'is_{native}_available', lambda: True)
-        return native if is_available() else 'gloo'
-
-    def why_refused(self, backend: str) -> str:
-        """Why a backend does not work here, as a sentence for its refusal; may be empty."""
-        return ''
-
-    def takes_tensors(self, backend: str) -> bool:
-        """Whether collectives of a backend, or of ``'cpu:gloo,cuda:nccl'``, take such tensors."""
-        if ':' in backend:
-            by_device = dict(part.split(':', 1) for part in backend.split(','))
-            backend = by_device.get(self.device_type, '')
-        if backend == 'staged':
-            return True
-        if backend == 'gloo':
-            return self.gloo_takes_tensors
-        if backend == self.native_backend:
-            return True
-        if self.lazy or backend in HOST_BACKENDS:
-            return False
-        return self.device_type in registered_device_types(backend)
-
-    def ddp_device_ids(self, device: torch.device) -> Optional[List[int]]:
-        """The ``device_ids`` for PyTorch's DDP; None if it takes none for these devices."""
         return None
 
     def __repr__(self) -> str:

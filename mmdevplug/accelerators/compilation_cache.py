@@ -22,7 +22,7 @@ def start_compilation_cache(accelerator: Accelerator, folder: str, rank: int) ->
             f'accelerator.compilation_cache={folder!r}: {own} {problem}. Name a folder that every '
             f'rank can write to.'
         ) from cause
-    why_not = accelerator.keep_compilations(own)
+    why_not = accelerator.compilation.keep_graphs(own)
     if why_not is not None and rank == 0:
         warnings.warn(
             f'accelerator.compilation_cache={folder!r} is of no use here: {why_not}. Remove it.',

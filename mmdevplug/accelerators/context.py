@@ -45,7 +45,7 @@ class DeviceContext:
 
     def materialize(self) -> None:
         """Run what the devices of this rank have recorded, if they are lazy."""
-        self.accelerator.materialize_all(self.devices)
+        self.accelerator.compilation.materialize_all(self.devices)
 
     def describe(self) -> str:
         """One line for the log."""

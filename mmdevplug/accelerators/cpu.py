@@ -1,7 +1,7 @@
 """The host itself."""
 
 import os
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 
@@ -19,10 +19,6 @@ class CPUAccelerator(Accelerator):
     native_backend = 'mpi'
     gloo_takes_tensors = True
     shares_devices = True
-    amp_dtype = torch.bfloat16  # type: ignore[assignment]
-
-    def default_backend(self) -> str:
-        return 'gloo'
 
     def is_available(self) -> bool:
         return True
@@ -42,6 +38,3 @@ class CPUAccelerator(Accelerator):
 
     def memory_total(self, device: torch.device) -> int:
         return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-
-    def grad_scaler(self, **kwargs: Any) -> Any:
-        return self._torch_grad_scaler(**kwargs) or super().grad_scaler(**kwargs)

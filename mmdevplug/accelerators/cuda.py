@@ -1,7 +1,5 @@
 """NVIDIA GPUs, and AMD GPUs through ROCm, which PyTorch calls ``cuda`` too."""
 
-from typing import List
-
 import torch
 
 from mmdevplug.registry import ACCELERATORS
@@ -27,6 +25,3 @@ class CUDAAccelerator(TorchNativeAccelerator):
     def memory_total(self, device: torch.device) -> int:
         # mem_get_info() would create a CUDA context on the device.
         return torch.cuda.get_device_properties(device).total_memory
-
-    def ddp_device_ids(self, device: torch.device) -> List[int]:
-        return [device.index]

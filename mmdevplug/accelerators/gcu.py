@@ -9,6 +9,7 @@ interface.
 
 import os
 import re
+from functools import cached_property
 from typing import Any, List, Optional, Sequence
 
 import torch
@@ -17,10 +18,67 @@ from torch import Tensor
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
-from .base import Accelerator, devices_of
-from .lazy import LazyAccelerator
+from .base import Accelerator, Copies, Precision, devices_of
+from .lazy import LazyAccelerator, LazyCompilation
 from .torch_native import TorchNativeAccelerator
 from .vendor import import_vendor
+
+
+def _torch_gcu() -> Any:
+    return import_vendor('torch_gcu')
+
+
+class T20Copies(Copies):
+    """Copies of tensors that are computed first."""
+
+    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
+        # Compute all tensors of a card in one graph before they are copied. torch_gcu refuses
+        # tensors of the host.
+        on_cards = [tensor for tensor in tensors if tensor.device.type == 'xla']
+        for device in devices_of(on_cards):
+            _torch_gcu().unlazy([tensor for tensor in on_cards if tensor.device == device])
+        return super().to_host(tensors)
+
+    def into_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        # For gradients, which are computed by then: nothing to unlazy.
+        for source, target in zip(sources, targets):
+            # Never seen: whether a copy to the host converts types as well.
+            host = source.detach()
+            target.copy_(host if host.dtype == target.dtype else host.cpu())
+
+    def into_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for source, target in zip(sources, targets):
+            target.copy_(source.detach().to(target.dtype).to(target.device))
+
+
+class T20Compilation(LazyCompilation):
+    """Graphs of torch_gcu."""
+
+    def materialize(
+        self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
+    ) -> None:
+        # The default mode waits for the previous graph: two at a time may exceed a card's memory.
+        with self.compiling():
+            _torch_gcu().sync_lived_tensor(device=device)
+
+    def count(self) -> Optional[int]:
+        # The report is text for people; it has this metric under torch_xla's name.
+        report = _torch_gcu().metrics_report()
+        found = re.search(r'^Metric: CompileTime\s+TotalSamples: (\d+)', report, re.MULTILINE)
+        return None if found is None else int(found.group(1))
+
+
+class T20Precision(Precision):
+    """Mixed precision of torch_gcu."""
+
+    dtype = torch.float16  # type: ignore[assignment]
+
+    def autocast(self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any):
+        return _torch_gcu().amp.autocast(enabled=enabled, dtype=dtype or self.dtype, **kwargs)
+
+    def grad_scaler(self, **kwargs: Any) -> Any:
+        """The vendor's scaler, of which `step` must not be called: it ends in a TypeError."""
+        return _torch_gcu().amp.GradScaler(**kwargs)
 
 
 class T20Accelerator(LazyAccelerator):
@@ -30,24 +88,26 @@ class T20Accelerator(LazyAccelerator):
     package = 'torch_gcu'
     visible_devices_env = 'TOPS_VISIBLE_DEVICES'
     sdk_folder = '/opt/tops'
-    amp_dtype = torch.float16  # type: ignore[assignment]
+    refused_backends = dict(
+        eccl="On a T20, eccl is part of torch_gcu.distributed, the vendor's fork of "
+        'torch.distributed, whose groups neither PyTorch nor MMEngine can use. '
+    )
+    copies = cached_property(T20Copies)
+    compilation = cached_property(T20Compilation)
+    precision = cached_property(T20Precision)
     _seed: Optional[int] = None
 
-    @property
-    def _torch_gcu(self) -> Any:
-        return import_vendor('torch_gcu')
-
     def is_available(self) -> bool:
-        return self._torch_gcu is not None and self._torch_gcu.is_available()
+        return _torch_gcu() is not None and _torch_gcu().is_available()
 
     def device_count(self) -> int:
-        return 0 if self._torch_gcu is None else self._torch_gcu.device_count()
+        return 0 if _torch_gcu() is None else _torch_gcu().device_count()
 
     def device_name(self, device: torch.device) -> str:
-        return self._torch_gcu.get_device_name(device.index)
+        return _torch_gcu().get_device_name(device.index)
 
     def device(self, local_rank: int = 0) -> torch.device:
-        return self._torch_gcu.gcu_device(super().device(local_rank).index)
+        return _torch_gcu().gcu_device(super().device(local_rank).index)
 
     def devices_per_rank(self) -> int:
         """What the vendor's own collectives multiply a local rank by."""
@@ -65,56 +125,21 @@ class T20Accelerator(LazyAccelerator):
         return text if clusters is None else f'{text}, LEO_CLUSTER_NUM={clusters!r}'
 
     def set_device(self, device: torch.device) -> None:
-        self._torch_gcu.set_device(device.index)
+        _torch_gcu().set_device(device.index)
 
     def current_device(self) -> torch.device:
-        return torch.device(self.device_type, self._torch_gcu.current_device())
+        return torch.device(self.device_type, _torch_gcu().current_device())
 
     def synchronize(self, device: Optional[torch.device] = None) -> None:
-        self.materialize(device)
-        self._torch_gcu.synchronize(device)
-
-    def materialize(
-        self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
-    ) -> None:
-        # The default mode waits for the previous graph: two at a time may exceed a card's memory.
-        with self.compiling():
-            self._torch_gcu.sync_lived_tensor(device=device)
-
-    def compilations(self) -> Optional[int]:
-        # The report is text for people; it has this metric under torch_xla's name.
-        report = self._torch_gcu.metrics_report()
-        found = re.search(r'^Metric: CompileTime\s+TotalSamples: (\d+)', report, re.MULTILINE)
-        return None if found is None else int(found.group(1))
-
-    def keep_compilations(self, folder: str) -> Optional[str]:
-        return "the vendor's package torch_gcu offers no cache of compiled graphs"
-
-    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
-        # Compute all tensors of a card in one graph before they are copied. torch_gcu refuses
-        # tensors of the host.
-        on_cards = [tensor for tensor in tensors if tensor.device.type == self.device_type]
-        for device in devices_of(on_cards):
-            self._torch_gcu.unlazy([tensor for tensor in on_cards if tensor.device == device])
-        return super().to_host(tensors)
-
-    def copy_to_host(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        # For gradients, which are computed by then: nothing to unlazy.
-        for source, target in zip(sources, targets):
-            # Never seen: whether a copy to the host converts types as well.
-            host = source.detach()
-            target.copy_(host if host.dtype == target.dtype else host.cpu())
-
-    def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        for source, target in zip(sources, targets):
-            target.copy_(source.detach().to(target.dtype).to(target.device))
+        self.compilation.materialize(device)
+        _torch_gcu().synchronize(device)
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
-        return int(self._torch_gcu.get_hbm_alloc_size(device))
+        return int(_torch_gcu().get_hbm_alloc_size(device))
 
     def manual_seed(self, seed: int) -> None:
         self._seed = seed % 2**32  # It refuses seeds of more bits.
-        self._torch_gcu.manual_seed_all(self._seed)
+        _torch_gcu().manual_seed_all(self._seed)
 
     def renew_rng(self) -> None:
         # torch_gcu reports no state, but the last seed is known.
@@ -126,23 +151,6 @@ class T20Accelerator(LazyAccelerator):
 
     def load_rng(self, state: bytes, device: torch.device) -> None:
         self.manual_seed(int.from_bytes(state, 'big'))
-
-    def autocast(self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any):
-        return self._torch_gcu.amp.autocast(
-            enabled=enabled, dtype=dtype or self.amp_dtype, **kwargs
-        )
-
-    def grad_scaler(self, **kwargs: Any) -> Any:
-        """The vendor's scaler, of which `step` must not be called: it ends in a TypeError."""
-        return self._torch_gcu.amp.GradScaler(**kwargs)
-
-    def why_refused(self, backend: str) -> str:
-        if backend != 'eccl':
-            return ''
-        return (
-            "On a T20, eccl is part of torch_gcu.distributed, the vendor's fork of "
-            'torch.distributed, whose groups neither PyTorch nor MMEngine can use. '
-        )
 
 
 class S60Accelerator(TorchNativeAccelerator):

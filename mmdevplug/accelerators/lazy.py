@@ -7,8 +7,9 @@ model again, and fails if there is none.
 import warnings
 from abc import abstractmethod
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from types import ModuleType
-from typing import Any, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, List, Sequence, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mmdevplug.utils.progress import log_progress
 
-from .base import Accelerator
+from .base import Accelerator, Compilation
 
 #: Executions of a process that may compile what all others use again: of weights, of steps.
 FIRST_GRAPHS = 20
@@ -24,12 +25,32 @@ FIRST_GRAPHS = 20
 DeviceLike = Union[int, str, torch.device, None]
 
 
+class LazyCompilation(Compilation):
+    """Graphs of recorded operations, which :meth:`materialize` compiles and runs."""
+
+    lazy = True
+    _materialized = 0
+
+    def compiling(self) -> AbstractContextManager:
+        """Show progress while the first graphs of this process are compiled."""
+        self._materialized += 1
+        if self._materialized > FIRST_GRAPHS:
+            return nullcontext()
+        return log_progress('compiling the first graphs')
+
+    def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
+        """Keep the compiler from merging later operations on these tensors with earlier ones.
+
+        It would compute a checkpointed segment only once and keep the result until backward, with
+        all the memory that checkpointing should save.
+        """
+
+
 class LazyAccelerator(Accelerator):
     """A family whose operations run when they are materialized."""
 
     device_type = 'xla'
-    lazy = True
-    _materialized = 0
+    compilation = cached_property(LazyCompilation)
 
     def device(self, local_rank: int = 0) -> torch.device:
         """See :meth:`Accelerator.device`; the first call registers ``torch.<type>``."""
@@ -39,26 +60,9 @@ class LazyAccelerator(Accelerator):
             register(self.device_type, DeviceModule(self))
         return super().device(local_rank)
 
-    def keep_compilations(self, folder: str) -> Optional[str]:
-        return f'accelerator {self.name!r} offers no cache of compiled graphs'
-
-    def compiling(self) -> AbstractContextManager:
-        """Show progress while the first graphs of this process are compiled."""
-        self._materialized += 1
-        if self._materialized > FIRST_GRAPHS:
-            return nullcontext()
-        return log_progress('compiling the first graphs')
-
     @abstractmethod
     def current_device(self) -> torch.device:
         """The device of the last :meth:`set_device`."""
-
-    def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
-        """Keep the compiler from merging later operations on these tensors with earlier ones.
-
-        It would compute a checkpointed segment only once and keep the result until backward, with
-        all the memory that checkpointing should save.
-        """
 
 
 class DeviceModule(ModuleType):
@@ -146,7 +150,7 @@ class DeviceModule(ModuleType):
             kind = self._accelerator.device_type
             tensors = [x for x in inputs if isinstance(x, Tensor) and x.device.type == kind]
             if tensors:
-                self._accelerator.optimization_barrier(tensors)
+                self._accelerator.compilation.optimization_barrier(tensors)
 
         handle = register_module_forward_pre_hook(optimization_barrier)
 

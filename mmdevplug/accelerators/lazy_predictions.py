@@ -26,7 +26,7 @@ def materialize_predictions(
         """Whether this is a prediction; if so, run what is recorded."""
         if torch.is_grad_enabled() or _in_training_step.get():
             return False
-        accelerator.materialize_all(devices)
+        accelerator.compilation.materialize_all(devices)
         return True
 
     def materialize(*_: object) -> None:

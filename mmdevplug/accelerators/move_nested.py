@@ -51,9 +51,9 @@ def move_tensors(tensors: Sequence[Tensor], device: torch.device) -> List[Tensor
     for source, indices in by_source.items():
         chosen = [tensors[index] for index in indices]
         if device.type == 'cpu':
-            copies = accelerator_for(source.type).to_host(chosen)
+            copies = accelerator_for(source.type).copies.to_host(chosen)
         else:
-            copies = accelerator_for(device.type).to_device(chosen, device)
+            copies = accelerator_for(device.type).copies.to_device(chosen, device)
         for index, copy in zip(indices, copies):
             result[index] = copy
     return result

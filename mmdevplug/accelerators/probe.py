@@ -29,7 +29,7 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> List[str]:
     try:
         accelerator.set_device(device)
         test_tensor = host.to(device)
-        computed = accelerator.to_host([test_tensor @ test_tensor.t() + 1.0])[0]
+        computed = accelerator.copies.to_host([test_tensor @ test_tensor.t() + 1.0])[0]
         difference = (computed - expected).abs().max().item()
     except Exception as error:
         raise AcceleratorError(
@@ -54,7 +54,7 @@ def _sent_and_fetched(
     accelerator: Accelerator, device: torch.device, tensor: torch.Tensor
 ) -> Union[None, int, float]:
     try:
-        return accelerator.to_host([tensor.to(device)])[0].item()
+        return accelerator.copies.to_host([tensor.to(device)])[0].item()
     except Exception:  # Some devices have no float64, which may show when it is fetched only.
         return None
 

@@ -1,6 +1,6 @@
 """Eager devices that PyTorch knows by a module ``torch.<type>``: one class for all of them."""
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Callable, Dict, FrozenSet, NamedTuple, Optional
 
 import torch
@@ -9,7 +9,7 @@ from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.patching import replace_attribute
 
-from .base import Accelerator
+from .base import Accelerator, Precision
 from .vendor import import_vendor, register_vendor
 
 
@@ -70,6 +70,15 @@ def _answer(answer: Any) -> Any:
     return answer
 
 
+class TorchNativePrecision(Precision):
+    """The vendor's gradient scaler, if there is one."""
+
+    def grad_scaler(self, **kwargs: Any) -> Any:
+        amp = getattr(getattr(torch, self.accelerator.device_type, None), 'amp', None)
+        make = getattr(amp, 'GradScaler', super().grad_scaler)
+        return make(**kwargs)
+
+
 class TorchNativeAccelerator(Accelerator):
     """A device type with a module ``torch.<type>``, also of a vendor that is not listed here.
 
@@ -87,6 +96,7 @@ class TorchNativeAccelerator(Accelerator):
         AcceleratorError: If an argument has an invalid value.
     """
 
+    precision = cached_property(TorchNativePrecision)
     register: Optional[str] = None
     _given_count: Optional[int] = None
     #: The index that was set last.
@@ -272,26 +282,8 @@ class TorchNativeAccelerator(Accelerator):
     def load_rng(self, state: bytes, device: torch.device) -> None:
         self._call('set_rng_state', torch.tensor(list(state), dtype=torch.uint8), device)
 
-    def profiler_activity(self) -> Any:
-        known = super().profiler_activity()
-        if known is None and self.device_type == privateuse1_name():
-            known = torch.profiler.ProfilerActivity.__members__.get('PrivateUse1')
-        return known
-
     def current_device(self) -> torch.device:
         return torch.device(self.device_type, self._call('current_device', default=self._index))
-
-    def grad_scaler(self, **kwargs: Any) -> Any:
-        vendor = getattr(getattr(self._module(), 'amp', None), 'GradScaler', None)
-        if vendor is not None:
-            return vendor(**kwargs)
-        scaler = self._torch_grad_scaler(**kwargs)
-        if scaler is not None:
-            return scaler
-        raise AcceleratorError(
-            f'neither torch.{self.device_type}.amp nor torch.amp of torch {torch.__version__} has '
-            f'a GradScaler; train {self.name!r} in bfloat16, which needs none.'
-        )
 
 
 for _name in FAMILIES:

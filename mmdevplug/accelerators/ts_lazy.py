@@ -5,17 +5,16 @@ on a lazy device, without a card and without another package.
 """
 
 import warnings
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, List, Optional, Sequence, Set
+from functools import cached_property
+from typing import FrozenSet, List, Optional, Sequence
 
 import torch
 from torch import Tensor
 
-from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
-from .base import devices_of
-from .lazy import LazyAccelerator
+from .base import Copies, devices_of
+from .lazy import LazyAccelerator, LazyCompilation
 
 #: What the device lacks of reading values, clipping and EMA, which find everything materialized.
 AFTER_A_STEP = {
@@ -26,51 +25,27 @@ AFTER_A_STEP = {
 }
 
 
-@ACCELERATORS.register_module(name='lazy')
-class TSLazyAccelerator(LazyAccelerator):
-    """The device ``lazy`` of ``torch._lazy``; each process has one."""
+class TSLazyCopies(Copies):
+    """Copies of tensors that are computed first."""
 
-    name = device_type = 'lazy'
-    shares_devices = runs_again = True
-    _started = False
+    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
+        # Everything that was recorded: a part would run again with the rest.
+        for device in devices_of([each for each in tensors if each.device.type == 'lazy']):
+            self.accelerator.compilation.materialize(device)
+        return super().to_host(tensors)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._lacking: Set[str] = set()
 
-    def is_available(self) -> bool:
-        # The backend cannot be started twice in a process.
-        if not TSLazyAccelerator._started and hasattr(torch._C, '_lazy_ts_backend'):
-            from torch._lazy import ts_backend
+class TSLazyCompilation(LazyCompilation):
+    """Graphs of TorchScript."""
 
-            ts_backend.init()
-            TSLazyAccelerator._started = True
-        return TSLazyAccelerator._started
-
-    def is_preferred(self) -> bool:
-        return False
-
-    def requirement(self) -> str:
-        return 'PyTorch 1.11 or later with torch._lazy'
-
-    def device_count(self) -> int:
-        return int(self.is_available())
-
-    def set_device(self, device: torch.device) -> None:
-        """Do nothing: there is one device."""
-
-    def current_device(self) -> torch.device:
-        return torch.device('lazy', 0)
-
-    def synchronize(self, device: Optional[torch.device] = None) -> None:
-        self.materialize(device)
-        torch._lazy.wait_device_ops()
+    runs_again = True
+    _lacking: FrozenSet[str] = frozenset()
 
     def materialize(
         self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
     ) -> None:
         with self.compiling():
-            torch._lazy.mark_step(str(device or self.current_device()), wait=True)
+            torch._lazy.mark_step(str(device or self.accelerator.current_device()), wait=True)
         self._warn_of_missing()
 
     def _warn_of_missing(self) -> None:
@@ -90,28 +65,44 @@ class TSLazyAccelerator(LazyAccelerator):
                 stacklevel=2,
             )
 
-    @property
-    def amp_dtype(self) -> torch.dtype:
-        return torch.float32  # PyTorch casts nothing there
-
-    def autocast(
-        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
-    ) -> AbstractContextManager:
-        if enabled:
-            raise AcceleratorError(
-                "PyTorch's device 'lazy' has no mixed precision; train without, with "
-                "optim_wrapper.type='OptimWrapper'."
-            )
-        return nullcontext()
-
-    def compilations(self) -> int:
+    def count(self) -> int:
         from torch._lazy import metrics
 
         found = 'UncachedCompile' in metrics.counter_names()
         return metrics.counter_value('UncachedCompile') if found else 0
 
-    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
-        # Everything that was recorded: a part would run again with the rest.
-        for device in devices_of([each for each in tensors if each.device.type == 'lazy']):
-            self.materialize(device)
-        return super().to_host(tensors)
+
+@ACCELERATORS.register_module(name='lazy')
+class TSLazyAccelerator(LazyAccelerator):
+    """The device ``lazy`` of ``torch._lazy``; each process has one."""
+
+    name = device_type = 'lazy'
+    shares_devices = True
+    copies = cached_property(TSLazyCopies)
+    compilation = cached_property(TSLazyCompilation)
+    _started = False
+
+    def is_available(self) -> bool:
+        # The backend cannot be started twice in a process.
+        if not TSLazyAccelerator._started and hasattr(torch._C, '_lazy_ts_backend'):
+            from torch._lazy import ts_backend
+
+            ts_backend.init()
+            TSLazyAccelerator._started = True
+        return TSLazyAccelerator._started
+
+    def requirement(self) -> str:
+        return 'PyTorch 1.11 or later with torch._lazy'
+
+    def device_count(self) -> int:
+        return int(self.is_available())
+
+    def set_device(self, device: torch.device) -> None:
+        """Do nothing: there is one device."""
+
+    def current_device(self) -> torch.device:
+        return torch.device('lazy', 0)
+
+    def synchronize(self, device: Optional[torch.device] = None) -> None:
+        self.compilation.materialize(device)
+        torch._lazy.wait_device_ops()

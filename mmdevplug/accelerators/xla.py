@@ -3,6 +3,7 @@
 import os
 import sys
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 import torch
@@ -10,9 +11,106 @@ from torch import Tensor
 
 from mmdevplug.registry import ACCELERATORS
 
-from .base import KeptGraphs, devices_of
-from .lazy import LazyAccelerator
+from .base import Copies, KeptGraphs, devices_of
+from .lazy import LazyAccelerator, LazyCompilation
 from .vendor import import_vendor
+
+
+def _xm() -> Any:
+    import torch_xla.core.xla_model as xm
+
+    return xm
+
+
+def _xlac() -> Any:
+    import torch_xla
+
+    return torch_xla._XLAC
+
+
+class XLACopies(Copies):
+    """Copies of many tensors in one transfer."""
+
+    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
+        fetched: Dict[int, Tensor] = {}
+        for device in devices_of(tensors):
+            here = [i for i, tensor in enumerate(tensors) if tensor.device == device]
+            copies = _xlac()._xla_get_cpu_tensors([tensors[i] for i in here])
+            fetched.update(zip(here, copies))
+        return [fetched[i].detach() for i in range(len(tensors))]
+
+    def into_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        for device in devices_of(targets):
+            here = [(s, t) for s, t in zip(sources, targets) if t.device == device]
+            sent = self.to_device([source.to(target.dtype) for source, target in here], device)
+            for on_device, (_, target) in zip(sent, here):
+                # Not `target.data = on_device`: with updates still to be run, torch_xla then
+                # computes on stale values. A copy within a device costs no execution.
+                target.copy_(on_device)
+
+    def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> List[Tensor]:
+        if not tensors:
+            return []
+        return _xm().send_cpu_data_to_device([t.detach().contiguous() for t in tensors], device)
+
+
+class XLACompilation(LazyCompilation):
+    """Graphs of torch_xla."""
+
+    _keeps_in: Optional[str] = None
+
+    def materialize(
+        self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
+    ) -> None:
+        import torch_xla
+
+        for tensor in wanted:
+            # A view (accumulated gradients often are) is recorded only when it is read.
+            if torch._is_functional_tensor(tensor):
+                torch._sync(tensor)
+        # torch_xla's `sync` runs the default device only.
+        default = self.accelerator.current_device()
+        self.accelerator.set_device(device or default)
+        try:
+            with self.compiling():
+                torch_xla.sync()
+        finally:
+            self.accelerator.set_device(default)
+
+    def count(self) -> int:
+        from torch_xla.debug import metrics
+
+        measured = metrics.metric_data('CompileTime')
+        return measured[0] if measured else 0
+
+    def keep_graphs(self, folder: str) -> Optional[str]:
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        if not hasattr(xr, 'initialize_cache'):
+            return f'torch_xla {torch_xla.__version__} has no torch_xla.runtime.initialize_cache'
+        if _xlac()._xla_computation_cache_is_initialized():
+            return 'this process compiled a graph before the folder was known'
+        xr.initialize_cache(folder, readonly=False)
+        self._keeps_in = folder
+        if xr.device_type() == 'CPU':
+            return (
+                "PJRT's CPU client writes compiled graphs but cannot read them (seen with "
+                'torch_xla 2.9), so the next run compiles again'
+            )
+        return None
+
+    def kept_graphs(self) -> Optional[KeptGraphs]:
+        from torch_xla.debug import metrics
+
+        if self._keeps_in is None:
+            return None
+        counters = ('Hit', 'Miss', 'DeserializeFailure')
+        counts = [metrics.counter_value(f'PersistentCache{name}') or 0 for name in counters]
+        return KeptGraphs(self._keeps_in, *counts)
+
+    def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
+        _xm().optimization_barrier_(list(tensors))
 
 
 @ACCELERATORS.register_module(name='xla')
@@ -21,9 +119,9 @@ class XLAAccelerator(LazyAccelerator):
 
     name = 'xla'
     package = 'torch_xla'
-    amp_dtype = torch.bfloat16  # type: ignore[assignment]
+    copies = cached_property(XLACopies)
+    compilation = cached_property(XLACompilation)
     _chosen_by_torch_xla = False
-    _keeps_in: Optional[str] = None
 
     @property
     def visible_devices_env(self) -> str:  # type: ignore[override]
@@ -51,18 +149,6 @@ class XLAAccelerator(LazyAccelerator):
         asked_for = 'PJRT_DEVICE' in os.environ and not XLAAccelerator._chosen_by_torch_xla
         return asked_for or tpu.num_available_chips() > 0
 
-    @property
-    def _xm(self) -> Any:
-        import torch_xla.core.xla_model as xm
-
-        return xm
-
-    @property
-    def _xlac(self) -> Any:
-        import torch_xla
-
-        return torch_xla._XLAC
-
     def device_count(self) -> int:
         import torch_xla.runtime as xr
 
@@ -75,93 +161,17 @@ class XLAAccelerator(LazyAccelerator):
         return xr.addressable_device_count()
 
     def device_name(self, device: torch.device) -> str:
-        return self._xm.xla_device_hw(device)
+        return _xm().xla_device_hw(device)
 
     def set_device(self, device: torch.device) -> None:
-        self._xlac._xla_set_default_device(str(device))
+        _xlac()._xla_set_default_device(str(device))
 
     def current_device(self) -> torch.device:
-        return torch.device(self._xlac._xla_get_default_device())
+        return torch.device(_xlac()._xla_get_default_device())
 
     def synchronize(self, device: Optional[torch.device] = None) -> None:
-        self.materialize(device)
-        self._xm.wait_device_ops()
-
-    def materialize(
-        self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
-    ) -> None:
-        import torch_xla
-
-        for tensor in wanted:
-            # A view (accumulated gradients often are) is recorded only when it is read.
-            if torch._is_functional_tensor(tensor):
-                torch._sync(tensor)
-        # torch_xla's `sync` runs the default device only.
-        default = self.current_device()
-        if device is None or device == default:
-            with self.compiling():
-                torch_xla.sync()
-            return
-        self.set_device(device)
-        try:
-            with self.compiling():
-                torch_xla.sync()
-        finally:
-            self.set_device(default)
-
-    def compilations(self) -> int:
-        from torch_xla.debug import metrics
-
-        measured = metrics.metric_data('CompileTime')
-        return measured[0] if measured else 0
-
-    def keep_compilations(self, folder: str) -> Optional[str]:
-        import torch_xla
-        import torch_xla.runtime as xr
-
-        if not hasattr(xr, 'initialize_cache'):
-            return f'torch_xla {torch_xla.__version__} has no torch_xla.runtime.initialize_cache'
-        if self._xlac._xla_computation_cache_is_initialized():
-            return 'this process compiled a graph before the folder was known'
-        xr.initialize_cache(folder, readonly=False)
-        self._keeps_in = folder
-        if xr.device_type() == 'CPU':
-            return (
-                "PJRT's CPU client writes compiled graphs but cannot read them (seen with "
-                'torch_xla 2.9), so the next run compiles again'
-            )
-        return None
-
-    def kept_compilations(self) -> Optional[KeptGraphs]:
-        from torch_xla.debug import metrics
-
-        if self._keeps_in is None:
-            return None
-        counters = ('Hit', 'Miss', 'DeserializeFailure')
-        counts = [metrics.counter_value(f'PersistentCache{name}') or 0 for name in counters]
-        return KeptGraphs(self._keeps_in, *counts)
-
-    def to_host(self, tensors: Sequence[Tensor]) -> List[Tensor]:
-        fetched: Dict[int, Tensor] = {}
-        for device in devices_of(tensors):
-            here = [i for i, tensor in enumerate(tensors) if tensor.device == device]
-            copies = self._xlac._xla_get_cpu_tensors([tensors[i] for i in here])
-            fetched.update(zip(here, copies))
-        return [fetched[i].detach() for i in range(len(tensors))]
-
-    def copy_to_device(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        for device in devices_of(targets):
-            here = [(s, t) for s, t in zip(sources, targets) if t.device == device]
-            sent = self.to_device([source.to(target.dtype) for source, target in here], device)
-            for on_device, (_, target) in zip(sent, here):
-                # Not `target.data = on_device`: with updates still to be run, torch_xla then
-                # computes on stale values. A copy within a device costs no execution.
-                target.copy_(on_device)
-
-    def to_device(self, tensors: Sequence[Tensor], device: torch.device) -> List[Tensor]:
-        if not tensors:
-            return []
-        return self._xm.send_cpu_data_to_device([t.detach().contiguous() for t in tensors], device)
+        self.compilation.materialize(device)
+        _xm().wait_device_ops()
 
     def memory_allocated(self, device: Optional[torch.device] = None) -> Optional[int]:
         return self._memory_info(device).get('bytes_used')
@@ -174,7 +184,7 @@ class XLAAccelerator(LazyAccelerator):
 
     def _memory_info(self, device: Optional[torch.device]) -> dict:
         try:
-            return dict(self._xm.get_memory_info(device or self._xm.xla_device()))
+            return dict(_xm().get_memory_info(device or _xm().xla_device()))
         except RuntimeError as error:
             if 'UNIMPLEMENTED' not in str(error):
                 raise
@@ -188,16 +198,13 @@ class XLAAccelerator(LazyAccelerator):
 
     def manual_seed(self, seed: int) -> None:
         for index in range(self.device_count()):
-            self._xm.set_rng_state(seed, f'{self.device_type}:{index}')
+            _xm().set_rng_state(seed, f'{self.device_type}:{index}')
 
     def save_rng(self, device: torch.device) -> bytes:
-        return self._xm.get_rng_state(str(device)).to_bytes(8, 'little')
+        return _xm().get_rng_state(str(device)).to_bytes(8, 'little')
 
     def load_rng(self, state: bytes, device: torch.device) -> None:
-        self._xm.set_rng_state(int.from_bytes(state, 'little'), str(device))
-
-    def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
-        self._xm.optimization_barrier_(list(tensors))
+        _xm().set_rng_state(int.from_bytes(state, 'little'), str(device))
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class HostCopy:
         for device, chosen in by_device.items():
             copies = list(chosen.values())
             if device.type != 'cpu':
-                copies = self._accelerator.to_host(copies)
+                copies = self._accelerator.copies.to_host(copies)
             elif self._keep:
                 copies = self._kept(copies)
             on_host.update(zip(chosen, copies))

@@ -174,7 +174,7 @@ def gather_buffers(model: nn.Module, accelerator: Accelerator) -> Optional[List[
     """Gather the bytes of buffers by rank; None if they are equal, too large or differ in size."""
     if get_world_size() == 1:
         return None
-    host = accelerator.to_host(list(model.buffers()))
+    host = accelerator.copies.to_host(list(model.buffers()))
     parts = [view_as_dtype(value.contiguous().reshape(-1), torch.uint8) for value in host]
     mine = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
     digest = hashlib.sha256(mine.numpy().tobytes()).hexdigest()
@@ -202,5 +202,5 @@ def restore_buffers(model: nn.Module, accelerator: Accelerator, packed: Tensor) 
     with torch.no_grad():
         for value, buffer in on_host:
             buffer.copy_(value)
-        accelerator.copy_to_device([value for value, _ in on_device], [b for _, b in on_device])
+        accelerator.copies.into_device([v for v, _ in on_device], [b for _, b in on_device])
     return True

@@ -74,8 +74,8 @@ class Card:
 
     def fetch(self, tensors: Sequence[Tensor]) -> List[Tensor]:
         """Compute and copy tensors to the host."""
-        self.accelerator.materialize(self.device, list(tensors))
-        return self.accelerator.to_host(list(tensors))
+        self.accelerator.compilation.materialize(self.device, list(tensors))
+        return self.accelerator.copies.to_host(list(tensors))
 
 
 def difference(found: Tensor, expected: Tensor, least: float = 0.0) -> float:

@@ -51,11 +51,11 @@ CHECKS: Dict[str, Check] = {
     'mixed precision': Check(
         training.check_mixed_precision,
         'Register what autocast casts on the device, and torch.<type>.get_amp_supported_dtype, or '
-        'override autocast and grad_scaler of the accelerator.',
+        'override autocast and grad_scaler of the accelerator: accelerator.precision.',
     ),
     'checkpoint': Check(
         tensors.check_checkpoint,
-        'Correct to_host of the accelerator. For torch.save, call torch.utils.'
+        'Correct copies.to_host of the accelerator. For torch.save, call torch.utils.'
         'generate_methods_for_privateuse1_backend(for_storage=True).',
     ),
     'resume': Check(

@@ -62,7 +62,7 @@ def check_operations(card: Card) -> str:
         tolerance = PRODUCT_TOLERANCE if name in PRODUCTS else TOLERANCE
         worst = 0.0
         try:
-            samples = list(_computed(known[name], card.accelerator.lazy))
+            samples = list(_computed(known[name], card.accelerator.compilation.lazy))
         except AttributeError as error:
             # Also on the CPU they may ask torch.<type> for a function that the vendor left out.
             wrong.append(f'{name} cannot be tried: {first_line(error)}')

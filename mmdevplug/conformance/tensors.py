@@ -51,7 +51,7 @@ def check_copies(card: Card) -> str:
     others = [card.accelerator.device(rank) for rank in range(min(2, card.asked['ranks'] or 1))]
     if len(others) > 1:
         card.say(f'copying from {others[0]} to {others[1]}')
-        (found,) = card.accelerator.to_host([_numbers().to(others[0]).to(others[1])])
+        (found,) = card.accelerator.copies.to_host([_numbers().to(others[0]).to(others[1])])
         _same(found, _numbers(), f'float32 from {others[0]} to {others[1]}')
     count = len(NEEDED_DTYPES + OTHER_DTYPES) - len(missing)
     return (
@@ -68,15 +68,16 @@ def _copy_layouts(card: Card, dtype: torch.dtype) -> None:
         card.say(f'copying {what}')
         host = lay_out(_numbers(dtype))
         on_device = host.to(card.device)
-        found, again = accelerator.to_host([on_device, lay_out(_numbers(dtype).to(card.device))])
+        there = lay_out(_numbers(dtype).to(card.device))
+        found, again = accelerator.copies.to_host([on_device, there])
         _same(found, host, f'{what}, sent and fetched')
         _same(again, host, f'{what}, laid out on the device')
         # As gradients travel: into tensors that are there.
-        (sent,) = accelerator.to_device([host], card.device)
+        (sent,) = accelerator.copies.to_device([host], card.device)
         target, fetched = torch.zeros_like(sent), torch.zeros(host.shape, dtype=dtype)
-        accelerator.copy_to_device([host], [target])
-        accelerator.materialize(card.device, [target])
-        accelerator.copy_to_host([target], [fetched])
+        accelerator.copies.into_device([host], [target])
+        accelerator.compilation.materialize(card.device, [target])
+        accelerator.copies.into_host([target], [fetched])
         _same(fetched, host, f'{what}, into existing tensors')
 
 
@@ -147,7 +148,7 @@ def check_checkpoint(card: Card) -> str:
         card.say('writing a checkpoint')
         write_checkpoint(on_host, path)
         loaded['a checkpoint'] = torch.load(path, map_location='cpu')
-        if not card.accelerator.lazy:  # whose tensors torch.load puts on a lazy device in any case
+        if not card.accelerator.compilation.lazy:  # on which torch.load puts them in any case
             card.say('torch.save of tensors on the device')
             torch.save(state['model'], path)
             loaded['torch.save'] = dict(model=torch.load(path, map_location='cpu'))

@@ -112,7 +112,7 @@ def train(
     runner.register_hook(losses, priority='VERY_LOW')
     runner.train()
     weights = dict(unwrap_model(runner.model).state_dict())
-    fetched = runner.device_context.accelerator.to_host([*losses.kept, *weights.values()])
+    fetched = runner.device_context.accelerator.copies.to_host([*losses.kept, *weights.values()])
     return dict(
         losses=torch.stack(fetched[: len(losses.kept)]),
         weights=dict(zip(weights, fetched[len(losses.kept) :])),
@@ -131,12 +131,13 @@ def check_mixed_precision(card: Card) -> str:
     accelerator, device = card.accelerator, card.device
     inputs = torch.eye(4).to(device)
     try:
-        with accelerator.autocast():
+        with accelerator.precision.autocast():
             product = nn.functional.linear(inputs, inputs)
-        if product.dtype != accelerator.amp_dtype:
-            raise Failed(f'autocast multiplies in {product.dtype}, not {accelerator.amp_dtype}')
-        if accelerator.amp_dtype == torch.float16:
-            accelerator.grad_scaler()
+        dtype = accelerator.precision.dtype
+        if product.dtype != dtype:
+            raise Failed(f'autocast multiplies in {product.dtype}, not {dtype}')
+        if dtype == torch.float16:
+            accelerator.precision.grad_scaler()
     except AcceleratorError as error:
         raise NotSupported(str(error)) from error
     with tempfile.TemporaryDirectory(prefix='mmdevplug-conformance-') as folder:

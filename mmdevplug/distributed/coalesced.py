@@ -39,7 +39,7 @@ def _broadcast(
     here = torch_dist.get_rank(group) == src
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if here:
-        values = accelerator.to_host(tensors) if place.type == 'cpu' else tensors
+        values = accelerator.copies.to_host(tensors) if place.type == 'cpu' else tensors
         message = torch.cat([view_as_dtype(v.contiguous().view(-1), torch.uint8) for v in values])
         message = message.to(place)
     else:
@@ -52,4 +52,4 @@ def _broadcast(
             view_as_dtype(piece.clone(), tensor.dtype).view(tensor.shape)
             for piece, tensor in zip(message.split(sizes), tensors)
         ]
-        accelerator.copy_to_device(received, tensors)
+        accelerator.copies.into_device(received, tensors)

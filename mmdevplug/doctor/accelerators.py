@@ -228,7 +228,7 @@ def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], 
         say(f'{name} on {device}')
         try:
             expected = compute(torch.device('cpu'))
-            (found,) = accelerator.to_host([compute(device)])
+            (found,) = accelerator.copies.to_host([compute(device)])
         except Exception as error:
             operator = missing_kernel(str(error))
             if operator is not None:

@@ -19,6 +19,7 @@ from mmengine.config import Config
 from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.accelerators import DeviceContext
+from mmdevplug.accelerators.backend import takes_tensors
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.gradients import DeviceDistributedDataParallel
@@ -55,7 +56,7 @@ class Ranks:
     def __init__(self, context: DeviceContext) -> None:
         self.context = context
         self.rank, self.size = context.env.rank, context.env.world_size
-        takes = context.accelerator.takes_tensors(context.backend)
+        takes = takes_tensors(context.accelerator, context.backend)
         self.device = context.device if takes else torch.device('cpu')
 
     def pattern(self, count: int, factor: float = 1.0) -> Tensor:
@@ -81,7 +82,7 @@ class Ranks:
             yield f'{which} has shape {tuple(found.shape)}, expected {tuple(expected.shape)}'
             return
         if found.device.type != 'cpu':
-            (found,) = self.context.accelerator.to_host([found])
+            (found,) = self.context.accelerator.copies.to_host([found])
         difference = (found.detach() - expected).abs()
         # Written so that NaN fails as well.
         wrong = ~(difference <= TOLERANCE * expected.abs().max())

@@ -104,14 +104,14 @@ def _precision(cfg: Config, accelerator: Accelerator) -> Iterator[Finding]:
     if 'Amp' not in str(optim_wrapper.get('type')):
         return
     try:
-        accelerator.autocast()
+        accelerator.precision.autocast()
     except DevPlugError as error:
         yield _error(str(error), "optim_wrapper.type = 'OptimWrapper'")
         return
-    dtype = str(optim_wrapper.get('dtype') or accelerator.amp_dtype)
+    dtype = str(optim_wrapper.get('dtype') or accelerator.precision.dtype)
     if dtype in ('float16', 'torch.float16'):
         try:
-            accelerator.grad_scaler()
+            accelerator.precision.grad_scaler()
         except DevPlugError as error:
             remedy = "optim_wrapper.dtype = 'bfloat16'"
             yield _error(f'optim_wrapper.dtype={dtype!r}: {error}', remedy)

@@ -197,7 +197,7 @@ class DynamicSampler:
         drawn = draw(self._generate, self._is_valid, self._options.per_group)
         # A lazy device goes on from the random state of what it has recorded: without this, each
         # number of rounds would be a graph of its own, for training as well.
-        self._accelerator.materialize_all(rank_devices())
+        self._accelerator.compilation.materialize_all(rank_devices())
         return drawn
 
     def _share(self, tally: Tally, count: int, short: Optional[str] = None) -> List[Any]:

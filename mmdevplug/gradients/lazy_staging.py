@@ -160,7 +160,7 @@ class LazyStaging:
         agreed = self.group.allreduce([flags])
         gradients = [p.grad for p, here in zip(self.parameters, self._used) if here]
         # The all-reduce runs while a lazy device computes.
-        self.accelerator.materialize_all(self.devices, gradients)
+        self.accelerator.compilation.materialize_all(self.devices, gradients)
         with waiting('gradients'):
             agreed.wait()
         return (flags > 0).tolist()
@@ -228,7 +228,7 @@ class LazyStaging:
     def _fetch(self, gradients: Sequence[Tensor], views: Sequence[Tensor]) -> None:
         first = 0
         for part in group_by_bytes(views, FETCH_BYTES):
-            self.accelerator.copy_to_host(gradients[first : first + len(part)], part)
+            self.accelerator.copies.into_host(gradients[first : first + len(part)], part)
             first += len(part)
 
     def _send_averages(self, used: Sequence[bool]) -> List[Bucket]:
@@ -259,7 +259,7 @@ class LazyStaging:
                 parameter.grad = torch.empty_like(parameter)
             sources.append(_in_shape(average.read(start, stop), parameter))
             targets.append(parameter.grad)
-        self.accelerator.copy_to_device(sources, targets)
+        self.accelerator.copies.into_device(sources, targets)
 
     def _bytes_by_messages(self, started: _Started) -> float:
         """Bytes that this rank sent for a bucket which no rank shared."""
@@ -277,7 +277,7 @@ class LazyStaging:
             for index in bucket.indices
             if self.parameters[index].grad is not None
         ]
-        fetched = self.accelerator.to_host([self.parameters[i].grad for i in indices])
+        fetched = self.accelerator.copies.to_host([self.parameters[i].grad for i in indices])
         self.policy.apply(
             names_of_nonfinite([(self.names[i], own) for i, own in zip(indices, fetched)])
         )

@@ -130,7 +130,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
             check_optimizers(self.module, [part._trainable for part in self.parts], optim_wrapper)
             self.follow_scaler(optim_wrapper)
             log_vars = self.module.train_step(data, optim_wrapper)
-            self.accelerator.materialize_all(self._devices)
+            self.accelerator.compilation.materialize_all(self._devices)
             self.step_materialized = True
             log_norms(optim_wrapper)
         return log_vars

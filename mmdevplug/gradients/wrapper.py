@@ -109,7 +109,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         group = torch_dist.group.WORLD if process_group is None else process_group
         on_host = device.type == 'cpu' or not suits_native_ddp(chosen, device, group)
         averaging_group = staged_group(group) if on_host else group
-        staged = on_host and (chosen.lazy or not _suits_ddp(chosen, find_unused_parameters))
+        lazy = chosen.compilation.lazy
+        staged = on_host and (lazy or not _suits_ddp(chosen, find_unused_parameters))
         check_same_model(module, process_group)
         convert_norm_layers(module, chosen, device)
         options = dict(
@@ -141,7 +142,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
                 kwargs['bucket_cap_mb'] = own.bucket_cap_mb
             options = rename_buffer_option(options, chosen, module)
             on_several = len(devices_of(module.parameters())) > 1  # DDP then takes no device ids
-            device_ids = None if on_several else chosen.ddp_device_ids(device)
+            device_ids = None if on_several or device.type != 'cuda' else [device.index]
             arguments = dict(options, device_ids=device_ids, **kwargs)
             super().__init__(module, **arguments)
             self._ddp_arguments = arguments
@@ -163,7 +164,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self._users_hook: Optional[Tuple[object, Any]] = None
         self.detect_anomalous_params = detect_anomalous_params
         self._loss_checked = False
-        if chosen.lazy:
+        if lazy:
             materialize_predictions(module, chosen, self._devices)
 
     def _init_without_reducer(
@@ -343,7 +344,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             optim_wrapper.update_params(parsed_loss)
             if self.detect_anomalous_params:
                 detect_anomalous_params(parsed_loss, model=self)
-            self.accelerator.materialize_all(self._devices)
+            self.accelerator.compilation.materialize_all(self._devices)
             self.step_materialized = True
             log_norms(optim_wrapper)
         return log_vars

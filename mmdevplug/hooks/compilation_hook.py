@@ -64,10 +64,10 @@ class CompilationHook(Hook):
     def before_train(self, runner: Any) -> None:
         """Begin to record shapes, if the device is lazy."""
         self._accelerator = enter_rank_device()[0]
-        if not self._accelerator.lazy:
+        if not self._accelerator.compilation.lazy:
             return
         self._recorder = ShapeRecorder(unwrap_model(runner.model))
-        self._counted = self._accelerator.compilations()
+        self._counted = self._accelerator.compilation.count()
         self._seen: Set[int] = set()
         self._sizes: Set[Size] = set()
         self._last: Dict[str, Shapes] = {}
@@ -82,7 +82,7 @@ class CompilationHook(Hook):
 
     def after_run(self, runner: Any) -> None:
         """Log the use of compiled graphs that are kept on disk."""
-        kept = enter_rank_device()[0].kept_compilations()
+        kept = enter_rank_device()[0].compilation.kept_graphs()
         if kept is not None:
             level = logging.WARNING if kept.unreadable else logging.INFO
             runner.logger.log(level, describe_kept(kept))
@@ -90,12 +90,12 @@ class CompilationHook(Hook):
     def before_val(self, runner: Any) -> None:
         """Note the number of compilations, because validation has other graphs."""
         if self._recorder is not None:
-            self._before_val = self._accelerator.compilations()
+            self._before_val = self._accelerator.compilation.count()
 
     def after_val(self, runner: Any) -> None:
         """Leave out what validation compiled."""
         if self._recorder is not None and self._before_val is not None:
-            count = self._accelerator.compilations() or 0
+            count = self._accelerator.compilation.count() or 0
             self._counted = (self._counted or 0) + count - self._before_val
 
     def before_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -117,7 +117,7 @@ class CompilationHook(Hook):
         size = image_size(shapes[COMPUTED])
         if size is not None:
             self._sizes.add(size)
-        count = self._accelerator.compilations()
+        count = self._accelerator.compilation.count()
         compiled = int(is_new) if count is None else count - (self._counted or 0)
         self._counted = count
         if count is not None:

@@ -25,7 +25,7 @@ def missing_hooks(
     options: AcceleratorOptions, context: DeviceContext, present: Sequence[Hook]
 ) -> List[Hook]:
     """Build the hooks that the options ask for and that are not present."""
-    several, lazy = context.env.world_size > 1, context.accelerator.lazy
+    several, lazy = context.env.world_size > 1, context.accelerator.compilation.lazy
     memory, compilations = options.memory, options.compilations
     # Arguments by class, None for a hook that is turned off.
     arguments: Dict[Type[Hook], Optional[Dict[str, Any]]] = {

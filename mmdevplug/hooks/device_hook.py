@@ -106,7 +106,7 @@ class DeviceHook(Hook):
         if getattr(runner.model, 'step_materialized', False):
             runner.model.step_materialized = False
         else:
-            enter_rank_device()[0].materialize_all(rank_devices())
+            enter_rank_device()[0].compilation.materialize_all(rank_devices())
         log_norms(runner.optim_wrapper)
         self._sync_bn_cost.after_iteration(runner)
 

@@ -1,12 +1,14 @@
 """Profile the device with PyTorch's profiler or the vendor's."""
 
 import os.path as osp
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from mmengine.hooks import ProfilerHook
 from mmengine.registry import HOOKS
+from torch.profiler import ProfilerActivity
 
+from mmdevplug.accelerators.torch_native import privateuse1_name
 from mmdevplug.distributed.rank_device import enter_rank_device
 
 
@@ -28,7 +30,7 @@ class DeviceProfilerHook(ProfilerHook):
     def __init__(self, *, activity_with_cuda: bool = False, **kwargs: Any) -> None:
         accelerator, _ = enter_rank_device()
         self._records_device = activity_with_cuda and accelerator.name != 'cpu'
-        activity = accelerator.profiler_activity()
+        activity = _activity_of(accelerator.device_type)
         super().__init__(activity_with_cuda=activity_with_cuda and activity is None, **kwargs)
         # MMEngine adds CUDA, whatever the device is.
         self.activities = [a for a in self.activities if a.name != 'CUDA']
@@ -43,7 +45,7 @@ class DeviceProfilerHook(ProfilerHook):
         """Start the profilers; see :meth:`mmengine.hooks.ProfilerHook.before_run`."""
         super().before_run(runner)
         accelerator, _ = enter_rank_device()
-        if not self._records_device or accelerator.profiler_activity() is not None:
+        if not self._records_device or _activity_of(accelerator.device_type) is not None:
             return
         folder = osp.join(runner.log_dir, 'device_trace', f'rank{runner.rank}')
         self._trace = accelerator.trace(folder)
@@ -63,3 +65,9 @@ class DeviceProfilerHook(ProfilerHook):
             self._trace.__exit__(None, None, None)
             self._trace = None
         super()._export_chrome_trace(runner)
+
+
+def _activity_of(device_type: str) -> Optional[ProfilerActivity]:
+    """The activity with which PyTorch's profiler records devices of a type, if there is one."""
+    name = 'PrivateUse1' if device_type == privateuse1_name() else device_type.upper()
+    return ProfilerActivity.__members__.get(name)

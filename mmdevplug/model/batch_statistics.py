@@ -77,14 +77,14 @@ class StatisticsExchange:
     def _fetch(self, tensor: Tensor) -> Tensor:
         if not self.runs_graph:
             return tensor
-        self.accelerator.materialize(self.device, [tensor])
-        return self.accelerator.to_host([tensor])[0]
+        self.accelerator.compilation.materialize(self.device, [tensor])
+        return self.accelerator.copies.to_host([tensor])[0]
 
     def _send(self, tensor: Tensor) -> Tensor:
         if not self.runs_graph:
             return tensor
         sent = torch.empty_like(tensor, device=self.device)
-        self.accelerator.copy_to_device([tensor], [sent])
+        self.accelerator.copies.into_device([tensor], [sent])
         return sent
 
     @contextmanager

@@ -172,7 +172,7 @@ def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
     held = [(place, name, place[name]) for place, name in _slots(module)]
     originals = {id(tensor): tensor for _, _, tensor in held}
     on_device = [tensor for tensor in originals.values() if tensor.device.type != 'cpu']
-    fetched = accelerator.to_host(on_device)
+    fetched = accelerator.copies.to_host(on_device)
     on_host = {
         id(tensor): nn.Parameter(copy, tensor.requires_grad)
         if isinstance(tensor, nn.Parameter)
@@ -188,4 +188,4 @@ def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
         for place, name, tensor in held:
             place[name] = tensor
     with torch.no_grad():
-        accelerator.copy_to_device([results[id(tensor)] for tensor in on_device], on_device)
+        accelerator.copies.into_device([results[id(tensor)] for tensor in on_device], on_device)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmdevplug.accelerators import Accelerator
-from mmdevplug.accelerators.backend import backend_of
+from mmdevplug.accelerators.backend import backend_of, takes_tensors
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patching import replace_attribute
@@ -51,7 +51,7 @@ def convert_norm_layers(
     """
     check_sync_bn(sync_bn)
     module = _convert(module, accelerator, device, sync_bn)
-    if accelerator.lazy:
+    if accelerator.compilation.lazy:
         give_frozen_gradients(module)
     return module
 
@@ -93,7 +93,7 @@ def _convert(
 
 def torch_sync_bn_works(accelerator: Accelerator, device: torch.device) -> bool:
     """Whether PyTorch's own layer works on a device, found by trying it; called by all ranks."""
-    if accelerator.lazy or not accelerator.takes_tensors(backend_of()):
+    if accelerator.compilation.lazy or not takes_tensors(accelerator, backend_of()):
         return False
     # It keeps a list of device types, and calls operations that few devices have.
     inputs = torch.ones(2, 1, device=device, requires_grad=True)

@@ -53,7 +53,7 @@ def place_model(
     """
     check_sync_bn(sync_bn)
     accelerator, device = context.accelerator, context.device
-    if accelerator.lazy:
+    if accelerator.compilation.lazy:
         patch_accuracy(model)
         _warn_of_checkpointed_dropout(model)
     if spread is None:
@@ -61,14 +61,14 @@ def place_model(
     if context.backend is None:
         model = revert_sync_batchnorm(model)
         model = move_module(model if spread is None else spread(model), device)
-        if accelerator.lazy:
+        if accelerator.compilation.lazy:
             give_frozen_gradients(model)
             materialize_predictions(model, accelerator, context.devices)
         else:
             keep_running_statistics(model, accelerator, device)
         return model
     model = convert_norm_layers(model, accelerator, device, sync_bn)
-    if not accelerator.lazy:
+    if not accelerator.compilation.lazy:
         keep_running_statistics(model, accelerator, device)
     if spread is not None:
         model = move_module(spread(model), device)

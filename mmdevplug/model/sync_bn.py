@@ -83,7 +83,7 @@ class DeviceSyncBatchNorm(_BatchNorm):
 
     def _normalize_alone(self, input: Tensor) -> Tensor:
         frozen = not self.training and self.running_mean is not None
-        if not (frozen and torch.is_grad_enabled() and self._accelerator().lazy):
+        if not (frozen and torch.is_grad_enabled() and self._accelerator().compilation.lazy):
             return _BatchNorm.forward(self, input)
         # torch_xla has no gradient of PyTorch's own.
         return normalize_frozen(self, input)

@@ -216,5 +216,5 @@ def compute_in(model: nn.Module, precision: Optional[str], accelerator: Accelera
 def _forward_in(
     dtype: torch.dtype, accelerator: Accelerator, forward: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    with accelerator.autocast(dtype=dtype):
+    with accelerator.precision.autocast(dtype=dtype):
         return forward(*args, **kwargs)

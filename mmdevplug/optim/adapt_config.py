@@ -45,7 +45,7 @@ def adapt_optim_wrapper_cfg(cfg: Any, accelerator: Accelerator) -> Any:
 
 def _replacement(kind: Any, accelerator: Accelerator) -> Optional[Type[OptimWrapper]]:
     found = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
-    if found is OptimWrapper and accelerator.lazy:
+    if found is OptimWrapper and accelerator.compilation.lazy:
         return DeviceOptimWrapper
     if found is AmpOptimWrapper and not mmengine_supports(accelerator):
         return DeviceAmpOptimWrapper

@@ -60,7 +60,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
                 f"{self.accelerator.name!r}. PyTorch's sharded gradient scaler is for CUDA; "
                 f'remove the key, and use data parallel training.'
             )
-        self.cast_dtype = _read_dtype(dtype, self.valid_dtypes) or self.accelerator.amp_dtype
+        self.cast_dtype = _read_dtype(dtype, self.valid_dtypes) or self.accelerator.precision.dtype
         options = _read_loss_scale(loss_scale)
         self._scale_update_param = options['init_scale'] if _is_number(loss_scale) else None
         self.loss_scaler = self._build_scaler(loss_scale, options)
@@ -74,7 +74,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
                 )
             return _no_scaler()
         try:
-            return self.accelerator.grad_scaler(**options)
+            return self.accelerator.precision.grad_scaler(**options)
         except (AssertionError, TypeError) as error:
             raise ModelError(
                 f'optim_wrapper.loss_scale={loss_scale!r}: the gradient scaler of accelerator '
@@ -96,7 +96,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
                 finite = self._agree_on_overflow()
         if self.clip_grad_kwargs:
             self._clip_grad()
-        if not (known or self.accelerator.lazy):
+        if not (known or self.accelerator.compilation.lazy):
             self.loss_scaler.step(self.optimizer, **kwargs)
         elif finite:
             # Not the scaler's step: it would read from the device whether there was an overflow,
@@ -124,8 +124,8 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         states = getattr(self.loss_scaler, '_per_optimizer_states', {})
         found = list(states[id(self.optimizer)]['found_inf_per_device'].values()) if states else []
         # Otherwise each value that is read next runs a graph for itself alone.
-        self.accelerator.materialize_all(rank_devices(), found)
-        if get_world_size() == 1 and not self.accelerator.lazy:
+        self.accelerator.compilation.materialize_all(rank_devices(), found)
+        if get_world_size() == 1 and not self.accelerator.compilation.lazy:
             return True
         mine = max(map(float, found), default=0.0)
         agreed = torch.tensor(mine)
@@ -139,7 +139,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Cast inside, and skip the averaging of gradients while they accumulate."""
         with OptimWrapper.optim_context(self, model):
-            with self.accelerator.autocast(dtype=self.cast_dtype):
+            with self.accelerator.precision.autocast(dtype=self.cast_dtype):
                 yield
 
     def state_dict(self) -> dict:

@@ -35,7 +35,7 @@ class DeviceOptimWrapper(OptimWrapper):
         self.accelerator = enter_rank_device()[0]
 
     def _clip_grad(self) -> None:
-        if not self.accelerator.lazy:
+        if not self.accelerator.compilation.lazy:
             super()._clip_grad()
             return
         parameters = [
@@ -44,8 +44,8 @@ class DeviceOptimWrapper(OptimWrapper):
             for parameter in group['params']
             if parameter.requires_grad and parameter.grad is not None
         ]
-        if self.accelerator.runs_again:
-            self.accelerator.materialize_all(devices_of(parameters))
+        if self.accelerator.compilation.runs_again:
+            self.accelerator.compilation.materialize_all(devices_of(parameters))
         on_several = len(devices_of(parameters)) > 1
         if not (on_several or self._logs_later):
             super()._clip_grad()

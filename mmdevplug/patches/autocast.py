@@ -57,5 +57,5 @@ def _autocast(
     enabled_around, dtype_around = autocast_state(accelerator.device_type) or (False, None)
     if enabled and enabled_around:
         dtype = dtype or dtype_around  # an inner context without a dtype inherits it
-    with accelerator.autocast(dtype=dtype, enabled=enabled, **options):
+    with accelerator.precision.autocast(dtype=dtype, enabled=enabled, **options):
         yield

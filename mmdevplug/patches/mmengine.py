@@ -176,7 +176,7 @@ def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
     def init(*args: Any, **kwargs: Any) -> Any:
         # SyncBatchNorm of PyTorch 1 takes CUDA tensors only.
         model = revert_sync_batchnorm(init_model(*args, **kwargs))
-        if accelerator.lazy:
+        if accelerator.compilation.lazy:
             devices = {parameter.device for parameter in model.parameters()}
             here = [device for device in devices if device.type == accelerator.device_type]
             materialize_predictions(model, accelerator, here)

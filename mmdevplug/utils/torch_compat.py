@@ -165,7 +165,7 @@ def default_autocast_dtype(device_type: str) -> torch.dtype:
     """The dtype that autocast casts to by default, which PyTorch reports from 2.4 on."""
     if hasattr(torch, 'get_autocast_dtype'):
         return torch.get_autocast_dtype(device_type)
-    return torch.float16  # on every device but the CPU
+    return torch.bfloat16 if device_type in ('cpu', 'xla') else torch.float16
 
 
 def autocast_state(device_type: str) -> Optional[Tuple[bool, torch.dtype]]:

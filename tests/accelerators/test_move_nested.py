@@ -75,6 +75,7 @@ def test_all_tensors_are_found_in_order():
 def move():
     install_card('zeta')
     from mmdevplug.accelerators import (
+        Copies,
         CPUAccelerator,
         DeviceContext,
         get_accelerator,
@@ -85,7 +86,7 @@ def move():
     accelerator = get_accelerator('zeta')
     set_device_context(DeviceContext(accelerator, 'a test', accelerator.device(0)))
     calls = dict(to=[], host=[])
-    to, host = TorchNativeAccelerator.to_device, TorchNativeAccelerator.to_host
+    to, host = Copies.to_device, Copies.to_host
 
     def count_to(self, tensors, device):
         calls['to'].append(len(tensors))
@@ -95,7 +96,7 @@ def move():
         calls['host'].append(len(tensors))
         return host(self, tensors)
 
-    TorchNativeAccelerator.to_device, TorchNativeAccelerator.to_host = count_to, count_host
+    Copies.to_device, Copies.to_host = count_to, count_host
     before = nested()
     shared = torch.zeros(1)
     before['again'] = [shared, shared]

@@ -1,9 +1,11 @@
 """The first operation on a device: what passes, and what a refusal says."""
 
+from functools import cached_property
+
 import pytest
 import torch
 
-from mmdevplug.accelerators import CPUAccelerator, probe_device
+from mmdevplug.accelerators import Copies, CPUAccelerator, probe_device
 from mmdevplug.errors import AcceleratorError
 
 HOST = torch.device('cpu')
@@ -24,9 +26,10 @@ class Changes(ManyDevices):
 
     def __init__(self, change):
         self.change = change
+        self.copies.to_host = self.changed
 
-    def to_host(self, tensors):
-        return [self.change(tensor) for tensor in super().to_host(tensors)]
+    def changed(self, tensors):
+        return [self.change(tensor.detach()) for tensor in tensors]
 
 
 class Fails(ManyDevices):
@@ -34,7 +37,7 @@ class Fails(ManyDevices):
 
     def __init__(self, function, error):
         self.error = error
-        setattr(self, function, self._fail)
+        setattr(self.copies if function == 'to_host' else self, function, self._fail)
 
     def _fail(self, *args):
         raise self.error
@@ -133,11 +136,14 @@ def test_gradient_mode_does_no_harm():
 
 @pytest.mark.parametrize('error', [RuntimeError('no kernel'), ValueError('no float64')])
 def test_device_that_cannot_return_a_dtype_does_not_keep_it(error):
-    class NoFloat64(ManyDevices):
+    class NoCopies(Copies):
         def to_host(self, tensors):
             if any(tensor.dtype == torch.float64 for tensor in tensors):
                 raise error
             return super().to_host(tensors)
+
+    class NoFloat64(ManyDevices):
+        copies = cached_property(NoCopies)
 
     assert probe_device(NoFloat64(), HOST) == ['float64']
 

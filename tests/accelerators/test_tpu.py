@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mmdevplug.accelerators import get_accelerator
+from mmdevplug.accelerators.backend import default_backend
 from mmdevplug.accelerators.tpu import ADDRESSES, TOPOLOGY
 from mmdevplug.errors import AcceleratorError
 from tests.jobs import ROOT
@@ -38,7 +39,7 @@ def ask(local_rank=None):
         on=str(torch.ones(1, device=device).device),
         again=str(accelerator.device(rank)),
         memory=accelerator.memory_allocated(device),
-        backend=accelerator.default_backend(),
+        backend=default_backend(accelerator),
         addresses=os.environ[ADDRESSES],
         topology=os.environ[TOPOLOGY],
         port=int(os.environ['MASTER_PORT']),
@@ -95,8 +96,9 @@ def test_a_rank_beyond_the_devices_of_the_host_is_refused():
 SOPHGO = """
 import torch_tpu
 from mmdevplug import get_accelerator
+from mmdevplug.accelerators.backend import default_backend, takes_tensors
 card = get_accelerator('tpu')
-print(card.device_count(), card.device(2), card.default_backend(), card.takes_tensors('sccl'))
+print(card.device_count(), card.device(2), default_backend(card), takes_tensors(card, 'sccl'))
 """
 
 

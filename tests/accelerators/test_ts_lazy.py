@@ -32,7 +32,7 @@ def compute(operation):
         warnings.simplefilter('always')
         for _ in range(2):
             operation(torch.ones(3).to(accelerator.device(0)))
-            accelerator.materialize()
+            accelerator.compilation.materialize()
     return [str(each.message) for each in told if 'has no aten' in str(each.message)]
 
 
@@ -56,10 +56,10 @@ def read_on_the_way():
     accelerator = choose_accelerator('lazy').accelerator
     layer = torch.nn.BatchNorm1d(2, momentum=0.5).to(accelerator.device(0))
     outputs = layer(torch.tensor([[0.0, 2.0], [2.0, 6.0]]).to(accelerator.device(0)))
-    accelerator.to_host([outputs.sum()])
+    accelerator.copies.to_host([outputs.sum()])
     more = outputs + 1
-    accelerator.materialize()
-    return accelerator.to_host([layer.running_mean, more])[0].tolist()
+    accelerator.compilation.materialize()
+    return accelerator.copies.to_host([layer.running_mean, more])[0].tolist()
 
 
 def test_fetching_a_part_runs_the_whole():

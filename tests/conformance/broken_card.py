@@ -2,11 +2,12 @@
 
 import os
 import time
+from functools import cached_property
 
 import card
 import torch
 
-from mmdevplug.accelerators import TorchNativeAccelerator
+from mmdevplug.accelerators import Copies, TorchNativeAccelerator
 from mmdevplug.registry import ACCELERATORS
 
 card.install('zeta', count=2)
@@ -56,15 +57,19 @@ def in_order_of_memory(tensor):
     return flat.cpu().reshape(tensor.shape)
 
 
-@ACCELERATORS.register_module(name='zeta')
-class Zeta(TorchNativeAccelerator):
-    def __init__(self):
-        super().__init__('zeta')
-
+class ZetaCopies(Copies):
     def to_host(self, tensors):
         if BROKEN == 'strides':
             return [in_order_of_memory(tensor.detach()) for tensor in tensors]
         return super().to_host(tensors)
+
+
+@ACCELERATORS.register_module(name='zeta')
+class Zeta(TorchNativeAccelerator):
+    copies = cached_property(ZetaCopies)
+
+    def __init__(self):
+        super().__init__('zeta')
 
     def load_rng(self, state, device):
         super().load_rng(state, device)

@@ -134,6 +134,6 @@ def test_first_graphs_of_a_lazy_device(quick, monkeypatch):
     accelerator.set_device(accelerator.device())
     monkeypatch.setattr(torch_xla, 'sync', slow_sync)
     for _ in range(FIRST_GRAPHS + 1):
-        accelerator.materialize()
+        accelerator.compilation.materialize()
     assert lines[0] == 'compiling the first graphs, 0 s so far'
     assert [len(found) for found in calls] == [1] * FIRST_GRAPHS + [0]

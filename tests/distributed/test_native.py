@@ -269,7 +269,7 @@ def send(name, made_by, backend):
     mmdevplug.patch_mmengine(context.accelerator)
     got = dict(
         place=str(group_device()),
-        takes=context.accelerator.takes_tensors(context.backend),
+        takes=backends.takes_tensors(context.accelerator, context.backend),
         json=gather_json(dict(rank=rank)),
     )
     mine = [sample(rank, number, device) for number in range(3 * rank + 1)]

@@ -73,18 +73,22 @@ def test_package_that_hangs_is_given_up(tmp_path, children):
 
 
 WRONG = """
-from mmdevplug.accelerators import CPUAccelerator
+from functools import cached_property
+from mmdevplug.accelerators import Copies, CPUAccelerator
 from mmdevplug.registry import ACCELERATORS
 
-@ACCELERATORS.register_module(name='rusty')
-class Rusty(CPUAccelerator):
-    name = 'rusty'
+class RustyCopies(Copies):
     def to_host(self, tensors):
         if tensors[0].ndim == 4:
             raise RuntimeError('no kernel for this card')
         if tensors[0].ndim == 1:
             tensors = [tensors[0][:1]]
         return [tensor * {factor} for tensor in super().to_host(tensors)]
+
+@ACCELERATORS.register_module(name='rusty')
+class Rusty(CPUAccelerator):
+    name = 'rusty'
+    copies = cached_property(RustyCopies)
 """
 
 

@@ -5,6 +5,7 @@ import sys
 import textwrap
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mmengine.config import Config
@@ -281,7 +282,7 @@ def test_accelerator_that_is_unknown(examine):
 
 
 class HalfPrecision:
-    amp_dtype = 'torch.bfloat16'
+    dtype = 'torch.bfloat16'
 
     def autocast(self):
         return nullcontext()
@@ -299,11 +300,11 @@ def test_key_of_mmcv_1_for_precision_is_named(examine):
 
 def test_float16_without_a_scaler_is_refused():
     cfg = Config(dict(optim_wrapper=dict(type='AmpOptimWrapper', dtype='float16')))
-    (found,) = config_values._precision(cfg, HalfPrecision())
+    (found,) = config_values._precision(cfg, SimpleNamespace(precision=HalfPrecision()))
     assert found.level == 'error'
     assert 'bfloat16' in found.remedy
     cfg.optim_wrapper.dtype = 'bfloat16'
-    assert list(config_values._precision(cfg, HalfPrecision())) == []
+    assert list(config_values._precision(cfg, SimpleNamespace(precision=HalfPrecision()))) == []
 
 
 @pytest.mark.parametrize(('ranks', 'warned'), [(2, False), (3, True)])

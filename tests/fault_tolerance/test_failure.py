@@ -77,11 +77,9 @@ def init_with_broken_card_on_rank_1():
     from mmdevplug import init_device
     from mmdevplug.accelerators import CPUAccelerator
 
-    class Broken(CPUAccelerator):
-        def to_host(self, tensors):
-            return [tensor * float('nan') for tensor in tensors]
-
-    return init_device('pytorch', Broken() if os.environ['RANK'] == '1' else 'cpu', timeout=30)
+    broken = CPUAccelerator()
+    broken.copies.to_host = lambda tensors: [tensor * float('nan') for tensor in tensors]
+    return init_device('pytorch', broken if os.environ['RANK'] == '1' else 'cpu', timeout=30)
 
 
 def test_a_device_that_computes_wrongly_is_found_before_training():

@@ -312,7 +312,7 @@ def train_row(name, accelerator, work_dir, reference=False):
     for hook in runner.hooks:
         if hasattr(hook, 'ema_model'):
             state.update({f'ema.{key}': v for key, v in hook.ema_model.state_dict().items()})
-    fetched = enter_rank_device()[0].to_host(list(state.values()))
+    fetched = enter_rank_device()[0].copies.to_host(list(state.values()))
     found = {key: value.float().numpy() for key, value in zip(state, fetched)}
     for number, told_metrics in enumerate(metrics.found):
         found.update(

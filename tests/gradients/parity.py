@@ -282,7 +282,7 @@ def compare_all(accelerator):
                 raise
             found[name] = str(error)
             continue
-        if context.accelerator.lazy:
+        if context.accelerator.compilation.lazy:
             # torch_xla keeps the biased variance, PyTorch the unbiased one.
             for state in (expected, actual):
                 state.pop('3.running_var', None)

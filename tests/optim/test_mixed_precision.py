@@ -13,6 +13,7 @@ from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
 from mmdevplug.accelerators import get_accelerator
+from mmdevplug.accelerators.lazy import LazyCompilation
 from mmdevplug.errors import ModelError
 from mmdevplug.optim import DeviceAmpOptimWrapper, DeviceOptimWrapper, adapt_optim_wrapper_cfg
 from tests.columns import CUDA, NATIVE, amp_wrapper, backend_of, job_of
@@ -177,7 +178,7 @@ def test_invalid_values_are_refused_with_key_value_and_what_is_expected(on_cpu, 
 class Lazy:
     """As far as the config is concerned."""
 
-    lazy = True
+    compilation = LazyCompilation
     device_type = 'xla'
 
 

@@ -77,12 +77,13 @@ class Active:
     def _create_group(case, device, world_size=None):
         """Start the process group that the test asks for with ``'cuda'``, on the device here."""
         import mmdevplug
+        from mmdevplug.accelerators.backend import default_backend
 
         mmdevplug.patch_mmengine()
         accelerator = mmdevplug.get_accelerator()
         accelerator.set_device(accelerator.device(case.rank))
         torch.distributed.init_process_group(
-            accelerator.default_backend(),
+            default_backend(accelerator),
             rank=case.rank,
             world_size=world_size or case.world_size,
             store=torch.distributed.FileStore(case.file_name, world_size or case.world_size),

@@ -51,17 +51,17 @@ def test_memory_is_what_torch_gcu_holds(accelerator):
 
 def test_compilations_are_those_of_the_report(accelerator, torch_gcu, monkeypatch):
     first = torch.ones(2, device='xla:2') + 1  # With what tests before have left.
-    accelerator.materialize(first.device)
+    accelerator.compilation.materialize(first.device)
     torch_gcu.clear_graph_caches()
-    before = accelerator.compilations()
+    before = accelerator.compilation.count()
     x = torch.ones(3, 5, device='xla:2') * 3 - 1
-    accelerator.materialize(x.device)
-    assert accelerator.compilations() == before + 1
+    accelerator.compilation.materialize(x.device)
+    assert accelerator.compilation.count() == before + 1
     y = torch.ones(3, 5, device='xla:2') * 3 - 1  # The same graph.
-    accelerator.materialize(y.device)
-    assert accelerator.compilations() == before + 1
+    accelerator.compilation.materialize(y.device)
+    assert accelerator.compilation.count() == before + 1
     monkeypatch.setattr(torch_gcu, 'metrics_report', lambda: 'nothing of the kind')
-    assert accelerator.compilations() is None
+    assert accelerator.compilation.count() is None
 
 
 @pytest.mark.parametrize(('clusters', 'index'), [(None, 3), ('1', 3), ('2', 6)])

@@ -50,7 +50,7 @@ def segment_gradients(kind, probability, seed=7):
     barriers = 0
     if accelerator.name == 'xla':
         barriers = torch_xla._XLAC._get_xla_tensors_hlo(gradients).count('opt-barrier(')
-    fetched = accelerator.to_host(gradients)
+    fetched = accelerator.copies.to_host(gradients)
     xm.wait_device_ops()
     executions = metrics.metric_data('ExecuteTime')[0] - before
     return [gradient.numpy() for gradient in fetched], executions, barriers

@@ -25,7 +25,7 @@ def train_keeping(work_dir, **accelerator):
         warnings.simplefilter('always')
         result = train(work_dir, count=8, dataset=dict(sizes=[(12, 12)]), **accelerator)
     warned = [str(one.message) for one in caught if 'compilation_cache' in str(one.message)]
-    kept = enter_rank_device()[0].kept_compilations()
+    kept = enter_rank_device()[0].compilation.kept_graphs()
     return result, warned, None if kept is None else tuple(kept)
 
 
@@ -90,7 +90,7 @@ def keep_on(work_dir, kind):
 
 
 @pytest.mark.parametrize(
-    ('kind', 'why'), [('cpu', 'compiles no graphs'), ('gcu', 'torch_gcu offers no cache')]
+    ('kind', 'why'), [('cpu', "'cpu' offers no cache"), ('gcu', "'gcu' offers no cache")]
 )
 def test_where_nothing_can_be_kept_a_warning_says_so(tmp_path, kind, why):
     variables = dict(TOPS_VISIBLE_DEVICES='0')

@@ -29,7 +29,7 @@ def look_at_devices():
     from mmdevplug.errors import AcceleratorError
 
     accelerator = get_accelerator('xla')
-    assert accelerator.lazy
+    assert accelerator.compilation.lazy
     assert accelerator.device_count() == 4
     assert accelerator.device(3) == torch.device('xla', 3)
     with pytest.raises(AcceleratorError, match='CPU_NUM_DEVICES'):
@@ -38,8 +38,8 @@ def look_at_devices():
         probe_device(accelerator, accelerator.device(index))
     host = [torch.randn(3, 2), torch.ones(4, dtype=torch.int64), torch.randn(2).bfloat16()]
     sent = [torch.empty_like(value, device='xla:3') for value in host]
-    accelerator.copy_to_device(host, sent)
-    fetched = accelerator.to_host(sent)
+    accelerator.copies.into_device(host, sent)
+    fetched = accelerator.copies.to_host(sent)
     assert all(torch.equal(one, other) for one, other in zip(host, fetched))
     assert {str(value.device) for value in sent} == {'xla:3'}
     assert accelerator.memory_allocated() is None  # PJRT's CPU client keeps no statistics

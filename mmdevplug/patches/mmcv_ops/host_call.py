@@ -46,8 +46,8 @@ def call_on_host(
     outputs = output_ids(function, args, kwargs)
     read = [tensor for key, tensor in there.items() if key not in (outputs or ())]
     # Everything, not only what these tensors need: the rest would be computed again later.
-    accelerator.materialize(device, read)
-    fetched = accelerator.to_host(read)
+    accelerator.compilation.materialize(device, read)
+    fetched = accelerator.copies.to_host(read)
     host = {id(tensor): _widened(copy) for tensor, copy in zip(read, fetched)}
     for key in set(there) - set(host):
         host[key] = _widened(torch.zeros(there[key].shape, dtype=there[key].dtype))
@@ -64,7 +64,7 @@ def call_on_host(
         written = [key for key in host if has_changed(before[key], host[key])]
     else:
         written = [key for key in outputs if key in there]
-    accelerator.copy_to_device([host[key] for key in written], [there[key] for key in written])
+    accelerator.copies.into_device([host[key] for key in written], [there[key] for key in written])
     returned = _narrowed(result, list(there.values()))
     sent = [there[key] for key in written] + tensors_in(returned)
     return HostCall(to_device(returned, device), _bytes(fetched), _bytes(sent))
