@@ -27,7 +27,7 @@ starts, and so is an unknown name; the message suggests the nearest.
 The config key `accelerator` holds the name of an accelerator, or a dict with its `type`, arguments
 of that accelerator, and the options below. `DeviceRunner` reads the key of the config;
 `DeviceStrategy` takes the same options in `strategy`.""",
-        after='`mmdevplug doctor --config CONFIG` lists all wrong values at once.',
+        after='`mmdevplug check CONFIG` names wrong values before a job starts.',
         titles=('option', 'values', 'default', 'meaning'),
         dicts='### Options that are dicts',
         dicts_intro="""\
@@ -72,7 +72,7 @@ nccl when a config says nothing.""",
 
 配置键 `accelerator` 是加速器的名称，或一个字典，其中有 `type`、该加速器的参数以及下列选项。
 `DeviceRunner` 读取配置中的该键；`DeviceStrategy` 在 `strategy` 中接受相同的选项。""",
-        after='`mmdevplug doctor --config CONFIG` 一次列出所有错误的取值。',
+        after='`mmdevplug check CONFIG` 在作业开始之前指出错误的取值。',
         titles=('选项', '取值', '默认值', '含义'),
         dicts='### 取值为字典的选项',
         dicts_intro="""\

@@ -15,7 +15,7 @@ LONG = (
     'tests/fault_tolerance/test_network_faults.py',
     'tests/checkpoint/test_survival.py',
     'tests/cli/test_launch_fuzz.py',
-    'tests/doctor/test_collectives.py',
+    'tests/checks/test_collectives.py',
     'tests/cli/test_restart.py',
     'tests/test_import.py',
     'tests/fault_tolerance/test_failure.py',

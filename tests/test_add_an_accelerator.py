@@ -14,7 +14,7 @@ from mmengine.registry import RUNNERS
 import mmdevplug
 from mmdevplug.accelerators import detection
 from mmdevplug.errors import AcceleratorError
-from tests.conformance.running import in_groups, measured
+from tests.checks.conformance.running import in_groups, measured
 from tests.jobs import PATHS, ROOT, largest_difference, load_file, weights_of
 from tests.needs_card import needs_card
 from tests.ranks import run_ranks
@@ -117,7 +117,7 @@ def test_the_commands_of_the_page(tmp_path):
     for name in ('configs', 'docs'):
         (checkout / name).symlink_to(ROOT / name)
     blocks = bash_blocks('add_an_accelerator.md')
-    # The test of the suite installs the package; tests/conformance rehearses with stand-ins.
+    # The test of the suite installs the package; tests/checks/conformance uses stand-ins.
     blocks = [each for each in blocks if 'pip install' not in each and 'FAKECARD' not in each]
     assert len(blocks) == 3
     done = subprocess.run(

@@ -65,7 +65,7 @@ def test_accelerators_bring_no_vendors_package(tmp_path):
     """MMEngine imports those that it knows with `mmengine.device`, and one may hang."""
     for package in VENDORS:
         (tmp_path / f'{package}.py').write_text('raise SystemExit("imported too early")')
-    code = 'import mmdevplug.accelerators, mmdevplug.doctor.accelerators, sys; print(*sys.modules)'
+    code = 'import mmdevplug.accelerators, mmdevplug.checks.accelerators, sys; print(*sys.modules)'
     found = run(code, tmp_path)
     assert 'mmdevplug.accelerators' in found
     assert set(found).isdisjoint({'mmengine.device', *VENDORS})

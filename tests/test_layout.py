@@ -12,8 +12,7 @@ PACKAGE = ROOT / 'mmdevplug'
 ROOMS = [
     'examples',
     'cli',
-    'conformance',
-    'doctor',
+    'checks',
     'runner',
     'explanations',
     'hooks',

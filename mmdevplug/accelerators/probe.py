@@ -1,6 +1,6 @@
 """Try a device before a model is built on it."""
 
-from typing import List, Union
+from typing import Callable, List, Union
 
 import torch
 
@@ -14,6 +14,35 @@ RELATIVE_TOLERANCE = 1e-2
 WIDE = {torch.int64: 2**40 + 1, torch.float64: 1 / 3}
 
 
+def difference(found: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
+    """The largest difference, relative to the largest finite expected value, or to ``least``.
+
+    Infinite if the shapes differ, or NaN and infinite values are at other places.
+    """
+    if found.shape != expected.shape:
+        return float('inf')
+    found, expected = (each.detach().cpu().to(torch.float64) for each in (found, expected))
+    finite = torch.isfinite(expected)
+    others = [torch.nan_to_num(each[~finite], nan=3.0) for each in (found, expected)]
+    if not torch.equal(*others):
+        return float('inf')
+    if not finite.any():
+        return 0.0
+    largest = max(expected[finite].abs().max().item(), least)
+    apart = (found[finite] - expected[finite]).abs().max().item()
+    # NaN where none is expected differs, too.
+    return float('inf') if apart != apart else apart / (largest or 1.0)
+
+
+def compare_with_host(
+    accelerator: Accelerator, device: torch.device, compute: Callable[[torch.device], torch.Tensor]
+) -> float:
+    """Compute on a device and on the host; return their relative :func:`difference`."""
+    expected = compute(torch.device('cpu'))
+    (found,) = accelerator.copies.to_host([compute(device)])
+    return difference(found, expected)
+
+
 def probe_device(accelerator: Accelerator, device: torch.device) -> List[str]:
     """Run one small computation on a device and compare it with the CPU.
 
@@ -25,22 +54,20 @@ def probe_device(accelerator: Accelerator, device: torch.device) -> List[str]:
     """
     # Device and dtype are explicit because a user may have changed the defaults.
     host = torch.linspace(-1.0, 1.0, 64, device='cpu', dtype=torch.float32).reshape(8, 8)
-    expected = host @ host.t() + 1.0
     try:
         accelerator.set_device(device)
-        test_tensor = host.to(device)
-        computed = accelerator.copies.to_host([test_tensor @ test_tensor.t() + 1.0])[0]
-        difference = (computed - expected).abs().max().item()
+        found = compare_with_host(
+            accelerator, device, lambda place: host.to(place) @ host.to(place).t() + 1.0
+        )
     except Exception as error:
         raise AcceleratorError(
             f'device {device} failed its first operation with {type(error).__name__}: {error}. '
             f'{_circumstances(accelerator)}'
         ) from error
-    # Written so that NaN fails as well.
-    if not difference <= RELATIVE_TOLERANCE * expected.abs().max().item():
+    if found > RELATIVE_TOLERANCE:
         raise AcceleratorError(
             f'device {device} computes a matrix product that differs from the CPU by '
-            f'{difference:.3g}. {_circumstances(accelerator)}'
+            f'{found:.3g}. {_circumstances(accelerator)}'
         )
     wide = {dtype: torch.tensor(value, dtype=dtype, device='cpu') for dtype, value in WIDE.items()}
     return [

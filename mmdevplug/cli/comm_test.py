@@ -9,8 +9,8 @@ from typing import List, Optional
 from rich.console import Console
 from torch import distributed as torch_dist
 
-from mmdevplug.doctor.collectives_rank import Progress, reporting, run_rank
-from mmdevplug.doctor.report import print_collectives
+from mmdevplug.checks.collectives_rank import Progress, reporting, run_rank
+from mmdevplug.checks.report import print_collectives
 from mmdevplug.environments.launch import LAUNCHERS, read_launch_env
 from mmdevplug.utils.atomic_files import check_writable, write_text
 

@@ -10,7 +10,7 @@ from typing import Any, Dict, Iterator, List, Optional
 import torch
 from mmengine.config import Config
 
-from mmdevplug.conformance.checks import CHECKS, FAILED, run_checks
+from mmdevplug.checks.conformance.checks import CHECKS, FAILED, run_checks
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.atomic_files import check_writable, write_text
 from mmdevplug.version import __version__

@@ -8,9 +8,9 @@ from typing import Any, Dict, Iterator, List, Optional
 
 from rich.console import Console
 
-from mmdevplug.doctor import versions
-from mmdevplug.doctor.findings import Finding, count_levels, exit_status
-from mmdevplug.doctor.report import print_report
+from mmdevplug.checks import versions
+from mmdevplug.checks.findings import Finding, count_levels, exit_status
+from mmdevplug.checks.report import print_report
 from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.utils.atomic_files import check_writable, write_text
 from mmdevplug.version import __version__
@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         'is 1 if there is an error.',
     )
     parser.add_argument('--nproc', type=int, help='test collectives between this many processes')
-    parser.add_argument('--config', help='also look at this config and build its model')
+    parser.add_argument('--config', help='also check this config, as `mmdevplug check` does')
     parser.add_argument('--accelerator', help='look at this one alone, e.g. cuda, xla, gcu')
     parser.add_argument('--json', help='a file for the findings')
     parser.add_argument('--work-dir', help="where checkpoints would go (default: the config's)")
@@ -106,7 +106,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         accelerators=(options,), launch=(), network=(), limits=(ranks, work_dir), patches=()
     )
     if args.config is not None:
-        sections['config'] = (options, ranks)
+        sections['config'] = (options,)
     if args.nproc is not None:
         measure = (args.largest_mb, args.rounds, args.timeout)
         sections['collectives'] = (ranks, options, *measure)
@@ -117,7 +117,8 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         from mmdevplug.utils.progress import show_progress
 
         with show_progress(f'looking at {name}'):
-            found = list(import_module(f'mmdevplug.doctor.{name}').examine(*arguments))
+            module = 'cli.check' if name == 'config' else f'checks.{name}'
+            found = list(import_module(f'mmdevplug.{module}').examine(*arguments))
         for finding in found:
             failed = finding.level == 'error'
             if failed and earlier and name == 'collectives':

@@ -17,7 +17,6 @@ from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.environments.stale import stale_variables
 from mmdevplug.errors import DevPlugError, LaunchError
-from mmdevplug.explanations.versions import required_ranges
 from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.host import available_memory, usable_cores
@@ -219,10 +218,14 @@ def count_processes(word: str, accelerator: 'Accelerator', origin: str) -> int:
 
 
 def _imports_may_fail(cfg: Config) -> bool:
-    """Whether a package of ``custom_imports`` is missing, or asks for versions of others."""
+    """Whether a package of ``custom_imports`` is missing, or OpenMMLab's, which check versions."""
     names = (cfg.get('custom_imports') or {}).get('imports') or []
     packages = {name.partition('.')[0] for name in ([names] if isinstance(names, str) else names)}
-    return any(find_spec(package) is None or required_ranges(package) for package in packages)
+    own = ('mmdevplug', 'mmengine')
+    return any(
+        find_spec(package) is None or (package.startswith('mm') and package not in own)
+        for package in packages
+    )
 
 
 def _chosen_accelerator(args: argparse.Namespace) -> 'Accelerator':

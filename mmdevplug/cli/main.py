@@ -20,7 +20,7 @@ COMMANDS = {
     'launch-config': 'write how accelerate and torchrun start a job: mmdevplug launch-config ...',
     'doctor': 'look for what keeps a training from working: mmdevplug doctor [--nproc N] ...',
     'plan': 'plan a model over several devices: mmdevplug plan CONFIG --devices cuda:0-3 ...',
-    'check-devices': 'follow one training step over its devices: mmdevplug check-devices CONFIG',
+    'check': 'start a training and train one step of it: mmdevplug check CONFIG',
     'conformance': 'check what training needs of a card: mmdevplug conformance --accelerator NAME',
     'rendezvous': 'keep the place where hosts that come and go meet: mmdevplug rendezvous',
     'test': 'test a model: mmdevplug test CONFIG CHECKPOINT [--accelerator NAME] ...',

@@ -8,7 +8,7 @@ from mmengine.config import Config
 from rich.console import Console
 
 from mmdevplug.errors import PlacementError
-from mmdevplug.explanations.versions import describe, explain_import
+from mmdevplug.explanations.versions import explain_import
 from mmdevplug.model_parallel import STRATEGIES, DevicePlan
 from mmdevplug.model_parallel.draw_plan import save_png
 from mmdevplug.model_parallel.make_plan import make_plan
@@ -90,10 +90,10 @@ def _plan(args: argparse.Namespace) -> DevicePlan:
     try:
         model, cfg = build_from_file(args.model, load_file)
     except PlacementError as error:
-        problems = explain_import(error)
-        if not problems:
+        problem = explain_import(error)
+        if problem is None:
             raise
-        raise PlacementError(f'{args.model!r}: {describe(problems)}') from error
+        raise PlacementError(f'{args.model!r}: {problem}') from error
     return make_plan(
         model,
         args.devices,

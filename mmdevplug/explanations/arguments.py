@@ -18,7 +18,7 @@ from .versions import chain, explain_import
 _UNEXPECTED = re.compile(r"(?:(\w+)\.)?(\w+)\(\) got an unexpected keyword argument '(\w+)'")
 _MISSING = re.compile(r'(?:(\w+)\.)?(\w+)\(\) missing \d+ required .* arguments?: (.*)')
 #: What a registry says of a name that it does not know.
-_UNKNOWN = re.compile(r'(\S+) is not in the [\w-]+::.+? registry')
+_UNKNOWN = re.compile(r'(\S+) is not in the .+? registry')
 #: What MMEngine's runner builds where a dict has no type.
 _USUAL = {
     'train_dataloader': ('DataLoader',),

@@ -21,29 +21,24 @@ def can_build_on_meta() -> bool:
 
 
 def build_without_memory(model: Any, scope: str) -> nn.Module:
-    """Build a model from its config, on the meta device where :func:`build` can."""
-    with DefaultScope.overwrite_default_scope(scope):
-        return build(model)[0]
-
-
-def build(model: Any) -> Tuple[nn.Module, bool]:
-    """Build a model, in the current scope; also return whether it has memory.
+    """Build a model from its config on the meta device.
 
     It is on the host where the model computes with tensors while it is built, or where PyTorch is
     older than 2.0.
     """
     model, _ = take_pad_to(model)  # it concerns only batches
-    if can_build_on_meta():
+    with DefaultScope.overwrite_default_scope(scope):
+        if not can_build_on_meta():
+            return MODELS.build(copy.deepcopy(model))
         try:
             with torch.device('meta'):
-                return MODELS.build(copy.deepcopy(model)), False
+                return MODELS.build(copy.deepcopy(model))
         except (RuntimeError, NotImplementedError) as error:
             # Stochastic depth is often a list of numbers taken from a tensor.
             if 'meta' not in str(error).lower():
                 raise
         with torch.device('cpu'):
-            return MODELS.build(copy.deepcopy(model)), True
-    return MODELS.build(copy.deepcopy(model)), True
+            return MODELS.build(copy.deepcopy(model))
 
 
 def build_from_file(

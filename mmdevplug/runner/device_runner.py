@@ -236,7 +236,22 @@ class DeviceRunner(Runner):
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Optional[Dict] = None) -> None:
         """Scale learning rates as MMEngine does, or else by the rule for the global batch."""
         super().scale_lr(optim_wrapper, auto_scale_lr)
+        self._compare_batch(auto_scale_lr or {})
         self.global_batch.scale_lr(optim_wrapper, bool((auto_scale_lr or {}).get('enable')))
+
+    def _compare_batch(self, auto_scale_lr: Dict) -> None:
+        """Warn if the learning rate is meant for another batch size and is not scaled."""
+        base = auto_scale_lr.get('base_batch_size')
+        if base is None or auto_scale_lr.get('enable'):
+            return
+        size = self.train_dataloader.batch_size
+        batch = None if size is None else size * self.world_size
+        if batch not in (None, base):
+            self.logger.warning(
+                f'auto_scale_lr.base_batch_size={base}, but {batch} samples make a batch ({size} '
+                f'on each of {self.world_size} rank(s)), and the learning rate is not scaled: '
+                f'mmdevplug train CONFIG --auto-scale-lr, or auto_scale_lr.enable=True.'
+            )
 
     def build_param_scheduler(self, scheduler: Any) -> Any:
         """Build schedulers; see :meth:`mmengine.runner.Runner.build_param_scheduler`."""

@@ -1,7 +1,7 @@
 """List every symbol of another package that is replaced, and every attribute of its objects.
 
 :func:`mmdevplug.utils.patching.patch_symbol` refuses symbols that are not listed. ``mmdevplug
-doctor`` prints the list, and ``docs/patch_table.py`` writes the page ``patches.md`` from it.
+doctor`` looks for each of them, and ``docs/patch_table.py`` writes ``patches.md`` from the list.
 """
 
 from typing import List, NamedTuple, Sequence, Tuple

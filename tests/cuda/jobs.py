@@ -75,7 +75,7 @@ def carry_objects(accelerator):
 def try_collectives(accelerator):
     """The doctor's, with the base config of this job."""
     import mmdevplug
-    from mmdevplug.doctor.collectives_rank import run_rank
+    from mmdevplug.checks.collectives_rank import run_rank
 
     install_card(accelerator)
     config = mmdevplug.base_config(base_config_of(accelerator))

@@ -195,7 +195,7 @@ def test_the_version():
 
 
 def test_a_command_calls_itself_as_it_is_typed(capsys):
-    for name in ('train', 'test', 'plan', 'check-devices', 'launch-config'):
+    for name in ('train', 'test', 'plan', 'check', 'launch-config'):
         with pytest.raises(SystemExit):
             command.main([name, '--help'])
         assert capsys.readouterr().out.startswith(f'usage: mmdevplug {name} ')
@@ -217,7 +217,7 @@ def test_types_that_vendors_may_have():
 
 COMMANDS = {
     'train': ['c.py'], 'test': ['c.py', 'x.pth'], 'doctor': [], 'plan': ['c.py'],
-    'check-devices': ['c.py'], 'conformance': [], 'launch-config': [], 'rendezvous': [],
+    'check': ['c.py'], 'conformance': [], 'launch-config': [], 'rendezvous': [],
 }  # fmt: skip
 
 

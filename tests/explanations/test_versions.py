@@ -7,16 +7,9 @@ import mmengine
 import pytest
 import torch
 
-from mmdevplug.doctor import versions
-from mmdevplug.doctor.isolated import run_isolated
-from mmdevplug.explanations.versions import (
-    ONEDL,
-    Range,
-    conflicts,
-    distribution,
-    install_command,
-    required_ranges,
-)
+from mmdevplug.checks import versions
+from mmdevplug.checks.isolated import run_isolated
+from mmdevplug.explanations.versions import distribution, install_command
 
 from .running import config, mmdevplug, only_message
 
@@ -24,10 +17,6 @@ HERE = f'torch {torch.__version__} and Python'
 NEEDS_MMDET = pytest.mark.skipif(
     distribution('mmdet') != 'mmdet', reason="needs OpenMMLab's mmdet, which refuses versions"
 )
-
-
-def is_onedls(module):
-    return distribution(module) == ONEDL.get(module, '')
 
 
 def package(folder, name, text):
@@ -114,7 +103,9 @@ def test_mmengine_that_a_package_refuses(tmp_path):
         mmengine_minimum_version = '0.1.0'
         mmengine_maximum_version = '0.9.0'
         assert (digit_version(mmengine.__version__) >= digit_version(mmengine_minimum_version)
-            and digit_version(mmengine.__version__) <= digit_version(mmengine_maximum_version))
+            and digit_version(mmengine.__version__) <= digit_version(mmengine_maximum_version)), (
+            f'MMEngine=={mmengine.__version__} is used but incompatible. '
+            f'Please install mmengine>={mmengine_minimum_version}, <={mmengine_maximum_version}.')
         """,
     )
     path = config(tmp_path, "custom_imports = dict(imports=['mmother'])")
@@ -124,28 +115,6 @@ def test_mmengine_that_a_package_refuses(tmp_path):
     assert 'pip install "mmengine>=0.1.0,<=0.9.0"' in told
 
 
-@pytest.mark.parametrize(
-    ('name', 'told'),
-    [
-        ('mmpretrain', 'pip uninstall -y mmpretrain && pip install onedl-mmpretrain'),
-        ('mmother', 'pip uninstall -y onedl-mmrotate && pip install "mmrotate<=0.9.0"'),
-    ],
-)
-def test_packages_that_do_not_take_onedls(tmp_path, monkeypatch, name, told):
-    """mmrotate, which no environment of the tests has from OpenMMLab."""
-    package(tmp_path, 'mmrotate', "__version__ = '1.2.1'\n")
-    info = tmp_path / 'onedl_mmrotate-1.2.1.dist-info'
-    info.mkdir()
-    (info / 'METADATA').write_text('Name: onedl-mmrotate\nVersion: 1.2.1\n')
-    lines = 'import mmrotate\nmmrotate_maximum_version = "0.9.0"\n'
-    lines += 'assert mmrotate.__version__ <= mmrotate_maximum_version'
-    package(tmp_path, name, lines)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (problem,) = conflicts(name)
-    assert 'needs mmrotate <=0.9.0, but mmrotate 1.2.1 is installed' in problem.what
-    assert problem.command == told
-
-
 def test_other_failing_imports_stay_what_they_are(tmp_path):
     (tmp_path / 'mine.py').write_text("assert False, 'my own'\n")
     done = mmdevplug(
@@ -153,33 +122,6 @@ def test_other_failing_imports_stay_what_they_are(tmp_path):
     )
     assert done.returncode == 1
     assert 'AssertionError: my own' in done.stderr
-
-
-@pytest.mark.parametrize(
-    ('module', 'wanted'),
-    [
-        ('mmdet', dict(mmcv='>=2.0.0rc4,<2.2.0', mmengine='>=0.7.1,<1.0.0')),
-        ('mmseg', dict(mmcv='>=2.0.0rc4,<2.2.0', mmengine='>=0.5.0,<1.0.0')),
-        ('mmengine', {}),
-        ('no_such_package', {}),
-    ],
-)
-def test_ranges_are_read_from_the_packages(module, wanted):
-    if wanted:
-        pytest.importorskip(module.replace('_', ''), reason=f'needs {module}')
-    if is_onedls(module):  # They require the fork's releases of each other, for pip alone.
-        wanted = {}
-    found = {name: each.describe() for name, each in required_ranges(module).items()}
-    assert found == wanted
-
-
-@pytest.mark.parametrize(
-    ('version', 'inclusive', 'accepted'),
-    [('2.0.0rc3', False, False), ('2.0.0rc4', False, True), ('2.1.0', False, True)]
-    + [('2.2.0', False, False), ('2.2.0', True, True), ('2.2.1', True, False)],
-)
-def test_versions_are_compared_as_the_packages_do(version, inclusive, accepted):
-    assert Range('2.0.0rc4', '2.2.0', inclusive).accepts(version) == accepted
 
 
 @NEEDS_MMDET

@@ -7,7 +7,6 @@ import pytest
 import torch
 from mmengine.registry import RUNNERS
 
-from mmdevplug.accelerators import get_accelerator
 from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
 from mmdevplug.runner import DeviceFlexibleRunner
@@ -335,21 +334,3 @@ def test_the_flag(word, value):
     assert load_config(args).model_parallel == dict(enable=value)
     args.cfg_options = {'model_parallel.devices': 2}
     assert load_config(args).model_parallel == dict(enable=value, devices=2)
-
-
-def look(work_dir, parallel, ranks):
-    from mmdevplug.doctor.config_model import examine
-
-    install_card('zeta')
-    cfg = config('classifier', 'zeta', work_dir, model_parallel=parallel)
-    return list(examine(cfg, get_accelerator('zeta'), ranks))
-
-
-def test_the_doctor_tells_what_each_device_holds(tmp_path):
-    (findings,) = run_ranks(look, 0, str(tmp_path), dict(enable=True, devices=2), 2)
-    assert [finding.level for finding in findings] == ['ok', 'ok']
-    assert 'each group of devices holds' in findings[0].found
-    assert set(findings[1].data['loads']) == {'zeta:0', 'zeta:1'}
-    (findings,) = run_ranks(look, 0, str(tmp_path), dict(enable=True, devices=2), 3)
-    assert findings[0].level == 'error'
-    assert 'need 6' in findings[0].found

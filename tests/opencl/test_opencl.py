@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from mmdevplug.conformance.checks import CHECKS
+from mmdevplug.checks.conformance.checks import CHECKS
 from tests.features.rows import ROWS as TABLE, train_rows
 from tests.jobs import ROOT, largest_difference, need_mmcv_operations
 from tests.model.sync_bn_cases import compare

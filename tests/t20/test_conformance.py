@@ -2,9 +2,9 @@
 
 import pytest
 
-from mmdevplug.doctor import accelerators
-from tests.conformance.running import in_groups, measured
-from tests.doctor.running import environment, the
+from mmdevplug.checks import accelerators
+from tests.checks.conformance.running import in_groups, measured
+from tests.checks.running import environment, the
 from tests.t20.conftest import FOLDER, MISSING
 
 pytestmark = [pytest.mark.t20, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]

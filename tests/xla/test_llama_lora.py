@@ -84,7 +84,7 @@ def test_options_as_others_name_them(tmp_path):
     assert not {name for name in in_bf16 if 'lora_' in name or 'modules_to_save' in name}
 
 
-def test_check_devices_sees_all_three():
+def test_the_check_sees_all_three():
     config = ROOT / 'configs' / 'llama_lora' / 'llama_lora_3_devices.py'
     arguments = ['--accelerator', 'xla', '--cfg-options', 'model.config.num_hidden_layers=3']
     status, out, err = checked(config, *arguments, **THREE_DEVICES)

@@ -1,0 +1,300 @@
+"""Section *accelerators*: which families are there, and whether every device computes."""
+
+import glob
+import math
+import os
+import re
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+
+import torch
+from mmengine.config import Config
+from torch import Tensor, nn
+
+from mmdevplug.accelerators import (
+    Accelerator,
+    TorchNativeAccelerator,
+    available_accelerators,
+    choose_accelerator,
+    probe_device,
+)
+from mmdevplug.accelerators.detection import DETECTION_ORDER, find_registered, registered_names
+from mmdevplug.accelerators.probe import RELATIVE_TOLERANCE, compare_with_host
+from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.errors import DevPlugError, first_line
+from mmdevplug.registry import ACCELERATORS
+from mmdevplug.utils.byte_sizes import format_bytes
+
+from .findings import Finding, Section
+from .isolated import Death, run_isolated
+
+section = Section('accelerators')
+STEP_SECONDS = 120.0
+CHOICE = 'choice'
+
+#: Where other Pythons of a host have their packages.
+OTHER_PYTHONS = (
+    '/usr/lib/python3*/*-packages',
+    '/usr/local/lib/python3*/*-packages',
+    '~/.local/lib/python3*/site-packages',
+    '/opt/*/lib/python3*/site-packages',
+)
+
+
+def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Finding]:
+    """Examine every family, or ``options['accelerator']``, and compute on each device."""
+    # A vendor's package may change what PyTorch answers afterwards, so those without come first.
+    ordered = list(reversed(DETECTION_ORDER))
+    names = ordered + [name for name in registered_names() if name not in ordered]
+    if options['accelerator']:
+        names = [options['accelerator']]
+    findings, absent = [], []
+    # The first backward of a process starts autograd's threads, for as many devices as are known
+    # by then: after one on the CPU, the second card of a package imported later has none.
+    tasks = [*names, CHOICE]
+    processes = [tasks[:1], tasks[1:]] if tasks[0] == 'cpu' else [tasks]
+    for found in chain.from_iterable(
+        run_isolated(__name__, tasks, options, seconds) for tasks in processes
+    ):
+        if isinstance(found, Death):
+            findings.append(_broken(found.describe()))
+        elif found.level == 'absent':
+            absent.append(found.found)
+        else:
+            findings.append(found)
+    if absent:
+        findings.append(section.note(f'not there: {"; ".join(absent)}'))
+    return findings
+
+
+def accelerator_options(
+    cfg: Optional[Mapping[str, Any]], accelerator: Optional[str]
+) -> AcceleratorOptions:
+    """Read the config key ``accelerator``, whose name ``accelerator`` replaces if given."""
+    given = None if cfg is None else cfg.get('accelerator')
+    # The section *config* reports the problems.
+    options = AcceleratorOptions.from_config(given, problems=[], backend='auto')
+    same = isinstance(options.device, dict) and options.device.get('type') == accelerator
+    if accelerator is None or same:
+        return options
+    return replace(options, device=dict(type=accelerator))
+
+
+def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:
+    """Examine one family; see :mod:`mmdevplug.checks.isolated`."""
+    say('loading the config')
+    cfg = None
+    try:
+        if options['config'] is not None:
+            cfg = Config.fromfile(options['config'])
+    except Exception as error:
+        # The section of the config says more.
+        message = f'the config cannot be loaded: {type(error).__name__}: {error}'
+        yield section.note(f'{task}: examined without the config; {message}')
+    say('looking for devices')
+    try:
+        device = accelerator_options(cfg, options['accelerator']).device
+        if task == CHOICE:
+            accelerator, reason = choose_accelerator(device)
+            yield section.ok(f'training here uses {accelerator.name!r} ({reason})')
+        else:
+            device = device if device.get('type') == task else dict(type=task)
+            yield from _examine_family(device, bool(options['accelerator']), say)
+    except DevPlugError as error:
+        yield _broken(f'{task}: {error}')
+
+
+def _examine_family(
+    options: Dict[str, Any], asked_for: bool, say: Callable[[str], None]
+) -> Iterator[Finding]:
+    name = options['type']
+    known = find_registered(name) is not None
+    accelerator = ACCELERATORS.build(options) if known else TorchNativeAccelerator(**options)
+    yield from _examine_installation(accelerator)
+    count = accelerator.device_count() if accelerator.is_available() else 0
+    if count:
+        yield from _examine_devices(accelerator, count, say)
+        return
+    seen, variable = accelerator.describe_visibility(), accelerator.visible_devices_env
+    value = None if variable is None else os.environ.get(variable)
+    remedy = '' if value is None else f'unset {variable}'
+    if asked_for:
+        yield section.error(
+            f'{name}: no device ({seen}); it needs {accelerator.requirement()}',
+            'the accelerator that was asked for cannot be used here.',
+            remedy or f'--accelerator {available_accelerators()[0]}',
+        )
+    elif value is not None and value.strip() in ('', '-1', 'void'):
+        yield section.warning(
+            f'{name}: no device is visible ({seen})',
+            'the variable hides every device from this process.',
+            remedy,
+        )
+    else:
+        yield section.finding('absent', f'{name} (needs {accelerator.requirement()})')
+
+
+def _examine_installation(accelerator: Accelerator) -> Iterator[Finding]:
+    """Report a vendor's software that is there but not found."""
+    folder, package = accelerator.sdk_folder, accelerator.package
+    if folder is not None and os.path.isdir(folder):
+        paths = {name: os.environ.get(name, '') for name in ('PATH', 'LD_LIBRARY_PATH')}
+        missing = [
+            name
+            for name, value in paths.items()
+            if not any(f'{part}/'.startswith(f'{folder}/') for part in value.split(os.pathsep))
+        ]
+        if missing:
+            yield section.warning(
+                f'{folder} is installed, but {" and ".join(missing)} name none of its folders',
+                f'the libraries of {accelerator.name} are not found, and {package} may fail.',
+                f'export PATH={folder}/bin:$PATH LD_LIBRARY_PATH={folder}/lib:$LD_LIBRARY_PATH',
+            )
+    # The first part alone: looking for `habana_frameworks.torch` would import its parent.
+    if package is None or find_spec(package.split('.')[0]) is not None:
+        return
+    here = f'Python {sys.version_info[0]}.{sys.version_info[1]}'
+    for place in OTHER_PYTHONS:
+        for found in sorted(glob.glob(os.path.expanduser(f'{place}/{package}'))):
+            yield section.warning(
+                f'{found} is there, but not for this {here} ({sys.executable})',
+                f'{package} works with the Python that it was made for alone.',
+                f'run mmdevplug with that Python, or add the folder: export '
+                f'PYTHONPATH={os.path.dirname(found)}:$PYTHONPATH if it is for {here}',
+            )
+
+
+def _examine_devices(
+    accelerator: Accelerator, count: int, say: Callable[[str], None]
+) -> Iterator[Finding]:
+    described, devices = [], []
+    for rank in range(accelerator.max_ranks()):
+        say(f'asking for the device of local rank {rank}')
+        device = accelerator.device(rank)
+        memory = accelerator.memory_total(device)
+        size = 'size of memory unknown' if memory is None else format_bytes(memory)
+        name = accelerator.device_name(device)
+        described.append(f'{device} ({name}, {size})')
+        devices.append(dict(device=str(device), name=name, memory=memory))
+    yield section.ok(
+        f'{accelerator.name}: {count} device(s): {", ".join(described)}; '
+        f'{accelerator.describe_visibility()}',
+        data=dict(name=accelerator.name, devices=devices, shared=accelerator.shares_devices),
+    )
+    missing = accelerator.missing_functions()
+    if missing:
+        yield section.note(f'{accelerator.name}: {missing}', 'training works without them.')
+    for rank in range(accelerator.max_ranks()):
+        yield _probe(accelerator, accelerator.device(rank), say)
+
+
+def _broken(found: str, data: Any = None) -> Finding:
+    return section.error(
+        found,
+        'training on this accelerator fails or computes something else.',
+        "MMDEVPLUG_ACCELERATOR=cpu mmdevplug doctor  # then repair the driver or the vendor's "
+        'package, or choose another accelerator',
+        data,
+    )
+
+
+_MISSING_KERNEL = re.compile(
+    r"Could not run '([\w:.]+)'|[Oo]perator '([\w:.]+)' is not currently implemented"
+)
+
+
+def missing_kernel(text: str) -> Optional[str]:
+    """The operator for which the device has no kernel, if an error says that."""
+    found = _MISSING_KERNEL.search(text)
+    return None if found is None else found.group(1) or found.group(2)
+
+
+# computations that are compared with the CPU ----------------------------------------------------
+
+
+def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], None]) -> Finding:
+    differences, wrong, failed, missing = [], [], [], []
+    data = dict(device=str(device), tolerance=RELATIVE_TOLERANCE)
+    try:
+        accelerator.set_device(device)
+    except Exception as error:
+        # Vendors' libraries fail in many ways, here and below.
+        said = f'{type(error).__name__}: {first_line(error)}'
+        return _broken(f'{device} cannot be made the current device: {said}', data)
+    for name, compute in _PROBES.items():
+        say(f'{name} on {device}')
+        try:
+            found = compare_with_host(accelerator, device, compute)
+        except Exception as error:
+            operator = missing_kernel(str(error))
+            if operator is not None:
+                missing.append(f'{operator} ({name})')
+            else:
+                failed.append(f'{name} fails with {type(error).__name__}: {first_line(error)}')
+            continue
+        differences.append(found)
+        if found > RELATIVE_TOLERANCE:
+            wrong.append(f'{name} differs by {found:.2g}')
+    lacking = f'{device} has no kernel for {", ".join(missing)}'
+    if wrong or failed:
+        headline = f'{device} computes wrongly' if wrong else f'{device} does not work'
+        also = [lacking] if missing else []
+        return _broken(f'{headline}: {"; ".join([*wrong, *failed, *also])}', data)
+    if missing:
+        return section.warning(
+            lacking,
+            'models stop at an operator without a kernel; all others can be trained.',
+            f"ask the maker of {accelerator.name!r} for it, or register PyTorch's fallback to the "
+            f'CPU for it',
+            data,
+        )
+    say(f'int64 and float64 on {device}')
+    try:
+        unsupported = probe_device(accelerator, device)
+    except DevPlugError as error:
+        return _broken(str(error), data)
+    if unsupported:
+        return section.note(
+            f'{device} computes as the CPU does, but does not keep '
+            f'{" and ".join(unsupported)}: values of these dtypes are narrowed to 32 bits, or '
+            'refused.',
+            'integers of 2**31 and more change there, and float64 is no more exact than float32.',
+            'keep such values (ids, time stamps, sums over many pixels) on the host',
+            data,
+        )
+    return section.ok(
+        f'{device} computes {", ".join(_PROBES)} as the CPU does: largest relative difference '
+        f'{max(differences):.1e}, tolerance {RELATIVE_TOLERANCE:g}',
+        data=data,
+    )
+
+
+def _values(device: torch.device, *shape: int) -> Tensor:
+    # The same numbers everywhere, without a generator.
+    numbers = torch.arange(math.prod(shape), device='cpu', dtype=torch.float32)
+    return torch.sin(numbers * 0.37).reshape(shape).to(device)
+
+
+def _reduction(device: torch.device) -> Tensor:
+    values = _values(device, 8, 64)
+    return torch.cat([values.sum(dim=0), values.mean(dim=1), values.amax(dim=1)])
+
+
+def _softmax_backward(device: torch.device) -> Tensor:
+    scores = _values(device, 8, 10).requires_grad_()
+    labels = torch.arange(8, device='cpu').to(device)
+    nn.functional.cross_entropy(scores, labels).backward()
+    return scores.grad
+
+
+_PROBES: Dict[str, Callable[[torch.device], Tensor]] = {
+    'matmul': lambda device: _values(device, 16, 32) @ _values(device, 32, 16),
+    'convolution': lambda device: nn.functional.conv2d(
+        _values(device, 2, 3, 8, 8), _values(device, 4, 3, 3, 3), padding=1
+    ),
+    'reduction': _reduction,
+    'softmax backward': _softmax_backward,
+}

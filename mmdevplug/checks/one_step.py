@@ -1,0 +1,128 @@
+"""Section *config*: start a training as ``mmdevplug train`` does, and train one step."""
+
+import sys
+import tempfile
+import traceback
+from contextlib import redirect_stdout
+from typing import Any, List, NamedTuple
+
+from mmengine.config import Config
+from mmengine.registry import RUNNERS
+
+from mmdevplug.device_guard import DeviceGuard
+from mmdevplug.errors import DevPlugError, first_line
+from mmdevplug.explanations.arguments import explain_arguments
+from mmdevplug.explanations.explain import explained
+from mmdevplug.gradients.unused_parameters import REMEDY, describe_unused, listing_unused
+from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
+from mmdevplug.runner import DeviceRunner
+
+from .findings import Finding, Section
+from .step_devices import ModuleDevices, StepDevices
+
+section = Section('config')
+_WHY = 'a training stops or computes something else there.'
+
+
+class Step(NamedTuple):
+    """What one training step showed."""
+
+    devices: str  # of this process
+    modules: List[ModuleDevices]
+    moved: str  # what the guard reports of operands on several devices
+    findings: List[Finding]
+
+
+def train_one_step(cfg: Config, policy: str = 'error') -> Step:
+    """Build everything that a training builds, and train one step.
+
+    Nothing is loaded, and nothing is written but a temporary folder. Weights, which may have to be
+    downloaded, are not initialized.
+
+    Args:
+        cfg (Config): As ``load_config`` returns it; changed in place.
+        policy (str): What the guard does with an operation that mixes devices. Defaults to
+            ``'error'``.
+
+    Raises:
+        DevPlugError: If the training would be refused before its first step.
+    """
+    for key in ('visualizer', 'resume', 'load_from'):  # which write elsewhere, or read
+        cfg.pop(key, None)
+    with tempfile.TemporaryDirectory() as cfg.work_dir, redirect_stdout(sys.stderr):
+        with explain_arguments(cfg):
+            runner = RUNNERS.build(cfg)
+        _check_runner(runner)
+        guard = DeviceGuard(policy=policy, model=runner.model)
+        with explained(runner, 'train'):
+            batch = _prepare(runner)
+        findings: List[Finding] = []
+        with StepDevices(runner.model, runner.optim_wrapper) as seen, listing_unused(
+            runner.model
+        ) as unused:
+            try:
+                with explained(runner, 'train'), guard:
+                    runner.model.train_step(batch, optim_wrapper=runner.optim_wrapper)
+                    runner.device_context.materialize()
+                findings += _unused(unused(), runner)
+            except DevPlugError as error:
+                findings.append(section.error(str(error), _WHY))
+            except Exception as error:
+                # Whatever the model raises is what the user has to see, after the table.
+                traceback.print_exc()
+                said = f'{type(error).__name__}: {first_line(error)}'
+                findings.append(section.error(f'the step fails with {said}', _WHY))
+        if policy == 'warn' and guard.sites:
+            said = 'operations got operands of different devices; see above'
+            findings.append(section.error(said, _WHY))
+        wrong = [*_misplaced(runner), *seen.problems()]
+        findings += [section.error(found, _WHY) for found in wrong]
+        moved = guard.report() if policy != 'error' and guard.sites else ''
+        devices = ', '.join(map(str, runner.device_context.devices))
+        return Step(devices, seen.modules(), moved, findings)
+
+
+def _check_runner(runner: Any) -> None:
+    if not isinstance(runner, DeviceRunner):
+        raise DevPlugError(
+            f'runner_type={type(runner).__name__!r} ignores the device keys or trains by a '
+            f"strategy; one step can be checked with runner_type='DeviceRunner'."
+        )
+    if runner._train_dataloader is None:
+        raise DevPlugError(
+            'the config has no train_dataloader, so that there is no training step to look at. '
+            'Add train_dataloader, train_cfg and optim_wrapper.'
+        )
+
+
+def _prepare(runner: DeviceRunner) -> Any:
+    """Build what :meth:`DeviceRunner.train` builds, in its order; return the first batch."""
+    runner._train_loop = runner.build_train_loop(runner._train_loop)
+    runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+    runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
+    if runner.param_schedulers is not None:
+        runner.param_schedulers = runner.build_param_scheduler(runner.param_schedulers)
+    if runner._val_loop is not None:
+        runner._val_loop = runner.build_val_loop(runner._val_loop)
+    runner.optim_wrapper.initialize_count_status(runner.model, 0, 1)
+    batch = next(iter(runner.train_dataloader))
+    runner.model.train()
+    return batch
+
+
+def _unused(names: List[str], runner: DeviceRunner) -> List[Finding]:
+    accelerator = runner.device_context.accelerator
+    found = describe_unused(names, runner.cfg, accelerator, 'A job of several ranks')
+    why = f'if that is meant, {REMEDY}.'
+    return [section.warning(found, why, 'find_unused_parameters = True')] if found else []
+
+
+def _misplaced(runner: DeviceRunner) -> List[str]:
+    plan, device = runner.parallelism.plan, runner.device_context.device
+    if plan is not None:
+        return [
+            f'{name} is on {tensor.device}, but planned on {planned}'
+            for name, tensor, planned in misplaced_by_plan(runner.model, plan)
+        ]
+    found = misplaced_tensors(runner.model, device)
+    return [f'not on {device}: {describe_misplaced(found)}'] if found else []

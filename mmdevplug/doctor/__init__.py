@@ -1,1 +1,0 @@
-"""What ``mmdevplug doctor`` looks at, one module for each section of its report."""

@@ -1,0 +1,189 @@
+"""Families of devices: absent, broken, hanging, wrong, and right."""
+
+import pytest
+import torch
+
+from mmdevplug.accelerators import CPUAccelerator, T20Accelerator
+from mmdevplug.checks import accelerators
+from mmdevplug.errors import AcceleratorError
+
+from .running import environment, the
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Let children find packages of a folder and the stand-in card."""
+
+    def use(*paths, **environ):
+        for name, value in environment(*paths, **environ).items():
+            monkeypatch.setenv(name, value)
+
+    return use
+
+
+def config(folder, *imports, accelerator='cpu', **options):
+    path = folder / 'card.py'
+    options = dict(options, type=accelerator)
+    path.write_text(
+        f'custom_imports = dict(imports={list(imports)!r}, allow_failed_imports=False)\n'
+        f'accelerator = {options!r}\n'
+    )
+    return str(path)
+
+
+def examine(name=None, path=None, seconds=60):
+    return accelerators.examine(dict(accelerator=name, config=path), seconds)
+
+
+def test_every_device_of_a_card_is_tried(tmp_path, children):
+    children(FAKECARD_NAME='zeta')
+    path = config(tmp_path, 'fakecard_from_env', accelerator='zeta')
+    findings = examine('zeta', path)
+    listed = the(findings, 'ok', 'zeta: 4 device(s)')
+    assert [one['device'] for one in listed.data['devices']] == [f'zeta:{i}' for i in range(4)]
+    for index in range(4):
+        probed = the(findings, 'ok', f'zeta:{index} computes matmul, convolution, reduction')
+        assert 'tolerance 0.01' in probed.found
+    assert "training here uses 'zeta'" in findings[-1].found
+    (lacking,) = [finding for finding in findings if finding.level != 'ok']
+    assert lacking.found == ('zeta: torch.zeta does not offer: Event (copies to the host wait).')
+
+
+def test_all_families_are_looked_at_and_the_absent_ones_named(tmp_path, children):
+    (tmp_path / 'torch_npu.py').write_text('raise ImportError("libascendcl.so: not found")')
+    (tmp_path / 'torch_gcu.py').write_text('import os; os.abort()')
+    children(tmp_path)
+    findings = examine()
+    assert 'libascendcl.so' in the(findings, 'error', 'torch_npu').found
+    aborted = the(findings, 'error', 'gcu: looking for devices', 'SIGABRT').found
+    assert 'torch_gcu.py", line 1' in aborted
+    absent = the(findings, 'note', 'not there: ').found
+    assert 'musa (needs the package torch_musa)' in absent
+    assert 'npu' not in absent
+    assert 'hpu (needs the package habana_frameworks.torch)' in absent
+    assert the(findings, 'ok', 'cpu computes')
+
+
+@pytest.mark.long
+def test_package_that_hangs_is_given_up(tmp_path, children):
+    (tmp_path / 'torch_musa.py').write_text('import time; time.sleep(1000)')
+    children(tmp_path)
+    found = the(examine('musa', seconds=45), 'error', 'musa: looking for devices')
+    assert 'gave no answer for 45 s' in found.found
+
+
+WRONG = """
+from functools import cached_property
+from mmdevplug.accelerators import Copies, CPUAccelerator
+from mmdevplug.registry import ACCELERATORS
+
+class RustyCopies(Copies):
+    def to_host(self, tensors):
+        if tensors[0].ndim == 4:
+            raise RuntimeError('no kernel for this card')
+        if tensors[0].ndim == 1:
+            tensors = [tensors[0][:1]]
+        return [tensor * {factor} for tensor in super().to_host(tensors)]
+
+@ACCELERATORS.register_module(name='rusty')
+class Rusty(CPUAccelerator):
+    name = 'rusty'
+    copies = cached_property(RustyCopies)
+"""
+
+
+@pytest.mark.parametrize('factor', [1.1, float('nan')])
+def test_device_that_computes_something_else(tmp_path, children, factor):
+    (tmp_path / 'rusty.py').write_text(WRONG.format(factor=f'float("{factor}")'))
+    children(tmp_path)
+    findings = examine('rusty', config(tmp_path, 'rusty', accelerator='rusty'))
+    found = the(findings, 'error', 'computes wrongly').found
+    for word in ('matmul differs', 'softmax backward differs', 'no kernel for this card'):
+        assert word in found
+    assert 'reduction differs by inf' in found
+
+
+def test_device_that_fails_the_last_check_leaves_the_others_to_be_tried(monkeypatch):
+    class Pair(CPUAccelerator):
+        def device_count(self):
+            return 2
+
+        def device(self, local_rank=0):
+            return torch.device('cpu', local_rank)
+
+    def probe(_, device):
+        if device.index == 0:
+            raise AcceleratorError('device cpu:0 failed its first operation')
+        return []
+
+    monkeypatch.setattr(accelerators, 'probe_device', probe)
+    steps = []
+    listed, broken, fine = accelerators._examine_devices(Pair(), 2, steps.append)
+    assert [listed.level, broken.level, fine.level] == ['ok', 'error', 'ok']
+    assert broken.found == 'device cpu:0 failed its first operation'
+    assert fine.found.startswith('cpu:1 computes matmul')
+    assert steps[-1] == 'int64 and float64 on cpu:1'
+
+
+def test_card_that_was_asked_for_and_is_not_there(children):
+    children(CUDA_VISIBLE_DEVICES='')
+    found = the(examine('cuda'), 'error', 'cuda: no device')
+    assert "CUDA_VISIBLE_DEVICES=''" in found.found
+    assert found.remedy == 'unset CUDA_VISIBLE_DEVICES'
+
+
+def test_hidden_devices_are_a_warning(children):
+    children(CUDA_VISIBLE_DEVICES='-1')
+    findings = accelerators.examine(dict(accelerator=None, config=None))
+    assert the(findings, 'warning', 'cuda').remedy == 'unset CUDA_VISIBLE_DEVICES'
+
+
+def test_name_that_no_family_has(children):
+    children()
+    findings = examine('tpuu')
+    assert "'tpuu', which is unknown" in the(findings, 'error', 'choice').found
+
+
+def examine_installation(sdk_folder):
+    accelerator = T20Accelerator()
+    accelerator.sdk_folder = str(sdk_folder)
+    return list(accelerators._examine_installation(accelerator))
+
+
+@pytest.mark.parametrize(
+    ('path', 'libraries', 'missing'),
+    [
+        ('{}/bin', '/lib:{}/lib', None),
+        ('{}', '{}', None),
+        ('/bin', '{}/lib', 'PATH'),
+        ('{}/bin', '/lib:{}-old/lib', 'LD_LIBRARY_PATH'),
+        ('', None, 'PATH and LD_LIBRARY_PATH'),
+    ],
+)
+def test_folder_of_the_vendor_that_no_variable_names(
+    tmp_path, monkeypatch, path, libraries, missing
+):
+    monkeypatch.setattr(accelerators, 'OTHER_PYTHONS', ())
+    for name, value in dict(PATH=path, LD_LIBRARY_PATH=libraries).items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value.format(tmp_path))
+    findings = examine_installation(tmp_path)
+    if missing is None:
+        assert findings == []
+        return
+    found = the(findings, 'warning', f'{missing} name none of its folders')
+    assert f'LD_LIBRARY_PATH={tmp_path}/lib' in found.remedy
+    assert examine_installation(tmp_path / 'not_there') == []
+
+
+def test_package_for_another_python_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / 'python3.4' / 'dist-packages'
+    (folder / 'torch_gcu').mkdir(parents=True)
+    monkeypatch.setattr(accelerators, 'OTHER_PYTHONS', (f'{tmp_path}/python3*/*-packages',))
+    monkeypatch.setattr(accelerators, 'find_spec', lambda name: None)
+    found = the(examine_installation(tmp_path / 'no'), 'warning', 'torch_gcu is there')
+    assert f'{folder}/torch_gcu is there, but not for this Python 3.' in found.found
+    assert f'PYTHONPATH={folder}' in found.remedy
+    monkeypatch.setattr(accelerators, 'find_spec', lambda name: object())
+    assert examine_installation(tmp_path / 'no') == []

@@ -1,0 +1,206 @@
+"""Configs with mistakes, one at a time."""
+
+import os
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from mmengine.config import Config
+
+from mmdevplug.cli import check
+from mmdevplug.errors import DevPlugError
+from mmdevplug.model_parallel.sizes import state_factor
+from tests.jobs import needs_modes
+from tests.ranks import run_ranks
+
+from .running import CONFIG, environment, the
+
+DIGITS = f'_base_ = [{CONFIG!r}]\n'
+
+
+SPARE_HEAD = """
+from mmengine.registry import MODELS
+from torch import nn
+from mmdevplug.examples.digits import DigitsClassifier
+
+@MODELS.register_module()
+class WithSpareHead(DigitsClassifier):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.spare = nn.Linear(2, 2)
+"""
+
+
+def look(path, options):
+    sys.path.insert(0, str(Path(path).parent))
+    try:
+        return list(check.work(path, options, lambda step: None))
+    except DevPlugError as error:
+        return [check.section.error(str(error))]
+
+
+@pytest.fixture
+def examine(tmp_path, monkeypatch):
+    """The findings of a config with these lines."""
+
+    def call(lines, seconds=120, accelerator='cpu', isolated=False):
+        path = tmp_path / 'config.py'
+        path.write_text(textwrap.dedent(lines))
+        monkeypatch.chdir(tmp_path)
+        before = sorted(set(os.listdir(tmp_path)) - {'__pycache__'})
+        options = dict(config=str(path), accelerator=accelerator)
+        if isolated:
+            monkeypatch.setenv('PYTHONPATH', environment(tmp_path)['PYTHONPATH'])
+            findings = list(check.examine(options, seconds))
+        else:
+            findings = run_ranks(look, 0, str(path), options)[0]
+        assert sorted(set(os.listdir(tmp_path)) - {'__pycache__'}) == before
+        return findings
+
+    return call
+
+
+@needs_modes
+def test_good_config(examine):
+    (finding,) = examine(DIGITS, isolated=True)
+    assert finding.level == 'ok'
+    assert 'one training step on cpu' in finding.found
+
+
+@pytest.mark.parametrize(
+    ('lines', 'line', 'told'),
+    [
+        ('a = 1\nmodel = dict(type=\n', 2, 'cannot be read'),
+        ('a = 1\n\nmodel = dict(type=nothing)\n', 3, "name 'nothing' is not defined"),
+        ('a = 1\nb = a / 0\n', 2, 'ZeroDivisionError'),
+    ],
+)
+def test_mistakes_are_named_with_file_and_line(examine, tmp_path, lines, line, told):
+    found = the(examine(lines), 'error', told)
+    assert f'{tmp_path / "config.py"}:{line}' in found.found
+
+
+def test_mistake_in_a_base_file_names_that_file(examine, tmp_path):
+    (tmp_path / 'base.py').write_text('x = 1\ny = undefined_name\n')
+    found = the(examine("_base_ = ['./base.py']\n"), 'error', 'undefined_name')
+    assert f'{tmp_path / "base.py"}:2' in found.found
+
+
+@pytest.mark.parametrize(
+    ('lines', 'told'),
+    [
+        ("_base_ = ['./nowhere.py']\n", 'nowhere.py'),
+        ("custom_imports = dict(imports=['no_such_module'])\n", 'no_such_module'),
+    ],
+)
+def test_what_a_config_refers_to_and_is_not_there(examine, lines, told):
+    assert told in the(examine(lines), 'error').found
+
+
+@needs_modes
+def test_parameters_without_a_gradient_are_named(examine, tmp_path):
+    (tmp_path / 'spare_head.py').write_text(SPARE_HEAD)
+    lines = f"""{DIGITS}
+custom_imports = dict(imports=['spare_head', 'mmdevplug.examples.digits'])
+model = dict(type='WithSpareHead')
+"""
+    found = the(examine(lines), 'warning', 'spare.weight, spare.bias')
+    assert 'set find_unused_parameters=True' in found.why
+    findings = examine(lines + 'find_unused_parameters = True\n')
+    assert not any('without a gradient' in each.found for each in findings)
+
+
+@pytest.mark.long
+def test_config_that_aborts_or_hangs_is_a_finding(examine, tmp_path):
+    (tmp_path / 'aborts.py').write_text('import os; os.abort()')
+    (tmp_path / 'hangs.py').write_text('import time; time.sleep(1000)')
+    imports = "custom_imports = dict(imports=['{}'])\n"
+    assert 'SIGABRT' in the(examine(imports.format('aborts'), isolated=True), 'error').found
+    found = the(examine(imports.format('hangs'), seconds=20, isolated=True), 'error').found
+    assert 'loading the config gave no answer for 20 s' in found
+
+
+@pytest.mark.parametrize(
+    ('lines', 'path', 'close'),
+    [
+        ("model = dict(type='DigitClassifier')\n", 'model.type', 'DigitsClassifier'),
+        (
+            "train_dataloader = dict(dataset=dict(type='DigitsDatast'))\n",
+            'train_dataloader.dataset.type',
+            'DigitsDataset',
+        ),
+        (
+            "train_dataloader = dict(sampler=dict(type='DefaultSampla'))\n",
+            'train_dataloader.sampler.type',
+            'DefaultSampler',
+        ),
+        (
+            "optim_wrapper = dict(optimizer=dict(type='AdmW', lr=0.1, momentum=0.9))\n",
+            'optim_wrapper.optimizer.type',
+            'AdamW',
+        ),
+        ("optim_wrapper = dict(type='OptimWraper')\n", 'optim_wrapper.type', 'OptimWrapper'),
+        ("param_scheduler = dict(type='CosineAnnealing')\n", 'param_scheduler.type', 'Cosine'),
+        (
+            "default_hooks = dict(logger=dict(type='LogerHook'))\n",
+            'default_hooks.logger.type',
+            'LoggerHook',
+        ),
+        ("custom_hooks = [dict(type='EMAHok')]\n", 'custom_hooks[0].type', 'EMAHook'),
+        ("val_evaluator = dict(type='DigitsAcuracy')\n", 'val_evaluator.type', 'DigitsAccuracy'),
+        ("runner_type = 'DeviceRuner'\n", 'DeviceRuner', 'DeviceRunner'),
+        (
+            "optim_wrapper = dict(constructor='DefaultOptimWrapperConstructr')\n",
+            'DefaultOptimWrapperConstructr',
+            'DefaultOptimWrapperConstructor',
+        ),
+    ],
+)
+def test_unknown_types_are_named_with_their_path_and_what_is_close(examine, lines, path, close):
+    found = the(examine(DIGITS + lines, accelerator=None), 'error', path)
+    assert close in found.found
+
+
+@pytest.mark.parametrize(
+    ('lines', 'told'),
+    [
+        ("sync_bn = 'exakt'", "sync_bn='exakt'"),
+        *(
+            (f'accelerator = dict({option})', f'accelerator.{option}')
+            for option in (
+                "pad_to='large'",
+                "mmcv_ops='cpu'",
+                "on_nan='halt'",
+                'compilation_cache=3',
+                'compilations=7',
+                "memory='all'",
+            )
+        ),
+        pytest.param('model = dict(channels=-3)', 'negative dimension', marks=needs_modes),
+        ('train_dataloader = dict(dataset=dict(indices=0))', 'has 0 samples'),
+    ],
+)
+def test_values_that_cannot_be(examine, lines, told):
+    the(examine(DIGITS.replace('digits_cpu', 'digits') + lines, isolated=True), 'error', told)
+
+
+def test_accelerator_that_is_unknown(examine):
+    lines = DIGITS.replace('digits_cpu', 'digits') + "accelerator = dict(type='tpuu')\n"
+    assert "'tpuu', which is unknown" in the(examine(lines, accelerator=None), 'error').found
+
+
+@pytest.mark.parametrize(
+    ('optimizer', 'factor'),
+    [
+        (dict(type='SGD', lr=0.1), 0.0),
+        (dict(type='SGD', lr=0.1, momentum=0.9), 1.0),
+        (dict(type='AdamW', lr=0.1), 2.0),
+        (dict(type='Adam', lr=0.1, amsgrad=True), 3.0),
+        (dict(type='LBFGS'), None),
+    ],
+)
+def test_state_of_an_optimizer(optimizer, factor):
+    found, why_not = state_factor(Config(dict(optimizer=optimizer)).optimizer)
+    assert found == factor
+    assert ('closure' in why_not) == (factor is None)

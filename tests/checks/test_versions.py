@@ -1,0 +1,96 @@
+"""Versions that do not go together, and packages that cannot be imported."""
+
+from importlib import metadata
+
+import pytest
+import torch
+
+from mmdevplug.checks import versions
+from mmdevplug.checks.isolated import Death, run_isolated
+
+from .running import examined, the
+
+
+def test_requirements_that_are_not_met(tmp_path, monkeypatch):
+    info = tmp_path / 'needy-1.0.dist-info'
+    info.mkdir()
+    (info / 'METADATA').write_text(
+        'Metadata-Version: 2.1\nName: needy\nVersion: 1.0\nRequires-Dist: numpy<1\n'
+    )
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=':')
+    found = the(list(versions._unmet_requirements()), 'warning', 'needy 1.0')
+    assert 'numpy<1' in found.found
+
+
+def broken(folder, name, line):
+    package = folder / name
+    package.mkdir()
+    (package / '__init__.py').write_text(line)
+    return package
+
+
+@pytest.mark.parametrize(
+    ('line', 'told'),
+    [
+        ('raise OSError("libc10_cuda.so: cannot open shared object file")', 'libc10_cuda.so'),
+        ('import os; os.abort()', 'SIGABRT'),
+        ('import sys; sys.exit(7)', 'exit status 7'),
+    ],
+)
+def test_packages_behind_a_broken_one_are_still_tried(tmp_path, monkeypatch, line, told):
+    broken(tmp_path, 'torchvision', line)
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=':')
+    found = list(run_isolated(versions.__name__, ['json', 'torchvision', 'csv'], {}, 60))
+    assert [getattr(told, 'level', 'died') for told in found] in (
+        ['ok', 'error', 'ok'],
+        ['ok', 'died', 'ok'],
+    )
+    described = found[1].describe() if isinstance(found[1], Death) else found[1].found
+    assert told in described
+    assert 'import torchvision' in described
+
+
+def test_broken_torch_is_a_finding_and_no_traceback(tmp_path):
+    broken(tmp_path, 'torch', 'raise OSError("libcudart.so.12: no such file")')
+    done, report = examined(tmp_path, paths=[tmp_path])
+    assert done.returncode == 1
+    assert report['exit_status'] == 1
+    (error,) = [f for f in report['findings'] if f['level'] == 'error' and 'torch' in f['found']]
+    assert 'libcudart.so.12' in error['found']
+    assert 'import torch' in error['remedy']
+    assert {f['section'] for f in report['findings']} == {'versions'}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch, '_import_device_backends'), reason='PyTorch 2.5 loads backends by itself'
+)
+def test_a_vendors_package_that_breaks_torch_is_the_only_error(tmp_path):
+    symbol = 'torch_acme/_C.so: undefined symbol: _ZN3c105ErrorC2E'
+    broken(tmp_path, 'torch_acme', f'def load():\n    raise ImportError({symbol!r})\n')
+    info = tmp_path / 'torch_acme-1.0.dist-info'
+    info.mkdir()
+    (info / 'METADATA').write_text(
+        'Metadata-Version: 2.1\nName: torch-acme\nVersion: 1.0\nRequires-Dist: torch==2.1.*\n'
+    )
+    (info / 'entry_points.txt').write_text('[torch.backends]\nacme = torch_acme:load\n')
+    done, report = examined(tmp_path, paths=[tmp_path])
+    assert done.returncode == 1
+    (error,) = [found for found in report['findings'] if found['level'] == 'error']
+    assert 'import torch fails because of the package torch-acme' in error['found']
+    assert symbol in error['found']
+    release = metadata.version('torch')
+    assert f'asks for torch==2.1.*; installed is torch {release}' in error['why']
+    assert 'pip uninstall torch-acme' in error['remedy']
+
+
+def test_mmcv_without_operators(tmp_path, monkeypatch):
+    package = broken(tmp_path, 'mmcv', '')
+    (package / 'ops').mkdir()
+    (package / 'ops' / '__init__.py').write_text('import mmcv._ext')
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=':')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    tasks = versions.modules_to_try()
+    assert tasks[tasks.index('mmcv') + 1] == 'mmcv.ops'
+    found = list(run_isolated(versions.__name__, ['mmcv', 'mmcv.ops'], {}, 60))
+    assert the(found, 'ok').found == 'import mmcv works'
+    assert 'MMCV_WITH_OPS=1' in the(found, 'error', 'import mmcv.ops', 'mmcv._ext').remedy

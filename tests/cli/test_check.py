@@ -1,0 +1,219 @@
+"""tools/check.py, as a user runs it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from mmengine.optim import OptimWrapper
+from mmengine.structures import InstanceData
+from torch import nn
+
+from mmdevplug.checks.step_devices import ModuleDevices, StepDevices
+from tests.checks.test_config import SPARE_HEAD
+from tests.cli.checking import checked, rows_of
+from tests.jobs import ROOT, need_card, needs_modes
+
+CONFIG = 'configs/digits/digits_cpu.py'
+PARTS = ['data_preprocessor', 'backbone', *(f'backbone.{i}' for i in range(7)), 'head']
+
+#: A model on several devices that forgets to bring together what it adds.
+PLANTED = """
+import torch
+from mmengine.model import BaseModel
+from mmengine.registry import MODELS
+from torch import nn
+
+
+class Sum(nn.Module):
+    def forward(self, one, other):
+        return one + other{cure}
+
+
+@MODELS.register_module()
+class Planted(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 10)
+        self.add = Sum()
+
+    def forward(self, inputs, labels, mode='loss'):
+        one = self.first(inputs.flatten(1))
+        other = torch.ones(10, device='zeta:1')
+        return dict(loss=nn.functional.cross_entropy(self.add(one, other), labels))
+"""
+
+
+class WithKeywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(2, 2)
+
+    def forward(self, sample, *, mask=None):
+        return dict(scores=self.part(sample.points) * mask, sample=sample)
+
+
+def one_step(model, **optimizer):
+    wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, **optimizer))
+    sample = InstanceData(points=torch.ones(3, 2))
+    with StepDevices(model, wrapper) as seen:
+        wrapper.update_params(model(sample, mask=torch.ones(2))['scores'].sum())
+    return seen
+
+
+def test_keyword_arguments_and_data_samples_are_seen():
+    whole, part = one_step(WithKeywords(), momentum=0.9).modules()
+    assert whole == ModuleDevices('', 'WithKeywords', 24, *[('cpu',)] * 5)
+    assert part == ModuleDevices('part', 'Linear', 24, *[('cpu',)] * 5)
+
+
+def test_nothing_is_watched_afterwards():
+    model = WithKeywords()
+    seen = one_step(model)
+    model.to('meta')(InstanceData(points=torch.ones(3, 2, device='meta')), mask=1)
+    assert seen.modules()[1][3:6] == (('meta',), ('cpu',), ('cpu',))
+
+
+def test_state_elsewhere_is_a_problem():
+    model = WithKeywords()
+    seen = one_step(model, momentum=0.9)
+    assert list(seen.problems()) == []
+    (state, _) = seen._optim_wrapper.optimizer.state.values()
+    state['momentum_buffer'] = state['momentum_buffer'].to('meta')
+    assert list(seen.problems()) == ['part.weight is on cpu, but its optimizer state on meta']
+    assert seen.modules()[1].state == ('meta', 'cpu')
+
+
+def test_a_module_with_tensors_on_two_devices_is_a_problem():
+    model = WithKeywords()
+    model.part.register_buffer('mean', torch.ones(2, device='meta'))
+    (problem,) = one_step(model).problems()
+    assert problem == 'part has tensors of its own on cpu, meta'
+
+
+@pytest.fixture(scope='module')
+def digits():
+    """As a user runs it, in a shell with variables of an earlier job."""
+    env = dict(os.environ, RANK='3', MASTER_PORT='29500', OMP_NUM_THREADS='1')
+    before = sorted(os.listdir(ROOT)), sorted(os.listdir(ROOT / 'configs' / 'digits'))
+    done = subprocess.run(
+        [sys.executable, 'tools/check.py', CONFIG],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert before == (sorted(os.listdir(ROOT)), sorted(os.listdir(ROOT / 'configs' / 'digits')))
+    return done
+
+
+@needs_modes
+def test_a_consistent_step(digits):
+    assert digits.returncode == 0, digits.stderr
+    assert digits.stdout.splitlines()[-1] == 'consistent: one training step on cpu'
+    rows = rows_of(digits.stdout)
+    assert list(rows) == ['module', '(the model)', *PARTS]
+    assert rows['head'] == ['Linear', '40.04 KiB', *['cpu'] * 5]
+    # Nothing to be trained, and nothing to be kept.
+    assert rows['backbone.2'] == ['ReLU', '0 bytes', '-', 'cpu', 'cpu', '-', '-']
+
+
+@needs_modes
+def test_a_parameter_without_a_gradient_is_a_warning(tmp_path):
+    (tmp_path / 'spare_head.py').write_text(SPARE_HEAD)
+    config = tmp_path / 'config.py'
+    config.write_text(
+        f'_base_ = [{str(ROOT / CONFIG)!r}]\n'
+        "custom_imports = dict(imports=['spare_head', 'mmdevplug.examples.digits'])\n"
+        "model = dict(type='WithSpareHead')\n"
+    )
+    status, out, _ = checked(config, folder=tmp_path)
+    (line,) = [line for line in out.splitlines() if line.startswith('warning:')]
+    assert 'one training step: spare.weight, spare.bias. A job of several ranks would stop' in line
+    assert 'set find_unused_parameters=True' in line
+    assert status in (None, 0)
+    _, out, _ = checked(config, '--cfg-options', 'find_unused_parameters=True', folder=tmp_path)
+    assert 'warning:' not in out
+
+
+def test_launch_variables_and_strategies_are_told(digits):
+    (stale,) = [line for line in digits.stdout.splitlines() if 'left over' in line]
+    assert 'RANK=3 MASTER_PORT=29500' in stale
+    assert stale.endswith('do: unset RANK MASTER_PORT')
+    lines = [line for line in digits.stdout.splitlines() if 'model_parallel.enable=' in line[:25]]
+    for word, line in zip(['true', 'false', 'auto'], lines):
+        assert line.startswith('* ' if word == 'false' else '  ')
+        told = 'refused: ' if word == 'true' else 'single_device on cpu: '
+        assert line[2:].startswith(f'model_parallel.enable={word:6}{told}')
+    assert 'needs two or more devices' in lines[0]
+
+
+@pytest.fixture
+def planted(tmp_path):
+    need_card()
+
+    def write(cure=''):
+        (tmp_path / 'planted_model.py').write_text(PLANTED.format(cure=cure))
+        config = tmp_path / 'planted.py'
+        config.write_text(
+            f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}, '
+            "__import__('mmdevplug').base_config('auto')]\n"
+            "custom_imports = dict(imports=['fakecard_from_env', 'mmdevplug.examples.digits', "
+            "'planted_model'])\n"
+            "model = dict(_delete_=True, type='Planted')\n"
+            "accelerator = dict(type='zeta')\n"
+        )
+        return dict(folder=tmp_path, FAKECARD_NAME='zeta'), config
+
+    return write
+
+
+def test_a_planted_mismatch_is_named(planted):
+    options, config = planted()
+    status, out, err = checked(config, **options)
+    assert status == 1, err
+    line = 1 + PLANTED.splitlines().index('        return one + other{cure}')
+    for told in ('operands on zeta:0, zeta:1', 'in: add (Sum)', f'planted_model.py:{line}: '):
+        assert told in out
+    assert out.splitlines()[-1].startswith('NOT consistent: 1 problem(s)')
+    # What was reached is in the table all the same.
+    assert rows_of(out)['add'] == ['Sum', '0 bytes', '-', 'zeta:0 zeta:1', *['-'] * 3]
+
+
+@pytest.mark.parametrize(('guard', 'expected'), [('warn', 1), ('move', 0)])
+def test_other_policies_for_a_planted_mismatch(planted, guard, expected):
+    options, config = planted()
+    status, out, _ = checked(config, '--guard', guard, **options)
+    assert status == expected
+    assert '1 operation(s) at 1 place(s) had operands on different devices' in out
+    # With a warning the card itself refuses to add, as it would in a training.
+    assert ('RuntimeError' in out) == (guard == 'warn')
+    assert rows_of(out)['first'][-2] == ('-' if guard == 'warn' else 'zeta:0')  # the gradient
+
+
+def test_the_same_without_the_mismatch(planted):
+    options, config = planted('.to(one.device)')
+    status, out, err = checked(config, **options)
+    assert status == 0, out + err
+    assert rows_of(out)['first'] == ['Linear', '2.54 KiB', *['zeta:0'] * 5]
+    assert 'different devices' not in out
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'told'),
+    [
+        (['no_such.py'], "'no_such.py' is no file"),
+        ([CONFIG, '--model-parallel', 'True'], 'model_parallel.enable=True needs two or more'),
+        ([CONFIG, '--model-parallel', 'perhaps'], "invalid choice: 'perhaps'"),
+        ([CONFIG, '--devices', '2'], 'Add --model-parallel true'),
+        pytest.param(
+            [CONFIG, '--cfg-options', 'model.channels=0'], 'the step fails with', marks=needs_modes
+        ),
+    ],
+)
+def test_what_cannot_be_checked(arguments, told):
+    status, out, err = checked(*arguments)
+    assert status != 0
+    assert told in out + err
