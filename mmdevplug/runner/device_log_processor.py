@@ -6,6 +6,7 @@ from mmengine.registry import LOG_PROCESSORS
 from mmengine.runner import LogProcessor
 
 from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.utils.annotations import AnyRunner
 
 MB = 2**20
 
@@ -19,7 +20,7 @@ class DeviceLogProcessor(LogProcessor):
     :class:`mmengine.runner.LogProcessor`.
     """
 
-    def get_log_after_iter(self, runner: Any, batch_idx: int, mode: str) -> Tuple[dict, str]:
+    def get_log_after_iter(self, runner: AnyRunner, batch_idx: int, mode: str) -> Tuple[dict, str]:
         """See :meth:`mmengine.runner.LogProcessor.get_log_after_iter`."""
         tag, line = super().get_log_after_iter(runner, batch_idx, mode)
         peak = _peak()
@@ -28,7 +29,7 @@ class DeviceLogProcessor(LogProcessor):
             line = f'{line.rstrip()}  memory: {peak}'
         return tag, line
 
-    def _get_max_memory(self, runner: Any) -> int:
+    def _get_max_memory(self, runner: AnyRunner) -> int:
         # MMEngine calls it where CUDA or MUSA is present, also if another device is in use.
         return _peak() or 0
 
@@ -39,7 +40,7 @@ def _peak() -> Union[int, None]:
     return None if peak is None else peak // MB
 
 
-def device_log_processor(cfg: Any) -> Any:
+def device_log_processor(cfg: object) -> Any:
     """Replace MMEngine's log processor in a config; others stay."""
     if isinstance(cfg, dict) and cfg.get('type', 'LogProcessor') in ('LogProcessor', LogProcessor):
         return dict(cfg, type=DeviceLogProcessor)

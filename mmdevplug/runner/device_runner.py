@@ -4,6 +4,7 @@ from functools import lru_cache, partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
 import torch
+from mmengine.config import Config
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
@@ -120,7 +121,7 @@ class DeviceRunner(Runner):
         super().__init__(*args, **kwargs)
 
     @classmethod
-    def from_cfg(cls, cfg: Any) -> 'DeviceRunner':
+    def from_cfg(cls, cfg: Config) -> 'DeviceRunner':
         """Build a runner from a config; see :meth:`mmengine.runner.Runner.from_cfg`."""
         with explain_versions(), explain_arguments(cfg):
             return super().from_cfg(prepare_config(cfg))
@@ -146,7 +147,7 @@ class DeviceRunner(Runner):
         super().set_randomness(seed, diff_rank_seed, deterministic)
         self.device_context.accelerator.manual_seed(self._seed)
 
-    def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
+    def build_logger(self, *args: object, **kwargs: object) -> MMLogger:
         """Build the logger and say in one line where this job runs and why."""
         logger = super().build_logger(*args, **kwargs)
         logger.info(self.device_context.describe())
@@ -235,7 +236,7 @@ class DeviceRunner(Runner):
         super().scale_lr(optim_wrapper, auto_scale_lr)
         self.global_batch.scale_lr(optim_wrapper, bool((auto_scale_lr or {}).get('enable')))
 
-    def build_param_scheduler(self, scheduler: Any) -> Any:
+    def build_param_scheduler(self, scheduler: object) -> Any:
         """Build schedulers; see :meth:`mmengine.runner.Runner.build_param_scheduler`."""
         self.global_batch.note_schedulers(scheduler)
         return super().build_param_scheduler(scheduler)
