@@ -5,8 +5,7 @@
 :class:`mmdevplug.DeviceRunner`. Subclasses of Runner are left alone.
 """
 
-from typing import Any
-
+from mmengine.config import Config
 from mmengine.runner import Runner
 
 from .runner import DeviceRunner
@@ -15,7 +14,7 @@ from .utils.patching import patch_symbol
 _from_cfg = Runner.from_cfg.__func__
 
 
-def _build_device_runner(cls: type, cfg: Any) -> Runner:
+def _build_device_runner(cls: type, cfg: Config) -> Runner:
     return DeviceRunner.from_cfg(cfg) if cls is Runner else _from_cfg(cls, cfg)
 
 

@@ -67,7 +67,7 @@ class RankFailedError(DevPlugError):
         return f'{type(self).__name__}: {self.brief or self}'
 
 
-def first_line(error: Any) -> str:
+def first_line(error: object) -> str:
     """What an error says, without the frames of C++ that PyTorch adds; its type if nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -1,13 +1,14 @@
 """Choose the backend of torch.distributed for an accelerator."""
 
 import re
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.staged import process_group as staged
+from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.logs import log_warning
 
 from . import Accelerator
@@ -36,7 +37,7 @@ def available_backends() -> List[str]:
     return sorted([name for name, there in present.items() if there] + plugged_in)
 
 
-def backend_of(group: Any = None) -> str:
+def backend_of(group: AnyGroup = None) -> str:
     """The backend of a process group for each device type, e.g. ``'cpu:gloo,npu:hccl'``.
 
     Groups of PyTorch 1 have one backend for all tensors: its name.
@@ -47,7 +48,7 @@ def backend_of(group: Any = None) -> str:
     return str(torch_dist.get_backend(group) if ask is None else ask(group)).lower()
 
 
-def takes_host_tensors(group: Any = None) -> bool:
+def takes_host_tensors(group: AnyGroup = None) -> bool:
     """Whether the collectives of a process group take host tensors, unlike those of nccl."""
     backend = backend_of(group)
     if ':' in backend:
@@ -84,7 +85,9 @@ def waits_for_backward(accelerator: Accelerator, backend: str) -> bool:
     return accelerator.compilation.lazy and not native
 
 
-def suits_native_ddp(accelerator: Accelerator, device: torch.device, group: Any = None) -> bool:
+def suits_native_ddp(
+    accelerator: Accelerator, device: torch.device, group: AnyGroup = None
+) -> bool:
     """Whether PyTorch's DDP can average over a native process group. All its ranks call this.
 
     Raises:

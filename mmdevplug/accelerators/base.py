@@ -124,7 +124,7 @@ class Precision(Part):
             raise self._no_autocast(error) from error
 
     def autocast(
-        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any
+        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: object
     ) -> AbstractContextManager:
         """The mixed-precision context; ``dtype`` defaults to :attr:`dtype`.
 
@@ -148,7 +148,7 @@ class Precision(Part):
             f"knows; train without, with optim_wrapper.type='OptimWrapper'."
         )
 
-    def grad_scaler(self, **kwargs: Any) -> Any:
+    def grad_scaler(self, **kwargs: object) -> Any:
         """The gradient scaler for float16; arguments as of ``torch.cuda.amp.GradScaler``.
 
         Raises:

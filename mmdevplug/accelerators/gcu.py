@@ -73,10 +73,12 @@ class T20Precision(Precision):
 
     dtype = torch.float16  # type: ignore[assignment]
 
-    def autocast(self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: Any):
+    def autocast(
+        self, dtype: Optional[torch.dtype] = None, enabled: bool = True, **kwargs: object
+    ):
         return _torch_gcu().amp.autocast(enabled=enabled, dtype=dtype or self.dtype, **kwargs)
 
-    def grad_scaler(self, **kwargs: Any) -> Any:
+    def grad_scaler(self, **kwargs: object) -> Any:
         """The vendor's scaler, of which `step` must not be called: it ends in a TypeError."""
         return _torch_gcu().amp.GradScaler(**kwargs)
 

@@ -44,7 +44,7 @@ class FinishedOnHost:
         self.module, self.method, self._predicts = module, method, predicts
         self._before = vars(module).get(method)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if self._predicts():
             args, kwargs = to_device((args, kwargs), 'cpu')
         elif self._before is not None:

@@ -50,7 +50,7 @@ def materialize_predictions(
         return
     merge = module.merge_preds
 
-    def merge_as_one(*args: Any, **kwargs: Any) -> Any:
+    def merge_as_one(*args: object, **kwargs: object) -> Any:
         merged = merge(*args, **kwargs)
         materialize()
         return merged

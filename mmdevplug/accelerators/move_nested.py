@@ -12,7 +12,7 @@ from .context import current_accelerator
 from .cpu import CPUAccelerator
 
 
-def to_device(nested: Any, device: Union[str, torch.device]) -> Any:
+def to_device(nested: object, device: Union[str, torch.device]) -> Any:
     """Move all tensors in nested containers to a device.
 
     One call copies all of them between host and device. Tensors that require gradients are copied

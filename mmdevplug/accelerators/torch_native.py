@@ -66,14 +66,14 @@ def privateuse1_name() -> Optional[str]:
     return None if name == 'privateuseone' else name
 
 
-def _answer(answer: Any) -> Any:
+def _answer(answer: object) -> Any:
     return answer
 
 
 class TorchNativePrecision(Precision):
     """The vendor's gradient scaler, if there is one."""
 
-    def grad_scaler(self, **kwargs: Any) -> Any:
+    def grad_scaler(self, **kwargs: object) -> Any:
         amp = getattr(getattr(torch, self.accelerator.device_type, None), 'amp', None)
         make = getattr(amp, 'GradScaler', super().grad_scaler)
         return make(**kwargs)
@@ -211,7 +211,7 @@ class TorchNativeAccelerator(Accelerator):
             return None
         return generic if current is not None and current.type == self.device_type else None
 
-    def _call(self, function: str, *args: Any, default: Any = None) -> Any:
+    def _call(self, function: str, *args: object, default: object = None) -> Any:
         """Call ``torch.<type>.<function>``, or what stands for it in ``torch.accelerator``.
 
         Devices are passed as their indices, which all vendors take; what is None is left out.

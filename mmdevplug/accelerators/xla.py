@@ -4,6 +4,7 @@ import os
 import sys
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
+from types import ModuleType
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Union
 
 import torch
@@ -208,7 +209,7 @@ class XLAAccelerator(LazyAccelerator):
 
 
 @contextmanager
-def _trace(profiler: Any, folder: str) -> Iterator[None]:
+def _trace(profiler: ModuleType, folder: str) -> Iterator[None]:
     profiler.start_trace(folder)
     try:
         yield

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set, Tuple
 
 import torch
+from torch.optim import Optimizer
 
 from mmdevplug.config.fields import shortened
 from mmdevplug.optim.replay_schedulers import base_name
@@ -55,7 +56,7 @@ def describe_differences(differences: List[Difference]) -> str:
     return '; '.join(lines[:_MOST]) + more
 
 
-def equal(one: Any, other: Any) -> bool:
+def equal(one: object, other: object) -> bool:
     """Whether two settings are equal; lists and tuples are the same."""
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(equal, one, other))
@@ -67,7 +68,7 @@ def equal(one: Any, other: Any) -> bool:
     return bool(same.all() if hasattr(same, 'all') else same)  # arrays of NumPy
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     if isinstance(value, Counter):
         value = sorted(value.elements())
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -78,7 +79,7 @@ def _show(value: Any) -> str:
 # optimizers -------------------------------------------------------------------------------------
 
 
-def group_settings(optimizer: Any, group: Mapping[str, Any]) -> Set[str]:
+def group_settings(optimizer: Optimizer, group: Mapping[str, Any]) -> Set[str]:
     """Name the settings of a group of parameters; the rest are parameters and progress.
 
     Optimizers such as DAdaptation's and Schedule-Free's count their steps in the groups: in names
@@ -95,7 +96,7 @@ def group_settings(optimizer: Any, group: Mapping[str, Any]) -> Set[str]:
 
 
 def compare_groups(
-    optimizer: Any, saved: Mapping[str, Any], configured: Mapping[str, Any]
+    optimizer: Optimizer, saved: Mapping[str, Any], configured: Mapping[str, Any]
 ) -> Dict[str, Tuple[Any, Any]]:
     """Return what differs, as pairs of the values that hold before any step of a scheduler."""
     names = group_settings(optimizer, configured)

@@ -8,9 +8,10 @@ import copy
 from typing import Any, Dict, List, Optional, Tuple
 
 from mmengine.dist import get_rank, get_world_size
+from mmengine.runner import BaseLoop
 from mmengine.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch import nn
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader
 
 from mmdevplug.accelerators.random_states import (
     random_state,
@@ -19,6 +20,7 @@ from mmdevplug.accelerators.random_states import (
 )
 from mmdevplug.data import make_resumable
 from mmdevplug.data.resumable_loader import (
+    ResumableBatches,
     renew_sampler,
     resumable_batches,
     sampler_of,
@@ -28,6 +30,7 @@ from mmdevplug.data.stateful import at_next_start, start_silently, stateful_part
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.samples import gather_samples
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.mmengine_compat import batches_dropped, iterate_forever
 from mmdevplug.utils.model import unwrap_model
@@ -53,7 +56,9 @@ KEY = 'mmdevplug'
 VERSION = 1
 
 
-def capture(runner: Any, position: Position, plain: PlainState, others: OtherLoaders) -> Dict:
+def capture(
+    runner: AnyRunner, position: Position, plain: PlainState, others: OtherLoaders
+) -> Dict:
     """Collect plain values and host tensors for the key :data:`KEY`; all ranks take part."""
     accelerator, _ = enter_rank_device()
     loop, loader = runner.train_loop, runner.train_loop.dataloader
@@ -104,7 +109,7 @@ def of_this_rank(saved: Dict) -> Dict[str, Dict]:
 class Resumption:
     """Restore what :func:`capture` collected in a runner that has resumed as MMEngine does."""
 
-    def __init__(self, runner: Any, saved: Dict) -> None:
+    def __init__(self, runner: AnyRunner, saved: Dict) -> None:
         self.runner = runner
         self.saved = saved
         self.loop = runner.train_loop
@@ -181,7 +186,7 @@ class Resumption:
             self.loop._iter = self.loop.epoch * len(self.loop.dataloader) + done
         kept.follow(before)
 
-    def _resume_batches(self, batches: Any, skip: int, drop: int) -> None:
+    def _resume_batches(self, batches: ResumableBatches, skip: int, drop: int) -> None:
         if self._between_epochs:
             batches.epoch = self.saved['epoch'] - 1
             return
@@ -209,7 +214,7 @@ class Resumption:
         elif isinstance(self.loop, EpochBasedTrainLoop) and skip:
             number_batches_from(self.loop, skip)
 
-    def _resume_sampling(self, batches: Any, skip: int) -> None:
+    def _resume_sampling(self, batches: ResumableBatches, skip: int) -> None:
         """Go on in a loop that may draw no batch, or several, before it trains."""
         loader, epoch = self.loop.dataloader, self.saved['epoch']
         before: List[Dict] = []
@@ -259,7 +264,7 @@ class Resumption:
             )
         return skip, drop
 
-    def _start_then_restore(self, loader: Any) -> Any:
+    def _start_then_restore(self, loader: DataLoader) -> Any:
         """Start an iterator, which draws a random number, also to continue a pass."""
         iterator = loader._get_iterator()
         self.restore_random_state()
@@ -309,7 +314,7 @@ class Resumption:
             self._mine['random'] = random_state(self._accelerator, self._devices)
 
 
-def validation_follows(runner: Any) -> bool:
+def validation_follows(runner: AnyRunner) -> bool:
     """Whether training is where a validation comes next."""
     loop = runner.train_loop
     if runner.val_loop is None or _progress(loop) is None:
@@ -319,13 +324,13 @@ def validation_follows(runner: Any) -> bool:
     return count >= loop.val_begin and (count % loop.val_interval == 0 or count == last)
 
 
-def is_complete(runner: Any) -> bool:
+def is_complete(runner: AnyRunner) -> bool:
     """Whether the loop has trained as many epochs or iterations as the config asks for."""
     progress = _progress(runner.train_loop)
     return progress is not None and progress[0] >= progress[1]
 
 
-def _progress(loop: Any) -> Optional[Tuple[int, int]]:
+def _progress(loop: BaseLoop) -> Optional[Tuple[int, int]]:
     """How many epochs or iterations were trained, and of how many; None for an unknown loop."""
     if isinstance(loop, EpochBasedTrainLoop):
         return loop.epoch, loop.max_epochs
@@ -334,7 +339,7 @@ def _progress(loop: Any) -> Optional[Tuple[int, int]]:
     return None
 
 
-def _averaged_models(runner: Any) -> List[nn.Module]:
+def _averaged_models(runner: AnyRunner) -> List[nn.Module]:
     """The moving averages of the model that hooks such as EMAHook keep."""
     kept = (getattr(hook, 'ema_model', None) for hook in runner.hooks)
     return [model for model in kept if isinstance(model, nn.Module)]

@@ -28,7 +28,7 @@ class HostCopy:
         self._keep = keep
         self._memory: List[Tensor] = []
 
-    def __call__(self, state: Any) -> Any:
+    def __call__(self, state: object) -> Any:
         """Copy dicts, lists, tuples, sets, deques and tensors, nested, and any other objects."""
         leaves: Dict[int, Any] = {}
         _find_leaves(state, leaves, set())
@@ -126,7 +126,7 @@ def _like_original(copied: Tensor, tensor: Tensor) -> Tensor:
     return copied
 
 
-def _find_leaves(state: Any, leaves: Dict[int, Any], seen: set) -> None:
+def _find_leaves(state: object, leaves: Dict[int, Any], seen: set) -> None:
     """Collect by ``id`` what is in dicts, lists, tuples, sets and deques and is none of these."""
     if isinstance(state, dict):
         # A ConfigDict makes new objects for who asks it by its own method.

@@ -4,6 +4,7 @@ import copy
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set
 
 from mmengine.registry import PARAM_SCHEDULERS
+from torch.optim import Optimizer
 
 from mmdevplug.optim.replay_schedulers import (
     Past,
@@ -13,6 +14,7 @@ from mmdevplug.optim.replay_schedulers import (
     replay_schedulers,
     restart_schedulers,
 )
+from mmdevplug.utils.annotations import AnyOptimWrapper
 
 from .compare_settings import (
     Difference,
@@ -49,7 +51,7 @@ class OptimizerSettings:
     """
 
     def __init__(
-        self, name: str, wrapper: Any, schedulers: Optional[List[Any]], config: Any
+        self, name: str, wrapper: AnyOptimWrapper, schedulers: Optional[List[Any]], config: object
     ) -> None:
         self.name, self.wrapper, self.schedulers = name, wrapper, list(schedulers or [])
         configs = config if isinstance(config, (list, tuple)) else [config]
@@ -237,7 +239,7 @@ class OptimizerSettings:
         )
 
 
-def optimizer_kind(optimizer: Any) -> str:
+def optimizer_kind(optimizer: Optimizer) -> str:
     """Name the class of an optimizer; of the one inside ZeroRedundancyOptimizer."""
     return type(getattr(optimizer, 'optim', optimizer)).__name__
 

@@ -39,7 +39,7 @@ class OtherLoaders:
         """Let a function note the loaders that it builds."""
 
         @wraps(build)
-        def built(*args: Any, **kwargs: Any) -> Any:
+        def built(*args: object, **kwargs: object) -> Any:
             loader = build(*args, **kwargs)
             self._add(f'{_kind(loader)}/{len(self._loaders) + 1}', loader)
             return loader
@@ -56,7 +56,7 @@ class OtherLoaders:
                     make_resumable(loader, seed)
                     self._add(f'{type(loop).__name__}.{name}/{index + 1}', loader)
 
-    def _add(self, name: str, loader: Any) -> None:
+    def _add(self, name: str, loader: DataLoader) -> None:
         self._loaders[name] = ref(loader)
         if isinstance(loader, DataLoader):
             self._readers[name] = Reader(loader)
@@ -241,7 +241,7 @@ def _parts(attributes: Dict[str, Any]) -> Iterator[Any]:
         yield from value.values() if isinstance(value, dict) else [value]
 
 
-def batch_size_of(loader: Any) -> Optional[int]:
+def batch_size_of(loader: DataLoader) -> Optional[int]:
     """The number of samples of a batch, None if it is not known."""
     size = getattr(loader, 'batch_size', None)
     if size is None:
@@ -249,5 +249,5 @@ def batch_size_of(loader: Any) -> Optional[int]:
     return size if isinstance(size, int) else None
 
 
-def _kind(loader: Any) -> str:
+def _kind(loader: DataLoader) -> str:
     return type(getattr(loader, 'dataset', loader)).__name__

@@ -8,7 +8,7 @@ import copy
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, Dict, Iterator, List, NamedTuple, Set, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
 from weakref import ref
 
 import numpy as np
@@ -18,6 +18,7 @@ from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
 from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import unwrap_model
 
@@ -66,7 +67,7 @@ class PlainState:
         runner (Runner): Before training begins, and before anything is restored.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: AnyRunner) -> None:
         self._runner = runner
         self._first = {owner.path: _marks(owner) for owner in _owners(runner)}
         self._first_trained = self._trained()
@@ -153,7 +154,7 @@ class PlainState:
             )
 
 
-def _owners(runner: Any) -> Iterator[Owner]:
+def _owners(runner: AnyRunner) -> Iterator[Owner]:
     """Walk over the modules of a model, its hooks, and the plain objects that they hold."""
     seen: Set[int] = set()
     todo: List[Tuple[str, Any, int, bool]] = []
@@ -186,7 +187,7 @@ def _owners(runner: Any) -> Iterator[Owner]:
                 ]
 
 
-def _attributes(value: Any) -> Dict[str, Any]:
+def _attributes(value: object) -> Dict[str, Any]:
     """The attributes of a module, a hook or an object that may be a state of training."""
     package = type(value).__module__.split('.')[0]
     if package == 'mmdevplug' or (package == 'mmengine' and isinstance(value, Hook)):
@@ -217,7 +218,7 @@ def _objects(value: Any, at: str = '') -> Iterator[Tuple[str, Any]]:
             yield from _objects(part, f'{at}[{key!r:.20}]')
 
 
-def _is_plain_object(value: Any) -> bool:
+def _is_plain_object(value: object) -> bool:
     if isinstance(value, _NO_STATE) or not hasattr(value, '__dict__'):
         return False
     kinds = [kind for kind in type(value).__mro__ if kind is not object]
@@ -232,7 +233,7 @@ class _Same:
         self._get = ref(value) if is_tensor else lambda: value
         self._version = value._version if is_tensor and not value.is_inference() else None
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         mine = self._get()
         return (
             isinstance(other, _Same)
@@ -251,14 +252,14 @@ def _marks(owner: Owner) -> Dict[str, Any]:
     }
 
 
-def _is_no_state(value: Any) -> bool:
+def _is_no_state(value: object) -> bool:
     if isinstance(value, Tensor):
         return value.grad_fn is not None  # computed in every iteration
     # Objects are walked over, with attributes of their own.
     return isinstance(value, (*_NO_STATE, nn.Module)) or _is_plain_object(value)
 
 
-def _mark(value: Any, parts: Any = None) -> Any:
+def _mark(value: Any, parts: Optional[List[int]] = None) -> Any:
     parts = [0] if parts is None else parts
     parts[0] += 1
     kind = type(value)
@@ -317,17 +318,17 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _read(value: Any, name: str) -> Any:
+def _read(value: object, name: str) -> Any:
     return _place(value, name).get(name)
 
 
-def _place(value: Any, name: str) -> Dict[str, Any]:
+def _place(value: object, name: str) -> Dict[str, Any]:
     """The dict that holds an attribute, which not every class lets others set."""
     buffers = getattr(value, '_buffers', {})
     return buffers if name in buffers else vars(value)
 
 
-def _put(owner: Owner, name: str, value: Any, on_device: bool) -> None:
+def _put(owner: Owner, name: str, value: object, on_device: bool) -> None:
     now = _read(owner.value, name)
     if isinstance(now, Tensor) and isinstance(value, Tensor) and _alike(now, value):
         with torch.no_grad():
@@ -344,6 +345,6 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
-def _device_of(value: Any) -> torch.device:
+def _device_of(value: object) -> torch.device:
     of_module = next(value.parameters(), None) if isinstance(value, nn.Module) else None
     return enter_rank_device()[1] if of_module is None else of_module.device

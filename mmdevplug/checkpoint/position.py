@@ -3,7 +3,9 @@
 from typing import Any, NamedTuple
 
 from mmengine.runner.loops import EpochBasedTrainLoop, _InfiniteDataloaderIterator
+from torch.utils.data import DataLoader
 
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.patching import replace_attribute
 
 
@@ -26,12 +28,12 @@ class ReadStart(NamedTuple):
     batch: int = 0
 
 
-def draws_several(loop: Any) -> bool:
+def draws_several(loop: object) -> bool:
     """Whether an iteration may draw several batches of data."""
     return hasattr(loop, 'batches_drawn')
 
 
-def current_position(runner: Any, batch_idx: int) -> Position:
+def current_position(runner: AnyRunner, batch_idx: int) -> Position:
     """Where training is at the end of an iteration; ``batch_idx`` is the hook's argument."""
     loop = runner.train_loop
     iterator = getattr(loop, 'dataloader_iterator', None)
@@ -55,7 +57,7 @@ class ResumedIterator(_InfiniteDataloaderIterator):
 
     begun = ReadStart()
 
-    def __init__(self, loader: Any, epoch: int, steps: int) -> None:
+    def __init__(self, loader: DataLoader, epoch: int, steps: int) -> None:
         self._dataloader, self._epoch, self._steps = loader, epoch, steps
         self._iterator: Any = None
 
@@ -76,7 +78,7 @@ def number_batches_from(loop: EpochBasedTrainLoop, first: int) -> None:
     """Pass hooks the true index of each batch in the epoch that was interrupted."""
     run_iter, epoch = loop.run_iter, loop.epoch
 
-    def run_numbered(idx: int, data_batch: Any) -> None:
+    def run_numbered(idx: int, data_batch: object) -> None:
         run_iter(idx + first if loop.epoch == epoch else idx, data_batch)
 
     replace_attribute(loop, 'run_iter', run_numbered)

@@ -44,7 +44,7 @@ def read_for_model(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
     return checkpoint
 
 
-def _forget_undefined_keys(hub: Any) -> None:
+def _forget_undefined_keys(hub: object) -> None:
     """Leave out log values that were not saved, of which MMEngine would warn one by one."""
     if isinstance(hub, dict) and isinstance(hub.get('resumed_keys'), dict):
         defined = {*hub.get('log_scalars', ()), *hub.get('runtime_info', ())}

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from mmengine.hooks import EMAHook
+from torch.optim import Optimizer
 
 from mmdevplug.errors import CheckpointError
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 
 from .finding import newest_files
@@ -104,7 +106,11 @@ def _ways_out(where: str) -> str:
 
 
 def check_optimizer(
-    optimizer: Any, kind: str, saved: Mapping[str, Any], saved_kind: Optional[str], where: str
+    optimizer: Optimizer,
+    kind: str,
+    saved: Mapping[str, Any],
+    saved_kind: Optional[str],
+    where: str,
 ) -> None:
     """Refuse the state of another optimizer, or of other groups of parameters.
 
@@ -174,7 +180,7 @@ def refuse_schedulers(saved: Sequence[str], configured: Sequence[str], where: st
 # hooks ------------------------------------------------------------------------------------------
 
 
-def adapt_to_hooks(runner: Any, checkpoint: Dict[str, Any], where: str) -> None:
+def adapt_to_hooks(runner: AnyRunner, checkpoint: Dict[str, Any], where: str) -> None:
     """Say which hooks have a state in the checkpoint or in the config alone.
 
     A checkpoint of EMAHook has the averaged weights in the place of the weights; without the hook,

@@ -11,6 +11,7 @@ from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop
 
 from mmdevplug.optim.replay_schedulers import Past
+from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.logs import log_warning
 
 from .compare_settings import Difference, describe_differences
@@ -43,7 +44,7 @@ class ResumeSettings:
         self._then, self._past = length, Past(0, 0, 1)
 
     @classmethod
-    def of_runner(cls, runner: Any) -> 'ResumeSettings':
+    def of_runner(cls, runner: AnyRunner) -> 'ResumeSettings':
         """Read the settings of a :class:`mmdevplug.runner.DeviceRunner`, as it has built them."""
         loop, kept = runner.train_loop, runner.global_batch
         scaled_by = None if kept.share is None else 'accelerator.global_batch'
@@ -123,7 +124,9 @@ class ResumeSettings:
                 )
 
 
-def list_optimizers(optim_wrapper: Any, schedulers: Any, config: Any) -> List[OptimizerSettings]:
+def list_optimizers(
+    optim_wrapper: AnyOptimWrapper, schedulers: Any, config: Any
+) -> List[OptimizerSettings]:
     """List the optimizers of a runner with their schedulers and the configs of these."""
     if not isinstance(optim_wrapper, OptimWrapperDict):
         return [OptimizerSettings('', optim_wrapper, schedulers, config)]
@@ -136,7 +139,7 @@ def list_optimizers(optim_wrapper: Any, schedulers: Any, config: Any) -> List[Op
     ]
 
 
-def describe_kinds(optim_wrapper: Any, schedulers: Any) -> Dict[str, Any]:
+def describe_kinds(optim_wrapper: AnyOptimWrapper, schedulers: Any) -> Dict[str, Any]:
     """Name the classes of optimizers and schedulers, for a checkpoint that holds their states."""
     wrappers, lists = {'': optim_wrapper}, {'': schedulers}
     if isinstance(optim_wrapper, OptimWrapperDict):

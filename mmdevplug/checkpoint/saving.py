@@ -9,6 +9,7 @@ from threading import Thread
 from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import mmengine
+from mmengine.config import Config
 from mmengine.dist import is_main_process
 from mmengine.fileio import get_file_backend
 from mmengine.optim import OptimWrapper
@@ -22,6 +23,7 @@ from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.abort import before_abort
 from mmdevplug.optim import join_consolidation
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.model import unwrap_model
 
 from .finding import write_pointer
@@ -87,7 +89,7 @@ class CheckpointSaver:
         self._failed: Optional[str] = None
         before_abort(lambda: self._background.join(ABORT_SECONDS))
 
-    def save(self, runner: Any, file: CheckpointFile, meta: Dict, options: Dict) -> bool:
+    def save(self, runner: AnyRunner, file: CheckpointFile, meta: Dict, options: Dict) -> bool:
         """Save; return whether it worked or runs in the background. All ranks take part.
 
         With ``on_error='stop'``, a failure raises CheckpointError on rank 0 and RankFailedError on
@@ -115,7 +117,9 @@ class CheckpointSaver:
         elif self._failed is not None:
             raise CheckpointError(self._failed)
 
-    def _write_on_main(self, runner: Any, file: CheckpointFile, write: Callable[[], None]) -> bool:
+    def _write_on_main(
+        self, runner: AnyRunner, file: CheckpointFile, write: Callable[[], None]
+    ) -> bool:
         phase = f'saving {os.path.basename(file.path)}'
         failed = run_on_main(phase, lambda: self._attempt(write), self.options.timeout)
         return self._settle(runner, failed)
@@ -130,7 +134,7 @@ class CheckpointSaver:
             return str(error)
         return None
 
-    def _settle(self, runner: Any, failed: Optional[str]) -> bool:
+    def _settle(self, runner: AnyRunner, failed: Optional[str]) -> bool:
         self._failed = failed
         if failed is not None:
             runner.logger.error(
@@ -155,7 +159,7 @@ class CheckpointSaver:
             elif backend.isdir(path):
                 backend.rmtree(path)  # as DeepSpeed saves them
 
-    def _start(self, runner: Any, file: CheckpointFile, meta: Dict, options: Dict) -> None:
+    def _start(self, runner: AnyRunner, file: CheckpointFile, meta: Dict, options: Dict) -> None:
         """Copy to host memory, and write the copy in the background."""
         self._settle(runner, self._attempt(self._background.join))
         if self._kept_copy is None:
@@ -165,7 +169,7 @@ class CheckpointSaver:
         self._background.start(lambda: self._put(work_dir, copied, file))
 
     def _save_by_runner(
-        self, runner: Any, file: CheckpointFile, meta: Dict, options: Dict
+        self, runner: AnyRunner, file: CheckpointFile, meta: Dict, options: Dict
     ) -> bool:
         """Let a runner with its own method save under a temporary name, then rename the file."""
         folder, name = os.path.split(file.path)
@@ -185,7 +189,7 @@ class CheckpointSaver:
         return self._write_on_main(runner, file, rename)
 
 
-def _collects_as_mmengine(runner: Any) -> bool:
+def _collects_as_mmengine(runner: AnyRunner) -> bool:
     """Whether a runner collects a checkpoint as MMEngine's own does."""
     if not isinstance(runner, Runner):
         return False
@@ -194,7 +198,7 @@ def _collects_as_mmengine(runner: Any) -> bool:
 
 
 def collect_checkpoint(
-    runner: Any,
+    runner: AnyRunner,
     save_optimizer: bool = True,
     save_param_scheduler: bool = True,
     meta: Optional[Dict[str, Any]] = None,
@@ -227,7 +231,7 @@ def collect_checkpoint(
     return checkpoint
 
 
-def _meta(runner: Any, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, Any]:
+def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, Any]:
     # MMEngine counts an epoch or an iteration only after the hooks that save it.
     meta.setdefault('epoch', runner.epoch + 1 if by_epoch else runner.epoch)
     meta.setdefault('iter', runner.iter if by_epoch else runner.iter + 1)
@@ -251,7 +255,7 @@ def _mmengine_version() -> str:
 _formatted: Dict[str, str] = {}
 
 
-def _pretty_text(cfg: Any) -> str:
+def _pretty_text(cfg: Config) -> str:
     """``cfg.pretty_text``, which takes a tenth of a second, once for each state of the config."""
     plain = repr(cfg)
     if plain not in _formatted:

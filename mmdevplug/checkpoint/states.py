@@ -8,6 +8,7 @@ import torch
 from mmengine.dist import get_world_size
 from mmengine.hooks import EarlyStoppingHook, Hook, SyncBuffersHook
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.data.resumable_loader import resumable_batches
@@ -16,6 +17,7 @@ from mmdevplug.distributed.byte_exchange import all_gather, gather_bytes, to_byt
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.patches.torch_load import safe_loading
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.torch_compat import view_as_dtype
 
@@ -31,7 +33,7 @@ _ATTRIBUTES = {
 _SWITCHED = '_has_switched'
 
 
-def hook_states(runner: Any) -> Dict[str, Any]:
+def hook_states(runner: AnyRunner) -> Dict[str, Any]:
     """Collect the states of MMEngine's hooks, and of hooks with ``state_dict``, by hook."""
     return {
         name: _state(hook)
@@ -40,7 +42,7 @@ def hook_states(runner: Any) -> Dict[str, Any]:
     }
 
 
-def restore_hook_states(runner: Any, states: Mapping[str, Any]) -> None:
+def restore_hook_states(runner: AnyRunner, states: Mapping[str, Any]) -> None:
     """Restore what :func:`hook_states` collected; hooks without a saved state begin anew."""
     for name, hook in named_hooks(runner):
         if name not in states or not keeps_state(hook):
@@ -51,13 +53,13 @@ def restore_hook_states(runner: Any, states: Mapping[str, Any]) -> None:
             vars(hook).update(states[name])
 
 
-def stateful_hooks(runner: Any) -> List[str]:
+def stateful_hooks(runner: AnyRunner) -> List[str]:
     """Name the hooks that restore a state."""
     return [name for name, hook in named_hooks(runner) if keeps_state(hook)]
 
 
 def repeat_validation(
-    runner: Any, checkpoint_hook: Hook, metrics: Optional[Mapping[str, Any]]
+    runner: AnyRunner, checkpoint_hook: Hook, metrics: Optional[Mapping[str, Any]]
 ) -> None:
     """Call ``after_val_epoch`` of the hooks whose turn came after the checkpoint was saved."""
     hooks = runner.hooks
@@ -91,7 +93,7 @@ def _state(hook: Hook) -> Any:
     return {name: getattr(hook, name) for name in [*names, _SWITCHED] if hasattr(hook, name)}
 
 
-def named_hooks(runner: Any) -> Iterator[Tuple[str, Hook]]:
+def named_hooks(runner: AnyRunner) -> Iterator[Tuple[str, Hook]]:
     """All hooks with names that are the same in every run of a config."""
     counts: Dict[str, int] = {}
     for hook in runner.hooks:
@@ -100,7 +102,7 @@ def named_hooks(runner: Any) -> Iterator[Tuple[str, Hook]]:
         yield f'{name}/{counts[name]}', hook
 
 
-def gather_packed(value: Any) -> List[Tensor]:
+def gather_packed(value: object) -> List[Tensor]:
     """Gather values that ``weights_only`` loads from all ranks, as the bytes of files.
 
     Whoever writes them into a checkpoint need not know how to write deques.
@@ -117,7 +119,7 @@ def unpack(data: Tensor) -> Any:
         return torch.load(io.BytesIO(to_bytes(data)))
 
 
-def loader_states(runner: Any) -> Dict[str, Dict]:
+def loader_states(runner: AnyRunner) -> Dict[str, Dict]:
     """By loader, how many passes it has begun, and whether its persistent workers run."""
     states = {}
     for name, loader in _loaders(runner).items():
@@ -130,7 +132,7 @@ def loader_states(runner: Any) -> Dict[str, Dict]:
     return states
 
 
-def restore_loaders(runner: Any, states: Dict[str, Dict]) -> None:
+def restore_loaders(runner: AnyRunner, states: Dict[str, Dict]) -> None:
     """Restore what :func:`loader_states` returned, before training."""
     for name, loader in _loaders(runner).items():
         if name not in states:
@@ -142,7 +144,7 @@ def restore_loaders(runner: Any, states: Dict[str, Dict]) -> None:
             restart_workers_silently(loader)
 
 
-def restart_workers_silently(loader: Any) -> None:
+def restart_workers_silently(loader: DataLoader) -> None:
     """Prevent a data loader from drawing a random number when it starts persistent workers.
 
     It draws one when it starts them and none in later passes, so a resumed run would draw one
@@ -156,12 +158,12 @@ def restart_workers_silently(loader: Any) -> None:
 class _WorkersToStart:
     """Stand for the iterator of a data loader whose persistent workers are yet to be started."""
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
         """Replace itself by the real iterator; called when the loader begins its next pass."""
         replace_attribute(loader, '_iterator', start_silently(loader))
 
 
-def _loaders(runner: Any) -> Dict[str, Any]:
+def _loaders(runner: AnyRunner) -> Dict[str, Any]:
     loops = dict(train=runner.train_loop, val=runner.val_loop)
     return {name: loop.dataloader for name, loop in loops.items() if loop is not None}
 

@@ -114,7 +114,7 @@ class _HoldingErrors:
     def __str__(self) -> str:
         return str(self._file.name)
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes) -> int:
         """Write unless an earlier call failed, and return the full length in any case."""
         self._attempt(self._file.write, data)
         self._written += len(data)
@@ -133,7 +133,7 @@ class _HoldingErrors:
             call(self._file.fileno(), self._begun, self._written - self._begun, _BEGIN)
         self._begun = self._written
 
-    def _attempt(self, function: Callable[..., Any], *args: Any) -> None:
+    def _attempt(self, function: Callable[..., Any], *args: object) -> None:
         if self.error is None:
             try:
                 function(*args)

@@ -16,7 +16,7 @@ DEFAULT_HEARTBEAT_TIMEOUT = 60.0
 LEAST_HEARTBEAT_TIMEOUT = 6.0
 
 
-def find_compilation_cache(value: Any, work_dir: Optional[str] = None) -> Optional[str]:
+def find_compilation_cache(value: object, work_dir: Optional[str] = None) -> Optional[str]:
     """Return the folder of ``accelerator.compilation_cache``, None for none."""
     if value is None or value is False:
         return None
@@ -28,7 +28,7 @@ def find_compilation_cache(value: Any, work_dir: Optional[str] = None) -> Option
     raise AcceleratorError(f'accelerator.compilation_cache={value!r}: expected a folder{also}.')
 
 
-def _read_compilation_cache(value: Any, key: str) -> Union[None, bool, str]:
+def _read_compilation_cache(value: object, key: str) -> Union[None, bool, str]:
     # The work directory is not known yet.
     return True if value is True else find_compilation_cache(value, os.curdir)
 
@@ -155,7 +155,7 @@ class AcceleratorOptions(Options):
 
     @classmethod
     def from_config(
-        cls, config: Any, problems: Optional[List[DevPlugError]] = None, **defaults: Any
+        cls, config: Any, problems: Optional[List[DevPlugError]] = None, **defaults: object
     ) -> 'AcceleratorOptions':
         """Parse and check the config key: a name, a dict, or an accelerator.
 

@@ -3,7 +3,18 @@
 import dataclasses
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any, Callable, ClassVar, Dict, Iterable, List, Mapping, NamedTuple, Optional
+from typing import (
+    Any,
+    Callable,
+    ClassVar,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Type,
+)
 
 from mmdevplug.errors import DevPlugError
 
@@ -55,11 +66,11 @@ def positive(zero: bool = False, infinite: bool = False) -> Check:
     )
 
 
-def _is(kind: type, value: Any) -> bool:
+def _is(kind: type, value: object) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def choice(*words: Any) -> Check:
+def choice(*words: object) -> Check:
     """Check that a value is one of some words or flags."""
     names = [repr(word) for word in words]
     expected = f'{", ".join(names[:-1])} or {names[-1]}'
@@ -78,7 +89,7 @@ TEXT = Check(lambda value: isinstance(value, str), 'a str', 'str')
 
 
 def option(
-    default: Any,
+    default: object,
     meaning: str,
     check: Optional[Check] = None,
     read: Optional[Reader] = None,
@@ -102,7 +113,7 @@ def option(
     return dataclasses.field(default=held, metadata=metadata)
 
 
-def options_of(kind: Any) -> List[dataclasses.Field]:
+def options_of(kind: type) -> List[dataclasses.Field]:
     """List the fields of a dataclass that :func:`option` made."""
     return [field for field in dataclasses.fields(kind) if 'meaning' in field.metadata]
 
@@ -126,7 +137,7 @@ class Options:
         return [one.name for one in options_of(cls)]
 
     @classmethod
-    def check(cls, name: str, value: Any, origin: Optional[str] = None) -> None:
+    def check(cls, name: str, value: object, origin: Optional[str] = None) -> None:
         """Refuse an impossible value of an option, which a message calls ``origin``."""
         check = cls.__dataclass_fields__[name].metadata['check']
         if check is None or check.holds(value):
@@ -178,7 +189,9 @@ class Options:
 # names ------------------------------------------------------------------------------------------
 
 
-def refuse_unknown(given: Iterable[Any], known: Iterable[str], where: str, error: Any) -> None:
+def refuse_unknown(
+    given: Iterable[Any], known: Iterable[str], where: str, error: Type[Exception]
+) -> None:
     """Refuse options that do not exist, and suggest the nearest that does."""
     known = list(known)
     unknown = [name for name in given if name not in known]
@@ -197,7 +210,7 @@ def did_you_mean(unknown: Iterable[Any], known: Iterable[str]) -> str:
     return f'; did you mean {" and ".join(map(repr, dict.fromkeys(found)))}?' if found else '.'
 
 
-def shortened(value: Any) -> str:
+def shortened(value: object) -> str:
     """Quote a value for a message, shortened to 60 characters if it is long."""
     text = repr(value)
     return text if len(text) <= 80 else f'{text[:60]}... ({len(text)} characters)'
@@ -220,7 +233,7 @@ def read_dict(kind: Any, switch: bool = False) -> Reader:
     """Make the reader of an option that is a dict of options, or a switch: True, False (None)."""
     accepted = 'True, False, or a dict' if switch else 'a dict'
 
-    def read(value: Any, key: str) -> Optional[Options]:
+    def read(value: object, key: str) -> Optional[Options]:
         if switch and isinstance(value, bool):
             return kind() if value else None
         if isinstance(value, Mapping):

@@ -17,7 +17,7 @@ class GradCompression(NamedTuple):
     powersgd_options: Dict[str, Any]
 
 
-def _read_grad_compression(value: Any, key: str) -> GradCompression:
+def _read_grad_compression(value: object, key: str) -> GradCompression:
     """Read a name, or a dict with it as ``type`` and options of PyTorch's ``PowerSGDState``."""
     options: Dict[str, Any] = dict(value) if isinstance(value, Mapping) else dict(type=value)
     kind = options.pop('type', '')

@@ -72,9 +72,9 @@ def round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _is_length(value: Any) -> bool:
+def _is_length(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_length, value))

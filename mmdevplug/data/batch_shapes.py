@@ -87,7 +87,7 @@ class ShapeRecorder:
         self._found = {SENT: {}, COMPUTED: {}}
         self._recording = True
 
-    def stop(self, data_batch: Any) -> Dict[str, Shapes]:
+    def stop(self, data_batch: object) -> Dict[str, Shapes]:
         """Stop; return the shapes of preprocessors' inputs and outputs, or else the batch's."""
         if not self._found[COMPUTED]:
             self._record(COMPUTED, data_batch)
@@ -97,7 +97,7 @@ class ShapeRecorder:
             for kind, found in self._found.items()
         }
 
-    def _record(self, kind: str, batch: Any = None) -> None:
+    def _record(self, kind: str, batch: object = None) -> None:
         if self._recording:
             _collect(batch, '', self._found[kind])
 

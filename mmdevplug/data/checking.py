@@ -7,8 +7,9 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 from mmengine.dataset import BaseDataset
 from mmengine.dist import get_rank
-from mmengine.runner import EpochBasedTrainLoop
+from mmengine.runner import BaseLoop, EpochBasedTrainLoop
 from torch import multiprocessing
+from torch.utils.data import DataLoader
 
 from mmdevplug.distributed.waiting import decide_together
 from mmdevplug.errors import LaunchError, SampleError
@@ -23,7 +24,7 @@ _SOURCES = ('ann_file', 'data_root', 'data_prefix', 'filter_cfg', '_indices')
 LONGEST_TEMPORARY_FOLDER = 107 - len('/pymp-12345678/listener-12345678')
 
 
-def build_nonempty(build: Callable[[], Any], config: Any) -> Any:
+def build_nonempty(build: Callable[[], Any], config: object) -> Any:
     """Build a data loader; refuse an empty dataset, where MMEngine or a sampler would not say so.
 
     Raises:
@@ -47,7 +48,7 @@ def build_nonempty(build: Callable[[], Any], config: Any) -> Any:
     return loader
 
 
-def check_temporary_folder(loader: Any) -> None:
+def check_temporary_folder(loader: DataLoader) -> None:
     """Refuse workers that cannot pass batches on: the job would wait for them without end."""
     folder = tempfile.gettempdir()
     by_sockets = multiprocessing.get_sharing_strategy() == 'file_descriptor'
@@ -60,7 +61,7 @@ def check_temporary_folder(loader: Any) -> None:
         )
 
 
-def check_batches(loop: Any) -> None:
+def check_batches(loop: BaseLoop) -> None:
     """Refuse to train if this rank gets no batch in an epoch.
 
     Loops that count iterations may have an infinite sampler, so their length is not checked.
@@ -78,7 +79,7 @@ def check_batches(loop: Any) -> None:
         )
 
 
-def compare_batches(loop: Any) -> None:
+def compare_batches(loop: BaseLoop) -> None:
     """Refuse epochs that have more batches on one rank than on another, before they hang.
 
     All ranks have to call it. Loops that count iterations restart their data, so they are not
@@ -106,7 +107,7 @@ def compare_batches(loop: Any) -> None:
     )
 
 
-def _by_epoch(loop: Any) -> bool:
+def _by_epoch(loop: BaseLoop) -> bool:
     return getattr(type(loop), 'run_epoch', None) is EpochBasedTrainLoop.run_epoch
 
 
@@ -133,7 +134,7 @@ def _length(thing: Any) -> Optional[int]:
         return None
 
 
-def _describe(dataset: Any) -> str:
+def _describe(dataset: object) -> str:
     """Name the type of a dataset and where its samples come from, also those inside wrappers."""
     sources = {name.strip('_'): getattr(dataset, name, None) for name in _SOURCES}
     parts = [f'{name}={value!r}' for name, value in sources.items() if not _is_empty(value)]
@@ -144,13 +145,13 @@ def _describe(dataset: Any) -> str:
     return f'{type(dataset).__name__}({", ".join(parts)})'
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(_is_empty(each) for each in value.values())
     return value in (None, '', [])
 
 
-def _no_samples(dataset: Any, config: Any) -> SampleError:
+def _no_samples(dataset: object, config: object) -> SampleError:
     message = f'rank {get_rank()}: {_describe(dataset)} has 0 samples'
     unfiltered = _count_unfiltered(dataset)
     if unfiltered:
@@ -171,7 +172,7 @@ def _no_samples(dataset: Any, config: Any) -> SampleError:
     return SampleError(f'{message}.')
 
 
-def _count_unfiltered(dataset: Any) -> int:
+def _count_unfiltered(dataset: object) -> int:
     """Count the samples before the dataset's own filter; 0 where it has none."""
     filters = getattr(dataset, 'filter_cfg', None) or getattr(dataset, '_indices', None)
     if not isinstance(dataset, BaseDataset) or filters is None:

@@ -4,9 +4,10 @@ from itertools import islice
 from typing import Any, Optional
 
 from mmengine.dataset import DefaultSampler
-from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
+from mmengine.runner import BaseLoop, EpochBasedTrainLoop, TestLoop, ValLoop
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
@@ -29,7 +30,7 @@ _ENDING = (DefaultSampler, DistributedSampler, RandomSampler, SequentialSampler)
 _TRIED = 64
 
 
-def check_endless(loop: Any, key: str, config: Any, seed: Optional[int]) -> None:
+def check_endless(loop: BaseLoop, key: str, config: object, seed: Optional[int]) -> None:
     """Refuse a loop over epochs, of validation or of testing, whose sampler never ends.
 
     Samplers are built a second time from their config and read to their end, because reading may
@@ -75,7 +76,7 @@ def check_endless(loop: Any, key: str, config: Any, seed: Optional[int]) -> None
     )
 
 
-def _find_endless(loader: Any, config: Any, seed: Optional[int]) -> Any:
+def _find_endless(loader: DataLoader, config: object, seed: Optional[int]) -> Any:
     """The sampler or batch sampler without an end; None if both end, or cannot be built again."""
     sampler = build_sampler(loader, config, seed)
     if sampler is None:

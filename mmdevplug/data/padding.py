@@ -128,7 +128,7 @@ class _Fill(nn.Module):
         self._padded = padded
         self.augments = augments
 
-    def forward(self, inputs: Inputs, others: Any) -> Tuple[Inputs, Any]:
+    def forward(self, inputs: Inputs, others: object) -> Tuple[Inputs, Any]:
         inputs = self._padded.fill(inputs, others)
         return (inputs, others) if self.augments is None else self.augments(inputs, others)
 
@@ -140,7 +140,7 @@ def padded_forward(preprocessor: nn.Module) -> Optional[PaddedForward]:
 
 
 def build_padded(
-    build: Callable[[Any], nn.Module], model: Any, option: Optional[PadTo] = None
+    build: Callable[[Any], nn.Module], model: object, option: Optional[PadTo] = None
 ) -> nn.Module:
     """Build a model whose data preprocessors pad, if its config or an option sets it.
 
@@ -155,7 +155,7 @@ def build_padded(
     return built
 
 
-def take_pad_to(model: Any) -> Tuple[Any, List[Any]]:
+def take_pad_to(model: object) -> Tuple[Any, List[Any]]:
     """Return a copy of a model's config without ``pad_to`` in data preprocessors, and its value.
 
     The value is in a list, which is empty if there is none.
@@ -174,7 +174,7 @@ def take_pad_to(model: Any) -> Tuple[Any, List[Any]]:
     return model, found[:1]
 
 
-def _find_pad_to(config: Any, found: List[Any], remove: bool = False) -> None:
+def _find_pad_to(config: object, found: List[Any], remove: bool = False) -> None:
     if not isinstance(config, dict):
         return
     for key, value in config.items():
@@ -223,7 +223,7 @@ def _warn_of_diluted_losses(model: nn.Module) -> None:
         )
 
 
-def _images(data: Any) -> Sequence[Tensor]:
+def _images(data: object) -> Sequence[Tensor]:
     images = data.get('inputs') if isinstance(data, Mapping) else None
     several = isinstance(images, (list, tuple)) and len(images) > 0
     if several and all(isinstance(image, Tensor) and image.dim() >= 2 for image in images):
@@ -238,7 +238,7 @@ def _images(data: Any) -> Sequence[Tensor]:
     )
 
 
-def _are_samples(samples: Any) -> bool:
+def _are_samples(samples: object) -> bool:
     return isinstance(samples, (list, tuple)) and all(
         isinstance(sample, BaseDataElement) for sample in samples
     )
@@ -264,5 +264,5 @@ def _pad_pixels(field: PixelData, size: Size, value: float) -> PixelData:
     return result
 
 
-def _first(owner: Any, names: Sequence[str], default: float) -> float:
+def _first(owner: object, names: Sequence[str], default: float) -> float:
     return next((getattr(owner, name) for name in names if hasattr(owner, name)), default)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from mmengine.dist import get_rank
 from mmengine.registry import DATA_SAMPLERS
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from mmdevplug.accelerators.random_states import host_random_state
@@ -162,7 +162,7 @@ class WorkerInit:
 
 
 def _fetch_seeded(
-    dataset: Any, fetch: Optional[Callable[[Sequence[int]], List[Any]]], indices: Sequence[int]
+    dataset: Dataset, fetch: Optional[Callable[[Sequence[int]], List[Any]]], indices: Sequence[int]
 ) -> List[Any]:
     """Load the samples of a batch, after seeding for it."""
     seed = getattr(indices, 'seed', None)
@@ -174,7 +174,7 @@ def _fetch_seeded(
     return [dataset[index] for index in indices] if fetch is None else fetch(indices)
 
 
-def make_resumable(loader: Any, seed: Optional[int] = None) -> Optional[ResumableBatches]:
+def make_resumable(loader: DataLoader, seed: Optional[int] = None) -> Optional[ResumableBatches]:
     """Let a data loader begin in the middle of an epoch.
 
     Args:
@@ -201,7 +201,7 @@ def make_resumable(loader: Any, seed: Optional[int] = None) -> Optional[Resumabl
     return batches
 
 
-def resumable_batches(loader: Any) -> Optional[ResumableBatches]:
+def resumable_batches(loader: Optional[DataLoader]) -> Optional[ResumableBatches]:
     """Return the :class:`ResumableBatches` of a data loader, None if it has none."""
     batches = getattr(loader, 'batch_sampler', None)
     return batches if isinstance(batches, ResumableBatches) else None
@@ -212,13 +212,13 @@ def seed_workers(batches: ResumableBatches, seed: int) -> None:
     batches.seed = derive_seed(seed, get_rank())
 
 
-def sampler_of(loader: Any) -> Any:
+def sampler_of(loader: DataLoader) -> Any:
     """Return the sampler that shuffles: that of the batch sampler, or of the data loader."""
     batches = getattr(loader, 'batch_sampler', None)
     return getattr(batches, 'sampler', None) or getattr(loader, 'sampler', None)
 
 
-def build_sampler(loader: Any, config: Any, seed: Optional[int]) -> Any:
+def build_sampler(loader: DataLoader, config: object, seed: Optional[int]) -> Any:
     """Build the sampler of a loader again from its config; None if the config has none."""
     sampler = config.get('sampler') if isinstance(config, Mapping) else None
     if not isinstance(sampler, Mapping):
@@ -227,7 +227,7 @@ def build_sampler(loader: Any, config: Any, seed: Optional[int]) -> Any:
     return DATA_SAMPLERS.build(copy.deepcopy(dict(sampler)), default_args=defaults)
 
 
-def build_batch_sampler(loader: Any, config: Any, sampler: Any) -> Any:
+def build_batch_sampler(loader: DataLoader, config: Any, sampler: Sampler) -> Any:
     """Build the batch sampler of a loader again from its config, over a sampler."""
     batches = config.get('batch_sampler')
     if not isinstance(batches, Mapping):
@@ -236,7 +236,7 @@ def build_batch_sampler(loader: Any, config: Any, sampler: Any) -> Any:
     return DATA_SAMPLERS.build(copy.deepcopy(dict(batches)), default_args=defaults)
 
 
-def renew_sampler(loader: Any, config: Any, seed: Optional[int]) -> None:
+def renew_sampler(loader: DataLoader, config: Any, seed: Optional[int]) -> None:
     """Replace the sampler of a loader by a new one: it may have been read from already."""
     batches = resumable_batches(loader)
     sampler = None if batches is None else build_sampler(loader, config, seed)

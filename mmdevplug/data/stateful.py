@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 
-def stateful_part(loader: Any) -> Optional[Any]:
+def stateful_part(loader: DataLoader) -> Optional[Any]:
     """Return what knows its place: the loader, or else its iterable dataset; None if neither does.
 
     With worker processes the dataset that is read is a copy in each of them.
@@ -21,11 +21,11 @@ def stateful_part(loader: Any) -> Optional[Any]:
     return next((part for part in parts if _has_state(part)), None)
 
 
-def _has_state(part: Any) -> bool:
+def _has_state(part: object) -> bool:
     return all(callable(getattr(part, name, None)) for name in ('state_dict', 'load_state_dict'))
 
 
-def at_next_start(loader: Any, start: Callable[[Any], Any]) -> bool:
+def at_next_start(loader: DataLoader, start: Callable[[Any], Any]) -> bool:
     """Let a loader get its next iterator from a function, to which it is passed, once.
 
     False if it is none of PyTorch's.
@@ -45,7 +45,7 @@ def at_next_start(loader: Any, start: Callable[[Any], Any]) -> bool:
     return True
 
 
-def start_silently(loader: Any) -> Any:
+def start_silently(loader: DataLoader) -> Any:
     """Start an iterator without drawing a random number, as one that was started before."""
     generator, loader.generator = loader.generator, torch.Generator()
     try:

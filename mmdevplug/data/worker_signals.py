@@ -5,14 +5,13 @@ import os
 import signal
 import threading
 from functools import partial
-from typing import Any
 
 from torch.utils.data import DataLoader
 
 from mmdevplug.utils.patching import replace_attribute
 
 
-def keep_workers_from_signals(loader: Any) -> None:
+def keep_workers_from_signals(loader: DataLoader) -> None:
     """Let only the training process end the workers of a data loader."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return
@@ -47,7 +46,7 @@ class KeepFromSignals(partial):
         super().__call__(worker_id)
 
 
-def _do_nothing(*_: Any) -> None:
+def _do_nothing(*_: object) -> None:
     pass
 
 

@@ -43,7 +43,7 @@ class GradientReturns:
             if not self._installed and self._patch is not None:
                 self._patch.restore()
 
-    def return_gradients(self, node: Any, gradients: Any) -> Any:
+    def return_gradients(self, node: Any, gradients: object) -> Any:
         """Move the gradients of a node to the devices that the next nodes expect."""
         returned = gradients if isinstance(gradients, tuple) else (gradients,)
         moved = dict(enumerate(returned))
@@ -58,7 +58,7 @@ class GradientReturns:
         return tuple(moved.values()) if changed else gradients
 
 
-def _apply(node: Any, *args: Any) -> Any:
+def _apply(node: torch.autograd.Function, *args: object) -> Any:
     assert GradientReturns._patch is not None
     gradients = GradientReturns._patch.original(node, *args)
     for returns in GradientReturns._installed[-1:]:

@@ -1,7 +1,7 @@
 """Intercept PyTorch's functions before they see their operands."""
 
 from types import FunctionType
-from typing import Any, Callable, Iterable, Optional, Tuple
+from typing import Any, Callable, Iterable, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,11 @@ class OperandMode(_Mode if HAS_MODES else object):  # type: ignore[misc]
         self._mixed = mixed
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: Tuple = (), kwargs: Optional[dict] = None
+        self,
+        func: Callable,
+        types: Sequence[type],
+        args: Tuple = (),
+        kwargs: Optional[dict] = None,
     ) -> Any:
         # Every operation passes here: no calls and no allocations unless they are needed.
         if func is _tensor_backward or func is _backward or func is _grad:
@@ -51,7 +55,9 @@ class OperandMode(_Mode if HAS_MODES else object):  # type: ignore[misc]
             return self._mixed(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _run_backward(self, func: Callable, types: Any, args: Tuple, kwargs: dict) -> Any:
+    def _run_backward(
+        self, func: Callable, types: Sequence[type], args: Tuple, kwargs: dict
+    ) -> Any:
         """Run autograd with a new mode: PyTorch disables this one while it runs.
 
         Autograd's threads inherit the modes that are active when backward starts.
@@ -74,13 +80,13 @@ _KINDS.update(
 )
 
 
-def _kind_of(value: Any) -> str:
+def _kind_of(value: object) -> str:
     if isinstance(value, Tensor):
         return TENSOR
     return SEQUENCE if isinstance(value, (list, tuple)) else OTHER
 
 
-def _first_unless_mixed(values: Iterable[Any], first: Any) -> Any:
+def _first_unless_mixed(values: Iterable[Any], first: Optional[Tensor]) -> Any:
     """``first`` or the first tensor in nested lists; MIXED if there are several devices."""
     for value in values:
         kind = _KINDS.get(type(value)) or _kind_of(value)

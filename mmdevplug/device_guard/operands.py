@@ -36,7 +36,7 @@ def find_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> List[Found]:
     return found + [each for name, arg in kwargs.items() for each in _walk((name,), arg)]
 
 
-def _walk(place: Place, value: Any) -> Iterator[Found]:
+def _walk(place: Place, value: object) -> Iterator[Found]:
     if isinstance(value, Tensor):
         yield Found(place, value)
     elif isinstance(value, (list, tuple)):
@@ -52,7 +52,7 @@ def replace_tensors(
     return args, {name: _rebuild((name,), arg, new) for name, arg in kwargs.items()}
 
 
-def _rebuild(place: Place, value: Any, new: Mapping[Place, Tensor]) -> Any:
+def _rebuild(place: Place, value: object, new: Mapping[Place, Tensor]) -> Any:
     if place in new:
         return new[place]
     if not isinstance(value, (list, tuple)) or not any(key[: len(place)] == place for key in new):

@@ -20,6 +20,7 @@ from torch import Tensor, distributed as torch_dist
 from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import known_to_all
+from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import get_global_rank
 
 #: Bytes of the first message of each rank, unless the last buffers of a group were longer.
@@ -50,7 +51,7 @@ class Head(NamedTuple):
     limit: int  # bytes that this rank accepts from all ranks together
 
 
-def global_rank(group: Any, rank: int) -> int:
+def global_rank(group: AnyGroup, rank: int) -> int:
     """The rank in the whole job of a rank of a group."""
     if group is None or group is torch_dist.group.WORLD:
         return rank
@@ -69,7 +70,7 @@ def to_bytes(data: Tensor) -> bytes:
 
 def gather_bytes(
     data: Tensor,
-    group: Any = None,
+    group: AnyGroup = None,
     call_tag: str = '',
     in_flight: int = DEFAULT_IN_FLIGHT,
     limit: Optional[int] = None,
@@ -133,7 +134,7 @@ def _read_head(text: bytes) -> Head:
     return Head(call_tag.rstrip(b'\0').decode(), *numbers)
 
 
-def _check(heads: Sequence[Head], call_tag: str, group: Any) -> None:
+def _check(heads: Sequence[Head], call_tag: str, group: AnyGroup) -> None:
     for rank, head in enumerate(heads):
         if head.call_tag != heads[0].call_tag:
             raise SampleError(
@@ -157,7 +158,7 @@ def _check(heads: Sequence[Head], call_tag: str, group: Any) -> None:
         )
 
 
-def _free_memory(group: Any) -> int:
+def _free_memory(group: AnyGroup) -> int:
     """The bytes of host memory that each rank may fill, the smallest over all ranks."""
     sharers = int(os.environ.get('LOCAL_WORLD_SIZE', 0)) or torch_dist.get_world_size(group)
     free = torch.tensor([psutil.virtual_memory().available // sharers])
@@ -173,7 +174,7 @@ def _beginning(received: Tensor, size: int) -> Tensor:
     return part
 
 
-def _broadcast_rest(parts: Sequence[Tensor], group: Any, in_flight: int) -> None:
+def _broadcast_rest(parts: Sequence[Tensor], group: AnyGroup, in_flight: int) -> None:
     """Broadcast the bytes of each rank, in place."""
     most = _piece_bytes(in_flight, len(parts))
     pending: List[Any] = []  # works and their bytes
@@ -208,7 +209,7 @@ def _pieces(tensors: Sequence[Tensor], most: int) -> Iterator[Tensor]:
 def exchange_bytes(
     outgoing: Mapping[int, Tensor],
     sources: Sequence[int],
-    group: Any = None,
+    group: AnyGroup = None,
     in_flight: int = DEFAULT_IN_FLIGHT,
 ) -> Dict[int, Tensor]:
     """Send a uint8 tensor to each of some ranks, and receive those of the ranks in ``sources``."""
@@ -236,7 +237,7 @@ def exchange_bytes(
 def swap_pieces(
     outgoing: Mapping[int, Sequence[Tensor]],
     incoming: Mapping[int, Sequence[Tensor]],
-    group: Any,
+    group: AnyGroup,
     in_flight: int,
 ) -> None:
     """Send one-dimensional uint8 tensors to some ranks while those in ``incoming`` are received.
@@ -275,7 +276,7 @@ def group_by_bytes(tensors: Iterable[Tensor], most: int) -> Iterator[List[Tensor
         yield group
 
 
-def all_gather(tensor: Tensor, group: Any = None) -> List[Tensor]:
+def all_gather(tensor: Tensor, group: AnyGroup = None) -> List[Tensor]:
     """Tensors of the same shape from all ranks, in the order of ranks."""
     gathered = [torch.empty_like(tensor) for _ in range(torch_dist.get_world_size(group))]
     torch_dist.all_gather(gathered, tensor, group=group)

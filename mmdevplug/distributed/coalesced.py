@@ -1,6 +1,6 @@
 """Broadcast many tensors in few messages."""
 
-from typing import Any, List, Sequence
+from typing import List, Sequence
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -8,6 +8,7 @@ from torch import Tensor, distributed as torch_dist
 from mmdevplug.accelerators import Accelerator, CPUAccelerator
 from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.distributed.traffic import waiting
+from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .byte_exchange import global_rank, group_by_bytes
@@ -17,7 +18,7 @@ _HOST = CPUAccelerator()
 
 
 def broadcast_tensors(
-    tensors: Sequence[Tensor], accelerator: Accelerator, group: Any = None, src: int = 0
+    tensors: Sequence[Tensor], accelerator: Accelerator, group: AnyGroup = None, src: int = 0
 ) -> None:
     """Overwrite tensors on every rank with those of the rank ``src`` of a group.
 
@@ -34,7 +35,7 @@ def broadcast_tensors(
 
 
 def _broadcast(
-    tensors: List[Tensor], accelerator: Accelerator, place: torch.device, group: Any, src: int
+    tensors: List[Tensor], accelerator: Accelerator, place: torch.device, group: AnyGroup, src: int
 ) -> None:
     here = torch_dist.get_rank(group) == src
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]

@@ -76,7 +76,7 @@ def start_distributed(
     heartbeat_timeout: Optional[Real] = None,
     compilation_cache: Optional[str] = None,
     choose_devices: Optional[ChooseDevices] = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> DeviceContext:
     """Choose the accelerator, try this rank's device and start the process group.
 
@@ -201,7 +201,11 @@ def _check_host_tensors(backend: str, accelerator: Accelerator) -> None:
 
 
 def _start_group(
-    store: Any, env: LaunchEnv, backend: str, timeout: timedelta, options: Dict[str, Any]
+    store: 'torch_dist.Store',
+    env: LaunchEnv,
+    backend: str,
+    timeout: timedelta,
+    options: Dict[str, Any],
 ) -> None:
     _use_loopback(env, backend)
     # torchrun's store outlives a process group; a second one would read the first's addresses.

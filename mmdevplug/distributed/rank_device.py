@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from typing import Any, Tuple
+from typing import Tuple
 
 import torch
 from torch import distributed as torch_dist
@@ -18,6 +18,7 @@ from mmdevplug.accelerators import (
 from mmdevplug.accelerators.backend import takes_host_tensors
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.environments.launch import LaunchEnv, read_local_rank
+from mmdevplug.utils.annotations import AnyGroup
 
 
 def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.device]:
@@ -58,7 +59,7 @@ def group_env() -> LaunchEnv:
     )
 
 
-def group_device(group: Any = None) -> torch.device:
+def group_device(group: AnyGroup = None) -> torch.device:
     """Where a process group takes tensors: on the host if it can, else on this rank's device."""
     if takes_host_tensors(group):
         return torch.device('cpu')

@@ -10,6 +10,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
 from mmdevplug.staged import process_group as staged
+from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import get_global_rank, is_at_least
 
 from .rank_device import group_device
@@ -20,7 +21,7 @@ _made: 'WeakKeyDictionary[Any, staged.StagedProcessGroup]' = WeakKeyDictionary()
 _counts: 'Counter[str]' = Counter()
 
 
-def staged_group(group: Any = None) -> staged.StagedProcessGroup:
+def staged_group(group: AnyGroup = None) -> staged.StagedProcessGroup:
     """The group itself if its backend is ``staged``, else one of the same ranks.
 
     All ranks of the group call it in the same order. Those of PyTorch 1 are not registered:
@@ -35,7 +36,7 @@ def staged_group(group: Any = None) -> staged.StagedProcessGroup:
     return _made[group]
 
 
-def _make(group: Any) -> staged.StagedProcessGroup:
+def _make(group: AnyGroup) -> staged.StagedProcessGroup:
     staged.register()
     # A lost rank shows here at once, and in the making of a group only after the timeout.
     torch_dist.all_reduce(torch.zeros(1, device=group_device(group)), group=group)
@@ -54,5 +55,5 @@ def _make(group: Any) -> staged.StagedProcessGroup:
     return torch_dist.new_group([_global_rank(group, rank) for rank in range(size)], **options)
 
 
-def _global_rank(group: Any, rank: int) -> int:
+def _global_rank(group: AnyGroup, rank: int) -> int:
     return rank if group is torch_dist.group.WORLD else get_global_rank(group, rank)

@@ -105,7 +105,7 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
 
 
 def decide_together(
-    phase: str, value: Any, decide: Callable[[List[Any]], Any], timeout: Timeout = None
+    phase: str, value: object, decide: Callable[[List[Any]], Any], timeout: Timeout = None
 ) -> Any:
     """Wait for all ranks, and let rank 0 decide from the values of all ranks.
 

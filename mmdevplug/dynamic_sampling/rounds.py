@@ -12,6 +12,7 @@ from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import RankFailedError, SampleError, first_line
 from mmdevplug.fault_tolerance.failure import enter_phase
+from mmdevplug.utils.annotations import AnyGroup
 
 from .decisions import DESCRIBED, Tally, round_name
 
@@ -90,7 +91,7 @@ _COMMON = ('target', 'per_group', 'max_resamples', 'on_short')
 class Rounds:
     """Exchange the counts of a process group's ranks; ``group=None`` for all ranks."""
 
-    def __init__(self, options: DynamicSamplingOptions, group: Any) -> None:
+    def __init__(self, options: DynamicSamplingOptions, group: AnyGroup) -> None:
         self._options, self._group = options, group
         self.world_size, self.rank = 1, 0
         if torch_dist.is_available() and torch_dist.is_initialized():

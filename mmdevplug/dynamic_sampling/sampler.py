@@ -17,6 +17,7 @@ from mmdevplug.samples.flatten import flatten_samples
 from mmdevplug.samples.serialize import deserialize, serialize
 from mmdevplug.samples.stacking import stack_samples
 from mmdevplug.samples.unflatten import unflatten_samples
+from mmdevplug.utils.annotations import AnyGroup
 
 from .decisions import GO_ON, SHORT, Tally, decide, offers, round_name, too_few
 from .progress import ProgressLog, SamplingReport
@@ -86,7 +87,7 @@ class DynamicSampler:
         max_resamples: int = 10,
         per_group: int = 1,
         on_short: str = 'error',
-        group: Any = None,
+        group: AnyGroup = None,
         *,
         same_structure: bool = True,
         allow_pickle: bool = False,

@@ -187,7 +187,7 @@ class Environment(ABC):
         """Read a variable, empty where it is not set."""
         return self.environ.get(name, '').strip()
 
-    def number(self, name: str, default: Any = REQUIRED) -> Any:
+    def number(self, name: str, default: object = REQUIRED) -> Any:
         """Read a variable that holds a number of 0 or more."""
         value = self.environ.get(name)
         if value is None:

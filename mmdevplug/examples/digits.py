@@ -43,7 +43,7 @@ class DigitsDataset(BaseDataset):
     METAINFO = dict(classes=tuple('0123456789'))
     MEAN, STD = 0.305, 0.376  # of pixels between 0 and 1
 
-    def __init__(self, split: str = 'train', **kwargs: Any) -> None:
+    def __init__(self, split: str = 'train', **kwargs: object) -> None:
         if split not in ('train', 'test'):
             raise ValueError(f"split={split!r}: expected 'train' or 'test'.")
         self.split = split
@@ -75,7 +75,7 @@ class DigitsClassifier(BaseModel):
         **kwargs: See :class:`mmengine.model.BaseModel`.
     """
 
-    def __init__(self, channels: int = 32, norm: bool = True, **kwargs: Any) -> None:
+    def __init__(self, channels: int = 32, norm: bool = True, **kwargs: object) -> None:
         super().__init__(**kwargs)
         self.backbone = nn.Sequential(
             nn.Conv2d(1, channels, 3, padding=1, bias=not norm),
@@ -110,7 +110,7 @@ class DigitsClassifier(BaseModel):
 class DigitsAccuracy(BaseMetric):
     """The share of images that are classified correctly, in percent."""
 
-    def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Tensor]]) -> None:
+    def process(self, data_batch: object, data_samples: Sequence[Dict[str, Tensor]]) -> None:
         self.results.extend(bool(one['pred'].cpu() == one['label'].cpu()) for one in data_samples)
 
     def compute_metrics(self, results: List[bool]) -> Dict[str, float]:

@@ -1,6 +1,6 @@
 """A classifier that learns from rewards for its own answers, as language models do."""
 
-from typing import Any, Dict, List, Optional, Union
+from typing import Dict, List, Optional, Union
 
 import torch
 from mmengine.registry import MODELS
@@ -25,7 +25,7 @@ class DigitsPolicy(DigitsClassifier):
         **kwargs: See :class:`mmdevplug.examples.digits.DigitsClassifier`.
     """
 
-    def __init__(self, answers: int = 8, exploration: float = 0.02, **kwargs: Any) -> None:
+    def __init__(self, answers: int = 8, exploration: float = 0.02, **kwargs: object) -> None:
         super().__init__(**kwargs)
         self.answers, self.exploration = answers, exploration
 

@@ -28,7 +28,7 @@ class PythonHelpText(BaseDataset):
         **kwargs: See :class:`mmengine.dataset.BaseDataset`; ``indices=100`` takes 100 pieces.
     """
 
-    def __init__(self, split: str = 'train', length: int = 64, **kwargs: Any) -> None:
+    def __init__(self, split: str = 'train', length: int = 64, **kwargs: object) -> None:
         if split not in ('train', 'test'):
             raise ValueError(f"split={split!r}: expected 'train' or 'test'.")
         self.split, self.length = split, length
@@ -105,7 +105,7 @@ class LlamaForText(BaseModel):
 class BitsPerByte(BaseMetric):
     """How many bits the model needs for a byte: 8 before training."""
 
-    def process(self, data_batch: Any, data_samples: Sequence[Dict[str, Any]]) -> None:
+    def process(self, data_batch: object, data_samples: Sequence[Dict[str, Any]]) -> None:
         nats = torch.stack([sample['nats'] for sample in data_samples]).sum()
         self.results.append((float(nats), sum(sample['tokens'] for sample in data_samples)))
 

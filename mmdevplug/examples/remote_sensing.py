@@ -32,7 +32,7 @@ class AerialTiles(LoveDADataset):
     """
 
     def __init__(
-        self, split: str = 'train', tiles: int = 512, size: int = 64, **kwargs: Any
+        self, split: str = 'train', tiles: int = 512, size: int = 64, **kwargs: object
     ) -> None:
         if split not in ('train', 'val'):
             raise ValueError(f"split={split!r}: expected 'train' or 'val'.")

@@ -6,7 +6,8 @@ import os
 import sys
 import threading
 import time
-from typing import Any, Callable, List, Optional
+from types import TracebackType
+from typing import Any, Callable, List, Optional, Type
 
 from mmdevplug.errors import RankFailedError, first_line
 from mmdevplug.utils.atomic_files import write_text
@@ -26,7 +27,9 @@ def shorten_tracebacks() -> None:
     """Print one line in place of the traceback where another rank failed."""
     before = sys.excepthook
 
-    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+    def hook(
+        kind: Type[BaseException], error: BaseException, trace: Optional[TracebackType]
+    ) -> None:
         note_for_agent(error)
         if isinstance(error, RankFailedError):
             print(f'mmdevplug: {error.one_line()}', file=sys.stderr, flush=True)

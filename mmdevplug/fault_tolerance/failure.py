@@ -14,6 +14,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, StagedError, first_line
+from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import LockedStore, lets_threads_share_stores
 
 from .abort import shorten_tracebacks
@@ -34,7 +35,11 @@ _watch: Optional[FailureWatch] = None
 
 
 def watch_for_failures(
-    store: Any, prefix: str, env: LaunchEnv, heartbeat_timeout: float, timeout: timedelta
+    store: 'torch_dist.Store',
+    prefix: str,
+    env: LaunchEnv,
+    heartbeat_timeout: float,
+    timeout: timedelta,
 ) -> None:
     """Publish this rank's heartbeat and look for failures of other ranks, once in a process."""
     global _watch
@@ -81,7 +86,7 @@ def peers_must_answer() -> Iterator[None]:
 
 
 @contextmanager
-def fail_together(stage: str, group: Any = None) -> Iterator[None]:
+def fail_together(stage: str, group: AnyGroup = None) -> Iterator[None]:
     """Report an error to the other ranks, and replace a lost connection with its cause.
 
     Args:

@@ -75,7 +75,11 @@ class FailureWatch:
     waiting_since = 0.0  # in seconds of the monotonic clock
 
     def __init__(
-        self, main_store: Any, watch_store: Any, env: LaunchEnv, heartbeat_timeout: float
+        self,
+        main_store: 'torch_dist.Store',
+        watch_store: 'torch_dist.Store',
+        env: LaunchEnv,
+        heartbeat_timeout: float,
     ) -> None:
         self.main_store, self.watch_store, self.env = main_store, watch_store, env
         self.heartbeat_timeout = heartbeat_timeout
@@ -311,7 +315,7 @@ class FailureWatch:
     def _stops_because(self, text: str) -> RankFailedError:
         return RankFailedError(f'{self.env.describe()} stops because of {text}')
 
-    def store_lost(self, error: Any, silence: float = 0.0) -> RankFailedError:
+    def store_lost(self, error: object, silence: float = 0.0) -> RankFailedError:
         """What to raise when the store does not answer any more."""
         found = self.peer_failure()
         if found is not None:

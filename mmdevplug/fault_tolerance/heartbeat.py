@@ -10,7 +10,9 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
+
+from torch import distributed as torch_dist
 
 from mmdevplug.config.accelerator import LEAST_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch import LaunchEnv
@@ -80,7 +82,7 @@ class AwakeClock:
 class Heartbeat:
     """Publish this rank's beats and read those of others, through a store that nothing blocks."""
 
-    def __init__(self, store: Any, env: LaunchEnv, clock: AwakeClock) -> None:
+    def __init__(self, store: 'torch_dist.Store', env: LaunchEnv, clock: AwakeClock) -> None:
         self._store, self._env, self._clock = store, env, clock
         self.state = RUNNING
         self.lost_at = ''  # where the main thread lost a connection, if it did

@@ -31,7 +31,7 @@ ANSWER_SECONDS = 5.0
 class LivenessCheck:
     """Answer for this rank, and ask others."""
 
-    def __init__(self, store: Any, env: LaunchEnv) -> None:
+    def __init__(self, store: 'torch_dist.Store', env: LaunchEnv) -> None:
         self._store = store
         self._held: Any = None
         place: Optional[Tuple[str, int]] = None

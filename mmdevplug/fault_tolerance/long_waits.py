@@ -15,6 +15,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
 
 from torch import distributed as torch_dist
 
+from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import (
     get_global_rank,
     get_text,
@@ -102,7 +103,7 @@ def reported_wait(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def collective_of(stage: str, group: Any = None) -> Iterator[None]:
+def collective_of(stage: str, group: AnyGroup = None) -> Iterator[None]:
     """Say once a minute which ranks a function waits for that all ranks of a group call."""
     single = not (torch_dist.is_available() and torch_dist.is_initialized())
     if single or _LONG_WAITS.current is not None:
@@ -118,7 +119,7 @@ def collective_of(stage: str, group: Any = None) -> Iterator[None]:
 class _Present:
     """Publish that this rank waits, and find out which ranks do not."""
 
-    def __init__(self, stage: str, group: Any) -> None:
+    def __init__(self, stage: str, group: AnyGroup) -> None:
         self.stage, self.group, self.rank = stage, group, torch_dist.get_rank()
         self.what = f'rank {self.rank} of {torch_dist.get_world_size()} in {stage}'
         self._store: Any = None

@@ -7,6 +7,8 @@ chooses the iteration.
 import json
 from typing import Any, Dict, Optional, Tuple
 
+from torch import distributed as torch_dist
+
 from mmdevplug.utils.torch_compat import get_text, set_text
 
 
@@ -19,7 +21,7 @@ class StopRequests:
     reads the store.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: 'torch_dist.Store') -> None:
         self._store = store
         self.round = 0
         self._reasons: Dict[int, str] = {}

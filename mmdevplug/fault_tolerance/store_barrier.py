@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple, TypeVar
 
+from torch import distributed as torch_dist
+
 from mmdevplug.environments.launch import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError
 from mmdevplug.utils.torch_compat import get_text, set_text
@@ -24,7 +26,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
 Result = TypeVar('Result')
 
 
-def next_meeting(store: Any, env: LaunchEnv, stage: str) -> str:
+def next_meeting(store: 'torch_dist.Store', env: LaunchEnv, stage: str) -> str:
     """Return the prefix of the keys of a stage's next meeting, the same on all ranks."""
     # The store outlives a process group: a second meeting must not find the first one's keys.
     with in_store(env, stage):
@@ -58,7 +60,7 @@ class Wait:
 
     def __init__(
         self,
-        store: Any,
+        store: 'torch_dist.Store',
         env: LaunchEnv,
         prefix: str,
         stage: str,
@@ -167,7 +169,7 @@ def in_store(env: LaunchEnv, stage: str) -> Iterator[None]:
 
 
 def meet(
-    store: Any,
+    store: 'torch_dist.Store',
     env: LaunchEnv,
     prefix: str,
     stage: str,
@@ -191,7 +193,11 @@ def meet(
 
 
 def run_on_every_rank(
-    store: Any, env: LaunchEnv, stage: str, function: Callable[[], Result], timeout: timedelta
+    store: 'torch_dist.Store',
+    env: LaunchEnv,
+    stage: str,
+    function: Callable[[], Result],
+    timeout: timedelta,
 ) -> Result:
     """Call a function on every rank, and raise on every rank if it raises on any.
 
@@ -231,7 +237,9 @@ def run_on_every_rank(
     raise RankFailedError(f'{count} of {env.world_size} ranks failed at {stage!r}:\n{lines}')
 
 
-def leave_together(store: Any, env: LaunchEnv, prefix: str, number: int = 1) -> None:
+def leave_together(
+    store: 'torch_dist.Store', env: LaunchEnv, prefix: str, number: int = 1
+) -> None:
     """Let rank 0, which may hold the store, wait a few seconds until the others have read it."""
     try:
         store.add(f'{prefix}/left', 1)

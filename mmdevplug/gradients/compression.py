@@ -3,7 +3,7 @@
 from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed as torch_dist, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from mmdevplug.config.model_wrapper import GradCompression
@@ -23,18 +23,18 @@ class PowerSGD:
     Distributed Optimization, NeurIPS 2019. The options are those of ``PowerSGDState``.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
         self._hook = powersgd.powerSGD_hook
         self.state = powersgd.PowerSGDState(process_group=None, **options)
 
-    def average(self, group: Any, bucket: Any) -> Any:
+    def average(self, group: 'torch_dist.ProcessGroup', bucket: Any) -> Any:
         """Average a bucket of DDP or a :class:`HostBucket`; returns a future."""
         self.state.process_group = group
         return self._hook(self.state, bucket)
 
-    def open(self, room: Tensor, group: Any) -> 'PowerSGDAverage':
+    def open(self, room: Tensor, group: 'torch_dist.ProcessGroup') -> 'PowerSGDAverage':
         """An average in host memory, as of a :class:`mmdevplug.staged.host_sum.HostSum`."""
         return PowerSGDAverage(self, room, group)
 
@@ -58,7 +58,7 @@ class PowerSGD:
 class PowerSGDAverage:
     """An average of a bucket in host memory, see :class:`mmdevplug.staged.host_sum.HostSum`."""
 
-    def __init__(self, powersgd: PowerSGD, own: Tensor, group: Any) -> None:
+    def __init__(self, powersgd: PowerSGD, own: Tensor, group: 'torch_dist.ProcessGroup') -> None:
         self.own, self.finite, self.sent = own, True, 0.0
         self.bucket: Optional[HostBucket] = None
         self._powersgd, self._group = powersgd, group

@@ -117,7 +117,9 @@ class BucketAveraging:
         self._in_iteration = True
         self._begun = time.perf_counter()
 
-    def _average_on_host(self, bucket: Any, flat: Tensor) -> torch.futures.Future:
+    def _average_on_host(
+        self, bucket: 'torch_dist.GradBucket', flat: Tensor
+    ) -> torch.futures.Future:
         watched = self.policy.active and self._in_iteration
         work = self.group.average(flat, keeps_nonfinite=watched)
         if not work.shared:
@@ -133,7 +135,7 @@ class BucketAveraging:
         self._started.append(started)
         return started.future
 
-    def _compress(self, bucket: Any) -> torch.futures.Future:
+    def _compress(self, bucket: 'torch_dist.GradBucket') -> torch.futures.Future:
         flat = bucket.buffer()
         if isinstance(self.compression, PowerSGD):
             # Waits at once: the hook starts collectives when others end, so with several buckets
@@ -151,7 +153,7 @@ class BucketAveraging:
         self._sent += all_reduce_bytes(flat.numel() * 2, self.world_size)
         return half_hook(self.compression)(self.group, bucket)
 
-    def _scale(self, bucket: Any, factor: float) -> None:
+    def _scale(self, bucket: 'torch_dist.GradBucket', factor: float) -> None:
         flat = bucket.buffer()
         if self.policy.active and flat.is_floating_point():
             if scale_and_check(flat, factor):

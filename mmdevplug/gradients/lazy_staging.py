@@ -103,7 +103,7 @@ class LazyStaging:
         """Return whether the gradients of all these parameters are averaged here."""
         return self._ids.issuperset(map(id, parameters))
 
-    def prepare(self, outputs: Any, synchronize: bool) -> None:
+    def prepare(self, outputs: object, synchronize: bool) -> None:
         """Prepare for the backward pass that follows; it averages unless under ``no_sync``."""
         self._synchronize = synchronize
         self._queued = False
@@ -114,7 +114,7 @@ class LazyStaging:
                 if tensor.requires_grad:
                     tensor.register_hook(self._queue_finish)
 
-    def _queue_finish(self, _: Any = None) -> None:
+    def _queue_finish(self, _: object = None) -> None:
         with self._lock:
             is_due = self._synchronize and not self._queued
             self._queued = self._queued or is_due

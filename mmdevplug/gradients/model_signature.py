@@ -2,15 +2,16 @@
 
 import hashlib
 import json
-from typing import Any, List
+from typing import List
 
 from torch import distributed as torch_dist, nn
 
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.errors import ModelError
+from mmdevplug.utils.annotations import AnyGroup
 
 
-def check_same_model(module: nn.Module, group: Any = None) -> None:
+def check_same_model(module: nn.Module, group: AnyGroup = None) -> None:
     """Refuse to train if the ranks' parameters or buffers differ in name, shape or dtype.
 
     If they are equal, this costs a message of 64 characters. If not, every rank raises an error

@@ -5,7 +5,7 @@ not finite. A rank that finds one puts NaN into the first element of the bucket.
 to all ranks, so that they agree without a further message.
 """
 
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -13,6 +13,7 @@ from torch import Tensor, distributed as torch_dist
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.errors import ModelError
 from mmdevplug.staged.host_buffers import scale
+from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.logs import log_warning
 
 
@@ -65,7 +66,7 @@ class FinitePolicy:
         skipped (int): How many updates were skipped so far.
     """
 
-    def __init__(self, policy: str, group: Any = None) -> None:
+    def __init__(self, policy: str, group: AnyGroup = None) -> None:
         self.policy = policy
         self.group = group
         self.suspended = False

@@ -17,6 +17,7 @@ from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import move_module
 from mmdevplug.optim import log_norms
+from mmdevplug.utils.annotations import AnyOptimWrapper
 
 from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
@@ -27,7 +28,7 @@ from .wrapper import DeviceDistributedDataParallel
 class _Part(DeviceDistributedDataParallel):
     """Average the gradients of a part, unless all its parameters are frozen."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         if _is_trainable(self.module):
             return super().forward(*inputs, **kwargs)
         # E.g. the discriminator while the generator learns: there is no gradient to average.
@@ -62,7 +63,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         broadcast_buffers: bool = False,
         find_unused_parameters: bool = False,
         accelerator: AcceleratorConfig = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         # As MMEngine does, instead of the constructor of DDP.
         nn.Module.__init__(self)
@@ -135,7 +136,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
             log_norms(optim_wrapper)
         return log_vars
 
-    def follow_scaler(self, optim_wrapper: Any) -> None:
+    def follow_scaler(self, optim_wrapper: AnyOptimWrapper) -> None:
         """See :meth:`DeviceDistributedDataParallel.follow_scaler`."""
         for part in self.parts:
             part.follow_scaler(optim_wrapper)

@@ -6,13 +6,14 @@ would train different models from then on.
 """
 
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+from typing import Dict, Iterator, List, Optional, Sequence
 
 from torch import distributed as torch_dist, nn
 
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import current_phase
+from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
@@ -99,7 +100,9 @@ def wait_for_change(change: str) -> None:
     wait_for_everyone('comparing the parameters that are trained', past=past)
 
 
-def check_optimizers(module: nn.Module, sets: Sequence[TrainableSet], optim_wrapper: Any) -> None:
+def check_optimizers(
+    module: nn.Module, sets: Sequence[TrainableSet], optim_wrapper: AnyOptimWrapper
+) -> None:
     """Compare what the optimizers hold with what is averaged, once after each change of either.
 
     Raises:

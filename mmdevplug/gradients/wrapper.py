@@ -1,7 +1,7 @@
 """Wrap a model for data parallel training on any device."""
 
 import copy
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from mmengine.logging import print_log
@@ -32,6 +32,7 @@ from mmdevplug.model.move import (
 from mmdevplug.model.norm_layers import convert_norm_layers
 from mmdevplug.optim import log_norms, set_overflow_source
 from mmdevplug.staged.host_buffers import can_pin
+from mmdevplug.utils.annotations import AnyGroup, AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.torch_compat import is_at_least
 
@@ -99,9 +100,9 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         output_device: Optional[Union[int, torch.device]] = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = False,
-        process_group: Any = None,
+        process_group: AnyGroup = None,
         detect_anomalous_params: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         check_module(module)
         own = read_options(DeviceDistributedDataParallel, kwargs)
@@ -171,7 +172,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self,
         module: nn.Module,
         device: torch.device,
-        process_group: Any,
+        process_group: AnyGroup,
         broadcast_buffers: bool,
         find_unused_parameters: bool,
     ) -> None:
@@ -261,7 +262,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             'current',
         )
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> Any:
         """Call the module; see :meth:`torch.nn.parallel.DistributedDataParallel.forward`."""
         if torch.is_grad_enabled():
             if self.staging is None:
@@ -349,7 +350,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             log_norms(optim_wrapper)
         return log_vars
 
-    def follow_scaler(self, optim_wrapper: Any) -> None:
+    def follow_scaler(self, optim_wrapper: AnyOptimWrapper) -> None:
         """Leave NaN to a gradient scaler, if there is one, which skips the update."""
         self.policy.suspended = has_scaler(optim_wrapper)
 
@@ -381,7 +382,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
-    def register_comm_hook(self, state: object, hook: Any) -> None:
+    def register_comm_hook(self, state: object, hook: Callable) -> None:
         """Register a communication hook with PyTorch's DDP, in place of ours.
 
         ``grad_compression`` and ``nonfinite_grads`` have no effect then.
@@ -394,7 +395,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self._hook_is_due = self._hook_is_ours = False
         self._users_hook = state, hook
 
-    def join(self, *args: Any, **kwargs: Any) -> Any:
+    def join(self, *args: object, **kwargs: object) -> Any:
         """Train with uneven inputs; see :meth:`torch.nn.parallel.DistributedDataParallel.join`.
 
         Raises:
@@ -420,7 +421,7 @@ def _suits_ddp(accelerator: Accelerator, find_unused_parameters: bool) -> bool:
     return is_at_least('2.0') and (can_pin() or not find_unused_parameters)
 
 
-def has_scaler(optim_wrapper: Any) -> bool:
+def has_scaler(optim_wrapper: AnyOptimWrapper) -> bool:
     """Return whether a gradient scaler skips the updates that overflow."""
     wrappers = list_optim_wrappers(optim_wrapper)
     scalers = [getattr(wrapper, 'loss_scaler', None) for wrapper in wrappers]

@@ -3,7 +3,7 @@
 import time
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Dict, List, Optional
 
 from mmengine.dist import get_world_size, is_main_process
 from mmengine.hooks import Hook
@@ -12,6 +12,7 @@ from mmengine.registry import HOOKS
 from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.distributed.slow_rank import Slowest, find_slowest, gather_times
 from mmdevplug.distributed.traffic import TRAFFIC, Cost
+from mmdevplug.utils.annotations import AnyRunner
 
 #: The figures of each iteration: milliseconds and megabytes.
 KEPT = ('iteration', 'hidden', 'waited', 'sent', 'shared')
@@ -80,12 +81,12 @@ class CommunicationHook(Hook):
         self._warned_of: Optional[int] = None
         self._last: Optional[float] = None
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: AnyRunner) -> None:
         """Discard the traffic before training, e.g. the initial weights."""
         TRAFFIC.take()
         self._last = time.perf_counter()
 
-    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+    def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Log the communication of the iteration."""
         now = time.perf_counter()
         kinds = [astuple(cost) for cost in TRAFFIC.take().values()]
@@ -113,7 +114,7 @@ class CommunicationHook(Hook):
             self._compare(runner)
             self._recent = History()
 
-    def _compare(self, runner: Any) -> None:
+    def _compare(self, runner: AnyRunner) -> None:
         """Find the slowest rank since the last time; all ranks take part."""
         means = self._recent.means()
         loading = runner.message_hub.log_scalars.get('train/data_time')
@@ -129,13 +130,13 @@ class CommunicationHook(Hook):
         runner.message_hub.update_scalar('train/comm/slowest_ms', slowest.delay)
         self._warn(runner, slowest)
 
-    def _warn(self, runner: Any, slowest: Slowest) -> None:
+    def _warn(self, runner: AnyRunner, slowest: Slowest) -> None:
         """Name a slow rank once, and again after another one or none was slow."""
         if slowest.slow and slowest.rank != self._warned_of:
             runner.logger.warning(f'Last {self.compare_every} iterations: {slowest.text}')
         self._warned_of = slowest.rank if slowest.slow else None
 
-    def after_train(self, runner: Any) -> None:
+    def after_train(self, runner: AnyRunner) -> None:
         """Log the table of all ranks and draw; all ranks take part."""
         if get_world_size() == 1:
             return

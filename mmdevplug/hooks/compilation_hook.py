@@ -1,7 +1,7 @@
 """Warn if a lazy device keeps compiling graphs, and name the shapes that cause it."""
 
 import logging
-from typing import Any, Dict, List, Optional, Set
+from typing import Dict, List, Optional, Set
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
@@ -20,6 +20,7 @@ from mmdevplug.data.batch_shapes import (
     image_size,
 )
 from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.model import unwrap_model
 
 #: The next warning comes after this many times as many iterations that compiled.
@@ -57,11 +58,11 @@ class CompilationHook(Hook):
     # After DeviceHook, which runs what the iteration has recorded.
     priority = 'VERY_HIGH'
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         self.options = CompilationOptions(**options)
         self._recorder: Optional[ShapeRecorder] = None  # None on devices that are not lazy
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: AnyRunner) -> None:
         """Begin to record shapes, if the device is lazy."""
         self._accelerator = enter_rank_device()[0]
         if not self._accelerator.compilation.lazy:
@@ -74,37 +75,42 @@ class CompilationHook(Hook):
         self._done = self._late = self._late_with_new_shapes = 0
         self._next_warning = self.options.patience
 
-    def after_train(self, runner: Any) -> None:
+    def after_train(self, runner: AnyRunner) -> None:
         """Stop recording shapes."""
         if self._recorder is not None:
             self._recorder.detach()
             self._recorder = None
 
-    def after_run(self, runner: Any) -> None:
+    def after_run(self, runner: AnyRunner) -> None:
         """Log the use of compiled graphs that are kept on disk."""
         kept = enter_rank_device()[0].compilation.kept_graphs()
         if kept is not None:
             level = logging.WARNING if kept.unreadable else logging.INFO
             runner.logger.log(level, describe_kept(kept))
 
-    def before_val(self, runner: Any) -> None:
+    def before_val(self, runner: AnyRunner) -> None:
         """Note the number of compilations, because validation has other graphs."""
         if self._recorder is not None:
             self._before_val = self._accelerator.compilation.count()
 
-    def after_val(self, runner: Any) -> None:
+    def after_val(self, runner: AnyRunner) -> None:
         """Leave out what validation compiled."""
         if self._recorder is not None and self._before_val is not None:
             count = self._accelerator.compilation.count() or 0
             self._counted = (self._counted or 0) + count - self._before_val
 
-    def before_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+    def before_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Begin to record the shapes of an iteration."""
         if self._recorder is not None:
             self._recorder.start()
 
     def after_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, *args: Any, **kwargs: Any
+        self,
+        runner: AnyRunner,
+        batch_idx: int,
+        data_batch: object = None,
+        *args: object,
+        **kwargs: object,
     ) -> None:
         """Count and log compilations, and warn of those after the warm-up."""
         if self._recorder is None:

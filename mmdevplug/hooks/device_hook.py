@@ -1,6 +1,6 @@
 """Check that everything is on this rank's device, and materialize lazy devices."""
 
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Dict, Iterator, List, Tuple
 
 import torch
 from mmengine.hooks import Hook
@@ -17,6 +17,7 @@ from mmdevplug.errors import ModelError
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
 from mmdevplug.model.sync_bn import SyncBNCost
 from mmdevplug.optim import log_norms
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 
@@ -36,12 +37,12 @@ class DeviceHook(Hook):
 
     priority = 'HIGHEST'
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         self.on_mismatch = DeviceHookOptions(**options).on_mismatch
         self._logged = False
         self._sync_bn_cost = SyncBNCost()
 
-    def before_run(self, runner: Any) -> None:
+    def before_run(self, runner: AnyRunner) -> None:
         """Check devices, repair them unless ``on_mismatch='error'``, and log the map once.
 
         Loops over epochs need data that ends.
@@ -92,7 +93,7 @@ class DeviceHook(Hook):
                     if _belongs_on_device(value) and not same_device(value.device, place):
                         state[name] = value.to(place)
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: AnyRunner) -> None:
         """Let optimizer wrappers log gradient norms only at the end of an iteration."""
         log_norms(runner.optim_wrapper)
         # A repository's wrapper may have a `train_step` that does not call ours.
@@ -100,7 +101,7 @@ class DeviceHook(Hook):
         if follow_scaler is not None:
             follow_scaler(runner.optim_wrapper)
 
-    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+    def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Materialize, also after an iteration that only accumulated gradients."""
         # Our wrappers do so at the end of their `train_step`, which a user's loop need not call.
         if getattr(runner.model, 'step_materialized', False):
@@ -110,22 +111,22 @@ class DeviceHook(Hook):
         log_norms(runner.optim_wrapper)
         self._sync_bn_cost.after_iteration(runner)
 
-    def before_val_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+    def before_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Note how many results the metrics have."""
         self._results = MetricResults(runner.val_loop.evaluator)
 
-    def after_val_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+    def after_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Copy the metrics' results of this batch to the host."""
         self._results.fetch_new()
 
-    def before_test_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+    def before_test_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Note how many results the metrics have."""
         self._results = MetricResults(runner.test_loop.evaluator)
 
     after_test_iter = after_val_iter
 
 
-def _belongs_on_device(value: Any) -> bool:
+def _belongs_on_device(value: object) -> bool:
     # Adam and its kin count steps in a tensor without dimensions, on the host by design.
     return isinstance(value, Tensor) and value.dim() > 0
 
@@ -181,7 +182,7 @@ class MetricResults:
     that it was on: a device of another rank, which the receiver may not have.
     """
 
-    def __init__(self, evaluator: Any) -> None:
+    def __init__(self, evaluator: object) -> None:
         self._lists = [
             metric.results
             for metric in getattr(evaluator, 'metrics', ())

@@ -1,11 +1,10 @@
 """Empty the cache of any accelerator."""
 
-from typing import Any
-
 from mmengine.hooks import EmptyCacheHook
 from mmengine.registry import HOOKS
 
 from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.utils.annotations import AnyRunner
 
 
 @HOOKS.register_module()
@@ -16,14 +15,14 @@ class DeviceEmptyCacheHook(EmptyCacheHook):
     without a cache (XLA, the CPU). Arguments are those of :class:`mmengine.hooks.EmptyCacheHook`.
     """
 
-    def _after_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+    def _after_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         if self._do_after_iter:
             enter_rank_device()[0].empty_cache()
 
-    def _before_epoch(self, runner: Any, mode: str = 'train') -> None:
+    def _before_epoch(self, runner: AnyRunner, mode: str = 'train') -> None:
         if self._do_before_epoch:
             enter_rank_device()[0].empty_cache()
 
-    def _after_epoch(self, runner: Any, mode: str = 'train') -> None:
+    def _after_epoch(self, runner: AnyRunner, mode: str = 'train') -> None:
         if self._do_after_epoch:
             enter_rank_device()[0].empty_cache()

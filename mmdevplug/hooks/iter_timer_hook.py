@@ -1,11 +1,10 @@
 """Time iterations, the work of the device included."""
 
-from typing import Any
-
 from mmengine.hooks import IterTimerHook, LoggerHook
 from mmengine.registry import HOOKS
 
 from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
+from mmdevplug.utils.annotations import AnyRunner
 
 
 @HOOKS.register_module()
@@ -20,10 +19,10 @@ class DeviceIterTimerHook(IterTimerHook):
 
     def _after_iter(
         self,
-        runner: Any,
+        runner: AnyRunner,
         batch_idx: int,
-        data_batch: Any = None,
-        outputs: Any = None,
+        data_batch: object = None,
+        outputs: object = None,
         mode: str = 'train',
     ) -> None:
         loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]

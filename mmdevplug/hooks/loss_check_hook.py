@@ -1,12 +1,14 @@
 """Stop a run whose loss is not a finite number."""
 
 import math
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Mapping, Optional
 
 from mmengine.hooks import Hook
+from mmengine.logging import HistoryBuffer
 from mmengine.registry import HOOKS
 
 from mmdevplug.errors import ModelError
+from mmdevplug.utils.annotations import AnyRunner
 
 
 @HOOKS.register_module()
@@ -22,7 +24,11 @@ class LossCheckHook(Hook):
     priority = 'HIGH'
 
     def after_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Optional[dict] = None
+        self,
+        runner: AnyRunner,
+        batch_idx: int,
+        data_batch: object = None,
+        outputs: Optional[dict] = None,
     ) -> None:
         """Raise ModelError if a loss of this iteration is not finite."""
         found = _nonfinite_losses(runner.message_hub.log_scalars, outputs or {})
@@ -40,7 +46,9 @@ class LossCheckHook(Hook):
         )
 
 
-def _nonfinite_losses(scalars: Any, outputs: Dict[str, Any]) -> Dict[str, float]:
+def _nonfinite_losses(
+    scalars: Mapping[str, HistoryBuffer], outputs: Dict[str, Any]
+) -> Dict[str, float]:
     """Losses in the outputs of ``train_step``, as MMEngine's own hook has logged them."""
     found = {}
     for name in outputs:

@@ -1,7 +1,7 @@
 """Log the memory of this rank, and warn if that of the host doubles."""
 
 import gc
-from typing import Any, Optional
+from typing import Optional
 
 import psutil
 from mmengine import device as mmengine_device
@@ -10,6 +10,7 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.config.hook_options import MemoryOptions
 from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.worker_memory import WorkerMemory
 
 MB = 2**20
@@ -42,19 +43,19 @@ class MemoryHook(Hook):
 
     priority = 'NORMAL'
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         self.options = MemoryOptions(**options)
         # A loop over iterations starts workers when it is built.
         self._workers = WorkerMemory()
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: AnyRunner) -> None:
         """Begin anew: what was in use before is no growth."""
         self._process = psutil.Process()
         self._done = 0
         #: Bytes of the host at iteration ``SETTLED``, until the warning.
         self._settled: Optional[int] = None
 
-    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+    def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Empty caches and sample memory, each at its interval."""
         self._done += 1
         if self.options.interval is not None and self._done % self.options.interval == 0:
@@ -63,7 +64,7 @@ class MemoryHook(Hook):
         if self._done in (1, SETTLED) or self._done % self.options.sample_interval == 0:
             self._sample(runner)
 
-    def _sample(self, runner: Any) -> None:
+    def _sample(self, runner: AnyRunner) -> None:
         accelerator, devices = enter_rank_device()[0], rank_devices()
         of_workers, workers = self._workers.measure()
         used = self._process.memory_info().rss + of_workers
@@ -82,7 +83,7 @@ class MemoryHook(Hook):
             self._settled = None
 
     @staticmethod
-    def _warn(runner: Any, before: int, used: int, workers: int) -> None:
+    def _warn(runner: AnyRunner, before: int, used: int, workers: int) -> None:
         of_workers = f' with its {workers} loader workers' if workers else ''
         runner.logger.warning(
             f'Host memory of rank {runner.rank}{of_workers} has doubled: {before // MB} MB in '

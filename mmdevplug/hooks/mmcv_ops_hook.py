@@ -1,12 +1,11 @@
 """Log what mmcv's operators cost where they run on the host."""
 
-from typing import Any
-
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.patches.mmcv_ops.patch import host_use
 from mmdevplug.patches.mmcv_ops.stats import describe_uses
+from mmdevplug.utils.annotations import AnyRunner
 
 
 @HOOKS.register_module()
@@ -26,12 +25,12 @@ class MMCVOpsHook(Hook):
         self.interval = interval
         self._logged = 0
 
-    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+    def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Log at intervals."""
         if self.every_n_train_iters(runner, self.interval):
             self.after_train(runner)
 
-    def after_train(self, runner: Any) -> None:
+    def after_train(self, runner: AnyRunner) -> None:
         """Log unless no operator was called since the last table."""
         uses = host_use()
         calls = sum(use.calls for use in uses.values())

@@ -1,7 +1,5 @@
 """Publish what this rank does, so that other ranks can report it if this one is late."""
 
-from typing import Any
-
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
@@ -10,6 +8,7 @@ from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients.unused_parameters import refuse_unreduced
 from mmdevplug.patches.results import prepare_metrics
+from mmdevplug.utils.annotations import AnyRunner
 
 
 @HOOKS.register_module()
@@ -22,32 +21,32 @@ class PhaseHook(Hook):
 
     priority = 'VERY_HIGH'
 
-    def before_run(self, runner: Any) -> None:
+    def before_run(self, runner: AnyRunner) -> None:
         """Wait for the data of all ranks and compare it; prepare metrics to gather results."""
         compare_batches(runner._train_loop)
         prepare_metrics([runner._val_loop, runner._test_loop])
         enter_phase('preparing the model')
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: AnyRunner) -> None:
         """Note that the first iteration comes next."""
         self._first = True
 
-    def before_train_epoch(self, runner: Any) -> None:
+    def before_train_epoch(self, runner: AnyRunner) -> None:
         """Note that data is being loaded."""
         enter_phase(f'train: loading the data of iteration {runner.iter + 1}')
 
     def _before_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = 'train'
+        self, runner: AnyRunner, batch_idx: int, data_batch: object = None, mode: str = 'train'
     ) -> None:
         number = runner.iter if mode == 'train' else batch_idx
         enter_phase(f'{mode}: iteration {number + 1}')
 
     def _after_iter(
         self,
-        runner: Any,
+        runner: AnyRunner,
         batch_idx: int,
-        data_batch: Any = None,
-        outputs: Any = None,
+        data_batch: object = None,
+        outputs: object = None,
         mode: str = 'train',
     ) -> None:
         if mode != 'train':
@@ -59,6 +58,6 @@ class PhaseHook(Hook):
             wait_for_everyone('first iteration')
         enter_phase(f'train: after iteration {runner.iter + 1}, or loading the next data')
 
-    def after_train(self, runner: Any) -> None:
+    def after_train(self, runner: AnyRunner) -> None:
         """Note that this rank has left the loop."""
         enter_phase('train: after the last iteration')

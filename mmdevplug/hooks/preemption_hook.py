@@ -15,6 +15,7 @@ from mmdevplug.environments.launch import most_ranks
 from mmdevplug.fault_tolerance import SAME_NOTICE_SECONDS
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase
 from mmdevplug.fault_tolerance.stop_together import StopAgreement
+from mmdevplug.utils.annotations import AnyRunner
 
 #: How long the agent of a host may take to notice that others have come, and to signal its ranks:
 #: with PyTorch 1 it looks every 5 s.
@@ -49,7 +50,7 @@ class PreemptionHook(Hook):
         self._asked_to_end = 0.0  # time of the first signal other than SIGUSR1
         self._pid = 0
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: AnyRunner) -> None:
         """Install the signal handlers."""
         self._agreement = StopAgreement(current_watch())
         if threading.current_thread() is not threading.main_thread():
@@ -61,7 +62,7 @@ class PreemptionHook(Hook):
                 continue
             self._handlers[number] = signal.signal(number, self._on_signal)
 
-    def after_train(self, runner: Any) -> None:
+    def after_train(self, runner: AnyRunner) -> None:
         """Put back the handlers that were there before."""
         self._restore_handlers()
 
@@ -71,7 +72,7 @@ class PreemptionHook(Hook):
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._handlers.clear()
 
-    def _on_signal(self, number: int, _: Any) -> None:
+    def _on_signal(self, number: int, _: object) -> None:
         if os.getpid() != self._pid:
             return  # in a worker of a data loader, which its training process ends
         if number != signal.SIGUSR1:
@@ -88,7 +89,7 @@ class PreemptionHook(Hook):
         if self._agreement is not None:
             self._agreement.request(f'{signal.Signals(number).name}{where}')
 
-    def after_train_iter(self, runner: Any, *args: Any, **kwargs: Any) -> None:
+    def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Stop if all ranks have agreed on this iteration.
 
         Raises:
@@ -99,7 +100,7 @@ class PreemptionHook(Hook):
         if self._agreement is not None and self._agreement.reached(runner.iter + 1, interval):
             self._stop(runner, self._agreement.why)
 
-    def _stop(self, runner: Any, why: str) -> None:
+    def _stop(self, runner: AnyRunner, why: str) -> None:
         enter_phase(f'saving a checkpoint after {why}')
         path = save_now(runner)
         runner.call_hook('after_train')
@@ -136,7 +137,7 @@ class PreemptionHook(Hook):
             raise SystemExit(os.EX_TEMPFAIL)
 
 
-def save_now(runner: Any) -> Optional[str]:
+def save_now(runner: AnyRunner) -> Optional[str]:
     """Save at the end of an iteration through the checkpoint hook; None if there is none."""
     hook = next((each for each in runner.hooks if isinstance(each, CheckpointHook)), None)
     if hook is None:

@@ -10,6 +10,7 @@ from torch.profiler import ProfilerActivity
 
 from mmdevplug.accelerators.torch_native import privateuse1_name
 from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.utils.annotations import AnyRunner
 
 
 @HOOKS.register_module()
@@ -27,7 +28,7 @@ class DeviceProfilerHook(ProfilerHook):
         **kwargs: See :class:`mmengine.hooks.ProfilerHook`.
     """
 
-    def __init__(self, *, activity_with_cuda: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *, activity_with_cuda: bool = False, **kwargs: object) -> None:
         accelerator, _ = enter_rank_device()
         self._records_device = activity_with_cuda and accelerator.name != 'cpu'
         activity = _activity_of(accelerator.device_type)
@@ -41,7 +42,7 @@ class DeviceProfilerHook(ProfilerHook):
             self.activities = list(torch.profiler.supported_activities())
         self._trace: Any = None
 
-    def before_run(self, runner: Any) -> None:
+    def before_run(self, runner: AnyRunner) -> None:
         """Start the profilers; see :meth:`mmengine.hooks.ProfilerHook.before_run`."""
         super().before_run(runner)
         accelerator, _ = enter_rank_device()
@@ -58,7 +59,7 @@ class DeviceProfilerHook(ProfilerHook):
         self._trace.__enter__()
         runner.logger.info(f'The profile of the device will be written to {folder}.')
 
-    def _export_chrome_trace(self, runner: Any) -> None:
+    def _export_chrome_trace(self, runner: AnyRunner) -> None:
         accelerator, device = enter_rank_device()
         accelerator.synchronize(device)
         if self._trace is not None:

@@ -42,6 +42,7 @@ from mmdevplug.config.hook_options import CheckpointOptions
 from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
+from mmdevplug.utils.annotations import AnyRunner
 
 _NUMBERS = (bool, int, float, np.number, torch.Tensor)
 
@@ -71,7 +72,7 @@ class SafeCheckpointHook(CheckpointHook):
         ...     checkpoint=dict(type='SafeCheckpointHook', interval=1, async_save=True))
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: object, **options: object) -> None:
         ours = CheckpointOptions.read(options)
         super().__init__(*args, **{name: options[name] for name in options if name not in ours})
         self._saver = CheckpointSaver(CheckpointOptions(**ours), self.backend_args)
@@ -85,7 +86,7 @@ class SafeCheckpointHook(CheckpointHook):
         self._metrics: Optional[Dict[str, Any]] = None
         self._warned_of_accumulation = False
 
-    def before_run(self, runner: Any) -> None:
+    def before_run(self, runner: AnyRunner) -> None:
         """Find loaders; refuse options that neither this hook nor ``save_checkpoint`` takes."""
         self._others = getattr(runner, 'other_loaders', self._others)
         loop = getattr(runner, '_train_loop', None)
@@ -100,7 +101,7 @@ class SafeCheckpointHook(CheckpointHook):
         known = [*CheckpointOptions.names(), *known, *sorted(own)]
         refuse_unknown(self.args, known, CheckpointOptions.key, CheckpointError)
 
-    def after_load_checkpoint(self, runner: Any, checkpoint: dict) -> None:
+    def after_load_checkpoint(self, runner: AnyRunner, checkpoint: dict) -> None:
         """Keep the states for exact resuming."""
         found = checkpoint.get(KEY)
         if found is None:
@@ -118,7 +119,7 @@ class SafeCheckpointHook(CheckpointHook):
             ranks = (found['world_size'], get_world_size())
             self._others.restore(of_this_rank(found)['loaders'], ranks)
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: AnyRunner) -> None:
         """Prepare the folder, if it can be written to, and restore an interrupted run."""
         ended_at = run_on_main(
             'preparing the folder of checkpoints',
@@ -154,7 +155,7 @@ class SafeCheckpointHook(CheckpointHook):
             if not validated:
                 self._resumption.validate_if_due()
 
-    def _prepare(self, runner: Any) -> Optional[int]:
+    def _prepare(self, runner: AnyRunner) -> Optional[int]:
         ended_at = finished_at(runner.work_dir)
         if ended_at is not None and not is_complete(runner):
             mark_finished(runner.work_dir, None)
@@ -169,12 +170,12 @@ class SafeCheckpointHook(CheckpointHook):
                 runner.logger.info(f'Removed {left} unfinished checkpoint(s) from {folder}.')
         return ended_at
 
-    def before_train_epoch(self, runner: Any) -> None:
+    def before_train_epoch(self, runner: AnyRunner) -> None:
         """Restore random states."""
         if self._resumption is not None:
             self._resumption.begin_epoch()
 
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+    def before_train_iter(self, runner: AnyRunner, batch_idx: int, data_batch: Any = None) -> None:
         """Let DDP arrange its buckets as they were."""
         if self._resumption is None:
             return
@@ -191,19 +192,25 @@ class SafeCheckpointHook(CheckpointHook):
             set_random_state(state, accelerator, devices)
 
     def after_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Optional[dict] = None
+        self,
+        runner: AnyRunner,
+        batch_idx: int,
+        data_batch: object = None,
+        outputs: Optional[dict] = None,
     ) -> None:
         """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
         self._position = current_position(runner, batch_idx)
         super().after_train_iter(runner, batch_idx, data_batch, outputs)
 
-    def after_train_epoch(self, runner: Any) -> None:
+    def after_train_epoch(self, runner: AnyRunner) -> None:
         """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
         if not hasattr(runner.train_loop, 'dataloader_iterator'):
             self._position = Position(runner.epoch + 1, -1)
         super().after_train_epoch(runner)
 
-    def after_val_epoch(self, runner: Any, metrics: Optional[Dict[str, float]] = None) -> None:
+    def after_val_epoch(
+        self, runner: AnyRunner, metrics: Optional[Dict[str, float]] = None
+    ) -> None:
         """Save the best checkpoint; see :class:`mmengine.hooks.CheckpointHook`."""
         if self._position is not None:
             self._position = self._position._replace(validated=True)
@@ -213,7 +220,7 @@ class SafeCheckpointHook(CheckpointHook):
         super().after_val_epoch(runner, metrics)
         self._metrics = None
 
-    def save_now(self, runner: Any) -> str:
+    def save_now(self, runner: AnyRunner) -> str:
         """Save at the end of any iteration, and return the path; failing is always an error.
 
         The file is removed after the next checkpoint of the ordinary kind.
@@ -226,12 +233,12 @@ class SafeCheckpointHook(CheckpointHook):
         self._saver.finish()
         return path
 
-    def before_save_checkpoint(self, runner: Any, checkpoint: dict) -> None:
+    def before_save_checkpoint(self, runner: AnyRunner, checkpoint: dict) -> None:
         """Add the states for exact resuming, on rank 0."""
         if self._exact is not None and 'optimizer' in checkpoint:
             checkpoint[KEY] = self._exact
 
-    def _save_checkpoint_with_step(self, runner: Any, step: int, meta: dict) -> None:
+    def _save_checkpoint_with_step(self, runner: AnyRunner, step: int, meta: dict) -> None:
         self._warn_of_accumulation(runner, meta['iter'])
         path = join(self.out_dir, self.filename_tmpl.format(step), self.backend_args)
         hub = runner.message_hub
@@ -258,7 +265,7 @@ class SafeCheckpointHook(CheckpointHook):
                 self.keep_ckpt_ids.extend(before)
                 hub.update_info('keep_ckpt_ids', before)
 
-    def _save_best_checkpoint(self, runner: Any, metrics: dict) -> None:
+    def _save_best_checkpoint(self, runner: AnyRunner, metrics: dict) -> None:
         if not self.save_best:
             return
         step = runner.epoch if self.by_epoch else runner.iter
@@ -273,7 +280,7 @@ class SafeCheckpointHook(CheckpointHook):
             self._save_checkpoint_with_step(runner, step, dict(meta))
 
     def _save_if_best(
-        self, runner: Any, score: Any, key: str, rule: str, step: int, meta: dict
+        self, runner: AnyRunner, score: float, key: str, rule: str, step: int, meta: dict
     ) -> bool:
         single = len(self.key_indicators) == 1
         score_key = 'best_score' if single else f'best_score_{key}'
@@ -305,7 +312,7 @@ class SafeCheckpointHook(CheckpointHook):
         )
         return True
 
-    def after_train(self, runner: Any) -> None:
+    def after_train(self, runner: AnyRunner) -> None:
         """Wait for the background, and publish; an error if the last checkpoint was not saved."""
         self._saver.finish()
         super().after_train(runner)
@@ -322,7 +329,7 @@ class SafeCheckpointHook(CheckpointHook):
             )
 
     def _save(
-        self, runner: Any, file: CheckpointFile, meta: dict, options: Optional[dict] = None
+        self, runner: AnyRunner, file: CheckpointFile, meta: dict, options: Optional[dict] = None
     ) -> bool:
         options = options or dict(
             save_optimizer=self.save_optimizer,
@@ -337,7 +344,7 @@ class SafeCheckpointHook(CheckpointHook):
             self._exact = dict(states, metrics=self._metrics)
         return self._saver.save(runner, file, meta, options)
 
-    def _publish_model(self, runner: Any, ckpt_path: str) -> None:
+    def _publish_model(self, runner: AnyRunner, ckpt_path: str) -> None:
         if not is_main_process() or not ckpt_path:
             return
         checkpoint = read_checkpoint(ckpt_path)
@@ -350,7 +357,7 @@ class SafeCheckpointHook(CheckpointHook):
         write_checkpoint(published, path, self.backend_args)
         runner.logger.info(f'{ckpt_path} is published without {removed} as {path}.')
 
-    def _warn_of_accumulation(self, runner: Any, iteration: int) -> None:
+    def _warn_of_accumulation(self, runner: AnyRunner, iteration: int) -> None:
         counts = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
         if self._warned_of_accumulation or counts <= 1 or not iteration % counts:
             return

@@ -10,6 +10,7 @@ from torch import Tensor, distributed as torch_dist
 from mmdevplug.accelerators import Accelerator, device_context
 from mmdevplug.accelerators.backend import backend_of, takes_host_tensors, waits_for_backward
 from mmdevplug.distributed.traffic import TRAFFIC, Cost, all_reduce_bytes
+from mmdevplug.utils.annotations import AnyGroup
 
 #: Statistics of these are computed in float32.
 HALF = (torch.float16, torch.bfloat16)
@@ -40,7 +41,7 @@ class StatisticsExchange:
     #: The name of the layer that needs it, for messages of other ranks that wait.
     layer_name = ''
 
-    def __init__(self, accelerator: Accelerator, group: Any, device: torch.device) -> None:
+    def __init__(self, accelerator: Accelerator, group: AnyGroup, device: torch.device) -> None:
         self.accelerator = accelerator
         self.group = group
         self.device = device
@@ -142,7 +143,7 @@ def prepare_statistics_group() -> None:
     context.side_groups[world] = torch_dist.new_group(timeout=context.timeout)
 
 
-def statistics_group(process_group: Any) -> Any:
+def statistics_group(process_group: AnyGroup) -> Any:
     """The group that averages a layer's statistics; None if it has one rank."""
     if not (torch_dist.is_available() and torch_dist.is_initialized()):
         return None

@@ -138,7 +138,7 @@ def on_our_wrapper(kind: Type[DistributedDataParallel]) -> Type[DistributedDataP
         return kind
 
     @wraps(kind.__init__)
-    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+    def construct(self: Any, *args: object, **kwargs: object) -> None:
         try:
             kind.__init__(self, *args, **kwargs)
         except (ValueError, RuntimeError) as error:

@@ -5,7 +5,7 @@ statistics travel through the host where the backend does not take the device's 
 """
 
 import time
-from typing import Any, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.errors import ModelError
+from mmdevplug.utils.annotations import AnyGroup, AnyRunner
 
 from .batch_statistics import (
     LAZY_EXCHANGES,
@@ -62,7 +63,7 @@ class DeviceSyncBatchNorm(_BatchNorm):
     #: The name in the model, for messages.
     layer_name: str = ''
 
-    def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
+    def __init__(self, *args: object, process_group: AnyGroup = None, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.process_group = process_group
 
@@ -131,7 +132,7 @@ class SyncBNCost:
         self._iterations = 0
         self._before: Optional[Tuple[float, int, float]] = None
 
-    def after_iteration(self, runner: Any) -> None:
+    def after_iteration(self, runner: AnyRunner) -> None:
         """Count an iteration; warn after the one that is measured."""
         self._iterations += 1
         now = time.perf_counter(), LAZY_EXCHANGES.messages, LAZY_EXCHANGES.seconds
@@ -140,7 +141,7 @@ class SyncBNCost:
         elif self._iterations == MEASURED_ITERATION and runner.rank == 0:
             self._warn(runner, *(after - before for after, before in zip(now, self._before)))
 
-    def _warn(self, runner: Any, elapsed: float, executions: int, seconds: float) -> None:
+    def _warn(self, runner: AnyRunner, elapsed: float, executions: int, seconds: float) -> None:
         if not executions:
             return
         layers = sum(isinstance(part, DeviceSyncBatchNorm) for part in runner.model.modules())

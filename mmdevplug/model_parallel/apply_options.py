@@ -1,7 +1,7 @@
 """Turn the options of ``model_parallel`` into a strategy, a plan and a dispatched model."""
 
 import functools
-from typing import Any, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence
 
 import torch
 from mmengine.logging import MMLogger
@@ -48,8 +48,8 @@ class Parallelism:
     def __init__(
         self,
         options: ModelParallelOptions,
-        model: Any = None,
-        optimizer: Any = None,
+        model: object = None,
+        optimizer: object = None,
         scope: str = 'mmengine',
     ) -> None:
         self.options = options
@@ -182,7 +182,7 @@ class Watch:
         self.guard = guard
         self._reported = False
 
-    def __call__(self, model: nn.Module, step: str, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, model: nn.Module, step: str, *args: object, **kwargs: object) -> Any:
         with self.guard:
             result = getattr(type(model), step)(model, *args, **kwargs)
         if self.guard.moved.number and not self._reported:
@@ -190,7 +190,7 @@ class Watch:
             MMLogger.get_current_instance().info(self.guard.report())
         return result
 
-    def __deepcopy__(self, memo: Any) -> 'Watch':
+    def __deepcopy__(self, memo: object) -> 'Watch':
         # A copy of a model, such as EMA's, is watched by the same guard.
         return self
 
@@ -214,7 +214,11 @@ def compute_in(model: nn.Module, precision: Optional[str], accelerator: Accelera
 
 
 def _forward_in(
-    dtype: torch.dtype, accelerator: Accelerator, forward: Any, *args: Any, **kwargs: Any
+    dtype: torch.dtype,
+    accelerator: Accelerator,
+    forward: Callable,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
     with accelerator.precision.autocast(dtype=dtype):
         return forward(*args, **kwargs)

@@ -83,7 +83,7 @@ def align_methods(model: nn.Module, plan: DevicePlan) -> None:
 
 
 def _call_there(
-    module: nn.Module, method: str, device: torch.device, *args: Any, **kwargs: Any
+    module: nn.Module, method: str, device: torch.device, *args: object, **kwargs: object
 ) -> Any:
     from accelerate.utils import send_to_device
 

@@ -37,7 +37,7 @@ def make_plan(
     dtype: Union[None, str, torch.dtype] = None,
     training: bool = False,
     optimizer: Union[str, int, float] = 'adamw',
-    sample_inputs: Any = None,
+    sample_inputs: object = None,
     device_type: Optional[str] = None,
 ) -> DevicePlan:
     """Decide which device holds which part of a model. No device need be present.
@@ -92,7 +92,7 @@ def make_plan(
 
 
 @wraps(make_plan)
-def plan(*args: Any, **kwargs: Any) -> DevicePlan:
+def plan(*args: object, **kwargs: object) -> DevicePlan:
     made = make_plan(*args, **kwargs)
     if made.warning:
         log_warning(made.warning)
@@ -132,8 +132,8 @@ class _Job:
         self,
         no_split: Union[None, str, Iterable[str]],
         training: bool,
-        optimizer: Any,
-        sample_inputs: Any,
+        optimizer: Union[str, int, float],
+        sample_inputs: object,
     ) -> None:
         """Weigh the units and sort them by the order of execution."""
         self.whole = WholeModules(self.model, no_split)

@@ -4,7 +4,7 @@ import copy
 import json
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Callable, Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 from mmengine.config import Config
@@ -20,7 +20,7 @@ def can_build_on_meta() -> bool:
     return hasattr(torch.device, '__enter__')
 
 
-def build_without_memory(model: Any, scope: str) -> nn.Module:
+def build_without_memory(model: object, scope: str) -> nn.Module:
     """Build a model from its config on the meta device.
 
     It is on the host where the model computes with tensors while it is built, or where PyTorch is

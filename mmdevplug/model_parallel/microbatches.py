@@ -1,7 +1,7 @@
 """Split a batch into micro-batches that follow each other through the devices of a model."""
 
 import functools
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,9 @@ def split_batches(model: nn.Module, num_microbatches: int) -> nn.Module:
     return model
 
 
-def _forward_in_parts(num_microbatches: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _forward_in_parts(
+    num_microbatches: int, forward: Callable, *args: object, **kwargs: object
+) -> Any:
     if kwargs.get('mode') != 'loss' or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     named = {**{f'argument {i}': arg for i, arg in enumerate(args)}, **kwargs}
@@ -64,7 +66,7 @@ def _forward_in_parts(num_microbatches: int, forward: Any, *args: Any, **kwargs:
     return average_losses(found, weights)
 
 
-def _length(value: Any) -> Optional[int]:
+def _length(value: object) -> Optional[int]:
     if isinstance(value, Tensor):
         return value.shape[0] if value.dim() else None
     if isinstance(value, dict):
@@ -72,7 +74,7 @@ def _length(value: Any) -> Optional[int]:
     return len(value) if isinstance(value, (list, tuple)) else None
 
 
-def _part(value: Any, begin: int, end: int, size: int) -> Any:
+def _part(value: object, begin: int, end: int, size: int) -> Any:
     """The samples of a micro-batch; what is not of the batch's length is for all of them."""
     if isinstance(value, dict):
         return {name: _part(item, begin, end, size) for name, item in value.items()}

@@ -66,13 +66,13 @@ def parse_devices(
     return names if exclude_cpu else [*names, 'cpu']
 
 
-def _checked(count: int, given: Any) -> int:
+def _checked(count: int, given: object) -> int:
     if count > MOST_DEVICES:
         raise PlacementError(f'devices={given!r}: expected at most {MOST_DEVICES} devices.')
     return count
 
 
-def _names(part: Any, device_type: Optional[str]) -> List[str]:
+def _names(part: object, device_type: Optional[str]) -> List[str]:
     if isinstance(part, int) and not isinstance(part, bool):
         if part < 0:
             raise PlacementError(f'device {part}: expected an index of 0 or more.')

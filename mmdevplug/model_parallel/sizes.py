@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterable, Optional, Set, Tuple, Union
+from typing import Dict, Iterable, Optional, Set, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ def state_values(optimizer: Union[str, int, float]) -> float:
     )
 
 
-def state_factor(options: Any) -> Tuple[Optional[float], str]:
+def state_factor(options: object) -> Tuple[Optional[float], str]:
     """Bytes of optimizer state for each byte of parameters, found by a step of a small matrix.
 
     ``options`` is ``optim_wrapper.optimizer`` of a config. If the optimizer cannot be tried alone,
@@ -92,7 +92,7 @@ def module_sizes(
     dtype: Union[None, str, torch.dtype] = None,
     training: bool = False,
     optimizer: Union[str, int, float] = 'adamw',
-    sample_inputs: Any = None,
+    sample_inputs: object = None,
 ) -> ModuleSizes:
     """Measure every module of a model, which may be on the meta device.
 
@@ -122,7 +122,7 @@ def measure(
     dtype: Optional[torch.dtype],
     training: bool,
     optimizer: Union[str, int, float],
-    sample_inputs: Any,
+    sample_inputs: object,
 ) -> Tuple[ModuleSizes, Trace]:
     """As :func:`module_sizes`, from the named tensors; also return what a trace showed, if any."""
     factor = state_values(optimizer)

@@ -4,7 +4,7 @@ import functools
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ class Trace:
 
 def trace(
     model: nn.Module,
-    sample_inputs: Any,
+    sample_inputs: object,
     training: bool = False,
     dtype: Optional[torch.dtype] = None,
 ) -> Trace:
@@ -77,7 +77,7 @@ _autocast = LocalPatch(torch, 'autocast')
 def _autocast_on_meta() -> Iterator[None]:
     """Let models turn autocast off for their device, which older releases refuse for meta."""
 
-    def autocast(original: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+    def autocast(original: Callable, device_type: str, *args: object, **kwargs: object) -> Any:
         return nullcontext() if device_type == 'meta' else original(device_type, *args, **kwargs)
 
     with _autocast(autocast):
@@ -98,7 +98,7 @@ def _meta(tensor: Tensor, dtype: Optional[torch.dtype]) -> Tensor:
     return tensor.to('meta', dtype if dtype is not None and tensor.is_floating_point() else None)
 
 
-def _arguments(sample_inputs: Any, dtype: Optional[torch.dtype]) -> Tuple[tuple, dict]:
+def _arguments(sample_inputs: object, dtype: Optional[torch.dtype]) -> Tuple[tuple, dict]:
     found = replace_parts(sample_inputs, lambda tensor: _meta(tensor, dtype))
     if isinstance(found, dict):
         return (), found
@@ -132,7 +132,7 @@ class _Watch:
         self.found.traffic.setdefault(name, sum(map(tensor_bytes, given.values())))
         self._running.append([name, ''])
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         name, inside = self._running.pop()
         if self._running:
             self._running[-1][1] = inside or name

@@ -12,6 +12,7 @@ from mmdevplug.accelerators import Accelerator, DeviceContext
 from mmdevplug.accelerators.backend import waits_for_backward
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import mmengine_supports
+from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 
 from .device_amp_optim_wrapper import DeviceAmpOptimWrapper
@@ -23,7 +24,7 @@ except ImportError:  # as MMEngine does, for builds of PyTorch without it
     ZeroRedundancyOptimizer = None
 
 
-def adapt_optim_wrapper_cfg(cfg: Any, accelerator: Accelerator) -> Any:
+def adapt_optim_wrapper_cfg(cfg: object, accelerator: Accelerator) -> Any:
     """Replace MMEngine's wrappers in a copy of a config by ours where the device needs it.
 
     ``OptimWrapper`` is replaced on lazy devices, and ``AmpOptimWrapper`` where MMEngine's refuses
@@ -43,7 +44,7 @@ def adapt_optim_wrapper_cfg(cfg: Any, accelerator: Accelerator) -> Any:
     return cfg
 
 
-def _replacement(kind: Any, accelerator: Accelerator) -> Optional[Type[OptimWrapper]]:
+def _replacement(kind: object, accelerator: Accelerator) -> Optional[Type[OptimWrapper]]:
     found = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
     if found is OptimWrapper and accelerator.compilation.lazy:
         return DeviceOptimWrapper
@@ -85,7 +86,7 @@ def join_consolidation(optim_wrapper: OptimWrapper) -> None:
         optimizer.consolidate_state_dict()
 
 
-def _sharded_optimizers(optim_wrapper: Any) -> Iterator[Optimizer]:
+def _sharded_optimizers(optim_wrapper: AnyOptimWrapper) -> Iterator[Optimizer]:
     for wrapper in list_optim_wrappers(optim_wrapper):
         optimizer = getattr(wrapper, 'optimizer', None)
         if ZeroRedundancyOptimizer is not None and isinstance(optimizer, ZeroRedundancyOptimizer):

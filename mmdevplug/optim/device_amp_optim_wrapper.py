@@ -2,7 +2,7 @@
 
 import math
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, Optional, Union
+from typing import Any, Dict, Iterator, Optional, Sequence, Union
 
 import torch
 from mmengine.dist import all_reduce, get_world_size
@@ -13,6 +13,7 @@ from torch import nn
 from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import patch_autocast
+from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
@@ -48,7 +49,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         loss_scale: Union[str, float, Dict[str, Any]] = 'dynamic',
         dtype: Optional[Union[str, torch.dtype]] = None,
         use_fsdp: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         # Not AmpOptimWrapper's, which asserts that there is a device of MMEngine's list.
         OptimWrapper.__init__(self, **kwargs)
@@ -65,7 +66,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         self._scale_update_param = options['init_scale'] if _is_number(loss_scale) else None
         self.loss_scaler = self._build_scaler(loss_scale, options)
 
-    def _build_scaler(self, loss_scale: Any, options: Dict[str, Any]) -> Any:
+    def _build_scaler(self, loss_scale: object, options: Dict[str, Any]) -> Any:
         if self.cast_dtype != torch.float16:
             if loss_scale != 'dynamic':
                 log_warning(
@@ -82,7 +83,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
                 f'init_scale, growth_factor > 1, backoff_factor < 1 and growth_interval.'
             ) from error
 
-    def step(self, **kwargs: Any) -> None:
+    def step(self, **kwargs: object) -> None:
         """Unscale, clip, and update the parameters unless a gradient of any rank overflowed.
 
         Args:
@@ -151,18 +152,18 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
         return state_dict
 
 
-def set_overflow_source(optim_wrapper: Any, averaging: Any) -> None:
+def set_overflow_source(optim_wrapper: AnyOptimWrapper, averaging: Any) -> None:
     """Let optimizer wrappers ask the host staging for an overflow, instead of the device."""
     for wrapper in list_optim_wrappers(optim_wrapper):
         if isinstance(wrapper, DeviceAmpOptimWrapper):
             wrapper.averaging = averaging
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _read_dtype(dtype: Any, valid: Any) -> Optional[torch.dtype]:
+def _read_dtype(dtype: Any, valid: Sequence[str]) -> Optional[torch.dtype]:
     named = getattr(torch, dtype) if isinstance(dtype, str) and dtype in valid else dtype
     if named is not None and named not in [getattr(torch, name) for name in valid]:
         raise ModelError(

@@ -1,6 +1,6 @@
 """The optimizer wrapper for lazy devices."""
 
-from typing import Any, List, Sequence, Tuple
+from typing import List, Sequence, Tuple
 
 import torch
 from mmengine.optim import OptimWrapper
@@ -10,6 +10,7 @@ from torch import Tensor
 from mmdevplug.accelerators import devices_of
 from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.errors import ModelError
+from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 
 
@@ -30,7 +31,7 @@ class DeviceOptimWrapper(OptimWrapper):
     #: The norms that are still on the device.
     _norms: Tuple[Tensor, ...] = ()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.accelerator = enter_rank_device()[0]
 
@@ -76,7 +77,7 @@ class DeviceOptimWrapper(OptimWrapper):
             self.message_hub.update_scalar(f'train/{self.grad_name}', float(norm))
 
 
-def log_norms(optim_wrapper: Any) -> None:
+def log_norms(optim_wrapper: AnyOptimWrapper) -> None:
     """Call :meth:`DeviceOptimWrapper.log_norms` of an optimizer wrapper, or of each in a dict."""
     for wrapper in list_optim_wrappers(optim_wrapper):
         if isinstance(wrapper, DeviceOptimWrapper):

@@ -2,6 +2,7 @@
 
 from typing import Any, Dict, List, NamedTuple, Sequence
 
+from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 
 
@@ -16,14 +17,14 @@ class Past(NamedTuple):
     length: int
 
 
-def scale_lr(optim_wrapper: Any, factor: float) -> None:
+def scale_lr(optim_wrapper: AnyOptimWrapper, factor: float) -> None:
     """Multiply the learning rates of an optimizer wrapper."""
     for wrapper in list_optim_wrappers(optim_wrapper):
         for group in wrapper.optimizer.param_groups:
             group['lr'] = group['lr'] * factor
 
 
-def param_groups(wrapper: Any) -> List[Dict[str, Any]]:
+def param_groups(wrapper: AnyOptimWrapper) -> List[Dict[str, Any]]:
     """List what schedulers change: groups, and the settings that MMEngine logs with several."""
     base = getattr(wrapper, 'base_param_settings', None)
     return wrapper.optimizer.param_groups + ([] if base is None else [base])
@@ -34,7 +35,7 @@ def base_name(name: str) -> str:
     return f'initial_{name}'
 
 
-def restart_schedulers(wrapper: Any, schedulers: Sequence[Any]) -> None:
+def restart_schedulers(wrapper: AnyOptimWrapper, schedulers: Sequence[Any]) -> None:
     """Set groups and schedulers to where they are when schedulers are built."""
     groups = param_groups(wrapper)
     for group in groups:
@@ -50,7 +51,7 @@ def restart_schedulers(wrapper: Any, schedulers: Sequence[Any]) -> None:
         scheduler.step()
 
 
-def follows_metric(scheduler: Any) -> bool:
+def follows_metric(scheduler: object) -> bool:
     """Whether the past of a scheduler cannot be repeated, because it depends on results."""
     return bool(getattr(scheduler, 'need_val_args', False))
 

@@ -5,6 +5,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 import torch
 
 from mmdevplug.errors import ModelError
+from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 
 
@@ -32,7 +33,7 @@ class SplitStep:
     def __init__(self, train_step: Callable[..., Dict[str, Any]], parts: int) -> None:
         self.train_step, self.parts = train_step, parts
 
-    def __call__(self, data: Sequence[Any], optim_wrapper: Any) -> Dict[str, Any]:
+    def __call__(self, data: Sequence[Any], optim_wrapper: AnyOptimWrapper) -> Dict[str, Any]:
         wrappers = list_optim_wrappers(optim_wrapper)
         before = [_Counts.of(wrapper).multiplied(wrapper, self.parts) for wrapper in wrappers]
         found = [self.train_step(part, optim_wrapper=optim_wrapper) for part in data]
@@ -53,7 +54,7 @@ class _Counts(NamedTuple):
     remainder: int
 
     @classmethod
-    def of(cls, wrapper: Any) -> '_Counts':
+    def of(cls, wrapper: AnyOptimWrapper) -> '_Counts':
         return cls(
             wrapper._inner_count,
             wrapper._accumulative_counts,
@@ -61,16 +62,16 @@ class _Counts(NamedTuple):
             wrapper._remainder_counts,
         )
 
-    def write(self, wrapper: Any) -> None:
+    def write(self, wrapper: AnyOptimWrapper) -> None:
         wrapper._inner_count, wrapper._accumulative_counts = self.inner, self.every
         wrapper._max_counts, wrapper._remainder_counts = self.most, self.remainder
 
-    def multiplied(self, wrapper: Any, parts: int) -> '_Counts':
+    def multiplied(self, wrapper: AnyOptimWrapper, parts: int) -> '_Counts':
         # -1 stands for a number that is not known.
         _Counts(*(value * parts if value > 0 else value for value in self)).write(wrapper)
         return self
 
-    def put_back(self, wrapper: Any, parts: int) -> None:
+    def put_back(self, wrapper: AnyOptimWrapper, parts: int) -> None:
         passes = wrapper._inner_count - self.inner * parts
         if passes % parts:
             raise ModelError(

@@ -7,6 +7,7 @@ import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators.backend import takes_host_tensors
+from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.patched_symbols import PROCESS_GROUP
 from mmdevplug.utils.patching import patch_symbol, restore_patches
 
@@ -35,7 +36,9 @@ def _barrier_without_device(original: Callable) -> Callable:
     """Synchronize with one host element, where PyTorch's barrier fails to find a device."""
 
     @wraps(original)
-    def barrier(group: Any = None, async_op: bool = False, *args: Any, **kwargs: Any) -> Any:
+    def barrier(
+        group: AnyGroup = None, async_op: bool = False, *args: object, **kwargs: object
+    ) -> Any:
         outside = group == torch_dist.GroupMember.NON_GROUP_MEMBER
         if outside or not takes_host_tensors(group):
             return original(group, async_op, *args, **kwargs)

@@ -73,7 +73,7 @@ class Fit(NamedTuple):
 
 
 def load_state_dict(
-    module: nn.Module, state_dict: Mapping[str, Any], strict: bool = False, logger: Any = None
+    module: nn.Module, state_dict: Mapping[str, Any], strict: bool = False, logger: object = None
 ) -> None:
     """Load weights as ``mmengine.runner.checkpoint.load_state_dict``, and say what fits.
 

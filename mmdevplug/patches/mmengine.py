@@ -136,7 +136,7 @@ class _OfDtype(type):
 
     dtype: torch.dtype
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, Tensor) and instance.dtype == cls.dtype
 
 
@@ -157,7 +157,7 @@ class _SafeLoader:
     def __init__(self, loader: Callable) -> None:
         self.loader, self.__name__ = loader, loader.__name__
 
-    def __call__(self, filename: str, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, filename: str, *args: object, **kwargs: object) -> Any:
         with safe_loading(filename):
             return self.loader(filename, *args, **kwargs)
 
@@ -173,7 +173,7 @@ def _for_device(init_model: Callable, accelerator: Accelerator) -> Callable:
     """Let the models of inferencers run on any device, on lazy ones each batch as one graph."""
 
     @wraps(init_model)
-    def init(*args: Any, **kwargs: Any) -> Any:
+    def init(*args: object, **kwargs: object) -> Any:
         # SyncBatchNorm of PyTorch 1 takes CUDA tensors only.
         model = revert_sync_batchnorm(init_model(*args, **kwargs))
         if accelerator.compilation.lazy:
@@ -189,7 +189,7 @@ def _naming_lazy_tensors(type_of: Callable) -> Callable:
     """Name the type of a lazy tensor as PyTorch 2 does: ``'torch.xla.FloatTensor'``."""
 
     @wraps(type_of)
-    def named(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def named(tensor: Tensor, *args: object, **kwargs: object) -> Any:
         if args or kwargs or tensor.device.type != 'xla':
             return type_of(tensor, *args, **kwargs)
         of_host = type_of(torch.empty(0, dtype=tensor.dtype))

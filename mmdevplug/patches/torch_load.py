@@ -62,7 +62,7 @@ def allowed_classes() -> List[Any]:
     ]
 
 
-def _one_cycle(*_: Any) -> None:
+def _one_cycle(*_: object) -> None:
     """Stand in for the class OneCycleParamScheduler, which no checkpoint may create."""
     raise pickle.UnpicklingError(f'{_ONE_CYCLE} is not allowed to be called.')
 
@@ -72,7 +72,7 @@ _ONE_CYCLE = f'{OneCycleParamScheduler.__module__}.{OneCycleParamScheduler.__nam
 _ANNEALING = ('_annealing_cos', '_annealing_linear')
 
 
-def _method(owner: Any, name: str) -> Any:
+def _method(owner: object, name: str) -> Any:
     """Stand in for ``getattr`` in pickled methods: of log buffers, and OneCycleLR's annealing."""
     method = None
     if owner is _one_cycle and name in _ANNEALING:
@@ -135,7 +135,7 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
     opened: List[str] = []
     failures: List[Exception] = []
 
-    def load(original: Callable, f: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(original: Callable, f: object, *args: object, **kwargs: object) -> Any:
         if isinstance(f, (str, os.PathLike)):
             opened.append(str(f))
         try:
@@ -196,7 +196,11 @@ def _describe_unreadable(path: str, error: Exception) -> str:
 
 
 def _load_safely(
-    load: Callable, f: Any, map_location: Any = None, pickle_module: Any = None, **options: Any
+    load: Callable,
+    f: object,
+    map_location: object = None,
+    pickle_module: object = None,
+    **options: object,
 ) -> Any:
     """``torch.load`` with a list of allowed classes, which no environment variable disables."""
     weights_only = options.pop('weights_only', None)
@@ -241,7 +245,7 @@ _restricting: ContextVar[bool] = ContextVar('restricting', default=False)
 
 
 @contextmanager
-def _pickle_of_torch(module: Any) -> Iterator[Any]:
+def _pickle_of_torch(module: object) -> Iterator[Any]:
     """Let PyTorch unpickle with a module: release 1.13 ignores the argument that names one.
 
     Other threads get the same module meanwhile, which restricts this context only.

@@ -9,6 +9,7 @@ from mmengine.runner import LogProcessor
 from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.errors import DevPlugError
 from mmdevplug.samples import gather_samples
+from mmdevplug.utils.annotations import AnyRunner
 
 MB = 2**20
 
@@ -37,7 +38,7 @@ class DeviceLogProcessor(LogProcessor):
         #: What the line to come averages; '' where ranks do not meet.
         self._averaged = ''
 
-    def get_log_after_iter(self, runner: Any, batch_idx: int, mode: str) -> Tuple[dict, str]:
+    def get_log_after_iter(self, runner: AnyRunner, batch_idx: int, mode: str) -> Tuple[dict, str]:
         """See :meth:`mmengine.runner.LogProcessor.get_log_after_iter`."""
         # Ranks may validate different numbers of batches, and meet only after the last.
         self._averaged = 'loss|acc' if mode == 'train' else ''
@@ -49,19 +50,21 @@ class DeviceLogProcessor(LogProcessor):
         return tag, line
 
     def get_log_after_epoch(
-        self, runner: Any, batch_idx: int, mode: str, *args: Any, **options: Any
+        self, runner: AnyRunner, batch_idx: int, mode: str, *args: Any, **options: Any
     ) -> Tuple[dict, str]:
         """See :meth:`mmengine.runner.LogProcessor.get_log_after_epoch`."""
         self._averaged = 'loss' if mode == 'val' else ''
         return super().get_log_after_epoch(runner, batch_idx, mode, *args, **options)
 
-    def _collect_scalars(self, custom_cfg: List[dict], runner: Any, mode: str, *args: Any) -> dict:
+    def _collect_scalars(
+        self, custom_cfg: List[dict], runner: AnyRunner, mode: str, *args: Any
+    ) -> dict:
         tag = super()._collect_scalars(custom_cfg, runner, mode, *args)
         if self.average_losses and self._averaged:
             tag.update(_average({key: tag[key] for key in tag if re.search(self._averaged, key)}))
         return tag
 
-    def _get_max_memory(self, runner: Any) -> int:
+    def _get_max_memory(self, runner: AnyRunner) -> int:
         # MMEngine calls it where CUDA or MUSA is present, also if another device is in use.
         return _peak() or 0
 
@@ -82,7 +85,7 @@ def _peak() -> Union[int, None]:
     return None if peak is None else peak // MB
 
 
-def device_log_processor(cfg: Any) -> Any:
+def device_log_processor(cfg: object) -> Any:
     """Replace MMEngine's log processor in a config; others stay."""
     if isinstance(cfg, dict) and cfg.get('type', 'LogProcessor') in ('LogProcessor', LogProcessor):
         return dict(cfg, type=DeviceLogProcessor)

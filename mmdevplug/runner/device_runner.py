@@ -5,6 +5,7 @@ from functools import lru_cache, partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
 import torch
+from mmengine.config import Config
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
@@ -122,7 +123,7 @@ class DeviceRunner(Runner):
         super().__init__(*args, **kwargs)
 
     @classmethod
-    def from_cfg(cls, cfg: Any) -> 'DeviceRunner':
+    def from_cfg(cls, cfg: Config) -> 'DeviceRunner':
         """Build a runner from a config; see :meth:`mmengine.runner.Runner.from_cfg`."""
         with explain_versions(), explain_arguments(cfg):
             return super().from_cfg(prepare_config(cfg))
@@ -148,7 +149,7 @@ class DeviceRunner(Runner):
         super().set_randomness(seed, diff_rank_seed, deterministic)
         self.device_context.accelerator.manual_seed(self._seed)
 
-    def build_logger(self, *args: Any, **kwargs: Any) -> MMLogger:
+    def build_logger(self, *args: object, **kwargs: object) -> MMLogger:
         """Build the logger and say in one line where this job runs and why."""
         logger = super().build_logger(*args, **kwargs)
         logger.info(self.device_context.describe())
@@ -242,7 +243,8 @@ class DeviceRunner(Runner):
     def _compare_batch(self, auto_scale_lr: Dict) -> None:
         """Warn if the learning rate is meant for another batch size and is not scaled."""
         base = auto_scale_lr.get('base_batch_size')
-        if base is None or auto_scale_lr.get('enable'):
+        kept = self.accelerator_options.global_batch is not None
+        if base is None or kept or auto_scale_lr.get('enable'):
             return
         size = self.train_dataloader.batch_size
         batch = None if size is None else size * self.world_size
@@ -253,7 +255,7 @@ class DeviceRunner(Runner):
                 f'mmdevplug train CONFIG --auto-scale-lr, or auto_scale_lr.enable=True.'
             )
 
-    def build_param_scheduler(self, scheduler: Any) -> Any:
+    def build_param_scheduler(self, scheduler: object) -> Any:
         """Build schedulers; see :meth:`mmengine.runner.Runner.build_param_scheduler`."""
         self.global_batch.note_schedulers(scheduler)
         return super().build_param_scheduler(scheduler)

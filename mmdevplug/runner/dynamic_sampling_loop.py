@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
 from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.errors import ModelError, SampleError
+from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.mmengine_compat import batches_dropped
 from mmdevplug.utils.model import unwrap_model
@@ -44,14 +45,14 @@ class DynamicSamplingTrainLoop(IterBasedTrainLoop):
 
     def __init__(
         self,
-        runner: Any,
+        runner: AnyRunner,
         dataloader: Union[DataLoader, Dict],
         max_iters: int,
         *,
         val_begin: int = 1,
         val_interval: int = 1000,
         dynamic_intervals: Optional[List[Tuple[int, int]]] = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         super().__init__(runner, dataloader, max_iters, val_begin, val_interval, dynamic_intervals)
         found = DynamicSamplingOptions.from_dict(options)

@@ -30,7 +30,7 @@ class DeviceFlexibleRunner(FlexibleRunner):
         >>> RUNNERS.build(cfg).train()
     """
 
-    def build_strategy(self, *args: Any, **kwargs: Any) -> DeviceStrategy:
+    def build_strategy(self, *args: object, **kwargs: object) -> DeviceStrategy:
         """Build the strategy, which has to be one of ours.
 
         Returns:
@@ -60,12 +60,12 @@ class DeviceFlexibleRunner(FlexibleRunner):
         for hook in missing_hooks(options, context, self.hooks):
             self.register_hook(hook)
 
-    def register_hook(self, hook: Any, priority: Any = None) -> None:
+    def register_hook(self, hook: object, priority: object = None) -> None:
         """Register a hook, ours in the place of some of MMEngine's."""
         safe = self.strategy.accelerator_options.safe_checkpoints
         super().register_hook(replace_hook(hook, safe), priority)
 
-    def build_log_processor(self, log_processor: Any) -> Any:
+    def build_log_processor(self, log_processor: object) -> Any:
         """Build the log processor, with the memory column of any accelerator."""
         return super().build_log_processor(device_log_processor(log_processor))
 

@@ -17,6 +17,7 @@ from mmdevplug.environments.launch import LaunchEnv, most_ranks
 from mmdevplug.errors import LaunchError
 from mmdevplug.optim.replay_schedulers import scale_lr
 from mmdevplug.optim.split_step import SplitCollate, SplitStep
+from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.patching import replace_attribute
 
 
@@ -137,7 +138,7 @@ class GlobalBatchKeeper:
         runner (DeviceRunner): The runner.
     """
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: AnyRunner) -> None:
         self.runner = runner
         #: How samples are shared out; None where that is left to MMEngine.
         self.share: Optional[GlobalBatch] = None
@@ -176,7 +177,7 @@ class GlobalBatchKeeper:
             step = SplitStep(model.train_step, self.share.steps)
             replace_attribute(model, 'train_step', step)
 
-    def scale_lr(self, optim_wrapper: Any, is_scaled: bool) -> None:
+    def scale_lr(self, optim_wrapper: AnyOptimWrapper, is_scaled: bool) -> None:
         """Multiply learning rates, unless MMEngine has done so for the batch of this job."""
         if self._scaled:
             return  # A second `train()` goes on with the optimizer of the first.
@@ -184,7 +185,7 @@ class GlobalBatchKeeper:
         if self.share is not None and not is_scaled:
             scale_lr(optim_wrapper, self.share.lr_factor)
 
-    def note_schedulers(self, config: Any) -> None:
+    def note_schedulers(self, config: object) -> None:
         """Keep the config of the schedulers."""
         if self.schedulers is None:
             self.schedulers = copy.deepcopy(config)

@@ -18,7 +18,7 @@ def init_device(
     launcher: str = 'none',
     accelerator: AcceleratorConfig = None,
     mmcv_ops: str = 'host',
-    **options: Any,
+    **options: object,
 ) -> DeviceContext:
     """Choose the accelerator, start the process group, patch functions that refuse the device.
 

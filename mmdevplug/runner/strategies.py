@@ -59,14 +59,16 @@ class DeviceStrategy(DDPStrategy):
     #: What of the loaded weights does not fit the model.
     misfit: Optional[str] = None
 
-    def __init__(self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *, accelerator: Optional[Union[str, Dict]] = None, **kwargs: object
+    ) -> None:
         import_parts()
         self.given_accelerator = accelerator
         self.accelerator_options = AcceleratorOptions.from_config(accelerator, backend='auto')
         super().__init__(**kwargs)
 
     def _setup_env(
-        self, *, launcher: Optional[str] = None, dist_cfg: Optional[dict] = None, **kwargs: Any
+        self, *, launcher: Optional[str] = None, dist_cfg: Optional[dict] = None, **kwargs: object
     ) -> None:
         launcher = launcher or 'none'
         refuse_for_flexible_runner(self.accelerator_options, launcher)
@@ -125,14 +127,14 @@ class DeviceStrategy(DDPStrategy):
         return built
 
     def save_checkpoint(
-        self, filename: str, *, save_optimizer: bool = True, **kwargs: Any
+        self, filename: str, *, save_optimizer: bool = True, **kwargs: object
     ) -> None:
         """Save a checkpoint; see :meth:`mmengine._strategy.DDPStrategy.save_checkpoint`."""
         if save_optimizer and not is_main_process() and hasattr(self, 'optim_wrapper'):
             join_consolidation(self.optim_wrapper)
         super().save_checkpoint(filename, save_optimizer=save_optimizer, **kwargs)
 
-    def build_param_scheduler(self, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def build_param_scheduler(self, scheduler: object, *args: object, **kwargs: object) -> Any:
         """Build schedulers; see :meth:`mmengine._strategy.BaseStrategy.build_param_scheduler`."""
         self._scheduler_config = copy.deepcopy(scheduler)
         return super().build_param_scheduler(scheduler, *args, **kwargs)
@@ -144,7 +146,7 @@ class DeviceStrategy(DDPStrategy):
         resume_optimizer: bool = True,
         resume_param_scheduler: bool = True,
         callback: Optional[Callable] = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> dict:
         """Resume, with the settings that ``accelerator.resume_settings`` chooses."""
         chosen = dict(
@@ -241,7 +243,7 @@ class ModelParallelStrategy(DeviceStrategy):
         *,
         model_parallel: Union[None, bool, Dict] = None,
         optimizer: Optional[Dict] = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         options = True if model_parallel is None else model_parallel
         if isinstance(options, dict):

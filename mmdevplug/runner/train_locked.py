@@ -1,7 +1,7 @@
 """Train as the only job in a work directory, and end together."""
 
 from contextlib import ExitStack
-from typing import Any, Callable
+from typing import Callable
 
 from torch import nn
 
@@ -11,9 +11,10 @@ from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
 from mmdevplug.environments.launch import restarts
 from mmdevplug.explanations.explain import explained
 from mmdevplug.fault_tolerance.failure import enter_phase
+from mmdevplug.utils.annotations import AnyRunner
 
 
-def train_locked(runner: Any, train: Callable[[], nn.Module]) -> nn.Module:
+def train_locked(runner: AnyRunner, train: Callable[[], nn.Module]) -> nn.Module:
     """Train, alone in the work directory; wait for all ranks at the end; return the model."""
     context = device_context()
     restarted = context is not None and restarts(context.env.launcher) > 0

@@ -13,6 +13,7 @@ from mmdevplug.distributed.byte_exchange import (
 )
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
+from mmdevplug.utils.annotations import AnyGroup
 
 from .comparing import Example
 from .exchange import Device, ExchangeOptions, Job, begin, copy_own_samples, list_examples
@@ -24,7 +25,7 @@ from .unflatten import unflatten_samples
 def balance_samples(
     samples: Sequence[Any],
     per_rank: Optional[int] = None,
-    group: Any = None,
+    group: AnyGroup = None,
     *,
     flatten: bool = False,
     same_structure: bool = True,

@@ -111,7 +111,7 @@ def _category(structure: Structure) -> Any:
     return 'number' if word in _NUMBERS else word
 
 
-def _step(structure: Tuple, name: Any) -> str:
+def _step(structure: Tuple, name: object) -> str:
     kind = structure[0]
     if kind in ('dict', 'OrderedDict', 'list', 'tuple'):
         return f'[{name[-1] if isinstance(name, tuple) else name!r}]'

@@ -9,6 +9,7 @@ from mmdevplug.accelerators import to_device
 from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.errors import RankFailedError, SampleError
 from mmdevplug.fault_tolerance.failure import known_to_all
+from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .comparing import Example, describe_difference
@@ -66,7 +67,7 @@ class Job(NamedTuple):
 def begin(
     name: str,
     samples: Sequence[Any],
-    group: Any,
+    group: AnyGroup,
     options: ExchangeOptions,
     problem: Optional[str] = None,
 ) -> Job:
@@ -93,7 +94,7 @@ def begin(
     return job
 
 
-def _place_in(group: Any) -> Any:
+def _place_in(group: AnyGroup) -> Any:
     if not (torch_dist.is_available() and torch_dist.is_initialized()):
         if group is not None:
             raise SampleError(
@@ -110,7 +111,7 @@ def _place_in(group: Any) -> Any:
     return torch_dist.get_world_size(group), torch_dist.get_rank(group)
 
 
-def _check(samples: Any, options: ExchangeOptions, problem: Optional[str]) -> None:
+def _check(samples: object, options: ExchangeOptions, problem: Optional[str]) -> None:
     if problem is not None:
         raise SampleError(problem)
     if not isinstance(samples, (list, tuple)):

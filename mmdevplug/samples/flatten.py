@@ -261,7 +261,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream, protocol=4)
         self.tensors: List[Tensor] = []
 
-    def persistent_id(self, value: Any) -> Optional[int]:
+    def persistent_id(self, value: object) -> Optional[int]:
         if not isinstance(value, Tensor):
             return None
         self.tensors.append(value)

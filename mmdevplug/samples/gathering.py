@@ -7,6 +7,7 @@ from mmdevplug.accelerators import to_device
 from mmdevplug.distributed.byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
+from mmdevplug.utils.annotations import AnyGroup
 
 from .exchange import Device, ExchangeOptions, Job, begin, copy_own_samples, list_examples
 from .serialize import deserialize, serialize, serialize_error
@@ -16,7 +17,7 @@ from .unflatten import unflatten_samples
 
 def gather_samples(
     samples: Sequence[Any],
-    group: Any = None,
+    group: AnyGroup = None,
     *,
     flatten: bool = False,
     same_structure: bool = True,

@@ -101,7 +101,7 @@ def deserialize(buffer: Tensor) -> Union[str, List[Group]]:
     return groups
 
 
-def pack(structures: Any) -> bytes:
+def pack(structures: object) -> bytes:
     """Structures as msgpack."""
     return msgpack.packb(structures, **_TEXT)
 
@@ -120,7 +120,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _words(structure: Any, level: int) -> Iterator[str]:
+def _words(structure: object, level: int) -> Iterator[str]:
     """The leaves of a structure in order."""
     if isinstance(structure, str):
         yield structure
@@ -131,7 +131,7 @@ def _words(structure: Any, level: int) -> Iterator[str]:
             yield from _words(part, level + 1)
 
 
-def _read_values(word: str, values: Any, rows: int) -> List[Any]:
+def _read_values(word: str, values: object, rows: int) -> List[Any]:
     if word in NUMBERS and isinstance(values, bytes):
         numbers = array(NUMBERS[word])
         if len(values) == rows * numbers.itemsize:

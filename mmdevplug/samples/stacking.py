@@ -133,7 +133,7 @@ def _stack_tensors(values: List[Any], path: str) -> Tensor:
     return _stack_arrays(values, path) if isinstance(first, np.ndarray) else torch.stack(values)
 
 
-def _as_tensor(value: Any) -> Any:
+def _as_tensor(value: object) -> Any:
     with suppress(TypeError):  # PyTorch has not all dtypes
         return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     return value
@@ -158,7 +158,7 @@ def _stack_numbers(values: List[Any], path: str) -> Tensor:
         raise SampleError(f'{path} cannot be stacked: {first_line(error)}') from error
 
 
-def _describe_leaf(value: Any) -> str:
+def _describe_leaf(value: object) -> str:
     if isinstance(value, (Tensor, np.ndarray)):
         kind = 'a tensor' if isinstance(value, Tensor) else 'an array'
         dtype = str(value.dtype).replace('torch.', '')

@@ -28,7 +28,9 @@ _Base: Any = ProcessGroup if is_at_least('2.0') else object
 class GroupBase(_Base):
     """A group of gloo, the name by which PyTorch knows it, and how a collective begins."""
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: 'torch_dist.Store', rank: int, size: int, timeout: timedelta
+    ) -> None:
         if _Base is not object:
             super().__init__(rank, size)
         self._rank, self._size = rank, size
@@ -83,7 +85,7 @@ class GroupBase(_Base):
     group_desc = property(getGroupDesc)
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
-    def _get_backend(self, device: Any) -> Any:
+    def _get_backend(self, device: torch.device) -> Any:
         """Gloo, whose timeout PyTorch sets and reads."""
         return self._gloo
 
@@ -93,7 +95,7 @@ class GroupBase(_Base):
         tensors: Sequence[Tensor],
         results: List[Any],
         start: Callable[[HostBuffers], List[Any]],
-        op: Any = None,
+        op: Optional['c10d.ReduceOp'] = None,
     ) -> StagedWork:
         """Begin a collective.
 
@@ -177,11 +179,11 @@ class GroupBase(_Base):
             torch_dist.AllToAllOptions(),
         )
 
-    def _start_coalescing(self, device: Any) -> None:
+    def _start_coalescing(self, device: torch.device) -> None:
         """Collect the works of the collectives until :meth:`_end_coalescing`."""
         self._coalesced = []
 
-    def _end_coalescing(self, device: Any) -> StagedWork:
+    def _end_coalescing(self, device: torch.device) -> StagedWork:
         """Return one work for all that were collected."""
         works, self._coalesced = self._coalesced or [], None
         return StagedWork(works, lambda: None, [], 'coalesced collectives', None)

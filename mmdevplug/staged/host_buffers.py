@@ -48,7 +48,7 @@ if hasattr(ReduceOp, 'AVG'):  # since PyTorch 1.11
     _COMBINE.append((ReduceOp.AVG, torch.add))
 
 
-def is_average(op: Any) -> bool:
+def is_average(op: ReduceOp) -> bool:
     """Whether a reduction divides by the number of ranks."""
     return hasattr(ReduceOp, 'AVG') and op == ReduceOp.AVG
 
@@ -171,7 +171,7 @@ def _wider(flat: Tensor) -> Tensor:
     return flat.to(_WIDER.get(flat.dtype, flat.dtype))
 
 
-def check_reduction(op: Any) -> None:
+def check_reduction(op: ReduceOp) -> None:
     """Refuse a reduction that gloo and this module do not have.
 
     Raises:
@@ -186,7 +186,7 @@ def check_reduction(op: Any) -> None:
         )
 
 
-def combine(parts: Sequence[Tensor], op: Any) -> Tensor:
+def combine(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
     """Reduce the parts of all ranks, in the order of the ranks."""
     function = next(function for known, function in _COMBINE if op == known)
     result = _wider(parts[0])

@@ -1,7 +1,5 @@
 """A sum that the caller's own memory holds, see :class:`.shared_sum.SharedSum`."""
 
-from typing import Any
-
 from torch import Tensor, distributed as torch_dist
 
 from .host_buffers import scale, summand
@@ -15,7 +13,7 @@ class HostSum:
         finite (bool): Whether an average has no NaN and no infinity, the same on all ranks.
     """
 
-    def __init__(self, own: Tensor, gloo: Any, size: int) -> None:
+    def __init__(self, own: Tensor, gloo: 'torch_dist.ProcessGroupGloo', size: int) -> None:
         self.own, self.finite = own, True
         self._gloo, self._size = gloo, size
         self._average = False
@@ -26,7 +24,7 @@ class HostSum:
         self._summed = summand(self.own)
         self._work = self._gloo.allreduce([self._summed], torch_dist.AllreduceOptions())
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         """Wait until the sum may be read."""
         self._work.wait()
         if self._average:

@@ -4,9 +4,10 @@ import json
 from typing import Any, List
 
 import torch
+from torch import distributed as torch_dist
 
 
-def gather_json(value: Any, gloo: Any, size: int) -> List[Any]:
+def gather_json(value: object, gloo: 'torch_dist.ProcessGroupGloo', size: int) -> List[Any]:
     """Give every rank the values of all ranks, of what JSON can write, in the order of ranks."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]

@@ -33,7 +33,14 @@ class LargeSums:
         sums (SharedSums, optional): None until then, and where ranks do not share.
     """
 
-    def __init__(self, gloo: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        gloo: 'torch_dist.ProcessGroupGloo',
+        store: 'torch_dist.Store',
+        rank: int,
+        size: int,
+        timeout: timedelta,
+    ) -> None:
         self._gloo, self._store, self._rank, self._size = gloo, store, rank, size
         self._timeout = timeout
         self.wanted: Optional[bool] = None
@@ -87,7 +94,7 @@ class LargeSums:
             )
         return None
 
-    def _gather(self, value: Any) -> List[Any]:
+    def _gather(self, value: object) -> List[Any]:
         return gather_json(value, self._gloo, self._size)
 
     def _make_group(self, name: str, ranks: Sequence[int]) -> Any:

@@ -28,7 +28,9 @@ def register() -> None:
     torch_dist.Backend.register_backend(NAME, _create, devices=['cpu'])
 
 
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> 'StagedProcessGroup':
+def _create(
+    store: 'torch_dist.Store', rank: int, size: int, timeout: timedelta
+) -> 'StagedProcessGroup':
     if not getattr(c10d, '_GLOO_AVAILABLE', False):
         raise StagedError(
             f'the backend {NAME!r} moves tensors with gloo, which torch {torch.__version__} was '
@@ -54,7 +56,7 @@ class StagedProcessGroup(Reductions):
 
     # What is moved as it is ----------------------------------------------------------------------
 
-    def broadcast(self, tensors: List[Tensor], opts: Any) -> StagedWork:
+    def broadcast(self, tensors: List[Tensor], opts: 'c10d.BroadcastOptions') -> StagedWork:
         """See :func:`torch.distributed.broadcast`."""
 
         def start(buffers: HostBuffers) -> List[Any]:
@@ -65,26 +67,37 @@ class StagedProcessGroup(Reductions):
         return self._run('broadcast', tensors, tensors, start)
 
     def allgather(
-        self, outputs: List[List[Tensor]], inputs: List[Tensor], opts: Any = None
+        self,
+        outputs: List[List[Tensor]],
+        inputs: List[Tensor],
+        opts: Optional['c10d.AllgatherOptions'] = None,
     ) -> StagedWork:
         """See :func:`torch.distributed.all_gather`."""
         return self._all_gather('all_gather', outputs, inputs, outputs)
 
     def allgather_coalesced(
-        self, outputs: List[List[Tensor]], inputs: List[Tensor], opts: Any = None
+        self,
+        outputs: List[List[Tensor]],
+        inputs: List[Tensor],
+        opts: Optional['c10d.AllgatherOptions'] = None,
     ) -> StagedWork:
         """Gather several tensors; ``outputs`` has a list for each rank."""
         by_tensor = [list(each) for each in zip(*outputs)]
         return self._all_gather('all_gather_coalesced', by_tensor, inputs, outputs)
 
-    def _allgather_base(self, output: Tensor, source: Tensor, opts: Any = None) -> StagedWork:
+    def _allgather_base(
+        self, output: Tensor, source: Tensor, opts: Optional['c10d.AllgatherOptions'] = None
+    ) -> StagedWork:
         """See :func:`torch.distributed.all_gather_into_tensor`."""
         return self._all_gather('all_gather_into_tensor', [output], [source], [output])
 
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(
-        self, outputs: List[Tensor], inputs: List[Tensor], opts: Any = None
+        self,
+        outputs: List[Tensor],
+        inputs: List[Tensor],
+        opts: Optional['c10d.AllgatherOptions'] = None,
     ) -> StagedWork:
         """Gather several tensors, each into one."""
         return self._all_gather('all_gather_into_tensor_coalesced', outputs, inputs, outputs)
@@ -104,7 +117,12 @@ class StagedProcessGroup(Reductions):
 
         return self._run(name, [*inputs, *tensors_in(outputs)], results, start)
 
-    def gather(self, outputs: List[List[Tensor]], inputs: List[Tensor], opts: Any) -> StagedWork:
+    def gather(
+        self,
+        outputs: List[List[Tensor]],
+        inputs: List[Tensor],
+        opts: 'c10d.GatherOptions',
+    ) -> StagedWork:
         """See :func:`torch.distributed.gather`."""
 
         def start(buffers: HostBuffers) -> List[Any]:
@@ -113,7 +131,12 @@ class StagedProcessGroup(Reductions):
 
         return self._run('gather', [*inputs, *tensors_in(outputs)], outputs, start)
 
-    def scatter(self, outputs: List[Tensor], inputs: List[List[Tensor]], opts: Any) -> StagedWork:
+    def scatter(
+        self,
+        outputs: List[Tensor],
+        inputs: List[List[Tensor]],
+        opts: 'c10d.ScatterOptions',
+    ) -> StagedWork:
         """See :func:`torch.distributed.scatter`."""
 
         def start(buffers: HostBuffers) -> List[Any]:
@@ -128,7 +151,7 @@ class StagedProcessGroup(Reductions):
         source: Tensor,
         output_splits: List[int],
         input_splits: List[int],
-        opts: Any = None,
+        opts: Optional['c10d.AllToAllOptions'] = None,
     ) -> StagedWork:
         """See :func:`torch.distributed.all_to_all_single`; splits count rows."""
 
@@ -142,7 +165,10 @@ class StagedProcessGroup(Reductions):
     all_to_all_single = alltoall_base
 
     def alltoall(
-        self, outputs: List[Tensor], inputs: List[Tensor], opts: Any = None
+        self,
+        outputs: List[Tensor],
+        inputs: List[Tensor],
+        opts: Optional['c10d.AllToAllOptions'] = None,
     ) -> StagedWork:
         """See :func:`torch.distributed.all_to_all`."""
 
@@ -189,7 +215,7 @@ class StagedProcessGroup(Reductions):
 
     # The group -----------------------------------------------------------------------------------
 
-    def barrier(self, opts: Any = None) -> StagedWork:
+    def barrier(self, opts: Optional['c10d.BarrierOptions'] = None) -> StagedWork:
         """See :func:`torch.distributed.barrier`; waits on the host, whatever the device."""
         return self._run('barrier', [], [], lambda buffers: [self._gloo.barrier()])
 

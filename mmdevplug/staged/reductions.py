@@ -4,7 +4,7 @@ from typing import Any, Callable, List, Optional, Sequence, Union
 
 import torch
 from torch import Tensor, distributed as torch_dist
-from torch.distributed import ReduceOp
+from torch.distributed import ReduceOp, distributed_c10d as c10d
 
 from .group_base import GroupBase, Parts, tensors_in
 from .host_buffers import (
@@ -25,11 +25,15 @@ from .work import StagedWork
 class Reductions(GroupBase):
     """Sums of 1 MB and more are added up in memory that the ranks of a host share."""
 
-    def allreduce(self, tensors: List[Tensor], opts: Any = None) -> StagedWork:
+    def allreduce(
+        self, tensors: List[Tensor], opts: Optional['c10d.AllreduceOptions'] = None
+    ) -> StagedWork:
         """See :func:`torch.distributed.all_reduce`."""
         return self._all_reduce('all_reduce', tensors, opts)
 
-    def allreduce_coalesced(self, tensors: List[Tensor], opts: Any = None) -> StagedWork:
+    def allreduce_coalesced(
+        self, tensors: List[Tensor], opts: Optional['c10d.AllreduceCoalescedOptions'] = None
+    ) -> StagedWork:
         """Reduce several tensors, of any types, in one call."""
         return self._all_reduce('all_reduce_coalesced', tensors, opts)
 
@@ -41,7 +45,7 @@ class Reductions(GroupBase):
 
         return self._run(name, tensors, tensors, start, op)
 
-    def reduce(self, tensors: List[Tensor], opts: Any) -> StagedWork:
+    def reduce(self, tensors: List[Tensor], opts: 'c10d.ReduceOptions') -> StagedWork:
         """See :func:`torch.distributed.reduce`; other ranks than the root keep their values."""
 
         def start(buffers: HostBuffers) -> List[Any]:
@@ -54,7 +58,7 @@ class Reductions(GroupBase):
         return self._run('reduce', tensors, tensors, start, opts.reduceOp)
 
     def _reduce(
-        self, buffers: HostBuffers, tensor: Tensor, op: Any, root: Optional[int] = None
+        self, buffers: HostBuffers, tensor: Tensor, op: ReduceOp, root: Optional[int] = None
     ) -> Any:
         """Begin to reduce one tensor, on all ranks or on one."""
         if tensor.is_sparse:
@@ -90,7 +94,7 @@ class Reductions(GroupBase):
 
         return self._when_copied(buffers, begin)
 
-    def _reduce_sparse(self, buffers: HostBuffers, tensor: Tensor, op: Any) -> Any:
+    def _reduce_sparse(self, buffers: HostBuffers, tensor: Tensor, op: ReduceOp) -> Any:
         """Begin to add up a sparse tensor, of which each rank stores other elements."""
         # Not detached: gloo and PyTorch 1.10 replace indices and values of these objects.
         here = tensor.cpu().clone()
@@ -173,19 +177,27 @@ class Reductions(GroupBase):
         buffers.before_copying(finish)
 
     def reduce_scatter(
-        self, outputs: List[Tensor], inputs: List[List[Tensor]], opts: Any = None
+        self,
+        outputs: List[Tensor],
+        inputs: List[List[Tensor]],
+        opts: Optional['c10d.ReduceScatterOptions'] = None,
     ) -> StagedWork:
         """See :func:`torch.distributed.reduce_scatter`."""
         return self._scatter_sums('reduce_scatter', outputs, inputs, opts)
 
-    def _reduce_scatter_base(self, output: Tensor, source: Tensor, opts: Any = None) -> StagedWork:
+    def _reduce_scatter_base(
+        self, output: Tensor, source: Tensor, opts: Optional['c10d.ReduceScatterOptions'] = None
+    ) -> StagedWork:
         """See :func:`torch.distributed.reduce_scatter_tensor`."""
         return self._scatter_sums('reduce_scatter_tensor', [output], [source], opts)
 
     reduce_scatter_single = _reduce_scatter_base
 
     def reduce_scatter_tensor_coalesced(
-        self, outputs: List[Tensor], inputs: List[Tensor], opts: Any = None
+        self,
+        outputs: List[Tensor],
+        inputs: List[Tensor],
+        opts: Optional['c10d.ReduceScatterOptions'] = None,
     ) -> StagedWork:
         """Reduce and scatter several tensors in one call."""
         return self._scatter_sums('reduce_scatter_tensor_coalesced', outputs, inputs, opts)
@@ -193,7 +205,11 @@ class Reductions(GroupBase):
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     def _scatter_sums(
-        self, name: str, outputs: List[Tensor], inputs: Sequence[Parts], opts: Any
+        self,
+        name: str,
+        outputs: List[Tensor],
+        inputs: Sequence[Parts],
+        opts: Optional['c10d.ReduceScatterOptions'],
     ) -> StagedWork:
         # Gloo has no such collective in most releases. Each rank sends the others their parts and
         # adds up its own in the order of the ranks: a share of the bytes of all_reduce().
@@ -204,7 +220,9 @@ class Reductions(GroupBase):
 
         return self._run(name, [*outputs, *tensors_in(inputs)], outputs, start, op)
 
-    def _scatter_sum(self, buffers: HostBuffers, output: Tensor, parts: Parts, op: Any) -> Any:
+    def _scatter_sum(
+        self, buffers: HostBuffers, output: Tensor, parts: Parts, op: ReduceOp
+    ) -> Any:
         source, sizes = self._sources(buffers, parts)
         result = buffers.write(output)
         found = source.new_empty(self.size() * output.numel())

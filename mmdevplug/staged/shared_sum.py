@@ -58,7 +58,7 @@ class SharedSum:
         self._message = next(self._steps)
         self._sums.add(self)
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         """Wait until the sum may be read; the limit is that of the group."""
         self._sums.finish(self)
         if self._error is not None:
@@ -329,7 +329,7 @@ class SharedSums:
         return memory is not None
 
 
-def _all_reduce(group: Any, tensor: Tensor, op: Any) -> Any:
+def _all_reduce(group: 'torch_dist.ProcessGroup', tensor: Tensor, op: ReduceOp) -> Any:
     options = torch_dist.AllreduceOptions()
     options.reduceOp = op
     return group.allreduce([tensor], options)

@@ -73,7 +73,7 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         finish: Callable[[], None],
         results: List[Any],
         told: str,
-        kept: Any,
+        kept: object,
     ) -> None:
         super().__init__()
         self._works, self._finish, self._results = list(works), finish, results

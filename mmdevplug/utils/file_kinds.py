@@ -2,7 +2,7 @@
 
 import os
 import re
-from typing import Any, Optional
+from typing import Optional
 
 #: How files begin that people take for checkpoints: pattern, what it is and what to do.
 _KINDS = (
@@ -22,7 +22,7 @@ _KINDS = (
 _MAY_BE = (b'PK\x03\x04', b'\x80')
 
 
-def describe_no_checkpoint(path: Any) -> Optional[str]:
+def describe_no_checkpoint(path: object) -> Optional[str]:
     """Say what a path is and what to do; None for a file that begins as a checkpoint does."""
     path = str(path)
     if os.path.isdir(path):

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 
 def batches_dropped(loop: Any) -> int:
     """How many batches a resuming IterBasedTrainLoop takes from its iterator and drops.
@@ -17,7 +19,7 @@ def batches_dropped(loop: Any) -> int:
     return loop.iter if any('Advance dataloader' in text for text in constants) else 0
 
 
-def iterate_forever(loader: Any) -> Any:
+def iterate_forever(loader: DataLoader) -> Any:
     """Start MMEngine's iterator over a loader, which OneDL's starts at the first batch."""
     from mmengine.runner.loops import _InfiniteDataloaderIterator
 

@@ -1,10 +1,12 @@
 """Look inside model wrappers and dicts of optimizer wrappers."""
 
-from typing import Any, List
+from typing import List
 
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import nn
+
+from mmdevplug.utils.annotations import AnyOptimWrapper
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
@@ -12,7 +14,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     return model.module if is_model_wrapper(model) else model
 
 
-def list_optim_wrappers(optim_wrapper: Any) -> List[OptimWrapper]:
+def list_optim_wrappers(optim_wrapper: AnyOptimWrapper) -> List[OptimWrapper]:
     """List the optimizer wrappers in an OptimWrapper or OptimWrapperDict."""
     if isinstance(optim_wrapper, OptimWrapperDict):
         return list(optim_wrapper.values())

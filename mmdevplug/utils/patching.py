@@ -26,7 +26,7 @@ _active: List['Patch'] = []
 class Patch:
     """A symbol that is replaced until :meth:`restore`; :func:`patch_symbol` creates it."""
 
-    def __init__(self, symbol: PatchedSymbol, owner: Any, name: str, replacement: Any) -> None:
+    def __init__(self, symbol: PatchedSymbol, owner: object, name: str, replacement: Any) -> None:
         self.symbol, self.owner, self.name = symbol, owner, name
         self.original, self.replacement = _read(owner, name), replacement
 
@@ -45,7 +45,7 @@ class Patch:
 
 
 def patch_symbol(
-    owner: Any, name: str, replacement: Any, listed_owner: Optional[str] = None
+    owner: object, name: str, replacement: object, listed_owner: Optional[str] = None
 ) -> Patch:
     """Replace a symbol of another package, which must be listed in ``PATCHED_SYMBOLS``.
 
@@ -69,7 +69,9 @@ def patch_symbol(
     return patch
 
 
-def replace_attribute(instance: Any, name: str, replacement: Any, direct: bool = False) -> None:
+def replace_attribute(
+    instance: object, name: str, replacement: object, direct: bool = False
+) -> None:
     """Replace an attribute of one object, which must be listed in ``REPLACED_ATTRIBUTES``.
 
     Args:
@@ -104,7 +106,7 @@ def full_name(owner: Any) -> str:
     return f'{owner.__module__}.{owner.__qualname__}'
 
 
-def _read(owner: Any, name: str) -> Any:
+def _read(owner: object, name: str) -> Any:
     if isinstance(owner, FunctionType):
         return _cell(owner, name).cell_contents
     # Not getattr(): a class holds the classmethod, not the bound method.
@@ -113,7 +115,7 @@ def _read(owner: Any, name: str) -> Any:
     return vars(owner)[name]
 
 
-def _write(owner: Any, name: str, value: Any) -> None:
+def _write(owner: object, name: str, value: object) -> None:
     if isinstance(owner, FunctionType):
         _cell(owner, name).cell_contents = value
     elif value is _INHERITED:
@@ -138,7 +140,7 @@ class LocalPatch:
         ...     model.init_weights()
     """
 
-    def __init__(self, owner: Any, name: str) -> None:
+    def __init__(self, owner: object, name: str) -> None:
         self._owner, self._name = owner, name
         self._handler: ContextVar[Optional[Handler]] = ContextVar(name, default=None)
         self._lock, self._users = threading.Lock(), 0
@@ -165,7 +167,7 @@ class LocalPatch:
         original = getattr(self._owner, self._name)
 
         @wraps(original, updated=())
-        def dispatch(*args: Any, **kwargs: Any) -> Any:
+        def dispatch(*args: object, **kwargs: object) -> Any:
             handler = self._handler.get()
             if handler is None:
                 return original(*args, **kwargs)

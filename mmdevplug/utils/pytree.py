@@ -39,7 +39,7 @@ def _field_names(value: Any) -> Names:
     return tuple(fields + [('metainfo', name) for name in sorted(value._metainfo_fields)])
 
 
-def _is_property(value: Any, name: str) -> bool:
+def _is_property(value: object, name: str) -> bool:
     return isinstance(getattr(type(value), name, None), property)
 
 
@@ -127,7 +127,9 @@ def container_of(kind: type) -> Optional[Container]:
 
 
 def replace_parts(
-    nested: Any, function: Callable[[Tensor], Tensor], other: Optional[Callable[[Any], Any]] = None
+    nested: Any,
+    function: Callable[[Tensor], Tensor],
+    other: Optional[Callable[[Any], Any]] = None,
 ) -> Any:
     """Apply functions to the leaves of nested containers.
 
@@ -183,7 +185,7 @@ def _replace_in_object(
     return value if other is None else other(value)
 
 
-def tensors_in(nested: Any) -> List[Tensor]:
+def tensors_in(nested: object) -> List[Tensor]:
     """The tensors in nested containers, in order."""
     found: List[Tensor] = []
     _collect(nested, found)

@@ -6,7 +6,7 @@ import sys
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping, Optional, Sequence
 
 from .patching import patch_symbol
 
@@ -49,22 +49,22 @@ class _Optimizers(dict):
     If that fails, the name is unknown, as in MMEngine without transformers.
     """
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         if key == _NAME:
             self._resolve()
         return super().__contains__(key)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: str) -> Any:
         if key == _NAME:
             self._resolve()
         return super().__getitem__(key)
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         if key == _NAME:
             self._resolve()
         return super().get(key, default)
 
-    def pop(self, key: Any, *default: Any) -> Any:
+    def pop(self, key: str, *default: object) -> Any:
         if key == _NAME:
             self._resolve()
         return super().pop(key, *default)
@@ -106,7 +106,11 @@ def _import_transformers_later() -> Iterator[None]:
     original = builtins.__import__
 
     def import_(
-        name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
+        name: str,
+        globals: Optional[Mapping[str, Any]] = None,
+        locals: Optional[Mapping[str, object]] = None,
+        fromlist: Sequence[str] = (),
+        level: int = 0,
     ) -> Any:
         asks = name == 'transformers' and (globals or {}).get('__name__') == _BUILDER
         if not asks or name in sys.modules or find_spec(name) is None:

@@ -6,12 +6,13 @@ import time
 import zlib
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.errors import RankFailedError
+from mmdevplug.utils.annotations import AnyGroup
 
 #: Integers by size in bytes, whose memory NumPy can share.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,7 +54,7 @@ class LockedStore:
     of a value as its length (``std::bad_alloc``).
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: 'torch_dist.Store') -> None:
         self._store, self._lock = store, threading.Lock()
 
     def set(self, key: str, value: str) -> None:
@@ -84,7 +85,7 @@ _CHUNK = 7
 _TEXT_SECONDS = 60
 
 
-def set_text(store: Any, key: str, text: str) -> None:
+def set_text(store: 'torch_dist.Store', key: str, text: str) -> None:
     """Set a key of a store to a text, for :func:`get_text`."""
     if _gets_bytes_safely():
         store.set(key, text)
@@ -102,7 +103,7 @@ def set_text(store: Any, key: str, text: str) -> None:
     store.add(f'{key}/place', 1 - 2 * before)
 
 
-def get_text(store: Any, key: str) -> str:
+def get_text(store: 'torch_dist.Store', key: str) -> str:
     """Read what :func:`set_text` wrote under a key, or is about to write."""
     if _gets_bytes_safely():
         return store.get(key).decode()
@@ -149,7 +150,7 @@ def takes_weights_only() -> bool:
     return is_at_least('1.13.0')
 
 
-def get_global_rank(group: Any, rank: int) -> int:
+def get_global_rank(group: AnyGroup, rank: int) -> int:
     """The rank in the whole job of a rank of a group: a public function from PyTorch 1.13 on."""
     if is_at_least('1.13.0'):
         return torch_dist.get_global_rank(group, rank)

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import time
 from contextlib import suppress
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Callable, List, Optional, Sequence, Tuple
 
 import psutil
 from torch.utils.data._utils import signal_handling
@@ -80,7 +80,7 @@ class _Worker:
 class _Noting:
     """Stands for a function that PyTorch calls with the ids of the workers it has started."""
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Callable) -> None:
         self._original = original
         self._owner = os.getpid()
         self._workers: List[_Worker] = []

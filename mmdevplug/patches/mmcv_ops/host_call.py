@@ -53,7 +53,7 @@ def call_on_host(
         host[key] = _widened(torch.zeros(there[key].shape, dtype=there[key].dtype))
     before = {key: tensor.clone() for key, tensor in host.items()} if outputs is None else {}
 
-    def on_host(value: Any) -> Any:
+    def on_host(value: object) -> Any:
         return host.get(id(value), value)
 
     result = function(
@@ -70,7 +70,7 @@ def call_on_host(
     return HostCall(to_device(returned, device), _bytes(fetched), _bytes(sent))
 
 
-def is_reduced(value: Any) -> bool:
+def is_reduced(value: object) -> bool:
     """Whether a value is a tensor of half precision."""
     return isinstance(value, Tensor) and value.dtype in REDUCED
 
@@ -79,7 +79,7 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if is_reduced(tensor) else tensor
 
 
-def _narrowed(result: Any, tensors: List[Tensor]) -> Any:
+def _narrowed(result: object, tensors: List[Tensor]) -> Any:
     """Convert the result of an operator to the precision of its arguments."""
     reduced = [tensor.dtype for tensor in tensors if is_reduced(tensor)]
     if not reduced:

@@ -56,7 +56,7 @@ class Interception(MetaPathFinder):
 
     def _replacement(self, function: Callable) -> Callable:
         @wraps(function)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
+        def replacement(*args: object, **kwargs: object) -> Any:
             return self._handler(function, args, kwargs)
 
         return replacement

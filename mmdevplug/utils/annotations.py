@@ -1,0 +1,13 @@
+"""Types of several classes for annotations, which import none of them."""
+
+from typing import TYPE_CHECKING, Optional, Union
+
+if TYPE_CHECKING:
+    import mmengine.optim
+    import mmengine.runner
+    import torch
+
+AnyRunner = Union['mmengine.runner.Runner', 'mmengine.runner.FlexibleRunner']
+AnyOptimWrapper = Union['mmengine.optim.OptimWrapper', 'mmengine.optim.OptimWrapperDict']
+#: None is the group of all ranks. PyTorch can be built without torch.distributed.
+AnyGroup = Optional['torch.distributed.ProcessGroup']
