@@ -36,8 +36,7 @@ PERIODS = {
     listed.GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
     listed.AUTOPATCH: ('脚本读取我们的基础配置，或导入 `mmdevplug.autopatch`', '进程结束'),
     listed.WATCH: ('分布式作业开始监视各 rank', '进程结束'),
-    listed.IMPORTS: ('`mmdevplug` 开始导入命令所需的模块', '导入结束'),
-    listed.OPTIMIZERS: ('上述导入到达 `mmengine.optim`', '进程结束'),
+    listed.RANKS: ('`mmdevplug train --nproc` 启动各 rank', '启动器进程结束'),
     listed.LAUNCHER: (
         'PyTorch 2.9 及更早版本，`mmdevplug train --nproc` 启动各 rank',
         '启动器进程结束',
@@ -138,14 +137,14 @@ REASONS = {
         '因其他 rank 而停止的 rank 只打印一行，不用回溯信息淹没出错的 rank。',
         'torchrun 打印最先出错的 rank 的错误。',
     ),
-    'builtins.__import__': (
-        'MMEngine 为了一个优化器而导入 transformers，耗时超过 rank 的其他所有导入；'
-        '替换后的函数为它提供占位符。',
-        'MMEngine 在构建该优化器时才导入 transformers。',
-    ),
-    'mmengine.registry.OPTIMIZERS._module_dict': (
-        '它保存占位符；查找占位符时才导入 transformers。',
-        'MMEngine 在构建该优化器时才导入 transformers。',
+    (
+        'torch.distributed.elastic.multiprocessing.'
+        'subprocess_handler.subprocess_handler.SubprocessHandler._popen'
+    ): (
+        'torchrun 为每个 rank 启动其命令，各自重新导入 PyTorch 和 MMEngine；'
+        '我们从一个已导入它们的进程 fork 出各 rank。'
+        'torchrun 为函数 fork 出的进程，其终止方式与命令不同。',
+        'torchrun 从一个已导入所需模块的进程 fork 出命令。',
     ),
     'torch.distributed.elastic.multiprocessing.api.SubprocessContext._start': (
         'torchrun 在启动各 rank 之前安装自己的信号处理函数，我们的必须在其后安装。',

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Callable, Iterator, List, Optional, Sequence
@@ -31,6 +32,7 @@ from mmdevplug.utils.patching import LocalPatch
 
 from . import say
 from .forward_signals import end_on_signals, end_with_mim, exit_status
+from .rank_server import serve
 
 _is_installed = LocalPatch(config_module, 'is_installed')
 _get_installed_path = LocalPatch(config_module, 'get_installed_path')
@@ -235,6 +237,9 @@ def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
 
 def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] = None) -> int:
     """Run a script; our errors end it with status 1 and one message instead of a traceback."""
+    checked = serve()
+    if checked is not None:
+        main, argv = import_module('mmdevplug.cli.launch').main, checked
     end_on_signals()
     end_with_mim()
     try:

@@ -2,12 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Thread
-from typing import Any, Dict, Mapping, NoReturn, Optional, Sequence
+from typing import Any, Dict, Iterator, NoReturn, Optional, Sequence
 
 import psutil
 
@@ -39,7 +37,8 @@ class RankSignals:
     cannot finish its iteration.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, server: Optional[int] = None) -> None:
+        self._server = server  # the process id of the one that ranks are forked from
         #: The signal that ended the job, None so far.
         self.number: Optional[int] = None
         self._at = 0.0
@@ -53,10 +52,9 @@ class RankSignals:
         self.closed = False
 
     def install(self) -> None:
-        """Handle signals from now on, also those that :func:`replace_process` held back."""
+        """Handle signals from now on."""
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN if number in self._ignored else self.handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def handle(self, number: int, _: Any = None) -> None:
         """Pass a signal on, and raise SignalException if not all ranks end with status 0.
@@ -69,7 +67,7 @@ class RankSignals:
             self._impatient |= time.monotonic() - self._at >= SAME_NOTICE_SECONDS
             return
         self.number, self._at = number, time.monotonic()
-        ranks = psutil.Process().children()
+        ranks = [one for one in psutil.Process().children() if one.pid != self._server]
         name = signal.Signals(number).name
         if ranks:
             _say(
@@ -174,32 +172,24 @@ def _exit(number: int, _: Any) -> NoReturn:
     os._exit(exit_status(number))
 
 
-def run_check(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run a command that ends with this process, and return its exit status."""
+@contextmanager
+def end_children_on_signals() -> Iterator[None]:
+    """Let signals end this process and kill those below it, until others handle them."""
     before: Dict[int, Any] = {}
-    process = subprocess.Popen(list(command), env=dict(environ))
 
     def stop(number: int, frame: Any) -> None:
-        process.kill()
+        for process in psutil.Process().children(recursive=True):
+            _send(process, signal.SIGKILL)
         _exit(number, frame)
 
     for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, stop)
     try:
-        return process.wait()
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-def replace_process(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
-    """Become another program, which has to call :meth:`RankSignals.install`."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Until it can handle them: process 1 would lose them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.execve(command[0], list(command), dict(environ))
 
 
 def end_with_mim() -> None:

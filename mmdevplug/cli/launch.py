@@ -5,9 +5,10 @@ import os
 import sys
 import tempfile
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NoReturn, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence
 
 from mmengine.config import Config
 
@@ -20,12 +21,11 @@ from mmdevplug.errors import DevPlugError, LaunchError
 from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.host import available_memory, usable_cores
-from mmdevplug.utils.quick_imports import quick_imports
 
 from . import say
 from .arguments import Parser
 from .common import add_common_arguments, load_config, run
-from .forward_signals import replace_process, run_check
+from .forward_signals import end_children_on_signals
 from .launch_settings import (
     LAUNCH_FLAGS,
     Start,
@@ -34,6 +34,7 @@ from .launch_settings import (
     read_settings,
     rendezvous_of,
 )
+from .rank_server import RankServer
 
 if TYPE_CHECKING:  # it imports PyTorch, which the process that starts others does without
     from mmdevplug.accelerators import Accelerator
@@ -86,8 +87,8 @@ def check_room(wanted: int, origin: str, insist: bool = False) -> None:
         )
 
 
-def launch(module: str, argv: List[str], args: argparse.Namespace) -> NoReturn:
-    """Become torchrun, which runs a module in several processes; ``args`` are ``argv`` parsed."""
+def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
+    """Run a module in several processes until they end; ``args`` are ``argv`` parsed."""
     start = read_settings(args)
     words = without_options(argv, LAUNCH_FLAGS)
     origin = '--nproc'
@@ -98,33 +99,41 @@ def launch(module: str, argv: List[str], args: argparse.Namespace) -> NoReturn:
 
 def _check_and_start(
     origin: str, checked: Sequence[str], start: Start, script: Sequence[str]
-) -> NoReturn:
-    """Check the number of processes with :func:`main`, then become the process that starts them.
+) -> None:
+    """Check the number of processes with :func:`main`, then start them and wait for their end.
 
     A word for it, such as ``'auto'``, is counted there.
+
+    Raises:
+        SystemExit: If one of them has not ended with status 0.
     """
-    environ = _environment(start)
+    _drop_variables(start)
     settings = start.settings
-    # In a process of its own: looking at some devices takes hold of them.
-    check = [sys.executable, '-m', 'mmdevplug.cli.launch', f'--origin={origin}']
-    with tempfile.NamedTemporaryFile('r') as answer:
-        words = [f'--answer={answer.name}', str(settings.nproc), *checked]
-        status = run_check([*check, *words], environ)
-        if status:
-            raise SystemExit(status)
-        if settings.nproc in COUNTED:
-            settings = replace(settings, nproc=int(answer.read()))
-    replace_process([*agent_command(settings, start.rendezvous), *script], environ)
+    # The command with which torchrun starts a rank.
+    command = [os.environ.get('PYTHON_EXEC', sys.executable), '-u', *script]
+    with end_children_on_signals(), RankServer(command, several=settings.nproc != 1) as server:
+        # It imports PyTorch, as the server does meanwhile.
+        agent = import_module('mmdevplug.cli.torchrun_agent')
+        with tempfile.NamedTemporaryFile('r') as answer:
+            words = [f'--origin={origin}', f'--answer={answer.name}', str(settings.nproc)]
+            # In a process of its own: looking at some devices takes hold of them.
+            status = server.check([*words, *checked]).wait()
+            if status == 0 and settings.nproc in COUNTED:
+                settings = replace(settings, nproc=int(answer.read()))
+        if status == 0:
+            options = agent_options(settings, start.rendezvous)
+            status = agent.run_agent([*options, *script], server)
+    if status:
+        raise SystemExit(status)
 
 
-def agent_command(settings: LaunchOptions, rendezvous: Sequence[str] = ()) -> List[str]:
-    """The command line of torchrun, up to the script."""
+def agent_options(settings: LaunchOptions, rendezvous: Sequence[str] = ()) -> List[str]:
+    """The options of torchrun, up to the script."""
     single = not settings.several_hosts
     restarts = settings.max_restarts
     if restarts is None:
         restarts = ELASTIC_RESTARTS if rendezvous else 0
     command = [
-        *(sys.executable, '-m', 'mmdevplug.cli.torchrun_agent'),
         # torchrun would take --nproc for an abbreviation of its own options.
         f'--nproc_per_node={settings.nproc}',
         f'--max_restarts={restarts}',
@@ -142,12 +151,11 @@ def agent_command(settings: LaunchOptions, rendezvous: Sequence[str] = ()) -> Li
     ]
 
 
-def _environment(start: Start) -> Dict[str, str]:
-    """Return this process's variables without stale and used ones."""
-    # torchrun would read PET_* once more.
+def _drop_variables(start: Start) -> None:
+    """Remove stale variables and those that were read, which torchrun would read once more."""
     read = {name for name in os.environ if name.startswith('PET_')} if start.used else set()
-    dropped = {*stale_variables('none'), *read}
-    return {name: value for name, value in os.environ.items() if name not in dropped}
+    for name in {*stale_variables('none'), *read}:
+        del os.environ[name]
 
 
 def without_options(argv: List[str], options: Sequence[str]) -> List[str]:
@@ -234,15 +242,14 @@ def _chosen_accelerator(args: argparse.Namespace) -> 'Accelerator':
     The config's modules take long to import. They are imported only if they may define the
     accelerator, or if that may fail, which is then said once for all ranks.
     """
-    with quick_imports():
-        from mmdevplug.accelerators import choose_accelerator
+    from mmdevplug.accelerators import choose_accelerator
 
-        cfg = load_config(args, import_modules=False)
-        options = AcceleratorOptions.from_config(cfg.get('accelerator'))
-        device = options.device
-        known = isinstance(device, dict) and device.get('type') in ACCELERATORS.module_dict
-        if not known or _imports_may_fail(cfg):
-            load_config(args)
+    cfg = load_config(args, import_modules=False)
+    options = AcceleratorOptions.from_config(cfg.get('accelerator'))
+    device = options.device
+    known = isinstance(device, dict) and device.get('type') in ACCELERATORS.module_dict
+    if not known or _imports_may_fail(cfg):
+        load_config(args)
     return choose_accelerator(device).accelerator
 
 
@@ -261,6 +268,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         words = without_options(argv, ['--script'])
         script = [args.script, *words[1:], '--launcher', 'pytorch']
         _check_and_start(args.origin, words[1:], _start_of_script(wanted), script)
+        return
     counted = args.num_devices in COUNTED
     wanted = 1 if counted else _read_count(args.num_devices, args.origin)
     check_room(wanted, args.origin, insist=args.oversubscribe)

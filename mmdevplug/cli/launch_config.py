@@ -13,7 +13,7 @@ from mmdevplug.errors import LaunchError
 from mmdevplug.utils.atomic_files import check_writable, write_text
 
 from .arguments import Parser
-from .launch import agent_command, count_processes, refuse_missing_devices
+from .launch import agent_options, count_processes, refuse_missing_devices
 from .launch_settings import add_launch_arguments, read_settings
 
 
@@ -54,7 +54,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     if args.accelerator is not None:
         train += f' --accelerator {args.accelerator}'
     print(f'accelerate launch --config_file {args.out} {train}')
-    print(f'torchrun {" ".join(agent_command(settings)[3:])} {train}')
+    print(f'torchrun {" ".join(agent_options(settings))} {train}')
 
 
 def accelerate_config(settings: LaunchOptions, use_cpu: bool) -> str:

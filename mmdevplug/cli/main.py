@@ -9,7 +9,6 @@ from typing import List, Optional
 
 from mmdevplug import require_mmengine
 from mmdevplug.config.fields import did_you_mean
-from mmdevplug.utils.quick_imports import quick_imports
 from mmdevplug.version import __version__
 
 from . import say
@@ -40,8 +39,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     if argv and argv[0] in COMMANDS:
         from .common import run
 
-        with quick_imports():
-            command = import_module(f'mmdevplug.cli.{argv[0].replace("-", "_")}')
+        command = import_module(f'mmdevplug.cli.{argv[0].replace("-", "_")}')
         return run(command.main, argv[1:])
     if argv[:1] == ['--version']:
         from mmdevplug.explanations.versions import distribution

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from importlib import import_module
 from typing import List, Optional
 
 from mmengine.config import Config
@@ -10,12 +9,12 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
 from mmdevplug.explanations.arguments import explain_arguments
-from mmdevplug.utils.quick_imports import quick_imports
 
 from .arguments import Parser
 from .common import add_common_arguments, check_checkpoint, load_complete_config, run
 from .launch import launch
 from .launch_settings import add_launch_arguments, starts_processes
+from .rank_server import preload
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,9 +36,8 @@ def main(argv: Optional[List[str]] = None) -> None:
         launch('mmdevplug.cli.test', argv, args)
         return
     keys = ('model', 'test_dataloader', 'test_cfg', 'test_evaluator')
-    with quick_imports():
-        cfg = load_complete_config(args, keys)  # which imports the user's modules
-        import_module('mmdevplug.runner')
+    preload()
+    cfg = load_complete_config(args, keys)
     check_checkpoint(args.checkpoint, 'CHECKPOINT')
     cfg.load_from = args.checkpoint
     cfg.resume = False

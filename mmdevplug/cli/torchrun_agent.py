@@ -15,24 +15,28 @@ import time
 from argparse import Namespace
 from typing import Any, Dict, List, Optional
 
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import parse_args, run
+
 from mmdevplug.environments.launch import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
+from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.patching import patch_symbol
-from mmdevplug.utils.quick_imports import quick_imports
 
 from . import say
+from .elastic_agent import elastic, explain_meeting, meeting_point, meeting_timeout
 from .forward_signals import RankSignals, end_leftovers, exit_status
+from .rank_server import RankServer
 
-with quick_imports():
-    from torch.distributed.elastic.multiprocessing import api
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
-    from torch.distributed.launcher.api import LaunchConfig
-    from torch.distributed.run import parse_args, run
-
-    from .elastic_agent import elastic, explain_meeting, meeting_point, meeting_timeout
-
+#: PyTorch 1 has it in another module.
+_HANDLER = (
+    'torch.distributed.elastic.multiprocessing.'
+    'subprocess_handler.subprocess_handler.SubprocessHandler'
+)
 #: Whether torchrun can leave signals to us: not in PyTorch 2.9 and before.
 _CHOOSES_SIGNALS = hasattr(LaunchConfig, 'signals_to_handle')
 
@@ -56,7 +60,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         say(f'LaunchError: {error}')
         return 1
     except SignalException:
-        return 1  # the signal decides the status, in `_main`
+        return 1  # the signal decides the status, in `run_agent`
     return 0
 
 
@@ -150,27 +154,43 @@ def _ended(rank: int, failure: Any) -> str:
     return f'rank {rank} (pid {failure.pid}) {how} before the others; its own message is above.'
 
 
-def _main() -> int:
-    signals = RankSignals()
+def run_agent(argv: Optional[List[str]] = None, server: Optional[RankServer] = None) -> int:
+    """Run torchrun until all ranks have ended, and return the exit status.
+
+    Args:
+        argv (list, optional): Its arguments. Defaults to None: those of this process.
+        server (RankServer, optional): What to fork ranks from, if it can. Defaults to None.
+    """
+    os.environ[AGENT] = str(os.getpid())
+    signals = RankSignals(server and server.pid)
     signals.install()
-    start = api.SubprocessContext._start
+    start, popen = api.SubprocessContext._start, api.SubprocessHandler._popen
 
     def start_with_ours(context: Any) -> None:
         # PyTorch has just installed its own handlers.
         signals.install()
         start(context)
 
+    def fork_or_start(handler: Any, args: Any, env: Dict[str, str]) -> Any:
+        if server is None or not server.can_fork(args, env):
+            return popen(handler, args, env)
+        files = {1: handler._stdout, 2: handler._stderr}
+        return server.fork(env, {number: file for number, file in files.items() if file})
+
+    patch_symbol(api.SubprocessHandler, '_popen', fork_or_start, _HANDLER)
     if not _CHOOSES_SIGNALS:
         patch_symbol(api.SubprocessContext, '_start', start_with_ours)
     status = 1
     try:
-        status = main()
+        status = main(argv)
     except ChildFailedError as error:
         say(describe_failure(error))
     except SignalException:
         status = 1  # it came before or after `main`; the lines below report it
     finally:
         signals.closed = True
+        if server is not None:
+            server.close()
         end_leftovers()
     if signals.number is None:
         return status
@@ -182,4 +202,4 @@ def _main() -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(_main())
+    sys.exit(run_agent())

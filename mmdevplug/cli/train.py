@@ -3,8 +3,6 @@
 import argparse
 import logging
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 from typing import List, Optional
 
 from mmengine.config import Config
@@ -13,12 +11,12 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
 from mmdevplug.explanations.arguments import explain_arguments
-from mmdevplug.utils.quick_imports import quick_imports
 
 from .arguments import Parser
 from .common import add_common_arguments, check_checkpoint, load_complete_config, run
 from .launch import launch
 from .launch_settings import add_launch_arguments, starts_processes
+from .rank_server import preload
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -52,11 +50,8 @@ def main(argv: Optional[List[str]] = None) -> None:
         launch('mmdevplug.cli.train', argv, args)
         return
     keys = ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
-    with quick_imports():
-        cfg = load_complete_config(args, keys)  # which imports the user's modules
-        import_module('mmdevplug.runner')
-        if find_spec('torch._dynamo') is not None:  # from PyTorch 2 on
-            import_module('torch._dynamo')  # which the first optimizer does
+    preload()
+    cfg = load_complete_config(args, keys)
     if args.amp:
         _use_amp(cfg)
     if args.auto_scale_lr:

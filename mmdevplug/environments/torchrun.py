@@ -1,5 +1,6 @@
 """The variables of torchrun, for each process that it starts."""
 
+import os
 import re
 from typing import Dict, Optional
 
@@ -12,13 +13,15 @@ from .stale import AGENT_VARIABLES
 #: process, and DeepSpeed's, which sets the same variables.
 _PATTERN = (
     r'(.*/)?(torchrun|accelerate|accelerate-launch|deepspeed)'
-    r'|torch\.distributed\.(run|launch)|mmdevplug\.cli\.torchrun_agent'
+    r'|torch\.distributed\.(run|launch)'
     r'|accelerate\.commands\.\w+|deepspeed\.launcher\.\w+'
 )
 
 #: What our agent tells the ranks of an elastic job: how many they are when all hosts have joined,
 #: and how often hosts have met before.
 MOST_RANKS, ROUND = 'MMDEVPLUG_MOST_RANKS', 'MMDEVPLUG_ROUND'
+#: What it tells all ranks: its process id.
+AGENT = 'MMDEVPLUG_AGENT'
 
 
 class Torchrun(Environment):
@@ -64,7 +67,10 @@ def runs_below_torchrun() -> bool:
         parents = psutil.Process().parents()
     except psutil.Error:
         return False
+    agent = os.environ.get(AGENT)
     for parent in parents:
+        if str(parent.pid) == agent:
+            return True
         try:
             words = parent.cmdline()
         except psutil.Error:  # It ended, or belongs to another user.

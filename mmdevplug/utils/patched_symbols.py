@@ -36,8 +36,7 @@ AUTOPATCH = Period(
     'the end of the process',
 )
 WATCH = Period('a distributed job begins to watch its ranks', 'the end of the process')
-IMPORTS = Period('`mmdevplug` begins to import what a command needs', 'its end')
-OPTIMIZERS = Period('these imports reach `mmengine.optim`', 'the end of the process')
+RANKS = Period('`mmdevplug train --nproc` starts ranks', 'the end of the launcher process')
 LAUNCHER = Period(
     '`mmdevplug train --nproc` starts ranks, with PyTorch 2.9 and before',
     'the end of the launcher process',
@@ -209,17 +208,13 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'torchrun prints the error of the rank that failed first.',
     ),
     *_symbols(
-        'builtins: __import__',
-        IMPORTS,
-        'MMEngine imports transformers, which takes longer than all other imports of a rank, for '
-        'one optimizer; the replacement gives it a placeholder.',
-        'MMEngine imports transformers when its optimizer is built.',
-    ),
-    *_symbols(
-        'mmengine.registry.OPTIMIZERS: _module_dict',
-        OPTIMIZERS,
-        'It holds the placeholder; looking it up imports transformers.',
-        'MMEngine imports transformers when its optimizer is built.',
+        'torch.distributed.elastic.multiprocessing.'
+        'subprocess_handler.subprocess_handler.SubprocessHandler: _popen',
+        RANKS,
+        'torchrun starts the command of each rank, which imports PyTorch and MMEngine anew; ours '
+        'is forked from a process that has imported them. Processes that torchrun forks for a '
+        'function it neither ends as it ends commands, nor do they end as a command does.',
+        'torchrun forks commands from one process that has imported what they need.',
     ),
     *_symbols(
         'torch.distributed.elastic.multiprocessing.api.SubprocessContext: _start',

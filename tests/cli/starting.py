@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mmdevplug.cli import launch, torchrun_agent
 from tests.jobs import PATHS, ROOT, load_file
 
 DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
@@ -101,6 +102,35 @@ class Started:
                 process.kill()
         if self.process.poll() is None:
             self.process.kill()
+
+
+class NoRanks:
+    """Stands in for the server of ranks and for torchrun, and keeps what they are told."""
+
+    def __init__(self, monkeypatch, counted=7):
+        self.counted, self.checked, self.agents, self.environ = counted, [], [], {}
+        monkeypatch.setattr(launch, 'RankServer', lambda command, several: self)
+        monkeypatch.setattr(torchrun_agent, 'run_agent', self.run_agent)
+
+    def check(self, words):
+        self.checked = words
+        (answer,) = [word[9:] for word in words if word.startswith('--answer=')]
+        Path(answer).write_text(str(self.counted))
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def wait(self):
+        return 0
+
+    def run_agent(self, argv, server):
+        self.agents.append(argv)
+        self.environ = dict(os.environ)
+        return 0
 
 
 def check_saved(job, work_dir, ranks=2):

@@ -9,10 +9,11 @@ import pytest
 import yaml
 
 from mmdevplug.cli import launch, launch_config, torchrun_agent as agent, train
-from mmdevplug.cli.launch import agent_command
+from mmdevplug.cli.launch import agent_options
 from mmdevplug.config.launch import LaunchOptions
 from mmdevplug.environments.loopback import HeldStore
 from mmdevplug.errors import DevPlugError, LaunchError
+from tests.cli.starting import NoRanks
 from tests.jobs import PATHS, ROOT
 from tests.needs_card import needs_card
 from tests.ranks import free_port
@@ -192,8 +193,7 @@ def test_more_processes_than_devices_are_refused_with_both_counts(card_config):
     ],
 )
 def test_impossible_starts_are_refused_before_anything_runs(monkeypatch, flags, told):
-    monkeypatch.setattr(launch, 'run_check', None)
-    monkeypatch.setattr(os, 'execve', None)
+    monkeypatch.setattr(launch, 'RankServer', None)
     with pytest.raises(LaunchError) as caught:
         train.main([CONFIG, *flags])
     assert told in str(caught.value)
@@ -201,7 +201,7 @@ def test_impossible_starts_are_refused_before_anything_runs(monkeypatch, flags, 
 
 def test_the_command_of_several_hosts_names_them():
     settings = LaunchOptions(2, 3, 1, '10.0.0.1', 12345, 4, 60)
-    command = ' '.join(agent_command(settings))
+    command = ' '.join(agent_options(settings))
     assert '--nproc_per_node=2 --max_restarts=4 --nnodes=3 --node_rank=1' in command
     assert '--rdzv_conf=timeout=60 --master_addr=10.0.0.1 --master_port=12345' in command
 
@@ -225,7 +225,7 @@ def test_no_variable_changes_what_the_command_line_says(monkeypatch, capsys):
     flags, values = option_variables()
     assert {'PET_STANDALONE', 'PET_MODULE'} <= flags
     assert {'PET_NNODES', 'PET_NODE_RANK', 'PET_RDZV_BACKEND', 'PET_MASTER_PORT'} <= values
-    argv = [*agent_command(LaunchOptions(2))[3:], 'train.py', '--launcher', 'pytorch']
+    argv = [*agent_options(LaunchOptions(2)), 'train.py', '--launcher', 'pytorch']
     plain = agent.read_arguments(argv)
     assert capsys.readouterr().err == ''
     for name in flags:
@@ -324,28 +324,23 @@ def test_a_hundred_thousand_processes_do_not_start():
 
 
 def test_the_script_takes_the_hosts_from_its_variables(monkeypatch):
-    started = []
-    monkeypatch.setattr(launch, 'run_check', lambda command, environ: started.append(command))
-    monkeypatch.setattr(launch, 'replace_process', lambda *args: started.append(args[0]))
+    started = NoRanks(monkeypatch)
     environ = dict(NNODES='2', NODE_RANK='1', MASTER_ADDR='node3', PORT='23456', MAX_RESTARTS='4')
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     words = ['--script', 'tools/train.py', '8', 'config.py', '--amp']
 
     def command_of():
-        started.clear()
-        with contextlib.suppress(DevPlugError):  # what follows the start, which does not happen
-            launch.main(words)
-        checked, command = started
-        assert checked[-3:] == ['8', 'config.py', '--amp']
-        return command
+        launch.main(words)
+        assert started.checked[-3:] == ['8', 'config.py', '--amp']
+        return started.agents[-1]
 
     command = command_of()
     assert '--nnodes=2 --node_rank=1 --master_addr=node3' in ' '.join(command)
     assert '--nproc_per_node=8 --max_restarts=4' in ' '.join(command)
     assert command[-5:] == ['tools/train.py', 'config.py', '--amp', '--launcher', 'pytorch']
     monkeypatch.setenv('NNODES', '1')
-    monkeypatch.delenv('MASTER_ADDR')
+    monkeypatch.delenv('MASTER_ADDR', raising=False)
     alone = '--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=23456'
     assert alone in ' '.join(command_of())
 

@@ -161,10 +161,10 @@ def start(case):
 
 def run_script(case):
     """In a process of its own that has imported everything: ``python tools/train.py ...``."""
-    from mmdevplug.cli import launch
+    from mmdevplug.cli import torchrun_agent
 
     # What would take its place waits for other hosts.
-    launch.replace_process = lambda command, environ: sys.exit(STARTS)
+    torchrun_agent.run_agent = lambda *args: sys.exit(STARTS)
     sys.argv = [
         'tools/train.py', 'configs/digits/digits_cpu.py', *case['flags'],
         '--timeout', str(case['timeout']), '--work-dir', os.path.join(case['folder'], 'work'),

@@ -1,12 +1,12 @@
 """Pods and tasks of Slurm: what ``mmdevplug train`` starts there, and what it refuses."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from mmdevplug.cli import launch, train
 from mmdevplug.errors import LaunchError
+from tests.cli.starting import NoRanks
 
 CONFIG = 'configs/digits/digits_cpu.py'
 POD = dict(RANK='1', WORLD_SIZE='2', MASTER_ADDR='job-master-0', MASTER_PORT='23456')
@@ -14,19 +14,7 @@ POD = dict(RANK='1', WORLD_SIZE='2', MASTER_ADDR='job-master-0', MASTER_PORT='23
 
 @pytest.fixture
 def started(monkeypatch):
-    """The commands that would run, and with which variables, instead of running them."""
-    found = []
-
-    def check(command, environ):
-        found.append((command, environ))
-        for word in command:
-            if word.startswith('--answer='):
-                Path(word[9:]).write_text('7')
-        return 0
-
-    monkeypatch.setattr(launch, 'run_check', check)
-    monkeypatch.setattr(launch, 'replace_process', lambda *args: found.append(args))
-    return found
+    return NoRanks(monkeypatch)
 
 
 def set_variables(monkeypatch, environ):
@@ -54,12 +42,12 @@ KUBEFLOW['PET_MASTER_PORT'] = '23456'
 def test_a_pod_joins_the_others(monkeypatch, capsys, started, environ, flags, nproc):
     set_variables(monkeypatch, environ)
     train.main([CONFIG, *flags])
-    (check, _), (command, left) = started
+    (command,) = started.agents
     if 'PET_NPROC_PER_NODE' not in environ and not flags:
-        assert f'--origin={launch.DEFAULT_COUNT}' in check
+        assert f'--origin={launch.DEFAULT_COUNT}' in started.checked
     assert f'--nproc_per_node={nproc} --max_restarts=0 {JOINED}' in ' '.join(command)
     assert command[-2:] == ['--launcher', 'pytorch']
-    assert not {name for name in left if name in POD or name.startswith('PET_')}
+    assert not {name for name in started.environ if name in POD or name.startswith('PET_')}
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("mmdevplug: launcher 'kubernetes', found by ")
     assert 'host 1 of 2' in line
@@ -72,7 +60,7 @@ def test_pods_that_come_and_go_meet_as_torchrun_would(monkeypatch, started):
     environ = dict(PET_NNODES='1:3', PET_RDZV_BACKEND='c10d', PET_RDZV_ENDPOINT='job-worker-0:23')
     set_variables(monkeypatch, dict(environ, PET_RDZV_ID='job', PET_MAX_RESTARTS='10'))
     train.main([CONFIG])
-    command = ' '.join(started[-1][0])
+    command = ' '.join(started.agents[-1])
     assert '--nproc_per_node=1 --max_restarts=10 --nnodes=1:3 --rdzv_backend=c10d' in command
     assert '--rdzv_endpoint=job-worker-0:23 --rdzv_id=job -m mmdevplug' in command
 
@@ -104,7 +92,7 @@ def test_pods_that_come_and_go_meet_as_torchrun_would(monkeypatch, started):
     ],
 )
 def test_a_pod_does_not_train_alone(monkeypatch, environ, flags, told):
-    monkeypatch.setattr(launch, 'run_check', None)
+    monkeypatch.setattr(launch, 'RankServer', None)
     set_variables(monkeypatch, environ)
     with pytest.raises(LaunchError) as caught:
         train.main([CONFIG, *flags])
@@ -127,14 +115,14 @@ def test_all_flags_win_over_the_variables_of_a_pod(monkeypatch, started):
     set_variables(monkeypatch, dict(POD, PET_NNODES='5', PET_NODE_RANK='4'))
     flags = ['--nproc', '3', '--nnodes', '2', '--node-rank', '0', '--master-addr', 'elsewhere']
     train.main([CONFIG, *flags])
-    assert '--nnodes=2 --node_rank=0 --master_addr=elsewhere' in ' '.join(started[-1][0])
+    assert '--nnodes=2 --node_rank=0 --master_addr=elsewhere' in ' '.join(started.agents[-1])
 
 
 def test_the_only_pod_of_a_job_starts_its_processes(monkeypatch, started):
     environ = dict(POD, RANK='0', WORLD_SIZE='4', PET_NNODES='1', PET_NODE_RANK='0')
     set_variables(monkeypatch, dict(environ, PET_NPROC_PER_NODE='4'))
     train.main([CONFIG])
-    command = ' '.join(started[-1][0])
+    command = ' '.join(started.agents[-1])
     assert '--nproc_per_node=4 --max_restarts=0 --nnodes=1 --node_rank=0' in command
     assert '--master_addr=127.0.0.1 --master_port=0' in command
 
@@ -144,7 +132,7 @@ def test_one_task_on_each_host_starts_the_processes_of_its_host(monkeypatch, cap
     set_variables(monkeypatch, {f'SLURM_{name}': value for name, value in environ.items()})
     monkeypatch.setenv('MASTER_ADDR', 'node3')
     train.main([CONFIG, '--nproc', '8'])
-    command = ' '.join(started[-1][0])
+    command = ' '.join(started.agents[-1])
     assert '--nproc_per_node=8' in command
     assert '--nnodes=2 --node_rank=1 --master_addr=node3 --master_port=15077' in command
     assert 'SLURM_STEP' not in capsys.readouterr().err
@@ -169,7 +157,7 @@ def test_a_batch_script_leaves_no_tasks_unused(monkeypatch, started, name, flags
     assert told in str(caught.value)
     if flags:
         train.main([CONFIG, *flags, '--nnodes', '1'])
-        assert '--nnodes=1' in started[-1][0]
+        assert '--nnodes=1' in started.agents[-1]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ Volcano 1.9.
 
 import pytest
 
-from mmdevplug.cli import launch, train
+from mmdevplug.cli import train
+from tests.cli.starting import NoRanks
 from tests.jobs import ROOT
 
 from .test_manifests import DOCUMENTS, find
@@ -74,9 +75,7 @@ def volcano_job():
 
 @pytest.mark.parametrize('job', [train_job, pytorch_job, volcano_job])
 def test_pods_join_one_job(monkeypatch, job):
-    started = []
-    monkeypatch.setattr(launch, 'run_check', lambda command, environ: 0)
-    monkeypatch.setattr(launch, 'replace_process', lambda command, _: started.append(command))
+    started = NoRanks(monkeypatch).agents
     pods = list(job())
     for command, environ in pods:
         with monkeypatch.context() as variables:
