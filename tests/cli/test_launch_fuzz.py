@@ -22,6 +22,7 @@ import pytest
 from mmdevplug.cli import launch_settings
 from mmdevplug.environments.launch import refuse_to_run_alone
 from mmdevplug.errors import LaunchError
+from tests.commands import python
 from tests.jobs import PATHS, ROOT
 from tests.ranks import PRELOAD, free_port
 
@@ -407,9 +408,7 @@ def test_the_script_finds_its_launcher(everything, monkeypatch):
 
 def test_the_script_itself_refuses_with_status_and_message():
     env = dict(clean_environment(), PYTHONPATH=PATHS, RANK='ünï', LOCAL_RANK='abc')
-    command = [sys.executable, 'tools/train.py', 'configs/digits/digits_cpu.py']
-    done = subprocess.run(
-        [*command, '--launcher', 'pytorch'], cwd=str(ROOT), env=env, capture_output=True
-    )
+    command = ['tools/train.py', 'configs/digits/digits_cpu.py', '--launcher', 'pytorch']
+    done = python(*command, env=env)
     assert done.returncode == 1
-    assert done.stderr.decode().startswith("mmdevplug: LaunchError: RANK='ünï': expected a number")
+    assert done.stderr.startswith("mmdevplug: LaunchError: RANK='ünï': expected a number")

@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 from mmengine.registry import RUNNERS
@@ -17,7 +16,8 @@ from mmdevplug.environments.launch import (
 )
 from mmdevplug.environments.stale import RANK_VARIABLES, stale_variables, unset_line
 from mmdevplug.errors import LaunchError
-from tests.jobs import PATHS, PLAIN, ROOT, digits_config
+from tests.commands import python
+from tests.jobs import PATHS, PLAIN, digits_config
 from tests.ranks import run_ranks
 
 CONFIG = 'configs/digits/digits_cpu.py'
@@ -218,14 +218,7 @@ def test_a_single_process_trains_and_leaves_the_variables_alone(tmp_path, leftov
 
 def command(*arguments, **environ):
     env = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1', **environ)
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    return python(*arguments, env=env)
 
 
 def test_the_script_says_in_one_line_what_it_ignores(tmp_path):
