@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import sys
+import threading
 import time
 import traceback
 from contextlib import contextmanager
@@ -159,6 +160,7 @@ def _processes_from(server):
         forkserver.connect_to_new_process = before
 
 
+_starting = threading.Lock()
 _first = forkserver.ForkServer()
 _first.set_forkserver_preload(['tests.preloaded_first'])
 #: For each vendor's package a server, which imported it before MMEngine; for None the common one.
@@ -204,7 +206,7 @@ def start_process(function, *args, vendor=None, mmengine=True):
         multiprocessing.Process: The process, started.
     """
     process = _context.Process(target=function, args=args)
-    with _processes_from(_server_of(vendor) if mmengine else _first_server()):
+    with _starting, _processes_from(_server_of(vendor) if mmengine else _first_server()):
         process.start()
     return process
 

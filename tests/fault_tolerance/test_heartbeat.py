@@ -274,15 +274,15 @@ def hold_the_interpreter(report):
     )
     answering.ANSWER_SECONDS = failure_watch.ANSWER_SECONDS = 2.0
     rank, watch = start()
-    watch.heartbeat_timeout = 2.0
+    watch.heartbeat_timeout = 4.0
     enter_phase('compiling' if rank == 1 else 'averaging')
     with failure.fail_together('training'):
         wait_for_everyone('beginning')
         if rank == 1:
             time.sleep(2)
-            ctypes.PyDLL(None).sleep(6)  # PyDLL does not release the lock
+            ctypes.PyDLL(None).sleep(9)  # PyDLL does not release the lock
         # Only a rank that waits in a collective, not here, would notice nothing by itself.
-        time.sleep(10 if rank == 0 else 2)
+        time.sleep(13 if rank == 0 else 2)
         assert watch.peer_failure() is None
         print(f'rank {rank} goes on', flush=True)
         wait_for_everyone('compiled')
