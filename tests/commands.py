@@ -22,8 +22,8 @@ _MAIN = 'mmdevplug.cli.main'
 def python(*arguments, cwd=_ROOT, env=None, timeout=280, mmengine=True):
     """Run ``python ARGUMENTS`` without the seconds that imports take.
 
-    For tests that do not look at signals, the end or the import of PyTorch: those start a new
-    Python with :mod:`subprocess`.
+    For tests that look neither at signals, the end, the command line nor the import of PyTorch:
+    those start a new Python with :mod:`subprocess`.
 
     Args:
         *arguments (str): ``-m MODULE``, ``-c CODE`` or a script, and its own arguments.
