@@ -88,8 +88,6 @@ def measure(context):
 
 
 def measure_all():
-    # What its workers import, and that once.
-    multiprocessing.set_forkserver_preload([__name__])
     found = {context: measure(context) for context in CONTEXTS}
     found['inherited'] = measure_inherited()
     found['in a fork'] = measure_in_a_fork()
