@@ -9,9 +9,13 @@ import matplotlib.figure  # noqa: F401
 import torch.distributed.optim  # noqa: F401
 import torch.utils.cpp_extension  # noqa: F401
 import torch.utils.data  # noqa: F401
+from torch.utils.data import _utils as loading
 from yapf.yapflib.yapf_api import FormatCode
 
 FormatCode('grammar = 1')  # which it reads from a file the first time
+
+# An iterator that is garbage cannot tell its workers to end: they notice when they look.
+loading.MP_STATUS_CHECK_INTERVAL = loading.worker.MP_STATUS_CHECK_INTERVAL = 0.5
 
 for name in ('cv2', 'torch._dynamo'):  # the compiler, from PyTorch 2 on, by the first optimizer
     if find_spec(name) is not None:

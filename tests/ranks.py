@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import sys
+import threading
 import time
 import traceback
 from contextlib import contextmanager
@@ -159,6 +160,7 @@ def _processes_from(server):
         forkserver.connect_to_new_process = before
 
 
+_starting = threading.Lock()
 _first = forkserver.ForkServer()
 _first.set_forkserver_preload(['tests.preloaded_first'])
 #: For each vendor's package a server, which imported it before MMEngine; for None the common one.
@@ -174,15 +176,39 @@ def _server_of(vendor):
 
             paths = [*paths, *LEAN]
         modules = [*([package] if package else []), *PRELOAD]
-        folder = os.getcwd()
-        # Python up to 3.12 hands a server no paths, and mmsegmentation installs a package `tests`.
-        os.chdir(_ROOT)
-        try:
-            _first.ensure_running()
-        finally:
-            os.chdir(folder)
+        _first_server()
         _servers[package] = _Server(modules, paths)
     return _servers[package]
+
+
+def _first_server():
+    """The server that has imported PyTorch and nothing of MMEngine's."""
+    folder = os.getcwd()
+    # Python up to 3.12 hands a server no paths, and mmsegmentation installs a package `tests`.
+    os.chdir(_ROOT)
+    try:
+        _first.ensure_running()
+    finally:
+        os.chdir(folder)
+    return _first
+
+
+def start_process(function, *args, vendor=None, mmengine=True):
+    """Start a process that has imported PyTorch, which the caller ends.
+
+    Args:
+        function (callable): A function of a module.
+        *args: Its arguments.
+        vendor (tuple, optional): As for :func:`run_ranks`.
+        mmengine (bool): Whether it has imported MMEngine and this package, too.
+
+    Returns:
+        multiprocessing.Process: The process, started.
+    """
+    process = _context.Process(target=function, args=args)
+    with _starting, _processes_from(_server_of(vendor) if mmengine else _first_server()):
+        process.start()
+    return process
 
 
 def run_ranks(
@@ -222,18 +248,15 @@ def run_ranks(
         need_card()  # a server that cannot import the package ends without saying why
     port = free_port()
     ranks = {}
-    with _processes_from(_server_of(vendor)):
-        for rank in range(max(world_size, 1)):
-            variables = launch_variables(rank, world_size, port) if world_size else {}
-            variables.update(environ or {})
-            variables.update((environ_of or {}).get(rank, {}))
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_work, args=(theirs, variables, function, args, together, vendor)
-            )
-            process.start()
-            theirs.close()
-            ranks[rank] = (process, ours)
+    for rank in range(max(world_size, 1)):
+        variables = launch_variables(rank, world_size, port) if world_size else {}
+        variables.update(environ or {})
+        variables.update((environ_of or {}).get(rank, {}))
+        ours, theirs = _context.Pipe()
+        work = (theirs, variables, function, args, together, vendor)
+        process = start_process(_work, *work, vendor=vendor)
+        theirs.close()
+        ranks[rank] = (process, ours)
     results, errors = {}, {}
     deadline = time.monotonic() + timeout
     pending = {connection: rank for rank, (_, connection) in ranks.items()}

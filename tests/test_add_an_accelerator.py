@@ -15,6 +15,7 @@ import mmdevplug
 from mmdevplug.accelerators import detection
 from mmdevplug.errors import AcceleratorError
 from tests.checks.conformance.running import in_groups, measured
+from tests.commands import python
 from tests.jobs import PATHS, ROOT, largest_difference, load_file, weights_of
 from tests.needs_card import needs_card
 from tests.ranks import run_ranks
@@ -32,15 +33,8 @@ def environment(folder):
 
 
 def mmdevplug_command(*arguments, folder=EXAMPLES):
-    """A command of the page, in a process that has nothing imported."""
-    return subprocess.run(
-        [sys.executable, '-m', 'mmdevplug.cli.main', *map(str, arguments)],
-        env=environment(folder),
-        cwd=str(ROOT),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    """A command of the page."""
+    return python('-m', 'mmdevplug.cli.main', *arguments, env=environment(folder))
 
 
 def train(nproc, work_dir):

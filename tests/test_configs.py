@@ -3,8 +3,6 @@
 import copy
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 from mmengine.config import Config, ConfigDict
@@ -12,6 +10,7 @@ from mmengine.config import Config, ConfigDict
 import mmdevplug
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.errors import DevPlugError
+from tests.commands import python
 from tests.jobs import PATHS, ROOT
 
 ACCELERATORS = ROOT / 'configs' / '_base_' / 'accelerators'
@@ -68,15 +67,11 @@ def write(path, *lines):
 
 
 def run(code, cwd):
-    """Run code in a fresh process whose only way to mmdevplug is PYTHONPATH."""
-    done = subprocess.run(
-        [sys.executable, '-c', code],
-        env={**os.environ, 'PYTHONPATH': PATHS},
-        cwd=str(cwd),
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode().strip()
+    """Run code in a process that has not imported MMEngine."""
+    env = {**os.environ, 'PYTHONPATH': PATHS}
+    done = python('-c', code, cwd=cwd, env=env, mmengine=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 # the base configs ----------------------------------------------------------------------------
@@ -229,6 +224,7 @@ assert cfg.runner_type == 'DeviceRunner'
 assert cfg.env_cfg.dist_cfg.backend == 'nccl', cfg.env_cfg
 assert cfg.custom_hooks[0].type.__name__ == 'EMAHook'
 from mmdevplug.config.prepare import prepare_config
+from tests.commands import python
 from tests.jobs import PATHS, ROOT
 prepared = prepare_config(cfg)
 assert prepared.custom_imports['imports'] == ['mmengine.dist', 'mmdevplug.autopatch']

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from mmdevplug.accelerators.torch_native import FAMILIES
+from tests.commands import python
 from tests.jobs import PATHS, ROOT
 
 VENDORS = sorted(
@@ -40,6 +41,15 @@ def run(code, *paths):
     )
     assert done.returncode == 0, done.stderr.decode()
     return done.stdout.decode().split()
+
+
+def run_with_torch(code):
+    """Run code in a process that has imported PyTorch, and nothing of MMEngine's."""
+    code = f"import warnings; warnings.simplefilter('error', ImportWarning)\n{code}"
+    env = {**os.environ, 'PYTHONPATH': PATHS}
+    done = python('-c', code, env=env, mmengine=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
 
 
 # what is imported ----------------------------------------------------------------------------
@@ -91,7 +101,7 @@ print(*[name for name in os.environ if os.environ[name] != before.get(name)])
 
 def test_import_leaves_stock_classes_alone():
     assert (
-        run("""
+        run_with_torch("""
 from mmengine.runner import Runner
 from mmengine.model import MMDistributedDataParallel
 from mmengine.dist import utils
@@ -137,7 +147,8 @@ assert RUNNERS.get('Runner') is Runner
     ],
 )
 def test_parts_are_found_after_the_import_alone(first):
-    run(f'{first}\nimport mmdevplug\n{LOOK_UPS}')
+    start = run_with_torch if first else run
+    start(f'{first}\nimport mmdevplug\n{LOOK_UPS}')
 
 
 @pytest.mark.parametrize(('registry', 'name', 'module'), PARTS)
@@ -147,11 +158,11 @@ import mmdevplug
 from mmengine.registry import {registry}
 print({registry}.get({name!r}).__module__)
 """
-    assert run(code)[-1].startswith(module)
+    assert run_with_torch(code)[-1].startswith(module)
 
 
 def test_parts_are_found_under_the_scope_of_another_package():
-    run("""
+    run_with_torch("""
 from mmengine.registry import RUNNERS, DefaultScope, Registry
 import mmdevplug
 CHILD = Registry('runner', parent=RUNNERS, scope='mmother')
@@ -163,7 +174,7 @@ with CHILD.switch_scope_and_registry('mmother') as registry:
 
 
 def test_stock_parts_are_still_found():
-    run("""
+    run_with_torch("""
 import mmdevplug
 from mmengine.registry import HOOKS, MODEL_WRAPPERS, RUNNERS, STRATEGIES
 import mmengine.runner, mmengine.model, mmengine.hooks, mmengine._strategy
@@ -176,7 +187,7 @@ assert wrapper is mmengine.model.MMDistributedDataParallel
 
 
 def test_second_import_registers_nothing_twice():
-    run(f"""
+    run_with_torch(f"""
 import importlib, mmdevplug
 importlib.reload(mmdevplug)
 from mmengine.registry import RUNNERS
@@ -191,7 +202,7 @@ importlib.reload(mmdevplug)
 
 def test_every_exported_name_is_there():
     assert (
-        run("""
+        run_with_torch("""
 import mmdevplug
 missing = [name for name in mmdevplug.__all__ if getattr(mmdevplug, name, None) is None]
 assert not missing, missing
@@ -205,7 +216,7 @@ assert DeviceRunner.__name__ == 'DeviceRunner'
 
 
 def test_exported_names_are_those_of_their_modules():
-    run("""
+    run_with_torch("""
 import sys
 import mmdevplug
 for name, module in [
@@ -221,7 +232,7 @@ for name, module in [
 
 
 def test_unknown_name_is_an_attribute_error():
-    run("""
+    run_with_torch("""
 import mmdevplug
 try:
     mmdevplug.get_acelerator

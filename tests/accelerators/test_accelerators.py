@@ -1,12 +1,13 @@
 """What each family of devices does: the CPU, CUDA's names, and cards through the stand-in."""
 
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
+import traceback
 import types
 from pathlib import Path
 
+import card
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -26,69 +27,64 @@ from mmdevplug.accelerators.torch_native import FAMILIES
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.utils.torch_compat import autocast_state
 from tests.jobs import need_card, needs_scaler
+from tests.ranks import start_process
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / 'tests' / 'standins' / 'native'))
 import vendor_names  # noqa: E402
 
-#: Runs pieces of code, one JSON string a line, and answers each with a traceback or nothing.
-SERVER = """
-import json, os, sys, traceback
-answers = os.fdopen(os.dup(1), 'w')
-os.dup2(2, 1)
-import card, pytest, torch
-card.install(sys.argv[1], count=int(sys.argv[2]))
+NAMES = """
+import card, json, os, pytest, sys, torch
 from mmdevplug.accelerators import *
 from mmdevplug.accelerators.backend import default_backend, takes_tensors
 from mmdevplug.errors import AcceleratorError
 from tests.jobs import need_card, needs_scaler
-for line in sys.stdin:
-    torch.manual_seed(0)
-    failure = ''
-    try:
-        exec(json.loads(line), {**globals(), 'accelerator': get_accelerator(sys.argv[1])})
-    except BaseException:
-        failure = traceback.format_exc()
-    print(json.dumps(failure), file=answers, flush=True)
 """
+
+
+def serve(connection, name, count, environ):
+    """Run pieces of code, and answer each with a traceback or nothing."""
+    os.environ.update(environ)
+    card.install(name, count=count)
+    names = {}
+    exec(NAMES, names)
+    for code in iter(connection.recv, None):
+        torch.manual_seed(0)
+        failure = ''
+        try:
+            exec(code, {**names, 'accelerator': names['get_accelerator'](name)})
+        except BaseException:
+            failure = traceback.format_exc()
+        connection.send(failure)
 
 
 class Card:
     """A process that has the stand-in under one name, because a process can have but one."""
 
     def __init__(self, name, count, **environ):
-        paths = [str(ROOT), str(ROOT / 'tests' / 'standins' / 'fakecard')]
-        environ['PYTHONPATH'] = os.pathsep.join(paths)
-        self.process = subprocess.Popen(
-            [sys.executable, '-c', SERVER, name, str(count)],
-            env={**os.environ, 'MMDEVPLUG_ACCELERATOR': '', **environ},
-            cwd=str(ROOT),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        environ['MMDEVPLUG_ACCELERATOR'] = ''
+        self.connection, theirs = multiprocessing.Pipe()
+        self.process = start_process(serve, theirs, name, count, environ)
+        theirs.close()
 
     def run(self, code):
         """Run code with ``accelerator`` and all of mmdevplug.accelerators in its globals."""
-        self.process.stdin.write(json.dumps(code).encode() + b'\n')
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        assert answer, f'the process ended with {self.process.wait()}'
-        failure = json.loads(answer)
+        self.connection.send(code)
+        failure = self.connection.recv()
         assert not failure, failure
 
     def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-        self.process.stdout.close()
+        self.connection.send(None)
+        self.process.join()
 
 
 def card_fixture(name, count, **environ):
     @pytest.fixture(scope='module')
     def fixture():
         need_card()
-        card = Card(name, count, **environ)
-        yield card.run
-        card.close()
+        process = Card(name, count, **environ)
+        yield process.run
+        process.close()
 
     return fixture
 

@@ -1,7 +1,6 @@
 """Which accelerator is chosen and why, and what is said where none can be."""
 
 import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -25,6 +24,7 @@ from mmdevplug.accelerators.detection import DETECTION_ORDER, ENVIRONMENT_VARIAB
 from mmdevplug.accelerators.torch_native import FAMILIES
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
+from tests.commands import python
 
 ROOT = Path(__file__).parents[2]
 VENDORS = {'torch_xla', 'torch_gcu', *(f.package for f in FAMILIES.values() if f.package)}
@@ -204,13 +204,9 @@ print('all found')
 def test_name_never_heard_of_is_found_by_name_by_environment_and_by_detection():
     hidden = {name: value for name, value in os.environ.items() if name != ENVIRONMENT_VARIABLE}
     paths = [str(ROOT), str(ROOT / 'tests' / 'standins' / 'fakecard')]
-    done = subprocess.run(
-        [sys.executable, '-c', CARD],
-        env={**hidden, 'PYTHONPATH': os.pathsep.join(paths), 'CUDA_VISIBLE_DEVICES': ''},
-        cwd=str(ROOT),
-        capture_output=True,
-    )
-    assert done.stdout.decode().strip() == 'all found', done.stderr.decode()
+    env = {**hidden, 'PYTHONPATH': os.pathsep.join(paths), 'CUDA_VISIBLE_DEVICES': ''}
+    done = python('-c', CARD, env=env, mmengine=False)
+    assert done.stdout.strip() == 'all found', done.stderr
 
 
 # unknown and absent --------------------------------------------------------------------------

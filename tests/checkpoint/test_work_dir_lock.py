@@ -12,7 +12,7 @@ from mmdevplug.checkpoint import work_dir_lock
 from mmdevplug.checkpoint.work_dir_lock import NAME, locked_work_dir
 from mmdevplug.errors import CheckpointError
 from tests.explanations.jobs import build
-from tests.ranks import RanksFailed, _context, run_ranks
+from tests.ranks import RanksFailed, _context, run_ranks, start_process
 
 
 def hold(folder, connection):
@@ -25,8 +25,7 @@ def hold(folder, connection):
 def holder(tmp_path):
     """Another process that holds the lock of tmp_path until it receives a message."""
     ours, theirs = _context.Pipe()
-    process = _context.Process(target=hold, args=(tmp_path, theirs))
-    process.start()
+    process = start_process(hold, tmp_path, theirs)
     assert ours.recv() == process.pid
     process.connection = ours
     yield process

@@ -14,6 +14,7 @@ from mmdevplug.config.launch import LaunchOptions
 from mmdevplug.environments.loopback import HeldStore
 from mmdevplug.errors import DevPlugError, LaunchError
 from tests.cli.starting import NoRanks
+from tests.commands import python
 from tests.jobs import PATHS, ROOT
 from tests.needs_card import needs_card
 from tests.ranks import free_port
@@ -27,10 +28,7 @@ def mmdevplug(*arguments, **environ):
     """Run the command in a process of its own."""
     env = {name: value for name, value in os.environ.items() if not name.startswith('SLURM')}
     env.update(PYTHONPATH=os.pathsep.join([PATHS, STANDIN]), OMP_NUM_THREADS='1', **environ)
-    command = [sys.executable, '-m', 'mmdevplug.cli.main', *arguments]
-    return subprocess.run(
-        command, cwd=str(ROOT), env=env, capture_output=True, text=True, timeout=200
-    )
+    return python('-m', 'mmdevplug.cli.main', *arguments, env=env)
 
 
 def refusal(done):
@@ -140,7 +138,7 @@ def test_all_devices_of_the_host_are_counted(tmp_path):
         f'main(["--out", {str(path)!r}, "--accelerator", "zeta", "--nproc", "auto"])'
     )
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([PATHS, STANDIN]), FAKECARD_NAME='zeta')
-    subprocess.run([sys.executable, '-c', code], env=env, check=True, timeout=200)
+    assert python('-c', code, env=env).returncode == 0
     found = yaml.safe_load(path.read_text())
     assert (found['num_processes'], found['use_cpu']) == (4, False)
 

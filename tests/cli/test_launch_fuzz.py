@@ -11,7 +11,6 @@ import re
 import runpy
 import select
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -22,7 +21,8 @@ import pytest
 from mmdevplug.cli import launch_settings
 from mmdevplug.environments.launch import refuse_to_run_alone
 from mmdevplug.errors import LaunchError
-from tests.jobs import PATHS, ROOT
+from tests.commands import python
+from tests.jobs import PATHS
 from tests.ranks import PRELOAD, free_port
 
 pytestmark = pytest.mark.long
@@ -241,19 +241,9 @@ def everything(tmp_path_factory):
         'main(int(sys.argv[1]), sys.argv[2])'
     )
     env = dict(clean_environment(), PYTHONPATH=PATHS, OMP_NUM_THREADS='1')
-    workers = [
-        subprocess.Popen(
-            [sys.executable, '-c', code, str(first), folder], env=env, cwd=str(ROOT),
-            stdout=subprocess.PIPE, text=True,
-        )
-        for first in range(WORKERS)
-    ]  # fmt: skip
-    try:
-        with ThreadPoolExecutor(WORKERS) as pool:
-            printed = list(pool.map(lambda worker: worker.communicate(timeout=280)[0], workers))
-    finally:
-        for worker in workers:
-            worker.kill()
+    with ThreadPoolExecutor(WORKERS) as pool:
+        done = pool.map(lambda first: python('-c', code, first, folder, env=env), range(WORKERS))
+        printed = [worker.stdout for worker in done]
     found = [json.loads(line) for text in printed for line in text.splitlines()]
     return {outcome['number']: outcome for outcome in found}
 
@@ -407,9 +397,7 @@ def test_the_script_finds_its_launcher(everything, monkeypatch):
 
 def test_the_script_itself_refuses_with_status_and_message():
     env = dict(clean_environment(), PYTHONPATH=PATHS, RANK='ünï', LOCAL_RANK='abc')
-    command = [sys.executable, 'tools/train.py', 'configs/digits/digits_cpu.py']
-    done = subprocess.run(
-        [*command, '--launcher', 'pytorch'], cwd=str(ROOT), env=env, capture_output=True
-    )
+    command = ['tools/train.py', 'configs/digits/digits_cpu.py', '--launcher', 'pytorch']
+    done = python(*command, env=env)
     assert done.returncode == 1
-    assert done.stderr.decode().startswith("mmdevplug: LaunchError: RANK='ünï': expected a number")
+    assert done.stderr.startswith("mmdevplug: LaunchError: RANK='ünï': expected a number")

@@ -9,6 +9,7 @@ import pytest
 from mmengine.registry import RUNNERS
 
 from mmdevplug.cli import train
+from tests.commands import python
 from tests.jobs import PATHS, ROOT
 from tests.needs_card import needs_card
 from tests.ranks import free_port
@@ -18,17 +19,25 @@ SHORT = ['--cfg-options', 'train_cfg.max_epochs=2', 'train_cfg.val_interval=2']
 STANDIN = str(ROOT / 'tests' / 'standins' / 'fakecard')
 
 
-def run(*command, **environ):
+def variables(**environ):
     paths = os.pathsep.join([PATHS, STANDIN])
     env = dict(os.environ, PYTHONPATH=paths, PYTHON=sys.executable, OMP_NUM_THREADS='1')
-    env.update(environ)
+    return dict(env, **environ)
+
+
+def run(*command, **environ):
     return subprocess.run(
-        list(command), cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
-    )
+        list(command), cwd=ROOT, env=variables(**environ), capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
+
+
+def run_python(*arguments, **environ):
+    return python(*arguments, env=variables(**environ))
 
 
 def mmdevplug(*arguments, **environ):
-    return run(sys.executable, '-m', 'mmdevplug.cli.main', *arguments, **environ)
+    return run_python('-m', 'mmdevplug.cli.main', *arguments, **environ)
 
 
 @pytest.fixture(scope='module')
@@ -51,9 +60,7 @@ def test_dist_train_writes_checkpoints(trained):
 
 def test_train_resumes_from_the_newest_checkpoint(trained):
     options = ['--cfg-options', 'train_cfg.max_epochs=3']
-    done = run(
-        sys.executable, 'tools/train.py', CONFIG, '--work-dir', str(trained), '--resume', *options
-    )
+    done = run_python('tools/train.py', CONFIG, '--work-dir', str(trained), '--resume', *options)
     assert done.returncode == 0, done.stderr
     assert 'resumed epoch: 2' in done.stdout + done.stderr
 
@@ -65,12 +72,11 @@ def test_test_and_dist_test_print_the_metric(trained):
         checkpoint = (trained / 'last_checkpoint').read_text()
     work_dir = ['--work-dir', str(trained / 'test')]
     out = str(trained / 'predictions.pkl')
-    one = run(sys.executable, 'tools/test.py', CONFIG, checkpoint, *work_dir, '--out', out)
+    one = run_python('tools/test.py', CONFIG, checkpoint, *work_dir, '--out', out)
     two = run(
         'bash', 'tools/dist_test.sh', CONFIG, checkpoint, '2', *work_dir, PORT=str(free_port())
     )
-    command = [sys.executable, '-m', 'mmdevplug.cli.main', 'test', CONFIG, checkpoint]
-    three = run(*command, '--nproc', '2', *work_dir)
+    three = mmdevplug('test', CONFIG, checkpoint, '--nproc', '2', *work_dir)
     assert 'Distributed training: True' in three.stdout + three.stderr
     for done in (one, two, three):
         assert done.returncode == 0, done.stderr

@@ -1,8 +1,6 @@
 """DeviceGuard: where it says things happen, how it comes and goes."""
 
 import logging
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import DeviceMismatchError, DevPlugError
+from tests.commands import python
 from tests.jobs import install_card, needs_modes
 from tests.ranks import run_ranks
 
@@ -115,7 +114,7 @@ print(BackwardCFunction.apply.__module__)
 
 
 def test_old_torch_is_refused_on_entering():
-    told = subprocess.run([sys.executable, '-c', OLD_TORCH], capture_output=True, text=True)
+    told = python('-c', OLD_TORCH, mmengine=False)
     error, where = told.stdout.strip().splitlines()
     assert 'torch >= 1.13' in error
     assert 'found torch 1.12.1' in error

@@ -17,6 +17,7 @@ from mmdevplug.environments.launch import (
 )
 from mmdevplug.environments.stale import RANK_VARIABLES, stale_variables, unset_line
 from mmdevplug.errors import LaunchError
+from tests.commands import python
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config
 from tests.ranks import run_ranks
 
@@ -216,20 +217,13 @@ def test_a_single_process_trains_and_leaves_the_variables_alone(tmp_path, leftov
     assert found[2] == []
 
 
-def command(*arguments, **environ):
-    env = dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1', **environ)
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def environment(**environ):
+    return dict(os.environ, PYTHONPATH=PATHS, OMP_NUM_THREADS='1', **environ)
 
 
 def test_the_script_says_in_one_line_what_it_ignores(tmp_path):
-    done = command('tools/train.py', CONFIG, '--work-dir', str(tmp_path), *SHORT, **TORCHRUN)
+    words = ['tools/train.py', CONFIG, '--work-dir', tmp_path, *SHORT]
+    done = python(*words, env=environment(**TORCHRUN))
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if 'left over' in line]
     assert 'RANK=5' in line
@@ -238,9 +232,11 @@ def test_the_script_says_in_one_line_what_it_ignores(tmp_path):
 
 
 def test_two_processes_of_torchrun_do_not_train_apart_unnoticed(tmp_path):
-    done = command(
-        '-m', 'torch.distributed.run', '--nproc_per_node=2', '--master_port=0', 'tools/train.py',
-        CONFIG, '--launcher', 'none', '--work-dir', str(tmp_path), *SHORT,
+    # A process of its own, by whose command line the agent is known.
+    done = subprocess.run(
+        [sys.executable, '-m', 'torch.distributed.run', '--nproc_per_node=2', '--master_port=0',
+         'tools/train.py', CONFIG, '--launcher', 'none', '--work-dir', tmp_path, *SHORT],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode != 0
     assert 'Pass --launcher pytorch' in done.stderr

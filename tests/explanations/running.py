@@ -1,28 +1,18 @@
 """Commands as a user types them, in processes of their own."""
 
 import os
-import subprocess
-import sys
 
+from tests.commands import python
 from tests.jobs import PATHS, ROOT
 
 DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
 
 
-def mmdevplug(folder, *arguments):
-    """A command in a process that finds the packages of a folder first."""
-    return subprocess.run(
-        [sys.executable, '-m', 'mmdevplug.cli.main', *map(str, arguments)],
-        cwd=folder,
-        env=dict(
-            os.environ,
-            PYTHONPATH=os.pathsep.join([str(folder), PATHS]),
-            OMP_NUM_THREADS='1',
-        ),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+def mmdevplug(folder, *arguments, **options):
+    """A command in a process that finds the packages of a folder first, with options for it."""
+    paths = os.pathsep.join([str(folder), PATHS])
+    env = dict(os.environ, PYTHONPATH=paths, OMP_NUM_THREADS='1')
+    return python('-m', 'mmdevplug.cli.main', *arguments, cwd=folder, env=env, **options)
 
 
 def config(folder, lines):

@@ -10,7 +10,15 @@ from datetime import timedelta
 import pytest
 
 from tests.jobs import torch_before
-from tests.ranks import RanksFailed, _context, _work, free_port, launch_variables, run_ranks
+from tests.ranks import (
+    RanksFailed,
+    _context,
+    _work,
+    free_port,
+    launch_variables,
+    run_ranks,
+    start_process,
+)
 
 
 def errors_of(function, world_size, *args):
@@ -150,9 +158,7 @@ def start_ranks(function, world_size, *args):
         ours, theirs = _context.Pipe()
         _open.append(ours)  # a rank that is done waits for the other end to close
         variables = launch_variables(rank, world_size, port)
-        process = _context.Process(target=_work, args=(theirs, variables, function, args))
-        process.start()
-        processes.append(process)
+        processes.append(start_process(_work, theirs, variables, function, args))
     return processes
 
 

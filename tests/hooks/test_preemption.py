@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.jobs import digits_config, load_file
-from tests.ranks import _context, free_port, launch_variables, run_ranks
+from tests.ranks import free_port, launch_variables, run_ranks, start_process
 
 
 def train(environ, accelerator, work_dir, output, options):
@@ -43,9 +43,7 @@ class Job:
         for rank in range(max(world_size, 1)):
             environ = launch_variables(rank, world_size, port) if world_size else {}
             args = (environ, accelerator, str(folder), str(folder / f'out{rank}'), options)
-            process = _context.Process(target=train, args=args)
-            process.start()
-            self.ranks.append(process)
+            self.ranks.append(start_process(train, *args))
 
     def wait_for_iteration(self, iteration, rank=0):
         deadline = time.monotonic() + 180

@@ -2,8 +2,6 @@
 
 import logging
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from mmdevplug.accelerators.lazy import LazyCompilation
 from mmdevplug.errors import ModelError
 from mmdevplug.optim import DeviceAmpOptimWrapper, DeviceOptimWrapper, adapt_optim_wrapper_cfg
 from tests.columns import CUDA, NATIVE, amp_wrapper, backend_of, job_of
+from tests.commands import python
 from tests.jobs import PATHS, ROOT, install_card, largest_difference, load_file, needs_scaler
 from tests.optim.scenarios import cast_inside, train
 from tests.ranks import run_ranks
@@ -310,13 +309,10 @@ def test_amp_on_the_command_line(tmp_path, accelerator):
     standin = ROOT / 'tests' / 'standins' / 'fakecard'
     environ = dict(os.environ, OMP_NUM_THREADS='1', FAKECARD_NAME='zeta')
     environ['PYTHONPATH'] = os.pathsep.join([PATHS, str(standin)])
-    done = subprocess.run(
-        [
-            sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config), '--amp',
-            '--accelerator', accelerator, '--nproc', '2', '--work-dir', str(tmp_path),
-            '--cfg-options', 'train_cfg.max_epochs=1', 'model.channels=8',
-        ],
-        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=250,
+    done = python(
+        '-m', 'mmdevplug.cli.main', 'train', config, '--amp', '--accelerator', accelerator,
+        '--nproc', '2', '--work-dir', tmp_path, '--cfg-options', 'train_cfg.max_epochs=1',
+        'model.channels=8', env=environ,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     (checkpoint,) = tmp_path.glob('epoch_1.pth')

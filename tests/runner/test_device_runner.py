@@ -2,8 +2,6 @@
 
 import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
+from tests.commands import python
 from tests.explanations.jobs import build
 from tests.hooks.memory_jobs import log_of
 from tests.jobs import (
@@ -69,13 +68,8 @@ def test_a_key_that_mmengine_does_not_read_is_warned_of(tmp_path):
 def test_a_script_of_mmseg_that_imports_only_the_runner(tmp_path):
     """Registries of repositories look into MMEngine's, but have it import nothing."""
     need_mmcv_operations()
-    done = subprocess.run(
-        [sys.executable, '-c', IN_MMSEG, str(tmp_path)],
-        env={**os.environ, **launch_variables(0, 1, free_port()), 'PYTHONPATH': PATHS},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    env = {**os.environ, **launch_variables(0, 1, free_port()), 'PYTHONPATH': PATHS}
+    done = python('-c', IN_MMSEG, tmp_path, env=env, mmengine=False)
     assert 'wrapper: DeviceDistributedDataParallel' in done.stdout, done.stderr
 
 
@@ -174,9 +168,8 @@ def test_the_dumped_config_builds_our_runner_by_itself(tmp_path):
         'print(type(RUNNERS.build(cfg)).__module__)'
     )
     environ = dict(os.environ, PYTHONPATH=PATHS)
-    printed = subprocess.run(
-        [sys.executable, '-c', script], env=environ, capture_output=True, text=True, check=True
-    )
+    printed = python('-c', script, env=environ, mmengine=False)
+    assert printed.returncode == 0, printed.stderr
     assert printed.stdout.splitlines()[-1] == 'mmdevplug.runner.device_runner'
 
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from datetime import timedelta
 
@@ -12,6 +11,7 @@ from torch import distributed as torch_dist
 from torch.distributed import ReduceOp
 
 from tests.columns import job_of
+from tests.commands import python
 from tests.jobs import ROOT, install_card
 from tests.ranks import run_ranks
 
@@ -432,8 +432,7 @@ print(torch_dist.Backend.backend_list.count('staged'))
 
 
 def test_the_import_registers_and_does_nothing_else():
-    command = [sys.executable, '-c', REGISTERED]
-    done = subprocess.run(command, cwd=str(ROOT), capture_output=True, text=True, check=True)
+    done = python('-c', REGISTERED, mmengine=False)
     assert done.stdout.strip() == '1'
 
 
@@ -461,12 +460,7 @@ mmdevplug.base_config
 
 
 def test_it_needs_nothing_of_mmengine(tmp_path):
-    done = subprocess.run(
-        [sys.executable, '-c', WITHOUT_MMENGINE, str(tmp_path / 'store')],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    done = python('-c', WITHOUT_MMENGINE, tmp_path / 'store', mmengine=False)
     own = ['', '.errors', '.staged', *(f'.staged.{name}' for name in MODULES)]
     own += ['.utils', '.utils.torch_compat', '.version']
     assert done.stdout.strip() == str([f'mmdevplug{name}' for name in own])

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.columns import job_of
+from tests.commands import python
 from tests.jobs import ROOT
 from tests.ranks import run_ranks
 
@@ -192,15 +191,11 @@ def said(device):
 
 @pytest.mark.parametrize('device', ['cpu', pytest.param('xla', marks=pytest.mark.xla)])
 def test_the_script_of_the_page(device):
-    done = subprocess.run(
-        [
-            *(sys.executable, '-m', 'torch.distributed.run', '--standalone'),
-            *('--nproc_per_node', '2', 'docs/examples/staged_ddp.py', device),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=dict(os.environ, OMP_NUM_THREADS='1', CPU_NUM_DEVICES='2', PYTHONPATH=str(ROOT)),
+    env = dict(os.environ, OMP_NUM_THREADS='1', CPU_NUM_DEVICES='2', PYTHONPATH=str(ROOT))
+    done = python(
+        *('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2),
+        *('docs/examples/staged_ddp.py', device),
+        env=env,
     )
     assert done.returncode == 0, done.stderr
     line = done.stdout.strip().splitlines()[-1]
@@ -210,15 +205,11 @@ def test_the_script_of_the_page(device):
 
 def test_the_script_for_accelerate():
     pytest.importorskip('accelerate')
-    done = subprocess.run(
-        [
-            *(sys.executable, '-m', 'torch.distributed.run', '--standalone'),
-            *('--nproc_per_node', '2', 'docs/examples/staged_accelerate.py'),
-        ],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT)),
+    env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT))
+    done = python(
+        *('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2),
+        'docs/examples/staged_accelerate.py',
+        env=env,
     )
     assert done.returncode == 0, done.stderr
     line = done.stdout.strip().splitlines()[-1]

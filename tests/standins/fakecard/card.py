@@ -10,10 +10,12 @@ packages of some vendors are.
 import fcntl
 import operator
 import os
+import shutil
+import sys
 import tempfile
 import types
 import zlib
-from contextlib import suppress
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import NamedTuple, Tuple
 
@@ -81,20 +83,29 @@ def build_extension(name, source):
     Returns:
         module: The extension.
     """
-    # Two checkouts, or environments, that share a folder would compile by turns.
-    whose = f'{source} {torch.__file__}'
-    place = f'{os.getuid()}-{torch.__version__}-{zlib.crc32(whose.encode()):08x}'
-    default = Path(tempfile.gettempdir()) / f'{name}-{place}'
     asked = os.environ.get('FAKECARD_BUILD')
-    folder = str(Path(asked) / name) if asked else str(default)
-    os.makedirs(folder, exist_ok=True)
-    flags = ['-O1', '-std=c++20']
+    whose = f'{source.read_text()} {sys.version} {torch.__version__}'
+    place = f'{name}-{os.getuid()}-{torch.__version__}-{zlib.crc32(whose.encode()):08x}'
+    folder = Path(asked or tempfile.gettempdir()) / place
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f'{name}.so'
     # PyTorch's own lock is a file that a killed process leaves behind, for which all others wait.
-    with open(os.path.join(folder, 'mine'), 'w') as file:
+    with open(str(folder / 'mine'), 'w') as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, 'lock'))
-        return load(name, [str(source)], build_directory=folder, extra_cflags=flags, verbose=False)
+        if not library.exists():
+            building = folder / 'building'
+            shutil.rmtree(str(building), ignore_errors=True)
+            building.mkdir()
+            flags = ['-O1', '-std=c++20']
+            extension = load(
+                name, [str(source)], build_directory=str(building), extra_cflags=flags
+            )
+            os.replace(str(building / library.name), str(library))
+            return extension
+    spec = spec_from_file_location(name, str(library))
+    extension = module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    return extension
 
 
 def install(name, count=4, variant=None):
