@@ -109,9 +109,13 @@ def _check_and_start(
     """
     _drop_variables(start)
     settings = start.settings
+    if settings.nproc != 1:
+        # torchrun and MMEngine would do so, with a warning of several lines from each.
+        for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS'):
+            os.environ.setdefault(name, '1')
     # The command with which torchrun starts a rank.
     command = [os.environ.get('PYTHON_EXEC', sys.executable), '-u', *script]
-    with end_children_on_signals(), RankServer(command, several=settings.nproc != 1) as server:
+    with end_children_on_signals(), RankServer(command) as server:
         # It imports PyTorch, as the server does meanwhile.
         agent = import_module('mmdevplug.cli.torchrun_agent')
         with tempfile.NamedTemporaryFile('r') as answer:

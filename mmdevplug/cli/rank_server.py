@@ -172,15 +172,11 @@ class RankServer:
 
     Args:
         command (list): What starts a rank.
-        several (bool): Whether this host has several.
     """
 
-    def __init__(self, command: Sequence[str], several: bool) -> None:
+    def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
         self._environ = dict(os.environ)
-        if several:
-            # As torchrun has it; libraries read it when they are imported.
-            self._environ.setdefault('OMP_NUM_THREADS', '1')
         self._agent, theirs = Pipe()
         with theirs:
             file = theirs.fileno()

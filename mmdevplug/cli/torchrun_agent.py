@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from argparse import Namespace
 from typing import Any, Dict, List, Optional
@@ -53,8 +54,10 @@ def main(argv: Optional[List[str]] = None) -> int:
             args.signals_to_handle = 'SIGURG'  # it takes no empty list; nobody sends this one
         store = _hold_store(args)  # kept for as long as torchrun runs
         _wait_for_name(args)
-        with explain_meeting(args), elastic(args):
-            run(args)
+        with tempfile.TemporaryDirectory(prefix='mmdevplug-') as folder:
+            args.log_dir = args.log_dir or folder  # torchrun leaves its own behind
+            with explain_meeting(args), elastic(args):
+                run(args)
         del store
     except LaunchError as error:
         say(f'LaunchError: {error}')

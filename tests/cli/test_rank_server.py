@@ -129,7 +129,7 @@ def server(tmp_path, monkeypatch):
         'import sys, time\nfrom mmdevplug.cli.common import run\n'
         'sys.exit(run(lambda argv: time.sleep(100)))\n'
     )
-    with RankServer([sys.executable, '-u', str(script)], several=True) as server:
+    with RankServer([sys.executable, '-u', str(script)]) as server:
         assert server.check(['--origin=--nproc', '1', DIGITS]).wait() == 0
         yield server
 
