@@ -1,5 +1,6 @@
 """Train small detectors for some iterations, and count what they compile and execute."""
 
+import copy
 import time
 
 import torch
@@ -73,12 +74,15 @@ def batch(number, boxes=None, classes=3):
     return dict(inputs=inputs, data_samples=samples)
 
 
-def train_detector(kind, config, batches, host_losses='auto', lr=0.01, prepare=None, wrapper=None):
+def train_detector(
+    kind, config, batches, host_losses='auto', lr=0.01, prepare=None, wrapper=None, counts=None
+):
     """Train a detector, one iteration for each batch.
 
     Returns:
         dict: ``losses`` of each iteration by name; ``executions``, ``compilations`` and
-        ``seconds`` of each; ``state``: parameters and buffers at the end.
+        ``seconds`` of each; ``state``: parameters and buffers at the end. ``counts`` counts
+        executions and compilations of the device, by default those of torch_xla.
     """
     from mmdet.utils import register_all_modules
 
@@ -87,10 +91,12 @@ def train_detector(kind, config, batches, host_losses='auto', lr=0.01, prepare=N
     from mmdevplug.model.prepare import place_model
     from mmdevplug.optim import DeviceOptimWrapper
 
+    count = counts or xla_counts
     register_all_modules(init_default_scope=False)
     torch.manual_seed(0)
     with DefaultScope.overwrite_default_scope('mmdet'):
-        model = MODELS.build(ConfigDict(config))
+        model = MODELS.build(ConfigDict(copy.deepcopy(config)))  # heads change theirs
+    model.init_weights()
     if prepare is not None:
         prepare(model)
     context = init_device('none', kind)
@@ -99,12 +105,12 @@ def train_detector(kind, config, batches, host_losses='auto', lr=0.01, prepare=N
     wrapper = (wrapper or DeviceOptimWrapper)(optimizer=optimizer)
     found = dict(losses=[], executions=[], compilations=[], seconds=[])
     for data in batches:
-        begin, before = time.time(), counts()
+        begin, before = time.time(), count()
         with training_step():
             losses = model.train_step(data, wrapper)
         context.materialize()
         found['losses'].append({name: float(value) for name, value in losses.items()})
-        executions, compilations = (b - a for a, b in zip(before, counts()))
+        executions, compilations = (b - a for a, b in zip(before, count()))
         found['executions'].append(executions)
         found['compilations'].append(compilations)
         found['seconds'].append(time.time() - begin)
@@ -112,7 +118,7 @@ def train_detector(kind, config, batches, host_losses='auto', lr=0.01, prepare=N
     return found
 
 
-def counts():
+def xla_counts():
     """How many graphs torch_xla has executed and compiled."""
     import torch_xla.core.xla_model as xm
     import torch_xla.debug.metrics as metrics
@@ -122,7 +128,6 @@ def counts():
 
 
 def largest_difference(one, other):
-    """The largest difference of two trainings' losses."""
-    return max(
-        abs(a[name] - b[name]) for a, b in zip(one['losses'], other['losses']) for name in a
-    )
+    """The largest difference of two trainings' losses; NaN if there is one."""
+    pairs = [(a[name], b[name]) for a, b in zip(one['losses'], other['losses']) for name in a]
+    return (torch.tensor(pairs)[:, 0] - torch.tensor(pairs)[:, 1]).abs().max().item()
