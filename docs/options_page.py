@@ -119,6 +119,8 @@ nccl when a config says nothing.""",
             'accelerator.heartbeat_timeout': '心跳沉默的秒数，超过后询问该 '
             'rank，其进程不应答则视为已死：至少 6；`None` 表示 60。',
             'accelerator.hook': '`DeviceHook` 的参数，该钩子在运行前检查一切所在的设备。',
+            'accelerator.host_losses': '在惰性设备上，检测器和分割器的头是否根据网络输出的副本'
+            "在主机上计算损失。`'auto'`：损失中的形状取决于数值、否则每个 batch 都要重新编译时。",
             'accelerator.memory': '记录主机与设备的内存；主机内存翻倍时警告。',
             'accelerator.mmcv_ops': 'mmcv 算子在该设备上没有内核时的做法：在主机上运行，'
             '或停止作业。',

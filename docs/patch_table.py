@@ -172,6 +172,7 @@ REASONS = {
 #: Objects, reason and period of attributes in Chinese, in the order of the list.
 ATTRIBUTES = (
     ('惰性设备上模型的模块', '预测结果的大小不定，因此最后一部分在主机上计算。', _LIFE),
+    ('惰性设备上模型的头，以及模型', '选择框或像素的损失形状不定，因此在主机上计算。', _LIFE),
     (
         '模型的批归一化层，以及被试用的采样器',
         '持有该对象的各处不变：层改用另一种计算方式，采样器的副本只给出开头的样本。',

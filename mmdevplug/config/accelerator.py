@@ -107,6 +107,14 @@ class AcceleratorOptions(Options):
         accepts='dict',
         read=read_dict(DeviceHookOptions),
     )
+    host_losses: Union[bool, str] = option(
+        'auto',
+        'On a lazy device: whether heads of detectors and segmentors compute their losses on the '
+        "host, from copies of the network's outputs. `'auto'`: where shapes in the loss depend on "
+        'values, so that each batch would be compiled anew.',
+        accepts="'auto', bool",
+        check=choice('auto', True, False),
+    )
     memory: Optional[MemoryOptions] = option(
         True,
         'Log memory of the host and the device, and warn if that of the host doubles.',

@@ -2,7 +2,7 @@
 
 import inspect
 from functools import wraps
-from typing import Any, Callable, Dict, Mapping, Optional, Type
+from typing import Any, Callable, Dict, Mapping, Optional, Type, Union
 
 import torch
 from mmengine.model import MMSeparateDistributedDataParallel, revert_sync_batchnorm
@@ -20,6 +20,7 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.torch_compat import checkpoints_any_generator
 
 from .frozen_bn import give_frozen_gradients
+from .host_losses import compute_losses_on_host
 from .move import check_materialized, move_module, weights_on_host
 from .norm_layers import check_sync_bn, convert_norm_layers
 from .running_stats import keep_running_statistics
@@ -44,18 +45,22 @@ def place_model(
     sync_bn: Optional[str] = None,
     find_unused_parameters: bool = False,
     spread: Optional[Callable[[nn.Module], nn.Module]] = None,
+    host_losses: Union[bool, str] = 'auto',
 ) -> nn.Module:
     """Move a bare model to this rank's device, and wrap it if there is a process group.
 
     ``model_wrapper_cfg`` and ``find_unused_parameters`` are the config's; ``sync_bn`` is one of
     :data:`.norm_layers.SYNC_BN`, and in a single process no layer is synchronized; ``spread`` puts
-    the model on several devices.
+    the model on several devices; ``host_losses`` says which losses a lazy device leaves to the
+    host, see :func:`.host_losses.compute_losses_on_host`, for models on one device.
     """
     check_sync_bn(sync_bn)
     accelerator, device = context.accelerator, context.device
     if accelerator.compilation.lazy:
         patch_accuracy(model)
         _warn_of_checkpointed_dropout(model)
+        if spread is None:
+            compute_losses_on_host(model, host_losses)
     if spread is None:
         check_materialized(model, lazy_allowed=context.backend is None)
     if context.backend is None:

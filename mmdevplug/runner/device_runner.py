@@ -198,6 +198,7 @@ class DeviceRunner(Runner):
                 spread=partial(self.parallelism.place, context=self.device_context)
                 if self.parallelism.wanted
                 else None,
+                host_losses=self.accelerator_options.host_losses,
             )
             return self.parallelism.guard(placed)
 

@@ -112,6 +112,7 @@ class DeviceStrategy(DDPStrategy):
             spread=partial(self.parallelism.place, context=self.device_context)
             if self.parallelism.wanted
             else None,
+            host_losses=self.accelerator_options.host_losses,
         )
 
     def build_optim_wrapper(

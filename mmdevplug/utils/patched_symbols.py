@@ -271,6 +271,13 @@ REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
         _LIFE,
     ),
     ReplacedAttribute(
+        'heads of a model on a lazy device, and the model',
+        ('loss_by_feat', 'loss', 'parse_losses'),
+        'Losses that choose boxes or pixels have shapes that vary, so they are computed on the '
+        'host.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
         'batch normalizations of a model, and samplers that are tried',
         ('__class__',),
         'Whatever holds the object keeps it: a layer gets another way to compute, a copy of a '

@@ -1,0 +1,284 @@
+"""Compute the losses of detectors on the host, behind the network of a lazy device.
+
+What assigns boxes to predictions chooses with masks, so nearly every batch of boxes has shapes of
+its own, each of which is one more graph on a lazy device, with the gradients of the whole network
+in it. Here the network alone stays on the device: one execution computes the outputs of the head
+and one call fetches them. The loss is computed from copies, and the gradients of all outputs go
+back in one call.
+"""
+
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Tuple, Union
+
+import torch
+from mmengine.structures import BaseDataElement
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from mmdevplug.accelerators import Accelerator, devices_of
+from mmdevplug.accelerators.context import current_accelerator
+from mmdevplug.accelerators.move_nested import to_device
+from mmdevplug.errors import DevPlugError, ModelError, first_line
+from mmdevplug.utils.patching import replace_attribute
+from mmdevplug.utils.pytree import replace_parts, tensors_in
+
+#: Parts of a detector that go on with boxes of the first head, on the device.
+_FURTHER_HEADS = ('roi_head', 'mask_head')
+#: A parameter, a buffer or another tensor of a module: the module, the dict in it, the name there.
+_Slot = Tuple[nn.Module, str, str]
+
+
+def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') -> List[nn.Module]:
+    """Let the heads of a model on a lazy device compute their losses on the host.
+
+    A head is a module with the method ``loss_by_feat``, which gets the outputs of the network and
+    the ground truth: those of mmdet, mmdet3d and mmseg.
+
+    Args:
+        model (nn.Module): A bare model, changed in place.
+        wanted (bool or str): True for all heads, False for none. Defaults to ``'auto'``: where
+            shapes in the loss depend on values. These are all heads, except of models with a
+            ``roi_head`` or a ``mask_head``, which compute on the device with what the first head
+            has chosen, and except of segmentors (heads with ``loss_decode``) of which no head
+            samples pixels (``sampler``, as OHEM does) or counts those that are not ignored
+            (``avg_non_ignore``).
+
+    Returns:
+        List[nn.Module]: The heads.
+    """
+    heads = [part for part in model.modules() if callable(getattr(part, 'loss_by_feat', None))]
+    if wanted is False or (wanted == 'auto' and not _shapes_vary(model, heads)):
+        return []
+    for head in heads:
+        replace_attribute(head, 'loss_by_feat', HostLosses(head))
+        if callable(getattr(head, 'loss', None)):
+            replace_attribute(head, 'loss', _WithHostTruth(head))
+    if heads and hasattr(model, 'parse_losses'):
+        replace_attribute(model, 'parse_losses', _on_one_device(model.parse_losses))
+    return heads
+
+
+def _shapes_vary(model: nn.Module, heads: List[nn.Module]) -> bool:
+    for part in model.modules():
+        if any(getattr(part, name, None) is not None for name in _FURTHER_HEADS):
+            return False
+    return any(_chooses(head) for head in heads)
+
+
+def _chooses(head: nn.Module) -> bool:
+    decode = getattr(head, 'loss_decode', None)
+    if decode is None:
+        return True
+    losses = decode if isinstance(decode, nn.ModuleList) else [decode]
+    return getattr(head, 'sampler', None) is not None or any(
+        getattr(loss, 'avg_non_ignore', False) for loss in losses
+    )
+
+
+def _on_one_device(parse: Callable) -> Callable:
+    """Bring losses that other parts of the model computed on the device to those on the host."""
+
+    def parse_losses(losses: Any) -> Any:
+        there = [t for t in tensors_in(losses) if t.device.type != 'cpu']
+        if there and len(there) < len(tensors_in(losses)):
+            copies = HostCopies(current_accelerator(), there)
+            losses = replace_parts(losses, copies.of)
+        return parse(losses)
+
+    return parse_losses
+
+
+class _ToHost(torch.autograd.Function):
+    """Copy tensors to the host in one call, and their gradients to the device in another."""
+
+    @staticmethod
+    def forward(ctx: Any, accelerator: Accelerator, *tensors: Tensor) -> Tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.accelerator = accelerator
+        ctx.kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
+        # Everything that is recorded, for backward would compute what is left once more.
+        accelerator.compilation.materialize_all(devices_of(tensors), tensors)
+        half = (torch.float16, torch.bfloat16)
+        copies = [t.float() if t.dtype in half else t for t in accelerator.copies.to_host(tensors)]
+        ctx.mark_non_differentiable(
+            *[copy for copy, needed in zip(copies, ctx.needs_input_grad[1:]) if not needed]
+        )
+        return tuple(copies)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
+        result = list(gradients)
+        for device in dict.fromkeys(device for device, _ in ctx.kinds):
+            here = [
+                i for i, g in enumerate(gradients) if g is not None and ctx.kinds[i][0] == device
+            ]
+            sent = [gradients[i].to(ctx.kinds[i][1]) for i in here]
+            for i, gradient in zip(here, ctx.accelerator.copies.to_device(sent, device)):
+                result[i] = gradient
+        return (None, *result)
+
+
+class HostCopies:
+    """Copies of tensors of a lazy device, through which gradients reach the originals.
+
+    Args:
+        accelerator (Accelerator): That of the tensors.
+        tensors (List[Tensor]): Those to be fetched together.
+    """
+
+    def __init__(self, accelerator: Accelerator, tensors: List[Tensor]) -> None:
+        self._accelerator, self.device = accelerator, tensors[0].device
+        self._copies: Dict[int, Tuple[Tensor, Tensor, int]] = {}
+        self._fetch(list({id(tensor): tensor for tensor in tensors}.values()))
+
+    def _fetch(self, tensors: List[Tensor]) -> None:
+        for original, copy in zip(tensors, _ToHost.apply(self._accelerator, *tensors)):
+            self._copies[id(original)] = (original, copy, copy._version)
+
+    def is_there(self, value: Any) -> bool:
+        """Whether this is a tensor on the device."""
+        return isinstance(value, Tensor) and value.device.type == self._accelerator.device_type
+
+    def of(self, tensor: Any) -> Any:
+        """The copy of a tensor, fetched now if it is not there yet; others are returned as is."""
+        if not self.is_there(tensor):
+            return tensor
+        if id(tensor) not in self._copies:
+            self._fetch([tensor])
+        return self._copies[id(tensor)][1]
+
+    def send_written(self) -> None:
+        """Copy to the device what was written in place, e.g. counters in buffers."""
+        written = [
+            (original, copy)
+            for original, copy, version in self._copies.values()
+            if copy._version != version and not copy.requires_grad
+        ]
+        if written:
+            originals, copies = zip(*written)
+            with torch.no_grad():
+                self._accelerator.copies.into_device(copies, originals)
+
+
+class _HostView(dict):
+    """The parameters, the buffers or the attributes of a module; reading one gives its copy."""
+
+    def __init__(self, tensors: dict, read: Callable[[str, Any], Any]) -> None:
+        super().__init__(tensors)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read(name, super().__getitem__(name))
+
+
+class HostLosses:
+    """Replace ``loss_by_feat`` of a head: compute it on the host, from copies.
+
+    Parameters and buffers of the head that the loss reads are copied, too: with the outputs from
+    the second time on, when it is known which these are. Buffers that the loss writes are
+    written on the device.
+
+    Raises:
+        ModelError: If the loss calls a module outside of the head, or mixes devices.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        self.head = head
+        self._slots: Dict[_Slot, None] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        loss_by_feat = type(self.head).loss_by_feat
+        accelerator = current_accelerator()
+        kind = accelerator.device_type
+        there = [t for t in tensors_in((args, kwargs)) if t.device.type == kind]
+        if not accelerator.compilation.lazy or not there:
+            return loss_by_feat(self.head, *args, **kwargs)
+        there += [vars(module)[place][name] for module, place, name in self._slots]
+        for part in self.head.modules():
+            there += [t for t in vars(part).values() if isinstance(t, Tensor)]
+        copies = HostCopies(accelerator, [t for t in there if t.device.type == kind])
+        args, kwargs = replace_parts((args, kwargs), copies.of)
+        try:
+            with self._reading(copies), self._refusing_others(copies):
+                return loss_by_feat(self.head, *args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, DevPlugError) or kind not in str(error).lower():
+                raise
+            raise self._refusal(f'{first_line(error)}') from error
+
+    @contextmanager
+    def _reading(self, copies: HostCopies) -> Iterator[None]:
+        """Let modules of the head read parameters, buffers and plain tensors from the host."""
+        views, plain = [], []
+        for part in self.head.modules():
+            for place in ('_parameters', '_buffers'):
+                tensors = vars(part)[place]
+                if tensors:
+                    views.append((part, place, tensors))
+                    vars(part)[place] = _HostView(tensors, self._reader(part, place, copies))
+            for name, value in list(vars(part).items()):
+                if copies.is_there(value):
+                    plain.append((part, name, value))
+                    vars(part)[name] = copies.of(value)
+        try:
+            yield
+            copies.send_written()
+        finally:
+            for part, place, tensors in views:
+                view, vars(part)[place] = vars(part)[place], tensors
+                for name, value in dict.items(view):
+                    if value is not tensors.get(name):  # assigned by the loss
+                        tensors[name] = to_device(value, copies.device)
+            for part, name, value in plain:
+                if vars(part).get(name) is copies.of(value):
+                    vars(part)[name] = value
+
+    def _reader(self, part: nn.Module, place: str, copies: HostCopies) -> Callable:
+        def read(name: str, tensor: Any) -> Any:
+            if copies.is_there(tensor):
+                self._slots[part, place, name] = None
+            return copies.of(tensor)
+
+        return read
+
+    @contextmanager
+    def _refusing_others(self, copies: HostCopies) -> Iterator[None]:
+        def check(module: nn.Module, _: Any) -> None:
+            held = vars(module)['_parameters']
+            if not isinstance(held, _HostView) and any(map(copies.is_there, held.values())):
+                raise self._refusal(f'it calls {type(module).__name__}, which is on the device')
+
+        handle = register_module_forward_pre_hook(check)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _refusal(self, problem: str) -> ModelError:
+        return ModelError(
+            f'{type(self.head).__name__}.loss_by_feat cannot be computed on the host: {problem}. '
+            f'Expected a loss of the outputs of the head alone. Set '
+            f'accelerator.host_losses=False, to compute all losses on the device.'
+        )
+
+
+class _WithHostTruth:
+    """Replace ``loss`` of a head: samples come to the host before the head prepares them."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.head = head
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(to_device(arg, 'cpu') if _are_samples(arg) else arg for arg in args)
+        kwargs = {
+            name: to_device(arg, 'cpu') if _are_samples(arg) else arg
+            for name, arg in kwargs.items()
+        }
+        return type(self.head).loss(self.head, *args, **kwargs)
+
+
+def _are_samples(value: Any) -> bool:
+    elements = isinstance(value, (list, tuple)) and [isinstance(x, BaseDataElement) for x in value]
+    return bool(elements) and all(elements)

@@ -1,0 +1,108 @@
+"""Which losses a lazy device leaves to the host, and their gradients."""
+
+import pytest
+import torch
+from mmengine.model import BaseModel
+from torch import nn
+
+from mmdevplug import init_device
+from mmdevplug.model.host_losses import compute_losses_on_host
+from mmdevplug.model.prepare import place_model
+from tests.ranks import run_ranks
+
+
+class Head(nn.Module):
+    """A head whose loss chooses with a mask, and reads a parameter, a buffer and a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 1)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer('calls', torch.zeros(1))
+
+    def loss(self, features):
+        self.shift = features.detach().mean()
+        return self.loss_by_feat([self.conv(features)], positive=0.1)
+
+    def loss_by_feat(self, outputs, positive):
+        self.calls += 1
+        chosen = outputs[0][outputs[0] > positive]
+        return dict(loss=(chosen * self.scale + self.shift).sum(), count=chosen.detach().sum())
+
+
+class Model(BaseModel):
+    def __init__(self, **parts):
+        super().__init__()
+        self.backbone = nn.Conv2d(1, 2, 3)
+        self.head = Head()
+        for name, part in parts.items():
+            setattr(self.head, name, part)
+
+    def forward(self, inputs, mode='loss'):
+        features = self.backbone(inputs)
+        return dict(self.head.loss(features), loss_of_features=features.square().mean())
+
+
+class Decoded(nn.Module):
+    def __init__(self, avg_non_ignore):
+        super().__init__()
+        self.avg_non_ignore = avg_non_ignore
+
+
+@pytest.mark.parametrize(
+    ('parts', 'wanted', 'expected'),
+    [
+        ({}, 'auto', True),
+        ({}, False, False),
+        (dict(roi_head=nn.Identity()), 'auto', False),
+        (dict(mask_head=nn.Identity()), 'auto', False),
+        (dict(roi_head=nn.Identity()), True, True),
+        (dict(loss_decode=Decoded(False), sampler=None), 'auto', False),
+        (dict(loss_decode=Decoded(False), sampler=object()), 'auto', True),
+        (dict(loss_decode=Decoded(True), sampler=None), 'auto', True),
+        (dict(loss_decode=nn.ModuleList([Decoded(False), Decoded(True)])), 'auto', True),
+        (dict(loss_decode=Decoded(False), sampler=None), True, True),
+    ],
+)
+def test_which_heads_compute_on_the_host(parts, wanted, expected):
+    model = Model(**parts)
+    assert compute_losses_on_host(model, wanted) == ([model.head] if expected else [])
+
+
+def test_a_model_without_such_a_head_stays_as_it_is():
+    model = nn.Sequential(nn.Linear(1, 1))
+    before = [dict(vars(part)) for part in model.modules()]
+    assert compute_losses_on_host(model, True) == []
+    assert [dict(vars(part)) for part in model.modules()] == before
+
+
+def train(kind):
+    torch.manual_seed(0)
+    model = place_model(Model(), init_device('none', kind))
+    device = model.backbone.weight.device
+    shown = []
+    for _ in range(3):
+        loss, values = model.parse_losses(model(torch.rand(1, 1, 5, 5).to(device)))
+        model.zero_grad()
+        loss.backward()
+        shown.append({name: (value.item(), value.device.type) for name, value in values.items()})
+    assert all(p.grad.device == device for p in model.parameters())
+    gradients = {name: p.grad.cpu().numpy() for name, p in model.named_parameters()}
+    assert type(model.head._parameters['scale']) is nn.Parameter
+    assert {part.device for part in model.head._buffers.values()} == {device}
+    return shown, gradients, model.head.calls.item()
+
+
+def train_both():
+    return train('cpu'), train('lazy')
+
+
+@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+def test_losses_and_gradients_are_those_of_the_host():
+    ((host, lazy),) = run_ranks(train_both, 0)
+    for one, other in zip(host[0], lazy[0]):
+        for name, (value, _) in one.items():
+            assert other[name] == (pytest.approx(value, abs=1e-5), 'cpu')
+    for name, gradient in host[1].items():
+        assert lazy[1][name] == pytest.approx(gradient, abs=1e-5), name
+    assert host[2] == lazy[2] == 3

@@ -1,0 +1,39 @@
+"""Losses of a detector on the host, behind a network on a card of the stand-in."""
+
+import sys
+
+import pytest
+
+from tests.jobs import need_mmcv_operations
+from tests.ranks import run_ranks
+from tests.t20.conftest import FOLDER, MISSING
+from tests.xla.loss_jobs import batch, largest_difference, train_detector, trained_detector
+
+pytestmark = [
+    pytest.mark.t20,
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+    pytest.mark.timeout(600),
+]
+
+
+def train_on_both():
+    sys.path.insert(0, str(FOLDER))
+    import t20_card
+    import torch_gcu
+
+    def counts():
+        stats = t20_card.card.stats(torch_gcu.current_device())
+        return sum(stats['executions'].values()), stats['compilations']
+
+    config = trained_detector('RetinaHead')
+    batches = [batch(number) for number in range(8)]
+    host = train_detector('cpu', config, batches, counts=lambda: (0, 0))
+    return host, train_detector('gcu', config, batches, counts=counts)
+
+
+def test_few_executions_and_the_losses_of_the_host(torch_gcu):
+    need_mmcv_operations()
+    ((host, card),) = run_ranks(train_on_both, 0)
+    assert largest_difference(host, card) <= 1e-4
+    assert max(card['executions'][3:]) <= 4
+    assert not any(card['compilations'][4:])

@@ -1,0 +1,133 @@
+"""Train small detectors for some iterations, and count what they compile and execute."""
+
+import copy
+import time
+
+import torch
+from mmengine.config import Config, ConfigDict
+from mmengine.registry import MODELS, DefaultScope
+
+from tests.xla.shape_jobs import detector, graphs
+
+SIZE, BATCH = 64, 2
+
+
+def configured(name, **head):
+    """A detector of mmdet's configs on a small ResNet-18, if it has a ResNet."""
+    from pathlib import Path
+
+    import mmdet
+
+    path = Path(mmdet.__file__).parent / '.mim' / 'configs' / name
+    model = Config.fromfile(path).model
+    model.backbone.init_cfg = None
+    model.pop('init_cfg', None)
+    model.data_preprocessor.pop('batch_augments', None)
+    if model.backbone.get('depth') == 50:
+        model.backbone.update(depth=18, base_channels=16)
+        channels = [16, 32, 64, 128]
+        model.neck.in_channels = channels[-len(model.neck.in_channels) :]
+    model.bbox_head.update(head)
+    return model
+
+
+def trained_detector(head):
+    """A small detector of one stage that learns, see :func:`tests.xla.shape_jobs.detector`."""
+    made = detector(head)
+    if head == 'GFLHead':
+        made['bbox_head'].update(loss_bbox=dict(type='GIoULoss'))
+    assigner = dict(type='MaxIoUAssigner', pos_iou_thr=0.5, neg_iou_thr=0.4, min_pos_iou=0)
+    assigners = dict(
+        GFLHead=dict(type='ATSSAssigner', topk=4), YOLOXHead=dict(type='SimOTAAssigner')
+    )
+    if head != 'FCOSHead':
+        made['train_cfg'] = ConfigDict(
+            assigner=assigners.get(head, assigner),
+            sampler=dict(type='PseudoSampler'),
+            allowed_border=-1,
+            pos_weight=-1,
+        )
+    return made
+
+
+def batch(number, boxes=None, classes=3):
+    """Two pictures with random boxes: of varying number, or as many as ``boxes`` says."""
+    from mmdet.structures import DetDataSample
+    from mmengine.structures import InstanceData
+
+    random = torch.Generator().manual_seed(number)
+    inputs, samples = [], []
+    for place in range(BATCH):
+        inputs.append(torch.randint(0, 256, (3, SIZE, SIZE), dtype=torch.uint8, generator=random))
+        count = 1 + (number * 3 + place) % 5 if boxes is None else boxes[place]
+        corner = torch.rand(count, 2, generator=random) * 30
+        sides = torch.rand(count, 2, generator=random) * 25 + 8
+        size = (SIZE, SIZE)
+        sample = DetDataSample(
+            metainfo=dict(img_shape=size, ori_shape=size, scale_factor=(1.0, 1.0))
+        )
+        sample.gt_instances = InstanceData(
+            bboxes=torch.cat([corner, corner + sides], 1),
+            labels=torch.randint(0, classes, (count,), generator=random),
+        )
+        samples.append(sample)
+    return dict(inputs=inputs, data_samples=samples)
+
+
+def train_detector(
+    kind, config, batches, host_losses='auto', lr=0.01, prepare=None, wrapper=None, counts=None
+):
+    """Train a detector, one iteration for each batch.
+
+    Returns:
+        dict: ``losses`` of each iteration by name; ``executions``, ``compilations`` and
+        ``seconds`` of each; ``state``: parameters and buffers at the end. ``counts`` counts
+        executions and compilations of the device, by default those of torch_xla.
+    """
+    from mmdet.utils import register_all_modules
+
+    from mmdevplug import init_device
+    from mmdevplug.accelerators.lazy_predictions import training_step
+    from mmdevplug.model.prepare import place_model
+    from mmdevplug.optim import DeviceOptimWrapper
+
+    count = counts or xla_counts
+    register_all_modules(init_default_scope=False)
+    torch.manual_seed(0)
+    with DefaultScope.overwrite_default_scope('mmdet'):
+        model = MODELS.build(ConfigDict(copy.deepcopy(config)))  # heads change theirs
+    model.init_weights()
+    if prepare is not None:
+        prepare(model)
+    context = init_device('none', kind)
+    model = place_model(model, context, host_losses=host_losses).train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=lr)
+    wrapper = (wrapper or DeviceOptimWrapper)(optimizer=optimizer)
+    found = dict(losses=[], executions=[], compilations=[], seconds=[])
+    for data in batches:
+        begin, before = time.time(), count()
+        with training_step():
+            losses = model.train_step(data, wrapper)
+        context.materialize()
+        found['losses'].append({name: float(value) for name, value in losses.items()})
+        executions, compilations = (b - a for a, b in zip(before, count()))
+        found['executions'].append(executions)
+        found['compilations'].append(compilations)
+        found['seconds'].append(time.time() - begin)
+    found['state'] = {name: value.cpu() for name, value in model.state_dict().items()}
+    return found
+
+
+def xla_counts():
+    """How many graphs torch_xla has executed and compiled."""
+    import torch_xla.core.xla_model as xm
+    import torch_xla.debug.metrics as metrics
+
+    xm.wait_device_ops()
+    return (metrics.metric_data('ExecuteTime') or [0])[0], graphs()
+
+
+def largest_difference(one, other):
+    """The largest difference of two trainings' losses; NaN if there is one."""
+    pairs = [(a[name], b[name]) for a, b in zip(one['losses'], other['losses']) for name in a]
+    return (torch.tensor(pairs)[:, 0] - torch.tensor(pairs)[:, 1]).abs().max().item()

@@ -1,0 +1,130 @@
+"""Losses of detectors on the host, behind a network on a lazy device."""
+
+import pytest
+import torch
+
+from tests.jobs import need_mmcv_operations
+from tests.ranks import run_ranks
+from tests.xla.loss_jobs import batch, largest_difference, train_detector, trained_detector
+
+pytestmark = pytest.mark.xla
+
+HEADS = ['GFLHead', 'YOLOXHead']
+ITERATIONS = 10
+#: Boxes of the two pictures of a batch: none, many, and other numbers.
+UNUSUAL = [(0, 3), (0, 0), (2000, 1), (3, 2), (1, 0), (700, 0)]
+
+
+def learning_scale():
+    """Build a class whose loss reads a parameter and writes a buffer of the head."""
+    from mmdet.models import RetinaHead
+    from mmdet.registry import MODELS
+
+    @MODELS.register_module(force=True)
+    class ScaledHead(RetinaHead):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.scale = torch.nn.Parameter(torch.ones(2))
+            self.register_buffer('seen', torch.zeros(1))
+
+        def loss_by_feat(self, cls_scores, *args, **kwargs):
+            self.seen[:] += 1
+            assert self.scale.device.type == cls_scores[0].device.type == 'cpu'
+            losses = super().loss_by_feat(cls_scores, *args, **kwargs)
+            losses['loss_cls'] = [loss * self.scale.prod() for loss in losses['loss_cls']]
+            return losses
+
+    made = trained_detector('RetinaHead')
+    made['bbox_head']['type'] = 'ScaledHead'
+    return made
+
+
+def calling_again(model):
+    """Let the loss call the first layer of the head's neighbour, the neck."""
+    loss_by_feat = type(model.bbox_head).loss_by_feat
+
+    class Calls(type(model.bbox_head)):
+        def loss_by_feat(self, cls_scores, *args, **kwargs):
+            model.neck.lateral_convs[0](cls_scores[0][:, :4])
+            return loss_by_feat(self, cls_scores, *args, **kwargs)
+
+    model.bbox_head.__class__ = Calls
+
+
+def train_all():
+    """Train each detector on both devices; see :func:`train_detector`."""
+    batches = [batch(number) for number in range(ITERATIONS)]
+    found = {}
+    for name in HEADS:
+        config = trained_detector(name)
+        found[name] = [train_detector(kind, config, batches) for kind in ('cpu', 'xla')]
+    unusual = [batch(number, boxes) for number, boxes in enumerate(UNUSUAL)]
+    config = learning_scale()
+    found['scaled'] = [train_detector(kind, config, unusual) for kind in ('cpu', 'xla')]
+    return found
+
+
+@pytest.fixture(scope='module')
+def trained():
+    need_mmcv_operations()
+    (found,) = run_ranks(train_all, 0, environ=dict(CPU_NUM_DEVICES='1'))
+    return found
+
+
+@pytest.mark.parametrize('name', [*HEADS, 'scaled'])
+def test_losses_are_those_of_the_host(trained, name):
+    expected, found = trained[name]
+    assert largest_difference(expected, found) <= 1e-4
+    for key, value in expected['state'].items():
+        if not key.endswith('running_var'):  # torch_xla keeps the biased variance
+            assert torch.allclose(found['state'][key], value, atol=1e-4), key
+
+
+@pytest.mark.parametrize('name', [*HEADS, 'scaled'])
+def test_few_executions_and_no_compilation_after_the_first_iterations(trained, name):
+    """The gradient of the neck's nearest upsampling, which torch_xla lacks, is one of them."""
+    _, found = trained[name]
+    assert set(found['executions'][3:]) == {3}
+    assert not any(found['compilations'][3:])
+
+
+def test_parameters_and_buffers_of_the_head(trained):
+    for found in trained['scaled']:
+        assert found['state']['bbox_head.seen'].item() == len(UNUSUAL)
+        assert found['state']['bbox_head.scale'].ne(1).all()
+
+
+def refuse():
+    from mmdevplug.errors import ModelError
+
+    batches = [batch(0)]
+    config = trained_detector('RetinaHead')
+    with pytest.raises(ModelError, match=r'calls Conv2d.*host_losses=False'):
+        train_detector('xla', config, batches, prepare=calling_again)
+
+
+def test_a_loss_that_calls_the_network_again_is_refused():
+    need_mmcv_operations()
+    run_ranks(refuse, 0, environ=dict(CPU_NUM_DEVICES='1'))
+
+
+def train_in_bfloat16():
+    from mmdevplug.optim import DeviceAmpOptimWrapper, DeviceOptimWrapper
+
+    def accumulating(optimizer):
+        return DeviceOptimWrapper(optimizer=optimizer, accumulative_counts=2)
+
+    config = trained_detector('RetinaHead')
+    batches = [batch(number) for number in range(6)]
+    return {
+        name: [train_detector(kind, config, batches, wrapper=wrapper) for kind in ('cpu', 'xla')]
+        for name, wrapper in dict(bf16=DeviceAmpOptimWrapper, accumulated=accumulating).items()
+    }
+
+
+def test_mixed_precision_and_accumulation():
+    need_mmcv_operations()
+    (found,) = run_ranks(train_in_bfloat16, 0, environ=dict(CPU_NUM_DEVICES='1'))
+    assert largest_difference(*found['accumulated']) <= 1e-4
+    assert largest_difference(*found['bf16']) <= 0.05
+    assert not any(found['bf16'][1]['compilations'][4:])
