@@ -120,6 +120,24 @@ class _ToHost(torch.autograd.Function):
         return (None, *result)
 
 
+class _Together(torch.autograd.Function):
+    """Let the gradients of tensors of a device begin together, in the thread of the device.
+
+    They come from the thread of the host one by one. If the first began before the last is there,
+    chance would order the sums of gradients, and another order is another graph.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
+        return gradients
+
+
 class HostCopies:
     """Copies of tensors of a lazy device, through which gradients reach the originals.
 
@@ -134,7 +152,10 @@ class HostCopies:
         self._fetch(list({id(tensor): tensor for tensor in tensors}.values()))
 
     def _fetch(self, tensors: List[Tensor]) -> None:
-        for original, copy in zip(tensors, _ToHost.apply(self._accelerator, *tensors)):
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        together = dict(zip(map(id, wanted), _Together.apply(*wanted))) if wanted else {}
+        sources = [together.get(id(tensor), tensor) for tensor in tensors]
+        for original, copy in zip(tensors, _ToHost.apply(self._accelerator, *sources)):
             self._copies[id(original)] = (original, copy, copy._version)
 
     def is_there(self, value: Any) -> bool:
