@@ -7,8 +7,6 @@ vendors' packages are imported when they are first needed.
 import sys
 from importlib import import_module
 
-from .config.base_config import base_config
-from .registry import ACCELERATORS, register_lazily
 from .version import __version__
 
 _MISSING = ''
@@ -25,6 +23,8 @@ except ModuleNotFoundError as error:
         f'uninstalling the other one has removed its files.'
     )
 else:
+    from .registry import register_lazily
+
     register_lazily(RUNNERS, 'mmdevplug.runner')
     register_lazily(LOOPS, 'mmdevplug.runner')
     register_lazily(MODEL_WRAPPERS, 'mmdevplug.gradients')
@@ -33,6 +33,8 @@ else:
     register_lazily(STRATEGIES, 'mmdevplug.runner')
 
 _LAZY = {
+    'ACCELERATORS': 'mmdevplug.registry',
+    'base_config': 'mmdevplug.config.base_config',
     'available_accelerators': 'mmdevplug.accelerators',
     'get_accelerator': 'mmdevplug.accelerators',
     'DeviceDistributedDataParallel': 'mmdevplug.gradients',
@@ -45,9 +47,12 @@ _LAZY = {
 }
 
 #: What works without MMEngine.
-_PLAIN = ('available_accelerators', 'get_accelerator', 'enter_rank_device')
+_PLAIN = (
+    *('ACCELERATORS', 'base_config', 'available_accelerators', 'get_accelerator'),
+    'enter_rank_device',
+)
 
-__all__ = ['ACCELERATORS', '__version__', 'base_config', *_LAZY]
+__all__ = ['__version__', *_LAZY]
 
 
 def require_mmengine() -> None:

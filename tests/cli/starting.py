@@ -109,7 +109,7 @@ class NoRanks:
 
     def __init__(self, monkeypatch, counted=7):
         self.counted, self.checked, self.agents, self.environ = counted, [], [], {}
-        monkeypatch.setattr(launch, 'RankServer', lambda command, several: self)
+        monkeypatch.setattr(launch, 'RankServer', lambda command: self)
         monkeypatch.setattr(torchrun_agent, 'run_agent', self.run_agent)
 
     def check(self, words):

@@ -38,7 +38,8 @@ def test_a_job_trains_in_all_tasks(tmp_path, environ):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert (tmp_path / 'work' / 'last_checkpoint').exists()
-    assert 'rank  iteration ms' in done.stdout + done.stderr
+    (log,) = (tmp_path / 'work').glob('*/*.log')
+    assert 'rank  iteration ms' in log.read_text()
     called = (tmp_path / 'slurm.log').read_text()
     for option in ('-p part', '--ntasks=2', '--gres=gpu:2', '--signal=USR1@60'):
         assert option in called

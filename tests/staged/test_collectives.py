@@ -455,14 +455,14 @@ torch_dist.all_reduce(tensor)
 assert tensor.tolist() == [1, 1]
 print(sorted(name for name in sys.modules if name.startswith('mmdevplug')))
 import mmdevplug
-mmdevplug.base_config
+mmdevplug.DeviceRunner
 """
 
 
 def test_it_needs_nothing_of_mmengine(tmp_path):
     done = python('-c', WITHOUT_MMENGINE, tmp_path / 'store', mmengine=False)
     own = ['', '.errors', '.staged', *(f'.staged.{name}' for name in MODULES)]
-    own += ['.utils', '.utils.torch_compat', '.version']
+    own += ['.utils', '.utils.annotations', '.utils.torch_compat', '.version']
     assert done.stdout.strip() == str([f'mmdevplug{name}' for name in own])
     last = done.stderr.strip().splitlines()[-1]
     assert 'ModuleNotFoundError: mmdevplug extends MMEngine, and ' in last
