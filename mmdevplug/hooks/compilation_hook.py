@@ -3,7 +3,7 @@
 import logging
 from typing import Dict, List, Optional, Set
 
-from mmengine.hooks import Hook
+from mmengine.hooks import Hook, LoggerHook
 from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators.compilation_cache import describe_kept
@@ -22,6 +22,7 @@ from mmdevplug.data.batch_shapes import (
 from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.model import unwrap_model
+from mmdevplug.utils.progress import SilenceWatch
 
 #: The next warning comes after this many times as many iterations that compiled.
 RARELY = 10
@@ -43,6 +44,9 @@ class CompilationHook(Hook):
     whose shapes changed, and the next step. Shapes are known on the host, so none of this runs
     anything on the device. On other devices the hook does nothing.
 
+    A line every 30 s says what goes on until the first line of the log, and whenever an iteration
+    takes longer than that.
+
     If the device reports no number of compilations, batches of new shapes are counted
     instead: each is at least one graph.
 
@@ -61,6 +65,7 @@ class CompilationHook(Hook):
     def __init__(self, **options: object) -> None:
         self.options = CompilationOptions(**options)
         self._recorder: Optional[ShapeRecorder] = None  # None on devices that are not lazy
+        self._silence: Optional[SilenceWatch] = None
 
     def before_train(self, runner: AnyRunner) -> None:
         """Begin to record shapes, if the device is lazy."""
@@ -74,15 +79,22 @@ class CompilationHook(Hook):
         self._last: Dict[str, Shapes] = {}
         self._done = self._late = self._late_with_new_shapes = 0
         self._next_warning = self.options.patience
+        #: Iterations until the first line of the log: each may be quick, and all together long.
+        self._first_line = min(
+            [hook.interval for hook in runner.hooks if isinstance(hook, LoggerHook)], default=1
+        )
+        self._silence = SilenceWatch(lambda seconds: self._describe_silence(runner, seconds))
 
     def after_train(self, runner: AnyRunner) -> None:
         """Stop recording shapes."""
+        self._end_silence()
         if self._recorder is not None:
             self._recorder.detach()
             self._recorder = None
 
     def after_run(self, runner: AnyRunner) -> None:
         """Log the use of compiled graphs that are kept on disk."""
+        self._end_silence()
         kept = enter_rank_device()[0].compilation.kept_graphs()
         if kept is not None:
             level = logging.WARNING if kept.unreadable else logging.INFO
@@ -116,6 +128,8 @@ class CompilationHook(Hook):
         if self._recorder is None:
             return
         self._done += 1
+        if self._silence is not None and self._done >= self._first_line:
+            self._silence.restart()
         shapes = self._recorder.stop(data_batch)
         key = hash(str(shapes))
         is_new = key not in self._seen
@@ -137,6 +151,20 @@ class CompilationHook(Hook):
                 self._next_warning = self._late * RARELY
                 runner.logger.warning(self._describe())
         self._last = shapes
+
+    def _end_silence(self) -> None:
+        if self._silence is not None:
+            self._silence.close()
+            self._silence = None
+
+    def _describe_silence(self, runner: AnyRunner, seconds: float) -> str:
+        count = self._accelerator.compilation.count()
+        graphs = '' if count is None else f'; {count} graphs have been compiled so far'
+        return (
+            f'Iteration {runner.iter + 1} is running, {self._done} are done, and this is the '
+            f'first line for {seconds:.0f} s{graphs}. A lazy device compiles a graph when it is '
+            f'first needed, which takes far longer than running it.'
+        )
 
     def _describe(self) -> str:
         warmup = self.options.warmup

@@ -12,6 +12,7 @@ from mmdevplug.environments.launch import restarts
 from mmdevplug.explanations.explain import explained
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.progress import SilenceWatch
 
 
 def train_locked(runner: AnyRunner, train: Callable[[], nn.Module]) -> nn.Module:
@@ -19,6 +20,7 @@ def train_locked(runner: AnyRunner, train: Callable[[], nn.Module]) -> nn.Module
     context = device_context()
     restarted = context is not None and restarts(context.env.launcher) > 0
     with explained(runner, 'train'), ExitStack() as held:
+        held.callback(SilenceWatch.close_all)
         lock = locked_work_dir(runner.work_dir, restarted)
         run_on_main('locking the work directory', lambda: held.enter_context(lock))
         enter_phase('data preparation')

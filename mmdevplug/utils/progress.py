@@ -4,7 +4,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 from threading import Event, Thread
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional, Set
 
 from .logs import log as write_log
 
@@ -43,6 +43,50 @@ def show_progress(doing: str, log: Optional[Callable[[str], None]] = None) -> It
 def log_progress(doing: str) -> Any:
     """Call :func:`show_progress` with lines for the log, for work inside a training."""
     return show_progress(doing, write_log)
+
+
+class SilenceWatch:
+    """Logs a line each time that nothing has been logged for long, until it is closed.
+
+    Args:
+        describe (callable): Takes the seconds of silence, and returns the line.
+        seconds (float): How long nobody waits without a line.
+    """
+
+    #: Those that are not closed yet.
+    open: Set['SilenceWatch'] = set()
+
+    def __init__(self, describe: Callable[[float], str], seconds: float = 30.0) -> None:
+        self._describe, self._seconds = describe, seconds
+        self.open.add(self)
+        self._closed = Event()
+        self.restart()
+        self._thread = Thread(target=self._run, name='mmdevplug-silence', daemon=True)
+        self._thread.start()
+
+    def restart(self) -> None:
+        """Begin to count anew: something has just been logged, or went on as it should."""
+        self._began = time.monotonic()
+        self._due = self._seconds
+
+    def close(self) -> None:
+        """End the thread."""
+        self.open.discard(self)
+        self._closed.set()
+        self._thread.join()
+
+    @classmethod
+    def close_all(cls) -> None:
+        """Close what an error has left open."""
+        for watch in list(cls.open):
+            watch.close()
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._seconds / 30):
+            silence = time.monotonic() - self._began
+            if silence >= self._due:
+                self._due += self._seconds
+                write_log(self._describe(silence))
 
 
 def _show(doing: str, log: Optional[Callable[[str], None]], done: Event) -> None:

@@ -9,7 +9,7 @@ import pytest
 from mmdevplug.accelerators.lazy import FIRST_GRAPHS
 from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.utils import progress
-from mmdevplug.utils.progress import show_progress
+from mmdevplug.utils.progress import SilenceWatch, show_progress
 
 
 @pytest.fixture
@@ -138,3 +138,20 @@ def test_first_graphs_of_a_lazy_device(quick, monkeypatch):
         accelerator.compilation.materialize()
     assert lines[0] == 'compiling the first graphs, 0 s so far'
     assert [len(found) for found in calls] == [1] * FIRST_GRAPHS + [0]
+
+
+def test_silence_is_broken_until_it_ends(monkeypatch):
+    lines = []
+    monkeypatch.setattr(progress, 'write_log', lines.append)
+    watch = SilenceWatch(lambda seconds: f'{seconds:.2f} s of silence', seconds=0.1)
+    wait_for(lambda: len(lines) == 2)
+    assert float(lines[0].split()[0]) >= 0.1
+    assert float(lines[1].split()[0]) >= 0.2
+    watch.restart()
+    wait_for(lambda: len(lines) == 3)
+    assert float(lines[2].split()[0]) < 0.2
+    SilenceWatch.close_all()
+    assert not SilenceWatch.open
+    told = len(lines)
+    time.sleep(0.3)
+    assert len(lines) == told
