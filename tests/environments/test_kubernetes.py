@@ -54,6 +54,11 @@ def test_a_pod_unknown_to_volcano_is_refused():
         Kubernetes(dict(VOLCANO, HOSTNAME='other')).hosts()
 
 
+def test_a_pod_beyond_the_last_is_refused():
+    with pytest.raises(LaunchError, match='expected RANK to be 0 to 1, one for each of 2 pods'):
+        Kubernetes(dict(POD, RANK='2')).hosts()
+
+
 @pytest.mark.parametrize('name', ['LOCAL_RANK', 'GROUP_RANK', 'TORCHELASTIC_RUN_ID'])
 def test_the_rank_of_a_process_is_not_that_of_a_pod(name):
     assert Kubernetes(dict(POD, **{name: '0'})).detect() == {}

@@ -203,6 +203,12 @@ def test_columns_that_do_not_fit_are_refused(structure, leaves):
         read(message(structure, *leaves, rows=3))
 
 
+def test_bytes_behind_the_last_tensor_are_refused():
+    data = serialize(flatten_samples([torch.arange(4.0)]))
+    with pytest.raises(SampleError, match='do not fit together'):
+        read(torch.cat([data, data.new_zeros(64)]))
+
+
 @pytest.mark.parametrize('rows', [[0, 0], [1, 2], [-1, 0]])
 def test_rows_that_are_not_those_of_all_samples_are_refused(rows):
     with pytest.raises(SampleError, match='do not fit together'):
