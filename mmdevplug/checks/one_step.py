@@ -49,6 +49,7 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
     """
     for key in ('visualizer', 'resume', 'load_from'):  # which write elsewhere, or read
         cfg.pop(key, None)
+    cfg.log_level = 'WARNING'
     with tempfile.TemporaryDirectory() as cfg.work_dir, redirect_stdout(sys.stderr):
         with explain_arguments(cfg):
             runner = RUNNERS.build(cfg)
@@ -99,7 +100,8 @@ def _prepare(runner: DeviceRunner) -> Any:
     """Build what :meth:`DeviceRunner.train` builds, in its order; return the first batch."""
     runner._train_loop = runner.build_train_loop(runner._train_loop)
     runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-    runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
+    if (runner.auto_scale_lr or {}).get('enable'):  # else it speaks of this number of ranks
+        runner.scale_lr(runner.optim_wrapper, runner.auto_scale_lr)
     if runner.param_schedulers is not None:
         runner.param_schedulers = runner.build_param_scheduler(runner.param_schedulers)
     if runner._val_loop is not None:
