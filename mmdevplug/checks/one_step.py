@@ -3,13 +3,15 @@
 import sys
 import tempfile
 import traceback
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from typing import Any, List, NamedTuple
 
+import torch
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
 from mmdevplug.device_guard import DeviceGuard
+from mmdevplug.device_guard.mode import HAS_MODES
 from mmdevplug.errors import DevPlugError, first_line
 from mmdevplug.explanations.arguments import explain_arguments
 from mmdevplug.explanations.explain import explained
@@ -54,15 +56,20 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
         with explain_arguments(cfg):
             runner = RUNNERS.build(cfg)
         _check_runner(runner)
-        guard = DeviceGuard(policy=policy, model=runner.model)
+        guard = DeviceGuard(policy=policy, model=runner.model) if HAS_MODES else None
         with explained(runner, 'train'):
             batch = _prepare(runner)
         findings: List[Finding] = []
+        if guard is None:
+            said = (
+                f'torch {torch.__version__} cannot look at single operations; 1.13 and later can'
+            )
+            findings.append(section.note(said, 'the devices of whole modules are looked at.'))
         with StepDevices(runner.model, runner.optim_wrapper) as seen, listing_unused(
             runner.model
         ) as unused:
             try:
-                with explained(runner, 'train'), guard:
+                with explained(runner, 'train'), guard or nullcontext():
                     runner.model.train_step(batch, optim_wrapper=runner.optim_wrapper)
                     runner.device_context.materialize()
                 findings += _unused(unused(), runner)
@@ -73,12 +80,13 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
                 traceback.print_exc()
                 said = f'{type(error).__name__}: {first_line(error)}'
                 findings.append(section.error(f'the step fails with {said}', _WHY))
-        if policy == 'warn' and guard.sites:
+        sites = guard is not None and guard.sites
+        if policy == 'warn' and sites:
             said = 'operations got operands of different devices; see above'
             findings.append(section.error(said, _WHY))
         wrong = [*_misplaced(runner), *seen.problems()]
         findings += [section.error(found, _WHY) for found in wrong]
-        moved = guard.report() if policy != 'error' and guard.sites else ''
+        moved = guard.report() if policy != 'error' and sites else ''
         devices = ', '.join(map(str, runner.device_context.devices))
         return Step(devices, seen.modules(), moved, findings)
 

@@ -26,7 +26,12 @@ pytestmark = [
 VENDORS = {'torch', 'numpy', 'mmcv', 'mmcv-lite', 'protobuf', 'setuptools', 'mmengine'}
 
 #: Extras that need a later PyTorch, and the package that pip refuses on Python 3.8.
-REFUSED = {'onedl': 'onedl-mmengine', 'xla': 'torch==2.9.0', 'llama': 'peft'}
+REFUSED = {
+    'onedl': 'onedl-mmengine',
+    'xla': 'torch==2.9.0',
+    'llama': 'peft',
+    'loops': 'trl==1.16.0',
+}
 
 
 def extras():
