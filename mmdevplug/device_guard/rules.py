@@ -90,8 +90,13 @@ class Call(NamedTuple):
 
 def lazy_types() -> Set[str]:
     """The device types of lazy accelerators, e.g. ``{'xla'}``."""
-    families = ACCELERATORS.module_dict.values()
-    return {family.device_type for family in families if getattr(family, 'lazy', False)}
+    found = set()
+    for family in ACCELERATORS.module_dict.values():
+        # A cached property of a class; a function that chooses among families has none.
+        compilation = getattr(family, 'compilation', None)
+        if getattr(getattr(compilation, 'func', compilation), 'lazy', False):
+            found.add(family.device_type)
+    return found
 
 
 def takes_several(call: Call) -> bool:

@@ -280,6 +280,13 @@ def test_one_device_computes_the_same_bits(policy):
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
+def test_which_devices_are_lazy():
+    from mmdevplug.device_guard.rules import lazy_types
+
+    assert {'xla', 'lazy'} <= lazy_types()
+    assert lazy_types().isdisjoint({'cpu', 'cuda', 'npu', 'privateuseone'})
+
+
 # policies ---------------------------------------------------------------------------------------
 
 
