@@ -159,8 +159,8 @@ def installed(tmp_path_factory):
     return target
 
 
-#: Two methods that the class of the page leaves out.
-LEFT_OUT = {'random numbers', 'mixed precision'}
+#: What the class of the page leaves out.
+LEFT_OUT = {'random numbers'}
 
 
 def conformance(installed, folder, checks):

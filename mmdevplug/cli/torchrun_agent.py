@@ -54,10 +54,8 @@ def main(argv: Optional[List[str]] = None) -> int:
             args.signals_to_handle = 'SIGURG'  # it takes no empty list; nobody sends this one
         store = _hold_store(args)  # kept for as long as torchrun runs
         _wait_for_name(args)
-        with tempfile.TemporaryDirectory(prefix='mmdevplug-') as folder:
-            args.log_dir = args.log_dir or folder  # torchrun leaves its own behind
-            with explain_meeting(args), elastic(args):
-                run(args)
+        with explain_meeting(args), elastic(args):
+            run(args)
         del store
     except LaunchError as error:
         say(f'LaunchError: {error}')
@@ -184,8 +182,11 @@ def run_agent(argv: Optional[List[str]] = None, server: Optional[RankServer] = N
     if not _CHOOSES_SIGNALS:
         patch_symbol(api.SubprocessContext, '_start', start_with_ours)
     status = 1
+    words = sys.argv[1:] if argv is None else argv
+    # torchrun leaves its own folder behind. Later words win.
+    folder = tempfile.TemporaryDirectory(prefix='mmdevplug-')
     try:
-        status = main(argv)
+        status = main([f'--log_dir={folder.name}', *words])
     except ChildFailedError as error:
         say(describe_failure(error))
     except SignalException:
@@ -195,6 +196,7 @@ def run_agent(argv: Optional[List[str]] = None, server: Optional[RankServer] = N
         if server is not None:
             server.close()
         end_leftovers()
+        folder.cleanup()
     if signals.number is None:
         return status
     name = signal.Signals(signals.number).name

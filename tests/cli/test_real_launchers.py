@@ -20,7 +20,7 @@ from tests.ranks import free_port
 pytestmark = pytest.mark.long
 
 CONFIG = 'configs/digits/digits_cpu.py'
-SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
+SHORT = ['--cfg-options', 'train_cfg.max_epochs=1', 'train_cfg.val_interval=2', '--verbose']
 TRAIN = [sys.executable, '-m', 'mmdevplug.cli.main', 'train', CONFIG]
 #: Stands in for ssh to another host: it runs the command here.
 SSH = '#!/bin/sh\nshift\nexec sh -c "$*"\n'

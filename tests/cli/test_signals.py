@@ -63,7 +63,7 @@ def test_a_single_process_as_process_1_of_a_container(tmp_path):
     assert path.name == f'interrupted_iter_{job.done(0)}.pth'
     # Before training begins, too.
     job = Container(tmp_path, command)
-    job.wait_until(lambda: 'Distributed training' in job.printed)
+    job.wait_until(lambda: 'device cpu (cpu)' in job.printed)
     assert job.end(signal.SIGTERM) == 128 + signal.SIGTERM, job.printed[-3000:]
     assert job.done(0) == 0
 

@@ -76,7 +76,7 @@ def test_test_and_dist_test_print_the_metric(trained):
     two = run(
         'bash', 'tools/dist_test.sh', CONFIG, checkpoint, '2', *work_dir, PORT=str(free_port())
     )
-    three = mmdevplug('test', CONFIG, checkpoint, '--nproc', '2', *work_dir)
+    three = mmdevplug('test', CONFIG, checkpoint, '--nproc', '2', '--verbose', *work_dir)
     assert 'Distributed training: True' in three.stdout + three.stderr
     for done in (one, two, three):
         assert done.returncode == 0, done.stderr
