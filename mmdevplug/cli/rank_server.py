@@ -139,7 +139,7 @@ def _fork(agent: Connection) -> bool:
 
 
 def _why_not_forked() -> Optional[str]:
-    """Why ranks cannot be forked from this process; None if they can."""
+    """Why ranks cannot be forked from this process, '' without a word; None if they can."""
     import torch
 
     if sys.platform != 'linux':
@@ -154,7 +154,7 @@ def _why_not_forked() -> Optional[str]:
     if child == 0:
         os._exit(torch.cuda._is_in_bad_fork())
     if os.waitpid(child, 0)[1] or (built and not nvml):
-        return 'MMEngine asks CUDA for its devices'
+        return ''  # MMEngine asks CUDA for its devices; nobody can change that
     threads = len(os.listdir('/proc/self/task')) - 1
     return f'an imported package has started {threads} thread(s)' if threads else None
 
@@ -244,7 +244,7 @@ class RankServer:
 
     def _note(self, reason: Optional[str]) -> None:
         self._forks = reason is None
-        if reason is not None:
+        if reason:
             say(
                 f'ranks are not forked from one process, because {reason}: the start takes longer.'
             )

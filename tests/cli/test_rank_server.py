@@ -11,9 +11,13 @@ import pytest
 
 from mmdevplug.cli.rank_server import RankServer
 from mmdevplug.errors import LaunchError
-from tests.jobs import PATHS, ROOT
+from tests.jobs import PATHS, ROOT, torch_before
 
 from .starting import DIGITS, MAIN
+
+pytestmark = pytest.mark.skipif(
+    torch_before('2.0.0'), reason='builds for CUDA can be forked from PyTorch 2 on'
+)
 
 # What MMEngine imports where a vendor's card may be.
 STARTS_THREAD = """
