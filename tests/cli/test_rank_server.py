@@ -128,6 +128,7 @@ def test_a_server_that_dies_between_two_forks_ends_the_job(tmp_path):
 def server(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv('PYTHONPATH', PATHS)
+    monkeypatch.setenv('OMP_NUM_THREADS', '1')  # a rank with other threads is not forked
     script = tmp_path / 'waits.py'
     script.write_text(
         'import sys, time\nfrom mmdevplug.cli.common import run\n'
@@ -139,7 +140,7 @@ def server(tmp_path, monkeypatch):
 
 
 def test_signals_reach_a_rank_from_its_first_moment(server):
-    environ = dict(os.environ, OMP_NUM_THREADS='1')
+    environ = dict(os.environ)
     assert server.can_fork(server._command, environ)
     for number in (signal.SIGKILL, signal.SIGTERM):
         rank = server.fork(environ, {})
