@@ -34,7 +34,7 @@ from .launch_settings import (
     read_settings,
     rendezvous_of,
 )
-from .rank_server import RankServer
+from .rank_server import RankServer, preload
 
 if TYPE_CHECKING:  # it imports PyTorch, which the process that starts others does without
     from mmdevplug.accelerators import Accelerator
@@ -117,6 +117,7 @@ def _check_and_start(
     command = [os.environ.get('PYTHON_EXEC', sys.executable), '-u', *script]
     with end_children_on_signals(), RankServer(command) as server:
         # It imports PyTorch, as the server does meanwhile.
+        preload('mmdevplug.cli.torchrun_agent')
         agent = import_module('mmdevplug.cli.torchrun_agent')
         with tempfile.NamedTemporaryFile('r') as answer:
             words = [f'--origin={origin}', f'--answer={answer.name}', str(settings.nproc)]

@@ -38,14 +38,15 @@ _END_SECONDS = 5.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def preload() -> None:
-    """Import what training needs, without garbage collection, which takes 0.6 s of it.
+def preload(*names: str) -> None:
+    """Import modules, by default all that training needs, without garbage collection.
 
-    Nothing that is imported so far is collected later: forked processes share its memory.
+    It takes 0.6 s of these imports, and 0.5 s of the end of a process that has done them. Nothing
+    that is imported so far is collected later: forked processes share its memory.
     """
     collects = gc.isenabled()
     gc.disable()
-    for name in _MODULES:
+    for name in names or _MODULES:
         if find_spec(name) is not None:  # no mmcv, or PyTorch 1
             import_module(name)
     gc.freeze()
@@ -80,8 +81,9 @@ def serve() -> Optional[List[str]]:
             agent.send(_why_not_forked())
         while checked is None:
             checked = _serve_next(agent)
-    except (EOFError, ConnectionError):
-        sys.exit(0)  # the agent has closed it
+    except (EOFError, ConnectionError):  # the agent has closed it
+        atexit._run_exitfuncs()
+        os._exit(0)  # in place of taking all modules apart, which takes 0.3 s
     return checked or None
 
 
