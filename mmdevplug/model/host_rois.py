@@ -1,4 +1,4 @@
-"""Run detectors of two stages on a lazy device: their networks there, all between them on the host.
+"""Run the networks of two-stage detectors on a lazy device, and all between them on the host.
 
 How many proposals there are, and which are sampled, depends on values, so nearly every batch has
 shapes of its own. Here one call fetches the outputs of the RPN together with the features.
@@ -308,7 +308,7 @@ class _Network:
         raise _refusal(
             self.network,
             'forward',
-            f'an output has shape {tuple(output.shape)} for {rows} RoIs, expected one row for each',
+            f'an output for {rows} RoIs has shape {tuple(output.shape)}, without a row for each',
         )
 
 

@@ -123,18 +123,13 @@ def train_detector(
         ``seconds`` of each; ``state``: parameters and buffers at the end. ``counts`` counts
         executions and compilations of the device, by default those of torch_xla.
     """
-    from mmdet.utils import register_all_modules
-
     from mmdevplug import init_device
     from mmdevplug.accelerators.lazy_predictions import training_step
     from mmdevplug.model.prepare import place_model
     from mmdevplug.optim import DeviceOptimWrapper
 
     count = counts or xla_counts
-    register_all_modules(init_default_scope=False)
-    torch.manual_seed(0)
-    with DefaultScope.overwrite_default_scope('mmdet'):
-        model = MODELS.build(ConfigDict(copy.deepcopy(config)))  # heads change theirs
+    model = _built(config)
     model.init_weights()
     if prepare is not None:
         prepare(model)
@@ -155,6 +150,39 @@ def train_detector(
         found['seconds'].append(time.time() - begin)
     found['state'] = {name: value.cpu() for name, value in model.state_dict().items()}
     return found
+
+
+def predict_detector(kind, config, batches, state):
+    """Let a trained detector find boxes.
+
+    Returns:
+        dict: ``predictions`` of each picture; ``executions`` and ``compilations`` of each batch.
+    """
+    from mmdevplug import init_device
+    from mmdevplug.model.prepare import place_model
+
+    model = _built(config)
+    model.load_state_dict(state)
+    model = place_model(model, init_device('none', kind)).eval()
+    found = dict(predictions=[], executions=[], compilations=[])
+    for data in batches:
+        before = xla_counts()
+        with torch.no_grad():
+            samples = model.test_step(data)
+        found['predictions'] += [sample.pred_instances.cpu() for sample in samples]
+        executions, compilations = (b - a for a, b in zip(before, xla_counts()))
+        found['executions'].append(executions)
+        found['compilations'].append(compilations)
+    return found
+
+
+def _built(config):
+    from mmdet.utils import register_all_modules
+
+    register_all_modules(init_default_scope=False)
+    torch.manual_seed(0)
+    with DefaultScope.overwrite_default_scope('mmdet'):
+        return MODELS.build(ConfigDict(copy.deepcopy(config)))  # heads change theirs
 
 
 def xla_counts():
