@@ -13,7 +13,7 @@ from mmdevplug.utils.patching import replace_attribute
 
 from .move_nested import to_device
 
-#: Of detectors whose boxes go back to the network.
+#: Of detectors whose boxes go back to the network, see :mod:`mmdevplug.model.host_rois`.
 _FURTHER_HEADS = ('roi_head', 'mask_head')
 
 

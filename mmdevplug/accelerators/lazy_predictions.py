@@ -24,10 +24,9 @@ def materialize_predictions(
 
     def predicts(*_: object) -> bool:
         """Whether this is a prediction; if so, run what is recorded."""
-        if torch.is_grad_enabled() or _in_training_step.get():
-            return False
-        accelerator.compilation.materialize_all(devices)
-        return True
+        if is_prediction():
+            accelerator.compilation.materialize_all(devices)
+        return is_prediction()
 
     def materialize(*_: object) -> None:
         predicts()
@@ -59,6 +58,11 @@ def materialize_predictions(
 
 
 _in_training_step: ContextVar[bool] = ContextVar('in_training_step', default=False)
+
+
+def is_prediction() -> bool:
+    """Whether a forward pass is now neither one with gradients nor part of a training step."""
+    return not torch.is_grad_enabled() and not _in_training_step.get()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ back in one call.
 """
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from mmengine.structures import BaseDataElement
@@ -23,8 +23,6 @@ from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
-#: Parts of a detector that go on with boxes of the first head, on the device.
-_FURTHER_HEADS = ('roi_head', 'mask_head')
 #: A parameter, a buffer or another tensor of a module: the module, the dict in it, the name there.
 _Slot = Tuple[nn.Module, str, str]
 
@@ -39,9 +37,9 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
         model (nn.Module): A bare model, changed in place.
         wanted (bool or str): True for all heads, False for none. Defaults to ``'auto'``: where
             shapes in the loss depend on values. These are all heads, except of models with a
-            ``roi_head`` or a ``mask_head``, which compute on the device with what the first head
-            has chosen, and except of segmentors (heads with ``loss_decode``) of which no head
-            samples pixels (``sampler``, as OHEM does) or counts those that are not ignored
+            ``mask_head`` outside of a RoI head, which computes on the device with what the first
+            head has chosen, and except of segmentors (heads with ``loss_decode``) of which no
+            head samples pixels (``sampler``, as OHEM does) or counts those that are not ignored
             (``avg_non_ignore``).
 
     Returns:
@@ -60,10 +58,23 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
 
 
 def _shapes_vary(model: nn.Module, heads: List[nn.Module]) -> bool:
+    rois = {id(part.roi_head) for part in two_stage_detectors(model)}
     for part in model.modules():
-        if any(getattr(part, name, None) is not None for name in _FURTHER_HEADS):
+        roi_head, mask_head = (getattr(part, name, None) for name in ('roi_head', 'mask_head'))
+        if roi_head is not None and id(roi_head) not in rois:
+            return False
+        if mask_head is not None and id(part) not in rois:
             return False
     return any(_chooses(head) for head in heads)
+
+
+def two_stage_detectors(model: nn.Module) -> List[Any]:
+    """The parts of a model that are detectors with a RoI head as mmdet has them."""
+    return [
+        part
+        for part in model.modules()
+        if hasattr(part, 'extract_feat') and hasattr(getattr(part, 'roi_head', None), 'predict')
+    ]
 
 
 def _chooses(head: nn.Module) -> bool:
@@ -147,16 +158,23 @@ class HostCopies:
     """
 
     def __init__(self, accelerator: Accelerator, tensors: List[Tensor]) -> None:
-        self._accelerator, self.device = accelerator, tensors[0].device
+        self._accelerator, self.device = accelerator, accelerator.current_device()
         self._copies: Dict[int, Tuple[Tensor, Tensor, int]] = {}
-        self._fetch(list({id(tensor): tensor for tensor in tensors}.values()))
+        self._originals: Dict[int, Tensor] = {}
+        self.fetch(tensors)
 
-    def _fetch(self, tensors: List[Tensor]) -> None:
+    def fetch(self, tensors: List[Tensor]) -> None:
+        """Fetch tensors of the device that are not there yet, in one call."""
+        missing = {id(t): t for t in tensors if self.is_there(t) and id(t) not in self._copies}
+        tensors = list(missing.values())
+        if not tensors:
+            return
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         together = dict(zip(map(id, wanted), _Together.apply(*wanted))) if wanted else {}
         sources = [together.get(id(tensor), tensor) for tensor in tensors]
         for original, copy in zip(tensors, _ToHost.apply(self._accelerator, *sources)):
             self._copies[id(original)] = (original, copy, copy._version)
+            self._originals[id(copy)] = original
 
     def is_there(self, value: Any) -> bool:
         """Whether this is a tensor on the device."""
@@ -166,9 +184,16 @@ class HostCopies:
         """The copy of a tensor, fetched now if it is not there yet; others are returned as is."""
         if not self.is_there(tensor):
             return tensor
-        if id(tensor) not in self._copies:
-            self._fetch([tensor])
+        self.fetch([tensor])
         return self._copies[id(tensor)][1]
+
+    def original(self, copy: Tensor) -> Optional[Tensor]:
+        """The tensor on the device that this is the copy of; None for any other."""
+        return self._originals.get(id(copy))
+
+    def learned(self) -> List[Tensor]:
+        """The copies through which gradients reach the originals."""
+        return [copy for _, copy, _ in self._copies.values() if copy.requires_grad]
 
     def send_written(self) -> None:
         """Copy to the device what was written in place, e.g. counters in buffers."""
@@ -195,7 +220,7 @@ class _HostView(dict):
 
 
 class HostLosses:
-    """Replace ``loss_by_feat`` of a head: compute it on the host, from copies.
+    """Replace ``loss_by_feat`` of a head, or another method: compute it on the host, from copies.
 
     Parameters and buffers of the head that the loss reads are copied, too: with the outputs from
     the second time on, when it is known which these are. Buffers that the loss writes are
@@ -205,25 +230,25 @@ class HostLosses:
         ModelError: If the loss calls a module outside of the head, or mixes devices.
     """
 
-    def __init__(self, head: nn.Module) -> None:
-        self.head = head
+    def __init__(self, head: nn.Module, method: str = 'loss_by_feat') -> None:
+        self.head, self.method = head, method
         self._slots: Dict[_Slot, None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        loss_by_feat = type(self.head).loss_by_feat
+        compute = getattr(type(self.head), self.method)
         accelerator = current_accelerator()
         kind = accelerator.device_type
-        there = [t for t in tensors_in((args, kwargs)) if t.device.type == kind]
-        if not accelerator.compilation.lazy or not there:
-            return loss_by_feat(self.head, *args, **kwargs)
+        if not accelerator.compilation.lazy:
+            return compute(self.head, *args, **kwargs)
+        there = tensors_in((args, kwargs))
         there += [vars(module)[place][name] for module, place, name in self._slots]
         for part in self.head.modules():
             there += [t for t in vars(part).values() if isinstance(t, Tensor)]
-        copies = HostCopies(accelerator, [t for t in there if t.device.type == kind])
+        copies = HostCopies(accelerator, there)
         args, kwargs = replace_parts((args, kwargs), copies.of)
         try:
             with self._reading(copies), self._refusing_others(copies):
-                return loss_by_feat(self.head, *args, **kwargs)
+                return compute(self.head, *args, **kwargs)
         except RuntimeError as error:
             if isinstance(error, DevPlugError) or kind not in str(error).lower():
                 raise
@@ -279,7 +304,7 @@ class HostLosses:
 
     def _refusal(self, problem: str) -> ModelError:
         return ModelError(
-            f'{type(self.head).__name__}.loss_by_feat cannot be computed on the host: {problem}. '
+            f'{type(self.head).__name__}.{self.method} cannot be computed on the host: {problem}. '
             f'Expected a loss of the outputs of the head alone. Set '
             f'accelerator.host_losses=False, to compute all losses on the device.'
         )

@@ -1,4 +1,4 @@
-"""Losses of a detector on the host, behind a network on a card of the stand-in."""
+"""Losses of detectors on the host, behind a network on a card of the stand-in."""
 
 import sys
 
@@ -7,7 +7,13 @@ import pytest
 from tests.jobs import need_mmcv_operations
 from tests.ranks import run_ranks
 from tests.t20.conftest import FOLDER, MISSING
-from tests.xla.loss_jobs import batch, largest_difference, train_detector, trained_detector
+from tests.xla.loss_jobs import (
+    batch,
+    largest_difference,
+    train_detector,
+    trained_detector,
+    two_stage_detector,
+)
 
 pytestmark = [
     pytest.mark.t20,
@@ -16,7 +22,7 @@ pytestmark = [
 ]
 
 
-def train_on_both():
+def train_on_both(stages):
     sys.path.insert(0, str(FOLDER))
     import t20_card
     import torch_gcu
@@ -25,15 +31,16 @@ def train_on_both():
         stats = t20_card.card.stats(torch_gcu.current_device())
         return sum(stats['executions'].values()), stats['compilations']
 
-    config = trained_detector('RetinaHead')
-    batches = [batch(number) for number in range(8)]
+    config = trained_detector('RetinaHead') if stages == 1 else two_stage_detector()
+    batches = [batch(number) for number in range(8 if stages == 1 else 5)]
     host = train_detector('cpu', config, batches, counts=lambda: (0, 0))
     return host, train_detector('gcu', config, batches, counts=counts)
 
 
-def test_few_executions_and_the_losses_of_the_host(torch_gcu):
+@pytest.mark.parametrize(('stages', 'executions'), [(1, 4), (2, 8)])
+def test_few_executions_and_the_losses_of_the_host(torch_gcu, stages, executions):
     need_mmcv_operations()
-    ((host, card),) = run_ranks(train_on_both, 0)
+    ((host, card),) = run_ranks(train_on_both, 0, stages)
     assert largest_difference(host, card) <= 1e-4
-    assert max(card['executions'][2:]) <= 4
+    assert max(card['executions'][2:]) <= executions
     assert not any(card['compilations'][2:])

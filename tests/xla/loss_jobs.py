@@ -27,7 +27,8 @@ def configured(name, **head):
         model.backbone.update(depth=18, base_channels=16)
         channels = [16, 32, 64, 128]
         model.neck.in_channels = channels[-len(model.neck.in_channels) :]
-    model.bbox_head.update(head)
+    if head:
+        model.bbox_head.update(head)
     return model
 
 
@@ -50,7 +51,34 @@ def trained_detector(head):
     return made
 
 
-def batch(number, boxes=None, classes=3):
+def two_stage_detector(masks=False, stages=1):
+    """A small detector of two stages, from a config of mmdet: with masks, or in a cascade."""
+    name = 'mask-rcnn' if masks else 'faster-rcnn' if stages == 1 else 'rcnn'
+    folder = 'cascade_rcnn' if stages > 1 else name.replace('-', '_')
+    name = f'cascade-{name}' if stages > 1 else name
+    made = configured(f'{folder}/{name}_r50_fpn_1x_coco.py')
+    made.neck.update(in_channels=[16, 32, 64, 128], out_channels=16)
+    made.rpn_head.update(in_channels=16, feat_channels=16)
+    made.rpn_head.anchor_generator.scales = [2]
+    rois = made.roi_head
+    rois.bbox_roi_extractor.out_channels = 16
+    small = dict(in_channels=16, num_classes=3, fc_out_channels=32)
+    for head in rois.bbox_head if stages > 1 else [rois.bbox_head]:
+        head.update(small)
+    if masks:
+        rois.mask_roi_extractor.out_channels = 16
+        small = dict(in_channels=16, conv_out_channels=16, num_convs=1, num_classes=3)
+        rois.mask_head.update(small)
+    made.train_cfg.rpn.sampler.num = 32
+    made.train_cfg.rpn_proposal.update(nms_pre=100, max_per_img=60)
+    for stage in made.train_cfg.rcnn if stages > 1 else [made.train_cfg.rcnn]:
+        stage.sampler.num = 32
+    made.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
+    made.test_cfg.rcnn.update(score_thr=0.0, max_per_img=20)
+    return made
+
+
+def batch(number, boxes=None, classes=3, masks=False):
     """Two pictures with random boxes: of varying number, or as many as ``boxes`` says."""
     from mmdet.structures import DetDataSample
     from mmengine.structures import InstanceData
@@ -70,8 +98,19 @@ def batch(number, boxes=None, classes=3):
             bboxes=torch.cat([corner, corner + sides], 1),
             labels=torch.randint(0, classes, (count,), generator=random),
         )
+        if masks:
+            sample.gt_instances.masks = _boxes_as_masks(sample.gt_instances.bboxes)
         samples.append(sample)
     return dict(inputs=inputs, data_samples=samples)
+
+
+def _boxes_as_masks(boxes):
+    from mmdet.structures.mask import BitmapMasks
+
+    masks = torch.zeros(len(boxes), SIZE, SIZE, dtype=torch.uint8)
+    for mask, (left, top, right, bottom) in zip(masks, boxes.long()):
+        mask[top:bottom, left:right] = 1
+    return BitmapMasks(masks.numpy(), SIZE, SIZE)
 
 
 def train_detector(
@@ -84,18 +123,13 @@ def train_detector(
         ``seconds`` of each; ``state``: parameters and buffers at the end. ``counts`` counts
         executions and compilations of the device, by default those of torch_xla.
     """
-    from mmdet.utils import register_all_modules
-
     from mmdevplug import init_device
     from mmdevplug.accelerators.lazy_predictions import training_step
     from mmdevplug.model.prepare import place_model
     from mmdevplug.optim import DeviceOptimWrapper
 
     count = counts or xla_counts
-    register_all_modules(init_default_scope=False)
-    torch.manual_seed(0)
-    with DefaultScope.overwrite_default_scope('mmdet'):
-        model = MODELS.build(ConfigDict(copy.deepcopy(config)))  # heads change theirs
+    model = _built(config)
     model.init_weights()
     if prepare is not None:
         prepare(model)
@@ -116,6 +150,39 @@ def train_detector(
         found['seconds'].append(time.time() - begin)
     found['state'] = {name: value.cpu() for name, value in model.state_dict().items()}
     return found
+
+
+def predict_detector(kind, config, batches, state):
+    """Let a trained detector find boxes.
+
+    Returns:
+        dict: ``predictions`` of each picture; ``executions`` and ``compilations`` of each batch.
+    """
+    from mmdevplug import init_device
+    from mmdevplug.model.prepare import place_model
+
+    model = _built(config)
+    model.load_state_dict(state)
+    model = place_model(model, init_device('none', kind)).eval()
+    found = dict(predictions=[], executions=[], compilations=[])
+    for data in batches:
+        before = xla_counts()
+        with torch.no_grad():
+            samples = model.test_step(data)
+        found['predictions'] += [sample.pred_instances.cpu() for sample in samples]
+        executions, compilations = (b - a for a, b in zip(before, xla_counts()))
+        found['executions'].append(executions)
+        found['compilations'].append(compilations)
+    return found
+
+
+def _built(config):
+    from mmdet.utils import register_all_modules
+
+    register_all_modules(init_default_scope=False)
+    torch.manual_seed(0)
+    with DefaultScope.overwrite_default_scope('mmdet'):
+        return MODELS.build(ConfigDict(copy.deepcopy(config)))  # heads change theirs
 
 
 def xla_counts():

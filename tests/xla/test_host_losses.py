@@ -5,7 +5,14 @@ import torch
 
 from tests.jobs import need_mmcv_operations
 from tests.ranks import run_ranks
-from tests.xla.loss_jobs import batch, largest_difference, train_detector, trained_detector
+from tests.xla.loss_jobs import (
+    batch,
+    largest_difference,
+    predict_detector,
+    train_detector,
+    trained_detector,
+    two_stage_detector,
+)
 
 pytestmark = pytest.mark.xla
 
@@ -13,6 +20,10 @@ HEADS = ['GFLHead', 'YOLOXHead']
 ITERATIONS = 10
 #: Boxes of the two pictures of a batch: none, many, and other numbers.
 UNUSUAL = [(0, 3), (0, 0), (2000, 1), (3, 2), (1, 0), (700, 0)]
+FEW = [(0, 3), (0, 0), (40, 1), (3, 2), (1, 0)]
+#: Of detectors of two stages in an iteration, and in a prediction. Three of an iteration are
+#: gradients of nearest upsampling.
+EXECUTIONS = dict(boxes=(7, 2), masks=(8, 3), cascade=(9, 4))
 
 
 def learning_scale():
@@ -61,6 +72,14 @@ def train_all():
     unusual = [batch(number, boxes) for number, boxes in enumerate(UNUSUAL)]
     config = learning_scale()
     found['scaled'] = [train_detector(kind, config, unusual) for kind in ('cpu', 'xla')]
+    for name in EXECUTIONS:
+        config = two_stage_detector(masks=name == 'masks', stages=3 if name == 'cascade' else 1)
+        pictures = [batch(i, boxes, masks=name == 'masks') for i, boxes in enumerate(FEW)]
+        found[name] = [train_detector(kind, config, pictures) for kind in ('cpu', 'xla')]
+        state = found[name][0]['state']
+        found[f'{name}, predicted'] = [
+            predict_detector(kind, config, pictures, state) for kind in ('cpu', 'xla')
+        ]
     return found
 
 
@@ -86,6 +105,31 @@ def test_few_executions_and_no_compilation_after_the_first_iterations(trained, n
     _, found = trained[name]
     assert set(found['executions'][2:]) == {3}
     assert not any(found['compilations'][2:])
+
+
+@pytest.mark.parametrize('name', list(EXECUTIONS))
+def test_two_stages_train_as_on_the_host(trained, name):
+    expected, found = trained[name]
+    assert largest_difference(expected, found) <= 1e-3
+    for key, value in expected['state'].items():
+        if not key.endswith('running_var'):
+            assert torch.allclose(found['state'][key], value, atol=1e-4), key
+    assert set(found['executions'][2:]) == {EXECUTIONS[name][0]}
+    assert not any(found['compilations'][2:])
+
+
+@pytest.mark.parametrize('name', list(EXECUTIONS))
+def test_two_stages_predict_as_on_the_host(trained, name):
+    expected, found = trained[f'{name}, predicted']
+    for here, there in zip(found['predictions'], expected['predictions']):
+        assert len(there.bboxes) > 0
+        assert here.labels.tolist() == there.labels.tolist()
+        assert torch.allclose(here.bboxes, there.bboxes, atol=1e-3)
+        assert torch.allclose(here.scores, there.scores, atol=1e-4)
+        if name == 'masks':
+            assert (here.masks == there.masks).float().mean() > 0.999
+    assert set(found['executions'][1:]) == {EXECUTIONS[name][1]}
+    assert not any(found['compilations'][1:])
 
 
 def test_parameters_and_buffers_of_the_head(trained):

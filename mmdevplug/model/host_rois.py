@@ -1,0 +1,325 @@
+"""Run the networks of two-stage detectors on a lazy device, and all between them on the host.
+
+How many proposals there are, and which are sampled, depends on values, so nearly every batch has
+shapes of its own. Here one call fetches the outputs of the RPN together with the features.
+Proposals, samples, RoI features, targets and losses are computed on the host. The networks of the
+RoI head get as many RoIs as the sampler takes, filled up with zeros that are cut off again, so
+that each network is one graph.
+"""
+
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from mmdevplug.accelerators import devices_of
+from mmdevplug.accelerators.context import current_accelerator
+from mmdevplug.accelerators.lazy_predictions import is_prediction
+from mmdevplug.accelerators.move_nested import to_device
+from mmdevplug.errors import DevPlugError, ModelError, first_line
+from mmdevplug.utils.patching import replace_attribute
+from mmdevplug.utils.pytree import replace_parts, tensors_in
+
+from .host_losses import HostCopies, HostLosses, two_stage_detectors
+
+
+def split_stages(model: nn.Module, losses: bool) -> None:
+    """Let the detectors of two stages in a model keep what is between their networks on the host.
+
+    Args:
+        model (nn.Module): A bare model for a lazy device, changed in place.
+        losses (bool): Whether training does, too. Predictions do always.
+    """
+    for part in two_stage_detectors(model):
+        steps = Steps(part)
+        for method in ('loss', 'predict') if losses else ('predict',):
+            replace_attribute(part, method, _Step(steps, method))
+            replace_attribute(part.roi_head, method, _SecondStage(steps, method))
+        rpn = getattr(part, 'rpn_head', None)
+        if hasattr(rpn, 'predict_by_feat'):
+            replace_attribute(rpn, 'forward', _FirstStage(steps, rpn))
+        for child in part.roi_head.children():
+            for network in child if isinstance(child, nn.ModuleList) else [child]:
+                if next(network.parameters(), None) is None:
+                    network.register_forward_hook(steps.note_extracted)
+                    continue
+                replace_attribute(network, 'forward', _Network(steps, network))
+                if losses and hasattr(network, 'loss_and_target'):
+                    replace_attribute(network, 'loss_and_target', _Losses(steps, network))
+
+
+class Steps:
+    """What the two stages of a detector share in a forward pass.
+
+    Attributes:
+        copies (HostCopies, optional): The features on the host; None outside of a step.
+        limits (Tuple[int, ...]): How many RoIs the RoI head has chosen at most.
+    """
+
+    def __init__(self, detector: Any) -> None:
+        self.detector = detector
+        self._finish()
+
+    def _finish(self) -> None:
+        self.active = False
+        self.copies: Optional[HostCopies] = None
+        self.limits: Tuple[int, ...] = ()
+        self._gate: Optional[_Gate] = None
+        self._extracted: Dict[int, Tuple[Tensor, Any]] = {}
+
+    @contextmanager
+    def step(self, method: str) -> Iterator[None]:
+        """Run a method of the detector with all between its networks on the host."""
+        self.active = current_accelerator().compilation.lazy and (
+            method == 'loss' or is_prediction()
+        )
+        try:
+            yield
+        finally:
+            self._finish()
+
+    def fetch(self, nested: Any) -> Any:
+        """Replace tensors on the device, all fetched in one call."""
+        if self.copies is None:
+            self.copies = HostCopies(current_accelerator(), tensors_in(nested))
+        self.copies.fetch(tensors_in(nested))
+        return replace_parts(nested, self.copies.of)
+
+    def choose_limits(self, images: int, training: bool) -> None:
+        """Note how many RoIs networks get at most: positive ones, and all."""
+        chosen: List[int] = []
+        if training:
+            samplers = getattr(self.detector.roi_head, 'bbox_sampler', None)
+            for sampler in samplers if isinstance(samplers, list) else [samplers]:
+                count = getattr(sampler, 'num', 0)
+                chosen += [int(count * getattr(sampler, 'pos_fraction', 1)), count]
+        else:
+            test = getattr(self.detector, 'test_cfg', None) or {}
+            chosen = [test.get(name, {}).get('max_per_img', 0) for name in ('rcnn', 'rpn')]
+        self.limits = tuple(sorted({images * count for count in chosen if count > 0}))
+
+    def note_extracted(self, _: nn.Module, __: Any, output: Any) -> None:
+        """Remember RoI features, the gradients of which can wait for those of other networks."""
+        if self.copies is not None and isinstance(output, Tensor) and output.requires_grad:
+            self._extracted[id(output)] = (output, output.grad_fn)
+
+    def send(self, tensors: List[Tensor], rows: int) -> List[Tensor]:
+        """Copy tensors to the device, filled up to a number of rows.
+
+        Gradients of RoI features are fetched in one call for all networks.
+        """
+        gate, sources = None, tensors
+        learned = [tensor for tensor in tensors if tensor.requires_grad]
+        if learned and all(
+            self._extracted.get(id(t), (None, None))[1] is t.grad_fn for t in learned
+        ):
+            if self._gate is None:
+                self._gate = _Gate(self.copies.learned())
+            gate, sources = self._gate, [tensor.detach() for tensor in tensors]
+        anchor = None if gate is None else gate.anchor
+        return list(_ToDevice.apply(gate, tensors, rows, self.copies.device, anchor, *sources))
+
+
+class _Gate:
+    """Gradients of RoI features, fetched together and led to the features of the images."""
+
+    def __init__(self, features: List[Tensor]) -> None:
+        self.waiting: Dict[int, Tuple[List[Tensor], List[Tensor]]] = {}
+        self.sent = 0
+        self.anchor = _Opened.apply(self.waiting, *features)
+
+
+class _Opened(torch.autograd.Function):
+    """Run the backward of all RoI extractors after those of all networks of the RoI head."""
+
+    @staticmethod
+    def forward(ctx: Any, waiting: dict, *features: Tensor) -> Tensor:
+        ctx.waiting = waiting
+        ctx.save_for_backward(*features)
+        return features[0].new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Any) -> Tuple[Any, ...]:
+        outputs, gradients = [], []
+        for number in sorted(ctx.waiting):  # an order of chance would be another graph
+            for output, gradient in zip(*ctx.waiting.pop(number)):
+                outputs.append(output)
+                gradients.append(gradient)
+        fetched = [
+            gradient[: len(output)].type_as(output)
+            for output, gradient in zip(outputs, _fetched(gradients))
+        ]
+        return (None, *torch.autograd.grad(outputs, ctx.saved_tensors, fetched, allow_unused=True))
+
+
+class _ToDevice(torch.autograd.Function):
+    """Copy tensors to a device in one call, and their gradients to the host in another."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: Optional[_Gate],
+        tensors: Sequence[Tensor],
+        rows: int,
+        device: torch.device,
+        anchor: Optional[Tensor],
+        *sources: Tensor,
+    ) -> Tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.counts = [tensor.shape[:1] for tensor in tensors]
+        ctx.gate, ctx.outputs = gate, tensors if gate is not None else ()
+        if gate is not None:
+            ctx.number, gate.sent = gate.sent, gate.sent + 1
+        filled = [_filled(source, rows) for source in sources]
+        sent = current_accelerator().copies.to_device(filled, device)
+        ctx.mark_non_differentiable(
+            *[copy for copy, tensor in zip(sent, tensors) if not tensor.requires_grad]
+        )
+        return tuple(sent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
+        result: List[Any] = [None] * len(gradients)
+        here = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        given = [gradients[i] for i in here]
+        if ctx.gate is not None:
+            ctx.gate.waiting[ctx.number] = ([ctx.outputs[i] for i in here], given)
+            return (None, None, None, None, torch.zeros(()), *result)
+        for i, gradient in zip(here, _fetched(given)):
+            result[i] = gradient[: ctx.counts[i][0]] if ctx.counts[i] else gradient
+        return (None, None, None, None, None, *result)
+
+
+def _fetched(tensors: List[Tensor]) -> List[Tensor]:
+    accelerator = current_accelerator()
+    accelerator.compilation.materialize_all(devices_of(tensors), tensors)
+    return accelerator.copies.to_host(tensors)
+
+
+def _filled(tensor: Tensor, rows: int) -> Tensor:
+    if not tensor.dim() or len(tensor) >= rows:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+
+
+class _Step:
+    """Replace ``loss`` or ``predict`` of a detector; samples come to the host."""
+
+    def __init__(self, steps: Steps, method: str) -> None:
+        self.steps, self.method = steps, method
+
+    def __call__(self, inputs: Any, samples: Any, *args: Any, **kwargs: Any) -> Any:
+        detector = self.steps.detector
+        with self.steps.step(self.method):
+            if self.steps.active:
+                samples = to_device(samples, 'cpu')
+            return getattr(type(detector), self.method)(detector, inputs, samples, *args, **kwargs)
+
+
+class _FirstStage:
+    """Replace ``forward`` of an RPN: its outputs and the features are fetched."""
+
+    def __init__(self, steps: Steps, rpn: nn.Module) -> None:
+        self.steps, self.rpn = steps, rpn
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = type(self.rpn).forward(self.rpn, x, *args, **kwargs)
+        return self.steps.fetch((outputs, x))[0] if self.steps.active else outputs
+
+
+class _SecondStage:
+    """Replace ``loss`` or ``predict`` of a RoI head: all that it gets is on the host."""
+
+    def __init__(self, steps: Steps, method: str) -> None:
+        self.steps, self.method = steps, method
+
+    def __call__(self, x: Any, proposals: Any, samples: Any, *args: Any, **kwargs: Any) -> Any:
+        steps, head = self.steps, self.steps.detector.roi_head
+        run = getattr(type(head), self.method)
+        if not steps.active:
+            return run(head, x, proposals, samples, *args, **kwargs)
+        x, proposals = steps.fetch((x, proposals))
+        steps.choose_limits(len(samples), self.method == 'loss')
+        try:
+            return run(head, x, proposals, samples, *args, **kwargs)
+        except RuntimeError as error:
+            kind = current_accelerator().device_type
+            if isinstance(error, DevPlugError) or kind not in str(error).lower():
+                raise
+            raise _refusal(head, self.method, first_line(error)) from error
+
+
+def _refusal(module: nn.Module, method: str, problem: str) -> ModelError:
+    return ModelError(
+        f'{type(module).__name__}.{method} cannot be computed on the host: {problem}. Expected '
+        f'that it calls its networks as modules. Set accelerator.host_losses=False, to compute '
+        f'all losses on the device.'
+    )
+
+
+class _Network:
+    """Replace ``forward`` of a network of a RoI head: it runs on the device, from the host."""
+
+    def __init__(self, steps: Steps, network: nn.Module) -> None:
+        self.steps, self.network = steps, network
+        #: By the limits of a step: rows that were needed so far.
+        self._rows: Dict[Tuple[int, ...], int] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        steps, forward = self.steps, type(self.network).forward
+        if steps.copies is None:
+            return forward(self.network, *args, **kwargs)
+        given = tensors_in((args, kwargs))
+        known = {id(each): steps.copies.original(each) for each in given}
+        sent = [each for each in given if known[id(each)] is None]
+        counts = {len(each) if each.dim() else -1 for each in sent}
+        fill = len(counts) == 1 and len(sent) == len(given) and self._fills()
+        rows = self._choose_rows(*counts) if fill else 0
+        known.update(zip(map(id, sent), steps.send(sent, rows) if sent else []))
+        args, kwargs = replace_parts((args, kwargs), lambda each: known[id(each)])
+        outputs = forward(self.network, *args, **kwargs)
+        copies = HostCopies(current_accelerator(), tensors_in(outputs))
+        if not fill:
+            return replace_parts(outputs, copies.of)
+        (count,) = counts
+        return replace_parts(outputs, lambda each: self._cut(copies.of(each), rows, count))
+
+    def _fills(self) -> bool:
+        """Whether rows of zeros leave the other rows as they are."""
+        return bool(self.steps.limits) and not any(
+            isinstance(part, _BatchNorm) and part.training for part in self.network.modules()
+        )
+
+    def _choose_rows(self, count: int) -> int:
+        limits = self.steps.limits
+        fitting = [limit for limit in limits if limit >= count]
+        needed = fitting[0] if fitting else -(-count // limits[-1]) * limits[-1]
+        self._rows[limits] = max(needed, self._rows.get(limits, 0))
+        return self._rows[limits]
+
+    def _cut(self, output: Tensor, rows: int, count: int) -> Tensor:
+        if output.dim() and len(output) == rows:
+            return output[:count]
+        raise _refusal(
+            self.network,
+            'forward',
+            f'an output for {rows} RoIs has shape {tuple(output.shape)}, without a row for each',
+        )
+
+
+class _Losses(HostLosses):
+    """Replace ``loss_and_target`` of a head: it reads parameters and buffers from the host."""
+
+    def __init__(self, steps: Steps, head: nn.Module) -> None:
+        super().__init__(head, 'loss_and_target')
+        self.steps = steps
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.steps.copies is None:
+            return type(self.head).loss_and_target(self.head, *args, **kwargs)
+        return super().__call__(*args, **kwargs)
