@@ -4,7 +4,6 @@ import gc
 import os
 from pathlib import Path
 
-import mmengine  # noqa: F401  yapf writes its grammar when it is first imported: once, not thrice
 import pytest
 import torch
 from mmengine.registry import DefaultScope
@@ -21,6 +20,8 @@ LONG = (
     'tests/fault_tolerance/test_failure.py',
     'tests/features/test_features.py',
     'tests/cli/test_tools.py',
+    'tests/repos/test_mmdet.py',
+    'tests/repos/test_mmseg.py',
     'tests/xla/test_optim.py',
     'tests/xla/test_gcu_t20.py',
     'tests/xla/test_xla.py',

@@ -10,9 +10,6 @@ import torch.distributed.optim  # noqa: F401
 import torch.utils.cpp_extension  # noqa: F401
 import torch.utils.data  # noqa: F401
 from torch.utils.data import _utils as loading
-from yapf.yapflib.yapf_api import FormatCode
-
-FormatCode('grammar = 1')  # which it reads from a file the first time
 
 # An iterator that is garbage cannot tell its workers to end: they notice when they look.
 loading.MP_STATUS_CHECK_INTERVAL = loading.worker.MP_STATUS_CHECK_INTERVAL = 0.5

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmdevplug.device_guard import DeviceGuard
+from mmdevplug.device_guard.rules import Call, takes_several
 from mmdevplug.errors import DeviceMismatchError
 from tests.columns import LAZY
 from tests.device_guard.test_guard import ONE, TWO, refusal
@@ -140,6 +141,21 @@ def refused_numbers():
         torch.stack([x, x.to(TWO)])
         with pytest.raises(DeviceMismatchError):
             torch.cat([x, x.to(TWO)])
+
+
+@pytest.mark.parametrize(
+    ('index', 'copies'),
+    [
+        (torch.tensor(1), True),
+        ((slice(None), torch.tensor(1)), True),
+        (torch.tensor(True), False),
+        (torch.tensor(1, dtype=torch.uint8), False),
+        ((0, torch.tensor(True)), False),
+    ],
+)
+def test_only_a_number_as_index_makes_an_assignment_a_copy(index, copies):
+    args = (torch.ones(2, 2), index, torch.ones(2))
+    assert takes_several(Call(torch.Tensor.__setitem__, '__setitem__', args, {}, [])) == copies
 
 
 def test_numbers_that_pytorch_refuses():

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -254,6 +255,19 @@ def test_beats_are_json():
 
     beat = Beat(1, 'running', 'set-up', 0, 0.5, 'host', 7, 'table', 'a.py:1 in f')
     assert Beat(*json.loads(json.dumps(beat))) == beat
+
+
+def test_a_rank_is_described_with_its_silence():
+    from mmdevplug.fault_tolerance.heartbeat import SILENT_SECONDS, Beat, Heartbeat, Seen
+
+    clock = SimpleNamespace(now=0.0)
+    heartbeat = Heartbeat(None, SimpleNamespace(rank=0, world_size=2), clock)
+    beat = Beat(1, 'running', 'epoch 3', 1, 0.5, 'elsewhere', 7, 'of another host', '')
+    heartbeat.seen[1] = Seen(beat, 0.0)
+    heard = "rank 1 of 2 on host elsewhere (pid 7), in 'epoch 3'"
+    assert heartbeat.describe(1) == heard
+    clock.now = SILENT_SECONDS
+    assert heartbeat.describe(1) == f'{heard}, last seen {SILENT_SECONDS:.0f} s ago'
 
 
 def hold_the_interpreter(report):

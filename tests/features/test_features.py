@@ -35,6 +35,33 @@ ACCELERATORS = [
     T20,
 ]
 
+#: On torch_xla, ``gcu`` differs from ``xla`` in copies, flushes and mixed precision, which these
+#: rows meet; ``make test-t20`` trains all rows on the same card. The table wants all of both.
+OF_GCU = [
+    'sgd',
+    'accumulation',
+    'amp',
+    'sync_bn',
+    'anomalous',
+    'gan',
+    'collect_results',
+    'grad_powersgd',
+    'zero',
+]
+
+
+def is_run(name, accelerator):
+    return accelerator != 'gcu' or name in OF_GCU or 'MMDEVPLUG_RESULTS' in os.environ
+
+
+def cases(names):
+    """Rows, each on every accelerator that runs it."""
+    for each in ACCELERATORS:
+        param = each if hasattr(each, 'marks') else pytest.param(each)
+        for name in names:
+            if is_run(name, *param.values):
+                yield pytest.param(name, *param.values, marks=param.marks)
+
 
 def train_on(accelerator, names, work_dir):
     if accelerator in ('gcu', 't20'):
@@ -57,7 +84,11 @@ def columns(tmp_path_factory, reference):
 
     def of(accelerator):
         if accelerator not in trained:
-            names = [name for name, row in ROWS.items() if accelerator not in row.absent_on]
+            names = [
+                name
+                for name, row in ROWS.items()
+                if accelerator not in row.absent_on and is_run(name, accelerator)
+            ]
             folder = tmp_path_factory.mktemp(accelerator)
             trained[accelerator] = run_ranks(
                 train_on, 2, accelerator, names, folder, timeout=280, **job_of(accelerator)
@@ -102,8 +133,7 @@ def rows(condition):
     return [name for name, row in ROWS.items() if condition(row)]
 
 
-@pytest.mark.parametrize('accelerator', ACCELERATORS)
-@pytest.mark.parametrize('name', ROWS)
+@pytest.mark.parametrize(('name', 'accelerator'), cases(ROWS))
 def test_weights_are_those_of_one_process(columns, reference, name, accelerator):
     row = ROWS[name]
     if accelerator in row.absent_on + row.refused_on:
@@ -116,8 +146,7 @@ def test_weights_are_those_of_one_process(columns, reference, name, accelerator)
         assert difference <= within(accelerator, row.tolerance)
 
 
-@pytest.mark.parametrize('accelerator', ACCELERATORS)
-@pytest.mark.parametrize('name', rows(lambda row: row.refused_on))
+@pytest.mark.parametrize(('name', 'accelerator'), cases(rows(lambda row: row.refused_on)))
 def test_refused_by_all_ranks(columns, name, accelerator):
     if accelerator not in ROWS[name].refused_on:
         pytest.skip(f'{ROWS[name].title} works on {accelerator}')
@@ -172,8 +201,9 @@ def test_rows_train_something_of_their_own(reference):
     }
 
 
-@pytest.mark.parametrize('accelerator', ACCELERATORS)
-@pytest.mark.parametrize('name', [name for name in ROWS if name.startswith('grad_')])
+@pytest.mark.parametrize(
+    ('name', 'accelerator'), cases([name for name in ROWS if name.startswith('grad_')])
+)
 def test_gradients_are_compressed(columns, reference, name, accelerator):
     """Equal weights would mean that nothing was."""
     for found in columns(accelerator):

@@ -121,7 +121,6 @@ def test_pools_are_trained_on(tmp_path, accelerator):
 @pytest.mark.parametrize(
     ('world_size', 'changes'),
     [
-        (2, {}),
         # One batch of data suffices for several pools: the first one after resuming draws none.
         (2, dict(train_dataloader__batch_size=24)),
         # Passes over the data, shuffled by the generator that the model uses too.

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from functools import lru_cache
 
 import pytest
 
 from tests.checkpoint.training import train as train_noisy
+from tests.commands import python
 from tests.jobs import PLAIN, ROOT, largest_difference, need_mmcv_operations, train_digits
 from tests.native import CARDS, native_environment, needs_native, run_native
 from tests.parallel_jobs import train as train_spread
@@ -50,12 +52,23 @@ def digits(accelerator, work_dir, collect_device):
     return whole, resumed
 
 
+@pytest.fixture(scope='module')
+def on_the_cpu(tmp_path_factory):
+    """For a number of ranks: what the first one found on the CPU."""
+
+    @lru_cache(maxsize=None)
+    def of(ranks):
+        return run_ranks(digits, ranks, 'cpu', tmp_path_factory.mktemp('cpu'), 'cpu')[0][0]
+
+    return of
+
+
 @jobs(
     [('npu', 2), ('sdaa', 2), ('neuron', 2), ('tpu', 2)],
     long=[('npu', 1), ('npu', 4), ('mlu', 2), ('zeta', 4), ('tpu', 1), ('tpu', 4)],
 )
-def test_digits(tmp_path, name, ranks):
-    expected, _ = run_ranks(digits, ranks, 'cpu', tmp_path / 'cpu', 'cpu')[0]
+def test_digits(tmp_path, on_the_cpu, name, ranks):
+    expected = on_the_cpu(ranks)
     collected = 'cpu' if name == 'mlu' else 'gpu'
     found = run_native(name, digits, ranks, name, tmp_path / name, collected)
     for rank, (whole, resumed) in enumerate(found):
@@ -71,23 +84,6 @@ def test_digits(tmp_path, name, ranks):
     if ranks > 1:
         assert 'does not report how long its messages take' in text
         assert text.count('comm/mb: ') == 2
-
-
-def test_the_command_ends_with_status_zero(tmp_path):
-    config = ROOT / 'configs' / 'digits' / 'digits.py'
-    options = ['train_cfg.max_epochs=1', 'train_cfg.val_interval=1']
-    done = subprocess.run(
-        [sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config)]
-        + ['--accelerator', 'npu', '--nproc', '2', '--work-dir', str(tmp_path)]
-        + ['--cfg-options', *options],
-        env=native_environment('npu', OMP_NUM_THREADS='1'),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert TABLE in log_of(tmp_path)
 
 
 # resuming with dropout, EMA, clipping and statistics of each rank's own ----------------
@@ -246,14 +242,7 @@ print(is_npu_available(), get_device())
 )
 def test_mmengine_knows_of_an_npu_that_refused_it_at_import(fault, wish, seen, compiled):
     variables = dict(NPU_COMPILE_MODE=fault, NPUJITCompile=wish)
-    done = subprocess.run(
-        [sys.executable, '-c', COMPILE_MODE],
-        env=native_environment('npu', **variables),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = python('-c', COMPILE_MODE, env=native_environment('npu', **variables), mmengine=False)
     assert done.returncode == 0, done.stderr[-3000:]
     printed = [line for line in done.stdout.splitlines() if line.startswith(('True', 'False'))]
     assert printed == [seen, f'True npu {compiled} True', seen]
@@ -261,8 +250,7 @@ def test_mmengine_knows_of_an_npu_that_refused_it_at_import(fault, wish, seen, c
     assert (warned in done.stdout + done.stderr) == (fault == 'missing')
 
 
-@pytest.mark.parametrize('fault', ['missing', 'early'])
-def test_two_ranks_train_where_mmengine_sees_no_npu(tmp_path, fault):
+def test_the_command_trains_two_ranks_where_mmengine_sees_no_npu(tmp_path):
     """The stock runner would start a process group for CUDA."""
     config = ROOT / 'configs' / 'digits' / 'digits.py'
     options = ['train_cfg.max_epochs=1', 'train_cfg.val_interval=1']
@@ -271,7 +259,7 @@ def test_two_ranks_train_where_mmengine_sees_no_npu(tmp_path, fault):
         [sys.executable, '-m', 'mmdevplug.cli.main', 'train', str(config)]
         + ['--accelerator', 'npu', '--nproc', '2', '--work-dir', str(tmp_path)]
         + ['--cfg-options', *options],
-        env=native_environment('npu', OMP_NUM_THREADS='1', NPU_COMPILE_MODE=fault),
+        env=native_environment('npu', OMP_NUM_THREADS='1', NPU_COMPILE_MODE='early'),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -281,3 +269,4 @@ def test_two_ranks_train_where_mmengine_sees_no_npu(tmp_path, fault):
     text = log_of(tmp_path)
     assert "backend 'hccl'" in text
     assert 'device npu:0' in text
+    assert TABLE in text

@@ -25,18 +25,14 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-NAMES = ['segformer', 'vit', 'deeplabv3plus', 'deeplabv3plus_per_rank']
-
-
-def names_on(cards):
-    """The models for a number of cards; 0 is one process without a launcher.
-
-    Eight ranks have one picture each, and its mean alone is no statistic of a pooled layer.
-    """
-    return NAMES[:3] if cards == 8 else NAMES
-
-
-CASES = [(name, cards) for cards in (0, 2, 8) for name in names_on(cards)]
+#: The models for a number of cards; 0 is one process without a launcher. Eight ranks have one
+#: picture each, whose mean alone is no statistic of a layer that is not synchronized.
+NAMES_ON = {
+    0: ('segformer',),
+    2: ('segformer', 'deeplabv3plus_per_rank'),
+    8: ('vit', 'deeplabv3plus'),
+}
+CASES = [(name, cards) for cards, names in NAMES_ON.items() for name in names]
 
 
 def validate_on_many_sizes(work_dir):
@@ -103,7 +99,7 @@ def trained(ours, tmp_path_factory):
     found = {}
 
     def of(accelerator, ranks, names=None):
-        names = tuple(names or names_on(ranks))
+        names = tuple(names or NAMES_ON[ranks])
         key = (accelerator, ranks, names)
         if key not in found:
             folder = tmp_path_factory.mktemp(f'{accelerator}_{ranks}')

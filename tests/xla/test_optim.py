@@ -95,8 +95,9 @@ def count_executions(accelerator, work_dir, optim_wrapper, **options):
 EVERYTHING = dict(type='AmpOptimWrapper', dtype='bfloat16', clip_grad=dict(max_norm=0.2))
 
 
-@pytest.mark.parametrize('counts', [1, 2])
-@pytest.mark.parametrize(('accelerator', 'ranks'), [('xla', 0), ('xla', 2), ('gcu', 2)])
+@pytest.mark.parametrize(
+    ('accelerator', 'ranks', 'counts'), [('xla', 0, 2), ('xla', 2, 1), ('gcu', 2, 2)]
+)
 def test_executions_with_everything_on(tmp_path, accelerator, ranks, counts):
     # Clipping, mixed precision, accumulation, averaged weights, a schedule, a log line each time.
     optim_wrapper = dict(EVERYTHING, accumulative_counts=counts)
@@ -110,9 +111,8 @@ def test_executions_with_everything_on(tmp_path, accelerator, ranks, counts):
         assert compilations == 0
 
 
-@pytest.mark.parametrize('optimizer', ['SGD', 'Adam', 'AdamW'])
-def test_optimizers_read_nothing_from_the_device(tmp_path, optimizer):
-    optim_wrapper = dict(clip_grad=dict(max_norm=0.2), optimizer=dict(type=optimizer, lr=0.01))
+def test_an_optimizer_with_states_reads_nothing_from_the_device(tmp_path):
+    optim_wrapper = dict(clip_grad=dict(max_norm=0.2), optimizer=dict(type='AdamW', lr=0.01))
     ((executions, compilations),) = run_ranks(count_executions, 0, 'xla', tmp_path, optim_wrapper)
     assert set(executions) == {1}
     assert compilations == 0
