@@ -68,7 +68,7 @@ class Steps:
         self.copies: Optional[HostCopies] = None
         self.limits: Tuple[int, ...] = ()
         self._gate: Optional[_Gate] = None
-        self._extracted: Dict[int, Tuple[Tensor, Any]] = {}
+        self._extracted: Dict[int, Tuple[Tensor, Any, Tensor]] = {}
 
     @contextmanager
     def step(self, method: str) -> Iterator[None]:
@@ -101,25 +101,29 @@ class Steps:
             chosen = [test.get(name, {}).get('max_per_img', 0) for name in ('rcnn', 'rpn')]
         self.limits = tuple(sorted({images * count for count in chosen if count > 0}))
 
-    def note_extracted(self, _: nn.Module, __: Any, output: Any) -> None:
-        """Remember RoI features, the gradients of which can wait for those of other networks."""
-        if self.copies is not None and isinstance(output, Tensor) and output.requires_grad:
-            self._extracted[id(output)] = (output, output.grad_fn)
+    def note_extracted(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """Let the gradients of RoI features wait for those of other networks."""
+        if self.copies is None or not isinstance(output, Tensor) or not output.requires_grad:
+            return output
+        if self._gate is None:
+            self._gate = _Gate(self.copies.learned())
+        held = _Held.apply(self._gate, [output], self._gate.anchor)
+        self._extracted[id(held)] = (held, held.grad_fn, output)
+        return held
 
     def send(self, tensors: List[Tensor], rows: int) -> List[Tensor]:
         """Copy tensors to the device, filled up to a number of rows.
 
         Gradients of RoI features are fetched in one call for all networks.
         """
-        gate, sources = None, tensors
+        gate, anchor, sources = None, None, tensors
         learned = [tensor for tensor in tensors if tensor.requires_grad]
-        if learned and all(
-            self._extracted.get(id(t), (None, None))[1] is t.grad_fn for t in learned
-        ):
-            if self._gate is None:
-                self._gate = _Gate(self.copies.learned())
-            gate, sources = self._gate, [tensor.detach() for tensor in tensors]
-        anchor = None if gate is None else gate.anchor
+        # What was written in place has another `grad_fn`.
+        known = [self._extracted.get(id(t), (None, None))[1] is t.grad_fn for t in learned]
+        if learned and all(known):
+            gate, anchor = self._gate, self._gate.anchor
+            sources = [tensor.detach() for tensor in tensors]
+            tensors = [self._extracted[id(t)][2] if t.requires_grad else t for t in tensors]
         return list(_ToDevice.apply(gate, tensors, rows, self.copies.device, anchor, *sources))
 
 
@@ -128,8 +132,13 @@ class _Gate:
 
     def __init__(self, features: List[Tensor]) -> None:
         self.waiting: Dict[int, Tuple[List[Tensor], List[Tensor]]] = {}
-        self.sent = 0
+        self.count = 0
         self.anchor = _Opened.apply(self.waiting, *features)
+
+    def number(self) -> int:
+        """The place of a consumer of RoI features, in the order of the forward pass."""
+        self.count += 1
+        return self.count
 
 
 class _Opened(torch.autograd.Function):
@@ -149,11 +158,28 @@ class _Opened(torch.autograd.Function):
             for output, gradient in zip(*ctx.waiting.pop(number)):
                 outputs.append(output)
                 gradients.append(gradient)
-        fetched = [
-            gradient[: len(output)].type_as(output)
-            for output, gradient in zip(outputs, _fetched(gradients))
+        there = [gradient for gradient in gradients if gradient.device.type != 'cpu']
+        copies = dict(zip(map(id, there), _fetched(there)))
+        here = [
+            copies.get(id(gradient), gradient)[: len(output)].type_as(output)
+            for output, gradient in zip(outputs, gradients)
         ]
-        return (None, *torch.autograd.grad(outputs, ctx.saved_tensors, fetched, allow_unused=True))
+        return (None, *torch.autograd.grad(outputs, ctx.saved_tensors, here, allow_unused=True))
+
+
+class _Held(torch.autograd.Function):
+    """Let gradients of RoI features that come from the host wait, too."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: _Gate, outputs: List[Tensor], anchor: Tensor) -> Tensor:
+        ctx.gate, ctx.outputs, ctx.number = gate, outputs, gate.number()
+        return outputs[0].data  # no view, so it may be written in place
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tuple[Any, ...]:
+        ctx.gate.waiting[ctx.number] = (ctx.outputs, [gradient])
+        return None, None, torch.zeros(())
 
 
 class _ToDevice(torch.autograd.Function):
@@ -173,7 +199,7 @@ class _ToDevice(torch.autograd.Function):
         ctx.counts = [tensor.shape[:1] for tensor in tensors]
         ctx.gate, ctx.outputs = gate, tensors if gate is not None else ()
         if gate is not None:
-            ctx.number, gate.sent = gate.sent, gate.sent + 1
+            ctx.number = gate.number()
         filled = [_filled(source, rows) for source in sources]
         sent = current_accelerator().copies.to_device(filled, device)
         ctx.mark_non_differentiable(
@@ -196,6 +222,8 @@ class _ToDevice(torch.autograd.Function):
 
 
 def _fetched(tensors: List[Tensor]) -> List[Tensor]:
+    if not tensors:
+        return []
     accelerator = current_accelerator()
     accelerator.compilation.materialize_all(devices_of(tensors), tensors)
     return accelerator.copies.to_host(tensors)

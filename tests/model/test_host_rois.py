@@ -77,9 +77,9 @@ class RoIHead(nn.Module):
         if self.inside:
             return dict(loss=self.bbox_head.layer(features).sum())
         losses = self.bbox_head.loss_and_target(self.bbox_head(features))
-        # What has been on the device goes back to it with gradients, too.
-        further = self.second_head(self.second_head(features)[:, :2])
-        return dict(losses, loss_again=further.abs().mean())
+        # What has been on the device goes back to it with gradients, and features stay here.
+        further = self.second_head(self.second_head(features)[:, :2] + features)
+        return dict(losses, loss_again=further.abs().mean() + features.square().mean())
 
     def predict(self, x, rois, samples):
         return self.bbox_head(self.bbox_roi_extractor(x, rois)).softmax(1)
