@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from mmdevplug.environments.launch import DEFAULT_PORT, LaunchEnv, read_launch_env, read_local_rank
+from mmdevplug.environments.slurm import job_port
 from mmdevplug.errors import LaunchError
 
 TORCHRUN = dict(
@@ -407,6 +408,14 @@ def test_open_mpi_5_tells_the_host_of_mpirun():
     assert message.startswith("PMIX_NAMESPACE='prterun-node-3.rack-9857@1': mpirun runs on")
     here = dict(first, PMIX_NAMESPACE=f'prterun-{socket.gethostname()}-9857@1')
     assert read_launch_env('mpi', here).master_addr == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ('job', 'port'), [('7', 15007), ('14999', 29999), ('15000', 15000), ('4811500', 26500)]
+)
+def test_jobs_of_slurm_listen_on_ports_of_their_own(job, port):
+    assert job_port(dict(SLURM_JOB_ID=job)) == port
+    assert job_port({}) == DEFAULT_PORT
 
 
 # the local rank alone ------------------------------------------------------------------------

@@ -409,6 +409,31 @@ def test_a_stop_agreement_uses_the_keys_of_its_training():
     assert [store.add(f'stop/{number}/published', 0) for number in (1, 2)] == [1, 1]
 
 
+def test_a_stop_comes_after_the_iteration_of_the_rank_that_is_ahead():
+    from mmdevplug.fault_tolerance.stop_together import StopAgreement, StopRequests
+
+    store = torch_dist.HashStore()
+    watches = [
+        types.SimpleNamespace(
+            watch_store=store,
+            env=types.SimpleNamespace(rank=rank, world_size=2),
+            stop_requests=StopRequests(store),
+            begin_stop_round=lambda: None,
+        )
+        for rank in (0, 1)
+    ]
+    ahead, behind = map(StopAgreement, watches)
+    behind.request('a test')
+    watches[1].stop_requests.publish()
+    for watch in watches:
+        watch.stop_requests.read()
+    assert not ahead.reached(7, 2)
+    assert not behind.reached(6, 2)
+    assert not ahead.reached(8, 2)
+    assert ahead.iteration == behind.iteration == 7 + StopAgreement.MARGIN + 2
+    assert behind.reached(behind.iteration, 2)
+
+
 def train_under_torchrun(folder, what, accident=None, **options):
     """Exit status and output of ``mmdevplug train --nproc 3`` in which rank 1 has an accident."""
     accident = dict(dict(rank=1, iteration=7, pause=0.2), **(accident or {}))
