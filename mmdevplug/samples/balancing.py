@@ -11,7 +11,7 @@ from mmdevplug.utils.annotations import AnyGroup
 
 from .comparing import Example
 from .decode import decode, unflatten_samples
-from .encode import encode, select
+from .encode import encode, flatten_samples
 from .exchange import Device, ExchangeOptions, Job, begin, copy_own_samples, list_examples
 from .plain_values import as_tuples, pack, unpack
 
@@ -139,11 +139,15 @@ def _swap(job: Job, slices: Sequence[range], held: Sequence[range]) -> List[Any]
     own = job.samples[kept.start - begin : kept.stop - begin]
     pieces = {job.rank: copy_own_samples(own, job.device)}
     if job.world_size > 1:
-        chosen = [select(job.groups, p.start - begin, p.stop - begin) for p in outgoing.values()]
+        allow_pickle = job.options.allow_pickle
+        chosen = [
+            flatten_samples(job.samples[part.start - begin : part.stop - begin], allow_pickle)
+            for part in outgoing.values()
+        ]
         # One call, and so one execution on a lazy device, for all ranks.
         data = dict(zip(outgoing, map(encode, to_device(chosen, 'cpu'))))
         arrived = exchange_bytes(data, sources, job.group)
         for rank in sources:
             received = decode(arrived.pop(rank))
-            pieces[rank] = unflatten_samples(received, job.device, job.options.allow_pickle)
+            pieces[rank] = unflatten_samples(received, job.device, allow_pickle)
     return [sample for rank in sorted(pieces) for sample in pieces[rank]]

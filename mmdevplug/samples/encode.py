@@ -11,23 +11,12 @@ A buffer is a header in msgpack and the columns of tensors, each stacked:
 """
 
 import pickle
-from bisect import bisect_left
 from collections import OrderedDict
 from io import BytesIO
 from itertools import accumulate, chain, repeat
 from math import prod
 from operator import attrgetter
-from typing import (
-    Any,
-    Dict,
-    Iterable,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -38,7 +27,7 @@ from mmdevplug.errors import SampleError
 from mmdevplug.utils.pytree import DICT, ELEMENT, LEAVES, LIST, TUPLE, Container, container_of
 from mmdevplug.utils.torch_compat import view_as_dtype
 
-from .plain_values import ARRAY_KINDS, Block, dtype_name, pack
+from .plain_values import ARRAY_KINDS, Block, pack
 
 Structure = Union[str, Tuple]
 
@@ -49,8 +38,6 @@ MOST_LEVELS = 64
 MOST_ARRAY_BYTES = 2**32 - 1024
 #: Columns start at multiples of this, so that any dtype can be read there.
 _ALIGNMENT = 64
-#: Tensors up to this size are stacked at once: that takes less time than to compare them.
-_SMALL_BYTES = 4 << 10
 _BUILT_IN = {dict: 'dict', OrderedDict: 'OrderedDict', list: 'list', tuple: 'tuple'}
 _attributes = attrgetter('dtype', 'shape', 'layout', 'is_meta')
 
@@ -109,22 +96,6 @@ def flatten_samples(samples: Sequence[Any], allow_pickle: bool = False) -> List[
     return list(groups.values())
 
 
-def select(groups: Sequence[Group], begin: int, end: int) -> List[Group]:
-    """Select the samples from ``begin`` up to, but not including, ``end``."""
-    chosen = []
-    for structure, rows, leaves in groups:
-        part = slice(bisect_left(rows, begin), bisect_left(rows, end))
-        if part.start < part.stop:
-            cut = [
-                leaf._replace(tensors=leaf.tensors[part])
-                if isinstance(leaf, Block)
-                else leaf[part]
-                for leaf in leaves
-            ]
-            chosen.append(Group(structure, [row - begin for row in rows[part]], cut))
-    return chosen
-
-
 def encode(content: Union[str, Sequence[Group]]) -> Tensor:
     """Encode samples, whose tensors are on the host, or the reason why there are none.
 
@@ -147,10 +118,7 @@ def encode(content: Union[str, Sequence[Group]]) -> Tensor:
         if not size:
             continue
         column = view_as_dtype(buffer[place : place + size], dtype).view(len(tensors), *shape)
-        if isinstance(tensors, Tensor):
-            column.copy_(tensors)
-        else:
-            torch.stack(tensors, out=column)
+        torch.stack(tensors, out=column)
     return buffer
 
 
@@ -204,15 +172,10 @@ class _Columns:
                 f'a tensor without plain memory ({kind}); expected a dense one. Call to_dense() '
                 f'or dequantize(), or leave it out.'
             )
-        tensors: Union[Tensor, List[Tensor]]
-        small = first.device.type == 'cpu' and first.numel() * first.element_size() <= _SMALL_BYTES
-        if small and len(column) > 1:
-            tensors = _stack(column)
-        else:
-            _only(map(_attributes, column))
-            tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in column]
+        _only(map(_attributes, column))
+        tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in column]
         self.leaves.append(Block(first.dtype, tuple(first.shape), tensors))
-        return f'tensor {dtype_name(first.dtype)}'
+        return f'tensor {str(first.dtype).replace("torch.", "")}'
 
     def _describe_containers(
         self, column: Sequence[Any], kind: type, container: Container, level: int
@@ -282,17 +245,6 @@ class _Pickler(pickle.Pickler):
             return None
         self.tensors.append(value)
         return len(self.tensors) - 1
-
-
-def _stack(column: Sequence[Tensor]) -> Tensor:
-    """Stack small host tensors."""
-    _only([tensor.dtype for tensor in column])
-    try:
-        with torch.no_grad():
-            return torch.stack(list(column))
-    except (RuntimeError, NotImplementedError):
-        # Shapes, layouts or devices differ.
-        raise _NotUniform from None
 
 
 def _only(found: Any) -> Any:

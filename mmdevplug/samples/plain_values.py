@@ -82,7 +82,11 @@ def _read_array(content: List[Any]) -> np.ndarray:
 
 #: Types that msgpack has not, and as what they are written and read; the place is their code.
 _EXTENSIONS: Sequence[Tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = (
-    (Block, lambda value: [dtype_name(value.dtype), list(value.shape)], _read_block),
+    (
+        Block,
+        lambda value: [str(value.dtype)[6:], list(value.shape)],
+        _read_block,
+    ),
     # As an array a string would lose zeros at its end.
     (np.str_, str, np.str_),
     (np.bytes_, bytes, np.bytes_),
@@ -107,8 +111,3 @@ def mismatch() -> SampleError:
         'a rank sent samples whose parts do not fit together. Install the same release of '
         'mmdevplug on all ranks.'
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in ``torch``."""
-    return str(dtype)[len('torch.') :]
