@@ -150,11 +150,12 @@ class _Columns:
         kind = kinds.pop()
         if kinds:
             raise _NotUniform
+        word: Optional[str] = None
         if kind in LEAVES:
-            word: Optional[str] = kind.__name__
+            word = kind.__name__
         elif kind is list:
             word = _only(map(_word_of_list, column))
-        else:
+        elif issubclass(kind, np.generic) or kind is np.ndarray:
             word = _only(map(_word_of_array, column))
         if word is not None:
             self.leaves.append(list(column))
@@ -263,7 +264,7 @@ def _word_of_list(value: List[Any]) -> Optional[str]:
 
 
 def _word_of_array(value: Any) -> Optional[str]:
-    """The leaf that an array or scalar of NumPy is; None for what is none."""
+    """The leaf that an array or scalar of NumPy is; None for a scalar that is an object."""
     if isinstance(value, (np.str_, np.bytes_)):
         return f'scalar {value.dtype.type.__name__}'  # whatever its length
     if type(value) is np.ndarray:
@@ -278,8 +279,7 @@ def _word_of_array(value: Any) -> Optional[str]:
                 f'than which msgpack does not take. Pass torch.from_numpy(array).'
             )
         return f'array {value.dtype.str}'
-    plain = isinstance(value, np.generic) and value.dtype.kind in ARRAY_KINDS
-    return f'scalar {value.dtype.str}' if plain else None
+    return f'scalar {value.dtype.str}' if value.dtype.kind in ARRAY_KINDS else None
 
 
 def _check_keys(keys: Iterable[Any]) -> None:
