@@ -13,10 +13,9 @@ from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.samples import balance_samples, gather_samples
-from mmdevplug.samples.flatten import flatten_samples
-from mmdevplug.samples.serialize import deserialize, serialize
+from mmdevplug.samples.decode import decode, unflatten_samples
+from mmdevplug.samples.encode import encode, flatten_samples
 from mmdevplug.samples.stacking import stack_samples
-from mmdevplug.samples.unflatten import unflatten_samples
 from mmdevplug.utils.annotations import AnyGroup
 
 from .decisions import GO_ON, SHORT, Tally, decide, offers, round_name, too_few
@@ -271,7 +270,7 @@ class DynamicSampler:
             dict: ``pools``, how many there were, and ``surplus``, a tensor of bytes.
         """
         groups = flatten_samples(self._held, self._options.sampler.allow_pickle)
-        return dict(pools=self._pools, surplus=serialize(to_device(groups, 'cpu')))
+        return dict(pools=self._pools, surplus=encode(to_device(groups, 'cpu')))
 
     def load_state_dict(self, *states: Dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; all ranks must do so.
@@ -285,7 +284,7 @@ class DynamicSampler:
 
     def _unpack(self, surplus: torch.Tensor) -> List[Any]:
         allowed = self._options.sampler.allow_pickle
-        return unflatten_samples(deserialize(surplus), torch.device('cpu'), allowed)
+        return unflatten_samples(decode(surplus), torch.device('cpu'), allowed)
 
 
 def _collate_function(collate: Any) -> Callable[[List[Any]], Any]:

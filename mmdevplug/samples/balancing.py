@@ -4,22 +4,16 @@ from itertools import accumulate
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from mmdevplug.accelerators import to_device
-from mmdevplug.distributed.byte_exchange import (
-    DEFAULT_IN_FLIGHT,
-    exchange_bytes,
-    gather_bytes,
-    to_bytes,
-    to_tensor,
-)
+from mmdevplug.distributed.byte_exchange import exchange_bytes, gather_bytes, to_bytes, to_tensor
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 from mmdevplug.utils.annotations import AnyGroup
 
 from .comparing import Example
+from .decode import decode, unflatten_samples
+from .encode import encode, flatten_samples
 from .exchange import Device, ExchangeOptions, Job, begin, copy_own_samples, list_examples
-from .flatten import select
-from .serialize import deserialize, pack, serialize, unpack
-from .unflatten import unflatten_samples
+from .plain_values import as_tuples, pack, unpack
 
 
 def balance_samples(
@@ -31,7 +25,6 @@ def balance_samples(
     same_structure: bool = True,
     allow_pickle: bool = False,
     device: Device = None,
-    max_bytes_in_flight: int = DEFAULT_IN_FLIGHT,
 ) -> Union[List[Any], Tuple[List[Any], List[Any]]]:
     """Distribute the samples of all ranks evenly.
 
@@ -43,8 +36,7 @@ def balance_samples(
         per_rank (int, optional): How many samples each rank gets. Defaults to None: all samples
             are distributed; the numbers differ by at most one, and lower ranks get more.
         group (ProcessGroup, optional): Defaults to None: all ranks.
-        flatten, same_structure, allow_pickle, device, max_bytes_in_flight: See
-            :func:`gather_samples`.
+        flatten, same_structure, allow_pickle, device: See :func:`gather_samples`.
 
     Returns:
         list or Tuple[list, list]: This rank's slice; with ``per_rank`` also the surplus samples
@@ -61,17 +53,15 @@ def balance_samples(
     problem = None
     if per_rank is not None and (type(per_rank) is not int or per_rank < 0):
         problem = f'per_rank={per_rank!r}: expected a number of samples, 0 or more, or None.'
-    options = ExchangeOptions(flatten, same_structure, allow_pickle, device, max_bytes_in_flight)
+    options = ExchangeOptions(flatten, same_structure, allow_pickle, device)
     with fail_together('balance_samples()', group):
         job = begin('balance_samples', samples, group, options, problem)
-        counts, in_flight = [len(job.samples)], options.in_flight
-        if job.world_size > 1:
-            counts, in_flight = _count(job, per_rank)
+        counts = [len(job.samples)] if job.world_size == 1 else _count(job, per_rank)
         try:
             slices, held = _slices(counts, per_rank), _consecutive(counts)
         except SampleError as error:
             raise known_to_all(error) from None
-        mine = _swap(job, slices, held, in_flight)
+        mine = _swap(job, slices, held)
         if per_rank is None:
             return mine
         surplus = job.samples[max(0, slices[-1].stop - held[job.rank].start) :]
@@ -110,20 +100,19 @@ def _overlaps(mine: range, others: Sequence[range]) -> Dict[int, range]:
     return {index: part for index, part in found.items() if part}
 
 
-def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
-    """The number of samples of each rank, and the smallest ``max_bytes_in_flight``."""
+def _count(job: Job, per_rank: Optional[int]) -> List[int]:
+    """The number of samples of each rank."""
     if job.error is not None:
         own: List[Any] = [str(job.error)]
     else:
         # Structures may differ in many ways by the lengths of lists alone.
         examples = {e.structure: e.sample for e in reversed(list_examples(job.rank, job.groups))}
-        in_flight = min(job.options.in_flight, 2**63 - 1)
-        own = [len(job.samples), per_rank, in_flight, list(examples.items())]
+        own = [len(job.samples), per_rank, list(examples.items())]
     gathered = gather_bytes(to_tensor(pack(own)), job.group, job.call_tag)
     answers = [unpack(to_bytes(part)) for part in gathered]
     job.raise_together([answer[0] if len(answer) == 1 else None for answer in answers])
     first = answers[0][1]
-    for rank, (_, value, _, _) in enumerate(answers):
+    for rank, (_, value, _) in enumerate(answers):
         if value != first:
             raise known_to_all(
                 SampleError(
@@ -133,15 +122,15 @@ def _count(job: Job, per_rank: Optional[int]) -> Tuple[List[int], int]:
             )
     job.refuse_differences(
         [
-            Example.of(rank, sample, structure)
+            Example.of(rank, sample, as_tuples(structure))
             for rank, (*_, found) in enumerate(answers)
             for structure, sample in found
         ]
     )
-    return [answer[0] for answer in answers], min(answer[2] for answer in answers)
+    return [answer[0] for answer in answers]
 
 
-def _swap(job: Job, slices: Sequence[range], held: Sequence[range], in_flight: int) -> List[Any]:
+def _swap(job: Job, slices: Sequence[range], held: Sequence[range]) -> List[Any]:
     """Send samples to other ranks, receive this rank's, and order them as in the pool."""
     outgoing = _overlaps(held[job.rank], slices)
     begin = held[job.rank].start
@@ -150,11 +139,15 @@ def _swap(job: Job, slices: Sequence[range], held: Sequence[range], in_flight: i
     own = job.samples[kept.start - begin : kept.stop - begin]
     pieces = {job.rank: copy_own_samples(own, job.device)}
     if job.world_size > 1:
-        chosen = [select(job.groups, p.start - begin, p.stop - begin) for p in outgoing.values()]
+        allow_pickle = job.options.allow_pickle
+        chosen = [
+            flatten_samples(job.samples[part.start - begin : part.stop - begin], allow_pickle)
+            for part in outgoing.values()
+        ]
         # One call, and so one execution on a lazy device, for all ranks.
-        data = dict(zip(outgoing, map(serialize, to_device(chosen, 'cpu'))))
-        arrived = exchange_bytes(data, sources, job.group, in_flight)
+        data = dict(zip(outgoing, map(encode, to_device(chosen, 'cpu'))))
+        arrived = exchange_bytes(data, sources, job.group)
         for rank in sources:
-            received = deserialize(arrived.pop(rank))
-            pieces[rank] = unflatten_samples(received, job.device, job.options.allow_pickle)
+            received = decode(arrived.pop(rank))
+            pieces[rank] = unflatten_samples(received, job.device, allow_pickle)
     return [sample for rank in sorted(pieces) for sample in pieces[rank]]

@@ -2,9 +2,16 @@
 
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
-from .flatten import Structure
+from mmdevplug.utils.pytree import DATACLASS, DICT, ELEMENT, LIST, NAMED_TUPLE, TUPLE
 
-_NUMBERS = {'bool', 'int', 'big int', 'float', 'complex', 'scalar'}
+from .encode import Structure
+
+#: By the kind of a container, the access to a part.
+_STEPS = {
+    'OrderedDict': DICT.step,
+    **{each.name: each.step for each in (DICT, LIST, TUPLE, NAMED_TUPLE, DATACLASS, ELEMENT)},
+}
+_NUMBERS = {'bool', 'int', 'float', 'complex', 'scalar'}
 
 
 class Example(NamedTuple):
@@ -56,7 +63,7 @@ _Difference = Optional[Tuple[str, str, str]]
 
 
 def _difference(one: Structure, other: Structure, place: str) -> _Difference:
-    if one == other or 'None' in (one, other):
+    if one == other or 'NoneType' in (one, other):
         return None
     if _is_list(one) and _is_list(other):
         return _difference_of_lists(one, other, place)
@@ -71,7 +78,7 @@ def _difference(one: Structure, other: Structure, place: str) -> _Difference:
     if not one[2]:
         ours, theirs = dict(enumerate(one[3])), dict(enumerate(other[3]))
     for name, part in ours.items():
-        found = _difference(part, theirs[name], place + _step(one, name))
+        found = _difference(part, theirs[name], place + _STEPS[one[0]](name))
         if found is not None:
             return found
     return None
@@ -94,7 +101,7 @@ def _is_list(structure: Structure) -> bool:
 
 def _items(structure: Structure) -> List[Structure]:
     if isinstance(structure, str):
-        return ['None' if name == 'NoneType' else name for name in structure.split()[1:]]
+        return structure.split()[1:]
     return list(structure[3])
 
 
@@ -111,20 +118,13 @@ def _category(structure: Structure) -> Any:
     return 'number' if word in _NUMBERS else word
 
 
-def _step(structure: Tuple, name: object) -> str:
-    kind = structure[0]
-    if kind in ('dict', 'OrderedDict', 'list', 'tuple'):
-        return f'[{name[-1] if isinstance(name, tuple) else name!r}]'
-    return f'.{name[-1]}' if isinstance(name, tuple) else f'.{name}'
-
-
 def _describe(structure: Structure) -> str:
     if isinstance(structure, str):
-        return f'a {structure}' if structure != 'None' else 'None'
+        return f'a {structure}' if structure != 'NoneType' else 'None'
     kind, where, names, parts = structure
     name = where.rpartition(':')[2]
     if kind in ('dict', 'OrderedDict', 'data element'):
-        keys = [key[-1] if isinstance(key, tuple) else key for key in names]
+        keys = [key[-1] if kind == 'data element' else key for key in names]
         return f'a {name or kind} with {"the keys" if not name else "the fields"} {keys}'
     if kind == 'tuple':
         return f'a tuple of {len(parts)}'

@@ -13,7 +13,7 @@ from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .comparing import Example, describe_difference
-from .flatten import Group, Structure, flatten_samples
+from .encode import Group, Structure, flatten_samples
 
 Device = Union[str, torch.device, None]
 
@@ -25,7 +25,6 @@ class ExchangeOptions(NamedTuple):
     same_structure: bool
     allow_pickle: bool
     device: Device
-    in_flight: int
     stacked: bool = False
 
 
@@ -46,7 +45,7 @@ class Job(NamedTuple):
     def call_tag(self) -> str:
         """The function, with the options that must be the same on all ranks."""
         short = self.name.partition('_')[0]
-        _, same, pickled, _, _, stacked = self.options
+        _, same, pickled, _, stacked = self.options
         return f'{short}{"" if same else "*"}{"+" if pickled else ""}{"#" if stacked else ""}'
 
     def raise_together(self, errors: Sequence[Optional[str]]) -> None:
@@ -82,7 +81,7 @@ def begin(
     chosen: List[Any] = []
     groups: List[Group] = []
     try:
-        _check(samples, options, problem)
+        _check(samples, problem)
         chosen = _flat(samples) if options.flatten else list(samples)
         groups = flatten_samples(chosen, options.allow_pickle)
     except SampleError as caught:
@@ -111,19 +110,13 @@ def _place_in(group: AnyGroup) -> Any:
     return torch_dist.get_world_size(group), torch_dist.get_rank(group)
 
 
-def _check(samples: object, options: ExchangeOptions, problem: Optional[str]) -> None:
+def _check(samples: object, problem: Optional[str]) -> None:
     if problem is not None:
         raise SampleError(problem)
     if not isinstance(samples, (list, tuple)):
         raise SampleError(
             f'samples is a {type(samples).__name__}; expected a list of samples, [] for none. A '
             f'batch is no list: take it apart first.'
-        )
-    in_flight = options.in_flight
-    if type(in_flight) is not int or in_flight < 1:
-        raise SampleError(
-            f'max_bytes_in_flight={in_flight!r}: expected a number of bytes above 0, such as '
-            f'64 << 20.'
         )
 
 

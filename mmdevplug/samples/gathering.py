@@ -1,18 +1,19 @@
 """Gather the samples of all ranks on every rank."""
 
+from contextlib import suppress
 from itertools import chain
 from typing import Any, List, Optional, Sequence, Union
 
 from mmdevplug.accelerators import to_device
-from mmdevplug.distributed.byte_exchange import DEFAULT_IN_FLIGHT, gather_bytes
+from mmdevplug.distributed.byte_exchange import gather_bytes
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 from mmdevplug.utils.annotations import AnyGroup
 
+from .decode import decode, unflatten_samples
+from .encode import encode
 from .exchange import Device, ExchangeOptions, Job, begin, copy_own_samples, list_examples
-from .serialize import deserialize, serialize, serialize_error
 from .stacking import are_alike, build_batch, stack_samples
-from .unflatten import unflatten_samples
 
 
 def gather_samples(
@@ -23,7 +24,6 @@ def gather_samples(
     same_structure: bool = True,
     allow_pickle: bool = False,
     device: Device = None,
-    max_bytes_in_flight: int = DEFAULT_IN_FLIGHT,
     max_bytes: Optional[int] = None,
     stacked: bool = False,
 ) -> Union[List[Any], Any]:
@@ -46,8 +46,6 @@ def gather_samples(
             code on every other. Defaults to False.
         device (str or torch.device, optional): The device of received tensors. Defaults to None:
             this rank's device.
-        max_bytes_in_flight (int): Bytes sent at a time; the smallest value of all ranks is used.
-            Defaults to 64 MB.
         max_bytes (int, optional): The largest size of the pool. Defaults to None: the free memory
             of the host.
         stacked (bool): Whether to return a batch in place of a list: what :func:`stack_samples`
@@ -74,9 +72,7 @@ def gather_samples(
     problem = None
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
         problem = f'max_bytes={max_bytes!r}: expected a number of bytes above 0.'
-    options = ExchangeOptions(
-        flatten, same_structure, allow_pickle, device, max_bytes_in_flight, stacked
-    )
+    options = ExchangeOptions(flatten, same_structure, allow_pickle, device, stacked)
     with fail_together('gather_samples()', group):
         job = begin('gather_samples', samples, group, options, problem)
         if job.world_size == 1:
@@ -94,17 +90,15 @@ def _result(job: Job, pool: List[Any]) -> Union[List[Any], Any]:
 
 
 def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
-    if job.error is None:
-        data, in_flight = serialize(to_device(job.groups, 'cpu')), job.options.in_flight
-    else:
-        data, in_flight = serialize_error(str(job.error)), DEFAULT_IN_FLIGHT
-    parts = gather_bytes(data, job.group, job.call_tag, in_flight, max_bytes)
+    data = encode(to_device(job.groups, 'cpu') if job.error is None else str(job.error))
+    parts = gather_bytes(data, job.group, job.call_tag, max_bytes)
     del data
-    received = list(map(deserialize, parts))
+    received = list(map(decode, parts))
     parts.clear()
     job.raise_together([each if isinstance(each, str) else None for each in received])
     if job.options.stacked and are_alike(received):
-        return build_batch(received, job.device)
+        with suppress(SampleError):  # stack_samples() names the place
+            return build_batch(received, job.device)
     examples = [list_examples(rank, groups) for rank, groups in enumerate(received)]
     job.refuse_differences(list(chain.from_iterable(examples)))
     received[job.rank] = []

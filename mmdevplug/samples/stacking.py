@@ -10,11 +10,14 @@ from torch import Tensor
 
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import SampleError, first_line
-from mmdevplug.utils.pytree import ELEMENT, LIST, TUPLE, container_of, tensors_in
+from mmdevplug.utils.pytree import ELEMENT, LEAVES, LIST, TUPLE, container_of, tensors_in
 
-from .flatten import PLAIN, Block, Group, Structure
-from .unflatten import build
+from .decode import build
+from .encode import Group, Structure
+from .plain_values import Block
 
+#: Leaves whose values are what :func:`gather_samples` returns.
+_PLAIN = {kind.__name__ for kind in LEAVES}
 #: Their values become a tensor.
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -63,7 +66,7 @@ def are_alike(received: Sequence[List[Group]]) -> bool:
 
 def _is_plain(structure: Structure) -> bool:
     if isinstance(structure, str):
-        return structure in PLAIN.values() or structure.startswith('tensor ')
+        return structure in _PLAIN or structure.startswith('tensor ')
     return structure[0] not in (ELEMENT.name, 'pickle') and all(map(_is_plain, structure[3]))
 
 
@@ -76,7 +79,7 @@ def build_batch(received: Sequence[List[Group]], device: torch.device) -> Any:
         else _stack(list(chain.from_iterable(column)), 'sample', ragged=False)
         for column in zip(*[group.leaves for group in groups])
     ]
-    (batch,) = build(groups[0].structure, iter([[leaf] for leaf in leaves]), 1, allow_pickle=False)
+    (batch,) = build(groups[0].structure, [[leaf] for leaf in leaves], 1)
     return to_device(batch, device)
 
 

@@ -81,11 +81,11 @@ def check_properties(rank, size, group, examples):
     seen = []
 
     @settings(max_examples=examples, **IN_STEP)
-    @given(st.data(), st.booleans(), st.integers(0, 3), st.sampled_from([1, 300, 1 << 20]))
-    def check(data, same_kind, wanted, in_flight):
+    @given(st.data(), st.booleans(), st.integers(0, 3))
+    def check(data, same_kind, wanted):
         held = data.draw(pools(size, same_kind=same_kind))
         expected = [sample for samples in held for sample in samples]
-        options = dict(max_bytes_in_flight=in_flight, device='cpu', same_structure=same_kind)
+        options = dict(device='cpu', same_structure=same_kind)
         pool = gather_samples(held[rank], group, **options)
         same = bits(pool) == bits(expected)
         # Once more with what the ranks say themselves.
@@ -146,10 +146,9 @@ def exchange_on(accelerator, per_rank):
     rank, size = context.env.rank, context.env.world_size
     held = [[sample_of(r, n, 'cpu') for n in range(per_rank[r])] for r in range(size)]
     expected = [sample for samples in held for sample in samples]
-    in_flight = dict(max_bytes_in_flight=100_000)
     own = [sample_of(rank, number, context.device) for number in range(per_rank[rank])]
-    pool = gather_samples(own, **in_flight)
-    mine = balance_samples(own, **in_flight)
+    pool = gather_samples(own)
+    mine = balance_samples(own)
     slices = gather_samples([mine], device='cpu')
     batch = stack_samples([sample['image'] for sample in pool], context.device)
     return dict(

@@ -76,7 +76,6 @@ def refusals(name):
     refuse('lock', [threading.Lock()] if rank == 1 else good)
     refuse('batch', dict(x=torch.zeros(2)) if rank == 1 else good)
     refuse('tensor', torch.zeros(2) if rank == 1 else good)
-    refuse('in_flight', good, max_bytes_in_flight=0 if rank == 1 else 9)
     refuse('options', good, allow_pickle=rank == 1)
     refuse('group', good, group=[torch.zeros(1)])
     if name == 'balance_samples':
@@ -120,7 +119,6 @@ def test_the_first_difference_is_named(refused, case):
         ('lock', 'sample 0 is a _thread.lock, which cannot travel'),
         ('batch', 'samples is a dict; expected a list of samples'),
         ('tensor', 'samples is a Tensor; expected a list of samples'),
-        ('in_flight', 'max_bytes_in_flight=0: expected a number of bytes above 0'),
     ],
 )
 def test_what_one_rank_cannot_send_ends_the_call_on_all(refused, case, words):

@@ -1,4 +1,4 @@
-"""Rebuild samples from received groups: everything is checked, and no received code is run.
+"""Decode the samples of other ranks: everything is checked, and no received code is run.
 
 The classes that a structure names (named tuples, dataclasses, MMEngine's data elements) must have
 been imported by this process. Objects are created without their constructors.
@@ -8,18 +8,30 @@ import pickle
 import sys
 from collections import OrderedDict
 from io import BytesIO
-from typing import Any, Iterator, List, Sequence, Tuple
+from math import prod
+from typing import Any, Iterator, List, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmdevplug.accelerators.move_nested import move_tensors
+from mmdevplug.distributed.byte_exchange import to_bytes
 from mmdevplug.errors import SampleError
-from mmdevplug.utils.pytree import DATACLASS, DICT, ELEMENT, LIST, NAMED_TUPLE, TUPLE, container_of
+from mmdevplug.utils.pytree import (
+    DATACLASS,
+    DICT,
+    ELEMENT,
+    LEAVES,
+    LIST,
+    NAMED_TUPLE,
+    TUPLE,
+    container_of,
+)
+from mmdevplug.utils.torch_compat import view_as_dtype
 
-from .flatten import PLAIN, Block, Group
-from .serialize import corrupt, read_array_dtype
+from .encode import MOST_LEVELS, VERSION, Group, aligned, itemsize
+from .plain_values import Block, as_tuples, corrupt, mismatch, unpack
 
 _BUILT_IN = {
     'dict': (dict, DICT),
@@ -28,6 +40,49 @@ _BUILT_IN = {
     'tuple': (tuple, TUPLE),
 }
 _NAMED = {each.name: each for each in (NAMED_TUPLE, DATACLASS, ELEMENT)}
+#: The first words of leaves, and the types of their values where these are checked.
+_WORDS = {
+    **{kind.__name__: object for kind in LEAVES},
+    'list': list,
+    'tensor': Tensor,
+    'array': np.ndarray,
+    'scalar': np.generic,
+}
+
+
+def decode(buffer: Tensor) -> Union[str, List[Group]]:
+    """Read what :func:`mmdevplug.samples.encode.encode` returned on another rank.
+
+    Blocks are views of the buffer.
+
+    Raises:
+        SampleError: If the message is not valid.
+    """
+    length = int.from_bytes(to_bytes(buffer[:8]), 'little')
+    header = unpack(to_bytes(buffer[8 : 8 + length]))
+    if not isinstance(header, list) or header[:1] != [VERSION]:
+        raise mismatch()
+    (content,) = header[1:]
+    if isinstance(content, str):
+        return content
+    groups, begin = [], aligned(8 + length)
+    for structure, rows, leaves in content:
+        rows = range(rows) if isinstance(rows, int) else rows
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Block):
+                size = len(rows) * prod(leaf.shape) * itemsize(leaf.dtype)
+                if size > buffer.numel() - begin:
+                    raise mismatch()
+                column = view_as_dtype(buffer[begin : begin + size], leaf.dtype)
+                leaves[index] = leaf._replace(tensors=column.view(len(rows), *leaf.shape))
+                begin += aligned(size)
+            elif not isinstance(leaf, list) or len(leaf) != len(rows):
+                raise mismatch()
+        groups.append(Group(as_tuples(structure), rows, leaves))
+    found = sorted(row for group in groups for row in group.rows)
+    if begin != buffer.numel() or found != list(range(len(found))):
+        raise mismatch()
+    return groups
 
 
 def unflatten_samples(
@@ -53,17 +108,29 @@ def unflatten_samples(
         columns = [
             [next(moved) for _ in rows] if isinstance(leaf, Block) else leaf for leaf in leaves
         ]
-        for row, sample in zip(rows, build(structure, iter(columns), len(rows), allow_pickle)):
+        for row, sample in zip(rows, build(structure, columns, len(rows), allow_pickle)):
             samples[row] = sample
     return samples
 
 
-def build(structure: Any, leaves: Iterator[List[Any]], rows: int, allow_pickle: bool) -> List[Any]:
-    """Build a value for each row from the next columns of leaves."""
+def build(structure: Any, columns: List[Any], rows: int, allow_pickle: bool = False) -> List[Any]:
+    """Build a value for each row from the columns of all leaves."""
+    leaves = iter(columns)
+    built = _build(structure, leaves, rows, allow_pickle, 0)
+    if next(leaves, None) is not None:
+        raise mismatch()
+    return built
+
+
+def _build(
+    structure: Any, leaves: Iterator[List[Any]], rows: int, allow_pickle: bool, level: int
+) -> List[Any]:
     if isinstance(structure, str):
-        return _build_leaf(structure, next(leaves))
+        return _build_leaf(structure, next(leaves, None))
+    if not isinstance(structure, tuple) or len(structure) != 4 or level > MOST_LEVELS:
+        raise corrupt(f'the structure {str(structure)[:80]}')
     name, where, names, parts = structure
-    columns = [build(part, leaves, rows, allow_pickle) for part in parts]
+    columns = [_build(part, leaves, rows, allow_pickle, level + 1) for part in parts]
     if name == 'pickle':
         if not allow_pickle:
             raise SampleError(
@@ -77,20 +144,13 @@ def build(structure: Any, leaves: Iterator[List[Any]], rows: int, allow_pickle: 
     return [container.build(kind, names, each) for each in values]
 
 
-def _build_leaf(word: str, column: List[Any]) -> List[Any]:
-    kind, _, rest = word.partition(' ')
-    if word in PLAIN.values() or kind in ('list', 'tensor', 'array'):
-        return column
-    if word == 'big int':
-        return list(map(int, column))
-    if word == 'complex':
-        return [complex(*value) for value in column]
-    if kind != 'scalar':
+def _build_leaf(word: str, column: Any) -> List[Any]:
+    kind = _WORDS.get(word.partition(' ')[0])
+    if kind is None:
         raise corrupt(f'the type {word!r}')
-    if rest in ('str', 'bytes'):
-        return list(map(np.str_ if rest == 'str' else np.bytes_, column))
-    dtype = read_array_dtype(rest)
-    return [np.frombuffer(value, dtype)[0] for value in column]
+    if column is None or not all(issubclass(each, kind) for each in set(map(type, column))):
+        raise mismatch()
+    return column
 
 
 class _Unpickler(pickle.Unpickler):
@@ -105,9 +165,7 @@ class _Unpickler(pickle.Unpickler):
 def _read_names(container: Any, kind: Any, names: Sequence[Any], count: int) -> Tuple:
     if container in (LIST, TUPLE):
         return tuple(range(count))
-    if container is DICT:
-        names = tuple(map(_read_key, names))
-    elif container is not ELEMENT:
+    if container in (NAMED_TUPLE, DATACLASS):
         expected = tuple(kind._fields if container is NAMED_TUPLE else kind.__dataclass_fields__)
         if names != expected:
             raise SampleError(
@@ -117,15 +175,6 @@ def _read_names(container: Any, kind: Any, names: Sequence[Any], count: int) -> 
     if len(names) != count:
         raise corrupt(f'{count} parts for {len(names)} names')
     return names
-
-
-def _read_key(key: Any) -> Any:
-    if isinstance(key, str):
-        return key
-    kind, value = key
-    if kind == 'tuple':
-        return tuple(map(_read_key, value))
-    return int(value) if kind == 'big int' else value
 
 
 def _find_class(name: str, where: str) -> Tuple[type, Any]:

@@ -1,19 +1,22 @@
-"""Flatten samples into columns.
+"""Encode samples into one buffer of bytes.
 
 A structure describes samples without their values. It is a nested tuple: a leaf is a string, such
 as ``'float'``, ``'tensor float32'`` or ``'list int'``; a container is ``(kind, class, names,
 structures of its parts)``. Samples of one structure and one set of shapes are a group, and each
 leaf of the group is a column: no Python object is made for a sample.
+
+A buffer is a header in msgpack and the columns of tensors, each stacked:
+
+    length of the header (8 bytes) | header | padding | a column | padding | a column | ...
 """
 
 import pickle
-from array import array
-from bisect import bisect_left
 from collections import OrderedDict
 from io import BytesIO
-from itertools import chain, repeat
+from itertools import accumulate, chain, repeat
+from math import prod
 from operator import attrgetter
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -21,29 +24,22 @@ from torch import Tensor
 
 from mmdevplug.distributed.byte_exchange import to_tensor
 from mmdevplug.errors import SampleError
-from mmdevplug.utils.pytree import DICT, ELEMENT, LIST, TUPLE, Container, container_of
+from mmdevplug.utils.pytree import DICT, ELEMENT, LEAVES, LIST, TUPLE, Container, container_of
+from mmdevplug.utils.torch_compat import view_as_dtype
+
+from .plain_values import ARRAY_KINDS, Block, pack
 
 Structure = Union[str, Tuple]
 
+VERSION = 4
 #: Levels of nested containers.
 MOST_LEVELS = 64
-#: The kinds of NumPy's dtypes that are plain bytes: numbers, strings and times.
-ARRAY_KINDS = 'biufcSUmM'
-#: Columns of these are sent as the bytes of an ``array.array`` of this format.
-NUMBERS = {'float': 'd', 'int': 'q', 'bool': 'b'}
-#: Types whose values are sent as they are. An ``int`` may have too many bits.
-PLAIN = {type(None): 'None', bool: 'bool', float: 'float', str: 'str', bytes: 'bytes', int: 'int'}
-#: Tensors up to this size are stacked at once: that takes less time than to compare them.
-_SMALL_BYTES = 4 << 10
+#: What msgpack takes in one piece, less what is written beside it.
+MOST_ARRAY_BYTES = 2**32 - 1024
+#: Columns start at multiples of this, so that any dtype can be read there.
+_ALIGNMENT = 64
 _BUILT_IN = {dict: 'dict', OrderedDict: 'OrderedDict', list: 'list', tuple: 'tuple'}
 _attributes = attrgetter('dtype', 'shape', 'layout', 'is_meta')
-
-
-class Block(NamedTuple):
-    """A column of tensors of one dtype and shape."""
-
-    shape: Tuple[int, ...]  # of each tensor
-    tensors: Union[Tensor, List[Tensor]]  # stacked or not, on any device
 
 
 class Group(NamedTuple):
@@ -51,7 +47,7 @@ class Group(NamedTuple):
 
     structure: Structure
     rows: Sequence[int]  # the indices of the samples, ascending
-    leaves: List[Any]  # of each leaf a block, or an array or list with a value for each sample
+    leaves: List[Any]  # of each leaf a block, or a list with a value for each sample
 
     @property
     def shapes(self) -> Tuple:
@@ -82,14 +78,15 @@ def flatten_samples(samples: Sequence[Any], allow_pickle: bool = False) -> List[
     try:
         return [_flatten(samples, range(len(samples)), allow_pickle)]
     except (_NotUniform, _Unencodable):
-        groups: Dict[Any, Group] = {}
+        groups: Dict[str, Group] = {}
     for index, sample in enumerate(samples):
         try:
             group = _flatten([sample], [index], allow_pickle)
         except _Unencodable as error:
             place = ''.join(reversed(error.steps))
             raise SampleError(f'sample {index}{place} is {error}') from error
-        known = groups.setdefault((group.structure, group.shapes), group)
+        # As text, because 1, 1.0 and True are equal.
+        known = groups.setdefault(repr((group.structure, group.shapes)), group)
         if known is not group:
             known.rows.append(index)
             for leaf, more in zip(known.leaves, group.leaves):
@@ -99,18 +96,40 @@ def flatten_samples(samples: Sequence[Any], allow_pickle: bool = False) -> List[
     return list(groups.values())
 
 
-def select(groups: Sequence[Group], begin: int, end: int) -> List[Group]:
-    """Select the samples from ``begin`` up to, but not including, ``end``."""
-    chosen = []
-    for structure, rows, leaves in groups:
-        part = slice(bisect_left(rows, begin), bisect_left(rows, end))
-        if part.start < part.stop:
-            cut = [
-                Block(leaf.shape, leaf.tensors[part]) if isinstance(leaf, Block) else leaf[part]
-                for leaf in leaves
-            ]
-            chosen.append(Group(structure, [row - begin for row in rows[part]], cut))
-    return chosen
+def encode(content: Union[str, Sequence[Group]]) -> Tensor:
+    """Encode samples, whose tensors are on the host, or the reason why there are none.
+
+    Returns:
+        Tensor: One-dimensional, uint8.
+    """
+    blocks: List[Block] = []
+    if not isinstance(content, str):
+        blocks = [leaf for group in content for leaf in group.leaves if isinstance(leaf, Block)]
+        # The numbers of all rows follow from their count where there is one group.
+        alone = len(content) == 1
+        content = [[s, len(rows) if alone else list(rows), leaves] for s, rows, leaves in content]
+    header = pack([VERSION, content])
+    sizes = [len(block.tensors) * prod(block.shape) * itemsize(block.dtype) for block in blocks]
+    places = list(accumulate([aligned(8 + len(header)), *map(aligned, sizes)]))
+    # NumPy's zeros take no time until they are written.
+    buffer = torch.from_numpy(np.zeros(places[-1], np.uint8))
+    buffer[: 8 + len(header)] = to_tensor(len(header).to_bytes(8, 'little') + header)
+    for (dtype, shape, tensors), place, size in zip(blocks, places, sizes):
+        if not size:
+            continue
+        column = view_as_dtype(buffer[place : place + size], dtype).view(len(tensors), *shape)
+        torch.stack(tensors, out=column)
+    return buffer
+
+
+def itemsize(dtype: torch.dtype) -> int:
+    """The bytes of an element."""
+    return torch.empty(0, dtype=dtype).element_size()
+
+
+def aligned(size: int) -> int:
+    """A size in bytes, rounded up to where a column may start."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _flatten(samples: Sequence[Any], rows: Sequence[int], allow_pickle: bool) -> Group:
@@ -131,36 +150,20 @@ class _Columns:
         kind = kinds.pop()
         if kinds:
             raise _NotUniform
-        if kind in PLAIN:
-            return self._describe_plain(column, PLAIN[kind])
-        if kind is complex:
-            self.leaves.append([[value.real, value.imag] for value in column])
-            return kind.__name__
-        if kind is np.ndarray:
-            return self._describe_arrays(column)
-        if issubclass(kind, np.generic) and column[0].dtype.kind in ARRAY_KINDS:
-            return self._describe_scalars(column, kind)
-        container = container_of(kind)
-        if container is None:
-            return self._describe_others(column, kind, level)
-        word = _only(map(_word_of_list, column)) if kind is list else None
+        word: Optional[str] = None
+        if kind in LEAVES:
+            word = kind.__name__
+        elif kind is list:
+            word = _only(map(_word_of_list, column))
+        elif issubclass(kind, np.generic) or kind is np.ndarray:
+            word = _only(map(_word_of_array, column))
         if word is not None:
             self.leaves.append(list(column))
             return word
+        container = container_of(kind)
+        if container is None:
+            return self._describe_others(column, kind, level)
         return self._describe_containers(column, kind, container, level)
-
-    def _describe_plain(self, column: Sequence[Any], word: str) -> str:
-        if word not in NUMBERS:
-            self.leaves.append(list(column))
-            return word
-        try:
-            self.leaves.append(array(NUMBERS[word], column))
-        except OverflowError:
-            if not all(map(_is_big, column)):
-                raise _NotUniform from None
-            self.leaves.append(list(map(str, column)))
-            return 'big int'
-        return word
 
     def _describe_tensors(self, column: Sequence[Tensor]) -> str:
         first = column[0]
@@ -170,34 +173,10 @@ class _Columns:
                 f'a tensor without plain memory ({kind}); expected a dense one. Call to_dense() '
                 f'or dequantize(), or leave it out.'
             )
-        tensors: Union[Tensor, List[Tensor]]
-        small = first.device.type == 'cpu' and first.numel() * first.element_size() <= _SMALL_BYTES
-        if small and len(column) > 1:
-            tensors = _stack(column)
-        else:
-            _only(map(_attributes, column))
-            tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in column]
-        self.leaves.append(Block(tuple(first.shape), tensors))
-        return f'tensor {str(first.dtype)[len("torch.") :]}'
-
-    def _describe_arrays(self, column: Sequence[np.ndarray]) -> str:
-        dtype, shape = _only([(value.dtype, value.shape) for value in column])
-        if dtype.kind not in ARRAY_KINDS:
-            raise _Unencodable(
-                f'an array of dtype {dtype}; expected numbers, strings or times. Take it apart '
-                f'into arrays of one plain dtype each.'
-            )
-        self.leaves.append(Block(shape, [to_tensor(value.tobytes()) for value in column]))
-        return f'array {dtype.str}'
-
-    def _describe_scalars(self, column: Sequence[np.generic], kind: type) -> str:
-        if issubclass(kind, (np.str_, np.bytes_)):
-            # NumPy's bytes would lose trailing zeros.
-            plain = str if issubclass(kind, np.str_) else bytes
-            self.leaves.append(list(map(plain, column)))
-            return f'scalar {plain.__name__}'
-        self.leaves.append([value.tobytes() for value in column])
-        return f'scalar {_only([value.dtype.str for value in column])}'
+        _only(map(_attributes, column))
+        tensors = [tensor.detach() if tensor.requires_grad else tensor for tensor in column]
+        self.leaves.append(Block(first.dtype, tuple(first.shape), tensors))
+        return f'tensor {str(first.dtype).replace("torch.", "")}'
 
     def _describe_containers(
         self, column: Sequence[Any], kind: type, container: Container, level: int
@@ -207,16 +186,16 @@ class _Columns:
                 f'inside more than {MOST_LEVELS} containers; does one contain itself? Flatten it.'
             )
         names = container.names(column[0])
-        described = names
         if container is DICT:
             keys = list(chain.from_iterable(column))
             if set(map(type, keys)) - {str}:
-                described = _only([tuple(map(_describe_key, each)) for each in column])
+                _check_keys(keys)
+                if len(column) > 1:  # 1, 1.0 and True are equal
+                    raise _NotUniform
             elif keys != list(names) * len(column):
                 raise _NotUniform
         elif container in (LIST, TUPLE):
             _only(map(len, column))
-            described = ()
         elif container is ELEMENT:
             _only(map(container.names, column))
         parts = []
@@ -229,6 +208,7 @@ class _Columns:
                 raise
         builtin = _BUILT_IN.get(kind)
         where = '' if builtin else f'{kind.__module__}:{kind.__qualname__}'
+        described = () if container in (LIST, TUPLE) else names
         return (builtin or container.name, where, described, tuple(parts))
 
     def _describe_others(self, column: Sequence[Any], kind: type, level: int) -> Structure:
@@ -268,17 +248,6 @@ class _Pickler(pickle.Pickler):
         return len(self.tensors) - 1
 
 
-def _stack(column: Sequence[Tensor]) -> Tensor:
-    """Stack small host tensors."""
-    _only([tensor.dtype for tensor in column])
-    try:
-        with torch.no_grad():
-            return torch.stack(list(column))
-    except (RuntimeError, NotImplementedError):
-        # Shapes, layouts or devices differ.
-        raise _NotUniform from None
-
-
 def _only(found: Any) -> Any:
     """The value that all samples have."""
     values = set(found)
@@ -290,32 +259,35 @@ def _only(found: Any) -> Any:
 def _word_of_list(value: List[Any]) -> Optional[str]:
     """The leaf that a list of plain values is, whatever its length; None for another list."""
     kinds = set(map(type, value))
-    if not kinds or not kinds <= set(PLAIN):
-        return None
-    try:
-        array('q', [item for item in value if type(item) is int])
-    except OverflowError:
-        return None
-    return 'list ' + ' '.join(sorted(kind.__name__ for kind in kinds))
+    plain = kinds and kinds <= LEAVES
+    return 'list ' + ' '.join(sorted(kind.__name__ for kind in kinds)) if plain else None
 
 
-def _describe_key(key: Any) -> Any:
-    kind = type(key)
-    if kind is str:
-        return key
-    # With the type, because 1, 1.0 and True are equal.
-    if kind is int and _is_big(key):
-        return ('big int', str(key))
-    if kind in PLAIN:
-        return (PLAIN[kind], key)
-    if kind is tuple:
-        return ('tuple', tuple(_describe_key(part) for part in key))
-    raise _Unencodable(
-        f'a dict with the key {key!r} of type {kind.__name__}; expected str, int, float, bool, '
-        f'bytes, None, or tuples of these.'
-    )
+def _word_of_array(value: Any) -> Optional[str]:
+    """The leaf that an array or scalar of NumPy is; None for a scalar that is an object."""
+    if isinstance(value, (np.str_, np.bytes_)):
+        return f'scalar {value.dtype.type.__name__}'  # whatever its length
+    if type(value) is np.ndarray:
+        if value.dtype.kind not in ARRAY_KINDS:
+            raise _Unencodable(
+                f'an array of dtype {value.dtype}; expected numbers, strings or times. Take it '
+                f'apart into arrays of one plain dtype each.'
+            )
+        if value.nbytes > MOST_ARRAY_BYTES:
+            raise _Unencodable(
+                f'an array of {value.nbytes:,} bytes; expected at most {MOST_ARRAY_BYTES:,}, more '
+                f'than which msgpack does not take. Pass torch.from_numpy(array).'
+            )
+        return f'array {value.dtype.str}'
+    return f'scalar {value.dtype.str}' if value.dtype.kind in ARRAY_KINDS else None
 
 
-def _is_big(value: int) -> bool:
-    """Whether an ``int`` needs more than 64 bits."""
-    return not -(2**63) <= value < 2**63
+def _check_keys(keys: Iterable[Any]) -> None:
+    for key in keys:
+        if type(key) is tuple:
+            _check_keys(key)
+        elif type(key) not in LEAVES:
+            raise _Unencodable(
+                f'a dict with the key {key!r} of type {type(key).__name__}; expected str, int, '
+                f'float, bool, bytes, None, or tuples of these.'
+            )
