@@ -306,8 +306,8 @@ def main() -> None:
         for row in pool.map(lambda name: measure(name, limits), args.models or list(CONFIGS)):
             rows.append(row)
             print(show(row), flush=True)
-    if args.json:
-        write_results(args.json, rows)
+            if args.json:
+                write_results(args.json, rows)
 
 
 if __name__ == '__main__':
