@@ -247,15 +247,17 @@ def train(name: str, way: str, limit: float) -> Dict[str, Any]:
     return dict(rows=rows, error=' '.join(error))
 
 
-def difference(one: List[Dict[str, Any]], other: List[Dict[str, Any]]) -> float:
-    """The largest relative difference of losses of the same iterations."""
-    pairs = [(a['losses'][k], b['losses'][k]) for a, b in zip(one, other) for k in a['losses']]
-    return max(abs(a - b) / max(abs(a), 1e-3) for a, b in pairs)
+def differences(one: List[Dict[str, Any]], other: List[Dict[str, Any]]) -> List[float]:
+    """The largest relative difference of the losses in each iteration."""
+    return [
+        max(abs(x - b['losses'][key]) / max(abs(x), 1e-3) for key, x in a['losses'].items())
+        for a, b in zip(one, other)
+    ]
 
 
 def measure(name: str, limits: Dict[str, float]) -> Dict[str, Any]:
     """The figures of one model."""
-    found = {way: train(name, way, limits[way]) for way in WAYS}
+    found = {way: train(name, way, limit) for way, limit in limits.items()}
     row: Dict[str, Any] = dict(model=name)
     for way, training in found.items():
         row[way] = dict(iterations=len(training['rows']), error=training['error'])
@@ -269,22 +271,24 @@ def measure(name: str, limits: Dict[str, float]) -> Dict[str, Any]:
                 without_kernel={k: v for k, v in late[-1]['counts'].items() if ':' in k and v},
             )
         if training['rows'] and found['cpu']['rows']:
-            row[way]['difference'] = difference(found['cpu']['rows'], training['rows'])
+            row[way]['differences'] = differences(found['cpu']['rows'], training['rows'])
     return row
 
 
 def show(row: Dict[str, Any]) -> str:
     """A line for each way on the device."""
     lines = []
-    for way in ('auto', 'device'):
+    for way in row.keys() & {'auto', 'device'}:
         cells = row[way]
-        figures = ' '.join(
-            f'{key}={cells[key]:.3g}' if isinstance(cells[key], float) else f'{key}={cells[key]}'
-            for key in cells
-            if cells[key] not in ('', {})
-        )
+        figures = ' '.join(f'{key}={_short(cells[key])}' for key in cells if cells[key])
         lines.append(f'{row["model"]:<18}{way:<8}{figures}')
     return '\n'.join(lines)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return f'{max(value):.2g}'
+    return f'{value:.4g}' if isinstance(value, float) else str(value)
 
 
 def main() -> None:
@@ -295,15 +299,24 @@ def main() -> None:
         '--device-limit', type=float, default=60.0, help='the same, with losses on the device'
     )
     parser.add_argument('--jobs', type=int, default=1, help='models at a time')
-    parser.add_argument('--json', help='write the figures to this file')
+    parser.add_argument('--ways', nargs='+', choices=list(WAYS), default=list(WAYS))
+    parser.add_argument(
+        '--json', help='write the figures to this file, which keeps those of other models'
+    )
     args = parser.parse_args()
     unknown = sorted(set(args.models) - set(CONFIGS))
     if unknown:
         parser.error(f'unknown models {unknown}; expected some of {list(CONFIGS)}')
-    limits = dict(cpu=args.limit, auto=args.limit, device=args.device_limit)
+    names = args.models or list(CONFIGS)
+    limits = dict.fromkeys(args.ways, args.limit)
+    if 'device' in limits:
+        limits['device'] = args.device_limit
     rows = []
+    if args.json and Path(args.json).exists():
+        kept = json.loads(Path(args.json).read_text(encoding='utf-8'))['rows']
+        rows = [row for row in kept if row['model'] not in names]
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(lambda name: measure(name, limits), args.models or list(CONFIGS)):
+        for row in pool.map(lambda name: measure(name, limits), names):
             rows.append(row)
             print(show(row), flush=True)
             if args.json:

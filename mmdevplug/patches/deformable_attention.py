@@ -62,7 +62,8 @@ def patch_deformable_attention(device_type: str) -> None:
 
 
 def _host_sizes(tensor: Tensor) -> Tensor:
-    return _shape_as_tensor(tensor).as_subclass(HostSizes)
+    sizes = _shape_as_tensor(tensor)
+    return sizes if tensor.device.type == 'cpu' else sizes.as_subclass(HostSizes)
 
 
 @lru_cache(maxsize=None)
