@@ -1,6 +1,7 @@
 """Detectors, segmentors and their losses on a lazy device: what they execute and compile.
 
-    PJRT_DEVICE=CPU python benchmarks/host_losses.py [MODEL ...] [--jobs 2] [--json FILE]
+    PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0 \\
+        python benchmarks/host_losses.py [MODEL ...] [--jobs 2] [--json FILE]
 
 Each model is that of a config of mmdet or mmseg, cut down to a ResNet-18 or the smallest of its
 kind. It trains on random images of 64 x 64 with random boxes on the CPU, on torch_xla with
@@ -260,7 +261,9 @@ def measure(name: str, limits: Dict[str, float]) -> Dict[str, Any]:
     found = {way: train(name, way, limit) for way, limit in limits.items()}
     row: Dict[str, Any] = dict(model=name)
     for way, training in found.items():
-        row[way] = dict(iterations=len(training['rows']), error=training['error'])
+        row[way] = dict(
+            iterations=len(training['rows']), limit=limits[way], error=training['error']
+        )
         late = training['rows'][2:]
         if late:
             row[way].update(
@@ -278,7 +281,7 @@ def measure(name: str, limits: Dict[str, float]) -> Dict[str, Any]:
 def show(row: Dict[str, Any]) -> str:
     """A line for each way on the device."""
     lines = []
-    for way in row.keys() & {'auto', 'device'}:
+    for way in [way for way in ('auto', 'device') if way in row]:
         cells = row[way]
         figures = ' '.join(f'{key}={_short(cells[key])}' for key in cells if cells[key])
         lines.append(f'{row["model"]:<18}{way:<8}{figures}')
