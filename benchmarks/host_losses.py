@@ -102,6 +102,8 @@ def _each_dict(value: Any, change: Callable[[dict], None]) -> None:
 
 def _comparable(options: dict) -> None:
     """Leave out dropout, whose random numbers differ, and statistics of several ranks."""
+    if 'batch_first' in options:  # attention, some of which drops elements by default
+        options['dropout'] = 0.0
     for key in options:
         if key in ('dropout', 'ffn_drop', 'attn_drop', 'proj_drop', 'dropout_ratio'):
             options[key] = 0.0
