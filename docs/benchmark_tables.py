@@ -80,6 +80,15 @@ WORDS: Dict[str, Dict[str, str]] = dict(
         'exact': 'synchronized, ms',
         'per_rank': "`sync_bn='per_rank'`, ms",
         'executions': 'graph executions of a step',
+        'of_iteration': 'executions of an iteration',
+        'late': 'compilations in iterations 3 to 10',
+        'difference': 'largest relative difference of losses',
+        'on_host': 'ms with losses on the host',
+        'on_device': 'on the device',
+        'share': 'loss on the host, of an iteration',
+        'share_cpu': 'of one on the CPU',
+        'endless': 'no 3rd iteration in {} s',
+        'compiling': '{}, {} compilations',
     },
     zh_cn={
         'cpu': 'CPU',
@@ -146,6 +155,15 @@ WORDS: Dict[str, Dict[str, str]] = dict(
         'exact': '同步，毫秒',
         'per_rank': "`sync_bn='per_rank'`，毫秒",
         'executions': '一步的图执行次数',
+        'of_iteration': '一次迭代的执行次数',
+        'late': '第 3 到 10 次迭代的编译次数',
+        'difference': '损失的最大相对差',
+        'on_host': '损失在主机上，毫秒',
+        'on_device': '在设备上',
+        'share': '主机上的损失占一次迭代的',
+        'share_cpu': '占 CPU 上一次迭代的',
+        'endless': '{} 秒内没有第 3 次迭代',
+        'compiling': '{}，{} 次编译',
     },
 )
 
@@ -348,6 +366,34 @@ def sync_bn(words: Dict[str, str]) -> str:
     return f'{table(titles, lines)}\n\n{where(files, words)}'
 
 
+def host_losses(words: Dict[str, str]) -> str:
+    """What detectors and segmentors execute and compile on a lazy device."""
+    files = load('host_losses.json')
+    lines = []
+    for row in rows_of(files):
+        cpu, auto, device = row['cpu'], row['auto'], row.get('device')
+        cells = [
+            f'`{row["model"]}`',
+            str(auto['executions']),
+            str(auto['compilations']),
+            f'{max(auto["differences"]):.1g}',
+            number(auto['ms']),
+            words['absent'] if device is None else _on_device(device, words),
+            f'{auto["loss_ms"] / auto["ms"]:.0%}',
+            f'{cpu["loss_ms"] / cpu["ms"]:.0%}',
+        ]
+        lines.append(cells)
+    names = ('model', 'of_iteration', 'late', 'difference', 'on_host', 'on_device', 'share')
+    titles = [words[name] for name in (*names, 'share_cpu')]
+    return f'{table(titles, lines)}\n\n{where(files, words)}'
+
+
+def _on_device(measured: Dict[str, Any], words: Dict[str, str]) -> str:
+    if 'ms' not in measured:
+        return words['endless'].format(measured['limit'])
+    return words['compiling'].format(number(measured['ms']), measured['compilations'])
+
+
 def llama_learns(words: Dict[str, str]) -> str:
     """Bits for a byte while the small Llama learns."""
     files = load('llama_lora.json')
@@ -416,6 +462,7 @@ TABLES: Dict[str, Callable[[Dict[str, str]], str]] = {
     'training loops': training_loops,
     'training loops, lazy': lazy_training_loops,
     'synchronized batch norm': sync_bn,
+    'host losses': host_losses,
     'import': import_time,
     'llama learns': llama_learns,
     'llama parts': llama_parts,

@@ -8,7 +8,7 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators.compilation_cache import describe_kept
 from mmdevplug.config.hook_options import CompilationOptions
-from mmdevplug.config.pad_to import Size, suggest_buckets
+from mmdevplug.config.pad_to import Size, round_up, suggest_buckets
 from mmdevplug.data.batch_shapes import (
     COMPUTED,
     SENT,
@@ -199,7 +199,17 @@ class CompilationHook(Hook):
         parts = [
             f'In iteration {iteration} these changed{when}: {describe_changes(before, after)}.'
         ]
-        if self._sizes and (image_size(before) != image_size(after) or kind == SENT):
+        resized = image_size(before) != image_size(after)
+        sent = image_size(shapes[SENT])
+        if resized and kind == COMPUTED and sent and sent == image_size(last.get(SENT, {})):
+            sides = [side for size in self._sizes for side in size]
+            parts.append(
+                f'The images were all of {sent}: batch_augments of the data preprocessor resize '
+                f'batches, to {len(self._sizes)} sizes so far. Let them choose from few: '
+                f"mmdet's BatchSyncRandomResize with "
+                f'size_divisor={round_up(max((max(sides) - min(sides)) // 2, 1), 32)}.'
+            )
+        elif self._sizes and (resized or kind == SENT):
             buckets = suggest_buckets(list(self._sizes))
             advice = f'Pad images to few sizes: accelerator=dict(pad_to={buckets}, ...)'
             if self._recorder is not None and self._recorder.pads_to is not None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
+from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -48,10 +49,11 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
     heads = [part for part in model.modules() if callable(getattr(part, 'loss_by_feat', None))]
     if wanted is False or (wanted == 'auto' and not _shapes_vary(model, heads)):
         return []
+    truth = HostTruth(model)
     for head in heads:
         replace_attribute(head, 'loss_by_feat', HostLosses(head))
         if callable(getattr(head, 'loss', None)):
-            replace_attribute(head, 'loss', _WithHostTruth(head))
+            replace_attribute(head, 'loss', _WithHostTruth(head, truth))
     if heads and hasattr(model, 'parse_losses'):
         replace_attribute(model, 'parse_losses', _on_one_device(model.parse_losses))
     return heads
@@ -310,18 +312,63 @@ class HostLosses:
         )
 
 
-class _WithHostTruth:
-    """Replace ``loss`` of a head: samples come to the host before the head prepares them."""
+class HostTruth:
+    """Keep samples on the host while the data preprocessor augments them, and then send copies.
 
-    def __init__(self, head: nn.Module) -> None:
-        self.head = head
+    Heads find the originals of what the model passes on. Scaled on the device, the boxes of a
+    batch would be a graph for each number of them.
+
+    Args:
+        model (nn.Module): A model, whose ``data_preprocessor`` is changed in place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._sent: Dict[int, Tuple[BaseDataElement, BaseDataElement, List[Tuple[int, int]]]] = {}
+        preprocessor = getattr(model, 'data_preprocessor', None)
+        if isinstance(preprocessor, BaseDataPreprocessor):
+            self._cast = preprocessor.cast_data
+            replace_attribute(preprocessor, 'cast_data', self._cast_inputs)
+            preprocessor.register_forward_hook(self._send)
+
+    def _cast_inputs(self, data: Any) -> Any:
+        return data.to('cpu') if isinstance(data, BaseDataElement) else self._cast(data)
+
+    def _send(self, preprocessor: BaseDataPreprocessor, _: Any, output: Any) -> Any:
+        sent = to_device(output, preprocessor.device)
+        here, there = (
+            part.get('data_samples') if isinstance(part, dict) else None for part in (output, sent)
+        )
+        pairs = zip(there, here) if _are_samples(here) else ()
+        self._sent = {id(copy): (copy, original, _versions(copy)) for copy, original in pairs}
+        return sent
+
+    def of(self, samples: Any) -> Any:
+        """The originals of samples; other samples, and those changed since, are fetched."""
+        if not _are_samples(samples):
+            return samples
+        originals = []
+        for sample in samples:
+            copy, original, versions = self._sent.get(id(sample), (None, None, None))
+            if copy is not sample or versions != _versions(sample):
+                return to_device(samples, 'cpu')
+            original.set_metainfo(sample.metainfo)
+            originals.append(original)
+        return originals
+
+
+def _versions(sample: BaseDataElement) -> List[Tuple[int, int]]:
+    return [(id(tensor), tensor._version) for tensor in tensors_in(sample)]
+
+
+class _WithHostTruth:
+    """Replace ``loss`` of a head: it gets the samples of the host."""
+
+    def __init__(self, head: nn.Module, truth: HostTruth) -> None:
+        self.head, self.truth = head, truth
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(to_device(arg, 'cpu') if _are_samples(arg) else arg for arg in args)
-        kwargs = {
-            name: to_device(arg, 'cpu') if _are_samples(arg) else arg
-            for name, arg in kwargs.items()
-        }
+        args = tuple(map(self.truth.of, args))
+        kwargs = {name: self.truth.of(arg) for name, arg in kwargs.items()}
         return type(self.head).loss(self.head, *args, **kwargs)
 
 

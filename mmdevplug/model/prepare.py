@@ -14,6 +14,7 @@ from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.errors import DevPlugError, ModelError, first_line
+from mmdevplug.patches.deformable_attention import patch_deformable_attention
 from mmdevplug.patches.mmseg import patch_accuracy
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.logs import log_warning
@@ -59,6 +60,7 @@ def place_model(
     accelerator, device = context.accelerator, context.device
     if accelerator.compilation.lazy:
         patch_accuracy(model)
+        patch_deformable_attention(accelerator.device_type)
         _warn_of_checkpointed_dropout(model)
         if spread is None:
             compute_losses_on_host(model, host_losses)

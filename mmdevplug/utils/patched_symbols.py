@@ -147,6 +147,13 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'mmseg multiplies with the mask.',
     ),
     *_symbols(
+        'torch: _shape_as_tensor',
+        LAZY_MODEL,
+        'Deformable attention sends the sizes that it returns to the device and reads them there, '
+        'each number with an execution of its own; the replacement keeps them on the host.',
+        'mmcv and mmdet read the sizes of feature maps from `Tensor.shape`.',
+    ),
+    *_symbols(
         'torch.distributed: barrier',
         PROCESS_GROUP,
         'It asks PyTorch for the accelerator, which fails where a vendor registers no '
@@ -271,10 +278,10 @@ REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
         _LIFE,
     ),
     ReplacedAttribute(
-        'heads of a model on a lazy device, and the model',
-        ('loss_by_feat', 'loss', 'parse_losses'),
+        'heads of a model on a lazy device, the model, and its data preprocessor',
+        ('loss_by_feat', 'loss', 'parse_losses', 'cast_data'),
         'Losses that choose boxes or pixels have shapes that vary, so they are computed on the '
-        'host.',
+        'host, from ground truth that stays there.',
         _LIFE,
     ),
     ReplacedAttribute(

@@ -4,9 +4,10 @@ import re
 import threading
 import time
 import zlib
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from importlib import import_module
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -160,6 +161,20 @@ def get_global_rank(group: AnyGroup, rank: int) -> int:
 def allows_renamed_classes() -> bool:
     """Whether ``weights_only`` takes classes under other names: from PyTorch 2.6 on."""
     return is_at_least('2.6.0')
+
+
+def decomposition_of(operator: str) -> Optional[Callable]:
+    """PyTorch's composition of an ATen operator from plainer ones; None before PyTorch 2.0."""
+    if not is_at_least('2.0.0'):
+        return None
+    table = import_module('torch._decomp').decomposition_table
+    return table[getattr(torch.ops.aten, operator).default]
+
+
+def plain_tensor_functions() -> AbstractContextManager:
+    """Call functions of tensors without ``__torch_function__`` of subclasses."""
+    before_2_0 = 'DisableTorchFunction'
+    return getattr(torch._C, f'{before_2_0}Subclass', getattr(torch._C, before_2_0))()
 
 
 def default_autocast_dtype(device_type: str) -> torch.dtype:

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from mmengine.model import BaseModel
+from mmengine.model import BaseDataPreprocessor, BaseModel
+from mmengine.structures import BaseDataElement
 from torch import nn
 
 from mmdevplug import init_device
@@ -106,3 +107,50 @@ def test_losses_and_gradients_are_those_of_the_host():
     for name, gradient in host[1].items():
         assert lazy[1][name] == pytest.approx(gradient, abs=1e-5), name
     assert host[2] == lazy[2] == 3
+
+
+class Scaling(BaseDataPreprocessor):
+    """Scale the boxes of samples in place, as augmentations of a batch do."""
+
+    def forward(self, data, training=False):
+        data = super().forward(data, training)
+        for sample in data['data_samples']:
+            sample.boxes[:] *= 2
+            sample.set_metainfo(dict(scaled=True))
+        return data
+
+
+class Counting(Head):
+    """A head that looks at its samples."""
+
+    def loss(self, features, samples):
+        self.seen = [(sample.boxes.device.type, sample.boxes.tolist()) for sample in samples]
+        self.metainfo = [sample.metainfo for sample in samples]
+        return super().loss(features)
+
+
+def see_samples(changes):
+    """What a head gets of samples that the model changes on the device, or does not."""
+    model = Model()
+    model.data_preprocessor, model.head = Scaling(), Counting()
+    model = place_model(model, init_device('none', 'lazy'))
+    sample = BaseDataElement(boxes=torch.tensor([1.0, 2.0]), metainfo=dict(number=0))
+    data = model.data_preprocessor(dict(inputs=[torch.rand(1)], data_samples=[sample]), True)
+    (sent,) = data['data_samples']
+    device = sent.boxes.device.type
+    sent.set_metainfo(dict(number=1))
+    if changes:
+        sent.boxes += 1
+    model.head.loss(torch.rand(1, 2, 5, 5).to(sent.boxes.device), data['data_samples'])
+    truth = vars(model.head)['loss'].truth
+    original = truth.of([sent])[0] is truth._sent[id(sent)][1]
+    return device, model.head.seen, model.head.metainfo, original
+
+
+@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+def test_heads_get_samples_of_the_host_as_the_model_has_them():
+    for changes, boxes in ((False, [2.0, 4.0]), (True, [3.0, 5.0])):
+        ((device, seen, metainfo, original),) = run_ranks(see_samples, 0, changes)
+        assert (device, seen) == ('lazy', [('cpu', boxes)])
+        assert metainfo == [dict(number=1, scaled=True)]
+        assert original is not changes

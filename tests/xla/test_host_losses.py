@@ -1,7 +1,10 @@
 """Losses of detectors on the host, behind a network on a lazy device."""
 
+import copy
+
 import pytest
 import torch
+from mmengine.logging import MessageHub
 
 from tests.jobs import need_mmcv_operations
 from tests.ranks import run_ranks
@@ -62,6 +65,24 @@ def calling_again(model):
     model.bbox_head.__class__ = Calls
 
 
+def resized():
+    """A detector whose data preprocessor resizes batches, boxes too, to two sizes in turn."""
+    from mmdet.models import BatchSyncRandomResize
+    from mmdet.registry import MODELS
+
+    @MODELS.register_module(force=True)
+    class InTurn(BatchSyncRandomResize):
+        def forward(self, inputs, data_samples):
+            self._input_size = (96, 96) if self._input_size == (64, 64) else (64, 64)
+            return super().forward(inputs, data_samples)
+
+    made = trained_detector('YOLOXHead')
+    made['data_preprocessor']['batch_augments'] = [
+        dict(type='InTurn', random_size_range=(64, 96), interval=1000)
+    ]
+    return made
+
+
 def train_all():
     """Train each detector on both devices; see :func:`train_detector`."""
     batches = [batch(number) for number in range(ITERATIONS)]
@@ -80,7 +101,17 @@ def train_all():
         found[f'{name}, predicted'] = [
             predict_detector(kind, config, pictures, state) for kind in ('cpu', 'xla')
         ]
+    config = resized()
+    found['resized'] = [
+        train_detector(kind, config, copy.deepcopy(batches), prepare=at_the_start)
+        for kind in ('cpu', 'xla')
+    ]
     return found
+
+
+def at_the_start(_):
+    """Set the number of iterations that this augmentation reads, as a runner does."""
+    MessageHub.get_current_instance().update_info('iter', 0)
 
 
 @pytest.fixture(scope='module')
@@ -90,7 +121,7 @@ def trained():
     return found
 
 
-@pytest.mark.parametrize('name', [*HEADS, 'scaled'])
+@pytest.mark.parametrize('name', [*HEADS, 'scaled', 'resized'])
 def test_losses_are_those_of_the_host(trained, name):
     expected, found = trained[name]
     assert largest_difference(expected, found) <= 1e-4
@@ -130,6 +161,12 @@ def test_two_stages_predict_as_on_the_host(trained, name):
             assert (here.masks == there.masks).float().mean() > 0.999
     assert set(found['executions'][1:]) == {EXECUTIONS[name][1]}
     assert not any(found['compilations'][1:])
+
+
+def test_each_size_of_batches_is_compiled_twice_whatever_the_number_of_boxes(trained):
+    _, found = trained['resized']
+    assert any(found['compilations'][:4])
+    assert not any(found['compilations'][4:])
 
 
 def test_parameters_and_buffers_of_the_head(trained):
