@@ -55,7 +55,8 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Find
     # The first backward of a process starts autograd's threads, for as many devices as are known
     # by then: after one on the CPU, the second card of a package imported later has none.
     tasks = [*names, CHOICE]
-    processes = [tasks[:1], tasks[1:]] if tasks[0] == 'cpu' else [tasks]
+    apart = tasks[0] == 'cpu' and not options['accelerator']
+    processes = [tasks[:1], tasks[1:]] if apart else [tasks]
     for found in chain.from_iterable(
         run_isolated(__name__, tasks, options, seconds) for tasks in processes
     ):
