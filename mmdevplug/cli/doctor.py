@@ -51,9 +51,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
     """Add how collectives are timed."""
-    parser.add_argument('--timeout', type=float, default=120.0, help='of a collective, in seconds')
-    parser.add_argument('--largest-mb', type=float, default=16.0, help='of the largest message')
-    parser.add_argument('--rounds', type=int, default=5, help='the median of these is reported')
+    parser.add_argument(
+        '--timeout',
+        type=float,
+        default=120.0,
+        help='seconds that a collective may take (default: 120)',
+    )
+    parser.add_argument(
+        '--largest-mb', type=float, default=16.0, help='MB of the largest message (default: 16)'
+    )
+    parser.add_argument(
+        '--rounds', type=int, default=5, help='how often each is timed, for a median (default: 5)'
+    )
 
 
 def check_measure_arguments(args: argparse.Namespace) -> None:
