@@ -265,9 +265,9 @@ def draw(found: Dict[str, Any], path: Path) -> None:
     """Bars for each model, a panel for each number of equal devices."""
     rows = [row for row in found['rows'] if row['equal']]
     counts = sorted({row['devices'] for row in rows})
-    figure = Figure(figsize=(12, 4.2))
+    figure = Figure(figsize=(8, 6.6))
     for place, (axes, count) in enumerate(
-        zip(figure.subplots(1, len(counts), sharey=True), counts)
+        zip(figure.subplots(2, -(-len(counts) // 2), sharey=True).flat, counts)
     ):
         here = [row for row in rows if row['devices'] == count]
         at = np.arange(len(here))
@@ -277,7 +277,7 @@ def draw(found: Dict[str, Any], path: Path) -> None:
         best = [max(row['best'], 0.0) for row in here]
         axes.scatter(best, at + 0.2, marker='|', s=60, color='black', label='best', zorder=3)
         axes.set_yticks(at)
-        axes.set_yticklabels([row['model'] for row in here], fontsize='small')
+        axes.set_yticklabels([row['model'] for row in here])
         axes.set_title(f'{count} devices', fontsize='medium')
         axes.set_xlabel('largest load / ideal − 1')
         for side in ('top', 'right'):
@@ -285,8 +285,8 @@ def draw(found: Dict[str, Any], path: Path) -> None:
         if place == 0:
             axes.invert_yaxis()
             figure.legend(loc='lower center', ncol=3, frameon=False)
-    figure.tight_layout(rect=(0, 0.06, 1, 1))
-    figure.savefig(path, dpi=90)
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:

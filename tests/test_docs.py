@@ -15,9 +15,14 @@ DOCS = ROOT / 'docs'
 EN, ZH = DOCS / 'en', DOCS / 'zh_cn'
 NAMES = sorted(path.name for path in EN.glob('*.md'))
 READMES = [ROOT / 'README.md', ROOT / 'README_zh-CN.md', ROOT / 'tests/standins/README.md']
-PAGES = [*sorted(EN.glob('*.md')), *sorted(ZH.glob('*.md')), *READMES]
+#: Both languages of what lies beside the README, but for the changes, which are in English.
+TOP = [
+    (ROOT / f'{name}.md', ROOT / f'{name}_zh-CN.md')
+    for name in ('README', 'CONTRIBUTING', 'SECURITY')
+]
+PAGES = [*sorted(EN.glob('*.md')), *sorted(ZH.glob('*.md')), *READMES, *TOP[1], *TOP[2]]
 #: Pairs that have to say the same.
-PAIRS = [(EN / name, ZH / name) for name in NAMES] + [(READMES[0], READMES[1])]
+PAIRS = [(EN / name, ZH / name) for name in NAMES] + TOP
 
 FENCE = re.compile(r'^( *)```(\S*)[^\n]*\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r'^(#+) (.*)$', re.MULTILINE)
@@ -127,7 +132,7 @@ def test_tables_have_the_same_rows_and_links_the_same_targets(english, chinese):
     assert rows[0] == rows[1]
     pages = [
         sorted(
-            re.sub(r'#.*', '', target).replace('zh_cn', 'en').replace('README_zh-CN', 'README')
+            re.sub(r'#.*', '', target).replace('zh_cn', 'en').replace('_zh-CN', '')
             for target in LINK.findall(prose(page))
         )
         for page in (english, chinese)

@@ -132,7 +132,8 @@ def test_every_room_has_its_tests():
     assert rooms - tested <= WITHOUT_TESTS_OF_THEIR_OWN
 
 
-def test_contributing_names_the_rooms_in_this_order():
-    text = (ROOT / 'CONTRIBUTING.md').read_text(encoding='utf-8')
+@pytest.mark.parametrize('page', ['CONTRIBUTING.md', 'CONTRIBUTING_zh-CN.md'])
+def test_contributing_names_the_rooms_in_this_order(page):
+    text = (ROOT / page).read_text(encoding='utf-8')
     places = [text.index(f'| `{room}/`') for room in ROOMS if (PACKAGE / room).is_dir()]
     assert places == sorted(places)

@@ -49,13 +49,13 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Find
     # A vendor's package may change what PyTorch answers afterwards, so those without come first.
     ordered = list(reversed(DETECTION_ORDER))
     names = ordered + [name for name in registered_names() if name not in ordered]
-    if options['accelerator']:
-        names = [options['accelerator']]
     findings, absent = [], []
     # The first backward of a process starts autograd's threads, for as many devices as are known
     # by then: after one on the CPU, the second card of a package imported later has none.
     tasks = [*names, CHOICE]
     processes = [tasks[:1], tasks[1:]] if tasks[0] == 'cpu' else [tasks]
+    if options['accelerator']:  # which is then the choice
+        processes = [[options['accelerator']]]
     for found in chain.from_iterable(
         run_isolated(__name__, tasks, options, seconds) for tasks in processes
     ):
@@ -122,10 +122,14 @@ def _examine_family(
     value = None if variable is None else os.environ.get(variable)
     remedy = '' if value is None else f'unset {variable}'
     if asked_for:
+        if not known:
+            choose_accelerator(options)  # which raises where no package has the name
         yield section.error(
             f'{name}: no device ({seen}); it needs {accelerator.requirement()}',
             'the accelerator that was asked for cannot be used here.',
-            remedy or f'--accelerator {available_accelerators()[0]}',
+            remedy
+            or f'install what it needs, or take one that is there: --accelerator '
+            f'{available_accelerators()[0]}',
         )
     elif value is not None and value.strip() in ('', '-1', 'void'):
         yield section.warning(

@@ -111,13 +111,15 @@ def _check_host_name(interfaces: Dict[str, List[str]]) -> Iterator[Finding]:
             remedy,
         )
         return
-    yield section.ok(f'the host name {name!r} is {", ".join(found)}')
+    told = f'the host name {name!r} is {", ".join(found)}'
     if outward and all(map(_is_loopback, found)):
         yield section.note(
-            f'the host name {name!r} is known as a loopback address alone',
+            f'{told}: loopback alone',
             'on several hosts gloo would listen where the others cannot reach it.',
             remedy,
         )
+    else:
+        yield section.ok(told)
 
 
 def _look_up(name: str) -> Union[List[str], str]:

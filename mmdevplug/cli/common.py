@@ -46,7 +46,8 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--launcher',
         choices=LAUNCHERS,
-        help='what started the processes; by default what the launch variables tell of',
+        help='what started the processes (default: found in the environment variables that '
+        'torchrun, Slurm, MPI or Kubernetes set; none without them)',
     )
     parser.add_argument(
         '--model-parallel',
@@ -62,7 +63,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         '--verbose', action='store_true', help='show the whole log on the terminal, as in the file'
     )
     # Passed by torch.distributed.launch; torchrun and we use the environment variable.
-    parser.add_argument('--local_rank', '--local-rank', type=int, default=None)
+    parser.add_argument('--local_rank', '--local-rank', type=int, help=argparse.SUPPRESS)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,8 +77,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         '--accelerator',
-        help='lay its base config over CONFIG: auto, cpu, cuda, xla, gcu, npu, mlu, musa, xpu, '
-        'hpu, mps, tpu, or the name of any other that PyTorch knows',
+        help='train there, by its base config laid over CONFIG: auto, cpu, cuda, xla, gcu, npu, '
+        'mlu, musa, xpu, hpu, mps, tpu, or the name of any other that PyTorch knows',
     )
 
 

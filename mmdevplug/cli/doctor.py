@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional
 
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from mmdevplug.checks import versions
 from mmdevplug.checks.findings import Finding, count_levels, exit_status
@@ -50,9 +51,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
     """Add how collectives are timed."""
-    parser.add_argument('--timeout', type=float, default=120.0, help='of a collective, in seconds')
-    parser.add_argument('--largest-mb', type=float, default=16.0, help='of the largest message')
-    parser.add_argument('--rounds', type=int, default=5, help='the median of these is reported')
+    parser.add_argument(
+        '--timeout',
+        type=float,
+        default=120.0,
+        help='seconds that a collective may take (default: 120)',
+    )
+    parser.add_argument(
+        '--largest-mb', type=float, default=16.0, help='MB of the largest message (default: 16)'
+    )
+    parser.add_argument(
+        '--rounds', type=int, default=5, help='how often each is timed, for a median (default: 5)'
+    )
 
 
 def check_measure_arguments(args: argparse.Namespace) -> None:
@@ -80,21 +90,24 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def _examine(args: argparse.Namespace) -> int:
-    findings = list(examine(args))
+    terminal = Console(stderr=True)
+    columns = SpinnerColumn(finished_text=' '), '{task.description}', TimeElapsedColumn()
+    with Progress(*columns, console=terminal, disable=not terminal.is_terminal) as progress:
+        findings = list(examine(args, progress))
     print_report(findings, Console())
     if args.json is not None:
         write_text(json.dumps(as_dict(findings), indent=1), args.json)
     return exit_status(findings)
 
 
-def examine(args: argparse.Namespace) -> Iterator[Finding]:
+def examine(args: argparse.Namespace, progress: Progress) -> Iterator[Finding]:
     """Examine all sections in order; stop after the versions if torch or MMEngine are broken."""
-    progress = Console(stderr=True)
-    progress.print('looking at versions ...')
     broken = False
+    task = progress.add_task('looking at versions', total=1)
     for finding in versions.examine():
         broken |= finding.level == 'error' and finding.found.startswith(_ESSENTIAL)
         yield finding
+    progress.advance(task)
     if broken:
         text = 'nothing else was examined, because that needs torch and MMEngine'
         yield Finding('versions', 'note', text)
@@ -112,13 +125,11 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         sections['collectives'] = (ranks, options, *measure)
     earlier = False
     for name, arguments in sections.items():
-        progress.print(f'looking at {name} ...')
+        task = progress.add_task(f'looking at {name}', total=1)
         # Imported here, because they import torch.
-        from mmdevplug.utils.progress import show_progress
-
-        with show_progress(f'looking at {name}'):
-            module = 'cli.check' if name == 'config' else f'checks.{name}'
-            found = list(import_module(f'mmdevplug.{module}').examine(*arguments))
+        module = 'cli.check' if name == 'config' else f'checks.{name}'
+        found = list(import_module(f'mmdevplug.{module}').examine(*arguments))
+        progress.advance(task)
         for finding in found:
             failed = finding.level == 'error'
             if failed and earlier and name == 'collectives':

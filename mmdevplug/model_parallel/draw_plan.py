@@ -13,7 +13,7 @@ COLOURS = [
     '#c9d4e0', '#cfa97e', '#b6d7a8', '#f4cccc',
 ]  # fmt: skip
 #: The part of the longest bar below which a block has no name.
-NARROW = 0.035
+NARROW = 0.08
 
 
 def colours_of(plan: DevicePlan) -> Dict[str, str]:
@@ -40,7 +40,7 @@ def draw(plan: DevicePlan) -> Any:
         raise PlacementError(
             f'a picture needs matplotlib ({first_line(error)}): pip install matplotlib.'
         ) from error
-    figure = Figure(figsize=(11, 1.6 + 0.55 * len(plan.devices)))
+    figure = Figure(figsize=(8, 1.6 + 0.55 * len(plan.devices)))
     axes = figure.subplots()
     colours = colours_of(plan)
     longest = max(plan.loads.values()) or 1
@@ -53,7 +53,7 @@ def draw(plan: DevicePlan) -> Any:
             axes.barh(row, width, left=left, color=colour, edgecolor='white', linewidth=0.6)
             if block.bytes >= NARROW * longest:
                 place = (left + width / 2, row)
-                axes.text(*place, short_name(block.name), ha='center', va='center', fontsize=6)
+                axes.text(*place, short_name(block.name), ha='center', va='center', fontsize=8)
             left += width
     _mark(axes, plan, scale)
     axes.set_yticks(range(len(plan.devices)))
@@ -88,7 +88,7 @@ def _legend(axes: Any, colours: Dict[str, str]) -> None:
     shown: List[Any] = [Patch(color=colour, label=kind) for kind, colour in own]
     shown.append(Line2D([], [], color='black', linestyle='dashed', label='ideal'))
     place = dict(loc='center left', bbox_to_anchor=(1, 0.5))
-    axes.legend(handles=shown, fontsize='x-small', frameon=False, **place)
+    axes.legend(handles=shown, fontsize='small', frameon=False, **place)
 
 
 def save_png(plan: DevicePlan, path: PathLike) -> None:
