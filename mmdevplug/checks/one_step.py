@@ -9,6 +9,7 @@ from typing import Any, List, NamedTuple
 import torch
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
+from mmengine.runner.loops import _InfiniteDataloaderIterator
 
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.device_guard.mode import HAS_MODES
@@ -115,9 +116,16 @@ def _prepare(runner: DeviceRunner) -> Any:
     if runner._val_loop is not None:
         runner._val_loop = runner.build_val_loop(runner._val_loop)
     runner.optim_wrapper.initialize_count_status(runner.model, 0, 1)
-    batch = next(iter(runner.train_dataloader))
+    batch = _first_batch(runner)
     runner.model.train()
     return batch
+
+
+def _first_batch(runner: DeviceRunner) -> Any:
+    # The loop of iterations has begun to read already, and samplers without end are read once.
+    begun = getattr(runner.train_loop, 'dataloader_iterator', None)
+    data = begun if isinstance(begun, _InfiniteDataloaderIterator) else runner.train_dataloader
+    return next(iter(data))
 
 
 def _unused(names: List[str], runner: DeviceRunner) -> List[Finding]:

@@ -64,19 +64,25 @@ def check_temporary_folder(loader: DataLoader) -> None:
 def check_batches(loop: BaseLoop) -> None:
     """Refuse to train if this rank gets no batch in an epoch.
 
-    Loops that count iterations may have an infinite sampler, so their length is not checked.
+    Loops that count iterations may have an infinite sampler, so their length is not checked: see
+    :mod:`mmdevplug.explanations.no_batch`.
     """
     loader = getattr(loop, 'dataloader', None)
     if _by_epoch(loop) and _length(loader) == 0:
-        samples, size = _length(loader.dataset), getattr(loader, 'batch_size', None)
-        share = _length(getattr(getattr(loader, 'batch_sampler', None), 'sampler', None))
-        raise SampleError(
-            f'rank {get_rank()}: train_dataloader has no batch in an epoch: '
-            f'{_describe(loader.dataset)} has {samples} samples, of which this rank gets {share}, '
-            f'with batch_size={size} and drop_last={getattr(loader, "drop_last", None)}. Set a '
-            f'smaller train_dataloader.batch_size, train_dataloader.drop_last=False, or start '
-            f'fewer ranks.'
-        )
+        raise no_batch_error(loader)
+
+
+def no_batch_error(loader: Any) -> SampleError:
+    """What to raise where the loader of training data gives no batch in a pass over them."""
+    samples, size = _length(loader.dataset), getattr(loader, 'batch_size', None)
+    share = _length(getattr(getattr(loader, 'batch_sampler', None), 'sampler', None))
+    return SampleError(
+        f'rank {get_rank()}: train_dataloader has no batch in an epoch: '
+        f'{_describe(loader.dataset)} has {samples} samples, of which this rank gets {share}, '
+        f'with batch_size={size} and drop_last={getattr(loader, "drop_last", None)}. Set a '
+        f'smaller train_dataloader.batch_size, train_dataloader.drop_last=False, or start '
+        f'fewer ranks.'
+    )
 
 
 def compare_batches(loop: BaseLoop) -> None:

@@ -7,6 +7,7 @@ from mmdevplug.fault_tolerance.failure import fail_together
 
 from .arguments import explain_arguments
 from .mixed_devices import explain_mixed_devices
+from .no_batch import explain_no_batch
 from .one_value import explain_one_value
 from .out_of_memory import explain_out_of_memory
 from .shared_memory import explain_shared_memory
@@ -25,5 +26,5 @@ def explained(runner: Any, stage: str) -> Iterator[None]:
     """Do the same, also for errors of a loop: ``'train'``, ``'val'`` or ``'test'``."""
     with explained_build(runner, stage), explain_mixed_devices(runner, stage):
         with explain_one_value(runner, stage), explain_out_of_memory(runner, stage):
-            with explain_shared_memory(runner, stage):
+            with explain_shared_memory(runner, stage), explain_no_batch():
                 yield

@@ -138,6 +138,39 @@ def test_a_parameter_without_a_gradient_is_a_warning(tmp_path):
     assert 'warning:' not in out
 
 
+BY_ITERATION = "_delete_=True, type='IterBasedTrainLoop', max_iters=3"
+
+
+def with_data(folder, loop, data):
+    config = folder / 'config.py'
+    config.write_text(
+        f'_base_ = [{str(ROOT / CONFIG)!r}]\n'
+        f'train_cfg = dict({loop})\n'
+        f'train_dataloader = dict({data})\n'
+    )
+    return config
+
+
+@needs_modes
+@pytest.mark.parametrize('loop', [BY_ITERATION, ''])
+def test_a_sampler_without_end_is_read_once(tmp_path, loop):
+    data = "num_workers=1, persistent_workers=True, sampler=dict(type='InfiniteSampler')"
+    status, out, err = checked(with_data(tmp_path, loop, data))
+    assert status in (None, 0), out + err
+    assert out.splitlines()[-1] == 'consistent: one training step on cpu'
+
+
+@pytest.mark.parametrize('loop', [BY_ITERATION, ''])
+def test_data_without_a_batch(tmp_path, loop):
+    config = with_data(tmp_path, loop, 'dataset=dict(indices=20)')
+    with config.open('a') as file:
+        file.write('param_scheduler = None\n')
+    status, out, err = checked(config)
+    assert status == 1
+    assert 'train_dataloader has no batch in an epoch: DigitsDataset(indices=20) has 20' in err
+    assert 'batch_size=64 and drop_last=True' in err
+
+
 def test_launch_variables_and_strategies_are_told(digits):
     (stale,) = [line for line in digits.stdout.splitlines() if 'left over' in line]
     assert 'RANK=3 MASTER_PORT=29500' in stale
