@@ -18,6 +18,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug.accelerators.backend import backend_of
 from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.torch_compat import get_text, set_text
 
@@ -320,15 +321,18 @@ class FailureWatch:
         found = self.peer_failure()
         if found is not None:
             return found
-        by_agent = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
-        holder = 'torchrun on the host of rank 0' if by_agent else 'rank 0'
+        holder = self.heartbeat.describe(0)
+        if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
+            pid = os.environ.get(AGENT) if self.env.single_host else None
+            holder = 'the command that started the ranks ' + (
+                f'(pid {pid})' if pid else 'of the host of rank 0'
+            )
         waited = f' for {silence:.0f} s' if silence >= 1 else ''
         return self._stops_because(
-            f'{self.heartbeat.describe(0)}: the store at {self.env.master_addr}:'
-            f'{self.env.master_port}, which {holder} holds, has not answered{waited} '
-            f'({first_line(error)}). That process was killed (out of memory, SIGKILL) or stopped '
-            f'(SIGSTOP), or its host or the link to it is down; look at its log and at the kernel '
-            f'log of its host.'
+            f'{holder}: it holds the store at {self.env.master_addr}:{self.env.master_port}, '
+            f'which has not answered{waited} ({first_line(error)}). That process was killed (out '
+            f'of memory, SIGKILL) or stopped (SIGSTOP), or its host or the link to it is down; '
+            f'look at its log and at the kernel log of its host.'
         )
 
     def begin_attempt(self) -> None:

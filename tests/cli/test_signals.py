@@ -95,7 +95,8 @@ def test_nothing_is_left_of_a_job_whose_command_is_killed(tmp_path):
     _, left = psutil.wait_procs(job.below.values(), timeout=60)
     assert job.end() == -signal.SIGKILL
     assert left == [], job.printed
-    assert 'which torchrun on the host of rank 0 holds, has not answered' in job.printed
+    said = f'stops because of the command that started the ranks (pid {job.process.pid}): it holds'
+    assert said in job.printed
 
 
 @pytest.mark.long
