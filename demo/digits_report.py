@@ -232,7 +232,10 @@ def main() -> int:
     picture = work_dir / 'digits.png'
     draw(picture, curves, images, labels, predicted)
     print(f'test accuracy: {100.0 * np.mean(predicted == labels):.1f} %')
-    print(f'wrote {picture}')
+    print(f'wrote {picture}; the log is {max(work_dir.glob("*/*.log"))}')
+    print(
+        'To go on: source .venv/bin/activate, and mmdevplug train as above, with what you change.'
+    )
     return 0
 
 

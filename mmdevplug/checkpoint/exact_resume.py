@@ -306,7 +306,9 @@ class Resumption:
             return
         if isinstance(self.loop, EpochBasedTrainLoop) and not self._between_epochs:
             return
-        self.runner.logger.info('Validating first, which the interrupted run had not done.')
+        self.runner.logger.info(
+            'Validating first: the checkpoint was saved before the validation that was due then.'
+        )
         # Validation draws random numbers too, and training goes on after them.
         self.restore_random_state()
         self.runner.val_loop.run()

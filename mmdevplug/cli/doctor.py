@@ -123,8 +123,12 @@ def examine(args: argparse.Namespace, progress: Progress) -> Iterator[Finding]:
     if args.nproc is not None:
         measure = (args.largest_mb, args.rounds, args.timeout)
         sections['collectives'] = (ranks, options, *measure)
-    earlier = False
+    earlier = unusable = False
     for name, arguments in sections.items():
+        if name == 'collectives' and unusable:
+            text = f'not tried, because {args.accelerator} cannot be used here'
+            yield Finding('collectives', 'note', text)
+            continue
         task = progress.add_task(f'looking at {name}', total=1)
         # Imported here, because they import torch.
         module = 'cli.check' if name == 'config' else f'checks.{name}'
@@ -136,6 +140,7 @@ def examine(args: argparse.Namespace, progress: Progress) -> Iterator[Finding]:
                 finding = finding._replace(remedy=_AFTER)
             yield finding
         earlier |= any(finding.level == 'error' for finding in found)
+        unusable |= earlier and name == 'accelerators' and args.accelerator is not None
 
 
 def as_dict(findings: List[Finding]) -> Dict[str, Any]:

@@ -37,6 +37,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         # Apart, because it also has to work where torch cannot be imported.
         return import_module('mmdevplug.cli.doctor').main(argv[1:])
     if argv and argv[0] in COMMANDS:
+        if argv[0] in ('train', 'test') and sys.stderr.isatty():
+            say('starting; imports and the model take a while.')
         from .common import run
 
         command = import_module(f'mmdevplug.cli.{argv[0].replace("-", "_")}')

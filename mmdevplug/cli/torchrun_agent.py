@@ -7,6 +7,7 @@ loopback already is the one that torchrun takes.
     python -m mmdevplug.cli.torchrun_agent --nproc_per_node 2 --master_port 0 train.py ...
 """
 
+import logging
 import os
 import signal
 import socket
@@ -178,6 +179,10 @@ def run_agent(argv: Optional[List[str]] = None, server: Optional[RankServer] = N
         files = {1: handler._stdout, 2: handler._stderr}
         return server.fork(env, {number: file for number, file in files.items() if file})
 
+    # Of its files of errors, which are ours; the last line of the job is what they say.
+    logging.getLogger('torch.distributed.elastic.multiprocessing.errors').setLevel(
+        logging.CRITICAL
+    )
     patch_symbol(api.SubprocessHandler, '_popen', fork_or_start, _HANDLER)
     if not _CHOOSES_SIGNALS:
         patch_symbol(api.SubprocessContext, '_start', start_with_ours)

@@ -23,12 +23,13 @@ def fit(
         empty = ', '.join(name for name in accelerators if name not in useful)
         raise PlacementError(
             f'max_memory gives {empty} no memory. Leave it out of the devices, or allow a device '
-            f'to stay empty with force_balance=False.'
+            f'to stay empty with force_balance=False (mmdevplug plan: --no-force-balance).'
         )
     if full and len(groups) < len(useful):
         raise PlacementError(
             f'{len(groups)} blocks for {len(useful)} devices: {", ".join(useful[len(groups) :])} '
-            f'would stay empty. Give fewer devices, or allow it with force_balance=False.'
+            f'would stay empty. Give fewer devices, or allow it with force_balance=False '
+            f'(mmdevplug plan: --no-force-balance).'
         )
     if not useful and 'cpu' not in devices[1:]:
         raise PlacementError(f'max_memory gives {", ".join(devices)} no memory. Give one some.')
