@@ -205,6 +205,9 @@ def test_faster_rcnn_trains_and_detects_as_on_the_cpu(accelerator, detector_on_c
             assert len(got) > 0
             assert got == pytest.approx(expected, abs=1e-2)
     uses = found['uses']
+    if accelerator == 'xla':  # all between its networks is on the host, from one fetch
+        assert uses == {}
+        return
     # A picture has one nms of proposals, in training and in detection, and one of boxes.
     assert uses['roi_align_forward'] == uses['roi_align_backward'] + 1 == 3
     assert uses['nms'] == 4 + 2 + 2
