@@ -59,7 +59,7 @@ def all_texts() -> List[str]:
 def _refusals_of_options() -> Iterator[Message]:
     """The errors of ``Options.check``, put together as it does."""
     from mmdevplug.config.fields import options_of
-    from mmdevplug.config.launch import LaunchOptions
+    from mmdevplug.config.launch_options import LaunchOptions
 
     for kind in (each for key in (*kinds(), LaunchOptions) for each in (key, *parts(key))):
         for one in options_of(kind):

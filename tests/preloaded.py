@@ -3,7 +3,7 @@
 import gc
 
 import mmdevplug.gradients
-import mmdevplug.model.loss_check  # noqa: F401
+import mmdevplug.model.loss_path  # noqa: F401
 from mmdevplug.hooks import communication_hook
 
 #: A picture of each job would take a third of its time: the ranks of a test that looks at it

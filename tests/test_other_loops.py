@@ -24,7 +24,7 @@ class Absent:
             raise ModuleNotFoundError("No module named 'mmengine'", name='mmengine')
 sys.meta_path.insert(0, Absent())
 import mmdevplug.accelerators, mmdevplug.samples, mmdevplug.staged
-import mmdevplug.distributed.waiting, mmdevplug.environments.launch
+import mmdevplug.distributed.waiting, mmdevplug.environments.launch_variables
 sys.argv = ['plain_pytorch.py', 'cpu']
 runpy.run_path('plain_pytorch.py', run_name='__main__')
 """

@@ -15,7 +15,7 @@ from mmdevplug.accelerators import (
     probe_device,
 )
 from mmdevplug.accelerators.backend import check_backend, with_host_backend
-from mmdevplug.environments.launch import read_launch_env
+from mmdevplug.environments.launch_variables import read_launch_env
 from mmdevplug.errors import AcceleratorError, LaunchError
 
 TORCHRUN = dict(RANK='0', LOCAL_RANK='0', WORLD_SIZE='2', MASTER_ADDR='127.0.0.1')

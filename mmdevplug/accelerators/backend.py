@@ -7,7 +7,7 @@ import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.errors import LaunchError, first_line
-from mmdevplug.staged import process_group as staged
+from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.logs import log_warning
 

@@ -6,7 +6,7 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.environments.launch_variables import LaunchEnv
 
 from .base import Accelerator
 from .detection import get_accelerator

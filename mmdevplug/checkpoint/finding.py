@@ -9,7 +9,7 @@ from typing import Iterable, List, Optional
 from mmengine.logging import print_log
 
 from mmdevplug.distributed.waiting import run_on_main
-from mmdevplug.environments.launch import LaunchEnv, restarts
+from mmdevplug.environments.launch_variables import LaunchEnv, restarts
 from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.file_kinds import describe_no_checkpoint
 from mmdevplug.utils.logs import log_warning

@@ -3,7 +3,7 @@
 import os
 from typing import Iterator, List, Mapping, Optional
 
-from mmdevplug.environments.launch import Environment, find_environment, read_launch_env
+from mmdevplug.environments.launch_variables import Environment, find_environment, read_launch_env
 from mmdevplug.environments.stale import stale_variables, unset_line
 from mmdevplug.errors import LaunchError
 

@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Union
 
 import psutil
 
-from mmdevplug.environments.launch import DEFAULT_PORT
+from mmdevplug.environments.launch_variables import DEFAULT_PORT
 
 from .findings import Finding, Section
 

@@ -18,7 +18,7 @@ from mmdevplug.checks.step_devices import ModuleDevices
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.device_guard import POLICIES
-from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import PlacementError
 from mmdevplug.explanations.versions import explain_versions
 from mmdevplug.model_parallel.apply_options import Parallelism

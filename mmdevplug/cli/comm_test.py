@@ -11,7 +11,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug.checks.collectives_rank import Progress, reporting, run_rank
 from mmdevplug.checks.report import print_collectives
-from mmdevplug.environments.launch import LAUNCHERS, read_launch_env
+from mmdevplug.environments.launch_variables import LAUNCHERS, read_launch_env
 from mmdevplug.utils.atomic_files import check_writable, write_text
 
 from .arguments import Parser

@@ -15,7 +15,7 @@ from mmengine.config.utils import MODULE2PACKAGE
 
 from mmdevplug.config.accelerator import AcceleratorOptions, to_dict
 from mmdevplug.config.base_config import base_config
-from mmdevplug.environments.launch import (
+from mmdevplug.environments.launch_variables import (
     LAUNCHERS,
     LaunchEnv,
     find_environment,

@@ -21,8 +21,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from mmdevplug.config.launch import read_range
-from mmdevplug.environments.launch import DEFAULT_PORT
+from mmdevplug.config.launch_options import read_range
+from mmdevplug.environments.launch_variables import DEFAULT_PORT
 from mmdevplug.environments.torchrun import MOST_RANKS, ROUND
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.utils.patching import LocalPatch

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence
 from mmengine.config import Config
 
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.config.launch import COUNTED, ELASTIC_RESTARTS, LaunchOptions
-from mmdevplug.environments.launch import DEFAULT_PORT
+from mmdevplug.config.launch_options import COUNTED, ELASTIC_RESTARTS, LaunchOptions
+from mmdevplug.environments.launch_variables import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK
 from mmdevplug.environments.stale import stale_variables
 from mmdevplug.errors import DevPlugError, LaunchError

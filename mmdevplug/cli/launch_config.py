@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import List, Optional
 
 from mmdevplug.accelerators import choose_accelerator
-from mmdevplug.config.launch import COUNTED, LaunchOptions
-from mmdevplug.environments.launch import DEFAULT_PORT
+from mmdevplug.config.launch_options import COUNTED, LaunchOptions
+from mmdevplug.environments.launch_variables import DEFAULT_PORT
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.atomic_files import check_writable, write_text
 

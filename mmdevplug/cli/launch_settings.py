@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from mmdevplug.config.fields import options_of
-from mmdevplug.config.launch import LaunchOptions
-from mmdevplug.environments.launch import (
+from mmdevplug.config.launch_options import LaunchOptions
+from mmdevplug.environments.launch_variables import (
     DEFAULT_PORT,
     ENVIRONMENTS,
     Environment,

@@ -8,7 +8,7 @@ from typing import List, Optional
 
 from torch.distributed import TCPStore
 
-from mmdevplug.environments.launch import DEFAULT_PORT
+from mmdevplug.environments.launch_variables import DEFAULT_PORT
 from mmdevplug.errors import LaunchError, first_line
 
 from . import say

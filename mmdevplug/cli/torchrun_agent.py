@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import parse_args, run
 
-from mmdevplug.environments.launch import DEFAULT_PORT
+from mmdevplug.environments.launch_variables import DEFAULT_PORT
 from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
 from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import LaunchError

@@ -36,7 +36,7 @@ from mmdevplug.config.accelerator import (
     LEAST_HEARTBEAT_TIMEOUT,
     read_heartbeat_timeout,
 )
-from mmdevplug.environments.launch import (
+from mmdevplug.environments.launch_variables import (
     LaunchEnv,
     read_launch_env,
     refuse_to_run_alone,

@@ -17,7 +17,7 @@ from mmdevplug.accelerators import (
 )
 from mmdevplug.accelerators.backend import takes_host_tensors
 from mmdevplug.accelerators.detection import AcceleratorConfig
-from mmdevplug.environments.launch import LaunchEnv, read_local_rank
+from mmdevplug.environments.launch_variables import LaunchEnv, read_local_rank
 from mmdevplug.utils.annotations import AnyGroup
 
 

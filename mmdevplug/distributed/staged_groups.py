@@ -9,7 +9,7 @@ import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
-from mmdevplug.staged import process_group as staged
+from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import get_global_rank, is_at_least
 

@@ -10,7 +10,7 @@ import socket
 from typing import Dict, List, Mapping, Optional, Tuple, Union
 
 from mmdevplug.config.fields import shortened
-from mmdevplug.config.launch import COUNTED
+from mmdevplug.config.launch_options import COUNTED
 from mmdevplug.errors import LaunchError
 
 from .base import (

@@ -12,7 +12,7 @@ from typing import Any, Iterator, List, Optional, Tuple
 
 from torch import distributed as torch_dist
 
-from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError, StagedError, first_line
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import LockedStore, lets_threads_share_stores

@@ -17,13 +17,14 @@ from typing import Any, Dict, List, Optional, Tuple
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators.backend import backend_of
-from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.torch_compat import get_text, set_text
 
 from . import abort as ending
 from .abort import abort, forget_note, note_for_agent, say
+from .answer_port import ANSWER_SECONDS, LivenessCheck
 from .code_location import locate_error
 from .heartbeat import (
     BEAT_SECONDS,
@@ -38,7 +39,6 @@ from .heartbeat import (
     describe_places,
     list_numbers,
 )
-from .liveness import ANSWER_SECONDS, LivenessCheck
 from .long_waits import REPORT_SECONDS
 from .stop_together import StopRequests
 

@@ -15,7 +15,7 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 from torch import distributed as torch_dist
 
 from mmdevplug.config.accelerator import LEAST_HEARTBEAT_TIMEOUT
-from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.utils.torch_compat import get_text, set_text
 
 from .code_location import locate_thread

@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple, Typ
 
 from torch import distributed as torch_dist
 
-from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError
 from mmdevplug.utils.torch_compat import get_text, set_text
 

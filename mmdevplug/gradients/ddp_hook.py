@@ -8,7 +8,7 @@ from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes
 from mmdevplug.errors import ModelError, first_line
-from mmdevplug.staged.process_group import StagedProcessGroup
+from mmdevplug.staged.staged_group import StagedProcessGroup
 
 from .buckets import HostBucket
 from .compression import HALVES, Compression, PowerSGD, half_hook

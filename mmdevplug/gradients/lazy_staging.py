@@ -16,8 +16,8 @@ from mmdevplug.accelerators import Accelerator, devices_of
 from mmdevplug.distributed.byte_exchange import group_by_bytes
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
 from mmdevplug.errors import ModelError
-from mmdevplug.staged.process_group import StagedProcessGroup
 from mmdevplug.staged.shared_sum import SharedSum
+from mmdevplug.staged.staged_group import StagedProcessGroup
 from mmdevplug.utils.pytree import tensors_in
 
 from .buckets import Bucket, HostBucket, divide

@@ -23,7 +23,7 @@ from mmdevplug.distributed.staged_groups import staged_group
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
-from mmdevplug.model.loss_check import check_loss
+from mmdevplug.model.loss_path import check_loss
 from mmdevplug.model.move import (
     describe_misplaced,
     misplaced_tensors,

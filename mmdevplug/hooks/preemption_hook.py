@@ -11,7 +11,7 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import device_context
 from mmdevplug.distributed.waiting import wait_for_everyone
-from mmdevplug.environments.launch import most_ranks
+from mmdevplug.environments.launch_variables import most_ranks
 from mmdevplug.fault_tolerance import SAME_NOTICE_SECONDS
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase
 from mmdevplug.fault_tolerance.stop_together import StopAgreement

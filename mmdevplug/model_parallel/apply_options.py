@@ -11,7 +11,7 @@ from mmdevplug.accelerators import Accelerator, DeviceContext
 from mmdevplug.config.model_parallel import PRECISIONS, ModelParallelOptions
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.device_guard.mode import HAS_MODES
-from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.patching import replace_attribute

@@ -8,7 +8,12 @@ from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import Accelerator, device_context
 from mmdevplug.accelerators.detection import AcceleratorConfig, choose_accelerator
-from mmdevplug.environments.launch import LaunchEnv, find_job, follow_job, read_launch_env
+from mmdevplug.environments.launch_variables import (
+    LaunchEnv,
+    find_job,
+    follow_job,
+    read_launch_env,
+)
 from mmdevplug.errors import LaunchError, PlacementError
 from mmdevplug.utils.byte_sizes import format_bytes
 
@@ -158,7 +163,7 @@ def _place(launcher: str) -> LaunchEnv:
     raise LaunchError(
         f'this process is rank {rank} of a process group of {world_size}, but {found} which '
         f'devices of its host it takes. Set {" ".join(of_rank)} before, or pass '
-        f'env=mmdevplug.environments.launch.LaunchEnv(rank={rank}, local_rank=..., '
+        f'env=mmdevplug.environments.launch_variables.LaunchEnv(rank={rank}, local_rank=..., '
         f'world_size={world_size}, local_world_size=...).'
     )
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.finding import find_resume_point
-from mmdevplug.checkpoint.fitting import explaining_other_run, load_model, repeat_beside
+from mmdevplug.checkpoint.fit_weights import explaining_other_run, load_model, repeat_beside
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.other_loaders import OtherLoaders
 from mmdevplug.checkpoint.reading import read_for_model

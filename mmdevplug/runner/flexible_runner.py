@@ -6,7 +6,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import FlexibleRunner
 from torch import nn
 
-from mmdevplug.checkpoint.fitting import repeat_beside
+from mmdevplug.checkpoint.fit_weights import repeat_beside
 from mmdevplug.config.accelerator import to_dict
 from mmdevplug.errors import DevPlugError
 from mmdevplug.explanations.explain import explained

@@ -13,7 +13,7 @@ from mmengine.registry import FUNCTIONS
 from mmengine.runner import BaseLoop
 
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.environments.launch import LaunchEnv, most_ranks
+from mmdevplug.environments.launch_variables import LaunchEnv, most_ranks
 from mmdevplug.errors import LaunchError
 from mmdevplug.optim.replay_schedulers import scale_lr
 from mmdevplug.optim.split_step import SplitCollate, SplitStep

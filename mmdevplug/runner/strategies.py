@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mmdevplug.accelerators.environment_report import describe_devices
-from mmdevplug.checkpoint.fitting import explaining_other_run, load_model
+from mmdevplug.checkpoint.fit_weights import explaining_other_run, load_model
 from mmdevplug.checkpoint.optimizer_settings import Length
 from mmdevplug.checkpoint.reading import read_for_model
 from mmdevplug.checkpoint.resume_settings import ResumeSettings, list_optimizers

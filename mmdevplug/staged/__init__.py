@@ -7,7 +7,7 @@ PyTorch's DistributedDataParallel, its optimizers and other programs need no cha
 module need MMEngine. It needs PyTorch 2.0 or later.
 """
 
-from .process_group import StagedProcessGroup, register
+from .staged_group import StagedProcessGroup, register
 
 __all__ = ['StagedProcessGroup', 'register']
 

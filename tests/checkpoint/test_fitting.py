@@ -10,7 +10,7 @@ from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
 from torch import nn
 
-from mmdevplug.checkpoint.fitting import load_model
+from mmdevplug.checkpoint.fit_weights import load_model
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.load_weights import load_weights
 from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine

@@ -163,7 +163,7 @@ def look_at_misplaced():
     import card
 
     from mmdevplug.accelerators import DeviceContext, get_accelerator
-    from mmdevplug.environments.launch import LaunchEnv
+    from mmdevplug.environments.launch_variables import LaunchEnv
 
     card.install('zeta')
     accelerator = get_accelerator('zeta')

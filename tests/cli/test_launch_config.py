@@ -10,7 +10,7 @@ import yaml
 
 from mmdevplug.cli import launch, launch_config, torchrun_agent as agent, train
 from mmdevplug.cli.launch import agent_options
-from mmdevplug.config.launch import LaunchOptions
+from mmdevplug.config.launch_options import LaunchOptions
 from mmdevplug.environments.loopback import HeldStore
 from mmdevplug.errors import DevPlugError, LaunchError
 from tests.cli.starting import NoRanks

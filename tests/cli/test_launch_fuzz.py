@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mmdevplug.cli import launch_settings
-from mmdevplug.environments.launch import refuse_to_run_alone
+from mmdevplug.environments.launch_variables import refuse_to_run_alone
 from mmdevplug.errors import LaunchError
 from tests.commands import python
 from tests.jobs import PATHS

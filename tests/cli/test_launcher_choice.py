@@ -13,7 +13,7 @@ from mmdevplug.cli import launch_settings
 from mmdevplug.cli.launch_settings import read_settings, starts_processes
 from mmdevplug.cli.train import build_parser
 from mmdevplug.environments import torchrun
-from mmdevplug.environments.launch import read_launch_env, refuse_to_run_alone
+from mmdevplug.environments.launch_variables import read_launch_env, refuse_to_run_alone
 from mmdevplug.errors import LaunchError
 from tests.cli.test_launch_fuzz import AGENT, VALUES
 

@@ -266,7 +266,7 @@ def test_sbatch(tmp_path, slurm):
 
 
 FIRST_HOST = (
-    'import os, sys; from mmdevplug.environments.launch import find_environment; '
+    'import os, sys; from mmdevplug.environments.launch_variables import find_environment; '
     'from mmdevplug.environments.slurm import first_host; '
     'print(sys.argv[1], find_environment().name, first_host(os.environ))'
 )

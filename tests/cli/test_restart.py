@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hosts import INTERFACE, Hosts, available
-from mmdevplug.environments.launch import restarts
+from mmdevplug.environments.launch_variables import restarts
 from mmdevplug.errors import LaunchError
 from tests.jobs import PATHS, ROOT
 from tests.ranks import free_port

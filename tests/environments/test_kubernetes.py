@@ -6,7 +6,7 @@ import pytest
 
 from mmdevplug.environments.base import Hosts
 from mmdevplug.environments.kubernetes import Kubernetes, refuse_to_run_alone
-from mmdevplug.environments.launch import (
+from mmdevplug.environments.launch_variables import (
     ENVIRONMENTS,
     LaunchEnv,
     find_environment,

@@ -6,7 +6,12 @@ import socket
 
 import pytest
 
-from mmdevplug.environments.launch import DEFAULT_PORT, LaunchEnv, read_launch_env, read_local_rank
+from mmdevplug.environments.launch_variables import (
+    DEFAULT_PORT,
+    LaunchEnv,
+    read_launch_env,
+    read_local_rank,
+)
 from mmdevplug.environments.slurm import job_port
 from mmdevplug.errors import LaunchError
 

@@ -9,7 +9,7 @@ import pytest
 from mmengine.registry import RUNNERS
 
 from mmdevplug.cli import test, train
-from mmdevplug.environments.launch import (
+from mmdevplug.environments.launch_variables import (
     LaunchEnv,
     forget_stale_variables,
     refuse_to_run_alone,

@@ -387,7 +387,7 @@ def test_a_failure_is_noted_for_torchrun_before_the_others_know_it(tmp_path):
 
 
 def test_a_stop_agreement_uses_the_keys_of_its_training():
-    from mmdevplug.environments.launch import LaunchEnv
+    from mmdevplug.environments.launch_variables import LaunchEnv
     from mmdevplug.fault_tolerance.stop_together import StopAgreement, StopRequests
 
     store = torch_dist.HashStore()

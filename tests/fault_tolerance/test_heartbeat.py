@@ -275,7 +275,7 @@ def hold_the_interpreter(report):
     import ctypes
 
     from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import failure, failure_watch, liveness as answering
+    from mmdevplug.fault_tolerance import answer_port as answering, failure, failure_watch
     from mmdevplug.fault_tolerance.failure import enter_phase
 
     output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

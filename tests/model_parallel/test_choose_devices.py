@@ -14,7 +14,7 @@ import torch
 from mmdevplug import init_device
 from mmdevplug.accelerators import Accelerator
 from mmdevplug.config.model_parallel import ModelParallelOptions
-from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import LaunchError, PlacementError
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.model_parallel.choose_devices import resolve_strategy
@@ -193,7 +193,9 @@ def without_launcher(drop=(), start_group=False):
         del os.environ[name]
     install_card('zeta')
     told = io.StringIO()
-    logging.getLogger('mmdevplug.environments.launch').addHandler(logging.StreamHandler(told))
+    logging.getLogger('mmdevplug.environments.launch_variables').addHandler(
+        logging.StreamHandler(told)
+    )
     try:
         found = resolve_strategy(True, accelerator='zeta', devices=2)
     except LaunchError as error:

@@ -19,7 +19,7 @@ from typing import Any, Iterable, List, Optional, Tuple
 
 from torch import distributed as torch_dist
 
-from mmdevplug.environments.launch import LaunchEnv
+from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_store
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.torch_compat import get_text, set_text
