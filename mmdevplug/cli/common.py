@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import signal
+import warnings
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -238,6 +239,8 @@ def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
 
 def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] = None) -> int:
     """Run a script; our errors end it with status 1 and one message instead of a traceback."""
+    # By MMEngine, and by each repository, in each process.
+    warnings.filterwarnings('ignore', 'pkg_resources is deprecated')
     checked = serve()
     if checked is not None:
         main, argv = import_module('mmdevplug.cli.launch').main, checked
