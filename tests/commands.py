@@ -52,6 +52,7 @@ def python(*arguments, cwd=_ROOT, env=None, timeout=280, mmengine=True):
 
 
 def _become(arguments, cwd, env, printed):
+    sys.stdout.flush()  # what the server's imports have printed
     for number, path in enumerate([os.devnull, *printed]):
         copy = os.open(path, os.O_RDWR | os.O_CREAT)
         os.dup2(copy, number)

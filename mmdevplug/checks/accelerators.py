@@ -122,10 +122,14 @@ def _examine_family(
     value = None if variable is None else os.environ.get(variable)
     remedy = '' if value is None else f'unset {variable}'
     if asked_for:
+        found = f'no device ({seen}); it needs {accelerator.requirement()}'
         if not known:
-            choose_accelerator(options)  # which raises where no package has the name
+            try:
+                choose_accelerator(options)
+            except DevPlugError as error:  # no package has the name
+                found = str(error)
         yield section.error(
-            f'{name}: no device ({seen}); it needs {accelerator.requirement()}',
+            f'{name}: {found}',
             'the accelerator that was asked for cannot be used here.',
             remedy
             or f'install what it needs, or take one that is there: --accelerator '

@@ -153,7 +153,7 @@ def _detect(options: Dict[str, Any], timeout: float) -> Finding:
     lacking = [f.found for f in findings if f.level == 'warning' and 'no kernel for' in f.found]
     if wrong or data is None:
         remedy = next((finding.remedy for finding in wrong if finding.remedy), '')
-        if remedy.startswith('--accelerator'):  # the doctor's: another accelerator
+        if ': --accelerator ' in remedy:  # the doctor's: another accelerator
             remedy = _NOT_FOUND
         found = '; '.join(finding.found for finding in wrong) or 'no device was found'
         return Finding(DETECTION, FAILED, found, remedy=remedy, data=data)
