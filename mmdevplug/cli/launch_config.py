@@ -55,6 +55,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         train += f' --accelerator {args.accelerator}'
     print(f'accelerate launch --config_file {args.out} {train}')
     print(f'torchrun {" ".join(agent_options(settings))} {train}')
+    print("A script of your own stands in place of '-m mmdevplug train ...', e.g. train.py")
 
 
 def accelerate_config(settings: LaunchOptions, use_cpu: bool) -> str:

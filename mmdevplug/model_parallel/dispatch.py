@@ -115,7 +115,8 @@ def _warn_of_lone_ranks() -> None:
         warnings.warn(
             f'accelerate sees num_processes=1, but WORLD_SIZE={world}: each rank trains a model '
             f'by itself, and nothing averages their gradients. Set '
-            f'ACCELERATE_BYPASS_DEVICE_MAP=true and make Accelerator(cpu=True), or wrap the model in DistributedDataParallel.',
+            f'ACCELERATE_BYPASS_DEVICE_MAP=true and make Accelerator(cpu=True), or wrap '
+            f'the model in DistributedDataParallel.',
             stacklevel=3,
         )
 
