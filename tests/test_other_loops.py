@@ -33,22 +33,36 @@ runpy.run_path('plain_pytorch.py', run_name='__main__')
 @pytest.mark.parametrize('language', ['en', 'zh_cn'])
 def test_the_page_has_the_scripts(language):
     page = (ROOT / 'docs' / language / 'other_loops.md').read_text(encoding='utf-8')
-    for name in SCRIPTS:
+    for name in (*SCRIPTS, 'accelerate_ranks'):
         assert (FOLDER / f'{name}.py').read_text(encoding='utf-8') in page, name
+
+
+def run_script(folder, name, *arguments):
+    """Run a script in this process; what it printed."""
+    if arguments[0] != 'cpu':
+        install_card(arguments[0].partition(':')[0])
+    sys.path.insert(0, str(FOLDER))
+    sys.argv = [name, *arguments]
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(FOLDER / f'{name}.py'), run_name='__main__')
+    return out.getvalue()
 
 
 def run_all(devices, folder):
     """Run all scripts in this process; what each printed."""
-    if devices != 'cpu':
-        install_card(devices.partition(':')[0])
-    sys.path.insert(0, str(FOLDER))
-    printed = {}
-    for name in SCRIPTS:
-        sys.argv = [name, devices]
-        with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as out:
-            runpy.run_path(str(FOLDER / f'{name}.py'), run_name='__main__')
-        printed[name] = out.getvalue()
-    return printed
+    return {name: run_script(folder, name, devices) for name in SCRIPTS}
+
+
+def run_resumed(devices, folder):
+    """Lightning's losses: of two epochs, and of one epoch and a resumed one."""
+    whole = run_script(folder, 'lightning_loop', devices, '--epochs', '2')
+    first = run_script(folder, 'lightning_loop', devices)
+    resumed = ('--epochs', '2', '--resume', 'lightning.ckpt')
+    return (
+        losses(whole),
+        losses(first),
+        losses(run_script(folder, 'lightning_loop', devices, *resumed)),
+    )
 
 
 @pytest.fixture(scope='module')
@@ -91,3 +105,65 @@ def test_a_loop_needs_no_mmengine(runs):
     )
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == losses(runs[0]['plain_pytorch'])
+
+
+def test_lightning_resumes_as_if_it_had_not_stopped(tmp_path):
+    pytest.importorskip('lightning', reason="needs the extra 'loops'")
+    need_card()
+    ((whole, first, resumed),) = run_ranks(run_resumed, 0, 'zeta:0-1', tmp_path)
+    assert len(first) == len(resumed) == 5
+    assert first + resumed == pytest.approx(whole, abs=1e-6)
+    assert len(set(whole)) == 10
+
+
+def test_accelerate_divides_batches_and_averages_over_ranks(tmp_path):
+    pytest.importorskip('trl', reason="needs the extra 'loops'")
+    need_card()
+    (alone,) = run_ranks(run_script, 0, tmp_path, 'accelerate_ranks', 'cpu')
+    together = run_ranks(run_script, 2, tmp_path, 'accelerate_ranks', 'zeta')
+    assert '1 rank(s), samples of each in a step: 8' in alone
+    assert '2 rank(s), samples of each in a step: 4' in together[0]
+    assert losses(together[0]) == pytest.approx(losses(alone), abs=1e-5)
+    assert len(set(losses(alone))) == 3
+
+
+def test_a_script_runs_on_the_stand_in():
+    pytest.importorskip('trl', reason="needs the extra 'loops'")
+    need_card()
+    paths = [str(ROOT), str(ROOT / 'tests' / 'standins' / 'fakecard')]
+    done = subprocess.run(
+        [sys.executable, 'plain_pytorch.py', 'zeta:0,1'],
+        cwd=FOLDER,
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'FAKECARD_NAME': 'zeta'},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'zeta:1' in done.stdout
+    assert len(losses(done.stdout)) == 5
+
+
+def test_without_mmengine_a_message_says_so():
+    code = (
+        WITHOUT.partition('import mmdevplug')[0]
+        + """
+from importlib import import_module
+for name in ('runner', 'gradients', 'dynamic_sampling'):
+    try:
+        import_module(f'mmdevplug.{name}')
+    except ModuleNotFoundError as error:
+        print(error)
+from mmdevplug.cli.main import main
+sys.exit(main(['--help']))
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, '-c', code],
+        env={**os.environ, 'PYTHONPATH': str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert line.startswith('mmdevplug: mmdevplug extends MMEngine')
+    assert done.stdout.splitlines() == [line.partition(': ')[2]] * 3

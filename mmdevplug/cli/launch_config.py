@@ -12,6 +12,7 @@ from mmdevplug.environments.launch_variables import DEFAULT_PORT
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.atomic_files import check_writable, write_text
 
+from . import say
 from .arguments import Parser
 from .launch import agent_options, count_processes, refuse_missing_devices
 from .launch_settings import add_launch_arguments, read_settings
@@ -55,6 +56,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         train += f' --accelerator {args.accelerator}'
     print(f'accelerate launch --config_file {args.out} {train}')
     print(f'torchrun {" ".join(agent_options(settings))} {train}')
+    say(f"to start a script of your own, write its name, e.g. train.py, in place of '{train}'")
 
 
 def accelerate_config(settings: LaunchOptions, use_cpu: bool) -> str:

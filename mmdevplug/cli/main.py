@@ -29,7 +29,11 @@ COMMANDS = {
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a command and return its exit status."""
     leave_process_one()
-    require_mmengine()
+    try:
+        require_mmengine()
+    except ModuleNotFoundError as error:
+        say(str(error))
+        return 1
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv and argv[0] in COMMANDS and not _has_temporary_folder():
         return 1

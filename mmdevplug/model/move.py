@@ -1,5 +1,6 @@
 """Move modules to a device, and keep shared tensors shared."""
 
+import gc
 import sys
 from contextlib import contextmanager
 from itertools import chain
@@ -128,6 +129,53 @@ def place_by_plan(model: nn.Module, plan: Any) -> None:
             f'{describe_misplaced(left)}. Put them into a module that must not be split: '
             f"model_parallel=dict(no_split=['...'])."
         )
+
+
+@contextmanager
+def keep_parameters(model: nn.Module) -> Iterator[None]:
+    """Put the parameters that are replaced meanwhile back, with the values and devices of the new.
+
+    Gradients move along, and shared parameters stay shared.
+
+    Raises:
+        PlacementError: If a parameter cannot be kept and an optimizer holds it.
+    """
+    held = [(p, n, p[n]) for p, n in _slots(model) if isinstance(p[n], nn.Parameter)]
+    yield
+    taken: Dict[int, Tensor] = {}
+    for place, name, old in held:
+        new = place[name]
+        if id(old) not in taken and new is not old:
+            taken[id(old)] = old if _take_over(old, new) else new
+        place[name] = taken.get(id(old), old)
+    lost = {id(old): name for _, name, old in held if taken.get(id(old), old) is not old}
+    if not lost:
+        return
+    for found in gc.get_objects():
+        if issubclass(type(found), torch.optim.Optimizer):
+            groups = getattr(found, 'param_groups', [])
+            names = [lost[id(p)] for g in groups for p in g['params'] if id(p) in lost]
+            if names:
+                raise PlacementError(
+                    f'{type(found).__name__} holds {len(names)} parameter(s), e.g. {names[0]!r}, '
+                    f'that torch {torch.__version__} replaces when it moves them; expected an '
+                    f'optimizer of the moved ones. Make the optimizer after dispatch().'
+                )
+
+
+def _take_over(old: Tensor, new: Tensor) -> bool:
+    """Make a parameter what its moved copy is; False where this PyTorch cannot."""
+    gradient, old.grad = old.grad, None
+    if gradient is not None:
+        new.grad = gradient.to(new.device)
+    if type(old) is nn.Parameter and torch._has_compatible_shallow_copy_type(old, new):
+        old.data, old.grad = new.data, new.grad
+        return True
+    try:
+        torch.utils.swap_tensors(old, new)
+    except (AttributeError, RuntimeError):  # before PyTorch 2.3, or a weak reference to one
+        return False
+    return True
 
 
 def _slots(module: nn.Module) -> List[Slot]:

@@ -1,14 +1,16 @@
 """Dispatch a planned model to its devices with HF accelerate, and do what that leaves undone."""
 
 import functools
+import os
 import warnings
-from typing import Any, Iterator, Tuple
+from typing import Any, Iterator, Sequence, Tuple
 
 import torch
 from torch import nn
 
-from mmdevplug.errors import PlacementError
-from mmdevplug.model.move import place_by_plan
+from mmdevplug.accelerators import available_accelerators, get_accelerator
+from mmdevplug.errors import PlacementError, first_line
+from mmdevplug.model.move import keep_parameters, place_by_plan
 from mmdevplug.utils.patching import replace_attribute
 
 from .device_plan import DevicePlan
@@ -30,7 +32,8 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
     HF accelerate's ``dispatch_model`` moves the modules, and lets each of them move its inputs to
     its own device. What is added here: parameters and buffers that a split module holds by itself,
     and the methods that OpenMMLab's models call on their heads instead of ``forward``. Checkpoints
-    are those of the model as it was.
+    are those of the model as it was. Parameters stay the same objects, so that an optimizer may be
+    made before or after.
 
     Args:
         model (nn.Module): The model that the plan was made for, on the host; changed in place.
@@ -40,9 +43,15 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
         nn.Module: The same model, with the plan as its attribute ``device_plan``.
 
     Raises:
-        PlacementError: If HF accelerate is missing, the plan was made for another model, or a
-            tensor did not go where it was sent.
+        PlacementError: If HF accelerate is missing, the plan is none or was made for another
+            model, a device is not there, a tensor did not go where it was sent, or an optimizer
+            holds parameters that had to be replaced.
     """
+    if not isinstance(plan, DevicePlan):
+        raise PlacementError(
+            f'dispatch(model, plan={plan!r}): expected what plan() returns. Write '
+            f'dispatch(model, plan(model, {plan!r}, training=True)).'
+        )
     plan.check(model)
     try:
         import accelerate
@@ -51,9 +60,11 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
             f'a model over several devices needs HF accelerate, which cannot be imported: '
             f'{error}. Install it: pip install accelerate torch=={torch.__version__}'
         ) from error
+    _check_present(plan.devices)
+    _warn_of_lone_ranks()
     main = plan.devices[0]
     on_host = 'cpu' in plan.device_map.values()
-    with warnings.catch_warnings():
+    with keep_parameters(model), warnings.catch_warnings():
         # Tensors that a split module holds by itself are placed below.
         warnings.filterwarnings('ignore', message='.*do not match any submodules.*')
         accelerate.dispatch_model(
@@ -64,13 +75,65 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
             skip_keys=getattr(model, '_skip_keys_device_placement', None),
             force_hooks=True,
         )
+        place_by_plan(model, plan)
     for name in ('to', 'cuda', 'npu', 'mlu', 'musa', 'sdaa', 'neuron', 'xpu'):
-        # They warn of a move, and a copy of the model would move the original.
+        # accelerate's warn of a move, and a copy of the model would move the original.
         vars(model).pop(name, None)
-    place_by_plan(model, plan)
+    for name in ('to', 'cuda', 'cpu'):
+        replace_attribute(model, name, functools.partial(_move_all, model, name))
     align_methods(model, plan)
     model.device_plan = plan
     return model
+
+
+def _check_present(devices: Sequence[str]) -> None:
+    """Refuse devices that hold no tensor, with what is present."""
+    for name in devices:
+        try:
+            torch.ones(1, device=name)
+        except Exception as error:  # a vendor's package may raise anything
+            device_type = name.partition(':')[0]
+            present = ', '.join(
+                f'{each} ({accelerator.device_count()})'
+                for each in available_accelerators()
+                for accelerator in [get_accelerator(each)]
+            )
+            raise PlacementError(
+                f'the device {name} of the plan is not there '
+                f'({type(error).__name__}: {first_line(error)}); present are: {present}. Plan for '
+                f'devices that are there, or import the package that brings {device_type} first, '
+                f'e.g. torch_{device_type}.'
+            ) from error
+
+
+def _warn_of_lone_ranks() -> None:
+    """Warn where accelerate takes a rank of a job for the only process."""
+    from accelerate import PartialState
+
+    state, world = PartialState._shared_state, int(os.environ.get('WORLD_SIZE', 1))
+    if world > 1 and state and state.get('num_processes', 1) == 1:
+        warnings.warn(
+            f'accelerate sees num_processes=1, but WORLD_SIZE={world}: each rank trains a model '
+            f'by itself, and nothing averages their gradients. Set '
+            f'ACCELERATE_BYPASS_DEVICE_MAP=true and make Accelerator(cpu=True), or wrap '
+            f'the model in DistributedDataParallel.',
+            stacklevel=3,
+        )
+
+
+def _move_all(model: nn.Module, method: str, *args: Any, **options: Any) -> nn.Module:
+    """Do what ``to`` does, and warn if it moves the model."""
+    device = args or options
+    if method == 'to':
+        device = torch._C._nn._parse_to(*args, **options)[0]
+    if device is not None:
+        warnings.warn(
+            f'{type(model).__name__}.{method}() moves a model that dispatch() has spread over '
+            f'{", ".join(model.device_plan.devices)}, and its parts still send their inputs '
+            f'there. Remove the call.',
+            stacklevel=2,
+        )
+    return getattr(type(model), method)(model, *args, **options)
 
 
 def align_methods(model: nn.Module, plan: DevicePlan) -> None:

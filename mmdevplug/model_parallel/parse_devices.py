@@ -14,7 +14,7 @@ from mmdevplug.utils.byte_sizes import parse_bytes
 Devices = Union[str, int, torch.device, Sequence[Union[str, int, torch.device]]]
 Size = Union[int, str]
 
-_DEVICE = re.compile(r'(?P<type>[a-z_]\w*):(?P<first>\d+)(-(?P<last>\d+))?\Z')
+_DEVICE = re.compile(r'((?P<type>[a-z_]\w*):)?(?P<first>\d+)(-(?P<last>\d+))?\Z')
 MOST_DEVICES = 4096
 
 
@@ -24,9 +24,10 @@ def parse_devices(
     """Read a list of devices. None of them need be present.
 
     Args:
-        devices (str, int, torch.device or list): ``'cuda:0-3'``, ``'cuda:0,cuda:2'``, a list of
-            such, or a number of devices of ``device_type``.
-        device_type (str, optional): What a bare index or number means.
+        devices (str, int, torch.device or list): ``'cuda:0-3'``, ``'cuda:0,2-3'``, a list of such,
+            or a number of devices of ``device_type``.
+        device_type (str, optional): What a bare index or number means where no type precedes it in
+            its text.
         exclude_cpu (bool): Whether the host may hold nothing. If False, ``'cpu'`` comes last.
 
     Returns:
@@ -86,8 +87,6 @@ def _names(part: object, device_type: Optional[str]) -> List[str]:
         found = _DEVICE.match(text)
         if text in ('cpu', 'cpu:0'):
             names.append('cpu')
-        elif text.isdigit():
-            names += _names(int(text), device_type)
         elif found and found['type'] in ('cpu', 'meta'):
             raise PlacementError(
                 f'device {text!r}: expected TYPE:INDEX or TYPE:FIRST-LAST of an accelerator, e.g. '
@@ -96,11 +95,16 @@ def _names(part: object, device_type: Optional[str]) -> List[str]:
             )
         elif found:
             first, last = int(found['first']), int(found['last'] or found['first'])
-            _check_type(found['type'])
+            device_type = found['type'] or device_type
+            if device_type is None:
+                raise PlacementError(
+                    f"device {text}: of which type? Write e.g. 'cuda:{text}', or give device_type."
+                )
+            _check_type(device_type)
             if last < first:
                 raise PlacementError(f'devices {text!r}: the range ends before it begins.')
             _checked(last - first + 1, text)
-            names += [f'{found["type"]}:{index}' for index in range(first, last + 1)]
+            names += [f'{device_type}:{index}' for index in range(first, last + 1)]
         elif text:
             raise PlacementError(
                 f'device {text!r}: expected TYPE:INDEX or TYPE:FIRST-LAST, e.g. '

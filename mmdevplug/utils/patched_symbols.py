@@ -309,6 +309,12 @@ REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
         _LIFE,
     ),
     ReplacedAttribute(
+        'models on several devices',
+        ('to', 'cuda', 'cpu'),
+        'A warning says that the model is spread over devices before it is moved.',
+        _LIFE,
+    ),
+    ReplacedAttribute(
         'data loaders of the runner',
         ('batch_sampler', 'worker_init_fn', '_iterator'),
         'Loading goes on in the middle of an epoch, seeds each batch, and keeps workers from '

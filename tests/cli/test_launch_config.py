@@ -111,7 +111,9 @@ def test_the_file_of_a_host_names_it(tmp_path, capsys):
         distributed_type='MULTI_GPU', use_cpu=True, num_processes=8, num_machines=2,
         machine_rank=1, main_process_ip='node1', main_process_port=29500,
     )  # fmt: skip
-    _, torchrun = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    _, torchrun = printed.out.splitlines()
+    assert "train.py, in place of '-m mmdevplug train CONFIG" in printed.err
     assert '--nnodes=2 --node_rank=1 --master_addr=node1 --master_port=29500 -m' in torchrun
 
 

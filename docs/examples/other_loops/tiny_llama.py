@@ -1,10 +1,14 @@
 """A tiny Llama and its tokenizer, made on the spot so that nothing has to be downloaded."""
 
+import os
 import string
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+if 'FAKECARD_NAME' in os.environ:
+    import fakecard_from_env  # noqa: F401  the stand-in of the tests, where there are no cards
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -19,7 +23,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_llama() -> LlamaForCausalLM:
-    """Two layers of width 32; the same weights each time."""
+    """Four layers of width 32; the same weights each time."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(

@@ -1,0 +1,137 @@
+"""What a loop that is not MMEngine's meets around ``dispatch``."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from mmdevplug.errors import PlacementError
+from mmdevplug.model_parallel import dispatch, plan
+from tests.jobs import install_card, need_card
+from tests.ranks import run_ranks
+
+pytest.importorskip('accelerate', reason='needs HF accelerate')
+
+
+class Tied(nn.Module):
+    """Two layers that share a weight, one that is frozen, and a parameter of the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(6, 6) for _ in range(3))
+        self.own = nn.Parameter(torch.ones(6))
+        self.third.weight = self.first.weight
+        self.second.weight.requires_grad_(False)
+
+    def forward(self, x):
+        own = self.own.to(x.device)
+        return self.third(self.second(self.first(x * own)).tanh()).square().mean()
+
+
+def train(devices, before):
+    if devices is not None:
+        install_card('zeta')
+    model = Tied()
+    inputs = torch.linspace(-1, 1, 24).reshape(4, 6)
+    made = torch.optim.AdamW(model.parameters(), lr=0.05) if before else None
+    model(inputs).backward()  # a gradient that the first step uses
+    parameters = list(model.parameters())
+    if devices is not None:
+        dispatch(model, plan(model, devices, training=True, strategy='balanced'))
+        assert {p.device.type for p in parameters} == {'zeta'}
+        assert all(p.grad is None or p.grad.device == p.device for p in parameters)
+    optimizer = made or torch.optim.AdamW(model.parameters(), lr=0.05)
+    assert model.first.weight is model.third.weight
+    assert not model.second.weight.requires_grad
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    losses = []
+    for _ in range(4):
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = model(inputs)
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize('before', [True, False])
+def test_an_optimizer_trains_whether_made_before_or_after(before):
+    need_card()
+    expected = train(None, before)
+    assert len(set(expected)) == 4
+    (found,) = run_ranks(train, 0, 'zeta:0-1', before)
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def hold_lost_parameters():
+    install_card('zeta')
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = plan(model, 'zeta:0-1', training=True, strategy='balanced')
+    del torch.utils.swap_tensors  # as before PyTorch 2.3
+    with pytest.raises(PlacementError, match=r'SGD holds .*Make the optimizer after dispatch'):
+        dispatch(model, made)
+    del optimizer
+    fresh = Tied()
+    dispatch(fresh, plan(fresh, 'zeta:0-1', training=True, strategy='balanced'))
+    return fresh.first.weight is fresh.third.weight
+
+
+def test_an_optimizer_of_lost_parameters_is_refused():
+    need_card()
+    assert run_ranks(hold_lost_parameters, 0) == [True]
+
+
+@pytest.mark.parametrize('devices', ['npu:0-1', 'mtia:0-1'])
+def test_devices_that_are_not_there(devices):
+    model = Tied()
+    made = plan(model, devices, training=True, strategy='balanced')
+    kind = devices[:-4]
+    with pytest.raises(PlacementError, match=rf'device {kind}:0 .*cpu \(\d+\).*torch_{kind}'):
+        dispatch(model, made)
+    assert {p.device.type for p in model.parameters()} == {'cpu'}
+
+
+def one_card_too_many():
+    install_card('zeta')
+    model = Tied()
+    with pytest.raises(PlacementError, match=r'device zeta:4 .*not there.*zeta \(4\)'):
+        dispatch(model, plan(model, 'zeta:3-4', training=True, strategy='balanced'))
+
+
+def test_one_card_too_many():
+    need_card()
+    assert run_ranks(one_card_too_many, 0) == [None]
+
+
+def test_dispatch_takes_a_plan():
+    text = re.escape("dispatch(model, plan(model, 'zeta:0-1', training=True))")
+    with pytest.raises(PlacementError, match=text):
+        dispatch(Tied(), 'zeta:0-1')
+
+
+def move():
+    install_card('zeta')
+    model = Tied()
+    dispatch(model, plan(model, 'zeta:0-1', training=True, strategy='balanced'))
+    model.to(torch.float32)
+    with pytest.warns(UserWarning, match=r'Tied.to\(\) moves a model .*zeta:0, zeta:1'):
+        model.to('zeta:0')
+
+
+def test_a_move_after_dispatch_is_warned_of():
+    need_card()
+    assert run_ranks(move, 0) == [None]
+
+
+def test_ranks_that_accelerate_does_not_see(monkeypatch):
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    from accelerate import PartialState
+
+    monkeypatch.setattr(PartialState, '_shared_state', dict(num_processes=1))
+    from mmdevplug.model_parallel.dispatch import _warn_of_lone_ranks
+
+    with pytest.warns(UserWarning, match=r'num_processes=1, but WORLD_SIZE=2.*BYPASS_DEVICE_MAP'):
+        _warn_of_lone_ranks()
