@@ -1,9 +1,4 @@
 """Runners, strategies of DeviceFlexibleRunner, and loops: where the pieces meet."""
-# ruff: noqa: E402
-
-from mmdevplug import require_mmengine
-
-require_mmengine()  # before imports that need it
 
 from .device_runner import DeviceRunner
 from .dynamic_sampling_loop import DynamicSamplingTrainLoop
