@@ -57,7 +57,8 @@ def main():
         assert part.to_local().shape[0] * size == expected.shape[0]
         gathered = part.full_tensor().detach().cpu()
         torch.testing.assert_close(gathered, expected.detach(), rtol=0, atol=1e-6)
-    print(f'rank {rank}: equal on {device}', flush=True)
+    # In one write: torchrun's ranks do not buffer, and share a pipe.
+    print(f'rank {rank}: equal on {device}\n', end='', flush=True)
     torch_dist.barrier()
     torch_dist.destroy_process_group()
 
