@@ -30,8 +30,8 @@ LACKS = dict(
     zeta=(torch.complex64,),  # the stand-in's view_as_real() is a copy, to which PyTorch writes
 )
 MODULES = (
-    'group_base', 'host_buffers', 'host_sum', 'json_gather', 'large_sums', 'process_group',
-    'reductions', 'shared_memory', 'shared_sum', 'work',
+    'group_base', 'host_buffers', 'host_sum', 'json_gather', 'large_sums', 'reductions',
+    'shared_memory', 'shared_sum', 'staged_group', 'work',
 )  # fmt: skip
 REDUCTIONS = dict(
     SUM=torch.add, PRODUCT=torch.mul, MIN=torch.minimum, MAX=torch.maximum,
