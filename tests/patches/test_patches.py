@@ -364,7 +364,7 @@ def foreign_targets(tree):
 
 
 #: Attributes of single objects that are assigned to elsewhere: values of ours, and of tensors.
-OWN = {'deferred_norm.py', 'process_group.py', 'traffic.py', 'wrapper.py', 'collectives_rank.py'}
+OWN = {'staged_group.py', 'traffic.py', 'wrapper.py', 'collectives_rank.py'}
 
 
 def listed_targets(tree):
