@@ -151,7 +151,9 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self.policy = averaging['policy']
         self._averaging = averaging
         self._averaging_group = averaging_group
-        self._users_group, self._on_host = group, on_host
+        # All ranks by None: a model is not to keep threads of their group until Python has ended.
+        self._users_group = None if group is torch_dist.group.WORLD else group
+        self._on_host = on_host
         self._ddp_averaging: Optional[BucketAveraging] = None
         self._devices = devices_of(module.parameters())
         # After the move, which may have made new parameters.
@@ -237,7 +239,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         group, before = self._users_group, self._trainable
         self._trainable = TrainableSet(self.module, before.tolerates_unused, before)
         change = self._trainable.describe_change(before)
-        if group is torch_dist.group.WORLD:
+        if group is None:
             # Others may have noticed nothing, and must not take this for their next average.
             wait_for_change(change)
         check_same_model(self.module, group)

@@ -1,7 +1,9 @@
 """What all collectives of a staged group share: how they begin, and what is checked before."""
 
+import atexit
 import os
 import threading
+import weakref
 from collections import deque
 from datetime import timedelta
 from typing import Any, Callable, Deque, List, Optional, Sequence, Tuple, Union
@@ -23,6 +25,10 @@ NAME = 'staged'
 Parts = Union[Tensor, Sequence[Tensor]]
 #: PyTorch 1 calls groups from Python alone, and lets nothing inherit from its own.
 _Base: Any = ProcessGroup if is_at_least('2.0') else object
+#: Those of this process that may still have threads.
+_GROUPS: 'weakref.WeakSet[GroupBase]' = weakref.WeakSet()
+#: How long the end of the interpreter waits for collectives that never complete.
+_END_SECONDS = 10.0
 
 
 class GroupBase(_Base):
@@ -41,13 +47,28 @@ class GroupBase(_Base):
             gloo = c10d._create_process_group_wrapper(gloo, NAME, store, rank, size, timeout)
         # Not registered with the group of C++, which PyTorch's DDP may free last, holding the lock
         # of the interpreter: gloo would wait for its threads, and they for that lock.
-        self._gloo = gloo
+        self._gloo: Any = gloo
         self.large = LargeSums(gloo, store, rank, size, timeout)
         self._deferred: Deque[DeferredWork] = deque()
         self._deferring = threading.Lock()
         self._name = self._description = ''
         self._process = os.getpid()
         self._coalesced: Optional[List[StagedWork]] = None
+        _GROUPS.add(self)
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
+
+    def shutdown(self) -> None:
+        """End gloo's threads; PyTorch's :func:`destroy_process_group` calls it, or Python's end.
+
+        Until then a thread of gloo may hold tensors of the last collective. Freeing them takes the
+        interpreter; a thread that finds it ending aborts the process ("terminate called without an
+        active exception"). Others keep this group longer than that: PyTorch's DDP does.
+        """
+        _GROUPS.discard(self)
+        if os.getpid() == self._process:  # gloo's threads are not in a process forked from it
+            self._gloo = None
+            self.large.close()
 
     def rank(self) -> int:
         """This process in the group."""
@@ -140,6 +161,11 @@ class GroupBase(_Base):
                 f'{self._process}, whose group does not reach it. Make the group after the fork, '
                 f'or start processes with the method "spawn".'
             )
+        if self._gloo is None:
+            raise StagedError(
+                f'{self._describe(name, tensors)}: the group has ended, with '
+                f'destroy_process_group() or the program. Call it before, or start another group.'
+            )
 
     def _check_tensors(self, name: str, tensors: Sequence[Tensor]) -> None:
         self._check_process(name, tensors)
@@ -224,6 +250,18 @@ class GroupBase(_Base):
             )
         of_one = tensor.numel() // rows if rows else 0
         return [count * of_one for count in splits]
+
+
+def _end_all() -> None:
+    """End the groups before the interpreter does, but do not wait for lost ranks for ever."""
+
+    def end() -> None:
+        for group in list(_GROUPS):
+            group.shutdown()
+
+    ending = threading.Thread(target=end, name='staged', daemon=True)
+    ending.start()
+    ending.join(_END_SECONDS)
 
 
 def tensors_in(parts: Sequence[Parts]) -> List[Tensor]:

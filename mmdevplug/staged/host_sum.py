@@ -1,5 +1,7 @@
 """A sum that the caller's own memory holds, see :class:`.shared_sum.SharedSum`."""
 
+from typing import Any
+
 from torch import Tensor, distributed as torch_dist
 
 from .host_buffers import scale, summand
@@ -15,7 +17,8 @@ class HostSum:
 
     def __init__(self, own: Tensor, gloo: 'torch_dist.ProcessGroupGloo', size: int) -> None:
         self.own, self.finite = own, True
-        self._gloo, self._size = gloo, size
+        self._gloo: Any = gloo
+        self._size = size
         self._average = False
 
     def start(self, average: bool) -> None:
@@ -23,6 +26,7 @@ class HostSum:
         self._average = average
         self._summed = summand(self.own)
         self._work = self._gloo.allreduce([self._summed], torch_dist.AllreduceOptions())
+        self._gloo = None  # the program may keep this sum longer than the group
 
     def wait(self, timeout: object = None) -> bool:
         """Wait until the sum may be read."""

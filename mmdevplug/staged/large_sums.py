@@ -41,7 +41,8 @@ class LargeSums:
         size: int,
         timeout: timedelta,
     ) -> None:
-        self._gloo, self._store, self._rank, self._size = gloo, store, rank, size
+        self._gloo: Any = gloo
+        self._store, self._rank, self._size = store, rank, size
         self._timeout = timeout
         self.wanted: Optional[bool] = None
         self.sums: Optional[SharedSums] = None
@@ -60,6 +61,12 @@ class LargeSums:
         sums = self._find(device_type) if size >= LEAST_BYTES else None
         if sums is not None:
             sums.make_room(size)
+
+    def close(self) -> None:
+        """Let go of gloo, whose threads end with the last who knows it."""
+        self._gloo = None
+        if self.sums is not None:
+            self.sums.close()
 
     def exchanged(self) -> Tuple[int, int]:
         """Bytes that this rank sent to other hosts, and had in shared memory."""

@@ -145,10 +145,11 @@ class SharedSums:
         self._hosts, self._gather, self._rank, self._size = hosts, gather, rank, size
         # One for each kind of message, so that their order between sums does not matter.
         here = hosts.ranks[hosts.here]
-        self._written = make_group(f'written{hosts.here}', here)
-        self._added = make_group(f'added{hosts.here}', here)
+        self._written: Any = make_group(f'written{hosts.here}', here)
+        self._added: Any = make_group(f'added{hosts.here}', here)
         peers = [ranks[hosts.local_rank] for ranks in hosts.ranks]
-        self._between = make_group(f'between{hosts.local_rank}', peers) if len(peers) > 1 else None
+        between = f'between{hosts.local_rank}'
+        self._between: Any = make_group(between, peers) if len(peers) > 1 else None
         self._memory: List[mmap.mmap] = []
         self._capacity = self._stop = 0
         self._open: Deque[SharedSum] = deque()  # as far as this rank knows, some rank reads them
@@ -179,6 +180,12 @@ class SharedSums:
         """Share memory for ``size`` bytes of tensors that are open at a time."""
         if size > self._capacity:
             self._share(size)
+
+    def close(self) -> None:
+        """Let go of gloo, but for sums that have not ended."""
+        with self._working:
+            if not self._active:
+                self._written = self._added = self._between = None
 
     def add(self, started: SharedSum) -> None:
         """Take note of a sum that has started, and take steps of others that need not wait."""

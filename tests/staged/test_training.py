@@ -215,3 +215,49 @@ def test_the_script_for_accelerate():
     line = done.stdout.strip().splitlines()[-1]
     found = re.fullmatch(r'backend staged: loss (\S+), weights equal on 2 ranks: True', line)
     assert float(found[1]) < 1e-4
+
+
+WIDE = """
+import sys
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+import mmdevplug.staged
+
+distributed.init_process_group('staged')
+model = DistributedDataParallel(nn.Linear(1024, 1024))  # summed in memory that ranks share
+model(torch.ones(2, 1024)).sum().backward()
+group = distributed.group.WORLD
+if sys.argv[1] == 'destroy':
+    distributed.destroy_process_group()
+    try:
+        group.barrier()
+    except RuntimeError as error:
+        assert 'the group has ended' in str(error), error
+"""
+MMENGINE = """
+from mmengine.config import Config
+from mmengine.runner import Runner
+
+config = Config.fromfile('configs/digits/digits_cpu.py')
+config.merge_from_dict(dict(work_dir=__file__ + '.dir', launcher='pytorch'))
+config.train_cfg.max_epochs = 1
+Runner.from_cfg(config).train()
+"""
+
+
+@pytest.mark.skipif(RELEASE < (2, 6), reason='PyTorch names its threads since 2.6')
+@pytest.mark.parametrize('how', ['destroy', 'leave', 'mmengine', 'accelerate'])
+def test_no_thread_of_gloo_outlives_the_program(how, tmp_path):
+    script = tmp_path / 'script.py'
+    script.write_text(MMENGINE if how == 'mmengine' else WIDE)
+    if how == 'accelerate':
+        script = ROOT / 'docs/examples/staged_accelerate.py'
+    env = dict(os.environ, OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT))
+    done = python(
+        *('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2),
+        *('tests/staged/threads_left.py', script, how),
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('threads that run collectives: 0') == 2, done.stdout
