@@ -21,6 +21,7 @@ for restore in (restore_mmengine, restore_barrier, restore_mmcv_ops):
 
 #: Periods in Chinese: the beginning and the end.
 PERIODS = {
+    listed.LOG_FILES: ('读取我们的基础配置，或调用 `init_device()`', '`restore_mmengine()`'),
     listed.JOB: ('runner 或 strategy 启动，或调用 `patch_mmengine()`', '`restore_mmengine()`'),
     listed.LAZY_MODEL: ('模型移动到惰性设备', '`restore_mmengine()`'),
     listed.AUTOCAST: (
@@ -59,7 +60,8 @@ REASONS = {
         'MMEngine 只询问 `torch.npu.is_available()`。',
     ),
     'mmengine.logging.logger._get_device_id': (
-        '它按 CUDA 和 MUSA 的变量命名各 rank 的日志文件，在其他设备上则按 local rank 命名。',
+        '它按 CUDA 和 MUSA 的变量命名各 rank 的日志文件，在其他设备上则按 local rank 命名；'
+        '而且在多个 rank 共用一块 GPU 时会报错。',
         'MMEngine 只按 rank 命名日志文件。',
     ),
     'mmengine.dist.dist.collect_results_cpu': (

@@ -65,7 +65,7 @@ def job_of(accelerator, ranks=2):
         return dict(vendor=vendor, environ=dict(GLOO_SOCKET_IFNAME='lo'))
     if accelerator == 'xla':
         return dict(environ=dict(CPU_NUM_DEVICES=str(max(ranks, 2))))
-    if accelerator == 'cuda' and ranks > gpus():
+    if accelerator == 'cuda' and ranks > gpus() > 1:
         first = os.environ.get('CUDA_VISIBLE_DEVICES', '0').split(',')[0]
         return dict(environ=dict(CUDA_VISIBLE_DEVICES=first))
     return {}

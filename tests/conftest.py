@@ -35,6 +35,8 @@ if _QUICK not in os.environ.get('PYTHONPATH', '').split(os.pathsep):
     os.environ['PYTHONPATH'] = os.pathsep.join([_QUICK, *([_others] if _others else [])])
 # Tests run beside each other, and threads of one would wait for those of another.
 torch.set_num_threads(1)
+# Servers of processes ask for GPUs, as MMEngine does at its import, without initializing CUDA.
+os.environ.setdefault('PYTORCH_NVML_BASED_CUDA_CHECK', '1')
 # Tests may run in a pod themselves.
 os.environ.pop('KUBERNETES_SERVICE_HOST', None)
 

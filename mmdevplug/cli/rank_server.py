@@ -18,6 +18,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, Any, List, Mapping, Optional, Sequence, Union
 
 from mmdevplug.errors import LaunchError
@@ -34,6 +35,10 @@ _MODULES = (
 )
 #: How long a server that nobody asks may take to end.
 _END_SECONDS = 5.0
+#: Threads of the driver, which NVML starts and a forked process does not need, and of an allocator
+#: that looks after forks.
+_MIND_NO_FORK = ('cuda', 'jemalloc')
+_CUDA_ERROR_NOT_INITIALIZED = 3
 #: `prctl`: end with the parent; become the parent of grandchildren whose own has ended.
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -154,11 +159,23 @@ def _why_not_forked() -> Optional[str]:
     built = torch.version.cuda is not None or torch.version.hip is not None
     child = os.fork()  # which ends the threads of libraries that mind forks, such as OpenBLAS
     if child == 0:
-        os._exit(torch.cuda._is_in_bad_fork())
+        os._exit(torch.cuda._is_in_bad_fork() or _cuda_is_lost())
     if os.waitpid(child, 0)[1] or (built and not nvml):
         return ''  # MMEngine asks CUDA for its devices; nobody can change that
-    threads = len(os.listdir('/proc/self/task')) - 1
-    return f'an imported package has started {threads} thread(s)' if threads else None
+    names = [(task / 'comm').read_text().strip() for task in Path('/proc/self/task').iterdir()]
+    names.remove(Path('/proc/self/comm').read_text().strip())
+    minding = sorted(name for name in names if not name.startswith(_MIND_NO_FORK))
+    if not minding:
+        return None
+    return f'an imported package has started {len(minding)} thread(s), {", ".join(minding)}'
+
+
+def _cuda_is_lost() -> bool:
+    """Whether CUDA refuses this process because the one that it was forked from has begun it."""
+    try:
+        return ctypes.CDLL('libcuda.so.1').cuInit(0) == _CUDA_ERROR_NOT_INITIALIZED
+    except OSError:
+        return False
 
 
 def _prctl(option: int, value: int) -> None:

@@ -5,6 +5,7 @@ can replace them. They are patched when a job starts, never at import, and stay 
 loops end, so that an inferencer or another loop can follow.
 """
 
+import os
 from functools import wraps
 from typing import Any, Callable, Union
 
@@ -28,6 +29,7 @@ from mmdevplug.utils.patched_symbols import (
     JOB,
     LAZY_MODEL,
     LOADER_WORKERS,
+    LOG_FILES,
     VIDEOS,
 )
 from mmdevplug.utils.patching import patch_symbol, restore_patches
@@ -79,7 +81,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     patch_symbol(device_utils, 'DEVICE', chosen.device_type)
     if chosen.device_type == 'npu':
         _find_npu()
-    patch_symbol(logger_module, '_get_device_id', _device_id)
+    patch_device_id()
     patch_result_collection()
     _register_loaders(safe=True)
     patch_symbol(checkpoint_functions, 'load_state_dict', load_state_dict)
@@ -94,7 +96,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
 
 def restore_mmengine() -> None:
     """Restore all functions of MMEngine, mmseg and mmdet."""
-    restore_patches(JOB, LAZY_MODEL, AUTOCAST, VIDEOS, LOADER_WORKERS)
+    restore_patches(JOB, LOG_FILES, LAZY_MODEL, AUTOCAST, VIDEOS, LOADER_WORKERS)
     _register_loaders(safe=False)
 
 
@@ -120,6 +122,12 @@ def _find_npu() -> None:
         )
 
 
+def patch_device_id() -> None:
+    """Name the log files of ranks after the visible devices of this process."""
+    if logger_module._get_device_id is not _device_id:
+        patch_symbol(logger_module, '_get_device_id', _device_id)
+
+
 _id_of_mmengine: Callable[[], Union[int, str]] = logger_module._get_device_id
 
 
@@ -127,7 +135,10 @@ def _device_id() -> Union[int, str]:
     """See ``mmengine.logging.logger._get_device_id``, which reads ``CUDA_VISIBLE_DEVICES``."""
     context = device_context()
     if context is None or not context.final or context.accelerator.shares_devices:
-        return _id_of_mmengine()
+        try:
+            return _id_of_mmengine()
+        except IndexError:  # more ranks than GPUs
+            return int(os.environ['LOCAL_RANK'])
     return context.accelerator.device_id(context.device)
 
 

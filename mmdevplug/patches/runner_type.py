@@ -35,3 +35,6 @@ def follow_runner_type() -> None:
         return RUNNERS.build(cfg) if named else from_cfg(cls, cfg)
 
     patch_symbol(runner_class, 'from_cfg', classmethod(build_named))
+    from .mmengine import patch_device_id  # which imports all of MMEngine, as the runner has
+
+    patch_device_id()  # building a runner logs, before it has patched MMEngine

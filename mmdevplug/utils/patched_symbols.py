@@ -15,6 +15,7 @@ class Period(NamedTuple):
 
 
 JOB = Period('a runner or a strategy starts, or `patch_mmengine()`', '`restore_mmengine()`')
+LOG_FILES = Period('a base config of ours is read, or `init_device()`', '`restore_mmengine()`')
 LAZY_MODEL = Period('a model is moved to a lazy device', '`restore_mmengine()`')
 AUTOCAST = Period(
     '`patch_mmengine()` or `DeviceAmpOptimWrapper`, on a device whose mixed precision MMEngine '
@@ -87,9 +88,9 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
     ),
     *_symbols(
         'mmengine.logging.logger: _get_device_id',
-        JOB,
+        LOG_FILES,
         'It names the log files of ranks after the variables of CUDA and MUSA, and after the '
-        'local rank on any other device.',
+        'local rank on any other device; and it fails where ranks share a GPU.',
         'MMEngine names log files after the rank alone.',
     ),
     *_symbols(

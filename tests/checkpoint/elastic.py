@@ -17,12 +17,14 @@ def work(path):
     from mmengine.config import Config
     from mmengine.registry import RUNNERS
 
+    import mmdevplug
     import tests.checkpoint.killing
     import tests.checkpoint.training  # noqa: F401
 
     stopped = True
     while stopped:
         cfg = Config.fromfile(path)
+        mmdevplug.follow_runner_type()  # as a base config does
         # As each process would have: its own message hub and logger.
         cfg.update(launcher='pytorch', experiment_name=f'at {time.time()}')
         try:

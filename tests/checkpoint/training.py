@@ -168,7 +168,10 @@ def build(work_dir, accelerator='cpu', **options):
     """A runner."""
     from mmengine.config import Config
 
+    import mmdevplug
+
     install_card(accelerator)
+    mmdevplug.follow_runner_type()  # as a base config does
     return RUNNERS.build(Config(config(work_dir, accelerator, **options)))
 
 

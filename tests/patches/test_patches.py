@@ -153,7 +153,8 @@ def expected_of(accelerator, ranks):
     """The symbols that a job patches by the list."""
     without = INDICES if accelerator == 'cpu' else ()
     without = (*without, 'type', 'IS_NPU_AVAILABLE')  # a T20's, an NPU's
-    periods = (patched_symbols.JOB, patched_symbols.AUTOCAST, patched_symbols.LOADER_WORKERS)
+    listed = patched_symbols
+    periods = (listed.JOB, listed.LOG_FILES, listed.AUTOCAST, listed.LOADER_WORKERS)
     found = symbols_of(*periods, without=without)
     if ranks > 1:
         found |= symbols_of(patched_symbols.WATCH)
@@ -223,6 +224,25 @@ def device_id_without_a_runner():
 
 def test_log_files_have_mmengines_device_without_a_runner():
     assert run_ranks(device_id_without_a_runner, 2) == [(0, 0), (1, 1)]
+
+
+def log_of_ranks_that_share_a_gpu():
+    import mmengine.runner  # noqa: F401
+    from mmengine.logging import logger
+
+    import mmdevplug
+
+    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+    try:
+        before = logger._get_device_id()
+    except IndexError:
+        before = None
+    mmdevplug.follow_runner_type()
+    return before, logger._get_device_id()
+
+
+def test_ranks_that_share_a_gpu_have_log_files():
+    assert run_ranks(log_of_ranks_that_share_a_gpu, 2) == [(0, 0), (None, 1)]
 
 
 # the helper -------------------------------------------------------------------------------------
