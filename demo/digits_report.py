@@ -44,10 +44,12 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+COMMAND = 'mmdevplug train configs/digits/digits_cpu.py --nproc 2'
+
+
 def how_to_train(work_dir: Path) -> str:
     """The command that makes what is missing."""
-    command = 'mmdevplug train configs/digits/digits_cpu.py --nproc 2'
-    return f'Train first: {command} --work-dir {work_dir}'
+    return f'Train first: {COMMAND} --work-dir {work_dir}'
 
 
 def newest(work_dir: Path, pattern: str, what: str) -> Path:
@@ -234,7 +236,8 @@ def main() -> int:
     print(f'test accuracy: {100.0 * np.mean(predicted == labels):.1f} %')
     print(f'wrote {picture}; the log is {max(work_dir.glob("*/*.log"))}')
     print(
-        'To go on: source .venv/bin/activate, and mmdevplug train as above, with what you change.'
+        f'To go on: source .venv/bin/activate && {COMMAND} --work-dir {work_dir} --resume '
+        f'--cfg-options train_cfg.max_epochs=24'
     )
     return 0
 

@@ -30,8 +30,7 @@ test_dataloader = val_dataloader
 val_evaluator = dict(type='DigitsAccuracy')
 test_evaluator = val_evaluator
 
-max_epochs = 16
-train_cfg = dict(by_epoch=True, max_epochs=max_epochs, val_interval=4)
+train_cfg = dict(by_epoch=True, max_epochs=16, val_interval=4)
 val_cfg = dict()
 test_cfg = dict()
 
@@ -41,7 +40,6 @@ optim_wrapper = dict(
 param_scheduler = dict(
     type='CosineAnnealingLR',
     eta_min=1e-3,
-    T_max=max_epochs,
     by_epoch=True,
     convert_to_iter_based=True,
 )

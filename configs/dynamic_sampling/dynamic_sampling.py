@@ -36,10 +36,9 @@ test_dataloader = val_dataloader
 val_evaluator = dict(type='DigitsAccuracy')
 test_evaluator = val_evaluator
 
-max_iters = 100
 train_cfg = dict(
     type='DynamicSamplingTrainLoop',
-    max_iters=max_iters,
+    max_iters=100,
     val_interval=20,
     # Of all ranks together: 64 images that are worth it, with all answers to each.
     target=64 * answers,
@@ -51,7 +50,7 @@ val_cfg = dict()
 test_cfg = dict()
 
 optim_wrapper = dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=6e-3, weight_decay=0.0))
-param_scheduler = dict(type='CosineAnnealingLR', eta_min=3e-4, T_max=max_iters, by_epoch=False)
+param_scheduler = dict(type='CosineAnnealingLR', eta_min=3e-4, by_epoch=False)
 
 default_hooks = dict(
     logger=dict(type='LoggerHook', interval=10, log_metric_by_epoch=False),

@@ -46,13 +46,12 @@ test_dataloader = val_dataloader
 val_evaluator = dict(type='BitsPerByte')
 test_evaluator = val_evaluator
 
-max_iters = 400
-train_cfg = dict(by_epoch=False, max_iters=max_iters, val_interval=100)
+train_cfg = dict(by_epoch=False, max_iters=400, val_interval=100)
 val_cfg = dict()
 test_cfg = dict()
 
 optim_wrapper = dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=5e-3, weight_decay=0.0))
-param_scheduler = dict(type='CosineAnnealingLR', eta_min=5e-4, T_max=max_iters, by_epoch=False)
+param_scheduler = dict(type='CosineAnnealingLR', eta_min=5e-4, by_epoch=False)
 
 default_hooks = dict(
     logger=dict(type='LoggerHook', interval=20, log_metric_by_epoch=False),

@@ -176,6 +176,13 @@ def _find(work_dir: str, load_from: Optional[str], resume: bool, env: LaunchEnv)
     else:
         mark_start(work_dir)
     if not resume:
+        left = newest_files([Path(work_dir)])
+        if left and count == 0:
+            log_warning(
+                f'{work_dir} holds {len(left)} checkpoint(s) of an earlier run, {left[0].name} '
+                f'the newest, and this run starts from the beginning. --resume goes on from '
+                f'there; another --work-dir keeps them apart.'
+            )
         return None
     if load_from is None:
         return find_good_checkpoint(work_dir)

@@ -228,6 +228,13 @@ class OptimizerSettings:
     def describe_early_end(self, then: Length, now: Length) -> Optional[str]:
         """Say where schedules of the rate end, if that was the end of the run and is no longer."""
         of_rate = [one for one in self.schedulers if one.param_name == 'lr']
+        for one in of_rate:
+            lowest = one.begin + (getattr(one, 'T_max', None) or one.end)
+            if then.of(one.by_epoch) == lowest < min(one.end, now.of(one.by_epoch) or 0):
+                return (
+                    f'{type(one).__name__} with T_max={one.T_max} has its lowest rate before, and '
+                    f'from there the learning rate rises again'
+                )
         spanned = any(one.end >= (then.of(one.by_epoch) or one.end + 1) for one in of_rate)
         if not spanned or any(one.end >= (now.of(one.by_epoch) or 0) for one in of_rate):
             return None

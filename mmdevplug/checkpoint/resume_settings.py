@@ -119,7 +119,7 @@ class ResumeSettings:
             early = one.describe_early_end(self._then, self.length)
             if early and None not in (before, now) and before < now:
                 log_warning(
-                    f'Training goes on to {self._limit}={now}, but {early}. Raise the end in the '
+                    f'Training goes on to {self._limit}={now}, but {early}. Raise that in the '
                     f'config and resume with --resume-settings config.'
                 )
 

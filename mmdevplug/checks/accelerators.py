@@ -122,7 +122,13 @@ def _examine_family(
     value = None if variable is None else os.environ.get(variable)
     remedy = '' if value is None else f'unset {variable}'
     if asked_for:
+        package = accelerator.package or 'torch'
         found = f'no device ({seen}); it needs {accelerator.requirement()}'
+        if find_spec(package.partition('.')[0]) is None:
+            found = (
+                f'no device: the package {package} is not installed for {sys.executable}. It '
+                f"comes with the vendor's software, or in a container of the vendor's"
+            )
         if not known:
             try:
                 choose_accelerator(options)

@@ -17,7 +17,7 @@ from tests.checkpoint.resuming import Stop, quickly, tiny
 
 _numbers = itertools.count()
 #: The warnings that are about settings and hooks.
-SAID = 'differs from the config|end before|nothing is left|The config has|of an EMAHook'
+SAID = 'differs from the config|end before|rises again|nothing is left|config has|an EMAHook'
 
 
 @PARAM_SCHEDULERS.register_module(force=True)

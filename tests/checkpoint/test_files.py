@@ -24,6 +24,7 @@ from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import BackgroundWriter
 from mmdevplug.checkpoint.writing import UNFINISHED, remove_unfinished, write_checkpoint
+from mmdevplug.environments.base import LaunchEnv
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.utils import atomic_files
 
@@ -356,3 +357,14 @@ def test_one_after_the_other():
     assert order[0] == 1
     assert background.join()
     assert order == [1, 2]
+
+
+def test_a_new_run_in_a_used_folder_says_what_is_there(tmp_path, monkeypatch):
+    messages = []
+    monkeypatch.setattr(finding, 'log_warning', messages.append)
+    monkeypatch.delenv('TORCHELASTIC_RESTART_COUNT', raising=False)
+    assert finding._find(str(tmp_path), None, False, LaunchEnv()) is None
+    assert not messages
+    (tmp_path / 'epoch_3.pth').write_bytes(b'')
+    assert finding._find(str(tmp_path), None, False, LaunchEnv()) is None
+    assert 'holds 1 checkpoint(s) of an earlier run, epoch_3.pth the newest' in messages[0]

@@ -98,6 +98,18 @@ def test_a_longer_run_whose_schedule_ends_before_says_so(folder, tmp_path, stop)
     assert 'end before (CosineAnnealingLR with end=4)' in said[1]
 
 
+@pytest.mark.parametrize('choice', ['checkpoint', 'config'])
+def test_a_longer_run_whose_rate_rises_again_says_so(folder, tmp_path, choice):
+    """As with a config that names the number of epochs twice."""
+    before = plan(dict(type='CosineAnnealingLR', T_max=4))
+    case = Case(before, dict(before, length=6), [], stop=20)
+    found, said = resumed(folder, tmp_path, case, choice)
+    rates = [found[number][0]['lr'] for number in (20, 25)]
+    assert float(rates[0]) < float(rates[1])
+    assert 'CosineAnnealingLR with T_max=4 has its lowest rate before' in said[1]
+    assert 'the learning rate rises again' in said[1]
+
+
 def test_what_a_metric_has_done_stays(folder, tmp_path):
     rates = {}
     for choice in ('checkpoint', 'config'):

@@ -20,7 +20,6 @@ SIXTY_STEPS = {
     'model.config.num_hidden_layers': 2,
     'train_cfg.max_iters': 60,
     'train_cfg.val_interval': 60,
-    'param_scheduler.T_max': 60,
 }
 
 
