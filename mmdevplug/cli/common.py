@@ -1,6 +1,7 @@
 """Arguments and steps that the training and the testing script share."""
 
 import argparse
+import inspect
 import os
 import re
 import signal
@@ -9,13 +10,14 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Callable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence
 
 from mmengine.config import Config, DictAction, config as config_module
 from mmengine.config.utils import MODULE2PACKAGE
 
 from mmdevplug.config.accelerator import AcceleratorOptions, to_dict
 from mmdevplug.config.base_config import base_config
+from mmdevplug.config.fields import did_you_mean
 from mmdevplug.environments.launch_variables import (
     LAUNCHERS,
     LaunchEnv,
@@ -37,6 +39,12 @@ from .rank_server import serve
 
 _is_installed = LocalPatch(config_module, 'is_installed')
 _get_installed_path = LocalPatch(config_module, 'get_installed_path')
+#: What MMEngine's runner and ours read of a config beside their arguments.
+_READ_BESIDE = (
+    *('accelerator', 'activation_checkpointing', 'checkpoint_classes', 'compile'),
+    *('custom_imports', 'efficient_conv_bn_eval', 'find_unused_parameters', 'model_parallel'),
+    *('model_wrapper_cfg', 'runner_type', 'strategy', 'sync_bn', 'tta_model', 'tta_pipeline'),
+)
 _MODULES = {package: module for module, package in MODULE2PACKAGE.items()}
 
 
@@ -123,11 +131,29 @@ def load_config(args: argparse.Namespace, import_modules: bool = True) -> Config
     return cfg
 
 
+def _warn_of_unread(cfg: Config, keys: Iterable[str]) -> None:
+    """Say which options no runner reads: MMEngine takes any, also misspelt ones."""
+    runner = import_module('mmengine.runner').Runner  # which a start that trains needs in any case
+    read = {*inspect.signature(runner.__init__).parameters, *_READ_BESIDE}
+    for key in keys:
+        name = key.partition('.')[0]
+        if name in read:
+            continue
+        inside = [one for one, value in cfg.items() if isinstance(value, dict) and name in value]
+        meant = f"; did you mean '{inside[0]}.{key}'?" if inside else did_you_mean([name], read)
+        say(
+            f'--cfg-options {key}: no runner reads {name!r}. It is new, or a variable whose value '
+            f'the config file has used already{meant}'
+        )
+
+
 def load_complete_config(args: argparse.Namespace, names: Sequence[str]) -> Config:
     """Check the launch variables, load a config, and refuse one that lacks keys of some names."""
-    check_launch_variables(args)
+    env = check_launch_variables(args)
     BriefTerminal.wanted = not args.verbose
     cfg = load_config(args)
+    if env.rank == 0:
+        _warn_of_unread(cfg, args.cfg_options or {})
     missing = [name for name in names if cfg.get(name) is None]
     if missing:
         raise DevPlugError(

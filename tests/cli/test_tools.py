@@ -6,9 +6,10 @@ import sys
 from unittest.mock import Mock
 
 import pytest
+from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
-from mmdevplug.cli import train
+from mmdevplug.cli import common, train
 from tests.commands import python
 from tests.jobs import PATHS, ROOT
 from tests.needs_card import needs_card
@@ -163,3 +164,14 @@ def test_bad_arguments_are_answered(tmp_path, arguments, told):
     )
     assert done.returncode != 0
     assert told in done.stderr
+
+
+def test_options_that_no_runner_reads_are_named(capsys):
+    config = Config(dict(optim_wrapper=dict(optimizer=dict(lr=1)), train_cfg=dict(max_epochs=1)))
+    read = ['train_cfg.max_epochs', 'find_unused_parameters', 'model.depth', 'data_preprocessor']
+    common._warn_of_unread(config, read)
+    assert capsys.readouterr().err == ''
+    common._warn_of_unread(config, ['max_epochs', 'optimizer.lr', 'train_cgf.max_epochs'])
+    found = capsys.readouterr().err.splitlines()
+    meant = ['train_cfg.max_epochs', 'optim_wrapper.optimizer.lr', 'train_cfg']
+    assert [line.rpartition('did you mean ')[2] for line in found] == [f'{e!r}?' for e in meant]
