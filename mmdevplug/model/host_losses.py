@@ -137,18 +137,19 @@ class _Together(torch.autograd.Function):
     """Let the gradients of tensors of a device begin together, in the thread of the device.
 
     They come from the thread of the host one by one. If the first began before the last is there,
-    chance would order the sums of gradients, and another order is another graph.
+    chance would order the sums of gradients, and another order is another graph. They wait for
+    what is computed from the last output, a number on the host, too.
     """
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return (*[tensor.view_as(tensor) for tensor in tensors], torch.zeros(()))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
-        return gradients
+        return gradients[:-1]
 
 
 class HostCopies:
@@ -157,12 +158,17 @@ class HostCopies:
     Args:
         accelerator (Accelerator): That of the tensors.
         tensors (List[Tensor]): Those to be fetched together.
+
+    Attributes:
+        anchors (List[Tensor]): Numbers on the host. The originals get no gradients before what is
+            computed from these.
     """
 
     def __init__(self, accelerator: Accelerator, tensors: List[Tensor]) -> None:
         self._accelerator, self.device = accelerator, accelerator.current_device()
         self._copies: Dict[int, Tuple[Tensor, Tensor, int]] = {}
         self._originals: Dict[int, Tensor] = {}
+        self.anchors: List[Tensor] = []
         self.fetch(tensors)
 
     def fetch(self, tensors: List[Tensor]) -> None:
@@ -172,11 +178,17 @@ class HostCopies:
         if not tensors:
             return
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        together = dict(zip(map(id, wanted), _Together.apply(*wanted))) if wanted else {}
+        together = dict(zip(map(id, wanted), self._together(wanted)))
         sources = [together.get(id(tensor), tensor) for tensor in tensors]
         for original, copy in zip(tensors, _ToHost.apply(self._accelerator, *sources)):
             self._copies[id(original)] = (original, copy, copy._version)
             self._originals[id(copy)] = original
+
+    def _together(self, tensors: List[Tensor]) -> List[Tensor]:
+        if tensors:
+            *tensors, anchor = _Together.apply(*tensors)
+            self.anchors.append(anchor)
+        return tensors
 
     def is_there(self, value: Any) -> bool:
         """Whether this is a tensor on the device."""
