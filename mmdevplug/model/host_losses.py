@@ -15,6 +15,7 @@ from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mmdevplug.accelerators import Accelerator, devices_of
@@ -77,6 +78,20 @@ def two_stage_detectors(model: nn.Module) -> List[Any]:
         for part in model.modules()
         if hasattr(part, 'extract_feat') and hasattr(getattr(part, 'roi_head', None), 'predict')
     ]
+
+
+def point_encoders(model: nn.Module) -> Optional[Tuple[nn.Module, nn.Module]]:
+    """What makes images of points in a model of mmdet3d: an encoder of voxels, and a scatter.
+
+    None for other models, for those whose second encoder has parameters, and for an encoder whose
+    batch normalization is synchronized.
+    """
+    encoder, scatter = (getattr(model, f'{name}_encoder', None) for name in ('voxel', 'middle'))
+    if encoder is None or scatter is None or next(scatter.parameters(), None) is not None:
+        return None
+    if any(isinstance(part, nn.SyncBatchNorm) for part in encoder.modules()):
+        return None
+    return encoder, scatter
 
 
 def _chooses(head: nn.Module) -> bool:
@@ -309,6 +324,9 @@ class HostLosses:
             held = vars(module)['_parameters']
             if not isinstance(held, _HostView) and any(map(copies.is_there, held.values())):
                 raise self._refusal(f'it calls {type(module).__name__}, which is on the device')
+            if isinstance(module, _BatchNorm) and isinstance(module._buffers, _HostView):
+                for name in module._buffers:  # PyTorch does not count that it writes these
+                    getattr(module, name).add_(0)
 
         handle = register_module_forward_pre_hook(check)
         try:
@@ -337,7 +355,11 @@ class HostTruth:
     def __init__(self, model: nn.Module) -> None:
         self._sent: Dict[int, Tuple[BaseDataElement, BaseDataElement, List[Tuple[int, int]]]] = {}
         preprocessor = getattr(model, 'data_preprocessor', None)
-        if isinstance(preprocessor, BaseDataPreprocessor):
+        if not isinstance(preprocessor, BaseDataPreprocessor):
+            return
+        if point_encoders(model):
+            replace_attribute(preprocessor, 'cast_data', lambda data: to_device(data, 'cpu'))
+        else:
             self._cast = preprocessor.cast_data
             replace_attribute(preprocessor, 'cast_data', self._cast_inputs)
             preprocessor.register_forward_hook(self._send)

@@ -134,7 +134,7 @@ class Steps:
             sources = [tensor.detach() for tensor in tensors]
             tensors = [self._extracted[id(t)][2] if t.requires_grad else t for t in tensors]
         device = self.copies.device
-        return list(_ToDevice.apply(gate, tensors, rows, device, len(anchors), *anchors, *sources))
+        return list(ToDevice.apply(gate, tensors, rows, device, len(anchors), *anchors, *sources))
 
     def fetch_outputs(self, outputs: Any) -> HostCopies:
         """Fetch the outputs of a network, whose gradients wait for those of later networks.
@@ -201,7 +201,7 @@ class _Held(torch.autograd.Function):
         return None, None, torch.zeros(())
 
 
-class _ToDevice(torch.autograd.Function):
+class ToDevice(torch.autograd.Function):
     """Copy tensors to a device in one call, and their gradients to the host in another."""
 
     @staticmethod
