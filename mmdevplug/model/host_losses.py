@@ -48,14 +48,14 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
         List[nn.Module]: The heads.
     """
     heads = [part for part in model.modules() if callable(getattr(part, 'loss_by_feat', None))]
-    if wanted is False or (wanted == 'auto' and not _shapes_vary(model, heads)):
+    if not heads or wanted is False or (wanted == 'auto' and not _shapes_vary(model, heads)):
         return []
     truth = HostTruth(model)
     for head in heads:
         replace_attribute(head, 'loss_by_feat', HostLosses(head))
         if callable(getattr(head, 'loss', None)):
             replace_attribute(head, 'loss', _WithHostTruth(head, truth))
-    if heads and hasattr(model, 'parse_losses'):
+    if hasattr(model, 'parse_losses'):
         replace_attribute(model, 'parse_losses', _on_one_device(model.parse_losses))
     return heads
 
@@ -324,7 +324,9 @@ class HostLosses:
             held = vars(module)['_parameters']
             if not isinstance(held, _HostView) and any(map(copies.is_there, held.values())):
                 raise self._refusal(f'it calls {type(module).__name__}, which is on the device')
-            if isinstance(module, _BatchNorm) and isinstance(module._buffers, _HostView):
+            if not isinstance(module, _BatchNorm) or not isinstance(module._buffers, _HostView):
+                return
+            if module.training and module.track_running_stats:
                 for name in module._buffers:  # PyTorch does not count that it writes these
                     getattr(module, name).add_(0)
 
