@@ -86,6 +86,11 @@ REASONS = {
         '推理器保留同步批归一化；在惰性设备上，每个样本各成一张计算图。',
         'MMEngine 提供供推理器准备模型的接口。',
     ),
+    'mmengine.model.averaged_model.BaseAveragedModel.update_parameters': (
+        '在 torch_xla 上，平均权重与权重共用缓冲区，更新时缓冲区被删除：'
+        '有冻结的权重或累积梯度时训练会中断。',
+        'torch_xla 在设备内复制时使用各自的缓冲区。',
+    ),
     'torch.Tensor.type': (
         'PyTorch 1.10 无法命名 T20 张量的类型，因此 `SyncBuffersHook`、`ZeroRedundancyOptimizer` '
         '和打印 `ParameterList` 会失败。',
@@ -181,7 +186,7 @@ ATTRIBUTES = (
     ('惰性设备上模型的模块', '预测结果的大小不定，因此最后一部分在主机上计算。', _LIFE),
     (
         '惰性设备上模型的头、模型及其数据预处理器',
-        '选择框或像素的损失形状不定，因此用留在主机上的标注在主机上计算。',
+        '选择框或像素的损失形状不定，因此用留在主机上的标注在主机上计算；体素编码器（`forward`）也是如此。',
         _LIFE,
     ),
     (

@@ -15,6 +15,7 @@ from mmengine.model import BaseDataPreprocessor
 from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mmdevplug.accelerators import Accelerator, devices_of
@@ -47,14 +48,14 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
         List[nn.Module]: The heads.
     """
     heads = [part for part in model.modules() if callable(getattr(part, 'loss_by_feat', None))]
-    if wanted is False or (wanted == 'auto' and not _shapes_vary(model, heads)):
+    if not heads or wanted is False or (wanted == 'auto' and not _shapes_vary(model, heads)):
         return []
     truth = HostTruth(model)
     for head in heads:
         replace_attribute(head, 'loss_by_feat', HostLosses(head))
         if callable(getattr(head, 'loss', None)):
             replace_attribute(head, 'loss', _WithHostTruth(head, truth))
-    if heads and hasattr(model, 'parse_losses'):
+    if hasattr(model, 'parse_losses'):
         replace_attribute(model, 'parse_losses', _on_one_device(model.parse_losses))
     return heads
 
@@ -77,6 +78,20 @@ def two_stage_detectors(model: nn.Module) -> List[Any]:
         for part in model.modules()
         if hasattr(part, 'extract_feat') and hasattr(getattr(part, 'roi_head', None), 'predict')
     ]
+
+
+def point_encoders(model: nn.Module) -> Optional[Tuple[nn.Module, nn.Module]]:
+    """What makes images of points in a model of mmdet3d: an encoder of voxels, and a scatter.
+
+    None for other models, for those whose second encoder has parameters, and for an encoder whose
+    batch normalization is synchronized.
+    """
+    encoder, scatter = (getattr(model, f'{name}_encoder', None) for name in ('voxel', 'middle'))
+    if encoder is None or scatter is None or next(scatter.parameters(), None) is not None:
+        return None
+    if any(isinstance(part, nn.SyncBatchNorm) for part in encoder.modules()):
+        return None
+    return encoder, scatter
 
 
 def _chooses(head: nn.Module) -> bool:
@@ -137,18 +152,19 @@ class _Together(torch.autograd.Function):
     """Let the gradients of tensors of a device begin together, in the thread of the device.
 
     They come from the thread of the host one by one. If the first began before the last is there,
-    chance would order the sums of gradients, and another order is another graph.
+    chance would order the sums of gradients, and another order is another graph. They wait for
+    what is computed from the last output, a number on the host, too.
     """
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return (*[tensor.view_as(tensor) for tensor in tensors], torch.zeros(()))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
-        return gradients
+        return gradients[:-1]
 
 
 class HostCopies:
@@ -157,12 +173,17 @@ class HostCopies:
     Args:
         accelerator (Accelerator): That of the tensors.
         tensors (List[Tensor]): Those to be fetched together.
+
+    Attributes:
+        anchors (List[Tensor]): Numbers on the host. The originals get no gradients before what is
+            computed from these.
     """
 
     def __init__(self, accelerator: Accelerator, tensors: List[Tensor]) -> None:
         self._accelerator, self.device = accelerator, accelerator.current_device()
         self._copies: Dict[int, Tuple[Tensor, Tensor, int]] = {}
         self._originals: Dict[int, Tensor] = {}
+        self.anchors: List[Tensor] = []
         self.fetch(tensors)
 
     def fetch(self, tensors: List[Tensor]) -> None:
@@ -172,11 +193,17 @@ class HostCopies:
         if not tensors:
             return
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        together = dict(zip(map(id, wanted), _Together.apply(*wanted))) if wanted else {}
+        together = dict(zip(map(id, wanted), self._together(wanted)))
         sources = [together.get(id(tensor), tensor) for tensor in tensors]
         for original, copy in zip(tensors, _ToHost.apply(self._accelerator, *sources)):
             self._copies[id(original)] = (original, copy, copy._version)
             self._originals[id(copy)] = original
+
+    def _together(self, tensors: List[Tensor]) -> List[Tensor]:
+        if tensors:
+            *tensors, anchor = _Together.apply(*tensors)
+            self.anchors.append(anchor)
+        return tensors
 
     def is_there(self, value: Any) -> bool:
         """Whether this is a tensor on the device."""
@@ -297,6 +324,11 @@ class HostLosses:
             held = vars(module)['_parameters']
             if not isinstance(held, _HostView) and any(map(copies.is_there, held.values())):
                 raise self._refusal(f'it calls {type(module).__name__}, which is on the device')
+            if not isinstance(module, _BatchNorm) or not isinstance(module._buffers, _HostView):
+                return
+            if module.training and module.track_running_stats:
+                for name in module._buffers:  # PyTorch does not count that it writes these
+                    getattr(module, name).add_(0)
 
         handle = register_module_forward_pre_hook(check)
         try:
@@ -325,7 +357,11 @@ class HostTruth:
     def __init__(self, model: nn.Module) -> None:
         self._sent: Dict[int, Tuple[BaseDataElement, BaseDataElement, List[Tuple[int, int]]]] = {}
         preprocessor = getattr(model, 'data_preprocessor', None)
-        if isinstance(preprocessor, BaseDataPreprocessor):
+        if not isinstance(preprocessor, BaseDataPreprocessor):
+            return
+        if point_encoders(model):
+            replace_attribute(preprocessor, 'cast_data', lambda data: to_device(data, 'cpu'))
+        else:
             self._cast = preprocessor.cast_data
             replace_attribute(preprocessor, 'cast_data', self._cast_inputs)
             preprocessor.register_forward_hook(self._send)

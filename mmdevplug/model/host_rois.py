@@ -69,6 +69,7 @@ class Steps:
         self.limits: Tuple[int, ...] = ()
         self._gate: Optional[_Gate] = None
         self._extracted: Dict[int, Tuple[Tensor, Any, Tensor]] = {}
+        self._anchors: List[Tensor] = []
 
     @contextmanager
     def step(self, method: str) -> Iterator[None]:
@@ -98,12 +99,18 @@ class Steps:
                 chosen += [int(count * getattr(sampler, 'pos_fraction', 1)), count]
         else:
             test = getattr(self.detector, 'test_cfg', None) or {}
-            chosen = [test.get(name, {}).get('max_per_img', 0) for name in ('rcnn', 'rpn')]
+            chosen = [(test.get(name) or {}).get('max_per_img', 0) for name in ('rcnn', 'rpn')]
         self.limits = tuple(sorted({images * count for count in chosen if count > 0}))
 
-    def note_extracted(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """Let the gradients of RoI features wait for those of other networks."""
+    def note_extracted(self, _: nn.Module, inputs: Any, output: Any) -> Any:
+        """Let the gradients of RoI features wait for those of other networks.
+
+        Features of a network of the RoI head, as HTC's semantic ones, get theirs at once.
+        """
         if self.copies is None or not isinstance(output, Tensor) or not output.requires_grad:
+            return output
+        learned = [each for each in tensors_in(inputs) if each.requires_grad]
+        if not learned or any(self.copies.original(each) is None for each in learned):
             return output
         if self._gate is None:
             self._gate = _Gate(self.copies.learned())
@@ -116,15 +123,27 @@ class Steps:
 
         Gradients of RoI features are fetched in one call for all networks.
         """
-        gate, anchor, sources = None, None, tensors
+        gate, sources = None, tensors
+        anchors, self._anchors = self._anchors, []
         learned = [tensor for tensor in tensors if tensor.requires_grad]
         # What was written in place has another `grad_fn`.
         known = [self._extracted.get(id(t), (None, None))[1] is t.grad_fn for t in learned]
         if learned and all(known):
-            gate, anchor = self._gate, self._gate.anchor
+            gate = self._gate
+            anchors.append(gate.anchor)
             sources = [tensor.detach() for tensor in tensors]
             tensors = [self._extracted[id(t)][2] if t.requires_grad else t for t in tensors]
-        return list(_ToDevice.apply(gate, tensors, rows, self.copies.device, anchor, *sources))
+        device = self.copies.device
+        return list(ToDevice.apply(gate, tensors, rows, device, len(anchors), *anchors, *sources))
+
+    def fetch_outputs(self, outputs: Any) -> HostCopies:
+        """Fetch the outputs of a network, whose gradients wait for those of later networks.
+
+        Otherwise chance would order networks in graphs of gradients.
+        """
+        copies = HostCopies(current_accelerator(), tensors_in(outputs))
+        self._anchors += copies.anchors
+        return copies
 
 
 class _Gate:
@@ -182,7 +201,7 @@ class _Held(torch.autograd.Function):
         return None, None, torch.zeros(())
 
 
-class _ToDevice(torch.autograd.Function):
+class ToDevice(torch.autograd.Function):
     """Copy tensors to a device in one call, and their gradients to the host in another."""
 
     @staticmethod
@@ -192,10 +211,11 @@ class _ToDevice(torch.autograd.Function):
         tensors: Sequence[Tensor],
         rows: int,
         device: torch.device,
-        anchor: Optional[Tensor],
+        anchors: int,
         *sources: Tensor,
     ) -> Tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
+        ctx.anchors, sources = anchors, sources[anchors:]
         ctx.counts = [tensor.shape[:1] for tensor in tensors]
         ctx.gate, ctx.outputs = gate, tensors if gate is not None else ()
         if gate is not None:
@@ -211,14 +231,15 @@ class _ToDevice(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
         result: List[Any] = [None] * len(gradients)
+        anchors = [torch.zeros(())] * ctx.anchors
         here = [i for i, gradient in enumerate(gradients) if gradient is not None]
         given = [gradients[i] for i in here]
         if ctx.gate is not None:
             ctx.gate.waiting[ctx.number] = ([ctx.outputs[i] for i in here], given)
-            return (None, None, None, None, torch.zeros(()), *result)
+            return (None, None, None, None, None, *anchors, *result)
         for i, gradient in zip(here, _fetched(given)):
             result[i] = gradient[: ctx.counts[i][0]] if ctx.counts[i] else gradient
-        return (None, None, None, None, None, *result)
+        return (None, None, None, None, None, *anchors, *result)
 
 
 def _fetched(tensors: List[Tensor]) -> List[Tensor]:
@@ -311,7 +332,7 @@ class _Network:
         known.update(zip(map(id, sent), steps.send(sent, rows) if sent else []))
         args, kwargs = replace_parts((args, kwargs), lambda each: known[id(each)])
         outputs = forward(self.network, *args, **kwargs)
-        copies = HostCopies(current_accelerator(), tensors_in(outputs))
+        copies = steps.fetch_outputs(outputs)
         if not fill:
             return replace_parts(outputs, copies.of)
         (count,) = counts

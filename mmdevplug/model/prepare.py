@@ -23,6 +23,7 @@ from mmdevplug.utils.torch_compat import checkpoints_any_generator
 from .frozen_bn import give_frozen_gradients
 from .host_losses import compute_losses_on_host
 from .host_rois import split_stages
+from .host_voxels import encode_voxels_on_host
 from .move import check_materialized, move_module, weights_on_host
 from .norm_layers import check_sync_bn, convert_norm_layers
 from .running_stats import keep_running_statistics
@@ -63,7 +64,8 @@ def place_model(
         patch_deformable_attention(accelerator.device_type)
         _warn_of_checkpointed_dropout(model)
         if spread is None:
-            compute_losses_on_host(model, host_losses)
+            if compute_losses_on_host(model, host_losses):
+                encode_voxels_on_host(model)
             split_stages(model, losses=host_losses is not False)
     if spread is None:
         check_materialized(model, lazy_allowed=context.backend is None)

@@ -127,6 +127,13 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine has a place where an inferencer prepares its model.',
     ),
     *_symbols(
+        'mmengine.model.averaged_model.BaseAveragedModel: update_parameters',
+        JOB,
+        'Averaged weights share buffers with weights on torch_xla, which an update then deletes: '
+        'training ends at frozen weights, and where gradients accumulate.',
+        'Copies within a device of torch_xla have buffers of their own.',
+    ),
+    *_symbols(
         'torch.Tensor: type',
         JOB,
         "PyTorch 1.10 has no name for the type of a T20's tensors, so `SyncBuffersHook`, "
@@ -282,7 +289,7 @@ REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
         'heads of a model on a lazy device, the model, and its data preprocessor',
         ('loss_by_feat', 'loss', 'parse_losses', 'cast_data'),
         'Losses that choose boxes or pixels have shapes that vary, so they are computed on the '
-        'host, from ground truth that stays there.',
+        'host, from ground truth that stays there. So are encoders of voxels (`forward`).',
         _LIFE,
     ),
     ReplacedAttribute(

@@ -10,6 +10,16 @@ from mmengine.registry import MODELS, DefaultScope
 from tests.xla.shape_jobs import detector, graphs
 
 SIZE, BATCH = 64, 2
+#: Of semantic segmentation.
+CLASSES = 5
+CONFIGS = dict(
+    boxes='faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py',
+    masks='mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py',
+    cascade='cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco.py',
+    semantic='htc/htc_r50_fpn_1x_coco.py',
+    scoring='ms_rcnn/ms-rcnn_r50_fpn_1x_coco.py',
+    sparse='sparse_rcnn/sparse-rcnn_r50_fpn_1x_coco.py',
+)
 
 
 def configured(name, **head):
@@ -51,37 +61,60 @@ def trained_detector(head):
     return made
 
 
-def two_stage_detector(masks=False, stages=1):
-    """A small detector of two stages, from a config of mmdet: with masks, or in a cascade."""
-    name = 'mask-rcnn' if masks else 'faster-rcnn' if stages == 1 else 'rcnn'
-    folder = 'cascade_rcnn' if stages > 1 else name.replace('-', '_')
-    name = f'cascade-{name}' if stages > 1 else name
-    made = configured(f'{folder}/{name}_r50_fpn_1x_coco.py')
+def two_stage_detector(name='boxes'):
+    """A small detector of two stages, from one of the :data:`CONFIGS` of mmdet."""
+    made = configured(CONFIGS[name])
+    rois = made.roi_head
     made.neck.update(in_channels=[16, 32, 64, 128], out_channels=16)
+    rois.bbox_roi_extractor.out_channels = 16
+    made.test_cfg.rcnn.update(score_thr=0.0, max_per_img=20)
+    if name == 'sparse':
+        return _sparse(made)
     made.rpn_head.update(in_channels=16, feat_channels=16)
     made.rpn_head.anchor_generator.scales = [2]
-    rois = made.roi_head
-    rois.bbox_roi_extractor.out_channels = 16
-    small = dict(in_channels=16, num_classes=3, fc_out_channels=32)
-    for head in rois.bbox_head if stages > 1 else [rois.bbox_head]:
+    for head in _listed(rois.bbox_head):
+        head.update(in_channels=16, num_classes=3, fc_out_channels=32)
+    small = dict(in_channels=16, conv_out_channels=16, num_convs=1, num_classes=3)
+    for head in _listed(rois.get('mask_head', [])):
         head.update(small)
-    if masks:
-        rois.mask_roi_extractor.out_channels = 16
-        small = dict(in_channels=16, conv_out_channels=16, num_convs=1, num_classes=3)
-        rois.mask_head.update(small)
+    for part in ('mask_roi_extractor', 'semantic_roi_extractor'):
+        if part in rois:
+            rois[part].out_channels = 16
+    if name == 'semantic':
+        rois.semantic_head.update(small, num_classes=CLASSES)
+    if name == 'scoring':
+        rois.mask_iou_head.update(small, num_fcs=1, fc_out_channels=32)
     made.train_cfg.rpn.sampler.num = 32
     made.train_cfg.rpn_proposal.update(nms_pre=100, max_per_img=60)
-    for stage in made.train_cfg.rcnn if stages > 1 else [made.train_cfg.rcnn]:
+    for stage in _listed(made.train_cfg.rcnn):
         stage.sampler.num = 32
     made.test_cfg.rpn.update(nms_pre=100, max_per_img=50)
-    made.test_cfg.rcnn.update(score_thr=0.0, max_per_img=20)
+    return made
+
+
+def _listed(value):
+    return value if isinstance(value, list) else [value]
+
+
+def _sparse(made):
+    """Cut Sparse R-CNN down to two stages, without dropout."""
+    rois = made.roi_head
+    made.rpn_head.update(num_proposals=20, proposal_feature_channel=16)
+    rois.update(num_stages=2, stage_loss_weights=[1, 1], proposal_feature_channel=16)
+    rois.bbox_head, made.train_cfg.rcnn = rois.bbox_head[:2], made.train_cfg.rcnn[:2]
+    for head in rois.bbox_head:
+        head.update(num_classes=3, num_heads=4, feedforward_channels=32, in_channels=16)
+        head.dynamic_conv_cfg.update(in_channels=16, feat_channels=8, out_channels=16)
     return made
 
 
 def batch(number, boxes=None, classes=3, masks=False):
-    """Two pictures with random boxes: of varying number, or as many as ``boxes`` says."""
+    """Two pictures with random boxes: of varying number, or as many as ``boxes`` says.
+
+    With ``masks`` the boxes have some, and pixels have classes.
+    """
     from mmdet.structures import DetDataSample
-    from mmengine.structures import InstanceData
+    from mmengine.structures import InstanceData, PixelData
 
     random = torch.Generator().manual_seed(number)
     inputs, samples = [], []
@@ -100,6 +133,8 @@ def batch(number, boxes=None, classes=3, masks=False):
         )
         if masks:
             sample.gt_instances.masks = _boxes_as_masks(sample.gt_instances.bboxes)
+            pixels = torch.randint(0, CLASSES, (1, SIZE // 8, SIZE // 8), generator=random)
+            sample.gt_sem_seg = PixelData(sem_seg=pixels)
         samples.append(sample)
     return dict(inputs=inputs, data_samples=samples)
 

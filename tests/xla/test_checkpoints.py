@@ -111,3 +111,11 @@ def test_executions_of_an_iteration_that_saves(tmp_path, hooks, most):
     for saving, others in run_ranks(count_executions, 2, tmp_path, hooks, environ=TWO_DEVICES):
         assert max(saving) <= most
         assert set(others) == {2}
+
+
+def test_averages_of_weights_that_do_not_change_yet(tmp_path):
+    options = dict(model=dict(MODEL, norm=False), optim_wrapper__accumulative_counts=4)
+    (expected,) = run(0, tmp_path / 'cpu', accelerator='cpu', **options)
+    (found,) = run(0, tmp_path / 'xla', accelerator='xla', **options)
+    assert largest_difference(expected['weights'], found['weights']) < 1e-4
+    assert largest_difference(expected['ema'], found['ema']) < 1e-4

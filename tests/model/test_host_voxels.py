@@ -1,0 +1,92 @@
+"""Models of point clouds on a lazy device: what depends on the number of voxels is on the host."""
+
+import pytest
+import torch
+from mmengine.model import BaseDataPreprocessor, BaseModel
+from torch import nn
+
+from mmdevplug import init_device
+from mmdevplug.model.host_losses import point_encoders
+from mmdevplug.model.prepare import place_model
+from tests.ranks import run_ranks
+
+SIDE = 4
+
+
+class Encoder(nn.Module):
+    def __init__(self, norm=nn.BatchNorm1d):
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.norm = norm(3)
+        self.got = []
+
+    def forward(self, voxels):
+        self.got.append(voxels.device.type)
+        return self.norm(self.linear(voxels))
+
+
+class Scatter(nn.Module):
+    def forward(self, features, places):
+        image = features.new_zeros(3, SIDE * SIDE)
+        image[:, places] = features.t()
+        return image.view(1, 3, SIDE, SIDE)
+
+
+class Head(nn.Module):
+    def loss_by_feat(self, outputs):
+        return dict(loss=outputs[outputs > 0].sum())
+
+
+class Model(BaseModel):
+    def __init__(self, encoder, scatter):
+        super().__init__(BaseDataPreprocessor())
+        self.voxel_encoder, self.middle_encoder = encoder, scatter
+        self.backbone, self.bbox_head = nn.Conv2d(3, 2, 3, padding=1), Head()
+
+    def forward(self, voxels, places, mode='loss'):
+        image = self.middle_encoder(self.voxel_encoder(voxels), places)
+        return self.bbox_head.loss_by_feat(self.backbone(image))
+
+
+@pytest.mark.parametrize(
+    ('norm', 'scatter', 'expected'),
+    [
+        (nn.BatchNorm1d, Scatter(), True),
+        (nn.SyncBatchNorm, Scatter(), False),
+        (nn.BatchNorm1d, nn.Linear(1, 1), False),
+        (nn.BatchNorm1d, None, False),
+    ],
+)
+def test_which_models_encode_on_the_host(norm, scatter, expected):
+    model = Model(Encoder(norm), scatter)
+    parts = (model.voxel_encoder, model.middle_encoder) if expected else None
+    assert point_encoders(model) == parts
+
+
+def train(kind):
+    torch.manual_seed(0)
+    model = place_model(Model(Encoder(), Scatter()), init_device('none', kind)).train()
+    losses = []
+    for count in (5, 9, 7):
+        data = dict(voxels=torch.rand(count, 2), places=torch.randperm(SIDE * SIDE)[:count])
+        loss, _ = model.parse_losses(model(**model.data_preprocessor(data)))
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+    gradients = {name: p.grad.cpu().numpy() for name, p in model.named_parameters()}
+    state = {name: value.cpu().numpy() for name, value in model.named_buffers()}
+    assert {p.device.type for p in model.parameters()} == {kind}
+    return losses, {**gradients, **state}, set(model.voxel_encoder.got)
+
+
+def train_both():
+    return train('cpu'), train('lazy')
+
+
+@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+def test_losses_gradients_and_statistics_are_those_of_the_host():
+    ((host, lazy),) = run_ranks(train_both, 0)
+    assert lazy[0] == pytest.approx(host[0], abs=1e-5)
+    for name, value in host[1].items():
+        assert lazy[1][name] == pytest.approx(value, abs=1e-5), name
+    assert lazy[2] == {'cpu'}

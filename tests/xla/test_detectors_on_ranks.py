@@ -1,0 +1,139 @@
+"""Detectors on four ranks of torch_xla with all that a training has, interrupted and resumed."""
+
+import os
+
+import pytest
+from mmengine.config import Config
+from mmengine.registry import DATASETS
+from torch.utils.data import Dataset
+
+from tests.jobs import largest_difference, need_mmcv_operations, weights_of
+from tests.ranks import run_ranks
+from tests.xla.loss_jobs import batch, trained_detector, two_stage_detector
+from tests.xla.shape_jobs import Compilations
+
+pytestmark = pytest.mark.xla
+
+RANKS = 4
+ITERATIONS, SAVED = 8, 4
+#: Of an iteration that accumulates gradients, and of one that updates weights, too. Each of the 4
+#: and 8 synchronized layers adds two.
+EXECUTIONS = dict(one_stage=(11, 12), two_stages=(23, 24))
+
+
+@DATASETS.register_module(force=True)
+class Scenes(Dataset):
+    """Pictures with boxes: each with at least so many."""
+
+    metainfo = dict(classes=('a', 'b', 'c'))
+
+    def __init__(self, least):
+        self.least = least
+
+    def __len__(self):
+        return ITERATIONS * RANKS
+
+    def __getitem__(self, index):
+        pictures = batch(index, boxes=(self.least + index * 3 % 5, 0))
+        return {name: values[0] for name, values in pictures.items()}
+
+
+def detector(name):
+    """A detector with synchronized layers, whose loss is the mean of the losses of ranks.
+
+    To that end a sampler chooses without random numbers, and as many boxes of each picture.
+    """
+    from mmdet.models.task_modules import RandomSampler
+    from mmdet.registry import TASK_UTILS
+
+    @TASK_UTILS.register_module(force=True)
+    class FirstSampler(RandomSampler):
+        def random_choice(self, gallery, num):
+            return gallery[:num]
+
+    made = trained_detector('FCOSHead') if name == 'one_stage' else two_stage_detector()
+    made['neck'].update(norm_cfg=dict(type='SyncBN'))
+    if name == 'two_stages':
+        made.train_cfg.rpn.assigner.neg_iou_thr = made.train_cfg.rpn.assigner.pos_iou_thr
+        for stage in (made.train_cfg.rpn, made.train_cfg.rcnn):
+            stage.sampler.type = 'FirstSampler'
+    return made
+
+
+def train(kind, name, work_dir, resumed=None):
+    """Train with EMA, clipped gradients that accumulate, and checkpoints.
+
+    Returns:
+        dict: ``weights`` and ``ema`` at the end; ``executions`` and ``compilations`` of each
+        iteration from the second on.
+    """
+    from mmdet.utils import register_all_modules
+
+    from mmdevplug.runner import DeviceRunner
+
+    register_all_modules(init_default_scope=False)
+    ranks = int(os.environ.get('WORLD_SIZE', 1))
+    cfg = dict(
+        default_scope='mmdet',
+        model=detector(name),
+        accelerator=dict(type=kind),
+        train_dataloader=dict(
+            # mmdet's RPN counts a positive anchor more in a picture without boxes.
+            dataset=dict(type='mmengine.Scenes', least=int(name == 'two_stages')),
+            batch_size=RANKS // ranks,
+            sampler=dict(type='InfiniteSampler', shuffle=False),
+            num_workers=0,
+            collate_fn=dict(type='pseudo_collate'),
+        ),
+        train_cfg=dict(by_epoch=False, max_iters=ITERATIONS),
+        optim_wrapper=dict(
+            optimizer=dict(type='SGD', lr=0.01, momentum=0.9),
+            clip_grad=dict(max_norm=1.0),
+            accumulative_counts=2,
+        ),
+        default_hooks=dict(
+            logger=dict(type='LoggerHook', interval=100),
+            checkpoint=dict(type='SafeCheckpointHook', interval=SAVED, by_epoch=False),
+        ),
+        custom_hooks=[dict(type='EMAHook', ema_type='ExponentialMovingAverage', momentum=0.1)],
+        randomness=dict(seed=0),
+        work_dir=str(work_dir),
+        launcher='pytorch' if ranks > 1 else 'none',
+        load_from=resumed,
+        resume=resumed is not None,
+        log_level='WARNING',
+    )
+    runner = DeviceRunner.from_cfg(Config(cfg))
+    seen = Compilations()
+    runner.register_hook(seen)
+    runner.train()
+    (ema,) = [hook.ema_model for hook in runner.hooks if hasattr(hook, 'ema_model')]
+    model = getattr(runner.model, 'module', runner.model)
+    return dict(
+        weights=weights_of(model),
+        ema=weights_of(ema),
+        executions=differences(seen.executions),
+        compilations=differences(seen.counts),
+    )
+
+
+def differences(counts):
+    return [after - before for before, after in zip(counts, counts[1:])]
+
+
+@pytest.mark.parametrize('name', list(EXECUTIONS))
+def test_all_at_once(tmp_path, name):
+    need_mmcv_operations()
+    environ = dict(CPU_NUM_DEVICES=str(RANKS))
+    (alone,) = run_ranks(train, 0, 'cpu', name, tmp_path / 'alone')
+    whole = run_ranks(train, RANKS, 'xla', name, tmp_path / 'whole', environ=environ)
+    saved = str(tmp_path / 'whole' / f'iter_{SAVED}.pth')
+    again = run_ranks(train, RANKS, 'xla', name, tmp_path / 'again', saved, environ=environ)
+    for expected, found in zip(whole, again):
+        for kind in ('weights', 'ema'):
+            assert largest_difference(expected[kind], found[kind]) == 0
+            assert largest_difference(expected[kind], alone[kind]) <= 1e-5
+        # After two updates, and without the last iteration, which saves.
+        executions, compilations = (expected[key][3:-1] for key in ('executions', 'compilations'))
+        assert executions == [EXECUTIONS[name][0], EXECUTIONS[name][1], EXECUTIONS[name][0]]
+        assert compilations == [0, 0, 0]
