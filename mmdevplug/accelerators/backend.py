@@ -1,5 +1,6 @@
 """Choose the backend of torch.distributed for an accelerator."""
 
+import os
 import re
 from typing import Dict, List, Optional, Sequence
 
@@ -11,7 +12,7 @@ from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.logs import log_warning
 
-from . import Accelerator
+from . import Accelerator, current_accelerator, device_context, enter_rank_device
 
 #: Backends of torch.distributed for host tensors; what they do with others differs.
 HOST_BACKENDS = ('gloo', 'mpi', 'ucc', staged.NAME)
@@ -54,6 +55,17 @@ def takes_host_tensors(group: AnyGroup = None) -> bool:
     if ':' in backend:
         backend = dict(part.split(':', 1) for part in backend.split(',')).get('cpu', '')
     return backend in HOST_BACKENDS or 'cpu' in _device_types().get(backend, ())
+
+
+def group_device(group: AnyGroup = None) -> torch.device:
+    """Where a process group takes tensors: on the host if it can, else on this rank's device."""
+    if takes_host_tensors(group):
+        return torch.device('cpu')
+    context = device_context()
+    if (context is None or not context.final) and 'LOCAL_RANK' not in os.environ:
+        # Whoever started the group without a launcher has set the device, too.
+        return current_accelerator().current_device()
+    return enter_rank_device()[1]
 
 
 def takes_tensors(accelerator: Accelerator, backend: str) -> bool:

@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import Tensor, distributed as torch_dist
 
-from mmdevplug.distributed.rank_device import group_device
+from mmdevplug.accelerators.backend import group_device
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import known_to_all
 from mmdevplug.utils.annotations import AnyGroup

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators import Accelerator, CPUAccelerator
-from mmdevplug.distributed.rank_device import group_device
+from mmdevplug.accelerators.backend import group_device
 from mmdevplug.distributed.traffic import waiting
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import view_as_dtype

@@ -9,11 +9,10 @@ import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
+from mmdevplug.accelerators.backend import group_device
 from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import get_global_rank, is_at_least
-
-from .rank_device import group_device
 
 #: For each group the one that was made for it. All ranks make the same.
 _made: 'WeakKeyDictionary[Any, staged.StagedProcessGroup]' = WeakKeyDictionary()

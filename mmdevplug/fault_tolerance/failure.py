@@ -97,7 +97,7 @@ def fail_together(stage: str, group: AnyGroup = None) -> Iterator[None]:
         RankFailedError: In place of an error of communication, if another rank failed or is gone.
     """
     outermost = not FailureWatch.waiting
-    if outermost and _watch is not None:
+    if outermost and _watch is not None and _watch.ending:
         _watch.begin_attempt()
     with peers_must_answer():
         try:

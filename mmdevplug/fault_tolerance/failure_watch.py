@@ -336,13 +336,11 @@ class FailureWatch:
         )
 
     def begin_attempt(self) -> None:
-        """Forget the last failure, if any: the process goes on after it.
+        """Forget the last failure: the process goes on after it.
 
         A failure ends the attempts of all ranks, so all of them count the same number, and a late
         report of the last attempt is not read in the next one.
         """
-        if not self.ending:
-            return
         with self._attempt_lock:
             self.attempt += 1
             self._report = {}

@@ -13,12 +13,11 @@ from mmengine.optim import OptimWrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, distributed as torch_dist, nn
 
-from mmdevplug.accelerators import Accelerator, devices_of
+from mmdevplug.accelerators import Accelerator, devices_of, enter_rank_device
 from mmdevplug.accelerators.backend import suits_native_ddp
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
-from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.distributed.staged_groups import staged_group
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
 from mmdevplug.errors import ModelError

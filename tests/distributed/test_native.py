@@ -12,10 +12,10 @@ from torch import distributed as torch_dist, nn
 import mmdevplug
 from mmdevplug import init_device
 from mmdevplug.accelerators import backend as backends
+from mmdevplug.accelerators.backend import group_device
 from mmdevplug.checkpoint.states import gather_buffers
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.json_messages import gather_json
-from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.gradients.model_signature import check_same_model
 from mmdevplug.gradients.nonfinite import FinitePolicy
