@@ -1,4 +1,4 @@
-"""Choose the backend of torch.distributed for an accelerator."""
+"""Choose the backend of torch.distributed for an accelerator, and know what backends take."""
 
 import os
 import re
@@ -7,6 +7,7 @@ from typing import Dict, List, Optional, Sequence
 import torch
 from torch import distributed as torch_dist
 
+from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
@@ -226,3 +227,23 @@ def with_host_backend(backend: str, accelerator: Accelerator) -> str:
     if ':' in backend or backend in HOST_BACKENDS or known:
         return backend
     return f'cpu:gloo,{accelerator.device_type}:{backend}'
+
+
+def network_hint(env: LaunchEnv) -> str:
+    """A sentence that suggests settings of the network, empty where the backend has none."""
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        return ''
+    backend = backend_of()
+    if 'nccl' in backend:
+        return (
+            ' If all ranks are well: NCCL_SOCKET_IFNAME names the network interface to use, and '
+            'NCCL_P2P_DISABLE=1 rules out direct copies between the cards of a host.'
+        )
+    if 'hccl' in backend:
+        return ' If all ranks are well: HCCL_SOCKET_IFNAME names the network interface to use.'
+    if ('gloo' in backend or backend == 'staged') and not env.single_host:
+        return (
+            ' If all ranks are well: GLOO_SOCKET_IFNAME names the network interface to use on '
+            'each host.'
+        )
+    return ''

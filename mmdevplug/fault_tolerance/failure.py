@@ -156,8 +156,8 @@ def note_report() -> None:
 
 
 def find_dead(ranks: List[int]) -> List[int]:
-    """See :meth:`FailureWatch.find_dead`."""
-    return [] if _watch is None else _watch.find_dead(ranks)
+    """See :meth:`.heartbeat.Heartbeat.find_dead`."""
+    return [] if _watch is None else _watch.heartbeat.find_dead(ranks)
 
 
 def current_phase() -> Optional[str]:

@@ -206,6 +206,18 @@ def is_functional(tensor: Tensor) -> bool:
     return ask is not None and ask(tensor)
 
 
+@lru_cache(maxsize=None)  # once a process: each call would lengthen PyTorch's list
+def keep_from_tracing(*modules: str) -> None:
+    """Exclude modules from what ``torch.compile`` traces; PyTorch 2.2 renamed the list of them."""
+    if not hasattr(torch, 'compile'):
+        return  # MMEngine's own error says what is needed
+    from torch import _dynamo
+
+    rules = getattr(_dynamo, 'trace_rules', None) or _dynamo.skipfiles
+    for module in modules:
+        rules.add(module)
+
+
 def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """View the memory of a flat, contiguous tensor as another dtype, also of another size.
 
