@@ -45,13 +45,6 @@ class Head(NamedTuple):
     limit: int  # bytes that this rank accepts from all ranks together
 
 
-def global_rank(group: AnyGroup, rank: int) -> int:
-    """The rank in the whole job of a rank of a group."""
-    if group is None or group is torch_dist.group.WORLD:
-        return rank
-    return get_global_rank(group, rank)
-
-
 def to_tensor(data: bytes) -> Tensor:
     """Bytes as a uint8 tensor."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
@@ -98,7 +91,7 @@ def gather_bytes(
             part[:room] = block[_HEAD.size :]
         parts.append(part)
     works = [
-        torch_dist.broadcast(piece, global_rank(group, rank), group=group, async_op=True)
+        torch_dist.broadcast(piece, get_global_rank(group, rank), group=group, async_op=True)
         for rank, part in enumerate(parts)
         for piece in _pieces(part[room:])
     ]
@@ -172,7 +165,7 @@ def exchange_bytes(
 def _swap(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], group: AnyGroup) -> None:
     """Send tensors to some ranks, and overwrite those in ``incoming`` with what others send."""
     operations = [
-        torch_dist.P2POp(operation, piece, global_rank(group, rank), group)
+        torch_dist.P2POp(operation, piece, get_global_rank(group, rank), group)
         for operation, tensors in ((torch_dist.isend, outgoing), (torch_dist.irecv, incoming))
         for rank, data in tensors.items()
         for piece in _pieces(data)

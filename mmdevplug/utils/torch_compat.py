@@ -153,6 +153,8 @@ def takes_weights_only() -> bool:
 
 def get_global_rank(group: AnyGroup, rank: int) -> int:
     """The rank in the whole job of a rank of a group: a public function from PyTorch 1.13 on."""
+    if group is None or group is torch_dist.group.WORLD:
+        return rank
     if is_at_least('1.13.0'):
         return torch_dist.get_global_rank(group, rank)
     return torch_dist.distributed_c10d._get_global_rank(group, rank)
