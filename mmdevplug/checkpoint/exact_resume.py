@@ -28,7 +28,7 @@ from mmdevplug.data.resumable_loader import (
     seed_workers,
 )
 from mmdevplug.data.stateful import at_next_start, start_silently, stateful_part
-from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.samples import gather_samples
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning

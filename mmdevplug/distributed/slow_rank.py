@@ -6,7 +6,7 @@ from typing import Any, Dict, List, NamedTuple
 
 from mmdevplug.accelerators import enter_rank_device
 
-from .json_messages import gather_json
+from .byte_exchange import gather_json
 
 #: A rank is slow that delays the others by this part of an iteration. Less is common where ranks
 #: load different data, and would not be worth a look.

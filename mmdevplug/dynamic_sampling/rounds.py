@@ -7,7 +7,7 @@ from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
-from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import RankFailedError, SampleError, first_line
 from mmdevplug.fault_tolerance.failure import enter_phase

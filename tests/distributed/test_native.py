@@ -14,8 +14,8 @@ from mmdevplug import init_device
 from mmdevplug.accelerators import backend as backends
 from mmdevplug.accelerators.backend import group_device
 from mmdevplug.checkpoint.states import gather_buffers
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.coalesced import broadcast_tensors
-from mmdevplug.distributed.json_messages import gather_json
 from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.gradients.model_signature import check_same_model
 from mmdevplug.gradients.nonfinite import FinitePolicy
