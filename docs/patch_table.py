@@ -1,6 +1,7 @@
 """Write ``docs/en/patches.md`` and ``docs/zh_cn/patches.md`` from the list of patched symbols."""
 
 import sys
+from itertools import groupby
 from typing import Any, Dict, Iterator, List
 
 from tables import DOCS, table, write_pages
@@ -279,7 +280,9 @@ runner 仍在使用时需要这些补丁：请在最后一次使用 runner 之�
 
 def render(texts: Dict[str, Any]) -> List[str]:
     """The parts of the page in one language."""
-    groups = listed.group_symbols()
+    # Symbols of one owner that share period and reason.
+    alike = groupby(listed.PATCHED_SYMBOLS, key=lambda symbol: symbol._replace(name=''))
+    groups = [list(symbols) for _, symbols in alike]
     periods = list(dict.fromkeys(group[0].period for group in groups))
     rows = []
     for group in groups:

@@ -43,7 +43,7 @@ _LAZY = {
     'follow_runner_type': 'mmdevplug.patches.runner_type',
     'init_device': 'mmdevplug.runner',
     'patch_mmengine': 'mmdevplug.patches.mmengine',
-    'enter_rank_device': 'mmdevplug.distributed.rank_device',
+    'enter_rank_device': 'mmdevplug.accelerators',
 }
 
 #: What works without MMEngine.

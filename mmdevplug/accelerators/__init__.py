@@ -6,6 +6,8 @@ from .context import (
     DeviceContext,
     current_accelerator,
     device_context,
+    enter_rank_device,
+    rank_devices,
     set_device_context,
 )
 from .cpu import CPUAccelerator
@@ -43,8 +45,10 @@ __all__ = [
     'current_accelerator',
     'device_context',
     'devices_of',
+    'enter_rank_device',
     'get_accelerator',
     'probe_device',
+    'rank_devices',
     'set_device_context',
     'to_device',
 ]

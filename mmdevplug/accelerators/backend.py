@@ -1,17 +1,19 @@
-"""Choose the backend of torch.distributed for an accelerator."""
+"""Choose the backend of torch.distributed for an accelerator, and know what backends take."""
 
+import os
 import re
 from typing import Dict, List, Optional, Sequence
 
 import torch
 from torch import distributed as torch_dist
 
+from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.logs import log_warning
 
-from . import Accelerator
+from . import Accelerator, current_accelerator, device_context, enter_rank_device
 
 #: Backends of torch.distributed for host tensors; what they do with others differs.
 HOST_BACKENDS = ('gloo', 'mpi', 'ucc', staged.NAME)
@@ -54,6 +56,17 @@ def takes_host_tensors(group: AnyGroup = None) -> bool:
     if ':' in backend:
         backend = dict(part.split(':', 1) for part in backend.split(',')).get('cpu', '')
     return backend in HOST_BACKENDS or 'cpu' in _device_types().get(backend, ())
+
+
+def group_device(group: AnyGroup = None) -> torch.device:
+    """Where a process group takes tensors: on the host if it can, else on this rank's device."""
+    if takes_host_tensors(group):
+        return torch.device('cpu')
+    context = device_context()
+    if (context is None or not context.final) and 'LOCAL_RANK' not in os.environ:
+        # Whoever started the group without a launcher has set the device, too.
+        return current_accelerator().current_device()
+    return enter_rank_device()[1]
 
 
 def takes_tensors(accelerator: Accelerator, backend: str) -> bool:
@@ -214,3 +227,23 @@ def with_host_backend(backend: str, accelerator: Accelerator) -> str:
     if ':' in backend or backend in HOST_BACKENDS or known:
         return backend
     return f'cpu:gloo,{accelerator.device_type}:{backend}'
+
+
+def network_hint(env: LaunchEnv) -> str:
+    """A sentence that suggests settings of the network, empty where the backend has none."""
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        return ''
+    backend = backend_of()
+    if 'nccl' in backend:
+        return (
+            ' If all ranks are well: NCCL_SOCKET_IFNAME names the network interface to use, and '
+            'NCCL_P2P_DISABLE=1 rules out direct copies between the cards of a host.'
+        )
+    if 'hccl' in backend:
+        return ' If all ranks are well: HCCL_SOCKET_IFNAME names the network interface to use.'
+    if ('gloo' in backend or backend == 'staged') and not env.single_host:
+        return (
+            ' If all ranks are well: GLOO_SOCKET_IFNAME names the network interface to use on '
+            'each host.'
+        )
+    return ''

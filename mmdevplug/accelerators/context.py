@@ -1,15 +1,16 @@
-"""The state of this process: which accelerator it computes on, and how it was started."""
+"""The state of this process: its accelerator and device, and how it was started."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Dict, Optional, Tuple
 
 import torch
+from torch import distributed as torch_dist
 
-from mmdevplug.environments.launch_variables import LaunchEnv
+from mmdevplug.environments.launch_variables import LaunchEnv, read_local_rank
 
 from .base import Accelerator
-from .detection import get_accelerator
+from .detection import AcceleratorConfig, choose_accelerator, get_accelerator
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)  # as torch.distributed has it for gloo
 
@@ -82,3 +83,49 @@ def current_accelerator() -> Accelerator:
     if _context is None:
         return get_accelerator('auto')
     return _context.override or _context.accelerator
+
+
+def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.device]:
+    """Return the accelerator and the device of this rank, also under a stock runner.
+
+    Args:
+        config (str, dict or Accelerator, optional): See
+            :func:`mmdevplug.accelerators.choose_accelerator`. Defaults to None: what
+            :func:`mmdevplug.init_device` set up, or else what detection finds.
+    """
+    context = device_context()
+    if context is None or config is not None:
+        accelerator, reason = choose_accelerator(config)
+    elif context.final:
+        return context.accelerator, context.device
+    else:
+        accelerator, reason = context.accelerator, context.reason
+    distributed = torch_dist.is_available() and torch_dist.is_initialized()
+    # The CPU has room for every rank, so a missing LOCAL_RANK is no error there.
+    alone = accelerator.shares_devices or not distributed
+    device = accelerator.device(0 if alone else read_local_rank())
+    accelerator.set_device(device)
+    if context is None or not context.final:
+        env = group_env() if distributed else LaunchEnv()
+        groups = {} if context is None else context.side_groups
+        set_device_context(
+            DeviceContext(accelerator, reason, device, env, side_groups=groups, final=False)
+        )
+    else:
+        set_device_context(replace(context, override=accelerator))
+    return accelerator, device
+
+
+def rank_devices() -> Tuple[torch.device, ...]:
+    """All devices of this rank's model: one, unless the model is spread over several."""
+    context = device_context()
+    if context is None or not context.final:
+        return (enter_rank_device()[1],)
+    return context.devices
+
+
+def group_env() -> LaunchEnv:
+    """The place of this process in a process group that another package started."""
+    return LaunchEnv(
+        rank=torch_dist.get_rank(), world_size=torch_dist.get_world_size(), local_world_size=None
+    )

@@ -13,6 +13,7 @@ from mmengine.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
+from mmdevplug.accelerators import enter_rank_device, rank_devices
 from mmdevplug.accelerators.random_states import (
     random_state,
     set_host_random_state,
@@ -27,8 +28,7 @@ from mmdevplug.data.resumable_loader import (
     seed_workers,
 )
 from mmdevplug.data.stateful import at_next_start, start_silently, stateful_part
-from mmdevplug.distributed.json_messages import gather_json
-from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.samples import gather_samples
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning

@@ -17,7 +17,7 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
-from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.accelerators import enter_rank_device
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import unwrap_model

@@ -17,8 +17,8 @@ from mmengine.runner import Runner
 from mmengine.runner.checkpoint import get_state_dict
 from mmengine.utils import get_git_hash
 
+from mmdevplug.accelerators import enter_rank_device
 from mmdevplug.config.hook_options import CheckpointOptions
-from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.abort import before_abort

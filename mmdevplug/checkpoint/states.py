@@ -11,11 +11,16 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators.backend import group_device
 from mmdevplug.data.resumable_loader import resumable_batches
 from mmdevplug.data.stateful import start_silently
-from mmdevplug.distributed.byte_exchange import all_gather, gather_bytes, to_bytes, to_tensor
-from mmdevplug.distributed.json_messages import gather_json
-from mmdevplug.distributed.rank_device import group_device
+from mmdevplug.distributed.byte_exchange import (
+    all_gather,
+    gather_bytes,
+    gather_json,
+    to_bytes,
+    to_tensor,
+)
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.patching import replace_attribute

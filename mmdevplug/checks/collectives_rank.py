@@ -20,7 +20,7 @@ from torch import Tensor, distributed as torch_dist, nn
 
 from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.backend import takes_tensors
-from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.gradients import DeviceDistributedDataParallel
 from mmdevplug.runner.init_device import init_device

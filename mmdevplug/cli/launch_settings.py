@@ -153,7 +153,7 @@ def fill_in_hosts(given: Mapping[str, Any], environ: Mapping[str, str]) -> Start
     environment = find_environment(environ)
     if all(given.get(key) is not None for key in named):
         if environment.name != 'none' and not environment.per_host:
-            environment.refuse_several_starters('--nproc')
+            environment.refuse_several_starters()
         return alone
     hosts = environment.hosts()
     for key in ('nnodes', 'node_rank'):

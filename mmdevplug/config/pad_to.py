@@ -54,10 +54,10 @@ def read_pad_to(value: Any, key: str = 'accelerator.pad_to') -> Optional[PadTo]:
     )
 
 
-def suggest_buckets(sizes: Sequence[Size], most: int = 3) -> List[Size]:
-    """Find a few buckets that hold all sizes, of which there is at least one."""
+def suggest_buckets(sizes: Sequence[Size]) -> List[Size]:
+    """Find up to three buckets that hold all sizes, of which there is at least one."""
     ordered = sorted(set(sizes), key=lambda size: (size[0] * size[1], size))
-    number = min(most, len(ordered))
+    number = min(3, len(ordered))
     buckets = set()
     for index in range(number):
         group = ordered[index * len(ordered) // number : (index + 1) * len(ordered) // number]

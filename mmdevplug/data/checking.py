@@ -65,7 +65,7 @@ def check_batches(loop: BaseLoop) -> None:
     """Refuse to train if this rank gets no batch in an epoch.
 
     Loops that count iterations may have an infinite sampler, so their length is not checked: see
-    :mod:`mmdevplug.explanations.no_batch`.
+    :mod:`mmdevplug.explanations.explain`.
     """
     loader = getattr(loop, 'dataloader', None)
     if _by_epoch(loop) and _length(loader) == 0:

@@ -40,12 +40,11 @@ class ResumableBatches:
 
     Args:
         batches (Iterable): A batch sampler; a pass is one epoch.
-        seed (int, optional): Of this rank, for workers. Defaults to None: they are not seeded.
     """
 
-    def __init__(self, batches: Iterable[Sequence[int]], seed: Optional[int] = None) -> None:
+    def __init__(self, batches: Iterable[Sequence[int]]) -> None:
         self.batches = batches
-        self.seed = seed
+        self.seed: Optional[int] = None  # of this rank, for workers; None: they are not seeded
         self.epoch = -1
         #: Whether a pass has to end, as that of a loop over epochs.
         self.ends = False

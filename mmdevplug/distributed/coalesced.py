@@ -6,21 +6,21 @@ import torch
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators import Accelerator, CPUAccelerator
-from mmdevplug.distributed.rank_device import group_device
+from mmdevplug.accelerators.backend import group_device
 from mmdevplug.distributed.traffic import waiting
 from mmdevplug.utils.annotations import AnyGroup
-from mmdevplug.utils.torch_compat import view_as_dtype
+from mmdevplug.utils.torch_compat import get_global_rank, view_as_dtype
 
-from .byte_exchange import global_rank, group_by_bytes
+from .byte_exchange import group_by_bytes
 
 MESSAGE_BYTES = 64 << 20
 _HOST = CPUAccelerator()
 
 
 def broadcast_tensors(
-    tensors: Sequence[Tensor], accelerator: Accelerator, group: AnyGroup = None, src: int = 0
+    tensors: Sequence[Tensor], accelerator: Accelerator, group: AnyGroup = None
 ) -> None:
-    """Overwrite tensors on every rank with those of the rank ``src`` of a group.
+    """Overwrite tensors on every rank with those of rank 0 of a group.
 
     Tensors are sent as bytes, so dtypes may mix: one message for every 64 MB, through the host
     unless the backend takes no tensors of the host. Number, shapes, dtypes and order are the same
@@ -31,13 +31,13 @@ def broadcast_tensors(
     tensors.sort(key=lambda tensor: tensor.device.type != 'cpu')
     for part in group_by_bytes(tensors, MESSAGE_BYTES):
         copier = _HOST if part[0].device.type == 'cpu' else accelerator
-        _broadcast(part, copier, place, group, src)
+        _broadcast(part, copier, place, group)
 
 
 def _broadcast(
-    tensors: List[Tensor], accelerator: Accelerator, place: torch.device, group: AnyGroup, src: int
+    tensors: List[Tensor], accelerator: Accelerator, place: torch.device, group: AnyGroup
 ) -> None:
-    here = torch_dist.get_rank(group) == src
+    here = torch_dist.get_rank(group) == 0
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     if here:
         values = accelerator.copies.to_host(tensors) if place.type == 'cpu' else tensors
@@ -46,7 +46,7 @@ def _broadcast(
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
     with waiting('broadcasts', through_host=place.type == 'cpu'):
-        torch_dist.broadcast(message, global_rank(group, src), group=group)
+        torch_dist.broadcast(message, get_global_rank(group, 0), group=group)
     if not here:
         # Copies, because a piece of the message may start at an address that its dtype refuses.
         received = [

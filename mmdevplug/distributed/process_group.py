@@ -7,6 +7,7 @@ import socket
 import threading
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from numbers import Real
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
 
@@ -118,59 +119,20 @@ def start_distributed(
     env = read_launch_env(launcher, port=port)
     exists = torch_dist.is_available() and torch_dist.is_initialized()
     store = None
-    if launcher == 'none' and exists and torch_dist.get_world_size() > 1:
-        raise LaunchError(
-            f"launcher='none', but this process is rank {torch_dist.get_rank()} of a process "
-            f'group of {torch_dist.get_world_size()}; it would train alone. Pass the launcher '
-            f"that started it, such as --launcher pytorch (in a script launcher='pytorch')."
-        )
-    if launcher == 'none' and not exists:
-        refuse_to_run_alone()
+    if launcher == 'none':
+        _refuse_to_train_alone(exists)
     elif not exists:
-        _refuse_meeting_places(kwargs)
-        env.export()
-        enter_phase('set-up')
-        store, prefix = _rendezvous(env, wait)
-        if env.world_size > 1:
-            watch_for_failures(store, prefix, env, silence, wait)
-
-    def prepare() -> Tuple[Choice, Sequence[torch.device], Tuple[str, ...]]:
-        choice = choose_accelerator(accelerator)
-        if compilation_cache is not None:
-            start_compilation_cache(choice.accelerator, compilation_cache, env.rank)
-        if choose_devices is None:
-            devices: Sequence[torch.device] = [choice.accelerator.device(env.local_rank)]
-        else:
-            devices = choose_devices(choice.accelerator, env)
-        # The first one last, so that it stays the current one.
-        for device in reversed(devices):
-            unsupported = probe_device(choice.accelerator, device)
-        return choice, devices, tuple(unsupported)
-
+        store = _join_job(env, wait, silence, kwargs)
+    prepare = partial(_prepare_devices, accelerator, env, compilation_cache, choose_devices)
     # Without a launcher the variables stay as they are, but no vendor's package must read them.
     with stale_variables_hidden('none') if launcher == 'none' else nullcontext():
         choice, devices, unsupported = run_on_every_rank(store, env, 'device check', prepare, wait)
     name = None
     if launcher != 'none' and exists:
-        name = torch_dist.get_backend()
-        if name == 'undefined':  # that of init_process_group() without a backend
-            name = backend_of()
-        _check_host_tensors(name, choice.accelerator)
-        if name == 'gloo' and not choice.accelerator.gloo_takes_tensors:
-            log_warning(
-                f"a process group of 'gloo' exists, which takes no tensors of "
-                f'{choice.accelerator.device_type}: gradients are averaged by a group of their '
-                f'own, but collectives that the model calls itself fail. Start it with '
-                f"init_process_group('staged'), after import mmdevplug.staged."
-            )
+        name = _check_group(choice.accelerator)
     elif launcher != 'none':
-        name = run_on_every_rank(
-            store,
-            env,
-            'backend',
-            lambda: resolve_backend(choice.accelerator, forced_backend, backend),
-            wait,
-        )
+        resolve = partial(resolve_backend, choice.accelerator, forced_backend, backend)
+        name = run_on_every_rank(store, env, 'backend', resolve, wait)
         _start_group(store, env, with_host_backend(name, choice.accelerator), wait, kwargs)
     before = device_context()
     context = DeviceContext(
@@ -189,15 +151,71 @@ def start_distributed(
     return context
 
 
-def _check_host_tensors(backend: str, accelerator: Accelerator) -> None:
-    """Refuse a group of somebody else over which MMEngine's messages cannot travel."""
-    if takes_host_tensors() or KNOWN_TO_MMENGINE.get(backend) == accelerator.device_type:
-        return
-    raise LaunchError(
-        f'a process group of {backend!r} exists, which takes no tensors of the host; MMEngine '
-        f'sends its messages in these with a backend that it does not know. Start it with '
-        f"init_process_group('cpu:gloo,{accelerator.device_type}:{backend}'), or leave it to us."
-    )
+def _refuse_to_train_alone(exists: bool) -> None:
+    """Refuse a process without a launcher that is part of a job; ``exists``: by its group."""
+    if not exists:
+        refuse_to_run_alone()
+    elif torch_dist.get_world_size() > 1:
+        raise LaunchError(
+            f"launcher='none', but this process is rank {torch_dist.get_rank()} of a process "
+            f'group of {torch_dist.get_world_size()}; it would train alone. Pass the launcher '
+            f"that started it, such as --launcher pytorch (in a script launcher='pytorch')."
+        )
+
+
+def _join_job(env: LaunchEnv, wait: timedelta, silence: float, options: Dict[str, Any]) -> Any:
+    """Connect to the store of the job, and watch for failures of the other ranks."""
+    _refuse_meeting_places(options)
+    env.export()
+    enter_phase('set-up')
+    store, prefix = _rendezvous(env, wait)
+    if env.world_size > 1:
+        watch_for_failures(store, prefix, env, silence, wait)
+    return store
+
+
+def _prepare_devices(
+    config: AcceleratorConfig,
+    env: LaunchEnv,
+    compilation_cache: Optional[str],
+    choose_devices: Optional[ChooseDevices],
+) -> Tuple[Choice, Sequence[torch.device], Tuple[str, ...]]:
+    """Choose the accelerator, and try this rank's devices; also what dtypes they do not keep."""
+    choice = choose_accelerator(config)
+    if compilation_cache is not None:
+        start_compilation_cache(choice.accelerator, compilation_cache, env.rank)
+    if choose_devices is None:
+        devices: Sequence[torch.device] = [choice.accelerator.device(env.local_rank)]
+    else:
+        devices = choose_devices(choice.accelerator, env)
+    # The first one last, so that it stays the current one.
+    for device in reversed(devices):
+        unsupported = probe_device(choice.accelerator, device)
+    return choice, devices, tuple(unsupported)
+
+
+def _check_group(accelerator: Accelerator) -> str:
+    """Refuse a group of somebody else over which MMEngine's messages cannot travel.
+
+    Returns its backend.
+    """
+    name = torch_dist.get_backend()
+    if name == 'undefined':  # that of init_process_group() without a backend
+        name = backend_of()
+    kind = accelerator.device_type
+    if not takes_host_tensors() and KNOWN_TO_MMENGINE.get(name) != kind:
+        raise LaunchError(
+            f'a process group of {name!r} exists, which takes no tensors of the host; MMEngine '
+            f'sends its messages in these with a backend that it does not know. Start it with '
+            f"init_process_group('cpu:gloo,{kind}:{name}'), or leave it to us."
+        )
+    if name == 'gloo' and not accelerator.gloo_takes_tensors:
+        log_warning(
+            f"a process group of 'gloo' exists, which takes no tensors of {kind}: gradients are "
+            f'averaged by a group of their own, but collectives that the model calls itself fail. '
+            f"Start it with init_process_group('staged'), after import mmdevplug.staged."
+        )
+    return name
 
 
 def _start_group(

@@ -4,8 +4,9 @@ import socket
 from statistics import median
 from typing import Any, Dict, List, NamedTuple
 
-from .json_messages import gather_json
-from .rank_device import enter_rank_device
+from mmdevplug.accelerators import enter_rank_device
+
+from .byte_exchange import gather_json
 
 #: A rank is slow that delays the others by this part of an iteration. Less is common where ranks
 #: load different data, and would not be worth a look.

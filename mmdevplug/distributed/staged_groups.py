@@ -9,11 +9,10 @@ import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
+from mmdevplug.accelerators.backend import group_device
 from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import get_global_rank, is_at_least
-
-from .rank_device import group_device
 
 #: For each group the one that was made for it. All ranks make the same.
 _made: 'WeakKeyDictionary[Any, staged.StagedProcessGroup]' = WeakKeyDictionary()
@@ -44,7 +43,7 @@ def _make(group: AnyGroup) -> staged.StagedProcessGroup:
     timeout = context.timeout if context else DEFAULT_TIMEOUT
     size = torch_dist.get_world_size(group)
     if not is_at_least('2.0'):
-        members = '-'.join(str(_global_rank(group, rank)) for rank in range(size))
+        members = '-'.join(str(get_global_rank(group, rank)) for rank in range(size))
         _counts[members] += 1
         store = torch_dist.distributed_c10d._get_default_store()
         store = torch_dist.PrefixStore(f'{staged.NAME}/{members}/{_counts[members]}', store)
@@ -52,8 +51,4 @@ def _make(group: AnyGroup) -> staged.StagedProcessGroup:
     options = dict(backend=staged.NAME, timeout=timeout)
     if 'use_local_synchronization' in inspect.signature(torch_dist.new_group).parameters:
         options['use_local_synchronization'] = True  # since PyTorch 2.1
-    return torch_dist.new_group([_global_rank(group, rank) for rank in range(size)], **options)
-
-
-def _global_rank(group: AnyGroup, rank: int) -> int:
-    return rank if group is torch_dist.group.WORLD else get_global_rank(group, rank)
+    return torch_dist.new_group([get_global_rank(group, rank) for rank in range(size)], **options)

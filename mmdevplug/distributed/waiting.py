@@ -7,8 +7,8 @@ from typing import Any, Callable, List, Optional, Tuple
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
+from mmdevplug.accelerators.context import group_env
 from mmdevplug.distributed.process_group import Timeout, to_timeout
-from mmdevplug.distributed.rank_device import group_env
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import RankFailedError
 from mmdevplug.fault_tolerance import failure

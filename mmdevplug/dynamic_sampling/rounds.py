@@ -7,12 +7,12 @@ from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
-from mmdevplug.distributed.byte_exchange import global_rank
-from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import RankFailedError, SampleError, first_line
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.utils.annotations import AnyGroup
+from mmdevplug.utils.torch_compat import get_global_rank
 
 from .decisions import DESCRIBED, Tally, round_name
 
@@ -161,7 +161,7 @@ class Rounds:
     def _name(self, rank: int) -> str:
         if self.world_size == 1 or self._group is None:
             return f'rank {rank} of {self.world_size}'
-        return f'rank {global_rank(self._group, rank)} of {torch_dist.get_world_size()}'
+        return f'rank {get_global_rank(self._group, rank)} of {torch_dist.get_world_size()}'
 
 
 def _describe(drawn: Drawn, name: str) -> Optional[str]:

@@ -6,10 +6,10 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
 import torch
 from mmengine.registry import FUNCTIONS
 
+from mmdevplug.accelerators import enter_rank_device, rank_devices
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions, SamplerOptions
 from mmdevplug.distributed.process_group import Timeout
-from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.samples import balance_samples, gather_samples

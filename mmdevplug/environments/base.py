@@ -148,30 +148,25 @@ class Environment(ABC):
             env = env._replace(master_port=check_port(port, 'env_cfg.dist_cfg.port'))
         return env
 
-    def hosts(self, origin: str = '--nproc') -> Hosts:
-        """Read the hosts on which processes are to be started: one process here for each host.
-
-        Args:
-            origin (str): The option that asks for processes, for a message.
-        """
+    def hosts(self) -> Hosts:
+        """Read the hosts on which processes are to be started: one process here for each host."""
         env = self.read()
         if env.world_size == 1:
             return Hosts()
         if env.local_world_size != 1 or not self.starts_starters:
-            raise self._started_already(origin)
+            raise self._started_already()
         return Hosts(env.world_size, env.rank, None, env.master_addr, env.master_port)
 
-    def refuse_several_starters(self, origin: str) -> None:
+    def refuse_several_starters(self) -> None:
         """Refuse each of several processes of this host to start the host's processes."""
         if (self.local_world_size() or 1) > 1:
-            raise self._started_already(origin)
+            raise self._started_already()
 
-    def _started_already(self, origin: str) -> LaunchError:
+    def _started_already(self) -> LaunchError:
         return LaunchError(
-            f'{origin} starts processes, but {self.describe_variables()} say that {self.command} '
-            f'has started {self.world_size()} already. Leave out {origin}, or start one process '
-            'on each host '
-            f'with srun or mpirun.'
+            f'--nproc starts processes, but {self.describe_variables()} say that {self.command} '
+            f'has started {self.world_size()} already. Leave out --nproc, or start one process '
+            f'on each host with srun or mpirun.'
         )
 
     def refuse_to_stay_alone(self, starts: bool) -> None:

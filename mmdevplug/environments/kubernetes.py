@@ -98,7 +98,7 @@ class Kubernetes(Environment):
 
     # hosts --------------------------------------------------------------------------------------
 
-    def hosts(self, origin: str = '--nproc') -> Hosts:
+    def hosts(self) -> Hosts:
         """Read the pods of the job, the index of this one and the processes of each."""
         found = self.detect()
         if 'LOCAL_RANK' in found:

@@ -92,7 +92,7 @@ def _one_of_several(job: Environment) -> LaunchError:
     )
 
 
-def follow_job(environ: Optional[Mapping[str, str]] = None) -> LaunchEnv:
+def follow_job() -> LaunchEnv:
     """Read the place of this process in the job of the launcher that started it, if one did.
 
     Variables that an earlier job left behind are named in a warning.
@@ -100,11 +100,11 @@ def follow_job(environ: Optional[Mapping[str, str]] = None) -> LaunchEnv:
     Raises:
         LaunchError: If the process may be one of several, but no launcher is recognized.
     """
-    job = find_job(environ)
+    job = find_job()
     if job is not None:
         return job.read()
-    refuse_to_run_alone(environ)
-    stale = stale_variables('none', environ)
+    refuse_to_run_alone()
+    stale = stale_variables('none')
     if stale:
         logging.getLogger(__name__).warning(describe_stale('none', stale))
     return LaunchEnv()
@@ -143,9 +143,9 @@ def restart_count(environ: Optional[Mapping[str, str]] = None) -> int:
     return Torchrun(environ).restarts()
 
 
-def most_ranks(launcher: str, environ: Optional[Mapping[str, str]] = None) -> Optional[int]:
+def most_ranks(launcher: str) -> Optional[int]:
     """How many ranks an elastic job has when all hosts have joined; None if it is not one."""
-    return Torchrun(environ).most_ranks() if launcher == 'pytorch' else None
+    return Torchrun().most_ranks() if launcher == 'pytorch' else None
 
 
 def restarts(launcher: str, environ: Optional[Mapping[str, str]] = None) -> int:

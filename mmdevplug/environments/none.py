@@ -18,6 +18,6 @@ class NoLauncher(Environment):
         """Return the place of a single process."""
         return LaunchEnv()
 
-    def hosts(self, origin: str = '--nproc') -> Hosts:
+    def hosts(self) -> Hosts:
         """Return this host alone."""
         return Hosts()

@@ -11,7 +11,7 @@ import torch
 from mmengine.optim import OptimWrapper
 from torch import Tensor
 
-from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.accelerators import enter_rank_device
 from mmdevplug.errors import DeviceOutOfMemoryError, DevPlugError, first_line
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model

@@ -24,8 +24,21 @@ from mmdevplug.environments.loopback import LOOPBACK, is_loopback, loopback_stor
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.torch_compat import get_text, set_text
 
+from . import abort
+from .heartbeat import STOPPED
+
 #: How long a process that lives may take to answer; it has nothing else to do.
 ANSWER_SECONDS = 5.0
+
+_STOPPED_TEXT = (
+    'the process is stopped (SIGSTOP, a debugger, a frozen container) and answers nobody; let it '
+    'go on with `kill -CONT PID`, or end it'
+)
+_UNREACHABLE = 'its host or the link to it is down'
+GONE = (
+    f'{abort.GONE}. It was killed (out of memory, SIGKILL) or its host is down; look at the end '
+    f'of its log and at the kernel log of its host'
+)
 
 
 class LivenessCheck:
@@ -66,21 +79,24 @@ class LivenessCheck:
             thread.join(ANSWER_SECONDS)
         return sorted(answered)
 
-    def reach(self, rank: int) -> str:
-        """Look at the port of a rank that does not answer: 'listens', 'closed' or 'unreachable'.
+    def why_silent(self, rank: int, state: str) -> str:
+        """Say what a rank that does not answer suffers from, as far as this host can know.
 
-        The system takes connections to a process that is stopped.
+        ``state`` is that of its process, '' on another host. The system takes connections to a
+        process that is stopped.
         """
-        place = json.loads(get_text(self._store, f'answers/{rank}'))
+        if state == STOPPED:
+            return _STOPPED_TEXT
+        place = json.loads(get_text(self._store, f'answers/{rank}')) if state == '' else None
         if place is None:
-            return 'closed'
+            return GONE
         try:
             socket.create_connection(tuple(place), ANSWER_SECONDS).close()
         except ConnectionRefusedError:
-            return 'closed'
+            return GONE
         except OSError:
-            return 'unreachable'
-        return 'listens'
+            return _UNREACHABLE
+        return _STOPPED_TEXT
 
 
 def _ask(rank: int, address: str, port: int, answered: List[int]) -> None:

@@ -97,7 +97,7 @@ def fail_together(stage: str, group: AnyGroup = None) -> Iterator[None]:
         RankFailedError: In place of an error of communication, if another rank failed or is gone.
     """
     outermost = not FailureWatch.waiting
-    if outermost and _watch is not None:
+    if outermost and _watch is not None and _watch.ending:
         _watch.begin_attempt()
     with peers_must_answer():
         try:
@@ -156,8 +156,8 @@ def note_report() -> None:
 
 
 def find_dead(ranks: List[int]) -> List[int]:
-    """See :meth:`FailureWatch.find_dead`."""
-    return [] if _watch is None else _watch.find_dead(ranks)
+    """See :meth:`.heartbeat.Heartbeat.find_dead`."""
+    return [] if _watch is None else _watch.heartbeat.find_dead(ranks)
 
 
 def current_phase() -> Optional[str]:

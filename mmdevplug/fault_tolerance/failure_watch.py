@@ -16,15 +16,14 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators.backend import backend_of
+from mmdevplug.accelerators.backend import network_hint
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.torch_compat import get_text, set_text
 
-from . import abort as ending
 from .abort import abort, forget_note, note_for_agent, say
-from .answer_port import ANSWER_SECONDS, LivenessCheck
+from .answer_port import ANSWER_SECONDS, GONE, LivenessCheck
 from .code_location import locate_error
 from .heartbeat import (
     BEAT_SECONDS,
@@ -33,7 +32,6 @@ from .heartbeat import (
     LOST,
     RUNNING,
     SILENT_SECONDS,
-    STOPPED,
     AwakeClock,
     Heartbeat,
     describe_places,
@@ -51,16 +49,6 @@ _TICK = 0.5
 _MAX_INVESTIGATORS = 16
 
 _RANK = re.compile(r'\brank \d+')
-
-STOPPED_TEXT = (
-    'the process is stopped (SIGSTOP, a debugger, a frozen container) and answers nobody; let it '
-    'go on with `kill -CONT PID`, or end it'
-)
-UNREACHABLE = 'its host or the link to it is down'
-GONE = (
-    f'{ending.GONE}. It was killed (out of memory, SIGKILL) or its host is down; look at the end '
-    f'of its log and at the kernel log of its host'
-)
 
 
 class FailureWatch:
@@ -287,10 +275,7 @@ class FailureWatch:
         """Say what a rank that does not answer suffers from, as far as this host can know."""
         state = self.heartbeat.process_state(rank)
         self._allow_an_answer()
-        reached = self._liveness.reach(rank) if state == '' else None
-        if state == STOPPED or reached == 'listens':
-            return STOPPED_TEXT
-        return UNREACHABLE if reached == 'unreachable' else GONE
+        return self._liveness.why_silent(rank, state)
 
     def _note_busy(self, rank: int) -> None:
         """Count an answer as a beat, and log why there was none for a long time."""
@@ -336,13 +321,11 @@ class FailureWatch:
         )
 
     def begin_attempt(self) -> None:
-        """Forget the last failure, if any: the process goes on after it.
+        """Forget the last failure: the process goes on after it.
 
         A failure ends the attempts of all ranks, so all of them count the same number, and a late
         report of the last attempt is not read in the next one.
         """
-        if not self.ending:
-            return
         with self._attempt_lock:
             self.attempt += 1
             self._report = {}
@@ -378,7 +361,7 @@ class FailureWatch:
         if found is not None:
             return found
         others = self._others()
-        gone = self.find_dead(others)
+        gone = self.heartbeat.find_dead(others)
         if gone:
             return self.report_ranks(gone, GONE)
         silent = self.find_silent(others)
@@ -388,7 +371,7 @@ class FailureWatch:
         if silent:
             return self.report_ranks(silent, self._why_silent(silent[0]))
         places = self.heartbeat.places([self.env.rank, *others])
-        ended = [rank for rank in others if self._state_of(rank) == ENDED]
+        ended = [rank for rank in others if self.heartbeat.state_of(rank) == ENDED]
         if ended:
             return self.report_ranks(
                 ended, f'it ended while the others went on: {describe_places(places[:1])}'
@@ -404,14 +387,10 @@ class FailureWatch:
             f'the kernel log.{hint}'
         )
 
-    def _state_of(self, rank: int) -> str:
-        seen = self.heartbeat.seen.get(rank)
-        return '' if seen is None else seen.beat.state
-
     def _report_places(self, places: List[Tuple[List[int], str]]) -> RankFailedError:
         """Report that ranks wait for each other in different places; the first is this rank's."""
         here, elsewhere = places[0][0], sorted(rank for ranks, _ in places[1:] for rank in ranks)
-        late = [rank for rank in elsewhere if self._state_of(rank) == RUNNING]
+        late = [rank for rank in elsewhere if self.heartbeat.state_of(rank) == RUNNING]
         missing = late or elsewhere
         apart = [place for place in places if not set(place[0]) <= set(late)]
         named = (
@@ -429,12 +408,6 @@ class FailureWatch:
             return self._stops_because(text)
         return self.peer_failure(wait=GRACE_SECONDS) or self._stops_because(text)
 
-    def find_dead(self, ranks: List[int]) -> List[int]:
-        """The ranks whose processes were on this host and have ended without a message."""
-        for rank in ranks:
-            self.heartbeat.read(rank)
-        return [rank for rank in ranks if self.heartbeat.is_gone(rank)]
-
     # stopping on purpose ------------------------------------------------------------------------
 
     def begin_stop_round(self) -> None:
@@ -443,23 +416,3 @@ class FailureWatch:
         # Another rank may have asked before this one began.
         self._reread = True
         self._wake.set()
-
-
-def network_hint(env: LaunchEnv) -> str:
-    """A sentence that suggests settings of the network, empty where the backend has none."""
-    if not (torch_dist.is_available() and torch_dist.is_initialized()):
-        return ''
-    backend = backend_of()
-    if 'nccl' in backend:
-        return (
-            ' If all ranks are well: NCCL_SOCKET_IFNAME names the network interface to use, and '
-            'NCCL_P2P_DISABLE=1 rules out direct copies between the cards of a host.'
-        )
-    if 'hccl' in backend:
-        return ' If all ranks are well: HCCL_SOCKET_IFNAME names the network interface to use.'
-    if ('gloo' in backend or backend == 'staged') and not env.single_host:
-        return (
-            ' If all ranks are well: GLOO_SOCKET_IFNAME names the network interface to use on '
-            'each host.'
-        )
-    return ''

@@ -154,11 +154,17 @@ class Heartbeat:
         """Count an answer of a rank that was read as a beat."""
         self.seen[rank] = Seen(self.seen[rank].beat, self._clock.now)
 
-    def is_gone(self, rank: int) -> bool:
-        """Whether the process of a rank ran on this host and has ended without a word."""
-        found = self.seen.get(rank)
-        running = found is not None and found.beat.state == RUNNING
-        return running and self.process_state(rank) in tuple('ZX-')
+    def state_of(self, rank: int) -> str:
+        """The state that a rank had when it was last seen, '' if it never was."""
+        seen = self.seen.get(rank)
+        return '' if seen is None else seen.beat.state
+
+    def find_dead(self, ranks: Iterable[int]) -> List[int]:
+        """The ranks whose processes were on this host and have ended without a message."""
+        for rank in ranks:
+            self.read(rank)
+        running = [rank for rank in ranks if self.state_of(rank) == RUNNING]
+        return [rank for rank in running if self.process_state(rank) in tuple('ZX-')]
 
     def process_state(self, rank: int) -> str:
         """The state of a rank's process, as in ``/proc``; '' if it is on another host."""

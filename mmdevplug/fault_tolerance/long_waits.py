@@ -157,8 +157,6 @@ class _Present:
 
     def _ranks(self) -> List[int]:
         size = torch_dist.get_world_size(self.group)
-        if self.group is None:
-            return list(range(size))
         return [get_global_rank(self.group, rank) for rank in range(size)]
 
     def _stage_of(self, rank: int) -> str:

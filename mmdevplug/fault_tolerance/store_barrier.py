@@ -9,11 +9,13 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple, Typ
 
 from torch import distributed as torch_dist
 
+from mmdevplug.accelerators.backend import network_hint
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import DevPlugError, RankFailedError
 from mmdevplug.utils.torch_compat import get_text, set_text
 
-from . import abort, failure, failure_watch
+from . import abort, failure
+from .answer_port import GONE
 from .long_waits import REPORT_SECONDS
 
 #: After how many seconds a message names the ranks that the others wait for, after twice as many
@@ -113,7 +115,7 @@ class Wait:
             gone = failure.find_dead(missing)
             if gone:
                 raise failure.missing_ranks_error(
-                    self._env, gone, f'needed at {self._stage!r}, but {failure_watch.GONE}'
+                    self._env, gone, f'needed at {self._stage!r}, but {GONE}'
                 )
             if self._past is not None:
                 phase, why = self._past
@@ -137,7 +139,7 @@ class Wait:
             f'missing after {timeout.total_seconds():.0f} s at {self._stage!r}, where {there} of '
             f'{self._env.world_size} ranks arrived. {self._advice(missing)}; a slow start needs a '
             f'longer env_cfg.dist_cfg.timeout.'
-            f'{failure_watch.network_hint(self._env)}',
+            f'{network_hint(self._env)}',
             alive=True,
         )
 

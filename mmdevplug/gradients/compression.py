@@ -35,7 +35,7 @@ class PowerSGD:
         return self._hook(self.state, bucket)
 
     def open(self, room: Tensor, group: 'torch_dist.ProcessGroup') -> 'PowerSGDAverage':
-        """An average in host memory, as of a :class:`mmdevplug.staged.host_sum.HostSum`."""
+        """An average in host memory, as of a :class:`mmdevplug.staged.reductions.HostSum`."""
         return PowerSGDAverage(self, room, group)
 
     def bytes_of(
@@ -56,7 +56,7 @@ class PowerSGD:
 
 
 class PowerSGDAverage:
-    """An average of a bucket in host memory, see :class:`mmdevplug.staged.host_sum.HostSum`."""
+    """An average of a bucket in host memory, see :class:`mmdevplug.staged.reductions.HostSum`."""
 
     def __init__(self, powersgd: PowerSGD, own: Tensor, group: 'torch_dist.ProcessGroup') -> None:
         self.own, self.finite, self.sent = own, True, 0.0

@@ -6,7 +6,7 @@ from typing import List
 
 from torch import distributed as torch_dist, nn
 
-from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyGroup
 

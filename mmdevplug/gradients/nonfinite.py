@@ -10,7 +10,7 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, distributed as torch_dist
 
-from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.errors import ModelError
 from mmdevplug.staged.host_buffers import scale
 from mmdevplug.utils.annotations import AnyGroup

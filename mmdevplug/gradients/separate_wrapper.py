@@ -9,10 +9,9 @@ from mmengine.optim import OptimWrapperDict
 from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, nn
 
-from mmdevplug.accelerators import devices_of
+from mmdevplug.accelerators import devices_of, enter_rank_device
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import training_step
-from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import move_module

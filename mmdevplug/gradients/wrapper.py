@@ -13,12 +13,11 @@ from mmengine.optim import OptimWrapper
 from mmengine.registry import MODEL_WRAPPERS
 from torch import Tensor, distributed as torch_dist, nn
 
-from mmdevplug.accelerators import Accelerator, devices_of
+from mmdevplug.accelerators import devices_of, enter_rank_device
 from mmdevplug.accelerators.backend import suits_native_ddp
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
-from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.distributed.staged_groups import staged_group
 from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
 from mmdevplug.errors import ModelError
@@ -31,23 +30,23 @@ from mmdevplug.model.move import (
 )
 from mmdevplug.model.norm_layers import convert_norm_layers
 from mmdevplug.optim import log_norms, set_overflow_source
-from mmdevplug.staged.host_buffers import can_pin
 from mmdevplug.utils.annotations import AnyGroup, AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.torch_compat import is_at_least
 
-from .compression import PowerSGD, make_compression
+from .compression import PowerSGD
 from .ddp_hook import BucketAveraging
 from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
-from .nonfinite import FinitePolicy
 from .trainable_set import TrainableSet, check_optimizers, wait_for_change
 from .unused_parameters import refuse_unreduced
 from .wrapper_arguments import (
+    averaging_options,
     check_module,
+    ddp_arguments,
     host_defaults,
     read_options,
-    rename_buffer_option,
+    suits_ddp,
     trainable,
 )
 
@@ -91,6 +90,10 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
     staging: Optional[LazyStaging] = None
     #: Whether `train_step` has materialized the iteration; `DeviceHook` resets it.
     step_materialized = False
+    _loss_checked = False
+    _ddp_averaging: Optional[BucketAveraging] = None
+    #: The hook that the user registered, with its state.
+    _users_hook: Optional[Tuple[object, Any]] = None
 
     def __init__(
         self,
@@ -111,22 +114,17 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         on_host = device.type == 'cpu' or not suits_native_ddp(chosen, device, group)
         averaging_group = staged_group(group) if on_host else group
         lazy = chosen.compilation.lazy
-        staged = on_host and (lazy or not _suits_ddp(chosen, find_unused_parameters))
+        staged = on_host and (lazy or not suits_ddp(chosen, find_unused_parameters))
         check_same_model(module, process_group)
         convert_norm_layers(module, chosen, device)
+        averaging = averaging_options(own, module, process_group, on_host)
+        if on_host:
+            averaging_group.large.wanted = {'auto': None}.get(own.hierarchy, own.hierarchy)
         options = dict(
             broadcast_buffers=broadcast_buffers,
             find_unused_parameters=find_unused_parameters,
             process_group=averaging_group if is_at_least('2.0') else process_group,
         )
-        averaging = dict(
-            compression=make_compression(own.grad_compression, trainable(module)),
-            policy=FinitePolicy(
-                own.nonfinite_grads or ('stop' if on_host else 'ignore'), process_group
-            ),
-        )
-        if on_host:
-            averaging_group.large.wanted = {'auto': None}.get(own.hierarchy, own.hierarchy)
         if staged:
             averaging['group'] = averaging_group
             if own.bucket_cap_mb is not None:
@@ -136,15 +134,10 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             self._init_without_reducer(move_module(module, device), device, **options)
         else:
             move_module(module, device)
+            shares = bool(own.hierarchy) and averaging['compression'] is None
             if on_host:
-                shares = own.hierarchy and averaging['compression'] is None
-                kwargs = {**host_defaults(trainable(module), bool(shares)), **kwargs}
-            if own.bucket_cap_mb is not None:
-                kwargs['bucket_cap_mb'] = own.bucket_cap_mb
-            options = rename_buffer_option(options, chosen, module)
-            on_several = len(devices_of(module.parameters())) > 1  # DDP then takes no device ids
-            device_ids = None if on_several or device.type != 'cuda' else [device.index]
-            arguments = dict(options, device_ids=device_ids, **kwargs)
+                kwargs = {**host_defaults(trainable(module), shares), **kwargs}
+            arguments = ddp_arguments(options, own, chosen, module, device, **kwargs)
             super().__init__(module, **arguments)
             self._ddp_arguments = arguments
         self.accelerator = chosen
@@ -154,7 +147,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         # All ranks by None: a model is not to keep threads of their group until Python has ended.
         self._users_group = None if group is torch_dist.group.WORLD else group
         self._on_host = on_host
-        self._ddp_averaging: Optional[BucketAveraging] = None
         self._devices = devices_of(module.parameters())
         # After the move, which may have made new parameters.
         self._trainable = TrainableSet(module, staged or find_unused_parameters)
@@ -163,10 +155,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self._hook_is_due = self._hook_is_ours = not staged and (
             on_host or self.policy.active or averaging['compression'] is not None
         )
-        #: The hook that the user registered, with its state.
-        self._users_hook: Optional[Tuple[object, Any]] = None
         self.detect_anomalous_params = detect_anomalous_params
-        self._loss_checked = False
         if lazy:
             materialize_predictions(module, chosen, self._devices)
 
@@ -354,7 +343,9 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
     def follow_scaler(self, optim_wrapper: AnyOptimWrapper) -> None:
         """Leave NaN to a gradient scaler, if there is one, which skips the update."""
-        self.policy.suspended = has_scaler(optim_wrapper)
+        wrappers = list_optim_wrappers(optim_wrapper)
+        scalers = [getattr(wrapper, 'loss_scaler', None) for wrapper in wrappers]
+        self.policy.suspended = any(each is not None and each.is_enabled() for each in scalers)
 
     def warm_up(self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper) -> None:
         """Run a backward pass, so that PyTorch's DDP orders its buckets before training resumes.
@@ -413,18 +404,3 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
                 f'the host when backward has ended, as on every lazy device, and on others with '
                 f'PyTorch 1. Remove the call, or use the native backend of the device.'
             )
-
-
-def _suits_ddp(accelerator: Accelerator, find_unused_parameters: bool) -> bool:
-    """Whether PyTorch's DDP works on an eager device, over a group that averages on the host."""
-    if accelerator.gloo_takes_tensors:
-        return True
-    # PyTorch 1 does not know these groups. To find unused parameters DDP pins memory.
-    return is_at_least('2.0') and (can_pin() or not find_unused_parameters)
-
-
-def has_scaler(optim_wrapper: AnyOptimWrapper) -> bool:
-    """Return whether a gradient scaler skips the updates that overflow."""
-    wrappers = list_optim_wrappers(optim_wrapper)
-    scalers = [getattr(wrapper, 'loss_scaler', None) for wrapper in wrappers]
-    return any(scaler is not None and scaler.is_enabled() for scaler in scalers)

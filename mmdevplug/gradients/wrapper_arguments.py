@@ -9,12 +9,18 @@ from mmengine.model import is_model_wrapper
 from torch import distributed as torch_dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators import Accelerator, devices_of
 from mmdevplug.config.fields import did_you_mean
 from mmdevplug.config.model_wrapper import WrapperOptions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.errors import LaunchError, ModelError
 from mmdevplug.model.move import check_materialized
+from mmdevplug.staged.host_buffers import can_pin
+from mmdevplug.utils.annotations import AnyGroup
+from mmdevplug.utils.torch_compat import is_at_least
+
+from .compression import make_compression
+from .nonfinite import FinitePolicy
 
 
 def check_module(module: nn.Module) -> None:
@@ -94,17 +100,47 @@ def _on_several_hosts() -> bool:
     return int(os.environ.get('LOCAL_WORLD_SIZE', world_size)) < world_size
 
 
-def rename_buffer_option(
-    options: Dict[str, Any], accelerator: Accelerator, module: nn.Module
+def ddp_arguments(
+    options: Dict[str, Any],
+    own: WrapperOptions,
+    accelerator: Accelerator,
+    module: nn.Module,
+    device: torch.device,
+    **kwargs: object,
 ) -> Dict[str, Any]:
-    """Let DDP send buffers once at the start, whether or not it sends them at each forward."""
-    options = dict(options)
+    """Arguments of DDP for a module on its device.
+
+    DDP sends buffers once at the start, whether or not it sends them at each forward.
+    """
+    on_several = len(devices_of(module.parameters())) > 1  # DDP then takes no device ids
+    device_ids = None if on_several or device.type != 'cuda' else [device.index]
+    options = dict(options, device_ids=device_ids, **kwargs)
+    if own.bucket_cap_mb is not None:
+        options['bucket_cap_mb'] = own.bucket_cap_mb
     if 'forward_sync_buffers' in inspect.signature(DistributedDataParallel.__init__).parameters:
         options['forward_sync_buffers'] = options.pop('broadcast_buffers')
     elif not options['broadcast_buffers']:
         # Without this, older releases leave the buffers of each rank as they are.
         broadcast_tensors(list(module.buffers()), accelerator, options['process_group'])
     return options
+
+
+def averaging_options(
+    own: WrapperOptions, module: nn.Module, group: AnyGroup, on_host: bool
+) -> Dict[str, Any]:
+    """How gradients are averaged, whoever does it."""
+    return dict(
+        compression=make_compression(own.grad_compression, trainable(module)),
+        policy=FinitePolicy(own.nonfinite_grads or ('stop' if on_host else 'ignore'), group),
+    )
+
+
+def suits_ddp(accelerator: Accelerator, find_unused_parameters: bool) -> bool:
+    """Whether PyTorch's DDP works on an eager device, over a group that averages on the host."""
+    if accelerator.gloo_takes_tensors:
+        return True
+    # PyTorch 1 does not know these groups. To find unused parameters DDP pins memory.
+    return is_at_least('2.0') and (can_pin() or not find_unused_parameters)
 
 
 def trainable(module: nn.Module) -> Sequence[Tuple[str, nn.Parameter]]:

@@ -9,7 +9,7 @@ from mmengine.dist import get_world_size, is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.slow_rank import Slowest, find_slowest, gather_times
 from mmdevplug.distributed.traffic import TRAFFIC, Cost
 from mmdevplug.utils.annotations import AnyRunner

@@ -6,6 +6,7 @@ from typing import Dict, List, Optional, Set
 from mmengine.hooks import Hook, LoggerHook
 from mmengine.registry import HOOKS
 
+from mmdevplug.accelerators import enter_rank_device
 from mmdevplug.accelerators.compilation_cache import describe_kept
 from mmdevplug.config.hook_options import CompilationOptions
 from mmdevplug.config.pad_to import Size, round_up, suggest_buckets
@@ -19,7 +20,6 @@ from mmdevplug.data.batch_shapes import (
     describe_changes,
     image_size,
 )
-from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.progress import SilenceWatch

@@ -9,10 +9,9 @@ from mmengine.registry import HOOKS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mmdevplug.accelerators import to_device
+from mmdevplug.accelerators import enter_rank_device, rank_devices, to_device
 from mmdevplug.config.hook_options import DeviceHookOptions
 from mmdevplug.data.endless import check_endless
-from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
 from mmdevplug.model.sync_bn import SyncBNCost

@@ -3,7 +3,7 @@
 from mmengine.hooks import EmptyCacheHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.accelerators import enter_rank_device
 from mmdevplug.utils.annotations import AnyRunner
 
 

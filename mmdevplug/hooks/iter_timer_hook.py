@@ -3,7 +3,7 @@
 from mmengine.hooks import IterTimerHook, LoggerHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
+from mmdevplug.accelerators import enter_rank_device, rank_devices
 from mmdevplug.utils.annotations import AnyRunner
 
 

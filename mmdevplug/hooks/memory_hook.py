@@ -8,8 +8,8 @@ from mmengine import device as mmengine_device
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
+from mmdevplug.accelerators import enter_rank_device, rank_devices
 from mmdevplug.config.hook_options import MemoryOptions
-from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.worker_memory import WorkerMemory
 

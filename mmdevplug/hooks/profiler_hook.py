@@ -8,8 +8,8 @@ from mmengine.hooks import ProfilerHook
 from mmengine.registry import HOOKS
 from torch.profiler import ProfilerActivity
 
+from mmdevplug.accelerators import enter_rank_device
 from mmdevplug.accelerators.torch_native import privateuse1_name
-from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.utils.annotations import AnyRunner
 
 

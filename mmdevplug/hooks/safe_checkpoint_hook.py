@@ -13,6 +13,7 @@ from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop, Runner
 
+from mmdevplug.accelerators import enter_rank_device, rank_devices
 from mmdevplug.accelerators.random_states import random_state, set_random_state
 from mmdevplug.checkpoint.exact_resume import (
     KEY,
@@ -39,7 +40,6 @@ from mmdevplug.checkpoint.writing import (
 )
 from mmdevplug.config.fields import refuse_unknown
 from mmdevplug.config.hook_options import CheckpointOptions
-from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.annotations import AnyRunner

@@ -85,9 +85,9 @@ def misplaced_tensors(module: nn.Module, device: torch.device) -> Dict[str, torc
     return found
 
 
-def describe_misplaced(found: Dict[str, torch.device], limit: int = 8) -> str:
-    """Name at most ``limit`` of them."""
-    named = [f'{name} on {device}' for name, device in list(found.items())[:limit]]
+def describe_misplaced(found: Dict[str, torch.device]) -> str:
+    """Name the first eight of them."""
+    named = [f'{name} on {device}' for name, device in list(found.items())[:8]]
     more = len(found) - len(named)
     return ', '.join(named) + (f' and {more} more' if more > 0 else '')
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mmdevplug.accelerators import Accelerator
-from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.accelerators import Accelerator, enter_rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyGroup, AnyRunner
 

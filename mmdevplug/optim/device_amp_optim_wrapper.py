@@ -10,7 +10,7 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
-from mmdevplug.distributed.rank_device import enter_rank_device, rank_devices
+from mmdevplug.accelerators import enter_rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import patch_autocast
 from mmdevplug.utils.annotations import AnyOptimWrapper

@@ -7,8 +7,7 @@ from mmengine.optim import OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import Tensor
 
-from mmdevplug.accelerators import devices_of
-from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.accelerators import devices_of, enter_rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers

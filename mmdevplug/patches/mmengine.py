@@ -20,10 +20,9 @@ from mmengine.runner import CheckpointLoader, checkpoint as checkpoint_functions
 from mmengine.structures import instance_data
 from torch import Tensor, nn
 
-from mmdevplug.accelerators import Accelerator, device_context
+from mmdevplug.accelerators import Accelerator, device_context, enter_rank_device
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
-from mmdevplug.distributed.rank_device import enter_rank_device
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patched_symbols import (
     AUTOCAST,

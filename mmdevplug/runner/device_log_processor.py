@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Tuple, Union
 from mmengine.registry import LOG_PROCESSORS
 from mmengine.runner import LogProcessor
 
-from mmdevplug.distributed.rank_device import enter_rank_device
+from mmdevplug.accelerators import enter_rank_device
 from mmdevplug.errors import DevPlugError
 from mmdevplug.samples import gather_samples
 from mmdevplug.utils.annotations import AnyRunner

@@ -1,10 +1,9 @@
 """MMEngine's Runner on any accelerator: sets up device, model wrapper, hooks and patches."""
 
 import os
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
-import torch
 from mmengine.config import Config
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
@@ -49,13 +48,15 @@ from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.registry import import_parts
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
+from mmdevplug.utils.torch_compat import keep_from_tracing
 
 from .device_log_processor import device_log_processor
 from .global_batch import GlobalBatchKeeper
 from .init_device import init_from_options
 from .train_locked import train_locked
 
-#: Collectives, checks and copies, at which torch.compile would break its graphs.
+#: Collectives, checks and copies, at which torch.compile would break its graphs. The model and the
+#: optimizer that they call are compiled all the same.
 UNTRACED = 'accelerators distributed fault_tolerance gradients hooks model optim patches utils'
 
 
@@ -209,7 +210,7 @@ class DeviceRunner(Runner):
     def _maybe_compile(self, target: str) -> None:
         """Compile as MMEngine does, if the config says so, but not our own functions."""
         if self.cfg.get('compile'):
-            _keep_from_tracing()
+            keep_from_tracing(*[f'mmdevplug.{part}' for part in UNTRACED.split()])
         super()._maybe_compile(target)
         if target == 'train_step':
             self.global_batch.split_step()
@@ -238,23 +239,7 @@ class DeviceRunner(Runner):
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Optional[Dict] = None) -> None:
         """Scale learning rates as MMEngine does, or else by the rule for the global batch."""
         super().scale_lr(optim_wrapper, auto_scale_lr)
-        self._compare_batch(auto_scale_lr or {})
-        self.global_batch.scale_lr(optim_wrapper, bool((auto_scale_lr or {}).get('enable')))
-
-    def _compare_batch(self, auto_scale_lr: Dict) -> None:
-        """Warn if the learning rate is meant for another batch size and is not scaled."""
-        base = auto_scale_lr.get('base_batch_size')
-        kept = self.accelerator_options.global_batch is not None
-        if base is None or kept or auto_scale_lr.get('enable'):
-            return
-        size = self.train_dataloader.batch_size
-        batch = None if size is None else size * self.world_size
-        if batch not in (None, base):
-            self.logger.warning(
-                f'auto_scale_lr.base_batch_size={base}, but {batch} samples make a batch ({size} '
-                f'on each of {self.world_size} rank(s)), and the learning rate is not scaled: '
-                f'mmdevplug train CONFIG --auto-scale-lr, or auto_scale_lr.enable=True.'
-            )
+        self.global_batch.scale_lr(optim_wrapper, auto_scale_lr or {})
 
     def build_param_scheduler(self, scheduler: object) -> Any:
         """Build schedulers; see :meth:`mmengine.runner.Runner.build_param_scheduler`."""
@@ -427,19 +412,3 @@ class DeviceRunner(Runner):
         """Test; see :meth:`train`."""
         with explained(self, 'test'):
             return repeat_beside(super().test(), self._misfit)
-
-
-@lru_cache(maxsize=None)  # once a process: each call would lengthen PyTorch's list
-def _keep_from_tracing() -> None:
-    """Exclude this package from the ``train_step`` that MMEngine compiles.
-
-    The model and the optimizer that it calls are compiled all the same.
-    """
-    if not hasattr(torch, 'compile'):
-        return  # MMEngine's own error says what is needed
-    from torch import _dynamo
-
-    # PyTorch 2.0 and 2.1 call it by its old name.
-    rules = getattr(_dynamo, 'trace_rules', None) or _dynamo.skipfiles
-    for part in UNTRACED.split():
-        rules.add(f'mmdevplug.{part}')

@@ -177,13 +177,30 @@ class GlobalBatchKeeper:
             step = SplitStep(model.train_step, self.share.steps)
             replace_attribute(model, 'train_step', step)
 
-    def scale_lr(self, optim_wrapper: AnyOptimWrapper, is_scaled: bool) -> None:
+    def scale_lr(self, optim_wrapper: AnyOptimWrapper, auto_scale_lr: Mapping) -> None:
         """Multiply learning rates, unless MMEngine has done so for the batch of this job."""
+        self._compare_batch(auto_scale_lr)
         if self._scaled:
             return  # A second `train()` goes on with the optimizer of the first.
         self._scaled = True
-        if self.share is not None and not is_scaled:
+        if self.share is not None and not auto_scale_lr.get('enable'):
             scale_lr(optim_wrapper, self.share.lr_factor)
+
+    def _compare_batch(self, auto_scale_lr: Mapping) -> None:
+        """Warn if the learning rate is meant for another batch size and is not scaled."""
+        runner, base = self.runner, auto_scale_lr.get('base_batch_size')
+        if base is None or auto_scale_lr.get('enable'):
+            return
+        if runner.accelerator_options.global_batch is not None:
+            return
+        size = runner.train_dataloader.batch_size
+        batch = None if size is None else size * runner.world_size
+        if batch not in (None, base):
+            runner.logger.warning(
+                f'auto_scale_lr.base_batch_size={base}, but {batch} samples make a batch ({size} '
+                f'on each of {runner.world_size} rank(s)), and the learning rate is not scaled: '
+                f'mmdevplug train CONFIG --auto-scale-lr, or auto_scale_lr.enable=True.'
+            )
 
     def note_schedulers(self, config: object) -> None:
         """Keep the config of the schedulers."""

@@ -9,11 +9,17 @@ from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 from mmdevplug.utils.annotations import AnyGroup
 
-from .comparing import Example
-from .decode import decode, unflatten_samples
-from .encode import encode, flatten_samples
-from .exchange import Device, ExchangeOptions, Job, begin, copy_own_samples, list_examples
-from .plain_values import as_tuples, pack, unpack
+from .decode import as_tuples, decode, unflatten_samples
+from .encode import encode, flatten_samples, pack, unpack
+from .gathering import (
+    Device,
+    Example,
+    ExchangeOptions,
+    Job,
+    begin,
+    copy_own_samples,
+    list_examples,
+)
 
 
 def balance_samples(

@@ -19,9 +19,8 @@ from mmdevplug.accelerators.move_nested import move_tensors
 from mmdevplug.distributed.byte_exchange import to_bytes
 from mmdevplug.errors import SampleError
 from mmdevplug.utils.pytree import (
+    CONTAINERS,
     DATACLASS,
-    DICT,
-    ELEMENT,
     LEAVES,
     LIST,
     NAMED_TUPLE,
@@ -30,16 +29,19 @@ from mmdevplug.utils.pytree import (
 )
 from mmdevplug.utils.torch_compat import view_as_dtype
 
-from .encode import MOST_LEVELS, VERSION, Group, aligned, itemsize
-from .plain_values import Block, as_tuples, corrupt, mismatch, unpack
+from .encode import (
+    MOST_LEVELS,
+    VERSION,
+    Block,
+    Group,
+    aligned,
+    corrupt,
+    itemsize,
+    mismatch,
+    unpack,
+)
 
-_BUILT_IN = {
-    'dict': (dict, DICT),
-    'OrderedDict': (OrderedDict, DICT),
-    'list': (list, LIST),
-    'tuple': (tuple, TUPLE),
-}
-_NAMED = {each.name: each for each in (NAMED_TUPLE, DATACLASS, ELEMENT)}
+_BUILT_IN = {kind.__name__: kind for kind in (dict, OrderedDict, list, tuple)}
 #: The first words of leaves, and the types of their values where these are checked.
 _WORDS = {
     **{kind.__name__: object for kind in LEAVES},
@@ -83,6 +85,11 @@ def decode(buffer: Tensor) -> Union[str, List[Group]]:
     if begin != buffer.numel() or found != list(range(len(found))):
         raise mismatch()
     return groups
+
+
+def as_tuples(nested: Any) -> Any:
+    """Nested lists as tuples."""
+    return tuple(map(as_tuples, nested)) if isinstance(nested, list) else nested
 
 
 def unflatten_samples(
@@ -138,7 +145,7 @@ def _build(
                 'allow_pickle=True if you trust all ranks.'
             )
         return [_Unpickler(data, tensors).load() for data, *tensors in zip(*columns)]
-    kind, container = _BUILT_IN[name] if name in _BUILT_IN else _find_class(name, where)
+    kind, container = _find_class(name, where)
     names = _read_names(container, kind, names, len(parts))
     values = zip(*columns) if columns else [()] * rows
     return [container.build(kind, names, each) for each in values]
@@ -178,9 +185,11 @@ def _read_names(container: Any, kind: Any, names: Sequence[Any], count: int) -> 
 
 
 def _find_class(name: str, where: str) -> Tuple[type, Any]:
-    container = _NAMED.get(name)
+    container = CONTAINERS.get(name)
     if container is None:
         raise corrupt(f'the container {name!r}')
+    if name in _BUILT_IN:
+        return _BUILT_IN[name], container
     module_name, _, qualified = where.partition(':')
     found: Any = sys.modules.get(module_name)
     for part in qualified.split('.'):

@@ -11,13 +11,13 @@ A buffer is a header in msgpack and the columns of tensors, each stacked:
 """
 
 import pickle
-from collections import OrderedDict
 from io import BytesIO
 from itertools import accumulate, chain, repeat
 from math import prod
 from operator import attrgetter
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
+import msgpack
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from mmdevplug.distributed.byte_exchange import to_tensor
 from mmdevplug.errors import SampleError
 from mmdevplug.utils.pytree import DICT, ELEMENT, LEAVES, LIST, TUPLE, Container, container_of
 from mmdevplug.utils.torch_compat import view_as_dtype
-
-from .plain_values import ARRAY_KINDS, Block, pack
 
 Structure = Union[str, Tuple]
 
@@ -38,8 +36,18 @@ MOST_LEVELS = 64
 MOST_ARRAY_BYTES = 2**32 - 1024
 #: Columns start at multiples of this, so that any dtype can be read there.
 _ALIGNMENT = 64
-_BUILT_IN = {dict: 'dict', OrderedDict: 'OrderedDict', list: 'list', tuple: 'tuple'}
+#: The kinds of NumPy's dtypes that are plain bytes: numbers, strings and times.
+ARRAY_KINDS = 'biufcSUmM'
+_TEXT = dict(unicode_errors='surrogatepass')
 _attributes = attrgetter('dtype', 'shape', 'layout', 'is_meta')
+
+
+class Block(NamedTuple):
+    """A column of tensors of one dtype and shape."""
+
+    dtype: torch.dtype
+    shape: Tuple[int, ...]  # of each tensor
+    tensors: Union[Tensor, List[Tensor]]  # stacked or not, on any device
 
 
 class Group(NamedTuple):
@@ -206,10 +214,11 @@ class _Columns:
             except _Unencodable as error:
                 error.steps.append(container.step(name))
                 raise
-        builtin = _BUILT_IN.get(kind)
-        where = '' if builtin else f'{kind.__module__}:{kind.__qualname__}'
         described = () if container in (LIST, TUPLE) else names
-        return (builtin or container.name, where, described, tuple(parts))
+        if container in (DICT, LIST, TUPLE):
+            return (kind.__name__, '', described, tuple(parts))
+        where = f'{kind.__module__}:{kind.__qualname__}'
+        return (container.name, where, described, tuple(parts))
 
     def _describe_others(self, column: Sequence[Any], kind: type, level: int) -> Structure:
         name = f'{kind.__module__}.{kind.__qualname__}'
@@ -291,3 +300,87 @@ def _check_keys(keys: Iterable[Any]) -> None:
                 f'a dict with the key {key!r} of type {type(key).__name__}; expected str, int, '
                 f'float, bool, bytes, None, or tuples of these.'
             )
+
+
+# plain values in msgpack, with their exact types; no received code is run ----------------------
+
+
+def pack(value: object) -> bytes:
+    """Write nested lists and tuples of plain values as msgpack; types of values are exact."""
+    return msgpack.packb(value, default=_pack_other, strict_types=True, **_TEXT)
+
+
+def unpack(data: bytes) -> Any:
+    """Read what :func:`pack` returned; tuples have become lists."""
+    try:
+        return msgpack.unpackb(data, ext_hook=_unpack_other, **_TEXT)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise mismatch() from error
+
+
+def _pack_other(value: Any) -> Any:
+    for code, (kind, write, _) in enumerate(_EXTENSIONS):
+        if isinstance(value, kind):
+            return msgpack.ExtType(code, msgpack.packb(write(value), **_TEXT))
+    return list(value)
+
+
+def _unpack_other(code: int, data: bytes) -> Any:
+    if code >= len(_EXTENSIONS):
+        raise corrupt(f'the code {code}')
+    # Without these extensions: a message that nests them would overflow the stack.
+    return _EXTENSIONS[code][2](msgpack.unpackb(data, **_TEXT))
+
+
+def _read_block(content: List[Any]) -> Block:
+    name, shape = content
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SampleError(
+            f'a rank sent a tensor of dtype {name!r}, which torch {torch.__version__} of this '
+            f'rank does not have. Install the same release of torch on all ranks.'
+        )
+    return Block(dtype, tuple(shape), [])
+
+
+def _write_array(value: Any) -> List[Any]:
+    return [value.dtype.str, list(value.shape), value.tobytes()]
+
+
+def _read_array(content: List[Any]) -> np.ndarray:
+    text, shape, data = content
+    dtype = np.dtype(text)
+    if dtype.kind not in ARRAY_KINDS:
+        raise corrupt(f'the dtype {text!r}')
+    if len(data) != dtype.itemsize * prod(shape):
+        raise mismatch()
+    return np.ndarray(shape, dtype, bytearray(data))
+
+
+#: Types that msgpack has not, and as what they are written and read; the place is their code.
+_EXTENSIONS: Sequence[Tuple[type, Any, Any]] = (
+    (Block, lambda value: [str(value.dtype)[6:], list(value.shape)], _read_block),
+    # As an array a string would lose zeros at its end.
+    (np.str_, str, np.str_),
+    (np.bytes_, bytes, np.bytes_),
+    (np.generic, _write_array, lambda content: _read_array(content)[()]),
+    (np.ndarray, _write_array, _read_array),
+    (int, str, int),  # of more than 64 bits
+    (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+)
+
+
+def corrupt(what: str) -> SampleError:
+    """The error for a message with parts that are not known."""
+    return SampleError(
+        f'a rank sent {what}, which is no part of a sample. Install the same release of mmdevplug '
+        f'on all ranks.'
+    )
+
+
+def mismatch() -> SampleError:
+    """The error for a message whose parts contradict each other."""
+    return SampleError(
+        'a rank sent samples whose parts do not fit together. Install the same release of '
+        'mmdevplug on all ranks.'
+    )

@@ -1,19 +1,83 @@
-"""Gather the samples of all ranks on every rank."""
+"""Gather the samples of all ranks on every rank, or let all ranks refuse them together."""
 
 from contextlib import suppress
 from itertools import chain
-from typing import Any, List, Optional, Sequence, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from mmdevplug.accelerators import to_device
+import torch
+from torch import distributed as torch_dist
+
+from mmdevplug.accelerators import enter_rank_device, to_device
 from mmdevplug.distributed.byte_exchange import gather_bytes
-from mmdevplug.errors import SampleError
+from mmdevplug.errors import RankFailedError, SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 from mmdevplug.utils.annotations import AnyGroup
+from mmdevplug.utils.pytree import CONTAINERS, replace_parts, tensors_in
 
 from .decode import decode, unflatten_samples
-from .encode import encode
-from .exchange import Device, ExchangeOptions, Job, begin, copy_own_samples, list_examples
+from .encode import Group, Structure, encode, flatten_samples
 from .stacking import are_alike, build_batch, stack_samples
+
+Device = Union[str, torch.device, None]
+_NUMBERS = {'bool', 'int', 'float', 'complex', 'scalar'}
+
+
+class Example(NamedTuple):
+    """A sample of a rank, and its structure without the lengths of lists."""
+
+    rank: int
+    sample: int
+    structure: Structure
+
+    @classmethod
+    def of(cls, rank: int, sample: int, structure: Structure) -> 'Example':
+        """Create one from a structure as it was sent."""
+        return cls(rank, sample, _outline(structure))
+
+
+class ExchangeOptions(NamedTuple):
+    """Arguments of ``gather_samples`` and ``balance_samples``."""
+
+    flatten: bool
+    same_structure: bool
+    allow_pickle: bool
+    device: Device
+    stacked: bool = False
+
+
+class Job(NamedTuple):
+    """This rank's part in an exchange."""
+
+    name: str  # of the function that was called
+    samples: List[Any]  # of this rank
+    groups: List[Group]  # the same, flattened
+    error: Optional[Exception]  # why this rank cannot take part
+    group: Any  # None for all ranks
+    rank: int  # in the group
+    world_size: int  # of the group
+    options: ExchangeOptions
+    device: torch.device  # of the tensors of the result
+
+    @property
+    def call_tag(self) -> str:
+        """The function, with the options that must be the same on all ranks."""
+        short = self.name.partition('_')[0]
+        _, same, pickled, _, stacked = self.options
+        return f'{short}{"" if same else "*"}{"+" if pickled else ""}{"#" if stacked else ""}'
+
+    def raise_together(self, errors: Sequence[Optional[str]]) -> None:
+        """Raise this rank's error, or RankFailedError with the errors of other ranks."""
+        if self.error is not None:
+            raise known_to_all(self.error)
+        failed = [f'rank {rank}: {text}' for rank, text in enumerate(errors) if text is not None]
+        if failed:
+            raise RankFailedError(f'{self.name}() stops because of {"; ".join(failed[:8])}')
+
+    def refuse_differences(self, examples: Sequence[Example]) -> None:
+        """Raise if samples differ in structure and must not; on all ranks, with all examples."""
+        found = describe_difference(examples) if self.options.same_structure else None
+        if found is not None:
+            raise known_to_all(SampleError(f'{self.name}(): {found}'))
 
 
 def gather_samples(
@@ -111,3 +175,189 @@ def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
         else:
             pool += unflatten_samples(groups, job.device, job.options.allow_pickle)
     return _result(job, pool)
+
+
+def begin(
+    name: str,
+    samples: Sequence[Any],
+    group: AnyGroup,
+    options: ExchangeOptions,
+    problem: Optional[str] = None,
+) -> Job:
+    """Check the arguments of a function and flatten this rank's samples.
+
+    ``problem`` says what is wrong with another argument of the function. Errors that the other
+    ranks do not know yet are kept in the job.
+    """
+    world_size, rank = _place_in(group)
+    device = enter_rank_device()[1] if options.device is None else torch.device(options.device)
+    error: Optional[Exception] = None
+    chosen: List[Any] = []
+    groups: List[Group] = []
+    try:
+        _check(samples, problem)
+        chosen = _flat(samples) if options.flatten else list(samples)
+        groups = flatten_samples(chosen, options.allow_pickle)
+    except SampleError as caught:
+        error = SampleError(f'{name}(): {caught}')
+    job = Job(name, chosen, groups, error, group, rank, world_size, options, device)
+    if world_size == 1:
+        job.raise_together([])
+        job.refuse_differences(list_examples(rank, groups))
+    return job
+
+
+def _place_in(group: AnyGroup) -> Any:
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        if group is not None:
+            raise SampleError(
+                f'group={group!r}, but there is no process group. Leave it out, or call '
+                f'mmdevplug.init_device() first.'
+            )
+        return 1, 0
+    if group is not None and not isinstance(group, torch_dist.ProcessGroup):
+        raise SampleError(
+            f'group is a {type(group).__name__}; expected a ProcessGroup of '
+            f'torch.distributed.new_group() that this rank is in, or None for all ranks. The pool '
+            f'is what the function returns: there is no list to pass for it.'
+        )
+    return torch_dist.get_world_size(group), torch_dist.get_rank(group)
+
+
+def _check(samples: object, problem: Optional[str]) -> None:
+    if problem is not None:
+        raise SampleError(problem)
+    if not isinstance(samples, (list, tuple)):
+        raise SampleError(
+            f'samples is a {type(samples).__name__}; expected a list of samples, [] for none. A '
+            f'batch is no list: take it apart first.'
+        )
+
+
+def _flat(samples: Sequence[Any]) -> List[Any]:
+    flat: List[Any] = []
+    for sample in samples:
+        flat.extend(_flat(sample) if isinstance(sample, list) else [sample])
+    return flat
+
+
+def list_examples(rank: int, groups: Sequence[Group]) -> List[Example]:
+    """The first sample of each structure."""
+    first: Dict[Structure, int] = {}
+    for group in groups:
+        first.setdefault(group.structure, group.rows[0])
+    return [Example.of(rank, sample, structure) for structure, sample in first.items()]
+
+
+def copy_own_samples(samples: List[Any], device: torch.device) -> List[Any]:
+    """This rank's samples as if received: on its device and without gradients."""
+    tensors = tensors_in(samples)
+    if any(tensor.requires_grad for tensor in tensors):
+        samples = replace_parts(samples, lambda t: t.detach() if t.requires_grad else t)
+    elif all(tensor.device == device for tensor in tensors):
+        return samples
+    return to_device(samples, device)
+
+
+def _outline(structure: Structure) -> Structure:
+    """A structure in which lists have each structure of their items once."""
+    if isinstance(structure, str):
+        return structure
+    kind, where, names, parts = structure
+    if kind == 'pickle':
+        return kind
+    parts = tuple(map(_outline, parts))
+    if kind == 'list':
+        parts = tuple(dict.fromkeys(parts))
+    return (kind, where, names, parts)
+
+
+def describe_difference(examples: Sequence[Example]) -> Optional[str]:
+    """Describe the first difference in structure; None if there is none.
+
+    Numbers of all kinds count as one, None fits everything, and lists may differ in length.
+    """
+    first = examples[0] if examples else None
+    for example in examples[1:]:
+        found = _difference(first.structure, example.structure, '')
+        if found is not None:
+            place, expected, other = found
+            return (
+                f'samples differ in structure: sample {example.sample} of rank {example.rank} has '
+                f'{other} at sample{place}, where sample {first.sample} of rank {first.rank} has '
+                f'{expected}. Make the same kind of samples on all ranks, or pass '
+                f'same_structure=False if they are to differ.'
+            )
+    return None
+
+
+_Difference = Optional[Tuple[str, str, str]]
+
+
+def _difference(one: Structure, other: Structure, place: str) -> _Difference:
+    if one == other or 'NoneType' in (one, other):
+        return None
+    if _is_list(one) and _is_list(other):
+        return _difference_of_lists(one, other, place)
+    if isinstance(one, str) or isinstance(other, str):
+        same = _category(one) == _category(other)
+        return None if same else (place, _describe(one), _describe(other))
+    if one[:2] != other[:2]:
+        return place, _describe(one), _describe(other)
+    ours, theirs = dict(zip(one[2], one[3])), dict(zip(other[2], other[3]))
+    if one[2] and set(ours) != set(theirs) or len(one[3]) != len(other[3]):
+        return place, _describe(one), _describe(other)
+    if not one[2]:
+        ours, theirs = dict(enumerate(one[3])), dict(enumerate(other[3]))
+    for name, part in ours.items():
+        found = _difference(part, theirs[name], place + CONTAINERS[one[0]].step(name))
+        if found is not None:
+            return found
+    return None
+
+
+def _difference_of_lists(one: Structure, other: Structure, place: str) -> _Difference:
+    mine, theirs = _items(one), _items(other)
+    for item in theirs:
+        found = [_difference(each, item, f'{place}[...]') for each in mine]
+        if found and None not in found:
+            return found[0]
+    return None
+
+
+def _is_list(structure: Structure) -> bool:
+    if isinstance(structure, str):
+        return structure.startswith('list ')
+    return structure[0] == 'list'
+
+
+def _items(structure: Structure) -> List[Structure]:
+    if isinstance(structure, str):
+        return structure.split()[1:]
+    return list(structure[3])
+
+
+def _category(structure: Structure) -> Any:
+    """Leaves of one category count as the same structure."""
+    if not isinstance(structure, str):
+        return structure[:2]
+    word, _, rest = structure.partition(' ')
+    if word == 'array' and rest.strip('<>|')[0] in 'SU':
+        return 'array of strings'  # whatever their length
+    if word == 'scalar' and rest in ('str', 'bytes'):
+        return structure
+    word = word if word == 'scalar' else structure
+    return 'number' if word in _NUMBERS else word
+
+
+def _describe(structure: Structure) -> str:
+    if isinstance(structure, str):
+        return f'a {structure}' if structure != 'NoneType' else 'None'
+    kind, where, names, parts = structure
+    name = where.rpartition(':')[2]
+    if kind in ('dict', 'OrderedDict', 'data element'):
+        keys = [key[-1] if kind == 'data element' else key for key in names]
+        return f'a {name or kind} with {"the keys" if not name else "the fields"} {keys}'
+    if kind == 'tuple':
+        return f'a tuple of {len(parts)}'
+    return f'a {name or kind}'

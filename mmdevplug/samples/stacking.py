@@ -13,8 +13,7 @@ from mmdevplug.errors import SampleError, first_line
 from mmdevplug.utils.pytree import ELEMENT, LEAVES, LIST, TUPLE, container_of, tensors_in
 
 from .decode import build
-from .encode import Group, Structure
-from .plain_values import Block
+from .encode import Block, Group, Structure
 
 #: Leaves whose values are what :func:`gather_samples` returns.
 _PLAIN = {kind.__name__ for kind in LEAVES}

@@ -1,5 +1,6 @@
 """Large sums of a process group: whether its ranks share memory for them, and where."""
 
+import json
 import warnings
 from datetime import timedelta
 from typing import Any, List, Optional, Sequence, Tuple
@@ -8,7 +9,6 @@ import torch
 from torch import distributed as torch_dist
 
 from .host_buffers import pins_memory
-from .json_gather import gather_json
 from .shared_memory import group_by_host, host_name
 from .shared_sum import SharedSum, SharedSums
 
@@ -102,9 +102,23 @@ class LargeSums:
         return None
 
     def _gather(self, value: object) -> List[Any]:
-        return gather_json(value, self._gloo, self._size)
+        return _gather_json(value, self._gloo, self._size)
 
     def _make_group(self, name: str, ranks: Sequence[int]) -> Any:
         store = torch_dist.PrefixStore(f'staged/{name}', self._store)
         place = list(ranks).index(self._rank)
         return torch_dist.ProcessGroupGloo(store, place, len(ranks), self._timeout)
+
+
+def _gather_json(value: object, gloo: 'torch_dist.ProcessGroupGloo', size: int) -> List[Any]:
+    """Give every rank the values of all ranks, of what JSON can write, in the order of ranks."""
+    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    gloo.allgather([lengths], [torch.tensor([text.numel()])]).wait()
+    longest = max(int(length) for length in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: text.numel()] = text
+    found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
+    gloo.allgather([found], [padded]).wait()
+    pairs = zip(found, lengths)
+    return [json.loads(each[: int(length)].numpy().tobytes()) for each, length in pairs]

@@ -376,14 +376,3 @@ def find_symbol(owner: str, name: str) -> PatchedSymbol:
         f'{owner}.{name} is not in PATCHED_SYMBOLS of mmdevplug/utils/patched_symbols.py: add it '
         f'there with the reason and the period before you replace it.'
     )
-
-
-def group_symbols() -> List[List[PatchedSymbol]]:
-    """The list, with symbols of one owner that share period and reason together."""
-    groups: List[List[PatchedSymbol]] = []
-    for symbol in PATCHED_SYMBOLS:
-        if groups and groups[-1][0]._replace(name=symbol.name) == symbol:
-            groups[-1].append(symbol)
-        else:
-            groups.append([symbol])
-    return groups

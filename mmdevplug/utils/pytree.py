@@ -99,6 +99,9 @@ ELEMENT = Container(
     step=lambda name: f'.{name[1]}',
 )
 
+#: By name, or by that of the type.
+CONTAINERS = {each.name: each for each in (DICT, LIST, TUPLE, NAMED_TUPLE, DATACLASS, ELEMENT)}
+CONTAINERS['OrderedDict'] = DICT
 _BUILT_IN = {dict: DICT, OrderedDict: DICT, list: LIST, tuple: TUPLE}
 #: Types of values without parts.
 LEAVES = frozenset({str, bytes, bool, int, float, complex, type(None)})

@@ -153,6 +153,8 @@ def takes_weights_only() -> bool:
 
 def get_global_rank(group: AnyGroup, rank: int) -> int:
     """The rank in the whole job of a rank of a group: a public function from PyTorch 1.13 on."""
+    if group is None or group is torch_dist.group.WORLD:
+        return rank
     if is_at_least('1.13.0'):
         return torch_dist.get_global_rank(group, rank)
     return torch_dist.distributed_c10d._get_global_rank(group, rank)
@@ -204,6 +206,18 @@ def is_functional(tensor: Tensor) -> bool:
     """
     ask = getattr(torch, '_is_functional_tensor', None)
     return ask is not None and ask(tensor)
+
+
+@lru_cache(maxsize=None)  # once a process: each call would lengthen PyTorch's list
+def keep_from_tracing(*modules: str) -> None:
+    """Exclude modules from what ``torch.compile`` traces; PyTorch 2.2 renamed the list of them."""
+    if not hasattr(torch, 'compile'):
+        return  # MMEngine's own error says what is needed
+    from torch import _dynamo
+
+    rules = getattr(_dynamo, 'trace_rules', None) or _dynamo.skipfiles
+    for module in modules:
+        rules.add(module)
 
 
 def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,10 +12,10 @@ from torch import distributed as torch_dist, nn
 import mmdevplug
 from mmdevplug import init_device
 from mmdevplug.accelerators import backend as backends
+from mmdevplug.accelerators.backend import group_device
 from mmdevplug.checkpoint.states import gather_buffers
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.coalesced import broadcast_tensors
-from mmdevplug.distributed.json_messages import gather_json
-from mmdevplug.distributed.rank_device import group_device
 from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.gradients.model_signature import check_same_model
 from mmdevplug.gradients.nonfinite import FinitePolicy
@@ -297,7 +297,7 @@ def send(name, made_by, backend):
     got['groups'] = [(str(group_device(group)), gather_json(rank, group)) for group in alone]
 
     tensors = [torch.full((3,), rank + 1.0), torch.full((2,), rank + 1, device=device)]
-    broadcast_tensors(tensors, context.accelerator, src=1)
+    broadcast_tensors(tensors, context.accelerator)
     got['broadcast'] = [tensor.tolist() for tensor in tensors]
     layers = nn.BatchNorm1d(2).to(device)
     layers.running_mean.fill_(rank)
@@ -359,7 +359,7 @@ def test_messages_travel_where_the_backend_takes_them(name, made_by, backend):
             assert found['exact'] == [2, rank]
         assert got['drawn'] == (device, 2)
         assert got['groups'] == [(place, [0, 1]), ('cpu', [0, 1])]
-        assert got['broadcast'] == [[2, 2, 2], [2, 2]]
+        assert got['broadcast'] == [[1, 1, 1], [1, 1]]
         assert got['buffers'] == [0, 1]
         assert got['hosts'] == [[0, 1]]
         assert got['settled'].startswith('gradients are not finite')

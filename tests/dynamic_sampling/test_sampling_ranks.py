@@ -26,7 +26,7 @@ class Answers:
     """Two groups of answers in each round, on this rank's device."""
 
     def __init__(self, valid):
-        from mmdevplug.distributed.rank_device import enter_rank_device
+        from mmdevplug.accelerators import enter_rank_device
 
         self.device = enter_rank_device()[1]
         self.rank, self.valid, self.round = int(os.environ['RANK']), list(valid), 0
@@ -56,7 +56,7 @@ class Answers:
 
 
 def replay(accelerator):
-    from mmdevplug.distributed.rank_device import enter_rank_device
+    from mmdevplug.accelerators import enter_rank_device
     from mmdevplug.dynamic_sampling import DynamicSampler, progress as telling
 
     rank = start(accelerator)

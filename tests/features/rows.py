@@ -297,7 +297,7 @@ def train_row(name, accelerator, work_dir, reference=False):
     import numpy as np
     from mmengine.runner.checkpoint import get_state_dict
 
-    from mmdevplug.distributed.rank_device import enter_rank_device
+    from mmdevplug.accelerators import enter_rank_device
     from mmdevplug.runner import DeviceRunner
 
     from .parts import KeepMetrics

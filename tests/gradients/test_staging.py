@@ -259,7 +259,7 @@ def test_memory_of_another_process_with_the_same_id_is_refused(tmp_path):
 
 def memory_of_a_dead_rank(accelerator):
     start(accelerator)
-    from mmdevplug.distributed.json_messages import gather_json
+    from mmdevplug.distributed.byte_exchange import gather_json
     from mmdevplug.staged.shared_memory import group_by_host, host_name, share_memory
 
     hosts = group_by_host(gather_json(host_name()), rank())

@@ -52,7 +52,7 @@ def seeded_runner(work_dir, accelerator, seed, diff, flexible):
 
 def draw(work_dir, accelerator, flexible=False):
     """For each of :data:`CASES` the seed, draws of all generators, and an epoch of samples."""
-    from mmdevplug.distributed.rank_device import enter_rank_device
+    from mmdevplug.accelerators import enter_rank_device
 
     install_card(accelerator)
     given = []

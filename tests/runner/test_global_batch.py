@@ -152,7 +152,7 @@ def test_a_second_training_does_not_multiply_rates_again():
     keeper = GlobalBatchKeeper(None)
     keeper.share = share_out(options(global_batch=8, global_batch_rule='scale'), 2, 2, None)
     for _ in range(2):
-        keeper.scale_lr(OptimWrapper(optimizer), is_scaled=False)
+        keeper.scale_lr(OptimWrapper(optimizer), {})
         assert optimizer.param_groups[0]['lr'] == 0.05
 
 

@@ -127,7 +127,8 @@ def start_group_after_choosing():
     """As under a stock runner: a script asks for the device before the process group exists."""
     from torch import distributed as torch_dist
 
-    from mmdevplug.distributed.rank_device import enter_rank_device, group_device
+    from mmdevplug.accelerators import enter_rank_device
+    from mmdevplug.accelerators.backend import group_device
 
     install_card('zeta')
     before = str(enter_rank_device('zeta')[1])

@@ -75,7 +75,7 @@ def exchange_in_groups(largest, examples):
 
 def check_properties(rank, size, group, examples):
     """Pool and slices of any samples, however they are spread over ranks."""
-    from mmdevplug.distributed.json_messages import gather_json
+    from mmdevplug.distributed.byte_exchange import gather_json
     from mmdevplug.samples import balance_samples, gather_samples, stack_samples
 
     seen = []

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from mmdevplug.distributed.byte_exchange import to_tensor
 from mmdevplug.errors import SampleError
 from mmdevplug.samples.decode import decode, unflatten_samples
-from mmdevplug.samples.encode import VERSION, encode, flatten_samples
-from mmdevplug.samples.plain_values import Block, pack
+from mmdevplug.samples.encode import VERSION, Block, encode, flatten_samples, pack
 
 from .values import bits, pools
 

@@ -30,7 +30,7 @@ LACKS = dict(
     zeta=(torch.complex64,),  # the stand-in's view_as_real() is a copy, to which PyTorch writes
 )
 MODULES = (
-    'group_base', 'host_buffers', 'host_sum', 'json_gather', 'large_sums', 'reductions',
+    'group_base', 'host_buffers', 'large_sums', 'reductions',
     'shared_memory', 'shared_sum', 'staged_group', 'work',
 )  # fmt: skip
 REDUCTIONS = dict(

@@ -29,7 +29,7 @@ def segment_gradients(kind, probability, seed=7):
     from torch import nn
     from torch.utils.checkpoint import checkpoint
 
-    from mmdevplug.distributed.rank_device import enter_rank_device
+    from mmdevplug.accelerators import enter_rank_device
 
     accelerator, device = enter_rank_device()
     torch.manual_seed(0)

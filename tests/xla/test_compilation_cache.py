@@ -15,7 +15,7 @@ def train_keeping(work_dir, **accelerator):
     import logging
     import warnings
 
-    from mmdevplug.distributed.rank_device import enter_rank_device
+    from mmdevplug.accelerators import enter_rank_device
 
     told = []
     keep = logging.Handler()

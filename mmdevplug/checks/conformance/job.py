@@ -9,7 +9,7 @@ from typing import List, Optional
 
 from mmdevplug.accelerators import device_context
 from mmdevplug.checks.collectives_rank import Progress, reporting
-from mmdevplug.distributed.json_messages import gather_json
+from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.utils.atomic_files import write_text
 
 from .card import Card
