@@ -148,7 +148,8 @@ def test_without_mmengine_a_message_says_so():
         WITHOUT.partition('import mmdevplug')[0]
         + """
 from mmdevplug.cli.main import main
-sys.exit(main(['--help']))
+assert main(['--help']) == main(['--version']) == 0
+sys.exit(main(['plan']))
 """
     )
     done = subprocess.run(
@@ -159,4 +160,5 @@ sys.exit(main(['--help']))
     )
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1
+    assert '--version' in done.stdout
     assert line.startswith('mmdevplug: mmdevplug extends MMEngine')

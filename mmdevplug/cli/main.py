@@ -29,12 +29,13 @@ COMMANDS = {
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a command and return its exit status."""
     leave_process_one()
-    try:
-        require_mmengine()
-    except ModuleNotFoundError as error:
-        say(str(error))
-        return 1
     argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] not in (['-h'], ['--help'], ['--version']):
+        try:
+            require_mmengine()
+        except ModuleNotFoundError as error:
+            say(str(error))
+            return 1
     if argv and argv[0] in COMMANDS and not _has_temporary_folder():
         return 1
     if argv[:1] == ['doctor']:

@@ -43,7 +43,8 @@ class DeviceGuard:
             part. Defaults to ``()``.
 
     Raises:
-        DevPlugError: If an argument is invalid, or, on entering, if torch is older than 1.13.
+        DevPlugError: If an argument is invalid, or, on first entering, if torch is older than
+            1.13, or a dispatched model was moved since.
 
     Examples:
         >>> with DeviceGuard('move', model=model) as guard:
@@ -72,6 +73,7 @@ class DeviceGuard:
         self.policy = policy
         self.model = model
         self.allow = frozenset(allow)
+        self._placed = False
         self._stats = MoveStats()
         self._entered = threading.local()
         self._returns = GradientReturns(self._stats)
@@ -80,6 +82,9 @@ class DeviceGuard:
         modes = self._modes()
         mode = None
         if not modes:
+            for part in () if self._placed else self._dispatched():
+                part.device_plan.check_placed(part)
+            self._placed = True
             mode = OperandMode(self._handle)
             mode.__enter__()
             if self.policy == 'move':
@@ -110,8 +115,25 @@ class DeviceGuard:
         return self._stats.sites()
 
     def report(self) -> str:
-        """A table of the places where operands were on different devices."""
-        return self._stats.report()
+        """A table of the places where operands were on different devices.
+
+        It ends with where the model is, if no plan has spread it.
+        """
+        text = self._stats.report()
+        if self.model is None or self._dispatched():
+            return text
+        devices = sorted({str(parameter.device) for parameter in self.model.parameters()})
+        if len(devices) == 1:
+            text += (
+                f'\nAll parameters of {type(self.model).__name__} are on {devices[0]}: no plan '
+                f'was dispatched.'
+            )
+        return text
+
+    def _dispatched(self) -> List[Any]:
+        """The modules that ``dispatch`` has spread over devices."""
+        modules = () if self.model is None else self.model.modules()
+        return [module for module in modules if 'device_plan' in vars(module)]
 
     def _modes(self) -> List[Optional[OperandMode]]:
         """An entry for each time that this thread entered: a mode first, then None."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .sizes import ModuleSizes
 from .unsplittable import WholeModules
-from .walk_modules import all_modules, class_or_own, named_tensors, nearest, prefixes
+from .walk_modules import all_modules, class_or_own, named_tensors, nearest, prefixes, tied_names
 
 
 @dataclass
@@ -156,13 +156,7 @@ def shared_names(
     ``tensors`` is that of :func:`named_tensors`, if there is one already.
     """
     tensors = named_tensors(model) if tensors is None else tensors
-    first: Dict[int, str] = {}
-    shared: Dict[str, List[str]] = {}
-    for name, tensor in tensors:
-        known = first.setdefault(id(tensor), name)
-        if known is not name:
-            shared.setdefault(known, [known]).append(name)
-    found = list(shared.values())
+    found = tied_names(tensors)
     for owner, module in all_modules(model):
         for patterns in _ties(module):
             prefix = f'{owner}.' if owner else ''

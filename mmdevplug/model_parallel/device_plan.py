@@ -11,6 +11,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from mmdevplug.errors import PlacementError
+from mmdevplug.model.move import same_device
 from mmdevplug.utils.byte_sizes import format_bytes
 
 from .parse_devices import device_weights
@@ -179,6 +180,31 @@ class DevicePlan:
                 f'the plan was made for another model ({self.model}, now '
                 f'{type(model).__name__}): {differences[0]}. Plan again for this model.'
             )
+
+    def check_placed(self, model: nn.Module) -> None:
+        """Refuse a dispatched model whose tensors were moved or untied since.
+
+        Raises:
+            PlacementError: Naming the first tensor that is elsewhere, or the names that were one.
+        """
+        tensors = dict(named_tensors(model))
+        for name, _ in self.signature:
+            if name not in tensors:
+                continue
+            found, planned = tensors[name].device, self.device_of(name)
+            if not same_device(found, planned):
+                raise PlacementError(
+                    f'{name} of {type(model).__name__} is on {found}, planned was {planned}: '
+                    f'something has moved it since dispatch(). Remove the call of to(), cpu() or '
+                    f'cuda(), and dispatch a new model.'
+                )
+        for names in model.device_ties:
+            if len({id(tensors[name]) for name in names if name in tensors}) > 1:
+                raise PlacementError(
+                    f'{" and ".join(names)} of {type(model).__name__} were one tensor at '
+                    f'dispatch() and are several now, which train apart. Tie them again, or '
+                    f'remove what moved or replaced one of them.'
+                )
 
     def to_dict(self) -> Dict[str, Any]:
         """A dict for JSON; :meth:`from_dict` reads it."""

@@ -3,17 +3,19 @@
 import functools
 import os
 import warnings
-from typing import Any, Iterator, Sequence, Tuple
+from difflib import get_close_matches
+from typing import Any, Callable, Iterator, Mapping, Sequence, Tuple
 
 import torch
 from torch import nn
 
 from mmdevplug.accelerators import available_accelerators, get_accelerator
 from mmdevplug.errors import PlacementError, first_line
-from mmdevplug.model.move import keep_parameters, place_by_plan
+from mmdevplug.model.move import keep_parameters, place_by_plan, same_device
 from mmdevplug.utils.patching import replace_attribute
 
 from .device_plan import DevicePlan
+from .walk_modules import named_tensors, tied_names
 
 #: What OpenMMLab's models call on their heads instead of ``forward``, with tensors of other parts.
 METHODS = (
@@ -40,17 +42,25 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
         plan (DevicePlan): Where its parts go.
 
     Returns:
-        nn.Module: The same model, with the plan as its attribute ``device_plan``.
+        nn.Module: The same model, with the plan as its attribute ``device_plan``. From then on it
+        refuses to be moved.
 
     Raises:
         PlacementError: If HF accelerate is missing, the plan is none or was made for another
-            model, a device is not there, a tensor did not go where it was sent, or an optimizer
-            holds parameters that had to be replaced.
+            model, a device is not there, a tensor did not go where it was sent, an optimizer
+            holds parameters that had to be replaced, or accelerate takes a rank of a job for
+            the only process.
     """
-    if not isinstance(plan, DevicePlan):
+    if isinstance(model, DevicePlan):
         raise PlacementError(
-            f'dispatch(model, plan={plan!r}): expected what plan() returns. Write '
-            f'dispatch(model, plan(model, {plan!r}, training=True)).'
+            f'dispatch() got a DevicePlan as model and {type(plan).__name__} as plan: they are '
+            f'swapped. Write dispatch(model, plan).'
+        )
+    if not isinstance(plan, DevicePlan):
+        given = repr(plan) if isinstance(plan, (str, list, tuple, int)) else 'devices'
+        raise PlacementError(
+            f'dispatch(model, plan) got plan of type {type(plan).__name__}: expected what plan() '
+            f'returns. Write dispatch(model, plan(model, {given}, training=True)).'
         )
     plan.check(model)
     try:
@@ -61,7 +71,7 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
             f'{error}. Install it: pip install accelerate torch=={torch.__version__}'
         ) from error
     _check_present(plan.devices)
-    _warn_of_lone_ranks()
+    _check_ranks()
     main = plan.devices[0]
     on_host = 'cpu' in plan.device_map.values()
     with keep_parameters(model), warnings.catch_warnings():
@@ -79,10 +89,9 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
     for name in ('to', 'cuda', 'npu', 'mlu', 'musa', 'sdaa', 'neuron', 'xpu'):
         # accelerate's warn of a move, and a copy of the model would move the original.
         vars(model).pop(name, None)
-    for name in ('to', 'cuda', 'cpu'):
-        replace_attribute(model, name, functools.partial(_move_all, model, name))
+    replace_attribute(model, '_apply', functools.partial(_apply_in_place, model))
     align_methods(model, plan)
-    model.device_plan = plan
+    model.device_plan, model.device_ties = plan, tied_names(named_tensors(model))
     return model
 
 
@@ -93,47 +102,85 @@ def _check_present(devices: Sequence[str]) -> None:
             torch.ones(1, device=name)
         except Exception as error:  # a vendor's package may raise anything
             device_type = name.partition(':')[0]
-            present = ', '.join(
-                f'{each} ({accelerator.device_count()})'
-                for each in available_accelerators()
-                for accelerator in [get_accelerator(each)]
-            )
+            counts = {
+                each: get_accelerator(each).device_count() for each in available_accelerators()
+            }
+            present = ', '.join(f'{each} ({count})' for each, count in counts.items())
             raise PlacementError(
                 f'the device {name} of the plan is not there '
-                f'({type(error).__name__}: {first_line(error)}); present are: {present}. Plan for '
-                f'devices that are there, or import the package that brings {device_type} first, '
-                f'e.g. torch_{device_type}.'
+                f'({type(error).__name__}: {first_line(error)}); present are: {present}. '
+                f'{_advice(device_type, counts)}'
             ) from error
 
 
-def _warn_of_lone_ranks() -> None:
-    """Warn where accelerate takes a rank of a job for the only process."""
+def _advice(device_type: str, counts: Mapping[str, int]) -> str:
+    """What to do where a device of a type is not there."""
+    if device_type in counts:
+        count = counts[device_type]
+        return f'Plan for {device_type}:0-{count - 1}; there are {count} {device_type} devices.'
+    if device_type == 'cuda':
+        if torch.version.cuda or torch.version.hip:
+            return 'Plan for devices that are there, or see why the driver shows none: nvidia-smi.'
+        return (
+            f'This torch {torch.__version__} is built without CUDA: install one that is built '
+            f'with it, or plan for devices that are there.'
+        )
+    close = get_close_matches(device_type, counts, cutoff=0.8)
+    if close:
+        return f'Did you mean {close[0]}?'
+    return (
+        f'Plan for devices that are there, or import the package that brings {device_type} first, '
+        f'e.g. torch_{device_type}.'
+    )
+
+
+def _check_ranks() -> None:
+    """Look at how accelerate sees a job of several ranks: as one process, or to be refused."""
     from accelerate import PartialState
+    from accelerate.state import AcceleratorState
 
     state, world = PartialState._shared_state, int(os.environ.get('WORLD_SIZE', 1))
-    if world > 1 and state and state.get('num_processes', 1) == 1:
-        warnings.warn(
-            f'accelerate sees num_processes=1, but WORLD_SIZE={world}: each rank trains a model '
-            f'by itself, and nothing averages their gradients. Set '
-            f'ACCELERATE_BYPASS_DEVICE_MAP=true and make Accelerator(cpu=True), or wrap '
-            f'the model in DistributedDataParallel.',
-            stacklevel=3,
-        )
+    if world == 1 or not state:
+        return
+    bypass = os.environ.get('ACCELERATE_BYPASS_DEVICE_MAP', 'false')
+    if state.get('num_processes', 1) > 1:
+        if bypass.lower() not in ('1', 'true'):
+            warnings.warn(
+                f'ACCELERATE_BYPASS_DEVICE_MAP={bypass!r}, but WORLD_SIZE={world}: prepare() of '
+                f'accelerate will refuse this model with "You can\'t train a model that has been '
+                f"loaded with `device_map='auto'` in any distributed mode\". Set "
+                f'ACCELERATE_BYPASS_DEVICE_MAP=true before the start.',
+                stacklevel=3,
+            )
+        return
+    message = (
+        f'accelerate sees num_processes=1, but WORLD_SIZE={world}: each rank trains a model '
+        f'by itself, and nothing averages their gradients. Set '
+        f'ACCELERATE_BYPASS_DEVICE_MAP=true and make Accelerator(cpu=True), or wrap '
+        f'the model in DistributedDataParallel.'
+    )
+    if AcceleratorState._shared_state:  # an Accelerator was made, not only its logger
+        raise PlacementError(message)
+    warnings.warn(message, stacklevel=3)
 
 
-def _move_all(model: nn.Module, method: str, *args: Any, **options: Any) -> nn.Module:
-    """Do what ``to`` does, and warn if it moves the model."""
-    device = args or options
-    if method == 'to':
-        device = torch._C._nn._parse_to(*args, **options)[0]
-    if device is not None:
-        warnings.warn(
-            f'{type(model).__name__}.{method}() moves a model that dispatch() has spread over '
-            f'{", ".join(model.device_plan.devices)}, and its parts still send their inputs '
-            f'there. Remove the call.',
-            stacklevel=2,
-        )
-    return getattr(type(model), method)(model, *args, **options)
+def _apply_in_place(
+    model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **options: Any
+) -> nn.Module:
+    """Do what ``nn.Module._apply`` does, which every ``to`` calls, and refuse a move."""
+    for name in model.device_plan.devices:
+        planned = torch.device(name)
+        found = fn(torch.empty(0, device=planned)).device
+        if not same_device(found, planned):
+            raise PlacementError(
+                f'a move of {type(model).__name__}, or of a module that holds it, from {name} to '
+                f'{found}: dispatch() has spread it over {", ".join(model.device_plan.devices)}, '
+                f'where its parts send their inputs, and tied weights would come apart. Remove '
+                f'the call of to(), cpu() or cuda(). Where a trainer moves its submodules, as '
+                f'Lightning does, keep the model out of them: self.held = [model], and save it in '
+                f'on_save_checkpoint.'
+            )
+    return type(model)._apply(model, fn, *args, **options)
 
 
 def align_methods(model: nn.Module, plan: DevicePlan) -> None:

@@ -38,6 +38,11 @@ def parse_devices(
     """
     if isinstance(devices, bool) or devices is None:
         raise PlacementError(f"devices={devices!r}: expected e.g. 'cuda:0-3', a list or a number.")
+    if isinstance(devices, Mapping):
+        raise PlacementError(
+            f'devices is of type {type(devices).__name__}: expected names of devices, e.g. '
+            f"'cuda:0-3', not a device map; the plan makes one. Limits go into max_memory."
+        )
     if isinstance(devices, int):
         if devices < 1:
             raise PlacementError(f'devices={devices}: expected at least 1 device.')

@@ -1,7 +1,7 @@
 """Walk through the modules and tensors of a model by their names."""
 
 from functools import lru_cache
-from typing import Any, Container, List, Optional, Tuple
+from typing import Any, Container, Dict, Iterable, List, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,14 @@ def named_tensors(model: nn.Module) -> List[Tuple[str, Tensor]]:
                 if tensor is not None:
                     found.append((prefix + name, tensor))
     return found
+
+
+def tied_names(tensors: Iterable[Tuple[str, Tensor]]) -> List[List[str]]:
+    """All names of each tensor that has several."""
+    names: Dict[int, List[str]] = {}
+    for name, tensor in tensors:
+        names.setdefault(id(tensor), []).append(name)
+    return [tied for tied in names.values() if len(tied) > 1]
 
 
 def class_or_own(module: nn.Module, name: str) -> Any:

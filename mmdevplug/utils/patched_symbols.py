@@ -318,8 +318,8 @@ REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
     ),
     ReplacedAttribute(
         'models on several devices',
-        ('to', 'cuda', 'cpu'),
-        'A warning says that the model is spread over devices before it is moved.',
+        ('_apply',),
+        'A move of a model that is spread over devices, or of a module that holds it, is refused.',
         _LIFE,
     ),
     ReplacedAttribute(

@@ -1,13 +1,16 @@
 """What a loop that is not MMEngine's meets around ``dispatch``."""
 
+import copy
 import re
 
 import pytest
 import torch
 from torch import nn
 
+from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import dispatch, plan
+from mmdevplug.model_parallel.dispatch import _advice, _check_ranks
 from tests.jobs import install_card, need_card
 from tests.ranks import run_ranks
 
@@ -112,26 +115,116 @@ def test_dispatch_takes_a_plan():
         dispatch(Tied(), 'zeta:0-1')
 
 
+class Holder(nn.Module):
+    """What a trainer moves, with the model inside."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
 def move():
     install_card('zeta')
     model = Tied()
     dispatch(model, plan(model, 'zeta:0-1', training=True, strategy='balanced'))
-    model.to(torch.float32)
-    with pytest.warns(UserWarning, match=r'Tied.to\(\) moves a model .*zeta:0, zeta:1'):
-        model.to('zeta:0')
+    Holder(model).to(torch.float64)
+    assert model.first.weight is model.third.weight
+    assert model.own.dtype == torch.float64
+    for call in (
+        lambda: model.to('zeta:0'),
+        lambda: model.cpu(),
+        lambda: Holder(model).cpu(),
+        lambda: copy.deepcopy(Holder(model)).to('cpu'),
+    ):
+        with pytest.raises(PlacementError, match=r'move of Tied, .*zeta:0, zeta:1.*\[model\]'):
+            call()
+    assert {p.device.type for p in model.parameters()} == {'zeta'}
+    with DeviceGuard('move', model=Holder(model)) as guard:
+        model(torch.ones(4, 6, dtype=torch.float64)).backward()
+    assert 'All parameters' not in guard.report()
+    weight = model.third.weight
+    model.third.weight = nn.Parameter(weight.detach().clone())
+    untied = r'first.weight and third.weight of Tied were one tensor'
+    with pytest.raises(PlacementError, match=untied), DeviceGuard('move', model=model):
+        pass
+    model.third.weight = weight
+    model.second.to('cpu')
+    with pytest.raises(PlacementError, match=r'second.weight of Tied is on cpu, planned was zeta'):
+        DeviceGuard('move', model=Holder(model)).__enter__()
 
 
-def test_a_move_after_dispatch_is_warned_of():
+def test_a_move_after_dispatch_is_refused():
     need_card()
     assert run_ranks(move, 0) == [None]
 
 
-def test_ranks_that_accelerate_does_not_see(monkeypatch):
-    monkeypatch.setenv('WORLD_SIZE', '2')
+def test_the_report_says_that_nothing_was_dispatched():
+    model = Tied()
+    with DeviceGuard('move', model=model) as guard:
+        model(torch.ones(4, 6))
+    assert 'All parameters of Tied are on cpu: no plan was dispatched.' in guard.report()
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What accelerate knows, of two ranks."""
     from accelerate import PartialState
+    from accelerate.state import AcceleratorState
 
-    monkeypatch.setattr(PartialState, '_shared_state', dict(num_processes=1))
-    from mmdevplug.model_parallel.dispatch import _warn_of_lone_ranks
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    monkeypatch.delenv('ACCELERATE_BYPASS_DEVICE_MAP', raising=False)
+    monkeypatch.setattr(AcceleratorState, '_shared_state', {})
+    state = dict(num_processes=1)
+    monkeypatch.setattr(PartialState, '_shared_state', state)
+    return state
 
-    with pytest.warns(UserWarning, match=r'num_processes=1, but WORLD_SIZE=2.*BYPASS_DEVICE_MAP'):
-        _warn_of_lone_ranks()
+
+def test_ranks_that_accelerate_does_not_see(seen, monkeypatch):
+    from accelerate.state import AcceleratorState
+
+    text = r'num_processes=1, but WORLD_SIZE=2.*BYPASS_DEVICE_MAP'
+    with pytest.warns(UserWarning, match=text):
+        _check_ranks()
+    monkeypatch.setattr(AcceleratorState, '_shared_state', seen)
+    with pytest.raises(PlacementError, match=text):
+        _check_ranks()
+
+
+def test_ranks_that_accelerate_will_refuse(seen, monkeypatch, recwarn):
+    seen['num_processes'] = 2
+    with pytest.warns(UserWarning, match=r"BYPASS_DEVICE_MAP='false', but WORLD_SIZE=2"):
+        _check_ranks()
+    monkeypatch.setenv('ACCELERATE_BYPASS_DEVICE_MAP', 'true')
+    recwarn.clear()
+    _check_ranks()
+    assert not recwarn
+
+
+@pytest.mark.parametrize(
+    ('device_type', 'text'),
+    [
+        ('zeta', 'Plan for zeta:0-3; there are 4 zeta devices.'),
+        ('zetta', 'Did you mean zeta?'),
+        ('mtia', 'import the package that brings mtia first, e.g. torch_mtia.'),
+    ],
+)
+def test_the_advice_for_devices_that_are_not_there(device_type, text):
+    assert _advice(device_type, dict(zeta=4, cpu=1)).endswith(text)
+
+
+def test_the_advice_where_torch_has_no_cuda(monkeypatch):
+    monkeypatch.setattr(torch.version, 'cuda', None)
+    monkeypatch.setattr(torch.version, 'hip', None)
+    assert 'is built without CUDA' in _advice('cuda', dict(cpu=1))
+
+
+def test_swapped_and_mistaken_arguments():
+    model = Tied()
+    made = plan(model, 'zeta:0-1', training=True, strategy='balanced')
+    with pytest.raises(PlacementError, match=r'as model and Tied as plan: they are swapped'):
+        dispatch(made, model)
+    with pytest.raises(PlacementError, match=r'plan of type Tied: expected') as refused:
+        dispatch(model, model)
+    assert 'Linear' not in str(refused.value)
+    with pytest.raises(PlacementError, match=r'devices is of type dict: .*not a device map'):
+        plan(model, {'first': 'zeta:0'}, training=True)
