@@ -301,13 +301,14 @@ class Resumption:
             self.restore_random_state()
 
     def validate_if_due(self) -> None:
-        """Validate if the interrupted run ended before the validation that was due."""
+        """Validate if the checkpoint was saved before the validation that was due."""
         if not validation_follows(self.runner):
             return
         if isinstance(self.loop, EpochBasedTrainLoop) and not self._between_epochs:
             return
         self.runner.logger.info(
-            'Validating first: the checkpoint was saved before the validation that was due then.'
+            'Validating first: the checkpoint was saved before the validation that followed, and '
+            'has no results of it.'
         )
         # Validation draws random numbers too, and training goes on after them.
         self.restore_random_state()

@@ -25,7 +25,7 @@ from mmdevplug.environments.launch_variables import (
     forget_stale_variables,
     read_launch_env,
 )
-from mmdevplug.environments.stale import describe_stale
+from mmdevplug.environments.stale import report_stale
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.explanations.configs import explain_config
 from mmdevplug.explanations.versions import explain_versions, folder_of
@@ -256,8 +256,8 @@ def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
     """Read the launch variables before anything else does, and ignore an earlier job's."""
     of_pod = find_environment().per_host
     stale = forget_stale_variables(args.launcher)
-    if stale and not of_pod:
-        say(describe_stale(args.launcher, stale))
+    if not of_pod:
+        report_stale(args.launcher, stale, say)
     if args.local_rank is not None:
         os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     return read_launch_env(args.launcher)

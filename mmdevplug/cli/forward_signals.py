@@ -1,5 +1,6 @@
 """Forward signals from the process that started a job to the ranks, which save and end."""
 
+import logging
 import os
 import signal
 import time
@@ -85,6 +86,8 @@ class RankSignals:
         if not self.ended_well or MOST_RANKS in os.environ:
             from torch.distributed.elastic.multiprocessing.api import SignalException
 
+            # torchrun's lines about this signal and about ranks that have ended.
+            logging.disable(logging.WARNING)
             raise SignalException(f'got {name}', sigval=signal.Signals(number))
 
     def _wait_for(self, ranks: Sequence[psutil.Process]) -> bool:
@@ -136,11 +139,15 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _ended_well(pid: int) -> bool:
-    """Whether a child ended with status 0; the status can still be read by others."""
+    """Whether a child ended with status 0; the status can still be read by others.
+
+    A child whose main thread has ended is a zombie already, and has no status until its other
+    threads have ended too.
+    """
     if not hasattr(os, 'waitid'):  # macOS
         return False
     try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     except ChildProcessError:
         return False
     return found is not None and found.si_code == os.CLD_EXITED and found.si_status == 0

@@ -113,6 +113,9 @@ def _check_and_start(
         # torchrun and MMEngine would do so, with a warning of several lines from each.
         for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS'):
             os.environ.setdefault(name, '1')
+    if '--verbose' not in checked:
+        # Or PyTorch's store prints 20 frames of C++ for each call that fails, which we report.
+        os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR')
     # The command with which torchrun starts a rank.
     command = [os.environ.get('PYTHON_EXEC', sys.executable), '-u', *script]
     with end_children_on_signals(), RankServer(command) as server:

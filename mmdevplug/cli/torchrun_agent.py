@@ -150,10 +150,15 @@ def _note_of(failure: Any) -> Dict[str, Any]:
 
 
 def _ended(rank: int, failure: Any) -> str:
-    how = f'ended with exit status {failure.exitcode}'
+    how, look = f'ended with exit status {failure.exitcode}', 'its own message is above.'
     if failure.exitcode < 0:
         how = f'was ended by {failure.signal_name()}'
-    return f'rank {rank} (pid {failure.pid}) {how} before the others; its own message is above.'
+    if failure.exitcode == -signal.SIGKILL:
+        look = (
+            'SIGKILL leaves no message of its own; the other ranks, if any, say above where it '
+            'was. The kernel sends it when memory runs out: look at its log (dmesg).'
+        )
+    return f'rank {rank} (pid {failure.pid}) {how} before the others; {look}'
 
 
 def run_agent(argv: Optional[List[str]] = None, server: Optional[RankServer] = None) -> int:

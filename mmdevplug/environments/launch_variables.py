@@ -11,7 +11,7 @@ from .kubernetes import Kubernetes, refuse_to_run_alone as refuse_pod_to_run_alo
 from .mpi import MPI
 from .none import NoLauncher
 from .slurm import Slurm
-from .stale import describe_stale, open_job, stale_variables, unset_line
+from .stale import open_job, report_stale, stale_variables, unset_line
 from .torchrun import Torchrun
 
 __all__ = ['DEFAULT_PORT', 'Environment', 'Hosts', 'LaunchEnv']
@@ -104,9 +104,7 @@ def follow_job() -> LaunchEnv:
     if job is not None:
         return job.read()
     refuse_to_run_alone()
-    stale = stale_variables('none')
-    if stale:
-        logging.getLogger(__name__).warning(describe_stale('none', stale))
+    report_stale('none', stale_variables('none'), logging.getLogger(__name__).warning)
     return LaunchEnv()
 
 

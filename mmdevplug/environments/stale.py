@@ -4,7 +4,7 @@ import logging
 import os
 import socket
 from contextlib import contextmanager, suppress
-from typing import Dict, Iterable, Iterator, Mapping, Optional
+from typing import Callable, Dict, Iterable, Iterator, Mapping, Optional
 
 import psutil
 
@@ -76,10 +76,15 @@ def unset_line(names: Iterable[str]) -> str:
     return f'unset {" ".join(names)}'
 
 
-def describe_stale(launcher: str, stale: Mapping[str, str]) -> str:
-    """One line that names the variables and the command that removes them."""
+def report_stale(launcher: str, stale: Mapping[str, str], tell: Callable[[str], None]) -> None:
+    """Tell in one line the variables and the command that removes them.
+
+    An address alone makes no process a rank: ``mim`` sets MASTER_PORT for each command.
+    """
+    if stale.keys() <= {'MASTER_ADDR', 'MASTER_PORT'}:
+        return
     found = ' '.join(f'{name}={value}' for name, value in stale.items())
-    return (
+    tell(
         f'launcher={launcher!r}: left over from an earlier job and ignored: {found}. To remove '
         f'them from your shell: {unset_line(stale)}'
     )
@@ -95,5 +100,4 @@ def stale_variables_hidden(launcher: str) -> Iterator[Dict[str, str]]:
         yield stale
     finally:
         os.environ.update(stale)
-        if stale:
-            logging.getLogger(__name__).warning(describe_stale(launcher, stale))
+        report_stale(launcher, stale, logging.getLogger(__name__).warning)

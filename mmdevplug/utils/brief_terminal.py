@@ -11,6 +11,7 @@ LEFT_OUT = (
     'Checkpoints will be saved to ',
     'Text logs will be saved to ',
     'Saving checkpoint at ',
+    'paramwise_options -- ',  # one for each option of each parameter
     'Device map: ',
     'Communication, mean of ',
     'Communication drawn in ',

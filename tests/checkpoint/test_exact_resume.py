@@ -274,6 +274,9 @@ def test_the_last_validation_of_a_killed_run_is_done_after_resuming(tmp_path):
         run_ranks(_train, 0, tmp_path / 'work', dies)
     for expected in ('v', ''):
         counts.write_text('')
-        resumed = dict(options, custom_hooks=[EMA, counted], resume=True)
+        resumed = dict(options, custom_hooks=[EMA, counted], resume=True, log_level='INFO')
         run_ranks(_train, 0, tmp_path / 'work', resumed)
         assert counts.read_text() == expected
+        logs = ''.join(path.read_text() for path in (tmp_path / 'work').glob('*/*.log'))
+        said = 'saved before the validation that followed, and has no results of it'
+        assert said in logs or not expected

@@ -14,7 +14,8 @@ def test_the_terminal_shows_results_and_the_file_everything(tmp_path, words):
     done = subprocess.run(
         [sys.executable, '-m', 'mmdevplug', 'train', 'configs/digits/digits_cpu.py', *words]
         + ['--work-dir', str(tmp_path), '--cfg-options', 'train_cfg.max_epochs=2']
-        + ['train_cfg.val_interval=2', 'default_hooks.logger.interval=100'],
+        + ['train_cfg.val_interval=2', 'default_hooks.logger.interval=100']
+        + ['optim_wrapper.paramwise_cfg.bias_lr_mult=2.0'],
         cwd=ROOT,
         env={**os.environ, 'PYTHONPATH': PATHS},
         capture_output=True,
@@ -26,7 +27,8 @@ def test_the_terminal_shows_results_and_the_file_everything(tmp_path, words):
     whole = file.read_text()
     for text in ('device cpu (cpu)', 'Epoch(val) [2]'):
         assert text in shown
-    for text in ('System environment', 'Config:', 'Hooks will be executed', 'Checkpoints will be'):
+    left_out = ('System environment', 'Config:', 'Hooks will be executed', 'Checkpoints will be')
+    for text in (*left_out, 'paramwise_options'):
         assert text in whole
         assert (text in shown) == bool(words)
     if not words:

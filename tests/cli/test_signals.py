@@ -32,7 +32,9 @@ def test_kill_saves_and_leaves_no_process(tmp_path):
     stopped = check_saved(job, work_dir)
     assert 'Traceback' not in job.printed
     assert 'SIGTERM is passed on to 2 process(es)' in job.printed
-    assert job.printed.splitlines()[-1].startswith('mmdevplug: ended by SIGTERM')
+    assert job.printed.splitlines()[-1] == (
+        'mmdevplug: ended by SIGTERM; all ranks of this host ended, each with status 0.'
+    )
 
     again = Started(tmp_path, [*command, '--resume'])
     again.wait_for_iteration(stopped + 2)
@@ -97,6 +99,49 @@ def test_nothing_is_left_of_a_job_whose_command_is_killed(tmp_path):
     assert left == [], job.printed
     said = f'stops because of the command that started the ranks (pid {job.process.pid}): it holds'
     assert said in job.printed
+    assert 'frame #' not in job.printed
+
+
+SLOW_THREAD = """
+import ctypes, os, platform, signal, sys, threading, time
+def end(number, frame):
+    def last():
+        time.sleep(1)
+        os._exit(int(sys.argv[1]))
+    threading.Thread(target=last).start()
+    ctypes.CDLL(None).syscall(dict(x86_64=60).get(platform.machine(), 93), 0)  # this thread alone
+signal.signal(signal.SIGTERM, end)
+print('ready', flush=True)
+while True:
+    time.sleep(1)
+"""
+PASSES_ON = """
+import signal, subprocess, sys
+from torch.distributed.elastic.utils.logging import get_logger
+from mmdevplug.cli.forward_signals import RankSignals
+command = [sys.executable, '-c', sys.argv[1], sys.argv[2]]
+rank = subprocess.Popen(command, stdout=subprocess.PIPE)
+rank.stdout.readline()
+signals = RankSignals()
+try:
+    signals.handle(signal.SIGTERM)
+except BaseException as error:
+    get_logger('torch.distributed.elastic.x').warning('Received 15 death signal')
+    get_logger('torch.distributed.elastic.x').error('an error')
+print(signals.ended_well)
+"""
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='ends one thread by a call to Linux')
+@pytest.mark.parametrize('status', [0, 3])
+def test_the_status_of_a_rank_whose_threads_end_later_is_waited_for(status):
+    """It is a zombie as soon as its main thread has ended."""
+    words = [sys.executable, '-c', PASSES_ON, SLOW_THREAD, str(status)]
+    env = dict(os.environ, PYTHONPATH=PATHS)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(status == 0)], done.stderr
+    assert 'death signal' not in done.stderr
+    assert ('an error' in done.stderr) == (status != 0)
 
 
 @pytest.mark.long

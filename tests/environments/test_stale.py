@@ -11,12 +11,13 @@ from mmengine.registry import RUNNERS
 from mmdevplug.cli import test, train
 from mmdevplug.environments.launch_variables import (
     LaunchEnv,
+    follow_job,
     forget_stale_variables,
     refuse_to_run_alone,
     restart_count,
 )
 from mmdevplug.environments.stale import RANK_VARIABLES, stale_variables, unset_line
-from mmdevplug.errors import LaunchError
+from mmdevplug.errors import DevPlugError, LaunchError
 from tests.commands import python
 from tests.jobs import PATHS, PLAIN, ROOT, digits_config
 from tests.ranks import run_ranks
@@ -229,6 +230,24 @@ def test_the_script_says_in_one_line_what_it_ignores(tmp_path):
     assert 'RANK=5' in line
     assert line.endswith(unset_line(stale_variables('none', TORCHRUN)))
     assert (tmp_path / 'last_checkpoint').exists()
+
+
+def test_an_address_alone_is_ignored_without_a_word(caplog):
+    """`mim` sets a port for each command."""
+    assert follow_job(dict(MASTER_ADDR='10.0.0.1', MASTER_PORT='25162')) == LaunchEnv()
+    assert caplog.messages == []
+    follow_job(dict(MASTER_PORT='25162', LOCAL_RANK='1'))
+    (line,) = caplog.messages
+    assert 'MASTER_PORT=25162' in line
+
+
+@pytest.mark.parametrize('launcher', ['none', None])
+def test_a_command_with_a_port_alone_says_nothing(monkeypatch, capsys, launcher):
+    monkeypatch.setenv('MASTER_PORT', '25162')
+    with pytest.raises(DevPlugError, match='is no file'):
+        train.main(['nowhere.py', *([] if launcher is None else ['--launcher', launcher])])
+    assert 'left over' not in capsys.readouterr().err
+    assert 'MASTER_PORT' not in os.environ
 
 
 def test_two_processes_of_torchrun_do_not_train_apart_unnoticed(tmp_path):

@@ -496,11 +496,11 @@ OF_GONE = dict(OTHERS, gone=True)
     [
         ([(0, 1, 5, OTHERS), (1, 1, 6, OWN)], r'rank 1 \(pid 1001\) failed: ValueError: mine$'),
         ([(0, 1, 5, None), (1, 1, 5, OWN)], 'rank 1 .* failed: ValueError: mine$'),
-        ([(0, 1, 5, OF_GONE), (1, -9, 5, None)], 'rank 1 .* was ended by SIGKILL before'),
+        ([(0, 1, 5, OF_GONE), (1, -9, 5, None)], 'rank 1 .* by SIGKILL .* leaves no message'),
         # Ended by torchrun 30 s after the others, because it was stopped.
         ([(0, 1, 5, OTHERS), (1, -9, 35, None)], 'rank 0 .* stopped because of another: RankF'),
         ([(0, -15, 5, None), (1, -9, 5, None)], 'rank 1 .* was ended by SIGKILL before'),
-        ([(0, -15, 5, None), (1, 3, 6, None)], 'rank 1 .* ended with exit status 3 before'),
+        ([(0, -15, 5, None), (1, 3, 6, None)], 'rank 1 .* status 3 .*; its own message is'),
         ([(0, -15, 5, None)], 'rank 0 .* was ended by SIGTERM before'),
         ([(0, 1, 5, OTHERS), (1, 1, 5, OTHERS)], 'rank 0 .* stopped because of another: RankF'),
         # PyTorch 1.10's agent does not name a rank that it ended itself.
