@@ -232,11 +232,15 @@ def test_the_script_says_in_one_line_what_it_ignores(tmp_path):
     assert (tmp_path / 'last_checkpoint').exists()
 
 
-def test_an_address_alone_is_ignored_without_a_word(caplog):
+def test_an_address_alone_is_ignored_without_a_word(caplog, monkeypatch):
     """`mim` sets a port for each command."""
-    assert follow_job(dict(MASTER_ADDR='10.0.0.1', MASTER_PORT='25162')) == LaunchEnv()
+    monkeypatch.setenv('MASTER_PORT', '25162')
+    monkeypatch.setenv('MASTER_ADDR', '10.0.0.1')
+    assert follow_job() == LaunchEnv()
     assert caplog.messages == []
-    follow_job(dict(MASTER_PORT='25162', LOCAL_RANK='1'))
+    monkeypatch.delenv('MASTER_ADDR')
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    follow_job()
     (line,) = caplog.messages
     assert 'MASTER_PORT=25162' in line
 
