@@ -63,7 +63,10 @@ def train_on_cards(work_dir):
     return found, t20_card.calls['unlazy']
 
 
-SHORT_WITH_TEST = dict(train_cfg__max_iters=20, train_cfg__val_interval=20)
+#: The first part of a longer run.
+SHORT_WITH_TEST = dict(
+    train_cfg__max_iters=20, train_cfg__val_interval=20, param_scheduler__T_max=100
+)
 
 
 def test_eight_ranks_each_on_its_card(tmp_path):

@@ -181,7 +181,11 @@ def train_flexible(work_dir):
     """FlexibleRunner, whose DeviceHook hands the norms to the log."""
     from mmengine.registry import RUNNERS
 
-    cfg = config('xla', work_dir, dict(clip_grad=dict(max_norm=0.2)), train_cfg__max_epochs=1)
+    # The same schedule as the longer run has.
+    cfg = config(
+        'xla', work_dir, dict(clip_grad=dict(max_norm=0.2)), train_cfg__max_epochs=1,
+        param_scheduler__T_max=2,
+    )  # fmt: skip
     cfg.runner_type = 'DeviceFlexibleRunner'
     cfg.strategy = dict(type='DeviceStrategy', accelerator=cfg.pop('accelerator'))
     cfg.env_cfg = dict()
