@@ -110,6 +110,9 @@ def _serve_next(agent: Connection) -> Optional[List[str]]:
         # As at their import; Python's generator is seeded by the fork.
         import_module('numpy').random.seed()
         import_module('torch').default_generator.seed()
+        # A shell that starts a job beside it ignores this one, and the agent, which catches it,
+        # would have ranks that it starts do so, too.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     for file in files.values():
         os.close(file)
