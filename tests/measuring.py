@@ -41,7 +41,7 @@ def _follow_backward():
         lazy_staging,
         nonfinite,
     )
-    from mmdevplug.model import batch_statistics, normalize
+    from mmdevplug.model import normalize, statistics_exchange
     from mmdevplug.staged import (
         group_base,
         host_buffers,
@@ -53,7 +53,7 @@ def _follow_backward():
 
     groups = (group_base, process_group, reductions, shared_sum, work)
     staging = (buckets, lazy_staging, host_buffers, *groups)
-    for module in (ddp_hook, nonfinite, batch_statistics, normalize, *staging):
+    for module in (ddp_hook, nonfinite, statistics_exchange, normalize, *staging):
         for kind in vars(module).values():
             if isinstance(kind, type) and kind.__module__ == module.__name__:
                 _follow_methods(kind)

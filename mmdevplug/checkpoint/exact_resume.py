@@ -37,7 +37,6 @@ from mmdevplug.utils.model import unwrap_model
 
 from .other_loaders import OtherLoaders, batch_size_of
 from .plain_state import PlainState
-from .position import Position, ReadStart, ResumedIterator, draws_several, number_batches_from
 from .states import (
     gather_buffers,
     gather_packed,
@@ -49,6 +48,13 @@ from .states import (
     restore_hook_states,
     restore_loaders,
     unpack,
+)
+from .training_position import (
+    Position,
+    ReadStart,
+    ResumedIterator,
+    draws_several,
+    number_batches_from,
 )
 
 #: The key in a checkpoint.

@@ -24,7 +24,7 @@ from .compare_settings import (
     is_same_kind,
     worth_saying,
 )
-from .resumable import check_optimizer, refuse_schedulers, scheduler_kinds
+from .refuse_resume import check_optimizer, refuse_schedulers, scheduler_kinds
 
 
 class Length(NamedTuple):

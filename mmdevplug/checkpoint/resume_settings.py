@@ -16,7 +16,7 @@ from mmdevplug.utils.logs import log_warning
 
 from .compare_settings import Difference, describe_differences
 from .optimizer_settings import Length, OptimizerSettings, optimizer_kind
-from .resumable import check_complete, optimizer_states
+from .refuse_resume import check_complete, optimizer_states
 
 
 class ResumeSettings:

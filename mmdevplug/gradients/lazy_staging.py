@@ -2,7 +2,7 @@
 
 On a lazy device every copy during backward costs an execution of the graph. So backward only
 records which parameters it used. At its end the device is materialized once, and each bucket costs
-one batched fetch and one batched send.
+batched fetches of at most ``FETCH_BYTES`` and one batched send.
 """
 
 import threading

@@ -27,10 +27,10 @@ from mmdevplug.checkpoint.exact_resume import (
 from mmdevplug.checkpoint.finding import finished_at, mark_finished
 from mmdevplug.checkpoint.other_loaders import OtherLoaders
 from mmdevplug.checkpoint.plain_state import PlainState
-from mmdevplug.checkpoint.position import Position, current_position
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import CheckpointFile, CheckpointSaver
 from mmdevplug.checkpoint.states import repeat_validation
+from mmdevplug.checkpoint.training_position import Position, current_position
 from mmdevplug.checkpoint.writing import (
     is_local,
     join,

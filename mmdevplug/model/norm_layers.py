@@ -14,8 +14,8 @@ from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patching import replace_attribute
 
-from .batch_statistics import prepare_statistics_group
 from .frozen_bn import FrozenGradient, give_frozen_gradients
+from .statistics_exchange import prepare_statistics_group
 from .sync_bn import DeviceSyncBatchNorm
 
 SYNC_BN = {

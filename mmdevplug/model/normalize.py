@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .batch_statistics import (
+from .statistics_exchange import (
     CombinedStatistics,
     StatisticsExchange,
     all_but_channels,

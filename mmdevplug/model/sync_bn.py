@@ -15,13 +15,13 @@ from mmdevplug.accelerators import Accelerator, enter_rank_device
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.annotations import AnyGroup, AnyRunner
 
-from .batch_statistics import (
+from .normalize import SynchronizedNormalize, normalize_frozen
+from .statistics_exchange import (
     LAZY_EXCHANGES,
     StatisticsExchange,
     local_statistics,
     statistics_group,
 )
-from .normalize import SynchronizedNormalize, normalize_frozen
 
 #: The iteration that is measured: graphs are compiled in the first ones.
 MEASURED_ITERATION = 5

@@ -22,7 +22,7 @@ from mmdevplug.checkpoint.fit_weights import explaining_other_run, load_model, r
 from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.other_loaders import OtherLoaders
 from mmdevplug.checkpoint.reading import read_for_model
-from mmdevplug.checkpoint.resumable import adapt_to_hooks
+from mmdevplug.checkpoint.refuse_resume import adapt_to_hooks
 from mmdevplug.checkpoint.resume_settings import ResumeSettings
 from mmdevplug.checkpoint.saving import collect_checkpoint
 from mmdevplug.checkpoint.work_dir_lock import check_work_dir

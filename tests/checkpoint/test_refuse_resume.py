@@ -6,7 +6,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.checkpoint.reading import read_checkpoint
-from mmdevplug.checkpoint.resumable import optimizer_states
+from mmdevplug.checkpoint.refuse_resume import optimizer_states
 from mmdevplug.errors import CheckpointError
 from tests.checkpoint.changed_settings import (
     STEPS,
