@@ -11,7 +11,7 @@ from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import dispatch, plan
 from mmdevplug.model_parallel.dispatch import _advice, _check_ranks
-from tests.jobs import install_card, need_card
+from tests.jobs import install_card, need_card, needs_modes
 from tests.ranks import run_ranks
 
 pytest.importorskip('accelerate', reason='needs HF accelerate')
@@ -158,6 +158,7 @@ def test_a_move_after_dispatch_is_refused():
     assert run_ranks(move, 0) == [None]
 
 
+@needs_modes
 def test_the_report_says_that_nothing_was_dispatched():
     model = Tied()
     with DeviceGuard('move', model=model) as guard:
