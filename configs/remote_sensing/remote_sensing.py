@@ -54,7 +54,8 @@ test_dataloader = val_dataloader
 val_evaluator = dict(type='IoUMetric', iou_metrics=['mIoU'])
 test_evaluator = val_evaluator
 
-train_cfg = dict(type='IterBasedTrainLoop', max_iters=100, val_interval=50)
+max_iters = 100
+train_cfg = dict(type='IterBasedTrainLoop', max_iters=max_iters, val_interval=50)
 val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')
 
@@ -65,7 +66,7 @@ optim_wrapper = dict(
 )
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=10),
-    dict(type='PolyLR', eta_min=1e-5, power=0.9, by_epoch=False, begin=10),
+    dict(type='PolyLR', eta_min=1e-5, power=0.9, by_epoch=False, begin=10, end=max_iters),
 ]
 default_hooks = dict(
     logger=dict(type='LoggerHook', interval=10, log_metric_by_epoch=False),
