@@ -23,7 +23,7 @@ EXECUTIONS = dict(one_stage=(11, 12), two_stages=(23, 24))
 
 @DATASETS.register_module(force=True)
 class Scenes(Dataset):
-    """Pictures with boxes: each with at least so many."""
+    """Pictures, each with as many boxes as asked for, or more."""
 
     metainfo = dict(classes=('a', 'b', 'c'))
 
