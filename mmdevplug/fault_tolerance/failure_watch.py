@@ -252,6 +252,7 @@ class FailureWatch:
         """The ranks that have not beaten for two or three intervals and do not answer either."""
         for rank in ranks:
             self.heartbeat.read(rank)
+        self._leave_store(SILENT_SECONDS)
         self._stopped.wait(SILENT_SECONDS)
         seen = {rank: self.heartbeat.read(rank) for rank in ranks}
         enough = SILENT_SECONDS - 2 * _TICK
@@ -260,21 +261,20 @@ class FailureWatch:
             for rank, last in seen.items()
             if last and last.beat.state == RUNNING and self.heartbeat.silence(rank) >= enough
         ]
-        # The store has just answered; it is not used while ranks are asked.
-        self._allow_an_answer()
+        self._leave_store(ANSWER_SECONDS)
         alive = self._liveness.ask(silent)
         for rank in alive:
             self._note_busy(rank)
         return [rank for rank in silent if rank not in alive]
 
-    def _allow_an_answer(self) -> None:
-        """Do not count the time in which another rank may answer as silence of the store."""
-        self._answered = self._clock.now + ANSWER_SECONDS
+    def _leave_store(self, seconds: float) -> None:
+        """Do not count the next ``seconds`` as silence of the store: nothing is asked of it."""
+        self._answered = self._clock.now + seconds
 
     def _why_silent(self, rank: int) -> str:
         """Say what a rank that does not answer suffers from, as far as this host can know."""
         state = self.heartbeat.process_state(rank)
-        self._allow_an_answer()
+        self._leave_store(ANSWER_SECONDS)
         return self._liveness.why_silent(rank, state)
 
     def _note_busy(self, rank: int) -> None:
@@ -306,18 +306,27 @@ class FailureWatch:
         found = self.peer_failure()
         if found is not None:
             return found
+        waited = f' for {silence:.0f} s' if silence >= 1 else ''
+        lost = (
+            f'the store at {self.env.master_addr}:{self.env.master_port}, which has not answered'
+            f'{waited} ({first_line(error)})'
+        )
         holder = self.heartbeat.describe(0)
         if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
             pid = os.environ.get(AGENT) if self.env.single_host else None
             holder = 'the command that started the ranks ' + (
                 f'(pid {pid})' if pid else 'of the host of rank 0'
             )
-        waited = f' for {silence:.0f} s' if silence >= 1 else ''
+        elif self.env.rank == 0:
+            return RankFailedError(
+                f'{self.env.describe()} stops: it holds {lost}. Its threads get no processor '
+                f'time: start fewer processes on this host, or set accelerator.heartbeat_timeout='
+                f'{self.heartbeat_timeout:g} larger.'
+            )
         return self._stops_because(
-            f'{holder}: it holds the store at {self.env.master_addr}:{self.env.master_port}, '
-            f'which has not answered{waited} ({first_line(error)}). That process was killed (out '
-            f'of memory, SIGKILL) or stopped (SIGSTOP), or its host or the link to it is down; '
-            f'look at its log and at the kernel log of its host.'
+            f'{holder}: it holds {lost}. That process was killed (out of memory, SIGKILL) or '
+            f'stopped (SIGSTOP), or its host or the link to it is down; look at its log and at '
+            f'the kernel log of its host.'
         )
 
     def begin_attempt(self) -> None:
