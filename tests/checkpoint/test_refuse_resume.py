@@ -22,15 +22,6 @@ EMA = [dict(type='EMAHook', momentum=0.1)]
 
 
 @pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-    """Holds one interrupted training for each config that a case begins with."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield tmp_path_factory.mktemp('before')
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope='module')
 def best(tmp_path_factory):
     """A training with best checkpoints, by whether they can be resumed."""
     found = {}

@@ -1,7 +1,6 @@
 """Each setting of optimizer and schedule is changed, and training resumes with either choice."""
 
 import pytest
-import torch
 
 from mmdevplug.errors import CheckpointError
 from tests.checkpoint.changed_settings import (
@@ -17,15 +16,6 @@ from tests.checkpoint.changed_settings import (
     run,
     trained,
 )
-
-
-@pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-    """Holds one interrupted training for each config that a case begins with."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield tmp_path_factory.mktemp('before')
-    torch.set_num_threads(threads)
 
 
 def check(found, whole, stop):
