@@ -95,6 +95,69 @@ def test_the_guard_names_what_it_moved_for_grpo(runs):
         assert 'No operation had operands on different devices' in runs[1][name], name
 
 
+def run_trainers(devices, folder):
+    """Losses of other trainers of TRL, by their names."""
+    from datasets import Dataset
+
+    if devices != 'cpu':
+        install_card('zeta')
+    sys.path.insert(0, str(FOLDER))
+    import tiny_llama
+    import trl
+
+    from mmdevplug.device_guard import DeviceGuard
+    from mmdevplug.model_parallel import dispatch, plan
+
+    def spread():
+        model = tiny_llama.tiny_llama()
+        return model if devices == 'cpu' else dispatch(model, plan(model, devices, training=True))
+
+    prompts, chosen = ['a b', 'd e', 'a c e', 'b d'] * 4, [' c d', ' f', ' a', ' a b c'] * 4
+    texts = {'text': [prompt + answer for prompt, answer in zip(prompts, chosen)]}
+    pairs = {'prompt': prompts, 'chosen': chosen, 'rejected': [' d', ' f a', ' b b', ' e f'] * 4}
+    found = {}
+    for name, data, more in (('SFT', texts, ()), ('DPO', pairs, (spread(),))):
+
+        class Trainer(getattr(trl, f'{name}Trainer')):
+            def training_step(self, *args, **options):
+                return super().training_step(*args, **options).to(self.args.device)
+
+        options = dict(
+            output_dir=str(folder),
+            max_steps=3,
+            per_device_train_batch_size=4,
+            logging_steps=1,
+            learning_rate=0.01,
+            report_to='none',
+            save_strategy='no',
+            bf16=False,
+            use_cpu=devices == 'cpu',
+        )
+        model = spread()
+        trainer = Trainer(
+            model,
+            *more,
+            args=getattr(trl, f'{name}Config')(**options),
+            train_dataset=Dataset.from_dict(data),
+            processing_class=tiny_llama.tiny_tokenizer(),
+        )
+        with DeviceGuard('move', model=model):
+            trainer.train()
+        found[name] = [line['loss'] for line in trainer.state.log_history if 'loss' in line]
+    return found
+
+
+def test_other_trainers_of_trl_train_as_on_the_cpu(tmp_path):
+    pytest.importorskip('trl', reason="needs the extra 'loops'")
+    need_card()
+    on_cpu, on_cards = (
+        run_ranks(run_trainers, 0, devices, tmp_path)[0] for devices in ('cpu', 'zeta:0-1')
+    )
+    for name, expected in on_cpu.items():
+        assert on_cards[name] == pytest.approx(expected, abs=1e-5), name
+        assert len(set(expected)) == 3, name
+
+
 def test_a_loop_needs_no_mmengine(runs):
     done = subprocess.run(
         [sys.executable, '-c', WITHOUT],

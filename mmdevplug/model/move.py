@@ -57,10 +57,7 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
         module.to(device)
     else:
         place_by_plan(module, plan)
-    for slots in shared:
-        first_place, first_name = slots[0]
-        for place, name in slots[1:]:
-            place[name] = first_place[first_name]
+    _tie(shared)
     set_preprocessor_devices(module, device)
     left = misplaced_tensors(module, device)
     if left:
@@ -120,8 +117,10 @@ def place_by_plan(model: nn.Module, plan: Any) -> None:
     """Move each parameter and buffer that is not where the plan has it; refuse if one stays."""
     from accelerate.utils import set_module_tensor_to_device
 
+    shared = _shared_slots(model)
     for name, _, planned in list(misplaced_by_plan(model, plan)):
         set_module_tensor_to_device(model, name, planned)
+    _tie(shared)
     left = {name: tensor.device for name, tensor, _ in misplaced_by_plan(model, plan)}
     if left:
         raise PlacementError(
@@ -194,6 +193,14 @@ def _shared_slots(module: nn.Module) -> List[List[Slot]]:
     for place, name in _slots(module):
         by_tensor.setdefault(id(place[name]), []).append((place, name))
     return [slots for slots in by_tensor.values() if len(slots) > 1]
+
+
+def _tie(shared: List[List[Slot]]) -> None:
+    """Put what the first of some places holds into the others."""
+    for slots in shared:
+        first_place, first_name = slots[0]
+        for place, name in slots[1:]:
+            place[name] = first_place[first_name]
 
 
 def set_preprocessor_devices(module: nn.Module, device: torch.device) -> None:

@@ -158,6 +158,57 @@ def test_a_move_after_dispatch_is_refused():
     assert run_ranks(move, 0) == [None]
 
 
+class Head(nn.Module):
+    """As that of a BERT: its bias is that of its last layer, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(6))
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.bias = self.bias
+
+    def forward(self, x):
+        return self.last(self.first(x)).square().mean()
+
+
+class TiedToItsOwner(nn.Module):
+    """Layers, and a head that is split."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.head = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), Head()
+        self.head.last.weight = self.layers[0].weight
+
+    def forward(self, x):
+        return self.head(self.layers(x))
+
+
+def train_tied(devices):
+    model = TiedToItsOwner()
+    parameters = list(model.parameters())
+    if devices is not None:
+        install_card('zeta')
+        dispatch(model, plan(model, devices, training=True, strategy='balanced'))
+    assert model.head.last.bias is model.head.bias
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses = []
+    for _ in range(3):
+        loss = model(torch.linspace(-1, 1, 24).reshape(4, 6))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_tensor_tied_to_one_of_a_split_module():
+    need_card()
+    on_cpu, on_cards = (run_ranks(train_tied, 0, devices)[0] for devices in (None, 'zeta:0-1'))
+    assert on_cards == pytest.approx(on_cpu, abs=1e-6)
+
+
 @needs_modes
 def test_the_report_says_that_nothing_was_dispatched():
     model = Tied()
