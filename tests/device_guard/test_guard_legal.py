@@ -12,7 +12,7 @@ from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.device_guard.rules import Call, takes_several
 from mmdevplug.errors import DeviceMismatchError
 from tests.columns import LAZY
-from tests.device_guard.test_guard import ONE, TWO, refusal
+from tests.device_guard.test_guard import ONE, STOCK, TWO, refusal
 from tests.jobs import PLAIN, install_card, needs_modes, torch_before, train_digits
 from tests.ranks import run_ranks
 
@@ -137,8 +137,10 @@ def refused_numbers():
     told = refusal(lambda: torch.lerp(x, x.to(TWO), number))
     assert [each.left_alone for each in told.operands] == [False, False, True]
     with DeviceGuard(allow=['torch.equal', 'stack']):
-        assert torch.equal(x, torch.ones(2, 2))
-        torch.stack([x, x.to(TWO)])
+        with pytest.raises(RuntimeError, match=STOCK):
+            torch.equal(x, torch.ones(2, 2))
+        with pytest.raises(RuntimeError, match=STOCK):
+            torch.stack([x, x.to(TWO)])
         with pytest.raises(DeviceMismatchError):
             torch.cat([x, x.to(TWO)])
 

@@ -298,11 +298,28 @@ static void need_kernel(const std::string& name, const c10::OperatorHandle* op =
       "for this backend, or was omitted during the selective/custom build process (if using custom "
       "build).\n\n", op ? op->dumpComputedTable() : std::string(4000, '.'));
 }
+// As the kernels of a card do, and PyTorch's own iterator: a number may be on the host.
+struct OneDevice {
+  std::string name;
+  std::optional<c10::Device> first;
+  void check(const at::Tensor& t) {
+    if (!t.defined() || t.dim() == 0) return;
+    TORCH_CHECK(!first || *first == t.device(),
+                "Expected all tensors to be on the same device, but found at least two devices, ",
+                *first, " and ", t.device(), "! (when checking arguments of ", name, ")");
+    first = t.device();
+  }
+  void check(const std::optional<at::Tensor>& t) {
+    if (t) check(*t);
+  }
+};
 static at::Tensor conv(const at::Tensor& x, const at::Tensor& w,
                        const std::optional<at::Tensor>& b, c10::SymIntArrayRef st,
                        c10::SymIntArrayRef p, c10::SymIntArrayRef dl, bool tr,
                        c10::SymIntArrayRef op, c10::SymInt g) {
   need_kernel("aten::convolution_overrideable");
+  OneDevice one{"aten::convolution_overrideable"};
+  one.check(x), one.check(w), one.check(b);
   std::optional<at::Tensor> bb;
   if (b && b->defined()) bb = as_cpu(*b);
   return to_card(at::convolution(as_cpu(x), as_cpu(w), bb, C10_AS_INTARRAYREF_SLOW(st),
@@ -330,6 +347,8 @@ static std::tuple<at::Tensor, at::Tensor, at::Tensor> batch_norm(
     const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var, bool training,
     double momentum, double eps) {
   need_kernel("aten::native_batch_norm");
+  OneDevice one{"aten::native_batch_norm"};
+  one.check(x), one.check(w), one.check(b), one.check(mean), one.check(var);
   auto host = [](const std::optional<at::Tensor>& t) {
     return t && t->defined() ? std::optional<at::Tensor>(as_cpu(*t)) : std::nullopt;
   };
@@ -369,8 +388,22 @@ static std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_back(
   auto bias = has_bias ? to_card(gates.sum(0), cx.device()) : at::Tensor();
   return {to_card(gates, cx.device()), to_card(gc * forget, cx.device()), bias};
 }
+// The fallback alone would take tensors of any devices. Indices come in lists that may be on the host.
+static void need_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& st) {
+  OneDevice one{op.schema().name()};
+  const auto count = op.schema().arguments().size();
+  for (auto it = st.end() - count; it != st.end(); ++it) {
+    if (it->isTensor()) one.check(it->toTensor());
+    if (it->isTensorList())
+      for (const at::Tensor& t : it->toTensorVector()) one.check(t);
+    if (it->isOptionalTensorList())
+      for (const std::optional<at::Tensor>& t : it->toOptionalTensorVector())
+        if (t && !t->is_cpu()) one.check(*t);
+  }
+}
 static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* st) {
   if (!g_left_out.empty()) need_kernel(op.schema().name(), &op);
+  need_one_device(op, *st);
   at::native::cpu_fallback(op, st);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
