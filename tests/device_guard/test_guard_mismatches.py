@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.jobs import install_card
+from tests.jobs import install_card, need_card
 from tests.ranks import run_ranks
 
 
@@ -414,6 +414,23 @@ def test_two_cards(told, name):
     assert told[name]['stock'] == 'raises'
     check_report(name, told[name]['apart'], 'zeta:0', 'zeta:1')
     check_moves(told[name]['apart'])
+
+
+def fall_back(name):
+    import card
+
+    card.install('zeta', variant=card.Variant(falls_back=True))
+    case, devices = CASES[name], ('zeta:0', 'zeta:1')
+    return stock_outcome(case, *devices, lambda: None), run_case(case, *devices)
+
+
+@pytest.mark.parametrize('name', ['matmul', 'gather', 'eos', 'cross_entropy'])
+def test_a_card_that_computes_on_in_silence(name):
+    need_card()
+    ((stock, told),) = run_ranks(fall_back, 0, name)
+    assert stock == 'silent'
+    check_report(name, told, 'zeta:0', 'zeta:1')
+    check_moves(told)
 
 
 @pytest.mark.parametrize('name', CASES)

@@ -44,12 +44,14 @@ class Variant(NamedTuple):
         autocast (bool): Whether PyTorch's autocast takes it.
         without (tuple): Functions that its module lacks.
         kernels_left_out (tuple): Operators without a kernel.
+        falls_back (bool): Whether PyTorch's fallback to the CPU takes operands of any devices.
     """
 
     hooks: bool = True
     autocast: bool = True
     without: Tuple[str, ...] = ()
     kernels_left_out: Tuple[str, ...] = ()
+    falls_back: bool = False
 
 
 #: The functions that pytorch_ocl's module lacks.
@@ -128,6 +130,7 @@ def install(name, count=4, variant=None):
     card = build()
     card.install(variant.hooks)
     card.leave_out(set(variant.kernels_left_out))
+    card.fall_back(variant.falls_back)
     card.set_count(count)
     torch.utils.rename_privateuse1_backend(name)
     torch._register_device_module(name, _device_module(card, name, variant))

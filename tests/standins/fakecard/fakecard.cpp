@@ -31,6 +31,7 @@ static int g_count = 4;
 static thread_local int g_current = 0;
 static size_t g_bytes[16] = {0};
 static std::set<std::string> g_left_out;  // operators without a kernel, as "aten::silu"
+static bool g_falls_back = false;  // to the CPU, with operands of any devices
 static size_t g_limit = 0;  // bytes that each device has; 0: as many as the host
 struct Block {
   void* p;
@@ -403,7 +404,7 @@ static void need_one_device(const c10::OperatorHandle& op, const torch::jit::Sta
 }
 static void fallback(const c10::OperatorHandle& op, torch::jit::Stack* st) {
   if (!g_left_out.empty()) need_kernel(op.schema().name(), &op);
-  need_one_device(op, *st);
+  if (!g_falls_back) need_one_device(op, *st);
   at::native::cpu_fallback(op, st);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
@@ -451,6 +452,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     CardGuard().setDevice(c10::Device(kCard, static_cast<c10::DeviceIndex>(i)));
   });
   m.def("leave_out", [](std::set<std::string> names) { g_left_out = std::move(names); });
+  m.def("fall_back", [](bool yes) { g_falls_back = yes; });
   m.def("set_limit", [](size_t n) { g_limit = n; });
   m.def("memory_limit", [] { return g_limit; });
   m.def("empty_cache", [] { g_cache->clear(); });
