@@ -63,8 +63,9 @@ def claim_devices(devices: Sequence[str]) -> None:
         f'{kind} device(s). Start fewer ranks, or give each rank devices of its own: '
         f"local_rank = int(os.environ['LOCAL_RANK']), plan(model, f'{kind}:{own}', ...)."
     )
-    # Ranks that torchrun did not start may see other devices under the same names.
-    certain = all(uuids) or 'GROUP_RANK' in os.environ
+    # Ranks that torchrun did not start may see other devices under the same names, and PJRT may
+    # count those of each process from 0.
+    certain = all(uuids) or ('GROUP_RANK' in os.environ and kind != 'xla')
     if count > 1 and certain:
         raise PlacementError(message)
     warnings.warn(message, stacklevel=3)

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,10 +172,14 @@ def test_the_report_says_that_nothing_was_dispatched():
     assert 'All parameters of Tied are on cpu: no plan was dispatched.' in guard.report()
 
 
-def spread_by_rank(backend, devices):
+def spread_by_rank(backend, devices, uuids=None):
     """Dispatch in two ranks, which take turns; what each was told."""
     install_card('zeta')
     rank = int(os.environ['RANK'])
+    if uuids is not None:
+        torch.zeta.get_device_properties = lambda card: SimpleNamespace(
+            uuid=f'{uuids[rank]}-{card.index}'
+        )
     if backend is not None:
         torch.distributed.init_process_group(backend)
         store = torch.distributed.distributed_c10d._get_default_store()
@@ -221,6 +226,16 @@ def test_ranks_with_devices_of_their_own():
     assert (
         run_ranks(spread_by_rank, 2, 'gloo', own, environ=dict(GROUP_RANK='0')) == [('', [])] * 2
     )
+
+
+def test_uuids_tell_which_devices_are_the_same():
+    need_card()
+    same = {0: 'zeta:0-1', 1: 'zeta:0-1'}
+    found = run_ranks(spread_by_rank, 2, 'gloo', same, 'ab', environ=dict(GROUP_RANK='0'))
+    assert found == [('', []), ('', [])]
+    first, (told, _) = run_ranks(spread_by_rank, 2, 'gloo', same, 'aa')
+    assert first == ('', [])
+    assert 'dispatches a model to zeta:0, zeta:1, where rank 0 of this host has one' in told
 
 
 def test_ranks_without_a_store_are_warned():
