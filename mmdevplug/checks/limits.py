@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Iterator, Mapping, Optional
 
+import torch
+
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.host import available_memory, usable_cores
 
@@ -122,7 +124,8 @@ def _threads(ranks: int, value: Optional[str]) -> Finding:
             remedy,
         )
     # Without the variable torchrun gives each of several processes one thread.
-    threads = int(value) if value is not None else (1 if ranks > 1 else cores)
+    threads = 1 if ranks > 1 else torch.get_num_threads()
+    threads = threads if value is None else int(value)
     found = f'{cores} core(s) for {ranks} process(es) of {threads} thread(s)'
     if threads * ranks <= cores:
         return section.ok(found)

@@ -16,6 +16,7 @@ from mmdevplug.device_guard.mode import HAS_MODES
 from mmdevplug.errors import DevPlugError, first_line
 from mmdevplug.explanations.arguments import explain_arguments
 from mmdevplug.explanations.explain import explained
+from mmdevplug.explanations.mixed_devices import describe_place
 from mmdevplug.gradients.unused_parameters import REMEDY, describe_unused, listing_unused
 from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
 from mmdevplug.runner import DeviceRunner
@@ -79,8 +80,9 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
             except Exception as error:
                 # Whatever the model raises is what the user has to see, after the table.
                 traceback.print_exc()
-                said = f'{type(error).__name__}: {first_line(error)}'
-                findings.append(section.error(f'the step fails with {said}', _WHY))
+                said = f'the step fails with {type(error).__name__}: {first_line(error)}'
+                said += describe_place(error, runner.model)
+                findings.append(section.error(said, _WHY))
         sites = guard is not None and guard.sites
         if policy == 'warn' and sites:
             said = 'operations got operands of different devices; see above'

@@ -103,6 +103,15 @@ class StepDevices:
             if len(own) > 1:
                 devices = ', '.join(map(str, own))
                 yield f'{name or type(module).__name__} has tensors of its own on {devices}'
+        made = [
+            name
+            for name, seen in self._outputs.items()
+            if 'meta' in seen and 'meta' not in self._inputs[name]
+        ]
+        for name in made:
+            inside = f'{name}.' if name else ''
+            if not any(other.startswith(inside) for other in made if other != name):
+                yield f'{name or "the model"} returns a tensor on meta, which holds no values'
 
     def _state(self) -> Dict[int, List[Any]]:
         """The devices of each parameter's state; scalars are on the host by design."""

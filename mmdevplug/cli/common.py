@@ -1,10 +1,12 @@
 """Arguments and steps that the training and the testing script share."""
 
 import argparse
+import hashlib
 import inspect
 import os
 import re
 import signal
+import sys
 import warnings
 from contextlib import contextmanager
 from importlib import import_module
@@ -26,6 +28,7 @@ from mmdevplug.environments.launch_variables import (
     read_launch_env,
 )
 from mmdevplug.environments.stale import report_stale
+from mmdevplug.environments.torchrun import AGENT
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.explanations.configs import explain_config
 from mmdevplug.explanations.versions import explain_versions, folder_of
@@ -270,6 +273,8 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
     checked = serve()
     if checked is not None:
         main, argv = import_module('mmdevplug.cli.launch').main, checked
+    elif AGENT in os.environ and '--verbose' not in (sys.argv if argv is None else argv):
+        _show_warnings_once()
     end_on_signals()
     end_with_mim()
     try:
@@ -284,3 +289,28 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
         say(f'{type(error).__name__}: {text}')
         return 1
     return 0
+
+
+def _show_warnings_once() -> None:
+    """Show a warning of Python on the first rank of this host that issues it, and on no other."""
+    file = os.environ.get('TORCHELASTIC_ERROR_FILE')
+    if file is None:
+        return
+    folder = Path(file).parents[1]  # the job's, on this host, since the last restart
+    show, shown = warnings.showwarning, set()
+
+    def show_first(
+        message: Any, category: Any, filename: str, lineno: int, *more: Any, **options: Any
+    ) -> None:
+        text = f'{category.__name__} {filename}:{lineno} {message}'
+        if text not in shown:  # a filter may want it more than once
+            try:
+                (folder / hashlib.sha1(text.encode()).hexdigest()).touch(exist_ok=False)
+            except FileExistsError:
+                return
+            except OSError:  # the agent has ended: rather twice than never
+                pass
+            shown.add(text)
+        show(message, category, filename, lineno, *more, **options)
+
+    warnings.showwarning = show_first

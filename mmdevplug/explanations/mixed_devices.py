@@ -75,8 +75,7 @@ def _explain(error: Exception, runner: Any, stage: str) -> Optional[str]:
         if len(context.devices) > 1 or not _MIXED.search(str(cause)):
             return None
         found = [f'`{call}` makes a tensor on the cpu' for call in user.makers()]
-    frames = [call.frame for call in reversed(calls)]
-    module, _ = module_and_backward(unwrap_model(runner.model), frames)
+    module = _innermost_module(calls, runner.model)
     return (
         f'rank {runner.rank}, {stage}: {user.file}:{user.line}{f", in {module}" if module else ""}'
         f': {"; ".join(found) or "a tensor that is made in this line"}; expected on '
@@ -84,6 +83,20 @@ def _explain(error: Exception, runner: Any, stage: str) -> Optional[str]:
         f'with device=x.device, where x is an input, or keep it with register_buffer(), which '
         f'moves with the model. {type(cause).__name__}: {first_line(cause)}'
     )
+
+
+def describe_place(error: BaseException, model: nn.Module) -> str:
+    """Name the module and the user's line that an error comes from, in two lines, or with ''."""
+    calls = _calls(error)
+    user = next((call for call in reversed(calls) if not _is_library(call.file)), None)
+    if user is None:
+        return ''
+    module = _innermost_module(calls, model) or 'outside the model'
+    return f'\n  in: {module}\n  at: {user.file}:{user.line}: {user.code}'
+
+
+def _innermost_module(calls: Sequence['_Call'], model: nn.Module) -> str:
+    return module_and_backward(unwrap_model(model), [call.frame for call in reversed(calls)])[0]
 
 
 def _is_library(file: str) -> bool:

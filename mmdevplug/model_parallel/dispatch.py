@@ -14,6 +14,7 @@ from mmdevplug.errors import PlacementError, first_line
 from mmdevplug.model.move import keep_parameters, place_by_plan, same_device
 from mmdevplug.utils.patching import replace_attribute
 
+from .claim_devices import claim_devices
 from .device_plan import DevicePlan
 from .walk_modules import named_tensors, tied_names
 
@@ -48,8 +49,8 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
     Raises:
         PlacementError: If HF accelerate is missing, the plan is none or was made for another
             model, a device is not there, a tensor did not go where it was sent, an optimizer
-            holds parameters that had to be replaced, or accelerate takes a rank of a job for
-            the only process.
+            holds parameters that had to be replaced, accelerate takes a rank of a job for
+            the only process, or another rank of the host has a model on the same devices.
     """
     if isinstance(model, DevicePlan):
         raise PlacementError(
@@ -72,6 +73,7 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
         ) from error
     _check_present(plan.devices)
     _check_ranks()
+    claim_devices(plan.devices)
     main = plan.devices[0]
     on_host = 'cpu' in plan.device_map.values()
     with keep_parameters(model), warnings.catch_warnings():

@@ -37,10 +37,22 @@ def _is_set(name: str) -> bool:
     )
 
 
-def usable_cores() -> int:
-    """The cores that this process may run on."""
+def usable_cores(root: str = '/sys/fs/cgroup') -> int:
+    """The cores that this process may run on, or the time of as many that it may take.
+
+    ``root`` is the mount point of control groups.
+    """
     affinity = getattr(os, 'sched_getaffinity', None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    for names in (['cpu.max'], ['cpu/cpu.cfs_quota_us', 'cpu/cpu.cfs_period_us']):
+        try:
+            words = ' '.join((Path(root) / name).read_text() for name in names).split()
+            quota, period = map(int, words)
+        except (OSError, ValueError):
+            continue  # no such group, or no limit: 'max'
+        if quota > 0:  # -1 is no limit, too
+            cores = min(cores, -(-quota // period))
+    return cores
 
 
 def available_memory(root: str = '/sys/fs/cgroup') -> Tuple[int, str]:

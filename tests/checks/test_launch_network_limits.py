@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+import torch
 
 from mmdevplug.checks import launch, limits, network
 
@@ -215,6 +216,27 @@ def test_threads(value, ranks, level):
     word = 'OMP_NUM_THREADS' if value == 'two' else 'core(s)'
     found = the(limits.examine(ranks, environ=environ), level, word)
     assert (level == 'ok') == (not found.remedy)
+
+
+def test_cores_of_a_control_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(64)), raising=False)
+    assert limits.usable_cores(str(tmp_path)) == 64
+    for text, cores in (('max 100000', 64), ('150000 100000', 2)):
+        (tmp_path / 'cpu.max').write_text(text)
+        assert limits.usable_cores(str(tmp_path)) == cores
+    (tmp_path / 'cpu.max').unlink()
+    (tmp_path / 'cpu').mkdir()
+    (tmp_path / 'cpu' / 'cpu.cfs_period_us').write_text('100000\n')
+    for text, cores in (('-1\n', 64), ('400000\n', 4)):
+        (tmp_path / 'cpu' / 'cpu.cfs_quota_us').write_text(text)
+        assert limits.usable_cores(str(tmp_path)) == cores
+
+
+def test_threads_of_pytorch_where_nothing_is_set(monkeypatch):
+    monkeypatch.setattr(limits, 'usable_cores', lambda: 2)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 64)
+    found = the(limits.examine(environ={}), 'warning', '2 core(s) for 1 process(es) of 64 thread')
+    assert found.remedy == 'export OMP_NUM_THREADS=2'
 
 
 def test_work_dir_that_takes_no_files(tmp_path):

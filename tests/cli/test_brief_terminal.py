@@ -34,3 +34,43 @@ def test_the_terminal_shows_results_and_the_file_everything(tmp_path, words):
     if not words:
         assert len(shown.splitlines()) <= 8
         assert str(file) in shown
+
+
+#: A hook of the user that warns on all ranks, and on one.
+WARNS = """
+import os
+import warnings
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+
+@HOOKS.register_module()
+class Warns(Hook):
+    def before_train(self, runner):
+        for _ in range(2):
+            warnings.warn('on all ranks')
+        if os.environ['RANK'] == '1':
+            warnings.warn('on one rank')
+"""
+
+
+@pytest.mark.parametrize(('words', 'times'), [((), 1), (('--verbose',), 2)])
+def test_a_warning_of_several_ranks_is_shown_once(tmp_path, words, times):
+    (tmp_path / 'warns.py').write_text(WARNS)
+    config = tmp_path / 'config.py'
+    config.write_text(
+        f'_base_ = [{str(ROOT / "configs/digits/digits_cpu.py")!r}]\n'
+        "custom_imports = dict(imports=['mmdevplug.examples.digits', 'warns'])\n"
+        "custom_hooks = [dict(type='Warns')]\n"
+        'train_cfg = dict(max_epochs=1)\n'
+    )
+    done = subprocess.run(
+        [sys.executable, '-m', 'mmdevplug', 'train', str(config), '--nproc', '2', *words]
+        + ['--work-dir', str(tmp_path / 'work')],
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), PATHS])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count('UserWarning: on all ranks') == times
+    assert done.stderr.count('UserWarning: on one rank') == 1

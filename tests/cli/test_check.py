@@ -234,6 +234,57 @@ def test_the_same_without_the_mismatch(planted):
     assert 'different devices' not in out
 
 
+#: A model that makes a tensor without values.
+ON_META = """
+import torch
+from mmengine.model import BaseModel
+from mmengine.registry import MODELS
+from torch import nn
+
+
+class Scale(nn.Module):
+    def forward(self, x):
+        {line}
+
+
+@MODELS.register_module()
+class OnMeta(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 10)
+        self.scale = Scale()
+
+    def forward(self, inputs, labels, mode='loss'):
+        outputs = self.scale(self.first(inputs.flatten(1)))
+        return dict(loss=outputs.square().mean())
+"""
+
+
+@needs_modes
+@pytest.mark.parametrize(
+    ('line', 'told'),
+    [
+        ("return x + torch.ones(10, device='meta')", 'got operands on cpu, meta'),
+        ("return x * torch.ones(1, device='meta').item()", 'the step fails with RuntimeError'),
+        ("return x + torch.ones(10, device='meta').to('cpu')", 'the step fails with NotImpl'),
+        ("return x.to('meta')", 'error: scale returns a tensor on meta, which holds no values'),
+    ],
+)
+def test_a_tensor_without_values(tmp_path, line, told):
+    (tmp_path / 'on_meta.py').write_text(ON_META.format(line=line))
+    config = tmp_path / 'config.py'
+    config.write_text(
+        f'_base_ = [{str(ROOT / CONFIG)!r}]\n'
+        "custom_imports = dict(imports=['on_meta', 'mmdevplug.examples.digits'])\n"
+        "model = dict(_delete_=True, type='OnMeta')\n"
+    )
+    status, out, _ = checked(config, folder=tmp_path)
+    assert status == 1
+    assert told in out
+    if 'returns' not in told:
+        assert f'  in: scale (Scale)\n  at: {tmp_path / "on_meta.py"}:10: {line}\n' in out
+
+
 @pytest.mark.parametrize(
     ('arguments', 'told'),
     [
