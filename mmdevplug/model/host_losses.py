@@ -8,7 +8,7 @@ back in one call.
 """
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from mmengine.model import BaseDataPreprocessor
@@ -38,11 +38,9 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
     Args:
         model (nn.Module): A bare model, changed in place.
         wanted (bool or str): True for all heads, False for none. Defaults to ``'auto'``: where
-            shapes in the loss depend on values. These are all heads, except of models with a
-            ``mask_head`` outside of a RoI head, which computes on the device with what the first
-            head has chosen, and except of segmentors (heads with ``loss_decode``) of which no
-            head samples pixels (``sampler``, as OHEM does) or counts those that are not ignored
-            (``avg_non_ignore``).
+            shapes in the loss depend on values. These are all heads, except of segmentors (heads
+            with ``loss_decode``) of which no head samples pixels (``sampler``, as OHEM does) or
+            counts those that are not ignored (``avg_non_ignore``).
 
     Returns:
         List[nn.Module]: The heads.
@@ -63,10 +61,8 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
 def _shapes_vary(model: nn.Module, heads: List[nn.Module]) -> bool:
     rois = {id(part.roi_head) for part in two_stage_detectors(model)}
     for part in model.modules():
-        roi_head, mask_head = (getattr(part, name, None) for name in ('roi_head', 'mask_head'))
+        roi_head = getattr(part, 'roi_head', None)
         if roi_head is not None and id(roi_head) not in rois:
-            return False
-        if mask_head is not None and id(part) not in rois:
             return False
     return any(_chooses(head) for head in heads)
 
@@ -121,17 +117,18 @@ class _ToHost(torch.autograd.Function):
     """Copy tensors to the host in one call, and their gradients to the device in another."""
 
     @staticmethod
-    def forward(ctx: Any, accelerator: Accelerator, *tensors: Tensor) -> Tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, accelerator: Accelerator, anchors: int, *tensors: Tensor
+    ) -> Tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.accelerator = accelerator
+        ctx.accelerator, ctx.anchors, tensors = accelerator, anchors, tensors[anchors:]
         ctx.kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
         # Everything that is recorded, for backward would compute what is left once more.
         accelerator.compilation.materialize_all(devices_of(tensors), tensors)
         half = (torch.float16, torch.bfloat16)
         copies = [t.float() if t.dtype in half else t for t in accelerator.copies.to_host(tensors)]
-        ctx.mark_non_differentiable(
-            *[copy for copy, needed in zip(copies, ctx.needs_input_grad[1:]) if not needed]
-        )
+        needed = ctx.needs_input_grad[2 + anchors :]
+        ctx.mark_non_differentiable(*[copy for copy, yes in zip(copies, needed) if not yes])
         return tuple(copies)
 
     @staticmethod
@@ -145,7 +142,7 @@ class _ToHost(torch.autograd.Function):
             sent = [gradients[i].to(ctx.kinds[i][1]) for i in here]
             for i, gradient in zip(here, ctx.accelerator.copies.to_device(sent, device)):
                 result[i] = gradient
-        return (None, *result)
+        return (None, None, *[torch.zeros(())] * ctx.anchors, *result)
 
 
 class _Together(torch.autograd.Function):
@@ -173,13 +170,18 @@ class HostCopies:
     Args:
         accelerator (Accelerator): That of the tensors.
         tensors (List[Tensor]): Those to be fetched together.
+        earlier (List[Tensor]): Anchors of earlier copies, whose originals get no gradients before
+            those of these.
 
     Attributes:
         anchors (List[Tensor]): Numbers on the host. The originals get no gradients before what is
             computed from these.
     """
 
-    def __init__(self, accelerator: Accelerator, tensors: List[Tensor]) -> None:
+    def __init__(
+        self, accelerator: Accelerator, tensors: List[Tensor], earlier: Sequence[Tensor] = ()
+    ) -> None:
+        self._earlier = earlier
         self._accelerator, self.device = accelerator, accelerator.current_device()
         self._copies: Dict[int, Tuple[Tensor, Tensor, int]] = {}
         self._originals: Dict[int, Tensor] = {}
@@ -195,7 +197,9 @@ class HostCopies:
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         together = dict(zip(map(id, wanted), self._together(wanted)))
         sources = [together.get(id(tensor), tensor) for tensor in tensors]
-        for original, copy in zip(tensors, _ToHost.apply(self._accelerator, *sources)):
+        earlier, self._earlier = self._earlier, ()
+        copies = _ToHost.apply(self._accelerator, len(earlier), *earlier, *sources)
+        for original, copy in zip(tensors, copies):
             self._copies[id(original)] = (original, copy, copy._version)
             self._originals[id(copy)] = original
 
@@ -262,6 +266,8 @@ class HostLosses:
     def __init__(self, head: nn.Module, method: str = 'loss_by_feat') -> None:
         self.head, self.method = head, method
         self._slots: Dict[_Slot, None] = {}
+        #: Those of the latest copies, where a head that goes on with the loss takes them.
+        self.anchors: Optional[List[Tensor]] = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compute = getattr(type(self.head), self.method)
@@ -274,6 +280,8 @@ class HostLosses:
         for part in self.head.modules():
             there += [t for t in vars(part).values() if isinstance(t, Tensor)]
         copies = HostCopies(accelerator, there)
+        if self.anchors is not None:
+            self.anchors = copies.anchors
         args, kwargs = replace_parts((args, kwargs), copies.of)
         try:
             with self._reading(copies), self._refusing_others(copies):
