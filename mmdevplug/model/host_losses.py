@@ -27,6 +27,8 @@ from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 #: A parameter, a buffer or another tensor of a module: the module, the dict in it, the name there.
 _Slot = Tuple[nn.Module, str, str]
+#: Where modules have parameters and buffers.
+_PLACES = ('_parameters', '_buffers')
 
 
 def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') -> List[nn.Module]:
@@ -53,9 +55,22 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
         replace_attribute(head, 'loss_by_feat', HostLosses(head))
         if callable(getattr(head, 'loss', None)):
             replace_attribute(head, 'loss', _WithHostTruth(head, truth))
+        for part in _further_losses(head):
+            replace_attribute(part, 'loss', HostLosses(part, 'loss'))
     if hasattr(model, 'parse_losses'):
         replace_attribute(model, 'parse_losses', _on_one_device(model.parse_losses))
     return heads
+
+
+def _further_losses(head: nn.Module) -> List[nn.Module]:
+    """Parts of a head with a loss of their own and no parameters, which it calls from ``loss``."""
+    return [
+        part
+        for part in head.modules()
+        if callable(getattr(part, 'loss', None))
+        and not hasattr(part, 'loss_by_feat')
+        and next(part.parameters(), None) is None
+    ]
 
 
 def _shapes_vary(model: nn.Module, heads: List[nn.Module]) -> bool:
@@ -277,8 +292,7 @@ class HostLosses:
             return compute(self.head, *args, **kwargs)
         there = tensors_in((args, kwargs))
         there += [vars(module)[place][name] for module, place, name in self._slots]
-        for part in self.head.modules():
-            there += [t for t in vars(part).values() if isinstance(t, Tensor)]
+        there += tensors_in([value for _, _, value in self._plain()])
         copies = HostCopies(accelerator, there)
         if self.anchors is not None:
             self.anchors = copies.anchors
@@ -294,17 +308,16 @@ class HostLosses:
     @contextmanager
     def _reading(self, copies: HostCopies) -> Iterator[None]:
         """Let modules of the head read parameters, buffers and plain tensors from the host."""
-        views, plain = [], []
+        views, plain = [], list(self._plain())
         for part in self.head.modules():
-            for place in ('_parameters', '_buffers'):
+            for place in _PLACES:
                 tensors = vars(part)[place]
                 if tensors:
                     views.append((part, place, tensors))
                     vars(part)[place] = _HostView(tensors, self._reader(part, place, copies))
-            for name, value in list(vars(part).items()):
-                if copies.is_there(value):
-                    plain.append((part, name, value))
-                    vars(part)[name] = copies.of(value)
+        copied = [replace_parts(value, copies.of) for _, _, value in plain]
+        for (holder, name, _), copy in zip(plain, copied):
+            holder[name] = copy
         try:
             yield
             copies.send_written()
@@ -314,9 +327,18 @@ class HostLosses:
                 for name, value in dict.items(view):
                     if value is not tensors.get(name):  # assigned by the loss
                         tensors[name] = to_device(value, copies.device)
-            for part, name, value in plain:
-                if vars(part).get(name) is copies.of(value):
-                    vars(part)[name] = value
+            for (holder, name, value), copy in zip(plain, copied):
+                if holder.get(name) is copy:
+                    holder[name] = value
+
+    def _plain(self) -> Iterator[Tuple[dict, str, Any]]:
+        """Tensors, and lists of them, in attributes of the head and in dicts there."""
+        for part in self.head.modules():
+            attributes = {n: v for n, v in vars(part).items() if n not in _PLACES}
+            for holder in (vars(part), *attributes.values()):
+                for name, value in holder.items() if isinstance(holder, dict) else ():
+                    if isinstance(value, (Tensor, list, tuple)) and tensors_in(value):
+                        yield holder, name, value
 
     def _reader(self, part: nn.Module, place: str, copies: HostCopies) -> Callable:
         def read(name: str, tensor: Any) -> Any:

@@ -15,23 +15,37 @@ from mmdevplug.model.prepare import place_model
 from tests.ranks import run_ranks
 
 
+class Further(nn.Module):
+    """A loss beside that of the outputs, as of queries that are no results."""
+
+    def loss(self, outputs):
+        self.device = outputs.device.type
+        return outputs[outputs > 0.5].sum()
+
+
 class Head(nn.Module):
-    """A head whose loss chooses with a mask, and reads a parameter, a buffer and a tensor."""
+    """A head whose loss chooses with a mask, and reads a parameter, a buffer and tensors."""
 
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(2, 2, 1)
         self.scale = nn.Parameter(torch.tensor(2.0))
         self.register_buffer('calls', torch.zeros(1))
+        self.further, self.kept = Further(), {}
 
     def loss(self, features):
         self.shift = features.detach().mean()
-        return self.loss_by_feat([self.conv(features)], positive=0.1)
+        self.kept.update(shifts=[self.shift * 2], count=1)
+        outputs = self.conv(features)
+        further = self.further.loss(outputs.sigmoid())
+        return dict(self.loss_by_feat([outputs], positive=0.1), loss_further=further)
 
     def loss_by_feat(self, outputs, positive):
         self.calls += 1
         chosen = outputs[0][outputs[0] > positive]
-        return dict(loss=(chosen * self.scale + self.shift).sum(), count=chosen.detach().sum())
+        shift = self.shift + self.kept['shifts'][0]
+        self.kept['count'] += 1
+        return dict(loss=(chosen * self.scale + shift).sum(), count=chosen.detach().sum())
 
 
 class Model(BaseModel):
@@ -139,6 +153,9 @@ def train(kind, built):
         shown.append({name: (value.item(), value.device.type) for name, value in values.items()})
     assert all(p.grad.device == device for p in model.parameters())
     gradients = {name: p.grad.cpu().numpy() for name, p in model.named_parameters()}
+    assert head.further.device == 'cpu'
+    assert head.kept['shifts'][0].device == device
+    assert head.kept['count'] == 2
     assert type(head._parameters['scale']) is nn.Parameter
     assert {part.device for part in head._buffers.values()} == {device}
     copied = copy.deepcopy(model)  # no head holds a graph of gradients
