@@ -378,7 +378,8 @@ class HostTruth:
     """Keep samples on the host while the data preprocessor augments them, and then send copies.
 
     Heads find the originals of what the model passes on. Scaled on the device, the boxes of a
-    batch would be a graph for each number of them.
+    batch would be a graph for each number of them. A preprocessor that makes truth from images,
+    e.g. masks from colors, runs on the host from the second batch on.
 
     Args:
         model (nn.Module): A model, whose ``data_preprocessor`` is changed in place.
@@ -386,6 +387,8 @@ class HostTruth:
 
     def __init__(self, model: nn.Module) -> None:
         self._sent: Dict[int, Tuple[BaseDataElement, BaseDataElement, List[Tuple[int, int]]]] = {}
+        #: Of the model, when the preprocessor is on the host.
+        self._device: Optional[torch.device] = None
         preprocessor = getattr(model, 'data_preprocessor', None)
         if not isinstance(preprocessor, BaseDataPreprocessor):
             return
@@ -400,10 +403,13 @@ class HostTruth:
         return data.to('cpu') if isinstance(data, BaseDataElement) else self._cast(data)
 
     def _send(self, preprocessor: BaseDataPreprocessor, _: Any, output: Any) -> Any:
-        sent = to_device(output, preprocessor.device)
+        sent = to_device(output, self._device or preprocessor.device)
         here, there = (
             part.get('data_samples') if isinstance(part, dict) else None for part in (output, sent)
         )
+        if self._device is None and any(t.device.type != 'cpu' for t in tensors_in(here)):
+            self._device = preprocessor.device
+            preprocessor.to('cpu')
         pairs = zip(there, here) if _are_samples(here) else ()
         self._sent = {id(copy): (copy, original, _versions(copy)) for copy, original in pairs}
         return sent

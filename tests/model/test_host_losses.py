@@ -243,3 +243,39 @@ def test_heads_get_samples_of_the_host_as_the_model_has_them():
         assert (device, seen) == ('lazy', [('cpu', boxes)])
         assert metainfo == [dict(number=1, scaled=True)]
         assert original is not changes
+
+
+class Painting(BaseDataPreprocessor):
+    """Make truth from images, as masks of colors."""
+
+    def forward(self, data, training=False):
+        data = super().forward(data, training)
+        (image,) = data['inputs']
+        self.devices = image.device.type, self.device.type
+        (sample,) = data['data_samples']
+        sample.colors = image + sample.boxes.to(self.device)
+        return data
+
+
+def make_truth():
+    """Where a preprocessor works, and what the model gets of it, in each of three batches."""
+    model = Model()
+    model.data_preprocessor = Painting()
+    model = place_model(model, init_device('none', 'lazy'))
+    seen = []
+    for number in range(3):
+        sample = BaseDataElement(boxes=torch.tensor([1.0, 2.0]))
+        data = dict(inputs=[torch.tensor([number])], data_samples=[sample])
+        data = model.data_preprocessor(data, True)
+        (sent,) = data['data_samples']
+        found = {tensor.device.type for tensor in (data['inputs'][0], sent.boxes, sent.colors)}
+        seen.append((model.data_preprocessor.devices, found, sent.colors.tolist()))
+    return seen
+
+
+@pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
+def test_a_preprocessor_that_makes_truth_from_images_goes_to_the_host():
+    (seen,) = run_ranks(make_truth, 0)
+    assert [devices for devices, _, _ in seen] == [('lazy',) * 2, ('cpu',) * 2, ('cpu',) * 2]
+    assert [colors for _, _, colors in seen] == [[1.0, 2.0], [2.0, 3.0], [3.0, 4.0]]
+    assert all(found == {'lazy'} for _, found, _ in seen)
