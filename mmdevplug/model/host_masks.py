@@ -21,7 +21,8 @@ def combine_masks_on_host(model: nn.Module) -> None:
     """Let mask heads that get what a box head has chosen combine masks on the host.
 
     These are the ``mask_head`` beside a ``bbox_head`` with the method ``get_positive_infos``, as
-    those of mmdet have it, whose losses are computed on the host.
+    those of mmdet have it. Boxes are on the host if their losses are computed there, and in
+    predictions.
 
     Args:
         model (nn.Module): A bare model for a lazy device, changed in place.
@@ -29,16 +30,18 @@ def combine_masks_on_host(model: nn.Module) -> None:
     for part in model.modules():
         boxes, masks = (getattr(part, f'{name}_head', None) for name in ('bbox', 'mask'))
         if masks is not None and hasattr(boxes, 'get_positive_infos'):
-            replace_attribute(masks, 'forward', _Masks(masks, vars(boxes)['loss_by_feat']))
+            replace_attribute(masks, 'forward', _Masks(masks, boxes))
 
 
 class _Masks:
     """Replace ``forward`` of a mask head: outputs of its networks are fetched."""
 
-    def __init__(self, head: nn.Module, losses: HostLosses) -> None:
-        self.head, self.losses = head, losses
-        self._active = False
-        losses.anchors = []
+    takes_host_boxes = True
+
+    def __init__(self, head: nn.Module, boxes: nn.Module) -> None:
+        self.head, self._active = head, False
+        self.losses = vars(boxes).get('loss_by_feat') or HostLosses(boxes)
+        self.losses.anchors = []
         for network in head.children():
             network.register_forward_hook(self._fetch)
 

@@ -67,7 +67,7 @@ def place_model(
         if spread is None:
             if compute_losses_on_host(model, host_losses):
                 encode_voxels_on_host(model)
-                combine_masks_on_host(model)
+            combine_masks_on_host(model)
             split_stages(model, losses=host_losses is not False)
     if spread is None:
         check_materialized(model, lazy_allowed=context.backend is None)
