@@ -57,9 +57,21 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
             replace_attribute(head, 'loss', _WithHostTruth(head, truth))
         for part in _further_losses(head):
             replace_attribute(part, 'loss', HostLosses(part, 'loss'))
+    for teacher in _teachers(model):
+        replace_attribute(
+            teacher, 'get_label_assignment', HostLosses(teacher, 'get_label_assignment')
+        )
     if hasattr(model, 'parse_losses'):
         replace_attribute(model, 'parse_losses', _on_one_device(model.parse_losses))
     return heads
+
+
+def _teachers(model: nn.Module) -> List[nn.Module]:
+    """Heads that assign boxes for another head, of models that are held, but no parts."""
+    held = [value for part in model.modules() for value in vars(part).values()]
+    teachers = [each for each in held if isinstance(each, nn.Module)]
+    parts = [part for teacher in teachers for part in teacher.modules()]
+    return [part for part in parts if hasattr(part, 'get_label_assignment')]
 
 
 def _further_losses(head: nn.Module) -> List[nn.Module]:

@@ -107,6 +107,35 @@ class Instances(Model):
         return dict(losses, **self.mask_head.loss(features, positive_infos=infos))
 
 
+class Teacher(nn.Module):
+    """A head that assigns boxes for another."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 1)
+
+    def get_label_assignment(self, outputs):
+        assert outputs.device.type == 'cpu'
+        return outputs[outputs > 0]
+
+
+class Taught(Model):
+    """A model with a teacher, which is no part of it, as those of mmdet."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, 'teacher', Teacher())
+
+    def to(self, *args, **kwargs):
+        self.teacher.to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
+    def forward(self, inputs, mode='loss'):
+        outputs = self.teacher.conv(self.backbone(inputs)).detach()
+        assigned = self.teacher.get_label_assignment(outputs)
+        return dict(super().forward(inputs), assigned=assigned.sum())
+
+
 class Decoded(nn.Module):
     def __init__(self, avg_non_ignore):
         super().__init__()
@@ -143,7 +172,7 @@ def test_a_model_without_such_a_head_stays_as_it_is():
 def train(kind, built):
     torch.manual_seed(0)
     model = place_model(built(), init_device('none', kind))
-    head = model.head if built is Model else model.bbox_head
+    head = model.bbox_head if built is Instances else model.head
     device = model.backbone.weight.device
     shown = []
     for _ in range(3):
@@ -168,7 +197,7 @@ def train_both(built):
 
 
 @pytest.mark.skipif(not hasattr(torch._C, '_lazy_ts_backend'), reason='without the device lazy')
-@pytest.mark.parametrize('built', [Model, Instances])
+@pytest.mark.parametrize('built', [Model, Instances, Taught])
 def test_losses_and_gradients_are_those_of_the_host(built):
     ((host, lazy),) = run_ranks(train_both, 0, built)
     for one, other in zip(host[0], lazy[0]):
