@@ -13,9 +13,6 @@ from mmdevplug.utils.patching import replace_attribute
 
 from .move_nested import to_device
 
-#: Of detectors whose boxes go back to the network, see :mod:`mmdevplug.model.host_rois`.
-_FURTHER_HEADS = ('roi_head', 'mask_head')
-
 
 def finish_on_host(model: nn.Module, predicts: Callable[[], bool]) -> None:
     """Let segmentors and detectors of one stage make results of the network's output on the host.
@@ -26,8 +23,12 @@ def finish_on_host(model: nn.Module, predicts: Callable[[], bool]) -> None:
     for part in model.modules():
         if callable(getattr(part, 'postprocess_result', None)):
             _replace(part, 'postprocess_result', predicts)
-        head = getattr(part, 'bbox_head', None)
-        further = [name for name in _FURTHER_HEADS if getattr(part, name, None) is not None]
+        boxes, masks, rois = (getattr(part, f'{n}_head', None) for n in ('bbox', 'mask', 'roi'))
+        head = masks if boxes is None else boxes
+        # Boxes go back to a network on the device, see `host_rois` and `host_masks`.
+        further = rois or (head is not masks and masks)
+        if further and getattr(further.forward, 'takes_host_boxes', False):
+            further = None
         if hasattr(part, 'extract_feat') and hasattr(head, 'predict_by_feat') and not further:
             _replace(head, 'predict_by_feat', predicts)
 

@@ -8,7 +8,7 @@ back in one call.
 """
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
 
 import torch
 from mmengine.model import BaseDataPreprocessor
@@ -27,6 +27,8 @@ from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 #: A parameter, a buffer or another tensor of a module: the module, the dict in it, the name there.
 _Slot = Tuple[nn.Module, str, str]
+#: Where modules have parameters and buffers.
+_PLACES = ('_parameters', '_buffers')
 
 
 def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') -> List[nn.Module]:
@@ -38,11 +40,9 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
     Args:
         model (nn.Module): A bare model, changed in place.
         wanted (bool or str): True for all heads, False for none. Defaults to ``'auto'``: where
-            shapes in the loss depend on values. These are all heads, except of models with a
-            ``mask_head`` outside of a RoI head, which computes on the device with what the first
-            head has chosen, and except of segmentors (heads with ``loss_decode``) of which no
-            head samples pixels (``sampler``, as OHEM does) or counts those that are not ignored
-            (``avg_non_ignore``).
+            shapes in the loss depend on values. These are all heads, except of segmentors (heads
+            with ``loss_decode``) of which no head samples pixels (``sampler``, as OHEM does) or
+            counts those that are not ignored (``avg_non_ignore``).
 
     Returns:
         List[nn.Module]: The heads.
@@ -55,18 +55,41 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
         replace_attribute(head, 'loss_by_feat', HostLosses(head))
         if callable(getattr(head, 'loss', None)):
             replace_attribute(head, 'loss', _WithHostTruth(head, truth))
+        for part in _further_losses(head):
+            replace_attribute(part, 'loss', HostLosses(part, 'loss'))
+    for teacher in _teachers(model):
+        replace_attribute(
+            teacher, 'get_label_assignment', HostLosses(teacher, 'get_label_assignment')
+        )
     if hasattr(model, 'parse_losses'):
         replace_attribute(model, 'parse_losses', _on_one_device(model.parse_losses))
     return heads
 
 
+def _teachers(model: nn.Module) -> List[nn.Module]:
+    """Heads that assign boxes for another head, of models that are held, but no parts."""
+    held = [value for part in model.modules() for value in vars(part).values()]
+    teachers = [each for each in held if isinstance(each, nn.Module)]
+    parts = [part for teacher in teachers for part in teacher.modules()]
+    return [part for part in parts if hasattr(part, 'get_label_assignment')]
+
+
+def _further_losses(head: nn.Module) -> List[nn.Module]:
+    """Parts of a head with a loss of their own and no parameters, which it calls from ``loss``."""
+    return [
+        part
+        for part in head.modules()
+        if callable(getattr(part, 'loss', None))
+        and not hasattr(part, 'loss_by_feat')
+        and next(part.parameters(), None) is None
+    ]
+
+
 def _shapes_vary(model: nn.Module, heads: List[nn.Module]) -> bool:
     rois = {id(part.roi_head) for part in two_stage_detectors(model)}
     for part in model.modules():
-        roi_head, mask_head = (getattr(part, name, None) for name in ('roi_head', 'mask_head'))
+        roi_head = getattr(part, 'roi_head', None)
         if roi_head is not None and id(roi_head) not in rois:
-            return False
-        if mask_head is not None and id(part) not in rois:
             return False
     return any(_chooses(head) for head in heads)
 
@@ -121,17 +144,18 @@ class _ToHost(torch.autograd.Function):
     """Copy tensors to the host in one call, and their gradients to the device in another."""
 
     @staticmethod
-    def forward(ctx: Any, accelerator: Accelerator, *tensors: Tensor) -> Tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, accelerator: Accelerator, anchors: int, *tensors: Tensor
+    ) -> Tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.accelerator = accelerator
+        ctx.accelerator, ctx.anchors, tensors = accelerator, anchors, tensors[anchors:]
         ctx.kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
         # Everything that is recorded, for backward would compute what is left once more.
         accelerator.compilation.materialize_all(devices_of(tensors), tensors)
         half = (torch.float16, torch.bfloat16)
         copies = [t.float() if t.dtype in half else t for t in accelerator.copies.to_host(tensors)]
-        ctx.mark_non_differentiable(
-            *[copy for copy, needed in zip(copies, ctx.needs_input_grad[1:]) if not needed]
-        )
+        needed = ctx.needs_input_grad[2 + anchors :]
+        ctx.mark_non_differentiable(*[copy for copy, yes in zip(copies, needed) if not yes])
         return tuple(copies)
 
     @staticmethod
@@ -145,7 +169,7 @@ class _ToHost(torch.autograd.Function):
             sent = [gradients[i].to(ctx.kinds[i][1]) for i in here]
             for i, gradient in zip(here, ctx.accelerator.copies.to_device(sent, device)):
                 result[i] = gradient
-        return (None, *result)
+        return (None, None, *[torch.zeros(())] * ctx.anchors, *result)
 
 
 class _Together(torch.autograd.Function):
@@ -173,13 +197,18 @@ class HostCopies:
     Args:
         accelerator (Accelerator): That of the tensors.
         tensors (List[Tensor]): Those to be fetched together.
+        earlier (List[Tensor]): Anchors of earlier copies, whose originals get no gradients before
+            those of these.
 
     Attributes:
         anchors (List[Tensor]): Numbers on the host. The originals get no gradients before what is
             computed from these.
     """
 
-    def __init__(self, accelerator: Accelerator, tensors: List[Tensor]) -> None:
+    def __init__(
+        self, accelerator: Accelerator, tensors: List[Tensor], earlier: Sequence[Tensor] = ()
+    ) -> None:
+        self._earlier = earlier
         self._accelerator, self.device = accelerator, accelerator.current_device()
         self._copies: Dict[int, Tuple[Tensor, Tensor, int]] = {}
         self._originals: Dict[int, Tensor] = {}
@@ -195,7 +224,9 @@ class HostCopies:
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         together = dict(zip(map(id, wanted), self._together(wanted)))
         sources = [together.get(id(tensor), tensor) for tensor in tensors]
-        for original, copy in zip(tensors, _ToHost.apply(self._accelerator, *sources)):
+        earlier, self._earlier = self._earlier, ()
+        copies = _ToHost.apply(self._accelerator, len(earlier), *earlier, *sources)
+        for original, copy in zip(tensors, copies):
             self._copies[id(original)] = (original, copy, copy._version)
             self._originals[id(copy)] = original
 
@@ -262,6 +293,8 @@ class HostLosses:
     def __init__(self, head: nn.Module, method: str = 'loss_by_feat') -> None:
         self.head, self.method = head, method
         self._slots: Dict[_Slot, None] = {}
+        #: Those of the latest copies, where a head that goes on with the loss takes them.
+        self.anchors: Optional[List[Tensor]] = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compute = getattr(type(self.head), self.method)
@@ -271,9 +304,10 @@ class HostLosses:
             return compute(self.head, *args, **kwargs)
         there = tensors_in((args, kwargs))
         there += [vars(module)[place][name] for module, place, name in self._slots]
-        for part in self.head.modules():
-            there += [t for t in vars(part).values() if isinstance(t, Tensor)]
+        there += tensors_in([value for _, _, value in self._plain()])
         copies = HostCopies(accelerator, there)
+        if self.anchors is not None:
+            self.anchors = copies.anchors
         args, kwargs = replace_parts((args, kwargs), copies.of)
         try:
             with self._reading(copies), self._refusing_others(copies):
@@ -286,17 +320,16 @@ class HostLosses:
     @contextmanager
     def _reading(self, copies: HostCopies) -> Iterator[None]:
         """Let modules of the head read parameters, buffers and plain tensors from the host."""
-        views, plain = [], []
+        views, plain = [], list(self._plain())
         for part in self.head.modules():
-            for place in ('_parameters', '_buffers'):
+            for place in _PLACES:
                 tensors = vars(part)[place]
                 if tensors:
                     views.append((part, place, tensors))
                     vars(part)[place] = _HostView(tensors, self._reader(part, place, copies))
-            for name, value in list(vars(part).items()):
-                if copies.is_there(value):
-                    plain.append((part, name, value))
-                    vars(part)[name] = copies.of(value)
+        copied = [replace_parts(value, copies.of) for _, _, value in plain]
+        for (holder, name, _), copy in zip(plain, copied):
+            holder[name] = copy
         try:
             yield
             copies.send_written()
@@ -306,9 +339,18 @@ class HostLosses:
                 for name, value in dict.items(view):
                     if value is not tensors.get(name):  # assigned by the loss
                         tensors[name] = to_device(value, copies.device)
-            for part, name, value in plain:
-                if vars(part).get(name) is copies.of(value):
-                    vars(part)[name] = value
+            for (holder, name, value), copy in zip(plain, copied):
+                if holder.get(name) is copy:
+                    holder[name] = value
+
+    def _plain(self) -> Iterator[Tuple[dict, str, Any]]:
+        """Tensors, and lists of them, in attributes of the head and in dicts there."""
+        for part in self.head.modules():
+            attributes = {n: v for n, v in vars(part).items() if n not in _PLACES}
+            for holder in (vars(part), *attributes.values()):
+                for name, value in holder.items() if isinstance(holder, dict) else ():
+                    if isinstance(value, (Tensor, list, tuple)) and tensors_in(value):
+                        yield holder, name, value
 
     def _reader(self, part: nn.Module, place: str, copies: HostCopies) -> Callable:
         def read(name: str, tensor: Any) -> Any:
@@ -348,7 +390,8 @@ class HostTruth:
     """Keep samples on the host while the data preprocessor augments them, and then send copies.
 
     Heads find the originals of what the model passes on. Scaled on the device, the boxes of a
-    batch would be a graph for each number of them.
+    batch would be a graph for each number of them. A preprocessor that makes truth from images,
+    e.g. masks from colors, runs on the host from the second batch on.
 
     Args:
         model (nn.Module): A model, whose ``data_preprocessor`` is changed in place.
@@ -356,6 +399,8 @@ class HostTruth:
 
     def __init__(self, model: nn.Module) -> None:
         self._sent: Dict[int, Tuple[BaseDataElement, BaseDataElement, List[Tuple[int, int]]]] = {}
+        #: Of the model, when the preprocessor is on the host.
+        self._device: Optional[torch.device] = None
         preprocessor = getattr(model, 'data_preprocessor', None)
         if not isinstance(preprocessor, BaseDataPreprocessor):
             return
@@ -370,10 +415,13 @@ class HostTruth:
         return data.to('cpu') if isinstance(data, BaseDataElement) else self._cast(data)
 
     def _send(self, preprocessor: BaseDataPreprocessor, _: Any, output: Any) -> Any:
-        sent = to_device(output, preprocessor.device)
+        sent = to_device(output, self._device or preprocessor.device)
         here, there = (
             part.get('data_samples') if isinstance(part, dict) else None for part in (output, sent)
         )
+        if self._device is None and any(t.device.type != 'cpu' for t in tensors_in(here)):
+            self._device = preprocessor.device
+            preprocessor.to('cpu')
         pairs = zip(there, here) if _are_samples(here) else ()
         self._sent = {id(copy): (copy, original, _versions(copy)) for copy, original in pairs}
         return sent

@@ -294,13 +294,20 @@ class _SecondStage:
             return run(head, x, proposals, samples, *args, **kwargs)
         x, proposals = steps.fetch((x, proposals))
         steps.choose_limits(len(samples), self.method == 'loss')
-        try:
+        with refusing_mixed_devices(head, self.method):
             return run(head, x, proposals, samples, *args, **kwargs)
-        except RuntimeError as error:
-            kind = current_accelerator().device_type
-            if isinstance(error, DevPlugError) or kind not in str(error).lower():
-                raise
-            raise _refusal(head, self.method, first_line(error)) from error
+
+
+@contextmanager
+def refusing_mixed_devices(module: nn.Module, method: str) -> Iterator[None]:
+    """Explain errors of a method that calls the device's networks from the host."""
+    try:
+        yield
+    except RuntimeError as error:
+        kind = current_accelerator().device_type
+        if isinstance(error, DevPlugError) or kind not in str(error).lower():
+            raise
+        raise _refusal(module, method, first_line(error)) from error
 
 
 def _refusal(module: nn.Module, method: str, problem: str) -> ModelError:

@@ -22,6 +22,7 @@ from mmdevplug.utils.torch_compat import checkpoints_any_generator
 
 from .frozen_bn import give_frozen_gradients
 from .host_losses import compute_losses_on_host
+from .host_masks import combine_masks_on_host
 from .host_rois import split_stages
 from .host_voxels import encode_voxels_on_host
 from .move import check_materialized, move_module, weights_on_host
@@ -66,6 +67,7 @@ def place_model(
         if spread is None:
             if compute_losses_on_host(model, host_losses):
                 encode_voxels_on_host(model)
+            combine_masks_on_host(model)
             split_stages(model, losses=host_losses is not False)
     if spread is None:
         check_materialized(model, lazy_allowed=context.backend is None)

@@ -40,6 +40,7 @@ class Trained(nn.Module):
         (nn.Sequential(Detector('bbox_head')), True),
         (Detector('bbox_head', 'roi_head'), False),
         (Detector('bbox_head', 'mask_head'), False),
+        (Detector('mask_head'), True),
         (Trained(), False),
         (nn.Linear(2, 2), False),
     ],

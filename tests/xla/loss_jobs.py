@@ -19,6 +19,7 @@ CONFIGS = dict(
     semantic='htc/htc_r50_fpn_1x_coco.py',
     scoring='ms_rcnn/ms-rcnn_r50_fpn_1x_coco.py',
     sparse='sparse_rcnn/sparse-rcnn_r50_fpn_1x_coco.py',
+    instances='condinst/condinst_r50_fpn_ms-poly-90k_coco_instance.py',
 )
 
 
@@ -62,8 +63,10 @@ def trained_detector(head):
 
 
 def two_stage_detector(name='boxes'):
-    """A small detector of two stages, from one of the :data:`CONFIGS` of mmdet."""
+    """A small detector of two stages, or of one with masks, from mmdet's :data:`CONFIGS`."""
     made = configured(CONFIGS[name])
+    if name == 'instances':
+        return _instances(made)
     rois = made.roi_head
     made.neck.update(in_channels=[16, 32, 64, 128], out_channels=16)
     rois.bbox_roi_extractor.out_channels = 16
@@ -94,6 +97,15 @@ def two_stage_detector(name='boxes'):
 
 def _listed(value):
     return value if isinstance(value, list) else [value]
+
+
+def _instances(made):
+    """Cut CondInst down."""
+    made.neck.out_channels = 32
+    made.bbox_head.update(num_classes=3, in_channels=32, feat_channels=32, stacked_convs=1)
+    made.mask_head.mask_feature_head.update(in_channels=32, feat_channels=32, num_stacked_convs=1)
+    made.test_cfg.update(score_thr=0.0, max_per_img=20)
+    return made
 
 
 def _sparse(made):

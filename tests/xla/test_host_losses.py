@@ -24,8 +24,8 @@ ITERATIONS = 10
 #: Boxes of the two pictures of a batch: none, many, and other numbers.
 UNUSUAL = [(0, 3), (0, 0), (2000, 1), (3, 2), (1, 0), (700, 0)]
 FEW = [(0, 3), (0, 0), (40, 1), (3, 2), (1, 0), (2, 2), (5, 0), (1, 30), (4, 4), (0, 1)]
-#: Of detectors of two stages in an iteration, and in a prediction. Three of an iteration are
-#: gradients of nearest upsampling.
+#: Of detectors of two stages, and of one with masks, in an iteration, and in a prediction. Three
+#: of an iteration, four with masks of one stage, are gradients of upsampling.
 EXECUTIONS = dict(
     boxes=(7, 2),
     masks=(8, 3),
@@ -33,6 +33,7 @@ EXECUTIONS = dict(
     semantic=(28, 8),
     scoring=(10, 4),
     sparse=(9, 3),
+    instances=(7, 2),
 )
 
 
@@ -113,7 +114,7 @@ def train_two_stages():
     found = {}
     for name in EXECUTIONS:
         config = two_stage_detector(name)
-        masks = 'mask_head' in config.roi_head
+        masks = 'mask_head' in config.get('roi_head', config)
         least = int(name == 'sparse')  # its loss is divided by the number of boxes
         counts = [(max(one, least), max(other, least)) for one, other in FEW]
         pictures = [batch(i, boxes, masks=masks) for i, boxes in enumerate(counts)]
@@ -162,7 +163,7 @@ def test_few_executions_and_no_compilation_after_the_first_iterations(trained, n
 
 
 @pytest.mark.parametrize('name', list(EXECUTIONS))
-def test_two_stages_train_as_on_the_host(two_stages, name):
+def test_detectors_train_as_on_the_host(two_stages, name):
     expected, found = two_stages[name]
     assert largest_difference(expected, found) <= 1e-3
     for key, value in expected['state'].items():
@@ -173,7 +174,7 @@ def test_two_stages_train_as_on_the_host(two_stages, name):
 
 
 @pytest.mark.parametrize('name', list(EXECUTIONS))
-def test_two_stages_predict_as_on_the_host(two_stages, name):
+def test_detectors_predict_as_on_the_host(two_stages, name):
     expected, found = two_stages[f'{name}, predicted']
     for here, there in zip(found['predictions'], expected['predictions']):
         assert len(there.bboxes) > 0
