@@ -25,6 +25,8 @@ from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
+from .host_queries import make_queries_on_host
+
 #: A parameter, a buffer or another tensor of a module: the module, the dict in it, the name there.
 _Slot = Tuple[nn.Module, str, str]
 
@@ -51,6 +53,7 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
     if not heads or wanted is False or (wanted == 'auto' and not _shapes_vary(model, heads)):
         return []
     truth = HostTruth(model)
+    make_queries_on_host(model, truth)
     for head in heads:
         replace_attribute(head, 'loss_by_feat', HostLosses(head))
         if callable(getattr(head, 'loss', None)):
@@ -118,19 +121,24 @@ def _on_one_device(parse: Callable) -> Callable:
 
 
 class _ToHost(torch.autograd.Function):
-    """Copy tensors to the host in one call, and their gradients to the device in another."""
+    """Copy tensors to the host in one call, and their gradients to the device in another.
+
+    Behind the tensors are anchors, see :class:`HostCopies`, that wait for these gradients.
+    """
 
     @staticmethod
-    def forward(ctx: Any, accelerator: Accelerator, *tensors: Tensor) -> Tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, accelerator: Accelerator, count: int, *tensors: Tensor
+    ) -> Tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.accelerator = accelerator
+        ctx.accelerator, ctx.anchors, tensors = accelerator, len(tensors) - count, tensors[:count]
         ctx.kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
         # Everything that is recorded, for backward would compute what is left once more.
         accelerator.compilation.materialize_all(devices_of(tensors), tensors)
         half = (torch.float16, torch.bfloat16)
         copies = [t.float() if t.dtype in half else t for t in accelerator.copies.to_host(tensors)]
         ctx.mark_non_differentiable(
-            *[copy for copy, needed in zip(copies, ctx.needs_input_grad[1:]) if not needed]
+            *[copy for copy, needed in zip(copies, ctx.needs_input_grad[2:]) if not needed]
         )
         return tuple(copies)
 
@@ -145,7 +153,7 @@ class _ToHost(torch.autograd.Function):
             sent = [gradients[i].to(ctx.kinds[i][1]) for i in here]
             for i, gradient in zip(here, ctx.accelerator.copies.to_device(sent, device)):
                 result[i] = gradient
-        return (None, *result)
+        return (None, None, *result, *[torch.zeros(())] * ctx.anchors)
 
 
 class _Together(torch.autograd.Function):
@@ -193,9 +201,11 @@ class HostCopies:
         if not tensors:
             return
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        earlier = self.anchors[::-1] if wanted else []  # else chance would order gradients
         together = dict(zip(map(id, wanted), self._together(wanted)))
         sources = [together.get(id(tensor), tensor) for tensor in tensors]
-        for original, copy in zip(tensors, _ToHost.apply(self._accelerator, *sources)):
+        copies = _ToHost.apply(self._accelerator, len(sources), *sources, *earlier)
+        for original, copy in zip(tensors, copies):
             self._copies[id(original)] = (original, copy, copy._version)
             self._originals[id(copy)] = original
 

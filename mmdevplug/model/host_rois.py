@@ -8,7 +8,7 @@ that each network is one graph.
 """
 
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,12 @@ def split_stages(model: nn.Module, losses: bool) -> None:
         for method in ('loss', 'predict') if losses else ('predict',):
             replace_attribute(part, method, _Step(steps, method))
             replace_attribute(part.roi_head, method, _SecondStage(steps, method))
-        rpn = getattr(part, 'rpn_head', None)
-        if hasattr(rpn, 'predict_by_feat'):
-            replace_attribute(rpn, 'forward', _FirstStage(steps, rpn))
+        for head in part.children():
+            if head is not part.roi_head and hasattr(head, 'predict'):
+                replace_attribute(head, 'forward', _FirstStage(steps, head))
+            for stage in getattr(head, 'stages', []):
+                for method in ('loss_by_feat', 'predict_by_feat'):
+                    replace_attribute(stage, method, _OfStage(steps, getattr(stage, method)))
         for child in part.roi_head.children():
             for network in child if isinstance(child, nn.ModuleList) else [child]:
                 if next(network.parameters(), None) is None:
@@ -271,14 +274,26 @@ class _Step:
 
 
 class _FirstStage:
-    """Replace ``forward`` of an RPN: its outputs and the features are fetched."""
+    """Replace ``forward`` of a head beside the RoI head: outputs and features are fetched."""
 
-    def __init__(self, steps: Steps, rpn: nn.Module) -> None:
-        self.steps, self.rpn = steps, rpn
+    def __init__(self, steps: Steps, head: nn.Module) -> None:
+        self.steps, self.head = steps, head
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = type(self.rpn).forward(self.rpn, x, *args, **kwargs)
+        outputs = type(self.head).forward(self.head, x, *args, **kwargs)
         return self.steps.fetch((outputs, x))[0] if self.steps.active else outputs
+
+
+class _OfStage:
+    """Replace a method of a stage of an RPN: the outputs that it gets are fetched."""
+
+    def __init__(self, steps: Steps, method: Callable) -> None:
+        self.steps, self.method = steps, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.steps.active:
+            args, kwargs = self.steps.fetch((args, kwargs))
+        return self.method(*args, **kwargs)
 
 
 class _SecondStage:

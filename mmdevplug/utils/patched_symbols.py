@@ -287,7 +287,7 @@ REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
     ),
     ReplacedAttribute(
         'heads of a model on a lazy device, the model, and its data preprocessor',
-        ('loss_by_feat', 'loss', 'parse_losses', 'cast_data'),
+        ('loss_by_feat', 'loss', 'parse_losses', 'cast_data', 'split_outputs'),
         'Losses that choose boxes or pixels have shapes that vary, so they are computed on the '
         'host, from ground truth that stays there. So are encoders of voxels (`forward`).',
         _LIFE,
