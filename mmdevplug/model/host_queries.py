@@ -7,7 +7,6 @@ zeros are put before the others. No other query attends to them, and the loss do
 import copy
 from typing import Any, Tuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -25,7 +24,8 @@ def make_queries_on_host(model: nn.Module, truth: Any) -> None:
     for part in model.modules():
         generator = getattr(part, 'dn_query_generator', None)
         head = getattr(part, 'bbox_head', None)
-        if generator is None or not hasattr(head, 'split_outputs'):
+        embedding = getattr(generator, 'label_embedding', None)
+        if not isinstance(embedding, nn.Embedding) or not hasattr(head, 'split_outputs'):
             continue
         kind = type(generator)
 
@@ -38,8 +38,9 @@ def make_queries_on_host(model: nn.Module, truth: Any) -> None:
 
 
 def _padded_queries(generator: Any, kind: type, samples: Any) -> Tuple[Any, ...]:
-    """Embed labels on the device, as a product with rows of zeros and ones from the host."""
-    classes = generator.label_embedding.num_embeddings
+    """Make queries with rows of zeros and ones for labels, which the device embeds."""
+    embedding = generator.label_embedding
+    classes = embedding.num_embeddings
     host = copy.copy(generator)
     vars(host).update(_modules={}, embed_dims=classes)
     host.label_embedding = lambda labels: functional.one_hot(labels, classes).float()
@@ -49,11 +50,11 @@ def _padded_queries(generator: Any, kind: type, samples: Any) -> Tuple[Any, ...]
     labels, boxes = (functional.pad(each, (0, 0, missing, 0)) for each in (labels, boxes))
     mask = functional.pad(mask, (missing, 0, missing, 0), value=True)
     mask[:missing, :missing] = False  # a row that attends to nothing would be NaN
-    weight = generator.label_embedding.weight
-    labels, boxes, mask = current_accelerator().copies.to_device(
-        [labels, boxes, mask], weight.device
+    queries = [labels.argmax(-1), labels.sum(-1, keepdim=True), boxes, mask]
+    labels, given, boxes, mask = current_accelerator().copies.to_device(
+        queries, embedding.weight.device
     )
-    return torch.matmul(labels, weight), boxes, mask, dict(meta, num_padding_queries=missing)
+    return embedding(labels) * given, boxes, mask, dict(meta, num_padding_queries=missing)
 
 
 class _WithoutPadding:

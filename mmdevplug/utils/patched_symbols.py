@@ -293,7 +293,7 @@ REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
         _LIFE,
     ),
     ReplacedAttribute(
-        'batch normalizations of a model, and samplers that are tried',
+        'batch normalizations and `dn_query_generator` of a model, and samplers that are tried',
         ('__class__',),
         'Whatever holds the object keeps it: a layer gets another way to compute, a copy of a '
         'sampler gives its first samples alone.',

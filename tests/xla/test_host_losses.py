@@ -35,8 +35,8 @@ EXECUTIONS = dict(
     cascade=(9, 4),
     semantic=(28, 8),
     scoring=(10, 4),
-    panoptic=(10, 4),
-    proposals=(25, 4),
+    panoptic=(15, 4),
+    proposals=(24, 7),
     sparse=(9, 3),
 )
 
