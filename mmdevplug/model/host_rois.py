@@ -39,8 +39,9 @@ def split_stages(model: nn.Module, losses: bool) -> None:
             replace_attribute(part, method, _Step(steps, method))
             replace_attribute(part.roi_head, method, _SecondStage(steps, method))
         for head in part.children():
-            if head is not part.roi_head and hasattr(head, 'predict'):
-                replace_attribute(head, 'forward', _FirstStage(steps, head))
+            if head is part.roi_head or not hasattr(head, 'predict'):
+                continue
+            replace_attribute(head, 'forward', _FirstStage(steps, head))
             for stage in getattr(head, 'stages', []):
                 for method in ('loss_by_feat', 'predict_by_feat'):
                     replace_attribute(stage, method, _OfStage(steps, getattr(stage, method)))
@@ -267,7 +268,7 @@ class _Step:
 
     def __call__(self, inputs: Any, samples: Any, *args: Any, **kwargs: Any) -> Any:
         detector = self.steps.detector
-        with self.steps.step(self.method):
+        with self.steps.step(self.method), _refusing(detector, self.method):
             if self.steps.active:
                 samples = to_device(samples, 'cpu')
             return getattr(type(detector), self.method)(detector, inputs, samples, *args, **kwargs)
@@ -309,13 +310,20 @@ class _SecondStage:
             return run(head, x, proposals, samples, *args, **kwargs)
         x, proposals = steps.fetch((x, proposals))
         steps.choose_limits(len(samples), self.method == 'loss')
-        try:
+        with _refusing(head, self.method):
             return run(head, x, proposals, samples, *args, **kwargs)
-        except RuntimeError as error:
-            kind = current_accelerator().device_type
-            if isinstance(error, DevPlugError) or kind not in str(error).lower():
-                raise
-            raise _refusal(head, self.method, first_line(error)) from error
+
+
+@contextmanager
+def _refusing(module: nn.Module, method: str) -> Iterator[None]:
+    """Say what to set if tensors of the host and of the device meet in a method."""
+    try:
+        yield
+    except RuntimeError as error:
+        kind, text = current_accelerator().device_type, str(error).lower()
+        if isinstance(error, DevPlugError) or kind not in text or 'tensor' not in text:
+            raise
+        raise _refusal(module, method, first_line(error)) from error
 
 
 def _refusal(module: nn.Module, method: str, problem: str) -> ModelError:
@@ -342,7 +350,7 @@ class _Network:
         known = {id(each): steps.copies.original(each) for each in given}
         sent = [each for each in given if known[id(each)] is None]
         counts = {len(each) if each.dim() else -1 for each in sent}
-        fill = len(counts) == 1 and len(sent) == len(given) and self._fills()
+        fill = len(counts) == 1 and self._fills()
         rows = self._choose_rows(*counts) if fill else 0
         known.update(zip(map(id, sent), steps.send(sent, rows) if sent else []))
         args, kwargs = replace_parts((args, kwargs), lambda each: known[id(each)])
