@@ -39,7 +39,7 @@ def split_stages(model: nn.Module, losses: bool) -> None:
             replace_attribute(part, method, _Step(steps, method))
             replace_attribute(part.roi_head, method, _SecondStage(steps, method))
         for head in part.children():
-            if head is part.roi_head or not hasattr(head, 'predict'):
+            if head is part.roi_head or not {'predict', 'predict_by_feat'} & set(dir(head)):
                 continue
             replace_attribute(head, 'forward', _FirstStage(steps, head))
             for stage in getattr(head, 'stages', []):
