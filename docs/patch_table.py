@@ -39,6 +39,7 @@ PERIODS = {
     listed.AUTOPATCH: ('脚本读取我们的基础配置，或导入 `mmdevplug.autopatch`', '进程结束'),
     listed.WATCH: ('分布式作业开始监视各 rank', '进程结束'),
     listed.RANKS: ('`mmdevplug train --nproc` 启动各 rank', '启动器进程结束'),
+    listed.A_RANK: ('`mmdevplug train --nproc` 的 rank 启动，且没有 `--verbose`', '该 rank 结束'),
     listed.LAUNCHER: (
         'PyTorch 2.9 及更早版本，`mmdevplug train --nproc` 启动各 rank',
         '启动器进程结束',
@@ -150,6 +151,10 @@ REASONS = {
         '因其他 rank 而停止的 rank 只打印一行，不用回溯信息淹没出错的 rank。',
         'torchrun 打印最先出错的 rank 的错误。',
     ),
+    'warnings.showwarning': (
+        '一台主机的每个 rank 都把同样的警告打印到同一个终端。',
+        'torchrun 对多个 rank 打印的内容只显示一次。',
+    ),
     (
         'torch.distributed.elastic.multiprocessing.'
         'subprocess_handler.subprocess_handler.SubprocessHandler._popen'
@@ -192,7 +197,7 @@ ATTRIBUTES = (
         _LIFE,
     ),
     (
-        '模型的批归一化层，以及被试用的采样器',
+        '模型的批归一化层和 `dn_query_generator`，以及被试用的采样器',
         '持有该对象的各处不变：层改用另一种计算方式，采样器的副本只给出开头的样本。',
         _LIFE,
     ),

@@ -34,7 +34,7 @@ from mmdevplug.explanations.configs import explain_config
 from mmdevplug.explanations.versions import explain_versions, folder_of
 from mmdevplug.fault_tolerance.abort import note_for_agent
 from mmdevplug.utils.brief_terminal import BriefTerminal
-from mmdevplug.utils.patching import LocalPatch
+from mmdevplug.utils.patching import LocalPatch, patch_symbol
 
 from . import say
 from .forward_signals import end_on_signals, end_with_mim, exit_status
@@ -313,4 +313,4 @@ def _show_warnings_once() -> None:
             shown.add(text)
         show(message, category, filename, lineno, *more, **options)
 
-    warnings.showwarning = show_first
+    patch_symbol(warnings, 'showwarning', show_first)

@@ -8,22 +8,21 @@ back in one call.
 """
 
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
-import torch
-from mmengine.model import BaseDataPreprocessor
-from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from mmdevplug.accelerators import Accelerator, devices_of
 from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.pytree import replace_parts, tensors_in
+
+from .host_copies import HostCopies
+from .host_queries import make_queries_on_host
+from .host_truth import HostTruth, WithHostTruth
 
 #: A parameter, a buffer or another tensor of a module: the module, the dict in it, the name there.
 _Slot = Tuple[nn.Module, str, str]
@@ -50,11 +49,12 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
     heads = [part for part in model.modules() if callable(getattr(part, 'loss_by_feat', None))]
     if not heads or wanted is False or (wanted == 'auto' and not _shapes_vary(model, heads)):
         return []
-    truth = HostTruth(model)
+    truth = HostTruth(model, casts=point_encoders(model) is None)
+    make_queries_on_host(model, truth)
     for head in heads:
         replace_attribute(head, 'loss_by_feat', HostLosses(head))
         if callable(getattr(head, 'loss', None)):
-            replace_attribute(head, 'loss', _WithHostTruth(head, truth))
+            replace_attribute(head, 'loss', WithHostTruth(head, truth))
         for part in _further_losses(head):
             replace_attribute(part, 'loss', HostLosses(part, 'loss'))
     for teacher in _teachers(model):
@@ -138,134 +138,6 @@ def _on_one_device(parse: Callable) -> Callable:
         return parse(losses)
 
     return parse_losses
-
-
-class _ToHost(torch.autograd.Function):
-    """Copy tensors to the host in one call, and their gradients to the device in another."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, accelerator: Accelerator, anchors: int, *tensors: Tensor
-    ) -> Tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.accelerator, ctx.anchors, tensors = accelerator, anchors, tensors[anchors:]
-        ctx.kinds = [(tensor.device, tensor.dtype) for tensor in tensors]
-        # Everything that is recorded, for backward would compute what is left once more.
-        accelerator.compilation.materialize_all(devices_of(tensors), tensors)
-        half = (torch.float16, torch.bfloat16)
-        copies = [t.float() if t.dtype in half else t for t in accelerator.copies.to_host(tensors)]
-        needed = ctx.needs_input_grad[2 + anchors :]
-        ctx.mark_non_differentiable(*[copy for copy, yes in zip(copies, needed) if not yes])
-        return tuple(copies)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
-        result = list(gradients)
-        for device in dict.fromkeys(device for device, _ in ctx.kinds):
-            here = [
-                i for i, g in enumerate(gradients) if g is not None and ctx.kinds[i][0] == device
-            ]
-            sent = [gradients[i].to(ctx.kinds[i][1]) for i in here]
-            for i, gradient in zip(here, ctx.accelerator.copies.to_device(sent, device)):
-                result[i] = gradient
-        return (None, None, *[torch.zeros(())] * ctx.anchors, *result)
-
-
-class _Together(torch.autograd.Function):
-    """Let the gradients of tensors of a device begin together, in the thread of the device.
-
-    They come from the thread of the host one by one. If the first began before the last is there,
-    chance would order the sums of gradients, and another order is another graph. They wait for
-    what is computed from the last output, a number on the host, too.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return (*[tensor.view_as(tensor) for tensor in tensors], torch.zeros(()))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Tuple[Any, ...]:
-        return gradients[:-1]
-
-
-class HostCopies:
-    """Copies of tensors of a lazy device, through which gradients reach the originals.
-
-    Args:
-        accelerator (Accelerator): That of the tensors.
-        tensors (List[Tensor]): Those to be fetched together.
-        earlier (List[Tensor]): Anchors of earlier copies, whose originals get no gradients before
-            those of these.
-
-    Attributes:
-        anchors (List[Tensor]): Numbers on the host. The originals get no gradients before what is
-            computed from these.
-    """
-
-    def __init__(
-        self, accelerator: Accelerator, tensors: List[Tensor], earlier: Sequence[Tensor] = ()
-    ) -> None:
-        self._earlier = earlier
-        self._accelerator, self.device = accelerator, accelerator.current_device()
-        self._copies: Dict[int, Tuple[Tensor, Tensor, int]] = {}
-        self._originals: Dict[int, Tensor] = {}
-        self.anchors: List[Tensor] = []
-        self.fetch(tensors)
-
-    def fetch(self, tensors: List[Tensor]) -> None:
-        """Fetch tensors of the device that are not there yet, in one call."""
-        missing = {id(t): t for t in tensors if self.is_there(t) and id(t) not in self._copies}
-        tensors = list(missing.values())
-        if not tensors:
-            return
-        wanted = [tensor for tensor in tensors if tensor.requires_grad]
-        together = dict(zip(map(id, wanted), self._together(wanted)))
-        sources = [together.get(id(tensor), tensor) for tensor in tensors]
-        earlier, self._earlier = self._earlier, ()
-        copies = _ToHost.apply(self._accelerator, len(earlier), *earlier, *sources)
-        for original, copy in zip(tensors, copies):
-            self._copies[id(original)] = (original, copy, copy._version)
-            self._originals[id(copy)] = original
-
-    def _together(self, tensors: List[Tensor]) -> List[Tensor]:
-        if tensors:
-            *tensors, anchor = _Together.apply(*tensors)
-            self.anchors.append(anchor)
-        return tensors
-
-    def is_there(self, value: Any) -> bool:
-        """Whether this is a tensor on the device."""
-        return isinstance(value, Tensor) and value.device.type == self._accelerator.device_type
-
-    def of(self, tensor: Any) -> Any:
-        """The copy of a tensor, fetched now if it is not there yet; others are returned as is."""
-        if not self.is_there(tensor):
-            return tensor
-        self.fetch([tensor])
-        return self._copies[id(tensor)][1]
-
-    def original(self, copy: Tensor) -> Optional[Tensor]:
-        """The tensor on the device that this is the copy of; None for any other."""
-        return self._originals.get(id(copy))
-
-    def learned(self) -> List[Tensor]:
-        """The copies through which gradients reach the originals."""
-        return [copy for _, copy, _ in self._copies.values() if copy.requires_grad]
-
-    def send_written(self) -> None:
-        """Copy to the device what was written in place, e.g. counters in buffers."""
-        written = [
-            (original, copy)
-            for original, copy, version in self._copies.values()
-            if copy._version != version and not copy.requires_grad
-        ]
-        if written:
-            originals, copies = zip(*written)
-            with torch.no_grad():
-                self._accelerator.copies.into_device(copies, originals)
 
 
 class _HostView(dict):
@@ -384,78 +256,3 @@ class HostLosses:
             f'Expected a loss of the outputs of the head alone. Set '
             f'accelerator.host_losses=False, to compute all losses on the device.'
         )
-
-
-class HostTruth:
-    """Keep samples on the host while the data preprocessor augments them, and then send copies.
-
-    Heads find the originals of what the model passes on. Scaled on the device, the boxes of a
-    batch would be a graph for each number of them. A preprocessor that makes truth from images,
-    e.g. masks from colors, runs on the host from the second batch on.
-
-    Args:
-        model (nn.Module): A model, whose ``data_preprocessor`` is changed in place.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._sent: Dict[int, Tuple[BaseDataElement, BaseDataElement, List[Tuple[int, int]]]] = {}
-        #: Of the model, when the preprocessor is on the host.
-        self._device: Optional[torch.device] = None
-        preprocessor = getattr(model, 'data_preprocessor', None)
-        if not isinstance(preprocessor, BaseDataPreprocessor):
-            return
-        if point_encoders(model):
-            replace_attribute(preprocessor, 'cast_data', lambda data: to_device(data, 'cpu'))
-        else:
-            self._cast = preprocessor.cast_data
-            replace_attribute(preprocessor, 'cast_data', self._cast_inputs)
-            preprocessor.register_forward_hook(self._send)
-
-    def _cast_inputs(self, data: Any) -> Any:
-        return data.to('cpu') if isinstance(data, BaseDataElement) else self._cast(data)
-
-    def _send(self, preprocessor: BaseDataPreprocessor, _: Any, output: Any) -> Any:
-        sent = to_device(output, self._device or preprocessor.device)
-        here, there = (
-            part.get('data_samples') if isinstance(part, dict) else None for part in (output, sent)
-        )
-        if self._device is None and any(t.device.type != 'cpu' for t in tensors_in(here)):
-            self._device = preprocessor.device
-            preprocessor.to('cpu')
-        pairs = zip(there, here) if _are_samples(here) else ()
-        self._sent = {id(copy): (copy, original, _versions(copy)) for copy, original in pairs}
-        return sent
-
-    def of(self, samples: Any) -> Any:
-        """The originals of samples; other samples, and those changed since, are fetched."""
-        if not _are_samples(samples):
-            return samples
-        originals = []
-        for sample in samples:
-            copy, original, versions = self._sent.get(id(sample), (None, None, None))
-            if copy is not sample or versions != _versions(sample):
-                return to_device(samples, 'cpu')
-            original.set_metainfo(sample.metainfo)
-            originals.append(original)
-        return originals
-
-
-def _versions(sample: BaseDataElement) -> List[Tuple[int, int]]:
-    return [(id(tensor), tensor._version) for tensor in tensors_in(sample)]
-
-
-class _WithHostTruth:
-    """Replace ``loss`` of a head: it gets the samples of the host."""
-
-    def __init__(self, head: nn.Module, truth: HostTruth) -> None:
-        self.head, self.truth = head, truth
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(map(self.truth.of, args))
-        kwargs = {name: self.truth.of(arg) for name, arg in kwargs.items()}
-        return type(self.head).loss(self.head, *args, **kwargs)
-
-
-def _are_samples(value: Any) -> bool:
-    elements = isinstance(value, (list, tuple)) and [isinstance(x, BaseDataElement) for x in value]
-    return bool(elements) and all(elements)

@@ -13,7 +13,8 @@ from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
-from .host_losses import HostCopies, HostLosses
+from .host_copies import HostCopies
+from .host_losses import HostLosses
 from .host_rois import refusing_mixed_devices
 
 

@@ -8,7 +8,7 @@ that each network is one graph.
 """
 
 from contextlib import contextmanager
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
-from .host_losses import HostCopies, HostLosses, two_stage_detectors
+from .host_copies import HostCopies
+from .host_losses import HostLosses, two_stage_detectors
 
 
 def split_stages(model: nn.Module, losses: bool) -> None:
@@ -38,9 +39,13 @@ def split_stages(model: nn.Module, losses: bool) -> None:
         for method in ('loss', 'predict') if losses else ('predict',):
             replace_attribute(part, method, _Step(steps, method))
             replace_attribute(part.roi_head, method, _SecondStage(steps, method))
-        rpn = getattr(part, 'rpn_head', None)
-        if hasattr(rpn, 'predict_by_feat'):
-            replace_attribute(rpn, 'forward', _FirstStage(steps, rpn))
+        for head in part.children():
+            if head is part.roi_head or not {'predict', 'predict_by_feat'} & set(dir(head)):
+                continue
+            replace_attribute(head, 'forward', _FirstStage(steps, head))
+            for stage in getattr(head, 'stages', []):
+                for method in ('loss_by_feat', 'predict_by_feat'):
+                    replace_attribute(stage, method, _OfStage(steps, getattr(stage, method)))
         for child in part.roi_head.children():
             for network in child if isinstance(child, nn.ModuleList) else [child]:
                 if next(network.parameters(), None) is None:
@@ -264,21 +269,33 @@ class _Step:
 
     def __call__(self, inputs: Any, samples: Any, *args: Any, **kwargs: Any) -> Any:
         detector = self.steps.detector
-        with self.steps.step(self.method):
+        with self.steps.step(self.method), refusing_mixed_devices(detector, self.method):
             if self.steps.active:
                 samples = to_device(samples, 'cpu')
             return getattr(type(detector), self.method)(detector, inputs, samples, *args, **kwargs)
 
 
 class _FirstStage:
-    """Replace ``forward`` of an RPN: its outputs and the features are fetched."""
+    """Replace ``forward`` of a head beside the RoI head: outputs and features are fetched."""
 
-    def __init__(self, steps: Steps, rpn: nn.Module) -> None:
-        self.steps, self.rpn = steps, rpn
+    def __init__(self, steps: Steps, head: nn.Module) -> None:
+        self.steps, self.head = steps, head
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = type(self.rpn).forward(self.rpn, x, *args, **kwargs)
+        outputs = type(self.head).forward(self.head, x, *args, **kwargs)
         return self.steps.fetch((outputs, x))[0] if self.steps.active else outputs
+
+
+class _OfStage:
+    """Replace a method of a stage of an RPN: the outputs that it gets are fetched."""
+
+    def __init__(self, steps: Steps, method: Callable) -> None:
+        self.steps, self.method = steps, method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.steps.active:
+            args, kwargs = self.steps.fetch((args, kwargs))
+        return self.method(*args, **kwargs)
 
 
 class _SecondStage:
@@ -300,12 +317,12 @@ class _SecondStage:
 
 @contextmanager
 def refusing_mixed_devices(module: nn.Module, method: str) -> Iterator[None]:
-    """Explain errors of a method that calls the device's networks from the host."""
+    """Say what to set if tensors of the host and of the device meet in a method."""
     try:
         yield
     except RuntimeError as error:
-        kind = current_accelerator().device_type
-        if isinstance(error, DevPlugError) or kind not in str(error).lower():
+        kind, text = current_accelerator().device_type, str(error).lower()
+        if isinstance(error, DevPlugError) or kind not in text or 'tensor' not in text:
             raise
         raise _refusal(module, method, first_line(error)) from error
 
@@ -334,7 +351,7 @@ class _Network:
         known = {id(each): steps.copies.original(each) for each in given}
         sent = [each for each in given if known[id(each)] is None]
         counts = {len(each) if each.dim() else -1 for each in sent}
-        fill = len(counts) == 1 and len(sent) == len(given) and self._fills()
+        fill = len(counts) == 1 and self._fills()
         rows = self._choose_rows(*counts) if fill else 0
         known.update(zip(map(id, sent), steps.send(sent, rows) if sent else []))
         args, kwargs = replace_parts((args, kwargs), lambda each: known[id(each)])

@@ -38,6 +38,7 @@ AUTOPATCH = Period(
 )
 WATCH = Period('a distributed job begins to watch its ranks', 'the end of the process')
 RANKS = Period('`mmdevplug train --nproc` starts ranks', 'the end of the launcher process')
+A_RANK = Period('a rank of `mmdevplug train --nproc` starts, without `--verbose`', 'its end')
 LAUNCHER = Period(
     '`mmdevplug train --nproc` starts ranks, with PyTorch 2.9 and before',
     'the end of the launcher process',
@@ -223,6 +224,12 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'torchrun prints the error of the rank that failed first.',
     ),
     *_symbols(
+        'warnings: showwarning',
+        A_RANK,
+        'Each rank of a host prints the same warnings to one terminal.',
+        'torchrun shows once what several ranks print.',
+    ),
+    *_symbols(
         'torch.distributed.elastic.multiprocessing.'
         'subprocess_handler.subprocess_handler.SubprocessHandler: _popen',
         RANKS,
@@ -287,14 +294,21 @@ REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
     ),
     ReplacedAttribute(
         'heads of a model on a lazy device, the model, and its data preprocessor',
-        ('loss_by_feat', 'loss', 'get_label_assignment', 'parse_losses', 'cast_data'),
+        (
+            'loss_by_feat',
+            'loss',
+            'get_label_assignment',
+            'parse_losses',
+            'cast_data',
+            'split_outputs',
+        ),
         'Losses that choose boxes or pixels have shapes that vary, so they are computed on the '
         'host, from ground truth that stays there. So are encoders of voxels, and masks of chosen '
         'boxes (`forward`).',
         _LIFE,
     ),
     ReplacedAttribute(
-        'batch normalizations of a model, and samplers that are tried',
+        'batch normalizations and `dn_query_generator` of a model, and samplers that are tried',
         ('__class__',),
         'Whatever holds the object keeps it: a layer gets another way to compute, a copy of a '
         'sampler gives its first samples alone.',

@@ -63,12 +63,26 @@ class SecondStage(nn.Module):
         return dict(loss_box=(outputs * self.calls).square().mean())
 
 
+class LearningExtractor(nn.Module):
+    """An extractor with weights: it gets the features, which are on the device, beside RoIs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.got = []
+
+    def forward(self, x, places):
+        self.got.append((len(places), places.device.type))
+        return self.layer(x.permute(0, 2, 3, 1).reshape(-1, 2)[places])
+
+
 class RoIHead(nn.Module):
     def __init__(self, inside=False, **kwargs):
         super().__init__()
         self.bbox_roi_extractor = Extractor()
         self.bbox_head = SecondStage(**kwargs)
         self.second_head = SecondStage()
+        self.learning = LearningExtractor()
         self.bbox_sampler = types.SimpleNamespace(num=SAMPLED, pos_fraction=0.5)
         self.inside = inside
 
@@ -79,6 +93,8 @@ class RoIHead(nn.Module):
         losses = self.bbox_head.loss_and_target(self.bbox_head(features))
         # What has been on the device goes back to it with gradients, and features stay here.
         further = self.second_head(self.second_head(features)[:, :2] + features)
+        places = [9 * i + 3 * each[:, 0] + each[:, 1] for i, each in enumerate(rois)]
+        losses['loss_learning'] = self.learning(x, torch.cat(places)).square().mean()
         return dict(losses, loss_again=further.abs().mean() + features.square().mean())
 
     def predict(self, x, rois, samples):
@@ -127,7 +143,8 @@ def run(kind, host_losses='auto', iterations=3, **kwargs):
         shown.append({name: value.item() for name, value in values.items()})
     learned = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert {gradient.device for gradient in learned.values()} <= {device}
-    heads = [model.roi_head.bbox_head, model.roi_head.second_head]
+    roi_head = model.roi_head
+    heads = [roi_head.bbox_head, roi_head.second_head, roi_head.learning]
     trained = [list(head.got) for head in heads]
     heads[0].got.clear()
     with torch.no_grad():

@@ -18,6 +18,8 @@ CONFIGS = dict(
     cascade='cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco.py',
     semantic='htc/htc_r50_fpn_1x_coco.py',
     scoring='ms_rcnn/ms-rcnn_r50_fpn_1x_coco.py',
+    panoptic='panoptic_fpn/panoptic-fpn_r50_fpn_1x_coco.py',
+    proposals='cascade_rpn/cascade-rpn_faster-rcnn_r50-caffe_fpn_1x_coco.py',
     sparse='sparse_rcnn/sparse-rcnn_r50_fpn_1x_coco.py',
     instances='condinst/condinst_r50_fpn_ms-poly-90k_coco_instance.py',
 )
@@ -73,8 +75,10 @@ def two_stage_detector(name='boxes'):
     made.test_cfg.rcnn.update(score_thr=0.0, max_per_img=20)
     if name == 'sparse':
         return _sparse(made)
-    made.rpn_head.update(in_channels=16, feat_channels=16)
-    made.rpn_head.anchor_generator.scales = [2]
+    for stage in made.rpn_head.get('stages', [made.rpn_head]):
+        stage.update(in_channels=16, feat_channels=16)
+        if 'anchor_generator' in stage:
+            stage.anchor_generator.scales = [2]
     for head in _listed(rois.bbox_head):
         head.update(in_channels=16, num_classes=3, fc_out_channels=32)
     small = dict(in_channels=16, conv_out_channels=16, num_convs=1, num_classes=3)
@@ -85,9 +89,16 @@ def two_stage_detector(name='boxes'):
             rois[part].out_channels = 16
     if name == 'semantic':
         rois.semantic_head.update(small, num_classes=CLASSES)
+    if name == 'panoptic':
+        classes = dict(num_things_classes=3, num_stuff_classes=CLASSES - 3)
+        made.semantic_head.update(classes, in_channels=16, inner_channels=16)
+        made.semantic_head.norm_cfg.num_groups = 4
+        made.panoptic_fusion_head.update(classes)
+    if name == 'proposals':
+        made.data_preprocessor.std = [58.0, 58.0, 58.0]
     if name == 'scoring':
         rois.mask_iou_head.update(small, num_fcs=1, fc_out_channels=32)
-    made.train_cfg.rpn.sampler.num = 32
+    _listed(made.train_cfg.rpn)[-1].sampler.num = 32
     made.train_cfg.rpn_proposal.update(nms_pre=100, max_per_img=60)
     for stage in _listed(made.train_cfg.rcnn):
         stage.sampler.num = 32
@@ -120,6 +131,20 @@ def _sparse(made):
     return made
 
 
+def denoising_detector():
+    """A small DINO, without dropout."""
+    made = configured('dino/dino-4scale_r50_8xb2-12e_coco.py', num_classes=3)
+    made.num_queries = 20
+    made.encoder.num_layers = made.decoder.num_layers = 1
+    for part in (made.encoder, made.decoder):
+        part.layer_cfg.ffn_cfg.update(feedforward_channels=32, ffn_drop=0.0)
+        for name in ('self_attn_cfg', 'cross_attn_cfg'):
+            if name in part.layer_cfg:
+                part.layer_cfg[name].dropout = 0.0
+    made.dn_cfg.group_cfg.num_dn_queries = 10
+    return made
+
+
 def batch(number, boxes=None, classes=3, masks=False):
     """Two pictures with random boxes: of varying number, or as many as ``boxes`` says.
 
@@ -137,7 +162,9 @@ def batch(number, boxes=None, classes=3, masks=False):
         sides = torch.rand(count, 2, generator=random) * 25 + 8
         size = (SIZE, SIZE)
         sample = DetDataSample(
-            metainfo=dict(img_shape=size, ori_shape=size, scale_factor=(1.0, 1.0))
+            metainfo=dict(
+                img_shape=size, ori_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0)
+            )
         )
         sample.gt_instances = InstanceData(
             bboxes=torch.cat([corner, corner + sides], 1),
@@ -216,7 +243,10 @@ def predict_detector(kind, config, batches, state):
         before = xla_counts()
         with torch.no_grad():
             samples = model.test_step(data)
-        found['predictions'] += [sample.pred_instances.cpu() for sample in samples]
+        for sample in samples:
+            found['predictions'].append(
+                sample.get('pred_panoptic_seg', sample.get('pred_instances')).cpu()
+            )
         executions, compilations = (b - a for a, b in zip(before, xla_counts()))
         found['executions'].append(executions)
         found['compilations'].append(compilations)
