@@ -307,21 +307,18 @@ class FailureWatch:
         if found is not None:
             return found
         waited = f' for {silence:.0f} s' if silence >= 1 else ''
-        lost = (
-            f'the store at {self.env.master_addr}:{self.env.master_port}, which has not answered'
-            f'{waited} ({first_line(error)})'
-        )
+        place = f'{self.env.master_addr}:{self.env.master_port}'
+        lost = f'the store at {place}, which has not answered{waited} ({first_line(error)})'
         holder = self.heartbeat.describe(0)
         if os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True':
             pid = os.environ.get(AGENT) if self.env.single_host else None
-            holder = 'the command that started the ranks ' + (
-                f'(pid {pid})' if pid else 'of the host of rank 0'
-            )
+            which = f'(pid {pid})' if pid else 'of the host of rank 0'
+            holder = f'the command that started the ranks {which}'
         elif self.env.rank == 0:
             return RankFailedError(
                 f'{self.env.describe()} stops: it holds {lost}. Its threads get no processor '
-                f'time: start fewer processes on this host, or set accelerator.heartbeat_timeout='
-                f'{self.heartbeat_timeout:g} larger.'
+                f'time: start fewer processes on this host, or raise '
+                f'accelerator.heartbeat_timeout={self.heartbeat_timeout:g}.'
             )
         return self._stops_because(
             f'{holder}: it holds {lost}. That process was killed (out of memory, SIGKILL) or '

@@ -43,9 +43,10 @@ def split_stages(model: nn.Module, losses: bool) -> None:
             if head is part.roi_head or not {'predict', 'predict_by_feat'} & set(dir(head)):
                 continue
             replace_attribute(head, 'forward', _FirstStage(steps, head))
-            for stage in getattr(head, 'stages', []):
+            for stage in head.modules():
                 for method in ('loss_by_feat', 'predict_by_feat'):
-                    replace_attribute(stage, method, _OfStage(steps, getattr(stage, method)))
+                    if stage is not head and callable(getattr(stage, method, None)):
+                        replace_attribute(stage, method, _OfStage(steps, getattr(stage, method)))
         for child in part.roi_head.children():
             for network in child if isinstance(child, nn.ModuleList) else [child]:
                 if next(network.parameters(), None) is None:
