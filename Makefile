@@ -51,7 +51,7 @@ PYTEST := $(PYTEST_T20) --no-loadscope-reorder
 # What runs nothing of PyTorch's, and so is the same on PyTorch 1.10: texts, configs, variables,
 # commands without a job, files of /proc.
 NO_TORCH := tests/deploy tests/peers \
-	$(addprefix tests/test_,configs.py docs.py install.py layout.py mim.py troubleshooting.py) \
+	$(addprefix tests/test_,configs.py docs.py install.py layout.py mim.py) \
 	tests/checkpoint/test_work_dir_lock.py \
 	$(addprefix tests/checks/test_,launch_network_limits.py report.py) \
 	$(addprefix tests/cli/test_,brief_terminal.py cli_page.py containers.py launch_fuzz.py launcher_choice.py plan.py pods.py slurm.py) \
@@ -71,7 +71,7 @@ ON_XLA := PJRT_DEVICE=CPU XLA_FLAGS=--xla_backend_optimization_level=0
 # TorchTPU warns of every name in torch.tpu that may change.
 ON_TPU := TPU_ON_CPU=1 PYTHONWARNINGS="ignore:<TorchTpu/"
 
-.PHONY: help install install-xla install-t20 install-tpu demo test test-long test-xla test-t20 test-tpu test-kills test-peers test-cuda coverage lint benchmark docs docs-links docs-pictures docs-features docs-resume docs-sites docs-tables clean
+.PHONY: help install install-xla install-t20 install-tpu demo test test-long test-xla test-t20 test-tpu test-kills test-peers test-cuda coverage lint benchmark docs docs-links docs-pictures docs-resume docs-sites docs-tables clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-12s %s\n", $$1, $$2}'
@@ -205,14 +205,8 @@ docs-pictures: install install-xla  ## Draw and record the pictures of the docs 
 	$(BIN_XLA)/python docs/record_guard.py
 	$(BIN)/mmdevplug plan configs/llama_lora/llama_lora.py --devices cuda:0-2 --training --png docs/images/plan.png
 
-docs-tables: install  ## Write the pages that are made from the source and from result files
-	for page in options_page cli_page patch_table troubleshooting_pages compat_table benchmark_tables; do $(BIN)/python docs/$$page.py || exit 1; done
-
-docs-features: install install-xla install-t20  ## Measure the features on every device, write docs/*/features.md
-	MMDEVPLUG_RESULTS=docs/features $(BIN)/python -m pytest tests/features -m "not cuda and not xla and not tpu and not opencl and not t20"
-	MMDEVPLUG_RESULTS=docs/features PJRT_DEVICE=CPU $(BIN_XLA)/python -m pytest tests/features -m xla
-	MMDEVPLUG_RESULTS=docs/features $(BIN_T20)/python -m pytest tests/features -m t20
-	$(BIN)/python docs/feature_table.py
+docs-tables: install  ## Write the pages that are made from the source
+	for page in options_page cli_page patch_table; do $(BIN)/python docs/$$page.py || exit 1; done
 
 docs-resume: install  ## Resume every schedule with every optimizer, write docs/*/resuming.md
 	$(BIN)/python -m tests.checkpoint.resume_table docs/resume

@@ -1,6 +1,6 @@
 """How well the small Llama of the example learns: whole, and with parts of it frozen.
 
-    python benchmarks/llama_lora.py --json docs/benchmarks/llama_lora.json
+    python benchmarks/llama_lora.py
 
 Trains ``configs/llama_lora/llama_lora.py`` on the CPU three times, and writes the bits that each
 needs for a byte of held-out text after each validation.

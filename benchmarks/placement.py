@@ -7,8 +7,7 @@ twice what the model needs in all. *best* is found by a table over all prefixes 
 the blocks and all devices, which shares no code with the search.
 
 Run ``python benchmarks/placement.py``; ``--update-docs`` writes the tables into
-``docs/*/placement.md``, the picture into ``docs/images``, and the figures into
-``docs/benchmarks/placement.json``, from which ``docs/benchmark_tables.py`` takes some.
+``docs/*/placement.md`` and the picture into ``docs/images``.
 """
 
 import argparse
@@ -322,7 +321,6 @@ def main() -> None:
         draw(found, Path(args.png))
     if args.update_docs:
         update_docs(found)
-        write_results(str(DOCS / 'benchmarks' / 'placement.json'), **found)
 
 
 if __name__ == '__main__':

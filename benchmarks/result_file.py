@@ -1,7 +1,6 @@
-"""Write what a benchmark measured to a JSON file, for the tables of the docs.
+"""Write what a benchmark measured to a JSON file.
 
-``docs/benchmark_tables.py`` makes them of the files in ``docs/benchmarks``. A file says how its
-figures came to be: the command, the commit, PyTorch, and the number of cores.
+It says how its figures came to be: the command, the commit, PyTorch, and the number of cores.
 """
 
 import json

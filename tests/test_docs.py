@@ -200,55 +200,6 @@ def test_the_api_has_every_public_module():
     assert modules_of_the_api(EN) == modules_of_the_api(ZH)
 
 
-# measurements ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def benchmark_tables(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    yield importlib.import_module('benchmark_tables')
-    for module in ('benchmark_tables', 'tables'):
-        sys.modules.pop(module, None)
-
-
-@pytest.mark.parametrize('language', ['en', 'zh_cn'])
-@pytest.mark.parametrize(
-    'name', ['benchmarks.md', 'samples.md', 'llama_lora.md', 'device_guard.md']
-)
-def test_measurements_are_those_of_the_result_files(benchmark_tables, language, name):
-    page = read(DOCS / language / name)
-    made = benchmark_tables.fill(page, benchmark_tables.WORDS[language])
-    assert page == made, 'run python docs/benchmark_tables.py'
-
-
-@pytest.mark.parametrize('language', ['en', 'zh_cn'])
-def test_every_table_of_the_benchmarks_is_made(benchmark_tables, language):
-    page = read(DOCS / language / 'benchmarks.md')
-    by_hand = benchmark_tables.BLOCK.sub('', page)
-    assert [line for line in by_hand.splitlines() if line.startswith('|')] == []
-
-
-def test_the_best_figure_is_bold_whoever_it_belongs_to(benchmark_tables):
-    def show(value):
-        return f'{value:.1f}'
-
-    assert benchmark_tables.bold_best([3.0, 2.0, 5.0], show) == ['3.0', '**2.0**', '5.0']
-    assert benchmark_tables.bold_best([None, 2.0, 1.0], show) == ['', '2.0', '**1.0**']
-    assert benchmark_tables.bold_best([2.0, 2.01, 3.0], show) == ['**2.0**', '**2.0**', '3.0']
-    assert benchmark_tables.bold_best([2.0, 2.0], show) == ['2.0', '2.0']
-    assert benchmark_tables.bold_best([2.0], show) == ['2.0']
-
-
-def test_result_files_say_how_they_were_measured(benchmark_tables):
-    paths = sorted(benchmark_tables.RESULTS.glob('*.json'))
-    assert len(paths) >= 10
-    for path, file in zip(paths, benchmark_tables.load(*(path.name for path in paths))):
-        assert {'command', 'commit', 'torch', 'cores', 'rows'} <= set(file), path.name
-        script = re.search(r'benchmarks/\w+\.py', file['command'])[0]
-        assert (ROOT / script).is_file()
-        assert file['rows'], path.name
-
-
 # code -----------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests for the CPU on several releases of PyTorch, each in an environment of its own, and
-# append a line of JSON for each run to docs/compat/<torch>-<mmengine>.jsonl.
+# append a line of JSON for each run to $COMPAT_RESULTS/<torch>-<mmengine>.jsonl (work_dirs/compat).
 #
 #   tools/compat.sh                       # every combination below
 #   tools/compat.sh 1.13.1 2.6.0          # those with these releases of torch
@@ -9,7 +9,7 @@
 #   TESTS="tests/gradients tests/model" tools/compat.sh 2.1.2     # some of the tests
 #   tools/compat.sh openmmlab             # a model of each further library of OpenMMLab
 #
-# The last one writes docs/openmmlab/results.json. It compiles mmcv (15 minutes), unless MMCV names a
+# The last one compiles mmcv (15 minutes), unless MMCV names a
 # wheel of mmcv 2.1.0 for torch 2.13.0.
 #
 # An environment takes 3 to 9 GB, in $COMPAT_ENVS (default: a temporary folder), and is deleted after
@@ -54,6 +54,8 @@ MORE_ALONE='mmpose==1.3.2 mmrotate==1.0.0rc1 e2cnn==0.2.3 mmyolo==0.6.0'
 
 TESTS=${TESTS:-tests}
 ENVS=${COMPAT_ENVS:-$(mktemp -d)}
+RESULTS=${COMPAT_RESULTS:-$PWD/work_dirs/compat}
+mkdir -p "$RESULTS"
 PYTHONS=${PYTHONS:-$(echo "$HOME"/.pyenv/versions/*/bin)}
 
 python_of() {
@@ -98,8 +100,7 @@ if [ "${1:-}" = openmmlab ]; then
     set -f
     [ -e "$environment/.complete" ] || make_openmmlab "$environment" ||
         { echo 'compat: no environment for openmmlab' >&2; exit 1; }
-    MMDEVPLUG_OPENMMLAB=$PWD/docs/openmmlab/results.json OMP_NUM_THREADS=1 \
-        PATH=$environment/bin:$PATH \
+    OMP_NUM_THREADS=1 PATH=$environment/bin:$PATH \
         "$environment/bin/python" -m pytest -q -m long tests/repos/test_more_of_openmmlab.py
     status=$?
     [ "${KEEP:-0}" = 1 ] || rm -rf "$environment"
@@ -123,7 +124,7 @@ while IFS='|' read -r torch python mmengine suits <&3; do
         set +f
     fi
     echo "compat: $name" >&2
-    MMDEVPLUG_COMPAT=$PWD/docs/compat/$name.jsonl PYTHONPATH=tools OMP_NUM_THREADS=1 \
+    MMDEVPLUG_COMPAT=$RESULTS/$name.jsonl PYTHONPATH=tools OMP_NUM_THREADS=1 \
         "$environment/bin/python" -m pytest -q -p compat_report -n "${WORKERS:-2}" --dist loadfile \
         -m 'not cuda and not xla and not tpu and not opencl and not long' $TESTS || status=1
     [ "${KEEP:-0}" = 1 ] || rm -rf "$environment"

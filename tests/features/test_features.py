@@ -1,7 +1,7 @@
 """The feature table: each row on each kind of device, in 2 ranks, beside one process on the CPU.
 
 With ``MMDEVPLUG_RESULTS=<folder>`` the figures are written there as JSON, one file for each kind
-of device; ``docs/feature_table.py`` makes the documentation's table of them.
+of device.
 """
 
 import json

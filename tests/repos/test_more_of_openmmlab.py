@@ -1,15 +1,11 @@
 """A model of each further library of OpenMMLab: the losses of MMEngine's own runner, and ours.
 
 ``tools/compat.sh openmmlab`` makes an environment that has all of these libraries and runs this
-file there. What was found is written to the file named in ``MMDEVPLUG_OPENMMLAB``.
+file there.
 """
 
-import json
-import os
 from dataclasses import replace
-from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -41,7 +37,6 @@ def alone(name, recipe, tmp_path_factory):
     """What a single process found, with each runner."""
     folder = tmp_path_factory.mktemp('alone')
     (found,) = run_ranks(train_by, 0, ('stock', 'cpu', 'zeta'), recipe, folder, timeout=600)
-    note(name, recipe, 1, [found])
     return found
 
 
@@ -51,9 +46,7 @@ def two_ranks(name, recipe, tmp_path_factory):
     if name.startswith('mmyolo'):
         pytest.skip("MMEngine's wrapper refuses YOLOv5's synchronized layers on the CPU")
     folder = tmp_path_factory.mktemp('ranks')
-    found = run_ranks(train_by, 2, ('stock', 'cpu', 'zeta'), recipe, folder, timeout=600)
-    note(name, recipe, 2, found)
-    return found
+    return run_ranks(train_by, 2, ('stock', 'cpu', 'zeta'), recipe, folder, timeout=600)
 
 
 def difference(found, accelerator):
@@ -62,25 +55,6 @@ def difference(found, accelerator):
     assert len(steps) == ITERATIONS
     assert all(stock.keys() == ours.keys() for stock, ours in steps)
     return max(abs(stock[key] - ours[key]) for stock, ours in steps for key in stock)
-
-
-def note(name, recipe, ranks, results):
-    """Add what was found to the file that the table of the docs is made from."""
-    if 'MMDEVPLUG_OPENMMLAB' not in os.environ:
-        return
-    path = Path(os.environ['MMDEVPLUG_OPENMMLAB'])
-    table = json.loads(path.read_text()) if path.exists() else {}
-    package = name.split('-')[0]
-    row = table.setdefault(name, {})
-    row.update(package=package, version=version(package))
-    row.update(iterations=ITERATIONS, config=recipe.base.split('configs/')[-1].split('::')[-1])
-    row.update(first=results[0]['stock']['losses'][0]['loss'])
-    row.update(last=results[0]['stock']['losses'][-1]['loss'])
-    for accelerator in ('cpu', 'zeta'):
-        row[f'{accelerator}-{ranks}'] = max(difference(one, accelerator) for one in results)
-    packages = ('torch', 'torchvision', 'mmengine', 'mmcv', 'mmdet', 'numpy', 'transformers')
-    table['installed'] = {package: version(package) for package in packages}
-    path.write_text(json.dumps(table, indent=1, sort_keys=True) + '\n')
 
 
 def test_losses_are_those_of_mmengine_on_the_cpu(alone):
