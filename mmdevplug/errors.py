@@ -4,7 +4,7 @@ Every message names the variable or key, the value found, the value expected and
 do, so that one line on one rank is enough to mend a job.
 """
 
-from typing import Any, Optional
+from typing import Any, List, Optional
 
 
 class DevPlugError(RuntimeError):
@@ -49,10 +49,6 @@ class SampleError(DevPlugError):
     """Samples cannot be exchanged between ranks, or there are not enough of them."""
 
 
-class DeviceOutOfMemoryError(DevPlugError):
-    """A device, or the host, has no memory left for what a run does."""
-
-
 class RankFailedError(DevPlugError):
     """Another rank failed; this rank stops because of it.
 
@@ -71,3 +67,13 @@ def first_line(error: object) -> str:
     """What an error says, without the frames of C++ that PyTorch adds; its type if nothing."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def chain(error: BaseException) -> List[BaseException]:
+    """List an error and those that it was raised from, the outermost first."""
+    found: List[BaseException] = []
+    each: Optional[BaseException] = error
+    while each is not None and each not in found:
+        found.append(each)
+        each = each.__cause__ or each.__context__
+    return found

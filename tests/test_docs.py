@@ -269,7 +269,7 @@ def check_script(path, arguments):
 def test_command_can_be_typed(words):
     program, *arguments = words
     if words == ['mmdevplug', '--version']:
-        return  # tests/explanations/test_mistakes.py runs it
+        return  # tests/cli/test_mistakes.py runs it
     if program in ('mmdevplug', 'accelerate', 'torchrun') and 'mmdevplug' in words:
         command, *arguments = words[words.index('mmdevplug') + 1 :]
         check_ours(command, arguments)

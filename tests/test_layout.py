@@ -14,7 +14,6 @@ ROOMS = [
     'cli',
     'checks',
     'runner',
-    'explanations',
     'hooks',
     'model_parallel',
     'gradients',

@@ -12,14 +12,13 @@ from mmengine.registry import RUNNERS
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 
 from mmdevplug.device_guard import DeviceGuard
+from mmdevplug.device_guard.explain import describe_place
 from mmdevplug.device_guard.mode import HAS_MODES
 from mmdevplug.errors import DevPlugError, first_line
-from mmdevplug.explanations.arguments import explain_arguments
-from mmdevplug.explanations.explain import explained
-from mmdevplug.explanations.mixed_devices import describe_place
 from mmdevplug.gradients.unused_parameters import REMEDY, describe_unused, listing_unused
 from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
 from mmdevplug.runner import DeviceRunner
+from mmdevplug.runner.explain_errors import explained
 
 from .findings import Finding, Section
 from .step_devices import ModuleDevices, StepDevices
@@ -55,8 +54,7 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
         cfg.pop(key, None)
     cfg.log_level = 'WARNING'
     with tempfile.TemporaryDirectory() as cfg.work_dir, redirect_stdout(sys.stderr):
-        with explain_arguments(cfg):
-            runner = RUNNERS.build(cfg)
+        runner = RUNNERS.build(cfg)
         _check_runner(runner)
         guard = DeviceGuard(policy=policy, model=runner.model) if HAS_MODES else None
         with explained(runner, 'train'):

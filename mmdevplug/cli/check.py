@@ -15,12 +15,12 @@ from mmdevplug.checks.isolated import Death, run_isolated
 from mmdevplug.checks.one_step import section, train_one_step
 from mmdevplug.checks.report import COLOURS, titled_table
 from mmdevplug.checks.step_devices import ModuleDevices
+from mmdevplug.checks.versions import explain_versions
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.device_guard import POLICIES
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import PlacementError
-from mmdevplug.explanations.versions import explain_versions
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.utils.byte_sizes import format_bytes
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 import warnings
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,6 +18,7 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence
 from mmengine.config import Config, DictAction, config as config_module
 from mmengine.config.utils import MODULE2PACKAGE
 
+from mmdevplug.checks.versions import explain_import, explain_versions, folder_of
 from mmdevplug.config.accelerator import AcceleratorOptions, to_dict
 from mmdevplug.config.base_config import base_config
 from mmdevplug.config.fields import did_you_mean
@@ -29,9 +31,7 @@ from mmdevplug.environments.launch_variables import (
 )
 from mmdevplug.environments.stale import report_stale
 from mmdevplug.environments.torchrun import AGENT
-from mmdevplug.errors import CheckpointError, DevPlugError
-from mmdevplug.explanations.configs import explain_config
-from mmdevplug.explanations.versions import explain_versions, folder_of
+from mmdevplug.errors import CheckpointError, DevPlugError, chain, first_line
 from mmdevplug.fault_tolerance.abort import note_for_agent
 from mmdevplug.utils.brief_terminal import BriefTerminal
 from mmdevplug.utils.patching import LocalPatch, patch_symbol
@@ -181,10 +181,23 @@ def check_checkpoint(path: str, origin: str) -> None:
 
 def load_file(path: str, import_modules: bool = True) -> Config:
     """Load a config from a path, or from ``package::path`` as in a config's ``_base_``."""
-    with explain_config(path), _packages_found():
-        if '::' in path:
-            path, _ = Config._get_cfg_path(path, '')
-        return Config.fromfile(path, import_custom_modules=import_modules)
+    named = path
+    try:
+        with _packages_found():
+            if '::' in path:
+                path, _ = Config._get_cfg_path(path, '')
+            return Config.fromfile(path, import_custom_modules=import_modules)
+    except Exception as error:
+        # A config runs code, which may fail in any way.
+        if isinstance(error, DevPlugError) or explain_import(error):
+            raise
+        # MMEngine replaces errors of imports by others.
+        cause = chain(error)[-1] if isinstance(error, ImportError) else error
+        last = traceback.extract_tb(cause.__traceback__)[-1]
+        raise DevPlugError(
+            f'CONFIG {named!r} cannot be read: {last.filename}:{last.lineno}: '
+            f'{type(cause).__name__}: {first_line(cause)}'
+        ) from error
 
 
 @contextmanager

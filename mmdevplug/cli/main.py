@@ -49,7 +49,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         command = import_module(f'mmdevplug.cli.{argv[0].replace("-", "_")}')
         return run(command.main, argv[1:])
     if argv[:1] == ['--version']:
-        from mmdevplug.explanations.versions import distribution
+        from mmdevplug.checks.versions import distribution
 
         others = [distribution('mmengine') or 'mmengine', 'torch']
         listed = ', '.join(f'{name} {_release(name)}' for name in others)

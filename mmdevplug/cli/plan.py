@@ -7,8 +7,8 @@ from typing import List, Optional, Union
 from mmengine.config import Config
 from rich.console import Console
 
+from mmdevplug.checks.versions import explain_import
 from mmdevplug.errors import PlacementError
-from mmdevplug.explanations.versions import explain_import
 from mmdevplug.model_parallel import STRATEGIES, DevicePlan
 from mmdevplug.model_parallel.draw_plan import save_png
 from mmdevplug.model_parallel.make_plan import make_plan

@@ -8,7 +8,6 @@ from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
-from mmdevplug.explanations.arguments import explain_arguments
 
 from .arguments import Parser
 from .common import add_common_arguments, check_checkpoint, load_complete_config, run
@@ -45,8 +44,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         _use_tta(cfg)
     if args.out:
         _dump_predictions(cfg, args.out)
-    with explain_arguments(cfg):
-        RUNNERS.build(cfg).test()
+    RUNNERS.build(cfg).test()
 
 
 def _use_tta(cfg: Config) -> None:

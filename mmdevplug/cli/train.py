@@ -10,7 +10,6 @@ from mmengine.logging import print_log
 from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
-from mmdevplug.explanations.arguments import explain_arguments
 
 from .arguments import Parser
 from .common import add_common_arguments, check_checkpoint, load_complete_config, run
@@ -63,8 +62,7 @@ def main(argv: Optional[List[str]] = None) -> None:
         cfg.resume, cfg.load_from = True, args.resume
     if args.resume_settings is not None:
         cfg.accelerator.resume_settings = args.resume_settings
-    with explain_arguments(cfg):
-        RUNNERS.build(cfg).train()
+    RUNNERS.build(cfg).train()
 
 
 def _use_amp(cfg: Config) -> None:

@@ -3,11 +3,13 @@
 import os
 import tempfile
 import traceback
-from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
+from contextlib import contextmanager
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
 
 from mmengine.dataset import BaseDataset
 from mmengine.dist import get_rank
 from mmengine.runner import BaseLoop, EpochBasedTrainLoop
+from mmengine.runner.loops import _InfiniteDataloaderIterator
 from torch import multiprocessing
 from torch.utils.data import DataLoader
 
@@ -65,15 +67,28 @@ def check_batches(loop: BaseLoop) -> None:
     """Refuse to train if this rank gets no batch in an epoch.
 
     Loops that count iterations may have an infinite sampler, so their length is not checked: see
-    :mod:`mmdevplug.explanations.explain`.
+    :func:`explain_no_batch`.
     """
     loader = getattr(loop, 'dataloader', None)
     if _by_epoch(loop) and _length(loader) == 0:
-        raise no_batch_error(loader)
+        raise _no_batch_error(loader)
 
 
-def no_batch_error(loader: Any) -> SampleError:
-    """What to raise where the loader of training data gives no batch in a pass over them."""
+@contextmanager
+def explain_no_batch() -> Iterator[None]:
+    """Replace the StopIteration of MMEngine's iterator by an error that names the data."""
+    try:
+        yield
+    except StopIteration as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            data = frame.f_locals.get('self')
+            if isinstance(data, _InfiniteDataloaderIterator):
+                # A RuntimeError caused by a StopIteration is one of Python's own to contextlib.
+                raise _no_batch_error(data._dataloader) from None
+        raise
+
+
+def _no_batch_error(loader: Any) -> SampleError:
     samples, size = _length(loader.dataset), getattr(loader, 'batch_size', None)
     share = _length(getattr(getattr(loader, 'batch_sampler', None), 'sampler', None))
     return SampleError(

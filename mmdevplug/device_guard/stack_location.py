@@ -24,11 +24,13 @@ _GUARD = __name__.rpartition('.')[0]
 
 def user_frame() -> Optional[FrameType]:
     """The innermost frame outside the libraries; None if there is none."""
-    for frame in _frames():
-        name = frame.f_globals.get('__name__') or ''
-        if name.partition('.')[0] not in LIBRARIES or name.startswith(EXAMPLES):
-            return frame
-    return None
+    return next(filter(is_of_user, _frames()), None)
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """Whether a frame runs the code of none of the libraries."""
+    name = frame.f_globals.get('__name__') or ''
+    return name.partition('.')[0] not in LIBRARIES or name.startswith(EXAMPLES)
 
 
 def source_of(frame: Optional[FrameType]) -> Optional[Source]:

@@ -34,9 +34,6 @@ from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
 from mmdevplug.data.padding import build_padded
 from mmdevplug.data.worker_signals import keep_workers_from_signals
-from mmdevplug.explanations.arguments import explain_arguments
-from mmdevplug.explanations.explain import explained, explained_build
-from mmdevplug.explanations.versions import explain_versions
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.prepare import initialize_weights, place_model
@@ -51,6 +48,7 @@ from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.torch_compat import keep_from_tracing
 
 from .device_log_processor import device_log_processor
+from .explain_errors import explained
 from .global_batch import GlobalBatchKeeper
 from .init_device import init_from_options
 from .train_locked import train_locked
@@ -126,8 +124,7 @@ class DeviceRunner(Runner):
     @classmethod
     def from_cfg(cls, cfg: Config) -> 'DeviceRunner':
         """Build a runner from a config; see :meth:`mmengine.runner.Runner.from_cfg`."""
-        with explain_versions(), explain_arguments(cfg):
-            return super().from_cfg(prepare_config(cfg))
+        return super().from_cfg(prepare_config(cfg))
 
     # set-up -------------------------------------------------------------------------------------
 
@@ -182,7 +179,7 @@ class DeviceRunner(Runner):
 
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
         """Build the model; with the option ``pad_to`` it pads batches to a few sizes."""
-        with explained_build(self, 'building the model'):
+        with fail_together('building the model'):
             return build_padded(super().build_model, model, self.accelerator_options.pad_to)
 
     def wrap_model(self, model_wrapper_cfg: Optional[Dict], model: nn.Module) -> nn.Module:

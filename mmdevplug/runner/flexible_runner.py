@@ -9,11 +9,11 @@ from torch import nn
 from mmdevplug.checkpoint.fit_weights import repeat_beside
 from mmdevplug.config.accelerator import to_dict
 from mmdevplug.errors import DevPlugError
-from mmdevplug.explanations.explain import explained
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.patches.torch_load import trust_classes
 
 from .device_log_processor import device_log_processor
+from .explain_errors import explained
 from .strategies import DeviceStrategy
 from .train_locked import train_locked
 

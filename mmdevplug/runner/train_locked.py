@@ -9,10 +9,11 @@ from mmdevplug.accelerators import device_context
 from mmdevplug.checkpoint.work_dir_lock import locked_work_dir
 from mmdevplug.distributed.waiting import run_on_main, wait_for_everyone
 from mmdevplug.environments.launch_variables import restarts
-from mmdevplug.explanations.explain import explained
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.progress import SilenceWatch
+
+from .explain_errors import explained
 
 
 def train_locked(runner: AnyRunner, train: Callable[[], nn.Module]) -> nn.Module:

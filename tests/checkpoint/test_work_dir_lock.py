@@ -11,7 +11,7 @@ import pytest
 from mmdevplug.checkpoint import work_dir_lock
 from mmdevplug.checkpoint.work_dir_lock import NAME, locked_work_dir
 from mmdevplug.errors import CheckpointError
-from tests.explanations.jobs import build
+from tests.data.jobs import build
 from tests.ranks import RanksFailed, _context, run_ranks, start_process
 
 

@@ -11,7 +11,6 @@ import pytest
 from tests.jobs import PATHS, ROOT
 
 from .starting import (
-    DIGITS,
     MAIN,
     USER,
     Container,
@@ -113,47 +112,3 @@ def test_no_folder_for_temporary_files(tmp_path):
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("mmdevplug: TMPDIR='/no/such': No usable temporary directory")
-
-
-BIG = """
-import torch
-from mmengine.registry import DATASETS, MODELS
-from mmdevplug.examples.digits import DigitsClassifier, DigitsDataset
-
-@DATASETS.register_module()
-class BigDigits(DigitsDataset):
-    def prepare_data(self, idx):
-        return dict(super().prepare_data(idx), big=torch.ones(200_000))
-
-@MODELS.register_module()
-class SmallClassifier(DigitsClassifier):
-    def forward(self, inputs, labels=None, mode='tensor', big=None):
-        return super().forward(inputs, labels, mode)
-"""
-
-
-@pytest.mark.parametrize('workers', [2, 0])
-def test_batches_that_shared_memory_cannot_hold(tmp_path, workers):
-    need_namespaces()
-    (tmp_path / 'big_digits.py').write_text(BIG)
-    config = tmp_path / 'config.py'
-    config.write_text(
-        f'_base_ = [{DIGITS!r}]\n'
-        "custom_imports = dict(imports=['mmdevplug', 'big_digits'])\n"
-        "model = dict(type='SmallClassifier')\n"
-        'train_cfg = dict(max_epochs=1, val_interval=9)\n'
-        f'train_dataloader = dict(batch_size=100, num_workers={workers}, '
-        "dataset=dict(type='BigDigits'))\n"
-    )
-    done = run_in_box(tmp_path, *MAIN, 'train', config, '--work-dir', tmp_path / 'work')
-    if workers == 0:
-        assert done.returncode == 0, done.stderr
-        return
-    assert done.returncode == 1
-    assert 'Traceback' not in done.stderr
-    # PyTorch 1.10 ends its own line, of a bus error, with a byte 0.
-    printed = done.stderr.replace('\0', '').splitlines()
-    (line,) = [one for one in printed if one.startswith('mmdevplug: ')]
-    assert 'through /dev/shm, which has 64.00 MiB and no room left' in line
-    assert '--shm-size' in line
-    assert 'train_dataloader.num_workers (it is 2)' in line

@@ -46,7 +46,7 @@ def leave():
 
 def train():
     """A training of a few iterations."""
-    from tests.explanations.jobs import build
+    from tests.data.jobs import build
 
     folder = os.path.join(tempfile.gettempdir(), f'starts-{os.environ["MASTER_PORT"]}')
     build(folder, log_level='ERROR').train()

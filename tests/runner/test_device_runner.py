@@ -11,7 +11,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
 from tests.commands import python
-from tests.explanations.jobs import build
+from tests.data.jobs import build
 from tests.hooks.memory_jobs import log_of
 from tests.jobs import (
     PATHS,

@@ -3,9 +3,8 @@
 import pytest
 from mmengine.dist import dist as mmengine_dist
 
+from tests.data import jobs
 from tests.ranks import RanksFailed, run_ranks
-
-from . import jobs
 
 
 def failure(ranks, *args, **kwargs):

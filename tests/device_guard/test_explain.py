@@ -1,7 +1,6 @@
 """Tensors that nobody registered, on devices that each have words of their own for it."""
 
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from tests.columns import CUDA, NATIVE, job_of
-from tests.explanations.jobs import build
+from tests.data.jobs import build
 from tests.jobs import install_card
 from tests.ranks import run_ranks
 
@@ -66,7 +65,7 @@ NAMED = dict(
 def explain(accelerator):
     """What is said in each place, and of errors that are about something else."""
     from mmdevplug import init_device
-    from mmdevplug.explanations.mixed_devices import explain_mixed_devices
+    from mmdevplug.device_guard.explain import explain_mixed_devices
 
     install_card(accelerator)
     device = init_device('none', accelerator).device
@@ -75,7 +74,7 @@ def explain(accelerator):
 
     def say(function):
         try:
-            with explain_mixed_devices(SimpleNamespace(rank=0, model=model), 'train'):
+            with explain_mixed_devices(model, [device], 'rank 0, train'):
                 float(function().sum())
         except Exception as error:
             return type(error).__name__, str(error)
@@ -100,9 +99,7 @@ def test_the_line_and_the_tensor_are_named(accelerator):
         assert NAMED[place] in message, message
         assert f'expected on {device}' in message
         assert '\n' not in message
-        lines[place] = int(
-            re.search(r'test_mixed_devices\.py:(\d+), in (?:layer )?\(\w+\)', message)[1]
-        )
+        lines[place] = int(re.search(r'test_explain\.py:(\d+), in (?:layer )?\(\w+\)', message)[1])
     assert len(set(lines.values())) == len(PLACES)
     assert lines['closure'] < lines['init'] < lines['table'] < lines['made'] < lines['numpy']
     assert [kind for kind, _ in others] == ['RuntimeError', 'KeyError']

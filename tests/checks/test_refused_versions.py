@@ -9,9 +9,8 @@ import torch
 
 from mmdevplug.checks import versions
 from mmdevplug.checks.isolated import run_isolated
-from mmdevplug.explanations.versions import distribution, install_command
-
-from .running import config, mmdevplug, only_message
+from mmdevplug.checks.versions import distribution, install_command
+from tests.cli.running import config, mmdevplug, only_message
 
 HERE = f'torch {torch.__version__} and Python'
 NEEDS_MMDET = pytest.mark.skipif(

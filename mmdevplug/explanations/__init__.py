@@ -1,1 +1,0 @@
-"""Explain errors of PyTorch and OpenMMLab in words that say what to do."""
