@@ -52,7 +52,6 @@ PYTEST := $(PYTEST_T20) --no-loadscope-reorder
 # commands without a job, files of /proc.
 NO_TORCH := tests/deploy tests/peers \
 	$(addprefix tests/test_,configs.py docs.py install.py layout.py mim.py) \
-	tests/checkpoint/test_work_dir_lock.py \
 	$(addprefix tests/checks/test_,launch_network_limits.py report.py) \
 	$(addprefix tests/cli/test_,brief_terminal.py cli_page.py containers.py launch_fuzz.py launcher_choice.py plan.py pods.py slurm.py) \
 	$(addprefix tests/config/test_,accelerator.py model_parallel.py model_wrapper.py options_page.py) \

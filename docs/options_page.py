@@ -25,8 +25,7 @@ starts, and so is an unknown name; the message suggests the nearest.
 ## Options of `accelerator`
 
 The config key `accelerator` holds the name of an accelerator, or a dict with its `type`, arguments
-of that accelerator, and the options below. `DeviceRunner` reads the key of the config;
-`DeviceStrategy` takes the same options in `strategy`.""",
+of that accelerator, and the options below. `DeviceRunner` reads it.""",
         after='`mmdevplug check CONFIG` names wrong values before a job starts.',
         titles=('option', 'values', 'default', 'meaning'),
         dicts='### Options that are dicts',

@@ -147,6 +147,10 @@ REASONS = {
         '直接调用 `Runner.from_cfg` 的脚本忽略 `runner_type`。',
         'MMEngine 在 `Runner.from_cfg` 中读取 `runner_type`。',
     ),
+    'mmengine.runner._flexible_runner.FlexibleRunner.from_cfg': (
+        '它会忽略 `accelerator` 键，在 MMEngine 所选的设备上训练。',
+        'MMEngine 移除 `FlexibleRunner`。',
+    ),
     'sys.excepthook': (
         '因其他 rank 而停止的 rank 只打印一行，不用回溯信息淹没出错的 rank。',
         'torchrun 打印最先出错的 rank 的错误。',

@@ -11,7 +11,7 @@ from .version import __version__
 
 _MISSING = ''
 try:
-    from mmengine.registry import HOOKS, LOOPS, MODEL_WRAPPERS, OPTIM_WRAPPERS, RUNNERS, STRATEGIES
+    from mmengine.registry import HOOKS, LOOPS, MODEL_WRAPPERS, OPTIM_WRAPPERS, RUNNERS
 except ModuleNotFoundError as error:
     if error.name != 'mmengine':
         raise
@@ -30,7 +30,6 @@ else:
     register_lazily(MODEL_WRAPPERS, 'mmdevplug.gradients')
     register_lazily(HOOKS, 'mmdevplug.hooks')
     register_lazily(OPTIM_WRAPPERS, 'mmdevplug.optim')
-    register_lazily(STRATEGIES, 'mmdevplug.runner')
 
 _LAZY = {
     'ACCELERATORS': 'mmdevplug.registry',

@@ -19,7 +19,6 @@ PARTS = [
     ('HOOKS', 'DeviceHook', 'mmdevplug.hooks'),
     ('OPTIM_WRAPPERS', 'DeviceOptimWrapper', 'mmdevplug.optim'),
     ('OPTIM_WRAPPERS', 'DeviceAmpOptimWrapper', 'mmdevplug.optim'),
-    ('STRATEGIES', 'DeviceStrategy', 'mmdevplug.runner'),
 ]
 LOOK_UPS = '\n'.join(
     f'from mmengine.registry import {registry}\n'
@@ -129,10 +128,9 @@ assert RUNNERS.get('Runner') is Runner
         '',
         'import torch',
         'import mmengine.runner',
-        'import mmengine.runner, mmengine.model, mmengine.hooks, mmengine._strategy',
+        'import mmengine.runner, mmengine.model, mmengine.hooks',
         "from mmengine.registry import RUNNERS; RUNNERS.get('Runner')",
         "from mmengine.registry import HOOKS; HOOKS.get('IterTimerHook')",
-        "from mmengine.registry import STRATEGIES; STRATEGIES.get('SingleDeviceStrategy')",
         "from mmengine.registry import MODEL_WRAPPERS; MODEL_WRAPPERS.get('DataParallel')",
     ],
     ids=[
@@ -142,7 +140,6 @@ assert RUNNERS.get('Runner') is Runner
         'all-parts',
         'runners-asked',
         'hooks-asked',
-        'strategies-asked',
         'wrappers-asked',
     ],
 )
@@ -176,11 +173,10 @@ with CHILD.switch_scope_and_registry('mmother') as registry:
 def test_stock_parts_are_still_found():
     run_with_torch("""
 import mmdevplug
-from mmengine.registry import HOOKS, MODEL_WRAPPERS, RUNNERS, STRATEGIES
-import mmengine.runner, mmengine.model, mmengine.hooks, mmengine._strategy
+from mmengine.registry import HOOKS, MODEL_WRAPPERS, RUNNERS
+import mmengine.runner, mmengine.model, mmengine.hooks
 assert RUNNERS.get('Runner') is mmengine.runner.Runner
 assert HOOKS.get('CheckpointHook') is mmengine.hooks.CheckpointHook
-assert STRATEGIES.get('DDPStrategy') is mmengine._strategy.DDPStrategy
 wrapper = MODEL_WRAPPERS.get('MMDistributedDataParallel')
 assert wrapper is mmengine.model.MMDistributedDataParallel
 """)

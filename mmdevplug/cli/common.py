@@ -22,6 +22,7 @@ from mmdevplug.checks.versions import explain_import, explain_versions, folder_o
 from mmdevplug.config.accelerator import AcceleratorOptions, to_dict
 from mmdevplug.config.base_config import base_config
 from mmdevplug.config.fields import did_you_mean
+from mmdevplug.config.prepare import refuse_flexible_runner
 from mmdevplug.environments.launch_variables import (
     LAUNCHERS,
     LaunchEnv,
@@ -46,7 +47,7 @@ _get_installed_path = LocalPatch(config_module, 'get_installed_path')
 _READ_BESIDE = (
     *('accelerator', 'activation_checkpointing', 'checkpoint_classes', 'compile'),
     *('custom_imports', 'efficient_conv_bn_eval', 'find_unused_parameters', 'model_parallel'),
-    *('model_wrapper_cfg', 'runner_type', 'strategy', 'sync_bn', 'tta_model', 'tta_pipeline'),
+    *('model_wrapper_cfg', 'runner_type', 'sync_bn', 'tta_model', 'tta_pipeline'),
 )
 _MODULES = {package: module for module, package in MODULE2PACKAGE.items()}
 
@@ -131,6 +132,7 @@ def load_config(args: argparse.Namespace, import_modules: bool = True) -> Config
         cfg.work_dir = args.work_dir
     elif cfg.get('work_dir') is None:
         cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
+    refuse_flexible_runner(cfg)
     return cfg
 
 

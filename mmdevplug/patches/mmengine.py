@@ -47,7 +47,7 @@ _KNOWN = ('cpu', 'cuda')
 def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     """Patch functions of MMEngine for an accelerator that MMEngine does not know.
 
-    The runner and the strategies call it. Call it yourself before you use MMEngine without a
+    The runner calls it. Call it yourself before you use MMEngine without a
     runner, for inference for example. A second call patches for another accelerator.
 
     - ``mmengine.device.get_device`` returns its device type, so inferencers compute on it.

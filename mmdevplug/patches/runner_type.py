@@ -5,10 +5,8 @@ from typing import Any
 
 from mmengine.registry import RUNNERS
 
+from mmdevplug.config.prepare import refuse_flexible_runner
 from mmdevplug.utils.patching import patch_symbol
-
-#: Runners of ours that a config may name.
-NAMES = ('DeviceRunner', 'DeviceFlexibleRunner')
 
 _followed = False
 
@@ -20,7 +18,7 @@ def follow_runner_type() -> None:
     ``tools/test.py`` call ``Runner.from_cfg``, which ignores the key and would run on the devices
     that MMEngine knows, without a word. A process that has not imported MMEngine's runner by then
     only reads the config. Subclasses of Runner, and configs that name no runner of ours, are left
-    alone.
+    alone; FlexibleRunner refuses configs with the key ``accelerator``, which it ignores.
     """
     global _followed
     module = sys.modules.get('mmengine.runner')
@@ -31,10 +29,18 @@ def follow_runner_type() -> None:
     from_cfg = runner_class.from_cfg.__func__
 
     def build_named(cls: type, cfg: Any) -> Any:
-        named = cls is runner_class and cfg.get('runner_type') in NAMES
+        named = cls is runner_class and cfg.get('runner_type') == 'DeviceRunner'
         return RUNNERS.build(cfg) if named else from_cfg(cls, cfg)
 
     patch_symbol(runner_class, 'from_cfg', classmethod(build_named))
+    flexible = module.FlexibleRunner.from_cfg.__func__
+
+    def build_flexible(cls: type, cfg: Any) -> Any:
+        if 'accelerator' in cfg:
+            refuse_flexible_runner(dict(runner_type=cls.__name__))
+        return flexible(cls, cfg)
+
+    patch_symbol(module.FlexibleRunner, 'from_cfg', classmethod(build_flexible))
     from .mmengine import patch_device_id  # which imports all of MMEngine, as the runner has
 
     patch_device_id()  # building a runner logs, before it has patched MMEngine

@@ -1,6 +1,7 @@
 """MMEngine's Runner on any accelerator: sets up device, model wrapper, hooks and patches."""
 
 import os
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Union
 
@@ -25,7 +26,6 @@ from mmdevplug.checkpoint.reading import read_for_model
 from mmdevplug.checkpoint.refuse_resume import adapt_to_hooks
 from mmdevplug.checkpoint.resume_settings import ResumeSettings
 from mmdevplug.checkpoint.saving import collect_checkpoint
-from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.checkpoint.writing import join, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
@@ -34,7 +34,8 @@ from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
 from mmdevplug.data.padding import build_padded
 from mmdevplug.data.worker_signals import keep_workers_from_signals
-from mmdevplug.fault_tolerance.failure import fail_together
+from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.prepare import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
@@ -45,13 +46,13 @@ from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.registry import import_parts
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
+from mmdevplug.utils.progress import SilenceWatch
 from mmdevplug.utils.torch_compat import keep_from_tracing
 
 from .device_log_processor import device_log_processor
 from .explain_errors import explained
 from .global_batch import GlobalBatchKeeper
 from .init_device import init_from_options
-from .train_locked import train_locked
 
 #: Collectives, checks and copies, at which torch.compile would break its graphs. The model and the
 #: optimizer that they call are compiled all the same.
@@ -96,7 +97,6 @@ class DeviceRunner(Runner):
     ) -> None:
         import_parts()
         cfg = kwargs.get('cfg') or {}
-        check_work_dir(kwargs['work_dir'] if 'work_dir' in kwargs else args[1])
         if accelerator is None:
             accelerator = cfg.get('accelerator')
         if model_parallel is None:
@@ -396,7 +396,12 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all ranks, and their messages name it."""
-        model = train_locked(self, super().train)
+        with explained(self, 'train'), ExitStack() as held:
+            held.callback(SilenceWatch.close_all)
+            enter_phase('data preparation')
+            model = super().train()
+            wait_for_everyone('end of training')
+        enter_phase('after training')
         self._misfit = None
         return model
 

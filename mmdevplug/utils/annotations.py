@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     import mmengine.runner
     import torch
 
-AnyRunner = Union['mmengine.runner.Runner', 'mmengine.runner.FlexibleRunner']
+AnyRunner = 'mmengine.runner.Runner'
 AnyOptimWrapper = Union['mmengine.optim.OptimWrapper', 'mmengine.optim.OptimWrapperDict']
 #: None is the group of all ranks. PyTorch can be built without torch.distributed.
 AnyGroup = Optional['torch.distributed.ProcessGroup']

@@ -14,7 +14,7 @@ class Period(NamedTuple):
     ends: str
 
 
-JOB = Period('a runner or a strategy starts, or `patch_mmengine()`', '`restore_mmengine()`')
+JOB = Period('a runner starts, or `patch_mmengine()`', '`restore_mmengine()`')
 LOG_FILES = Period('a base config of ours is read, or `init_device()`', '`restore_mmengine()`')
 LAZY_MODEL = Period('a model is moved to a lazy device', '`restore_mmengine()`')
 AUTOCAST = Period(
@@ -215,6 +215,12 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         AUTOPATCH,
         'Scripts that call `Runner.from_cfg` ignore `runner_type`.',
         'MMEngine reads `runner_type` in `Runner.from_cfg`.',
+    ),
+    *_symbols(
+        'mmengine.runner._flexible_runner.FlexibleRunner: from_cfg',
+        AUTOPATCH,
+        'It would ignore the key `accelerator` and train where MMEngine does.',
+        'MMEngine has removed `FlexibleRunner`.',
     ),
     *_symbols(
         'sys: excepthook',

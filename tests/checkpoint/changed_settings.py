@@ -68,7 +68,7 @@ class Case(NamedTuple):
     stop: int = 8
 
 
-def run(work_dir, options, resume=False, stop=None, choice='checkpoint', flexible=False):
+def run(work_dir, options, resume=False, stop=None, choice='checkpoint'):
     """Train as if in a separate process; return the groups by iteration, and the warnings."""
     defaults = dict(custom_hooks=[], val_cfg=None, val_dataloader=None, val_evaluator=None)
     if options.get('validates'):
@@ -79,9 +79,6 @@ def run(work_dir, options, resume=False, stop=None, choice='checkpoint', flexibl
     cfg.update(experiment_name=f'changed_{next(_numbers)}', resume=bool(resume))
     if resume:
         cfg['load_from'] = str(resume)
-    if flexible:
-        cfg.update(strategy=dict(type='DeviceStrategy', accelerator=cfg.pop('accelerator')))
-        cfg.update(runner_type='DeviceFlexibleRunner')
     with quickly():
         runner, rates = RUNNERS.build(Config(cfg)), Rates()
         runner.register_hook(rates)

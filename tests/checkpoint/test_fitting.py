@@ -14,7 +14,6 @@ from mmdevplug.checkpoint.fit_weights import load_model
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.load_weights import load_weights
 from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
-from mmdevplug.runner import DeviceFlexibleRunner
 from tests.checkpoint.training import build, config
 from tests.ranks import run_ranks
 
@@ -224,7 +223,7 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def results_of_part(folder, flexible):
+def results_of_part(folder):
     """What is logged, line by line, when a checkpoint without a head is tested and validated."""
     runner = build(folder, **TESTED)
     weights = runner.model.state_dict()
@@ -242,13 +241,8 @@ def results_of_part(folder, flexible):
             cfg['resume'] = True
         if how == 'resume other':
             cfg['load_from'] = str(folder / 'other.pth')
-        cfg['experiment_name'] = f'{how}_{flexible}'
-        if flexible:
-            cfg = {k: v for k, v in cfg.items() if k not in ('runner_type', 'accelerator')}
-            cfg['strategy'] = dict(type='DeviceStrategy', accelerator='cpu')
-            runner = DeviceFlexibleRunner.from_cfg(cfg)
-        else:
-            runner = build(**dict(_only(cfg)))
+        cfg['experiment_name'] = how
+        runner = build(**dict(_only(cfg)))
         heard, logger = Lines(), MMLogger.get_current_instance()
         logger.addHandler(heard)
         try:
@@ -265,9 +259,8 @@ def _only(cfg):
     return {'work_dir': cfg['work_dir'], **{key: cfg[key] for key in known if key in cfg}}
 
 
-@pytest.mark.parametrize('flexible', [False, True], ids=['DeviceRunner', 'FlexibleRunner'])
-def test_what_fits_in_part_is_repeated_beside_results(tmp_path, flexible):
-    (found,) = run_ranks(results_of_part, 0, tmp_path, flexible)
+def test_what_fits_in_part_is_repeated_beside_results(tmp_path):
+    (found,) = run_ranks(results_of_part, 0, tmp_path)
     text = '1 missing in the checkpoint (net.6.bias)'
     for how in ('test', 'val'):
         saying = [line for line in found[how] if text in line]

@@ -46,18 +46,6 @@ def test_it(work_dir, path):
     build(work_dir, **cfg).test()
 
 
-def resume_with_flexible_runner(work_dir, path):
-    from mmengine.config import Config
-
-    from mmdevplug.runner import DeviceFlexibleRunner
-
-    cfg = config(work_dir)
-    for key in ('runner_type', 'accelerator', 'launcher'):
-        cfg.pop(key)
-    cfg.update(strategy=dict(type='DeviceStrategy', accelerator='cpu'), resume=True)
-    DeviceFlexibleRunner.from_cfg(Config(dict(cfg, load_from=path))).train()
-
-
 def load_as_older_pytorch(work_dir, path):
     reading._TAKES_RENAMED_CLASSES = False
     load(work_dir, path)
@@ -75,7 +63,6 @@ WAYS = [
     load,
     initialize,
     test_it,
-    resume_with_flexible_runner,
     load_as_older_pytorch,
     initialize_as_older_pytorch,
 ]

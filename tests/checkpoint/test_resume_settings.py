@@ -122,15 +122,3 @@ def test_a_finished_run_says_so_or_becomes_longer(tmp_path):
     found, said = run(tmp_path / 'longer', case.after, path)
     check(found, trained(tmp_path / 'whole', case.after), 20)
     assert len(said) == 1
-
-
-@pytest.mark.parametrize('choice', ['checkpoint', 'config'])
-def test_flexible_runner(folder, tmp_path, choice):
-    case = CASES['lr']
-    found, said = resumed(folder, tmp_path, case, choice, flexible=True)
-    config = case.before if choice == 'checkpoint' else case.after
-    check(found, trained(tmp_path / 'whole', config), case.stop)
-    assert len(said) == 1
-    assert LR in said[0]
-    with pytest.raises(CheckpointError, match='--resume-settings config'):
-        resumed(folder, tmp_path, OTHER_SCHEDULES['kind'], 'checkpoint', flexible=True)

@@ -345,32 +345,6 @@ def test_stock_mmengine_resumes_from_ours_and_we_from_its(tmp_path):
             assert found['iter'] == 52
 
 
-def flexible(work_dir, die):
-    from mmengine.config import Config
-
-    from mmdevplug.runner import DeviceFlexibleRunner
-
-    cfg = config(work_dir)
-    for key in ('runner_type', 'accelerator', 'launcher'):
-        cfg.pop(key)
-    cfg['strategy'] = dict(type='DeviceStrategy', accelerator='cpu')
-    cfg['default_hooks']['checkpoint'] = dict(type='SafeCheckpointHook', interval=1)
-    cfg['custom_hooks'] = [dict(type='DieAt', iteration=30)] if die else []
-    cfg['resume'] = not die
-    runner = DeviceFlexibleRunner.from_cfg(Config(cfg))
-    runner.train()
-    return runner.train_loop.iter
-
-
-def test_flexible_runner(tmp_path):
-    with pytest.raises(RanksFailed):
-        run_ranks(flexible, 0, tmp_path, True)
-    assert names_in(tmp_path) == ['epoch_1.pth', 'epoch_2.pth']
-    assert 'mmdevplug' in read_checkpoint(str(tmp_path / 'epoch_2.pth'))
-    assert run_ranks(flexible, 0, tmp_path, False) == [52]
-    assert not list(tmp_path.glob(f'*{writing.UNFINISHED}*'))
-
-
 class Box:
     def __init__(self):
         self.size = 3

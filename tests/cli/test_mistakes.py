@@ -12,10 +12,9 @@ from torch import nn
 
 import mmdevplug
 from mmdevplug import DeviceDistributedDataParallel
-from mmdevplug.checkpoint.work_dir_lock import check_work_dir
 from mmdevplug.checks.versions import distribution
 from mmdevplug.cli import common, main as command, test, train
-from mmdevplug.errors import CheckpointError, ModelError, PlacementError
+from mmdevplug.errors import ModelError, PlacementError
 from mmdevplug.model.move import check_materialized
 from mmdevplug.model_parallel.parse_devices import parse_devices
 from tests.cli.running import DIGITS, config, mmdevplug as in_a_process
@@ -104,29 +103,6 @@ def test_options_that_can_be_read():
     found = parser.parse_args([DIGITS, *words]).cfg_options
     assert found.pop('default_hooks.checkpoint.filename_tmpl') == 'epoch_{}.pth'
     assert found == {'a': 1, 'b': ['x', 2.5], 'c': [(1, 2), ['a', 'b']], 'd.e': False}
-
-
-@pytest.fixture
-def read_only(tmp_path):
-    """A folder on a file system that takes nothing; the superuser may write to any other."""
-    folder = tmp_path / 'read_only'
-    folder.mkdir()
-    mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', 'ro', 'none', folder])
-    if mounted.returncode:
-        pytest.skip('cannot mount')
-    yield folder
-    subprocess.run(['umount', '-l', folder], check=True)
-
-
-def test_a_work_dir_that_takes_no_files(tmp_path, read_only):
-    (tmp_path / 'file').write_text('')
-    for folder in (read_only, read_only / 'new', tmp_path / 'file', tmp_path / 'file' / 'below'):
-        with pytest.raises(CheckpointError) as caught:
-            check_work_dir(folder)
-        assert f"work_dir='{folder}' takes no files: " in str(caught.value)
-        assert 'Choose another --work-dir' in str(caught.value)
-    found = only_line(train.main, DIGITS, '--work-dir', tmp_path / 'file')
-    assert 'CheckpointError: work_dir=' in found
 
 
 # the wrapper ------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from mmengine.registry import RUNNERS
 
 from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
-from mmdevplug.runner import DeviceFlexibleRunner
 from tests.columns import CUDA, within
 from tests.jobs import (
     ROOT,
@@ -292,35 +291,6 @@ def test_all_ranks_refuse_together(tmp_path):
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'PlacementError'
         assert '3 process(es) on this host with 2 device(s) each need 6' in message
-
-
-# FlexibleRunner ----------------------------------------------------------------------------------
-
-
-def flexible(work_dir, count):
-    install_card('zeta')
-    cfg = config('classifier', 'zeta', work_dir)
-    cfg.pop('accelerator')
-    cfg.runner_type = 'DeviceFlexibleRunner'
-    cfg.custom_imports = dict(imports=['mmdevplug'])
-    cfg.strategy = dict(type='DeviceStrategy', accelerator='zeta')
-    if count > 1:
-        cfg.strategy = dict(
-            type='ModelParallelStrategy', accelerator='zeta', model_parallel=dict(devices=count)
-        )
-    cfg.env_cfg = {}
-    runner = RUNNERS.build(cfg)
-    assert isinstance(runner, DeviceFlexibleRunner)
-    runner.train()
-    devices = sorted({str(tensor.device) for tensor in runner.model.parameters()})
-    return weights_of(runner.model), devices
-
-
-def test_flexible_runner(tmp_path):
-    ((expected, _),) = run_ranks(flexible, 0, tmp_path / 'one', 1)
-    ((found, devices),) = run_ranks(flexible, 0, tmp_path / 'three', 3)
-    assert devices == ['zeta:0', 'zeta:1', 'zeta:2']
-    assert largest_difference(found, expected) <= 1e-6
 
 
 # the command line and the doctor -----------------------------------------------------------------

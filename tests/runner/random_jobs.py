@@ -28,9 +28,9 @@ class Draws(BaseDataset):
         return dict(inputs=torch.tensor([self.get_data_info(idx)['index'], *drawn]).double())
 
 
-def seeded_runner(work_dir, accelerator, seed, diff, flexible):
+def seeded_runner(work_dir, accelerator, seed, diff):
     """A runner whose data loader has workers."""
-    name = f'{seed}-{diff}-{flexible}'
+    name = f'{seed}-{diff}'
     cfg = config(os.path.join(work_dir, name), accelerator)
     cfg['experiment_name'] = name
     cfg['randomness'] = dict(seed=seed, diff_rank_seed=diff)
@@ -42,15 +42,10 @@ def seeded_runner(work_dir, accelerator, seed, diff, flexible):
     )
     cfg['train_cfg'] = dict(by_epoch=True, max_epochs=1)
     cfg['log_level'] = 'WARNING'
-    if not flexible:
-        return RUNNERS.build(Config(cfg))
-    from mmdevplug.runner import DeviceFlexibleRunner
-
-    cfg['strategy'] = dict(type='DeviceStrategy', accelerator=accelerator)
-    return DeviceFlexibleRunner.from_cfg(Config(cfg))
+    return RUNNERS.build(Config(cfg))
 
 
-def draw(work_dir, accelerator, flexible=False):
+def draw(work_dir, accelerator):
     """For each of :data:`CASES` the seed, draws of all generators, and an epoch of samples."""
     from mmdevplug.accelerators import enter_rank_device
 
@@ -64,8 +59,7 @@ def draw(work_dir, accelerator, flexible=False):
         # As in a new process: a seed that nobody gave is drawn by NumPy, which was forked, or
         # seeded by the case before.
         np.random.seed()
-        runner = seeded_runner(work_dir, accelerator, seed, diff, flexible)
-        # In FlexibleRunner the strategy seeds, as soon as it is prepared.
+        runner = seeded_runner(work_dir, accelerator, seed, diff)
         drawn = dict(
             python=random.random(),
             numpy=float(np.random.rand()),

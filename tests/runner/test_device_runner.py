@@ -1,4 +1,4 @@
-"""DeviceRunner beside MMEngine's: checkpoints, resume, autopatch, FlexibleRunner."""
+"""DeviceRunner beside MMEngine's: checkpoints, resume, autopatch."""
 
 import os
 import pickle
@@ -187,34 +187,6 @@ def autopatched(work_dir):
 
 def test_autopatch_replaces_runner_and_no_subclass(tmp_path):
     assert run_ranks(autopatched, 0, tmp_path) == [['DeviceRunner', 'OwnRunner']]
-
-
-def train_flexible(accelerator, work_dir):
-    from mmdevplug.runner import DeviceFlexibleRunner
-
-    install_card(accelerator)
-    cfg = digits_config(accelerator, work_dir, **PLAIN)
-    cfg.train_dataloader.batch_size = 64 if 'RANK' in os.environ else 128
-    cfg.strategy = dict(type='DeviceStrategy', accelerator=accelerator)
-    cfg.custom_hooks = [dict(type='DeviceHook')]
-    cfg.env_cfg = dict(dist_cfg=dict(backend='nccl'))  # as every OpenMMLab config has it
-    runner = DeviceFlexibleRunner.from_cfg(cfg)
-    runner.train()
-    model = getattr(runner.model, 'module', runner.model)
-    return type(runner.model).__name__, str(next(model.parameters()).device), weights_of(model)
-
-
-@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('zeta', 2), ('zeta', 0)])
-def test_flexible_runner(tmp_path, accelerator, ranks):
-    from tests.runner.test_digits import train_plain_digits
-
-    (expected,) = run_ranks(train_plain_digits, 0, 'cpu', tmp_path / 'expected')
-    for rank, (name, device, weights) in enumerate(
-        run_ranks(train_flexible, ranks, accelerator, tmp_path)
-    ):
-        assert name == ('DeviceDistributedDataParallel' if ranks else 'DigitsClassifier')
-        assert device == ('cpu' if accelerator == 'cpu' else f'zeta:{rank}')
-        assert largest_difference(weights, expected['weights']) <= 1e-4
 
 
 def one_log(work_dir):

@@ -26,7 +26,3 @@ def test_a_given_seed_draws_the_same_in_another_run(on_the_cpu, tmp_path):
     for one, other in zip(on_the_cpu, again):
         assert one[:2] == other[:2]
         assert one[2]['seed'] != other[2]['seed']
-
-
-def test_flexible_runner_with_device_strategy(tmp_path):
-    check(run_ranks(draw, 3, str(tmp_path), 'cpu', True))

@@ -105,7 +105,6 @@ STOCK = {
     9: _stock_9,
     10: _equals('cpu'),
     11: _stock_11,
-    12: lambda facts, name, rank: refuses_device_ids(facts),
     13: _equals('cpu'),
     14: _stock_14,
     15: _stock_15,
@@ -198,10 +197,6 @@ def _ours_11(facts, name, rank):
     raises(facts['downloaded']['said'], 'CheckpointError')
 
 
-def _ours_12(facts, name, rank):
-    assert facts == dict(device=device_of(name, rank), iterations=TRAIN_ITERATIONS // 2), facts
-
-
 def _ours_16(facts, name, rank):
     # In each of 2 epochs, 3 iterations of training and 3 of validation, and once around each.
     assert facts == 2 * 2 * (1 + 3 + 1), facts
@@ -279,7 +274,6 @@ NATIVE_STOCK = {
     7: _is_device,
     8: _is_device,
     10: _equals(NATIVE),
-    12: _is_device,
     13: _native_13,
     14: _native_14,
     15: _equals(dict(wrapper=None, context='torch.float16')),
@@ -307,7 +301,6 @@ OURS = {
     9: _ours_9,
     10: _are_device,
     11: _ours_11,
-    12: _ours_12,
     13: _are_device,
     14: _is_device,
     15: _equals(['torch.bfloat16'] * 2),

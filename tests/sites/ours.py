@@ -17,7 +17,6 @@ from mmdevplug import init_device
 from mmdevplug.accelerators import device_context
 from mmdevplug.hooks import DeviceEmptyCacheHook, DeviceProfilerHook
 from mmdevplug.model.prepare import place_model
-from mmdevplug.runner import DeviceFlexibleRunner
 from tests.columns import NATIVE_BACKENDS, backend_of
 from tests.ranks import free_port
 from tests.sites.devices import (
@@ -94,7 +93,6 @@ def facts_of_ours(name, folder, ports):
     found[9] = _weights_sent(name, runner)
     found[10], found[11]['resumed'] = _resume(name, folder)
     found[11]['loaded'] = _loaded(path)
-    found[12] = attempt(_flexible, name, folder)
     found[13] = attempt(_separate, context)
     found[14] = _preprocessors(context)
     found[15] = attempt(_mixed_precision, runner, device)
@@ -235,19 +233,6 @@ def _resume(name, folder):
 def _loaded(path):
     model = SiteNet()
     return sorted(load_checkpoint(model, path, map_location='cpu'))
-
-
-def _flexible(name, folder):
-    cfg = config(folder / 'flexible', 'flexible', launcher='pytorch', log_level='ERROR')
-    cfg.strategy = dict(
-        type='DeviceStrategy', accelerator=accelerator_config(name), sync_bn='auto'
-    )
-    cfg.env_cfg = dict()
-    cfg.custom_hooks = [dict(type='DeviceHook')]
-    cfg.train_cfg.max_epochs = 1
-    runner = DeviceFlexibleRunner.from_cfg(cfg)
-    runner.train()
-    return dict(device=str(next(runner.model.parameters()).device), iterations=runner.iter)
 
 
 def _separate(context):

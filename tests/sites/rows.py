@@ -129,14 +129,6 @@ ROWS = {
         'resumes, and runs no code from files; also in `mmengine.runner.load_checkpoint`',
         '可恢复，且不执行文件中的代码；`mmengine.runner.load_checkpoint` 也一样',
     ),
-    12: Row(
-        '_strategy/single_device.py, distributed.py',
-        'as 7 and 8, in `FlexibleRunner`',
-        '与 7、8 相同，在 `FlexibleRunner` 中',
-        '`DeviceStrategy`',
-        '`DeviceStrategy`',
-        NAMED,
-    ),
     13: Row(
         'model/wrappers/seperate_distributed.py',
         'moves each child to what `get_device` says: the CPU; on NPU it asks torch_npu for a name '

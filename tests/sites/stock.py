@@ -21,7 +21,7 @@ from mmengine.logging.logger import _get_device_id
 from mmengine.model import MMSeparateDistributedDataParallel, revert_sync_batchnorm
 from mmengine.optim import AmpOptimWrapper
 from mmengine.registry import RUNNERS
-from mmengine.runner import FlexibleRunner, Runner, autocast, load_checkpoint, set_random_seed
+from mmengine.runner import Runner, autocast, load_checkpoint, set_random_seed
 from mmengine.structures import InstanceData
 from mmengine.utils.dl_utils import collect_env
 from torch import distributed as torch_dist, nn
@@ -78,7 +78,6 @@ def facts_of_stock(name, folder, ports):
     })  # fmt: skip
     torch_dist.init_process_group(backend_of(name))
     found[8] = attempt(_runner_in_group, folder)
-    found[12] = attempt(_flexible_in_group, folder)
     found[13] = attempt(_separate, device)
     found[24] = attempt(_synchronized, device)
     end_group(ports)
@@ -269,14 +268,6 @@ def _losses_read(name, device):
 
 def _runner_in_group(folder):
     return _where(RUNNERS.build(_stock_config(folder, 'group', launcher='pytorch')))
-
-
-def _flexible_in_group(folder):
-    cfg = _stock_config(folder, 'flexible', launcher='pytorch', strategy=dict(type='DDPStrategy'))
-    cfg.env_cfg = dict()
-    runner = FlexibleRunner.from_cfg(cfg)
-    runner.train()
-    return _where(runner)
 
 
 def _separate(device):

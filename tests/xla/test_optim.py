@@ -175,27 +175,3 @@ def test_sharded_optimizer_is_refused_on_a_lazy_device(tmp_path):
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'ModelError'
         assert "optimizer=dict(type='Adam'" in message
-
-
-def train_flexible(work_dir):
-    """FlexibleRunner, whose DeviceHook hands the norms to the log."""
-    from mmengine.registry import RUNNERS
-
-    # The same schedule as the longer run has.
-    cfg = config(
-        'xla', work_dir, dict(clip_grad=dict(max_norm=0.2)), train_cfg__max_epochs=1,
-        param_scheduler__T_max=2,
-    )  # fmt: skip
-    cfg.runner_type = 'DeviceFlexibleRunner'
-    cfg.strategy = dict(type='DeviceStrategy', accelerator=cfg.pop('accelerator'))
-    cfg.env_cfg = dict()
-    runner = RUNNERS.build(cfg)
-    runner.train()
-    kind = type(runner.strategy.optim_wrapper).__name__
-    return kind, runner.message_hub.get_scalar('train/grad_norm').data[0]
-
-
-def test_flexible_runner_logs_the_norm_of_the_same_iteration(tmp_path, expected):
-    for kind, norms in run_ranks(train_flexible, 2, tmp_path, environ=dict(CPU_NUM_DEVICES='2')):
-        assert kind == 'DeviceOptimWrapper'
-        np.testing.assert_allclose(norms, expected['clip_by_norm']['norms'][:11], rtol=1e-4)

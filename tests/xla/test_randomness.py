@@ -8,7 +8,6 @@ from tests.runner.random_jobs import check, draw
 pytestmark = pytest.mark.xla
 
 
-@pytest.mark.parametrize('flexible', [False, True])
-def test_ranks_workers_and_samplers(tmp_path, flexible):
+def test_ranks_workers_and_samplers(tmp_path):
     environ = dict(CPU_NUM_DEVICES='2')
-    check(run_ranks(draw, 2, str(tmp_path), 'xla', flexible, environ=environ))
+    check(run_ranks(draw, 2, str(tmp_path), 'xla', environ=environ))
