@@ -56,9 +56,6 @@ arguments of MMEngine's and PyTorch's wrapper.""",
 `train_cfg` with `type='DynamicSamplingTrainLoop'` takes these besides the arguments of MMEngine's
 `IterBasedTrainLoop`. See [dynamic sampling](dynamic_sampling.md).""",
         },
-        strategy="""\
-`DeviceStrategy` differs in one default: `backend` is `'auto'`, because `FlexibleRunner` asks for
-nccl when a config says nothing.""",
     ),
     zh_cn=dict(
         heading='# 选项',
@@ -70,7 +67,7 @@ nccl when a config says nothing.""",
 ## `accelerator` 的选项
 
 配置键 `accelerator` 是加速器的名称，或一个字典，其中有 `type`、该加速器的参数以及下列选项。
-`DeviceRunner` 读取配置中的该键；`DeviceStrategy` 在 `strategy` 中接受相同的选项。""",
+由 `DeviceRunner` 读取。""",
         after='`mmdevplug check CONFIG` 在作业开始之前指出错误的取值。',
         titles=('选项', '取值', '默认值', '含义'),
         dicts='### 取值为字典的选项',
@@ -99,9 +96,6 @@ nccl when a config says nothing.""",
 `train_cfg` 的 `type='DynamicSamplingTrainLoop'` 时，除 MMEngine 的 `IterBasedTrainLoop`
 的参数外，还接受下列选项。见[动态采样](dynamic_sampling.md)。""",
         },
-        strategy="""\
-`DeviceStrategy` 只有一个默认值不同：`backend` 为 `'auto'`，因为配置未写明时 `FlexibleRunner`
-会要求 nccl。""",
         meanings={
             'accelerator.backend': 'torch.distributed 的后端，优先于 '
             "`env_cfg.dist_cfg.backend`。`'auto'` 仅在 `env_cfg` 的后端适合该设备时使用它。",
@@ -109,12 +103,6 @@ nccl when a config says nothing.""",
             '在其中保留编译好的图，供以后运行使用；`True` 表示位于工作目录中。',
             'accelerator.compilations': '在惰性设备上记录 `device/compiles`；'
             '编译不止时警告，并指出变化的形状。',
-            'accelerator.global_batch': '所有 rank 每次迭代的样本总数，学习率即为此而设，'
-            '不随 rank 数变化。`None`：批大小乘以 rank 数；使用 `--nnodes MIN:MAX` 时乘以 '
-            'MAX 台主机的 rank 数。',
-            'accelerator.global_batch_rule': 'rank 数乘以批大小不等于 `global_batch` 时：'
-            "`'accumulate'` 让每个 rank 按批大小分步训练其份额，其他一切不变；`'scale'` "
-            '保持批大小，并缩放学习率。',
             'accelerator.heartbeat_timeout': '心跳沉默的秒数，超过后询问该 '
             'rank，其进程不应答则视为已死：至少 6；`None` 表示 60。',
             'accelerator.hook': '`DeviceHook` 的参数，该钩子在运行前检查一切所在的设备。',

@@ -143,7 +143,6 @@ class Resumption:
         source = stateful_part(loader)
         batches = make_resumable(loader, self.runner.seed)
         skip, drop = self._batches_to_skip()
-        self._follow_batch(skip)
         if source is not None and self._mine is not None and self.saved.get('data'):
             source.load_state_dict(self.saved['data'][get_rank()])
             self._begin_at(skip)
@@ -180,17 +179,6 @@ class Resumption:
                 model, self._accelerator, saved[get_rank()]
             ):
                 self._inexact.append('the model has other buffers than the checkpoint')
-
-    def _follow_batch(self, skip: int) -> None:
-        """Count iterations, and set learning rates, for a global batch that has changed."""
-        kept = getattr(self.runner, 'global_batch', None)
-        before = (self.saved['batch_size'] or 1) * self.saved['world_size']
-        if kept is None or kept.share is None or kept.share.total == before:
-            return
-        if isinstance(self.loop, EpochBasedTrainLoop):
-            done = 0 if self._between_epochs else skip
-            self.loop._iter = self.loop.epoch * len(self.loop.dataloader) + done
-        kept.follow(before)
 
     def _resume_batches(self, batches: ResumableBatches, skip: int, drop: int) -> None:
         if self._between_epochs:

@@ -173,15 +173,14 @@ class OptimizerSettings:
                     del group[name]
                 group.update(values)
 
-    def apply(self, past: Past, length: int, moved: bool) -> None:
+    def apply(self, past: Past, length: int) -> None:
         """Set what is taken, after the saved states were loaded.
 
         Args:
             past (Past): The steps that schedules have made.
             length (int): Iterations of an epoch from now on.
-            moved (bool): Whether the past has other steps than the checkpoint's schedules.
         """
-        if not moved and 'config' not in self._taken:
+        if 'config' not in self._taken:
             return
         carries = any(map(follows_metric, self.schedulers)) and self._same
         mixed = 'checkpoint' in self._taken

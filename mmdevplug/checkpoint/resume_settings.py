@@ -46,19 +46,17 @@ class ResumeSettings:
     @classmethod
     def of_runner(cls, runner: AnyRunner) -> 'ResumeSettings':
         """Read the settings of a :class:`mmdevplug.runner.DeviceRunner`, as it has built them."""
-        loop, kept = runner.train_loop, runner.global_batch
-        scaled_by = None if kept.share is None else 'accelerator.global_batch'
-        if (runner.auto_scale_lr or {}).get('enable'):
-            scaled_by = 'auto_scale_lr'
+        loop, config = runner.train_loop, runner.scheduler_config
+        scaled = (runner.auto_scale_lr or {}).get('enable')
         by_epoch = isinstance(loop, EpochBasedTrainLoop)
         # Without schedulers the loader of a loop over iterations needs no length.
         needed = by_epoch or runner.param_schedulers
         return cls(
-            list_optimizers(runner.optim_wrapper, runner.param_schedulers, kept.schedulers),
+            list_optimizers(runner.optim_wrapper, runner.param_schedulers, config),
             Length(loop.max_epochs, loop.max_iters, len(loop.dataloader) if needed else 1),
             by_epoch,
             runner.accelerator_options.resume_settings,
-            scaled_by,
+            'auto_scale_lr' if scaled else None,
         )
 
     def compare(self, checkpoint: Mapping[str, Any], where: str, work_dir: str) -> None:
@@ -102,20 +100,11 @@ class ResumeSettings:
             "(accelerator.resume_settings='config')."
         )
 
-    def apply(self, iterations: Optional[int] = None) -> None:
-        """Set the settings that are taken, after MMEngine has loaded the checkpoint's states.
-
-        Args:
-            iterations (int, optional): How many iterations of today's length the past makes, for
-                a batch that has changed: schedules move there. Defaults to None: those of the
-                checkpoint.
-        """
-        moved = iterations is not None
-        if moved:
-            self._past = Past(self._past.epochs, iterations, self.length.epoch)
+    def apply(self) -> None:
+        """Set the settings that are taken, after MMEngine has loaded the checkpoint's states."""
         before, now = self._then.of(self.by_epoch), self.length.of(self.by_epoch)
         for one in self.optimizers:
-            one.apply(self._past, self.length.epoch, moved)
+            one.apply(self._past, self.length.epoch)
             early = one.describe_early_end(self._then, self.length)
             if early and None not in (before, now) and before < now:
                 log_warning(

@@ -79,20 +79,6 @@ class AcceleratorOptions(Options):
         accepts='bool, dict',
         read=read_dict(CompilationOptions, switch=True),
     )
-    global_batch: Optional[int] = option(
-        None,
-        'Samples of an iteration over all ranks, for which the learning rate is, whatever the '
-        'number of ranks. `None`: the batch size times the ranks; with `--nnodes MIN:MAX`, times '
-        'those of MAX hosts.',
-        check=whole(1).or_none(),
-    )
-    global_batch_rule: str = option(
-        'accumulate',
-        "Where ranks times batch size differ from `global_batch`: `'accumulate'` gives each rank "
-        'its share of the samples in steps of the batch size, and nothing else changes; '
-        "`'scale'` keeps the batch size and multiplies learning rates.",
-        check=choice('accumulate', 'scale'),
-    )
     heartbeat_timeout: Optional[Real] = option(
         None,
         'Heartbeat silence, in seconds, after which a rank is asked, and counts as dead '

@@ -183,11 +183,8 @@ class SafeCheckpointHook(CheckpointHook):
         if hasattr(runner.model, 'warm_up'):
             accelerator, devices = enter_rank_device()[0], rank_devices()
             state = random_state(accelerator, devices)
-            # A batch of several parts is trained on part by part.
-            kept = getattr(runner, 'global_batch', None)
-            batch = data_batch[0] if kept is not None and kept.splits else data_batch
             plain = [] if self._plain is None else self._plain.copy()
-            runner.model.warm_up(batch, runner.optim_wrapper)
+            runner.model.warm_up(data_batch, runner.optim_wrapper)
             PlainState.put_back(plain)
             set_random_state(state, accelerator, devices)
 

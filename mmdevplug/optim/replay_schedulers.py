@@ -3,7 +3,6 @@
 from typing import Any, Dict, List, NamedTuple, Sequence
 
 from mmdevplug.utils.annotations import AnyOptimWrapper
-from mmdevplug.utils.model import list_optim_wrappers
 
 
 class Past(NamedTuple):
@@ -15,13 +14,6 @@ class Past(NamedTuple):
     iterations: int
     #: Iterations of an epoch, when they were done.
     length: int
-
-
-def scale_lr(optim_wrapper: AnyOptimWrapper, factor: float) -> None:
-    """Multiply the learning rates of an optimizer wrapper."""
-    for wrapper in list_optim_wrappers(optim_wrapper):
-        for group in wrapper.optimizer.param_groups:
-            group['lr'] = group['lr'] * factor
 
 
 def param_groups(wrapper: AnyOptimWrapper) -> List[Dict[str, Any]]:

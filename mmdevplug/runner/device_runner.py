@@ -1,5 +1,6 @@
 """MMEngine's Runner on any accelerator: sets up device, model wrapper, hooks and patches."""
 
+import copy
 import os
 from contextlib import ExitStack
 from functools import partial
@@ -51,7 +52,6 @@ from mmdevplug.utils.torch_compat import keep_from_tracing
 
 from .device_log_processor import device_log_processor
 from .explain_errors import explained
-from .global_batch import GlobalBatchKeeper
 from .init_device import init_from_options
 
 #: Collectives, checks and copies, at which torch.compile would break its graphs. The model and the
@@ -102,7 +102,8 @@ class DeviceRunner(Runner):
         if model_parallel is None:
             model_parallel = cfg.get('model_parallel')
         self.accelerator_options = AcceleratorOptions.from_config(accelerator)
-        self.global_batch = GlobalBatchKeeper(self)
+        #: The config of the schedulers, which MMEngine replaces by what it builds.
+        self.scheduler_config: Any = None
         #: Compares the settings of a checkpoint that is resumed with those of the config.
         self.resumption: Optional[ResumeSettings] = None
         self.other_loaders = OtherLoaders()
@@ -209,8 +210,6 @@ class DeviceRunner(Runner):
         if self.cfg.get('compile'):
             keep_from_tracing(*[f'mmdevplug.{part}' for part in UNTRACED.split()])
         super()._maybe_compile(target)
-        if target == 'train_step':
-            self.global_batch.split_step()
 
     # the optimizer ------------------------------------------------------------------------------
 
@@ -234,13 +233,23 @@ class DeviceRunner(Runner):
         return built
 
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Optional[Dict] = None) -> None:
-        """Scale learning rates as MMEngine does, or else by the rule for the global batch."""
+        """Scale learning rates as MMEngine does; warn if they are for another batch and stay."""
         super().scale_lr(optim_wrapper, auto_scale_lr)
-        self.global_batch.scale_lr(optim_wrapper, auto_scale_lr or {})
+        base = (auto_scale_lr or {}).get('base_batch_size')
+        size = getattr(self.train_dataloader, 'batch_size', None)
+        if base is None or auto_scale_lr.get('enable') or size is None:
+            return
+        if size * self.world_size != base:
+            self.logger.warning(
+                f'auto_scale_lr.base_batch_size={base}, but {size * self.world_size} samples make '
+                f'a batch ({size} on each of {self.world_size} rank(s)), and the learning rate is '
+                f'not scaled: mmdevplug train CONFIG --auto-scale-lr, or auto_scale_lr.enable=True.'
+            )
 
     def build_param_scheduler(self, scheduler: object) -> Any:
         """Build schedulers; see :meth:`mmengine.runner.Runner.build_param_scheduler`."""
-        self.global_batch.note_schedulers(scheduler)
+        if self.scheduler_config is None:
+            self.scheduler_config = copy.deepcopy(scheduler)
         return super().build_param_scheduler(scheduler)
 
     # data ---------------------------------------------------------------------------------------
@@ -262,13 +271,10 @@ class DeviceRunner(Runner):
 
     def build_train_loop(self, loop: Union[BaseLoop, Dict]) -> BaseLoop:
         """Build the loop; see :meth:`mmengine.runner.Runner.build_train_loop`."""
-        if not isinstance(loop, BaseLoop):
-            self._train_dataloader = self.global_batch.adapt_loader(self._train_dataloader)
         # An iteration-based loop reads from the loader when it is built.
         make_resumable(self._train_dataloader, self.seed)
         built = super().build_train_loop(loop)
         check_batches(built)
-        self.global_batch.check_loop(built)
         return built
 
     # checkpoints --------------------------------------------------------------------------------

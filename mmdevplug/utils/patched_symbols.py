@@ -328,12 +328,12 @@ REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
         _LIFE,
     ),
     ReplacedAttribute(
-        'models on several devices, or with `global_batch`, and their parts',
+        'models on several devices, and their parts',
         (
             *('train_step', 'val_step', 'test_step', 'loss', 'loss_and_predict'),
             *('loss_and_target', 'loss_by_feat', 'predict', 'predict_by_feat'),
         ),
-        'Steps run under the guard or on parts of a batch; methods beside `forward` move their '
+        'Steps run under the guard; methods beside `forward` move their '
         'arguments to the device of the module.',
         _LIFE,
     ),
