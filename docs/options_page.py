@@ -249,7 +249,6 @@ def render(texts: Dict[str, Any]) -> List[str]:
         EXAMPLE,
         texts['after'],
         table_of(accelerator),
-        texts['strategy'],
         texts['dicts'],
         texts['dicts_intro'],
         table_of(*parts(accelerator)),

@@ -243,7 +243,7 @@ class DeviceRunner(Runner):
             self.logger.warning(
                 f'auto_scale_lr.base_batch_size={base}, but {size * self.world_size} samples make '
                 f'a batch ({size} on each of {self.world_size} rank(s)), and the learning rate is '
-                f'not scaled: mmdevplug train CONFIG --auto-scale-lr, or auto_scale_lr.enable=True.'
+                f'not scaled: train with --auto-scale-lr, or set auto_scale_lr.enable=True.'
             )
 
     def build_param_scheduler(self, scheduler: object) -> Any:

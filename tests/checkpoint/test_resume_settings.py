@@ -7,7 +7,6 @@ from tests.checkpoint.changed_settings import (
     CASES,
     LONGER,
     LONGER_AND_OTHER,
-    LR,
     OTHER_SCHEDULES,
     PLATEAU,
     Case,

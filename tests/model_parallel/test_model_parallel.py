@@ -5,7 +5,6 @@ import re
 
 import pytest
 import torch
-from mmengine.registry import RUNNERS
 
 from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
@@ -16,9 +15,8 @@ from tests.jobs import (
     largest_difference,
     load_file,
     need_mmcv_operations,
-    weights_of,
 )
-from tests.parallel_jobs import STEPS, build, config, train
+from tests.parallel_jobs import STEPS, build, train
 from tests.ranks import RanksFailed, run_ranks
 
 KINDS = ['classifier', 'llama', 'tied_llama', 'segmentor']

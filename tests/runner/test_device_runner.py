@@ -10,12 +10,16 @@ from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
+from mmdevplug.cli.common import load_config
+from mmdevplug.cli.train import build_parser
+from mmdevplug.errors import DevPlugError
 from tests.commands import python
 from tests.data.jobs import build
 from tests.hooks.memory_jobs import log_of
 from tests.jobs import (
     PATHS,
     PLAIN,
+    ROOT,
     digits_config,
     install_card,
     largest_difference,
@@ -187,6 +191,42 @@ def autopatched(work_dir):
 
 def test_autopatch_replaces_runner_and_no_subclass(tmp_path):
     assert run_ranks(autopatched, 0, tmp_path) == [['DeviceRunner', 'OwnRunner']]
+
+
+def refusals(work_dir):
+    """What is said to configs that ask for MMEngine's FlexibleRunner, from three places."""
+    from mmengine.runner import FlexibleRunner
+
+    from mmdevplug import DeviceRunner, follow_runner_type
+
+    follow_runner_type()
+    ours, stock = digits_config('cpu', work_dir, **PLAIN), digits_config('cpu', work_dir, **PLAIN)
+    ours.strategy = dict(type='DDPStrategy')
+    stock.runner_type = 'FlexibleRunner'
+    args = build_parser().parse_args(
+        [str(ROOT / 'configs/digits/digits_cpu.py'), '--cfg-options', 'runner_type=FlexibleRunner']
+    )
+    found = []
+    for start in (
+        lambda: DeviceRunner.from_cfg(ours),
+        lambda: RUNNERS.build(stock),
+        lambda: load_config(args),
+    ):
+        with pytest.raises(DevPlugError) as raised:
+            start()
+        found.append(str(raised.value))
+    plain = dict(model=dict(type='ToyModel'), work_dir=str(work_dir))
+    with pytest.raises((KeyError, TypeError)):  # not ours: it is built, without such a model
+        FlexibleRunner.from_cfg(Config(plain))
+    return found
+
+
+def test_flexible_runner_is_refused_in_one_sentence(tmp_path):
+    (found,) = run_ranks(refusals, 0, tmp_path)
+    assert "strategy={'type': 'DDPStrategy'} asks for MMEngine's FlexibleRunner" in found[0]
+    for text in found[1:]:
+        assert "runner_type='FlexibleRunner' asks for MMEngine's FlexibleRunner" in text
+    assert all("expected runner_type='DeviceRunner'" in text for text in found)
 
 
 def one_log(work_dir):
