@@ -18,9 +18,9 @@ TEXTS: Dict[str, Dict[str, Any]] = dict(
     en=dict(
         heading='# Options',
         intro="""\
-The options of `accelerator`, `model_parallel`, `model_wrapper_cfg`, `default_hooks.checkpoint`,
-and `train_cfg` of dynamic sampling. A value that an option cannot have is refused when the job
-starts, and so is an unknown name; the message suggests the nearest.
+The options of `accelerator`, `model_parallel`, `model_wrapper_cfg` and `default_hooks.checkpoint`.
+A value that an option cannot have is refused when the job starts, and so is an unknown name; the
+message suggests the nearest.
 
 ## Options of `accelerator`
 
@@ -50,18 +50,13 @@ arguments of MMEngine's and PyTorch's wrapper.""",
 `SafeCheckpointHook`, which takes the place of MMEngine's `CheckpointHook` unless
 `accelerator.safe_checkpoints=False`, takes these besides the arguments of that hook. See
 [resuming](resuming.md).""",
-            'train_cfg': """\
-## Options of dynamic sampling
-
-`train_cfg` with `type='DynamicSamplingTrainLoop'` takes these besides the arguments of MMEngine's
-`IterBasedTrainLoop`. See [dynamic sampling](dynamic_sampling.md).""",
         },
     ),
     zh_cn=dict(
         heading='# 选项',
         intro="""\
-以下配置键的选项：`accelerator`、`model_parallel`、`model_wrapper_cfg`、
-`default_hooks.checkpoint`，以及动态采样的 `train_cfg`。
+以下配置键的选项：`accelerator`、`model_parallel`、`model_wrapper_cfg` 和
+`default_hooks.checkpoint`。
 选项的取值不可能或名称未知时，作业在启动时拒绝，报错给出最接近的名称。
 
 ## `accelerator` 的选项
@@ -90,11 +85,6 @@ arguments of MMEngine's and PyTorch's wrapper.""",
 
 除非 `accelerator.safe_checkpoints=False`，`SafeCheckpointHook` 代替 MMEngine 的
 `CheckpointHook`；除该钩子的参数外，还接受下列选项。见[恢复训练](resuming.md)。""",
-            'train_cfg': """\
-## 动态采样的选项
-
-`train_cfg` 的 `type='DynamicSamplingTrainLoop'` 时，除 MMEngine 的 `IterBasedTrainLoop`
-的参数外，还接受下列选项。见[动态采样](dynamic_sampling.md)。""",
         },
         meanings={
             'accelerator.backend': 'torch.distributed 的后端，优先于 '
@@ -172,26 +162,6 @@ arguments of MMEngine's and PyTorch's wrapper.""",
             '包含恢复训练所需的内容：优化器、调度器和随机数的状态。',
             'default_hooks.checkpoint.on_error': '检查点无法写入时的做法：所有 rank 停止，'
             '或警告并在下一个检查点再试。最后一个检查点失败时总是停止。',
-            'train_cfg.target': '一个池的样本数（所有 rank 合计）：`per_group` 与 rank '
-            '数之积的倍数。',
-            'train_cfg.per_group': '一组的样本数，组不拆分。',
-            'train_cfg.max_resamples': '第一轮之后最多还有多少轮。',
-            'train_cfg.on_short': '有效的组太少时的做法：报错；采用各 rank 能平分的较小的池；'
-            '或重复有效的组。',
-            'train_cfg.generate': '模型的方法，由数据预处理器的结果生成样本列表。',
-            'train_cfg.is_valid': '模型的方法，判断一组（位于主机内存中）是否有效。',
-            'train_cfg.sampler': '`DynamicSampler` 的其他参数。',
-            'train_cfg.sampler.same_structure': '所有 rank 的样本是否必须有相同的键、dtype '
-            '与形状。',
-            'train_cfg.sampler.allow_pickle': '样本是否可以含有只能由 pickle 发送的对象。',
-            'train_cfg.sampler.timeout': '一轮中各 rank 等待最慢者的秒数；`None` '
-            '表示进程组的超时。',
-            'train_cfg.sampler.log_interval': 'rank 0 每隔多少个池记录一次；0 或 `None` '
-            '表示不记录。',
-            'train_cfg.sampler.collate': '样本如何组成一个批：`None`：一致的堆叠，其余成为列表；'
-            "`'stack'`：全部堆叠，否则报错；`'list'`：样本的列表；或一个函数。",
-            'train_cfg.sampler.progress': 'rank 0 是否显示进度条；`None` '
-            '表示标准错误输出为终端时显示。',
         },
     ),
 )
@@ -222,7 +192,6 @@ def parts(kind: Type) -> Iterator[Type]:
 def kinds() -> List[Type]:
     """The dataclass of each key."""
     from mmdevplug.config.accelerator import AcceleratorOptions
-    from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions
     from mmdevplug.config.hook_options import CheckpointOptions
     from mmdevplug.config.model_parallel import ModelParallelOptions
     from mmdevplug.config.model_wrapper import WrapperOptions
@@ -232,7 +201,6 @@ def kinds() -> List[Type]:
         ModelParallelOptions,
         WrapperOptions,
         CheckpointOptions,
-        DynamicSamplingOptions,
     ]
 
 

@@ -21,7 +21,6 @@ ROOMS = [
     'data',
     'model',
     'optim',
-    'dynamic_sampling',
     'samples',
     'patches',
     'distributed',

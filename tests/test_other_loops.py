@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.jobs import ROOT, install_card, need_card
-from tests.ranks import run_ranks
+from tests.ranks import free_port, launch_variables, run_ranks
 
 FOLDER = ROOT / 'docs' / 'examples' / 'other_loops'
 SCRIPTS = ('plain_pytorch', 'accelerate_loop', 'trl_grpo', 'peft_trainer', 'lightning_loop')
@@ -33,7 +33,7 @@ runpy.run_path('plain_pytorch.py', run_name='__main__')
 @pytest.mark.parametrize('language', ['en', 'zh_cn'])
 def test_the_page_has_the_scripts(language):
     page = (ROOT / 'docs' / language / 'other_loops.md').read_text(encoding='utf-8')
-    for name in (*SCRIPTS, 'accelerate_ranks'):
+    for name in (*SCRIPTS, 'accelerate_ranks', 'dynamic_sampling'):
         assert (FOLDER / f'{name}.py').read_text(encoding='utf-8') in page, name
 
 
@@ -168,6 +168,22 @@ def test_a_loop_needs_no_mmengine(runs):
     )
     assert done.returncode == 0, done.stderr
     assert losses(done.stdout) == losses(runs[0]['plain_pytorch'])
+
+
+@pytest.mark.parametrize('ranks', [0, 2])
+def test_all_ranks_sample_until_they_have_learnt(ranks):
+    port = str(free_port())
+    code = WITHOUT.replace('plain_pytorch.py', 'dynamic_sampling.py')
+    jobs = []
+    for rank in range(max(ranks, 1)):
+        place = launch_variables(rank, ranks, port) if ranks else {}
+        environ = {**os.environ, **place, 'PYTHONPATH': str(ROOT)}
+        command = [sys.executable, '-c', code]
+        jobs.append(subprocess.Popen(command, cwd=FOLDER, env=environ, stdout=subprocess.PIPE))
+    found = [job.communicate(timeout=200)[0].decode() for job in jobs]
+    assert [job.returncode for job in jobs] == [0] * len(jobs)
+    assert '10 of 10 right' in found[0]
+    assert len(losses(found[0])) > 10
 
 
 def test_lightning_resumes_as_if_it_had_not_stopped(tmp_path):

@@ -32,7 +32,7 @@ from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.samples import gather_samples
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.mmengine_compat import batches_dropped, iterate_forever
+from mmdevplug.utils.mmengine_compat import batches_dropped
 from mmdevplug.utils.model import unwrap_model
 
 from .other_loaders import OtherLoaders, batch_size_of
@@ -53,7 +53,6 @@ from .training_position import (
     Position,
     ReadStart,
     ResumedIterator,
-    draws_several,
     number_batches_from,
 )
 
@@ -75,10 +74,7 @@ def capture(
         at_start=None if batches is None else batches.state_at_start,
     )
     ranks = gather_json(mine) if get_world_size() > 1 else [mine]
-    sampling = data = None
-    if draws_several(loop):
-        # Samples that the samplers of all ranks have drawn and not used yet.
-        sampling = gather_samples([loop.sampler.state_dict()], device='cpu')
+    data = None
     source = stateful_part(loader)
     if source is not None:
         # A copy, because it may be written while training goes on.
@@ -97,7 +93,6 @@ def capture(
         batch_size=batch_size_of(loader),
         sampler_seed=getattr(sampler_of(loader), 'seed', None),
         ranks=ranks,
-        sampling=sampling,
         data=data,
         loaders=loader_states(runner),
         of_ranks=of_ranks,
@@ -184,9 +179,6 @@ class Resumption:
         if self._between_epochs:
             batches.epoch = self.saved['epoch'] - 1
             return
-        if draws_several(self.loop):
-            self._resume_sampling(batches, skip)
-            return
         batches.resume(
             self.saved['epoch'],
             skip,
@@ -207,30 +199,6 @@ class Resumption:
             )
         elif isinstance(self.loop, EpochBasedTrainLoop) and skip:
             number_batches_from(self.loop, skip)
-
-    def _resume_sampling(self, batches: ResumableBatches, skip: int) -> None:
-        """Go on in a loop that may draw no batch, or several, before it trains."""
-        loader, epoch = self.loop.dataloader, self.saved['epoch']
-        before: List[Dict] = []
-
-        def begin_pass() -> None:
-            before.append(random_state(self._accelerator, self._devices))
-            self._restore_start_of_epoch()
-
-        def end_of_skipping() -> None:
-            set_random_state(before.pop(), self._accelerator, self._devices)
-
-        batches.resume(epoch, skip, begin_pass, end_of_skipping)
-        # What this draws at random is forgotten when training begins.
-        data = iterate_forever(loader)
-        data._epoch = epoch
-        states = self.saved.get('sampling') or []
-        self.loop.go_on(
-            data,
-            skip + (epoch * len(loader) if epoch else 0),
-            states[get_rank() :: get_world_size()],
-            self.restore_random_state,
-        )
 
     def _batches_to_skip(self) -> Tuple[int, int]:
         """Return the batches that were trained on, of this job's size, and samples of the next."""

@@ -28,11 +28,6 @@ class ReadStart(NamedTuple):
     batch: int = 0
 
 
-def draws_several(loop: object) -> bool:
-    """Whether an iteration may draw several batches of data."""
-    return hasattr(loop, 'batches_drawn')
-
-
 def current_position(runner: AnyRunner, batch_idx: int) -> Position:
     """Where training is at the end of an iteration; ``batch_idx`` is the hook's argument."""
     loop = runner.train_loop
@@ -40,8 +35,8 @@ def current_position(runner: AnyRunner, batch_idx: int) -> Position:
     if iterator is None:
         return Position(loop.epoch, batch_idx + 1)
     # After other numbers of ranks, a pass has another number of iterations.
-    begun = ReadStart() if draws_several(loop) else getattr(iterator, 'begun', ReadStart())
-    done = loop.batches_drawn if draws_several(loop) else loop.iter + 1 - begun.iteration
+    begun = getattr(iterator, 'begun', ReadStart())
+    done = loop.iter + 1 - begun.iteration
     passes = iterator._epoch - begun.epoch
     # A sampler that never ends stays in the first pass.
     ended = passes * len(loop.dataloader) if passes else 0

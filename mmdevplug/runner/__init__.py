@@ -1,11 +1,9 @@
 """The runner, loops and `init_device`: where the pieces meet."""
 
 from .device_runner import DeviceRunner
-from .dynamic_sampling_loop import DynamicSamplingTrainLoop
 from .init_device import init_device
 
 __all__ = [
     'DeviceRunner',
-    'DynamicSamplingTrainLoop',
     'init_device',
 ]

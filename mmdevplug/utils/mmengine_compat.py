@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 
 def batches_dropped(loop: Any) -> int:
     """How many batches a resuming IterBasedTrainLoop takes from its iterator and drops.
@@ -17,13 +15,3 @@ def batches_dropped(loop: Any) -> int:
         return 0
     constants = map(str, IterBasedTrainLoop.run.__code__.co_consts)
     return loop.iter if any('Advance dataloader' in text for text in constants) else 0
-
-
-def iterate_forever(loader: DataLoader) -> Any:
-    """Start MMEngine's iterator over a loader, which OneDL's starts at the first batch."""
-    from mmengine.runner.loops import _InfiniteDataloaderIterator
-
-    data = _InfiniteDataloaderIterator(loader)
-    if data._iterator is None:
-        data._ensure_iterator()
-    return data

@@ -16,10 +16,9 @@ from mmdevplug.accelerators.backend import group_device
 from mmdevplug.checkpoint.states import gather_buffers
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.coalesced import broadcast_tensors
-from mmdevplug.dynamic_sampling import DynamicSampler
 from mmdevplug.gradients.model_signature import check_same_model
 from mmdevplug.gradients.nonfinite import FinitePolicy
-from mmdevplug.samples import balance_samples, gather_samples
+from mmdevplug.samples import DynamicSampler, balance_samples, gather_samples
 from mmdevplug.staged.shared_memory import group_by_host, host_name
 from mmdevplug.utils.pytree import tensors_in
 from mmdevplug.utils.torch_compat import view_as_dtype

@@ -15,7 +15,6 @@ from tests.parallel_jobs import train as train_spread
 from tests.ranks import run_ranks
 from tests.repos.coco import make_coco, retinanet
 from tests.repos.training import mean_losses, train_all
-from tests.runner.test_dynamic_sampling import train_sampling
 
 pytestmark = [needs_native, pytest.mark.timeout(600)]
 TABLE = 'Communication, mean of'
@@ -110,31 +109,6 @@ def test_resuming_gives_the_same_bits(tmp_path, name, ranks):
             assert largest_difference(whole[key], resumed[key]) == 0.0
         assert whole['iter'] == resumed['iter'] > 0
         assert whole['draws'] == resumed['draws']
-
-
-# dynamic sampling ----------------
-
-
-def sampling_twice(work_dir, accelerator):
-    options = dict(accelerator=accelerator)
-    whole = train_sampling(work_dir / 'whole', options)
-    half = dict(resume=True, load_from=str(work_dir / 'whole' / 'iter_8.pth'))
-    return whole, train_sampling(work_dir / 'resumed', dict(options, **half))
-
-
-@jobs([('npu', 2)], long=[('npu', 4)])
-def test_dynamic_sampling(tmp_path, name, ranks):
-    expected, _ = run_ranks(sampling_twice, ranks, tmp_path / 'cpu', 'cpu')[0]
-    for whole, resumed in run_native(name, sampling_twice, ranks, tmp_path / name, name):
-        assert whole['pools'] == expected['pools']
-        weights = [
-            {key: value for key, value in each.items() if 'running' not in key}
-            for each in (whole['weights'], expected['weights'])
-        ]
-        assert largest_difference(*weights) <= 1e-5
-        assert largest_difference(whole['weights'], resumed['weights']) == 0.0
-        assert largest_difference(whole['ema'], resumed['ema']) == 0.0
-        assert whole['pools'][8:] == resumed['pools']
 
 
 # models of other repositories ----------------

@@ -57,11 +57,11 @@ class Answers:
 
 def replay(accelerator):
     from mmdevplug.accelerators import enter_rank_device
-    from mmdevplug.dynamic_sampling import DynamicSampler, progress as telling
+    from mmdevplug.samples import DynamicSampler, sampler as module
 
     rank = start(accelerator)
     lines = []
-    telling.print_log = lambda line, *_: lines.append(line)
+    module.log = lambda line, *_: lines.append(line)
     answers = Answers(VALID[rank])
     sampler = DynamicSampler(answers.generate, answers.is_valid, TARGET, 3, PER_GROUP)
     batch = next(sampler)
@@ -152,7 +152,7 @@ def test_what_differs_in_length_is_a_list_for_each_sample(replayed):
 
 
 def sample_until_the_end(valid, options):
-    from mmdevplug.dynamic_sampling import DynamicSampler
+    from mmdevplug.samples import DynamicSampler
 
     rank = start()
     answers = Answers(valid[rank])
@@ -196,8 +196,8 @@ def test_too_few_on_two_ranks(on_short, shares):
 def sample_in_pairs():
     from torch import distributed as torch_dist
 
-    from mmdevplug.dynamic_sampling import DynamicSampler
     from mmdevplug.errors import SampleError
+    from mmdevplug.samples import DynamicSampler
 
     rank = start()
     pairs = [torch_dist.new_group([0, 2]), torch_dist.new_group([1, 3])]
@@ -221,7 +221,7 @@ def test_groups_of_ranks_have_pools_of_their_own():
 
 
 def sample_with_settings_of_each_rank():
-    from mmdevplug.dynamic_sampling import DynamicSampler
+    from mmdevplug.samples import DynamicSampler
 
     answers = Answers([2] * (start() + 2))
     next(DynamicSampler(answers.generate, answers.is_valid, 32 + 16 * answers.rank, 3, PER_GROUP))
@@ -236,13 +236,15 @@ def test_ranks_must_agree_on_what_they_want():
 
 
 def make_with_a_target_for_fewer_ranks():
-    from mmdevplug.dynamic_sampling import DynamicSampler
+    from mmdevplug.samples import DynamicSampler
 
     start()
     DynamicSampler(list, bool, 40, per_group=8)
 
 
 def test_a_target_that_ranks_cannot_share():
-    with pytest.raises(RanksFailed, match='40 is 5 group.* which 2 ranks cannot share') as raised:
+    with pytest.raises(
+        RanksFailed, match='40 samples in groups of per_group=8 cannot be shared evenly by 2 rank'
+    ) as raised:
         run_ranks(make_with_a_target_for_fewer_ranks, 2, together=True)
     assert 'a multiple of 16, such as 48' in str(raised.value)

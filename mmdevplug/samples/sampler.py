@@ -1,26 +1,61 @@
 """Draw rounds of samples on all ranks until the pool of all ranks is full."""
 
 import functools
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional
+import logging
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
-from mmengine.registry import FUNCTIONS
 
 from mmdevplug.accelerators import enter_rank_device, rank_devices
 from mmdevplug.accelerators.move_nested import to_device
-from mmdevplug.config.dynamic_sampling import DynamicSamplingOptions, SamplerOptions
-from mmdevplug.distributed.process_group import Timeout
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
-from mmdevplug.samples import balance_samples, gather_samples
-from mmdevplug.samples.decode import decode, unflatten_samples
-from mmdevplug.samples.encode import encode, flatten_samples
-from mmdevplug.samples.stacking import stack_samples
 from mmdevplug.utils.annotations import AnyGroup
+from mmdevplug.utils.logs import log
 
-from .decisions import GO_ON, SHORT, Tally, decide, offers, round_name, too_few
-from .progress import ProgressLog, SamplingReport
-from .rounds import Drawn, Rounds, draw
+from .balancing import balance_samples
+from .decode import decode, unflatten_samples
+from .encode import encode, flatten_samples
+from .gathering import gather_samples
+from .rounds import (
+    DESCRIBED,
+    GO_ON,
+    SHORT,
+    Drawn,
+    Pool,
+    Rounds,
+    Tally,
+    decide,
+    draw,
+    round_name,
+    too_few,
+)
+from .stacking import stack_samples
+
+CPU = torch.device('cpu')
+#: Pools between two that rank 0 logs.
+LOG_INTERVAL = 10
+
+
+class SamplingReport(NamedTuple):
+    """How one pool was filled; numbers are samples of all ranks unless said otherwise."""
+
+    pool: int  #: Its number, from 1.
+    target: int  #: Samples that were requested.
+    samples: int  #: What all ranks got together; below ``target`` after ``on_short='fewer'``.
+    resamples: int  #: Rounds after the first.
+    generated: int  #: What all ranks generated for it.
+    valid: int  #: Those of them that were valid.
+    reused: int  #: Valid ones that were left over from pools before.
+    surplus: int  #: Valid ones that are left for the next pool.
+    by_rank: Tuple[int, ...]  #: What each rank had to give, whether drawn for this pool or before.
+    slice: Tuple[int, int]  #: Which part of the pool this rank got, as ``[begin:end]``.
+    short: Optional[str] = None  #: ``'fewer'`` or ``'repeat'`` if there were too few.
+
+    @property
+    def kept(self) -> float:
+        """The share of what was generated that was valid; 0 if nothing was."""
+        return self.valid / self.generated if self.generated else 0.0
 
 
 class DynamicSampler:
@@ -50,19 +85,11 @@ class DynamicSampler:
             unfinished pool at the end of the data is dropped with a warning, unless it is the
             first. Defaults to ``'error'``.
         group (ProcessGroup, optional): The ranks that share a pool. Defaults to None: all ranks.
-        same_structure, allow_pickle (bool): See :func:`mmdevplug.samples.gather_samples`.
-        timeout (float or timedelta, optional): How long the ranks wait for the slowest one in a
-            round, in seconds. Defaults to None: the timeout of the process group.
-        log_interval (int, optional): Every how many pools rank 0 logs the rounds; 0 or None for
-            never. Defaults to 10.
-        progress (bool, optional): Whether rank 0 shows a progress bar. Defaults to None: if the
-            standard error is a terminal.
-        collate (str, callable or dict, optional): How a rank's samples become its batch. None:
+        collate (str or callable, optional): How a rank's samples become its batch. None:
             what is alike in all samples is stacked; what differs (tensors of several shapes, None
             in some samples) and lists without tensors, such as token ids, become lists with a
             value for each sample. ``'stack'``: see :func:`mmdevplug.samples.stack_samples`, which
-            refuses what differs. ``'list'``: the list of samples. A function, or
-            ``dict(type=NAME, ...)`` of one in MMEngine's registry ``FUNCTIONS``, gets the list of
+            refuses what differs. ``'list'``: the list of samples. A function gets the list of
             samples in host memory. What it returns is moved to this rank's device. Defaults to
             None.
 
@@ -88,32 +115,24 @@ class DynamicSampler:
         on_short: str = 'error',
         group: AnyGroup = None,
         *,
-        same_structure: bool = True,
-        allow_pickle: bool = False,
-        timeout: Timeout = None,
-        log_interval: Optional[int] = 10,
-        progress: Optional[bool] = None,
         collate: Any = None,
     ) -> None:
         for name, function in (('generate', generate), ('is_valid', is_valid)):
             if not callable(function):
                 raise SampleError(f'DynamicSampler: {name}={function!r}: expected a function.')
-        further = SamplerOptions(
-            same_structure, allow_pickle, timeout, log_interval, progress, collate
-        )
-        options = DynamicSamplingOptions(
-            target, per_group, max_resamples, on_short, sampler=further
-        )
-        self._options = options
+        if not callable(collate) and collate not in (None, 'stack', 'list'):
+            raise SampleError(
+                f"DynamicSampler: collate={collate!r}: expected None, 'stack', 'list' or a "
+                f'function.'
+            )
+        stack = functools.partial(stack_samples, device='cpu', ragged=collate is None)
+        self._collate = {None: stack, 'stack': stack, 'list': list}.get(collate, collate)
         self._generate, self._is_valid = generate, is_valid
-        self._collate = _collate_function(collate)
-        self._exchange = dict(
-            group=group, same_structure=same_structure, allow_pickle=allow_pickle, device='cpu'
-        )
+        self._exchange: Dict[str, Any] = dict(group=group, device='cpu')
         self._accelerator, self._device = enter_rank_device()
-        self._rounds = Rounds(options, group)
+        self._pool = Pool(target, per_group, max_resamples, on_short)
+        self._rounds = Rounds(self._pool, group)
         self._rank, self._world_size = self._rounds.rank, self._rounds.world_size
-        self._progress = ProgressLog(options, self._rank, self._world_size)
         self._held: List[Any] = []  # those left over first
         self._ended = self._over = False
         self._pools = 0
@@ -144,11 +163,7 @@ class DynamicSampler:
         batch = None
         if not self._over:
             with fail_together('dynamic sampling'):
-                self._progress.begin(self._pools + 1)
-                try:
-                    samples = self._next_samples()
-                finally:
-                    self._progress.end()
+                samples = self._next_samples()
                 batch = None if samples is None else self._make_batch(samples)
         if batch is None:
             self._over = True
@@ -170,8 +185,8 @@ class DynamicSampler:
     def _next_samples(self) -> Optional[List[Any]]:
         """This rank's samples of the next pool; None if there is none."""
         tally = self._fill()
-        if decide(tally, self._options) != SHORT:
-            return self._share(tally, self._options.groups)
+        if decide(tally, self._pool) != SHORT:
+            return self._share(tally, self._pool.groups)
         return self._share_too_few(tally)
 
     def _fill(self) -> Tally:
@@ -181,20 +196,21 @@ class DynamicSampler:
             nothing = Drawn([], ended=self._ended)
             tally = self._rounds.exchange(0, [old, 0], nothing, Tally.empty(self._world_size))
             tally = tally._replace(rounds=0)
-        while decide(tally, self._options) == GO_ON:
+        while decide(tally, self._pool) == GO_ON:
             number = tally.rounds
             drawn = self._draw(number)
             self._held += drawn.groups
             self._ended = drawn.ended
             tally = self._rounds.exchange(number, [old, len(self._held) - old], drawn, tally)
-            self._progress.round(tally)
+            found = tally.valid * self._pool.per_group
+            self._log(f'{round_name(number)}: {found}/{self._pool.target}')
         return tally
 
     def _draw(self, number: int) -> Drawn:
         if self._ended:
             return Drawn([], ended=True)
         enter_phase(f'generating, {round_name(number)}')
-        drawn = draw(self._generate, self._is_valid, self._options.per_group)
+        drawn = draw(self._generate, self._is_valid, self._pool.per_group)
         # A lazy device goes on from the random state of what it has recorded: without this, each
         # number of rounds would be a graph of its own, for training as well.
         self._accelerator.compilation.materialize_all(rank_devices())
@@ -203,7 +219,7 @@ class DynamicSampler:
     def _share(self, tally: Tally, count: int, short: Optional[str] = None) -> List[Any]:
         """Share a number of valid groups; the others open the next pool."""
         enter_phase('sharing samples')
-        offered = offers(tally, count)
+        offered = tally.offers(count)
         mine = offered[self._rank]
         per_rank = count // self._world_size
         shared, _ = balance_samples(self._held[:mine], per_rank, **self._exchange)
@@ -211,7 +227,7 @@ class DynamicSampler:
         return self._finish(shared, tally, tally.after(offered), short)
 
     def _share_too_few(self, tally: Tally) -> Optional[List[Any]]:
-        found, on_short, over = tally.valid, self._options.on_short, all(tally.ended)
+        found, on_short, over = tally.valid, self._pool.on_short, all(tally.ended)
         per_rank = found // self._world_size
         if over and self._pools and (found == 0 or on_short == 'error'):
             return self._give_up(found, 'the data of all ranks have ended')
@@ -220,14 +236,14 @@ class DynamicSampler:
                 return self._give_up(found, 'too few for all ranks to get one group each')
             return self._share(tally, per_rank * self._world_size, on_short)
         if on_short == 'error' or found == 0:
-            raise too_few(tally, self._options)
+            raise too_few(tally, self._pool)
         return self._repeat(tally)
 
     def _repeat(self, tally: Tally) -> List[Any]:
         """Return this rank's slice of the pool, whose groups are repeated in order."""
         enter_phase('sharing samples')
         pool = gather_samples(self._held, **self._exchange)
-        per_rank = self._options.groups // self._world_size
+        per_rank = self._pool.groups // self._world_size
         begin = self._rank * per_rank
         mine = [pool[(begin + index) % len(pool)] for index in range(per_rank)]
         self._held = []
@@ -235,19 +251,23 @@ class DynamicSampler:
 
     def _give_up(self, groups: int, why: str) -> None:
         self._held = []
-        self._progress.dropped(groups * self._options.per_group, why)
+        if groups:
+            self._log(
+                f'{why}; {groups * self._pool.per_group} valid sample(s) of an unfinished pool of '
+                f'{self._pool.target} are dropped.',
+                logging.WARNING,
+            )
 
     def _finish(
         self, groups: List[Any], tally: Tally, rest: Tally, short: Optional[str]
     ) -> List[Any]:
         """Report a pool, and return the samples of this rank's groups."""
         self._tally = rest
-        self._pools += 1
-        size = self._options.per_group
+        size = self._pool.per_group
         mine = len(groups) * size
         self.last = SamplingReport(
-            pool=self._pools,
-            target=self._options.target,
+            pool=self._pools + 1,
+            target=self._pool.target,
             samples=mine * self._world_size,
             resamples=max(0, tally.rounds - 1),
             generated=tally.generated * size,
@@ -258,8 +278,30 @@ class DynamicSampler:
             slice=(self._rank * mine, (self._rank + 1) * mine),
             short=short,
         )
-        self._progress.report(self.last)
+        self._report(self.last)
+        self._pools += 1
         return groups if size == 1 else [sample for group in groups for sample in group]
+
+    def _report(self, report: SamplingReport) -> None:
+        if report.short is not None:
+            self._log(
+                f'{sum(report.by_rank)}/{report.target} samples, too few; '
+                f'on_short={report.short!r} goes on with {report.samples}.',
+                logging.WARNING,
+            )
+        each, others = report.samples // self._world_size, self._world_size - DESCRIBED
+        shown = range(min(self._world_size, DESCRIBED))
+        slices = ' '.join(f'[{rank * each}:{(rank + 1) * each}]' for rank in shown)
+        self._log(
+            f'ranks take {slices}{f" and {others} more" if others > 0 else ""} of '
+            f'{report.samples} samples after {report.resamples} resample(s); '
+            f'{report.surplus} valid sample(s) are left for the next pool.'
+        )
+
+    def _log(self, text: str, level: int = logging.INFO) -> None:
+        """Log a line on the first rank: each warning, and the course of every tenth pool."""
+        if self._rank == 0 and (level > logging.INFO or self._pools % LOG_INTERVAL == 0):
+            log(f'Sampling, pool {self._pools + 1}: {text}', level)
 
     # resuming -----------------------------------------------------------------------------------
 
@@ -269,8 +311,7 @@ class DynamicSampler:
         Returns:
             dict: ``pools``, how many there were, and ``surplus``, a tensor of bytes.
         """
-        groups = flatten_samples(self._held, self._options.sampler.allow_pickle)
-        return dict(pools=self._pools, surplus=encode(to_device(groups, 'cpu')))
+        return dict(pools=self._pools, surplus=encode(flatten_samples(self._held)))
 
     def load_state_dict(self, *states: Dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; all ranks must do so.
@@ -279,29 +320,6 @@ class DynamicSampler:
             *states (dict): That of this rank; none or several where there were less or more ranks.
         """
         self._pools = max([0, *(state['pools'] for state in states)])
-        self._held = [group for state in states for group in self._unpack(state['surplus'])]
+        groups = [decode(state['surplus']) for state in states]
+        self._held = [group for each in groups for group in unflatten_samples(each, CPU)]
         self._tally = None
-
-    def _unpack(self, surplus: torch.Tensor) -> List[Any]:
-        allowed = self._options.sampler.allow_pickle
-        return unflatten_samples(decode(surplus), torch.device('cpu'), allowed)
-
-
-def _collate_function(collate: Any) -> Callable[[List[Any]], Any]:
-    """The function that makes a batch of samples in host memory."""
-    if collate in (None, 'stack'):
-        return functools.partial(stack_samples, device='cpu', ragged=collate is None)
-    if collate == 'list':
-        return list
-    if not isinstance(collate, Mapping):
-        return collate
-    options = dict(collate)
-    kind = options.pop('type')
-    function = FUNCTIONS.get(kind) if isinstance(kind, str) else kind
-    if not callable(function):
-        raise SampleError(
-            f'DynamicSampler.collate (train_cfg.sampler.collate) has type={kind!r}, which is no '
-            f'function in the registry FUNCTIONS of MMEngine. Register it, and name its module in '
-            f'custom_imports.'
-        )
-    return functools.partial(function, **options)

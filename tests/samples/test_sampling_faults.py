@@ -22,7 +22,7 @@ def start(timeout=60):
 
 def sample(rank, accident, where='generate', rounds=2, **options):
     """Sample; in the second round something happens to rank 1."""
-    from mmdevplug.dynamic_sampling import DynamicSampler
+    from mmdevplug.samples import DynamicSampler
 
     calls = []
 
@@ -123,10 +123,10 @@ def test_a_slow_rank_is_named_and_waited_for():
 def sample_and_stay_away():
     from mmdevplug.fault_tolerance import failure_watch
 
-    rank = start()
+    rank = start(timeout=3)
     # It cannot be ended by an exception while it hangs, so its watch ends it.
     failure_watch.STOP_SECONDS = 1.0
-    sample(rank, lambda: time.sleep(3600), timeout=3)
+    sample(rank, lambda: time.sleep(3600))
 
 
 def test_a_rank_that_hangs_is_given_up():
