@@ -11,7 +11,7 @@ from .version import __version__
 
 _MISSING = ''
 try:
-    from mmengine.registry import HOOKS, LOOPS, MODEL_WRAPPERS, OPTIM_WRAPPERS, RUNNERS
+    from mmengine.registry import HOOKS, MODEL_WRAPPERS, OPTIM_WRAPPERS, RUNNERS
 except ModuleNotFoundError as error:
     if error.name != 'mmengine':
         raise
@@ -26,7 +26,6 @@ else:
     from .registry import register_lazily
 
     register_lazily(RUNNERS, 'mmdevplug.runner')
-    register_lazily(LOOPS, 'mmdevplug.runner')
     register_lazily(MODEL_WRAPPERS, 'mmdevplug.gradients')
     register_lazily(HOOKS, 'mmdevplug.hooks')
     register_lazily(OPTIM_WRAPPERS, 'mmdevplug.optim')
