@@ -25,10 +25,19 @@ except ModuleNotFoundError as error:
 else:
     from .registry import register_lazily
 
-    register_lazily(RUNNERS, 'mmdevplug.runner')
-    register_lazily(MODEL_WRAPPERS, 'mmdevplug.gradients')
-    register_lazily(HOOKS, 'mmdevplug.hooks')
-    register_lazily(OPTIM_WRAPPERS, 'mmdevplug.optim')
+    register_lazily(RUNNERS, 'mmdevplug.runner', 'DeviceRunner')
+    register_lazily(
+        *(MODEL_WRAPPERS, 'mmdevplug.gradients', 'DeviceDistributedDataParallel'),
+        'DeviceSeparateDistributedDataParallel',
+    )
+    register_lazily(
+        *(OPTIM_WRAPPERS, 'mmdevplug.optim', 'DeviceAmpOptimWrapper', 'DeviceOptimWrapper'),
+    )
+    register_lazily(
+        *(HOOKS, 'mmdevplug.hooks', 'CommunicationHook', 'CompilationHook', 'DeviceHook'),
+        *('DeviceEmptyCacheHook', 'DeviceIterTimerHook', 'DeviceProfilerHook', 'LossCheckHook'),
+        *('MMCVOpsHook', 'MemoryHook', 'PhaseHook', 'PreemptionHook', 'SafeCheckpointHook'),
+    )
 
 _LAZY = {
     'ACCELERATORS': 'mmdevplug.registry',

@@ -1,11 +1,10 @@
 """Registries, and how the package's parts enter MMEngine's without being imported.
 
-MMEngine's registries import their ``locations`` at the first look-up. Adding ours to that list
-keeps ``import mmdevplug`` free of torch and of every vendor package.
+``import mmdevplug`` adds names alone, which keeps it free of torch and of every vendor package.
 """
 
 from importlib import import_module
-from typing import Any, List, Mapping
+from typing import Any, Mapping
 
 try:
     from mmengine.registry import Registry, build_from_cfg
@@ -27,23 +26,31 @@ ACCELERATORS = Registry(
 )
 
 
-_lazy: List[Registry] = []
+class _WithLazyNames(dict):
+    """The classes of one of MMEngine's root registries, and ours, imported when looked up.
 
-
-def register_lazily(registry: Registry, location: str) -> None:
-    """Let one of MMEngine's root registries import a module, which registers, when first used."""
-    _lazy.append(registry)
-    if registry._imported:
-        # The list of locations was read already, so torch is loaded and an import costs little.
-        import_module(location)
-    elif location not in registry._locations:
-        registry._locations.append(location)
-
-
-def import_parts() -> None:
-    """Import what was registered lazily.
-
-    Another repository's registry looks for a name in MMEngine's, but imports only its own modules.
+    Registries of model repositories read this dict of their parent's, and import nothing for it.
+    ``locations`` would not do for that; and all of MMEngine's registries without any share one
+    list, whose being empty tells MMEngine to call ``register_all_modules`` of a repository.
     """
-    for registry in _lazy:
-        registry.import_from_location()
+
+    def __init__(self, known: Mapping[str, Any], locations: Mapping[str, str]) -> None:
+        super().__init__(known)
+        self._locations = locations
+
+    def __contains__(self, name: object) -> bool:
+        known = super().__contains__
+        if not known(name) and name in self._locations:
+            import_module(self._locations[name])  # type: ignore[index]
+        return known(name)
+
+    def __missing__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise KeyError(name)
+
+
+def register_lazily(registry: Registry, location: str, *names: str) -> None:
+    """Let one of MMEngine's root registries know names that a module registers when imported."""
+    locations = dict.fromkeys(names, location)
+    registry._module_dict = _WithLazyNames(registry._module_dict, locations)

@@ -21,8 +21,9 @@ PARTS = [
     ('OPTIM_WRAPPERS', 'DeviceAmpOptimWrapper', 'mmdevplug.optim'),
 ]
 LOOK_UPS = '\n'.join(
-    f'from mmengine.registry import {registry}\n'
-    f'found = {registry}.get({name!r})\n'
+    f'from mmengine.registry import Registry, {registry}\n'
+    f'made = Registry("a", parent={registry}, scope="of {name}")\n'
+    f'found = made.get({name!r})\n'
     f'assert found is not None, {name!r}\n'
     f'from {module} import {name}\n'
     f'assert found is {name}'
@@ -182,12 +183,30 @@ assert wrapper is mmengine.model.MMDistributedDataParallel
 """)
 
 
+def test_every_registered_name_is_known_before_its_module_is_imported():
+    run_with_torch("""
+import mmdevplug.gradients, mmdevplug.hooks, mmdevplug.optim, mmdevplug.runner
+from mmengine import registry
+for name in 'HOOKS MODEL_WRAPPERS OPTIM_WRAPPERS RUNNERS'.split():
+    found = getattr(registry, name).module_dict
+    ours = {one for one, kind in found.items() if kind.__module__.startswith('mmdevplug.')}
+    assert ours and ours <= set(found._locations), (name, ours - set(found._locations))
+""")
+
+
+def test_registries_without_locations_stay_without():
+    """MMEngine then calls `register_all_modules` of their repository."""
+    run_with_torch("""
+import mmdevplug
+from mmengine.registry import MODELS, Registry
+assert Registry('model', parent=MODELS, scope='repo')._locations == []
+""")
+
+
 def test_second_import_registers_nothing_twice():
     run_with_torch(f"""
 import importlib, mmdevplug
 importlib.reload(mmdevplug)
-from mmengine.registry import RUNNERS
-assert RUNNERS._locations.count('mmdevplug.runner') == 1
 {LOOK_UPS}
 importlib.reload(mmdevplug)
 """)

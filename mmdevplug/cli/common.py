@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence
 
+from mmengine import registry
 from mmengine.config import Config, DictAction, config as config_module
 from mmengine.config.utils import MODULE2PACKAGE
 
@@ -188,7 +190,10 @@ def load_file(path: str, import_modules: bool = True) -> Config:
         with _packages_found():
             if '::' in path:
                 path, _ = Config._get_cfg_path(path, '')
-            return Config.fromfile(path, import_custom_modules=import_modules)
+            cfg = Config.fromfile(path, import_custom_modules=import_modules)
+        if import_modules and cfg.get('default_scope'):
+            _register_modules(cfg.default_scope)
+        return cfg
     except Exception as error:
         # A config runs code, which may fail in any way.
         if isinstance(error, DevPlugError) or explain_import(error):
@@ -200,6 +205,28 @@ def load_file(path: str, import_modules: bool = True) -> Config:
             f'CONFIG {named!r} cannot be read: {last.filename}:{last.lineno}: '
             f'{type(cause).__name__}: {first_line(cause)}'
         ) from error
+
+
+def _register_modules(scope: str) -> None:
+    """Register what a repository's registries do not import themselves, as its scripts do."""
+    _import_if_there(f'{scope}.registry')
+    roots = [one for one in vars(registry).values() if isinstance(one, registry.Registry)]
+    own = [each for each in (one._search_child(scope) for one in roots) if each is not None]
+    if scope == 'mmengine' or (own and all(one._locations for one in own)):
+        return
+    register = getattr(_import_if_there(f'{scope}.utils'), 'register_all_modules', None)
+    if register is not None:
+        # In place of its default, True: without changing the default scope, which the runner does.
+        register(*[False for _ in inspect.signature(register).parameters][:1])
+
+
+def _import_if_there(name: str) -> Optional[ModuleType]:
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if not f'{name}.'.startswith(f'{error.name}.'):
+            raise  # what it imports is not there
+    return None
 
 
 @contextmanager

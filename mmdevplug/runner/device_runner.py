@@ -44,7 +44,6 @@ from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
 from mmdevplug.optim.adapt_config import describe_fp16
 from mmdevplug.patches.torch_load import trust_classes
-from mmdevplug.registry import import_parts
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.progress import SilenceWatch
@@ -95,7 +94,6 @@ class DeviceRunner(Runner):
         model_parallel: Union[None, bool, Dict] = None,
         **kwargs: Any,
     ) -> None:
-        import_parts()
         cfg = kwargs.get('cfg') or {}
         if accelerator is None:
             accelerator = cfg.get('accelerator')
