@@ -4,7 +4,8 @@ import gc
 import sys
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from types import CellType
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,9 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
     """Move a module to a device, or each part to its own if the module has a plan.
 
     ``nn.Module.to`` makes new parameters where the device's tensors are of another kind (XLA), one
-    for each place that a shared parameter occurs at; here they stay shared. Data preprocessors
-    inside get the device, too. The module is changed in place and returned.
+    for each place that a shared parameter occurs at; here they stay the same objects, see
+    :func:`keep_parameters`. Data preprocessors inside get the device, too. The module is changed
+    in place and returned.
 
     Raises:
         ModelError: If something stays behind, e.g. because a submodule overrides ``_apply``.
@@ -53,10 +55,11 @@ def move_module(module: nn.Module, device: torch.device) -> nn.Module:
         set_preprocessor_devices(module, device)
         return module
     shared, plan = _shared_slots(module), plan_of(module)
-    if plan is None:
-        module.to(device)
-    else:
-        place_by_plan(module, plan)
+    with keep_parameters(module):
+        if plan is None:
+            module.to(device)
+        else:
+            place_by_plan(module, plan)
     _tie(shared)
     set_preprocessor_devices(module, device)
     left = misplaced_tensors(module, device)
@@ -132,34 +135,22 @@ def place_by_plan(model: nn.Module, plan: Any) -> None:
 
 @contextmanager
 def keep_parameters(model: nn.Module) -> Iterator[None]:
-    """Put the parameters that are replaced meanwhile back, with the values and devices of the new.
+    """Keep the parameters that are replaced meanwhile, with the values and devices of the new.
 
-    Gradients move along, and shared parameters stay shared.
-
-    Raises:
-        PlacementError: If a parameter cannot be kept and an optimizer holds it.
+    Gradients, hooks and attributes move along, and shared parameters stay shared. Where this
+    PyTorch cannot keep a parameter, what refers to it refers to the new one.
     """
-    held = [(p, n, p[n]) for p, n in _slots(model) if isinstance(p[n], nn.Parameter)]
+    slots = [(p, n) for p, n in _slots(model) if isinstance(p[n], nn.Parameter)]
+    held = [place[name] for place, name in slots]
     yield
-    taken: Dict[int, Tensor] = {}
-    for place, name, old in held:
+    kept: Dict[int, Tensor] = {}
+    for (place, name), old in zip(slots, held):
         new = place[name]
-        if id(old) not in taken and new is not old:
-            taken[id(old)] = old if _take_over(old, new) else new
-        place[name] = taken.get(id(old), old)
-    lost = {id(old): name for _, name, old in held if taken.get(id(old), old) is not old}
-    if not lost:
-        return
-    for found in gc.get_objects():
-        if issubclass(type(found), torch.optim.Optimizer):
-            groups = getattr(found, 'param_groups', [])
-            names = [lost[id(p)] for g in groups for p in g['params'] if id(p) in lost]
-            if names:
-                raise PlacementError(
-                    f'{type(found).__name__} holds {len(names)} parameter(s), e.g. {names[0]!r}, '
-                    f'that torch {torch.__version__} replaces when it moves them; expected an '
-                    f'optimizer of the moved ones. Make the optimizer after dispatch().'
-                )
+        if id(old) not in kept:
+            kept[id(old)] = old if new is old or _take_over(old, new) else new
+        place[name] = kept[id(old)]
+    lost = [old for old in held if kept[id(old)] is not old]
+    _redirect(lost, [kept[id(old)] for old in lost])
 
 
 def _take_over(old: Tensor, new: Tensor) -> bool:
@@ -170,11 +161,53 @@ def _take_over(old: Tensor, new: Tensor) -> bool:
     if type(old) is nn.Parameter and torch._has_compatible_shallow_copy_type(old, new):
         old.data, old.grad = new.data, new.grad
         return True
+    _carry_over(old, new)
     try:
         torch.utils.swap_tensors(old, new)
     except (AttributeError, RuntimeError):  # before PyTorch 2.3, or a weak reference to one
         return False
     return True
+
+
+def _carry_over(old: Tensor, new: Tensor) -> None:
+    """Give a copy of a tensor what hangs on the tensor besides its values."""
+    if type(new) is nn.Parameter and not is_lazy(old):
+        new.__class__ = type(old)
+    for name, value in vars(old).items():
+        vars(new).setdefault(name, value)
+    if new.requires_grad is not old.requires_grad:
+        new.requires_grad_(old.requires_grad)
+    for name in ('_backward_hooks', '_post_accumulate_grad_hooks'):
+        hooks = getattr(old, name, None)
+        if hooks is not None and hooks is not getattr(new, name):
+            setattr(new, name, hooks)  # autograd then calls those of this dictionary
+
+
+def _redirect(old: Sequence[object], new: Sequence[object]) -> None:
+    """Let containers, objects and closures that refer to some objects refer to others."""
+    if not old:
+        return
+    new_of, tuples = {id(each): other for each, other in zip(old, new)}, []
+    for holder in gc.get_referrers(*old):
+        if type(holder) is tuple:
+            tuples.append(holder)
+        elif isinstance(holder, list):
+            if holder is not old:
+                holder[:] = [new_of.get(id(each), each) for each in holder]
+        elif isinstance(holder, set):
+            for each in [each for each in holder if id(each) in new_of]:
+                holder.remove(each)
+                holder.add(new_of[id(each)])
+        elif isinstance(holder, CellType):
+            holder.cell_contents = new_of[id(holder.cell_contents)]
+        else:
+            place = holder if isinstance(holder, dict) else getattr(holder, '__dict__', {})
+            for key, value in list(place.items()):
+                if id(key) in new_of:
+                    place[new_of[id(key)]] = place.pop(key)
+                elif id(value) in new_of:
+                    place[key] = new_of[id(value)]
+    _redirect(tuples, [tuple(new_of.get(id(each), each) for each in held) for held in tuples])
 
 
 def _slots(module: nn.Module) -> List[Slot]:
@@ -224,23 +257,30 @@ def weights_on_host(module: nn.Module, accelerator: Accelerator) -> Iterator[Non
     numbers would differ from the CPU's. The parameters keep their identity, so optimizers that
     hold them stay valid.
     """
-    held = [(place, name, place[name]) for place, name in _slots(module)]
-    originals = {id(tensor): tensor for _, _, tensor in held}
-    on_device = [tensor for tensor in originals.values() if tensor.device.type != 'cpu']
-    fetched = accelerator.copies.to_host(on_device)
-    on_host = {
-        id(tensor): nn.Parameter(copy, tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else copy
-        for tensor, copy in zip(on_device, fetched)
-    }
-    for place, name, tensor in held:
+    slots = _slots(module)
+    held = [place[name] for place, name in slots]
+    on_device = [t for t in {id(t): t for t in held}.values() if t.device.type != 'cpu']
+    copies = accelerator.copies.to_host(on_device)
+    for index, tensor in enumerate(on_device):
+        if isinstance(tensor, nn.Parameter):
+            copies[index] = nn.Parameter(copies[index], tensor.requires_grad)
+        _carry_over(tensor, copies[index])
+    on_host = {id(tensor): copy for tensor, copy in zip(on_device, copies)}
+    for (place, name), tensor in zip(slots, held):
         place[name] = on_host.get(id(tensor), tensor)
+    counts = [sys.getrefcount(copy) for copy in copies]
     try:
         yield
-        results = {id(tensor): place[name] for place, name, tensor in held}
+        kept = [sys.getrefcount(copy) > count for copy, count in zip(copies, counts)]
+        on_host = {id(tensor): place[name] for (place, name), tensor in zip(slots, held)}
     finally:
-        for place, name, tensor in held:
+        for (place, name), tensor in zip(slots, held):
             place[name] = tensor
+    results = [on_host[id(tensor)] for tensor in on_device]
     with torch.no_grad():
-        accelerator.copies.into_device([results[id(tensor)] for tensor in on_device], on_device)
+        accelerator.copies.into_device(results, on_device)
+    for tensor, result in zip(on_device, results):
+        vars(tensor).update(vars(result))
+        _carry_over(result, tensor)
+    of_others = [i for i, result in enumerate(results) if kept[i] or result is not copies[i]]
+    _redirect([results[i] for i in of_others], [on_device[i] for i in of_others])

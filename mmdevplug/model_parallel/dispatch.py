@@ -48,9 +48,9 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
 
     Raises:
         PlacementError: If HF accelerate is missing, the plan is none or was made for another
-            model, a device is not there, a tensor did not go where it was sent, an optimizer
-            holds parameters that had to be replaced, accelerate takes a rank of a job for
-            the only process, or another rank of the host has a model on the same devices.
+            model, a device is not there, a tensor did not go where it was sent, accelerate takes
+            a rank of a job for the only process, or another rank of the host has a model on the
+            same devices.
     """
     if isinstance(model, DevicePlan):
         raise PlacementError(

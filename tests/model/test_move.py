@@ -1,5 +1,6 @@
 """Moving modules, and initializing them on the host while they are on a device."""
 
+import pytest
 import torch
 from mmengine.model import BaseDataPreprocessor, BaseModel
 from torch import nn
@@ -55,3 +56,71 @@ def test_sharing_and_preprocessors_survive():
     assert 'model.first.weight' in names
     assert 'model.data_preprocessor (data preprocessor)' in names
     assert 'model.mean' in names
+
+
+class Hooked(BaseModel):
+    """Hooks, attributes and references that a model makes when it is built and initialized."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.rnn, self.last = nn.Linear(4, 4), nn.LSTM(4, 4), nn.Linear(4, 4)
+        self.first.weight.register_hook(lambda grad: grad * 0)
+        self.first.weight.kind = 'first'
+        self.biases, self.pair = {'first': self.first.bias}, (self.first.weight, self.last.weight)
+
+    def init_weights(self):
+        nn.init.ones_(self.last.weight)
+        weight, bias = self.last.weight, self.last.bias
+        bias.requires_grad_(False)
+        weight.register_hook(lambda grad: grad * (weight > 0) * 3)
+        if hasattr(weight, 'register_post_accumulate_grad_hook'):
+            weight.register_post_accumulate_grad_hook(
+                lambda held: setattr(held, 'grad', held.grad * 2)
+            )
+        else:
+            weight.register_hook(lambda grad: grad * 2)
+        self.kinds = [self.first.weight.kind, bias]
+
+    def forward(self, inputs, mode='tensor'):
+        return self.last(self.rnn(self.first(inputs))[0]).sum()
+
+
+def gradients_of_hooked(kind, swaps=True):
+    """Build, move, initialize and run a model; return the gradients."""
+    from mmdevplug.accelerators import get_accelerator
+    from mmdevplug.model.move import move_module, weights_on_host
+
+    accelerator = install_card(kind) or get_accelerator(kind)
+    torch.manual_seed(0)
+    model, device = Hooked(), accelerator.device(0)
+    optimizer, known = torch.optim.SGD(model.parameters(), lr=1.0), list(model.parameters())
+    if not swaps and hasattr(torch.utils, 'swap_tensors'):
+        del torch.utils.swap_tensors  # as before PyTorch 2.3
+    move_module(model, device)
+    with weights_on_host(model, accelerator):
+        model.init_weights()
+    model(torch.ones(2, 1, 4).to(device)).backward()
+    held = [*known, *optimizer.param_groups[0]['params']]
+    assert [id(p) for p in held] == 2 * [id(p) for p in model.parameters()]
+    assert model.biases['first'] is model.first.bias
+    assert model.pair[0] is model.first.weight
+    assert model.pair[1] is model.last.weight
+    assert model.kinds[0] == 'first'
+    assert model.kinds[1] is model.last.bias
+    return [None if p.grad is None else p.grad.cpu().tolist() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ('kind', 'swaps'),
+    [
+        ('zeta', True),
+        ('zeta', False),
+        pytest.param('xla', True, marks=pytest.mark.xla),
+    ],
+)
+def test_hooks_attributes_and_references_survive(kind, swaps):
+    expected, found = (run_ranks(gradients_of_hooked, 0, each, swaps)[0] for each in ('cpu', kind))
+    assert set(sum(expected[0], [])) == {0.0}
+    assert expected[-1] is None
+    for one, other in zip(expected, found):
+        assert one is other is None or torch.allclose(torch.tensor(one), torch.tensor(other))

@@ -74,23 +74,24 @@ def test_an_optimizer_trains_whether_made_before_or_after(before):
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def hold_lost_parameters():
+def hold_replaced_parameters():
     install_card('zeta')
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.third.weight.register_hook(torch.zeros_like)
     made = plan(model, 'zeta:0-1', training=True, strategy='balanced')
     del torch.utils.swap_tensors  # as before PyTorch 2.3
-    with pytest.raises(PlacementError, match=r'SGD holds .*Make the optimizer after dispatch'):
-        dispatch(model, made)
-    del optimizer
-    fresh = Tied()
-    dispatch(fresh, plan(fresh, 'zeta:0-1', training=True, strategy='balanced'))
-    return fresh.first.weight is fresh.third.weight
+    dispatch(model, made)
+    model(torch.ones(1, 6)).backward()
+    held = [id(p) for p in optimizer.param_groups[0]['params']]
+    assert held == [id(p) for p in model.parameters()]
+    assert model.first.weight.grad.abs().sum() == 0 != model.own.grad.abs().sum()
+    return model.first.weight is model.third.weight
 
 
-def test_an_optimizer_of_lost_parameters_is_refused():
+def test_an_optimizer_and_hooks_follow_where_parameters_are_replaced():
     need_card()
-    assert run_ranks(hold_lost_parameters, 0) == [True]
+    assert run_ranks(hold_replaced_parameters, 0) == [True]
 
 
 @pytest.mark.parametrize('devices', ['npu:0-1', 'mtia:0-1'])

@@ -13,6 +13,7 @@ from mmengine.registry import RUNNERS
 from mmdevplug.utils.model import unwrap_model
 from tests.checkpoint import test_survival
 from tests.jobs import PATHS, PLAIN, digits_config, largest_difference, train_digits, weights_of
+from tests.model.test_move import gradients_of_hooked
 from tests.optim.scenarios import SCENARIOS, config, train as train_in_scenario
 from tests.ranks import run_ranks
 from tests.t20.conftest import FOLDER, MISSING
@@ -304,3 +305,14 @@ def import_writer():
 def test_the_tensorboard_writer_can_be_imported_with_any_setuptools():
     pytest.importorskip('tensorboard')
     assert run_ranks(import_writer, 0) == ['SummaryWriter']
+
+
+def hooked_on_card():
+    _import_card()
+    return gradients_of_hooked('gcu')
+
+
+def test_hooks_attributes_and_references_survive_a_move():
+    (expected,), (found,) = run_ranks(gradients_of_hooked, 0, 'cpu'), run_ranks(hooked_on_card, 0)
+    for one, other in zip(expected, found):
+        assert one is other is None or torch.allclose(torch.tensor(one), torch.tensor(other))
