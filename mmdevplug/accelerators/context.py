@@ -64,25 +64,36 @@ class DeviceContext:
         return f'{line}. {missing}' if missing else line
 
 
-_context: Optional[DeviceContext] = None
+class Process:
+    """What this process has set up; there is one, :data:`PROCESS`, from its import to its end."""
+
+    def __init__(self) -> None:
+        self.context: Optional[DeviceContext] = None
+        #: The :class:`mmdevplug.fault_tolerance.failure_watch.FailureWatch` of a job of ranks.
+        self.watch: Any = None
+        #: Above 0 inside parts of the program that all ranks run together, which may be nested.
+        #: Elsewhere the silence of another rank is no failure.
+        self.waiting = 0
+        self.waiting_since = 0.0  # in seconds of the monotonic clock
+
+
+PROCESS = Process()
 
 
 def device_context() -> Optional[DeviceContext]:
     """The context of this process, None before a device was chosen."""
-    return _context
+    return PROCESS.context
 
 
 def set_device_context(context: Optional[DeviceContext]) -> None:
     """Replace the context of this process."""
-    global _context
-    _context = context
+    PROCESS.context = context
 
 
 def current_accelerator() -> Accelerator:
     """The accelerator of this process, or else the one that detection finds."""
-    if _context is None:
-        return get_accelerator('auto')
-    return _context.override or _context.accelerator
+    context = PROCESS.context
+    return get_accelerator('auto') if context is None else context.override or context.accelerator
 
 
 def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, torch.device]:

@@ -21,7 +21,7 @@ from mmdevplug.accelerators import enter_rank_device
 from mmdevplug.config.hook_options import CheckpointOptions
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
-from mmdevplug.fault_tolerance.abort import before_abort
+from mmdevplug.fault_tolerance.failure import before_abort
 from mmdevplug.optim import join_consolidation
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.model import unwrap_model

@@ -2,18 +2,13 @@
 
 import os
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
-from mmdevplug.errors import AcceleratorError, DevPlugError, LaunchError
+from mmdevplug.errors import AcceleratorError, DevPlugError
 
 from .fields import Options, choice, did_you_mean, flag, option, read_dict
 from .hook_options import CompilationOptions, DeviceHookOptions, MemoryOptions
 from .pad_to import PadTo, read_pad_to
-
-#: Heartbeat silence, in seconds, after which a rank counts as dead: default and least value.
-DEFAULT_HEARTBEAT_TIMEOUT = 60.0
-LEAST_HEARTBEAT_TIMEOUT = 6.0
 
 
 def find_compilation_cache(value: object, work_dir: Optional[str] = None) -> Optional[str]:
@@ -31,22 +26,6 @@ def find_compilation_cache(value: object, work_dir: Optional[str] = None) -> Opt
 def _read_compilation_cache(value: object, key: str) -> Union[None, bool, str]:
     # The work directory is not known yet.
     return True if value is True else find_compilation_cache(value, os.curdir)
-
-
-def read_heartbeat_timeout(
-    value: Optional[Real], key: str = 'accelerator.heartbeat_timeout'
-) -> Optional[Real]:
-    """Refuse what is no number of seconds, or too small."""
-    if value is None:
-        return None
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not value >= LEAST_HEARTBEAT_TIMEOUT:
-        raise LaunchError(
-            f'accelerator.heartbeat_timeout={value!r}: expected a number of seconds, '
-            f'{LEAST_HEARTBEAT_TIMEOUT:g} or more. Remove the key for '
-            f'{DEFAULT_HEARTBEAT_TIMEOUT:g}.'
-        )
-    return value
 
 
 @dataclass(frozen=True)
@@ -78,14 +57,6 @@ class AcceleratorOptions(Options):
         'where compiling does not end.',
         accepts='bool, dict',
         read=read_dict(CompilationOptions, switch=True),
-    )
-    heartbeat_timeout: Optional[Real] = option(
-        None,
-        'Heartbeat silence, in seconds, after which a rank is asked, and counts as dead '
-        f'if its process does not answer: {LEAST_HEARTBEAT_TIMEOUT:g} or more; `None` for '
-        f'{DEFAULT_HEARTBEAT_TIMEOUT:g}.',
-        accepts='None, float',
-        read=read_heartbeat_timeout,
     )
     hook: DeviceHookOptions = option(
         {},

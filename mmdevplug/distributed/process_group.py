@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -32,11 +33,6 @@ from mmdevplug.accelerators.backend import (
 )
 from mmdevplug.accelerators.compilation_cache import start_compilation_cache
 from mmdevplug.accelerators.detection import AcceleratorConfig, Choice
-from mmdevplug.config.accelerator import (
-    DEFAULT_HEARTBEAT_TIMEOUT,
-    LEAST_HEARTBEAT_TIMEOUT,
-    read_heartbeat_timeout,
-)
 from mmdevplug.environments.launch_variables import (
     LaunchEnv,
     read_launch_env,
@@ -50,8 +46,10 @@ from mmdevplug.environments.stale import (
     unset_line,
 )
 from mmdevplug.errors import LaunchError, first_line
+from mmdevplug.fault_tolerance.abort import say
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase, watch_for_failures
-from mmdevplug.fault_tolerance.long_waits import reported_wait
+from mmdevplug.fault_tolerance.failure_watch import REPORT_SECONDS
+from mmdevplug.fault_tolerance.heartbeat import COMPILING_SECONDS
 from mmdevplug.fault_tolerance.store_barrier import (
     LEAVE_SECONDS,
     next_meeting,
@@ -74,7 +72,6 @@ def start_distributed(
     timeout: Optional[Real] = None,
     port: Optional[int] = None,
     init_backend: str = 'torch',
-    heartbeat_timeout: Optional[Real] = None,
     compilation_cache: Optional[str] = None,
     choose_devices: Optional[ChooseDevices] = None,
     **kwargs: object,
@@ -95,8 +92,6 @@ def start_distributed(
         timeout (int or float, optional): In seconds, as in MMEngine. Defaults to None: 1800.
         port (int, optional): The port of rank 0. Defaults to None: ``MASTER_PORT``.
         init_backend (str): ``'torch'``, or ``'deepspeed'``, which uses the same process group.
-        heartbeat_timeout (int or float, optional): Heartbeat silence, in seconds, after which a
-            rank counts as dead and the others end, at most ``timeout``. Defaults to None: 60.
         compilation_cache (str, optional): A folder in which each rank keeps the graphs that it
             compiles. Defaults to None: they are not kept.
         choose_devices (callable, optional): Takes the accelerator and a :class:`LaunchEnv`,
@@ -109,8 +104,6 @@ def start_distributed(
         RankFailedError: If another rank failed.
     """
     wait = to_timeout(timeout)
-    silence = read_heartbeat_timeout(heartbeat_timeout) or DEFAULT_HEARTBEAT_TIMEOUT
-    silence = max(LEAST_HEARTBEAT_TIMEOUT, min(float(silence), wait.total_seconds()))
     if init_backend not in ('torch', 'deepspeed'):
         raise LaunchError(
             f"env_cfg.dist_cfg.init_backend={init_backend!r}: expected 'torch' or 'deepspeed'. "
@@ -122,11 +115,14 @@ def start_distributed(
     if launcher == 'none':
         _refuse_to_train_alone(exists)
     elif not exists:
-        store = _join_job(env, wait, silence, kwargs)
+        store = _join_job(env, wait, kwargs)
     prepare = partial(_prepare_devices, accelerator, env, compilation_cache, choose_devices)
     # Without a launcher the variables stay as they are, but no vendor's package must read them.
     with stale_variables_hidden('none') if launcher == 'none' else nullcontext():
         choice, devices, unsupported = run_on_every_rank(store, env, 'device check', prepare, wait)
+    watch = current_watch()
+    if watch is not None and choice.accelerator.compilation.lazy:
+        watch.heartbeat.patience = COMPILING_SECONDS
     name = None
     if launcher != 'none' and exists:
         name = _check_group(choice.accelerator)
@@ -163,14 +159,14 @@ def _refuse_to_train_alone(exists: bool) -> None:
         )
 
 
-def _join_job(env: LaunchEnv, wait: timedelta, silence: float, options: Dict[str, Any]) -> Any:
+def _join_job(env: LaunchEnv, wait: timedelta, options: Dict[str, Any]) -> Any:
     """Connect to the store of the job, and watch for failures of the other ranks."""
     _refuse_meeting_places(options)
     env.export()
     enter_phase('set-up')
     store, prefix = _rendezvous(env, wait)
     if env.world_size > 1:
-        watch_for_failures(store, prefix, env, silence, wait)
+        watch_for_failures(store, prefix, env, wait)
     return store
 
 
@@ -312,10 +308,7 @@ def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Tuple[Any, str]:
     if env.rank == 0 and env.single_host and is_loopback(env.master_addr) and not by_agent:
         held = loopback_store(env.master_port, env.master_addr, timeout)
     try:
-        holder = 'torchrun' if by_agent else 'rank 0'
-        place = f'{env.master_addr}:{env.master_port}'
-        with reported_wait(f'{env.describe()}, which needs the store of {holder} at {place},'):
-            store = _connect(env, timeout, holds=env.rank == 0 and not by_agent)
+        store = _connect(env, timeout, holds=env.rank == 0 and not by_agent)
         # torchrun's store outlives its workers: keys of an earlier start must not be read. It
         # does not count a restart after hosts have joined or left.
         attempt = f'mmdevplug/attempt/{restart_count()}/{env.world_size}'
@@ -339,10 +332,23 @@ def _connect(env: LaunchEnv, timeout: timedelta, holds: bool) -> Any:
 
     But without waiting for the other ranks: who is missing at the first meeting is named there.
     """
-    options: Any = dict(timeout=timeout, wait_for_workers=False, multi_tenant=holds)
+    options: Any = dict(wait_for_workers=False, multi_tenant=holds)
     if os.environ.get('USE_LIBUV') == '0' and 'use_libuv' in torch_dist.TCPStore.__init__.__doc__:
         options['use_libuv'] = False
-    return torch_dist.TCPStore(env.master_addr, env.master_port, env.world_size, holds, **options)
+    place, began = (env.master_addr, env.master_port), time.monotonic()
+    while True:
+        waited = time.monotonic() - began
+        seconds = min(REPORT_SECONDS, timeout.total_seconds() - waited)
+        try:
+            # Once a minute anew, or nobody says so when the host of the store is late.
+            return torch_dist.TCPStore(
+                *place, env.world_size, holds, timedelta(seconds=seconds), **options
+            )
+        except (RuntimeError, ValueError):
+            now = time.monotonic() - began
+            if now - waited < 0.9 * seconds or now >= timeout.total_seconds() - 1:
+                raise
+            say(f'{env.describe()} has waited {now:.0f} s for the store at {place[0]}:{place[1]}.')
 
 
 def _use_loopback(env: LaunchEnv, backend: str) -> None:

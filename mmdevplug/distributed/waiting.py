@@ -11,13 +11,13 @@ from mmdevplug.accelerators.context import group_env
 from mmdevplug.distributed.process_group import Timeout, to_timeout
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import RankFailedError
-from mmdevplug.fault_tolerance import failure
+from mmdevplug.fault_tolerance.failure import current_job
 from mmdevplug.fault_tolerance.store_barrier import (
-    Wait,
     in_store,
     leave_together,
     meet,
     next_meeting,
+    wait_for_counter,
 )
 from mmdevplug.utils.torch_compat import get_text, set_text
 
@@ -27,8 +27,7 @@ def wait_for_everyone(
 ) -> None:
     """Wait until every rank has come here; does nothing in a single process.
 
-    It is no collective: it uses the store. Every few seconds the lowest waiting rank names the
-    missing ranks and their last known phases.
+    It is no collective: it uses the store. Once a minute one rank says where each rank is.
 
     Args:
         phase (str): What is being done, for messages; the same on all ranks.
@@ -94,7 +93,7 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
             store.add(f'{prefix}/done', 1)
         return result
     with in_store(env, phase):
-        Wait(store, env, prefix, phase, [0]).until(f'{prefix}/done', 1, _limit(timeout))
+        wait_for_counter(store, env, f'{prefix}/done', 1, phase, _limit(timeout), ranks=[0])
         found = json.loads(get_text(store, f'{prefix}/result'))
     if 'error' not in found:
         return found['result']
@@ -143,7 +142,7 @@ def decide_together(
 
 def _job() -> Optional[Tuple[Any, LaunchEnv]]:
     """The store and how this process was started, None in a single process."""
-    found = failure.current_job()
+    found = current_job()
     if found is not None:
         return found
     if not (torch_dist.is_available() and torch_dist.is_initialized()):

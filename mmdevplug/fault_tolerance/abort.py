@@ -7,20 +7,18 @@ import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any, Callable, List, Optional, Type
+from typing import Any, Callable, Optional, Sequence, Type
 
 from mmdevplug.errors import RankFailedError, first_line
 from mmdevplug.utils.atomic_files import write_text
 from mmdevplug.utils.logs import current_logger
 from mmdevplug.utils.patching import patch_symbol
 
-#: How long the functions of `before_abort` may take together.
+#: How long the functions that are called before an abort may take together.
 ABORT_SECONDS = 10.0
 
 #: How a message begins about a rank whose process has ended without a word.
 GONE = 'the process is gone and left no message'
-
-_before_abort: List[Callable[[], Any]] = []
 
 
 def shorten_tracebacks() -> None:
@@ -73,33 +71,28 @@ def _note_path() -> Optional[str]:
     return os.environ.get('TORCHELASTIC_ERROR_FILE')
 
 
-def before_abort(callback: Callable[[], Any]) -> None:
-    """Register a function to be called before a hanging process is ended.
+def abort(message: str, callbacks: Sequence[Callable[[], Any]] = ()) -> None:
+    """End this process, even if its main thread hangs, with a message in the log.
 
-    It is called from another thread than the main one, which may hang anywhere. All of these
-    functions together have a few seconds.
+    ``callbacks`` are called before, from another thread than the main one, which may hang
+    anywhere. All of them together have a few seconds.
     """
-    _before_abort.append(callback)
-
-
-def abort(message: str) -> None:
-    """End this process, even if its main thread hangs, with a message in the log."""
     say(f'RankFailedError: {message}', logging.ERROR)
     note_for_agent(RankFailedError(message))
-    ending = threading.Thread(target=_run_callbacks, name='mmdevplug-abort', daemon=True)
+
+    def run() -> None:
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception as error:
+                print(f'mmdevplug: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
+        logging.shutdown()
+
+    ending = threading.Thread(target=run, name='mmdevplug-abort', daemon=True)
     ending.start()
     ending.join(ABORT_SECONDS)
     # A collective that hangs in the driver or in the kernel cannot be cancelled.
     os._exit(1)
-
-
-def _run_callbacks() -> None:
-    for callback in _before_abort:
-        try:
-            callback()
-        except Exception as error:
-            print(f'mmdevplug: {type(error).__name__}: {error}', file=sys.stderr, flush=True)
-    logging.shutdown()
 
 
 def say(text: str, level: int = logging.WARNING) -> None:

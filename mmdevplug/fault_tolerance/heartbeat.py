@@ -7,22 +7,27 @@ message names the rank.
 import json
 import os
 import socket
+import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from torch import distributed as torch_dist
 
-from mmdevplug.config.accelerator import LEAST_HEARTBEAT_TIMEOUT
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.utils.torch_compat import get_text, set_text
 
-from .code_location import locate_thread
+from .stack_place import describe_stack
 
-BEAT_SECONDS = LEAST_HEARTBEAT_TIMEOUT / 3
+BEAT_SECONDS = 2.0
 #: Heartbeat silence, in seconds, after which a rank counts as dead if a connection was lost too.
 SILENT_SECONDS = 2.5 * BEAT_SECONDS
+#: And by itself, if nobody can look at its process: it is on another host.
+LOST_SECONDS = 60.0
+#: The same on a lazy device, whose compiler may hold the interpreter's lock for minutes.
+COMPILING_SECONDS = 600.0
 #: After this long in a phase, in seconds, a beat says which collective and layer a rank is in.
 DETAILED_SECONDS = 2.0 * BEAT_SECONDS
 #: How many ranks one message describes.
@@ -30,16 +35,15 @@ DESCRIBED = 8
 
 #: States of a rank.
 RUNNING, LOST, FAILED, ENDED = 'running', 'lost', 'failed', 'ended'
-#: The state of a process that SIGSTOP or a terminal has stopped.
-STOPPED = 'T'
+#: The state of a process that SIGSTOP or a terminal has stopped, and of those that have ended.
+STOPPED, GONE_STATES = 'T', ('Z', 'X', '-')
 
 
 class Phase(NamedTuple):
-    """What a rank does."""
+    """What a rank does, since a time in seconds of the monotonic clock."""
 
     text: str
-    progress: int  # how many phases this rank has entered
-    began: float  # in seconds of the monotonic clock
+    began: float
 
 
 class Beat(NamedTuple):
@@ -48,12 +52,12 @@ class Beat(NamedTuple):
     count: int  # number of beats, this one included
     state: str  # RUNNING, LOST, FAILED or ENDED
     phase: str
-    progress: int
     seconds: float  # since the phase began
     host: str
     pid: int
     process_table: str  # what `pid` is a number of
     at: str  # where the main thread is, or was when it lost a connection
+    patience: float  # how long the rank may be silent
 
 
 class Seen(NamedTuple):
@@ -86,43 +90,35 @@ class Heartbeat:
         self._store, self._env, self._clock = store, env, clock
         self.state = RUNNING
         self.lost_at = ''  # where the main thread lost a connection, if it did
-        self._count = 0
-        self._phase = Phase('set-up', 0, time.monotonic())
+        self.patience = LOST_SECONDS
+        self.phase = Phase('set-up', time.monotonic())
         self._published: Optional[Phase] = None
+        self._count = 0
         self.host, self._process_table = socket.gethostname(), _process_table()
         self.seen: Dict[int, Seen] = {}
         self._present = {env.rank}
 
     def enter_phase(self, text: str) -> None:
         """Set what this rank does now."""
-        self._phase = Phase(text, self._phase.progress + 1, time.monotonic())
-
-    @property
-    def phase(self) -> str:
-        """What this rank does now."""
-        return self._phase.text
-
-    @property
-    def phase_began(self) -> float:
-        """When this rank entered its phase, in seconds of the monotonic clock."""
-        return self._phase.began
+        self.phase = Phase(text, time.monotonic())
 
     def publish(self) -> None:
         """Write this rank's beat."""
         self._count += 1
-        phase = self._published = self._phase
+        phase = self._published = self.phase
         seconds = time.monotonic() - phase.began
-        in_detail = seconds >= DETAILED_SECONDS
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = list(traceback.walk_stack(main)) if main is not None else []
         beat = Beat(
             self._count,
             self.state,
             phase.text,
-            phase.progress,
             round(seconds, 1),
             self.host,
             os.getpid(),
             self._process_table,
-            self.lost_at or locate_thread(threading.main_thread().ident, in_detail),
+            self.lost_at or describe_stack(stack, seconds >= DETAILED_SECONDS),
+            self.patience,
         )
         set_text(self._store, f'beat/{self._env.rank}', json.dumps(beat))
         if self._count == 1:
@@ -130,7 +126,7 @@ class Heartbeat:
 
     def is_outdated(self) -> bool:
         """Whether this rank has entered a phase since it was last published."""
-        return self._published is not self._phase
+        return self._published is not self.phase
 
     def read(self, rank: int) -> Optional[Seen]:
         """Read a rank's newest beat, None if there is none yet."""
@@ -150,21 +146,17 @@ class Heartbeat:
         found = self.seen.get(rank)
         return 0.0 if found is None else self._clock.now - found.since
 
-    def note_answer(self, rank: int) -> None:
-        """Count an answer of a rank that was read as a beat."""
-        self.seen[rank] = Seen(self.seen[rank].beat, self._clock.now)
-
-    def state_of(self, rank: int) -> str:
-        """The state that a rank had when it was last seen, '' if it never was."""
-        seen = self.seen.get(rank)
-        return '' if seen is None else seen.beat.state
-
     def find_dead(self, ranks: Iterable[int]) -> List[int]:
         """The ranks whose processes were on this host and have ended without a message."""
         for rank in ranks:
             self.read(rank)
-        running = [rank for rank in ranks if self.state_of(rank) == RUNNING]
-        return [rank for rank in running if self.process_state(rank) in tuple('ZX-')]
+        ended = [rank for rank in ranks if self.process_state(rank) in GONE_STATES]
+        # Their last beat: a process that ends in order says so before.
+        return [rank for rank in ended if self._read_state(rank) == RUNNING]
+
+    def _read_state(self, rank: int) -> str:
+        seen = self.read(rank)
+        return '' if seen is None else seen.beat.state
 
     def process_state(self, rank: int) -> str:
         """The state of a rank's process, as in ``/proc``; '' if it is on another host."""
@@ -174,22 +166,25 @@ class Heartbeat:
         return _process_state(found.beat.pid)
 
     def describe(self, rank: int) -> str:
-        """Name a rank, its host and its phase as last seen."""
-        name = f'rank {rank} of {self._env.world_size}'
-        found = self.seen.get(rank)
+        """Name a rank, its host and what it does, as last seen."""
+        name, found = f'rank {rank} of {self._env.world_size}', self.seen.get(rank)
         if found is None:
             return f'{name} (which has not started)'
+        return f'{name} on host {found.beat.host} (pid {found.beat.pid}), {self._doing(rank)}'
+
+    def _doing(self, rank: int) -> str:
+        found = self.seen.get(rank)
+        if found is None:
+            return 'not started'
         beat, silence = found.beat, self.silence(rank)
-        text = f'{name} on host {beat.host} (pid {beat.pid}), in {beat.phase!r}'
-        if beat.seconds >= 1:
-            text += f' for {beat.seconds:.0f} s'
+        text = f'in {beat.phase!r}'
         if beat.at and beat.state in (RUNNING, LOST):
             text += f' at {beat.at}'
         if beat.state == ENDED:
-            text += ', which has ended'
-        elif self.process_state(rank) == STOPPED:
-            text += f', whose process is stopped, last seen {silence:.0f} s ago'
-        elif silence >= SILENT_SECONDS:
+            return f'{text}, ended'
+        if self.process_state(rank) == STOPPED:
+            text += ', its process is stopped'
+        if rank != self._env.rank and silence >= SILENT_SECONDS:
             text += f', last seen {silence:.0f} s ago'
         return text
 
@@ -200,18 +195,12 @@ class Heartbeat:
         return list_ranks([self.describe(rank) for rank in ranks[:DESCRIBED]], len(ranks))
 
     def places(self, ranks: Iterable[int]) -> List[Tuple[List[int], str]]:
-        """Read the beats of ranks, and group those that are in the same place."""
+        """Read the beats of ranks, and group those that do the same in the same place."""
         found: Dict[str, List[int]] = {}
         for rank in ranks:
-            seen = self.read(rank)
-            place = 'not started'
-            if seen is not None:
-                phase, at, state = seen.beat.phase, seen.beat.at, seen.beat.state
-                place = f'in {phase!r}' + (f' at {at}' if at and state in (RUNNING, LOST) else '')
-                place += ', ended' if state == ENDED else ''
-                place += ', stopped' if self.process_state(rank) == STOPPED else ''
-            found.setdefault(place, []).append(rank)
-        return [(members, place) for place, members in found.items()]
+            self.read(rank)
+            found.setdefault(self._doing(rank), []).append(rank)
+        return [(members, doing) for doing, members in found.items()]
 
 
 def describe_places(places: List[Tuple[List[int], str]]) -> str:

@@ -5,24 +5,27 @@ import logging
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Tuple, TypeVar
+from typing import Any, Callable, Iterable, Iterator, Optional, Tuple, TypeVar
 
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators.backend import network_hint
 from mmdevplug.environments.launch_variables import LaunchEnv
-from mmdevplug.errors import DevPlugError, RankFailedError
+from mmdevplug.errors import DevPlugError, RankFailedError, first_line
 from mmdevplug.utils.torch_compat import get_text, set_text
 
-from . import abort, failure
-from .answer_port import GONE
-from .long_waits import REPORT_SECONDS
+from .failure import (
+    current_phase,
+    current_watch,
+    enter_phase,
+    peers_must_answer,
+    raise_if_another_failed,
+)
 
-#: After how many seconds a message names the ranks that the others wait for, after twice as many
-#: the next, and then once a minute.
-PROGRESS_SECONDS = 5.0
 #: How long a rank that is about to end keeps the store alive for the others to read it.
 LEAVE_SECONDS = 10.0
+#: A rank that has been in a phase for so long does not leave it for a meeting before it.
+STAYED_SECONDS = 10.0
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.002, 0.5
 
 Result = TypeVar('Result')
@@ -52,106 +55,65 @@ def wait_until(reached: Callable[[], bool], timeout: float) -> bool:
     return True
 
 
-class Wait:
-    """One rank's wait for a counter in the store, with messages that name the missing ranks.
+def wait_for_counter(
+    store: 'torch_dist.Store',
+    env: LaunchEnv,
+    key: str,
+    target: int,
+    stage: str,
+    timeout: timedelta,
+    ranks: Optional[Iterable[int]] = None,
+    past: Optional[Tuple[str, str]] = None,
+) -> None:
+    """Wait until a counter in the store reaches a number.
 
-    ``prefix`` begins the names of its keys; ``stage`` names the wait in messages; ``ranks`` may be
+    Ranks that wait here are in a phase that says so; of ``ranks``, all by default, the others are
     missing. One that stays in the phase ``past[0]`` has passed this point and will not come;
     ``past[1]`` says why.
+
+    Raises:
+        RankFailedError: If the number is not reached in time, or another rank failed meanwhile.
     """
+    watch, before, here = current_watch(), current_phase(), f'{stage}: waiting for the others'
 
-    def __init__(
-        self,
-        store: 'torch_dist.Store',
-        env: LaunchEnv,
-        prefix: str,
-        stage: str,
-        ranks: Iterable[int],
-        past: Optional[Tuple[str, str]] = None,
-    ) -> None:
-        self._store, self._env, self._past = store, env, past
-        self._prefix, self._stage, self._ranks = prefix, stage, ranks
-        #: How often this rank has used the keys, this time included; the same on all ranks.
-        self.number = store.add(f'{prefix}/here/{env.rank}', 1)
+    def reached() -> bool:
+        if store.add(key, 0) >= target:
+            return True
+        raise_if_another_failed()
+        if past is not None and watch is not None and time.monotonic() >= due[0]:
+            due[0] += STAYED_SECONDS
+            found = [watch.heartbeat.read(rank) for rank in watch.others]
+            stayed = [
+                rank
+                for rank, seen in zip(watch.others, found)
+                if seen and seen.beat.phase == past[0] and seen.beat.seconds >= STAYED_SECONDS
+            ]
+            if stayed:
+                raise watch.report_ranks(stayed, past[1], alive=True)
+        return False
 
-    def until(self, key: str, target: int, timeout: timedelta) -> None:
-        """Wait until a counter reaches a number.
-
-        Raises:
-            RankFailedError: If it does not in time, or another rank failed meanwhile.
-        """
-        began, due = time.monotonic(), PROGRESS_SECONDS
-
-        def reached() -> bool:
-            nonlocal due
-            if self._store.add(key, 0) >= target:
-                return True
-            failure.raise_if_another_failed()
-            failure.note_report()
-            waited = time.monotonic() - began
-            if waited >= due:
-                due = waited + min(due, REPORT_SECONDS)
-                self._report_progress(waited)
-            return False
-
-        if not wait_until(reached, timeout.total_seconds()):
-            raise self._timed_out(timeout)
-
-    def _here(self, rank: int) -> bool:
-        return self._store.add(f'{self._prefix}/here/{rank}', 0) >= self.number
-
-    def _is_reporter(self) -> bool:
-        """Whether this is the lowest rank that waits; one message is enough."""
-        return not any(self._here(rank) for rank in range(self._env.rank))
-
-    def _missing(self) -> List[int]:
-        return [rank for rank in self._ranks if not self._here(rank)]
-
-    def _report_progress(self, waited: float) -> None:
-        if not self._is_reporter():
+    due = [time.monotonic() + STAYED_SECONDS]
+    enter_phase(here)
+    try:
+        if wait_until(reached, timeout.total_seconds()):
             return
-        missing = self._missing()
-        if missing:  # else the last one has just come
-            gone = failure.find_dead(missing)
-            if gone:
-                raise failure.missing_ranks_error(
-                    self._env, gone, f'needed at {self._stage!r}, but {GONE}'
-                )
-            if self._past is not None:
-                phase, why = self._past
-                passed = failure.ranks_staying(missing, phase)
-                if passed:
-                    raise failure.missing_ranks_error(self._env, passed, why, alive=True)
-            abort.say(
-                f'{self._env.describe()} has waited {waited:.0f} s in {self._stage!r} for '
-                f'{failure.describe_ranks(missing)}.'
+        text = (
+            f'missing after {timeout.total_seconds():.0f} s at {stage!r}. A slow start needs a '
+            f'longer env_cfg.dist_cfg.timeout'
+        )
+        if watch is None:
+            raise RankFailedError(f'{env.describe()} stops: ranks are {text}.')
+        seen = {rank: watch.heartbeat.read(rank) for rank in ranks or range(env.world_size)}
+        missing = [rank for rank, last in seen.items() if last is None or last.beat.phase != here]
+        if None in seen.values():
+            text += (
+                f'. Check that all {env.world_size} ranks were started, with the same '
+                f'MASTER_ADDR={env.master_addr!r}, MASTER_PORT={env.master_port} and WORLD_SIZE='
+                f'{env.world_size}, and look at the log of those that were'
             )
-
-    def _timed_out(self, timeout: timedelta) -> RankFailedError:
-        if not self._is_reporter():
-            # That rank reports which ranks are missing, and all ranks repeat its report.
-            failure.raise_if_another_failed(wait=LEAVE_SECONDS)
-        missing = self._missing()
-        there = self._env.world_size - len(missing)
-        return failure.missing_ranks_error(
-            self._env,
-            missing,
-            f'missing after {timeout.total_seconds():.0f} s at {self._stage!r}, where {there} of '
-            f'{self._env.world_size} ranks arrived. {self._advice(missing)}; a slow start needs a '
-            f'longer env_cfg.dist_cfg.timeout.'
-            f'{network_hint(self._env)}',
-            alive=True,
-        )
-
-    def _advice(self, missing: List[int]) -> str:
-        env = self._env
-        if not failure.lacks_beats(missing) or not env.master_addr:
-            return 'Look at the log of the missing ranks'
-        return (
-            f'Check that all {env.world_size} ranks were started, with the same MASTER_ADDR='
-            f'{env.master_addr!r}, MASTER_PORT={env.master_port} and WORLD_SIZE='
-            f'{env.world_size}, and look at the log of those that were'
-        )
+        raise watch.report_ranks(missing or list(seen), f'{text}.{network_hint(env)}', alive=True)
+    finally:
+        enter_phase(before)
 
 
 @contextmanager
@@ -161,13 +123,19 @@ def in_store(env: LaunchEnv, stage: str) -> Iterator[None]:
     Raises:
         RankFailedError: In place of an error of the store.
     """
-    with failure.peers_must_answer():
+    with peers_must_answer():
         try:
             yield
         except DevPlugError:
             raise
         except RuntimeError as lost:
-            raise failure.store_lost(env, lost, stage) from lost
+            watch = current_watch()
+            if watch is not None:
+                raise watch.store_lost(lost) from lost
+            raise RankFailedError(
+                f'{env.describe()} lost the store of the job while it waited in {stage!r}: '
+                f'{first_line(lost)}. Look at the log of rank 0.'
+            ) from lost
 
 
 def meet(
@@ -186,12 +154,13 @@ def meet(
         RankFailedError: If a rank does not come in time, or failed.
     """
     with in_store(env, stage):
-        wait = Wait(store, env, prefix, stage, range(env.world_size), past)
-        store.add(f'{prefix}/arrived', 1)
-        wait.until(f'{prefix}/arrived', wait.number * env.world_size, timeout)
+        key = f'{prefix}/arrived'
+        # All have arrived at a meeting before any can arrive at the next.
+        number = -(-store.add(key, 1) // env.world_size)
+        wait_for_counter(store, env, key, number * env.world_size, stage, timeout, past=past)
     # A rank that comes too late finds the arrivals of ranks that have given up.
-    failure.raise_if_another_failed()
-    return wait.number
+    raise_if_another_failed()
+    return number
 
 
 def run_on_every_rank(

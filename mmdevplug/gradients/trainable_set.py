@@ -90,7 +90,7 @@ class TrainableSet:
 
 def wait_for_change(change: str) -> None:
     """Wait until all ranks have noticed that other parameters are trained."""
-    phase = current_phase() or ''
+    phase = current_phase()
     why = (
         f'it trains as before, while on rank {torch_dist.get_rank()} other parameters are trained '
         f'({change}). Expected the same on all ranks; look for a requires_grad_() or '

@@ -64,7 +64,6 @@ def init_from_options(
         launcher,
         options.device,
         forced_backend=options.backend,
-        heartbeat_timeout=options.heartbeat_timeout,
         mmcv_ops=options.mmcv_ops,
         compilation_cache=options.compilation_folder(work_dir),
         choose_devices=parallelism.choose_devices if parallelism.wanted else None,

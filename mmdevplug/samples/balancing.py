@@ -60,7 +60,7 @@ def balance_samples(
     if per_rank is not None and (type(per_rank) is not int or per_rank < 0):
         problem = f'per_rank={per_rank!r}: expected a number of samples, 0 or more, or None.'
     options = ExchangeOptions(flatten, same_structure, allow_pickle, device)
-    with fail_together('balance_samples()', group):
+    with fail_together('balance_samples()'):
         job = begin('balance_samples', samples, group, options, problem)
         counts = [len(job.samples)] if job.world_size == 1 else _count(job, per_rank)
         try:

@@ -137,7 +137,7 @@ def gather_samples(
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
         problem = f'max_bytes={max_bytes!r}: expected a number of bytes above 0.'
     options = ExchangeOptions(flatten, same_structure, allow_pickle, device, stacked)
-    with fail_together('gather_samples()', group):
+    with fail_together('gather_samples()'):
         job = begin('gather_samples', samples, group, options, problem)
         if job.world_size == 1:
             return _result(job, copy_own_samples(job.samples, job.device))

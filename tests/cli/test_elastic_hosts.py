@@ -46,7 +46,7 @@ class Job:
             custom_hooks=[dict(type='WriteSamples', folder=str(self.samples), pause=pause)],
             log_level='INFO',
         )
-        cfg['accelerator'].update(heartbeat_timeout=6, **accelerator)
+        cfg['accelerator'].update(**accelerator)
         cfg['custom_imports'] = dict(imports=['mmdevplug', 'tests.cli.elastic_job'])
         del cfg['launcher']
         Config(cfg).dump(str(self.config))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -168,19 +169,20 @@ _open = []
 
 def freeze(stopped_rank, output):
     """A process that is stopped neither dies nor beats."""
-    from mmdevplug.fault_tolerance import abort, failure, failure_watch
+    from mmdevplug.fault_tolerance import failure, failure_watch
     from mmdevplug.fault_tolerance.failure import enter_phase
 
     output = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     failure_watch.STOP_SECONDS = 3.0
-    rank, _ = start(heartbeat_timeout=6)
+    rank, watch = start()
+    watch.heartbeat.patience = 6
     enter_phase('reading a broken disk')
     time.sleep(3)
     if rank == stopped_rank:
         os.kill(os.getpid(), signal.SIGSTOP)
-    abort.before_abort(lambda: print(f'callback of {rank}', flush=True))
+    failure.before_abort(lambda: print(f'callback of {rank}', flush=True))
     with failure.fail_together('training'):
         time.sleep(90)  # as in a collective that notices nothing
 
@@ -241,19 +243,10 @@ def test_the_clock_stands_while_the_process_does():
     assert clock.tick() == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize('value', [0, -1, 'soon', True, 2])
-def test_an_impossible_heartbeat_timeout(value):
-    from mmdevplug import init_device
-    from mmdevplug.errors import LaunchError
-
-    with pytest.raises(LaunchError, match='accelerator.heartbeat_timeout='):
-        init_device('none', 'cpu', heartbeat_timeout=value)
-
-
 def test_beats_are_json():
     from mmdevplug.fault_tolerance.heartbeat import Beat
 
-    beat = Beat(1, 'running', 'set-up', 0, 0.5, 'host', 7, 'table', 'a.py:1 in f')
+    beat = Beat(1, 'running', 'set-up', 0.5, 'host', 7, 'table', 'a.py:1 in f', 60.0)
     assert Beat(*json.loads(json.dumps(beat))) == beat
 
 
@@ -262,7 +255,7 @@ def test_a_rank_is_described_with_its_silence():
 
     clock = SimpleNamespace(now=0.0)
     heartbeat = Heartbeat(None, SimpleNamespace(rank=0, world_size=2), clock)
-    beat = Beat(1, 'running', 'epoch 3', 1, 0.5, 'elsewhere', 7, 'of another host', '')
+    beat = Beat(1, 'running', 'epoch 3', 0.5, 'elsewhere', 7, 'of another host', '', 60.0)
     heartbeat.seen[1] = Seen(beat, 0.0)
     heard = "rank 1 of 2 on host elsewhere (pid 7), in 'epoch 3'"
     assert heartbeat.describe(1) == heard
@@ -275,29 +268,24 @@ def hold_the_interpreter(report):
     import ctypes
 
     from mmdevplug.distributed.waiting import wait_for_everyone
-    from mmdevplug.fault_tolerance import answer_port as answering, failure, failure_watch
+    from mmdevplug.fault_tolerance import failure, failure_watch
     from mmdevplug.fault_tolerance.failure import enter_phase
 
     output = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    # A second look that takes longer than the store may be silent.
-    failure_watch.BEAT_SECONDS, failure_watch.SILENT_SECONDS, failure_watch.STOP_SECONDS = (
-        0.5,
-        3.5,
-        1.0,
-    )
-    answering.ANSWER_SECONDS = failure_watch.ANSWER_SECONDS = 2.0
+    failure_watch.SILENT_SECONDS, failure_watch.STOP_SECONDS = 3.0, 1.0
+    failure_watch.REPORT_SECONDS = 5.0
     rank, watch = start()
-    watch.heartbeat_timeout = 3.0
+    watch.heartbeat.patience = 4.0
     enter_phase('compiling' if rank == 1 else 'averaging')
     with failure.fail_together('training'):
         wait_for_everyone('beginning')
         if rank == 1:
             time.sleep(2)
-            ctypes.PyDLL(None).sleep(9)  # PyDLL does not release the lock
+            ctypes.PyDLL(None).sleep(11)  # PyDLL does not release the lock
         # Only a rank that waits in a collective, not here, would notice nothing by itself.
-        time.sleep(13 if rank == 0 else 2)
+        time.sleep(15 if rank == 0 else 2)
         assert watch.peer_failure() is None
         print(f'rank {rank} goes on', flush=True)
         wait_for_everyone('compiled')
@@ -316,12 +304,10 @@ def test_a_rank_that_holds_the_interpreter_is_alive_and_a_stopped_one_is_not(tmp
     finally:
         for process in processes:
             process.kill()
-    printed = path.read_text()
-    assert 'rank 0 goes on' in printed
-    assert 'rank 1 goes on' in printed
-    busy, _, rest = printed.partition('rank 0 goes on')
-    assert 'its process answers: one call there holds the Python interpreter' in busy
+    busy, _, rest = path.read_text().partition('rank 0 goes on')
+    assert re.search(r"Nothing has gone on for \d+ s: .*rank 1 in 'compiling'.* last seen", busy)
     assert 'stops because' not in busy
+    assert 'rank 1 goes on' in busy + rest
     assert 'because of rank 1 of 2' in rest
     assert 'no sign of life' in rest
     assert 'the process is stopped (SIGSTOP' in rest

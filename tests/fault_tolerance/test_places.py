@@ -1,7 +1,11 @@
 """Ranks that wait for others: where each rank is, and which ones are missing."""
 
+import os
+import re
+import sys
 import threading
 import time
+import traceback
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +13,8 @@ import torch
 from torch import distributed as torch_dist, nn
 
 from mmdevplug.errors import LaunchError
-from mmdevplug.fault_tolerance.code_location import locate_error, locate_thread
 from mmdevplug.fault_tolerance.heartbeat import list_numbers
-from mmdevplug.utils.torch_compat import lets_threads_share_stores
+from mmdevplug.fault_tolerance.stack_place import describe_error, describe_stack
 from tests.ranks import RanksFailed, free_port, run_ranks
 
 
@@ -21,11 +24,14 @@ class Probe(nn.Module):
     def forward(self, inputs):
         self.seen = []
         own = threading.get_ident()
-        look = threading.Thread(
-            target=lambda: self.seen.extend(locate_thread(own, detail) for detail in (True, False))
-        )
-        look.start()
-        look.join()
+
+        def look():
+            stack = list(traceback.walk_stack(sys._current_frames()[own]))
+            self.seen += [describe_stack(stack, detail) for detail in (True, False)]
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        looking.join()
         raise RuntimeError('lost')
 
 
@@ -44,8 +50,8 @@ def test_a_layer_has_the_name_that_the_model_knows():
     with pytest.raises(RuntimeError, match='lost') as failed:
         Wrapper(model)(torch.ones(1))
     in_detail, plain = probe.seen
-    for text in (in_detail, locate_error(failed.value)):
-        assert text.startswith("layer '0.1' (Probe), test_places.py:")
+    for text in (in_detail, describe_error(failed.value)):
+        assert text.startswith("layer '0.1', test_places.py:")
         assert text.endswith(' in forward')
     assert plain.startswith('test_places.py:')
 
@@ -72,7 +78,7 @@ def test_a_module_that_is_being_made_is_in_a_place_without_a_layer():
     growing = Growing()
     with pytest.raises(RuntimeError, match='lost'):
         growing(torch.ones(1))
-    for text in (locate_error(failed.value), *vars(unready)['seen'], *growing.seen):
+    for text in (describe_error(failed.value), *vars(unready)['seen'], *growing.seen):
         assert text.startswith('test_places.py:')
 
 
@@ -151,21 +157,18 @@ def test_a_start_names_the_hosts_that_are_missing():
 # long waits -------------------------------------------------------------------------------------
 
 
-def gather_late(own_group):
+def gather_late():
     """The lines that ranks print while rank 1 does something else."""
     from mmdevplug import init_device
-    from mmdevplug.fault_tolerance import failure_watch, long_waits
+    from mmdevplug.fault_tolerance import failure_watch
     from mmdevplug.fault_tolerance.failure import enter_phase
     from mmdevplug.samples import gather_samples
 
     said = []
-    failure_watch.say = long_waits.say = lambda text: said.append((time.monotonic(), text))
-    failure_watch.REPORT_SECONDS = long_waits.REPORT_SECONDS = 2.0
-    if own_group:
-        torch_dist.init_process_group('gloo')
-    else:
-        init_device('pytorch', 'cpu', timeout=60)
-        enter_phase('sampling')
+    failure_watch.say = said.append
+    failure_watch.REPORT_SECONDS = 2.0
+    init_device('pytorch', 'cpu', timeout=60)
+    enter_phase('sampling')
     rank = torch_dist.get_rank()
     assert gather_samples([rank]) == [0, 1, 2]
     if rank == 1:
@@ -174,19 +177,26 @@ def gather_late(own_group):
     return said
 
 
-@pytest.mark.parametrize('own_group', [False, True])
-def test_gathering_samples_says_for_whom_it_waits(own_group):
-    if own_group and not lets_threads_share_stores():
-        pytest.skip('PyTorch 1.10: a second thread may not ask the store of the group')
-    first, late, last = run_ranks(gather_late, 3, own_group, environ=dict(GLOO_SOCKET_IFNAME='lo'))
-    said = [line for _, line in sorted(first + last)]  # the first ones are without details
-    assert said
+def test_gathering_samples_says_for_whom_it_waits():
+    first, late, last = run_ranks(gather_late, 3)
     assert not late
-    if own_group:
-        text = 'for rank 1, which did not come there.'
-        begin = 'rank 0 of 3 in gather_samples() has waited'
-        assert all(line.startswith(begin) for _, line in first)
-    else:
-        text = "ranks 0, 2 in 'sampling' at gather_samples, test_places.py:"
-        assert "rank 1 in 'sampling' at test_places.py:" in said[-1]
-    assert text in said[-1]
+    said = ' '.join(first + last)
+    assert "ranks 0, 2 in 'sampling' at gather_samples, test_places.py:" in said
+    assert "rank 1 in 'sampling' at test_places.py:" in said
+
+
+def connect_early():
+    from mmdevplug.distributed import process_group
+
+    said = []
+    process_group.say, process_group.REPORT_SECONDS = said.append, 2.0
+    if int(os.environ['RANK']) == 0:
+        time.sleep(7)
+    start(60)
+    return said
+
+
+def test_a_rank_that_comes_before_the_store_says_so():
+    first, second = run_ranks(connect_early, 2)
+    assert not first
+    assert re.match(r'rank 1 of 2 .* has waited \d+ s for the store at 127.0.0.1:', second[0])
