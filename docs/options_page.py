@@ -93,8 +93,6 @@ arguments of MMEngine's and PyTorch's wrapper.""",
             '在其中保留编译好的图，供以后运行使用；`True` 表示位于工作目录中。',
             'accelerator.compilations': '在惰性设备上记录 `device/compiles`；'
             '编译不止时警告，并指出变化的形状。',
-            'accelerator.heartbeat_timeout': '心跳沉默的秒数，超过后询问该 '
-            'rank，其进程不应答则视为已死：至少 6；`None` 表示 60。',
             'accelerator.hook': '`DeviceHook` 的参数，该钩子在运行前检查一切所在的设备。',
             'accelerator.host_losses': '在惰性设备上，检测器和分割器的头是否根据网络输出的副本'
             "在主机上计算损失。`'auto'`：损失中的形状取决于数值、否则每个 batch 都要重新编译时。",

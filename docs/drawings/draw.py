@@ -195,8 +195,8 @@ def failure(say: Say) -> Drawing:
         430,
         362,
         say(
-            'A rank without a beat is given up after accelerator.heartbeat_timeout (60 s).',
-            '没有心跳的 rank 在 accelerator.heartbeat_timeout（60 秒）之后被放弃。',
+            'A rank of another host is given up after 60 s without a beat.',
+            '其他主机上的 rank 60 秒没有心跳即被放弃。',
         ),
         12,
         PALE,
