@@ -55,11 +55,10 @@ def main(argv: Optional[List[str]] = None) -> None:
         _use_amp(cfg)
     if args.auto_scale_lr:
         _scale_lr(cfg)
-    if args.resume == 'auto':
-        cfg.resume, cfg.load_from = True, None
-    elif args.resume is not None:
-        check_checkpoint(args.resume, '--resume')
-        cfg.resume, cfg.load_from = True, args.resume
+    if args.resume is not None:
+        if args.resume != 'auto':
+            check_checkpoint(args.resume, '--resume')
+        cfg.resume = args.resume
     if args.resume_settings is not None:
         cfg.accelerator.resume_settings = args.resume_settings
     RUNNERS.build(cfg).train()

@@ -324,23 +324,41 @@ class DeviceRunner(Runner):
         """Load or resume; see :meth:`mmengine.runner.Runner.load_or_resume`.
 
         A job that torchrun or Slurm has restarted resumes from its last checkpoint. Damaged
-        checkpoints are named in the log, and the newest that is whole is taken.
+        checkpoints are named in the log, and the newest that is whole is taken. With
+        ``resume='auto'``, ``load_from`` counts while there is none.
         """
         if self._has_loaded:
             return
-        found = find_resume_point(
-            self.work_dir, self._load_from, self._resume, self.device_context.env
-        )
+        named, asked = self._checkpoint_to_resume(), bool(self._resume)
+        found = find_resume_point(self.work_dir, named, asked, self.device_context.env)
         if found is not None:
             self._resume = True  # MMEngine's EMAHook reads it
             self.resume(found)
             self._has_loaded = True
-        elif self._load_from is not None:
-            super().load_or_resume()
-        elif self._resume:
-            self.logger.info(
-                f'No checkpoint in {self.work_dir} yet: training starts from scratch.'
-            )
+            return
+        if asked:
+            begun = 'from scratch' if self._load_from is None else f'from {self._load_from}'
+            self.logger.info(f'No checkpoint in {self.work_dir} yet: training starts {begun}.')
+        self._resume = False
+        super().load_or_resume()
+
+    def _checkpoint_to_resume(self) -> Optional[str]:
+        """The checkpoint that was named to resume from, None for the newest.
+
+        ``load_from`` of a file without ``resume`` is what training begins with, though MMEngine's
+        runner resumes from it once a script sets ``resume``, and others remove it then.
+        """
+        if isinstance(self._resume, str):  # of our command
+            return None if self._resume == 'auto' else self._resume
+        path = getattr(self.cfg, 'filename', None)
+        if not (self._resume and path and os.path.isfile(path)):
+            return self._load_from
+        written = Config.fromfile(path, import_custom_modules=False)
+        if written.get('resume'):
+            return self._load_from
+        if self._load_from is None:
+            self._load_from = written.get('load_from')
+        return None if self._load_from == written.get('load_from') else self._load_from
 
     def load_checkpoint(
         self,

@@ -1,19 +1,23 @@
 """Checkpoints of another model, in part of this one, or no checkpoints at all."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.infer import BaseInferencer
 from mmengine.logging import MMLogger
 from mmengine.model import BaseModule
+from mmengine.registry import RUNNERS
 from torch import nn
 
 from mmdevplug.checkpoint.fit_weights import load_model
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.load_weights import load_weights
 from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
+from mmdevplug.utils.model import unwrap_model
 from tests.checkpoint.training import build, config
 from tests.ranks import run_ranks
 
@@ -272,3 +276,34 @@ def test_what_fits_in_part_is_repeated_beside_results(tmp_path):
     assert not any(
         'is not defined in message_hub' in line for lines in found.values() for line in lines
     )
+
+
+def begin_with_load_from(folder):
+    """The epoch and a bias with which training begins, by who asks to resume, twice each."""
+    folder = Path(folder)
+    weights = {
+        name: torch.full_like(w, 0.5) for name, w in build(folder).model.state_dict().items()
+    }
+    torch.save(dict(state_dict=weights), folder / 'first.pth')
+    Config(config('', load_from=str(folder / 'first.pth'), **TESTED)).dump(folder / 'c.py')
+    found = {}
+    # Our command, MMEngine's runner alone as mmseg's script, and mmdet's, which removes load_from.
+    for who, asks in dict(ours=dict(resume='auto'), mmseg={}, mmdet=dict(load_from=None)).items():
+        for turn in range(2):
+            cfg = Config.fromfile(folder / 'c.py')
+            cfg.merge_from_dict(dict(dict(work_dir=str(folder / who), resume=True), **asks))
+            cfg.train_cfg.max_epochs, cfg.experiment_name = 1 + turn, f'{who}{turn}'
+            runner = RUNNERS.build(cfg)
+            hook, notes = Hook(), found.setdefault(who, [])
+            hook.before_train_epoch = lambda runner, notes=notes: notes.append(
+                (runner.epoch, float(unwrap_model(runner.model).net[6].bias[0].detach()))
+            )
+            runner.register_hook(hook)
+            runner.train()
+    return found
+
+
+def test_training_that_has_nothing_to_resume_yet_begins_with_load_from(tmp_path):
+    (found,) = run_ranks(begin_with_load_from, 0, tmp_path)
+    for who, ((first, bias), (second, _)) in found.items():
+        assert (first, bias, second) == (0, 0.5, 1), who
