@@ -314,10 +314,11 @@ REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
         _LIFE,
     ),
     ReplacedAttribute(
-        'batch normalizations and `dn_query_generator` of a model, and samplers that are tried',
+        'batch normalizations and `dn_query_generator` of a model, samplers that are tried, and '
+        'loaders of streams',
         ('__class__',),
         'Whatever holds the object keeps it: a layer gets another way to compute, a copy of a '
-        'sampler gives its first samples alone.',
+        'sampler gives its first samples alone, a loader says that a stream has not ended.',
         _LIFE,
     ),
     ReplacedAttribute(
