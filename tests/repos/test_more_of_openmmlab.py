@@ -52,7 +52,7 @@ def two_ranks(name, recipe, tmp_path_factory):
 
 
 def difference(found, accelerator):
-    """The largest difference of a loss between MMEngine's own runner and ours, relative above 1."""
+    """The largest difference of a loss between MMEngine's runner and ours, relative above 1."""
     steps = list(zip(found['stock']['losses'], found[accelerator]['losses']))
     assert len(steps) == ITERATIONS
     assert all(stock.keys() == ours.keys() for stock, ours in steps)
