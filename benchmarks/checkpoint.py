@@ -128,7 +128,7 @@ def run(way: str, args: argparse.Namespace, layers: int, interval: int, folder: 
     saves = 1 + args.saves
     cfg = Config(
         dict(
-            accelerator=dict(type=args.device, monitor=False),
+            accelerator=dict(type=args.device),
             work_dir=folder,
             default_scope='mmengine',
             experiment_name=f'{way}_{layers}_{time.time_ns()}',

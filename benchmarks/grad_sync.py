@@ -17,8 +17,8 @@ of them. A figure is the median over the rounds; ratios are what travels between
 - naive: PyTorch's DDP with a communication hook that copies each 1 MB bucket to the host, averages
   it and sends it back, as soon as it is ready; parameter by parameter on the card, where DDP
   refuses.
-- ours: ``DeviceDistributedDataParallel`` with its defaults; ours-bf16 and so on with compressed
-  gradients, ours-hierarchy and ours-flat with and without adding up within a host first.
+- ours: ``DeviceDistributedDataParallel`` with its defaults; ours-bf16 with compressed
+  gradients.
 
 The physical floor of a setting is the step that averages nothing, and one after the other the
 copies from and to the device and 2·G·(N−1)/N bytes on the wire, with the bandwidth of copies and
@@ -59,11 +59,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--compression',
         nargs='+',
-        choices=('none', 'bf16', 'fp16', 'powersgd'),
+        choices=('none', 'bf16'),
         default=['none'],
         help='ours with each of these as well',
     )
-    parser.add_argument('--hierarchy', action='store_true', help='ours with and without, too')
     parser.add_argument('--layers', type=int, nargs='+', default=None)
     parser.add_argument('--width', type=int, default=None)
     parser.add_argument('--rounds', type=int, default=7)

@@ -59,18 +59,8 @@ def options_of_ours(settings: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
     ways: Dict[str, Dict[str, Any]] = {'ours': {}}
     for compression in settings['compression']:
         if compression != 'none':
-            ways[f'ours-{compression}'] = dict(grad_compression=_options(compression))
-    if settings['hierarchy']:
-        ways['ours-flat'] = dict(hierarchy=False)
-        ways['ours-hierarchy'] = dict(hierarchy=True)
+            ways[f'ours-{compression}'] = dict(grad_compression=compression)
     return ways
-
-
-def _options(compression: str) -> Any:
-    # PyTorch sends everything for the first 1,000 iterations by default.
-    return (
-        dict(type='powersgd', start_powerSGD_iter=2) if compression == 'powersgd' else compression
-    )
 
 
 def wrap_stock(build: Callable[[], nn.Module]) -> Dict[str, nn.Module]:

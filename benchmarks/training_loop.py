@@ -46,7 +46,7 @@ CONFIGS = dict(
     retinanet=('mmdet', 'retinanet/retinanet_r50_fpn_1x_coco.py'),
 )
 #: What of ours can be left out.
-BARE = dict(memory=False, compilations=False, monitor=False, preemption=False)
+BARE = dict(memory=False, compilations=False, preemption=False)
 
 
 @DATASETS.register_module()

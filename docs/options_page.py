@@ -11,7 +11,7 @@ from typing import Any, Dict, Iterator, List, Type
 from tables import table, write_pages
 
 EXAMPLE = """```python
-accelerator = dict(type='xla', backend='gloo', pad_to=64, memory=dict(interval=500))
+accelerator = dict(type='xla', backend='gloo', pad_to=64, memory=False)
 ```"""
 
 TEXTS: Dict[str, Dict[str, Any]] = dict(
@@ -28,10 +28,6 @@ The config key `accelerator` holds the name of an accelerator, or a dict with it
 of that accelerator, and the options below. `DeviceRunner` reads it.""",
         after='`mmdevplug check CONFIG` names wrong values before a job starts.',
         titles=('option', 'values', 'default', 'meaning'),
-        dicts='### Options that are dicts',
-        dicts_intro="""\
-`compilations` and `memory` may be `True`, which takes all of these defaults, or `False`, which
-turns the feature off.""",
         model_parallel='## Options of `model_parallel`',
         model_parallel_intro="""\
 The key may also be `True` or `False`, which is `enable` alone; without the key a model stays on
@@ -47,9 +43,8 @@ arguments of MMEngine's and PyTorch's wrapper.""",
             'default_hooks.checkpoint': """\
 ## Options of checkpoints
 
-`SafeCheckpointHook`, which takes the place of MMEngine's `CheckpointHook` unless
-`accelerator.safe_checkpoints=False`, takes these besides the arguments of that hook. See
-[resuming](resuming.md).""",
+`SafeCheckpointHook`, which takes the place of MMEngine's `CheckpointHook`, takes these besides the
+arguments of that hook. See [resuming](resuming.md).""",
         },
     ),
     zh_cn=dict(
@@ -65,9 +60,6 @@ arguments of MMEngine's and PyTorch's wrapper.""",
 由 `DeviceRunner` 读取。""",
         after='`mmdevplug check CONFIG` 在作业开始之前指出错误的取值。',
         titles=('选项', '取值', '默认值', '含义'),
-        dicts='### 取值为字典的选项',
-        dicts_intro="""\
-`compilations` 与 `memory` 可以是 `True`（全部使用这些默认值）或 `False`（关闭该功能）。""",
         model_parallel='## `model_parallel` 的选项',
         model_parallel_intro="""\
 该键也可以是 `True` 或 `False`，即只给出 `enable`；没有该键时模型留在一个设备上。
@@ -83,24 +75,18 @@ arguments of MMEngine's and PyTorch's wrapper.""",
             'default_hooks.checkpoint': """\
 ## 检查点的选项
 
-除非 `accelerator.safe_checkpoints=False`，`SafeCheckpointHook` 代替 MMEngine 的
-`CheckpointHook`；除该钩子的参数外，还接受下列选项。见[恢复训练](resuming.md)。""",
+`SafeCheckpointHook` 代替 MMEngine 的 `CheckpointHook`；除该钩子的参数外，还接受下列选项。
+见[恢复训练](resuming.md)。""",
         },
         meanings={
             'accelerator.backend': 'torch.distributed 的后端，优先于 '
             "`env_cfg.dist_cfg.backend`。`'auto'` 仅在 `env_cfg` 的后端适合该设备时使用它。",
             'accelerator.compilation_cache': '目录，各 rank '
             '在其中保留编译好的图，供以后运行使用；`True` 表示位于工作目录中。',
-            'accelerator.compilations': '在惰性设备上记录 `device/compiles`；'
-            '编译不止时警告，并指出变化的形状。',
-            'accelerator.hook': '`DeviceHook` 的参数，该钩子在运行前检查一切所在的设备。',
+            'accelerator.compilations': '在惰性设备上记录 `device/compiles`；编译不止时警告。',
             'accelerator.host_losses': '在惰性设备上，检测器和分割器的头是否根据网络输出的副本'
             "在主机上计算损失。`'auto'`：损失中的形状取决于数值、否则每个 batch 都要重新编译时。",
             'accelerator.memory': '记录主机与设备的内存；主机内存翻倍时警告。',
-            'accelerator.mmcv_ops': 'mmcv 算子在该设备上没有内核时的做法：在主机上运行，'
-            '或停止作业。',
-            'accelerator.monitor': '作业有多个 rank 时，记录通信的开销。',
-            'accelerator.on_nan': '损失不是有限数时，所有 rank 是否停止。',
             'accelerator.pad_to': '把一批图像填充到的尺寸：某数的倍数、一个尺寸，'
             '或多个尺寸，取能容纳该批的最小者。',
             'accelerator.preemption': '收到 SIGTERM、SIGINT、SIGHUP 和 SIGUSR1 '
@@ -108,15 +94,6 @@ arguments of MMEngine's and PyTorch's wrapper.""",
             'accelerator.resume_settings': '恢复的检查点与配置的优化器或调度器设置不同时：'
             "`'checkpoint'` 保留检查点的设置，`'config'` 采用配置的设置，"
             '调度器位于训练已到达的步数。警告会列出这些设置。',
-            'accelerator.safe_checkpoints': '是否以 `SafeCheckpointHook` 代替 MMEngine 的 '
-            '`CheckpointHook`。',
-            'accelerator.compilations.warmup': '允许编译计算图的迭代次数。',
-            'accelerator.compilations.patience': '预热之后、警告之前允许编译计算图的迭代次数。',
-            'accelerator.hook.on_mismatch': '运行前发现张量不在其 rank 的设备上时的做法：'
-            '移动并警告，或停止作业。',
-            'accelerator.memory.interval': '两次垃圾回收之间的迭代次数，'
-            '回收时也归还设备的缓存内存；`None` 表示从不。',
-            'accelerator.memory.sample_interval': '两次内存采样之间的迭代次数。',
             'model_parallel.enable': '模型是否分到多个设备上；`None` 由设备与训练所需内存决定。',
             'model_parallel.devices': "每个进程使用多少个设备，或设备名称，如 `'cuda:0-3'`；"
             '`None` 表示全部。',
@@ -143,23 +120,15 @@ arguments of MMEngine's and PyTorch's wrapper.""",
             'model_parallel.plan': '直接采用的计划，由 `mmdevplug plan --json` 写出。',
             'model_wrapper_cfg.bucket_cap_mb': '一条消息的大小，单位 MB；`None` 时，梯度经主机'
             '中转为 5，其 rank 共享内存时为 16，惰性设备为 8，其他情况为 PyTorch 自己的值。',
-            'model_wrapper_cfg.grad_compression': '用 PyTorch 的钩子传输什么来代替 float32：'
-            '半精度，或低秩矩阵。'
-            "字典中 `type='powersgd'` 时，还可以有 PyTorch 的 `PowerSGDState` 的选项。",
-            'model_wrapper_cfg.hierarchy': 'CPU 上的梯度和经主机中转的梯度是否先在每台主机的'
-            '共享内存中平均，'
-            "再在主机之间平均；`'auto'` 表示多个 rank 在同一主机上且各主机 rank 数相同时如此。",
+            'model_wrapper_cfg.grad_compression': "传输什么来代替 float32：`'bf16'` 是 PyTorch "
+            '的钩子，用于主机之间的慢链路；其他钩子由 `register_comm_hook` 注册。',
             'model_wrapper_cfg.nonfinite_grads': '某个 rank 的梯度出现 NaN 或无穷大时所有 rank '
-            '的做法：停止并指出 rank 和参数；跳过该次更新；或继续。梯度缩放器自行跳过，优先于它。'
+            '的做法：停止并指出 rank 和参数，或继续。梯度缩放器自行跳过，优先于它。'
             "`None` 在梯度经主机中转时为 `'stop'`（没有额外开销），其他情况为 `'ignore'`。",
             'default_hooks.checkpoint.async_save': '是否由 rank 0 的一个线程写入，训练同时继续；'
             '训练只等待复制到主机内存。错误在下一个检查点或结束时抛出。',
-            'default_hooks.checkpoint.timeout': '其他 rank 等待 rank 0 写入的秒数；`None` '
-            '表示进程组的超时。',
             'default_hooks.checkpoint.resumable_best': '`save_best` 的文件是否像其他文件一样'
             '包含恢复训练所需的内容：优化器、调度器和随机数的状态。',
-            'default_hooks.checkpoint.on_error': '检查点无法写入时的做法：所有 rank 停止，'
-            '或警告并在下一个检查点再试。最后一个检查点失败时总是停止。',
         },
     ),
 )
@@ -178,19 +147,10 @@ def rows(kind: Type, texts: Dict[str, Any]) -> Iterator[List[str]]:
         yield [f'`{name}`', f'`{given["accepts"]}`', shown, meaning]
 
 
-def parts(kind: Type) -> Iterator[Type]:
-    """The dataclasses of options that are dicts."""
-    from mmdevplug.config.fields import Options, options_of
-
-    for one in options_of(kind):
-        if isinstance(one.default, Options):
-            yield type(one.default)
-
-
 def kinds() -> List[Type]:
     """The dataclass of each key."""
     from mmdevplug.config.accelerator import AcceleratorOptions
-    from mmdevplug.config.hook_options import CheckpointOptions
+    from mmdevplug.config.checkpoint import CheckpointOptions
     from mmdevplug.config.model_parallel import ModelParallelOptions
     from mmdevplug.config.model_wrapper import WrapperOptions
 
@@ -215,15 +175,12 @@ def render(texts: Dict[str, Any]) -> List[str]:
         EXAMPLE,
         texts['after'],
         table_of(accelerator),
-        texts['dicts'],
-        texts['dicts_intro'],
-        table_of(*parts(accelerator)),
         texts['model_parallel'],
         texts['model_parallel_intro'],
         table_of(model_parallel),
     ]
     for kind in others:
-        page += [texts['sections'][kind.key], table_of(kind, *parts(kind))]
+        page += [texts['sections'][kind.key], table_of(kind)]
     return page
 
 

@@ -201,8 +201,8 @@ ATTRIBUTES = (
         _LIFE,
     ),
     (
-        '模型的批归一化层和 `dn_query_generator`，被试用的采样器，以及数据流的加载器',
-        '持有该对象的各处不变：层改用另一种计算方式，采样器的副本只给出开头的样本，加载器表示数据流尚未结束。',
+        '模型的批归一化层和 `dn_query_generator`，以及被试用的采样器',
+        '持有该对象的各处不变：层改用另一种计算方式，采样器的副本只给出开头的样本。',
         _LIFE,
     ),
     (
@@ -237,7 +237,7 @@ Every symbol of another package that mmdevplug replaces in a running process. No
 import, except by `mmdevplug.autopatch`, which is imported for that. The list is
 `mmdevplug/utils/patched_symbols.py`: the one function that patches refuses a symbol that is not
 in it, and a test compares with it all attributes of MMEngine, mmcv, mmseg and PyTorch before,
-during and after a job.""",
+during and after a job. `mmdevplug doctor` looks for each symbol.""",
         when='## When patches are active',
         periods=('#', 'from', 'to'),
         ends="""\
@@ -266,7 +266,7 @@ stay as they are.""",
 mmdevplug 在运行的进程中替换的其他包的全部符号。导入时不打任何补丁，只有专为此导入的
 `mmdevplug.autopatch` 例外。列表位于 `mmdevplug/utils/patched_symbols.py`：
 唯一的补丁函数拒绝列表以外的符号；有测试在作业之前、期间和之后将 MMEngine、mmcv、mmseg 和
-PyTorch 的所有属性与它对比。""",
+PyTorch 的所有属性与它对比。`mmdevplug doctor` 会逐一查找这些符号。""",
         when='## 补丁何时有效',
         periods=('#', '开始', '结束'),
         ends="""\

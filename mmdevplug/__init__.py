@@ -34,8 +34,8 @@ else:
         *(OPTIM_WRAPPERS, 'mmdevplug.optim', 'DeviceAmpOptimWrapper', 'DeviceOptimWrapper'),
     )
     register_lazily(
-        *(HOOKS, 'mmdevplug.hooks', 'CommunicationHook', 'CompilationHook', 'DeviceHook'),
-        *('DeviceEmptyCacheHook', 'DeviceIterTimerHook', 'DeviceProfilerHook', 'LossCheckHook'),
+        *(HOOKS, 'mmdevplug.hooks', 'CompilationHook', 'DeviceHook'),
+        *('DeviceEmptyCacheHook', 'DeviceIterTimerHook', 'DeviceProfilerHook'),
         *('MMCVOpsHook', 'MemoryHook', 'PhaseHook', 'PreemptionHook', 'SafeCheckpointHook'),
     )
 

@@ -4,12 +4,6 @@ import gc
 
 import mmdevplug.gradients
 import mmdevplug.model.loss_path  # noqa: F401
-from mmdevplug.hooks import communication_hook
-
-#: A picture of each job would take a third of its time: the ranks of a test that looks at it
-#: set this one again.
-draw = communication_hook.draw
-communication_hook.draw = lambda history, ranks, path: None
 
 # What is there before a fork is not looked through again by each process.
 gc.freeze()

@@ -18,13 +18,12 @@ from mmengine.runner.checkpoint import get_state_dict
 from mmengine.utils import get_git_hash
 
 from mmdevplug.accelerators import enter_rank_device
-from mmdevplug.config.hook_options import CheckpointOptions
+from mmdevplug.config.checkpoint import CheckpointOptions
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.failure import before_abort
 from mmdevplug.optim import join_consolidation
 from mmdevplug.utils.annotations import AnyRunner
-from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.model import unwrap_model
 
 from .finding import write_pointer
@@ -86,63 +85,34 @@ class CheckpointSaver:
         self.backend_args = backend_args
         self._background = BackgroundWriter()
         self._kept_copy: Optional[HostCopy] = None
-        #: Why the newest checkpoint could not be written.
-        self._failed: Optional[str] = None
         before_abort(lambda: self._background.join(ABORT_SECONDS))
 
-    def save(self, runner: AnyRunner, file: CheckpointFile, meta: Dict, options: Dict) -> bool:
-        """Save; return whether it worked or runs in the background. All ranks take part.
+    def save(self, runner: AnyRunner, file: CheckpointFile, meta: Dict, options: Dict) -> None:
+        """Save, or begin to in the background. All ranks take part.
 
-        With ``on_error='stop'``, a failure raises CheckpointError on rank 0 and RankFailedError on
-        the others. ``options`` are further arguments of ``runner.save_checkpoint``.
+        A failure raises CheckpointError on rank 0 and RankFailedError on the others. ``options``
+        are further arguments of ``runner.save_checkpoint``.
         """
         if not _collects_as_mmengine(runner):
-            return self._save_by_runner(runner, file, meta, options)
+            self._save_by_runner(runner, file, meta, options)
+            return
         if options.get('save_optimizer') and not is_main_process():
             join_consolidation(runner.optim_wrapper)
         if self.options.async_save:
             if is_main_process():
                 self._start(runner, file, meta, options)
-            return True
+            return
 
         def write() -> None:
             checkpoint = collect_checkpoint(runner, meta=meta, **options)
             self._put(runner.work_dir, HostCopy(enter_rank_device()[0])(checkpoint), file)
 
-        return self._write_on_main(runner, file, write)
+        _run_on_main(file, write)
 
     def finish(self) -> None:
-        """Wait for the background; raise if the last checkpoint failed, whatever ``on_error``."""
+        """Wait for the background; raise its error."""
         if self.options.async_save:
-            run_on_main('writing the last checkpoint', self._background.join, self.options.timeout)
-        elif self._failed is not None:
-            raise CheckpointError(self._failed)
-
-    def _write_on_main(
-        self, runner: AnyRunner, file: CheckpointFile, write: Callable[[], None]
-    ) -> bool:
-        phase = f'saving {os.path.basename(file.path)}'
-        failed = run_on_main(phase, lambda: self._attempt(write), self.options.timeout)
-        return self._settle(runner, failed)
-
-    def _attempt(self, write: Callable[[], Any]) -> Optional[str]:
-        """Write, and return the message of an error that does not stop training."""
-        try:
-            write()
-        except CheckpointError as error:
-            if self.options.on_error == 'stop':
-                raise
-            return str(error)
-        return None
-
-    def _settle(self, runner: AnyRunner, failed: Optional[str]) -> bool:
-        self._failed = failed
-        if failed is not None:
-            runner.logger.error(
-                f'{failed} Training goes on, because on_error={self.options.on_error!r}; the next '
-                f'checkpoint will be tried again.'
-            )
-        return failed is None
+            run_on_main('writing the last checkpoint', self._background.join)
 
     def _put(self, work_dir: str, checkpoint: Dict, file: CheckpointFile) -> None:
         write_checkpoint(checkpoint, file.path, self.backend_args)
@@ -162,7 +132,7 @@ class CheckpointSaver:
 
     def _start(self, runner: AnyRunner, file: CheckpointFile, meta: Dict, options: Dict) -> None:
         """Copy to host memory, and write the copy in the background."""
-        self._settle(runner, self._attempt(self._background.join))
+        self._background.join()
         if self._kept_copy is None:
             self._kept_copy = HostCopy(enter_rank_device()[0], keep=True)
         copied = self._kept_copy(collect_checkpoint(runner, meta=meta, **options))
@@ -171,7 +141,7 @@ class CheckpointSaver:
 
     def _save_by_runner(
         self, runner: AnyRunner, file: CheckpointFile, meta: Dict, options: Dict
-    ) -> bool:
+    ) -> None:
         """Let a runner with its own method save under a temporary name, then rename the file."""
         folder, name = os.path.split(file.path)
         local = is_local(file.path, self.backend_args)
@@ -187,7 +157,11 @@ class CheckpointSaver:
                 os.replace(written, file.path)  # a folder, of a strategy that makes one
             self._follow(runner.work_dir, file)
 
-        return self._write_on_main(runner, file, rename)
+        _run_on_main(file, rename)
+
+
+def _run_on_main(file: CheckpointFile, function: Callable[[], None]) -> None:
+    run_on_main(f'saving {os.path.basename(file.path)}', function)
 
 
 def _collects_as_mmengine(runner: AnyRunner) -> bool:
@@ -243,9 +217,8 @@ def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, 
         time=time.strftime('%Y%m%d_%H%M%S', time.localtime()),
         mmengine_version=_mmengine_version(),
     )
-    dataset = getattr(loader_of(runner.train_loop), 'dataset', None)
-    if hasattr(dataset, 'metainfo'):
-        meta['dataset_meta'] = dataset.metainfo
+    if hasattr(runner.train_dataloader.dataset, 'metainfo'):
+        meta['dataset_meta'] = runner.train_dataloader.dataset.metainfo
     return meta
 
 

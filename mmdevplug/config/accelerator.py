@@ -6,8 +6,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
 from mmdevplug.errors import AcceleratorError, DevPlugError
 
-from .fields import Options, choice, did_you_mean, flag, option, read_dict
-from .hook_options import CompilationOptions, DeviceHookOptions, MemoryOptions
+from .fields import Options, choice, did_you_mean, flag, option
 from .pad_to import PadTo, read_pad_to
 
 
@@ -51,18 +50,8 @@ class AcceleratorOptions(Options):
         accepts='None, bool, str',
         read=_read_compilation_cache,
     )
-    compilations: Optional[CompilationOptions] = option(
-        True,
-        'On a lazy device: log `device/compiles`, and warn, with the shapes that changed, '
-        'where compiling does not end.',
-        accepts='bool, dict',
-        read=read_dict(CompilationOptions, switch=True),
-    )
-    hook: DeviceHookOptions = option(
-        {},
-        'Arguments of `DeviceHook`, which checks where everything is before a run.',
-        accepts='dict',
-        read=read_dict(DeviceHookOptions),
+    compilations: bool = flag(
+        True, 'On a lazy device: log `device/compiles`, and warn where compiling does not end.'
     )
     host_losses: Union[bool, str] = option(
         'auto',
@@ -72,30 +61,8 @@ class AcceleratorOptions(Options):
         accepts="'auto', bool",
         check=choice('auto', True, False),
     )
-    memory: Optional[MemoryOptions] = option(
-        True,
-        'Log memory of the host and the device, and warn if that of the host doubles.',
-        accepts='bool, dict',
-        read=read_dict(MemoryOptions, switch=True),
-    )
-    mmcv_ops: str = option(
-        'host',
-        "What happens to mmcv's operators that have no kernel for the device: they run on "
-        'the host, or the job stops.',
-        check=choice('host', 'error').named(
-            "'host', to run mmcv's operators on the host where the device has no kernel for them, "
-            "or 'error', to stop there"
-        ),
-    )
-    monitor: bool = flag(True, 'In a job of several ranks: log what communication costs.')
-    on_nan: Optional[str] = option(
-        None,
-        'Whether all ranks stop at a loss that is not finite.',
-        check=choice(None, 'stop').named(
-            "'stop' or None. To pass over updates whose gradients are not finite, take "
-            "model_wrapper_cfg=dict(nonfinite_grads='skip'): when a loss can be read, its update "
-            'is done already on some devices'
-        ),
+    memory: bool = flag(
+        True, 'Log memory of the host and the device, and warn if that of the host doubles.'
     )
     pad_to: Optional[PadTo] = option(
         None,
@@ -113,9 +80,6 @@ class AcceleratorOptions(Options):
         "schedulers: `'checkpoint'` keeps those of the checkpoint, `'config'` takes the "
         "config's, with schedules at the step that training has reached. A warning names them.",
         check=choice('checkpoint', 'config'),
-    )
-    safe_checkpoints: bool = flag(
-        True, "Whether `SafeCheckpointHook` takes the place of MMEngine's `CheckpointHook`."
     )
 
     @classmethod

@@ -53,15 +53,12 @@ def whole(least: int, most: float = float('inf')) -> Check:
     return Check(lambda value: _is(int, value) and least <= value <= most, expected, 'int')
 
 
-def positive(zero: bool = False, infinite: bool = False) -> Check:
-    """Check a number, also of NumPy: above 0, or of at least 0, and finite by default."""
+def positive(zero: bool = False) -> Check:
+    """Check a finite number, also of NumPy: above 0, or of at least 0."""
     most = float('inf')
     return Check(
-        lambda value: (
-            _is(Real, value)
-            and (0 < value < most or (zero and value == 0) or (infinite and value == most))
-        ),
-        f'a {"" if infinite else "finite "}number {"of at least" if zero else "above"} 0',
+        lambda value: _is(Real, value) and (0 < value < most or (zero and value == 0)),
+        f'a finite number {"of at least" if zero else "above"} 0',
         'float',
     )
 
@@ -82,7 +79,6 @@ FLAG = Check(
     'True or False',
     'bool',
 )
-TEXT = Check(lambda value: isinstance(value, str), 'a str', 'str')
 
 
 # options ----------------------------------------------------------------------------------------
@@ -98,7 +94,7 @@ def option(
     """Declare an option as a field of a subclass of :class:`Options`.
 
     Args:
-        default: The value that a config has by leaving the option out, or :data:`REQUIRED`.
+        default: The value that a config has by leaving the option out.
         meaning: One line for the documentation.
         check: What values other than the default must fulfil.
         read: Returns what the field holds of a value; also gets the key: 'accelerator.pad_to'.
@@ -121,9 +117,8 @@ def options_of(kind: type) -> List[dataclasses.Field]:
 class Options:
     """Base of the dataclasses of options; a wrong value is refused when an instance is made."""
 
-    #: The config key that holds the options, and the class that takes them.
+    #: The config key that holds the options.
     key: ClassVar[str] = ''
-    taken_by: ClassVar[str] = ''
     error: ClassVar[Any] = DevPlugError
 
     def __post_init__(self) -> None:
@@ -143,21 +138,12 @@ class Options:
         if check is None or check.holds(value):
             return
         shown = shortened(value)
-        if origin is None and cls.taken_by:
-            raise cls.error(
-                f'{cls.taken_by}.{name}={shown} ({cls.key}.{name}): expected {check.expected}.'
-            )
         raise cls.error(f'{origin or f"{cls.key}.{name}"}={shown}: expected {check.expected}.')
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Any:
-        """Make an instance, unless an option is unknown, missing or has an impossible value."""
+        """Make an instance, unless an option is unknown or has an impossible value."""
         refuse_unknown(given, cls.names(), cls.key, cls.error)
-        for one in options_of(cls):
-            if one.metadata['default'] is REQUIRED and one.name not in given:
-                raise cls.error(
-                    f'{cls.key} has no {one.name}; expected {one.metadata["accepts"]}. Add it.'
-                )
         return cls(**cls.read(given))
 
     @classmethod
@@ -227,18 +213,3 @@ def flag(default: bool, meaning: str) -> Any:
         check=FLAG,
         read=lambda value, key: bool(value) if FLAG.holds(value) else value,
     )
-
-
-def read_dict(kind: Any, switch: bool = False) -> Reader:
-    """Make the reader of an option that is a dict of options, or a switch: True, False (None)."""
-    accepted = 'True, False, or a dict' if switch else 'a dict'
-
-    def read(value: object, key: str) -> Optional[Options]:
-        if switch and isinstance(value, bool):
-            return kind() if value else None
-        if isinstance(value, Mapping):
-            return kind.from_dict(value)
-        names = ', '.join(kind.names())
-        raise kind.error(f'{key}={value!r}: expected {accepted} with some of {names}.')
-
-    return read

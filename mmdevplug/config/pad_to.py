@@ -1,6 +1,6 @@
 """The option ``pad_to``: to which size the images of a batch are padded."""
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 from mmdevplug.errors import DevPlugError
 
@@ -52,19 +52,6 @@ def read_pad_to(value: Any, key: str = 'accelerator.pad_to') -> Optional[PadTo]:
         f'(height, width) (e.g. (512, 1024)), or a list of sizes of which the smallest is taken '
         f'that holds the batch ([(512, 512), (512, 1024)]), or None.'
     )
-
-
-def suggest_buckets(sizes: Sequence[Size]) -> List[Size]:
-    """Find up to three buckets that hold all sizes, of which there is at least one."""
-    ordered = sorted(set(sizes), key=lambda size: (size[0] * size[1], size))
-    number = min(3, len(ordered))
-    buckets = set()
-    for index in range(number):
-        group = ordered[index * len(ordered) // number : (index + 1) * len(ordered) // number]
-        # The largest bucket holds all, so that no image is without one.
-        held = ordered if index == number - 1 else group
-        buckets.add(tuple(round_up(max(side), 32) for side in zip(*held)))
-    return sorted(buckets, key=lambda size: (size[0] * size[1], size))
 
 
 def round_up(length: int, multiple: int) -> int:

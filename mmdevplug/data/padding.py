@@ -6,7 +6,6 @@ preprocessor's pad value after normalization. That value is filled in on the dev
 constant shapes. Losses and predictions are those of a batch that contains a larger image.
 """
 
-import copy
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -16,7 +15,7 @@ from mmengine.structures import BaseDataElement, PixelData
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from mmdevplug.config.pad_to import PadTo, Size, read_pad_to, round_up
+from mmdevplug.config.pad_to import PadTo, Size, round_up
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patching import replace_attribute
@@ -37,8 +36,6 @@ class PaddedForward:
     def __init__(self, preprocessor: BaseDataPreprocessor, pad_to: PadTo) -> None:
         self.pad_to = pad_to
         self.preprocessor = preprocessor
-        #: Called with each batch before the preprocessor.
-        self.watcher: Optional[Callable[[Any], None]] = None
         self._forward = preprocessor.forward
         self._sizes: List[Size] = []
         self._filled = False
@@ -59,8 +56,6 @@ class PaddedForward:
                 self._pad_labels(sample, own, size)
                 for sample, own in zip(data['data_samples'], self._sizes)
             ]
-        if self.watcher is not None:
-            self.watcher(data)
         self._filled = False
         result = self._forward(data, training)
         if not self._filled and isinstance(result, Mapping):
@@ -137,50 +132,6 @@ def padded_forward(preprocessor: nn.Module) -> Optional[PaddedForward]:
     """Return the :class:`PaddedForward` of a data preprocessor, None if it does not pad."""
     forward = vars(preprocessor).get('forward')
     return forward if isinstance(forward, PaddedForward) else None
-
-
-def build_padded(
-    build: Callable[[Any], nn.Module], model: object, option: Optional[PadTo] = None
-) -> nn.Module:
-    """Build a model whose data preprocessors pad, if its config or an option sets it.
-
-    ``pad_to`` in the model's ``data_preprocessor`` overrides the option ``accelerator.pad_to``,
-    also as None.
-    """
-    model, found = take_pad_to(model)
-    built = build(model)
-    pad_to = read_pad_to(found[0], 'data_preprocessor.pad_to') if found else option
-    if pad_to is not None:
-        install_padding(built, pad_to)
-    return built
-
-
-def take_pad_to(model: object) -> Tuple[Any, List[Any]]:
-    """Return a copy of a model's config without ``pad_to`` in data preprocessors, and its value.
-
-    The value is in a list, which is empty if there is none.
-    """
-    found: List[Any] = []
-    _find_pad_to(model, found)
-    if not found:
-        return model, found
-    if any(value != found[0] for value in found):
-        raise DevPlugError(
-            f'data_preprocessor.pad_to has several values in one model: '
-            f'{", ".join(map(repr, found))}. Keep one.'
-        )
-    model = copy.deepcopy(model)
-    _find_pad_to(model, [], remove=True)
-    return model, found[:1]
-
-
-def _find_pad_to(config: object, found: List[Any], remove: bool = False) -> None:
-    if not isinstance(config, dict):
-        return
-    for key, value in config.items():
-        if key == 'data_preprocessor' and isinstance(value, dict) and 'pad_to' in value:
-            found.append(value.pop('pad_to') if remove else value['pad_to'])
-        _find_pad_to(value, found, remove)
 
 
 def install_padding(model: nn.Module, pad_to: PadTo) -> None:

@@ -7,7 +7,6 @@ from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators import Accelerator, CPUAccelerator
 from mmdevplug.accelerators.backend import group_device
-from mmdevplug.distributed.traffic import waiting
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import get_global_rank, view_as_dtype
 
@@ -45,8 +44,7 @@ def _broadcast(
         message = message.to(place)
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
-    with waiting('broadcasts', through_host=place.type == 'cpu'):
-        torch_dist.broadcast(message, get_global_rank(group, 0), group=group)
+    torch_dist.broadcast(message, get_global_rank(group, 0), group=group)
     if not here:
         # Copies, because a piece of the message may start at an address that its dtype refuses.
         received = [

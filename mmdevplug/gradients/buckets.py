@@ -26,28 +26,6 @@ class Bucket(NamedTuple):
         ]
 
 
-class HostBucket(NamedTuple):
-    """A bucket with its values, for PyTorch's PowerSGD: the methods of its GradBucket."""
-
-    flat: Tensor
-    views: List[Tensor]
-    number: int  # index of the bucket in its iteration
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def gradients(self) -> List[Tensor]:
-        # PowerSGD takes the first dimension of each, and a scalar has none.
-        return [view if view.dim() else view.view(1) for view in self.views]
-
-    def index(self) -> int:
-        return self.number
-
-    def is_last(self) -> bool:
-        # Hooks count iterations by it. The number of buckets is known only after backward.
-        return self.number == 0
-
-
 def divide(
     parameters: Sequence[Tensor],
     indices: Sequence[int],
@@ -63,8 +41,7 @@ def divide(
     for index in indices:
         by_dtype.setdefault(_wire_dtype(parameters[index]), []).append(index)
     buckets: List[Bucket] = []
-    # float32 first: PowerSGD counts iterations by the bucket with number 0.
-    for dtype in sorted(by_dtype, key=lambda each: each != torch.float32):
+    for dtype in by_dtype:
         wire = compressed_to if compressed_to is not None and dtype == torch.float32 else dtype
         element_size = torch.empty(0, dtype=dtype).element_size()
         group: List[int] = []

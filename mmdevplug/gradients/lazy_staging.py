@@ -6,7 +6,6 @@ batched fetches of at most ``FETCH_BYTES`` and one batched send.
 """
 
 import threading
-import time
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -14,14 +13,11 @@ from torch import Tensor, nn
 
 from mmdevplug.accelerators import Accelerator, devices_of
 from mmdevplug.distributed.byte_exchange import group_by_bytes
-from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
 from mmdevplug.errors import ModelError
-from mmdevplug.staged.shared_sum import SharedSum
 from mmdevplug.staged.staged_group import StagedProcessGroup
 from mmdevplug.utils.pytree import tensors_in
 
-from .buckets import Bucket, HostBucket, divide
-from .compression import HALVES, PowerSGD
+from .buckets import Bucket, divide
 from .nonfinite import FinitePolicy, names_of_nonfinite
 
 #: Size of a message.
@@ -50,8 +46,8 @@ class LazyStaging:
         accelerator (Accelerator): That of the parameters.
         group (StagedProcessGroup): Averages in host memory.
         bucket_bytes (int, optional): Size of a message. Defaults to None: 8 MB or less.
-        compression (str or PowerSGD, optional): ``'bf16'`` or ``'fp16'``, or PyTorch's PowerSGD.
-        policy (FinitePolicy, optional): For NaN. Defaults to None: it ends the training.
+        compress (bool): Whether gradients of float32 travel as bfloat16. Defaults to False.
+        policy (FinitePolicy, optional): For NaN. Defaults to None: it stops the training.
         before (LazyStaging, optional): What it stands in for.
 
     Attributes:
@@ -64,7 +60,7 @@ class LazyStaging:
         accelerator: Accelerator,
         group: StagedProcessGroup,
         bucket_bytes: Optional[int] = None,
-        compression: Any = None,
+        compress: bool = False,
         policy: Optional[FinitePolicy] = None,
         before: Optional['LazyStaging'] = None,
     ) -> None:
@@ -75,9 +71,9 @@ class LazyStaging:
         # A model that is spread over several devices has parameters on all of them.
         self.devices = devices_of(self.parameters)
         self.group = group
-        self.policy = FinitePolicy('stop') if policy is None else policy
+        self.policy = FinitePolicy(True) if policy is None else policy
         self.finite = True
-        self.compression = compression
+        self.compress = compress
         self._lock = threading.Lock()
         self._synchronize = False
         size = sum(p.numel() * p.element_size() for p in self.parameters)
@@ -133,22 +129,9 @@ class LazyStaging:
     def _finish(self) -> None:
         with torch.no_grad():
             used = self._materialize_and_agree()
-            begin = time.perf_counter()
-            before = self.group.large.exchanged()
-            for number, bucket in enumerate(self._divide(used)):
-                self._start(bucket, number)
+            for bucket in self._divide(used):
+                self._start(bucket)
             nonfinite = self._send_averages(used)
-            if self._started:
-                sent, shared = (b - a for a, b in zip(before, self.group.large.exchanged()))
-                seconds = time.perf_counter() - begin
-                TRAFFIC.record(
-                    'gradients',
-                    sent=sent + sum(self._bytes_by_messages(each) for each in self._started),
-                    shared=shared,
-                    seconds=seconds,
-                    waited=seconds,
-                    messages=len(self._started),
-                )
             self._begin_iteration()
             self.finite = not nonfinite
             if nonfinite and not self.policy.suspended:
@@ -161,17 +144,14 @@ class LazyStaging:
         gradients = [p.grad for p, here in zip(self.parameters, self._used) if here]
         # The all-reduce runs while a lazy device computes.
         self.accelerator.compilation.materialize_all(self.devices, gradients)
-        with waiting('gradients'):
-            agreed.wait()
+        agreed.wait()
         return (flags > 0).tolist()
 
     def _divide(self, used: Sequence[bool]) -> List[Bucket]:
         """Divide the gradients into buckets, which rarely change between iterations."""
         indices = [index for index, is_used in enumerate(used) if is_used]
         if self._divided is None or self._divided[0] != indices:
-            if isinstance(self.compression, PowerSGD):
-                self.compression.reset()
-            half = HALVES.get(self.compression) if isinstance(self.compression, str) else None
+            half = torch.bfloat16 if self.compress else None
             buckets = divide(self.parameters, indices, self._bucket_bytes, half)
             self._divided = indices, buckets
             sizes = [_size_of(each) for each in buckets]
@@ -179,14 +159,10 @@ class LazyStaging:
             self._memory = {}
         return self._divided[1]
 
-    def _start(self, bucket: Bucket, number: int) -> None:
+    def _start(self, bucket: Bucket) -> None:
         """Fetch a bucket and start to average it."""
-        powersgd = isinstance(self.compression, PowerSGD) and bucket.dtype == torch.float32
-        room = self._room(bucket)
-        average = (
-            self.compression.open(room(), self.group)  # type: ignore[union-attr]
-            if powersgd
-            else self.group.begin_sum(bucket.numel, bucket.dtype, self.devices[0].type, room)
+        average = self.group.begin_sum(
+            bucket.numel, bucket.dtype, self.devices[0].type, self._room(bucket)
         )
         views = bucket.views(average.own, self.parameters)
         here = [place for place, index in enumerate(bucket.indices) if self._used[index]]
@@ -194,8 +170,6 @@ class LazyStaging:
             average.own.zero_()
         gradients = [self._dense_gradient(bucket.indices[place]) for place in here]
         self._fetch(gradients, [views[place] for place in here])
-        if powersgd:
-            average.bucket = HostBucket(average.own, views, number)
         average.start(average=True)
         self._started.append(_Started(bucket, average))
 
@@ -261,16 +235,8 @@ class LazyStaging:
             targets.append(parameter.grad)
         self.accelerator.copies.into_device(sources, targets)
 
-    def _bytes_by_messages(self, started: _Started) -> float:
-        """Bytes that this rank sent for a bucket which no rank shared."""
-        if isinstance(started.average, SharedSum):
-            return 0.0
-        sent = getattr(started.average, 'sent', None)
-        size = _size_of(started.bucket)
-        return all_reduce_bytes(size, self.group.size()) if sent is None else sent
-
     def _refuse(self, nonfinite: Sequence[Bucket]) -> None:
-        """Apply the policy for averages that are not finite."""
+        """Name the gradients of averages that are not finite, and stop."""
         indices = [
             index
             for bucket in nonfinite
@@ -278,14 +244,9 @@ class LazyStaging:
             if self.parameters[index].grad is not None
         ]
         fetched = self.accelerator.copies.to_host([self.parameters[i].grad for i in indices])
-        self.policy.apply(
+        self.policy.stop(
             names_of_nonfinite([(self.names[i], own) for i, own in zip(indices, fetched)])
         )
-        # An optimizer skips parameters without a gradient, with momentum and decay.
-        for parameter in self.parameters:
-            parameter.grad = None
-        if isinstance(self.compression, PowerSGD):
-            self.compression.reset()
 
 
 def _size_of(bucket: Bucket) -> int:

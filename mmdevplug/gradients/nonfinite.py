@@ -1,4 +1,4 @@
-"""Find NaN and infinite gradients while averaging, name them, and apply the policy.
+"""Find NaN and infinite gradients while averaging, and stop with their names.
 
 Scaling by the number of ranks reads every value once, and the same pass looks for values that are
 not finite. A rank that finds one puts NaN into the first element of the bucket. The sum carries it
@@ -8,13 +8,12 @@ to all ranks, so that they agree without a further message.
 from typing import List, Optional, Sequence, Tuple
 
 import torch
-from torch import Tensor, distributed as torch_dist
+from torch import Tensor
 
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.errors import ModelError
 from mmdevplug.staged.host_buffers import scale
 from mmdevplug.utils.annotations import AnyGroup
-from mmdevplug.utils.logs import log_warning
 
 
 def scale_and_check(flat: Tensor, factor: float) -> bool:
@@ -58,41 +57,35 @@ def names_of_nonfinite(named: Sequence[Tuple[str, Optional[Tensor]]]) -> List[st
 
 
 class FinitePolicy:
-    """Stop training or skip an update on all ranks if gradients of any rank are not finite.
+    """Stop training on all ranks if gradients of any rank are not finite.
 
     Attributes:
         suspended (bool): Whether a gradient scaler skips updates. Its search for the right scale
             makes gradients overflow on purpose.
-        skipped (int): How many updates were skipped so far.
     """
 
-    def __init__(self, policy: str, group: AnyGroup = None) -> None:
-        self.policy = policy
+    def __init__(self, stops: bool, group: AnyGroup = None) -> None:
+        self.stops = stops
         self.group = group
         self.suspended = False
-        self.skipped = 0
 
     @property
     def active(self) -> bool:
         """Return whether to check for gradients that are not finite."""
-        return self.policy != 'ignore' and not self.suspended
+        return self.stops and not self.suspended
 
-    def apply(self, found_here: Sequence[str]) -> None:
-        """Exchange what the ranks found, then raise an error, or log that the update is skipped.
+    def stop(self, found_here: Sequence[str]) -> None:
+        """Exchange what the ranks found, see :func:`names_of_nonfinite`; all ranks must call it.
 
-        All ranks must call it, with what they found, see :func:`names_of_nonfinite`.
+        Raises:
+            ModelError: On every rank.
         """
         found = gather_json(list(found_here[:5]), self.group)
         lines = [
             f'  rank {rank}: {", ".join(names)}' for rank, names in enumerate(found) if names
         ] or ['  every rank has finite gradients: they overflow when compressed or added up']
-        text = 'gradients are not finite:\n' + '\n'.join(lines)
-        if self.policy == 'stop':
-            raise ModelError(
-                f'{text}\nThe weights are those of the last good update. Look at the data of that '
-                f'rank and at the loss, lower the learning rate, clip gradients, or skip such '
-                f"iterations with model_wrapper_cfg=dict(nonfinite_grads='skip')."
-            )
-        self.skipped += 1
-        if torch_dist.get_rank(self.group) == 0:
-            log_warning(f'Update {self.skipped} skipped: {text}')
+        raise ModelError(
+            'gradients are not finite:\n' + '\n'.join(lines) + '\nThe weights are those of the '
+            'last good update. Look at the data of that rank and at the loss, lower the learning '
+            "rate, clip gradients, or train with model_wrapper_cfg=dict(nonfinite_grads='ignore')."
+        )

@@ -19,7 +19,6 @@ from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.distributed.staged_groups import staged_group
-from mmdevplug.distributed.traffic import TRAFFIC, all_reduce_bytes, waiting
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.loss_path import check_loss
@@ -34,7 +33,6 @@ from mmdevplug.utils.annotations import AnyGroup, AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.torch_compat import is_at_least
 
-from .compression import PowerSGD
 from .ddp_hook import BucketAveraging
 from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
@@ -75,9 +73,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         process_group (ProcessGroup, optional): Defaults to None: all ranks.
         detect_anomalous_params (bool): See MMDistributedDataParallel. Defaults to False.
         **kwargs: Fields of :class:`mmdevplug.config.model_wrapper.WrapperOptions`
-            (``bucket_cap_mb=None``, ``grad_compression='none'``, ``hierarchy='auto'`` and
-            ``nonfinite_grads=None``), and other arguments of PyTorch's DDP, which have no effect
-            on lazy devices.
+            (``bucket_cap_mb=None``, ``grad_compression='none'`` and ``nonfinite_grads=None``), and
+            other arguments of PyTorch's DDP, which have no effect on lazy devices.
 
     Raises:
         ModelError: If the model is wrapped already, has nothing to train, or is not the same on
@@ -91,7 +88,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
     #: Whether `train_step` has materialized the iteration; `DeviceHook` resets it.
     step_materialized = False
     _loss_checked = False
-    _ddp_averaging: Optional[BucketAveraging] = None
     #: The hook that the user registered, with its state.
     _users_hook: Optional[Tuple[object, Any]] = None
 
@@ -118,8 +114,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         check_same_model(module, process_group)
         convert_norm_layers(module, chosen, device)
         averaging = averaging_options(own, module, process_group, on_host)
-        if on_host:
-            averaging_group.large.wanted = {'auto': None}.get(own.hierarchy, own.hierarchy)
         options = dict(
             broadcast_buffers=broadcast_buffers,
             find_unused_parameters=find_unused_parameters,
@@ -134,8 +128,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             self._init_without_reducer(move_module(module, device), device, **options)
         else:
             move_module(module, device)
-            shares = bool(own.hierarchy) and averaging['compression'] is None
             if on_host:
+                shares = not averaging['compress']
                 kwargs = {**host_defaults(trainable(module), shares), **kwargs}
             arguments = ddp_arguments(options, own, chosen, module, device, **kwargs)
             super().__init__(module, **arguments)
@@ -146,14 +140,13 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self._averaging_group = averaging_group
         # All ranks by None: a model is not to keep threads of their group until Python has ended.
         self._users_group = None if group is torch_dist.group.WORLD else group
-        self._on_host = on_host
         self._devices = devices_of(module.parameters())
         # After the move, which may have made new parameters.
         self._trainable = TrainableSet(module, staged or find_unused_parameters)
         if staged:
             self._start_staging()
         self._hook_is_due = self._hook_is_ours = not staged and (
-            on_host or self.policy.active or averaging['compression'] is not None
+            on_host or self.policy.active or averaging['compress']
         )
         self.detect_anomalous_params = detect_anomalous_params
         if lazy:
@@ -244,8 +237,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         else:
             broadcast_tensors(self._trainable.new, self.accelerator, group)
             self._start_staging()
-        if isinstance(self._averaging['compression'], PowerSGD):
-            self._averaging['compression'].reset()
         self._loss_checked = False
         print_log(
             f'Parameters of {type(self.module).__name__} began or ceased to be trained. Averaged '
@@ -263,18 +254,13 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         if self.staging is None:
             if self._hook_is_due:
                 self._hook_is_due = False  # DDP takes only one
-                self._ddp_averaging = self._choose_averaging()
-                super().register_comm_hook(None, self._ddp_averaging.hook)
-            if (
-                self._ddp_averaging is None
-                and self._users_hook is None
-                and torch.is_grad_enabled()
-                and self.require_backward_grad_sync
-            ):
-                # The backend does not report how long the buckets of DDP take.
-                size = sum(p.numel() * p.element_size() for _, p in self._trainable.named)
-                world_size = torch_dist.get_world_size(self._users_group)
-                TRAFFIC.record('gradients', sent=all_reduce_bytes(size, world_size))
+                averaging = BucketAveraging(
+                    self._trainable.named,
+                    self._averaging_group,
+                    waits_inside=getattr(self, 'static_graph', False),
+                    **self._averaging,
+                )
+                super().register_comm_hook(None, averaging.hook)
             return super().forward(*inputs, **kwargs)
         if self.broadcast_buffers and self.require_forward_param_sync:
             with torch.no_grad():
@@ -291,24 +277,6 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         names = [name for name, _ in trainable(self.module)]
         self.averaged_names = [name for name in names if name not in self.parameters_to_ignore]
         return super()._build_params_for_reducer()
-
-    def _choose_averaging(self) -> BucketAveraging:
-        return BucketAveraging(
-            self._trainable.named,
-            self._averaging_group,
-            waits_inside=getattr(self, 'static_graph', False),
-            **self._averaging,
-        )
-
-    def _sync_buffers(self) -> None:
-        """Count how long PyTorch's DDP waits for rank 0, which sends its buffers."""
-        with waiting('broadcasts', through_host=self._on_host):
-            super()._sync_buffers()
-
-    def _sync_params(self) -> None:
-        """See :meth:`_sync_buffers`, which PyTorch 1.10 calls so."""
-        with waiting('broadcasts', through_host=self._on_host):
-            super()._sync_params()
 
     def train_step(
         self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper

@@ -19,7 +19,6 @@ from mmdevplug.staged.host_buffers import can_pin
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import is_at_least
 
-from .compression import make_compression
 from .nonfinite import FinitePolicy
 
 
@@ -129,10 +128,16 @@ def averaging_options(
     own: WrapperOptions, module: nn.Module, group: AnyGroup, on_host: bool
 ) -> Dict[str, Any]:
     """How gradients are averaged, whoever does it."""
-    return dict(
-        compression=make_compression(own.grad_compression, trainable(module)),
-        policy=FinitePolicy(own.nonfinite_grads or ('stop' if on_host else 'ignore'), group),
-    )
+    compress = own.grad_compression == 'bf16'
+    for name, parameter in trainable(module) if compress else ():
+        if not parameter.dtype.is_floating_point:
+            raise ModelError(
+                f"model_wrapper_cfg.grad_compression='bf16' compresses real floating-point "
+                f'gradients, but that of {name} is {parameter.dtype}. Train that parameter in '
+                f"a floating-point dtype, or set grad_compression='none'."
+            )
+    stops = on_host if own.nonfinite_grads is None else own.nonfinite_grads == 'stop'
+    return dict(compress=compress, policy=FinitePolicy(stops, group))
 
 
 def suits_ddp(accelerator: Accelerator, find_unused_parameters: bool) -> bool:

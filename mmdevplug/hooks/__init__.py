@@ -1,11 +1,9 @@
 """Hooks of MMEngine, one in each file."""
 
-from .communication_hook import CommunicationHook
 from .compilation_hook import CompilationHook
 from .device_hook import DeviceHook
 from .empty_cache_hook import DeviceEmptyCacheHook
 from .iter_timer_hook import DeviceIterTimerHook
-from .loss_check_hook import LossCheckHook
 from .memory_hook import MemoryHook
 from .mmcv_ops_hook import MMCVOpsHook
 from .phase_hook import PhaseHook
@@ -14,13 +12,11 @@ from .profiler_hook import DeviceProfilerHook
 from .safe_checkpoint_hook import SafeCheckpointHook
 
 __all__ = [
-    'CommunicationHook',
     'CompilationHook',
     'DeviceEmptyCacheHook',
     'DeviceHook',
     'DeviceIterTimerHook',
     'DeviceProfilerHook',
-    'LossCheckHook',
     'MMCVOpsHook',
     'MemoryHook',
     'PhaseHook',

@@ -1,7 +1,6 @@
 """Check that everything is on this rank's device, and materialize lazy devices."""
 
-import traceback
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Dict, Iterator, List, Tuple
 
 import torch
 from mmengine.hooks import Hook
@@ -11,15 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mmdevplug.accelerators import enter_rank_device, rank_devices, to_device
-from mmdevplug.config.hook_options import DeviceHookOptions
 from mmdevplug.data.endless import check_endless
-from mmdevplug.errors import ModelError
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
-from mmdevplug.model.sync_bn import SyncBNCost
 from mmdevplug.optim import log_norms
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.byte_sizes import format_bytes
-from mmdevplug.utils.loops import metrics_of
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 
 
@@ -30,23 +25,15 @@ class DeviceHook(Hook):
     It runs before the hooks that read losses, because reading a value that is not materialized
     yet costs one more execution. In validation it copies the results that metrics keep to the
     host, batch by batch.
-
-    Args:
-        **options: Fields of :class:`mmdevplug.config.hook_options.DeviceHookOptions`:
-            ``on_mismatch='repair'``.
     """
 
     priority = 'HIGHEST'
 
-    def __init__(self, **options: object) -> None:
-        self.on_mismatch = DeviceHookOptions(**options).on_mismatch
+    def __init__(self) -> None:
         self._logged = False
-        self._sync_bn_cost = SyncBNCost()
-        self._modes: List[Tuple[nn.Module, bool]] = []
-        self._warned_of_eval, self._validating = False, ''
 
     def before_run(self, runner: AnyRunner) -> None:
-        """Check devices, repair them unless ``on_mismatch='error'``, and log the map once.
+        """Move what is on another device, with a warning, and log the map once.
 
         Loops over epochs need data that ends.
         """
@@ -61,15 +48,10 @@ class DeviceHook(Hook):
         optimizers = [each.optimizer for each in wrappers if isinstance(each, OptimWrapper)]
         found = {**misplaced_tensors(model, device), **_misplaced_state(optimizers, device)}
         if found:
-            problem = (
-                f'not on {device}, the device of rank {runner.rank}: {describe_misplaced(found)}.'
+            runner.logger.warning(
+                f'not on {device}, the device of rank {runner.rank}: {describe_misplaced(found)}. '
+                f'Moved there.'
             )
-            if self.on_mismatch == 'error':
-                raise ModelError(
-                    f'{problem} Build the model before the runner moves it and leave its parts '
-                    f"where they are, or set DeviceHook's on_mismatch='repair'."
-                )
-            runner.logger.warning(f'{problem} Moved there.')
             self._repair(runner.model, model, optimizers, device)
         if not self._logged:
             runner.logger.info(f'Device map: {_device_map(model, optimizers)}')
@@ -104,40 +86,6 @@ class DeviceHook(Hook):
         if follow_scaler is not None:
             follow_scaler(runner.optim_wrapper)
 
-    def before_train_epoch(self, runner: AnyRunner) -> None:
-        """Forget the modes of the last epoch."""
-        self._modes = []
-
-    def before_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
-        """Return to training mode if a validation inside the epoch has left the model in eval."""
-        if self._modes and not unwrap_model(runner.model).training:
-            # Not `train()`: parts may be kept in eval mode on purpose.
-            for module, training in self._modes:
-                module.training = training
-            if not self._warned_of_eval:
-                self._warned_of_eval = True
-                runner.logger.warning(
-                    f'The model was in eval mode before iteration {runner.iter + 1}, in the '
-                    f'middle of an epoch: {self._validating or "something"} has left it so. '
-                    f'Training goes on in training mode. Call runner.model.train() after a '
-                    f'validation inside an epoch.'
-                )
-        elif not self._modes:
-            self._note_modes(runner)
-
-    def before_val(self, runner: AnyRunner) -> None:
-        """Note the modes of the model's parts, and which hook validates inside an epoch."""
-        self._note_modes(runner)
-        callers = (frame.f_locals.get('self') for frame, _ in traceback.walk_stack(None))
-        hooks = (type(each).__name__ for each in callers if isinstance(each, Hook))
-        self._validating = next((name for name in hooks if name != type(self).__name__), '')
-
-    before_test = before_val
-
-    def _note_modes(self, runner: AnyRunner) -> None:
-        if unwrap_model(runner.model).training:
-            self._modes = [(each, each.training) for each in runner.model.modules()]
-
     def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Materialize, also after an iteration that only accumulated gradients."""
         # Our wrappers do so at the end of their `train_step`, which a user's loop need not call.
@@ -146,11 +94,10 @@ class DeviceHook(Hook):
         else:
             enter_rank_device()[0].compilation.materialize_all(rank_devices())
         log_norms(runner.optim_wrapper)
-        self._sync_bn_cost.after_iteration(runner)
 
     def before_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Note how many results the metrics have."""
-        self._results = MetricResults(metrics_of(runner.val_loop))
+        self._results = MetricResults(runner.val_loop.evaluator)
 
     def after_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Copy the metrics' results of this batch to the host."""
@@ -158,7 +105,7 @@ class DeviceHook(Hook):
 
     def before_test_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Note how many results the metrics have."""
-        self._results = MetricResults(metrics_of(runner.test_loop))
+        self._results = MetricResults(runner.test_loop.evaluator)
 
     after_test_iter = after_val_iter
 
@@ -213,16 +160,16 @@ def _device_map(model: nn.Module, optimizers: List[Optimizer]) -> str:
 
 
 class MetricResults:
-    """Copy what metrics keep of each batch to the host, in one call.
+    """Copy what the metrics of an evaluator keep of each batch to the host, in one call.
 
     MMEngine collects results from all ranks with pickle, which restores a tensor on the device
     that it was on: a device of another rank, which the receiver may not have.
     """
 
-    def __init__(self, metrics: List[Any]) -> None:
+    def __init__(self, evaluator: object) -> None:
         self._lists = [
             metric.results
-            for metric in metrics
+            for metric in getattr(evaluator, 'metrics', ())
             if isinstance(getattr(metric, 'results', None), list)
         ]
         self._lengths = [len(results) for results in self._lists]

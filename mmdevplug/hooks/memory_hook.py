@@ -1,6 +1,5 @@
 """Log the memory of this rank, and warn if that of the host doubles."""
 
-import gc
 from typing import Optional
 
 import psutil
@@ -9,11 +8,12 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import enter_rank_device, rank_devices
-from mmdevplug.config.hook_options import MemoryOptions
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.worker_memory import WorkerMemory
 
 MB = 2**20
+#: Iterations between two samples.
+SAMPLE_INTERVAL = 50
 #: Later samples are compared with this iteration: by then, all loader workers have started.
 SETTLED = 10
 #: Host memory that doubles by less than this is small anyway.
@@ -22,7 +22,7 @@ LEAST_GROWTH = 256 * MB
 
 @HOOKS.register_module()
 class MemoryHook(Hook):
-    """Log memory, warn if that of the host doubles, and empty caches on request.
+    """Log memory, and warn if that of the host doubles.
 
     The log line has ``host_memory``, the MB of host memory that this process and the workers of
     its data loaders use, where pages that they share count once, and
@@ -31,20 +31,11 @@ class MemoryHook(Hook):
 
     One warning in a run says that ``host_memory`` has doubled since iteration 10, and grew by more
     than 256 MB. None of this runs anything on a lazy device.
-
-    Args:
-        **options: Fields of :class:`mmdevplug.config.hook_options.MemoryOptions`:
-            ``interval=None`` (collecting garbage and returning cached memory cost time, and
-            PyTorch reuses cached memory anyway) and ``sample_interval=50``.
-
-    Examples:
-        >>> cfg.accelerator = dict(type='cuda', memory=dict(interval=500))
     """
 
     priority = 'NORMAL'
 
-    def __init__(self, **options: object) -> None:
-        self.options = MemoryOptions(**options)
+    def __init__(self) -> None:
         # A loop over iterations starts workers when it is built.
         self._workers = WorkerMemory()
 
@@ -56,12 +47,9 @@ class MemoryHook(Hook):
         self._settled: Optional[int] = None
 
     def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
-        """Empty caches and sample memory, each at its interval."""
+        """Sample memory now and then."""
         self._done += 1
-        if self.options.interval is not None and self._done % self.options.interval == 0:
-            gc.collect()
-            enter_rank_device()[0].empty_cache()
-        if self._done in (1, SETTLED) or self._done % self.options.sample_interval == 0:
+        if self._done in (1, SETTLED) or self._done % SAMPLE_INTERVAL == 0:
             self._sample(runner)
 
     def _sample(self, runner: AnyRunner) -> None:

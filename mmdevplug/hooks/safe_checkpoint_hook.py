@@ -38,8 +38,8 @@ from mmdevplug.checkpoint.writing import (
     remove_unfinished,
     write_checkpoint,
 )
+from mmdevplug.config.checkpoint import CheckpointOptions
 from mmdevplug.config.fields import refuse_unknown
-from mmdevplug.config.hook_options import CheckpointOptions
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.annotations import AnyRunner
@@ -59,8 +59,8 @@ class SafeCheckpointHook(CheckpointHook):
 
     Args:
         *args: See :class:`mmengine.hooks.CheckpointHook`.
-        **options: Fields of :class:`mmdevplug.config.hook_options.CheckpointOptions`:
-            ``async_save=False``, ``timeout=None``, ``on_error='stop'``; and arguments of
+        **options: Fields of :class:`mmdevplug.config.checkpoint.CheckpointOptions`:
+            ``async_save=False`` and ``resumable_best=False``; and arguments of
             :class:`mmengine.hooks.CheckpointHook`. Others are arguments of a ``save_checkpoint``
             of the runner's own.
 
@@ -122,9 +122,7 @@ class SafeCheckpointHook(CheckpointHook):
     def before_train(self, runner: AnyRunner) -> None:
         """Prepare the folder, if it can be written to, and restore an interrupted run."""
         ended_at = run_on_main(
-            'preparing the folder of checkpoints',
-            lambda: self._prepare(runner),
-            self._saver.options.timeout,
+            'preparing the folder of checkpoints', lambda: self._prepare(runner)
         )
         complete = runner.iter > 0 and is_complete(runner)
         finished = complete and ended_at == runner.iter
@@ -240,8 +238,8 @@ class SafeCheckpointHook(CheckpointHook):
         path = join(self.out_dir, self.filename_tmpl.format(step), self.backend_args)
         hub = runner.message_hub
         outdated = []
-        before = list(self.keep_ckpt_ids) if self.max_keep_ckpts > 0 else None
-        if before is not None and before[-1:] != [step]:
+        before = list(self.keep_ckpt_ids) if self.max_keep_ckpts > 0 else [step]
+        if before[-1:] != [step]:
             kept = [*before, step][-self.max_keep_ckpts :]
             outdated = [
                 join(self.out_dir, self.filename_tmpl.format(old), self.backend_args)
@@ -252,15 +250,9 @@ class SafeCheckpointHook(CheckpointHook):
             hub.update_info('keep_ckpt_ids', kept)
         if 'interrupted_ckpt' in hub.runtime_info:
             outdated.append(hub.pop_info('interrupted_ckpt'))
-        last_before, self.last_ckpt = self.last_ckpt, path
+        self.last_ckpt = path
         hub.update_info('last_ckpt', path)
-        if not self._save(runner, CheckpointFile(path, outdated, is_last=True), meta):
-            self.last_ckpt = last_before
-            hub.update_info('last_ckpt', last_before)
-            if before is not None:
-                self.keep_ckpt_ids.clear()
-                self.keep_ckpt_ids.extend(before)
-                hub.update_info('keep_ckpt_ids', before)
+        self._save(runner, CheckpointFile(path, outdated, is_last=True), meta)
 
     def _save_best_checkpoint(self, runner: AnyRunner, metrics: dict) -> None:
         if not self.save_best:
@@ -295,10 +287,7 @@ class SafeCheckpointHook(CheckpointHook):
         whole = self._saver.options.resumable_best
         options = dict(save_optimizer=whole, save_param_scheduler=whole, by_epoch=False)
         file = CheckpointFile(path, outdated, is_last=False)
-        if not self._save(runner, file, dict(meta), options):
-            hub.update_info(score_key, best)
-            hub.update_info(path_key, previous)
-            return False
+        self._save(runner, file, dict(meta), options)
         if single:
             self.best_ckpt_path = path
         else:
@@ -310,7 +299,7 @@ class SafeCheckpointHook(CheckpointHook):
         return True
 
     def after_train(self, runner: AnyRunner) -> None:
-        """Wait for the background, and publish; an error if the last checkpoint was not saved."""
+        """Wait for the background, and publish."""
         self._saver.finish()
         super().after_train(runner)
         validated = self._position is not None and self._position.validated
@@ -327,7 +316,7 @@ class SafeCheckpointHook(CheckpointHook):
 
     def _save(
         self, runner: AnyRunner, file: CheckpointFile, meta: dict, options: Optional[dict] = None
-    ) -> bool:
+    ) -> None:
         options = options or dict(
             save_optimizer=self.save_optimizer,
             save_param_scheduler=self.save_param_scheduler,
@@ -339,7 +328,7 @@ class SafeCheckpointHook(CheckpointHook):
             assert self._plain is not None
             states = capture(runner, self._position, self._plain, self._others)
             self._exact = dict(states, metrics=self._metrics)
-        return self._saver.save(runner, file, meta, options)
+        self._saver.save(runner, file, meta, options)
 
     def _publish_model(self, runner: AnyRunner, ckpt_path: str) -> None:
         if not is_main_process() or not ckpt_path:

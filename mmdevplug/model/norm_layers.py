@@ -3,13 +3,13 @@
 from typing import Dict, Optional, Tuple
 
 import torch
-from mmengine.model import convert_sync_batchnorm, revert_sync_batchnorm
+from mmengine.model import revert_sync_batchnorm
 from mmengine.model.utils import _BatchNormXd
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmdevplug.accelerators import Accelerator
-from mmdevplug.accelerators.backend import backend_of, takes_tensors
+from mmdevplug.accelerators.backend import backend_of, takes_tensors, waits_for_backward
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patching import replace_attribute
@@ -20,11 +20,8 @@ from .sync_bn import DeviceSyncBatchNorm
 
 SYNC_BN = {
     None: 'the synchronized layers of the model are made to work, others stay as they are',
-    'auto': "all layers are synchronized, by PyTorch's own layer where that works",
-    'torch': "as 'auto'",
-    'exact': 'all layers are synchronized, by ours',
+    'auto': "all layers are synchronized, by PyTorch's own layer where that works, or by ours",
     'per_rank': 'no layer is synchronized: each rank normalizes with its own statistics',
-    'mmcv': "all layers become mmcv's",
 }
 
 SYNCHRONIZED = (nn.SyncBatchNorm, DeviceSyncBatchNorm)
@@ -59,14 +56,6 @@ def convert_norm_layers(
 def _convert(
     module: nn.Module, accelerator: Accelerator, device: torch.device, sync_bn: Optional[str]
 ) -> nn.Module:
-    if sync_bn == 'mmcv':
-        try:
-            return convert_sync_batchnorm(module, 'mmcv')
-        except ImportError as error:
-            raise ModelError(
-                f"sync_bn='mmcv' needs mmcv with its compiled operations, which cannot be "
-                f"imported: {error}. Install mmcv (not mmcv-lite), or set sync_bn='auto'."
-            ) from error
     if sync_bn == 'per_rank':
         for layer in _layers(module, SYNCHRONIZED).values():
             _change_class(layer, _BatchNormXd)
@@ -79,7 +68,7 @@ def _convert(
     }
     if not layers:
         return module
-    if sync_bn != 'exact' and torch_sync_bn_works(accelerator, device):
+    if torch_sync_bn_works(accelerator, device):
         for layer in layers.values():
             if not isinstance(layer, nn.SyncBatchNorm):
                 _change_class(layer, nn.SyncBatchNorm)
@@ -88,6 +77,12 @@ def _convert(
     for name, layer in layers.items():
         _change_class(layer, DeviceSyncBatchNorm)
         layer.layer_name, layer.accelerator = name, accelerator
+    if waits_for_backward(accelerator, backend_of()):
+        log_warning(
+            f'{len(layers)} synchronized batch normalization layer(s) add {2 * len(layers)} graph '
+            f"executions to an iteration on {device}. Set sync_bn='per_rank' to do without them; "
+            f'each rank then normalizes with the statistics of its own batch.'
+        )
     return module
 
 

@@ -1,22 +1,16 @@
 """Compute the statistics of batch normalization, and combine those of all ranks."""
 
-import time
-from contextlib import contextmanager
-from typing import Any, Iterator, NamedTuple, Tuple
+from typing import Any, NamedTuple, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators import Accelerator, device_context
 from mmdevplug.accelerators.backend import backend_of, takes_host_tensors, waits_for_backward
-from mmdevplug.distributed.traffic import TRAFFIC, Cost, all_reduce_bytes
 from mmdevplug.utils.annotations import AnyGroup
 
 #: Statistics of these are computed in float32.
 HALF = (torch.float16, torch.bfloat16)
-
-#: What the exchanges that ran a lazy device's graph have cost this process so far.
-LAZY_EXCHANGES = Cost()
 
 
 class LocalStatistics(NamedTuple):
@@ -53,27 +47,23 @@ class StatisticsExchange:
 
     def combine(self, local: LocalStatistics, eps: float) -> CombinedStatistics:
         """Gather and combine the statistics of all ranks."""
-        size = (local.values.numel() + 1) * local.values.element_size()
-        with self._recorded(size * (self.world_size - 1)):
-            fetched = self._fetch(local.values)
-            message = torch.cat([fetched.new_full((1,), local.count), fetched.reshape(-1)])
-            rows = message.new_empty(self.world_size, message.numel())
-            torch_dist.all_gather(list(rows.unbind()), message, group=self.group)
-            statistics = rows[:, 1:].reshape(self.world_size, 2, -1)
-            mean, squares = combine_statistics(rows[:, :1], statistics[:, 0], statistics[:, 1])
-            total = int(rows[:, 0].sum().item())
-            invstd = (squares / max(total, 1) + eps).rsqrt()
-            sent = self._send(torch.stack([mean, invstd, squares / max(total - 1, 1)]))
-            # PyTorch's lazy device returns tensors of the CPU from unbind() and split().
-            return CombinedStatistics(sent[0], sent[1], sent[2], total)
+        fetched = self._fetch(local.values)
+        message = torch.cat([fetched.new_full((1,), local.count), fetched.reshape(-1)])
+        rows = message.new_empty(self.world_size, message.numel())
+        torch_dist.all_gather(list(rows.unbind()), message, group=self.group)
+        statistics = rows[:, 1:].reshape(self.world_size, 2, -1)
+        mean, squares = combine_statistics(rows[:, :1], statistics[:, 0], statistics[:, 1])
+        total = int(rows[:, 0].sum().item())
+        invstd = (squares / max(total, 1) + eps).rsqrt()
+        sent = self._send(torch.stack([mean, invstd, squares / max(total - 1, 1)]))
+        # PyTorch's lazy device returns tensors of the CPU from unbind() and split().
+        return CombinedStatistics(sent[0], sent[1], sent[2], total)
 
     def average(self, sums: Tensor, total: int) -> Tensor:
         """Add up over all ranks, and divide by the number of values."""
-        size = sums.numel() * sums.element_size()
-        with self._recorded(all_reduce_bytes(size, self.world_size)):
-            averages = self._fetch(sums) / total
-            torch_dist.all_reduce(averages, group=self.group)
-            return self._send(averages)
+        averages = self._fetch(sums) / total
+        torch_dist.all_reduce(averages, group=self.group)
+        return self._send(averages)
 
     def _fetch(self, tensor: Tensor) -> Tensor:
         if not self.runs_graph:
@@ -87,17 +77,6 @@ class StatisticsExchange:
         sent = torch.empty_like(tensor, device=self.device)
         self.accelerator.copies.into_device([tensor], [sent])
         return sent
-
-    @contextmanager
-    def _recorded(self, sent: float) -> Iterator[None]:
-        """Record the bytes and the time of one message."""
-        start = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - start
-        TRAFFIC.record('sync_bn', sent=sent, seconds=seconds, waited=seconds)
-        if self.runs_graph:
-            LAZY_EXCHANGES.messages += 1
-            LAZY_EXCHANGES.seconds += seconds
 
 
 def local_statistics(inputs: Tensor) -> LocalStatistics:

@@ -4,8 +4,7 @@ PyTorch's own works on a few types of devices. This one computes with ordinary o
 statistics travel through the host where the backend does not take the device's tensors.
 """
 
-import time
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -13,18 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmdevplug.accelerators import Accelerator, enter_rank_device
 from mmdevplug.errors import ModelError
-from mmdevplug.utils.annotations import AnyGroup, AnyRunner
+from mmdevplug.utils.annotations import AnyGroup
 
 from .normalize import SynchronizedNormalize, normalize_frozen
 from .statistics_exchange import (
-    LAZY_EXCHANGES,
     StatisticsExchange,
     local_statistics,
     statistics_group,
 )
-
-#: The iteration that is measured: graphs are compiled in the first ones.
-MEASURED_ITERATION = 5
 
 
 class DeviceSyncBatchNorm(_BatchNorm):
@@ -122,32 +117,3 @@ class DeviceSyncBatchNorm(_BatchNorm):
         )
         for running, new in ((self.running_mean, mean), (self.running_var, unbiased)):
             running.add_(((new - running.to(new.dtype)) * momentum).to(running.dtype))
-
-
-class SyncBNCost:
-    """Measures what synchronization costs one iteration on a lazy device, and warns on rank 0."""
-
-    def __init__(self) -> None:
-        self._iterations = 0
-        self._before: Optional[Tuple[float, int, float]] = None
-
-    def after_iteration(self, runner: AnyRunner) -> None:
-        """Count an iteration; warn after the one that is measured."""
-        self._iterations += 1
-        now = time.perf_counter(), LAZY_EXCHANGES.messages, LAZY_EXCHANGES.seconds
-        if self._iterations == MEASURED_ITERATION - 1:
-            self._before = now
-        elif self._iterations == MEASURED_ITERATION and runner.rank == 0:
-            self._warn(runner, *(after - before for after, before in zip(now, self._before)))
-
-    def _warn(self, runner: AnyRunner, elapsed: float, executions: int, seconds: float) -> None:
-        if not executions:
-            return
-        layers = sum(isinstance(part, DeviceSyncBatchNorm) for part in runner.model.modules())
-        runner.logger.warning(
-            f'{layers} synchronized batch normalization layer(s) add {executions} graph '
-            f'executions to an iteration: iteration {MEASURED_ITERATION} spent '
-            f'{1e3 * seconds:.1f} of {1e3 * elapsed:.1f} ms in them, computing included. Set '
-            f"sync_bn='per_rank' to do without them; each rank then normalizes with the "
-            f'statistics of its own batch.'
-        )

@@ -11,7 +11,6 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, DefaultScope
 from torch import nn
 
-from mmdevplug.data.padding import take_pad_to
 from mmdevplug.errors import DevPlugError, PlacementError, first_line
 
 
@@ -26,7 +25,6 @@ def build_without_memory(model: object, scope: str) -> nn.Module:
     It is on the host where the model computes with tensors while it is built, or where PyTorch is
     older than 2.0.
     """
-    model, _ = take_pad_to(model)  # it concerns only batches
     with DefaultScope.overwrite_default_scope(scope):
         if not can_build_on_meta():
             return MODELS.build(copy.deepcopy(model))

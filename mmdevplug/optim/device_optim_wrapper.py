@@ -103,8 +103,8 @@ def _clip_grad_norm_by_device(
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise ModelError(
             f'optim_wrapper.clip_grad: the norm of order {norm_type} of the gradients is '
-            f'{float(total)}; expected a finite number. Look for the cause with '
-            f"accelerator.on_nan='stop', or set error_if_nonfinite=False."
+            f'{float(total)}; expected a finite number. Look at the losses and the data, or set '
+            f'error_if_nonfinite=False.'
         )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for device, group in zip(devices, groups):

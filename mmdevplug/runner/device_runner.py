@@ -13,7 +13,7 @@ from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
-from mmengine.runner import BaseLoop, IterBasedTrainLoop, LogProcessor, Priority, Runner
+from mmengine.runner import BaseLoop, LogProcessor, Priority, Runner
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -33,11 +33,11 @@ from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
-from mmdevplug.data.endless import take_for_endless
-from mmdevplug.data.padding import build_padded
+from mmdevplug.data.padding import install_padding
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
+from mmdevplug.hooks.compilation_hook import CompilationHook
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.prepare import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
@@ -47,7 +47,6 @@ from mmdevplug.optim.adapt_config import describe_fp16
 from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
-from mmdevplug.utils.progress import SilenceWatch
 from mmdevplug.utils.torch_compat import keep_from_tracing
 
 from .device_log_processor import device_log_processor
@@ -180,7 +179,10 @@ class DeviceRunner(Runner):
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
         """Build the model; with the option ``pad_to`` it pads batches to a few sizes."""
         with fail_together('building the model'):
-            return build_padded(super().build_model, model, self.accelerator_options.pad_to)
+            built = super().build_model(model)
+            if self.accelerator_options.pad_to is not None:
+                install_padding(built, self.accelerator_options.pad_to)
+            return built
 
     def wrap_model(self, model_wrapper_cfg: Optional[Dict], model: nn.Module) -> nn.Module:
         """Move the model to this rank's device and wrap it if the job is distributed."""
@@ -274,8 +276,6 @@ class DeviceRunner(Runner):
         make_resumable(self._train_dataloader, self.seed)
         built = super().build_train_loop(loop)
         check_batches(built)
-        if isinstance(built, IterBasedTrainLoop):
-            take_for_endless(built.dataloader)
         return built
 
     # checkpoints --------------------------------------------------------------------------------
@@ -284,8 +284,7 @@ class DeviceRunner(Runner):
         self, hook: Union[Hook, Dict], priority: Optional[Union[str, int, Priority]] = None
     ) -> None:
         """Register a hook, ours in place of some of MMEngine's: see ``hooks/default_hooks.py``."""
-        safe = self.accelerator_options.safe_checkpoints
-        super().register_hook(replace_hook(hook, safe), priority)
+        super().register_hook(replace_hook(hook), priority)
 
     def save_checkpoint(
         self,
@@ -422,7 +421,9 @@ class DeviceRunner(Runner):
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all ranks, and their messages name it."""
         with explained(self, 'train'), ExitStack() as held:
-            held.callback(SilenceWatch.close_all)
+            for hook in self.hooks:
+                if isinstance(hook, CompilationHook):
+                    held.callback(hook.close)
             enter_phase('data preparation')
             model = super().train()
             wait_for_everyone('end of training')

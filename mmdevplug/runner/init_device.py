@@ -17,7 +17,6 @@ from mmdevplug.utils.torch_compat import import_version_module
 def init_device(
     launcher: str = 'none',
     accelerator: AcceleratorConfig = None,
-    mmcv_ops: str = 'host',
     **options: object,
 ) -> DeviceContext:
     """Choose the accelerator, start the process group, patch functions that refuse the device.
@@ -26,8 +25,6 @@ def init_device(
         launcher (str): ``'pytorch'``, ``'slurm'``, ``'mpi'``, ``'kubernetes'`` or ``'none'``.
         accelerator (str, dict or Accelerator, optional): See
             :func:`mmdevplug.accelerators.choose_accelerator`. Defaults to None.
-        mmcv_ops (str): What becomes of mmcv's operators that have no kernel for the device: see
-            :func:`mmdevplug.patches.mmcv_ops.patch_mmcv_ops`. Defaults to ``'host'``.
         **options: See :func:`mmdevplug.distributed.process_group.start_distributed`.
 
     Returns:
@@ -42,12 +39,11 @@ def init_device(
         >>> context = mmdevplug.init_device(launcher='pytorch')
         >>> model.to(context.device)
     """
-    AcceleratorOptions.check('mmcv_ops', mmcv_ops)
     keep_freed_memory()
     import_version_module()
     patch_device_id()
     context = start_distributed(launcher, accelerator, **options)
-    patch_mmcv_ops(context.accelerator, mmcv_ops)
+    patch_mmcv_ops()
     patch_barrier()
     return context
 
@@ -59,12 +55,11 @@ def init_from_options(
     work_dir: str,
     dist_cfg: Dict[str, Any],
 ) -> DeviceContext:
-    """Call :func:`init_device` for a runner or a strategy, and patch MMEngine."""
+    """Call :func:`init_device` for a runner, and patch MMEngine."""
     context = init_device(
         launcher,
         options.device,
         forced_backend=options.backend,
-        mmcv_ops=options.mmcv_ops,
         compilation_cache=options.compilation_folder(work_dir),
         choose_devices=parallelism.choose_devices if parallelism.wanted else None,
         **dist_cfg,

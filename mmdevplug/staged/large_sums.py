@@ -3,7 +3,7 @@
 import json
 import warnings
 from datetime import timedelta
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence
 
 import torch
 from torch import distributed as torch_dist
@@ -28,9 +28,7 @@ class LargeSums:
         timeout (timedelta): How long a sum waits for the other ranks.
 
     Attributes:
-        wanted (bool, optional): Whether to share memory; None where page-locked memory, which
-            cannot be shared, does not make up for it. Read at the first large sum.
-        sums (SharedSums, optional): None until then, and where ranks do not share.
+        sums (SharedSums, optional): None until the first large sum, and where ranks do not share.
     """
 
     def __init__(
@@ -44,7 +42,6 @@ class LargeSums:
         self._gloo: Any = gloo
         self._store, self._rank, self._size = store, rank, size
         self._timeout = timeout
-        self.wanted: Optional[bool] = None
         self.sums: Optional[SharedSums] = None
         self._sought = size == 1
 
@@ -68,10 +65,6 @@ class LargeSums:
         if self.sums is not None:
             self.sums.close()
 
-    def exchanged(self) -> Tuple[int, int]:
-        """Bytes that this rank sent to other hosts, and had in shared memory."""
-        return (0, 0) if self.sums is None else (self.sums.sent, self.sums.shared)
-
     def _find(self, device_type: str) -> Optional[SharedSums]:
         if not self._sought:
             self._sought = True
@@ -80,8 +73,9 @@ class LargeSums:
 
     def _share(self, device_type: str) -> Optional[SharedSums]:
         """Agree whether ranks add up in shared memory; a message between all of them."""
-        wanted = not pins_memory(device_type) if self.wanted is None else self.wanted
-        names, types, wishes = zip(*self._gather([host_name(), device_type, wanted]))
+        # Page-locked memory cannot be shared, and copies to it make up for that.
+        suits = not pins_memory(device_type)
+        names, types, suiting = zip(*self._gather([host_name(), device_type, suits]))
         if len(set(types)) > 1 and self._rank == 0:
             listed = ', '.join(f'rank {rank} {each!r}' for rank, each in enumerate(types))
             warnings.warn(
@@ -91,14 +85,8 @@ class LargeSums:
             )
         hosts = group_by_host(names, self._rank)
         counts = [len(ranks) for ranks in hosts.ranks]
-        if all(wishes) and len(set(counts)) == 1 and counts[0] > 1:
+        if all(suiting) and len(set(counts)) == 1 and counts[0] > 1:
             return SharedSums(hosts, self._gather, self._make_group, self._rank, self._size)
-        if self.wanted and all(wishes) and self._rank == 0:
-            warnings.warn(
-                f'the hosts run {", ".join(map(str, counts))} rank(s); expected as many on each, '
-                f'and more than one, to share memory. Tensors travel between all ranks.',
-                stacklevel=2,
-            )
         return None
 
     def _gather(self, value: object) -> List[Any]:

@@ -133,10 +133,6 @@ class SharedSums:
 
     All ranks start the same sums in the same order. Whoever waits for one takes its steps, and
     those of the others that need not wait; a thread takes those of sums that nothing waits for.
-
-    Attributes:
-        sent (int): Bytes that this rank sent to other hosts.
-        shared (int): Bytes that it exchanged in shared memory.
     """
 
     def __init__(
@@ -158,7 +154,6 @@ class SharedSums:
         self._working = threading.Lock()
         self._keeper: Optional[threading.Thread] = None
         self._keeping = threading.Lock()
-        self.sent = self.shared = 0
 
     def begin(self, numel: int, dtype: torch.dtype) -> Optional[SharedSum]:
         """Find memory for a tensor; all ranks call it in the same order.
@@ -234,13 +229,8 @@ class SharedSums:
         if share is not own:
             own.copy_(share)
         if self._between is not None and own.numel():  # the same on all hosts
-            hosts = len(self._hosts.ranks)
-            self.sent += 2 * own.numel() * own.element_size() * (hosts - 1) // hosts
             yield _all_reduce(self._between, own, ReduceOp.SUM)
             finite = is_finite(own) if average else True
-        self.shared += (
-            2 * its.own.numel() * its.own.element_size() * (len(its.parts) - 1) // len(its.parts)
-        )
         wrong = torch.tensor([float(not finite)])
         yield _all_reduce(self._added, wrong, ReduceOp.SUM)
         its.finite = not wrong.item()

@@ -45,7 +45,7 @@ class StagedProcessGroup(Reductions):
     All ranks of a group call the same collectives in the same order, as of any backend. A
     collective has read its tensors when it returns, or when its work has been waited for if the
     device copies by itself; then its results are where they belong. Tensors of the host are not
-    copied, but large sums: ``large.wanted`` says whether ranks of a host share memory for them.
+    copied, but large sums, for which ranks of a host share memory.
 
     Args:
         store (Store): Where the ranks meet.

@@ -9,8 +9,6 @@ from torch import distributed as torch_dist
 
 from mmdevplug.errors import StagedError, first_line
 
-from .shared_sum import SharedSum
-
 #: What gloo takes for its group's own limit.
 _NO_LIMIT = timedelta(0)
 
@@ -83,11 +81,6 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         self.finite = True  # of StagedProcessGroup.average(), the same on all ranks
         self._error: Optional[BaseException] = None
         self._future: Optional[torch.futures.Future] = None
-
-    @property
-    def shared(self) -> bool:
-        """Whether ranks of a host exchanged all of it in shared memory."""
-        return all(isinstance(work, SharedSum) for work in self._works)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Wait until the results are where they belong.

@@ -314,11 +314,10 @@ REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
         _LIFE,
     ),
     ReplacedAttribute(
-        'batch normalizations and `dn_query_generator` of a model, samplers that are tried, and '
-        'loaders of streams',
+        'batch normalizations and `dn_query_generator` of a model, and samplers that are tried',
         ('__class__',),
         'Whatever holds the object keeps it: a layer gets another way to compute, a copy of a '
-        'sampler gives its first samples alone, a loader says that a stream has not ended.',
+        'sampler gives its first samples alone.',
         _LIFE,
     ),
     ReplacedAttribute(

@@ -4,7 +4,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager
 from threading import Event, Thread
-from typing import Any, Callable, Iterator, Optional, Set
+from typing import Any, Callable, Iterator, Optional
 
 from .logs import log as write_log
 
@@ -53,12 +53,8 @@ class SilenceWatch:
         seconds (float): How long nobody waits without a line.
     """
 
-    #: Those that are not closed yet.
-    open: Set['SilenceWatch'] = set()
-
     def __init__(self, describe: Callable[[float], str], seconds: float = 30.0) -> None:
         self._describe, self._seconds = describe, seconds
-        self.open.add(self)
         self._closed = Event()
         self.restart()
         self._thread = Thread(target=self._run, name='mmdevplug-silence', daemon=True)
@@ -71,15 +67,8 @@ class SilenceWatch:
 
     def close(self) -> None:
         """End the thread."""
-        self.open.discard(self)
         self._closed.set()
         self._thread.join()
-
-    @classmethod
-    def close_all(cls) -> None:
-        """Close what an error has left open."""
-        for watch in list(cls.open):
-            watch.close()
 
     def _run(self) -> None:
         while not self._closed.wait(self._seconds / 30):

@@ -75,7 +75,7 @@ def run(work_dir, options, resume=False, stop=None, choice='checkpoint'):
         defaults = dict(custom_hooks=[], train_cfg__val_interval=1)
     options = {**defaults, **{k: v for k, v in options.items() if k != 'validates'}}
     cfg = tiny(work_dir, **options)
-    cfg['accelerator'].update(resume_settings=choice, monitor=False, memory=False)
+    cfg['accelerator'].update(resume_settings=choice, memory=False)
     cfg.update(experiment_name=f'changed_{next(_numbers)}', resume=bool(resume))
     if resume:
         cfg['load_from'] = str(resume)

@@ -42,9 +42,6 @@ def check_trained(done, work_dir, launcher, found):
     assert line.startswith(f'mmdevplug: launcher {launcher!r}, found by '), line
     assert found in line
     assert '0 of 2' in line
-    # The table of time and traffic, with a row for each rank.
-    table = told[told.index('rank  iteration ms') :]
-    assert re.findall(r'^ +([01]) +[0-9.]', table, re.MULTILINE) == ['0', '1'], table
     assert (work_dir / 'last_checkpoint').exists()
     assert len([one for one in work_dir.iterdir() if one.is_dir()]) == 1  # one folder of logs
 

@@ -126,11 +126,11 @@ def test_an_overlaid_base_config_keeps_options_of_ours(tmp_path, monkeypatch):
     config, built = tmp_path / 'plain.py', []
     config.write_text(
         f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}]\n'
-        "accelerator = dict(type='xla', backend='mine', on_nan='stop', resume_settings='config')\n"
+        "accelerator = dict(type='xla', backend='mine', memory=False, resume_settings='config')\n"
     )
     monkeypatch.setattr(RUNNERS, 'build', lambda cfg: built.append(cfg) or Mock())
     train.main([str(config), '--accelerator', 'cpu', '--work-dir', str(tmp_path)])
-    kept = dict(type='cpu', backend='gloo', on_nan='stop')
+    kept = dict(type='cpu', backend='gloo', memory=False)
     assert built[0].accelerator == dict(kept, resume_settings='config')
     train.main([str(config), '--accelerator', 'cpu', '--resume-settings', 'checkpoint'])
     assert built[1].accelerator == dict(kept, resume_settings='checkpoint')

@@ -4,14 +4,13 @@ import copy
 
 import pytest
 import torch
-from mmengine.config import Config, ConfigDict
-from mmengine.model import BaseDataPreprocessor, BaseModel, ImgDataPreprocessor
-from mmengine.registry import MODELS
+from mmengine.config import ConfigDict
+from mmengine.model import BaseDataPreprocessor, ImgDataPreprocessor
 from torch import nn
 
-from mmdevplug.config.pad_to import read_pad_to, suggest_buckets
+from mmdevplug.config.pad_to import read_pad_to
 from mmdevplug.data import padding
-from mmdevplug.data.padding import build_padded, install_padding, take_pad_to
+from mmdevplug.data.padding import install_padding
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.patches.mmseg import patch_accuracy
@@ -60,17 +59,6 @@ def test_an_image_larger_than_every_bucket_names_it_and_what_to_write():
     assert '(30, 30), (40, 70)' in message
     written = message.split('Write pad_to=')[1].split(', or resize')[0]
     assert read_pad_to(eval(written)).size_for([(40, 70)]) == (64, 96)
-
-
-def test_suggested_buckets_hold_what_was_seen():
-    random = torch.Generator().manual_seed(0)
-    for count in (1, 2, 3, 20):
-        sizes = [
-            tuple(pair) for pair in torch.randint(5, 700, (count, 2), generator=random).tolist()
-        ]
-        buckets = suggest_buckets(sizes)
-        assert 1 <= len(buckets) <= 3
-        assert all(read_pad_to(buckets).size_for([size]) in buckets for size in sizes)
 
 
 # preprocessors -------------------------------------------------------------------------------
@@ -135,59 +123,9 @@ def test_a_copied_model_pads_by_itself():
 # in configs ----------------------------------------------------------------------------------
 
 
-class Padding(BaseModel):
-    def forward(self, inputs, data_samples=None, mode='tensor'):
-        return inputs
-
-
-def build(model, option=None):
-    return build_padded(MODELS.build, model, read_pad_to(option))
-
-
-def shape_of(model):
-    return tuple(model.data_preprocessor(dict(inputs=images((5, 6))))['inputs'].shape)[2:]
-
-
-def test_the_key_of_the_model_wins_over_that_of_the_accelerator():
-    kind = dict(type=Padding, data_preprocessor=dict(type='ImgDataPreprocessor'))
-    assert shape_of(build(kind)) == (5, 6)
-    assert shape_of(build(kind, 8)) == (8, 8)
-    own = copy.deepcopy(kind)
-    own['data_preprocessor']['pad_to'] = (16, 24)
-    assert shape_of(build(own, 8)) == (16, 24)
-    assert own['data_preprocessor']['pad_to'] == (16, 24)  # the config stays as it is
-    own['data_preprocessor']['pad_to'] = None
-    assert shape_of(build(own, 8)) == (5, 6)
-
-
-@pytest.mark.parametrize(
-    ('written', 'expected'),
-    [('16', (16, 16)), ('(8,24)', (8, 24)), ('8,24', (8, 24)), ('[(4,4),(8,24)]', (8, 24))],
-)
-def test_cfg_options_reach_it(written, expected):
-    from mmengine.config import DictAction
-
-    cfg = Config(
-        dict(model=dict(type=Padding, data_preprocessor=dict(type='ImgDataPreprocessor')))
-    )
-    value = DictAction._parse_iterable(written)
-    cfg.merge_from_dict({'model.data_preprocessor.pad_to': value})
-    assert shape_of(build(cfg.model)) == expected
-
-
-def test_a_wrapped_model_and_contradictions():
-    inner = dict(type='A', data_preprocessor=dict(type='B', pad_to=8))
-    config, found = take_pad_to(dict(type='Tta', module=inner))
-    assert found == [8]
-    assert 'pad_to' not in config['module']['data_preprocessor']
-    two = dict(data_preprocessor=dict(pad_to=16), module=inner)
-    with pytest.raises(DevPlugError, match='several values in one model: 16, 8'):
-        take_pad_to(two)
-
-
 def test_a_model_without_preprocessor_is_refused():
     with pytest.raises(ModelError, match='Linear has no data preprocessor'):
-        build_padded(lambda model: model, nn.Linear(2, 2), read_pad_to(8))
+        install_padding(nn.Linear(2, 2), read_pad_to(8))
 
 
 # all ranks together --------------------------------------------------------------------------
@@ -197,7 +135,8 @@ def train_digits_with(work_dir, pad_to):
     from mmengine.registry import RUNNERS
 
     cfg = digits_config('cpu', work_dir, train_cfg__max_epochs=1, train_cfg__val_interval=9)
-    cfg.model.data_preprocessor = dict(type='ImgDataPreprocessor', pad_to=pad_to)
+    cfg.model.data_preprocessor = dict(type='ImgDataPreprocessor')
+    cfg.accelerator.pad_to = pad_to
     RUNNERS.build(cfg).train()
 
 

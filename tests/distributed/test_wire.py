@@ -155,7 +155,7 @@ def test_bfloat16_halves_what_is_sent(job, accelerator):
 
 
 def test_ranks_of_a_host_send_once(job):
-    sent, by_rank, weights = job('zeta', 2, hierarchy=True)
+    sent, by_rank, weights = job('zeta', 2)
     for bytes_ in sent:
         # As if each host were a rank: 2 * G * (2 - 1) / 2.
         assert bytes_ <= GRADIENT_BYTES * STEPS * OVERHEAD

@@ -48,8 +48,7 @@ def _optim_wrapper(**options):
 
 
 def _compressed(kind):
-    # In the shared memory of one host nothing is compressed, hence no hierarchy.
-    wrapper = dict(type='DeviceDistributedDataParallel', grad_compression=kind, hierarchy=False)
+    wrapper = dict(type='DeviceDistributedDataParallel', grad_compression=kind)
     return dict(model_wrapper_cfg=wrapper)
 
 
@@ -205,19 +204,6 @@ ROWS = {
         "`grad_compression='bf16'`",
         _compressed('bf16'),
         tolerance=2e-2,  # 8 bits of each gradient
-    ),
-    'grad_fp16': Row(
-        "`grad_compression='fp16'`",
-        "`grad_compression='fp16'`",
-        _compressed('fp16'),
-        tolerance=5e-3,  # 11 bits of each gradient, fewer below 6e-5
-    ),
-    'grad_powersgd': Row(
-        "`grad_compression='powersgd'`",
-        "`grad_compression='powersgd'`",
-        # By itself it begins after 1,000 iterations.
-        _compressed(dict(type='powersgd', start_powerSGD_iter=2, matrix_approximation_rank=4)),
-        tolerance=5e-2,  # a low rank of each gradient; what is left out follows later
     ),
     'compile': Row(
         '`torch.compile` (`compile=True`)',

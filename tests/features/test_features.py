@@ -45,7 +45,6 @@ OF_GCU = [
     'anomalous',
     'gan',
     'collect_results',
-    'grad_powersgd',
     'zero',
 ]
 
@@ -195,8 +194,6 @@ def test_rows_train_something_of_their_own(reference):
         'checkpoint_reentrant',
         'compile',
         'grad_bf16',
-        'grad_fp16',
-        'grad_powersgd',
         'zero',
     }
 

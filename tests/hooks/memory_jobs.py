@@ -11,9 +11,9 @@ from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, HOOKS, MODELS, RUNNERS
 from torch import nn
 
+from mmdevplug.hooks import memory_hook
 from tests.jobs import install_card
 
-SOON = dict(sample_interval=5)
 ITERATIONS = 140
 
 
@@ -43,7 +43,7 @@ class KeptOnes(Ones):
 
 @MODELS.register_module(force=True)
 class Small(BaseModel):
-    """A layer; the loss is huge or not finite when the hook ``Spoil`` says so.
+    """A layer.
 
     Args:
         hidden (int): A width, for the memory that a batch takes.
@@ -52,12 +52,11 @@ class Small(BaseModel):
     def __init__(self, hidden=16):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, hidden), nn.Tanh(), nn.Linear(hidden, 1))
-        self.factor = 1.0
 
     def forward(self, inputs, mode='tensor'):
         outputs = self.net(inputs)
         if mode == 'loss':
-            return dict(loss=(outputs**2).mean(), loss_aux=outputs.detach().mean() * self.factor)
+            return dict(loss=(outputs**2).mean(), loss_aux=outputs.detach().mean())
         return outputs
 
 
@@ -115,6 +114,7 @@ def build(*args, **kwargs):
     """A runner."""
     from mmengine.config import Config
 
+    memory_hook.SAMPLE_INTERVAL = 5
     cfg = config(*args, **kwargs)
     install_card(cfg['accelerator']['type'])
     return RUNNERS.build(Config(cfg))

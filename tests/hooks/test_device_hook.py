@@ -1,4 +1,4 @@
-"""DeviceHook finds what is on another device, and repairs or refuses."""
+"""DeviceHook finds what is on another device, and moves it."""
 
 import logging
 
@@ -7,13 +7,12 @@ import torch
 from mmengine.registry import RUNNERS
 
 from tests.jobs import PLAIN, digits_config, install_card
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import run_ranks
 
 
-def train_with_misplaced_parts(work_dir, on_mismatch):
+def train_with_misplaced_parts(work_dir):
     install_card('zeta')
     cfg = digits_config('zeta', work_dir, **PLAIN)
-    cfg.accelerator.hook = dict(on_mismatch=on_mismatch)
     runner = RUNNERS.build(cfg)
     messages = []
     handler = logging.Handler()
@@ -35,7 +34,7 @@ def train_with_misplaced_parts(work_dir, on_mismatch):
 @pytest.mark.parametrize('ranks', [0, 2])
 def test_repairs(tmp_path, ranks):
     for rank, (devices, messages) in enumerate(
-        run_ranks(train_with_misplaced_parts, ranks, tmp_path, 'repair')
+        run_ranks(train_with_misplaced_parts, ranks, tmp_path)
     ):
         assert devices == {f'zeta:{rank}'}
         if rank == 0:
@@ -47,19 +46,3 @@ def test_repairs(tmp_path, ranks):
             assert len(maps) == 1
             assert 'zeta:0 holds' in maps[0]
             assert 'cpu' not in maps[0]
-
-
-def test_refuses(tmp_path):
-    with pytest.raises(RanksFailed) as raised:
-        run_ranks(train_with_misplaced_parts, 2, tmp_path, 'error', together=True)
-    for kind, message, _ in raised.value.errors.values():
-        assert kind == 'ModelError'
-        assert 'head.weight on cpu' in message
-
-
-def test_unknown_option():
-    from mmdevplug import DeviceHook
-    from mmdevplug.errors import ModelError
-
-    with pytest.raises(ModelError, match="'repiar'"):
-        DeviceHook(on_mismatch='repiar')

@@ -4,16 +4,14 @@ import re
 
 import pytest
 
-from mmdevplug.errors import DevPlugError
 from mmdevplug.hooks import MemoryHook
 from mmdevplug.hooks.memory_hook import MB, _has_doubled
-from tests.hooks.memory_jobs import SOON, build, log_of, train_all, warnings_of
+from tests.hooks.memory_jobs import build, log_of, train_all, warnings_of
 from tests.ranks import RanksFailed, run_ranks
 
 CASES = dict(
     worker_leak=dict(workers=2, dataset='KeptOnes'), workers=dict(workers=2), nothing=dict()
 )
-CASES = {name: dict(options, memory=SOON) for name, options in CASES.items()}
 
 
 @pytest.fixture(scope='module')
@@ -30,7 +28,7 @@ def test_memory_has_doubled_if_it_grew_by_more_than_a_little(before, used, doubl
 
 
 def train_with_growing_workers(work_dir):
-    runner = build(work_dir, memory=SOON)
+    runner = build(work_dir)
     (hook,) = [hook for hook in runner.hooks if isinstance(hook, MemoryHook)]
     hook._workers.measure = lambda: (40 * MB * runner.iter, 2)
     runner.train()
@@ -66,65 +64,21 @@ def test_host_memory_is_in_the_log_line_and_nothing_else_on_the_cpu(logs):
 
 
 def test_a_card_has_its_own_column(tmp_path):
-    options = dict(hooks=[dict(type='KeepTensors')], memory=SOON)
+    options = dict(hooks=[dict(type='KeepTensors')])
     (logs,) = run_ranks(train_all, 0, tmp_path, 'zeta', dict(leak=options))
     (line,) = [line for line in logs['leak'].splitlines() if '[100/140]' in line]
     # 100 tensors of 300 x 300 elements.
     assert 30 <= int(re.search(r' memory: (\d+)', line).group(1)) <= 40
 
 
-class CountingCalls:
-    """Stands where an accelerator's function was."""
-
-    def __init__(self, function):
-        self.function, self.calls = function, 0
-
-    def __call__(self, *args):
-        self.calls += 1
-        return self.function(*args)
-
-
-def empty_caches(work_dir, **memory):
-    runner = build(work_dir, 'zeta', iterations=20, memory=memory)
-    accelerator = runner.device_context.accelerator
-    accelerator.empty_cache = CountingCalls(accelerator.empty_cache)
-    runner.train()
-    return accelerator.empty_cache.calls
-
-
-def empty_caches_every(work_dir, interval):
-    return empty_caches(work_dir, interval=interval)
-
-
-def test_caches_are_emptied_only_when_asked_for(tmp_path):
-    assert run_ranks(empty_caches_every, 0, tmp_path / 'six', 6) == [3]
-    assert run_ranks(empty_caches_every, 0, tmp_path / 'off', None) == [0]
-
-
-def registered(work_dir, option):
-    runner = build(work_dir, iterations=1, **({} if option is None else dict(memory=option)))
-    return [hook.options.sample_interval for hook in runner.hooks if isinstance(hook, MemoryHook)]
+def registered(work_dir, options):
+    hooks = build(work_dir, iterations=1, **options).hooks
+    return [type(hook).__name__ for hook in hooks if isinstance(hook, MemoryHook)]
 
 
 def test_the_runner_registers_it_unless_turned_off(tmp_path):
-    for name, option, expected in (
-        ('default', None, [50]),
-        ('off', False, []),
-        ('dict', dict(sample_interval=7), [7]),
-    ):
-        assert run_ranks(registered, 0, tmp_path / name, option) == [expected]
-    with pytest.raises(RanksFailed) as failed:
-        run_ranks(registered, 0, tmp_path / 'wrong', dict(every=7))
-    kind, message, _ = failed.value.errors[0]
-    assert kind == 'DevPlugError'
-    assert "accelerator.memory has no option 'every'" in message
-    assert 'sample_interval' in message
-
-
-@pytest.mark.parametrize(
-    ('name', 'value'),
-    [('interval', 0), ('sample_interval', None)],
-)
-def test_wrong_arguments_are_named(name, value):
-    with pytest.raises(DevPlugError, match=rf'MemoryHook\.{name}={value!r}.*expected'):
-        MemoryHook(**{name: value})
+    assert run_ranks(registered, 0, tmp_path / 'on', {}) == [['MemoryHook']]
+    assert run_ranks(registered, 0, tmp_path / 'off', dict(memory=False)) == [[]]
+    for value in (dict(interval=500), dict(sample_interval=7)):
+        with pytest.raises(RanksFailed, match='accelerator.memory=.*expected True or False'):
+            run_ranks(registered, 0, tmp_path / 'wrong', dict(memory=value))

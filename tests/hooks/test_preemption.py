@@ -117,15 +117,6 @@ def test_a_single_process_stops_at_once(tmp_path):
     check_saved(job, job.done(0))
 
 
-def test_mmengines_checkpoint_hook_saves_too(tmp_path):
-    job = Job(tmp_path, 0, accelerator__safe_checkpoints=False)
-    job.wait_for_iteration(3)
-    job.signal(0, signal.SIGTERM)
-    assert job.end() == [128 + signal.SIGTERM]
-    assert job.checkpoint().name == f'iter_{job.done(0)}.pth'
-    check_saved(job, job.done(0))
-
-
 def test_training_that_resumes_goes_on_from_there(tmp_path):
     job = Job(tmp_path, 0)
     job.wait_for_iteration(3)

@@ -80,9 +80,7 @@ SCENARIOS = {
     'float16': ('float16', 1e-2, {}),
     'unused': ('SGD', 1e-6, dict(find_unused_parameters=True)),
     'ignore': ('SGD', 1e-6, dict(nonfinite_grads='ignore')),
-    'half': ('SGD', 1e-2, dict(grad_compression='fp16')),
     'bhalf': ('SGD', 1e-2, dict(grad_compression='bf16')),
-    'powersgd': ('SGD', 1e-2, dict(grad_compression=dict(type='powersgd'))),
     'copies': ('SGD', 1e-6, dict(gradient_as_bucket_view=False, bucket_cap_mb=1)),
 }
 
@@ -109,7 +107,6 @@ def in_ranks(names):
     from mmengine.model import MMDistributedDataParallel
 
     from mmdevplug import DeviceDistributedDataParallel, init_device
-    from mmdevplug.distributed.traffic import TRAFFIC
 
     context = init_device('pytorch', 'cpu', timeout=60)
     place = context.env.rank, context.env.world_size
@@ -118,27 +115,22 @@ def in_ranks(names):
         optimizer, _, options = SCENARIOS[name]
         model = make(unused=name == 'unused')
         found[name] = train(DeviceDistributedDataParallel(model, **options), optimizer, *place)
-    TRAFFIC.take()
-    train(DeviceDistributedDataParallel(make()), 'SGD', *place)
-    found['sent'] = TRAFFIC.take()['gradients'].sent
     found['stock'] = train(MMDistributedDataParallel(make()), 'SGD', *place)
     if place[1] > 1:
-        found['skip'] = meet_nan('skip', *place)
         with pytest.raises(ModelError) as raised:
-            meet_nan('stop', *place)
+            meet_nan(*place)
         found['stop'] = str(raised.value)
     return found
 
 
-def meet_nan(policy, rank, world_size):
+def meet_nan(rank, world_size):
     from mmdevplug import DeviceDistributedDataParallel
 
-    model = DeviceDistributedDataParallel(make(), nonfinite_grads=policy)
+    model = DeviceDistributedDataParallel(make(), nonfinite_grads='stop')
     optim_wrapper = wrapper_of('SGD', model.module)
     for number, data in enumerate(batches(rank, world_size)):
         model.module.bad = number == 2 and rank == 1
         model.train_step(data, optim_wrapper)
-    return {k: v.detach().numpy() for k, v in model.module.named_parameters()}
 
 
 def needed(name):
@@ -156,12 +148,8 @@ def test_trains_as_one_process_does(world_size):
         for name in names:
             assert_close(found[name], reference[name], SCENARIOS[name][1], name)
         assert_close(found['plain'], found['stock'], 1e-6, 'stock')
-        assert (found['sent'] > 0) == (world_size > 1)
     if world_size > 1:
-        # One rank met NaN: the same is skipped on both, or both report where it was.
-        assert_close(results[0]['skip'], results[1]['skip'], 0, 'skip')
-        for found in results:
-            assert all(torch.isfinite(torch.tensor(each)).all() for each in found['skip'].values())
+        for found in results:  # one rank met NaN, and both report where it was
             assert 'rank 1: ' in found['stop']
             assert 'words.weight (' in found['stop']
 

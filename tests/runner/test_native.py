@@ -17,7 +17,6 @@ from tests.repos.coco import make_coco, retinanet
 from tests.repos.training import mean_losses, train_all
 
 pytestmark = [needs_native, pytest.mark.timeout(600)]
-TABLE = 'Communication, mean of'
 
 
 def jobs(always, long=()):
@@ -79,10 +78,6 @@ def test_digits(tmp_path, on_the_cpu, name, ranks):
         assert largest_difference(whole['weights'], resumed['weights']) == 0.0
     text = log_of(tmp_path / name / 'whole')
     assert f"backend '{CARDS[name][1]}'" in text
-    assert (TABLE in text) == (ranks > 1)
-    if ranks > 1:
-        assert 'does not report how long its messages take' in text
-        assert text.count('comm/mb: ') == 2
 
 
 # resuming with dropout, EMA, clipping and statistics of each rank's own ----------------
@@ -146,7 +141,6 @@ def test_remote_sensing(tmp_path, name, ranks):
         assert largest_difference(whole['weights'], expected['weights']) <= 1e-5
         assert largest_difference(whole['weights'], resumed['weights']) == 0.0
     assert found[0][0]['miou'] == pytest.approx(expected['miou'], abs=0.5)
-    assert (TABLE in log_of(tmp_path / name / 'whole')) == (ranks > 1)
 
 
 @jobs([], long=[('npu', 2), ('npu', 4)])
@@ -243,4 +237,3 @@ def test_the_command_trains_two_ranks_where_mmengine_sees_no_npu(tmp_path):
     text = log_of(tmp_path)
     assert "backend 'hccl'" in text
     assert 'device npu:0' in text
-    assert TABLE in text

@@ -49,7 +49,7 @@ def in_any_order(device):
             expected = sum(value(each, 10 * turn + k) for each in range(size)) / size
             if (found.cpu() - expected).abs().max() > 1e-6:
                 wrong.append((turn, k))
-    return wrong, sums().shared
+    return wrong, sums()._begun
 
 
 @pytest.mark.parametrize('ranks', [2, 4])
@@ -57,7 +57,7 @@ def in_any_order(device):
 def test_averages_arrive_in_whatever_order_they_are_waited_for(device, ranks):
     for wrong, shared in run_ranks(in_any_order, ranks, device):
         assert wrong == []
-        assert shared == 96 * 2 * 300_000 * 4 * (ranks - 1) // ranks
+        assert shared == 96
 
 
 def more_than_there_is_room(device):
@@ -93,14 +93,14 @@ def types_and_shapes(device):
         strided = tensor.to(where).t()
         torch_dist.all_reduce(strided, op=ReduceOp.AVG)
         found[str(dtype)] = bool((strided.cpu() == (size + 1) / 2).all())
-    return found, sums().shared
+    return found, sums()._begun
 
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_types_and_strides(device):
     for found, shared in run_ranks(types_and_shapes, 3, device):
         assert all(found.values()), found
-        assert shared == pytest.approx((4 + 8 + 2 + 2) * (1 << 20) * 2 * 2 / 3, abs=4)
+        assert shared == 4
 
 
 def with_nan(device):
@@ -116,18 +116,16 @@ def with_nan(device):
             work = group.average(tensor, keeps_nonfinite=keeps)
             work.wait()
             first, seventh = tensor[0].item(), tensor[7].item()
-            told.append((work.shared, work.finite, first, seventh == seventh))
-    return told
+            told.append((work.finite, first, seventh == seventh))
+    return told, sums()._begun
 
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_an_average_that_is_not_finite_can_leave_everything_as_it_is(device):
     zero, one = run_ranks(with_nan, 2, device)
-    for told, own, finite in ((zero, 0.0, True), (one, 1.0, False)):
-        assert told[0] == (True, False, own, finite)
-        assert told[1] == (True, False, 0.5, False)
-        assert told[2] == (False, False, own, finite)
-        assert told[3] == (False, False, 0.5, False)
+    for (told, shared), own, finite in ((zero, 0.0, True), (one, 1.0, False)):
+        assert told == 2 * [(False, own, finite), (False, 0.5, False)]
+        assert shared == 2
 
 
 def unlike_devices():

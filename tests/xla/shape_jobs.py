@@ -204,13 +204,15 @@ def detect(kind, head, sizes, pad_to):
 
     from mmdevplug import init_device
     from mmdevplug.config.pad_to import read_pad_to
-    from mmdevplug.data.padding import build_padded
+    from mmdevplug.data.padding import install_padding
     from mmdevplug.model.prepare import place_model
 
     register_all_modules(init_default_scope=False)
     torch.manual_seed(0)
     with DefaultScope.overwrite_default_scope('mmdet'):
-        model = build_padded(MODELS.build, detector(head), read_pad_to(pad_to))
+        model = MODELS.build(detector(head))
+    if pad_to is not None:
+        install_padding(model, read_pad_to(pad_to))
     model = place_model(model, init_device('none', kind)).eval()
     found, counts, executions = [], [], []
     for number, size in enumerate(sizes):
@@ -287,9 +289,10 @@ def train(work_dir, kind='xla', count=24, model=None, scope='mmengine', dataset=
         dict: ``counts`` and ``losses`` of each iteration, ``warnings``, and ``logged``: the
         scalar ``device/compiles``.
     """
+    from mmdevplug.hooks import compilation_hook
     from mmdevplug.runner import DeviceRunner
 
-    accelerator.setdefault('compilations', dict(warmup=4))
+    compilation_hook.WARM_UP = 4
     plain = dict(type='ImgDataPreprocessor', mean=[120.0] * 3, std=[60.0] * 3)
     cfg = dict(
         default_scope=scope,

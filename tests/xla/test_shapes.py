@@ -1,7 +1,5 @@
 """Batches of many shapes on a lazy device: what is compiled, what is said, what padding does."""
 
-import re
-
 import pytest
 
 from tests.jobs import need_mmcv_operations
@@ -20,18 +18,10 @@ def compiled_after(result, warmup=6):
 
 def trainings(work_dir):
     """All that one process can do one after the other."""
-    words = dict(sizes=[(12, 12)], lengths=list(range(1, 40)))
-    same = dict(sizes=[(12, 12)])
-    counting = dict(
-        type='OneConvolution', counts=True, data_preprocessor=dict(type='ImgDataPreprocessor')
-    )
     return dict(
         plain=train(work_dir),
         buckets=train(work_dir, pad_to=BUCKETS),
         multiple=train(work_dir, pad_to=8, dataset=dict(sizes=[(8 * n, 8) for n in range(1, 60)])),
-        words=train(work_dir, dataset=words),
-        numbers=train(work_dir, model=counting, dataset=same),
-        smaller=train(work_dir, count=23, dataset=same, compilations=dict(warmup=4, patience=1)),
         silent=train(work_dir, compilations=False),
     )
 
@@ -57,41 +47,11 @@ def test_nothing_is_compiled_after_warm_up_with_padding(results):
     assert {b - a for a, b in zip(executions[6:], executions[7:])} == {1}
 
 
-def test_the_warning_names_the_tensors_and_buckets_that_hold_them(results):
+def test_one_warning_says_that_compiling_does_not_end(results):
     (told,) = results['plain']['warnings']
-    number = int(re.search(r'In iteration (\d+) these changed', told)[1])
-    assert number == 7  # the third after four of warm-up
-    before, after = (
-        tuple(max(SIZES[2 * i + j][side] for j in (0, 1)) for side in (0, 1)) for i in (5, 6)
-    )
-    assert f'inputs: (2, 3, {before[0]}, {before[1]}) → (2, 3, {after[0]}, {after[1]})' in told
     assert f'in 3 of 3 iterations, {results["plain"]["counts"][6]} graphs so far' in told
-    assert 'accelerator=dict(pad_to=[(32, 32)], ...)' in told
-    assert 'of the 7 sizes seen so far' in told
-
-
-def test_the_warning_says_that_a_multiple_leaves_many_shapes(results):
-    (told,) = results['multiple']['warnings']
-    assert re.search(r'Write pad_to=\[.*\] in place of the present one', told)
-
-
-def test_what_pad_to_cannot_change_is_said(results):
-    (told,) = results['words']['warnings']
-    assert re.search(r'these changed: words\[\*\]: \(13,\), \(14,\)|words\[\*\]: \(11,\)', told)
-    assert 'come with the samples' in told
-    assert 'pad_to=[' not in told
-
-
-def test_graphs_that_change_without_a_shape(results):
-    (told,) = results['numbers']['warnings']
-    assert 'No tensor of these batches had a new shape' in told
-    assert 'Python numbers' in told
-
-
-def test_the_last_smaller_batch_is_told_of(results):
-    (told,) = results['smaller']['warnings']
-    assert 'train_dataloader.drop_last=True' in told
-    assert 'inputs: (2, 3, 12, 12) → (1, 3, 12, 12)' in told
+    assert 'accelerator=dict(pad_to=...)' in told
+    assert len(results['multiple']['warnings']) == 1
 
 
 def test_watching_compiles_and_runs_nothing(results):
@@ -158,20 +118,18 @@ def train_on_t20(work_dir):
 
     told = train(work_dir, kind='gcu')
     torch_gcu.metrics_report = lambda: 'a report of another release'
-    return told, train(work_dir, kind='gcu'), train(work_dir, kind='gcu', pad_to=(24, 32))
+    return told, train(work_dir, kind='gcu')
 
 
-def test_shapes_are_counted_where_a_t20_tells_no_number(tmp_path):
+def test_a_t20_tells_its_compilations_or_nothing_is_said(tmp_path):
     ((found, _),) = run_ranks(
         with_standin, 0, train_on_t20, tmp_path, environ=dict(TOPS_VISIBLE_DEVICES='0')
     )
-    reported, plain, padded = found
+    reported, unknown = found
     (told,) = reported['warnings']
     assert 'in 3 of 3 iterations' in told
-    (told,) = plain['warnings']
-    assert '7 different ones in 7 iterations' in told
-    assert 'reports no number of compilations' in told
-    assert padded['warnings'] == []
+    assert unknown['warnings'] == []
+    assert unknown['logged'] is None
 
 
 def train_rank(work_dir):

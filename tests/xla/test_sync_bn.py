@@ -1,7 +1,6 @@
 """Synchronized batch normalization on lazy devices."""
 
 import logging
-import re
 
 import pytest
 
@@ -110,10 +109,7 @@ def train_and_listen(accelerator, work_dir, sync_bn):
     return [told for level, told in messages if level == 'WARNING' and 'normaliz' in told]
 
 
-COST = re.compile(
-    r'^1 synchronized batch normalization layer\(s\) add 2 graph executions to an iteration: '
-    r"iteration 5 spent (\d+\.\d) of (\d+\.\d) ms .*sync_bn='per_rank'"
-)
+COST = '1 synchronized batch normalization layer(s) add 2 graph executions to an iteration on '
 
 
 @pytest.mark.parametrize('accelerator', ['xla', 'gcu'])
@@ -121,8 +117,8 @@ def test_cost_is_told_once(tmp_path, accelerator):
     first, second = on_two(accelerator, train_and_listen, tmp_path, 'auto')
     assert second == []
     (told,) = first
-    spent, iteration = map(float, COST.match(told).groups())
-    assert 0 < spent < iteration
+    assert told.startswith(COST)
+    assert "sync_bn='per_rank'" in told
 
 
 def test_no_cost_is_told_where_there_is_none(tmp_path):

@@ -6,8 +6,6 @@ from typing import Any, Callable, Dict, Optional, Sequence
 import torch
 from torch import Tensor
 
-from mmdevplug.accelerators import Accelerator
-from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.device_guard.stack_location import (
     LIBRARIES,
     module_and_backward,
@@ -28,8 +26,7 @@ _HOST = torch.device('cpu')
 class OperatorPatch:
     """Replaces mmcv's compiled operators; see :func:`patch_mmcv_ops`."""
 
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
+    def __init__(self) -> None:
         self.host_use = HostUse()
         self.interception = Interception(self.call)
         self._kernels = Kernels()
@@ -61,13 +58,6 @@ class OperatorPatch:
                 f'{device.type}, so the host would compute something else. Install the build of '
                 f'mmcv for {device.type}.'
             )
-        if self.mode == 'error':
-            raise ModelError(
-                f"{_no_kernel(name, device)}. accelerator.mmcv_ops='error' asks to stop here. Set "
-                f"accelerator=dict(mmcv_ops='host') to run it on the host, install a build of "
-                f'mmcv that has kernels for {device.type}, or take a variant of the model that '
-                f'does without it.'
-            )
         started = time.perf_counter()
         try:
             done = call_on_host(function, args, kwargs, device)
@@ -82,7 +72,7 @@ class OperatorPatch:
         if self.host_use.begin(name, _where):
             log_warning(
                 f'{_no_kernel(name, device)}: it runs on the host. docs/en/mmcv_ops.md says what '
-                f"that costs; accelerator=dict(mmcv_ops='error') stops instead."
+                f'that costs.'
             )
         self.host_use.add(name, done.fetched, done.sent, time.perf_counter() - started)
         return done.result
@@ -130,21 +120,15 @@ def _device_of(name: str, values: Sequence[Any]) -> Optional[torch.device]:
 _patch: Optional[OperatorPatch] = None
 
 
-def patch_mmcv_ops(accelerator: Accelerator, mode: str = 'host') -> None:
+def patch_mmcv_ops() -> None:
     """Let mmcv's operators work on an accelerator, and in a precision, without a kernel for it.
 
-    On the CPU tensors of half precision are computed in float32. A second call begins to count
-    anew and changes nothing else but the mode.
-
-    Args:
-        accelerator (Accelerator): The one in use.
-        mode (str): ``'host'`` runs such an operator on the host, with its gradient; ``'error'``
-            stops there. Defaults to ``'host'``.
+    Such an operator runs on the host, with its gradient. On the CPU tensors of half precision are
+    computed in float32. A second call begins to count anew and changes nothing else.
     """
     global _patch
-    AcceleratorOptions.check('mmcv_ops', mode)
     restore_mmcv_ops()
-    _patch = OperatorPatch(mode)
+    _patch = OperatorPatch()
     _patch.interception.install()
 
 

@@ -6,9 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from mmdevplug.accelerators import get_accelerator
-from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.errors import DeviceMismatchError, DevPlugError, ModelError
+from mmdevplug.errors import DeviceMismatchError, ModelError
 from mmdevplug.patches.mmcv_ops import (
     host_call,
     host_use,
@@ -25,9 +23,9 @@ CHECKS = {}
 
 
 @contextmanager
-def mmcv_ops_patched(accelerator, mode='host'):
+def mmcv_ops_patched():
     """Patch mmcv's operators for a while; yields the OperatorPatch."""
-    patch_mmcv_ops(accelerator, mode)
+    patch_mmcv_ops()
     try:
         yield patching._patch
     finally:
@@ -44,8 +42,8 @@ def check(function):
 def served_when_imported_later_and_as_before_when_removed(accelerator):
     assert 'mmcv._ext' not in sys.modules
     before = list(sys.meta_path)
-    patch_mmcv_ops(accelerator)
-    patch_mmcv_ops(accelerator)
+    patch_mmcv_ops()
+    patch_mmcv_ops()
     assert len(sys.meta_path) == len(before) + 1
     import mmcv._ext
     from mmcv.ops import nms
@@ -56,7 +54,7 @@ def served_when_imported_later_and_as_before_when_removed(accelerator):
     nms(t.corners(9), t.uniform(9), 0.5)
     assert host_use()['nms'].calls == 1
     replaced = mmcv._ext.nms
-    patch_mmcv_ops(accelerator)
+    patch_mmcv_ops()
     assert mmcv._ext.nms.__wrapped__ is replaced.__wrapped__
     assert not hasattr(mmcv._ext.nms.__wrapped__, '__wrapped__')
     assert host_use() == {}
@@ -70,12 +68,11 @@ def served_when_imported_later_and_as_before_when_removed(accelerator):
 WITH_LAYERS = ('saconv', 'multi_scale_deformable_attention')
 
 
-def half_precision_on_the_cpu(card, dtype):
-    cpu = get_accelerator('cpu')
+def half_precision_on_the_cpu(dtype):
     for name in [name for name in CASES if name not in WITH_LAYERS]:
-        with mmcv_ops_patched(card):
+        with mmcv_ops_patched():
             expected = run_case(name, 'zeta:1', dtype)
-        with mmcv_ops_patched(cpu) as patch:
+        with mmcv_ops_patched() as patch:
             found = run_case(name, 'cpu', dtype)
             assert patch.host_use.uses() == {}
         for of_card, of_cpu in zip(expected, found):
@@ -85,17 +82,17 @@ def half_precision_on_the_cpu(card, dtype):
 
 @check
 def bfloat16_on_the_cpu_is_computed_as_for_a_card(accelerator):
-    half_precision_on_the_cpu(accelerator, torch.bfloat16)
+    half_precision_on_the_cpu(torch.bfloat16)
 
 
 @check
 def float16_on_the_cpu_is_computed_as_for_a_card(accelerator):
-    half_precision_on_the_cpu(accelerator, torch.float16)
+    half_precision_on_the_cpu(torch.float16)
 
 
 @check
 def layers_on_the_cpu_work_under_autocast(accelerator):
-    with mmcv_ops_patched(get_accelerator('cpu')), torch.autocast('cpu', dtype=torch.bfloat16):
+    with mmcv_ops_patched(), torch.autocast('cpu', dtype=torch.bfloat16):
         for name in CASES:
             results, gradients = run_case(name, 'cpu')
             assert all(one.isfinite().all() for one in [*results, *gradients]), name
@@ -103,7 +100,7 @@ def layers_on_the_cpu_work_under_autocast(accelerator):
 
 @check
 def calls_and_bytes_are_counted(accelerator):
-    with mmcv_ops_patched(accelerator) as patch:
+    with mmcv_ops_patched() as patch:
         run_case('roi_align', accelerator.device(0))
         uses = patch.host_use.uses()
     image, rois, out = 4 * 20 * 20, 10 * 5, 10 * 4 * 3 * 3
@@ -121,7 +118,7 @@ def half_precision_is_computed_in_single(accelerator):
 
     t = Tensors('cpu')
     image, rois = t.normal(1, 2, 12, 12), t.rois(5)
-    with mmcv_ops_patched(accelerator):
+    with mmcv_ops_patched():
         for dtype in (torch.float16, torch.bfloat16):
             on_card = image.to(dtype).to('zeta').requires_grad_()
             found = roi_align(on_card, rois.to(dtype).to('zeta'), (2, 2))
@@ -133,43 +130,13 @@ def half_precision_is_computed_in_single(accelerator):
 
 
 @check
-def error_stops_and_names_the_module(accelerator):
-    from mmcv.ops import RoIAlign
-
-    class Head(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.pool = RoIAlign(2)
-
-        def forward(self, image):
-            return self.pool(image, torch.tensor([[0.0, 0, 0, 2, 2]], device=image.device))
-
-    with mmcv_ops_patched(accelerator, 'error') as patch:
-        with pytest.raises(ModelError) as caught:
-            Head()(torch.zeros(1, 1, 4, 4, device='zeta:2'))
-        assert patch.host_use.uses() == {}
-    told = str(caught.value)
-    for part in ('roi_align_forward', 'zeta:2', 'pool (RoIAlign)', "mmcv_ops='host'"):
-        assert part in told
-
-
-@check
 def an_operator_without_a_kernel_for_the_cpu_says_so(accelerator):
     from mmcv.ops import roi_pool
 
     t = Tensors('zeta:0')
-    with mmcv_ops_patched(accelerator):
+    with mmcv_ops_patched():
         with pytest.raises(ModelError, match='roi_pool_forward .* none for the CPU either'):
             roi_pool(t.normal(1, 1, 8, 8), t.rois(2), (2, 2))
-
-
-@check
-def an_unknown_mode_is_refused(accelerator):
-    with pytest.raises(DevPlugError, match="accelerator.mmcv_ops='cpu': expected 'host'"):
-        patch_mmcv_ops(accelerator, 'cpu')
-    with pytest.raises(DevPlugError, match="accelerator.mmcv_ops='cpu': expected 'host'"):
-        AcceleratorOptions.from_config(dict(type='zeta', mmcv_ops='cpu'))
-    assert AcceleratorOptions.from_config(dict(type='zeta')).mmcv_ops == 'host'
 
 
 @check
@@ -177,7 +144,7 @@ def tensors_of_two_cards_are_refused(accelerator):
     from mmcv.ops import nms
 
     t = Tensors('cpu')
-    with mmcv_ops_patched(accelerator):
+    with mmcv_ops_patched():
         with pytest.raises(DeviceMismatchError, match='nms got tensors of zeta:0, zeta:1'):
             nms(t.corners(9).to('zeta:0'), t.uniform(9).to('zeta:1'), 0.5)
 
@@ -189,7 +156,7 @@ def arguments_for_a_vendors_kernel_are_refused(accelerator):
     assert 'npu' in known
     kernels.VENDOR_ARGUMENTS['box_iou_rotated'] = ('zeta',)
     try:
-        with mmcv_ops_patched(accelerator):
+        with mmcv_ops_patched():
             with pytest.raises(ModelError, match='prepares its arguments for that of zeta'):
                 CASES['box_iou_rotated'](Tensors('zeta:0'))
     finally:
@@ -213,7 +180,7 @@ def a_kernel_of_the_vendor_is_used(accelerator):
             raise RuntimeError('other_impl: implementation for device zeta:0 not found.')
         return boxes + 2
 
-    patch = OperatorPatch('host')
+    patch = OperatorPatch()
     patch.interception.originals = dict(nms=nms, bbox_overlaps=other, other=other)
     boxes = torch.zeros(2, 4, device='zeta:0')
     assert patch.call(nms, (boxes,), {}).tolist() == (boxes + 1).tolist()
@@ -231,7 +198,7 @@ def a_kernel_of_the_vendor_is_used(accelerator):
 def an_error_of_the_operator_itself_is_not_hidden(accelerator):
     import mmcv._ext
 
-    with mmcv_ops_patched(accelerator):
+    with mmcv_ops_patched():
         with pytest.raises(TypeError):
             mmcv._ext.nms(torch.zeros(2, 4, device='zeta:0'))
         with pytest.raises(IndexError):
@@ -271,7 +238,7 @@ def outputs_are_those_that_change(accelerator):
 def an_operator_that_is_not_listed_is_patched_too(accelerator):
     listed = host_call.OUTPUTS.pop('roi_align_forward')
     try:
-        with mmcv_ops_patched(accelerator):
+        with mmcv_ops_patched():
             expected, found = (run_case('roi_align', place) for place in ('cpu', 'zeta:1'))
     finally:
         host_call.OUTPUTS['roi_align_forward'] = listed

@@ -37,7 +37,7 @@ def compare_cases(accelerator, names):
     chosen = prepare(accelerator)
     found = {}
     for name in names:
-        with checks.mmcv_ops_patched(chosen) as patch:
+        with checks.mmcv_ops_patched() as patch:
             expected, got = (run_case(name, place) for place in ('cpu', chosen.device(1)))
             pairs = [pair for each in zip(expected, got) for pair in zip(*each)]
             found[name] = dict(
@@ -83,7 +83,7 @@ def count_executions(accelerator):
         return data[0] if data else 0
 
     found = {}
-    with checks.mmcv_ops_patched(chosen):
+    with checks.mmcv_ops_patched():
         for name, forward in forwards.items():
             chosen.synchronize()
             before = executions()
@@ -102,7 +102,7 @@ def try_without_a_case(accelerator, covered):
 
     chosen = prepare(accelerator)
     messages = {}
-    with checks.mmcv_ops_patched(chosen) as patch:
+    with checks.mmcv_ops_patched() as patch:
         for name, function in patch.interception.originals.items():
             signature = re.search(r'\w+\((\w+: .*?)\) ->', function.__doc__ or '')
             if name in covered or signature is None or 'Tensor' not in signature[1]:
@@ -147,18 +147,18 @@ def run_checks(accelerator):
 
 
 def stop_where_one_rank_needs_the_host():
-    """Rank 1 alone meets an operator without a kernel."""
+    """Rank 1 alone meets an operator without any kernel."""
     import os
 
-    from mmcv.ops import RoIAlign
+    from mmcv.ops import RoIPool
 
     from mmdevplug import init_device
     from mmdevplug.distributed.waiting import wait_for_everyone
     from mmdevplug.fault_tolerance.failure import fail_together
 
     install_card('zeta')
-    context = init_device('pytorch', 'zeta', mmcv_ops='error')
-    model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), RoIAlign(2))
+    context = init_device('pytorch', 'zeta')
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), RoIPool(2))
     model.forward = lambda image, rois: model[1](model[0](image), rois)
     model.to(context.device)
     with fail_together('train'):

@@ -165,7 +165,7 @@ def test_all_ranks_stop_together():
     assert errors[1][0] == 'ModelError'
     assert errors[0][0] == 'RankFailedError'
     for _, message, _ in errors.values():
-        assert 'roi_align_forward has no kernel for zeta:1' in message
+        assert 'roi_pool_forward has no kernel for zeta:1' in message
 
 
 def test_without_the_extension_nothing_changes():

@@ -150,8 +150,7 @@ def test_silence_is_broken_until_it_ends(monkeypatch):
     watch.restart()
     wait_for(lambda: len(lines) == 3)
     assert float(lines[2].split()[0]) < 0.2
-    SilenceWatch.close_all()
-    assert not SilenceWatch.open
+    watch.close()
     told = len(lines)
     time.sleep(0.3)
     assert len(lines) == told

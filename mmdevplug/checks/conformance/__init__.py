@@ -1,0 +1,1 @@
+"""Checks that an accelerator does what training needs: ``mmdevplug conformance``."""

@@ -1,0 +1,25 @@
+"""The options of checkpoints."""
+
+from dataclasses import dataclass
+
+from mmdevplug.errors import CheckpointError
+
+from .fields import Options, flag
+
+
+@dataclass(frozen=True)
+class CheckpointOptions(Options):
+    """Options of :class:`mmdevplug.hooks.SafeCheckpointHook`, besides those of MMEngine's hook."""
+
+    key, error = 'default_hooks.checkpoint', CheckpointError
+
+    async_save: bool = flag(
+        False,
+        'Whether a thread of rank 0 writes while training goes on; training waits only '
+        'for a copy in host memory. An error is raised at the next checkpoint, or at the end.',
+    )
+    resumable_best: bool = flag(
+        False,
+        'Whether files of `save_best` hold what resuming needs, like all others: states of '
+        'optimizers, schedulers and random numbers.',
+    )
