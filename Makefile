@@ -56,7 +56,7 @@ NO_TORCH := tests/deploy tests/peers \
 	$(addprefix tests/cli/test_,brief_terminal.py cli_page.py containers.py launch_fuzz.py launcher_choice.py plan.py pods.py slurm.py) \
 	$(addprefix tests/config/test_,accelerator.py model_parallel.py model_wrapper.py options_page.py) \
 	$(addprefix tests/environments/test_,kubernetes.py launch.py stale.py) \
-	$(addprefix tests/hooks/test_,memory_hook.py worker_memory.py) \
+	tests/hooks/test_memory_hook.py \
 	$(addprefix tests/model_parallel/test_,accelerate_map.py parse_devices.py partition.py pictures.py) \
 	tests/runner/test_log_processor.py
 # What the first part of test-t20 runs on PyTorch 1.10 already, on cards and beside them on the CPU,

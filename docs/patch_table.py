@@ -2,7 +2,7 @@
 
 import sys
 from itertools import groupby
-from typing import Any, Dict, Iterator, List
+from typing import Any, Dict, List
 
 from tables import DOCS, table, write_pages
 
@@ -45,11 +45,9 @@ PERIODS = {
         '启动器进程结束',
     ),
     listed.ELASTIC: ('`mmdevplug train --nnodes MIN:MAX` 启动各 rank', '启动器进程结束'),
-    listed.LOADER_WORKERS: ('创建 `MemoryHook`', '`restore_mmengine()`'),
     listed.WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
 }
 
-_LIFE = '对象存在期间'
 
 #: Reason and condition in Chinese, by the first symbol of a row.
 REASONS = {
@@ -180,52 +178,11 @@ REASONS = {
         'PyTorch 2.0 之前把本机的名称告诉其他主机，而它们可能不认识该名称。',
         'PyTorch 2.0，它接受 `--local-addr`。',
     ),
-    'torch.utils.data._utils.signal_handling._set_worker_pids': (
-        'PyTorch 把数据加载进程的进程号保存在 Python 读不到的地方，'
-        '而它们的内存要计入 `host_memory`。',
-        'PyTorch 列出其数据加载器的工作进程。',
-    ),
     'torch.utils.data._utils.fetch._MapDatasetFetcher.fetch': (
         'PyTorch 1.13 之前不查找数据集的 `__getitems__`，而批的随机种子在其中设置。',
         'PyTorch 1.13。',
     ),
 }
-
-#: Objects, reason and period of attributes in Chinese, in the order of the list.
-ATTRIBUTES = (
-    ('惰性设备上模型的模块', '预测结果的大小不定，因此最后一部分在主机上计算。', _LIFE),
-    (
-        '惰性设备上模型的头、模型及其数据预处理器',
-        '选择框或像素的损失形状不定，因此用留在主机上的标注在主机上计算；体素编码器和所选框的掩码'
-        '（`forward`）也是如此。',
-        _LIFE,
-    ),
-    (
-        '模型的批归一化层和 `dn_query_generator`，以及被试用的采样器',
-        '持有该对象的各处不变：层改用另一种计算方式，采样器的副本只给出开头的样本。',
-        _LIFE,
-    ),
-    (
-        '使用 `pad_to` 时的数据预处理器；使用 `num_microbatches` 或 `precision` 时的模型',
-        '归一化之前填充输入，之后写入填充值；拆分批，或以混合精度计算。',
-        _LIFE,
-    ),
-    (
-        '多个设备上的模型及其各部分',
-        '训练步在设备检查下运行；`forward` 以外的方法把参数移到模块的设备。',
-        _LIFE,
-    ),
-    ('多个设备上的模型', '移动之前警告：该模型分布在多个设备上。', _LIFE),
-    (
-        'runner 的数据加载器',
-        '从 epoch 中间继续加载，为每个批设置种子，并使工作进程不受 rank 所处理信号的影响。',
-        _LIFE,
-    ),
-    ('工作进程中的数据集', '加载样本之前设置该批的种子。', '工作进程存在期间'),
-    ('从 epoch 中间恢复的循环', '钩子得到每个批在整个 epoch 中的序号。', _LIFE),
-    ('`torch` 中缺少这些函数的厂商模块', 'PyTorch 会调用它们。', '进程存在期间'),
-    ('mmcv 扩展的加载器', '扩展一经加载就替换其算子。', '直到加载完成'),
-)
 
 LANGUAGES: Dict[str, Dict[str, Any]] = dict(
     en=dict(
@@ -250,13 +207,6 @@ A process whose runner goes on needs its patches: restore them after the last us
 another package has replaced the same symbol in the meantime, its function stays.""",
         which='## Symbols',
         symbols=('symbol', 'active', 'why', 'unnecessary when'),
-        attributes=[(each.objects, each.reason, each.ends) for each in listed.REPLACED_ATTRIBUTES],
-        single="""\
-## Attributes of single objects
-
-These are replaced on objects of a job, through the one function that refuses others; their classes
-stay as they are.""",
-        objects=('objects', 'attributes', 'why', 'how long'),
     ),
     zh_cn=dict(
         period=PERIODS.__getitem__,
@@ -278,12 +228,6 @@ runner 仍在使用时需要这些补丁：请在最后一次使用 runner 之�
 若其他包在此期间替换了同一符号，则保留其函数。""",
         which='## 符号',
         symbols=('符号', '有效期', '原因', '何时不再需要'),
-        attributes=ATTRIBUTES,
-        single="""\
-## 单个对象的属性
-
-以下属性只在作业的对象上替换，且只通过一个拒绝其他属性的函数；对象的类保持不变。""",
-        objects=('对象', '属性', '原因', '多久'),
     ),
 )
 
@@ -313,15 +257,7 @@ def render(texts: Dict[str, Any]) -> List[str]:
         texts['restore'],
         texts['which'],
         table(texts['symbols'], rows),
-        texts['single'],
-        table(texts['objects'], list(_attributes(texts))),
     ]
-
-
-def _attributes(texts: Dict[str, Any]) -> Iterator[List[str]]:
-    for attribute, told in zip(listed.REPLACED_ATTRIBUTES, texts['attributes']):
-        objects, reason, ends = told
-        yield [objects, ' '.join(f'`{name}`' for name in attribute.names), reason, ends]
 
 
 if __name__ == '__main__':

@@ -1,6 +1,9 @@
 """Log the memory of this rank, and warn if that of the host doubles."""
 
-from typing import Optional
+from contextlib import suppress
+from multiprocessing import active_children
+from time import perf_counter
+from typing import Dict, Optional, Tuple
 
 import psutil
 from mmengine import device as mmengine_device
@@ -9,7 +12,6 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import enter_rank_device, rank_devices
 from mmdevplug.utils.annotations import AnyRunner
-from mmdevplug.utils.worker_memory import WorkerMemory
 
 MB = 2**20
 #: Iterations between two samples.
@@ -18,6 +20,9 @@ SAMPLE_INTERVAL = 50
 SETTLED = 10
 #: Host memory that doubles by less than this is small anyway.
 LEAST_GROWTH = 256 * MB
+#: The largest part of the time spent on exact figures: Linux walks over all pages of a process
+#: for one, up to 0.2 s for each GB.
+TIME_FOR_READING = 0.001
 
 
 @HOOKS.register_module()
@@ -35,14 +40,13 @@ class MemoryHook(Hook):
 
     priority = 'NORMAL'
 
-    def __init__(self) -> None:
-        # A loop over iterations starts workers when it is built.
-        self._workers = WorkerMemory()
-
     def before_train(self, runner: AnyRunner) -> None:
         """Begin anew: what was in use before is no growth."""
         self._process = psutil.Process()
         self._done = 0
+        #: Bytes that each worker shares with the process that forked it, as last read.
+        self._inherited: Dict[int, int] = {}
+        self._began, self._spent = perf_counter(), 0.0
         #: Bytes of the host at iteration ``SETTLED``, until the warning.
         self._settled: Optional[int] = None
 
@@ -54,7 +58,7 @@ class MemoryHook(Hook):
 
     def _sample(self, runner: AnyRunner) -> None:
         accelerator, devices = enter_rank_device()[0], rank_devices()
-        of_workers, workers = self._workers.measure()
+        of_workers, workers = self._measure_workers()
         used = self._process.memory_info().rss + of_workers
         shown = {'train/host_memory': used // MB}
         peaks = {device: accelerator.max_memory_allocated(device) for device in devices}
@@ -69,6 +73,26 @@ class MemoryHook(Hook):
         elif self._settled is not None and _has_doubled(self._settled, used):
             self._warn(runner, self._settled, used, workers)
             self._settled = None
+
+    def _measure_workers(self) -> Tuple[int, int]:
+        """Return the bytes that loader workers hold alone, and how many workers there are."""
+        running = {child.pid: psutil.Process(child.pid) for child in active_children()}
+        self._inherited = {pid: kept for pid, kept in self._inherited.items() if pid in running}
+        exact = [pid for pid in running if pid not in self._inherited]
+        if self._inherited and self._spent <= TIME_FOR_READING * (perf_counter() - self._began):
+            exact.append(next(iter(self._inherited)))  # which was read longest ago
+        held = 0
+        for pid, process in running.items():
+            with suppress(psutil.Error):  # it has ended
+                used = process.memory_info()
+                anonymous = used.rss - getattr(used, 'shared', 0)
+                if pid in exact:
+                    began = perf_counter()
+                    self._inherited.pop(pid, None)
+                    self._inherited[pid] = anonymous - process.memory_full_info().uss
+                    self._spent += perf_counter() - began
+                held += anonymous - self._inherited[pid]
+        return held, len(running)
 
     @staticmethod
     def _warn(runner: AnyRunner, before: int, used: int, workers: int) -> None:

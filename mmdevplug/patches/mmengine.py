@@ -28,7 +28,6 @@ from mmdevplug.utils.patched_symbols import (
     AUTOCAST,
     JOB,
     LAZY_MODEL,
-    LOADER_WORKERS,
     LOG_FILES,
     VIDEOS,
 )
@@ -100,7 +99,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
 
 def restore_mmengine() -> None:
     """Restore all functions of MMEngine, mmseg and mmdet."""
-    restore_patches(JOB, LOG_FILES, LAZY_MODEL, AUTOCAST, VIDEOS, LOADER_WORKERS)
+    restore_patches(JOB, LOG_FILES, LAZY_MODEL, AUTOCAST, VIDEOS)
     _register_loaders(safe=False)
 
 

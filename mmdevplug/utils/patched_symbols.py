@@ -1,10 +1,10 @@
-"""List every symbol of another package that is replaced, and every attribute of its objects.
+"""List every symbol of another package that is replaced.
 
-:func:`mmdevplug.utils.patching.patch_symbol` refuses symbols that are not listed. ``mmdevplug
-doctor`` looks for each of them, and ``docs/patch_table.py`` writes ``patches.md`` from the list.
+:func:`mmdevplug.utils.patching.patch_symbol` refuses symbols that are not listed, and
+``docs/patch_table.py`` writes ``patches.md`` from the list.
 """
 
-from typing import List, NamedTuple, Sequence, Tuple
+from typing import List, NamedTuple, Sequence
 
 
 class Period(NamedTuple):
@@ -46,7 +46,6 @@ LAUNCHER = Period(
 ELASTIC = Period(
     '`mmdevplug train --nnodes MIN:MAX` starts ranks', 'the end of the launcher process'
 )
-LOADER_WORKERS = Period('a `MemoryHook` is made', '`restore_mmengine()`')
 WORKER = Period(
     'a worker process of a data loader starts, with PyTorch before 1.13',
     'the end of the worker process',
@@ -264,13 +263,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'PyTorch 2.0, which takes `--local-addr`.',
     ),
     *_symbols(
-        'torch.utils.data._utils.signal_handling: _set_worker_pids',
-        LOADER_WORKERS,
-        'PyTorch keeps the process ids of loader workers, whose memory counts in `host_memory`, '
-        'where Python cannot read them.',
-        'PyTorch lists the workers of its data loaders.',
-    ),
-    *_symbols(
         'torch.utils.data._utils.fetch._MapDatasetFetcher: fetch',
         WORKER,
         'PyTorch before 1.13 does not ask the dataset for `__getitems__`, where the seed of a '
@@ -278,114 +270,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'PyTorch 1.13.',
     ),
 )
-
-
-class ReplacedAttribute(NamedTuple):
-    """An attribute that is replaced on single objects of other packages, never on their class."""
-
-    objects: str  #: Which objects.
-    names: Tuple[str, ...]  #: Their attributes.
-    reason: str  #: Why they are replaced.
-    ends: str  #: How long.
-
-
-_LIFE = 'as long as the object'
-
-REPLACED_ATTRIBUTES: Sequence[ReplacedAttribute] = (
-    ReplacedAttribute(
-        'modules of a model on a lazy device',
-        ('postprocess_result', 'predict_by_feat', 'merge_preds'),
-        'Predictions have sizes that vary, so their last part is computed on the host.',
-        _LIFE,
-    ),
-    ReplacedAttribute(
-        'heads of a model on a lazy device, the model, and its data preprocessor',
-        (
-            'loss_by_feat',
-            'loss',
-            'get_label_assignment',
-            'parse_losses',
-            'cast_data',
-            'split_outputs',
-        ),
-        'Losses that choose boxes or pixels have shapes that vary, so they are computed on the '
-        'host, from ground truth that stays there. So are encoders of voxels, and masks of chosen '
-        'boxes (`forward`).',
-        _LIFE,
-    ),
-    ReplacedAttribute(
-        'batch normalizations and `dn_query_generator` of a model, and samplers that are tried',
-        ('__class__',),
-        'Whatever holds the object keeps it: a layer gets another way to compute, a copy of a '
-        'sampler gives its first samples alone.',
-        _LIFE,
-    ),
-    ReplacedAttribute(
-        'data preprocessors, with `pad_to`; models, with `num_microbatches` or `precision`',
-        ('forward', 'batch_augments'),
-        'Inputs are padded before and filled after normalization; batches are split, or computed '
-        'in mixed precision.',
-        _LIFE,
-    ),
-    ReplacedAttribute(
-        'models on several devices, and their parts',
-        (
-            *('train_step', 'val_step', 'test_step', 'loss', 'loss_and_predict'),
-            *('loss_and_target', 'loss_by_feat', 'predict', 'predict_by_feat'),
-        ),
-        'Steps run under the guard; methods beside `forward` move their '
-        'arguments to the device of the module.',
-        _LIFE,
-    ),
-    ReplacedAttribute(
-        'models on several devices',
-        ('_apply',),
-        'A move of a model that is spread over devices, or of a module that holds it, is refused.',
-        _LIFE,
-    ),
-    ReplacedAttribute(
-        'data loaders of the runner',
-        ('batch_sampler', 'worker_init_fn', '_iterator'),
-        'Loading goes on in the middle of an epoch, seeds each batch, and keeps workers from '
-        'signals that a rank handles.',
-        _LIFE,
-    ),
-    ReplacedAttribute(
-        'the data set in a worker process',
-        ('__getitems__',),
-        'The seed of a batch is set before its samples are loaded.',
-        'the worker process',
-    ),
-    ReplacedAttribute(
-        'the loop of a run that is resumed in the middle of an epoch',
-        ('run_iter',),
-        'Hooks get the index of each batch in the whole epoch.',
-        _LIFE,
-    ),
-    ReplacedAttribute(
-        "the vendor's module in `torch`, if it lacks them",
-        ('is_available', 'device_count'),
-        'PyTorch calls them.',
-        'the process',
-    ),
-    ReplacedAttribute(
-        "the loader of mmcv's extension",
-        ('exec_module',),
-        'Its operators are replaced as soon as it is loaded.',
-        'until it is loaded',
-    ),
-)
-
-
-def find_attribute(name: str) -> ReplacedAttribute:
-    """Look up an attribute in the list, or raise LookupError."""
-    for attribute in REPLACED_ATTRIBUTES:
-        if name in attribute.names:
-            return attribute
-    raise LookupError(
-        f'{name} is not in REPLACED_ATTRIBUTES of mmdevplug/utils/patched_symbols.py: add it '
-        f'there with the reason before you replace it.'
-    )
 
 
 def find_symbol(owner: str, name: str) -> PatchedSymbol:

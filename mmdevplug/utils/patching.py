@@ -1,7 +1,7 @@
 """Replace symbols of other packages for a while, record what is replaced, and restore it.
 
-Every replacement goes through :func:`patch_symbol`, or on one object through
-:func:`replace_attribute`, and is listed in :mod:`mmdevplug.utils.patched_symbols`.
+Every replacement goes through :func:`patch_symbol` and is listed in
+:mod:`mmdevplug.utils.patched_symbols`, or concerns one object: :func:`replace_attribute`.
 """
 
 import threading
@@ -11,7 +11,7 @@ from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any, Callable, Iterator, List, Optional
 
-from .patched_symbols import PatchedSymbol, Period, find_attribute, find_symbol
+from .patched_symbols import PatchedSymbol, Period, find_symbol
 
 Handler = Callable[..., Any]
 
@@ -72,7 +72,7 @@ def patch_symbol(
 def replace_attribute(
     instance: object, name: str, replacement: object, direct: bool = False
 ) -> None:
-    """Replace an attribute of one object, which must be listed in ``REPLACED_ATTRIBUTES``.
+    """Replace an attribute of one object, whose class stays as it is.
 
     Args:
         instance (object): Of another package.
@@ -83,7 +83,6 @@ def replace_attribute(
     Examples:
         >>> replace_attribute(loader, 'batch_sampler', batches, direct=True)
     """
-    find_attribute(name)
     (object.__setattr__ if direct else setattr)(instance, name, replacement)
 
 

@@ -30,7 +30,7 @@ def test_memory_has_doubled_if_it_grew_by_more_than_a_little(before, used, doubl
 def train_with_growing_workers(work_dir):
     runner = build(work_dir)
     (hook,) = [hook for hook in runner.hooks if isinstance(hook, MemoryHook)]
-    hook._workers.measure = lambda: (40 * MB * runner.iter, 2)
+    hook._measure_workers = lambda: (40 * MB * runner.iter, 2)
     runner.train()
     return warnings_of(log_of(work_dir))
 
