@@ -52,8 +52,8 @@ PYTEST := $(PYTEST_T20) --no-loadscope-reorder
 # commands without a job, files of /proc.
 NO_TORCH := tests/deploy tests/peers \
 	$(addprefix tests/test_,configs.py docs.py install.py layout.py mim.py) \
-	$(addprefix tests/checks/test_,launch_network_limits.py report.py) \
-	$(addprefix tests/cli/test_,brief_terminal.py cli_page.py containers.py launch_fuzz.py launcher_choice.py plan.py pods.py slurm.py) \
+	$(addprefix tests/checks/test_,launch.py report.py) \
+	$(addprefix tests/cli/test_,brief_terminal.py cli_page.py configs.py containers.py host.py launch_fuzz.py launcher_choice.py plan.py pods.py slurm.py) \
 	$(addprefix tests/config/test_,accelerator.py model_parallel.py model_wrapper.py options_page.py) \
 	$(addprefix tests/environments/test_,kubernetes.py launch.py stale.py) \
 	tests/hooks/test_memory_hook.py \
@@ -156,9 +156,11 @@ test-long: install  ## Run the tests on the CPU that take long
 
 test-xla: install-xla  ## Run the tests on torch_xla, on the host's CPU
 	$(ON_XLA) $(BIN_XLA)/python $(PYTEST) -m xla
+	$(ON_XLA) CPU_NUM_DEVICES=2 $(BIN_XLA)/python -m pytest tests/conformance --accelerator xla
 
 test-t20: install-t20  ## Run the tests on a stand-in T20, and those on the CPU that use PyTorch, on 1.10
 	$(BIN_T20)/python $(PYTEST_T20) -m t20 tests/t20 tests/features
+	PYTHONPATH=tests/standins/t20 TOPS_VISIBLE_DEVICES=0,1 $(BIN_T20)/python -m pytest tests/conformance --accelerator gcu
 	$(BIN_T20)/python $(PYTEST_T20) $(addprefix --ignore=,$(NO_TORCH) $(IN_T20)) -m "not cuda and not xla and not tpu and not opencl and not t20 and not long"
 
 test-tpu: install-tpu  ## Run the tests on TorchTPU's released package, over XLA's plugin for the CPU

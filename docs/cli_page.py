@@ -15,10 +15,9 @@ from tables import table, write_pages
 EXAMPLES = {
     'train': 'mmdevplug train your_config.py --accelerator gcu --nproc 8 --resume',
     'launch-config': 'mmdevplug launch-config --nproc 8 --out accelerate.yaml',
-    'doctor': 'mmdevplug doctor --nproc 8 --config your_config.py',
+    'doctor': 'mmdevplug doctor --config your_config.py',
     'plan': 'mmdevplug plan your_config.py --devices cuda:0-3 --training',
     'check': 'mmdevplug check your_config.py --accelerator gcu',
-    'conformance': 'mmdevplug conformance --accelerator npu',
     'rendezvous': 'mmdevplug rendezvous --port 29500',
     'test': 'mmdevplug test your_config.py work_dirs/mine/epoch_12.pth --accelerator gcu',
 }
@@ -59,13 +58,12 @@ SIGTERM 为 143。""",
             'train': '训练模型。',
             'launch-config': '为 `accelerate launch --config_file` 写出文件，并打印用 accelerate '
             '和 torchrun 启动作业的命令；不写 --master-port 时用端口 29500。',
-            'doctor': '查找妨碍训练的问题。不做训练，除所要求的文件外不写入任何内容。'
+            'doctor': '说明安装了什么、有哪些加速器、本进程如何启动，'
+            '以及配置有什么问题，并训练其一步。除所要求的文件外不写入任何内容。'
             '有错误时退出状态为 1。',
             'plan': '计划哪个设备放模型的哪一部分，不需要权重，也不需要设备。',
             'check': '像 `mmdevplug train` 那样启动某个配置的训练，执行一个训练步骤，'
             '说明有什么问题以及一切所在的设备。不保存任何内容。有问题时退出状态为 1。',
-            'conformance': '检查加速器是否具备训练所需的一切，每项检查在单独的进程中进行，'
-            '并打印一张 Markdown 表格。任何一项失败时退出状态为 1。',
             'rendezvous': '为 `mmdevplug train --nnodes MIN:MAX` 的各主机保留会合之处，'
             '任何主机都可以离开并再次加入。它在所有网络接口上监听，并应答任何连接者：'
             '请在可信的网络中使用。',
@@ -81,7 +79,6 @@ SIGTERM 为 143。""",
             'launch-config --accelerator': '加速器；默认取检测到的',
             'doctor --accelerator': '只检查这一种，例如 cuda、xla、gcu',
             '--work-dir': '存放日志、检查点和结果的目录',
-            'doctor --work-dir': '检查点将写入的目录（默认取配置中的）',
             '--launcher': '启动各进程的程序；默认由 torchrun、Slurm、MPI 或 Kubernetes '
             '设置的环境变量得知，没有这些变量时为 none',
             '--model-parallel': '把模型分到多个设备上；auto 按检测到的设备决定',
@@ -107,12 +104,8 @@ SIGTERM 为 143。""",
             '--out': '要写的文件',
             'test --out': '存放预测结果的 .pkl 文件',
             '--force': '文件已存在时替换它',
-            'doctor --nproc': '在这么多个进程之间测试集合通信',
             '--config': '还检查该配置，与 `mmdevplug check` 相同',
             'doctor --json': '存放检查结果的文件',
-            'doctor --timeout': '一次集合通信的时限，单位为秒（默认 120）',
-            '--largest-mb': '最大的消息，单位为 MB（默认 16）',
-            '--rounds': '每项计时的次数，报告其中位数（默认 5）',
             '--devices': "例如 'cuda:0-3' 或 'xla:0,xla:2'",
             'check --devices': "用于 model_parallel：一个数，或例如 'cuda:0-3'",
             '--max-memory': "例如 'cuda:0=10GB,cuda:1=8GB'（默认相等）",
@@ -129,11 +122,6 @@ SIGTERM 为 143。""",
             '--png': '以 PNG 存放计划的文件',
             '--guard': '对混用设备的运算的处理：结束该步骤、报告，或移动其操作数（默认 error）',
             '--depth': '显示到这一层的模块（默认全部）',
-            'conformance --accelerator': '例如 cuda、xla、gcu、npu',
-            'conformance --config': '从中读取 custom_imports 和 accelerator',
-            '--checks': '在 detection 之后只运行这些检查（默认全部）',
-            'conformance --timeout': '一个步骤的时限，单位为秒',
-            'conformance --json': '存放结果的文件',
             '--port': '监听的端口',
             '--tta': '对增强后的输入取平均',
         },

@@ -194,7 +194,7 @@ Every symbol of another package that mmdevplug replaces in a running process. No
 import, except by `mmdevplug.autopatch`, which is imported for that. The list is
 `mmdevplug/utils/patched_symbols.py`: the one function that patches refuses a symbol that is not
 in it, and a test compares with it all attributes of MMEngine, mmcv, mmseg and PyTorch before,
-during and after a job. `mmdevplug doctor` looks for each symbol.""",
+during and after a job.""",
         when='## When patches are active',
         periods=('#', 'from', 'to'),
         ends="""\
@@ -216,7 +216,7 @@ another package has replaced the same symbol in the meantime, its function stays
 mmdevplug 在运行的进程中替换的其他包的全部符号。导入时不打任何补丁，只有专为此导入的
 `mmdevplug.autopatch` 例外。列表位于 `mmdevplug/utils/patched_symbols.py`：
 唯一的补丁函数拒绝列表以外的符号；有测试在作业之前、期间和之后将 MMEngine、mmcv、mmseg 和
-PyTorch 的所有属性与它对比。`mmdevplug doctor` 会逐一查找这些符号。""",
+PyTorch 的所有属性与它对比。""",
         when='## 补丁何时有效',
         periods=('#', '开始', '结束'),
         ends="""\

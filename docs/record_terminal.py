@@ -22,21 +22,14 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / 'docs' / 'images'
 COLUMNS = 108
-CONFIG = 'configs/digits/digits_cpu.py'
 
 
 #: What is typed, and how the paragraphs of its output begin that are shown.
 Typed = Tuple[str, Pattern]
 
-WRONG_INTERFACE = 'GLOO_SOCKET_IFNAME=ib0'
-DOCTOR = f'mmdevplug doctor --nproc 2 --config {CONFIG}'
 SEGFORMER = 'segformer_mit-b5_8xb1-160k_cityscapes-1024x1024.py'
 
 RECORDINGS: Dict[str, Tuple[Typed, ...]] = dict(
-    doctor=(
-        (f'{WRONG_INTERFACE} {DOCTOR}', re.compile('error: |[0-9]+ error')),
-        (DOCTOR, re.compile('[0-9]+ error')),
-    ),
     plan_segformer=(
         (
             f'mmdevplug plan {SEGFORMER} --devices xla:0-3 --training',
@@ -64,7 +57,7 @@ def run(command: str, folder: Path = ROOT, statuses: Sequence[int] = (0,)) -> st
     variables = dict(word.split('=', 1) for word in words[:start])
     name, *arguments = words[start + 1 :]
     with tempfile.TemporaryDirectory() as scratch:
-        if name in ('train', 'doctor'):
+        if name == 'train':
             arguments += ['--work-dir', os.path.join(scratch, 'work_dir')]
         run_words = [sys.executable, '-W', 'ignore', '-m', 'mmdevplug.cli.main', name, *arguments]
         return run_in_terminal(run_words, variables, folder, statuses).replace(scratch, '/tmp')

@@ -14,7 +14,6 @@ LONG = (
     'tests/fault_tolerance/test_network_faults.py',
     'tests/checkpoint/test_survival.py',
     'tests/cli/test_launch_fuzz.py',
-    'tests/checks/test_collectives.py',
     'tests/cli/test_restart.py',
     'tests/test_import.py',
     'tests/fault_tolerance/test_failure.py',
@@ -39,6 +38,12 @@ torch.set_num_threads(1)
 os.environ.setdefault('PYTORCH_NVML_BASED_CUDA_CHECK', '1')
 # Tests may run in a pod themselves.
 os.environ.pop('KUBERNETES_SERVICE_HOST', None)
+
+
+def pytest_addoption(parser):
+    """For ``tests/conformance``, by those who bring a card."""
+    parser.addoption('--accelerator', help='what tests/conformance looks at, e.g. cuda, xla, gcu')
+    parser.addoption('--card-config', help='a config with custom_imports and accelerator for it')
 
 
 @pytest.fixture(autouse=True)

@@ -349,7 +349,7 @@ def test_drawings_are_those_of_the_script(monkeypatch):
             sys.modules.pop(module, None)
 
 
-@pytest.mark.parametrize('name', ['train', 'doctor'])
+@pytest.mark.parametrize('name', ['train'])
 def test_recordings_show_what_the_pages_say(name):
     picture = read(DOCS / 'images' / f'{name}.svg')
     plain = picture.replace('&#160;', ' ')

@@ -178,7 +178,6 @@ class Accelerator(ABC):
         visible_devices_env (str, optional): The environment variable that limits the devices a
             process sees. It is read, never changed.
         package (str, optional): The vendor's package; None for devices of PyTorch itself.
-        sdk_folder (str, optional): Where the vendor's libraries and tools are installed.
         gloo_takes_tensors (bool): Whether gloo reads and writes tensors on these devices.
         shares_devices (bool): Whether all ranks of a host use one device (true for the CPU).
         refused_backends (dict): Backends that do not work here, and why, as a sentence.
@@ -192,7 +191,6 @@ class Accelerator(ABC):
     native_backend: Optional[str] = None
     visible_devices_env: Optional[str] = None
     package: Optional[str] = None
-    sdk_folder: Optional[str] = None
     gloo_takes_tensors: bool = False
     shares_devices: bool = False
     refused_backends: Dict[str, str] = {}

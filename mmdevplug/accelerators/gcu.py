@@ -89,7 +89,6 @@ class T20Accelerator(LazyAccelerator):
     name = 'gcu'
     package = 'torch_gcu'
     visible_devices_env = 'TOPS_VISIBLE_DEVICES'
-    sdk_folder = '/opt/tops'
     refused_backends = dict(
         eccl="On a T20, eccl is part of torch_gcu.distributed, the vendor's fork of "
         'torch.distributed, whose groups neither PyTorch nor MMEngine can use. '
@@ -157,8 +156,6 @@ class T20Accelerator(LazyAccelerator):
 
 class S60Accelerator(TorchNativeAccelerator):
     """The eager generation, an ordinary PrivateUse1 device."""
-
-    sdk_folder = '/opt/tops'
 
     def __init__(self) -> None:
         super().__init__(

@@ -32,6 +32,7 @@ from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.samples import gather_samples
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.mmengine_compat import batches_dropped
 from mmdevplug.utils.model import unwrap_model
 
@@ -43,6 +44,7 @@ from .states import (
     had_switched_pipeline,
     hook_states,
     loader_states,
+    loaders_by_name,
     restart_workers_silently,
     restore_buffers,
     restore_hook_states,
@@ -66,7 +68,7 @@ def capture(
 ) -> Dict:
     """Collect plain values and host tensors for the key :data:`KEY`; all ranks take part."""
     accelerator, _ = enter_rank_device()
-    loop, loader = runner.train_loop, runner.train_loop.dataloader
+    loader = loader_of(runner.train_loop)
     batches = resumable_batches(loader)
     accelerator.renew_rng()
     mine = dict(
@@ -80,7 +82,7 @@ def capture(
         # A copy, because it may be written while training goes on.
         state = copy.deepcopy(source.state_dict())
         data = gather_samples([state], device='cpu', same_structure=False)
-    known = [each.dataloader for each in (loop, runner.val_loop) if each is not None]
+    known = list(loaders_by_name(runner).values())
     of_ranks = gather_packed(dict(plain=plain.changed(), loaders=others.states(known)))
     return dict(
         buffers=gather_buffers(unwrap_model(runner.model), accelerator),
@@ -113,7 +115,7 @@ class Resumption:
     def __init__(self, runner: AnyRunner, saved: Dict) -> None:
         self.runner = runner
         self.saved = saved
-        self.loop = runner.train_loop
+        self.loop, self._loader = runner.train_loop, loader_of(runner.train_loop)
         self._accelerator, self._device = enter_rank_device()
         self._devices = rank_devices()
         self._inexact: List[str] = []
@@ -134,7 +136,7 @@ class Resumption:
         self._restore_buffers()
         restore_loaders(self.runner, self.saved.get('loaders') or {})
         restore_hook_states(self.runner, self.saved.get('hooks') or {})
-        loader = self.loop.dataloader
+        loader = self._loader
         source = stateful_part(loader)
         batches = make_resumable(loader, self.runner.seed)
         skip, drop = self._batches_to_skip()
@@ -192,7 +194,7 @@ class Resumption:
         """Let the loop go on with the first batch of the loader, which is not that of a pass."""
         if isinstance(self.loop, IterBasedTrainLoop):
             self.loop.dataloader_iterator = ResumedIterator(
-                self.loop.dataloader, self.saved['epoch'], batches_dropped(self.loop)
+                self._loader, self.saved['epoch'], batches_dropped(self.loop)
             )
             self.loop.dataloader_iterator.begun = ReadStart(
                 self.loop.iter, self.saved['epoch'], skip
@@ -204,8 +206,8 @@ class Resumption:
         """Return the batches that were trained on, of this job's size, and samples of the next."""
         trained = max(0, self.saved['batch'])
         before = (self.saved['batch_size'] or 1) * self.saved['world_size']
-        mine, ranks = batch_size_of(self.loop.dataloader) or 1, get_world_size()
-        batches = resumable_batches(self.loop.dataloader)
+        mine, ranks = batch_size_of(self._loader) or 1, get_world_size()
+        batches = resumable_batches(self._loader)
         plain = batches is None or type(batches.batches) is BatchSampler
         if trained and not plain and self._mine is None:
             self._inexact.append(
@@ -236,7 +238,7 @@ class Resumption:
         """Prepare the sampler for its first pass."""
         # Not earlier: DistSamplerSeedHook sets the epoch of the loop, which is always 0 in one
         # over iterations.
-        sampler = sampler_of(self.loop.dataloader)
+        sampler = sampler_of(self._loader)
         if hasattr(sampler, 'set_epoch'):
             sampler.set_epoch(self.saved['epoch'])
         if self._mine is not None and self._mine['at_start'] is not None:
@@ -259,7 +261,7 @@ class Resumption:
             self._between_epochs = False
             if had_switched_pipeline(self.saved.get('hooks') or {}):
                 # The hook has switched once more, which has replaced the loader's iterator.
-                restart_workers_silently(self.loop.dataloader)
+                restart_workers_silently(self._loader)
             self.restore_random_state()
 
     def validate_if_due(self) -> None:

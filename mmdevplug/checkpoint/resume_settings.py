@@ -13,6 +13,7 @@ from mmengine.runner import EpochBasedTrainLoop
 from mmdevplug.optim.replay_schedulers import Past
 from mmdevplug.utils.annotations import AnyOptimWrapper, AnyRunner
 from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.loops import length_of, loader_of
 
 from .compare_settings import Difference, describe_differences
 from .optimizer_settings import Length, OptimizerSettings, optimizer_kind
@@ -49,11 +50,9 @@ class ResumeSettings:
         loop, config = runner.train_loop, runner.scheduler_config
         scaled = (runner.auto_scale_lr or {}).get('enable')
         by_epoch = isinstance(loop, EpochBasedTrainLoop)
-        # Without schedulers the loader of a loop over iterations needs no length.
-        needed = by_epoch or runner.param_schedulers
         return cls(
             list_optimizers(runner.optim_wrapper, runner.param_schedulers, config),
-            Length(loop.max_epochs, loop.max_iters, len(loop.dataloader) if needed else 1),
+            Length(loop.max_epochs, loop.max_iters, length_of(loader_of(loop)) or 1),
             by_epoch,
             runner.accelerator_options.resume_settings,
             'auto_scale_lr' if scaled else None,

@@ -24,6 +24,7 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.failure import before_abort
 from mmdevplug.optim import join_consolidation
 from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.model import unwrap_model
 
 from .finding import write_pointer
@@ -217,8 +218,9 @@ def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, 
         time=time.strftime('%Y%m%d_%H%M%S', time.localtime()),
         mmengine_version=_mmengine_version(),
     )
-    if hasattr(runner.train_dataloader.dataset, 'metainfo'):
-        meta['dataset_meta'] = runner.train_dataloader.dataset.metainfo
+    dataset = getattr(loader_of(runner.train_loop), 'dataset', None)
+    if hasattr(dataset, 'metainfo'):
+        meta['dataset_meta'] = dataset.metainfo
     return meta
 
 

@@ -23,6 +23,7 @@ from mmdevplug.distributed.byte_exchange import (
 )
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.loops import loader_of, loaders_of
 from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.torch_compat import view_as_dtype
 
@@ -127,7 +128,7 @@ def unpack(data: Tensor) -> Any:
 def loader_states(runner: AnyRunner) -> Dict[str, Dict]:
     """By loader, how many passes it has begun, and whether its persistent workers run."""
     states = {}
-    for name, loader in _loaders(runner).items():
+    for name, loader in loaders_by_name(runner).items():
         batches = resumable_batches(loader)
         states[name] = dict(
             passes=0 if batches is None else batches.epoch + 1,
@@ -139,7 +140,7 @@ def loader_states(runner: AnyRunner) -> Dict[str, Dict]:
 
 def restore_loaders(runner: AnyRunner, states: Dict[str, Dict]) -> None:
     """Restore what :func:`loader_states` returned, before training."""
-    for name, loader in _loaders(runner).items():
+    for name, loader in loaders_by_name(runner).items():
         if name not in states:
             continue
         batches = resumable_batches(loader)
@@ -168,9 +169,11 @@ class _WorkersToStart:
         replace_attribute(loader, '_iterator', start_silently(loader))
 
 
-def _loaders(runner: AnyRunner) -> Dict[str, Any]:
-    loops = dict(train=runner.train_loop, val=runner.val_loop)
-    return {name: loop.dataloader for name, loop in loops.items() if loop is not None}
+def loaders_by_name(runner: AnyRunner) -> Dict[str, Any]:
+    """The main loader of training, and those of validation, which begin anew each time."""
+    train, val = loader_of(runner.train_loop), loaders_of(runner.val_loop)
+    named = {f'val/{index + 1}' if index else 'val': each for index, each in enumerate(val)}
+    return named if train is None else dict(named, train=train)
 
 
 #: Of one rank; more than that is no statistics, and would make a checkpoint too large.

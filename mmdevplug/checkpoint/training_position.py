@@ -6,6 +6,7 @@ from mmengine.runner.loops import EpochBasedTrainLoop, _InfiniteDataloaderIterat
 from torch.utils.data import DataLoader
 
 from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.loops import length_of
 from mmdevplug.utils.patching import replace_attribute
 
 
@@ -39,7 +40,7 @@ def current_position(runner: AnyRunner, batch_idx: int) -> Position:
     done = loop.iter + 1 - begun.iteration
     passes = iterator._epoch - begun.epoch
     # A sampler that never ends stays in the first pass.
-    ended = passes * len(loop.dataloader) if passes else 0
+    ended = passes * (length_of(loop.dataloader) or 0)  # a stream may have no length
     return Position(iterator._epoch, begun.batch + done - ended)
 
 

@@ -1,6 +1,5 @@
 """Section *accelerators*: which families are there, and whether every device computes."""
 
-import glob
 import math
 import os
 import re
@@ -29,19 +28,11 @@ from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.byte_sizes import format_bytes
 
 from .findings import Finding, Section
-from .isolated import Death, run_isolated
+from .isolated import run_isolated
 
 section = Section('accelerators')
 STEP_SECONDS = 120.0
 CHOICE = 'choice'
-
-#: Where other Pythons of a host have their packages.
-OTHER_PYTHONS = (
-    '/usr/lib/python3*/*-packages',
-    '/usr/local/lib/python3*/*-packages',
-    '~/.local/lib/python3*/site-packages',
-    '/opt/*/lib/python3*/site-packages',
-)
 
 
 def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Finding]:
@@ -59,9 +50,7 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> List[Find
     for found in chain.from_iterable(
         run_isolated(__name__, tasks, options, seconds) for tasks in processes
     ):
-        if isinstance(found, Death):
-            findings.append(_broken(found.describe()))
-        elif found.level == 'absent':
+        if found.level == 'absent':
             absent.append(found.found)
         else:
             findings.append(found)
@@ -113,7 +102,6 @@ def _examine_family(
     name = options['type']
     known = find_registered(name) is not None
     accelerator = ACCELERATORS.build(options) if known else TorchNativeAccelerator(**options)
-    yield from _examine_installation(accelerator)
     count = accelerator.device_count() if accelerator.is_available() else 0
     if count:
         yield from _examine_devices(accelerator, count, say)
@@ -151,52 +139,19 @@ def _examine_family(
         yield section.finding('absent', f'{name} (needs {accelerator.requirement()})')
 
 
-def _examine_installation(accelerator: Accelerator) -> Iterator[Finding]:
-    """Report a vendor's software that is there but not found."""
-    folder, package = accelerator.sdk_folder, accelerator.package
-    if folder is not None and os.path.isdir(folder):
-        paths = {name: os.environ.get(name, '') for name in ('PATH', 'LD_LIBRARY_PATH')}
-        missing = [
-            name
-            for name, value in paths.items()
-            if not any(f'{part}/'.startswith(f'{folder}/') for part in value.split(os.pathsep))
-        ]
-        if missing:
-            yield section.warning(
-                f'{folder} is installed, but {" and ".join(missing)} name none of its folders',
-                f'the libraries of {accelerator.name} are not found, and {package} may fail.',
-                f'export PATH={folder}/bin:$PATH LD_LIBRARY_PATH={folder}/lib:$LD_LIBRARY_PATH',
-            )
-    # The first part alone: looking for `habana_frameworks.torch` would import its parent.
-    if package is None or find_spec(package.split('.')[0]) is not None:
-        return
-    here = f'Python {sys.version_info[0]}.{sys.version_info[1]}'
-    for place in OTHER_PYTHONS:
-        for found in sorted(glob.glob(os.path.expanduser(f'{place}/{package}'))):
-            yield section.warning(
-                f'{found} is there, but not for this {here} ({sys.executable})',
-                f'{package} works with the Python that it was made for alone.',
-                f'run mmdevplug with that Python, or add the folder: export '
-                f'PYTHONPATH={os.path.dirname(found)}:$PYTHONPATH if it is for {here}',
-            )
-
-
 def _examine_devices(
     accelerator: Accelerator, count: int, say: Callable[[str], None]
 ) -> Iterator[Finding]:
-    described, devices = [], []
+    described = []
     for rank in range(accelerator.max_ranks()):
         say(f'asking for the device of local rank {rank}')
         device = accelerator.device(rank)
         memory = accelerator.memory_total(device)
         size = 'size of memory unknown' if memory is None else format_bytes(memory)
-        name = accelerator.device_name(device)
-        described.append(f'{device} ({name}, {size})')
-        devices.append(dict(device=str(device), name=name, memory=memory))
+        described.append(f'{device} ({accelerator.device_name(device)}, {size})')
     yield section.ok(
         f'{accelerator.name}: {count} device(s): {", ".join(described)}; '
-        f'{accelerator.describe_visibility()}',
-        data=dict(name=accelerator.name, devices=devices, shared=accelerator.shares_devices),
+        f'{accelerator.describe_visibility()}'
     )
     missing = accelerator.missing_functions()
     if missing:
@@ -205,13 +160,12 @@ def _examine_devices(
         yield _probe(accelerator, accelerator.device(rank), say)
 
 
-def _broken(found: str, data: Any = None) -> Finding:
+def _broken(found: str) -> Finding:
     return section.error(
         found,
         'training on this accelerator fails or computes something else.',
         "MMDEVPLUG_ACCELERATOR=cpu mmdevplug doctor  # then repair the driver or the vendor's "
         'package, or choose another accelerator',
-        data,
     )
 
 
@@ -231,13 +185,12 @@ def missing_kernel(text: str) -> Optional[str]:
 
 def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], None]) -> Finding:
     differences, wrong, failed, missing = [], [], [], []
-    data = dict(device=str(device), tolerance=RELATIVE_TOLERANCE)
     try:
         accelerator.set_device(device)
     except Exception as error:
         # Vendors' libraries fail in many ways, here and below.
         said = f'{type(error).__name__}: {first_line(error)}'
-        return _broken(f'{device} cannot be made the current device: {said}', data)
+        return _broken(f'{device} cannot be made the current device: {said}')
     for name, compute in _PROBES.items():
         say(f'{name} on {device}')
         try:
@@ -256,20 +209,19 @@ def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], 
     if wrong or failed:
         headline = f'{device} computes wrongly' if wrong else f'{device} does not work'
         also = [lacking] if missing else []
-        return _broken(f'{headline}: {"; ".join([*wrong, *failed, *also])}', data)
+        return _broken(f'{headline}: {"; ".join([*wrong, *failed, *also])}')
     if missing:
         return section.warning(
             lacking,
             'models stop at an operator without a kernel; all others can be trained.',
             f"ask the maker of {accelerator.name!r} for it, or register PyTorch's fallback to the "
             f'CPU for it',
-            data,
         )
     say(f'int64 and float64 on {device}')
     try:
         unsupported = probe_device(accelerator, device)
     except DevPlugError as error:
-        return _broken(str(error), data)
+        return _broken(str(error))
     if unsupported:
         return section.note(
             f'{device} computes as the CPU does, but does not keep '
@@ -277,12 +229,10 @@ def _probe(accelerator: Accelerator, device: torch.device, say: Callable[[str], 
             'refused.',
             'integers of 2**31 and more change there, and float64 is no more exact than float32.',
             'keep such values (ids, time stamps, sums over many pixels) on the host',
-            data,
         )
     return section.ok(
         f'{device} computes {", ".join(_PROBES)} as the CPU does: largest relative difference '
-        f'{max(differences):.1e}, tolerance {RELATIVE_TOLERANCE:g}',
-        data=data,
+        f'{max(differences):.1e}, tolerance {RELATIVE_TOLERANCE:g}'
     )
 
 

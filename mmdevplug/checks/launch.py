@@ -59,7 +59,6 @@ def _stale(environ: Mapping[str, str]) -> Iterator[Finding]:
         'scripts that read them take a single process for one of several, and wait for the others '
         'without end.',
         unset_line(stale),
-        dict(stale=list(stale)),
     )
 
 

@@ -21,7 +21,7 @@ from mmdevplug.errors import DevPlugError, chain, first_line
 from mmdevplug.utils.built_for import describe_torch_requirement
 
 from .findings import Finding, Section
-from .isolated import Death, run_isolated
+from .isolated import run_isolated
 
 section = Section('versions')
 IMPORT_SECONDS = 120.0
@@ -57,7 +57,7 @@ def examine() -> Iterator[Finding]:
     installed = {'python': platform.python_version()}
     installed.update((name, metadata.version(name)) for name in packages)
     listed = ', '.join(f'{name} {version}' for name, version in installed.items())
-    yield section.ok(f'installed: {listed}', data=dict(installed))
+    yield section.ok(f'installed: {listed}')
     for package in REQUIRED:
         if package not in names:
             yield section.error(
@@ -70,14 +70,12 @@ def examine() -> Iterator[Finding]:
             )
     yield from _unmet_requirements()
     broken = False
-    for found in run_isolated(__name__, names[:1], {}, IMPORT_SECONDS):
-        finding = _broken(found.task, found.describe()) if isinstance(found, Death) else found
+    for finding in run_isolated(__name__, names[:1], {}, IMPORT_SECONDS):
         broken |= finding.level == 'error'
         yield finding
     # All others import torch, and would only repeat that it fails.
     rest = [name for name in names[1:] if not broken or name in _WITHOUT_TORCH]
-    for found in run_isolated(__name__, rest, {}, IMPORT_SECONDS):
-        yield _broken(found.task, found.describe()) if isinstance(found, Death) else found
+    yield from run_isolated(__name__, rest, {}, IMPORT_SECONDS)
 
 
 def modules_to_try() -> List[str]:

@@ -11,7 +11,7 @@ from rich.text import Text
 from mmdevplug.accelerators import choose_accelerator
 from mmdevplug.checks import launch as launch_variables
 from mmdevplug.checks.findings import Finding, exit_status
-from mmdevplug.checks.isolated import Death, run_isolated
+from mmdevplug.checks.isolated import run_isolated
 from mmdevplug.checks.one_step import section, train_one_step
 from mmdevplug.checks.report import COLOURS, titled_table
 from mmdevplug.checks.step_devices import ModuleDevices
@@ -97,13 +97,7 @@ def examine(options: Dict[str, Any], seconds: float = STEP_SECONDS) -> Iterator[
         options (dict): ``config``, its path, and ``accelerator``, a name or None.
         seconds (float): How long a step may take. Defaults to 300.
     """
-    again = f'mmdevplug check {options["config"]}'
-    again += f' --accelerator {options["accelerator"]}' if options['accelerator'] else ''
-    for found in run_isolated(__name__, [options['config']], options, seconds):
-        if isinstance(found, Death):
-            why = 'a training with this config would end there, too.'
-            found = section.error(found.describe(), why, again)
-        yield found
+    return run_isolated(__name__, [options['config']], options, seconds)
 
 
 def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:

@@ -200,10 +200,14 @@ def load_file(path: str, import_modules: bool = True) -> Config:
             raise
         # MMEngine replaces errors of imports by others.
         cause = chain(error)[-1] if isinstance(error, ImportError) else error
-        last = traceback.extract_tb(cause.__traceback__)[-1]
+        frames = list(traceback.walk_tb(cause.__traceback__))
+        file, line = frames[-1][0].f_code.co_filename, frames[-1][1]
+        if isinstance(cause, SyntaxError):
+            read = [each for each, _ in frames if each.f_globals['__name__'] == Config.__module__]
+            file, line = read[-1].f_locals.get('filename', path), cause.lineno
         raise DevPlugError(
-            f'CONFIG {named!r} cannot be read: {last.filename}:{last.lineno}: '
-            f'{type(cause).__name__}: {first_line(cause)}'
+            f'CONFIG {named!r} cannot be read: {file}:{line}: {type(cause).__name__}: '
+            f'{first_line(cause)}'
         ) from error
 
 

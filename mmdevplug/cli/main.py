@@ -17,10 +17,9 @@ from .process_one import leave_process_one
 COMMANDS = {
     'train': 'train a model: mmdevplug train CONFIG [--accelerator NAME] [--nproc N] ...',
     'launch-config': 'write how accelerate and torchrun start a job: mmdevplug launch-config ...',
-    'doctor': 'look for what keeps a training from working: mmdevplug doctor [--nproc N] ...',
+    'doctor': 'say what is installed, found and wrong here: mmdevplug doctor [--config CONFIG]',
     'plan': 'plan a model over several devices: mmdevplug plan CONFIG --devices cuda:0-3 ...',
     'check': 'start a training and train one step of it: mmdevplug check CONFIG',
-    'conformance': 'check what training needs of a card: mmdevplug conformance --accelerator NAME',
     'rendezvous': 'keep the place where hosts that come and go meet: mmdevplug rendezvous',
     'test': 'test a model: mmdevplug test CONFIG CHECKPOINT [--accelerator NAME] ...',
 }

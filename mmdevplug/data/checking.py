@@ -17,6 +17,7 @@ from mmdevplug.distributed.waiting import decide_together
 from mmdevplug.errors import LaunchError, SampleError
 from mmdevplug.fault_tolerance.failure import raise_if_another_failed
 from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
+from mmdevplug.utils.loops import length_of, loader_of
 
 #: At most this number of ranks, or of inner datasets, is listed in a message.
 MAX_LISTED = 8
@@ -45,7 +46,7 @@ def build_nonempty(build: Callable[[], Any], config: object) -> Any:
                 break
         raise
     dataset = getattr(loader, 'dataset', None)
-    if _length(dataset) == 0:
+    if length_of(dataset) == 0:
         raise _no_samples(dataset, config)
     return loader
 
@@ -69,8 +70,8 @@ def check_batches(loop: BaseLoop) -> None:
     Loops that count iterations may have an infinite sampler, so their length is not checked: see
     :func:`explain_no_batch`.
     """
-    loader = getattr(loop, 'dataloader', None)
-    if _by_epoch(loop) and _length(loader) == 0:
+    loader = loader_of(loop)
+    if _by_epoch(loop) and length_of(loader) == 0:
         raise _no_batch_error(loader)
 
 
@@ -89,8 +90,8 @@ def explain_no_batch() -> Iterator[None]:
 
 
 def _no_batch_error(loader: Any) -> SampleError:
-    samples, size = _length(loader.dataset), getattr(loader, 'batch_size', None)
-    share = _length(getattr(getattr(loader, 'batch_sampler', None), 'sampler', None))
+    samples, size = length_of(loader.dataset), getattr(loader, 'batch_size', None)
+    share = length_of(getattr(getattr(loader, 'batch_sampler', None), 'sampler', None))
     return SampleError(
         f'rank {get_rank()}: train_dataloader has no batch in an epoch: '
         f'{_describe(loader.dataset)} has {samples} samples, of which this rank gets {share}, '
@@ -107,10 +108,10 @@ def compare_batches(loop: BaseLoop) -> None:
     checked, nor are data loaders of unknown length. The rank with the fewest batches raises
     SampleError, the others RankFailedError.
     """
-    loader = getattr(loop, 'dataloader', None)
+    loader = loader_of(loop)
     mine = dict(
-        batches=_length(loader) if _by_epoch(loop) else None,
-        samples=_length(getattr(loader, 'dataset', None)),
+        batches=length_of(loader) if _by_epoch(loop) else None,
+        samples=length_of(getattr(loader, 'dataset', None)),
         dataset=_describe(getattr(loader, 'dataset', None)),
     )
     found = decide_together('data preparation', mine, _find_fewest)
@@ -145,14 +146,6 @@ def _find_fewest(ranks: List[Dict[str, Any]]) -> Optional[Tuple[int, str]]:
         f'{ranks[rank]["dataset"]})'
         for rank in listed
     )
-
-
-def _length(thing: Any) -> Optional[int]:
-    """Return ``len(thing)``, None where it is unknown, such as for an ``IterableDataset``."""
-    try:
-        return len(thing)
-    except (TypeError, NotImplementedError, AttributeError):
-        return None
 
 
 def _describe(dataset: object) -> str:

@@ -1,4 +1,4 @@
-"""Refuse samplers without an end where a loop goes through its data to the end."""
+"""Refuse data without an end where a loop goes through it to the end, and take it elsewhere."""
 
 from itertools import islice
 from typing import Any, Optional
@@ -15,6 +15,7 @@ from torch.utils.data import (
 
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.errors import SampleError
+from mmdevplug.utils.loops import UNKNOWN, length_of
 from mmdevplug.utils.patching import replace_attribute
 
 from .resumable_loader import (
@@ -50,6 +51,11 @@ def check_endless(loop: BaseLoop, key: str, config: object, seed: Optional[int])
     if not by_epoch and getattr(type(loop), 'run', None) not in (ValLoop.run, TestLoop.run):
         return
     loader = loop.dataloader
+    if length_of(loader.dataset) is None and not by_epoch:
+        raise SampleError(
+            f'{key}: {type(loader.dataset).__name__} has no length, and {type(loop).__name__} '
+            f'passes it to the metrics. Give the dataset a method __len__.'
+        )
     batches = resumable_batches(loader)
     if batches is not None:
         batches.ends = True
@@ -74,6 +80,14 @@ def check_endless(loop: BaseLoop, key: str, config: object, seed: Optional[int])
         f"iterations: train_cfg=dict(type='IterBasedTrainLoop', max_iters={iterations}), or set "
         f"{key}.sampler=dict(type='DefaultSampler', shuffle=True)."
     )
+
+
+def take_for_endless(loader: Any) -> None:
+    """Give the loader of a stream a length: schedulers and hooks ask for it."""
+    kind = type(loader)
+    if isinstance(loader, DataLoader) and length_of(loader) is None:
+        endless = type(kind.__name__, (kind,), dict(__len__=lambda self: UNKNOWN))
+        replace_attribute(loader, '__class__', endless)
 
 
 def _find_endless(loader: DataLoader, config: object, seed: Optional[int]) -> Any:

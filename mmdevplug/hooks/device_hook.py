@@ -1,6 +1,7 @@
 """Check that everything is on this rank's device, and materialize lazy devices."""
 
-from typing import Dict, Iterator, List, Tuple
+import traceback
+from typing import Any, Dict, Iterator, List, Tuple
 
 import torch
 from mmengine.hooks import Hook
@@ -15,6 +16,7 @@ from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_mod
 from mmdevplug.optim import log_norms
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.byte_sizes import format_bytes
+from mmdevplug.utils.loops import metrics_of
 from mmdevplug.utils.model import list_optim_wrappers, unwrap_model
 
 
@@ -31,6 +33,8 @@ class DeviceHook(Hook):
 
     def __init__(self) -> None:
         self._logged = False
+        self._modes: List[Tuple[nn.Module, bool]] = []
+        self._warned_of_eval, self._validating = False, ''
 
     def before_run(self, runner: AnyRunner) -> None:
         """Move what is on another device, with a warning, and log the map once.
@@ -86,6 +90,40 @@ class DeviceHook(Hook):
         if follow_scaler is not None:
             follow_scaler(runner.optim_wrapper)
 
+    def before_train_epoch(self, runner: AnyRunner) -> None:
+        """Forget the modes of the last epoch."""
+        self._modes = []
+
+    def before_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
+        """Return to training mode if a validation inside the epoch has left the model in eval."""
+        if self._modes and not unwrap_model(runner.model).training:
+            # Not `train()`: parts may be kept in eval mode on purpose.
+            for module, training in self._modes:
+                module.training = training
+            if not self._warned_of_eval:
+                self._warned_of_eval = True
+                runner.logger.warning(
+                    f'The model was in eval mode before iteration {runner.iter + 1}, in the '
+                    f'middle of an epoch: {self._validating or "something"} has left it so. '
+                    f'Training goes on in training mode. Call runner.model.train() after a '
+                    f'validation inside an epoch.'
+                )
+        elif not self._modes:
+            self._note_modes(runner)
+
+    def before_val(self, runner: AnyRunner) -> None:
+        """Note the modes of the model's parts, and which hook validates inside an epoch."""
+        self._note_modes(runner)
+        callers = (frame.f_locals.get('self') for frame, _ in traceback.walk_stack(None))
+        hooks = (type(each).__name__ for each in callers if isinstance(each, Hook))
+        self._validating = next((name for name in hooks if name != type(self).__name__), '')
+
+    before_test = before_val
+
+    def _note_modes(self, runner: AnyRunner) -> None:
+        if unwrap_model(runner.model).training:
+            self._modes = [(each, each.training) for each in runner.model.modules()]
+
     def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Materialize, also after an iteration that only accumulated gradients."""
         # Our wrappers do so at the end of their `train_step`, which a user's loop need not call.
@@ -97,7 +135,7 @@ class DeviceHook(Hook):
 
     def before_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Note how many results the metrics have."""
-        self._results = MetricResults(runner.val_loop.evaluator)
+        self._results = MetricResults(metrics_of(runner.val_loop))
 
     def after_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Copy the metrics' results of this batch to the host."""
@@ -105,7 +143,7 @@ class DeviceHook(Hook):
 
     def before_test_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Note how many results the metrics have."""
-        self._results = MetricResults(runner.test_loop.evaluator)
+        self._results = MetricResults(metrics_of(runner.test_loop))
 
     after_test_iter = after_val_iter
 
@@ -160,16 +198,16 @@ def _device_map(model: nn.Module, optimizers: List[Optimizer]) -> str:
 
 
 class MetricResults:
-    """Copy what the metrics of an evaluator keep of each batch to the host, in one call.
+    """Copy what metrics keep of each batch to the host, in one call.
 
     MMEngine collects results from all ranks with pickle, which restores a tensor on the device
     that it was on: a device of another rank, which the receiver may not have.
     """
 
-    def __init__(self, evaluator: object) -> None:
+    def __init__(self, metrics: List[Any]) -> None:
         self._lists = [
             metric.results
-            for metric in getattr(evaluator, 'metrics', ())
+            for metric in metrics
             if isinstance(getattr(metric, 'results', None), list)
         ]
         self._lengths = [len(results) for results in self._lists]

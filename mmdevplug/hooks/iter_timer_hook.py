@@ -5,6 +5,7 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import enter_rank_device, rank_devices
 from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.loops import loader_of
 
 
 @HOOKS.register_module()
@@ -26,7 +27,8 @@ class DeviceIterTimerHook(IterTimerHook):
         mode: str = 'train',
     ) -> None:
         loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]
-        if self.end_of_epoch(getattr(runner, f'{mode}_dataloader'), batch_idx) or any(
+        loader = loader_of(getattr(runner, f'{mode}_loop'))
+        if self.end_of_epoch(loader, batch_idx) or any(
             hook.every_n_inner_iters(batch_idx, hook.interval) for hook in loggers
         ):
             accelerator, _ = enter_rank_device()

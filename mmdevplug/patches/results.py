@@ -9,6 +9,7 @@ from mmengine.dist import dist as dist_functions, get_world_size
 
 from mmdevplug.accelerators import to_device
 from mmdevplug.distributed.results import check_shared_folder, gather_results
+from mmdevplug.utils.loops import metrics_of
 from mmdevplug.utils.patching import patch_symbol
 
 _TRACKING = 'mmdet.evaluation.metrics.base_video_metric'
@@ -37,7 +38,7 @@ def prepare_metrics(loops: List[Any]) -> None:
     All ranks have to call it, when the loops are built.
     """
     for loop in loops:
-        for metric in getattr(getattr(loop, 'evaluator', None), 'metrics', ()):
+        for metric in metrics_of(loop):
             folder = getattr(metric, 'collect_dir', None)
             if folder is not None:
                 check_shared_folder(folder, f'{type(metric).__name__}.collect_dir')

@@ -10,6 +10,7 @@ from mmdevplug.accelerators import enter_rank_device
 from mmdevplug.errors import DevPlugError
 from mmdevplug.samples import gather_samples
 from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.loops import length_of, loader_of
 
 MB = 2**20
 
@@ -63,6 +64,12 @@ class DeviceLogProcessor(LogProcessor):
         if self.average_losses and self._averaged:
             tag.update(_average({key: tag[key] for key in tag if re.search(self._averaged, key)}))
         return tag
+
+    def _get_dataloader_size(self, runner: AnyRunner, mode: str) -> int:
+        """The batches of a pass, or all iterations where a stream has no length."""
+        loop = self._get_cur_loop(runner, mode)
+        known = getattr(loop, 'total_length', None) or length_of(loader_of(loop))  # mmagic's loops
+        return runner.max_iters if known is None else known
 
     def _get_max_memory(self, runner: AnyRunner) -> int:
         # MMEngine calls it where CUDA or MUSA is present, also if another device is in use.

@@ -13,7 +13,7 @@ from mmengine.logging import MMLogger
 from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
-from mmengine.runner import BaseLoop, LogProcessor, Priority, Runner
+from mmengine.runner import BaseLoop, IterBasedTrainLoop, LogProcessor, Priority, Runner
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -33,6 +33,7 @@ from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
+from mmdevplug.data.endless import take_for_endless
 from mmdevplug.data.padding import install_padding
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.distributed.waiting import wait_for_everyone
@@ -276,6 +277,8 @@ class DeviceRunner(Runner):
         make_resumable(self._train_dataloader, self.seed)
         built = super().build_train_loop(loop)
         check_batches(built)
+        if isinstance(built, IterBasedTrainLoop):
+            take_for_endless(built.dataloader)
         return built
 
     # checkpoints --------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmdevplug.accelerators import CPUAccelerator, T20Accelerator
+from mmdevplug.accelerators import CPUAccelerator
 from mmdevplug.checks import accelerators
 from mmdevplug.errors import AcceleratorError
 
@@ -17,6 +17,8 @@ def children(monkeypatch):
     def use(*paths, **environ):
         for name, value in environment(*paths, **environ).items():
             monkeypatch.setenv(name, value)
+        for path in paths:
+            monkeypatch.syspath_prepend(str(path))
 
     return use
 
@@ -39,8 +41,7 @@ def test_every_device_of_a_card_is_tried(tmp_path, children):
     children(FAKECARD_NAME='zeta')
     path = config(tmp_path, 'fakecard_from_env', accelerator='zeta')
     findings = examine('zeta', path)
-    listed = the(findings, 'ok', 'zeta: 4 device(s)')
-    assert [one['device'] for one in listed.data['devices']] == [f'zeta:{i}' for i in range(4)]
+    the(findings, 'ok', 'zeta: 4 device(s)', 'zeta:0', 'zeta:3')
     for index in range(4):
         probed = the(findings, 'ok', f'zeta:{index} computes matmul, convolution, reduction')
         assert 'tolerance 0.01' in probed.found
@@ -54,8 +55,7 @@ def test_all_families_are_looked_at_and_the_absent_ones_named(tmp_path, children
     children(tmp_path)
     findings = examine()
     assert 'libascendcl.so' in the(findings, 'error', 'torch_npu').found
-    aborted = the(findings, 'error', 'gcu: looking for devices', 'SIGABRT').found
-    assert 'torch_gcu.py", line 1' in aborted
+    the(findings, 'error', 'gcu: looking for devices', 'SIGABRT')
     absent = the(findings, 'note', 'not there: ').found
     assert 'musa (needs the package torch_musa)' in absent
     assert 'npu' not in absent
@@ -143,48 +143,3 @@ def test_name_that_no_family_has(children):
     children()
     (found,) = examine('tpuu')
     assert "'tpuu', which is unknown" in found.found
-
-
-def examine_installation(sdk_folder):
-    accelerator = T20Accelerator()
-    accelerator.sdk_folder = str(sdk_folder)
-    return list(accelerators._examine_installation(accelerator))
-
-
-@pytest.mark.parametrize(
-    ('path', 'libraries', 'missing'),
-    [
-        ('{}/bin', '/lib:{}/lib', None),
-        ('{}', '{}', None),
-        ('/bin', '{}/lib', 'PATH'),
-        ('{}/bin', '/lib:{}-old/lib', 'LD_LIBRARY_PATH'),
-        ('', None, 'PATH and LD_LIBRARY_PATH'),
-    ],
-)
-def test_folder_of_the_vendor_that_no_variable_names(
-    tmp_path, monkeypatch, path, libraries, missing
-):
-    monkeypatch.setattr(accelerators, 'OTHER_PYTHONS', ())
-    for name, value in dict(PATH=path, LD_LIBRARY_PATH=libraries).items():
-        monkeypatch.delenv(name, raising=False)
-        if value is not None:
-            monkeypatch.setenv(name, value.format(tmp_path))
-    findings = examine_installation(tmp_path)
-    if missing is None:
-        assert findings == []
-        return
-    found = the(findings, 'warning', f'{missing} name none of its folders')
-    assert f'LD_LIBRARY_PATH={tmp_path}/lib' in found.remedy
-    assert examine_installation(tmp_path / 'not_there') == []
-
-
-def test_package_for_another_python_is_named(tmp_path, monkeypatch):
-    folder = tmp_path / 'python3.4' / 'dist-packages'
-    (folder / 'torch_gcu').mkdir(parents=True)
-    monkeypatch.setattr(accelerators, 'OTHER_PYTHONS', (f'{tmp_path}/python3*/*-packages',))
-    monkeypatch.setattr(accelerators, 'find_spec', lambda name: None)
-    found = the(examine_installation(tmp_path / 'no'), 'warning', 'torch_gcu is there')
-    assert f'{folder}/torch_gcu is there, but not for this Python 3.' in found.found
-    assert f'PYTHONPATH={folder}' in found.remedy
-    monkeypatch.setattr(accelerators, 'find_spec', lambda name: object())
-    assert examine_installation(tmp_path / 'no') == []

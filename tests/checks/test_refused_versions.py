@@ -1,6 +1,5 @@
 """OpenMMLab's packages that do not fit each other: versions, the range and a command are told."""
 
-import os
 import textwrap
 
 import mmengine
@@ -126,7 +125,7 @@ def test_other_failing_imports_stay_what_they_are(tmp_path):
 @NEEDS_MMDET
 def test_doctor_names_what_an_installed_package_refuses(tmp_path, monkeypatch):
     package(tmp_path, 'mmcv', "__version__ = '2.2.0'\n")
-    monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(str(tmp_path))
     (found,) = run_isolated(versions.__name__, ['mmdet'], {}, 120)
     assert found.level == 'error'
     assert 'mmdet 3.3.0 needs mmcv >=2.0.0rc4,<2.2.0, but mmcv 2.2.0 is installed' in found.found

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmdevplug.checks import versions
-from mmdevplug.checks.isolated import Death, run_isolated
+from mmdevplug.checks.isolated import run_isolated
 
 from .running import examined, the
 
@@ -39,15 +39,11 @@ def broken(folder, name, line):
 )
 def test_packages_behind_a_broken_one_are_still_tried(tmp_path, monkeypatch, line, told):
     broken(tmp_path, 'torchvision', line)
-    monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=':')
+    monkeypatch.syspath_prepend(str(tmp_path))
     found = list(run_isolated(versions.__name__, ['json', 'torchvision', 'csv'], {}, 60))
-    assert [getattr(told, 'level', 'died') for told in found] in (
-        ['ok', 'error', 'ok'],
-        ['ok', 'died', 'ok'],
-    )
-    described = found[1].describe() if isinstance(found[1], Death) else found[1].found
-    assert told in described
-    assert 'import torchvision' in described
+    assert [each.level for each in found] == ['ok', 'error', 'ok']
+    assert told in found[1].found
+    assert 'import torchvision' in found[1].found
 
 
 def test_broken_torch_is_a_finding_and_no_traceback(tmp_path):
@@ -87,7 +83,6 @@ def test_mmcv_without_operators(tmp_path, monkeypatch):
     package = broken(tmp_path, 'mmcv', '')
     (package / 'ops').mkdir()
     (package / 'ops' / '__init__.py').write_text('import mmcv._ext')
-    monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=':')
     monkeypatch.syspath_prepend(str(tmp_path))
     tasks = versions.modules_to_try()
     assert tasks[tasks.index('mmcv') + 1] == 'mmcv.ops'

@@ -4,7 +4,7 @@ import torch
 from torch import distributed as torch_dist
 
 from tests.columns import backend_of
-from tests.jobs import PLAIN, base_config_of, install_card, train_digits, weights_of
+from tests.jobs import PLAIN, install_card, train_digits, weights_of
 
 
 def train_plain(accelerator, work_dir):
@@ -70,16 +70,6 @@ def carry_objects(accelerator):
         gpu=dist.collect_results([rank], size, device='gpu'),
         total=float(total),
     )
-
-
-def try_collectives(accelerator):
-    """The doctor's, with the base config of this job."""
-    import mmdevplug
-    from mmdevplug.checks.collectives_rank import run_rank
-
-    install_card(accelerator)
-    config = mmdevplug.base_config(base_config_of(accelerator))
-    return run_rank('pytorch', accelerator, config, largest=16 << 10, rounds=2, timeout=60)
 
 
 def infer(accelerator):

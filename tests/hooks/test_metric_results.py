@@ -24,7 +24,7 @@ def fetch(accelerator_name):
     shared = torch.arange(3.0, device=device)
     old = [torch.zeros(1, device=device)]
     metric = SimpleNamespace(results=old)
-    results = MetricResults(SimpleNamespace(metrics=[metric, SimpleNamespace(results=None)]))
+    results = MetricResults([metric, SimpleNamespace(results=None)])
     boxes = InstanceData(boxes=torch.ones(2, 4, device=device), labels=torch.tensor([1, 2]))
     nested = defaultdict(list, boxes=boxes, pair=Pair(shared, 3), again=[shared, ('a', None)])
     metric.results.append(nested)

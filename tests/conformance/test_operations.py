@@ -1,18 +1,15 @@
 """Compare operations and their gradients with the CPU's, on the samples of PyTorch's own tests."""
 
 from contextlib import suppress
-from typing import Any, Callable, Dict, Iterator, List, Tuple
 
+import pytest
 import torch
-from torch import Tensor
 
 from mmdevplug.accelerators.probe import difference
 from mmdevplug.checks.accelerators import missing_kernel
-from mmdevplug.errors import first_line
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 from mmdevplug.utils.torch_compat import import_version_module
-
-from .card import PRODUCT_TOLERANCE, TOLERANCE, Card, Failed, NotSupported
+from tests.conformance.card import PRODUCT_TOLERANCE, TOLERANCE
 
 #: What models of OpenMMLab and transformers train with, by their names in ``op_db``.
 _NAMES = """
@@ -39,7 +36,7 @@ WITH_INDICES = {'topk', 'sort', 'nn.functional.max_pool2d'}
 #: Samples that are left out on lazy devices, besides those of zero size and without dimensions:
 #: torch_xla 2.9 computes them wrongly, refuses them, or ends the process (SIGSEGV, SIGFPE).
 #: Models of OpenMMLab do without, or get a gradient of ours (frozen batch normalization).
-NOT_ON_LAZY: Dict[str, Callable[[Any], Any]] = {
+NOT_ON_LAZY = {
     'amax': lambda sample: 'dim' not in sample.kwargs,
     'amin': lambda sample: 'dim' not in sample.kwargs,
     'repeat': lambda sample: 0 in sample.args[0],
@@ -53,72 +50,56 @@ NOT_ON_LAZY: Dict[str, Callable[[Any], Any]] = {
 SAMPLES = 4
 
 
-def check_operations(card: Card) -> str:
-    """Run the samples of every operation on the device and on the CPU."""
+def compare_operations(card, names=(*OPERATIONS, *PRODUCTS)):
+    """What is wrong and what is missing, of the samples of every operation."""
     known = _samples_of_pytorch()
-    names = [*OPERATIONS, *PRODUCTS]
-    wrong, missing, largest, count = [], [], 0.0, 0
+    wrong, missing, count = {}, {}, 0
     for name in [name for name in names if name in known]:
-        card.say(f'{name} on {card.device}')
-        tolerance = PRODUCT_TOLERANCE if name in PRODUCTS else TOLERANCE
-        worst = 0.0
+        print(f'{name} on {card.device}', flush=True)  # the last line names what ends the process
         try:
             samples = list(_computed(known[name], card.accelerator.compilation.lazy))
-        except AttributeError as error:
-            # Also on the CPU they may ask torch.<type> for a function that the vendor left out.
-            wrong.append(f'{name} cannot be tried: {first_line(error)}')
+            worst = max([_apart(card, known[name], *sample) for sample in samples], default=0.0)
+        except Exception as error:
+            # A vendor's library may raise anything.
+            kernel = missing_kernel(str(error))
+            (missing if kernel else wrong)[name] = kernel or f'{type(error).__name__}: {error}'
             continue
-        for sample, expected in samples:
-            count += 1
-            try:
-                found = card.fetch(_compute(known[name], sample, card.device))
-            except Exception as error:
-                # A vendor's library may raise anything.
-                if missing_kernel(str(error)) is not None:
-                    missing.append(f'{name} ({missing_kernel(str(error))})')
-                else:
-                    said = first_line(error)[:100]
-                    wrong.append(f'{name} fails: {type(error).__name__}: {said}')
-                break
-            if len(found) != len(expected):
-                worst = float('inf')
-                break
-            # A gradient may be nothing but rounding errors of larger values.
-            sizes = [each.double().abs().max().item() for each in expected if each.numel()]
-            least = 0.1 * max((size for size in sizes if size < float('inf')), default=0.0)
-            worst = max([worst, *(difference(a, b, least) for a, b in zip(found, expected))])
-        if not worst <= tolerance:
-            wrong.append(f'{name} differs by {worst:.2g}, tolerance {tolerance:g}')
-        largest = max(largest, min(worst, tolerance))
-    tried = f'{count} samples of {len(set(names) & set(known))} operations, forward and backward'
-    lacking = f'no kernel for {len(missing)}: {", ".join(missing)}'
-    if wrong:
-        also = f'; {lacking}' if missing else ''
-        raise Failed(f'{len(wrong)} wrong: {"; ".join(wrong)}{also} ({tried})')
+        count += len(samples)
+        if not worst <= (PRODUCT_TOLERANCE if name in PRODUCTS else TOLERANCE):
+            wrong[name] = f'differs by {worst:.2g}'
+    return wrong, missing, count
+
+
+def test_operations(asked):
+    """Operations and their gradients are those of the CPU."""
+    ((wrong, missing, count),) = asked.run(compare_operations)
+    assert not wrong
     if missing:
-        raise NotSupported(f'{lacking}; all others of {tried} are right')
-    untried = [name for name in names if name not in known]
-    left = f"; not in this PyTorch's samples: {', '.join(untried)}" if untried else ''
-    return (
-        f'{tried}: largest relative difference to the CPU {largest:.1e} (tolerances '
-        f'{TOLERANCE:g}, products {PRODUCT_TOLERANCE:g}){left}'
-    )
+        pytest.skip(f'no kernel for {missing}; all others are right')
+    assert count > 200
 
 
-def _samples_of_pytorch() -> Dict[str, Any]:
+def _apart(card, info, sample, expected):
+    found = card.fetch(_compute(info, sample, card.device))
+    if len(found) != len(expected):
+        return float('inf')
+    # A gradient may be nothing but rounding errors of larger values.
+    sizes = [each.double().abs().max().item() for each in expected if each.numel()]
+    least = 0.1 * max((size for size in sizes if size < float('inf')), default=0.0)
+    return max((difference(a, b, least) for a, b in zip(found, expected)), default=0.0)
+
+
+def _samples_of_pytorch():
     import_version_module()
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:
-        raise NotSupported(
-            f"the samples of PyTorch's own tests cannot be imported ({error}): pip install "
-            f'expecttest; detection has compared four operations'
-        ) from error
+        pytest.skip(f"samples of PyTorch's own tests: {error}. pip install expecttest")
     # Of several variants the first is the plain one.
     return {info.name: info for info in reversed(op_db)}
 
 
-def _computed(info: Any, lazy: bool) -> Iterator[Tuple[Any, List[Tensor]]]:
+def _computed(info, lazy):
     """Some samples of an operation that the CPU takes, with its results."""
     cpu = torch.device('cpu')
     torch.manual_seed(0)
@@ -136,15 +117,15 @@ def _computed(info: Any, lazy: bool) -> Iterator[Tuple[Any, List[Tensor]]]:
             yield sample, _compute(info, sample, cpu)
 
 
-def _is_left_out(name: str, sample: Any) -> bool:
+def _is_left_out(name, sample):
     plain = all(each.numel() and each.dim() for each in tensors_in(sample.input))
     return not plain or bool(NOT_ON_LAZY.get(name, lambda _: False)(sample))
 
 
-def _compute(info: Any, sample: Any, device: torch.device) -> List[Tensor]:
+def _compute(info, sample, device):
     """The results of an operation, and the gradients of its inputs."""
 
-    def move(tensor: Tensor) -> Tensor:
+    def move(tensor):
         moved = tensor.detach().to(device, copy=True)
         return moved.requires_grad_() if tensor.requires_grad else moved
 
@@ -162,6 +143,6 @@ def _compute(info: Any, sample: Any, device: torch.device) -> List[Tensor]:
     return [*outputs, *(each for each in gradients if each is not None)]
 
 
-def _weights(like: Tensor) -> Tensor:
+def _weights(like):
     numbers = torch.arange(like.numel(), device='cpu', dtype=torch.float32)
     return (torch.cos(numbers) + 1.5).reshape(like.shape).to(like.device)

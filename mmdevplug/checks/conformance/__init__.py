@@ -1,1 +1,0 @@
-"""Checks that an accelerator does what training needs: ``mmdevplug conformance``."""

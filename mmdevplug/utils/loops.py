@@ -1,0 +1,42 @@
+"""Look into loops, of which MMEngine promises ``run()`` and nothing else."""
+
+import sys
+from typing import Any, List, Optional
+
+from torch.utils.data import DataLoader
+
+#: The length of the loader of a stream, for those that ask: its end does not come.
+UNKNOWN = sys.maxsize
+
+
+def loader_of(loop: Any) -> Any:
+    """Return the data loader of a loop that calls it ``dataloader``, as MMEngine's do, or None."""
+    return getattr(loop, 'dataloader', None)
+
+
+def loaders_of(loop: Any) -> List[Any]:
+    """List the data loaders of a loop, whatever attributes hold them."""
+    own = loader_of(loop)
+    found = [each for each in _parts(loop) if isinstance(each, DataLoader) or each is own]
+    return found if own is None or any(each is own for each in found) else [own, *found]
+
+
+def metrics_of(loop: Any) -> List[Any]:
+    """List the metrics of all evaluators of a loop, whatever attributes hold these."""
+    return [metric for each in _parts(loop) for metric in getattr(each, 'metrics', None) or ()]
+
+
+def _parts(loop: Any) -> List[Any]:
+    """What the attributes of a loop hold, also in lists, each once and in an order that stays."""
+    held: List[Any] = []
+    for value in getattr(loop, '__dict__', {}).values():
+        held += value if isinstance(value, (list, tuple)) else [value]
+    return list({id(each): each for each in held if each is not None}.values())
+
+
+def length_of(thing: Any) -> Optional[int]:
+    """Return ``len(thing)``, None where it is unknown, such as for an ``IterableDataset``."""
+    try:
+        return None if len(thing) == UNKNOWN else len(thing)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None

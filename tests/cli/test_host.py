@@ -1,0 +1,29 @@
+"""Memory and cores of a control group."""
+
+import os
+
+from mmdevplug.utils.host import available_memory, usable_cores
+
+
+def test_memory_of_a_control_group(tmp_path):
+    (tmp_path / 'memory.max').write_text(str(3 << 20))
+    (tmp_path / 'memory.current').write_text(str(1 << 20))
+    left, origin = available_memory(str(tmp_path))
+    assert left == 2 << 20
+    assert 'memory.max' in origin
+    (tmp_path / 'memory.max').write_text('max')
+    assert available_memory(str(tmp_path))[1] == 'of the host'
+
+
+def test_cores_of_a_control_group(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: set(range(64)), raising=False)
+    assert usable_cores(str(tmp_path)) == 64
+    for text, cores in (('max 100000', 64), ('150000 100000', 2)):
+        (tmp_path / 'cpu.max').write_text(text)
+        assert usable_cores(str(tmp_path)) == cores
+    (tmp_path / 'cpu.max').unlink()
+    (tmp_path / 'cpu').mkdir()
+    (tmp_path / 'cpu' / 'cpu.cfs_period_us').write_text('100000\n')
+    for text, cores in (('-1\n', 64), ('400000\n', 4)):
+        (tmp_path / 'cpu' / 'cpu.cfs_quota_us').write_text(text)
+        assert usable_cores(str(tmp_path)) == cores

@@ -1,0 +1,22 @@
+"""The accelerators that are looked at: the one that was asked for, or the CPU and a stand-in."""
+
+from pathlib import Path
+
+import card
+import pytest
+
+from tests.conformance.card import Asked
+
+STAND_IN = str(Path(__file__).parent / 'stand_in.py')
+
+
+def pytest_generate_tests(metafunc):
+    """Run each test on what ``--accelerator`` names."""
+    if 'asked' not in metafunc.fixturenames:
+        return
+    name = metafunc.config.getoption('--accelerator')
+    mark = pytest.mark.skipif(card.MISSING is not None, reason=str(card.MISSING))
+    cards = [Asked('cpu'), pytest.param(Asked('zeta', STAND_IN, True), marks=mark)]
+    if name:
+        cards = [Asked(name, metafunc.config.getoption('--card-config'))]
+    metafunc.parametrize('asked', cards, ids=lambda asked: asked.name)

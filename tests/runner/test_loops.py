@@ -1,0 +1,155 @@
+"""Loops and data of which nothing is known but that they can be run."""
+
+import pytest
+import torch
+from mmengine.registry import DATASETS, LOOPS, RUNNERS
+from mmengine.runner import BaseLoop
+from torch.utils.data import IterableDataset
+
+from mmdevplug.errors import SampleError
+from tests.jobs import digits_config, install_card, load_file, weights_of
+from tests.ranks import RanksFailed, run_ranks
+
+
+@LOOPS.register_module()
+class SeveralSets(BaseLoop):
+    """Has the attributes of mmagic's ``MultiValLoop``: no ``dataloader`` until it has run."""
+
+    def __init__(self, runner, dataloader, evaluator):
+        self._runner = runner
+        self.dataloaders = [runner.build_dataloader(each, seed=runner.seed) for each in dataloader]
+        self.evaluators = [runner.build_evaluator(each) for each in evaluator]
+
+    def run(self):
+        self.runner.call_hook('before_val')
+        self.runner.call_hook('before_val_epoch')
+        self.runner.model.eval()
+        metrics = {}
+        for loader, evaluator in zip(self.dataloaders, self.evaluators):
+            self.dataloader, self.evaluator = loader, evaluator
+            for idx, batch in enumerate(self.dataloader):
+                self.runner.call_hook('before_val_iter', batch_idx=idx, data_batch=batch)
+                with torch.no_grad():
+                    outputs = self.runner.model.val_step(batch)
+                self.evaluator.process(outputs, batch)
+                kept = [result for each in self.evaluators for result in each.metrics[0].results]
+                self.runner.call_hook(
+                    'after_val_iter', batch_idx=idx, data_batch=batch, outputs=outputs
+                )
+            assert kept
+            metrics.update(self.evaluator.evaluate(len(self.dataloader.dataset)))
+        self.runner.call_hook('after_val_epoch', metrics=metrics)
+        self.runner.call_hook('after_val')
+        return metrics
+
+
+def validate_on_two_sets(accelerator, work_dir, load_from=None):
+    install_card(accelerator)
+    cfg = digits_config(
+        accelerator,
+        work_dir,
+        train_cfg=dict(_delete_=True, by_epoch=False, max_iters=4, val_interval=2),
+        val_cfg=dict(type='SeveralSets'),
+        param_scheduler=None,
+        default_hooks__checkpoint__interval=2,
+        default_hooks__checkpoint__by_epoch=False,
+        default_hooks__checkpoint__max_keep_ckpts=-1,
+        load_from=load_from,
+        resume=load_from is not None,
+    )
+    sets = [dict(cfg.val_dataloader, dataset=dict(type='DigitsDataset', split='test'))]
+    sets.append(dict(sets[0], batch_size=30))
+    cfg.val_dataloader = sets
+    cfg.val_evaluator = [dict(type='DigitsAccuracy', prefix=name) for name in 'ab']
+    runner = RUNNERS.build(cfg)
+    runner.train()
+    scalars = runner.message_hub.log_scalars
+    found = [scalars[f'val/{name}/accuracy'].current() for name in 'ab']
+    return weights_of(runner.model), found
+
+
+@pytest.mark.parametrize('accelerator', ['cpu', 'zeta'])
+def test_validation_of_several_sets_is_saved_and_resumed(tmp_path, accelerator):
+    whole = run_ranks(validate_on_two_sets, 2, accelerator, tmp_path / 'whole')
+    resumed = run_ranks(
+        validate_on_two_sets, 2, accelerator, tmp_path, str(tmp_path / 'whole' / 'iter_2.pth')
+    )
+    for (weights, (first, second)), (again, metrics) in zip(whole, resumed):
+        assert first == second > 0  # the same images, in other batches
+        assert metrics == [first, second]
+        assert all((again[name] == weights[name]).all() for name in weights)
+    saved = load_file(tmp_path / 'iter_4.pth')['mmdevplug']['loaders']
+    assert {name: one['passes'] for name, one in saved.items()} == {
+        'train': 1,
+        'val': 1,
+        'val/2': 1,
+    }
+
+
+@DATASETS.register_module()
+class Stream(IterableDataset):
+    """Images in a row: ``length`` of them, or without an end; it knows its place or does not."""
+
+    metainfo = dict(classes=tuple('0123456789'))
+
+    def __init__(self, length=None):
+        self.images, self.length, self.at = DATASETS.build(dict(type='DigitsDataset')), length, 0
+
+    def __iter__(self):
+        begun = self.at
+        while self.length is None or self.at - begun < self.length:
+            self.at += 1
+            yield self.images[self.at % len(self.images)]
+
+
+@DATASETS.register_module()
+class StreamWithState(Stream):
+    def state_dict(self):
+        return dict(at=self.at)
+
+    def load_state_dict(self, state):
+        self.at = state['at']
+
+
+def train_on_stream(work_dir, dataset, load_from=None, options=()):
+    cfg = digits_config(
+        'cpu',
+        work_dir,
+        train_dataloader__sampler=None,
+        train_dataloader__dataset=dict(_delete_=True, **dataset),
+        train_cfg=dict(_delete_=True, by_epoch=False, max_iters=4, val_interval=4),
+        param_scheduler=dict(_delete_=True, type='LinearLR', by_epoch=False, end=4),
+        default_hooks__logger=dict(type='LoggerHook', interval=1),
+        default_hooks__checkpoint__interval=2,
+        default_hooks__checkpoint__by_epoch=False,
+        default_hooks__checkpoint__max_keep_ckpts=-1,
+        load_from=load_from,
+        resume=load_from is not None,
+        **dict(options),
+    )
+    runner = RUNNERS.build(cfg)
+    runner.train()
+    return weights_of(runner.model)
+
+
+@pytest.mark.parametrize('length', [None, 64])
+@pytest.mark.parametrize('kind', ['Stream', 'StreamWithState'])
+def test_a_stream_trains_by_iterations_and_resumes(tmp_path, kind, length):
+    stream = dict(type=kind, length=length)
+    (whole,) = run_ranks(train_on_stream, 1, tmp_path / 'whole', stream)
+    (again,) = run_ranks(
+        train_on_stream, 1, tmp_path, stream, str(tmp_path / 'whole' / 'iter_2.pth')
+    )
+    assert all((again[name] == whole[name]).all() for name in whole)
+    log = next((tmp_path / 'whole').glob('*/*.log')).read_text()
+    assert all(f'[{number}/4]' in log for number in (1, 2, 3, 4))
+
+
+def test_validation_needs_a_length(tmp_path):
+    options = dict(
+        val_dataloader__sampler=None,
+        val_dataloader__dataset=dict(_delete_=True, type='Stream', length=64),
+    )
+    with pytest.raises(RanksFailed, match='val_dataloader: Stream has no length') as found:
+        run_ranks(train_on_stream, 1, tmp_path, dict(type='Stream'), None, options)
+    assert found.value.errors[0][0] == SampleError.__name__
