@@ -36,7 +36,7 @@ else:
     register_lazily(
         *(HOOKS, 'mmdevplug.hooks', 'CompilationHook', 'DeviceHook'),
         *('DeviceEmptyCacheHook', 'DeviceIterTimerHook', 'DeviceProfilerHook'),
-        *('MMCVOpsHook', 'MemoryHook', 'PhaseHook', 'PreemptionHook', 'SafeCheckpointHook'),
+        *('MemoryHook', 'PhaseHook', 'PreemptionHook', 'SafeCheckpointHook'),
     )
 
 _LAZY = {

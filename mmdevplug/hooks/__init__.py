@@ -5,7 +5,6 @@ from .device_hook import DeviceHook
 from .empty_cache_hook import DeviceEmptyCacheHook
 from .iter_timer_hook import DeviceIterTimerHook
 from .memory_hook import MemoryHook
-from .mmcv_ops_hook import MMCVOpsHook
 from .phase_hook import PhaseHook
 from .preemption_hook import PreemptionHook
 from .profiler_hook import DeviceProfilerHook
@@ -17,7 +16,6 @@ __all__ = [
     'DeviceHook',
     'DeviceIterTimerHook',
     'DeviceProfilerHook',
-    'MMCVOpsHook',
     'MemoryHook',
     'PhaseHook',
     'PreemptionHook',

@@ -12,7 +12,6 @@ from .device_hook import DeviceHook
 from .empty_cache_hook import DeviceEmptyCacheHook
 from .iter_timer_hook import DeviceIterTimerHook
 from .memory_hook import MemoryHook
-from .mmcv_ops_hook import MMCVOpsHook
 from .phase_hook import PhaseHook
 from .preemption_hook import PreemptionHook
 from .profiler_hook import DeviceProfilerHook
@@ -28,7 +27,6 @@ def missing_hooks(
         DeviceHook: True,
         CompilationHook: lazy and options.compilations,
         MemoryHook: options.memory,
-        MMCVOpsHook: True,
         PhaseHook: several,
         PreemptionHook: options.preemption,
     }

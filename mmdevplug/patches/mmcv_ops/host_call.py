@@ -6,31 +6,23 @@ before and after the call.
 """
 
 import re
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
 
 from mmdevplug.accelerators import to_device
 from mmdevplug.accelerators.move_nested import accelerator_for
-from mmdevplug.utils.pytree import replace_parts, tensors_in
+from mmdevplug.utils.pytree import replace_parts
 
 #: mmcv has few CPU kernels for these; they are computed in float32.
 REDUCED = (torch.float16, torch.bfloat16)
 
 
-class HostCall(NamedTuple):
-    """The result of an operator, on the device, and the bytes copied to the host and back."""
-
-    result: Any
-    fetched: int
-    sent: int
-
-
 @torch.no_grad()
 def call_on_host(
     function: Callable, args: Sequence[Any], kwargs: Dict[str, Any], device: torch.device
-) -> HostCall:
+) -> Any:
     """Call an operator with host copies of its tensors on a device.
 
     Tensors that the operator writes to are updated on the device; those that it only writes to
@@ -65,9 +57,7 @@ def call_on_host(
     else:
         written = [key for key in outputs if key in there]
     accelerator.copies.into_device([host[key] for key in written], [there[key] for key in written])
-    returned = _narrowed(result, list(there.values()))
-    sent = [there[key] for key in written] + tensors_in(returned)
-    return HostCall(to_device(returned, device), _bytes(fetched), _bytes(sent))
+    return to_device(_narrowed(result, list(there.values())), device)
 
 
 def is_reduced(value: object) -> bool:
@@ -85,10 +75,6 @@ def _narrowed(result: object, tensors: List[Tensor]) -> Any:
     if not reduced:
         return result
     return replace_parts(result, lambda t: t.to(reduced[0]) if t.is_floating_point() else t)
-
-
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 #: The arguments that an operator writes to and does not read.

@@ -1,6 +1,5 @@
 """Patch mmcv's operators for devices that they have no kernel for."""
 
-import time
 from typing import Any, Callable, Dict, Optional, Sequence
 
 import torch
@@ -18,7 +17,6 @@ from mmdevplug.utils.logs import log_warning
 from .host_call import call_on_host, is_reduced
 from .interception import Interception
 from .kernels import Kernels, called_for_vendor, lacks_kernel
-from .stats import HostUse, OperatorUse
 
 _HOST = torch.device('cpu')
 
@@ -27,7 +25,8 @@ class OperatorPatch:
     """Replaces mmcv's compiled operators; see :func:`patch_mmcv_ops`."""
 
     def __init__(self) -> None:
-        self.host_use = HostUse()
+        #: How often each operator ran on the host.
+        self.calls: Dict[str, int] = {}
         self.interception = Interception(self.call)
         self._kernels = Kernels()
 
@@ -37,7 +36,7 @@ class OperatorPatch:
         device = _device_of(function.__name__, values)
         if device is None:
             if any(map(is_reduced, values)):
-                return call_on_host(function, args, kwargs, _HOST).result
+                return call_on_host(function, args, kwargs, _HOST)
             return function(*args, **kwargs)
         if self._kernels.has_kernel(function.__name__, device, self.interception.originals):
             try:
@@ -58,9 +57,8 @@ class OperatorPatch:
                 f'{device.type}, so the host would compute something else. Install the build of '
                 f'mmcv for {device.type}.'
             )
-        started = time.perf_counter()
         try:
-            done = call_on_host(function, args, kwargs, device)
+            result = call_on_host(function, args, kwargs, device)
         except RuntimeError as error:
             if not lacks_kernel(error):
                 raise
@@ -69,13 +67,13 @@ class OperatorPatch:
                 f'so it cannot run on the host. Install a build of mmcv that has kernels for '
                 f'{device.type}, or take a variant of the model that does without it.'
             ) from error
-        if self.host_use.begin(name, _where):
+        self.calls[name] = self.calls.get(name, 0) + 1
+        if self.calls[name] == 1:
             log_warning(
                 f'{_no_kernel(name, device)}: it runs on the host. docs/en/mmcv_ops.md says what '
                 f'that costs.'
             )
-        self.host_use.add(name, done.fetched, done.sent, time.perf_counter() - started)
-        return done.result
+        return result
 
 
 def _no_kernel(name: str, device: torch.device) -> str:
@@ -140,6 +138,6 @@ def restore_mmcv_ops() -> None:
         _patch = None
 
 
-def host_use() -> Dict[str, OperatorUse]:
-    """What ran on the host since mmcv's operators were patched, by operator."""
-    return {} if _patch is None else _patch.host_use.uses()
+def host_use() -> Dict[str, int]:
+    """How often each operator ran on the host since mmcv's operators were patched."""
+    return {} if _patch is None else dict(_patch.calls)

@@ -134,6 +134,6 @@ def train_detector(accelerator, work_dir, wrapper='OptimWrapper'):
         losses=losses.found,
         boxes=[one.bboxes.cpu().numpy() for one in instances],
         scores=[one.scores.cpu().numpy() for one in instances],
-        uses={name: use.calls for name, use in host_use().items()},
+        uses=host_use(),
         log='\n'.join(path.read_text() for path in work_dir.glob('*/*.log')),
     )

@@ -44,7 +44,7 @@ def compare_cases(accelerator, names):
                 same=all(one.dtype == two.dtype and torch.equal(one, two) for one, two in pairs),
                 difference=max(_difference(one, two) for one, two in pairs),
                 sizes=[[len(part) for part in each] for each in (expected, got)],
-                uses={name: vars(use) for name, use in patch.host_use.uses().items()},
+                uses=dict(patch.calls),
             )
     return found
 
