@@ -1,13 +1,15 @@
 """The state of this process: its accelerator and device, and how it was started."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Dict, Optional, Tuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.environments.launch_variables import LaunchEnv, read_local_rank
+from mmdevplug.utils.annotations import AnyGroup
 
 from .base import Accelerator
 from .detection import AcceleratorConfig, choose_accelerator, get_accelerator
@@ -29,8 +31,6 @@ class DeviceContext:
     backend: Optional[str] = None  #: Of the process group, None for a single process.
     timeout: timedelta = DEFAULT_TIMEOUT  #: Of the process group.
     more_devices: Tuple[torch.device, ...] = ()  #: Others that this rank's model is spread over.
-    #: For a process group a second one of the same ranks, which carries other messages.
-    side_groups: Dict[Any, Any] = field(default_factory=dict, compare=False)
     #: Whether :func:`mmdevplug.init_device` set it up. Under a stock runner the device may still
     #: change, when that runner starts its process group.
     final: bool = True
@@ -75,6 +75,11 @@ class Process:
         #: Elsewhere the silence of another rank is no failure.
         self.waiting = 0
         self.waiting_since = 0.0  # in seconds of the monotonic clock
+        self._by_group: WeakKeyDictionary[Any, Dict[str, Any]] = WeakKeyDictionary()
+
+    def of_group(self, group: AnyGroup) -> Dict[str, Any]:
+        """What was made or measured for a process group, kept for as long as the group exists."""
+        return self._by_group.setdefault(torch_dist.group.WORLD if group is None else group, {})
 
 
 PROCESS = Process()
@@ -118,10 +123,7 @@ def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, to
     accelerator.set_device(device)
     if context is None or not context.final:
         env = group_env() if distributed else LaunchEnv()
-        groups = {} if context is None else context.side_groups
-        set_device_context(
-            DeviceContext(accelerator, reason, device, env, side_groups=groups, final=False)
-        )
+        set_device_context(DeviceContext(accelerator, reason, device, env, final=False))
     else:
         set_device_context(replace(context, override=accelerator))
     return accelerator, device

@@ -10,13 +10,13 @@ import json
 import os
 import struct
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence
-from weakref import WeakKeyDictionary
 
 import psutil
 import torch
 from torch import Tensor, distributed as torch_dist
 
 from mmdevplug.accelerators.backend import group_device
+from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import known_to_all
 from mmdevplug.utils.annotations import AnyGroup
@@ -34,8 +34,6 @@ _UNCHECKED_BYTES = 256 << 20
 _HEAD = struct.Struct('<4s12sQQ')
 _MAGIC = b'mmds'
 _NO_LIMIT = 2**63 - 1
-#: For each group the bytes of the next first message. All ranks have seen the same lengths.
-_first_bytes: 'WeakKeyDictionary[Any, int]' = WeakKeyDictionary()
 
 
 class Head(NamedTuple):
@@ -70,14 +68,15 @@ def gather_bytes(
     place = group_device(group)
     data = data.to(place)
     head = _HEAD.pack(_MAGIC, call_tag.encode(), data.numel(), limit or _NO_LIMIT)
-    key = torch_dist.group.WORLD if group is None else group
-    room = _first_bytes.get(key, _FIRST_BYTES) - _HEAD.size
+    # The bytes of the next first message. All ranks have seen the same lengths.
+    learned = PROCESS.of_group(group)
+    room = learned.get('first_bytes', _FIRST_BYTES) - _HEAD.size
     first = to_tensor(head + to_bytes(data[:room]).ljust(room, b'\0'))
     blocks = all_gather(first.to(place), group)
     heads = [_read_head(to_bytes(block[: _HEAD.size])) for block in blocks]
     longest = _HEAD.size + max(head.size for head in heads)
     wanted = -(-(longest + longest // 16) // _FIRST_BYTES) * _FIRST_BYTES
-    _first_bytes[key] = wanted if wanted <= _MOST_FIRST_BYTES else _FIRST_BYTES
+    learned['first_bytes'] = wanted if wanted <= _MOST_FIRST_BYTES else _FIRST_BYTES
     try:
         _check(heads, call_tag, group)
     except SampleError as error:

@@ -20,7 +20,6 @@ from mmdevplug.accelerators import (
     Accelerator,
     DeviceContext,
     choose_accelerator,
-    device_context,
     probe_device,
     set_device_context,
 )
@@ -130,7 +129,6 @@ def start_distributed(
         resolve = partial(resolve_backend, choice.accelerator, forced_backend, backend)
         name = run_on_every_rank(store, env, 'backend', resolve, wait)
         _start_group(store, env, with_host_backend(name, choice.accelerator), wait, kwargs)
-    before = device_context()
     context = DeviceContext(
         accelerator=choice.accelerator,
         reason=choice.reason,
@@ -140,7 +138,6 @@ def start_distributed(
         timeout=wait,
         more_devices=tuple(devices[1:]),
         unsupported_64bit_dtypes=unsupported,
-        side_groups=before.side_groups if exists and before is not None else {},
     )
     set_device_context(context)
     enter_phase('after set-up')

@@ -1,38 +1,31 @@
 """Process groups that average on the host, beside those that a program has."""
 
 import inspect
-from collections import Counter
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
 from mmdevplug.accelerators.backend import group_device
+from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import get_global_rank, is_at_least
 
-#: For each group the one that was made for it. All ranks make the same.
-_made: 'WeakKeyDictionary[Any, staged.StagedProcessGroup]' = WeakKeyDictionary()
-#: Of those made without PyTorch's knowledge, how many for the same ranks.
-_counts: 'Counter[str]' = Counter()
 
-
-def staged_group(group: AnyGroup = None) -> staged.StagedProcessGroup:
+def staged_counterpart(group: AnyGroup = None) -> staged.StagedProcessGroup:
     """The group itself if its backend is ``staged``, else one of the same ranks.
 
     All ranks of the group call it in the same order. Those of PyTorch 1 are not registered:
     its DDP takes none, and other code calls their methods.
     """
-    world = torch_dist.group.WORLD
-    group = world if group is None else group
+    group = torch_dist.group.WORLD if group is None else group
     if isinstance(group, staged.StagedProcessGroup):
         return group
-    if group not in _made:
-        _made[group] = _make(group)
-    return _made[group]
+    made = PROCESS.of_group(group)
+    if 'staged' not in made:
+        made['staged'] = _make(group)
+    return made['staged']
 
 
 def _make(group: AnyGroup) -> staged.StagedProcessGroup:
@@ -44,9 +37,9 @@ def _make(group: AnyGroup) -> staged.StagedProcessGroup:
     size = torch_dist.get_world_size(group)
     if not is_at_least('2.0'):
         members = '-'.join(str(get_global_rank(group, rank)) for rank in range(size))
-        _counts[members] += 1
         store = torch_dist.distributed_c10d._get_default_store()
-        store = torch_dist.PrefixStore(f'{staged.NAME}/{members}/{_counts[members]}', store)
+        number = store.add(f'{staged.NAME}/{members}/made/{torch_dist.get_rank(group)}', 1)
+        store = torch_dist.PrefixStore(f'{staged.NAME}/{members}/{number}', store)
         return staged.StagedProcessGroup(store, torch_dist.get_rank(group), size, timeout)
     options = dict(backend=staged.NAME, timeout=timeout)
     if 'use_local_synchronization' in inspect.signature(torch_dist.new_group).parameters:

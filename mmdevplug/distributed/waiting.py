@@ -10,14 +10,12 @@ from mmdevplug.accelerators import DEFAULT_TIMEOUT, device_context
 from mmdevplug.accelerators.context import group_env
 from mmdevplug.distributed.process_group import Timeout, to_timeout
 from mmdevplug.environments.launch_variables import LaunchEnv
-from mmdevplug.errors import RankFailedError
 from mmdevplug.fault_tolerance.failure import current_job
 from mmdevplug.fault_tolerance.store_barrier import (
-    in_store,
     leave_together,
     meet,
     next_meeting,
-    wait_for_counter,
+    run_on_every_rank,
 )
 from mmdevplug.utils.torch_compat import get_text, set_text
 
@@ -75,32 +73,17 @@ def run_on_main(phase: str, function: Callable[[], Any], timeout: Timeout = None
     if job is None:
         return function()
     store, env = job
-    prefix = next_meeting(store, env, phase)
-    if env.rank == 0:
-        try:
-            result = function()
-            outcome = json.dumps({'result': result})
-        except Exception as error:
-            message = f'{type(error).__name__}: {error}'[:2000]
-            set_text(
-                store, f'{prefix}/result', json.dumps({'who': env.describe(), 'error': message})
-            )
-            store.add(f'{prefix}/done', 1)
-            leave_together(store, env, prefix)
-            raise
-        with in_store(env, phase):
-            set_text(store, f'{prefix}/result', outcome)
-            store.add(f'{prefix}/done', 1)
+    key = next_meeting(store, env, f'result/{phase}')
+
+    def run() -> Any:
+        if env.rank:
+            return None
+        result = function()
+        set_text(store, key, json.dumps(result))
         return result
-    with in_store(env, phase):
-        wait_for_counter(store, env, f'{prefix}/done', 1, phase, _limit(timeout), ranks=[0])
-        found = json.loads(get_text(store, f'{prefix}/result'))
-    if 'error' not in found:
-        return found['result']
-    leave_together(store, env, prefix)
-    raise RankFailedError(
-        f'{env.describe()} stops because {found["who"]} failed in {phase!r}: {found["error"]}'
-    )
+
+    result = run_on_every_rank(store, env, phase, run, _limit(timeout))
+    return result if env.rank == 0 else json.loads(get_text(store, key))
 
 
 def decide_together(

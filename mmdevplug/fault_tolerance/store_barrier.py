@@ -5,7 +5,7 @@ import logging
 import time
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Callable, Iterable, Iterator, Optional, Tuple, TypeVar
+from typing import Any, Callable, Iterator, Optional, Tuple, TypeVar
 
 from torch import distributed as torch_dist
 
@@ -62,14 +62,12 @@ def wait_for_counter(
     target: int,
     stage: str,
     timeout: timedelta,
-    ranks: Optional[Iterable[int]] = None,
     past: Optional[Tuple[str, str]] = None,
 ) -> None:
     """Wait until a counter in the store reaches a number.
 
-    Ranks that wait here are in a phase that says so; of ``ranks``, all by default, the others are
-    missing. One that stays in the phase ``past[0]`` has passed this point and will not come;
-    ``past[1]`` says why.
+    Ranks that wait here are in a phase that says so, the others are missing. One that stays in the
+    phase ``past[0]`` has passed this point and will not come; ``past[1]`` says why.
 
     Raises:
         RankFailedError: If the number is not reached in time, or another rank failed meanwhile.
@@ -103,7 +101,7 @@ def wait_for_counter(
         )
         if watch is None:
             raise RankFailedError(f'{env.describe()} stops: ranks are {text}.')
-        seen = {rank: watch.heartbeat.read(rank) for rank in ranks or range(env.world_size)}
+        seen = {rank: watch.heartbeat.read(rank) for rank in range(env.world_size)}
         missing = [rank for rank, last in seen.items() if last is None or last.beat.phase != here]
         if None in seen.values():
             text += (
@@ -190,8 +188,8 @@ def run_on_every_rank(
         prefix = next_meeting(store, env, stage)
         if error is not None:
             ticket = store.add(f'{prefix}/failures', 1)
-            report = {'who': env.describe(), 'message': str(error)}
-            set_text(store, f'{prefix}/failure/{ticket}', json.dumps(report))
+            text = f'{env.describe()}: {type(error).__name__}: {error}'[:4000]
+            set_text(store, f'{prefix}/failure/{ticket}', json.dumps(text))
         meet(store, env, prefix, stage, timeout)
     except RuntimeError as lost:
         if error is not None:
@@ -204,8 +202,8 @@ def run_on_every_rank(
     leave_together(store, env, prefix)
     if error is not None:
         raise error
-    lines = '\n'.join(f'  {report["who"]}: {report["message"]}' for report in reports)
-    raise RankFailedError(f'{count} of {env.world_size} ranks failed at {stage!r}:\n{lines}')
+    lines = '\n'.join(f'  {report}' for report in reports)
+    raise RankFailedError(f'{count} of {env.world_size} ranks failed in {stage!r}:\n{lines}')
 
 
 def leave_together(

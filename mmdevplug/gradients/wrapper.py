@@ -18,7 +18,7 @@ from mmdevplug.accelerators.backend import suits_native_ddp
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
-from mmdevplug.distributed.staged_groups import staged_group
+from mmdevplug.distributed.staged_groups import staged_counterpart
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.loss_path import check_loss
@@ -108,7 +108,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         chosen, device = enter_rank_device(accelerator)
         group = torch_dist.group.WORLD if process_group is None else process_group
         on_host = device.type == 'cpu' or not suits_native_ddp(chosen, device, group)
-        averaging_group = staged_group(group) if on_host else group
+        averaging_group = staged_counterpart(group) if on_host else group
         lazy = chosen.compilation.lazy
         staged = on_host and (lazy or not suits_ddp(chosen, find_unused_parameters))
         check_same_model(module, process_group)

@@ -17,10 +17,17 @@ Handler = Callable[..., Any]
 
 #: What a class holds of a symbol that it inherits.
 _INHERITED = object()
-#: Guards the record below.
-_lock = threading.RLock()
-#: All patches of this process that are active, in the order in which they were applied.
-_active: List['Patch'] = []
+
+
+class _Record:
+    """The patches of this process that are active, in the order in which they were applied."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.active: List[Patch] = []
+
+
+_RECORD = _Record()
 
 
 class Patch:
@@ -32,11 +39,11 @@ class Patch:
 
     def restore(self) -> None:
         """Restore the original, unless another package has replaced the symbol since."""
-        with _lock:
-            if self not in _active:
+        with _RECORD.lock:
+            if self not in _RECORD.active:
                 return
-            _active.remove(self)
-            for later in _active:
+            _RECORD.active.remove(self)
+            for later in _RECORD.active:
                 same = later.owner is self.owner and later.name == self.name
                 if same and later.original is self.replacement:
                     later.original = self.original
@@ -62,10 +69,10 @@ def patch_symbol(
         >>> patch.restore()
     """
     symbol = find_symbol(listed_owner or full_name(owner), name)
-    with _lock:
+    with _RECORD.lock:
         patch = Patch(symbol, owner, name, replacement)
         _write(owner, name, replacement)
-        _active.append(patch)
+        _RECORD.active.append(patch)
     return patch
 
 
@@ -88,8 +95,8 @@ def replace_attribute(
 
 def active_patches(*periods: Period) -> List[Patch]:
     """The active patches of some or all periods, in the order in which they were applied."""
-    with _lock:
-        return [patch for patch in _active if not periods or patch.symbol.period in periods]
+    with _RECORD.lock:
+        return [patch for patch in _RECORD.active if not periods or patch.symbol.period in periods]
 
 
 def restore_patches(*periods: Period) -> None:

@@ -166,7 +166,8 @@ def test_an_error_of_rank_0_ends_all():
         kind, message, _ = errors[rank]
         assert kind == 'RankFailedError'
         assert 'rank 0 of 3 on host' in message
-        assert "failed in 'saving epoch_1.pth': FileNotFoundError" in message
+        assert "1 of 3 ranks failed in 'saving epoch_1.pth':" in message
+        assert 'FileNotFoundError' in message
 
 
 def die_while_others_wait(dying):

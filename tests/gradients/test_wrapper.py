@@ -141,12 +141,12 @@ def test_methods_of_ddp_are_refused_where_gradients_wait_for_the_end():
 
 
 def sparse(context):
-    from mmdevplug.distributed.staged_groups import staged_group
+    from mmdevplug.distributed.staged_groups import staged_counterpart
     from mmdevplug.gradients.lazy_staging import LazyStaging
 
     # No lazy device has sparse kernels, so the host itself is staged here.
     module = nn.Embedding(8, 4, sparse=True)
-    staging = LazyStaging(list(module.named_parameters()), CPUAccelerator(), staged_group())
+    staging = LazyStaging(list(module.named_parameters()), CPUAccelerator(), staged_counterpart())
     outputs = module(torch.tensor([1, 2]))
     staging.prepare(outputs, synchronize=True)
     outputs.sum().backward()
