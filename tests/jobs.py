@@ -65,7 +65,7 @@ needs_bfloat16 = pytest.mark.skipif(
 #: garbage collections.
 LEAN = [str(ROOT / 'tests' / 'standins' / name) for name in ('lean', 'quick')]
 #: PYTHONPATH of a process that starts afresh.
-PATHS = os.pathsep.join([str(ROOT), *LEAN])
+PATHS = os.pathsep.join([str(ROOT), *LEAN, str(ROOT / 'tests' / 'standins' / 'lazy')])
 
 
 def need_mmcv_operations():

@@ -22,7 +22,6 @@ from .move_nested import to_device
 from .probe import probe_device
 from .torch_native import TorchNativeAccelerator
 from .tpu import TPUAccelerator
-from .ts_lazy import TSLazyAccelerator
 from .xla import XLAAccelerator
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     'S60Accelerator',
     'T20Accelerator',
     'TPUAccelerator',
-    'TSLazyAccelerator',
     'TorchNativeAccelerator',
     'XLAAccelerator',
     'available_accelerators',

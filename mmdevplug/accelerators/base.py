@@ -180,6 +180,7 @@ class Accelerator(ABC):
         package (str, optional): The vendor's package; None for devices of PyTorch itself.
         gloo_takes_tensors (bool): Whether gloo reads and writes tensors on these devices.
         shares_devices (bool): Whether all ranks of a host use one device (true for the CPU).
+        only_by_name (bool): Whether automatic detection leaves it out.
         refused_backends (dict): Backends that do not work here, and why, as a sentence.
         copies (Copies): Copies between the host and the devices.
         compilation (Compilation): When operations run, and the graphs compiled for them.
@@ -193,6 +194,7 @@ class Accelerator(ABC):
     package: Optional[str] = None
     gloo_takes_tensors: bool = False
     shares_devices: bool = False
+    only_by_name: bool = False
     refused_backends: Dict[str, str] = {}
 
     copies = cached_property(Copies)

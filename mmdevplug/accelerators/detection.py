@@ -25,9 +25,6 @@ DETECTION_ORDER = (
     *('cuda', 'xpu', 'mps', 'cpu'),
 )
 
-#: No card that a training should be on unless it is named.
-ONLY_BY_NAME = ('lazy',)
-
 AcceleratorConfig = Union[str, Mapping[str, Any], Accelerator, None]
 
 
@@ -211,11 +208,11 @@ def _usable_accelerators(failures: Optional[List[str]] = None) -> Iterator[Accel
     private = privateuse1_name()
     if private is not None and private not in names:
         names.insert(0, private)
-    registered = [name for name in registered_names() if name not in (*names, *ONLY_BY_NAME)]
+    registered = [name for name in registered_names() if name not in names]
     for name in registered + names:
         try:
             accelerator = _build(name, {}, 'detection')
-            usable = _is_usable(accelerator)
+            usable = not accelerator.only_by_name and _is_usable(accelerator)
         except AcceleratorError as error:
             if failures is None:
                 warnings.warn(str(error), stacklevel=3)

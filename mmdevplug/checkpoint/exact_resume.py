@@ -9,7 +9,11 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from mmengine.dist import get_rank, get_world_size
 from mmengine.runner import BaseLoop
-from mmengine.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop
+from mmengine.runner.loops import (
+    EpochBasedTrainLoop,
+    IterBasedTrainLoop,
+    _InfiniteDataloaderIterator,
+)
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -33,7 +37,6 @@ from mmdevplug.samples import gather_samples
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import loader_of
-from mmdevplug.utils.mmengine_compat import batches_dropped
 from mmdevplug.utils.model import unwrap_model
 
 from .other_loaders import OtherLoaders, batch_size_of
@@ -194,7 +197,7 @@ class Resumption:
         """Let the loop go on with the first batch of the loader, which is not that of a pass."""
         if isinstance(self.loop, IterBasedTrainLoop):
             self.loop.dataloader_iterator = ResumedIterator(
-                self._loader, self.saved['epoch'], batches_dropped(self.loop)
+                self._loader, self.saved['epoch'], _batches_dropped(self.loop)
             )
             self.loop.dataloader_iterator.begun = ReadStart(
                 self.loop.iter, self.saved['epoch'], skip
@@ -310,3 +313,14 @@ def _averaged_models(runner: AnyRunner) -> List[nn.Module]:
     """The moving averages of the model that hooks such as EMAHook keep."""
     kept = (getattr(hook, 'ema_model', None) for hook in runner.hooks)
     return [model for model in kept if isinstance(model, nn.Module)]
+
+
+def _batches_dropped(loop: Any) -> int:
+    """How many batches a resuming IterBasedTrainLoop takes from its iterator and drops.
+
+    MMEngine 0.10.0 drops none, nor does OneDL's, which calls ``skip_iter`` of the iterator.
+    """
+    if hasattr(_InfiniteDataloaderIterator, 'skip_iter'):
+        return 0
+    constants = map(str, IterBasedTrainLoop.run.__code__.co_consts)
+    return loop.iter if any('Advance dataloader' in text for text in constants) else 0

@@ -286,8 +286,10 @@ def test_one_device_computes_the_same_bits(policy):
 
 
 def test_which_devices_are_lazy():
+    from mmdevplug.accelerators.detection import find_registered
     from mmdevplug.device_guard.rules import lazy_types
 
+    find_registered('lazy')
     assert {'xla', 'lazy'} <= lazy_types()
     assert lazy_types().isdisjoint({'cpu', 'cuda', 'npu', 'privateuseone'})
 

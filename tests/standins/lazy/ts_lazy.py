@@ -1,7 +1,8 @@
 """PyTorch's own lazy device, whose graphs run as TorchScript on the CPU.
 
 It is part of PyTorch, and nobody trains on it to save time. It shows what a model or a loop does
-on a lazy device, without a card and without another package.
+on a lazy device, without a card. The entry point beside this module registers it, as that of a
+maker's package does: see docs/en/add_an_accelerator.md.
 """
 
 import warnings
@@ -11,10 +12,8 @@ from typing import FrozenSet, List, Optional, Sequence
 import torch
 from torch import Tensor
 
-from mmdevplug.registry import ACCELERATORS
-
-from .base import Copies, devices_of
-from .lazy import LazyAccelerator, LazyCompilation
+from mmdevplug.accelerators.base import Copies, devices_of
+from mmdevplug.accelerators.lazy import LazyAccelerator, LazyCompilation
 
 #: What the device lacks of reading values, clipping and EMA, which find everything materialized.
 AFTER_A_STEP = {
@@ -72,12 +71,12 @@ class TSLazyCompilation(LazyCompilation):
         return metrics.counter_value('UncachedCompile') if found else 0
 
 
-@ACCELERATORS.register_module(name='lazy')
 class TSLazyAccelerator(LazyAccelerator):
     """The device ``lazy`` of ``torch._lazy``; each process has one."""
 
     name = device_type = 'lazy'
     shares_devices = True
+    only_by_name = True
     copies = cached_property(TSLazyCopies)
     compilation = cached_property(TSLazyCompilation)
     _started = False
