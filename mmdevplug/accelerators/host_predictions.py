@@ -5,7 +5,8 @@ boxes with masks, and metrics choose pixels with masks. On a lazy device each ne
 more graph, the network included.
 """
 
-from typing import Any, Callable
+from inspect import signature
+from typing import Any, Callable, Iterable
 
 from torch import nn
 
@@ -23,14 +24,26 @@ def finish_on_host(model: nn.Module, predicts: Callable[[], bool]) -> None:
     for part in model.modules():
         if callable(getattr(part, 'postprocess_result', None)):
             _replace(part, 'postprocess_result', predicts)
-        boxes, masks, rois = (getattr(part, f'{n}_head', None) for n in ('bbox', 'mask', 'roi'))
-        head = masks if boxes is None else boxes
-        # Boxes go back to a network on the device, see `host_rois` and `host_masks`.
-        further = rois or (head is not masks and masks)
-        if further and getattr(further.forward, 'takes_host_boxes', False):
-            further = None
-        if hasattr(part, 'extract_feat') and hasattr(head, 'predict_by_feat') and not further:
-            _replace(head, 'predict_by_feat', predicts)
+        elif hasattr(part, 'extract_feat'):
+            heads = [head for child in part.children() for head in _listed(child)]
+            final = [head for head in heads if hasattr(head, 'predict_by_feat')]
+            # Boxes go back to a network on the device, see `host_rois` and `host_masks`.
+            further = [head for head in heads if head not in final[:1] and _takes_boxes(head)]
+            if all(getattr(head.forward, 'takes_host_boxes', False) for head in further):
+                for head in final:
+                    if head not in further:
+                        _replace(head, 'predict_by_feat', predicts)
+
+
+def _listed(child: nn.Module) -> Iterable[nn.Module]:
+    return child if isinstance(child, nn.ModuleList) else [child]
+
+
+def _takes_boxes(head: nn.Module) -> bool:
+    """Whether a head predicts from the results of another, as RoI heads and mask heads do."""
+    predict = getattr(type(head), 'predict', None)
+    names = signature(predict).parameters if callable(predict) else ()
+    return any('results_list' in name for name in names)
 
 
 def _replace(part: nn.Module, method: str, predicts: Callable[[], bool]) -> None:

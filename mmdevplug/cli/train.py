@@ -1,12 +1,10 @@
 """Train: ``tools/train.py``, and what every process of ``mmdevplug train`` runs."""
 
 import argparse
-import logging
 import sys
 from typing import List, Optional
 
 from mmengine.config import Config
-from mmengine.logging import print_log
 from mmengine.registry import RUNNERS
 
 from mmdevplug.errors import DevPlugError
@@ -52,7 +50,9 @@ def main(argv: Optional[List[str]] = None) -> None:
     preload()
     cfg = load_complete_config(args, keys)
     if args.amp:
-        _use_amp(cfg)
+        from mmdevplug.optim import use_amp
+
+        use_amp(cfg)
     if args.auto_scale_lr:
         _scale_lr(cfg)
     if args.resume is not None:
@@ -62,22 +62,6 @@ def main(argv: Optional[List[str]] = None) -> None:
     if args.resume_settings is not None:
         cfg.accelerator.resume_settings = args.resume_settings
     RUNNERS.build(cfg).train()
-
-
-def _use_amp(cfg: Config) -> None:
-    kind = cfg.optim_wrapper.get('type', 'OptimWrapper')
-    # New-style configs hold classes.
-    name = kind.rsplit('.', 1)[-1] if isinstance(kind, str) else kind.__name__
-    if name in ('AmpOptimWrapper', 'DeviceAmpOptimWrapper'):
-        print_log('AMP is enabled in the config already.', 'current', logging.WARNING)
-        return
-    if name not in ('OptimWrapper', 'DeviceOptimWrapper'):
-        raise DevPlugError(
-            f"--amp needs optim_wrapper.type='OptimWrapper' to replace, but found {kind!r}. "
-            f'Choose a mixed-precision wrapper in the config instead.'
-        )
-    # The runner takes the one for its device, with the precision that suits it.
-    cfg.optim_wrapper.type = 'AmpOptimWrapper'
 
 
 def _scale_lr(cfg: Config) -> None:

@@ -21,6 +21,7 @@ from mmdevplug.utils.annotations import AnyOptimWrapper
 from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
 from .trainable_set import check_optimizers, wait_for_change
+from .unused_parameters import naming_parameters
 from .wrapper import DeviceDistributedDataParallel
 
 
@@ -125,7 +126,7 @@ class DeviceSeparateDistributedDataParallel(MMSeparateDistributedDataParallel):
         Raises:
             RankFailedError: If another rank failed.
         """
-        with fail_together('training'), training_step():
+        with fail_together('training'), training_step(), naming_parameters(self):
             self._follow_trainable()
             check_optimizers(self.module, [part._trainable for part in self.parts], optim_wrapper)
             self.follow_scaler(optim_wrapper)

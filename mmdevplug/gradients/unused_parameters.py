@@ -2,7 +2,7 @@
 
 import re
 from contextlib import contextmanager
-from typing import Any, Callable, Iterable, Iterator, List, Mapping, Set
+from typing import Any, Callable, Iterable, Iterator, List, Mapping, Set, Tuple
 
 from torch import distributed as torch_dist, nn
 
@@ -32,18 +32,14 @@ def refuse_unreduced(model: nn.Module) -> None:
     Raises:
         ModelError: With the names of the parameters.
     """
-    inner = getattr(model, 'module', None)
-    children = [] if inner is None else inner.named_children()
-    for name, part in [('', model), *children]:
-        reducer = vars(part).get('reducer')
-        if reducer is None:
-            continue
+    for prefix, part in _averaged_by_ddp(model):
+        reducer = part.reducer
         # Before PyTorch 2.1, what the next forward pass calls first, to the same effect.
         check = getattr(reducer, '_check_reducer_finalized', reducer._rebuild_buckets)
         try:
             check()
         except RuntimeError as error:
-            raise ModelError(_describe(part, name, error)) from error
+            raise ModelError(_describe(part, prefix, error)) from error
 
 
 def list_names(names: Iterable[str]) -> str:
@@ -53,15 +49,28 @@ def list_names(names: Iterable[str]) -> str:
     return f'{", ".join(names[:NAMED])}{more}'
 
 
-def _describe(ddp: nn.Module, prefix: str, error: RuntimeError) -> str:
-    found = re.search(r'did not receive grad for rank \d+: ([\d ]+)', str(error))
-    names: List[str] = getattr(ddp, 'averaged_names', None) or [
+def _averaged_by_ddp(model: nn.Module) -> List[Tuple[str, Any]]:
+    """What PyTorch's DDP wraps, a model or its children, with what precedes names in it."""
+    inner = getattr(model, 'module', None)
+    children = [] if inner is None else inner.named_children()
+    parts = [('', model), *((f'{name}.', child) for name, child in children)]
+    return [(prefix, part) for prefix, part in parts if vars(part).get('reducer') is not None]
+
+
+def _averaged_names(ddp: nn.Module, prefix: str) -> List[str]:
+    names = getattr(ddp, 'averaged_names', None) or [
         name for name, parameter in ddp.module.named_parameters() if parameter.requires_grad
     ]
+    return [f'{prefix}{name}' for name in names]
+
+
+def _describe(ddp: nn.Module, prefix: str, error: RuntimeError) -> str:
+    found = re.search(r'did not receive grad for rank \d+: ([\d ]+)', str(error))
+    names = _averaged_names(ddp, prefix)
     missing = [int(index) for index in found[1].split()] if found else []
     if not missing or max(missing) >= len(names):
         return f'{first_line(error)} To go on, {REMEDY}.'
-    listed = list_names(f'{prefix}.{names[i]}' if prefix else names[i] for i in missing)
+    listed = list_names(names[i] for i in missing)
     remedy = (
         f'If these may go unused in an iteration, on any rank, {REMEDY}.'
         if not ddp.find_unused_parameters
@@ -72,6 +81,44 @@ def _describe(ddp: nn.Module, prefix: str, error: RuntimeError) -> str:
         f'parameters without a gradient on rank {torch_dist.get_rank()}: {listed}. '
         f"PyTorch's DDP waits for the gradients of all {len(names)}, on every rank. {remedy}"
     )
+
+
+@contextmanager
+def naming_parameters(model: nn.Module) -> Iterator[None]:
+    """Say which parameters an error of PyTorch's DDP in a training step is about, and what to set.
+
+    Args:
+        model (nn.Module): See :func:`refuse_unreduced`.
+
+    Raises:
+        ModelError: For a sparse gradient that is missing, or one that is there twice.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        twice = re.search(r'Parameter at index (\d+).* marked as ready twice', str(error))
+        if twice is not None:
+            lists = [_averaged_names(ddp, prefix) for prefix, ddp in _averaged_by_ddp(model)]
+            listed = ' or '.join(each for names in lists for each in names[int(twice[1]) :][:1])
+            raise ModelError(
+                f'{listed} got its gradient twice in one backward pass: layers that several '
+                f'reentrant checkpoints (with_cp) share, or that are used outside of forward(). '
+                f'Set static_graph=True in model_wrapper_cfg if every iteration uses the same '
+                f'layers, or pass use_reentrant=False to checkpoint().'
+            ) from error
+        if 'Expected sparse gradient to be defined' not in str(error):
+            raise
+        listed = list_names(
+            f'{prefix}{name}.weight'
+            for prefix, ddp in _averaged_by_ddp(model)
+            for name, part in ddp.module.named_modules()
+            if getattr(part, 'sparse', False) is True and part.weight.grad is None
+        )
+        raise ModelError(
+            f'{listed} got no gradient in this iteration: find_unused_parameters=True cannot fill '
+            f"in a sparse one, with PyTorch's DDP. Set sparse=False for these layers, and take "
+            f'Adam instead of SparseAdam; or freeze or remove what goes unused.'
+        ) from error
 
 
 # before a job, with one process -----------------------------------------------------------------

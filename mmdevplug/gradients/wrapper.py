@@ -37,7 +37,7 @@ from .ddp_hook import BucketAveraging
 from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
 from .trainable_set import TrainableSet, check_optimizers, wait_for_change
-from .unused_parameters import refuse_unreduced
+from .unused_parameters import naming_parameters, refuse_unreduced
 from .wrapper_arguments import (
     averaging_options,
     check_module,
@@ -290,7 +290,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
             ModelError: If the loss depends on none of the model's parameters.
             RankFailedError: If another rank failed.
         """
-        with fail_together('training'):
+        with fail_together('training'), naming_parameters(self):
             with optim_wrapper.optim_context(self):
                 data = self.module.data_preprocessor(data, training=True)
                 losses = self._run_forward(data, mode='loss')

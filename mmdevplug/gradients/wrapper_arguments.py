@@ -37,12 +37,17 @@ def check_module(module: nn.Module) -> None:
             f'Pass model.module, or remove the model_wrapper_cfg that wraps it a second time.'
         )
     if not trainable(module):
-        total = sum(1 for _ in module.parameters())
-        raise ModelError(
-            f'{type(module).__name__} has no parameter that requires a gradient ({total} '
-            f'parameters, all frozen); expected at least one. Unfreeze part of the model '
-            f'(frozen_stages, requires_grad), or run it without a launcher.'
-        )
+        refuse_frozen(module)
+
+
+def refuse_frozen(module: nn.Module) -> None:
+    """Raise ModelError for a model that cannot be trained by several ranks."""
+    total = sum(1 for _ in module.parameters())
+    raise ModelError(
+        f'{type(module).__name__} has no parameter that requires a gradient ({total} parameters, '
+        f'all frozen when it was built); expected at least one. Unfreeze part of the model '
+        f'(frozen_stages, requires_grad), or run it without a launcher.'
+    )
 
 
 def read_options(wrapper: type, kwargs: Dict[str, Any]) -> WrapperOptions:

@@ -16,6 +16,7 @@ from mmdevplug.fault_tolerance import SAME_NOTICE_SECONDS
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase
 from mmdevplug.fault_tolerance.stop_together import StopAgreement
 from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.model import accumulative_counts
 
 #: How long the agent of a host may take to notice that others have come, and to signal its ranks:
 #: with PyTorch 1 it looks every 5 s.
@@ -96,7 +97,7 @@ class PreemptionHook(Hook):
             SystemExit: After a checkpoint has been saved.
             KeyboardInterrupt: Instead, after SIGINT to a single process.
         """
-        interval = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
+        interval = accumulative_counts(runner.optim_wrapper)
         if self._agreement is not None and self._agreement.reached(runner.iter + 1, interval):
             self._stop(runner, self._agreement.why)
 

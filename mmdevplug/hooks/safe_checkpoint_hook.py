@@ -43,6 +43,7 @@ from mmdevplug.config.fields import refuse_unknown
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.model import accumulative_counts
 
 _NUMBERS = (bool, int, float, np.number, torch.Tensor)
 
@@ -344,7 +345,7 @@ class SafeCheckpointHook(CheckpointHook):
         runner.logger.info(f'{ckpt_path} is published without {removed} as {path}.')
 
     def _warn_of_accumulation(self, runner: AnyRunner, iteration: int) -> None:
-        counts = getattr(runner.optim_wrapper, '_accumulative_counts', 1)
+        counts = accumulative_counts(runner.optim_wrapper)
         if self._warned_of_accumulation or counts <= 1 or not iteration % counts:
             return
         if iteration >= (runner.max_iters or 0):

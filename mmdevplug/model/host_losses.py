@@ -8,6 +8,7 @@ back in one call.
 """
 
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 from torch import Tensor, nn
@@ -106,15 +107,21 @@ def two_stage_detectors(model: nn.Module) -> List[Any]:
 def point_encoders(model: nn.Module) -> Optional[Tuple[nn.Module, nn.Module]]:
     """What makes images of points in a model of mmdet3d: an encoder of voxels, and a scatter.
 
-    None for other models, for those whose second encoder has parameters, and for an encoder whose
-    batch normalization is synchronized.
+    Both take the coordinates of voxels, ``coors``, and a scatter takes ``batch_size``, too. None
+    for other models, for those whose scatter has parameters or whose encoder sees images, and for
+    an encoder whose batch normalization is synchronized.
     """
-    encoder, scatter = (getattr(model, f'{name}_encoder', None) for name in ('voxel', 'middle'))
+    forwards = [(part, getattr(type(part), 'forward', None)) for part in model.modules()]
+    takes = [(part, signature(run).parameters) for part, run in forwards if callable(run)]
+    by_place = [(part, 'batch_size' in names) for part, names in takes if 'coors' in names]
+    encoder = next((part for part, scatters in by_place if not scatters), None)
+    scatter = next((part for part, scatters in by_place if scatters), None)
     if encoder is None or scatter is None or next(scatter.parameters(), None) is not None:
         return None
     if any(isinstance(part, nn.SyncBatchNorm) for part in encoder.modules()):
         return None
-    return encoder, scatter
+    images = getattr(encoder, 'fusion_layer', None) or getattr(model, 'img_backbone', None)
+    return None if images else (encoder, scatter)
 
 
 def _chooses(head: nn.Module) -> bool:

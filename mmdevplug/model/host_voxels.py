@@ -14,8 +14,8 @@ from .host_rois import ToDevice
 def encode_voxels_on_host(model: nn.Module) -> None:
     """Keep points and voxels of a model on the host, up to the image that is made of them.
 
-    These are models of mmdet3d with a ``voxel_encoder`` and a ``middle_encoder`` without
-    parameters, which scatters voxels to an image of one size, as PointPillars does.
+    These are models of mmdet3d with an encoder of voxels and a scatter without parameters, which
+    puts voxels into an image of one size, as PointPillars and CenterPoint have them.
 
     Args:
         model (nn.Module): A bare model for a lazy device, changed in place.

@@ -54,7 +54,8 @@ def place_model(
     """Move a bare model to this rank's device, and wrap it if there is a process group.
 
     ``model_wrapper_cfg`` and ``find_unused_parameters`` are the config's; ``sync_bn`` is one of
-    :data:`.norm_layers.SYNC_BN`, and in a single process no layer is synchronized; ``spread`` puts
+    :data:`.norm_layers.SYNC_BN`, and in a single process no layer is synchronized; a model that
+    has nothing to train can be tested, and needs no wrapper; ``spread`` puts
     the model on several devices; ``host_losses`` says which losses a lazy device leaves to the
     host, see :func:`.host_losses.compute_losses_on_host`, for models on one device.
     """
@@ -71,9 +72,11 @@ def place_model(
             split_stages(model, losses=host_losses is not False)
     if spread is None:
         check_materialized(model, lazy_allowed=context.backend is None)
-    if context.backend is None:
+    if context.backend is None or not any(p.requires_grad for p in model.parameters()):
         model = revert_sync_batchnorm(model)
         model = move_module(model if spread is None else spread(model), device)
+        if context.backend is not None:
+            broadcast_tensors([*model.parameters(), *model.buffers()], accelerator)
         if accelerator.compilation.lazy:
             give_frozen_gradients(model)
             materialize_predictions(model, accelerator, context.devices)

@@ -1,7 +1,7 @@
 """Replace MMEngine's optimizer wrappers in a config by those that the device needs."""
 
 import copy
-from typing import Any, Iterator, Optional, Type
+from typing import Any, Dict, Iterator, Optional, Tuple, Type
 
 from mmengine.config import Config
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
@@ -13,6 +13,7 @@ from mmdevplug.accelerators.backend import waits_for_backward
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import mmengine_supports
 from mmdevplug.utils.annotations import AnyOptimWrapper
+from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
 from .device_amp_optim_wrapper import DeviceAmpOptimWrapper
@@ -39,9 +40,43 @@ def adapt_optim_wrapper_cfg(cfg: object, accelerator: Accelerator) -> Any:
     if replacement is not None:
         cfg['type'] = replacement
     for key, value in cfg.items():
-        if isinstance(value, dict) and _replacement(value.get('type'), accelerator) is not None:
+        if isinstance(value, dict) and key != 'optimizer':
             cfg[key] = adapt_optim_wrapper_cfg(value, accelerator)
     return cfg
+
+
+def use_amp(cfg: Config) -> None:
+    """Replace the wrapper of each optimizer in a config, whatever its key, by AmpOptimWrapper."""
+    found = list(_wrappers(cfg.optim_wrapper, 'optim_wrapper'))
+    for key, wrapper, kind in found:
+        # The runner takes the one for its device, with the precision that suits it.
+        if kind in ('OptimWrapper', 'DeviceOptimWrapper'):
+            wrapper['type'] = 'AmpOptimWrapper'
+        elif kind not in ('AmpOptimWrapper', 'DeviceAmpOptimWrapper'):
+            raise ModelError(
+                f"--amp needs {key}.type='OptimWrapper' to replace, but found {kind!r}. Choose a "
+                f'mixed-precision wrapper in the config instead.'
+            )
+    if not found:
+        raise ModelError(
+            f'--amp needs an optimizer in optim_wrapper, by itself or in a part of it, but found '
+            f"{sorted(cfg.optim_wrapper)}. Choose type='AmpOptimWrapper' in the config instead."
+        )
+    if all('Amp' in kind for _, _, kind in found):
+        log_warning('AMP is enabled in the config already.')
+
+
+def _wrappers(cfg: Dict[str, Any], key: str) -> Iterator[Tuple[str, Dict[str, Any], str]]:
+    """Yield the keys, the configs and the names of the types of optimizer wrappers in a config."""
+    kind = cfg.get('type', 'OptimWrapper' if 'optimizer' in cfg else '')
+    # New-style configs hold classes.
+    name = kind.rsplit('.', 1)[-1] if isinstance(kind, str) else kind.__name__
+    if 'optimizer' in cfg or name.endswith('OptimWrapper'):
+        yield key, cfg, name
+        return
+    for part, value in cfg.items():
+        if isinstance(value, dict):
+            yield from _wrappers(value, f'{key}.{part}')
 
 
 def _replacement(kind: object, accelerator: Accelerator) -> Optional[Type[OptimWrapper]]:

@@ -38,6 +38,7 @@ from mmdevplug.data.padding import install_padding
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
+from mmdevplug.gradients.wrapper_arguments import refuse_frozen
 from mmdevplug.hooks.compilation_hook import CompilationHook
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.prepare import initialize_weights, place_model
@@ -225,9 +226,11 @@ class DeviceRunner(Runner):
         refuses the device.
 
         Raises:
-            ModelError: If the optimizer cannot work with the process group, or the device cannot
-                work with the model's sparse gradients.
+            ModelError: If the optimizer cannot work with the process group, the device cannot
+                work with the model's sparse gradients, or ranks have nothing to train.
         """
+        if self.device_context.backend is not None and not is_model_wrapper(self.model):
+            refuse_frozen(self.model)
         cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
         built = super().build_optim_wrapper(cfg)
         check_optimizers(built, self.device_context)

@@ -19,3 +19,9 @@ def list_optim_wrappers(optim_wrapper: AnyOptimWrapper) -> List[OptimWrapper]:
     if isinstance(optim_wrapper, OptimWrapperDict):
         return list(optim_wrapper.values())
     return [optim_wrapper]
+
+
+def accumulative_counts(optim_wrapper: AnyOptimWrapper) -> int:
+    """The iterations between two updates, the most of several optimizers."""
+    wrappers = list_optim_wrappers(optim_wrapper)
+    return max(getattr(each, '_accumulative_counts', 1) for each in wrappers)

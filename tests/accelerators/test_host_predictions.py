@@ -13,13 +13,18 @@ class Head(nn.Module):
         return [self, scores * factor]
 
 
+class SecondHead(Head):
+    def predict(self, x, rpn_results_list):
+        return rpn_results_list
+
+
 class Detector(nn.Module):
-    """A detector, with heads of these names."""
+    """A detector, with heads of these names; second heads get the boxes of the others."""
 
     def __init__(self, *heads):
         super().__init__()
         for name in heads:
-            setattr(self, name, Head())
+            setattr(self, name, SecondHead() if 'roi' in name or 'mask' in name else Head())
 
     def extract_feat(self, inputs):
         return inputs
@@ -41,6 +46,9 @@ class Trained(nn.Module):
         (Detector('bbox_head', 'roi_head'), False),
         (Detector('bbox_head', 'mask_head'), False),
         (Detector('mask_head'), True),
+        (Detector('pts_bbox_head'), True),
+        (Detector('any'), True),
+        (Detector('rpn_head', 'pts_roi_head'), False),
         (Trained(), False),
         (nn.Linear(2, 2), False),
     ],

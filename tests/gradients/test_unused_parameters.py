@@ -2,15 +2,17 @@
 
 import pytest
 import torch
+from mmengine.config import Config
 from mmengine.model import BaseModel
-from mmengine.registry import MODELS
+from mmengine.registry import MODELS, RUNNERS
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mmdevplug.errors import ModelError
 from mmdevplug.gradients.unused_parameters import refuse_unreduced
 from tests.columns import NATIVE, backend_of, job_of
 from tests.features.parts import TinyGAN
-from tests.hooks.memory_jobs import build
+from tests.hooks.memory_jobs import build, config
 from tests.jobs import install_card
 from tests.ranks import RanksFailed, run_ranks
 
@@ -96,3 +98,45 @@ def test_the_error_names_the_parameters_and_the_option(tmp_path, accelerator, ca
 def test_parts_of_a_model_have_their_names(accelerator):
     for message in run_ranks(train_parts, 2, accelerator, **job_of(accelerator)):
         assert 'generator.spare.' in message
+
+
+@MODELS.register_module(force=True)
+class Tables(BaseModel):
+    """Two sparse embeddings, of which one is used, and a layer that two checkpoints share."""
+
+    def __init__(self, sparse, reentrant):
+        super().__init__()
+        self.used, self.idle = (nn.Embedding(9, 8, sparse=sparse) for _ in range(2))
+        self.shared, self.reentrant = nn.Linear(8, 8), reentrant
+
+    def forward(self, inputs, mode='tensor'):
+        hidden = self.used(inputs.argmax(1))
+        for _ in range(2):
+            hidden = checkpoint(self.shared, hidden, use_reentrant=self.reentrant)
+        return dict(loss=hidden.pow(2).mean())
+
+
+def train_tables(work_dir, accelerator, model, wrapper):
+    cfg = config(work_dir, accelerator, iterations=3, model=dict(model, type='Tables'))
+    cfg['model_wrapper_cfg'] = dict(type='MMDistributedDataParallel', **wrapper)
+    runner = RUNNERS.build(Config(cfg))
+    runner.train()
+    return runner.iter
+
+
+@pytest.mark.parametrize(
+    ('model', 'wrapper', 'expected'),
+    [
+        (dict(sparse=True, reentrant=False), dict(find_unused_parameters=True),
+         r'idle\.weight got no gradient.*sparse=False'),
+        (dict(sparse=False, reentrant=True), dict(find_unused_parameters=True),
+         r'shared\.(bias|weight) got its gradient twice.*static_graph=True'),
+        (dict(sparse=False, reentrant=True), dict(static_graph=True), None),
+    ],
+)  # fmt: skip
+def test_sparse_and_shared_parameters_are_named(tmp_path, model, wrapper, expected):
+    if expected is None:
+        assert run_ranks(train_tables, 2, tmp_path, 'cpu', model, wrapper) == [3, 3]
+        return
+    with pytest.raises(RanksFailed, match=expected):
+        run_ranks(train_tables, 2, tmp_path, 'cpu', model, wrapper)

@@ -20,15 +20,15 @@ class Encoder(nn.Module):
         self.norm = norm(3)
         self.got = []
 
-    def forward(self, voxels):
+    def forward(self, voxels, coors):
         self.got.append(voxels.device.type)
         return self.norm(self.linear(voxels))
 
 
 class Scatter(nn.Module):
-    def forward(self, features, places):
+    def forward(self, features, coors, batch_size):
         image = features.new_zeros(3, SIDE * SIDE)
-        image[:, places] = features.t()
+        image[:, coors] = features.t()
         return image.view(1, 3, SIDE, SIDE)
 
 
@@ -40,12 +40,12 @@ class Head(nn.Module):
 class Model(BaseModel):
     def __init__(self, encoder, scatter):
         super().__init__(BaseDataPreprocessor())
-        self.voxel_encoder, self.middle_encoder = encoder, scatter
-        self.backbone, self.bbox_head = nn.Conv2d(3, 2, 3, padding=1), Head()
+        self.pts_voxel_encoder, self.pts_middle_encoder = encoder, scatter
+        self.backbone, self.pts_bbox_head = nn.Conv2d(3, 2, 3, padding=1), Head()
 
     def forward(self, voxels, places, mode='loss'):
-        image = self.middle_encoder(self.voxel_encoder(voxels), places)
-        return self.bbox_head.loss_by_feat(self.backbone(image))
+        image = self.pts_middle_encoder(self.pts_voxel_encoder(voxels, places), places, 1)
+        return self.pts_bbox_head.loss_by_feat(self.backbone(image))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ class Model(BaseModel):
 )
 def test_which_models_encode_on_the_host(norm, scatter, expected):
     model = Model(Encoder(norm), scatter)
-    parts = (model.voxel_encoder, model.middle_encoder) if expected else None
+    parts = (model.pts_voxel_encoder, model.pts_middle_encoder) if expected else None
     assert point_encoders(model) == parts
 
 
@@ -76,7 +76,7 @@ def train(kind):
     gradients = {name: p.grad.cpu().numpy() for name, p in model.named_parameters()}
     state = {name: value.cpu().numpy() for name, value in model.named_buffers()}
     assert {p.device.type for p in model.parameters()} == {kind}
-    return losses, {**gradients, **state}, set(model.voxel_encoder.got)
+    return losses, {**gradients, **state}, set(model.pts_voxel_encoder.got)
 
 
 def train_both():

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from mmengine.config import ConfigDict
+from mmengine.config import Config, ConfigDict
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
@@ -13,7 +13,12 @@ from torch import nn
 from mmdevplug.accelerators import get_accelerator
 from mmdevplug.accelerators.lazy import LazyCompilation
 from mmdevplug.errors import ModelError
-from mmdevplug.optim import DeviceAmpOptimWrapper, DeviceOptimWrapper, adapt_optim_wrapper_cfg
+from mmdevplug.optim import (
+    DeviceAmpOptimWrapper,
+    DeviceOptimWrapper,
+    adapt_optim_wrapper_cfg,
+    use_amp,
+)
 from tests.columns import CUDA, NATIVE, amp_wrapper, backend_of, job_of
 from tests.commands import python
 from tests.jobs import PATHS, ROOT, install_card, largest_difference, load_file, needs_scaler
@@ -204,16 +209,48 @@ def test_parts_of_a_config_for_several_optimizers_are_replaced_and_others_kept()
         generator=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1)),
         discriminator=dict(type='AmpOptimWrapper', optimizer=dict(type='SGD', lr=0.1)),
         critic=dict(type='ApexOptimWrapper', optimizer=dict(type='SGD', lr=0.1)),
+        untyped=dict(optimizer=dict(type='SGD', lr=0.1)),
         paramwise_cfg=dict(norm_decay_mult=0.0),
     )
     found = adapt_optim_wrapper_cfg(cfg, Lazy)
     assert 'type' not in found
     assert found['generator']['type'] is DeviceOptimWrapper
     assert found['discriminator']['type'] is DeviceAmpOptimWrapper
+    assert found['untyped']['type'] is DeviceOptimWrapper
     assert found['critic'] == cfg['critic']
     assert cfg.generator.type == 'OptimWrapper'
     built = OptimWrapper(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     assert adapt_optim_wrapper_cfg(built, Lazy) is built
+
+
+def test_amp_reaches_each_optimizer_and_names_what_it_cannot_replace():
+    sgd = dict(type='SGD', lr=0.1)
+    plain = Config(dict(optim_wrapper=dict(optimizer=sgd)))
+    several = Config(
+        dict(
+            optim_wrapper=dict(
+                constructor='Any',
+                lr_schedule=dict(a=0.1),
+                a=dict(type=OptimWrapper, optimizer=sgd),
+                b=dict(optimizer=sgd, paramwise_cfg=dict(norm_decay_mult=0.0)),
+                c=dict(type='mmengine.AmpOptimWrapper', optimizer=sgd),
+                group=dict(d=dict(type='OptimWrapper', optimizer=sgd)),
+            )
+        )
+    )
+    for cfg in (plain, several):
+        use_amp(cfg)
+    assert plain.optim_wrapper.type == 'AmpOptimWrapper'
+    found = several.optim_wrapper
+    assert 'type' not in found
+    assert {found.a.type, found.b.type, found.group.d.type} == {'AmpOptimWrapper'}
+    assert found.c.type == 'mmengine.AmpOptimWrapper'
+    for wrong, expected in (
+        (dict(a=dict(type='ApexOptimWrapper', optimizer=sgd)), r"optim_wrapper\.a\.type='OptimWr"),
+        (dict(constructor='Own'), r"an optimizer in optim_wrapper.*\['constructor'\]"),
+    ):
+        with pytest.raises(ModelError, match=expected):
+            use_amp(Config(dict(optim_wrapper=wrong)))
 
 
 # autocast inside models -------------------------------------------------------------------------
