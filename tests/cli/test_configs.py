@@ -81,16 +81,17 @@ def test_a_package_whose_import_fails_is_named_and_no_other_type(tmp_path, where
     (tmp_path / 'mmother' / 'models.py').write_text(MODELS)
     lines = "default_scope = 'mmother'\nmodel = dict(_delete_=True, type='HRNett')"
     path = config(tmp_path, lines)
-    name = 'mmother 4.9' if where == 'models' else 'mmother'
+    name = 'mmother 4.9 cannot be imported, so none of its names is known: '
+    name = name if where == 'models' else 'mmother/__init__.py:2: '
     commands = [['train', path], ['plan', path, '--devices', 'cuda:0-1']]
     for arguments in commands if where == 'models' else commands[:1]:
         found = only_message(mmdevplug(tmp_path, *arguments, mmengine=False))
-        assert f'{name} cannot be imported, so none of its names is known: ' in found
+        assert name in found
         assert "ImportError: cannot import name 'nothing_of_this_name' from 'transf" in found
         assert "'HRNet'" not in found
     if where == 'models':
         done = mmdevplug(tmp_path, 'doctor', '--config', path, mmengine=False)
         printed = ' '.join(done.stdout.split())
         assert done.returncode == 1
-        assert f'{name} cannot be imported, so none of its names is known' in printed
+        assert name in printed
         assert "'HRNet'" not in printed
