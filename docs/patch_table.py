@@ -69,6 +69,14 @@ REASONS = {
         '或者在每个 rank 上收集所有 rank 的结果。',
         'MMEngine 把结果分块发送到 rank 0。',
     ),
+    'torch.distributed.broadcast_object_list': (
+        '等待 rank 0 计算指标的 rank 会在集合通信超时后放弃，尽管 rank 0 仍在运行。',
+        'MMEngine 在集合通信之外计算指标。',
+    ),
+    'mmengine.dist.dist._broadcast_object_list': (
+        '同上，用于 NPU。',
+        'MMEngine 在集合通信之外计算指标。',
+    ),
     'mmdet.evaluation.metrics.base_video_metric.collect_tracking_results_cpu': (
         '视频指标通过文件夹收集结果。',
         'mmdet 调用 MMEngine 的函数。',

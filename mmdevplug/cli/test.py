@@ -68,7 +68,8 @@ def _dump_predictions(cfg: Config, path: str) -> None:
         raise DevPlugError(f'--out {path!r}: expected a file name that ends in .pkl or .pickle.')
     evaluators = cfg.test_evaluator
     evaluators = list(evaluators) if isinstance(evaluators, (list, tuple)) else [evaluators]
-    cfg.test_evaluator = [*evaluators, dict(type='DumpResults', out_file_path=path)]
+    # First: a metric may take long, or fail.
+    cfg.test_evaluator = [dict(type='DumpResults', out_file_path=path), *evaluators]
 
 
 if __name__ == '__main__':

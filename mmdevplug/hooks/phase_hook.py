@@ -4,7 +4,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
 from mmdevplug.data.checking import compare_batches
-from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.data.same_samples import compare_data, wait_for_first_iteration
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients.unused_parameters import refuse_unreduced
 from mmdevplug.patches.results import prepare_metrics
@@ -24,6 +24,7 @@ class PhaseHook(Hook):
     def before_run(self, runner: AnyRunner) -> None:
         """Wait for the data of all ranks and compare it; prepare metrics to gather results."""
         compare_batches(runner._train_loop)
+        compare_data(runner)
         prepare_metrics([runner._val_loop, runner._test_loop])
         enter_phase('preparing the model')
 
@@ -55,7 +56,7 @@ class PhaseHook(Hook):
         refuse_unreduced(runner.model)  # before this rank waits for those that wait for it
         if self._first:
             self._first = False
-            wait_for_everyone('first iteration')
+            wait_for_first_iteration(runner, data_batch)
         enter_phase(f'train: after iteration {runner.iter + 1}, or loading the next data')
 
     def after_train(self, runner: AnyRunner) -> None:

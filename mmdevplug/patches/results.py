@@ -6,12 +6,18 @@ from itertools import chain, zip_longest
 from typing import Any, Callable, List, Optional
 
 from mmengine.dist import dist as dist_functions, get_world_size
+from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import to_device
 from mmdevplug.distributed.results import check_shared_folder, gather_results
+from mmdevplug.distributed.waiting import run_on_main
+from mmdevplug.fault_tolerance.failure import current_watch
+from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.loops import metrics_of
 from mmdevplug.utils.patching import patch_symbol
 
+#: For how long a rank that is alive is waited for.
+MOST_SECONDS = 30 * 24 * 3600.0
 _TRACKING = 'mmdet.evaluation.metrics.base_video_metric'
 
 
@@ -30,6 +36,29 @@ def patch_result_collection() -> None:
 
     patch_symbol(dist_functions, 'collect_results_cpu', collect_results_cpu)
     patch_symbol(dist_functions, '_collect_results_device', _collect_results)
+    for owner, name in (
+        (torch_dist, 'broadcast_object_list'),
+        (dist_functions, '_broadcast_object_list'),
+    ):
+        if hasattr(owner, name):
+            patch_symbol(owner, name, _after_main(getattr(owner, name)))
+
+
+def _after_main(broadcast: Callable) -> Callable:
+    """Begin when rank 0 has come: a metric may take it longer than the timeout."""
+
+    @wraps(broadcast)
+    def wait_and_broadcast(
+        objects: list, src: Optional[int] = 0, group: AnyGroup = None, *args: Any, **options: Any
+    ) -> Any:
+        of_all = group is None or group == torch_dist.GroupMember.WORLD
+        if of_all and not (src or options.get('group_src')):
+            # While it lives, which its heartbeat tells; else the timeout holds.
+            limit = None if current_watch() is None else MOST_SECONDS
+            run_on_main('computing metrics', lambda: None, limit)
+        return broadcast(objects, src, group, *args, **options)
+
+    return wait_and_broadcast
 
 
 def prepare_metrics(loops: List[Any]) -> None:

@@ -101,6 +101,19 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine sends results to rank 0 in pieces.',
     ),
     *_symbols(
+        'torch.distributed: broadcast_object_list',
+        JOB,
+        'Ranks that wait for a metric of rank 0 give up after the timeout of collectives, though '
+        'it is alive.',
+        'MMEngine computes metrics outside of collectives.',
+    ),
+    *_symbols(
+        'mmengine.dist.dist: _broadcast_object_list',
+        JOB,
+        'The same, on an NPU.',
+        'MMEngine computes metrics outside of collectives.',
+    ),
+    *_symbols(
         'mmdet.evaluation.metrics.base_video_metric: collect_tracking_results_cpu',
         VIDEOS,
         'Metrics of videos gather results through a folder.',

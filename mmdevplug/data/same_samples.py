@@ -1,0 +1,217 @@
+"""Compare what the ranks of a job read: the same data sets, and different samples of them.
+
+Nothing is read from the loaders: samplers are built a second time, and the lists that a data set
+holds stand for its samples.
+"""
+
+import pickle
+import re
+import zlib
+from itertools import islice
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import numpy as np
+from mmengine.dataset import BaseDataset, DefaultSampler
+from mmengine.dist import get_rank
+from mmengine.runner import IterBasedTrainLoop
+from torch import Tensor
+from torch.utils.data import DistributedSampler, SequentialSampler
+
+from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
+from mmdevplug.distributed.waiting import decide_together, wait_for_everyone
+from mmdevplug.errors import SampleError
+from mmdevplug.fault_tolerance.failure import raise_if_another_failed
+from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
+from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.loops import length_of, loader_of, loaders_of
+
+from .resumable_loader import build_sampler, sampler_of
+
+#: At most this number of indices of a sampler, and of entries of a list, is compared.
+MOST_INDICES, MOST_ENTRIES = 500, 20_000
+_PLAIN = (str, bytes, int, float, tuple, list, dict)
+#: Reading from these leaves them as they are.
+_WITHOUT_STATE = (DefaultSampler, DistributedSampler, SequentialSampler)
+
+
+def compare_data(runner: AnyRunner) -> None:
+    """Warn, or refuse to compute a metric, if ranks do not divide a data set between them.
+
+    All ranks have to call it when the loops are built; it is one exchange for all their loaders.
+
+    Raises:
+        SampleError: Where samples would be validated or tested twice or not at all.
+    """
+    mine = {}
+    for kind in ('train', 'val', 'test'):
+        configs = getattr(runner, f'_{kind}_dataloader')
+        loop = getattr(runner, f'_{kind}_loop')
+        for index, loader in enumerate(loaders_of(loop)):
+            several = isinstance(configs, (list, tuple)) and index < len(configs)
+            config = configs[index] if several else configs
+            by_iteration = isinstance(loop, IterBasedTrainLoop)
+            name = f'{kind}_dataloader{f"[{index}]" if index else ""}'
+            mine[name] = _facts(runner, loader, config, by_iteration)
+    for name, message, wrong in decide_together('comparing the data', mine, _judge):
+        if not wrong or name.startswith('train'):
+            log_warning(f'{name}: {message}')
+            continue
+        if get_rank():
+            raise_if_another_failed(wait=2 * GRACE_SECONDS)
+        raise SampleError(f'{name}: {message} Metrics would be wrong.')
+
+
+def wait_for_first_iteration(runner: AnyRunner, batch: object) -> None:
+    """Wait for all ranks; warn if a stream, which has no sampler, gave them the same samples."""
+    dataset = getattr(loader_of(runner.train_loop), 'dataset', None)
+    if dataset is None or length_of(dataset) is not None:
+        wait_for_everyone('first iteration')
+        return
+    mine = zlib.crc32(re.sub('0x[0-9a-f]+', '', repr(batch)).encode())
+    same = decide_together('first iteration', mine, _equal_pair)
+    if same is not None:
+        log_warning(
+            f'train_dataloader: ranks {same[0]} and {same[1]} have read the same first batch: '
+            f'{type(dataset).__name__} gives them the same samples. Let its __iter__ leave out '
+            f'those of other ranks, by mmengine.dist.get_rank() and get_world_size().'
+        )
+
+
+def _facts(runner: AnyRunner, loader: Any, config: Any, by_iteration: bool) -> Dict[str, Any]:
+    dataset, own = getattr(loader, 'dataset', None), sampler_of(loader)
+    size = length_of(dataset)
+    seed = None if runner._randomness_cfg.get('diff_rank_seed') else runner.seed
+    state = host_random_state()
+    sampler = build_sampler(loader, config, getattr(own, 'seed', seed))
+    if sampler is None and type(own) in _WITHOUT_STATE:
+        sampler = own
+    drawn = count = None
+    if size is not None and sampler is not None:
+        # A sampler without an end gives each rank a share of a pass before it repeats samples.
+        count = None if by_iteration else length_of(sampler)
+        most = size // runner.world_size if count is None else count
+        drawn = [str(index) for index in islice(iter(sampler), min(most, MOST_INDICES))]
+    set_host_random_state(state)
+    return dict(
+        size=size,
+        batch=getattr(loader, 'batch_size', None) or 1,
+        sampler=type(own).__name__,
+        drawn=drawn,
+        count=count,
+        lists=dict(_lists(dataset)),
+    )
+
+
+def _lists(dataset: Any, depth: int = 3) -> Iterator[Tuple[str, List[Any]]]:
+    """The lists of a data set: whether of all samples, digests of order and content, the first."""
+    kind, held = type(dataset).__name__, getattr(dataset, '__dict__', {})
+    for name, value in held.items():
+        if name in ('dataset', 'datasets') and depth:
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                for inner, facts in _lists(each, depth - 1):
+                    yield f'{kind}.{inner}', facts
+            continue
+        entries = _entries(value)
+        first = entries[:3]
+        if name == 'data_address' and isinstance(dataset, BaseDataset):
+            ends = value[:MOST_ENTRIES].tolist()
+            data = memoryview(dataset.data_bytes)
+            entries = [bytes(data[a:b]) for a, b in zip([0, *ends], ends)]
+            first = list(map(pickle.loads, entries[:3]))
+        if name != 'data_bytes' and len(entries) > 1:
+            digests = [zlib.crc32(repr(each).encode()) for each in entries]
+            whole = len(entries) == min(length_of(dataset) or 0, MOST_ENTRIES)
+            order = zlib.crc32(repr(digests).encode())
+            # Hosts may keep the same files in different folders.
+            shown = re.sub(r'[^\'" ]*/', '', ', '.join(map(repr, first)))[:120]
+            yield f'{kind}.{name}', [whole, order, sum(digests), shown]
+
+
+def _entries(value: Any) -> List[Any]:
+    """The first entries of a list, an array or a dict of plain values; [] of anything else."""
+    if isinstance(value, (np.ndarray, Tensor)):
+        some = value[:MOST_ENTRIES] if value.ndim and len(value) else []
+        return some.reshape(len(some), -1)[:, :16].tolist() if len(some) else []
+    if isinstance(value, dict):  # has the same meaning in another order
+        value = sorted(islice(value.items(), MOST_ENTRIES), key=repr)
+    if not isinstance(value, (list, tuple)):
+        return []
+    entries = list(value[:MOST_ENTRIES])
+    plain = all(isinstance(each, _PLAIN) for each in entries)
+    return entries if plain and ' at 0x' not in repr(entries[:3]) else []
+
+
+def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, bool]]:
+    """What is wrong with each loader, and whether that is certain; called on rank 0."""
+    found = []
+    for name in ranks[0]:
+        facts = [each[name] for each in ranks if name in each]
+        if len(facts) == len(ranks):
+            found += [(name, *problem) for problem in _judge_one(facts)]
+    return found
+
+
+def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
+    first, lists = facts[0], facts[0]['lists']
+    differing = [
+        (rank, name, lists[name], each['lists'][name])
+        for rank, each in enumerate(facts)
+        for name in lists
+        if name in each['lists'] and each['lists'][name][:3] != lists[name][:3]
+    ]
+    moved = [one for one in differing if one[2][2] == one[3][2]]
+    changed = [
+        one for one in differing if one not in moved and one[2][0] and one[2][3] != one[3][3]
+    ]
+    sizes = [each['size'] for each in facts]
+    doubled = _describe_doubled(facts)
+    if doubled is not None:
+        if not changed and len(set(sizes)) == 1:  # else each rank may have a share of its own
+            yield f'{doubled}. Set sampler=dict(type="DefaultSampler"), which divides them.', True
+    elif moved or changed:
+        rank, name, of_first, of_other = (moved or changed)[0]
+        same = 'the same samples in another order' if moved else 'other samples'
+        yield (
+            f'{name} lists {same} on rank {rank} ({of_other[3]}, ...) than on rank 0 '
+            f'({of_first[3]}, ...). Ranks divide indices, so some samples are read twice and '
+            f'others never. Sort the list, and give all ranks the same files.',
+            bool(moved) and of_first[0],
+        )
+    elif len(set(sizes)) > 1:
+        yield f'ranks have data sets of different lengths: {sizes[:8]}.', False
+    counts = [each['count'] for each in facts]
+    known = doubled is None and None not in (*counts, first['size'])
+    if known and sum(counts) + len(facts) * first['batch'] < first['size']:
+        yield (
+            f'{first["sampler"]} draws {sum(counts)} of {first["size"]} samples in a pass, on all '
+            f'ranks together.',
+            False,
+        )
+
+
+def _describe_doubled(facts: List[Dict[str, Any]]) -> Optional[str]:
+    """Say which ranks read the same samples; None if they divide them, but for a filled batch."""
+    first, ranks = facts[0], len(facts)
+    size, drawn = first['size'], [each['drawn'] for each in facts]
+    if None in (size, *drawn) or size <= ranks:
+        return None
+    sampler, sets = first['sampler'], [set(each) for each in drawn]
+    pair = _equal_pair([sorted(each) for each in sets])
+    if pair is not None:
+        return f'{sampler} gives ranks {pair[0]} and {pair[1]} the same samples'
+    whole = all((each['count'] or 0) >= size > first['batch'] for each in facts)
+    repeats = any(len(one) < len(each) for one, each in zip(sets, drawn))
+    shared = sum(map(len, sets)) - len(set().union(*sets))
+    if whole or (not repeats and shared > ranks * first['batch']):
+        return f'{sampler} gives each rank samples of others, too, of {size} samples in all'
+    return None
+
+
+def _equal_pair(values: List[Any]) -> Optional[Tuple[int, int]]:
+    """The first two ranks that have the same value; None if all differ."""
+    seen: Dict[str, int] = {}
+    for rank, value in enumerate(values):
+        if seen.setdefault(repr(value), rank) != rank:
+            return seen[repr(value)], rank
+    return None

@@ -1,0 +1,166 @@
+"""Ranks that do not divide a data set between them are told so before they train."""
+
+import random
+
+import pytest
+import torch
+from mmengine.dist import get_rank, get_world_size
+from mmengine.registry import DATA_SAMPLERS, DATASETS, RUNNERS
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+from mmdevplug.examples.digits import DigitsDataset
+from tests.jobs import digits_config, weights_of
+from tests.ranks import RanksFailed, run_ranks
+
+
+@DATASETS.register_module()
+class OtherOrder(DigitsDataset):
+    """As files that ``os.listdir`` lists, on two hosts."""
+
+    def load_data_list(self):
+        listed = super().load_data_list()
+        random.Random(get_rank()).shuffle(listed)
+        return listed
+
+
+@DATASETS.register_module()
+class Share(DigitsDataset):
+    """Every rank has samples of its own, and goes through all of them."""
+
+    def load_data_list(self):
+        return super().load_data_list()[get_rank() :: get_world_size()]
+
+
+@DATASETS.register_module()
+class Folder(Dataset):
+    """Paths in a folder of each rank."""
+
+    metainfo = dict(classes=tuple('0123456789'))
+
+    def __init__(self, split='train', missing=None):
+        self.inner = DigitsDataset(split)
+        self.paths = [f'/disk{get_rank()}/{index}.png' for index in range(len(self.inner))]
+        if get_rank() == 1 and missing is not None:
+            self.paths[missing] = '/disk1/other.png'
+
+    def __len__(self):
+        return len(self.paths)
+
+    def __getitem__(self, index):
+        return self.inner[index]
+
+
+@DATASETS.register_module()
+class Row(IterableDataset):
+    """A stream that knows no ranks, or leaves out what belongs to others."""
+
+    metainfo = dict(classes=tuple('0123456789'))
+
+    def __init__(self, divided=False):
+        self.images, self.divided = DigitsDataset(), divided
+
+    def __iter__(self):
+        step = (get_rank(), get_world_size()) if self.divided else (0, 1)
+        return (self.images[index] for index in range(step[0], len(self.images), step[1]))
+
+
+@DATA_SAMPLERS.register_module()
+class ByWeight(Sampler):
+    """Draws from PyTorch's generator, which ranks seed alike, or from one of the rank's own."""
+
+    def __init__(self, dataset, seed=None, own=False, shuffle=True):
+        self.size, self.own, self.shuffle = len(dataset), own, shuffle
+
+    def __len__(self):
+        return self.size // get_world_size() if self.own else self.size
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(get_rank()) if self.own else None
+        weights = torch.linspace(1, 2, self.size)
+        if not self.shuffle:
+            return iter(range(self.size))
+        return iter(torch.multinomial(weights, len(self), True, generator=generator).tolist())
+
+
+def train(work_dir, options):
+    cfg = digits_config('cpu', work_dir, train_cfg__max_epochs=1, **options)
+    cfg.train_dataloader.batch_size = 359
+    runner = RUNNERS.build(cfg)
+    runner.train()
+    return weights_of(runner.model)
+
+
+def warnings_of(tmp_path, options):
+    run_ranks(train, 2, tmp_path, options)
+    lines = next(tmp_path.glob('*/*.log')).read_text().splitlines()
+    return [line.partition(' - WARNING - ')[2] for line in lines if '_dataloader: ' in line]
+
+
+@pytest.mark.parametrize(
+    ('options', 'expected'),
+    [
+        ({}, []),
+        (
+            dict(train_dataloader__dataset__type='Folder', val_dataloader__dataset__type='Folder'),
+            [],
+        ),
+        (dict(train_dataloader__sampler=dict(type='ByWeight', own=True)), []),
+        (
+            dict(
+                train_dataloader__dataset__type='OtherOrder',
+            ),
+            ['train_dataloader: OtherOrder.data_address lists the same samples in another order'],
+        ),
+        (
+            dict(train_dataloader__sampler=dict(type='ByWeight')),
+            ['train_dataloader: ByWeight gives ranks 0 and 1 the same samples'],
+        ),
+        (
+            dict(val_dataloader__dataset=dict(type='Folder', missing=1)),
+            ['val_dataloader: Folder.paths lists other samples on rank 1'],
+        ),
+        (
+            dict(
+                train_dataloader__dataset__type='Share',
+                train_dataloader__sampler=dict(type='ByWeight', shuffle=False),
+            ),
+            [],
+        ),
+    ],
+)
+def test_what_is_said(tmp_path, options, expected):
+    found = warnings_of(tmp_path, options)
+    assert len(found) == len(expected)
+    assert all(line.startswith(start) for line, start in zip(found, expected))
+
+
+@pytest.mark.parametrize(
+    ('options', 'expected'),
+    [
+        (
+            dict(val_dataloader__sampler=dict(type='ByWeight', shuffle=False)),
+            'ByWeight gives ranks',
+        ),
+        (
+            dict(val_dataloader__dataset__type='OtherOrder'),
+            'OtherOrder.data_address lists the same',
+        ),
+    ],
+)
+def test_a_wrong_metric_is_refused(tmp_path, options, expected):
+    with pytest.raises(RanksFailed, match=f'val_dataloader: {expected}') as found:
+        run_ranks(train, 2, tmp_path, options)
+    assert found.value.errors[0][0] == 'SampleError'
+
+
+@pytest.mark.parametrize('divided', [True, False])
+def test_a_stream_that_all_ranks_read(tmp_path, divided):
+    options = dict(
+        train_dataloader__sampler=None,
+        train_dataloader__dataset=dict(_delete_=True, type='Row', divided=divided),
+        train_cfg=dict(_delete_=True, by_epoch=False, max_iters=1, val_interval=2),
+        param_scheduler=None,
+    )
+    said = warnings_of(tmp_path, options)
+    assert len(said) == (not divided)
+    assert all('ranks 0 and 1 have read the same first batch: Row' in line for line in said)
