@@ -24,6 +24,7 @@ for restore in (restore_mmengine, restore_barrier, restore_mmcv_ops):
 PERIODS = {
     listed.LOG_FILES: ('读取我们的基础配置，或调用 `init_device()`', '`restore_mmengine()`'),
     listed.JOB: ('runner 或 strategy 启动，或调用 `patch_mmengine()`', '`restore_mmengine()`'),
+    listed.MODEL: ('模型移动到非 CUDA 的设备', '`restore_mmengine()`'),
     listed.LAZY_MODEL: ('模型移动到惰性设备', '`restore_mmengine()`'),
     listed.AUTOCAST: (
         '`patch_mmengine()` 或 `DeviceAmpOptimWrapper`，且 MMEngine 不支持该设备的混合精度',
@@ -101,8 +102,29 @@ REASONS = {
     ),
     'torch.Tensor.type': (
         'PyTorch 1.10 无法命名 T20 张量的类型，因此 `SyncBuffersHook`、`ZeroRedundancyOptimizer` '
-        '和打印 `ParameterList` 会失败。',
-        'PyTorch 2。',
+        '和打印 `ParameterList` 会失败；而且没有任何 PyTorch 接受 torch_xla 张量类型的名字：'
+        'BasicVSR 的 `x.type(y.type())` 会失败。',
+        'torch_xla 注册其类型的名字。',
+    ),
+    **dict.fromkeys(
+        ('torch.index_select', 'torch.Tensor.index_select'),
+        (
+            '若索引正是 `sort` 或 `topk` 的返回值，torch_xla 2.9 会使进程退出，'
+            'mmcv 的 `nms_rotated` 即是如此；替换后的函数复制索引。',
+            'torch_xla 能读取算子多个输出之一的形状。',
+        ),
+    ),
+    **dict.fromkeys(
+        (
+            'mmagic.models.utils.model_utils.get_module_device',
+            'mmgen.models.architectures.common.get_module_device',
+            'mmrazor.models.utils.utils.get_module_device',
+        ),
+        (
+            '对任何非 CUDA 设备上的模块，它都返回 CPU，噪声因此在主机上生成；'
+            '在每个导入它的模块里替换。',
+            '它返回第一个参数的设备。',
+        ),
     ),
     'mmengine.runner.amp.autocast.func': (
         '它拒绝 MMEngine 未列出的设备，或转而在 CPU 上转换精度；模型已导入该函数，'

@@ -16,6 +16,7 @@ from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.patches.deformable_attention import patch_deformable_attention
 from mmdevplug.patches.mmseg import patch_accuracy
+from mmdevplug.patches.module_device import patch_module_device
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.torch_compat import checkpoints_any_generator
@@ -61,6 +62,8 @@ def place_model(
     """
     check_sync_bn(sync_bn)
     accelerator, device = context.accelerator, context.device
+    if device.type not in ('cpu', 'cuda'):
+        patch_module_device()
     if accelerator.compilation.lazy:
         patch_accuracy(model)
         patch_deformable_attention(accelerator.device_type)

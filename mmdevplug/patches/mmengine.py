@@ -29,15 +29,16 @@ from mmdevplug.utils.patched_symbols import (
     JOB,
     LAZY_MODEL,
     LOG_FILES,
+    MODEL,
     VIDEOS,
 )
 from mmdevplug.utils.patching import patch_symbol, restore_patches
-from mmdevplug.utils.torch_compat import names_lazy_tensors
 
 from .autocast import patch_autocast
 from .load_weights import load_state_dict
 from .results import patch_result_collection
 from .torch_load import safe_loading
+from .torch_xla import patch_tensor_methods
 
 #: Devices whose index tensors MMEngine takes, also if it did not find them at its import.
 _KNOWN = ('cpu', 'cuda')
@@ -60,7 +61,8 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
       refuse one of which nothing fits the model, and say in one line what does not.
     - ``mmengine.runner.amp.autocast`` casts on it.
     - Averaged weights (``EMAHook``) have memory of their own on torch_xla.
-    - ``tensor.type()`` has a name for its tensors, which on a T20 it lacks.
+    - ``tensor.type()`` names the tensors of torch_xla, also on a T20, and casts to these names;
+      ``index_select`` takes indices that ``sort`` returns.
 
     Args:
         accelerator (str, dict or Accelerator, optional): See
@@ -76,7 +78,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
         >>> mmdevplug.patch_mmengine('xla')
         >>> DetInferencer('rtmdet-tiny')  # computes on xla
     """
-    restore_patches(JOB, LAZY_MODEL)
+    restore_patches(JOB, LAZY_MODEL, MODEL)
     chosen, _ = enter_rank_device(accelerator)
     patch_symbol(device_utils, 'DEVICE', chosen.device_type)
     if chosen.device_type == 'npu':
@@ -91,15 +93,14 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     if chosen.device_type == 'xla':
         update = _in_own_memory(BaseAveragedModel.update_parameters)
         patch_symbol(BaseAveragedModel, 'update_parameters', update)
-        if not names_lazy_tensors():
-            patch_symbol(Tensor, 'type', _naming_lazy_tensors(Tensor.type))
+        patch_tensor_methods()
     patch_autocast(chosen)
     return chosen
 
 
 def restore_mmengine() -> None:
     """Restore all functions of MMEngine, mmseg and mmdet."""
-    restore_patches(JOB, LOG_FILES, LAZY_MODEL, AUTOCAST, VIDEOS)
+    restore_patches(JOB, LOG_FILES, LAZY_MODEL, MODEL, AUTOCAST, VIDEOS)
     _register_loaders(safe=False)
 
 
@@ -216,16 +217,3 @@ def _in_own_memory(update: Callable) -> Callable:
                 weight.data.copy_(weight.data * 1)
 
     return update_parameters
-
-
-def _naming_lazy_tensors(type_of: Callable) -> Callable:
-    """Name the type of a lazy tensor as PyTorch 2 does: ``'torch.xla.FloatTensor'``."""
-
-    @wraps(type_of)
-    def named(tensor: Tensor, *args: object, **kwargs: object) -> Any:
-        if args or kwargs or tensor.device.type != 'xla':
-            return type_of(tensor, *args, **kwargs)
-        of_host = type_of(torch.empty(0, dtype=tensor.dtype))
-        return of_host.replace('torch.', 'torch.xla.', 1)
-
-    return named

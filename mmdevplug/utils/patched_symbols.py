@@ -16,6 +16,7 @@ class Period(NamedTuple):
 
 JOB = Period('a runner starts, or `patch_mmengine()`', '`restore_mmengine()`')
 LOG_FILES = Period('a base config of ours is read, or `init_device()`', '`restore_mmengine()`')
+MODEL = Period('a model is moved to a device that is not CUDA', '`restore_mmengine()`')
 LAZY_MODEL = Period('a model is moved to a lazy device', '`restore_mmengine()`')
 AUTOCAST = Period(
     '`patch_mmengine()` or `DeviceAmpOptimWrapper`, on a device whose mixed precision MMEngine '
@@ -150,8 +151,35 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'torch.Tensor: type',
         JOB,
         "PyTorch 1.10 has no name for the type of a T20's tensors, so `SyncBuffersHook`, "
-        '`ZeroRedundancyOptimizer` and printing a `ParameterList` fail.',
-        'PyTorch 2.',
+        '`ZeroRedundancyOptimizer` and printing a `ParameterList` fail; and no PyTorch takes the '
+        'name that tensors of torch_xla have: `x.type(y.type())` of BasicVSR fails.',
+        'torch_xla registers the names of its types.',
+    ),
+    *(
+        symbol
+        for owner in ('torch', 'torch.Tensor')
+        for symbol in _symbols(
+            f'{owner}: index_select',
+            JOB,
+            'torch_xla 2.9 aborts the process if the indices are what `sort` or `topk` returned, '
+            "as those of mmcv's `nms_rotated` are; they are copied.",
+            'torch_xla reads the shape of one of several outputs of an operator.',
+        )
+    ),
+    *(
+        symbol
+        for owner in (
+            'mmagic.models.utils.model_utils',
+            'mmgen.models.architectures.common',
+            'mmrazor.models.utils.utils',
+        )
+        for symbol in _symbols(
+            f'{owner}: get_module_device',
+            MODEL,
+            'It returns the CPU for the modules of any device that is not CUDA, so noise is made '
+            'there; it is replaced in each module that imported it.',
+            'It returns the device of the first parameter.',
+        )
     ),
     *_symbols(
         'mmengine.runner.amp.autocast: func',

@@ -1,0 +1,60 @@
+"""Models of repositories that ask a function where to make noise."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from mmengine.model import BaseModel
+from torch import nn
+
+from tests.jobs import install_card
+from tests.ranks import run_ranks
+
+OWNER = 'mmagic.models.utils.model_utils'
+
+
+def get_module_device(module):
+    """As mmagic, mmgen and mmrazor have it."""
+    try:
+        next(module.parameters())
+    except StopIteration:
+        raise ValueError('The input module should contain parameters.') from None
+    if next(module.parameters()).is_cuda:
+        return next(module.parameters()).get_device()
+    return torch.device('cpu')
+
+
+class Generator(BaseModel):
+    """Makes its noise where ``get_module_device`` of this module says."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, mode='tensor'):
+        return self.net(torch.ones(2, 4, device=get_module_device(self)))
+
+
+def generate(accelerator):
+    from mmdevplug import init_device
+    from mmdevplug.model.prepare import place_model
+    from mmdevplug.patches.mmengine import restore_mmengine
+
+    install_card(accelerator)
+    owner = sys.modules[OWNER] = ModuleType(OWNER)
+    owner.get_module_device = get_module_device
+    context = init_device('none', accelerator)
+    for _ in range(2):
+        image = place_model(Generator(), context)()
+    assert image.device == context.device
+    with pytest.raises(ValueError, match='parameters'):
+        owner.get_module_device(nn.ReLU())
+    replaced = owner.get_module_device
+    restore_mmengine()
+    assert owner.get_module_device is globals()['get_module_device'] is not replaced
+
+
+@pytest.mark.parametrize('accelerator', ['zeta', pytest.param('xla', marks=pytest.mark.xla)])
+def test_noise_is_made_on_the_device_of_the_module(accelerator):
+    run_ranks(generate, 0, accelerator)
