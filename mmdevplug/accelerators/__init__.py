@@ -7,6 +7,7 @@ from .context import (
     current_accelerator,
     device_context,
     enter_rank_device,
+    rank_device,
     rank_devices,
     set_device_context,
 )
@@ -46,6 +47,7 @@ __all__ = [
     'enter_rank_device',
     'get_accelerator',
     'probe_device',
+    'rank_device',
     'rank_devices',
     'set_device_context',
     'to_device',

@@ -13,7 +13,7 @@ from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.logs import log_warning
 
-from . import Accelerator, current_accelerator, device_context, enter_rank_device
+from . import Accelerator, current_accelerator, device_context, rank_device
 
 #: Backends of torch.distributed for host tensors; what they do with others differs.
 HOST_BACKENDS = ('gloo', 'mpi', 'ucc', staged.NAME)
@@ -66,7 +66,7 @@ def group_device(group: AnyGroup = None) -> torch.device:
     if (context is None or not context.final) and 'LOCAL_RANK' not in os.environ:
         # Whoever started the group without a launcher has set the device, too.
         return current_accelerator().current_device()
-    return enter_rank_device()[1]
+    return rank_device()[1]
 
 
 def takes_tensors(accelerator: Accelerator, backend: str) -> bool:

@@ -75,6 +75,8 @@ class Process:
         #: Elsewhere the silence of another rank is no failure.
         self.waiting = 0
         self.waiting_since = 0.0  # in seconds of the monotonic clock
+        #: The :class:`mmdevplug.patches.mmcv_ops.patch.OperatorPatch` that is installed.
+        self.mmcv_ops: Any = None
         self._by_group: WeakKeyDictionary[Any, Dict[str, Any]] = WeakKeyDictionary()
 
     def of_group(self, group: AnyGroup) -> Dict[str, Any]:
@@ -129,11 +131,16 @@ def enter_rank_device(config: AcceleratorConfig = None) -> Tuple[Accelerator, to
     return accelerator, device
 
 
+def rank_device() -> Tuple[Accelerator, torch.device]:
+    """The accelerator and the device of this rank; under a stock runner they are chosen first."""
+    return enter_rank_device()
+
+
 def rank_devices() -> Tuple[torch.device, ...]:
     """All devices of this rank's model: one, unless the model is spread over several."""
     context = device_context()
     if context is None or not context.final:
-        return (enter_rank_device()[1],)
+        return (rank_device()[1],)
     return context.devices
 
 

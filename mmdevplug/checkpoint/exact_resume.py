@@ -17,7 +17,7 @@ from mmengine.runner.loops import (
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from mmdevplug.accelerators import enter_rank_device, rank_devices
+from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.accelerators.random_states import (
     random_state,
     set_host_random_state,
@@ -70,7 +70,7 @@ def capture(
     runner: AnyRunner, position: Position, plain: PlainState, others: OtherLoaders
 ) -> Dict:
     """Collect plain values and host tensors for the key :data:`KEY`; all ranks take part."""
-    accelerator, _ = enter_rank_device()
+    accelerator, _ = rank_device()
     loader = loader_of(runner.train_loop)
     batches = resumable_batches(loader)
     accelerator.renew_rng()
@@ -119,7 +119,7 @@ class Resumption:
         self.runner = runner
         self.saved = saved
         self.loop, self._loader = runner.train_loop, loader_of(runner.train_loop)
-        self._accelerator, self._device = enter_rank_device()
+        self._accelerator, self._device = rank_device()
         self._devices = rank_devices()
         self._inexact: List[str] = []
         #: What was saved of this rank.

@@ -17,12 +17,12 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.model import is_model_wrapper
 from torch import Tensor, nn
 
-from mmdevplug.accelerators import enter_rank_device
+from mmdevplug.accelerators import rank_device
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import unwrap_model
 
-from .host_copy import HostCopy
+from .state_copier import StateCopier
 from .states import keeps_state, named_hooks, switches_pipeline
 
 #: Of one attribute: more would make checkpoints large, and is a cache more often than a state.
@@ -103,7 +103,7 @@ class PlainState:
         trained = self._trained().items() - self._first_trained.items()
         if trained:
             found[_TRAINED] = {name: (False, flag) for name, flag in sorted(trained)}
-        return HostCopy(enter_rank_device()[0])(found)
+        return StateCopier(rank_device()[0])(found)
 
     def restore(self, saved: Dict[str, Dict[str, Any]]) -> None:
         """Restore what :meth:`changed` returned in an earlier run."""
@@ -347,4 +347,4 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 
 def _device_of(value: object) -> torch.device:
     of_module = next(value.parameters(), None) if isinstance(value, nn.Module) else None
-    return enter_rank_device()[1] if of_module is None else of_module.device
+    return rank_device()[1] if of_module is None else of_module.device

@@ -17,7 +17,7 @@ from mmengine.runner import Runner
 from mmengine.runner.checkpoint import get_state_dict
 from mmengine.utils import get_git_hash
 
-from mmdevplug.accelerators import enter_rank_device
+from mmdevplug.accelerators import rank_device
 from mmdevplug.config.checkpoint import CheckpointOptions
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
@@ -28,8 +28,8 @@ from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.model import unwrap_model
 
 from .finding import write_pointer
-from .host_copy import HostCopy
 from .resume_settings import describe_kinds
+from .state_copier import StateCopier
 from .writing import UNFINISHED, is_local, replacing, write_checkpoint
 
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
@@ -85,7 +85,7 @@ class CheckpointSaver:
         self.options = options
         self.backend_args = backend_args
         self._background = BackgroundWriter()
-        self._kept_copy: Optional[HostCopy] = None
+        self._kept_copy: Optional[StateCopier] = None
         before_abort(lambda: self._background.join(ABORT_SECONDS))
 
     def save(self, runner: AnyRunner, file: CheckpointFile, meta: Dict, options: Dict) -> None:
@@ -106,7 +106,7 @@ class CheckpointSaver:
 
         def write() -> None:
             checkpoint = collect_checkpoint(runner, meta=meta, **options)
-            self._put(runner.work_dir, HostCopy(enter_rank_device()[0])(checkpoint), file)
+            self._put(runner.work_dir, StateCopier(rank_device()[0])(checkpoint), file)
 
         _run_on_main(file, write)
 
@@ -135,7 +135,7 @@ class CheckpointSaver:
         """Copy to host memory, and write the copy in the background."""
         self._background.join()
         if self._kept_copy is None:
-            self._kept_copy = HostCopy(enter_rank_device()[0], keep=True)
+            self._kept_copy = StateCopier(rank_device()[0], keep=True)
         copied = self._kept_copy(collect_checkpoint(runner, meta=meta, **options))
         work_dir = runner.work_dir
         self._background.start(lambda: self._put(work_dir, copied, file))

@@ -15,7 +15,10 @@ _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #: Code that is less interesting than what calls it: PyTorch, the standard library, ours.
 _FOREIGN = (
     os.path.dirname(torch.__file__),
-    *(os.path.join(_OWN, room, '') for room in ('distributed', 'gradients', 'model', 'samples')),
+    *(
+        os.path.join(_OWN, room, '')
+        for room in ('distributed', 'gradients', 'model', 'samples', 'staged')
+    ),
 )
 _STANDARD = (sysconfig.get_paths()['stdlib'], '<frozen')
 #: Functions that all ranks call, beside those of PyTorch's ``distributed_c10d.py``.

@@ -6,7 +6,7 @@ from typing import Optional
 from mmengine.hooks import Hook, LoggerHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.accelerators import enter_rank_device
+from mmdevplug.accelerators import rank_device
 from mmdevplug.accelerators.compilation_cache import describe_kept
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.progress import SilenceWatch
@@ -34,7 +34,7 @@ class CompilationHook(Hook):
 
     def before_train(self, runner: AnyRunner) -> None:
         """Begin to count."""
-        self._compilation = enter_rank_device()[0].compilation
+        self._compilation = rank_device()[0].compilation
         self._count = self._compilation.count()
         self._done = self._late = 0
         #: Iterations until the first line of the log: each may be quick, and all together long.
@@ -46,7 +46,7 @@ class CompilationHook(Hook):
 
     def after_val(self, runner: AnyRunner) -> None:
         """Leave out what validation compiled, which has other graphs."""
-        self._count = enter_rank_device()[0].compilation.count()
+        self._count = rank_device()[0].compilation.count()
 
     def after_train_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Count and log compilations, and warn of those after the warm-up."""
@@ -89,7 +89,7 @@ class CompilationHook(Hook):
 
     def after_run(self, runner: AnyRunner) -> None:
         """Log the use of compiled graphs that are kept on disk."""
-        kept = enter_rank_device()[0].compilation.kept_graphs()
+        kept = rank_device()[0].compilation.kept_graphs()
         if kept is not None:
             level = logging.WARNING if kept.unreadable else logging.INFO
             runner.logger.log(level, describe_kept(kept))

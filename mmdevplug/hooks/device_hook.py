@@ -10,7 +10,7 @@ from mmengine.registry import HOOKS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mmdevplug.accelerators import enter_rank_device, rank_devices, to_device
+from mmdevplug.accelerators import rank_device, rank_devices, to_device
 from mmdevplug.data.endless import check_endless
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
 from mmdevplug.optim import log_norms
@@ -45,7 +45,7 @@ class DeviceHook(Hook):
             key = f'{name}_dataloader'
             loop, config = getattr(runner, f'_{name}_loop'), getattr(runner, f'_{key}')
             check_endless(loop, key, config, runner.seed)
-        _, device = enter_rank_device()
+        _, device = rank_device()
         model = unwrap_model(runner.model)
         # A wrapper that has not been built yet is a config.
         wrappers = list_optim_wrappers(runner.optim_wrapper)
@@ -130,7 +130,7 @@ class DeviceHook(Hook):
         if getattr(runner.model, 'step_materialized', False):
             runner.model.step_materialized = False
         else:
-            enter_rank_device()[0].compilation.materialize_all(rank_devices())
+            rank_device()[0].compilation.materialize_all(rank_devices())
         log_norms(runner.optim_wrapper)
 
     def before_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:

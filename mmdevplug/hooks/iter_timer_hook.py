@@ -3,7 +3,7 @@
 from mmengine.hooks import IterTimerHook, LoggerHook
 from mmengine.registry import HOOKS
 
-from mmdevplug.accelerators import enter_rank_device, rank_devices
+from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import loader_of
 
@@ -31,7 +31,7 @@ class DeviceIterTimerHook(IterTimerHook):
         if self.end_of_epoch(loader, batch_idx) or any(
             hook.every_n_inner_iters(batch_idx, hook.interval) for hook in loggers
         ):
-            accelerator, _ = enter_rank_device()
+            accelerator, _ = rank_device()
             for device in rank_devices():
                 accelerator.synchronize(device)
         super()._after_iter(runner, batch_idx, data_batch, outputs, mode)

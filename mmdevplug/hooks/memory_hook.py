@@ -10,7 +10,7 @@ from mmengine import device as mmengine_device
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.accelerators import enter_rank_device, rank_devices
+from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.utils.annotations import AnyRunner
 
 MB = 2**20
@@ -57,7 +57,7 @@ class MemoryHook(Hook):
             self._sample(runner)
 
     def _sample(self, runner: AnyRunner) -> None:
-        accelerator, devices = enter_rank_device()[0], rank_devices()
+        accelerator, devices = rank_device()[0], rank_devices()
         of_workers, workers = self._measure_workers()
         used = self._process.memory_info().rss + of_workers
         shown = {'train/host_memory': used // MB}

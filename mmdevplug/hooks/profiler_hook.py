@@ -8,7 +8,7 @@ from mmengine.hooks import ProfilerHook
 from mmengine.registry import HOOKS
 from torch.profiler import ProfilerActivity
 
-from mmdevplug.accelerators import enter_rank_device
+from mmdevplug.accelerators import rank_device
 from mmdevplug.accelerators.torch_native import privateuse1_name
 from mmdevplug.utils.annotations import AnyRunner
 
@@ -29,7 +29,7 @@ class DeviceProfilerHook(ProfilerHook):
     """
 
     def __init__(self, *, activity_with_cuda: bool = False, **kwargs: object) -> None:
-        accelerator, _ = enter_rank_device()
+        accelerator, _ = rank_device()
         self._records_device = activity_with_cuda and accelerator.name != 'cpu'
         activity = _activity_of(accelerator.device_type)
         super().__init__(activity_with_cuda=activity_with_cuda and activity is None, **kwargs)
@@ -45,7 +45,7 @@ class DeviceProfilerHook(ProfilerHook):
     def before_run(self, runner: AnyRunner) -> None:
         """Start the profilers; see :meth:`mmengine.hooks.ProfilerHook.before_run`."""
         super().before_run(runner)
-        accelerator, _ = enter_rank_device()
+        accelerator, _ = rank_device()
         if not self._records_device or _activity_of(accelerator.device_type) is not None:
             return
         folder = osp.join(runner.log_dir, 'device_trace', f'rank{runner.rank}')
@@ -60,7 +60,7 @@ class DeviceProfilerHook(ProfilerHook):
         runner.logger.info(f'The profile of the device will be written to {folder}.')
 
     def _export_chrome_trace(self, runner: AnyRunner) -> None:
-        accelerator, device = enter_rank_device()
+        accelerator, device = rank_device()
         accelerator.synchronize(device)
         if self._trace is not None:
             self._trace.__exit__(None, None, None)

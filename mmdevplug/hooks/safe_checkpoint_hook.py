@@ -13,7 +13,7 @@ from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop, Runner
 
-from mmdevplug.accelerators import enter_rank_device, rank_devices
+from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.accelerators.random_states import random_state, set_random_state
 from mmdevplug.checkpoint.exact_resume import (
     KEY,
@@ -180,7 +180,7 @@ class SafeCheckpointHook(CheckpointHook):
             return
         self._resumption = None
         if hasattr(runner.model, 'warm_up'):
-            accelerator, devices = enter_rank_device()[0], rank_devices()
+            accelerator, devices = rank_device()[0], rank_devices()
             state = random_state(accelerator, devices)
             plain = [] if self._plain is None else self._plain.copy()
             runner.model.warm_up(data_batch, runner.optim_wrapper)

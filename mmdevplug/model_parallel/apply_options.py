@@ -148,7 +148,7 @@ class Parallelism:
             )
             return model
         bare = unwrap_model(model)
-        watch = Watch(DeviceGuard(policy=self.options.guard, model=bare))
+        watch = GuardedSteps(DeviceGuard(policy=self.options.guard, model=bare))
         for name in STEPS:
             if hasattr(model, name):
                 replace_attribute(model, name, functools.partial(watch, model, name))
@@ -175,7 +175,7 @@ class Parallelism:
         return table + ('' if self.plan is None else f'\n{self.plan}')
 
 
-class Watch:
+class GuardedSteps:
     """Runs the steps of a model under a guard, and reports once what the guard moved."""
 
     def __init__(self, guard: DeviceGuard) -> None:
@@ -190,7 +190,7 @@ class Watch:
             MMLogger.get_current_instance().info(self.guard.report())
         return result
 
-    def __deepcopy__(self, memo: object) -> 'Watch':
+    def __deepcopy__(self, memo: object) -> 'GuardedSteps':
         # A copy of a model, such as EMA's, is watched by the same guard.
         return self
 

@@ -48,7 +48,7 @@ def trace(
         )
     state = _on_meta(model, dtype)
     args, kwargs = _arguments(sample_inputs, dtype)
-    watch = _Watch(model, {t.untyped_storage()._cdata for t in state.values()})
+    watch = _CallRecorder(model, {t.untyped_storage()._cdata for t in state.values()})
     watch.kept += state.values()
     try:
         with ExitStack() as stack:
@@ -105,7 +105,7 @@ def _arguments(sample_inputs: object, dtype: Optional[torch.dtype]) -> Tuple[tup
     return (tuple(found) if isinstance(found, (list, tuple)) else (found,)), {}
 
 
-class _Watch:
+class _CallRecorder:
     """Hooks on every module of a model."""
 
     def __init__(self, model: nn.Module, weights: set) -> None:

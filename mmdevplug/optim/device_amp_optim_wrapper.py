@@ -10,7 +10,7 @@ from mmengine.optim import AmpOptimWrapper, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPERS
 from torch import nn
 
-from mmdevplug.accelerators import enter_rank_device, rank_devices
+from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.errors import ModelError
 from mmdevplug.patches.autocast import patch_autocast
 from mmdevplug.utils.annotations import AnyOptimWrapper
@@ -53,7 +53,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
     ) -> None:
         # Not AmpOptimWrapper's, which asserts that there is a device of MMEngine's list.
         OptimWrapper.__init__(self, **kwargs)
-        self.accelerator, self.device = enter_rank_device()
+        self.accelerator, self.device = rank_device()
         patch_autocast(self.accelerator)
         if use_fsdp:
             raise ModelError(

@@ -6,9 +6,7 @@ from typing import Any
 from mmengine.registry import RUNNERS
 
 from mmdevplug.config.prepare import refuse_flexible_runner
-from mmdevplug.utils.patching import patch_symbol
-
-_followed = False
+from mmdevplug.utils.patching import active_patches, patch_symbol
 
 
 def follow_runner_type() -> None:
@@ -20,11 +18,11 @@ def follow_runner_type() -> None:
     only reads the config. Subclasses of Runner, and configs that name no runner of ours, are left
     alone; FlexibleRunner refuses configs with the key ``accelerator``, which it ignores.
     """
-    global _followed
     module = sys.modules.get('mmengine.runner')
-    if _followed or module is None:
+    if module is None:
         return
-    _followed = True
+    if any(patch.owner is module.FlexibleRunner for patch in active_patches()):
+        return  # this process has read one of them before
     runner_class = module.Runner
     from_cfg = runner_class.from_cfg.__func__
 

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Tuple, Union
 from mmengine.registry import LOG_PROCESSORS
 from mmengine.runner import LogProcessor
 
-from mmdevplug.accelerators import enter_rank_device
+from mmdevplug.accelerators import rank_device
 from mmdevplug.errors import DevPlugError
 from mmdevplug.samples import gather_samples
 from mmdevplug.utils.annotations import AnyRunner
@@ -87,7 +87,7 @@ def _average(values: Dict[str, float]) -> Dict[str, float]:
 
 
 def _peak() -> Union[int, None]:
-    accelerator, device = enter_rank_device()
+    accelerator, device = rank_device()
     peak = accelerator.max_memory_allocated(device)
     return None if peak is None else peak // MB
 

@@ -21,12 +21,12 @@ from torch.utils.data import DataLoader
 from mmdevplug.accelerators.environment_report import describe_devices
 from mmdevplug.checkpoint.finding import find_resume_point
 from mmdevplug.checkpoint.fit_weights import explaining_other_run, load_model, repeat_beside
-from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.other_loaders import OtherLoaders
 from mmdevplug.checkpoint.reading import read_for_model
 from mmdevplug.checkpoint.refuse_resume import adapt_to_hooks
 from mmdevplug.checkpoint.resume_settings import ResumeSettings
 from mmdevplug.checkpoint.saving import collect_checkpoint
+from mmdevplug.checkpoint.state_copier import StateCopier
 from mmdevplug.checkpoint.writing import join, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
@@ -323,7 +323,7 @@ class DeviceRunner(Runner):
             )
             return
         checkpoint = collect_checkpoint(self, save_optimizer, save_param_scheduler, meta, by_epoch)
-        on_host = HostCopy(self.device_context.accelerator)(checkpoint)
+        on_host = StateCopier(self.device_context.accelerator)(checkpoint)
         write_checkpoint(on_host, join(out_dir, filename, backend_args), backend_args)
 
     save_checkpoint.collects_as_mmengine = True  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 import torch
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators import enter_rank_device, to_device
+from mmdevplug.accelerators import rank_device, to_device
 from mmdevplug.distributed.byte_exchange import gather_bytes
 from mmdevplug.errors import RankFailedError, SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
@@ -190,7 +190,7 @@ def begin(
     ranks do not know yet are kept in the job.
     """
     world_size, rank = _place_in(group)
-    device = enter_rank_device()[1] if options.device is None else torch.device(options.device)
+    device = rank_device()[1] if options.device is None else torch.device(options.device)
     error: Optional[Exception] = None
     chosen: List[Any] = []
     groups: List[Group] = []

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 
 import torch
 
-from mmdevplug.accelerators import enter_rank_device, rank_devices
+from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
@@ -129,7 +129,7 @@ class DynamicSampler:
         self._collate = {None: stack, 'stack': stack, 'list': list}.get(collate, collate)
         self._generate, self._is_valid = generate, is_valid
         self._exchange: Dict[str, Any] = dict(group=group, device='cpu')
-        self._accelerator, self._device = enter_rank_device()
+        self._accelerator, self._device = rank_device()
         self._pool = Pool(target, per_group, max_resamples, on_short)
         self._rounds = Rounds(self._pool, group)
         self._rank, self._world_size = self._rounds.rank, self._rounds.world_size

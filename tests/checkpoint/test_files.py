@@ -20,9 +20,9 @@ from mmdevplug.checkpoint.finding import (
     read_pointer,
     write_pointer,
 )
-from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import BackgroundWriter
+from mmdevplug.checkpoint.state_copier import StateCopier
 from mmdevplug.checkpoint.writing import UNFINISHED, remove_unfinished, write_checkpoint
 from mmdevplug.environments.base import LaunchEnv
 from mmdevplug.errors import CheckpointError, DevPlugError
@@ -273,7 +273,7 @@ def test_a_class_that_is_not_allowed_is_named(tmp_path, monkeypatch):
 def test_a_kept_copy_does_not_change_with_the_original():
     weight = torch.arange(6.0).reshape(2, 3)
     state = dict(a=weight, b=[weight, weight.t()], c=(1, dict(x=[2])), d=torch.tensor(3))
-    copier = HostCopy(get_accelerator('cpu'), keep=True)
+    copier = StateCopier(get_accelerator('cpu'), keep=True)
     copied = copier(state)
     expected = weight.clone()
     weight += 1
@@ -292,7 +292,7 @@ def test_tensors_of_a_kept_copy_can_be_saved_one_by_one():
     kinds = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64]
     state = {str(kind): torch.ones(3, 5, dtype=kind) for kind in kinds}
     state.update(empty=torch.zeros(0, 4), number=torch.tensor(2.0), flipped=torch.rand(4, 2).t())
-    copied = HostCopy(get_accelerator('cpu'), keep=True)(state)
+    copied = StateCopier(get_accelerator('cpu'), keep=True)(state)
     for name, tensor in copied.items():
         assert torch.equal(tensor, state[name])
         # Whoever saves one of them does not save the others with it.
@@ -303,7 +303,7 @@ def test_host_tensors_are_not_copied_when_training_waits():
     weight = torch.rand(3)
     state = torch.nn.Linear(2, 2).state_dict()
     state['w'] = weight
-    copied = HostCopy(get_accelerator('cpu'))(state)
+    copied = StateCopier(get_accelerator('cpu'))(state)
     assert copied['w'].data_ptr() == weight.data_ptr()
     assert copied._metadata == state._metadata
 

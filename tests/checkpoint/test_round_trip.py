@@ -12,8 +12,8 @@ from mmengine.optim import OneCycleLR
 from torch import nn
 
 from mmdevplug.accelerators import get_accelerator
-from mmdevplug.checkpoint.host_copy import HostCopy
 from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.state_copier import StateCopier
 from mmdevplug.checkpoint.writing import write_checkpoint
 from mmdevplug.patches import torch_load as reading
 from mmdevplug.patches.torch_load import trust_classes
@@ -174,7 +174,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path, trusted, monkeypatch, keep, 
         monkeypatch.setattr(reading, '_TAKES_RENAMED_CLASSES', False)
     states = _states_to_save()
     path = str(tmp_path / 'a.pth')
-    write_checkpoint(HostCopy(get_accelerator('cpu'), keep)(states), path)
+    write_checkpoint(StateCopier(get_accelerator('cpu'), keep)(states), path)
     loaded = read_checkpoint(path)
     wrong = {}
     for name in states:
@@ -194,7 +194,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path, trusted, monkeypatch, keep, 
 def test_every_further_copy_is_equal_too(keep):
     """A second checkpoint of the same state, and a state that was loaded and is saved again."""
     states = {name: make() for name, make in STATES.items()}
-    copier = HostCopy(get_accelerator('cpu'), keep)
+    copier = StateCopier(get_accelerator('cpu'), keep)
     check_equal(states, copier(states))
     check_equal(states, copier(copier(states)))
     states['views'][0].add_(1)
@@ -205,7 +205,7 @@ def test_every_further_copy_is_equal_too(keep):
 def test_storages_of_several_sizes_at_one_address(sizes):
     buffer = np.arange(8.0)
     states = [torch.from_numpy(buffer[:size]) for size in sizes]
-    copied = HostCopy(get_accelerator('cpu'), keep=True)(states)
+    copied = StateCopier(get_accelerator('cpu'), keep=True)(states)
     buffer += 1
     assert [tensor.tolist() for tensor in copied] == [list(range(size)) for size in sizes]
 
@@ -213,5 +213,5 @@ def test_storages_of_several_sizes_at_one_address(sizes):
 def test_stock_pytorch_reads_it(tmp_path):
     states = _states_to_save()
     path = str(tmp_path / 'a.pth')
-    write_checkpoint(HostCopy(get_accelerator('cpu'))(states), path)
+    write_checkpoint(StateCopier(get_accelerator('cpu'))(states), path)
     check_equal(states, load_file(path))

@@ -5,6 +5,7 @@ from typing import Any, Callable, Dict, Optional, Sequence
 import torch
 from torch import Tensor
 
+from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.device_guard.stack_location import (
     LIBRARIES,
     module_and_backward,
@@ -115,29 +116,24 @@ def _device_of(name: str, values: Sequence[Any]) -> Optional[torch.device]:
     return next(iter(devices), None)
 
 
-_patch: Optional[OperatorPatch] = None
-
-
 def patch_mmcv_ops() -> None:
     """Let mmcv's operators work on an accelerator, and in a precision, without a kernel for it.
 
     Such an operator runs on the host, with its gradient. On the CPU tensors of half precision are
     computed in float32. A second call begins to count anew and changes nothing else.
     """
-    global _patch
     restore_mmcv_ops()
-    _patch = OperatorPatch()
-    _patch.interception.install()
+    PROCESS.mmcv_ops = OperatorPatch()
+    PROCESS.mmcv_ops.interception.install()
 
 
 def restore_mmcv_ops() -> None:
     """Restore mmcv's operators."""
-    global _patch
-    if _patch is not None:
-        _patch.interception.remove()
-        _patch = None
+    if PROCESS.mmcv_ops is not None:
+        PROCESS.mmcv_ops.interception.remove()
+        PROCESS.mmcv_ops = None
 
 
 def host_use() -> Dict[str, int]:
     """How often each operator ran on the host since mmcv's operators were patched."""
-    return {} if _patch is None else dict(_patch.calls)
+    return {} if PROCESS.mmcv_ops is None else dict(PROCESS.mmcv_ops.calls)

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from mmdevplug.accelerators.context import PROCESS
 from mmdevplug.errors import DeviceMismatchError, ModelError
 from mmdevplug.patches.mmcv_ops import (
     host_call,
     host_use,
     kernels,
-    patch as patching,
     patch_mmcv_ops,
     restore_mmcv_ops,
 )
@@ -27,7 +27,7 @@ def mmcv_ops_patched():
     """Patch mmcv's operators for a while; yields the OperatorPatch."""
     patch_mmcv_ops()
     try:
-        yield patching._patch
+        yield PROCESS.mmcv_ops
     finally:
         restore_mmcv_ops()
 

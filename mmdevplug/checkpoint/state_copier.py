@@ -15,7 +15,7 @@ _ALIGNMENT = 64  # bytes, as PyTorch has it
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
-class HostCopy:
+class StateCopier:
     """Copy the tensors of a nested state to the host, in one call for each device.
 
     Containers keep their types. Tensors and containers that occur more than once stay shared.
