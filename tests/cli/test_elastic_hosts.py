@@ -107,7 +107,7 @@ class Job:
                     found.append(SimpleNamespace(**dict(zip(NAMES, json.loads(line)))))
         return sorted(found, key=lambda line: line.time)
 
-    def wait_for(self, reached, seconds=150):
+    def wait_for(self, reached, seconds=240):
         deadline = time.monotonic() + seconds
         while not reached():
             for host in [host for host, one in self.running.items() if one.poll() is not None]:
