@@ -19,8 +19,6 @@ INSTALL_REQUIRES = [
     # MMEngine imports pkg_resources, which setuptools 81 removed.
     'setuptools<81',
     'psutil',
-    # What samples of other ranks are written in, beside their tensors.
-    'msgpack',
     # For tables on the terminal, and pictures; MMEngine needs both as well.
     'rich',
     'matplotlib',

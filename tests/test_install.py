@@ -28,7 +28,7 @@ ONEDL = {
 #: What the package requires beside MMEngine.
 OTHERS = {
     name: ('70.0' if name == 'setuptools' else '9.0', name, [])
-    for name in ('setuptools', 'psutil', 'msgpack', 'rich', 'matplotlib')
+    for name in ('setuptools', 'psutil', 'rich', 'matplotlib')
 }
 
 

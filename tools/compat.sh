@@ -33,7 +33,7 @@ COMBINATIONS='
 2.13.0 | 3.11 | onedl-0.10.12 | accelerate transformers peft torchdata
 '
 # mmcv without its operations: those are compiled for one release of torch each.
-COMMON='ftfy scikit-learn msgpack psutil rich matplotlib safetensors tensorboard ninja pytest
+COMMON='ftfy scikit-learn psutil rich matplotlib safetensors tensorboard ninja pytest
 pytest-timeout pytest-xdist hypothesis expecttest'
 # OpenMMLab's packages, and those of OneDL that install the same modules.
 OPENMMLAB='mmcv-lite==2.1.0 mmsegmentation==1.2.2 mmdet==3.3.0'

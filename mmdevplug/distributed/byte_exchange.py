@@ -22,6 +22,8 @@ from mmdevplug.fault_tolerance.failure import known_to_all
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import get_global_rank
 
+from .wire import to_bytes, to_tensor
+
 #: Bytes of the first message of each rank, unless the last buffers of a group were longer.
 _FIRST_BYTES = 1024
 #: The most that it may have. Over gloo an all-gather of 1 MB takes as long as 1 KB and broadcasts.
@@ -42,16 +44,6 @@ class Head(NamedTuple):
     call_tag: str  # what is exchanged, the same on all ranks
     size: int  # bytes of its buffer
     limit: int  # bytes that this rank accepts from all ranks together
-
-
-def to_tensor(data: bytes) -> Tensor:
-    """Bytes as a uint8 tensor."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0).byte()
-
-
-def to_bytes(data: Tensor) -> bytes:
-    """The bytes of a uint8 tensor."""
-    return data.cpu().numpy().tobytes()
 
 
 def gather_bytes(

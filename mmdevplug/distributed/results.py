@@ -4,38 +4,31 @@ MMEngine does it through a folder, which hosts need not share and which may not 
 with all results of all ranks on every rank.
 """
 
-import io
 import os
-import pickle
-import struct
 import tempfile
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
-import torch
-from torch import Tensor, distributed as torch_dist
+from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import to_device
 from mmdevplug.errors import LaunchError, SampleError, first_line
 from mmdevplug.fault_tolerance.failure import enter_phase, known_to_all, raise_if_another_failed
 from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
 
-from .byte_exchange import exchange_bytes, to_bytes
+from .byte_exchange import exchange_bytes
 from .waiting import decide_together, run_on_main
+from .wire import dumps, loads
 
-#: A rank pickles results until they are this large, and sends them before it pickles the next.
+#: About so many bytes of results are on their way at a time.
 CHUNK_BYTES = 8 << 20
-
-#: The number of results in a chunk, and one of these.
-_HEAD = struct.Struct('<QQ')
-_MORE, _LAST, _FAILED = range(3)
 
 
 def gather_results(results: Sequence[Any]) -> Optional[List[List[Any]]]:
     """Gather lists of any objects on rank 0, in little memory besides the results themselves.
 
     Rank 0 takes a chunk from each rank by turns: one is on its way at a time, and no rank waits
-    for all of another's. Objects are pickled, as MMEngine does it, because ranks of a job trust
-    each other.
+    for all of another's. Objects of any class are made, as in MMEngine, because ranks of a job
+    trust each other.
 
     Args:
         results (Sequence): The results of this rank.
@@ -51,48 +44,36 @@ def gather_results(results: Sequence[Any]) -> Optional[List[List[Any]]]:
     results = to_device(list(results), 'cpu')
     if torch_dist.get_rank() == 0:
         return [results, *_receive(range(1, torch_dist.get_world_size()))]
-    try:
-        for chunk in _chunks(results):
-            exchange_bytes({0: chunk}, [])
-    except SampleError as error:
-        message = io.BytesIO(bytes(_HEAD.size) + str(error).encode())
-        exchange_bytes({0: _finish(message, 0, _FAILED)}, [])
-        raise
-    return None
-
-
-def _chunks(results: Sequence[Any]) -> Iterator[Tensor]:
-    """Pickle results in chunks; objects that results of one chunk share are sent once."""
-    count, last = 0, len(results) - 1
-    file = io.BytesIO(bytes(_HEAD.size))
-    pickler = _pickler(file)
-    for index, result in enumerate(results):
+    sent, count = 0, 1
+    while True:
+        chunk = results[sent : sent + count]
         try:
-            pickler.dump(result)
-        except Exception as error:  # whatever the object's own code raises
-            raise SampleError(
-                f'rank {torch_dist.get_rank()}: result {index} of {len(results)} that a metric '
-                f'keeps, of type {type(result).__name__}, cannot be sent to rank 0, because it '
-                f'cannot be pickled: {type(error).__name__}: {first_line(error)}. Keep numbers, '
-                f"arrays, tensors and containers of them in the metric's results."
-            ) from error
-        count += 1
-        if file.tell() >= CHUNK_BYTES and index < last:
-            yield _finish(file, count, _MORE)
-            count, file = 0, io.BytesIO(bytes(_HEAD.size))
-            pickler = _pickler(file)
-    yield _finish(file, count, _LAST)
+            message = dumps((chunk, sent + count < len(results)))
+        except Exception as error:  # whatever an object's own code raises
+            refusal = _refusal(results, sent, error)
+            exchange_bytes({0: dumps((str(refusal), False))}, [])
+            raise refusal from error
+        exchange_bytes({0: message}, [])
+        sent += count
+        if sent >= len(results):
+            return None
+        count = max(1, min(2 * count, count * CHUNK_BYTES // message.numel()))
 
 
-def _pickler(file: io.BytesIO) -> pickle.Pickler:
-    file.seek(0, io.SEEK_END)
-    return pickle.Pickler(file, protocol=5)
-
-
-def _finish(file: io.BytesIO, count: int, kind: int) -> Tensor:
-    buffer = file.getbuffer()
-    _HEAD.pack_into(buffer, 0, count, kind)
-    return torch.frombuffer(buffer, dtype=torch.uint8)
+def _refusal(results: List[Any], begin: int, error: Exception) -> SampleError:
+    """Name the first result, at ``begin`` or behind it, that cannot be pickled."""
+    for index in range(begin, len(results)):
+        try:
+            dumps(results[index])
+        except Exception as found:  # as above
+            begin, error = index, found
+            break
+    return SampleError(
+        f'rank {torch_dist.get_rank()}: result {begin} of {len(results)} that a metric keeps, of '
+        f'type {type(results[begin]).__name__}, cannot be sent to rank 0, because it cannot be '
+        f'pickled: {type(error).__name__}: {first_line(error)}. Keep numbers, arrays, tensors and '
+        f"containers of them in the metric's results."
+    )
 
 
 def _receive(ranks: Sequence[int]) -> List[List[Any]]:
@@ -100,15 +81,12 @@ def _receive(ranks: Sequence[int]) -> List[List[Any]]:
     sending = list(ranks)
     while sending:
         for rank in list(sending):
-            data = memoryview(to_bytes(exchange_bytes({}, [rank])[rank]))
-            count, kind = _HEAD.unpack_from(data)
-            file = io.BytesIO(data[_HEAD.size :])
-            if kind == _FAILED:
+            chunk, more = loads(exchange_bytes({}, [rank])[rank], trusted=True)
+            if isinstance(chunk, str):
                 raise_if_another_failed(wait=2 * GRACE_SECONDS)
-                raise known_to_all(SampleError(file.read().decode()))
-            unpickler = pickle.Unpickler(file)
-            received[rank] += [unpickler.load() for _ in range(count)]
-            if kind == _LAST:
+                raise known_to_all(SampleError(chunk))
+            received[rank] += chunk
+            if not more:
                 sending.remove(rank)
     return list(received.values())
 

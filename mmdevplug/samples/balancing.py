@@ -4,16 +4,21 @@ from itertools import accumulate
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 from mmdevplug.accelerators import to_device
-from mmdevplug.distributed.byte_exchange import exchange_bytes, gather_bytes, to_bytes, to_tensor
+from mmdevplug.distributed.byte_exchange import exchange_bytes, gather_bytes
+from mmdevplug.distributed.wire import dumps, loads
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 from mmdevplug.utils.annotations import AnyGroup
 
-from .decode import as_tuples, decode, unflatten_samples
-from .encode import encode, flatten_samples, pack, unpack
+from .columns import (
+    flatten_samples,
+    read_groups,
+    read_structure,
+    unflatten_samples,
+    write_groups,
+)
 from .gathering import (
     Device,
-    Example,
     ExchangeOptions,
     Job,
     begin,
@@ -108,15 +113,12 @@ def _overlaps(mine: range, others: Sequence[range]) -> Dict[int, range]:
 
 def _count(job: Job, per_rank: Optional[int]) -> List[int]:
     """The number of samples of each rank."""
-    if job.error is not None:
-        own: List[Any] = [str(job.error)]
-    else:
-        # Structures may differ in many ways by the lengths of lists alone.
-        examples = {e.structure: e.sample for e in reversed(list_examples(job.rank, job.groups))}
-        own = [len(job.samples), per_rank, list(examples.items())]
-    gathered = gather_bytes(to_tensor(pack(own)), job.group, job.call_tag)
-    answers = [unpack(to_bytes(part)) for part in gathered]
-    job.raise_together([answer[0] if len(answer) == 1 else None for answer in answers])
+    own: Any = str(job.error)
+    if job.error is None:
+        own = [len(job.samples), per_rank, list_examples(job.rank, job.groups)]
+    gathered = gather_bytes(dumps(own), job.group, job.call_tag)
+    answers = list(map(loads, gathered))
+    job.raise_together([answer if isinstance(answer, str) else None for answer in answers])
     first = answers[0][1]
     for rank, (_, value, _) in enumerate(answers):
         if value != first:
@@ -126,13 +128,8 @@ def _count(job: Job, per_rank: Optional[int]) -> List[int]:
                     f'expected the same on all ranks.'
                 )
             )
-    job.refuse_differences(
-        [
-            Example.of(rank, sample, as_tuples(structure))
-            for rank, (*_, found) in enumerate(answers)
-            for structure, sample in found
-        ]
-    )
+    examples = [example for *_, found in answers for example in found]
+    job.refuse_differences([(r, index, read_structure(s)) for r, index, s in examples])
     return [answer[0] for answer in answers]
 
 
@@ -151,9 +148,9 @@ def _swap(job: Job, slices: Sequence[range], held: Sequence[range]) -> List[Any]
             for part in outgoing.values()
         ]
         # One call, and so one execution on a lazy device, for all ranks.
-        data = dict(zip(outgoing, map(encode, to_device(chosen, 'cpu'))))
+        data = dict(zip(outgoing, map(write_groups, to_device(chosen, 'cpu'))))
         arrived = exchange_bytes(data, sources, job.group)
         for rank in sources:
-            received = decode(arrived.pop(rank))
-            pieces[rank] = unflatten_samples(received, job.device, allow_pickle)
+            received = read_groups(arrived.pop(rank), job.device, allow_pickle)
+            pieces[rank] = unflatten_samples(received, job.device)
     return [sample for rank in sorted(pieces) for sample in pieces[rank]]

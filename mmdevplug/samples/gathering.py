@@ -2,37 +2,35 @@
 
 from contextlib import suppress
 from itertools import chain
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import rank_device, to_device
 from mmdevplug.distributed.byte_exchange import gather_bytes
+from mmdevplug.distributed.wire import dumps
 from mmdevplug.errors import RankFailedError, SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 from mmdevplug.utils.annotations import AnyGroup
-from mmdevplug.utils.pytree import CONTAINERS, replace_parts, tensors_in
+from mmdevplug.utils.pytree import DICT, ELEMENT, container_of, replace_parts, tensors_in
 
-from .decode import decode, unflatten_samples
-from .encode import Group, Structure, encode, flatten_samples
+from .columns import (
+    Group,
+    Structure,
+    flatten_samples,
+    read_groups,
+    unflatten_samples,
+    write_groups,
+)
 from .stacking import are_alike, build_batch, stack_samples
 
 Device = Union[str, torch.device, None]
 _NUMBERS = {'bool', 'int', 'float', 'complex', 'scalar'}
 
 
-class Example(NamedTuple):
-    """A sample of a rank, and its structure without the lengths of lists."""
-
-    rank: int
-    sample: int
-    structure: Structure
-
-    @classmethod
-    def of(cls, rank: int, sample: int, structure: Structure) -> 'Example':
-        """Create one from a structure as it was sent."""
-        return cls(rank, sample, _outline(structure))
+#: A rank, the index of one of its samples, and the structure of it.
+Example = Tuple[int, int, Structure]
 
 
 class ExchangeOptions(NamedTuple):
@@ -154,10 +152,12 @@ def _result(job: Job, pool: List[Any]) -> Union[List[Any], Any]:
 
 
 def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
-    data = encode(to_device(job.groups, 'cpu') if job.error is None else str(job.error))
+    own = to_device(job.groups, 'cpu')
+    data = write_groups(own) if job.error is None else dumps(str(job.error))
     parts = gather_bytes(data, job.group, job.call_tag, max_bytes)
     del data
-    received = list(map(decode, parts))
+    pickled = job.options.allow_pickle
+    received = [read_groups(part, job.device, pickled) for part in parts]
     parts.clear()
     job.raise_together([each if isinstance(each, str) else None for each in received])
     if job.options.stacked and are_alike(received):
@@ -173,7 +173,7 @@ def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
         if rank == job.rank:
             pool += copy_own_samples(job.samples, job.device)
         else:
-            pool += unflatten_samples(groups, job.device, job.options.allow_pickle)
+            pool += unflatten_samples(groups, job.device)
     return _result(job, pool)
 
 
@@ -246,7 +246,7 @@ def list_examples(rank: int, groups: Sequence[Group]) -> List[Example]:
     first: Dict[Structure, int] = {}
     for group in groups:
         first.setdefault(group.structure, group.rows[0])
-    return [Example.of(rank, sample, structure) for structure, sample in first.items()]
+    return [(rank, sample, structure) for structure, sample in first.items()]
 
 
 def copy_own_samples(samples: List[Any], device: torch.device) -> List[Any]:
@@ -259,105 +259,56 @@ def copy_own_samples(samples: List[Any], device: torch.device) -> List[Any]:
     return to_device(samples, device)
 
 
-def _outline(structure: Structure) -> Structure:
-    """A structure in which lists have each structure of their items once."""
-    if isinstance(structure, str):
-        return structure
-    kind, where, names, parts = structure
-    if kind == 'pickle':
-        return kind
-    parts = tuple(map(_outline, parts))
-    if kind == 'list':
-        parts = tuple(dict.fromkeys(parts))
-    return (kind, where, names, parts)
-
-
 def describe_difference(examples: Sequence[Example]) -> Optional[str]:
     """Describe the first difference in structure; None if there is none.
 
     Numbers of all kinds count as one, None fits everything, and lists may differ in length.
     """
-    first = examples[0] if examples else None
-    for example in examples[1:]:
-        found = _difference(first.structure, example.structure, '')
-        if found is not None:
-            place, expected, other = found
+    if not examples:
+        return None
+    expected: Dict[str, Dict[Any, str]] = {}
+    for place, category, text in _places(examples[0][2]):
+        expected.setdefault(place, {})[category] = text
+    for rank, index, structure in examples[1:]:
+        for place, category, text in _places(structure):
+            known = expected.get(place, {})
+            # Inside of None or of an empty list there is nothing to compare with.
+            if not known or category in known or None in (category, *known):
+                continue
             return (
-                f'samples differ in structure: sample {example.sample} of rank {example.rank} has '
-                f'{other} at sample{place}, where sample {first.sample} of rank {first.rank} has '
-                f'{expected}. Make the same kind of samples on all ranks, or pass '
-                f'same_structure=False if they are to differ.'
+                f'samples differ in structure: sample {index} of rank {rank} has {text} at '
+                f'sample{place}, where sample {examples[0][1]} of rank {examples[0][0]} has '
+                f'{" or ".join(known.values())}. Make the same kind of samples on all ranks, or '
+                f'pass same_structure=False if they are to differ.'
             )
     return None
 
 
-_Difference = Optional[Tuple[str, str, str]]
-
-
-def _difference(one: Structure, other: Structure, place: str) -> _Difference:
-    if one == other or 'NoneType' in (one, other):
-        return None
-    if _is_list(one) and _is_list(other):
-        return _difference_of_lists(one, other, place)
-    if isinstance(one, str) or isinstance(other, str):
-        same = _category(one) == _category(other)
-        return None if same else (place, _describe(one), _describe(other))
-    if one[:2] != other[:2]:
-        return place, _describe(one), _describe(other)
-    ours, theirs = dict(zip(one[2], one[3])), dict(zip(other[2], other[3]))
-    if one[2] and set(ours) != set(theirs) or len(one[3]) != len(other[3]):
-        return place, _describe(one), _describe(other)
-    if not one[2]:
-        ours, theirs = dict(enumerate(one[3])), dict(enumerate(other[3]))
-    for name, part in ours.items():
-        found = _difference(part, theirs[name], place + CONTAINERS[one[0]].step(name))
-        if found is not None:
-            return found
-    return None
-
-
-def _difference_of_lists(one: Structure, other: Structure, place: str) -> _Difference:
-    mine, theirs = _items(one), _items(other)
-    for item in theirs:
-        found = [_difference(each, item, f'{place}[...]') for each in mine]
-        if found and None not in found:
-            return found[0]
-    return None
-
-
-def _is_list(structure: Structure) -> bool:
+def _places(structure: Structure, place: str = '') -> Iterator[Tuple[str, Any, str]]:
+    """The containers and leaves of a structure: place, category and description of each."""
     if isinstance(structure, str):
-        return structure.startswith('list ')
-    return structure[0] == 'list'
-
-
-def _items(structure: Structure) -> List[Structure]:
-    if isinstance(structure, str):
-        return structure.split()[1:]
-    return list(structure[3])
-
-
-def _category(structure: Structure) -> Any:
-    """Leaves of one category count as the same structure."""
-    if not isinstance(structure, str):
-        return structure[:2]
-    word, _, rest = structure.partition(' ')
-    if word == 'array' and rest.strip('<>|')[0] in 'SU':
-        return 'array of strings'  # whatever their length
-    if word == 'scalar' and rest in ('str', 'bytes'):
-        return structure
-    word = word if word == 'scalar' else structure
-    return 'number' if word in _NUMBERS else word
-
-
-def _describe(structure: Structure) -> str:
-    if isinstance(structure, str):
-        return f'a {structure}' if structure != 'NoneType' else 'None'
-    kind, where, names, parts = structure
-    name = where.rpartition(':')[2]
-    if kind in ('dict', 'OrderedDict', 'data element'):
-        keys = [key[-1] if kind == 'data element' else key for key in names]
-        return f'a {name or kind} with {"the keys" if not name else "the fields"} {keys}'
-    if kind == 'tuple':
-        return f'a tuple of {len(parts)}'
-    return f'a {name or kind}'
+        word, _, rest = structure.partition(' ')
+        if word == 'NoneType':
+            yield place, None, 'None'
+        elif word == 'list':
+            yield place, list, f'a {structure}'
+            for item in rest.split():
+                yield from _places(item, f'{place}[...]')
+        elif word in _NUMBERS and rest not in ('str_', 'bytes_'):
+            yield place, 'number', f'a {structure}'
+        elif word == 'array' and rest.strip('<>|')[0] in 'SU':
+            yield place, 'array of strings', f'a {structure}'  # whatever their length
+        else:
+            yield place, structure, f'a {structure}'
+        return
+    kind, names, parts = structure
+    container, text = container_of(kind), f'a {kind.__name__}'
+    if kind is tuple:
+        text = f'a tuple of {len(parts)}'
+    elif container in (DICT, ELEMENT):
+        keys = [name[-1] if container is ELEMENT else name for name in names]
+        text = f'a {kind.__name__} with the {"keys" if container is DICT else "fields"} {keys}'
+    yield place, kind if kind is list else (kind, len(parts), frozenset(names)), text
+    for name, part in zip(names or range(len(parts)), parts):
+        step = '[...]' if kind is list else container.step(name)
+        yield from _places(part, place + step)

@@ -4,18 +4,16 @@ import functools
 import logging
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
-import torch
-
 from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.accelerators.move_nested import to_device
+from mmdevplug.distributed.wire import CPU
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.logs import log
 
 from .balancing import balance_samples
-from .decode import decode, unflatten_samples
-from .encode import encode, flatten_samples
+from .columns import flatten_samples, read_groups, unflatten_samples, write_groups
 from .gathering import gather_samples
 from .rounds import (
     DESCRIBED,
@@ -32,7 +30,6 @@ from .rounds import (
 )
 from .stacking import stack_samples
 
-CPU = torch.device('cpu')
 #: Pools between two that rank 0 logs.
 LOG_INTERVAL = 10
 
@@ -311,7 +308,7 @@ class DynamicSampler:
         Returns:
             dict: ``pools``, how many there were, and ``surplus``, a tensor of bytes.
         """
-        return dict(pools=self._pools, surplus=encode(flatten_samples(self._held)))
+        return dict(pools=self._pools, surplus=write_groups(flatten_samples(self._held)))
 
     def load_state_dict(self, *states: Dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; all ranks must do so.
@@ -320,6 +317,6 @@ class DynamicSampler:
             *states (dict): That of this rank; none or several where there were less or more ranks.
         """
         self._pools = max([0, *(state['pools'] for state in states)])
-        groups = [decode(state['surplus']) for state in states]
+        groups = [read_groups(state['surplus']) for state in states]
         self._held = [group for each in groups for group in unflatten_samples(each, CPU)]
         self._tally = None

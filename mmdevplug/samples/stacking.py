@@ -10,10 +10,9 @@ from torch import Tensor
 
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import SampleError, first_line
-from mmdevplug.utils.pytree import ELEMENT, LEAVES, LIST, TUPLE, container_of, tensors_in
+from mmdevplug.utils.pytree import LEAVES, LIST, TUPLE, container_of, is_opaque, tensors_in
 
-from .decode import build
-from .encode import Block, Group, Structure
+from .columns import Block, Group, Structure, build
 
 #: Leaves whose values are what :func:`gather_samples` returns.
 _PLAIN = {kind.__name__ for kind in LEAVES}
@@ -66,7 +65,7 @@ def are_alike(received: Sequence[List[Group]]) -> bool:
 def _is_plain(structure: Structure) -> bool:
     if isinstance(structure, str):
         return structure in _PLAIN or structure.startswith('tensor ')
-    return structure[0] not in (ELEMENT.name, 'pickle') and all(map(_is_plain, structure[3]))
+    return not is_opaque(structure[0]) and all(map(_is_plain, structure[2]))
 
 
 def build_batch(received: Sequence[List[Group]], device: torch.device) -> Any:
@@ -100,7 +99,7 @@ def _stack_alike(values: List[Any], path: str, ragged: bool) -> Any:
     if isinstance(first, _NUMBERS):
         return _stack_numbers(values, path)
     container = container_of(type(first))
-    if container in (None, ELEMENT):
+    if container is None or is_opaque(type(first)):
         return values
     names = container.names(first)
     for index, value in enumerate(values):

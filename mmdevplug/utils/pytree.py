@@ -6,7 +6,7 @@ import sys
 from collections import OrderedDict
 from functools import lru_cache
 from operator import getitem
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -99,10 +99,9 @@ ELEMENT = Container(
     step=lambda name: f'.{name[1]}',
 )
 
-#: By name, or by that of the type.
-CONTAINERS = {each.name: each for each in (DICT, LIST, TUPLE, NAMED_TUPLE, DATACLASS, ELEMENT)}
-CONTAINERS['OrderedDict'] = DICT
 _BUILT_IN = {dict: DICT, OrderedDict: DICT, list: LIST, tuple: TUPLE}
+#: Classes of users, each as a container with a single part.
+_registered: Dict[type, Container] = {}
 #: Types of values without parts.
 LEAVES = frozenset({str, bytes, bool, int, float, complex, type(None)})
 
@@ -117,8 +116,8 @@ def element_type() -> Any:
 @lru_cache(maxsize=512)
 def container_of(kind: type) -> Optional[Container]:
     """The container of a type; None for a leaf."""
-    if kind in _BUILT_IN:
-        return _BUILT_IN[kind]
+    if kind in _BUILT_IN or kind in _registered:
+        return _BUILT_IN.get(kind) or _registered[kind]
     if issubclass(kind, (dict, list)):
         return None  # it may have attributes besides its items
     if issubclass(kind, tuple) and hasattr(kind, '_fields'):
@@ -127,6 +126,48 @@ def container_of(kind: type) -> Optional[Container]:
     if element is not None and issubclass(kind, element):
         return ELEMENT
     return DATACLASS if dataclasses.is_dataclass(kind) else None
+
+
+def register_sample_type(
+    kind: type,
+    to_sample: Callable[[Any], Any] = vars,
+    from_sample: Optional[Callable[[Any], Any]] = None,
+) -> None:
+    """Let objects of a class travel between ranks and devices as samples do; on all ranks alike.
+
+    Args:
+        kind (type): The class, not its subclasses.
+        to_sample (callable): Returns what an object consists of, as tensors, arrays, numbers,
+            strings and containers. Defaults to ``vars``: its attributes.
+        from_sample (callable, optional): Makes an object of that. It is run with what another rank
+            sent. Defaults to None: attributes are set, and no constructor is called.
+
+    Examples:
+        >>> register_sample_type(Rollout)
+        >>> register_sample_type(PIL.Image.Image, numpy.asarray, PIL.Image.fromarray)
+    """
+
+    def from_attributes(attributes: Any) -> Any:
+        made = object.__new__(kind)
+        for name, value in attributes.items():
+            object.__setattr__(made, name, value)
+        return made
+
+    make = from_attributes if from_sample is None else from_sample
+    _registered[kind] = Container(
+        kind.__name__,
+        names=lambda value: ('',),
+        parts=lambda value: [to_sample(value)],
+        part=lambda value, name: to_sample(value),
+        build=lambda kind, names, parts: make(parts[0]),
+        step=lambda name: '',
+    )
+    container_of.cache_clear()
+
+
+def is_opaque(kind: type) -> bool:
+    """Whether objects of a class are never stacked: a data element, or a class of users."""
+    return kind in _registered or container_of(kind) is ELEMENT
 
 
 def replace_parts(

@@ -9,7 +9,7 @@ from mmengine.structures import InstanceData
 
 from mmdevplug.errors import SampleError
 from mmdevplug.samples import gather_samples, stack_samples
-from mmdevplug.samples.encode import flatten_samples
+from mmdevplug.samples.columns import flatten_samples
 from tests.columns import NATIVE, device_of, job_of
 from tests.ranks import run_ranks
 
