@@ -155,10 +155,6 @@ REASONS = {
         '其他线程仍得到原函数。',
         'MMEngine 以 `weights_only=True` 加载，并登记自己的类。',
     ),
-    'torch.serialization.pickle': (
-        'PyTorch 2.6 之前无法以其他名称登记允许的类，1.13 还会忽略指定 pickle 模块的参数。',
-        'PyTorch 2.6，其 `torch.serialization.safe_globals` 接受名称。',
-    ),
     'torch.autocast': (
         '模型会为其张量所在的设备关闭 autocast，而较旧的 PyTorch 拒绝 meta 设备。',
         '所用最旧的 PyTorch 在 `torch.autocast` 中接受 `meta`。',

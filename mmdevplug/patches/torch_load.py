@@ -5,17 +5,14 @@ MMEngine's. PyTorch's ``weights_only`` loader refuses classes that are not allow
 MMEngine 0.10 allows none, so resuming fails with PyTorch 2.6 and later.
 """
 
-import io
 import os
 import pickle
 import re
 import threading
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import ModuleType
-from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 
 import numpy as np
 import torch
@@ -26,10 +23,8 @@ from mmengine.utils import get_object_from_string
 
 from mmdevplug.errors import CheckpointError, DevPlugError, first_line
 from mmdevplug.utils.file_kinds import describe_no_checkpoint
-from mmdevplug.utils.patching import LocalPatch, patch_symbol
+from mmdevplug.utils.patching import LocalPatch
 from mmdevplug.utils.torch_compat import allows_renamed_classes, takes_weights_only
-
-_TAKES_RENAMED_CLASSES = allows_renamed_classes()
 
 # NumPy 2 moved it; 1.26 has an empty package in the new place.
 _core = getattr(np, '_core', None)
@@ -120,7 +115,7 @@ _patch = LocalPatch(torch, 'load')
 _forced: ContextVar[bool] = ContextVar('forced', default=False)
 #: The checkpoint that was read last, to name it when it does not fit.
 _last_read: ContextVar[str] = ContextVar('last_read', default='given')
-#: Guards state that PyTorch has once in a process: its allowed classes and its pickle module.
+#: Guards the classes that PyTorch allows, which it has once in a process.
 _process_wide = threading.RLock()
 
 
@@ -205,15 +200,13 @@ def _load_safely(
     """``torch.load`` with a list of allowed classes, which no environment variable disables."""
     weights_only = options.pop('weights_only', None)
     asks_for_code = weights_only is False or (weights_only is None and pickle_module is not None)
-    if asks_for_code and not _forced.get():
+    if asks_for_code and not _forced.get() or not allows_renamed_classes():
+        # Before 2.6 PyTorch cannot be told which classes are MMEngine's: files load as there.
         if weights_only is not None and takes_weights_only():
             options['weights_only'] = weights_only
         # Before PyTorch 1.13 its default is the module `pickle`, and None an error.
         module = () if pickle_module is None else (pickle_module,)
         return load(f, map_location, *module, **options)
-    if not _TAKES_RENAMED_CLASSES:
-        with _pickle_of_torch(_restricted_pickle()) as restricted:
-            return load(f, map_location, restricted, **options)
     with _process_wide:
         # Classes that were allowed before stay allowed afterwards.
         known = torch.serialization.get_safe_globals()
@@ -239,74 +232,3 @@ def _first_refused(error: Exception) -> Optional[str]:
     if named is not None:
         return ' '.join(filter(None, named.groups()))
     return first_line(error) if 'not allowed' in str(error) else None
-
-
-_restricting: ContextVar[bool] = ContextVar('restricting', default=False)
-
-
-@contextmanager
-def _pickle_of_torch(module: object) -> Iterator[Any]:
-    """Let PyTorch unpickle with a module: release 1.13 ignores the argument that names one.
-
-    Other threads get the same module meanwhile, which restricts this context only.
-    """
-    with _process_wide:
-        token = _restricting.set(True)
-        patch = patch_symbol(torch.serialization, 'pickle', module)
-        try:
-            yield module
-        finally:
-            patch.restore()
-            _restricting.reset(token)
-
-
-def _restricted_pickle() -> Any:
-    """A pickle module whose unpickler takes tensors and :func:`allowed_classes` only."""
-    allowed = {(cls.__module__, cls.__name__) for cls in allowed_classes()}
-    allowed |= {
-        (f'numpy.{core}.multiarray', name)
-        for core in ('core', '_core')
-        for name in ('_reconstruct', 'scalar')
-    }
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if not _restricting.get():
-                return super().find_class(module, name)
-            # Protocol 2, which PyTorch writes, has the names of Python 2.
-            module, name = NAME_MAPPING.get((module, name), (module, name))
-            module = IMPORT_MAPPING.get(module, module)
-            if f'{module}.{name}' in _REPLACED:
-                return _REPLACED[f'{module}.{name}']
-            if (module, name) in allowed or _is_plain(module, name):
-                return super().find_class(module, name)
-            raise pickle.UnpicklingError(f'{module}.{name} is not allowed.')
-
-    restricted = ModuleType('restricted_pickle')
-    vars(restricted).update({name: getattr(pickle, name) for name in pickle.__all__})
-    restricted.Unpickler = Unpickler
-    restricted.load = lambda file, **options: Unpickler(file, **options).load()
-    restricted.loads = lambda data, **options: Unpickler(io.BytesIO(data), **options).load()
-    return restricted
-
-
-_PLAIN: Tuple[Tuple[str, str], ...] = (
-    ('_codecs', 'encode'),
-    ('torch', 'Size'),
-    ('torch', 'device'),
-    ('torch.serialization', '_get_layout'),
-    ('torch._utils', '_rebuild_tensor_v2'),
-    ('torch._utils', '_rebuild_qtensor'),
-    ('torch._utils', '_rebuild_sparse_tensor'),
-    ('torch._utils', '_rebuild_parameter'),
-    ('torch._utils', '_rebuild_device_tensor_from_numpy'),
-    ('torch.nn.parameter', 'Parameter'),
-)
-
-
-def _is_plain(module: str, name: str) -> bool:
-    storage_or_value = module == 'torch' and (
-        name.endswith('Storage')
-        or isinstance(getattr(torch, name, None), (torch.dtype, torch.qscheme))
-    )
-    return storage_or_value or (module, name) in _PLAIN

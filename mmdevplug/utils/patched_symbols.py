@@ -224,13 +224,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'MMEngine loads with `weights_only=True` and names its own classes.',
     ),
     *_symbols(
-        'torch.serialization: pickle',
-        LOADING,
-        'PyTorch before 2.6 cannot allow a class under another name, and 1.13 ignores the '
-        'argument that names a pickle module.',
-        'PyTorch 2.6, whose `torch.serialization.safe_globals` takes names.',
-    ),
-    *_symbols(
         'torch: autocast',
         PLANNING,
         'Models turn autocast off for the device of their tensors, which older releases of '

@@ -65,7 +65,7 @@ def patch_symbol(
             into another module. Defaults to None: the full name of ``owner``.
 
     Examples:
-        >>> patch = patch_symbol(torch.serialization, 'pickle', restricted)
+        >>> patch = patch_symbol(torch, 'load', load_safely)
         >>> patch.restore()
     """
     symbol = find_symbol(listed_owner or full_name(owner), name)

@@ -167,11 +167,8 @@ def trusted(monkeypatch):
     trust_classes([f'{__name__}.Point'])
 
 
-@pytest.mark.parametrize('older', [False, True], ids=['weights_only', 'restricted'])
 @pytest.mark.parametrize('keep', [False, True], ids=['as it is', 'kept'])
-def test_what_was_saved_is_what_is_loaded(tmp_path, trusted, monkeypatch, keep, older):
-    if older:
-        monkeypatch.setattr(reading, '_TAKES_RENAMED_CLASSES', False)
+def test_what_was_saved_is_what_is_loaded(tmp_path, trusted, keep):
     states = _states_to_save()
     path = str(tmp_path / 'a.pth')
     write_checkpoint(StateCopier(get_accelerator('cpu'), keep)(states), path)

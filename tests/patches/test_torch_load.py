@@ -13,12 +13,14 @@ from mmengine.runner import CheckpointLoader
 from torch import nn
 
 from mmdevplug.errors import CheckpointError
-from mmdevplug.patches import torch_load as reading
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.patching import LocalPatch
 from tests.jobs import load_file, torch_before
 
 _ORIGINAL = torch.load
+pytestmark = pytest.mark.skipif(
+    torch_before('2.6.0'), reason='before 2.6 files load as in MMEngine'
+)
 
 
 class Unknown:
@@ -33,13 +35,6 @@ def files(tmp_path):
     torch.save(dict(what=Unknown()), found['unknown'])
     yield found
     assert torch.load is _ORIGINAL
-
-
-@pytest.fixture(params=['this', 'older'])
-def release(request, monkeypatch):
-    """This release of PyTorch's way to load, and that of older ones."""
-    if request.param == 'older':
-        monkeypatch.setattr(reading, '_TAKES_RENAMED_CLASSES', False)
 
 
 def test_every_argument_arrives(files):
@@ -57,11 +52,11 @@ def test_every_argument_arrives(files):
     assert options['encoding'] == 'latin1'
     assert options['mmap'] is True
     assert others[0][0] == (files['plain'], 'meta', pickle)
-    assert others[1][1] == ({} if torch_before('1.13.0') else dict(weights_only=False))
+    assert others[1][1] == dict(weights_only=False)
     assert others[2][0][:2] == (files['plain'], 'meta')
 
 
-def test_bytes_of_python_2_are_decoded_as_asked(tmp_path, release):
+def test_bytes_of_python_2_are_decoded_as_asked(tmp_path):
     # A string of Python 2 with a byte that is no UTF-8: readable with the encoding alone.
     path = tmp_path / 'python2.pth'
     _write_python_2(path)
@@ -80,7 +75,7 @@ def _write_python_2(path):
         pickle.dump([], file, protocol=2)
 
 
-def test_what_the_caller_asks_for_is_respected_in_a_models_own_code(files, release):
+def test_what_the_caller_asks_for_is_respected_in_a_models_own_code(files):
     with safe_loading('x', forced=False):
         assert isinstance(torch.load(files['unknown'], weights_only=False)['what'], Unknown)
         assert isinstance(torch.load(files['unknown'], 'cpu', pickle)['what'], Unknown)
@@ -103,7 +98,7 @@ def test_an_error_of_the_models_own_is_left_alone(files):
             raise pickle.UnpicklingError('mine')
 
 
-def test_threads_and_contexts_that_overlap(files, release):
+def test_threads_and_contexts_that_overlap(files):
     """The first to begin ends first, and a thread that asked for nothing loads meanwhile."""
     steps = [threading.Event() for _ in range(3)]
     found, errors = {}, []
@@ -144,7 +139,7 @@ def test_threads_and_contexts_that_overlap(files, release):
     assert torch.load is _ORIGINAL
 
 
-def test_many_threads_load_at_once(files, release):
+def test_many_threads_load_at_once(files):
     errors = []
 
     def load(unsafe):
@@ -164,10 +159,8 @@ def test_many_threads_load_at_once(files, release):
     for thread in threads:
         thread.join(60)
     assert not errors
-    assert torch.serialization.pickle is pickle
 
 
-@pytest.mark.skipif(torch_before('2.6.0'), reason='allowed classes came with PyTorch 2.5')
 def test_classes_that_the_user_allowed_stay_allowed(files):
     known = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals([HistoryBuffer, Unknown])
@@ -258,7 +251,7 @@ class OnT20:
 T20_REBUILD = ('torch_gcu.core.pytorch_override', '_rebuild_device_tensor_from_numpy_gcu')
 
 
-def test_tensors_of_a_t20_are_read_without_torch_gcu(tmp_path, monkeypatch, release):
+def test_tensors_of_a_t20_are_read_without_torch_gcu(tmp_path, monkeypatch):
     def rebuild(*_):
         raise AssertionError("the vendor's function would send the tensor to a card")
 

@@ -1,7 +1,6 @@
 """DeviceRunner beside MMEngine's: checkpoints, resume, autopatch."""
 
 import os
-import pickle
 
 import pytest
 import torch
@@ -23,8 +22,8 @@ from tests.jobs import (
     digits_config,
     install_card,
     largest_difference,
-    load_file,
     need_mmcv_operations,
+    torch_before,
     weights_of,
 )
 from tests.ranks import free_port, launch_variables, run_ranks
@@ -124,13 +123,7 @@ class Malicious:
         return os.mkdir, (os.environ['MALICIOUS_FOLDER'],)
 
 
-def load_as_older_pytorch(path):
-    from mmdevplug.patches.torch_load import _pickle_of_torch, _restricted_pickle
-
-    with _pickle_of_torch(_restricted_pickle()) as restricted:
-        return load_file(path, pickle_module=restricted)
-
-
+@pytest.mark.skipif(torch_before('2.6.0'), reason='before 2.6 files load as in MMEngine')
 def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
     from mmdevplug.checkpoint.reading import read_checkpoint
     from mmdevplug.errors import DevPlugError
@@ -141,21 +134,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path, monkeypatch):
     torch.save(dict(state_dict={}, payload=Malicious()), path)
     with pytest.raises(DevPlugError, match='refused'):
         read_checkpoint(str(path))
-    # The way of older releases of PyTorch.
-    with pytest.raises(pickle.UnpicklingError, match='mkdir'):
-        load_as_older_pytorch(path)
     assert not folder.exists()
-
-
-def test_older_pytorch_reads_our_checkpoints_too(tmp_path):
-    from mmdevplug.checkpoint.reading import read_checkpoint
-
-    run_ranks(train, 2, 'cpu', tmp_path, 3, False)
-    path = tmp_path / 'epoch_3.pth'
-    new = read_checkpoint(str(path))
-    old = load_as_older_pytorch(path)
-    assert new.keys() == old.keys()
-    assert largest_difference(new['state_dict'], old['state_dict']) == 0.0
 
 
 def dump_config(work_dir):
