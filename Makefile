@@ -57,7 +57,7 @@ NO_TORCH := tests/deploy tests/peers \
 	$(addprefix tests/config/test_,accelerator.py model_parallel.py model_wrapper.py options_page.py) \
 	$(addprefix tests/environments/test_,kubernetes.py launch.py stale.py) \
 	tests/hooks/test_memory_hook.py \
-	$(addprefix tests/model_parallel/test_,accelerate_map.py parse_devices.py partition.py pictures.py) \
+	$(addprefix tests/model_parallel/test_,accelerate_map.py parse_devices.py partition.py) \
 	tests/runner/test_log_processor.py
 # What the first part of test-t20 runs on PyTorch 1.10 already, on cards and beside them on the CPU,
 # or what looks at MMEngine and vendors' packages alone.
@@ -203,7 +203,6 @@ docs-pictures: install install-xla  ## Draw and record the pictures of the docs 
 	$(BIN)/python docs/record_terminal.py
 	$(ON_XLA) $(BIN_XLA)/python docs/record_training.py
 	$(BIN_XLA)/python docs/record_guard.py
-	$(BIN)/mmdevplug plan configs/llama_lora/llama_lora.py --devices cuda:0-2 --training --png docs/images/plan.png
 
 docs-tables: install  ## Write the pages that are made from the source
 	for page in options_page cli_page patch_table; do $(BIN)/python docs/$$page.py || exit 1; done

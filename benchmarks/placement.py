@@ -29,7 +29,6 @@ from torch import nn
 
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import DevicePlan, module_sizes, plan
-from mmdevplug.model_parallel.accelerate_map import accelerate_map
 from mmdevplug.model_parallel.blocks import find_units, group_units, order_units, shared_names
 from mmdevplug.model_parallel.device_plan import balance_score, imbalance
 from mmdevplug.model_parallel.partition import Partition
@@ -100,8 +99,6 @@ def times(count: int = 1000) -> List[Dict[str, Any]]:
     """Planning a long chain."""
     model = chain(count)
     sizes = block_sizes(model)
-    whole = WholeModules(model)
-    units = find_units(model, whole)
     rows = []
     # What was built before is not to be collected on the way.
     gc.collect()
@@ -116,7 +113,7 @@ def times(count: int = 1000) -> List[Dict[str, Any]]:
                 search=median_ms(search.best),
                 plan=median_ms(functools.partial(plan, model, names, max_memory=memory)),
                 accelerate=median_ms(
-                    functools.partial(accelerate_map, model, names, limits, whole.classes, units)
+                    functools.partial(plan, model, names, 'auto', memory, force_balance=False)
                 ),
             )
             rows.append(dict(found, devices=devices, equal=equal))

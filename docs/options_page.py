@@ -97,8 +97,6 @@ arguments of that hook. See [resuming](resuming.md).""",
             'model_parallel.enable': '模型是否分到多个设备上；`None` 由设备与训练所需内存决定。',
             'model_parallel.devices': "每个进程使用多少个设备，或设备名称，如 `'cuda:0-3'`；"
             '`None` 表示全部。',
-            'model_parallel.auto_rule': '`enable` 为 `None` 时的依据：训练所需的内存，'
-            '或仅凭设备数量。',
             'model_parallel.strategy': '计划的做法：最优的连续划分；HF accelerate '
             '的映射（足够均衡时）；或 accelerate 的映射。',
             'model_parallel.max_memory': "计划在每个设备上可用的内存，如 `{'cuda:0': '10GB'}`；"
@@ -106,13 +104,11 @@ arguments of that hook. See [resuming](resuming.md).""",
             'model_parallel.no_split': '保持在同一设备上的类或模块；`None` 表示自动查找。',
             'model_parallel.balance_threshold': '不均衡度高于该值的计划视为不均衡。',
             'model_parallel.force_balance': '计划不均衡时的做法：`None`：警告，'
-            '有设备分不到任何部分时报错；`True`：一律报错；`False`：可以不用某个设备。'
-            "报错之前，`'auto'` 先由 `'balanced'` 代替。",
+            '有设备分不到任何部分时报错；`True`：一律报错；`False`：可以不用某个设备。',
             'model_parallel.exclude_cpu': '主机是否不参与计算；`False` '
             '表示由主机承担设备容纳不下的部分。',
             'model_parallel.precision': '冻结权重与前向传播的精度；被训练的权重保持不变。`None` '
             '表示一切不变。',
-            'model_parallel.num_microbatches': '一个批分成的份数，各份依次通过各设备。',
             'model_parallel.guard': '`DeviceGuard` 对混用设备的操作的做法：移动操作数、'
             '警告或停止；`None` 表示不使用。',
             'model_parallel.check_r_consistency': 'LoRA 适配器的秩不一致时是否警告。',

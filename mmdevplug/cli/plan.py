@@ -10,7 +10,6 @@ from rich.console import Console
 from mmdevplug.checks.versions import explain_import
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import STRATEGIES, DevicePlan
-from mmdevplug.model_parallel.draw_plan import save_png
 from mmdevplug.model_parallel.make_plan import make_plan
 from mmdevplug.model_parallel.meta_build import build_from_file
 from mmdevplug.model_parallel.parse_devices import parse_devices, parse_max_memory
@@ -23,7 +22,6 @@ from .arguments import Parser
 from .common import load_file
 
 DEFAULT_OPTIMIZER = 'adamw'
-KINDS = ('json', 'png')
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -63,8 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         f'{DEFAULT_OPTIMIZER})',
     )
     parser.add_argument('--dtype', help='what the weights will be cast to, e.g. bfloat16')
-    for kind in KINDS:
-        parser.add_argument(f'--{kind}', help=f'a file for the plan as {kind.upper()}')
+    parser.add_argument('--json', help='a file for the plan as JSON')
     return parser
 
 
@@ -74,16 +71,13 @@ def main(argv: Optional[List[str]] = None) -> None:
     # Wrong devices, memory and files are refused before a model is built.
     devices = parse_devices(args.devices, exclude_cpu=not args.allow_cpu)
     parse_max_memory(args.max_memory, devices)
-    for kind in KINDS:
-        if getattr(args, kind) is not None:
-            check_writable(getattr(args, kind), f'--{kind}')
+    if args.json is not None:
+        check_writable(args.json, '--json')
     with show_progress(f'planning {args.model}'):
         made = _plan(args)
     Console().print(made)
     if args.json is not None:
         write_text(json.dumps(made.to_dict(), indent=1), args.json)
-    if args.png is not None:
-        save_png(made, args.png)
 
 
 def _plan(args: argparse.Namespace) -> DevicePlan:

@@ -5,7 +5,7 @@ from typing import Any, Dict, Mapping, Optional, Union
 
 from mmdevplug.errors import PlacementError
 
-from .fields import FLAG, Options, choice, flag, option, refuse_unknown, whole
+from .fields import FLAG, Options, choice, flag, option, refuse_unknown
 
 #: Policies of :class:`mmdevplug.device_guard.DeviceGuard`.
 GUARD_POLICIES = ('error', 'warn', 'move')
@@ -30,7 +30,7 @@ _CHOICES = {'use_balanced_device_map': 'balanced', 'use_dynamic_device_map': 'dy
 class ModelParallelOptions(Options):
     """How a model is to be spread over devices, parsed and checked by :meth:`from_config`.
 
-    What depends on the devices that are there (``enable``, ``devices``, ``auto_rule``,
+    What depends on the devices that are there (``enable``, ``devices``,
     ``max_memory``) is checked by
     :func:`mmdevplug.model_parallel.choose_devices.resolve_strategy`, and what depends on the
     model by :func:`mmdevplug.model_parallel.plan`.
@@ -48,12 +48,6 @@ class ModelParallelOptions(Options):
         None,
         "How many devices each process takes, or their names, e.g. `'cuda:0-3'`; `None` for all.",
         accepts='None, int, str, list',
-    )
-    auto_rule: str = option(
-        'memory',
-        'What decides where `enable` is `None`: the memory that training needs, or the '
-        'number of devices alone.',
-        accepts="'memory', 'count'",
     )
     strategy: str = option(
         'balanced',
@@ -78,8 +72,7 @@ class ModelParallelOptions(Options):
     force_balance: Optional[bool] = option(
         None,
         'What follows from an uneven plan: `None`: a warning, and an error if a device gets '
-        'nothing; `True`: always an error; `False`: a device may be left out. Before an error '
-        "`'auto'` is replaced by `'balanced'`.",
+        'nothing; `True`: always an error; `False`: a device may be left out.',
         check=FLAG.or_none(),
         read=lambda value, key: bool(value) if value in (0, 1) else value,
     )
@@ -91,11 +84,6 @@ class ModelParallelOptions(Options):
         'Precision of frozen weights and of forward passes; weights that are trained stay '
         'as they are. `None` leaves everything as it is.',
         check=choice(*filter(None, PRECISIONS)).or_none(' to leave everything as it is'),
-    )
-    num_microbatches: int = option(
-        1,
-        'Parts of a batch that follow each other through the devices.',
-        check=whole(1).named('a whole number, 1 (no micro-batches) or more'),
     )
     guard: Optional[str] = option(
         'move',

@@ -22,7 +22,6 @@ from .dispatch import dispatch
 from .lora_check import check_r_consistency
 from .make_plan import make_plan
 from .meta_build import build_without_memory
-from .microbatches import split_batches
 from .sizes import state_factor
 
 #: AdamW's, where the optimizer of a config cannot be tried alone.
@@ -96,7 +95,6 @@ class Parallelism:
             devices=options.devices,
             env=env,
             memory_needed=needed,
-            auto_rule=options.auto_rule,
             exclude_cpu=options.exclude_cpu,
         )
 
@@ -135,7 +133,7 @@ class Parallelism:
                 self.plan = self._plan(model, context.accelerator)
             dispatch(model, self.plan)
         compute_in(model, options.precision, context.accelerator)
-        return split_batches(model, options.num_microbatches)
+        return model
 
     def guard(self, model: nn.Module) -> nn.Module:
         """Run the steps of a model that is spread over devices, wrapped or not, under a guard."""

@@ -59,7 +59,6 @@ def resolve_strategy(
     env: Optional[LaunchEnv] = None,
     launcher: str = 'none',
     memory_needed: Optional[int] = None,
-    auto_rule: str = 'memory',
     exclude_cpu: bool = True,
 ) -> TrainingStrategy:
     """Decide how to train.
@@ -81,9 +80,6 @@ def resolve_strategy(
             to ``'none'``: it is recognized.
         memory_needed (int, optional): Bytes that training needs on one device, without
             activations. Defaults to None: unknown.
-        auto_rule (str): What decides where ``use_model_parallel`` is None: ``'memory'``, or
-            ``'count'``, on with two or more devices whatever the model needs. Defaults to
-            ``'memory'``.
         exclude_cpu (bool): Whether the host may hold nothing. If False, one device is enough for
             True, and ``devices`` may name ``'cpu'``. Defaults to True.
 
@@ -104,11 +100,6 @@ def resolve_strategy(
             f'model_parallel.enable={use_model_parallel!r}: expected True, False or None (decide '
             f'by what is present); on the command line --model-parallel true, false or auto.'
         )
-    if auto_rule not in ('memory', 'count'):
-        raise PlacementError(
-            f"model_parallel.auto_rule={auto_rule!r}: expected 'memory' (one device if the model "
-            f"fits it with room to spare) or 'count' (several if there are two or more)."
-        )
     chosen = choose_accelerator(accelerator).accelerator
     choice = _Choice(chosen, _place(launcher) if env is None else env, devices, exclude_cpu)
     if use_model_parallel is False:
@@ -122,8 +113,6 @@ def resolve_strategy(
         return choice.one_device(f'model_parallel.enable=None and {why_no_more}')
     memory_available = chosen.memory_total(mine[0])
     why = f'model_parallel.enable=None, {len(mine)} devices for each process'
-    if auto_rule == 'count':
-        return choice.spread(mine, f"{why}, auto_rule='count'")
     if memory_needed is None or memory_available is None:
         unknown = 'what the model needs' if memory_needed is None else 'the memory of a device'
         why += f'; {unknown} {MEMORY_UNKNOWN}'

@@ -27,18 +27,6 @@ def idle_devices(plan: DevicePlan) -> List[str]:
     ]
 
 
-def fullest(plan: DevicePlan) -> str:
-    """The device with the largest load relative to its share."""
-    return max(plan.ideals, key=lambda name: plan.loads[name] / (plan.ideals[name] or 1))
-
-
-def describe_load(plan: DevicePlan, name: str) -> str:
-    """Name a device, its load and its share."""
-    load, ideal = plan.loads[name], plan.ideals[name]
-    share = f' ({load / ideal:.1%} of its share)' if ideal else ''
-    return f'{name} {format_bytes(load)}{share}'
-
-
 def describe_unevenness(
     plan: DevicePlan, groups: Sequence[Group], threshold: float, is_best: bool
 ) -> str:
@@ -54,7 +42,11 @@ def describe_unevenness(
     if len(names) > LISTED:
         names.sort(key=lambda name: -plan.loads[name] / (plan.ideals[name] or 1))
         names[LISTED // 2 : -LISTED // 2] = []
-    loads = ', '.join(describe_load(plan, name) for name in names)
+    loads = ', '.join(
+        f'{name} {format_bytes(plan.loads[name])}'
+        + (f' ({plan.loads[name] / ideal:.1%} of its share)' if ideal else '')
+        for name, ideal in ((name, plan.ideals[name]) for name in names)
+    )
     empty = [name for name in idle if not plan.loads[name]]
     little = [name for name in idle if plan.loads[name]]
     parts = [

@@ -1,5 +1,6 @@
 """Make a plan of which device holds which part of a model, by one of three methods."""
 
+import logging
 from functools import wraps
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
@@ -7,13 +8,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mmdevplug.errors import PlacementError
+from mmdevplug.errors import PlacementError, first_line
 from mmdevplug.utils.logs import log_warning
 
-from .accelerate_map import accelerate_map
 from .blocks import Unit, find_units, group_units, order_units, shared_names
 from .device_plan import WARNING, DevicePlan, PlannedBlock, signature_of
-from .evenness import describe_load, describe_unevenness, fullest, idle_devices
+from .evenness import describe_unevenness, idle_devices
 from .fitting import fit
 from .parse_devices import Devices, Size, parse_devices, parse_max_memory
 from .sizes import as_dtype, measure
@@ -21,8 +21,8 @@ from .unsplittable import WholeModules
 from .walk_modules import named_tensors, nearest, prefixes
 
 STRATEGIES = ('auto', 'balanced', 'dynamic')
-#: The reduction of the largest load from which ``'dynamic'`` replaces a map that is even enough.
-WORTH_REBALANCING = 0.03
+#: For accelerate, where a device has no limit.
+_PLENTY = 2**60
 
 
 def make_plan(
@@ -47,18 +47,17 @@ def make_plan(
     Args:
         model (nn.Module): Any, on any device, also the meta device. It is not changed.
         devices (str, int or list): ``'cuda:0-3'``, a list, or a number of ``device_type``.
-        strategy (str): ``'auto'`` is HF accelerate's map; ``'balanced'`` the best contiguous
-            split in order of execution; ``'dynamic'`` the first unless its imbalance is above the
-            threshold, or the second makes the largest load smaller by 3 % or more.
+        strategy (str): ``'auto'`` is HF accelerate's ``infer_auto_device_map``; ``'balanced'`` the
+            best contiguous split in order of execution; ``'dynamic'`` the first where it is even
+            enough, else the second.
         max_memory (dict or str, optional): Bytes, or figures as ``'10GB'``, of devices or their
             indices. Devices get loads in proportion. Defaults to None: equal devices.
         no_split (Iterable[str], optional): Classes or modules that must stay whole, besides those
             that are found (see :class:`WholeModules`).
         balance_threshold (float): Imbalance, 0 to 1, above which a plan is uneven.
         force_balance (bool, optional): None: every device has to hold something, and an uneven
-            plan is warned of. True: an uneven plan is refused. Both replace a map of ``'auto'``
-            that they do not allow by the best split. False: a device that is too small or not
-            needed may be left out. Defaults to None.
+            plan is warned of. True: an uneven plan is refused. False: a device that is too small
+            or not needed may be left out. Defaults to None.
         exclude_cpu (bool): If False, the host takes, last, what the devices cannot hold.
         dtype (torch.dtype or str, optional): What floating tensors will be cast to.
         training (bool): Whether to count gradients and the state of the optimizer.
@@ -147,18 +146,8 @@ class _Job:
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
 
     def auto(self) -> DevicePlan:
-        """HF accelerate's map, or the best split where ``force_balance`` does not allow it."""
-        made = self._accelerate()
-        uneven = self.force_balance and made.imbalance > self.threshold
-        if len(self.devices) == 1 or not (uneven or self._has_idle(made)):
-            return made
-        return self._better(made, 'which force_balance does not allow; trying balanced.')
-
-    def _accelerate(self) -> DevicePlan:
-        """HF accelerate's map."""
-        found = accelerate_map(
-            self.model, self.devices, self.limits, self.whole.classes, self.units, self.dtype
-        )
+        """HF accelerate's map, which knows classes that must not be split and weighs weights."""
+        found = self._infer()
         known = {unit.name: nearest(unit.name, found) for unit in self.units}
         split = next((name for name, covered_by in known.items() if covered_by is None), None)
         if split is not None:
@@ -182,6 +171,52 @@ class _Job:
         made.steps.append(f'HF accelerate: imbalance {made.imbalance:.3f}.')
         return made
 
+    def _infer(self) -> Dict[str, str]:
+        """Call ``infer_auto_device_map``, and place what it leaves out."""
+        try:
+            from accelerate.utils import get_balanced_memory, infer_auto_device_map
+        except ImportError as error:
+            raise PlacementError(
+                f'strategy "auto" needs HF accelerate ({first_line(error)}): pip install '
+                f'accelerate torch=={torch.__version__}, or use strategy "balanced".'
+            ) from error
+        # Indices stand for devices of any type.
+        keys: List[Any] = [name if name == 'cpu' else i for i, name in enumerate(self.devices)]
+        memory = {key: self.limits.get(name, _PLENTY) for key, name in zip(keys, self.devices)}
+        classes = list(self.whole.classes)
+        logger = logging.getLogger('accelerate.utils.modeling')
+        level = logger.level
+        logger.setLevel(logging.ERROR)  # it warns of each device that is not present
+        try:
+            memory = get_balanced_memory(self.model, memory, classes, self.dtype)
+            found = infer_auto_device_map(self.model, memory, classes, self.dtype)
+        except Exception as error:
+            # It asserts, indexes and divides on models it does not expect.
+            raise PlacementError(
+                f'HF accelerate fails on {type(self.model).__name__} with '
+                f'{type(error).__name__}: {first_line(error)}. Use strategy "balanced".'
+            ) from error
+        finally:
+            logger.setLevel(level)
+        left = [name or 'the whole model' for name, key in found.items() if key not in keys]
+        if left:
+            raise PlacementError(
+                f'HF accelerate finds no room on {", ".join(self.devices)} for '
+                f'{", ".join(left[:4])}{" and more" if len(left) > 4 else ""}.'
+            )
+        named = {name: self.devices[keys.index(key)] for name, key in found.items()}
+        for name, _ in self.tensors:  # buffers that a split module holds itself
+            if nearest(name, named) is None:
+                owner = name.rpartition('.')[0]
+                near = [
+                    nearest(unit.name, named)
+                    for unit in self.units
+                    if not owner or unit.name.startswith(f'{owner}.')
+                ]
+                beside = next((each for each in near if each is not None), next(iter(named)))
+                named[name] = named[beside]
+        return named
+
     def balanced(self) -> DevicePlan:
         """The best contiguous split."""
         full = self.force_balance is not False
@@ -198,58 +233,30 @@ class _Job:
         return made
 
     def dynamic(self) -> DevicePlan:
-        """HF accelerate's map if it is even and hardly worse, else the best split."""
-        if len(self.devices) == 1:
-            made = self.balanced()
-            made.steps.insert(0, f'{self.devices[0]} is the only device: nothing to balance.')
-            return made
+        """HF accelerate's map where it is even enough, else the best split."""
         try:
-            first = self._accelerate()
+            first = self.auto()
         except PlacementError as error:
             made = self.balanced()
-            made.steps.insert(0, f'auto failed: {error}')
-            made.steps.append('balanced is used.')
+            made.steps[:] = [f'auto failed: {error}', *made.steps, 'balanced is used.']
             return made
-        side = 'above' if first.imbalance > self.threshold else 'within'
-        return self._better(
-            first, f'that is {side} the threshold {self.threshold:g}; trying balanced.'
-        )
-
-    def _better(self, first: DevicePlan, why: str) -> DevicePlan:
-        """Return HF accelerate's map or the best split, with the largest loads of both."""
-        first.steps.append(why)
-        has_idle = self._has_idle(first)
+        idle = self.force_balance is not False and idle_devices(first)
+        if first.imbalance <= self.threshold and not idle:
+            first.steps.append(f'that is within the threshold {self.threshold:g}: auto is used.')
+            return first
         try:
             second = self.balanced()
         except PlacementError as error:
-            self._is_best = False
             # What fits on no card may be meant for the host.
-            if has_idle and (self.force_balance or not first.loads.get('cpu')):
+            if idle and (self.force_balance or not first.loads.get('cpu')):
                 raise
             first.steps.append(f'balanced failed, auto is used: {error}')
             return first
-        gain = 1 - second.bottleneck / first.bottleneck if first.bottleneck else 0.0
-        uneven = has_idle or first.imbalance > self.threshold
-        better = has_idle or gain >= (0 if uneven else WORTH_REBALANCING)
-        loads = (
-            f'largest load: auto {describe_load(first, fullest(first))}, balanced '
-            f'{describe_load(second, fullest(second))}, {abs(gain):.1%} '
-            f'{"more" if gain < 0 else "less"};'
-        )
-        if better:
-            last = f'{loads} balanced is used.'
-        else:
-            small = '' if gain < 0 else f', because less than {WORTH_REBALANCING:.0%} is gained'
-            last = f'{loads} auto is used{small}.'
-        chosen = second if better else first
+        self._is_best = True
         # Both name what was opened.
-        chosen.steps[:] = dict.fromkeys([*first.steps, *second.steps, last])
-        self._is_best = better
-        return chosen
-
-    def _has_idle(self, made: DevicePlan) -> bool:
-        """Whether a device gets nothing or nearly nothing and has to get something."""
-        return self.force_balance is not False and bool(idle_devices(made))
+        steps = [*first.steps, *second.steps, 'auto is not even enough: balanced is used.']
+        second.steps[:] = dict.fromkeys(steps)
+        return second
 
     def checked(self, made: DevicePlan) -> DevicePlan:
         """Refuse an uneven plan, or add a warning to its steps."""

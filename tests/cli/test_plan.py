@@ -48,13 +48,12 @@ def test_all_options(llama, tmp_path):
     made = planned(
         tmp_path, llama, '--devices', 'cuda:0-1', '--max-memory', 'cuda:0=20kb,cuda:1=400KB',
         '--strategy', 'balanced', '--dtype', 'bfloat16', '--no-split', 'LlamaMLP,lm_head',
-        '--no-force-balance', '--allow-cpu', '--png', str(tmp_path / 'a.png'),
+        '--no-force-balance', '--allow-cpu',
         '--balance-threshold', '0.2',
     )  # fmt: skip
     assert made.capacities == {'cuda:0': 2500, 'cuda:1': 400_000}
     assert made.loads['cuda:0'] == 0
     assert made.devices[-1] == 'cpu'
-    assert (tmp_path / 'a.png').stat().st_size > 1000
 
 
 def test_a_config_and_its_optimizer(tmp_path):
@@ -85,7 +84,7 @@ def test_a_config_of_mmsegmentation(tmp_path):
         (['--devices', 'cuda:0,cuda:0'], 'more than once'),
         (['--devices', 'cuda:0-1', '--max-memory', '0=1KB,1=1KB'], 'needs'),
         (['--devices', 'cuda:0-6', '--force-balance'], 'force_balance=True refuses a plan'),
-        (['--devices', 'cuda:0-9', '--strategy', 'auto'], 'cuda:9 would stay empty'),
+        (['--devices', 'cuda:0-9', '--strategy', 'dynamic'], 'cuda:9 would stay empty'),
         (['--devices', 'cuda:0-1', '--max-memory', '7=1KB'], 'none of the devices'),
         (['--devices', 'cuda:0-1', '--strategy', 'best'], "strategy='best'"),
         (['--devices', 'cuda:0-1', '--json', 'no/such/folder/a.json'], 'cannot be written'),

@@ -61,8 +61,6 @@ def test_flags(value, held):
         (dict(precision='int8'), "'float16', or None to leave everything as it is."),
         (dict(guard='ignore'), "guard='ignore'"),
         (dict(guard='ignore'), "'error', 'warn' or 'move', or None for no guard."),
-        (dict(num_microbatches=0), 'num_microbatches=0'),
-        (dict(num_microbatches=True), 'num_microbatches=True'),
         (dict(force_balance='yes'), "force_balance='yes'"),
         (dict(use_balanced_device_map=True, use_dynamic_device_map=True), 'contradict'),
         (dict(device_map_strategy='auto', use_dynamic_device_map=True), 'contradict'),

@@ -109,7 +109,6 @@ def test_none_takes_one_device_where_the_model_fits_with_room(needed, kind):
     assert found.kind == kind
     assert '4.00 GiB' in found.reason
     assert '8.00 GiB' in found.reason
-    assert resolve(None, memory_needed=needed, auto_rule='count').kind == 'model_parallel'
 
 
 def test_none_counts_devices_where_nothing_is_known():
@@ -178,11 +177,6 @@ def test_devices_that_do_not_divide():
 def test_enable_is_true_false_or_none(enable):
     with pytest.raises(PlacementError, match=f'model_parallel.enable={enable!r}'):
         resolve(enable)
-
-
-def test_auto_rule_has_two_values():
-    with pytest.raises(PlacementError, match="auto_rule='size'"):
-        resolve(None, auto_rule='size')
 
 
 def without_launcher(drop=(), start_group=False):

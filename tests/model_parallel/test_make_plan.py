@@ -126,18 +126,15 @@ def test_the_cut_with_the_least_traffic_among_equals():
 
 def test_dynamic_keeps_what_is_even_enough():
     model = many(50, 200)
-    made = plan(model, 'xla:0-1', 'dynamic')
-    auto, balanced = plan(model, 'xla:0-1', 'auto'), plan(model, 'xla:0-1')
-    assert 1 >= balanced.bottleneck / auto.bottleneck > 0.97
+    made, auto = plan(model, 'xla:0-1', 'dynamic'), plan(model, 'xla:0-1', 'auto')
     assert made.strategy == 'dynamic'
     assert made.device_map == auto.device_map
-    assert 'that is within the threshold 0.3; trying balanced.' in made.steps
-    assert made.steps[-1].endswith('auto is used, because less than 3% is gained.')
+    assert made.steps[-1] == 'that is within the threshold 0.3: auto is used.'
 
 
 @pytest.mark.skipif(not can_build_on_meta(), reason='the model would take 32 GB of memory')
-@pytest.mark.parametrize('threshold', [0.3, 0.2, 0.1])
-def test_dynamic_makes_the_largest_load_of_llama_8b_smaller(threshold):
+@pytest.mark.parametrize(('threshold', 'largest'), [(0.3, 5.85), (0.1, 5.41)])
+def test_dynamic_evens_llama_8b_where_the_threshold_asks_for_it(threshold, largest):
     sizes = dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336)
     config = LlamaConfig(
         **sizes, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
@@ -145,9 +142,7 @@ def test_dynamic_makes_the_largest_load_of_llama_8b_smaller(threshold):
     with without_memory():
         model = AutoModelForCausalLM.from_config(config)
     made = plan(model, 'cuda:0-2', 'dynamic', dtype='bfloat16', balance_threshold=threshold)
-    assert max(made.loads.values()) / 1e9 == pytest.approx(5.41, abs=0.005)
-    assert 'auto cuda:2 5.45 GiB (109.3% of its share)' in made.steps[-1]
-    assert 'balanced cuda:2 5.04 GiB (101.1% of its share), 7.5% less; balanced' in made.steps[-1]
+    assert max(made.loads.values()) / 1e9 == pytest.approx(largest, abs=0.005)
 
 
 def test_dynamic_balances_what_is_not():
@@ -158,8 +153,7 @@ def test_dynamic_balances_what_is_not():
     assert made.device_map == balanced.device_map
     words = ' '.join(made.steps)
     assert f'imbalance {auto.imbalance:.3f}' in words
-    assert 'above the threshold 0.3; trying balanced.' in words
-    assert made.steps[-1].endswith('less; balanced is used.')
+    assert made.steps[-1] == 'auto is not even enough: balanced is used.'
 
 
 def test_dynamic_balances_where_auto_fails():
@@ -212,7 +206,7 @@ def many(widths, count):
     return nn.Sequential(*(nn.Linear(widths, 1, bias=False) for _ in range(count)))
 
 
-@pytest.mark.parametrize('strategy', ['auto', 'balanced', 'dynamic'])
+@pytest.mark.parametrize('strategy', ['balanced', 'dynamic'])
 def test_a_device_that_gets_nearly_nothing_is_warned_of_or_refused(strategy):
     model = layers(2, 100_000, 2000)
     told = (
@@ -245,34 +239,21 @@ def test_a_warning_is_logged():
     assert made.warning.startswith('The plan of Sequential is uneven: imbalance 0.905 is above')
 
 
-@pytest.mark.parametrize('force', [None, True])
-def test_auto_leaves_no_device_empty(force):
+def test_auto_is_the_map_of_accelerate_or_refused():
     model = layers(1000, 1000, 1000)
-    theirs = plan(model, 'cuda:0-2', 'auto', force_balance=False)
-    assert loads(theirs) == [1000, 2000, 0]
-    assert 'cuda:2 would get nothing and imbalance 1.000' in theirs.warning
-    made = plan(model, 'cuda:0-2', 'auto', force_balance=force)
+    for force in (False, None):
+        theirs = plan(model, 'cuda:0-2', 'auto', force_balance=force)
+        assert loads(theirs) == [1000, 2000, 0]
+        assert 'cuda:2 would get nothing and imbalance 1.000' in theirs.warning
+        assert "Take strategy='balanced' or 'dynamic', or fewer devices." in theirs.warning
+    with pytest.raises(PlacementError, match='force_balance=True refuses a plan that is uneven'):
+        plan(model, 'cuda:0-2', 'auto', force_balance=True)
+    made = plan(model, 'cuda:0-2', 'dynamic')
     assert loads(made) == [1000, 1000, 1000]
-    assert 'HF accelerate: imbalance 1.000.' in made.steps
-    assert made.steps[-1].endswith('50.0% less; balanced is used.')
     assert not made.warning
-    for strategy in ('auto', 'dynamic', 'balanced'):
+    for strategy in ('dynamic', 'balanced'):
         with pytest.raises(PlacementError, match='2 blocks for 4 devices: cuda:2, cuda:3 would'):
-            plan(layers(5, 5), 'cuda:0-3', strategy, force_balance=force)
-
-
-def test_auto_is_replaced_only_where_it_must_be():
-    model = make('mmdet')
-    theirs = plan(model, 'xla:0-2', 'auto', force_balance=False)
-    assert theirs.imbalance > 0.3
-    assert min(theirs.loads.values())
-    kept = plan(model, 'xla:0-2', 'auto')
-    assert kept.device_map == theirs.device_map
-    assert "Take strategy='balanced' or 'dynamic', or fewer devices." in kept.warning
-    forced = plan(model, 'xla:0-2', 'auto', force_balance=True)
-    assert forced.device_map == plan(model, 'xla:0-2').device_map
-    even = plan(model, 'xla:0-2', 'auto', force_balance=True, balance_threshold=1)
-    assert even.device_map == theirs.device_map
+            plan(layers(5, 5), 'cuda:0-3', strategy)
 
 
 def test_an_uneven_plan_of_many_devices_names_the_extremes():

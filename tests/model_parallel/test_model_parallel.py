@@ -134,14 +134,6 @@ def test_frozen_weights_are_kept_in_the_precision_that_is_computed_in(tmp_path):
     assert half['losses'] != one['losses']
 
 
-# micro-batches ----------------------------------------------------------------------------------
-
-
-def test_micro_batches(tmp_path):
-    for parts in (2, 3):
-        compare('llama', tmp_path / str(parts), (2,), parallel=dict(num_microbatches=parts))
-
-
 # data parallel over groups of devices ------------------------------------------------------------
 
 

@@ -96,7 +96,9 @@ def check(model, made, options):
     for name, module in model.named_modules():
         if (name, module) in whole and (made.strategy == 'balanced' or name):
             made.device_of(name)
-    if options['force_balance'] is not False:
+    # Accelerate's own map may leave a device empty, of which a warning tells.
+    is_auto = options['strategy'] == 'auto'
+    if options['force_balance'] or (options['force_balance'] is None and not is_auto):
         assert all(made.loads[name] or name == 'cpu' for name in made.devices)
     uneven = len(made.ideals) > 1 and made.imbalance > options['balance_threshold']
     assert bool(made.warning) >= uneven

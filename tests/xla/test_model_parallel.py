@@ -89,10 +89,6 @@ def test_clipping_accumulation_and_ema_and_what_they_cost(tmp_path):
     assert max(executions) <= 10
 
 
-def test_micro_batches(tmp_path):
-    compare('llama', tmp_path, (2,), parallel=dict(num_microbatches=2))
-
-
 def train_on_t20(work_dir):
     """On stand-ins of the vendor's cards, which are lazy devices of another package."""
     sys.path.insert(0, str(ROOT / 'tests' / 'standins' / 't20'))
