@@ -29,7 +29,7 @@ from mmdevplug.utils.loops import length_of, loader_of, loaders_of
 from .resumable_loader import build_sampler, sampler_of
 
 #: At most this number of indices of a sampler, and of entries of a list, is compared.
-MOST_INDICES, MOST_ENTRIES = 500, 20_000
+MOST_INDICES, MOST_ENTRIES = 500, 5000
 _PLAIN = (str, bytes, int, float, tuple, list, dict)
 #: Reading from these leaves them as they are.
 _WITHOUT_STATE = (DefaultSampler, DistributedSampler, SequentialSampler)
@@ -53,6 +53,7 @@ def compare_data(runner: AnyRunner) -> None:
             by_iteration = isinstance(loop, IterBasedTrainLoop)
             name = f'{kind}_dataloader{f"[{index}]" if index else ""}'
             mine[name] = _facts(runner, loader, config, by_iteration)
+            mine[name]['metric'] = kind != 'train'
     for name, message, wrong in decide_together('comparing the data', mine, _judge):
         if not wrong or name.startswith('train'):
             log_warning(f'{name}: {message}')
@@ -116,11 +117,12 @@ def _lists(dataset: Any, depth: int = 3) -> Iterator[Tuple[str, List[Any]]]:
         first = entries[:3]
         if name == 'data_address' and isinstance(dataset, BaseDataset):
             ends = value[:MOST_ENTRIES].tolist()
-            data = memoryview(dataset.data_bytes)
-            entries = [bytes(data[a:b]) for a, b in zip([0, *ends], ends)]
+            packed = memoryview(dataset.data_bytes)
+            entries = [bytes(packed[a:b]) for a, b in zip([0, *ends], ends)]
             first = list(map(pickle.loads, entries[:3]))
         if name != 'data_bytes' and len(entries) > 1:
-            digests = [zlib.crc32(repr(each).encode()) for each in entries]
+            data = (e if isinstance(e, bytes) else repr(e).encode() for e in entries)
+            digests = list(map(zlib.crc32, data))
             whole = len(entries) == min(length_of(dataset) or 0, MOST_ENTRIES)
             order = zlib.crc32(repr(digests).encode())
             # Hosts may keep the same files in different folders.
@@ -200,10 +202,13 @@ def _describe_doubled(facts: List[Dict[str, Any]]) -> Optional[str]:
     pair = _equal_pair([sorted(each) for each in sets])
     if pair is not None:
         return f'{sampler} gives ranks {pair[0]} and {pair[1]} the same samples'
-    whole = all((each['count'] or 0) >= size > first['batch'] for each in facts)
+    # Not more: a sampler may count frames of videos.
+    whole = all(each['count'] == size > first['batch'] for each in facts)
     repeats = any(len(one) < len(each) for one, each in zip(sets, drawn))
     shared = sum(map(len, sets)) - len(set().union(*sets))
-    if whole or (not repeats and shared > ranks * first['batch']):
+    # Training may draw what it likes, such as rare classes more often.
+    overlap = first['metric'] and not repeats and shared > ranks * first['batch']
+    if whole or overlap:
         return f'{sampler} gives each rank samples of others, too, of {size} samples in all'
     return None
 
