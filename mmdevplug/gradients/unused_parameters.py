@@ -115,9 +115,10 @@ def naming_parameters(model: nn.Module) -> Iterator[None]:
             if getattr(part, 'sparse', False) is True and part.weight.grad is None
         )
         raise ModelError(
-            f'{listed} got no gradient in this iteration: find_unused_parameters=True cannot fill '
-            f"in a sparse one, with PyTorch's DDP. Set sparse=False for these layers, and take "
-            f'Adam instead of SparseAdam; or freeze or remove what goes unused.'
+            f'a sparse gradient is missing in this iteration, of one or more of {listed}: '
+            f"PyTorch's DDP cannot fill it in, as find_unused_parameters=True does dense ones. "
+            f'Set sparse=False for these layers, and take Adam instead of SparseAdam; or freeze '
+            f'or remove what goes unused.'
         ) from error
 
 
