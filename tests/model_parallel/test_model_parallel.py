@@ -62,7 +62,7 @@ FEATURES = dict(
     clipping=CLIP,
     accumulation=dict(optim_wrapper__accumulative_counts=2),
     ema=dict(custom_hooks=[dict(type='EMAHook', momentum=0.1)]),
-    sync_bn=dict(sync_bn='exact'),
+    sync_bn=dict(sync_bn='auto'),
     adamw=dict(optim_wrapper__optimizer=dict(_delete_=True, type='AdamW', lr=0.01), **CLIP),
     amp_bf16=dict(optim_wrapper__type='AmpOptimWrapper', optim_wrapper__dtype='bfloat16'),
     amp_fp16=dict(optim_wrapper__type='AmpOptimWrapper', optim_wrapper__dtype='float16', **CLIP),
@@ -146,7 +146,7 @@ def test_two_ranks_of_two_devices_each_are_one_device_with_all_the_data(tmp_path
     need(kind)
     options = {}
     if kind == 'segmentor':  # whose statistics are those of all ranks
-        options = dict(sync_bn='exact')
+        options = dict(sync_bn='auto')
     (one,) = run_ranks(train, 0, kind, 'zeta', tmp_path / 'one')
     found = run_ranks(train_two_each, 2, kind, tmp_path / 'two', options)
     for rank, result in enumerate(found):

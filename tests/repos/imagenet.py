@@ -74,7 +74,7 @@ def resnet18(root: Path) -> Recipe:
                 backbone=dict(stem_channels=8, base_channels=8),
                 head=dict(num_classes=len(COLOURS), in_channels=64),
             ),
-            sync_bn='torch',
+            sync_bn='auto',
             optim_wrapper=dict(optimizer=dict(lr=0.02)),
             **_common(root),
         ),

@@ -167,7 +167,7 @@ def test_retinanet(tmp_path, name, ranks):
 
 def spread(name, work_dir):
     # Statistics of all ranks, as one process has them.
-    options = dict(accelerator__backend='auto', sync_bn='exact')
+    options = dict(accelerator__backend='auto', sync_bn='auto')
     return train_spread('classifier', name, work_dir, 2, **options)
 
 

@@ -82,7 +82,7 @@ def ours(recipes):
     deeplab = recipes['deeplabv3plus']
     return dict(
         recipes,
-        deeplabv3plus=with_sync_bn(deeplab, 'exact'),
+        deeplabv3plus=with_sync_bn(deeplab, 'auto'),
         deeplabv3plus_per_rank=with_sync_bn(deeplab, 'per_rank'),
     )
 

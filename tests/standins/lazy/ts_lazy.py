@@ -60,7 +60,7 @@ class TSLazyCompilation(LazyCompilation):
                 f'recorded operations before it at once, and the iteration runs them again, so '
                 f'dropout draws other elements in backward, and batch normalization updates its '
                 f'running statistics twice. Expected: no such operation behind these layers. Set '
-                f"the rate of dropout to 0, sync_bn='exact', or train on another device.",
+                f"the rate of dropout to 0, sync_bn='auto', or train on another device.",
                 stacklevel=2,
             )
 
