@@ -6,6 +6,7 @@ are saved with it. What is no plain value, or too large, is named in a warning o
 
 import copy
 import random
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Set, Tuple
@@ -142,16 +143,18 @@ class PlainState:
                 _put(owner, name, value, False)
 
     def _warn_of(self, left: List[str]) -> None:
-        new = [name for name in left if name not in self._warned]
-        self._warned.update(new)
+        # Objects of one list share a name.
+        named = dict.fromkeys(re.sub(r'\[.*?\]', '[...]', name) for name in left)
+        new = [name for name in named if name not in self._warned]
+        advice = (
+            f' A resumed run begins with what the config builds: keep states in numbers, strings, '
+            f'tensors or containers of these of at most {MOST_BYTES >> 20} MB, or give a hook '
+            f'state_dict() and load_state_dict(); ignore caches.'
+        )
         if new:
-            log_warning(
-                f'Changes while training and is not saved: {", ".join(new)}. A resumed run begins '
-                f'with what the config builds. If it is a state, keep it in numbers, strings, '
-                f'tensors or containers of these of at most {MOST_BYTES >> 20} MB, or give a hook '
-                f'state_dict() and load_state_dict(); ignore this if it is a cache or a switch '
-                f'that is set again.'
-            )
+            said = f'Changes while training and is not saved: {", ".join(new)}.'
+            log_warning(said if self._warned else said + advice)
+        self._warned.update(new)
 
 
 def _owners(runner: AnyRunner) -> Iterator[Owner]:

@@ -27,7 +27,7 @@ from mmdevplug.utils.loops import loader_of, loaders_of
 from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.torch_compat import view_as_dtype
 
-from .writing import PICKLE
+from .writing import save_with_warning
 
 #: The attributes that MMEngine's own hooks change while training; those that are derived from the
 #: runner or the message hub are not listed.
@@ -114,7 +114,7 @@ def gather_packed(value: object) -> List[Tensor]:
     Whoever writes them into a checkpoint need not know how to write deques.
     """
     stream = io.BytesIO()
-    torch.save(value, stream, pickle_module=PICKLE)
+    save_with_warning(value, stream, 'a state of this rank')
     data = to_tensor(stream.getvalue())
     return [data] if get_world_size() == 1 else gather_bytes(data, call_tag='states')
 

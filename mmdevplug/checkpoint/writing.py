@@ -9,17 +9,20 @@ import shutil
 from collections import defaultdict, deque
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, BinaryIO, Callable, Dict, Iterator, Optional
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
+from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Set
 
+import numpy as np
 import torch
 from mmengine.fileio import LocalBackend, get_file_backend, join_path
 from mmengine.runner.checkpoint import save_checkpoint
 
 from mmdevplug.errors import CheckpointError, first_line
+from mmdevplug.patches.torch_load import refused_names
 from mmdevplug.utils import atomic_files
 from mmdevplug.utils.atomic_files import UNFINISHED, PathLike
 from mmdevplug.utils.byte_sizes import format_bytes
+from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.progress import log_progress
 from mmdevplug.utils.pytree import tensor_bytes, tensors_in
 
@@ -68,7 +71,7 @@ def write_checkpoint(
         # Straight into the file: MMEngine makes two copies of all of it in memory before.
         with open(str(unfinished), 'wb') as file:
             held = _HoldingErrors(file)
-            torch.save(checkpoint, held, pickle_module=PICKLE)
+            save_with_warning(checkpoint, held, path)
         if held.error is not None:
             raise held.error
 
@@ -84,8 +87,42 @@ class _Pickler(pickle.Pickler):
     dispatch_table[defaultdict] = lambda value: (defaultdict, (value.default_factory, dict(value)))
 
 
-#: The module pickle with it, for ``torch.save``.
-PICKLE = SimpleNamespace(**dict(vars(pickle), Pickler=_Pickler))
+def save_with_warning(value: Any, file: Any, path: str) -> None:
+    """Call ``torch.save``, and name what ``weights_only`` would refuse when the file is read."""
+    named: List[Any] = []
+
+    class Pickler(_Pickler):
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, (type, FunctionType, BuiltinFunctionType, np.dtype)):
+                named.append(value)  # once each: the memo has it from then on
+            return NotImplemented
+
+    torch.save(value, file, pickle_module=SimpleNamespace(**dict(vars(pickle), Pickler=Pickler)))
+    for each in refused_names(named):
+        name = f'{each.__module__}.{each.__qualname__}'
+        log_warning(
+            f'{path} cannot be resumed from: {_place_of(each, value) or "an object"} needs '
+            f'{name}, which is refused when the file is read. Keep numbers, strings, tensors and '
+            f'containers of these; or trust it: checkpoint_classes=[{name!r}] in the config.'
+        )
+
+
+def _place_of(kind: Any, value: Any, seen: Optional[Set[int]] = None) -> Optional[str]:
+    """Where a nested value holds a class or an object of it, such as ``['meta']['source']``."""
+    seen = set() if seen is None else seen
+    if value is kind or type(value) is kind:
+        return ''
+    if id(value) in seen or isinstance(value, torch.Tensor):
+        return None
+    seen.add(id(value))
+    parts = value if isinstance(value, dict) else getattr(value, '__dict__', {})
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        parts = dict(enumerate(value))
+    for key, part in parts.items():
+        found = _place_of(kind, part, seen)
+        if found is not None:
+            return f'[{key!r}]{found}'
+    return None
 
 
 @functools.lru_cache(maxsize=None)

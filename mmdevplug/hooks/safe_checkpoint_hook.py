@@ -4,11 +4,12 @@ import hashlib
 import io
 import os
 from inspect import Parameter, signature
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Set
 
 import numpy as np
 import torch
 from mmengine.dist import get_world_size, is_main_process
+from mmengine.evaluator import BaseMetric
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop, Runner
@@ -86,6 +87,7 @@ class SafeCheckpointHook(CheckpointHook):
         #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
         self._metrics: Optional[Dict[str, Any]] = None
         self._warned_of_accumulation = False
+        self._warned: Set[str] = set()
 
     def before_run(self, runner: AnyRunner) -> None:
         """Find loaders; refuse options that neither this hook nor ``save_checkpoint`` takes."""
@@ -140,6 +142,14 @@ class SafeCheckpointHook(CheckpointHook):
                 f'train_cfg to train longer.'
             )
         super().before_train(runner)
+        metrics = getattr(getattr(runner.val_loop, 'evaluator', None), 'metrics', [])
+        usual = [
+            one for one in metrics if type(one).evaluate is BaseMetric.evaluate and one.prefix
+        ]
+        starts = tuple(f'{one.prefix}/' for one in usual)
+        for key in self.key_indicators if self.save_best and starts else ():
+            if len(usual) == len(metrics) and not key.startswith(('auto', *starts)):
+                self._warn_of_best(runner, f'{key!r} lacks its prefix, as in {starts[0] + key!r}')
         if self._plain is None:
             self._plain = PlainState(runner)
         loaded, self._loaded = self._loaded, None
@@ -256,18 +266,35 @@ class SafeCheckpointHook(CheckpointHook):
         self._save(runner, CheckpointFile(path, outdated, is_last=True), meta)
 
     def _save_best_checkpoint(self, runner: AnyRunner, metrics: dict) -> None:
-        if not self.save_best:
+        if not self.save_best or self._plain is None:  # which validates alone, without training
             return
         step = runner.epoch if self.by_epoch else runner.iter
         meta = dict(epoch=runner.epoch, iter=runner.iter)
+        rules = self.rules
         if 'auto' in self.key_indicators:
-            self._init_rule(self.rules, [next(iter(metrics))])
+            try:
+                self._init_rule(rules, [next(iter(metrics))])
+            except ValueError as error:
+                self.rules = rules
+                self._warn_of_best(runner, f'{error} Set default_hooks.checkpoint.rule')
+                return
         saved_any = False
         for key, rule in zip(self.key_indicators, self.rules):
-            saved_any |= self._save_if_best(runner, metrics[key], key, rule, step, meta)
+            if key in metrics:
+                saved_any |= self._save_if_best(runner, metrics[key], key, rule, step, meta)
+            else:
+                self._warn_of_best(runner, f'{key!r} is not among {sorted(metrics)}')
         # Once more, so that the newest checkpoint knows of the best score and its file.
         if saved_any and self.last_ckpt is not None:
             self._save_checkpoint_with_step(runner, step, dict(meta))
+
+    def _warn_of_best(self, runner: AnyRunner, why: str) -> None:
+        if why not in self._warned:
+            self._warned.add(why)
+            runner.logger.warning(
+                f'default_hooks.checkpoint.save_best={self.save_best}: {why}. Training goes on '
+                f'without a best checkpoint of it; correct the config and resume.'
+            )
 
     def _save_if_best(
         self, runner: AnyRunner, score: float, key: str, rule: str, step: int, meta: dict

@@ -168,6 +168,20 @@ def safe_loading(filename: str, forced: bool = True) -> Iterator[None]:
         _forced.reset(token)
 
 
+def refused_names(named: Sequence[Any]) -> List[Any]:
+    """Return those classes and functions, and classes of NumPy's types, that are not loaded."""
+    refused = []
+    for each in named:
+        with io.BytesIO() as file:
+            torch.save(each, file)
+            file.seek(0)
+            try:
+                _load_safely(torch.load, file)
+            except pickle.UnpicklingError:
+                refused.append(type(each) if isinstance(each, np.dtype) else each)
+    return refused
+
+
 def last_read() -> str:
     """Return the path or the address of the checkpoint that this context has read last."""
     return _last_read.get()

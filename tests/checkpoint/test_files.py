@@ -7,9 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from mmengine.logging import HistoryBuffer
 
 from mmdevplug.accelerators import get_accelerator
 from mmdevplug.checkpoint import finding, writing
@@ -268,6 +272,38 @@ def test_a_class_that_is_not_allowed_is_named(tmp_path, monkeypatch):
 
 
 # copying ----------------------------------------------------------------------------------------
+
+
+class Noted:
+    """Some object that a hook puts into the message hub."""
+
+
+@pytest.mark.parametrize(
+    ('value', 'name'),
+    [
+        (Path('data'), f'{type(Path()).__module__}.PosixPath'),
+        (dict(a=[Noted()]), f'{__name__}.Noted'),
+        (np.random.RandomState(1), 'numpy.random._pickle.__randomstate_ctor'),
+        (dict(a=deque([1]), b=HistoryBuffer(), c=np.float64(2), d={1}, e=torch.float16), None),
+    ],
+    ids=['path', 'class', 'function', 'loadable'],
+)
+def test_what_could_not_be_loaded_again_is_named_when_it_is_saved(
+    tmp_path, monkeypatch, value, name
+):
+    said = []
+    monkeypatch.setattr(writing, 'log_warning', said.append)
+    path = str(tmp_path / 'epoch_1.pth')
+    write_checkpoint(dict(message_hub=dict(runtime_info=dict(source=value))), path)
+    if name is None:
+        read_checkpoint(path)
+        assert said == []
+        return
+    text = next(line for line in said if repr(name) in line)
+    assert f'checkpoint_classes=[{name!r}]' in text
+    assert "['message_hub']['runtime_info']['source']" in text or name.startswith('numpy')
+    with pytest.raises(CheckpointError, match='refused'):
+        read_checkpoint(path)
 
 
 def test_a_kept_copy_does_not_change_with_the_original():
