@@ -1,13 +1,14 @@
-"""Section *config*: start a training as ``mmdevplug train`` does, and train one step."""
+"""Section *config*: start as ``mmdevplug train`` does, train one step, and validate one."""
 
 import sys
 import tempfile
 import traceback
-from contextlib import nullcontext, redirect_stdout
-from typing import Any, List, NamedTuple
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from typing import Any, Iterator, List, NamedTuple
 
 import torch
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner.loops import _InfiniteDataloaderIterator
 
@@ -20,7 +21,7 @@ from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplace
 from mmdevplug.runner import DeviceRunner
 from mmdevplug.runner.explain_errors import explained
 
-from .findings import Finding, Section
+from .findings import Finding, Section, exit_status
 from .step_devices import ModuleDevices, StepDevices
 
 section = Section('config')
@@ -68,19 +69,13 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
         with StepDevices(runner.model, runner.optim_wrapper) as seen, listing_unused(
             runner.model
         ) as unused:
-            try:
-                with explained(runner, 'train'), guard or nullcontext():
-                    runner.model.train_step(batch, optim_wrapper=runner.optim_wrapper)
-                    runner.device_context.materialize()
+            with _noting(findings, runner, 'train', 'the step'), guard or nullcontext():
+                runner.model.train_step(batch, optim_wrapper=runner.optim_wrapper)
+                runner.device_context.materialize()
                 findings += _unused(unused(), runner)
-            except DevPlugError as error:
-                findings.append(section.error(str(error), _WHY))
-            except Exception as error:
-                # Whatever the model raises is what the user has to see, after the table.
-                traceback.print_exc()
-                said = f'the step fails with {type(error).__name__}: {first_line(error)}'
-                said += describe_place(error, runner.model)
-                findings.append(section.error(said, _WHY))
+        if runner.val_loop is not None and exit_status(findings) == 0:
+            with _noting(findings, runner, 'val', 'the validation step'), guard or nullcontext():
+                findings += _validate(runner)
         sites = guard is not None and guard.sites
         if policy == 'warn' and sites:
             said = 'operations got operands of different devices; see above'
@@ -90,6 +85,50 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
         moved = guard.report() if policy != 'error' and sites else ''
         devices = ', '.join(map(str, runner.device_context.devices))
         return Step(devices, seen.modules(), moved, findings)
+
+
+@contextmanager
+def _noting(
+    findings: List[Finding], runner: DeviceRunner, stage: str, what: str
+) -> Iterator[None]:
+    try:
+        with explained(runner, stage):
+            yield
+    except DevPlugError as error:
+        findings.append(section.error(str(error), _WHY))
+    except Exception as error:
+        # Whatever the model raises is what the user has to see, after the table.
+        traceback.print_exc()
+        said = f'{what} fails with {type(error).__name__}: {first_line(error)}'
+        findings.append(section.error(said + describe_place(error, runner.model), _WHY))
+
+
+class _OneBatch(Hook):
+    """Ends a validation after its first batch."""
+
+    class End(Exception):
+        """Raised then."""
+
+    def after_val_iter(self, *_: object, **__: object) -> None:
+        """End it."""
+        raise self.End
+
+
+def _validate(runner: DeviceRunner) -> List[Finding]:
+    """Validate one batch, without hooks; the metrics of one batch may fail where all would not."""
+    loop, runner._hooks = runner.val_loop, [_OneBatch()]
+    try:
+        loop.run()
+    except _OneBatch.End:
+        runner.device_context.materialize()
+    evaluator = getattr(loop, 'evaluator', None)
+    try:
+        if evaluator is not None:
+            evaluator.evaluate(len(loop.dataloader.dataset))
+    except Exception as error:
+        said = f'the metrics of one batch fail with {type(error).__name__}: {first_line(error)}'
+        return [section.warning(said, 'some need all batches; if not, validation ends there.')]
+    return [section.ok('one validation step')]
 
 
 def _check_runner(runner: Any) -> None:
