@@ -5,6 +5,7 @@ MMEngine's. PyTorch's ``weights_only`` loader refuses classes that are not allow
 MMEngine 0.10 allows none, so resuming fails with PyTorch 2.6 and later.
 """
 
+import io
 import os
 import pickle
 import re

@@ -171,6 +171,28 @@ def test_data_without_a_batch(tmp_path, loop):
     assert 'batch_size=64 and drop_last=True' in err
 
 
+def test_a_validation_that_fails_is_an_error(tmp_path):
+    config = tmp_path / 'wrong.py'
+    config.write_text(
+        f'_base_ = [{str(ROOT / "configs/digits/digits_cpu.py")!r}]\n'
+        "val_dataloader = dict(dataset=dict(metainfo=dict(classes=['a'])))\n"
+        "val_evaluator = dict(_delete_=True, type='DumpProxyMetric')\n"
+        "custom_imports = dict(imports=['mmdevplug.examples.digits', 'wrong_metric'])\n"
+    )
+    (tmp_path / 'wrong_metric.py').write_text(
+        'from mmengine.evaluator import BaseMetric\n'
+        'from mmengine.registry import METRICS\n'
+        '@METRICS.register_module()\n'
+        'class DumpProxyMetric(BaseMetric):\n'
+        "    def process(self, batch, samples): samples[0]['pred_sem_seg']\n"
+        '    def compute_metrics(self, results): return {}\n'
+    )
+    status, out, err = checked(config, folder=tmp_path)
+    assert status == 1, err
+    assert 'the validation step fails with' in out
+    assert 'pred_sem_seg' in out
+
+
 def test_launch_variables_and_strategies_are_told(digits):
     (stale,) = [line for line in digits.stdout.splitlines() if 'left over' in line]
     assert 'RANK=3 MASTER_PORT=29500' in stale
@@ -196,6 +218,7 @@ def planted(tmp_path):
             "custom_imports = dict(imports=['fakecard_from_env', 'mmdevplug.examples.digits', "
             "'planted_model'])\n"
             "model = dict(_delete_=True, type='Planted')\n"
+            'val_dataloader = val_cfg = val_evaluator = None\n'
             "accelerator = dict(type='zeta')\n"
         )
         return dict(folder=tmp_path, FAKECARD_NAME='zeta'), config
@@ -219,7 +242,7 @@ def test_a_planted_mismatch_is_named(planted):
 def test_other_policies_for_a_planted_mismatch(planted, guard, expected):
     options, config = planted()
     status, out, _ = checked(config, '--guard', guard, **options)
-    assert status == expected
+    assert status == expected, out
     assert '1 operation(s) at 1 place(s) had operands on different devices' in out
     # With a warning the card itself refuses to add, as it would in a training.
     assert ('RuntimeError' in out) == (guard == 'warn')
