@@ -36,6 +36,6 @@ WORKDIR /workspace
 ENV HOME=/workspace
 USER 1000
 
-# Process 1: it passes signals on, so that SIGTERM saves a checkpoint, and reaps orphans.
+# Start it with `docker run --init`, whose process 1 passes signals on and reaps orphans.
 ENTRYPOINT ["mmdevplug"]
 CMD ["--help"]

@@ -18,7 +18,6 @@ EXAMPLES = {
     'doctor': 'mmdevplug doctor --config your_config.py',
     'plan': 'mmdevplug plan your_config.py --devices cuda:0-3 --training',
     'check': 'mmdevplug check your_config.py --accelerator gcu',
-    'rendezvous': 'mmdevplug rendezvous --port 29500',
     'test': 'mmdevplug test your_config.py work_dirs/mine/epoch_12.pth --accelerator gcu',
 }
 
@@ -64,9 +63,6 @@ SIGTERM 为 143。""",
             'plan': '计划哪个设备放模型的哪一部分，不需要权重，也不需要设备。',
             'check': '像 `mmdevplug train` 那样启动某个配置的训练，执行一个训练步骤，'
             '说明有什么问题以及一切所在的设备。不保存任何内容。有问题时退出状态为 1。',
-            'rendezvous': '为 `mmdevplug train --nnodes MIN:MAX` 的各主机保留会合之处，'
-            '任何主机都可以离开并再次加入。它在所有网络接口上监听，并应答任何连接者：'
-            '请在可信的网络中使用。',
             'test': '测试模型。',
         },
         meanings={
@@ -95,11 +91,10 @@ SIGTERM 为 143。""",
             '主机可以加入和离开，且不写 `--node-rank`。',
             '--node-rank': '本机是第几台主机，从 0 开始；各主机不同。`srun` 通过 `SLURM_NODEID` '
             '设置它。',
-            '--master-addr': '主机 0 的名称或地址；弹性作业中，为各主机会合之处，即某台主机或运行 '
-            '`mmdevplug rendezvous` 的主机。',
+            '--master-addr': '主机 0 的名称或地址；弹性作业中，为各主机会合的主机。',
             '--master-port': '主机 0 的空闲端口；不写时，单机自动查找，多机取 29500。',
             '--max-restarts': '失败的进程重新启动的次数；它们从最新的检查点恢复。'
-            '不写时为 0，弹性作业为 3，其中主机的加入和离开不计入。',
+            '不写时为 0，弹性作业为 3，其中主机的加入不计入。',
             '--timeout': '各 rank 放弃互相等待之前的秒数。',
             '--out': '要写的文件',
             'test --out': '存放预测结果的 .pkl 文件',
@@ -121,7 +116,6 @@ SIGTERM 为 143。""",
             '--json': '以 JSON 存放计划的文件',
             '--guard': '对混用设备的运算的处理：结束该步骤、报告，或移动其操作数（默认 error）',
             '--depth': '显示到这一层的模块（默认全部）',
-            '--port': '监听的端口',
             '--tta': '对增强后的输入取平均',
         },
     ),
@@ -174,7 +168,7 @@ def _values(action: argparse.Action, texts: Dict[str, Any]) -> str:
         return ', '.join(f'`{choice}`' for choice in action.choices)
     if action.nargs == 0:
         return texts['values']['flag']
-    from mmdevplug.cli.launch_settings import _number_or_word
+    from mmdevplug.cli.hosts import _number_or_word
 
     kind = {int: 'integer', float: 'number'}.get(action.type, 'text')  # type: ignore[arg-type]
     if action.type is _number_or_word:

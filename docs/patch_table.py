@@ -39,13 +39,7 @@ PERIODS = {
     listed.GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
     listed.AUTOPATCH: ('脚本读取我们的基础配置，或导入 `mmdevplug.autopatch`', '进程结束'),
     listed.WATCH: ('分布式作业开始监视各 rank', '进程结束'),
-    listed.RANKS: ('`mmdevplug train --nproc` 启动各 rank', '启动器进程结束'),
     listed.A_RANK: ('`mmdevplug train --nproc` 的 rank 启动，且没有 `--verbose`', '该 rank 结束'),
-    listed.LAUNCHER: (
-        'PyTorch 2.9 及更早版本，`mmdevplug train --nproc` 启动各 rank',
-        '启动器进程结束',
-    ),
-    listed.ELASTIC: ('`mmdevplug train --nnodes MIN:MAX` 启动各 rank', '启动器进程结束'),
     listed.WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
 }
 
@@ -182,27 +176,6 @@ REASONS = {
     'warnings.showwarning': (
         '一台主机的每个 rank 都把同样的警告打印到同一个终端。',
         'torchrun 对多个 rank 打印的内容只显示一次。',
-    ),
-    (
-        'torch.distributed.elastic.multiprocessing.'
-        'subprocess_handler.subprocess_handler.SubprocessHandler._popen'
-    ): (
-        'torchrun 为每个 rank 启动其命令，各自重新导入 PyTorch 和 MMEngine；'
-        '我们从一个已导入它们的进程 fork 出各 rank。'
-        'torchrun 为函数 fork 出的进程，其终止方式与命令不同。',
-        'torchrun 从一个已导入所需模块的进程 fork 出命令。',
-    ),
-    'torch.distributed.elastic.multiprocessing.api.SubprocessContext._start': (
-        'torchrun 在启动各 rank 之前安装自己的信号处理函数，我们的必须在其后安装。',
-        '所用最旧的 PyTorch 的 torchrun 接受 `--signals-to-handle`；2.9 还没有。',
-    ),
-    'torch.distributed.elastic.agent.server.api.SimpleElasticAgent._rendezvous': (
-        'torchrun 把主机的丢失算作失败，而作业只允许少数几次失败。',
-        'torchrun 将 rank 的失败与主机的加入和离开分开计数。',
-    ),
-    'torch.distributed.elastic.agent.server.api._get_fq_hostname': (
-        'PyTorch 2.0 之前把本机的名称告诉其他主机，而它们可能不认识该名称。',
-        'PyTorch 2.0，它接受 `--local-addr`。',
     ),
     'torch.utils.data._utils.fetch._MapDatasetFetcher.fetch': (
         'PyTorch 1.13 之前不查找数据集的 `__getitems__`，而批的随机种子在其中设置。',

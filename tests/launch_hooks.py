@@ -1,6 +1,7 @@
 """Hooks with which tests make trouble inside a job, and look at it from inside."""
 
 import json
+import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -38,25 +39,12 @@ class NoteListeners(Hook):
             return
         import psutil
 
-        agent = psutil.Process(os.getppid())
-        processes = [agent, *agent.children(recursive=True)]
+        command = psutil.Process(multiprocessing.parent_process().pid)
+        processes = [command, *command.children(recursive=True)]
         found = [
             [process.pid, socket.laddr.ip, socket.laddr.port]
             for process in processes
             for socket in process.net_connections('inet')
             if socket.status == psutil.CONN_LISTEN
         ]
-        Path(self.path).write_text(json.dumps(dict(agent=agent.pid, sockets=found)))
-
-
-@HOOKS.register_module()
-class SignalParent(Hook):
-    """Sends a signal to the process that started this rank, as a scheduler does."""
-
-    def __init__(self, number, iteration):
-        self.number = number
-        self.iteration = iteration
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        if runner.iter == self.iteration and is_main_process():
-            os.kill(os.getppid(), self.number)
+        Path(self.path).write_text(json.dumps(dict(command=command.pid, sockets=found)))

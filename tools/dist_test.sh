@@ -7,14 +7,13 @@ if [ $# -lt 3 ]; then
     echo "Usage: $0 CONFIG CHECKPOINT NUM_DEVICES [arguments of test.py]" >&2
     exit 2
 fi
-CONFIG=$1
-CHECKPOINT=$2
-NUM_DEVICES=$3
-PYTHON=${PYTHON:-python}
 TOOLS=$(cd "$(dirname "$0")" && pwd)
 # So that a checkout works without being installed.
 export PYTHONPATH="$(dirname "$TOOLS")${PYTHONPATH:+:$PYTHONPATH}"
 
-export MAX_RESTARTS=0
-exec "$PYTHON" -m mmdevplug.cli.launch --script "$TOOLS/test.py" \
-    "$NUM_DEVICES" "$CONFIG" "$CHECKPOINT" "${@:4}"
+START=(--nproc "$3" ${NNODES:+--nnodes "$NNODES"})
+if [ "${NNODES:-1}" != 1 ]; then # of a single host they are left over from another job
+    START+=(${NODE_RANK:+--node-rank "$NODE_RANK"} ${MASTER_ADDR:+--master-addr "$MASTER_ADDR"})
+fi
+START+=(${PORT:+--master-port "$PORT"})
+exec "${PYTHON:-python}" "$TOOLS/test.py" "$1" "$2" "${START[@]}" "${@:4}"

@@ -1,34 +1,25 @@
 """``mmdevplug check``: start a training, train one step, and say what is wrong."""
 
 import argparse
-from dataclasses import replace
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 from mmengine.config import Config
 from rich.console import Console
 from rich.text import Text
 
-from mmdevplug.accelerators import choose_accelerator
 from mmdevplug.checks import launch as launch_variables
 from mmdevplug.checks.findings import Finding, exit_status
 from mmdevplug.checks.isolated import run_isolated
 from mmdevplug.checks.one_step import section, train_one_step
-from mmdevplug.checks.report import COLOURS, titled_table
-from mmdevplug.checks.step_devices import ModuleDevices
+from mmdevplug.checks.print_step import CHOICES, print_findings, print_modules, print_strategies
 from mmdevplug.checks.versions import explain_versions
-from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.device_guard import POLICIES
-from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import PlacementError
-from mmdevplug.model_parallel.apply_options import Parallelism
-from mmdevplug.utils.byte_sizes import format_bytes
 
 from .arguments import Parser
 from .common import add_config_arguments, check_launch_variables, load_config
 
 WIDTH = 1000  # more than any table needs
-CHOICES = {True: 'true', False: 'false', None: 'auto'}
 STEP_SECONDS = 300.0
 
 
@@ -68,15 +59,15 @@ def main(argv: Optional[List[str]] = None) -> None:
     args = build_parser().parse_args(argv)
     # One line for each module, however narrow the terminal is.
     console = Console(soft_wrap=True, width=WIDTH)
-    _print_findings(launch_variables.examine(), console)
+    print_findings(launch_variables.examine(), console)
     env = check_launch_variables(args)
     cfg = _load(args)
-    _print_strategies(cfg, env, console)
+    print_strategies(cfg, env, console)
     step = train_one_step(cfg, args.guard)
-    _print_modules(step.modules, args.depth, console)
+    print_modules(step.modules, args.depth, console)
     if step.moved:
         console.print(Text(step.moved))
-    _print_findings(step.findings, console)
+    print_findings(step.findings, console)
     problems = sum(finding.level == 'error' for finding in step.findings)
     if problems:
         verdict = f'NOT consistent: {problems} problem(s) in one training step on {step.devices}'
@@ -133,51 +124,3 @@ def _load(args: argparse.Namespace) -> Config:
     # The guard of this command reports; the runner's would move operands.
     cfg.model_parallel = dict(options, guard=None)
     return cfg
-
-
-def _print_findings(findings: Sequence[Finding], console: Console) -> None:
-    for level, found, why, remedy in (finding[1:5] for finding in findings):
-        told = f'{level}: {found}' + (f' ({why})' if level == 'warning' and why else '')
-        told += f'; do: {remedy}' if remedy else ''
-        console.print(Text(told, style=COLOURS[level]))
-
-
-def _print_strategies(cfg: Config, env: LaunchEnv, console: Console) -> None:
-    """What each value of ``model_parallel.enable`` leads to, and the plan of the config's."""
-    options = ModelParallelOptions.from_config(cfg.model_parallel)
-    device = AcceleratorOptions.from_config(cfg.get('accelerator')).device
-    accelerator, reason = choose_accelerator(device)
-    count = accelerator.device_count()
-    console.print(Text(f'accelerator: {accelerator.name!r} ({reason}), {count} device(s)'))
-    plan = None
-    for enable, word in CHOICES.items():
-        parallelism = Parallelism(
-            replace(options, enable=enable),
-            cfg.get('model'),
-            (cfg.get('optim_wrapper') or {}).get('optimizer'),
-            cfg.get('default_scope') or 'mmengine',
-        )
-        try:
-            parallelism.choose_devices(accelerator, env)
-        except PlacementError as error:
-            outcome = f'refused: {error}'
-        else:
-            found = parallelism.strategy
-            outcome = f'{found.kind} on {", ".join(map(str, found.devices))}: {found.reason}'
-        is_chosen = enable is options.enable
-        plan = parallelism.plan if is_chosen else plan
-        mark, style = ('*', 'bold') if is_chosen else (' ', 'dim')
-        console.print(Text(f'{mark} model_parallel.enable={word:6}{outcome}', style))
-    if plan is not None:
-        console.print(Text(str(plan)))
-
-
-def _print_modules(rows: Sequence[ModuleDevices], depth: Optional[int], console: Console) -> None:
-    table = titled_table('one training step; each module with all that is inside it')
-    for heading in ('module', 'class', 'bytes', *ModuleDevices._fields[3:]):
-        table.add_column(heading, justify='right' if heading == 'bytes' else 'left', no_wrap=True)
-    for row in rows:
-        if depth is None or row.name.count('.') + bool(row.name) <= depth:
-            devices = [' '.join(found) or '-' for found in row[3:]]
-            table.add_row(row.name or '(the model)', row.kind, format_bytes(row.size), *devices)
-    console.print(table)

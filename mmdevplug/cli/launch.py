@@ -1,295 +1,178 @@
-"""Start the processes of a job, after counting the devices of this host."""
+"""Start the ranks of this host with PyTorch's ``elastic_launch``, and say how they ended."""
 
 import argparse
+import multiprocessing
 import os
-import sys
+import signal
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Mapping, Optional, Sequence
-
-from mmengine.config import Config
+from multiprocessing import forkserver
+from typing import Any, List
 
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.config.launch_options import COUNTED, ELASTIC_RESTARTS, LaunchOptions
-from mmdevplug.environments.launch_variables import DEFAULT_PORT
-from mmdevplug.environments.loopback import LOOPBACK
-from mmdevplug.environments.stale import stale_variables
-from mmdevplug.errors import DevPlugError, LaunchError
-from mmdevplug.registry import ACCELERATORS
-from mmdevplug.utils.byte_sizes import format_bytes
-from mmdevplug.utils.host import available_memory, usable_cores
+from mmdevplug.config.launch_options import COUNTED, LaunchOptions
+from mmdevplug.environments import starting
+from mmdevplug.environments.loopback import addresses_between, loopback_store
+from mmdevplug.environments.torchrun import AGENT, ELASTIC
+from mmdevplug.errors import LaunchError, first_line
+from mmdevplug.fault_tolerance.ended_ranks import SIGNALS, describe_end, silence_torchrun
+from mmdevplug.utils.host import usable_cores
 
 from . import say
-from .arguments import Parser
-from .common import add_common_arguments, load_config, run
-from .forward_signals import end_children_on_signals
-from .launch_settings import (
-    LAUNCH_FLAGS,
-    Start,
-    check_together,
-    fill_in_hosts,
-    read_settings,
-    rendezvous_of,
-)
-from .rank_server import RankServer, preload
+from .common import load_config
+from .hosts import LAUNCH_FLAGS, read_job
+from .ranks import run_rank
 
-if TYPE_CHECKING:  # it imports PyTorch, which the process that starts others does without
-    from mmdevplug.accelerators import Accelerator
-
-#: What a process holds that has imported PyTorch and MMEngine and has no model yet: 154 MB of its
-#: own, with PyTorch 2.13 for the CPU.
-LEAST_BYTES_PER_RANK = 150 << 20
-#: Where a number of processes comes from that nothing named: one in each pod.
-DEFAULT_COUNT = 'nproc'
-
-
-def refuse_missing_devices(accelerator: 'Accelerator', wanted: int, origin: str) -> None:
-    """Refuse more processes than this host has devices, unless processes share them."""
-    most = accelerator.max_ranks()
-    if not accelerator.shares_devices and wanted > most:
-        raise LaunchError(
-            f'{origin}={wanted}, but this host has {accelerator.device_count()} '
-            f'{accelerator.name} device(s) ({accelerator.describe_visibility()}). Start at most '
-            f'{most} processes, or make more devices visible.'
-        )
-
-
-def name_unused_devices(accelerator: 'Accelerator', wanted: int) -> None:
-    """Say that a pod, which named no number of processes, has devices for more."""
-    most = accelerator.max_ranks()
-    if not accelerator.shares_devices and wanted < most:
-        say(
-            f'{wanted} process(es) in this pod, which has {most} {accelerator.name} devices: '
-            f'--nproc auto, or PET_NPROC_PER_NODE={most} in the job, uses all of them.'
-        )
-
-
-def check_room(wanted: int, origin: str, insist: bool = False) -> None:
-    """Refuse more processes than memory holds, and warn of more than there are cores."""
-    if insist:
-        return
-    available, whose = available_memory()
-    most = available // LEAST_BYTES_PER_RANK
-    if wanted > most:
-        raise LaunchError(
-            f'{origin}={wanted}, but the memory that is available ({format_bytes(available)}, '
-            f'{whose}) holds at most {most} processes of {format_bytes(LEAST_BYTES_PER_RANK)} '
-            f'each, which PyTorch alone takes. Start fewer, or insist with --oversubscribe.'
-        )
-    cores = usable_cores()
-    if wanted > cores:
-        say(
-            f'{origin}={wanted}, but this process may use {cores} core(s): processes will wait '
-            f'for each other. Start {cores} or fewer; --oversubscribe silences this.'
-        )
+#: How long ranks may take to save and end after a signal, where PyTorch leaves that open.
+SAVE_SECONDS = 300
 
 
 def launch(module: str, argv: List[str], args: argparse.Namespace) -> None:
-    """Run a module in several processes until they end; ``args`` are ``argv`` parsed."""
-    start = read_settings(args)
-    words = without_options(argv, LAUNCH_FLAGS)
-    origin = '--nproc'
-    if args.nproc is None:
-        origin = 'PET_NPROC_PER_NODE' if 'PET_NPROC_PER_NODE' in os.environ else DEFAULT_COUNT
-    _check_and_start(origin, words, start, ['-m', module, *words, '--launcher', 'pytorch'])
-
-
-def _check_and_start(
-    origin: str, checked: Sequence[str], start: Start, script: Sequence[str]
-) -> None:
-    """Check the number of processes with :func:`main`, then start them and wait for their end.
-
-    A word for it, such as ``'auto'``, is counted there.
+    """Run ``main`` of a module in the ranks of this host; ``args`` are ``argv`` parsed.
 
     Raises:
         SystemExit: If one of them has not ended with status 0.
     """
-    _drop_variables(start)
-    settings = start.settings
-    if settings.nproc != 1:
-        # torchrun and MMEngine would do so, with a warning of several lines from each.
-        for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS'):
-            os.environ.setdefault(name, '1')
-    if '--verbose' not in checked:
-        # Or PyTorch's store prints 20 frames of C++ for each call that fails, which we report.
-        os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR')
-    # The command with which torchrun starts a rank.
-    command = [os.environ.get('PYTHON_EXEC', sys.executable), '-u', *script]
-    with end_children_on_signals(), RankServer(command) as server:
-        # It imports PyTorch, as the server does meanwhile.
-        preload('mmdevplug.cli.torchrun_agent')
-        agent = import_module('mmdevplug.cli.torchrun_agent')
-        with tempfile.NamedTemporaryFile('r') as answer:
-            words = [f'--origin={origin}', f'--answer={answer.name}', str(settings.nproc)]
-            # In a process of its own: looking at some devices takes hold of them.
-            status = server.check([*words, *checked]).wait()
-            if status == 0 and settings.nproc in COUNTED:
-                settings = replace(settings, nproc=int(answer.read()))
-        if status == 0:
-            options = agent_options(settings, start.rendezvous)
-            status = agent.run_agent([*options, *script], server)
+    settings = read_job(args)
+    counted = settings.nproc in COUNTED
+    if not (counted or args.oversubscribe):
+        starting.check_room(int(settings.nproc or 1), say)
+    _set_variables(settings, args.verbose)
+    method = _start_server()
+    with tempfile.TemporaryDirectory(prefix='mmdevplug-') as folder:
+        if counted:
+            settings = replace(settings, nproc=_count(settings.nproc, method, args))
+        words = [*starting.without_options(argv, LAUNCH_FLAGS), '--launcher', 'pytorch']
+        if settings.elastic and 'resume' in args:
+            words += _resume_always(args)
+        status = _run_ranks(settings, method, folder, args.verbose, module, words)
     if status:
         raise SystemExit(status)
 
 
-def agent_options(settings: LaunchOptions, rendezvous: Sequence[str] = ()) -> List[str]:
-    """The options of torchrun, up to the script."""
-    single = not settings.several_hosts
-    restarts = settings.max_restarts
-    if restarts is None:
-        restarts = ELASTIC_RESTARTS if rendezvous else 0
-    command = [
-        # torchrun would take --nproc for an abbreviation of its own options.
-        f'--nproc_per_node={settings.nproc}',
-        f'--max_restarts={restarts}',
-    ]
-    if rendezvous:
-        return [*command, *rendezvous]
-    command += [f'--nnodes={settings.nnodes}', f'--node_rank={settings.node_rank or 0}']
-    if settings.timeout is not None and not single:
-        command.append(f'--rdzv_conf=timeout={max(1, round(settings.timeout))}')
-    # With port 0 the agent takes a free one.
-    return [
-        *command,
-        f'--master_addr={LOOPBACK if single else settings.master_addr}',
-        f'--master_port={settings.master_port or (0 if single else DEFAULT_PORT)}',
-    ]
-
-
-def _drop_variables(start: Start) -> None:
-    """Remove stale variables and those that were read, which torchrun would read once more."""
-    read = {name for name in os.environ if name.startswith('PET_')} if start.used else set()
-    for name in {*stale_variables('none'), *read}:
-        del os.environ[name]
-
-
-def without_options(argv: List[str], options: Sequence[str]) -> List[str]:
-    """Remove ``option VALUE`` and ``option=VALUE`` for each of some options."""
-    kept: List[str] = []
-    words = iter(argv)
-    for word in words:
-        if word in options:
-            next(words, None)
-        elif word.split('=')[0] not in options:
-            kept.append(word)
-    return kept
-
-
-def read_hosts(nproc: int, environ: Mapping[str, str]) -> LaunchOptions:
-    """Read the variables that name the hosts for ``tools/dist_train.sh``."""
-    values: Dict[str, Any] = {}
-    names = dict(NNODES='nnodes', NODE_RANK='node_rank', PORT='master_port')
-    for name, key in dict(names, MAX_RESTARTS='max_restarts').items():
-        found = environ.get(name)
-        if found:
-            values[key] = int(found) if found.isdecimal() and found.isascii() else found
-            LaunchOptions.check(key, values[key], name)
-    settings = LaunchOptions(nproc=nproc, **dict(dict(master_port=DEFAULT_PORT), **values))
-    if not settings.several_hosts:
-        return replace(settings, node_rank=None)  # Left over from another job.
-    address = environ.get('MASTER_ADDR') or None
-    if address is not None:
-        LaunchOptions.check('master_addr', address, 'MASTER_ADDR')
-    settings = replace(settings, master_addr=address)
-    check_together(settings, 'NNODES, NODE_RANK, MASTER_ADDR')
-    return settings
-
-
-def _start_of_script(nproc: int) -> Start:
-    """How ``tools/dist_train.sh`` starts: its own variables win over those of a launcher."""
-    settings = read_hosts(nproc, os.environ)
-    if settings.several_hosts:
-        return Start(settings, rendezvous_of(settings))
-    given: Dict[str, Any] = dict(nproc=nproc, max_restarts=settings.max_restarts)
-    if os.environ.get('NNODES'):
-        given['nnodes'] = 1
-    if os.environ.get('PORT'):
-        given['master_port'] = settings.master_port
-    start = fill_in_hosts(given, os.environ)
-    return start if start.settings.several_hosts or start.rendezvous else Start(settings)
-
-
-def _read_count(word: str, origin: str) -> int:
-    try:
-        count = int(word)
-    except ValueError:
-        raise DevPlugError(f'NUM_DEVICES={word!r}: expected a number.') from None
-    LaunchOptions.check('nproc', count, origin)
-    return count
-
-
-def count_processes(word: str, accelerator: 'Accelerator', origin: str) -> int:
-    """Count the processes that torchrun's ``auto``, ``gpu`` or ``cpu`` stand for."""
-    if word == 'cpu' or (word == 'auto' and accelerator.shares_devices):
-        return usable_cores()
-    if accelerator.shares_devices:
+def _resume_always(args: argparse.Namespace) -> List[str]:
+    """Let ranks resume each time they start: PyTorch counts no hosts that come or go."""
+    if args.resume not in (None, 'auto'):
         raise LaunchError(
-            f'{origin}={word}, but this job trains on {accelerator.name!r}, which has no devices '
-            f'to count. Give the number of processes: --nproc N.'
+            f'--resume {args.resume} and --nnodes {args.nnodes} disagree: where hosts join and '
+            f'leave, each start goes on from the newest checkpoint of the work directory. Leave '
+            f'the path out, and copy the checkpoint there.'
         )
-    return accelerator.max_ranks()
+    say('hosts may join and leave: ranks resume from the newest checkpoint, if there is one.')
+    return [] if args.resume else ['--resume']
 
 
-def _imports_may_fail(cfg: Config) -> bool:
-    """Whether a package of ``custom_imports`` is missing, or OpenMMLab's, which check versions."""
-    names = (cfg.get('custom_imports') or {}).get('imports') or []
-    packages = {name.partition('.')[0] for name in ([names] if isinstance(names, str) else names)}
-    own = ('mmdevplug', 'mmengine')
-    return any(
-        find_spec(package) is None or (package.startswith('mm') and package not in own)
-        for package in packages
-    )
+def _run_ranks(
+    settings: LaunchOptions, method: str, folder: str, verbose: bool, module: str, argv: List[str]
+) -> int:
+    """Run the ranks until they end; return the exit status of the command."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    def end(number: int, _: Any) -> None:
+        raise SignalException('', sigval=signal.Signals(number))
+
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)
+        elif number == signal.SIGHUP:  # under nohup, which PyTorch overrides
+            signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    store = None
+    if not settings.several_hosts:
+        # By itself PyTorch's store listens on every interface, and answers whoever connects.
+        store = loopback_store(settings.master_port or 0)
+        settings = replace(settings, master_port=store.port)
+    words = starting.torchrun_options(settings)
+    words += [f'--log_dir={folder}', '--monitor_interval=0.1', module]
+    config, *_ = config_from_args(parse_args(words))
+    config.start_method = method
+    if hasattr(config, 'shutdown_timeout'):  # PyTorch 2.13
+        config.shutdown_timeout = SAVE_SECONDS
+    if not verbose:
+        silence_torchrun(say if config.max_restarts else None)
+    try:
+        if settings.elastic:
+            here, host = addresses_between(str(settings.master_addr))
+            config.rdzv_configs['is_host'] = here == host  # PyTorch compares names alone
+            if hasattr(config, 'local_addr'):  # PyTorch 2
+                config.local_addr = here  # in place of a name that other hosts may not know
+        try:
+            elastic_launch(config, run_rank)(module, argv)
+        finally:
+            # What PyTorch has not waited for, after a signal while it starts ranks or a third one.
+            for process in multiprocessing.active_children():
+                process.kill()
+                process.join()
+    except ChildFailedError as error:
+        status, text = describe_end(error, folder)
+        say(text)
+        return status
+    except SignalException as error:
+        say(f'ended by {signal.Signals(error.sigval).name}.')
+        return 128 + error.sigval
+    except (RendezvousError, RuntimeError, OSError) as error:
+        if not settings.several_hosts:
+            raise
+        raise LaunchError(
+            f'this host cannot meet the others at {settings.master_addr}:{settings.master_port}: '
+            f'{first_line(error)}. Expected {settings.nnodes} hosts to be started with this '
+            f'address. Look at what host 0 prints, and at a firewall; a job that has ended takes '
+            f'no more hosts: start it again on all of them, with --resume.'
+        ) from error
+    del store
+    return 0
 
 
-def _chosen_accelerator(args: argparse.Namespace) -> 'Accelerator':
-    """Choose the accelerator of a config.
-
-    The config's modules take long to import. They are imported only if they may define the
-    accelerator, or if that may fail, which is then said once for all ranks.
-    """
-    from mmdevplug.accelerators import choose_accelerator
-
-    cfg = load_config(args, import_modules=False)
-    options = AcceleratorOptions.from_config(cfg.get('accelerator'))
-    device = options.device
-    known = isinstance(device, dict) and device.get('type') in ACCELERATORS.module_dict
-    if not known or _imports_may_fail(cfg):
-        load_config(args)
-    return choose_accelerator(device).accelerator
+# before ------------------------------------------------------------------------------------------
 
 
-def main(argv: Optional[List[str]] = None) -> None:
-    """Check a number of processes against the devices, and start them if there is a script."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    parser = Parser(description=main.__doc__)
-    parser.add_argument('--script', help='start this with the remaining arguments')
-    parser.add_argument('--origin', default='NUM_DEVICES', help='its name in messages')
-    parser.add_argument('--answer', help='a file for the number, where it is counted')
-    parser.add_argument('num_devices')
-    add_common_arguments(parser)
-    args, _ = parser.parse_known_args(argv)
-    if args.script is not None:
-        wanted = _read_count(args.num_devices, args.origin)
-        words = without_options(argv, ['--script'])
-        script = [args.script, *words[1:], '--launcher', 'pytorch']
-        _check_and_start(args.origin, words[1:], _start_of_script(wanted), script)
-        return
-    counted = args.num_devices in COUNTED
-    wanted = 1 if counted else _read_count(args.num_devices, args.origin)
-    check_room(wanted, args.origin, insist=args.oversubscribe)
-    accelerator = _chosen_accelerator(args)
-    if counted:
-        wanted = count_processes(args.num_devices, accelerator, args.origin)
-        check_room(wanted, args.origin, insist=args.oversubscribe)
-    refuse_missing_devices(accelerator, wanted, args.origin)
-    if args.origin == DEFAULT_COUNT:
-        name_unused_devices(accelerator, wanted)
-    if counted and args.answer is not None:
-        Path(args.answer).write_text(str(wanted))
+def _set_variables(settings: LaunchOptions, verbose: bool) -> None:
+    """Set what the processes that are started inherit."""
+    os.environ[AGENT] = str(os.getpid())
+    # PyTorch and MMEngine would do so, with a warning of several lines from each.
+    threads = usable_cores() if settings.nproc == 1 else 1
+    for name in ('OMP_NUM_THREADS', 'MKL_NUM_THREADS'):
+        os.environ.setdefault(name, str(threads))
+    os.environ.setdefault('PYTHONUNBUFFERED', '1')
+    # With NVML MMEngine asks for CUDA devices without initializing CUDA.
+    os.environ.setdefault('PYTORCH_NVML_BASED_CUDA_CHECK', '1')
+    if not verbose:
+        # Or PyTorch's store prints 20 frames of C++ for each call that fails, which we report.
+        os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'ERROR')
+    if settings.elastic:
+        os.environ[ELASTIC] = '1'
+        # PyTorch from 2.4 on would keep the place where the ranks of an earlier round met.
+        os.environ['TORCH_DISABLE_SHARE_RDZV_TCP_STORE'] = '1'
 
 
-if __name__ == '__main__':
-    sys.exit(run(main))
+def _start_server() -> str:
+    """Choose how processes are started; start the process that they are forked from."""
+    reason = starting.why_not_forked()
+    if reason is not None:
+        say(f'ranks are not forked from one process, because {reason}: the start takes longer.')
+        return 'spawn'
+    multiprocessing.set_forkserver_preload(['mmdevplug.cli.preload'])
+    # It inherits the mask: a signal to all processes of a job must not end it before its ranks.
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return 'forkserver'
+
+
+def _count(word: Any, method: str, args: argparse.Namespace) -> Any:
+    """Count in a process of its own: looking at some devices takes hold of them."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+        return pool.submit(_count_for_job, word, args).result()
+
+
+def _count_for_job(word: str, args: argparse.Namespace) -> int:
+    """Count the processes that ``auto``, ``gpu`` or ``cpu`` stand for with the job's config."""
+    from mmdevplug.accelerators import choose_accelerator  # it imports PyTorch
+    from mmdevplug.accelerators.counting import count_devices
+
+    options = AcceleratorOptions.from_config(load_config(args).get('accelerator'))
+    return count_devices(word, choose_accelerator(options.device).accelerator)

@@ -1,21 +1,21 @@
 """``mmdevplug launch-config``: write how ``accelerate`` and ``torchrun`` start a job."""
 
 import argparse
-import json
 import os
 from dataclasses import replace
 from typing import List, Optional
 
 from mmdevplug.accelerators import choose_accelerator
-from mmdevplug.config.launch_options import COUNTED, LaunchOptions
+from mmdevplug.accelerators.counting import count_devices, refuse_missing_devices
+from mmdevplug.config.launch_options import COUNTED
 from mmdevplug.environments.launch_variables import DEFAULT_PORT
+from mmdevplug.environments.starting import accelerate_config, torchrun_options
 from mmdevplug.errors import LaunchError
 from mmdevplug.utils.atomic_files import check_writable, write_text
 
 from . import say
 from .arguments import Parser
-from .launch import agent_options, count_processes, refuse_missing_devices
-from .launch_settings import add_launch_arguments, read_settings
+from .hosts import add_launch_arguments, read_job
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,17 +35,17 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[List[str]] = None) -> None:
     """Write the file, unless a value is impossible or the file exists."""
     args = build_parser().parse_args(argv)
-    settings, rendezvous, _ = read_settings(args)
-    if rendezvous:
+    settings = read_job(args)
+    if settings.elastic:
         raise LaunchError(
-            f'{rendezvous[0]}: expected a number of hosts such as --nnodes=2, because hosts '
-            f'cannot join and leave a job of accelerate. Start it with mmdevplug train.'
+            f'--nnodes={settings.nnodes}: expected a number of hosts such as --nnodes=2, because '
+            f'hosts cannot join and leave a job of accelerate. Start it with mmdevplug train.'
         )
     accelerator = choose_accelerator(args.accelerator).accelerator
     nproc = settings.nproc
     if nproc in COUNTED:
-        nproc = count_processes(nproc, accelerator, '--nproc')
-    refuse_missing_devices(accelerator, nproc, '--nproc')
+        nproc = count_devices(nproc, accelerator)
+    refuse_missing_devices(accelerator, nproc)
     settings = replace(settings, nproc=nproc, master_port=settings.master_port or DEFAULT_PORT)
     if os.path.lexists(args.out) and not args.force:
         raise LaunchError(f'{args.out} exists already. Pass --force to replace it, or --out.')
@@ -55,28 +55,5 @@ def main(argv: Optional[List[str]] = None) -> None:
     if args.accelerator is not None:
         train += f' --accelerator {args.accelerator}'
     print(f'accelerate launch --config_file {args.out} {train}')
-    print(f'torchrun {" ".join(agent_options(settings))} {train}')
+    print(f'torchrun {" ".join(torchrun_options(settings))} {train}')
     say(f"to start a script of your own, write its name, e.g. train.py, in place of '{train}'")
-
-
-def accelerate_config(settings: LaunchOptions, use_cpu: bool) -> str:
-    """Return the text of a file for ``accelerate launch --config_file``.
-
-    Args:
-        settings (LaunchOptions): How the job is started, with numbers for ``nproc`` and
-            ``nnodes``.
-        use_cpu (bool): Whether the job trains on the CPU.
-    """
-    values = dict(
-        # On any device: accelerate starts processes as torchrun does. It starts a single process
-        # with MULTI_CPU, and a function with XLA; both lack torchrun's variables.
-        distributed_type='MULTI_GPU',
-        use_cpu=use_cpu,
-        num_processes=settings.nproc * settings.nnodes,
-        num_machines=settings.nnodes,
-        machine_rank=settings.node_rank or 0,
-        main_process_ip=settings.master_addr,
-        main_process_port=settings.master_port,
-    )
-    # YAML reads JSON's values; a name such as `1e3` stays a name in quotes.
-    return ''.join(f'{key}: {json.dumps(value)}\n' for key, value in values.items())

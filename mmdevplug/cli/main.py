@@ -1,18 +1,16 @@
 """The command ``mmdevplug``."""
 
-import os
 import sys
-import tempfile
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import List, Optional
 
 from mmdevplug import require_mmengine
 from mmdevplug.config.fields import did_you_mean
+from mmdevplug.utils.atomic_files import has_temporary_folder
 from mmdevplug.version import __version__
 
 from . import say
-from .process_one import leave_process_one
 
 COMMANDS = {
     'train': 'train a model: mmdevplug train CONFIG [--accelerator NAME] [--nproc N] ...',
@@ -20,14 +18,12 @@ COMMANDS = {
     'doctor': 'say what is installed, found and wrong here: mmdevplug doctor [--config CONFIG]',
     'plan': 'plan a model over several devices: mmdevplug plan CONFIG --devices cuda:0-3 ...',
     'check': 'start a training and train one step of it: mmdevplug check CONFIG',
-    'rendezvous': 'keep the place where hosts that come and go meet: mmdevplug rendezvous',
     'test': 'test a model: mmdevplug test CONFIG CHECKPOINT [--accelerator NAME] ...',
 }
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a command and return its exit status."""
-    leave_process_one()
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] not in (['-h'], ['--help'], ['--version']):
         try:
@@ -35,7 +31,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         except ModuleNotFoundError as error:
             say(str(error))
             return 1
-    if argv and argv[0] in COMMANDS and not _has_temporary_folder():
+    if argv and argv[0] in COMMANDS and not has_temporary_folder(say):
         return 1
     if argv[:1] == ['doctor']:
         # Apart, because it also has to work where torch cannot be imported.
@@ -66,19 +62,6 @@ def main(argv: Optional[List[str]] = None) -> int:
         print(f'  {name:15}{help_}', file=stream)
     print('  --version      print the releases of mmdevplug, MMEngine and PyTorch', file=stream)
     return 0 if asked_for_help else 2
-
-
-def _has_temporary_folder() -> bool:
-    """Whether any folder takes temporary files, which PyTorch's processes need; say so if not."""
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError as error:
-        say(
-            f'TMPDIR={os.environ.get("TMPDIR")!r}: {error.strerror}, but PyTorch and this command '
-            f'need one that can be written to. Mount one at /tmp, or name one: export TMPDIR=...'
-        )
-        return False
-    return True
 
 
 def _release(package: str) -> str:

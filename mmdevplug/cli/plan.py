@@ -2,26 +2,23 @@
 
 import argparse
 import json
-from typing import List, Optional, Union
+from typing import List, Optional
 
-from mmengine.config import Config
 from rich.console import Console
 
+from mmdevplug.checks.config_file import load_file
 from mmdevplug.checks.versions import explain_import
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import STRATEGIES, DevicePlan
 from mmdevplug.model_parallel.make_plan import make_plan
 from mmdevplug.model_parallel.meta_build import build_from_file
 from mmdevplug.model_parallel.parse_devices import parse_devices, parse_max_memory
-from mmdevplug.model_parallel.sizes import state_factor
+from mmdevplug.model_parallel.sizes import DEFAULT_OPTIMIZER, choose_optimizer
 from mmdevplug.utils.atomic_files import check_writable, write_text
 from mmdevplug.utils.progress import show_progress
 
 from . import say
 from .arguments import Parser
-from .common import load_file
-
-DEFAULT_OPTIMIZER = 'adamw'
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -99,23 +96,5 @@ def _plan(args: argparse.Namespace) -> DevicePlan:
         exclude_cpu=not args.allow_cpu,
         dtype=args.dtype,
         training=args.training,
-        optimizer=_optimizer(args.optimizer, cfg, args.training),
+        optimizer=choose_optimizer(args.optimizer, cfg, args.training, say),
     )
-
-
-def _optimizer(
-    given: Optional[str], cfg: Optional[Config], training: bool
-) -> Union[str, int, float]:
-    """Return the argument, or what the config's optimizer keeps, found by trying it."""
-    if given is not None:
-        try:
-            return float(given)
-        except ValueError:
-            return given
-    if cfg is None or not training:
-        return DEFAULT_OPTIMIZER
-    factor, why_not = state_factor((cfg.get('optim_wrapper') or {}).get('optimizer'))
-    if factor is None:
-        say(f'counting with {DEFAULT_OPTIMIZER}: {why_not}')
-        return DEFAULT_OPTIMIZER
-    return factor

@@ -7,13 +7,12 @@ from typing import List, Optional
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
+from mmdevplug.checks.config_file import check_checkpoint
 from mmdevplug.errors import DevPlugError
 
 from .arguments import Parser
-from .common import add_common_arguments, check_checkpoint, load_complete_config, run
-from .launch import launch
-from .launch_settings import add_launch_arguments, starts_processes
-from .rank_server import preload
+from .common import add_common_arguments, load_complete_config, run
+from .hosts import add_launch_arguments, starts_processes
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -32,10 +31,11 @@ def main(argv: Optional[List[str]] = None) -> None:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     if starts_processes(args):
+        from .launch import launch  # which a rank does without
+
         launch('mmdevplug.cli.test', argv, args)
         return
     keys = ('model', 'test_dataloader', 'test_cfg', 'test_evaluator')
-    preload()
     cfg = load_complete_config(args, keys)
     check_checkpoint(args.checkpoint, 'CHECKPOINT')
     cfg.load_from = args.checkpoint

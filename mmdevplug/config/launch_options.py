@@ -50,8 +50,7 @@ class LaunchOptions(Options):
     )
     master_addr: Optional[str] = option(
         None,
-        'Name or address of host 0; of an elastic job, of the host or the `mmdevplug rendezvous` '
-        'where hosts meet.',
+        'Name or address of host 0; of an elastic job, of the host where all meet.',
         check=Check(
             lambda value: bool(re.fullmatch(r'[\w.:-]+', value, re.ASCII)),
             'the name or the address of host 0',
@@ -66,8 +65,8 @@ class LaunchOptions(Options):
     max_restarts: Optional[int] = option(
         None,
         'How often failed processes are started again; they resume from the newest checkpoint. '
-        f'Without it 0, and {ELASTIC_RESTARTS} in an elastic job, where a host that comes or '
-        'goes does not count.',
+        f'Without it 0, and {ELASTIC_RESTARTS} in an elastic job, where a host that joins does '
+        'not count.',
         check=whole(0, 10000),
     )
     timeout: Optional[float] = option(

@@ -307,8 +307,10 @@ def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Tuple[Any, str]:
     try:
         store = _connect(env, timeout, holds=env.rank == 0 and not by_agent)
         # torchrun's store outlives its workers: keys of an earlier start must not be read. It
-        # does not count a restart after hosts have joined or left.
-        attempt = f'mmdevplug/attempt/{restart_count()}/{env.world_size}'
+        # does not count a restart after hosts have joined or left. A host that has just joined
+        # counts none; such ranks have a store of their own.
+        count = restart_count() if by_agent else 0
+        attempt = f'mmdevplug/attempt/{count}/{env.world_size}'
         start = store.add(f'{attempt}/starts/{env.rank}', 1)
     except (RuntimeError, ValueError) as error:
         raise LaunchError(

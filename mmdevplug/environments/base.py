@@ -61,7 +61,6 @@ class Hosts(NamedTuple):
     master_addr: Optional[str] = None
     master_port: Optional[int] = None
     max_restarts: Optional[int] = None
-    rendezvous: Tuple[str, ...] = ()  # options of torchrun, where hosts may join and leave
 
 
 class Environment(ABC):
@@ -175,6 +174,10 @@ class Environment(ABC):
     def describe_variables(self) -> str:
         """The variables that tell of this launcher, for a message."""
         return format_variables(self.detect())
+
+    def found(self, place: str) -> str:
+        """Say that this launcher was found, and where it puts this process."""
+        return f'launcher {self.name!r}, found by {self.describe_variables()}: {place}.'
 
     # reading ------------------------------------------------------------------------------------
 

@@ -59,6 +59,12 @@ def find_job(environ: Optional[Mapping[str, str]] = None) -> Optional[Environmen
     return None if size in ('', '1') else found
 
 
+def refuse_to_stay_alone(starts: bool, environ: Optional[Mapping[str, str]] = None) -> None:
+    """Refuse a process, or one that starts others here, where its job holds more than this."""
+    for kind in ENVIRONMENTS:
+        kind(environ).refuse_to_stay_alone(starts)
+
+
 def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
     """Refuse a process for which no launcher was named if it is, or may be, one of several.
 
@@ -74,10 +80,9 @@ def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
     if found:
         raise LaunchError(
             f'{format_variables(found)} say that this process is one of '
-            f'WORLD_SIZE={found["WORLD_SIZE"]}, and nothing shows that this job has ended, but no '
-            'launcher is named: it would train alone. To join the others: --launcher pytorch '
-            "(in a script launcher='pytorch'). "
-            f'For a single process: {unset_line(stale_variables("none", environ))}'
+            f'WORLD_SIZE={found["WORLD_SIZE"]}, but no launcher is named: it would train alone. '
+            "To join the others: --launcher pytorch (in a script launcher='pytorch'). If they are "
+            f'left over, or for a single process: {unset_line(stale_variables("none", environ))}'
         )
 
 
@@ -139,11 +144,6 @@ def read_local_rank() -> int:
 def restart_count(environ: Optional[Mapping[str, str]] = None) -> int:
     """How often torchrun has restarted this job's workers; 0 without torchrun."""
     return Torchrun(environ).restarts()
-
-
-def most_ranks(launcher: str) -> Optional[int]:
-    """How many ranks an elastic job has when all hosts have joined; None if it is not one."""
-    return Torchrun().most_ranks() if launcher == 'pytorch' else None
 
 
 def restarts(launcher: str, environ: Optional[Mapping[str, str]] = None) -> int:

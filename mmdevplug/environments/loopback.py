@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 from datetime import timedelta
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Tuple
 
 from mmdevplug.errors import LaunchError
 
@@ -73,3 +73,11 @@ def loopback_store(
             raise
         store = torch_dist.TCPStore(address, port, None, True, use_libuv=False, **options)
     return HeldStore(port, store)
+
+
+def addresses_between(name: str) -> Tuple[str, str]:
+    """The address of this host by which the one of a name reaches it, and that host's address."""
+    family, kind, *_, place = socket.getaddrinfo(name, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)  # sends nothing
+        return probe.getsockname()[0], str(place[0])

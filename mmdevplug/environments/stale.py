@@ -2,11 +2,8 @@
 
 import logging
 import os
-import socket
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Callable, Dict, Iterable, Iterator, Mapping, Optional
-
-import psutil
 
 #: What a rank is and where it meets the others; every launcher of a job sets these.
 RANK_VARIABLES = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT')
@@ -47,28 +44,10 @@ def stale_variables(launcher: str, environ: Optional[Mapping[str, str]] = None) 
 
 
 def open_job(environ: Optional[Mapping[str, str]] = None) -> Dict[str, str]:
-    """Find the variables of a rank in a job of several that nothing shows to have ended.
-
-    Call it for a process that no known launcher started: torchrun sets its agent's variables
-    besides, and without an agent above the process and a store at its address the job has ended.
-    """
+    """Find the variables of a rank in a job of several; call it where no launcher is known."""
     environ = os.environ if environ is None else environ
     found = {name: environ[name].strip() for name in RANK_VARIABLES if environ.get(name)}
-    if len(found) < len(RANK_VARIABLES) or found['WORLD_SIZE'] == '1':
-        return {}
-    of_agent = all(name in environ for name in AGENT_VARIABLES)
-    return {} if of_agent and not _listens(found['MASTER_ADDR'], found['MASTER_PORT']) else found
-
-
-def _listens(address: str, port: str) -> bool:
-    """Whether a process of this host listens at an address of this host."""
-    with suppress(OSError, ValueError, OverflowError):
-        address = socket.gethostbyname(address)
-        here = {one.address for each in psutil.net_if_addrs().values() for one in each}
-        if address in here or address.startswith('127.'):
-            socket.create_connection((address, int(port)), timeout=1).close()
-            return True
-    return False
+    return found if len(found) == len(RANK_VARIABLES) and found['WORLD_SIZE'] != '1' else {}
 
 
 def unset_line(names: Iterable[str]) -> str:

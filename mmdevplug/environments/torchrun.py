@@ -17,11 +17,8 @@ _PATTERN = (
     r'|accelerate\.commands\.\w+|deepspeed\.launcher\.\w+'
 )
 
-#: What our agent tells the ranks of an elastic job: how many they are when all hosts have joined,
-#: and how often hosts have met before.
-MOST_RANKS, ROUND = 'MMDEVPLUG_MOST_RANKS', 'MMDEVPLUG_ROUND'
-#: What it tells all ranks: its process id.
-AGENT = 'MMDEVPLUG_AGENT'
+#: What our command sets for its ranks: its process id, and '1' where hosts may join and leave.
+AGENT, ELASTIC = 'MMDEVPLUG_AGENT', 'MMDEVPLUG_ELASTIC'
 
 
 class Torchrun(Environment):
@@ -49,16 +46,8 @@ class Torchrun(Environment):
         return self.number('GROUP_RANK', default=None)
 
     def restarts(self) -> int:
-        """How often the ranks were started again; 0 without torchrun.
-
-        torchrun does not count the restarts of hosts that come and go.
-        """
-        counted = self.number('TORCHELASTIC_RESTART_COUNT', default=0)
-        return max(counted, self.number(ROUND, default=0))
-
-    def most_ranks(self) -> Optional[int]:
-        """How many ranks an elastic job has when all hosts have joined; None if it is not one."""
-        return self.number(MOST_RANKS, default=None)
+        """How often the ranks were started again; 0 without torchrun."""
+        return self.number('TORCHELASTIC_RESTART_COUNT', default=0)
 
 
 def runs_below_torchrun() -> bool:

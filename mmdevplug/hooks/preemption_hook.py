@@ -11,7 +11,7 @@ from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import device_context
 from mmdevplug.distributed.waiting import wait_for_everyone
-from mmdevplug.environments.launch_variables import most_ranks
+from mmdevplug.environments.torchrun import AGENT, ELASTIC
 from mmdevplug.fault_tolerance import SAME_NOTICE_SECONDS
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase
 from mmdevplug.fault_tolerance.stop_together import StopAgreement
@@ -29,9 +29,9 @@ class PreemptionHook(Hook):
 
     A signal to any rank makes all ranks finish the same iteration, save through the checkpoint
     hook and end. Ranks end with status 0, so that no launcher starts them again; in an elastic job
-    those of the other hosts are started again, and train on without this one. A single process
-    ends with the status that shells give to the signal, 143 for SIGTERM. A second SIGTERM, SIGINT
-    or SIGHUP ends the process at once.
+    those of the other hosts are started again, and train on without this one. A single process,
+    and a rank of ``mmdevplug train`` that got the signal, ends with the status that shells give to
+    the signal, 143 for SIGTERM. A second SIGTERM, SIGINT or SIGHUP ends the process at once.
 
     Args:
         signals (Sequence[str]): Defaults to SIGTERM, SIGINT, SIGHUP (unless it is ignored, as by
@@ -80,7 +80,8 @@ class PreemptionHook(Hook):
             now = time.monotonic()
             if self._asked_to_end:
                 if now - self._asked_to_end >= SAME_NOTICE_SECONDS:
-                    self._restore_handlers()
+                    handler = self._handlers.pop(number)
+                    signal.signal(number, signal.SIG_DFL if handler is None else handler)
                     os.kill(os.getpid(), number)
                 return
             self._asked_to_end = now
@@ -116,11 +117,13 @@ class PreemptionHook(Hook):
             f'Stopped after iteration {runner.iter + 1} because of {why}; saved {saved}.'
         )
         context = device_context()
-        if context is not None and most_ranks(context.env.launcher) is not None:
+        if ELASTIC in os.environ:
             self._leave_elastic_job()
-        if context is not None and context.env.launcher != 'none' or self._asked is None:
+        launched = context is not None and context.env.launcher != 'none'
+        # PyTorch would wait for more of a rank of our command that ends with status 0.
+        if self._asked is None or (launched and AGENT not in os.environ):
             raise SystemExit(0)
-        if self._asked == signal.SIGINT:
+        if self._asked == signal.SIGINT and not launched:
             raise KeyboardInterrupt
         raise SystemExit(128 + self._asked)
 

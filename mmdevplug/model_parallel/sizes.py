@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
-from typing import Dict, Iterable, Optional, Set, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Optional, Set, Tuple, Union
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from mmdevplug.errors import PlacementError, first_line
 from .trace import Trace, trace
 from .walk_modules import named_tensors, prefixes, tensor_bytes
 
+#: Counted where nothing names another one.
+DEFAULT_OPTIMIZER = 'adamw'
 #: Values an optimizer keeps for each value of a parameter.
 STATE_VALUES = dict(
     adamw=2, adam=2, nadam=2, lamb=2, adagrad=1, rmsprop=1, momentum=1, lion=1, sgd=0, none=0
@@ -151,3 +153,21 @@ def _add(part: Dict[str, int], name: str, value: int) -> None:
     if value:
         for prefix in prefixes(name):
             part[prefix] = part.get(prefix, 0) + value
+
+
+def choose_optimizer(
+    given: Optional[str], cfg: Any, training: bool, say: Callable[[str], None]
+) -> Union[str, int, float]:
+    """Return the argument, or what the config's optimizer keeps, found by trying it."""
+    if given is not None:
+        try:
+            return float(given)
+        except ValueError:
+            return given
+    if cfg is None or not training:
+        return DEFAULT_OPTIMIZER
+    factor, why_not = state_factor((cfg.get('optim_wrapper') or {}).get('optimizer'))
+    if factor is None:
+        say(f'counting with {DEFAULT_OPTIMIZER}: {why_not}')
+        return DEFAULT_OPTIMIZER
+    return factor

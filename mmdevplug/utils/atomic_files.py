@@ -4,7 +4,7 @@ import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator, Union
+from typing import Callable, Iterator, Union
 
 from mmdevplug.errors import DevPlugError
 
@@ -58,3 +58,16 @@ def check_writable(path: str, option: str) -> None:
             pass
     except OSError as error:
         raise DevPlugError(f'{option} {path!r} cannot be written: {error}. {hint}') from error
+
+
+def has_temporary_folder(say: Callable[[str], None]) -> bool:
+    """Whether any folder takes temporary files, which PyTorch's processes need; say so if not."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        say(
+            f'TMPDIR={os.environ.get("TMPDIR")!r}: {error.strerror}, but PyTorch and this command '
+            f'need one that can be written to. Mount one at /tmp, or name one: export TMPDIR=...'
+        )
+        return False
+    return True

@@ -38,15 +38,7 @@ AUTOPATCH = Period(
     'the end of the process',
 )
 WATCH = Period('a distributed job begins to watch its ranks', 'the end of the process')
-RANKS = Period('`mmdevplug train --nproc` starts ranks', 'the end of the launcher process')
 A_RANK = Period('a rank of `mmdevplug train --nproc` starts, without `--verbose`', 'its end')
-LAUNCHER = Period(
-    '`mmdevplug train --nproc` starts ranks, with PyTorch 2.9 and before',
-    'the end of the launcher process',
-)
-ELASTIC = Period(
-    '`mmdevplug train --nnodes MIN:MAX` starts ranks', 'the end of the launcher process'
-)
 WORKER = Period(
     'a worker process of a data loader starts, with PyTorch before 1.13',
     'the end of the worker process',
@@ -267,34 +259,6 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         A_RANK,
         'Each rank of a host prints the same warnings to one terminal.',
         'torchrun shows once what several ranks print.',
-    ),
-    *_symbols(
-        'torch.distributed.elastic.multiprocessing.'
-        'subprocess_handler.subprocess_handler.SubprocessHandler: _popen',
-        RANKS,
-        'torchrun starts the command of each rank, which imports PyTorch and MMEngine anew; ours '
-        'is forked from a process that has imported them. Processes that torchrun forks for a '
-        'function it neither ends as it ends commands, nor do they end as a command does.',
-        'torchrun forks commands from one process that has imported what they need.',
-    ),
-    *_symbols(
-        'torch.distributed.elastic.multiprocessing.api.SubprocessContext: _start',
-        LAUNCHER,
-        'torchrun installs its own signal handlers right before it starts ranks, so ours have to '
-        'be installed after them.',
-        'The oldest PyTorch in use has `--signals-to-handle` of torchrun, which 2.9 lacks.',
-    ),
-    *_symbols(
-        'torch.distributed.elastic.agent.server.api.SimpleElasticAgent: _rendezvous',
-        ELASTIC,
-        'torchrun counts a host that is lost as a failure, of which a job has a few.',
-        'torchrun counts failures of ranks apart from hosts that come and go.',
-    ),
-    *_symbols(
-        'torch.distributed.elastic.agent.server.api: _get_fq_hostname',
-        ELASTIC,
-        'PyTorch before 2.0 tells the other hosts a name of this one that they may not know.',
-        'PyTorch 2.0, which takes `--local-addr`.',
     ),
     *_symbols(
         'torch.utils.data._utils.fetch._MapDatasetFetcher: fetch',

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mmdevplug.cli import launch, torchrun_agent
+from mmdevplug.cli import launch
 from tests.jobs import PATHS, ROOT, load_file
 
 DIGITS = str(ROOT / 'configs' / 'digits' / 'digits_cpu.py')
@@ -105,32 +105,29 @@ class Started:
 
 
 class NoRanks:
-    """Stands in for the server of ranks and for torchrun, and keeps what they are told."""
+    """Stands in for PyTorch's ``elastic_launch``, and keeps what it is told."""
 
     def __init__(self, monkeypatch, counted=7):
-        self.counted, self.checked, self.agents, self.environ = counted, [], [], {}
-        monkeypatch.setattr(launch, 'RankServer', lambda command: self)
-        monkeypatch.setattr(torchrun_agent, 'run_agent', self.run_agent)
+        self.configs, self.argv, self.environ = [], [], {}
+        monkeypatch.setattr(launch, '_start_server', lambda: 'spawn')
+        monkeypatch.setattr(launch, 'addresses_between', lambda name: ('10.0.0.9', name))
+        monkeypatch.setattr(launch, '_count', lambda word, method, args: counted)
+        monkeypatch.setattr('torch.distributed.launcher.api.elastic_launch', self)
 
-    def check(self, words):
-        self.checked = words
-        (answer,) = [word[9:] for word in words if word.startswith('--answer=')]
-        Path(answer).write_text(str(self.counted))
-        return self
+    def __call__(self, config, entry):
+        self.configs.append(config)
+        return self.start
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def wait(self):
-        return 0
-
-    def run_agent(self, argv, server):
-        self.agents.append(argv)
+    def start(self, module, argv):
+        self.argv = argv
         self.environ = dict(os.environ)
-        return 0
+
+    @property
+    def told(self):
+        """The newest job: processes, hosts, restarts, and how they meet."""
+        one = self.configs[-1]
+        place = (one.rdzv_backend, one.rdzv_endpoint, one.rdzv_configs.get('rank'))
+        return (one.nproc_per_node, one.min_nodes, one.max_nodes, one.max_restarts, *place)
 
 
 def check_saved(job, work_dir, ranks=2):

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 
 import psutil
 import pytest
@@ -57,37 +56,6 @@ def test_saves_in_time(tmp_path, ranks):
     check_saved(job, work_dir, ranks)
     assert (work_dir / 'last_checkpoint').stat().st_uid == USER
     assert 'Traceback' not in job.printed
-
-
-PROCESS_ONE = """
-import os, signal, subprocess, sys, time
-from mmdevplug.cli.process_one import leave_process_one
-
-assert os.getpid() == 1
-leave_process_one()
-assert os.getppid() == 1
-command = ['sh', '-c', 'sleep 0.1 >&- & echo $!']
-orphan = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.decode().strip()
-deadline = time.monotonic() + 60
-while os.path.exists(f'/proc/{orphan}'):
-    assert time.monotonic() < deadline
-    time.sleep(0.05)
-"""
-
-
-@pytest.mark.parametrize(
-    ('end', 'status'),
-    [
-        ('sys.exit(7)', 7),
-        ('os.kill(os.getpid(), signal.SIGKILL)', 128 + signal.SIGKILL),
-        ('os.kill(1, signal.SIGTERM); time.sleep(60)', 128 + signal.SIGTERM),
-    ],
-)
-def test_process_one_reaps_orphans_and_ends_as_its_command(end, status):
-    need_namespaces()
-    command = in_container([sys.executable, '-c', PROCESS_ONE + end])
-    done = subprocess.run(command, cwd=ROOT, env=ENVIRON, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (status, '')
 
 
 def run_in_box(folder, *command):

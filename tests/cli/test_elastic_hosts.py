@@ -25,10 +25,7 @@ EPOCHS = 9  # of 8 iterations on two ranks, or 16 on one
 
 
 class Job:
-    """A job whose hosts are network namespaces.
-
-    Host 0 keeps the rendezvous, unless another does, and has no ranks.
-    """
+    """A job whose two hosts are network namespaces and meet at one of them."""
 
     def __init__(self, folder, hosts, keeper=0):
         self.folder, self.hosts, self.keeper = folder, hosts, keeper
@@ -68,11 +65,10 @@ class Job:
         )  # fmt: skip
 
     def train_on_two_hosts(self):
-        """Train on hosts 1 and 2, which meet at host 0, until both have iterations behind them."""
+        """Train until both hosts have iterations behind them."""
         self.write_config()
-        self.start(0, 'rendezvous')
+        self.train(0)
         self.train(1)
-        self.train(2)
         self.wait_for_iterations(ranks=2)
 
     def lose(self, host):
@@ -112,7 +108,7 @@ class Job:
         while not reached():
             for host in [host for host, one in self.running.items() if one.poll() is not None]:
                 raise AssertionError(f'host {host} ended:\n{self.printed(host)[-3000:]}')
-            assert time.monotonic() < deadline, [self.printed(host)[-3000:] for host in (1, 2)]
+            assert time.monotonic() < deadline, [self.printed(host)[-3000:] for host in (0, 1)]
             time.sleep(0.2)
 
     def wait_for_iterations(self, ranks, count=4):
@@ -125,19 +121,11 @@ class Job:
             )
         )
 
-    def first_host(self):
-        """The host with rank 0 in the newest round."""
-        rounds = {
-            host: re.findall(r'round (\d+): this is host (\d+) of (\d+)', self.printed(host))[-1]
-            for host in self.running
-            if host != self.keeper
-        }
-        return next(host for host, (_, rank, _) in rounds.items() if rank == '0')
-
     def check_result(self):
         """Whether all epochs were trained, on all samples, of which each rank takes as many."""
         state = read_checkpoint((self.folder / 'work' / 'last_checkpoint').read_text())
-        assert state['meta']['epoch'] == EPOCHS
+        # The last one is of an iteration in the last epoch, at whatever number they all end.
+        assert state['meta']['epoch'] >= EPOCHS - 1
         lines = self.lines()
         assert {len(line.samples) for line in lines} == {STEP}
         assert len({one for line in lines for one in line.samples}) == SAMPLES
@@ -151,7 +139,7 @@ def job(tmp_path):
     found = available()
     if not found.possible:
         pytest.skip(found.reason)
-    with Hosts(3) as hosts:
+    with Hosts(2) as hosts:
         made = Job(tmp_path, hosts)
         try:
             yield made
@@ -161,24 +149,15 @@ def job(tmp_path):
 
 
 def test_two_hosts_one_host_and_two_again(job):
-    """The host with rank 0 is lost, and joins again; the other goes on meanwhile."""
+    """A host is lost, and joins again; the other goes on meanwhile."""
     job.train_on_two_hosts()
-    lost = job.first_host()
-    left = 3 - lost
-    job.lose(lost)
+    job.lose(1)
     job.wait_for_iterations(ranks=1)
-    job.repair(lost)
-    job.train(lost)
+    job.repair(1)
+    job.train(1)
     job.wait_for_iterations(ranks=2)
-    agents = [job.running.pop(host) for host in (1, 2)]
-    assert [agent.wait(timeout=120) for agent in agents] == [0, 0], job.printed(left)
-    told = job.printed(left)
-    # The loss of a host is no failure of this one, of which three are allowed.
-    assert re.findall(r'round \d+: this is host \d of (\d)(, \d before)?; (\d) of 3', told) == [
-        ('2', '', '3'),
-        ('1', ', 2 before', '3'),
-        ('2', ', 1 before', '3'),
-    ]
+    commands = [job.running.pop(host) for host in (0, 1)]
+    assert [one.wait(timeout=120) for one in commands] == [0, 0], job.printed(0)
     job.check_result()
 
 
@@ -189,43 +168,24 @@ def test_a_host_that_is_asked_to_end_leaves_at_once(job):
     psutil.Process(leaving.pid).terminate()
     assert leaving.wait(timeout=60) == 143, job.printed(1)
     job.wait_for_iterations(ranks=1)
-    assert job.running.pop(2).wait(timeout=120) == 0, job.printed(2)
-    told = job.printed(2)
-    rounds = re.findall(r'round \d+: this is host \d of (\d)(?:, \d before)?; (\d) of 3', told)
-    assert rounds == [('2', '3'), ('1', '3')]
+    assert job.running.pop(0).wait(timeout=120) == 0, job.printed(0)
     iterations = [line.iteration for line in job.lines() if line.ranks == 1]
     assert min(iterations) == 1 + max(line.iteration for line in job.lines() if line.ranks == 2)
     job.check_result()
 
 
-def test_the_host_that_keeps_the_rendezvous_is_lost(job):
+def test_the_command_where_others_meet_is_killed(job):
     """The other one ends, and says what to do; the job goes on where it was."""
-    job.keeper = 1
-    job.write_config()
-    job.train(1)
-    job.train(2)
-    job.wait_for_iterations(ranks=2)
-    job.lose(1)
-    other = job.running.pop(2)
-    assert other.wait(timeout=200) == 1
-    told = job.printed(2)
+    job.train_on_two_hosts()
+    job.kill(0)
+    other = job.running.pop(1)
+    assert other.wait(timeout=300) == 1
+    told = job.printed(1)
     (line,) = re.findall(r'mmdevplug: LaunchError: .*', told)
-    assert f'cannot meet the others at {job.hosts.address_of(1)}:29500' in line
-    assert '--resume; `mmdevplug rendezvous` on a host that stays' in line
+    assert f'cannot meet the others at {job.hosts.address_of(0)}:29500' in line
     assert 'Traceback' not in told
-    job.keeper = 2
-    job.train(2, '1:2', '--resume')
+    job.keeper = 1
+    job.train(1)
     job.wait_for_iterations(ranks=1)
-    assert job.running.pop(2).wait(timeout=120) == 0
+    assert job.running.pop(1).wait(timeout=120) == 0
     job.check_result()
-
-
-def test_a_host_that_comes_too_late_is_told_so(job):
-    job.write_config(pause=0.0)
-    job.start(0, 'rendezvous')
-    job.train(1, '1:2')
-    assert job.running.pop(1).wait(timeout=150) == 0, job.printed(1)
-    job.train(2, '1:2')
-    assert job.running.pop(2).wait(timeout=100) == 1, job.printed(2)
-    (line,) = re.findall(r'mmdevplug: LaunchError: .*', job.printed(2))
-    assert 'has ended, and takes no more hosts' in line

@@ -1,6 +1,5 @@
-"""How a job is started: what ``launch-config`` writes, what is refused, what torchrun gets."""
+"""How a job is started: what ``launch-config`` writes, what is refused, what PyTorch gets."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -8,10 +7,8 @@ import sys
 import pytest
 import yaml
 
-from mmdevplug.cli import launch, launch_config, torchrun_agent as agent, train
-from mmdevplug.cli.launch import agent_options
-from mmdevplug.config.launch_options import LaunchOptions
-from mmdevplug.environments.loopback import HeldStore
+from mmdevplug.cli import launch, launch_config, say, train
+from mmdevplug.environments import starting
 from mmdevplug.errors import DevPlugError, LaunchError
 from tests.cli.starting import NoRanks
 from tests.commands import python
@@ -114,7 +111,7 @@ def test_the_file_of_a_host_names_it(tmp_path, capsys):
     printed = capsys.readouterr()
     _, torchrun = printed.out.splitlines()
     assert "train.py, in place of '-m mmdevplug train CONFIG" in printed.err
-    assert '--nnodes=2 --node_rank=1 --master_addr=node1 --master_port=29500 -m' in torchrun
+    assert '--node_rank=1 --master_addr=node1 --master_port=29500 -m' in torchrun
 
 
 def test_an_existing_file_stays_without_force(tmp_path):
@@ -176,192 +173,118 @@ def test_impossible_flags_write_no_file(tmp_path, monkeypatch, flags, told):
 
 
 @needs_card
-def test_more_processes_than_devices_are_refused_with_both_counts(card_config):
-    flags = ['--accelerator', 'zeta', '--nproc', '8']
+def test_devices_are_counted_and_missing_ones_refused(card_config, tmp_path):
+    """By one rank for its host, in one line; `auto` counts them before."""
+    flags = ['--accelerator', 'zeta', '--oversubscribe', '--work-dir', str(tmp_path / 'work')]
+    done = mmdevplug('train', card_config, *flags, '--nproc', '5', FAKECARD_NAME='zeta')
+    told = refusal(done)
+    assert 'LOCAL_RANK=4 asks for zeta:4, but this process sees 4 zeta device(s)' in told
+    more = ['train_cfg.max_epochs=1', 'train_cfg.val_interval=2']
+    flags += ['--nproc', 'auto', '--cfg-options', *more]
     done = mmdevplug('train', card_config, *flags, FAKECARD_NAME='zeta')
-    assert '--nproc=8, but this host has 4 zeta device(s)' in refusal(done)
+    assert done.returncode == 0, done.stderr
+    assert 'rank 0 of 4' in done.stdout + done.stderr or 'zeta' in done.stdout
 
 
 @pytest.mark.parametrize(
     ('flags', 'told'),
     [
         (['--max-restarts', '1'], 'nproc (--nproc) is not given'),
+        (['--nproc', '0'], '--nproc=0: expected 1 or more processes'),
         (['--nproc', '2', '--max-restarts', '-1'], '--max-restarts=-1: expected 0 to 10000'),
         (['--nproc', '2', '--timeout', '0'], '--timeout=0.0: expected a number of seconds'),
         (['--nproc', '2', '--nnodes', '2', '--master-addr', 'a'], 'node_rank is not given'),
         (['--nproc', '2', '--launcher', 'slurm'], '--nproc and --launcher slurm disagree'),
+        (
+            ['--nproc', '1', '--nnodes', '1:2', '--node-rank', '0', '--master-addr', 'a'],
+            'node_rank=0 and nnodes=1:2 disagree',
+        ),
     ],
 )
 def test_impossible_starts_are_refused_before_anything_runs(monkeypatch, flags, told):
-    monkeypatch.setattr(launch, 'RankServer', None)
+    monkeypatch.setattr(launch, '_start_server', None)
     with pytest.raises(LaunchError) as caught:
         train.main([CONFIG, *flags])
     assert told in str(caught.value)
 
 
-def test_the_command_of_several_hosts_names_them():
-    settings = LaunchOptions(2, 3, 1, '10.0.0.1', 12345, 4, 60)
-    command = ' '.join(agent_options(settings))
-    assert '--nproc_per_node=2 --max_restarts=4 --nnodes=3 --node_rank=1' in command
-    assert '--rdzv_conf=timeout=60 --master_addr=10.0.0.1 --master_port=12345' in command
+@pytest.fixture
+def started(monkeypatch):
+    return NoRanks(monkeypatch)
 
 
-# what torchrun reads besides --------------------------------------------------------------------
+def test_one_host_meets_on_loopback(started):
+    train.main([CONFIG, '--nproc', '2', '--max-restarts', '3', '--amp'])
+    *told, place, rank = started.told
+    assert told == [2, 1, 1, 3, 'static']
+    assert place.startswith('127.0.0.1:')
+    assert rank == 0
+    assert started.argv == [CONFIG, '--amp', '--launcher', 'pytorch']
+    assert started.environ['OMP_NUM_THREADS'] == '1'
 
 
-def option_variables():
-    """Variables from which this release of torchrun takes what its command line leaves out."""
-    from torch.distributed.argparse_util import check_env, env
-    from torch.distributed.run import get_args_parser
-
-    actions = get_args_parser()._actions
-    flags = {f'PET_{one.dest.upper()}' for one in actions if isinstance(one, check_env)}
-    values = {f'PET_{one.dest.upper()}' for one in actions if isinstance(one, env)}
-    return flags, values
+def test_several_hosts_are_what_the_flags_say(started):
+    flags = ['--nproc', '2', '--nnodes', '3', '--node-rank', '1', '--master-addr', '10.0.0.1']
+    train.main([CONFIG, *flags, '--master-port', '12345', '--timeout', '60'])
+    assert started.told == (2, 3, 3, 0, 'static', '10.0.0.1:12345', 1)
+    assert int(started.configs[-1].rdzv_configs['timeout']) == 60
 
 
-def test_no_variable_changes_what_the_command_line_says(monkeypatch, capsys):
-    """Operators of Kubernetes set PET_* in every pod; PET_NODE_RANK=1 alone made a job hang."""
-    flags, values = option_variables()
-    assert {'PET_STANDALONE', 'PET_MODULE'} <= flags
-    assert {'PET_NNODES', 'PET_NODE_RANK', 'PET_RDZV_BACKEND', 'PET_MASTER_PORT'} <= values
-    argv = [*agent_options(LaunchOptions(2)), 'train.py', '--launcher', 'pytorch']
-    plain = agent.read_arguments(argv)
-    assert capsys.readouterr().err == ''
-    for name in flags:
-        monkeypatch.setenv(name, '1')
-    for name in values:
-        monkeypatch.setenv(name, '7')
-    assert vars(agent.read_arguments(argv)) == vars(plain)
-    assert 'PET_NODE_RANK=7' in capsys.readouterr().err
-    assert os.environ['PET_NODE_RANK'] == '7'  # for the ranks
-
-
-@pytest.mark.parametrize(
-    ('words', 'port'),
-    [
-        ([], 29500),
-        (['--master_port=0'], 0),
-        (['--nnodes=1:1', '--master_addr=localhost', '--master_port=1234'], 1234),
-        (['--nnodes=2'], None),
-        (['--standalone'], None),
-        (['--rdzv_backend=c10d'], None),
-        (['--rdzv_endpoint=node0:29400'], None),
-        (['--master_addr=10.0.0.1'], None),
-    ],
-    ids=str,
-)
-def test_the_agent_holds_the_store_of_a_single_host(monkeypatch, words, port):
-    asked = []
-    monkeypatch.setattr(
-        agent, 'loopback_store', lambda asked_for: asked.append(asked_for) or HeldStore(7, None)
-    )
-    args = agent.read_arguments([*words, 'train.py'])
-    before = dict(vars(args))
-    held = agent._hold_store(args)
-    if port is None:
-        assert (held, asked, vars(args)) == (None, [], before)
-    else:
-        assert asked == [port]
-        assert (args.master_addr, args.master_port) == ('127.0.0.1', 7)
-
-
-ELASTIC = ['--nnodes=1:2', '--rdzv_backend=c10d']
-
-
-@pytest.mark.parametrize(
-    ('words', 'waits'),
-    [
-        (['--nnodes=2', '--master_addr=nohost.invalid', '--rdzv_conf=timeout=1'], True),
-        (['--nnodes=2', '--master_addr=127.0.0.1'], False),
-        (['--nnodes=1', '--master_addr=nohost.invalid'], False),
-        ([*ELASTIC, '--rdzv_endpoint=nohost.invalid:1', '--rdzv_conf=join_timeout=1'], True),
-        ([*ELASTIC, '--rdzv_endpoint=127.0.0.1:1'], False),
-        (['--nnodes=1:2', '--rdzv_backend=etcd', '--rdzv_endpoint=nohost.invalid:1'], False),
-    ],
-    ids=str,
-)
-def test_the_agent_waits_for_the_name_of_the_first_host(words, waits):
-    args = agent.read_arguments([*words, 'train.py'])
-    told = pytest.raises(LaunchError, match="no host 'nohost.invalid', which .* names, is known")
-    with told if waits else contextlib.nullcontext():
-        agent._wait_for_name(args)
+def test_hosts_that_come_and_go_resume(started, capsys):
+    flags = ['--nproc', '2', '--nnodes', '1:3', '--master-addr', 'node1']
+    train.main([CONFIG, *flags])
+    assert started.told == (2, 1, 3, 3, 'c10d', 'node1:29500', None)
+    assert started.argv[-1] == '--resume'
+    assert 'ranks resume from the newest checkpoint' in capsys.readouterr().err
+    with pytest.raises(LaunchError, match='--resume a.pth and --nnodes 1:3 disagree'):
+        train.main([CONFIG, *flags, '--resume', 'a.pth'])
 
 
 # how many ---------------------------------------------------------------------------------------
 
 
-def test_more_processes_than_memory_holds_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(launch, 'available_memory', lambda: (1 << 30, 'of the host'))
+def test_more_processes_than_memory_holds_are_refused(monkeypatch):
+    monkeypatch.setattr(starting, 'available_memory', lambda: (1 << 30, 'of the host'))
     with pytest.raises(LaunchError) as caught:
-        launch.check_room(100000, '--nproc')
+        starting.check_room(100000, say)
     told = str(caught.value)
     assert '--nproc=100000' in told
     assert '1.00 GiB, of the host' in told
     assert 'at most 6 processes of 150.00 MiB' in told
     assert '--oversubscribe' in told
-    launch.check_room(100000, '--nproc', insist=True)
-    assert capsys.readouterr().err == ''
 
 
 def test_more_processes_than_cores_are_a_warning(monkeypatch, capsys):
-    monkeypatch.setattr(launch, 'usable_cores', lambda: 2)
-    launch.check_room(2, 'NUM_DEVICES')
+    monkeypatch.setattr(starting, 'usable_cores', lambda: 2)
+    starting.check_room(2, say)
     assert capsys.readouterr().err == ''
-    launch.check_room(3, 'NUM_DEVICES')
+    starting.check_room(3, say)
     told = capsys.readouterr().err
-    assert 'NUM_DEVICES=3, but this process may use 2 core(s)' in told
+    assert '--nproc=3, but this process may use 2 core(s)' in told
     assert '--oversubscribe' in told
-
-
-def test_a_hundred_thousand_processes_do_not_start():
-    told = refusal(mmdevplug('train', CONFIG, '--nproc', '100000'))
-    assert told.count('mmdevplug: ') == 1
-    assert '--nproc=100000, but the memory that is available' in told
 
 
 # tools/dist_train.sh ----------------------------------------------------------------------------
 
 
-def test_the_script_takes_the_hosts_from_its_variables(monkeypatch):
-    started = NoRanks(monkeypatch)
-    environ = dict(NNODES='2', NODE_RANK='1', MASTER_ADDR='node3', PORT='23456', MAX_RESTARTS='4')
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    words = ['--script', 'tools/train.py', '8', 'config.py', '--amp']
+def test_the_script_takes_the_hosts_from_its_variables(tmp_path):
+    """A stand-in for Python prints what it gets."""
+    script = tmp_path / 'python'
+    script.write_text('#!/bin/bash\nshift; echo "$*"\n')
+    script.chmod(0o755)
 
-    def command_of():
-        launch.main(words)
-        assert started.checked[-3:] == ['8', 'config.py', '--amp']
-        return started.agents[-1]
+    def words(*arguments, **environ):
+        env = dict(os.environ, PYTHON=str(script), **environ)
+        command = ['bash', 'tools/dist_train.sh', 'config.py', *arguments]
+        done = subprocess.run(command, cwd=str(ROOT), env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
-    command = command_of()
-    assert '--nnodes=2 --node_rank=1 --master_addr=node3' in ' '.join(command)
-    assert '--nproc_per_node=8 --max_restarts=4' in ' '.join(command)
-    assert command[-5:] == ['tools/train.py', 'config.py', '--amp', '--launcher', 'pytorch']
-    monkeypatch.setenv('NNODES', '1')
-    monkeypatch.delenv('MASTER_ADDR', raising=False)
-    alone = '--nnodes=1 --node_rank=0 --master_addr=127.0.0.1 --master_port=23456'
-    assert alone in ' '.join(command_of())
-
-
-@pytest.mark.parametrize(
-    ('environ', 'told'),
-    [
-        (dict(NNODES='two'), "NNODES='two': expected 1 or more hosts"),
-        (dict(NNODES='2', NODE_RANK='0'), 'master_addr=None and nnodes=2 disagree'),
-        (dict(NNODES='2', MASTER_ADDR='node3'), 'node_rank is not given, but nnodes=2'),
-        (dict(PORT='70000'), 'PORT=70000: expected a port from 1 to 65535'),
-        (dict(MAX_RESTARTS='-1'), "MAX_RESTARTS='-1': expected 0 to 10000"),
-    ],
-)
-def test_impossible_hosts_are_refused_by_the_name_of_the_variable(environ, told):
-    with pytest.raises(LaunchError) as caught:
-        launch.read_hosts(2, environ)
-    assert told in str(caught.value)
-
-
-def test_a_number_of_processes_that_is_none_is_refused():
-    for words in (['0', 'config.py'], ['--script', 'tools/train.py', '0', 'config.py']):
-        with pytest.raises(LaunchError, match='NUM_DEVICES=0: expected 1 or more processes'):
-            launch.main(words)
+    hosts = dict(NNODES='2', NODE_RANK='1', MASTER_ADDR='node3', PORT='23456', MAX_RESTARTS='4')
+    assert words('8', '--amp', **hosts) == (
+        'config.py --nproc 8 --nnodes 2 --node-rank 1 --master-addr node3 --master-port 23456 '
+        '--max-restarts 4 --amp'
+    )
+    # Left over from another job.
+    assert words('8', NODE_RANK='3', MASTER_ADDR='10.9.9.9') == 'config.py --nproc 8'
+    assert words('8', NNODES='1', NODE_RANK='3') == 'config.py --nproc 8 --nnodes 1'

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mmdevplug.cli import launch_settings
+from mmdevplug.cli import hosts, launch
 from mmdevplug.environments.launch_variables import refuse_to_run_alone
 from mmdevplug.errors import LaunchError
 from tests.commands import python
@@ -161,10 +161,9 @@ def start(case):
 
 def run_script(case):
     """In a process of its own that has imported everything: ``python tools/train.py ...``."""
-    from mmdevplug.cli import torchrun_agent
-
     # What would take its place waits for other hosts.
-    torchrun_agent.run_agent = lambda *args: sys.exit(STARTS)
+    launch._start_server = lambda: 'spawn'
+    launch._run_ranks = lambda *args: STARTS
     sys.argv = [
         'tools/train.py', 'configs/digits/digits_cpu.py', *case['flags'],
         '--timeout', str(case['timeout']), '--work-dir', os.path.join(case['folder'], 'work'),
@@ -371,7 +370,7 @@ def test_the_script_finds_its_launcher(everything, monkeypatch):
     """In a process of its own it does what test_launcher_choice.py has decided."""
     from tests.cli.test_launcher_choice import decide
 
-    monkeypatch.setattr(launch_settings, 'say', lambda text: None)
+    monkeypatch.setattr(hosts, 'say', lambda text: None)
     kinds = []
     for number in range(CASES + SCRIPT_CASES, CASES + SCRIPT_CASES + FOUND_CASES):
         case, outcome = draw_found_case(number), everything[number]

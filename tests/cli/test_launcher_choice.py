@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from mmdevplug.cli import launch_settings
-from mmdevplug.cli.launch_settings import read_settings, starts_processes
+from mmdevplug.cli import hosts as hosts_module
+from mmdevplug.cli.hosts import read_job, starts_processes
 from mmdevplug.cli.train import build_parser
 from mmdevplug.environments import torchrun
 from mmdevplug.environments.launch_variables import read_launch_env, refuse_to_run_alone
@@ -20,11 +20,7 @@ from tests.cli.test_launch_fuzz import AGENT, VALUES
 CASES = 2000
 ADDRESS = dict(MASTER_ADDR='10.0.0.1', MASTER_PORT='23456')
 PET_ADDRESS = {f'PET_{name}': value for name, value in ADDRESS.items()}
-#: Flags of an elastic job, and the options that torchrun gets for them.
 ELASTIC = ['--nnodes', '1:4', '--nproc', '2', '--master-addr', 'host0']
-MEETING = (
-    '--nnodes=1:4', '--rdzv_backend=c10d', '--rdzv_endpoint=host0:29500', '--rdzv_id=mmdevplug',
-)  # fmt: skip
 #: What a shell keeps of a job of torchrun.
 LEFT = dict(RANK='3', LOCAL_RANK='1', WORLD_SIZE='8', LOCAL_WORLD_SIZE='4', **ADDRESS, **AGENT)
 
@@ -60,7 +56,7 @@ def pod_of_one_process(hosts, index, nproc):
 
 
 def volcano(hosts, index, nproc):
-    """Volcano without that plugin."""
+    """Volcano without that plugin, which names hosts and not the pod's own."""
     names = [f'job-worker-{i}.job' for i in range(hosts)]
     return pod(
         VC_WORKER_HOSTS=','.join(names), VC_TASK_INDEX=str(index), HOSTNAME=names[index][:-4]
@@ -120,11 +116,12 @@ def draw(number):
     if flags == ELASTIC:
         # These say all: what variables tell of hosts is left aside, but not of processes here.
         started = scheduler in PER_PROCESS and nproc > 1
-        expected = ('refused',) if started else ('starts', MEETING)
+        expected = ('refused',) if started else ('starts', '1:4', None, 2, 'host0')
     elif scheduler is elastic_pytorch_job:
-        endpoint = environ['PET_RDZV_ENDPOINT']
-        options = (f'--nnodes=1:{hosts + 1}', '--rdzv_backend=c10d', f'--rdzv_endpoint={endpoint}')
-        expected = ('starts', (*options, '--rdzv_id=job'))
+        nproc = 2 if flags else nproc
+        expected = ('starts', f'1:{hosts + 1}', None, nproc, 'job-worker-0')
+    elif scheduler is volcano:
+        expected = ('refused',) if hosts > 1 else ('starts', 1, 0, 2) if flags else ('alone',)
     elif scheduler in PER_HOST:
         several = ('starts', hosts, index, 2 if flags else nproc)
         expected = several if flags or hosts * nproc > 1 else ('alone',)
@@ -149,6 +146,8 @@ def draw(number):
         environ = {**LEFT, **environ}
         if scheduler in (srun, volcano, sbatch):
             del environ['MASTER_ADDR'], environ['MASTER_PORT']
+        elif expected == ('alone',):
+            expected = ('refused',)  # a whole set of variables of one of several
     elif chance.random() < 0.3 and scheduler in (open_mpi, hydra, below_torchrun):
         around = chance.choice((sbatch(2, 0, 2), train_job(2, 1, 4)))
         environ.update(around)
@@ -176,11 +175,11 @@ def decide(case):
     args = build_parser().parse_args(['config.py', *case['flags']])
     try:
         if starts_processes(args, environ):
-            start = read_settings(args, environ)
-            settings = start.settings
-            if start.rendezvous:
-                return ('starts', start.rendezvous)
-            return ('starts', settings.nnodes, settings.node_rank or 0, settings.nproc)
+            found = read_job(args, environ)
+            place = (found.node_rank, found.nproc, found.master_addr)
+            if not found.elastic:
+                place = (found.node_rank or 0, found.nproc)
+            return ('starts', found.nnodes, *place)
         if args.launcher == 'none':
             refuse_to_run_alone(environ)
             return ('alone',)
@@ -196,7 +195,7 @@ def processes(monkeypatch):
     monkeypatch.setenv('PATH', '')
     below = []
     monkeypatch.setattr(torchrun, 'runs_below_torchrun', lambda: below[-1])
-    monkeypatch.setattr(launch_settings, 'say', lambda text: None)
+    monkeypatch.setattr(hosts_module, 'say', lambda text: None)
     return below
 
 

@@ -191,7 +191,7 @@ def test_types_that_vendors_may_have():
 
 COMMANDS = {
     'train': ['c.py'], 'test': ['c.py', 'x.pth'], 'doctor': [], 'plan': ['c.py'],
-    'check': ['c.py'], 'launch-config': [], 'rendezvous': [],
+    'check': ['c.py'], 'launch-config': [],
 }  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def test_a_killed_rank_is_restarted_and_the_job_goes_on(restarted):
 def test_a_job_on_one_host_listens_on_loopback_alone(restarted):
     found = json.loads((restarted[0] / 'sockets.json').read_text())
     assert len({pid for pid, _, _ in found['sockets']}) >= 3  # gloo of each rank
-    assert found['agent'] in [pid for pid, _, _ in found['sockets']]  # torchrun's store
+    assert found['command'] in [pid for pid, _, _ in found['sockets']]  # PyTorch's store
     open_to_others = [
         address
         for _, address, _ in found['sockets']

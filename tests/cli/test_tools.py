@@ -9,10 +9,10 @@ import pytest
 from mmengine.config import Config
 from mmengine.registry import RUNNERS
 
-from mmdevplug.cli import common, train
+from mmdevplug.checks.config_file import find_unread
+from mmdevplug.cli import train
 from tests.commands import python
 from tests.jobs import PATHS, ROOT
-from tests.needs_card import needs_card
 from tests.ranks import free_port
 
 CONFIG = 'configs/digits/digits_cpu.py'
@@ -85,23 +85,12 @@ def test_test_and_dist_test_print_the_metric(trained):
     assert os.path.getsize(out) > 0
 
 
-@pytest.mark.parametrize('devices', [pytest.param('9', marks=needs_card), '0', 'many'])
-def test_dist_train_refuses_a_number_before_starting_processes(tmp_path, devices):
-    config = tmp_path / 'zeta.py'
-    config.write_text(
-        f'_base_ = [{str(ROOT / "configs/digits/digits.py")!r}, '
-        "__import__('mmdevplug').base_config('auto')]\n"
-        "custom_imports = dict(imports=['fakecard_from_env', 'mmdevplug.examples.digits'])\n"
-    )
-    done = run(
-        'bash', 'tools/dist_train.sh', str(config), devices, '--accelerator', 'zeta',
-        FAKECARD_NAME='zeta',
-    )  # fmt: skip
+@pytest.mark.parametrize('devices', ['0', 'many'])
+def test_dist_train_refuses_a_number_before_starting_processes(devices):
+    done = run('bash', 'tools/dist_train.sh', CONFIG, devices)
     assert done.returncode != 0
-    assert f'NUM_DEVICES={devices}' in done.stderr.replace("'", '')
+    assert f'--nproc={devices}: expected 1 or more' in done.stderr.replace("'", '')
     assert 'Traceback' not in done.stderr
-    if devices == '9':
-        assert '4 zeta device(s)' in done.stderr
 
 
 @pytest.mark.long
@@ -166,12 +155,10 @@ def test_bad_arguments_are_answered(tmp_path, arguments, told):
     assert told in done.stderr
 
 
-def test_options_that_no_runner_reads_are_named(capsys):
+def test_options_that_no_runner_reads_are_named():
     config = Config(dict(optim_wrapper=dict(optimizer=dict(lr=1)), train_cfg=dict(max_epochs=1)))
     read = ['train_cfg.max_epochs', 'find_unused_parameters', 'model.depth', 'data_preprocessor']
-    common._warn_of_unread(config, read)
-    assert capsys.readouterr().err == ''
-    common._warn_of_unread(config, ['max_epochs', 'optimizer.lr', 'train_cgf.max_epochs'])
-    found = capsys.readouterr().err.splitlines()
+    assert list(find_unread(config, read)) == []
+    found = list(find_unread(config, ['max_epochs', 'optimizer.lr', 'train_cgf.max_epochs']))
     meant = ['train_cfg.max_epochs', 'optim_wrapper.optimizer.lr', 'train_cfg']
     assert [line.rpartition('did you mean ')[2] for line in found] == [f'{e!r}?' for e in meant]

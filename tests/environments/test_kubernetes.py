@@ -39,23 +39,21 @@ VOLCANO = dict(
         ),
         (dict(POD, MASTER_PORT=''), JOINED._replace(master_port=29500)),
         (dict(POD, RANK='0', WORLD_SIZE='1'), Hosts()),
-        (dict(VOLCANO, HOSTNAME='job-worker-0'), Hosts(3, 1, None, 'job-master-0.job', 29500)),
         (dict(VOLCANO, HOSTNAME='job-master-0', **POD), JOINED),
         (dict(VC_TASK_INDEX='0', VC_WORKER_HOSTS='job-worker-0.job'), Hosts()),
-        (dict(VC_PS_HOSTS='a,b', VC_TENSORBOARD_HOSTS='c'), Hosts()),
     ],
 )
 def test_hosts(environ, expected):
     assert Kubernetes(environ).hosts() == expected
 
 
-def test_a_pod_unknown_to_volcano_is_refused():
-    with pytest.raises(LaunchError, match="expected the name of this pod, 'other', once among"):
-        Kubernetes(dict(VOLCANO, HOSTNAME='other')).hosts()
+def test_a_pod_whose_number_volcano_does_not_tell_is_refused():
+    with pytest.raises(LaunchError, match="which Volcano's plugin `pytorch` sets"):
+        Kubernetes(dict(VOLCANO, HOSTNAME='job-worker-0')).hosts()
 
 
 def test_a_pod_beyond_the_last_is_refused():
-    with pytest.raises(LaunchError, match='expected RANK to be 0 to 1, one for each of 2 pods'):
+    with pytest.raises(LaunchError, match='expected RANK to be 0 to 1, another in each of 2 pods'):
         Kubernetes(dict(POD, RANK='2')).hosts()
 
 
@@ -64,17 +62,11 @@ def test_the_rank_of_a_process_is_not_that_of_a_pod(name):
     assert Kubernetes(dict(POD, **{name: '0'})).detect() == {}
 
 
-def test_what_torchrun_left_in_a_pod_is_not_taken_for_another_launcher():
-    environ = dict(POD, LOCAL_RANK='0', KUBERNETES_SERVICE_HOST='10.96.0.1')
-    with pytest.raises(LaunchError, match='if not, RANK is the pod'):
-        refuse_to_run_alone(environ)
-    refuse_to_run_alone(dict(environ, TORCHELASTIC_RUN_ID='none'))
-
-
 @pytest.mark.parametrize('missing', ['RANK', 'WORLD_SIZE', 'MASTER_ADDR'])
 def test_a_variable_that_a_pod_lacks_is_named(missing):
     environ = {name: value for name, value in POD.items() if name != missing}
     environ['KUBERNETES_SERVICE_HOST'] = '10.96.0.1'
+    missing = {'WORLD_SIZE': 'PET_NNODES'}.get(missing, missing)
     for ask in (lambda: Kubernetes(environ).hosts(), lambda: refuse_to_run_alone(environ)):
         with pytest.raises(LaunchError, match=missing):
             ask()
@@ -95,8 +87,8 @@ def test_one_process_in_each_pod_is_a_rank(monkeypatch):
 @pytest.mark.parametrize(
     ('environ', 'told'),
     [
-        ({}, 'RANK is not set'),
-        (dict(POD, PET_NPROC_PER_NODE='2'), 'for one process in each pod, but'),
+        ({}, 'but found neither'),
+        (dict(POD, PET_NPROC_PER_NODE='2'), 'for one process in each pod, which'),
         (dict(PET_NNODES='1:2', PET_RDZV_BACKEND='c10d', PET_RDZV_ENDPOINT='a:1'), 'for one proc'),
     ],
 )

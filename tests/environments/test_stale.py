@@ -104,7 +104,6 @@ def test_a_member_of_a_job_does_not_run_alone():
 @pytest.mark.parametrize(
     'environ',
     [
-        TORCHRUN,
         dict(MEMBER, LOCAL_RANK='0'),
         dict(MEMBER, TORCHELASTIC_RUN_ID='none'),
         dict(MEMBER, WORLD_SIZE='1', RANK='0'),
@@ -129,6 +128,7 @@ OPEN_MPI = {f'OMPI_COMM_WORLD_{name}': '2' for name in ('RANK', 'SIZE', 'LOCAL_R
     ('environ', 'launcher'),
     [
         (PLACE, 'pytorch'),
+        (TORCHRUN, 'pytorch'),
         (dict(PLACE, LOCAL_WORLD_SIZE='4'), 'pytorch'),
         (without(TORCHRUN, 'TORCHELASTIC_RESTART_COUNT'), 'pytorch'),
         (SLURM, 'slurm'),
@@ -208,7 +208,10 @@ def train_among_leftovers(work_dir, leftovers):
 
 @pytest.mark.parametrize(
     'leftovers',
-    [TORCHRUN, dict(LOCAL_WORLD_SIZE='x', MASTER_PORT='-1', TORCHELASTIC_RESTART_COUNT='x')],
+    [
+        without(TORCHRUN, 'MASTER_ADDR'),
+        dict(LOCAL_WORLD_SIZE='x', MASTER_PORT='-1', TORCHELASTIC_RESTART_COUNT='x'),
+    ],
     ids=['torchrun', 'nonsense'],
 )
 def test_a_single_process_trains_and_leaves_the_variables_alone(tmp_path, leftovers):
@@ -223,7 +226,7 @@ def environment(**environ):
 
 
 def test_the_script_says_in_one_line_what_it_ignores(tmp_path):
-    words = ['tools/train.py', CONFIG, '--work-dir', tmp_path, *SHORT]
+    words = ['tools/train.py', CONFIG, '--launcher', 'none', '--work-dir', tmp_path, *SHORT]
     done = python(*words, env=environment(**TORCHRUN))
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if 'left over' in line]

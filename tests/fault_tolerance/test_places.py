@@ -6,16 +6,14 @@ import sys
 import threading
 import time
 import traceback
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import distributed as torch_dist, nn
 
-from mmdevplug.errors import LaunchError
 from mmdevplug.fault_tolerance.heartbeat import list_numbers
 from mmdevplug.fault_tolerance.stack_place import describe_error, describe_stack
-from tests.ranks import RanksFailed, free_port, run_ranks
+from tests.ranks import RanksFailed, run_ranks
 
 
 class Probe(nn.Module):
@@ -126,32 +124,6 @@ def test_a_start_names_the_ranks_that_are_missing():
     for kind, message, _ in failed.value.errors.values():
         assert kind == 'RankFailedError'
         assert 'rank 2 of 4 (which has not started); rank 3 of 4 (which has not' in message
-
-
-def test_a_start_names_the_hosts_that_are_missing():
-    from mmdevplug.cli.elastic_agent import store_of_hosts
-
-    place = ('127.0.0.1', free_port())
-    errors = []
-
-    def meet(rank, seconds):
-        conf = f'timeout={seconds}'
-        store_of_hosts(SimpleNamespace(node_rank=rank, nnodes='3', rdzv_conf=conf), place)
-
-    def host_2():
-        try:
-            meet(2, 30)
-        except LaunchError as error:
-            errors.append(str(error))
-
-    # Later: PyTorch 1.10 holds the interpreter while it tries to connect.
-    other = threading.Timer(1, host_2)
-    other.start()
-    with pytest.raises(LaunchError, match=r'host 0 has waited \d+ s for host\(s\) 1 of 3 at'):
-        meet(0, 6)
-    other.join(40)
-    assert 'host 2 has waited' in errors[0]
-    assert 'for host(s) 1 of 3' in errors[0]
 
 
 # long waits -------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from torch import nn
 from mmdevplug import init_device, patch_mmengine
 from mmdevplug.accelerators import T20Accelerator, get_accelerator, probe_device
 from mmdevplug.accelerators.backend import resolve_backend
+from mmdevplug.accelerators.counting import refuse_missing_devices
 from mmdevplug.accelerators.environment_report import describe_devices
-from mmdevplug.cli.launch import refuse_missing_devices
 from mmdevplug.errors import AcceleratorError, LaunchError
 from mmdevplug.patches.mmengine import restore_mmengine
 
@@ -85,11 +85,11 @@ def test_every_rank_that_has_a_card_is_counted(accelerator, monkeypatch):
     monkeypatch.setenv('LEO_CLUSTER_NUM', '2')
     assert accelerator.device(1) == torch.device('xla:2')
     assert 'xla 0,2' in describe_devices(accelerator)
-    refuse_missing_devices(accelerator, 2, '--nproc')
+    refuse_missing_devices(accelerator, 2)
     with pytest.raises(AcceleratorError, match='Start at most 2 processes'):
         accelerator.device(2)
     with pytest.raises(LaunchError, match='has 3 gcu device.*Start at most 2 processes'):
-        refuse_missing_devices(accelerator, 3, '--nproc')
+        refuse_missing_devices(accelerator, 3)
 
 
 @pytest.mark.parametrize('clusters', ['0', '-1', 'two', ''])

@@ -1,0 +1,72 @@
+"""Print what ``mmdevplug check`` finds."""
+
+from dataclasses import replace
+from typing import Optional, Sequence
+
+from mmengine.config import Config
+from rich.console import Console
+from rich.text import Text
+
+from mmdevplug.accelerators import choose_accelerator
+from mmdevplug.config.accelerator import AcceleratorOptions
+from mmdevplug.config.model_parallel import ModelParallelOptions
+from mmdevplug.environments.launch_variables import LaunchEnv
+from mmdevplug.errors import PlacementError
+from mmdevplug.model_parallel.apply_options import Parallelism
+from mmdevplug.utils.byte_sizes import format_bytes
+
+from .findings import Finding
+from .report import COLOURS, titled_table
+from .step_devices import ModuleDevices
+
+CHOICES = {True: 'true', False: 'false', None: 'auto'}
+
+
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
+    """Print findings, each in a line of the colour of its level."""
+    for level, found, why, remedy in (finding[1:5] for finding in findings):
+        told = f'{level}: {found}' + (f' ({why})' if level == 'warning' and why else '')
+        told += f'; do: {remedy}' if remedy else ''
+        console.print(Text(told, style=COLOURS[level]))
+
+
+def print_strategies(cfg: Config, env: LaunchEnv, console: Console) -> None:
+    """What each value of ``model_parallel.enable`` leads to, and the plan of the config's."""
+    options = ModelParallelOptions.from_config(cfg.model_parallel)
+    device = AcceleratorOptions.from_config(cfg.get('accelerator')).device
+    accelerator, reason = choose_accelerator(device)
+    count = accelerator.device_count()
+    console.print(Text(f'accelerator: {accelerator.name!r} ({reason}), {count} device(s)'))
+    plan = None
+    for enable, word in CHOICES.items():
+        parallelism = Parallelism(
+            replace(options, enable=enable),
+            cfg.get('model'),
+            (cfg.get('optim_wrapper') or {}).get('optimizer'),
+            cfg.get('default_scope') or 'mmengine',
+        )
+        try:
+            parallelism.choose_devices(accelerator, env)
+        except PlacementError as error:
+            outcome = f'refused: {error}'
+        else:
+            found = parallelism.strategy
+            outcome = f'{found.kind} on {", ".join(map(str, found.devices))}: {found.reason}'
+        is_chosen = enable is options.enable
+        plan = parallelism.plan if is_chosen else plan
+        mark, style = ('*', 'bold') if is_chosen else (' ', 'dim')
+        console.print(Text(f'{mark} model_parallel.enable={word:6}{outcome}', style))
+    if plan is not None:
+        console.print(Text(str(plan)))
+
+
+def print_modules(rows: Sequence[ModuleDevices], depth: Optional[int], console: Console) -> None:
+    """Print on which devices a step found each module, down to a level."""
+    table = titled_table('one training step; each module with all that is inside it')
+    for heading in ('module', 'class', 'bytes', *ModuleDevices._fields[3:]):
+        table.add_column(heading, justify='right' if heading == 'bytes' else 'left', no_wrap=True)
+    for row in rows:
+        if depth is None or row.name.count('.') + bool(row.name) <= depth:
+            devices = [' '.join(found) or '-' for found in row[3:]]
+            table.add_row(row.name or '(the model)', row.kind, format_bytes(row.size), *devices)
+    console.print(table)

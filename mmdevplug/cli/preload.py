@@ -1,0 +1,20 @@
+"""Import what ranks import, in the process that they are forked from.
+
+:mod:`multiprocessing` imports this module there, see :func:`mmdevplug.cli.launch.launch`.
+"""
+
+import gc
+from importlib import import_module
+from importlib.util import find_spec
+
+# Collecting garbage takes 0.6 s of these imports. Frozen, it is left to no rank either, and the
+# memory stays shared.
+gc.disable()
+for _name in (
+    *('mmengine.runner', 'mmdevplug.runner', 'mmdevplug.cli.train', 'torch._dynamo', 'mmcv'),
+    *('matplotlib.figure', 'matplotlib.backends.backend_agg'),  # by MMEngine's visualizer
+):
+    if find_spec(_name) is not None:  # no mmcv, or PyTorch 1
+        import_module(_name)
+gc.freeze()
+gc.enable()

@@ -1,0 +1,102 @@
+"""Say how the ranks of a job ended, from what PyTorch and their own notes tell."""
+
+import json
+import logging
+import multiprocessing
+import os
+import signal
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any, Callable, Dict, Optional, Tuple
+
+from .abort import abort
+
+#: What a user, a scheduler or a terminal ends a job with.
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+#: The exit status that Python gives to a process whose fork server has been killed.
+_SERVER_GONE = 255
+
+
+def describe_end(error: Any, folder: str) -> Tuple[int, str]:
+    """Return the exit status of a job, and which rank failed, in place of PyTorch's table.
+
+    The rank that ended first may be one that stopped because of another.
+
+    Args:
+        error (ChildFailedError): What PyTorch raised.
+        folder (str): PyTorch's for logs, where ranks leave notes.
+    """
+    rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
+    asked = -failure.exitcode if failure.exitcode < 0 else failure.exitcode - 128
+    who = f'rank {rank} (pid {failure.pid})'
+    notes = _read_notes(Path(folder))
+    own = [local for local, note in notes.items() if not note['because_of_another']]
+    if own:
+        number = own[0] + rank - failure.local_rank
+        who = f'rank {number}' if own[0] != failure.local_rank else who
+        text = f'{who} failed: {notes[own[0]]["message"]}'
+    elif failure.local_rank in notes:
+        text = f'{who} stopped because of another: {notes[failure.local_rank]["message"]}'
+    elif os.path.isfile(failure.error_file):  # PyTorch's own, of an error outside of our code
+        found = failure.message
+        text = f'{who} failed: {found["message"] if isinstance(found, dict) else found}'
+    elif failure.exitcode > 0 and asked in SIGNALS:
+        text = f'{who} was asked to end by {signal.Signals(asked).name}: all ranks have ended.'
+        return failure.exitcode, text
+    elif failure.exitcode == _SERVER_GONE:
+        text = f'the process that ranks are forked from was killed; {who} and the others ended.'
+    elif failure.exitcode == -signal.SIGKILL:
+        text = (
+            f'{who} was ended by SIGKILL, which leaves no message of its own; the other ranks, if '
+            f'any, say above where it was. The kernel sends it when memory runs out: look at its '
+            f'log (dmesg).'
+        )
+    else:
+        how = f'was ended by {failure.signal_name()}'
+        how = how if failure.exitcode < 0 else f'ended with exit status {failure.exitcode}'
+        text = f'{who} {how} before the others; its own message is above.'
+    return 1, text
+
+
+def _read_notes(folder: Path) -> Dict[int, Dict[str, Any]]:
+    """Read what ranks wrote with ``note_for_agent`` since the last restart, by local rank."""
+    starts = list(folder.glob('*/attempt_*'))
+    newest = max(starts, key=lambda path: int(path.name[8:]), default=folder)
+    paths = sorted(newest.glob('*/error.json'), key=lambda path: path.stat().st_mtime_ns)
+    notes = {int(path.parent.name): json.loads(path.read_text()) for path in paths}
+    # Those of PyTorch are others.
+    return {rank: note for rank, note in notes.items() if 'because_of_another' in note}
+
+
+class _SayRestarts(logging.Handler):
+    """Say in one line which rank failed, where PyTorch starts all of them again."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.ERROR)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the message without the traceback of PyTorch itself."""
+        self._say(record.getMessage())
+
+
+def silence_torchrun(say: Optional[Callable[[str], None]]) -> None:
+    """Print no lines of torchrun; ``say`` gets those about ranks that are started again."""
+    for name in ('torch.distributed.elastic', 'torch.multiprocessing'):
+        logger = logging.getLogger(name)
+        logger.addHandler(_SayRestarts(say) if say else logging.NullHandler())
+        logger.propagate = False
+
+
+def end_without_command(parent: int) -> None:
+    """End this rank when the command, or the process that it was forked from, has been killed."""
+    command: Any = multiprocessing.parent_process()
+    while os.getppid() == parent and not connection.wait([command.sentinel], timeout=0.5):
+        pass
+    gone = f'the command (pid {command.pid}) that started this rank is gone.'
+    if os.getppid() != parent:
+        gone = f'the process (pid {parent}) that this rank was forked from is gone.'
+    from .failure import current_watch  # it imports PyTorch, and the command this file
+
+    watch = current_watch()
+    abort(gone, () if watch is None else watch.before_abort)

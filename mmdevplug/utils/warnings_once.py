@@ -1,0 +1,32 @@
+"""Show once what several processes of a host warn of."""
+
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+from .patching import patch_symbol
+
+
+def show_warnings_once(folder: Path) -> None:
+    """Show a warning of Python on the first rank of this host that issues it, and on no other.
+
+    In ``folder`` they leave files that say which ones were shown.
+    """
+    show, shown = warnings.showwarning, set()
+
+    def show_first(
+        message: Any, category: Any, filename: str, lineno: int, *more: Any, **options: Any
+    ) -> None:
+        text = f'{category.__name__} {filename}:{lineno} {message}'
+        if text not in shown:  # a filter may want it more than once
+            try:
+                (folder / hashlib.sha1(text.encode()).hexdigest()).touch(exist_ok=False)
+            except FileExistsError:
+                return
+            except OSError:  # the command has ended: rather twice than never
+                pass
+            shown.add(text)
+        show(message, category, filename, lineno, *more, **options)
+
+    patch_symbol(warnings, 'showwarning', show_first)

@@ -1,0 +1,101 @@
+"""Ranks are forked from one process; the first line after a failure names rank, what and where."""
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+
+from tests.jobs import PATHS, ROOT
+
+from .starting import DIGITS, MAIN
+
+# In place of a vendor's package, which MMEngine imports where it is installed.
+VENDOR = 'raise ImportError'
+FACTS = """
+import json, multiprocessing, os, pathlib, random, signal, sys, threading
+import numpy, torch
+facts = dict(
+    cwd=os.getcwd(), threads=torch.get_num_threads(),
+    alive=threading.active_count(),
+    method=multiprocessing.get_start_method(),
+    handlers=[str(signal.getsignal(n)) for n in (2, 15, 1, 10)],
+    blocked=[str(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+)
+numbers = [random.random(), numpy.random.rand(), torch.rand(1).item()]
+pathlib.Path(os.environ['FACTS'], os.environ['RANK']).write_text(json.dumps([facts, numbers]))
+"""
+FAILS = """
+import os, signal, sys
+if os.environ['RANK'] == '1':
+    {what}
+"""
+
+
+def run(folder, module, code, *words, **environ):
+    (folder / f'{module}.py').write_text(code)
+    config = folder / 'config.py'
+    config.write_text(
+        f'_base_ = [{DIGITS!r}]\n'
+        "custom_imports = dict(imports=['mmdevplug', 'mmdevplug.examples.digits', "
+        f"'{module}'])\ntrain_cfg = dict(max_epochs=1, val_interval=9)\n"
+    )
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(folder), PATHS]), **environ)
+    command = [*MAIN, 'train', config, '--nproc', '2', '--work-dir', folder / 'work', *words]
+    return subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+    )
+
+
+def test_forked_ranks_find_what_started_ones_do(tmp_path):
+    found = {}
+    for kind in ('forked', 'started'):
+        folder = tmp_path / kind
+        folder.mkdir()
+        if kind == 'started':
+            (folder / 'torch_npu.py').write_text(VENDOR)
+        done = run(folder, 'facts', FACTS, FACTS=str(folder))
+        assert done.returncode == 0, done.stderr
+        found[kind] = [json.loads((folder / str(rank)).read_text()) for rank in range(2)]
+        line = 'mmdevplug: ranks are not forked from one process, because PyTorch or MMEngine'
+        assert done.stderr.count(line) == (kind == 'started')
+        assert len(re.findall('Warning:', done.stderr)) <= 1
+    for (one, _), (other, _) in zip(found['forked'], found['started']):
+        for name, value in one.items():
+            assert value == other[name], name
+    assert all(one != other for one, other in zip(*(numbers for _, numbers in found['forked'])))
+
+
+@pytest.mark.parametrize(
+    ('what', 'told'),
+    [
+        (
+            "raise ValueError('no such image')",
+            r'rank 1 .*failed: .*fails.py:4: ValueError: no such image',
+        ),
+        ('sys.exit(3)', r'rank 1 \(pid \d+\) ended with exit status 3'),
+        ('os.kill(os.getpid(), signal.SIGSEGV)', r'rank 1 \(pid \d+\) was ended by SIGSEGV'),
+    ],
+)
+def test_a_failure_is_told_in_one_line(tmp_path, what, told):
+    done = run(tmp_path, 'fails', FAILS.format(what=what))
+    assert done.returncode == 1
+    assert re.match(f'mmdevplug: {told}', done.stderr.splitlines()[-1]), done.stderr
+    assert 'Traceback' not in done.stderr
+    # After a signal PyTorch prints where it came.
+    assert ('torch/distributed' in done.stderr) == ('SIGSEGV' in what)
+
+
+def test_one_rank_alone_prints_no_warnings(tmp_path):
+    done = run(tmp_path, 'quiet', '', '--nproc', '1')
+    assert done.returncode == 0, done.stderr
+    assert 'OMP' not in done.stderr + done.stdout
+    assert 'Warning' not in done.stderr
+
+
+def test_a_missing_device_is_refused(tmp_path):
+    done = run(tmp_path, 'quiet', '', '--accelerator', 'cuda')
+    assert done.returncode == 1
+    assert 'cuda' in done.stderr.splitlines()[-1], done.stderr
+    assert 'Traceback' not in done.stderr
