@@ -14,7 +14,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import RUNNERS
 from mmengine.runner import BaseLoop, IterBasedTrainLoop, LogProcessor, Priority, Runner
-from torch import nn
+from torch import distributed as torch_dist, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -37,6 +37,7 @@ from mmdevplug.data.endless import take_for_endless
 from mmdevplug.data.padding import install_padding
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.distributed.waiting import wait_for_everyone
+from mmdevplug.errors import LaunchError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.gradients.wrapper_arguments import refuse_frozen
 from mmdevplug.hooks.compilation_hook import CompilationHook
@@ -135,6 +136,7 @@ class DeviceRunner(Runner):
         self.device_context = init_from_options(
             self._launcher, self.accelerator_options, self.parallelism, self.work_dir, dist_cfg
         )
+        self._group = _process_group()
         if self.device_context.backend is not None:
             # What runs is what the log shows.
             env_cfg['dist_cfg'] = dict(dist_cfg, backend=self.device_context.backend)
@@ -426,6 +428,12 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all ranks, and their messages name it."""
+        if _process_group() is not self._group:
+            raise LaunchError(
+                'the process group is not the one that this runner was built with: delete '
+                'destroy_process_group() and init_process_group() from the script; the runner '
+                'starts the group, with the backend of accelerator.backend.'
+            )
         with explained(self, 'train'), ExitStack() as held:
             for hook in self.hooks:
                 if isinstance(hook, CompilationHook):
@@ -446,3 +454,8 @@ class DeviceRunner(Runner):
         """Test; see :meth:`train`."""
         with explained(self, 'test'):
             return repeat_beside(super().test(), self._misfit)
+
+
+def _process_group() -> Any:
+    started = torch_dist.is_available() and torch_dist.is_initialized()
+    return torch_dist.distributed_c10d._get_default_group() if started else None
