@@ -24,12 +24,16 @@ SYNC_BN = {
     'per_rank': 'no layer is synchronized: each rank normalizes with its own statistics',
 }
 
+#: MMEngine's values, of configs that were written for it: they name a package's layer, and mean
+#: ``'auto'`` here.
+OF_MMENGINE = ('torch', 'mmcv')
+
 SYNCHRONIZED = (nn.SyncBatchNorm, DeviceSyncBatchNorm)
 
 
 def check_sync_bn(sync_bn: Optional[str]) -> None:
     """Raise ModelError, with a list of all values, if ``sync_bn`` is none of them."""
-    if sync_bn is None or (isinstance(sync_bn, str) and sync_bn in SYNC_BN):
+    if isinstance(sync_bn, (str, type(None))) and sync_bn in (*SYNC_BN, *OF_MMENGINE):
         return
     listed = '; '.join(f'{value!r}: {meaning}' for value, meaning in SYNC_BN.items())
     raise ModelError(f'sync_bn={sync_bn!r} is unknown. Choose one of these: {listed}.')
