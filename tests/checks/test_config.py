@@ -63,9 +63,10 @@ def examine(tmp_path, monkeypatch):
 
 @needs_modes
 def test_good_config(examine):
-    (finding,) = examine(DIGITS, isolated=True)
-    assert finding.level == 'ok'
-    assert 'one training step on cpu' in finding.found
+    step, validation = examine(DIGITS, isolated=True)
+    assert (step.level, validation.level) == ('ok', 'ok')
+    assert 'one training step on cpu' in step.found
+    assert validation.found == 'one validation step'
 
 
 @pytest.mark.parametrize(
