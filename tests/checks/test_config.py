@@ -14,7 +14,7 @@ from mmdevplug.model_parallel.sizes import state_factor
 from tests.jobs import needs_modes
 from tests.ranks import run_ranks
 
-from .running import CONFIG, environment, the
+from .running import CONFIG, the
 
 DIGITS = f'_base_ = [{CONFIG!r}]\n'
 
@@ -51,7 +51,7 @@ def examine(tmp_path, monkeypatch):
         before = sorted(set(os.listdir(tmp_path)) - {'__pycache__'})
         options = dict(config=str(path), accelerator=accelerator)
         if isolated:
-            monkeypatch.setenv('PYTHONPATH', environment(tmp_path)['PYTHONPATH'])
+            monkeypatch.syspath_prepend(str(tmp_path))
             findings = list(check.examine(options, seconds))
         else:
             findings = run_ranks(look, 0, str(path), options)[0]
