@@ -167,3 +167,9 @@ def largest_difference(one, other):
     assert one.keys() == other.keys()
     pairs = [(torch.as_tensor(one[k]).double(), torch.as_tensor(other[k]).double()) for k in one]
     return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def ranks_of(work_dir):
+    """The number of ranks that saved the newest checkpoint of a work directory."""
+    path = (Path(work_dir) / 'last_checkpoint').read_text()
+    return load_file(path)['mmdevplug']['world_size']

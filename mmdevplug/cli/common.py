@@ -26,8 +26,9 @@ from mmdevplug.environments.launch_variables import (
 )
 from mmdevplug.environments.stale import report_stale
 from mmdevplug.errors import DevPlugError
-from mmdevplug.fault_tolerance.abort import note_for_agent
+from mmdevplug.fault_tolerance.abort import note_for_agent, note_path
 from mmdevplug.utils.brief_terminal import BriefTerminal
+from mmdevplug.utils.warnings_once import says_first
 
 from . import say
 
@@ -156,7 +157,9 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
         return 128 + signal.SIGINT
     except DevPlugError as error:
         note_for_agent(error)
-        text = getattr(error, 'brief', None) or error  # another rank of this host prints it all
-        say(f'{type(error).__name__}: {text}')
+        brief = getattr(error, 'brief', None)  # another rank of this host prints it all
+        text, note = f'{type(error).__name__}: {brief or error}', note_path()
+        if note is None or says_first(text, Path(note).parents[1]):
+            say(text)
         return 1
     return 0

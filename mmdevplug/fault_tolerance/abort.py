@@ -43,7 +43,7 @@ def note_for_agent(error: BaseException) -> None:
     The rank that ends first is often not the one that failed: that one waits until the others have
     read its report.
     """
-    path = _note_path()
+    path = note_path()
     if path is None:
         return
     note = dict(
@@ -60,12 +60,13 @@ def note_for_agent(error: BaseException) -> None:
 
 def forget_note() -> None:
     """Remove the note of an error after which this process goes on."""
-    path = _note_path()
+    path = note_path()
     if path is not None and os.path.exists(path):
         os.unlink(path)
 
 
-def _note_path() -> Optional[str]:
+def note_path() -> Optional[str]:
+    """Return where torchrun reads the error of this rank; None where it did not start it."""
     if 'TORCHELASTIC_RUN_ID' not in os.environ:
         return None
     return os.environ.get('TORCHELASTIC_ERROR_FILE')

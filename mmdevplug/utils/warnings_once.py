@@ -1,4 +1,4 @@
-"""Show once what several processes of a host warn of."""
+"""Show once what several processes of a host say alike."""
 
 import hashlib
 import warnings
@@ -20,13 +20,20 @@ def show_warnings_once(folder: Path) -> None:
     ) -> None:
         text = f'{category.__name__} {filename}:{lineno} {message}'
         if text not in shown:  # a filter may want it more than once
-            try:
-                (folder / hashlib.sha1(text.encode()).hexdigest()).touch(exist_ok=False)
-            except FileExistsError:
+            if not says_first(text, folder):
                 return
-            except OSError:  # the command has ended: rather twice than never
-                pass
             shown.add(text)
         show(message, category, filename, lineno, *more, **options)
 
     patch_symbol(warnings, 'showwarning', show_first)
+
+
+def says_first(text: str, folder: Path) -> bool:
+    """Return whether no other process has said a text; ``folder`` is that of this host's job."""
+    try:
+        (folder / hashlib.sha1(text.encode()).hexdigest()).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:  # the command has ended: rather twice than never
+        pass
+    return True

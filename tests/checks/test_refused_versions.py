@@ -29,7 +29,12 @@ def package(folder, name, text):
 def test_mmcv_that_is_too_new_is_named_once_for_all_ranks(tmp_path):
     package(tmp_path, 'mmcv', "__version__ = '2.2.0'\n")
     path = config(tmp_path, "custom_imports = dict(imports=['mmdet.models'])")
-    told = only_message(mmdevplug(tmp_path, 'train', path, '--nproc', 2))
+    done = mmdevplug(tmp_path, 'train', path, '--nproc', 2)
+    told, end = [line for line in done.stderr.splitlines() if line.startswith('mmdevplug: ')]
+    assert done.returncode == 1
+    assert 'Traceback' not in done.stderr
+    assert end.startswith('mmdevplug: rank ')
+    assert told[len('mmdevplug: ') :] in end
     assert 'mmdet 3.3.0 needs mmcv >=2.0.0rc4,<2.2.0, but mmcv 2.2.0 is installed' in told
     assert str(tmp_path / 'mmcv') in told
     assert '"mmcv>=2.0.0rc4,<2.2.0"' in told

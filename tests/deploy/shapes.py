@@ -55,6 +55,7 @@ POD = {
     'spec': {
         'restartPolicy?': ('Always', 'OnFailure', 'Never'),
         'terminationGracePeriodSeconds?': int,
+        'shareProcessNamespace?': bool,
         'securityContext?': {'runAsNonRoot?': bool, 'runAsUser?': int, 'fsGroup?': int},
         'containers': [CONTAINER],
         'volumes?': [

@@ -304,7 +304,7 @@ def send(name, made_by, backend):
     buffers = gather_buffers(layers, context.accelerator)
     got['buffers'] = [view_as_dtype(each[:4], torch.float32).item() for each in buffers]
     got['hosts'] = group_by_host(gather_json(host_name()), rank).ranks
-    got['settled'] = refused(FinitePolicy('stop').apply, [f'weight of {rank}'])
+    got['settled'] = refused(FinitePolicy(True).stop, [f'weight of {rank}'])
 
     # MMEngine's own messages
     host = torch.tensor([rank + 1.0])
