@@ -94,6 +94,7 @@ def _run_ranks(
         config.shutdown_timeout = SAVE_SECONDS
     if not verbose:
         silence_torchrun(say if config.max_restarts else None)
+    others = set(multiprocessing.active_children())  # of a script that calls this
     try:
         if settings.elastic:
             here, host = addresses_between(str(settings.master_addr))
@@ -104,7 +105,7 @@ def _run_ranks(
             elastic_launch(config, run_rank)(module, argv)
         finally:
             # What PyTorch has not waited for, after a signal while it starts ranks or a third one.
-            for process in multiprocessing.active_children():
+            for process in set(multiprocessing.active_children()) - others:
                 process.kill()
                 process.join()
     except ChildFailedError as error:
