@@ -5,6 +5,7 @@ import os
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Callable, Dict, List, Optional, Union
+from weakref import ref
 
 from mmengine.config import Config
 from mmengine.dist import is_main_process
@@ -428,7 +429,7 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all ranks, and their messages name it."""
-        if _process_group() is not self._group:
+        if _process_group() != self._group:
             raise LaunchError(
                 'the process group is not the one that this runner was built with: delete '
                 'destroy_process_group() and init_process_group() from the script; the runner '
@@ -457,5 +458,6 @@ class DeviceRunner(Runner):
 
 
 def _process_group() -> Any:
+    """A weak reference: threads of a group that is kept run until the interpreter ends."""
     started = torch_dist.is_available() and torch_dist.is_initialized()
-    return torch_dist.distributed_c10d._get_default_group() if started else None
+    return ref(torch_dist.distributed_c10d._get_default_group()) if started else None
