@@ -28,10 +28,9 @@ class Asked(NamedTuple):
     def run(self, check, *args, ranks=0, **options):
         """Call ``check(card, *args)`` in processes of its own: one that hangs or dies is told."""
         environ = dict(FAKECARD_NAME=self.name, FAKECARD_COUNT='2') if self.stand_in else {}
+        environ.update(options.pop('environ', {}))
         try:
-            return run_ranks(
-                _check, ranks, check, self, args, environ={**environ, **options.pop('environ', {})}
-            )
+            return run_ranks(_check, ranks, check, self, args, environ=environ, **options)
         except RanksFailed as failed:
             for kind, message, _ in failed.errors.values():
                 kernel = missing_kernel(message)
