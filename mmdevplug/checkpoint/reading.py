@@ -7,6 +7,7 @@ import torch
 from mmengine.runner import CheckpointLoader
 from torch import Tensor
 
+from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
 
@@ -19,8 +20,11 @@ def read_checkpoint(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
     filename = os.path.expanduser(str(filename))
     with safe_loading(filename):
         if os.path.isfile(filename):
-            return torch.load(filename, map_location=map_location)
-        return CheckpointLoader.load_checkpoint(filename, map_location)
+            read = torch.load(filename, map_location=map_location)
+        else:
+            read = CheckpointLoader.load_checkpoint(filename, map_location)
+    # The T20's rebuild function sends tensors to the current card, whatever map_location says.
+    return to_device(read, 'cpu') if map_location == 'cpu' else read
 
 
 def read_for_model(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
