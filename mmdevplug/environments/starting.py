@@ -45,7 +45,7 @@ def read_settings(
     for name, value in found.items():
         LaunchOptions.check(name, value, f'{environment.describe_variables()}: {name}')
     settings = LaunchOptions(**{**found, **given})
-    check_together(settings)
+    check_together(settings, by_hand='master_addr' not in found)
     if found:
         place = f'host {settings.node_rank or 0} of {settings.nnodes}'
         if settings.elastic:
@@ -95,17 +95,16 @@ def _read_hosts(
     return found
 
 
-def check_together(settings: LaunchOptions) -> None:
-    """Refuse values that contradict each other."""
+def check_together(settings: LaunchOptions, by_hand: bool = True) -> None:
+    """Refuse values that contradict each other; a launcher's address is taken as it is."""
     nnodes, node_rank = settings.nnodes, settings.node_rank
     if settings.nproc is None:
         raise LaunchError(
             'nproc (--nproc) is not given, but processes are to be started. Give the number of '
             'processes on each host, e.g. --nproc 1.'
         )
-    if settings.several_hosts and (
-        settings.master_addr is None or is_loopback(settings.master_addr)
-    ):
+    unreachable = by_hand and is_loopback(settings.master_addr or 'localhost')
+    if settings.several_hosts and unreachable:
         raise LaunchError(
             f'master_addr={settings.master_addr!r} and nnodes={nnodes} disagree: expected a name '
             f'or an address of host 0 that the other hosts reach. Give --master-addr.'
