@@ -69,7 +69,10 @@ def _run_ranks(
     """Run the ranks until they end; return the exit status of the command."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import (
+        RendezvousConnectionError,
+        RendezvousError,
+    )
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, parse_args
 
@@ -102,7 +105,14 @@ def _run_ranks(
             if hasattr(config, 'local_addr'):  # PyTorch 2
                 config.local_addr = here  # in place of a name that other hosts may not know
         try:
-            elastic_launch(config, run_rank)(module, argv)
+            try:
+                elastic_launch(config, run_rank)(module, argv)
+            except RendezvousConnectionError:
+                if not config.rdzv_configs.get('is_host'):
+                    raise
+                # Another command of this host, or a pod on it, has opened the port before.
+                config.rdzv_configs['is_host'] = False
+                elastic_launch(config, run_rank)(module, argv)
         finally:
             # What PyTorch has not waited for, after a signal while it starts ranks or a third one.
             for process in set(multiprocessing.active_children()) - others:

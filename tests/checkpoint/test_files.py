@@ -31,6 +31,7 @@ from mmdevplug.checkpoint.writing import UNFINISHED, remove_unfinished, write_ch
 from mmdevplug.environments.base import LaunchEnv
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.utils import atomic_files
+from tests.jobs import torch_before
 
 
 def save(path, number=0, age=0):
@@ -257,11 +258,17 @@ def test_only_what_this_run_has_saved(tmp_path):
 # reading ----------------------------------------------------------------------------------------
 
 
+NEEDS_SAFE_LOADING = pytest.mark.skipif(
+    torch_before('2.6.0'), reason='PyTorch before 2.6 loads checkpoints as MMEngine does'
+)
+
+
 class Surprise:
     def __reduce__(self):
         return os.mkdir, (os.environ['SURPRISE'],)
 
 
+@NEEDS_SAFE_LOADING
 def test_a_class_that_is_not_allowed_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv('SURPRISE', str(tmp_path / 'made'))
     path = tmp_path / 'a.pth'
@@ -278,6 +285,7 @@ class Noted:
     """Some object that a hook puts into the message hub."""
 
 
+@NEEDS_SAFE_LOADING
 @pytest.mark.parametrize(
     ('value', 'name'),
     [
