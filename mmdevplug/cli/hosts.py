@@ -73,6 +73,8 @@ def starts_processes(
         if env.rank == 0:
             place = f'{env.world_size}, which meet at {env.master_addr}:{env.master_port}'
             say(environment.found(f'rank 0 of {place}'))
+    else:  # an only task, in a shell with the variables of a rank of several
+        refuse_to_run_alone(environ)
     return False
 
 
