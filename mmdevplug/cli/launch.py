@@ -129,7 +129,7 @@ def _run_ranks(
         if not settings.several_hosts:
             raise
         raise LaunchError(
-            f'this host cannot meet the others at {settings.master_addr}:{settings.master_port}: '
+            f'this host cannot meet the others at {config.rdzv_endpoint}: '
             f'{first_line(error)}. Expected {settings.nnodes} hosts to be started with this '
             f'address. Look at what host 0 prints, and at a firewall; a job that has ended takes '
             f'no more hosts: start it again on all of them, with --resume.'
