@@ -19,7 +19,7 @@ from .byte_exchange import exchange_bytes
 from .waiting import decide_together, run_on_main
 from .wire import dumps, loads
 
-#: About so many bytes of results are on their way at a time.
+#: Bytes of results that are sent at a time, approximately.
 CHUNK_BYTES = 8 << 20
 
 

@@ -105,7 +105,7 @@ class Started:
 
 
 class NoRanks:
-    """Stands in for PyTorch's ``elastic_launch``, and keeps what it is told."""
+    """Replace PyTorch's ``elastic_launch``, and record its arguments."""
 
     def __init__(self, monkeypatch, counted=7):
         self.configs, self.argv, self.environ = [], [], {}

@@ -26,7 +26,7 @@ class Asked(NamedTuple):
     stand_in: bool = False
 
     def run(self, check, *args, ranks=0, **options):
-        """Call ``check(card, *args)`` in processes of its own: one that hangs or dies is told."""
+        """Call ``check(card, *args)`` in new processes; report one that hangs or dies."""
         environ = dict(FAKECARD_NAME=self.name, FAKECARD_COUNT='2') if self.stand_in else {}
         environ.update(options.pop('environ', {}))
         try:
