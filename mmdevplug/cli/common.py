@@ -27,6 +27,7 @@ from mmdevplug.environments.launch_variables import (
 from mmdevplug.environments.stale import report_stale
 from mmdevplug.errors import DevPlugError
 from mmdevplug.fault_tolerance.abort import note_for_agent, note_path
+from mmdevplug.fault_tolerance.ended_ranks import end_with_mim
 from mmdevplug.utils.brief_terminal import BriefTerminal
 from mmdevplug.utils.warnings_once import says_first
 
@@ -147,6 +148,7 @@ def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
 
 def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] = None) -> int:
     """Run a script; our errors end it with status 1 and one message instead of a traceback."""
+    end_with_mim()
     # By MMEngine, and by each repository, in each process.
     warnings.filterwarnings('ignore', 'pkg_resources is deprecated')
     try:

@@ -4,8 +4,10 @@
 """
 
 import gc
+import sys
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 # Collecting garbage takes 0.6 s of these imports. Frozen, it is left to no rank either, and the
 # memory stays shared.
@@ -18,3 +20,12 @@ for _name in (
         import_module(_name)
 gc.freeze()
 gc.enable()
+
+
+def _hide_end_of_command(kind: type, error: BaseException, trace: Any) -> None:
+    """Say nothing where a signal ends the command while it asks this process for a rank."""
+    if kind is not EOFError:
+        sys.__excepthook__(kind, error, trace)  # type: ignore[arg-type]
+
+
+sys.excepthook = _hide_end_of_command

@@ -25,6 +25,7 @@ def run_rank(module: str, argv: List[str]) -> None:
         SystemExit: With its exit status, if that is not 0.
     """
     multiprocessing.set_start_method(None, force=True)  # which the fork server's has become
+    sys.excepthook = sys.__excepthook__  # likewise
     # A shell that starts a job in the background ignores this one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Those of the server; a signal that came since the fork is delivered now.

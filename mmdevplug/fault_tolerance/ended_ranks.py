@@ -5,9 +5,13 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
+from contextlib import suppress
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Tuple
+
+import psutil
 
 from .abort import abort
 
@@ -100,3 +104,19 @@ def end_without_command(parent: int) -> None:
 
     watch = current_watch()
     abort(gone, () if watch is None else watch.before_abort)
+
+
+def end_with_mim() -> None:
+    """End as after SIGTERM when ``mim`` ends, which passes no signal on.
+
+    It runs a script in a child process, or in children of a launcher.
+    """
+    for process in psutil.Process().parents()[:2]:
+        with suppress(psutil.Error):  # it has ended, or is another user's
+            if any(os.path.basename(word) == 'mim' for word in process.cmdline()[:2]):
+                threading.Thread(target=_follow, args=(process,), daemon=True).start()
+
+
+def _follow(process: psutil.Process) -> None:
+    process.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
