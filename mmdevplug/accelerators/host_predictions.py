@@ -10,8 +10,6 @@ from typing import Any, Callable, Iterable
 
 from torch import nn
 
-from mmdevplug.utils.patching import replace_attribute
-
 from .move_nested import to_device
 
 
@@ -48,7 +46,7 @@ def _takes_boxes(head: nn.Module) -> bool:
 
 def _replace(part: nn.Module, method: str, predicts: Callable[[], bool]) -> None:
     if not isinstance(vars(part).get(method), FinishedOnHost):
-        replace_attribute(part, method, FinishedOnHost(part, method, predicts))
+        setattr(part, method, FinishedOnHost(part, method, predicts))
 
 
 class FinishedOnHost:

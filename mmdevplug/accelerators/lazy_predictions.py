@@ -8,8 +8,6 @@ import torch
 from mmengine.model import BaseTTAModel
 from torch import nn
 
-from mmdevplug.utils.patching import replace_attribute
-
 from .base import Accelerator
 from .host_predictions import finish_on_host
 
@@ -54,7 +52,7 @@ def materialize_predictions(
         materialize()
         return merged
 
-    replace_attribute(module, 'merge_preds', merge_as_one)
+    module.merge_preds = merge_as_one
 
 
 _in_training_step: ContextVar[bool] = ContextVar('in_training_step', default=False)

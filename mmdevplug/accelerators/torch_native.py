@@ -7,7 +7,6 @@ import torch
 
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
-from mmdevplug.utils.patching import replace_attribute
 
 from .base import Accelerator, Precision
 from .vendor import import_vendor, register_vendor
@@ -175,7 +174,7 @@ class TorchNativeAccelerator(Accelerator):
         module = self._module()
         for function, answer in (('is_available', count > 0), ('device_count', count)):
             if module is not None and not hasattr(module, function):
-                replace_attribute(module, function, partial(_answer, answer))
+                setattr(module, function, partial(_answer, answer))
 
     def missing_functions(self) -> str:
         """See :meth:`Accelerator.missing_functions`."""

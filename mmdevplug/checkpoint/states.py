@@ -24,7 +24,6 @@ from mmdevplug.distributed.byte_exchange import (
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import loader_of, loaders_of
-from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.torch_compat import view_as_dtype
 
 from .writing import save_with_warning
@@ -158,7 +157,7 @@ def restart_workers_silently(loader: DataLoader) -> None:
     """
     persist = getattr(loader, 'persistent_workers', False) and loader.num_workers > 0
     if persist and loader._iterator is None:
-        replace_attribute(loader, '_iterator', _WorkersToStart())
+        loader._iterator = _WorkersToStart()
 
 
 class _WorkersToStart:
@@ -166,7 +165,7 @@ class _WorkersToStart:
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
         """Replace itself by the real iterator; called when the loader begins its next pass."""
-        replace_attribute(loader, '_iterator', start_silently(loader))
+        loader._iterator = start_silently(loader)
 
 
 def loaders_by_name(runner: AnyRunner) -> Dict[str, Any]:

@@ -7,7 +7,6 @@ from torch.utils.data import DataLoader
 
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import length_of
-from mmdevplug.utils.patching import replace_attribute
 
 
 class Position(NamedTuple):
@@ -77,4 +76,4 @@ def number_batches_from(loop: EpochBasedTrainLoop, first: int) -> None:
     def run_numbered(idx: int, data_batch: object) -> None:
         run_iter(idx + first if loop.epoch == epoch else idx, data_batch)
 
-    replace_attribute(loop, 'run_iter', run_numbered)
+    loop.run_iter = run_numbered

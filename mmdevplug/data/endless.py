@@ -16,7 +16,6 @@ from torch.utils.data import (
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.errors import SampleError
 from mmdevplug.utils.loops import UNKNOWN, length_of
-from mmdevplug.utils.patching import replace_attribute
 
 from .resumable_loader import (
     MOST_PASSES,
@@ -87,7 +86,7 @@ def take_for_endless(loader: Any) -> None:
     kind = type(loader)
     if isinstance(loader, DataLoader) and length_of(loader) is None:
         endless = type(kind.__name__, (kind,), dict(__len__=lambda self: UNKNOWN))
-        replace_attribute(loader, '__class__', endless)
+        loader.__class__ = endless
 
 
 def _find_endless(loader: DataLoader, config: object, seed: Optional[int]) -> Any:
@@ -113,5 +112,5 @@ def _shorten(sampler: Any) -> Any:
         __iter__=lambda self: islice(kind.__iter__(self), _TRIED),
         __len__=lambda self: min(_TRIED, kind.__len__(self)),
     )
-    replace_attribute(sampler, '__class__', type(kind.__name__, (kind,), methods))
+    sampler.__class__ = type(kind.__name__, (kind,), methods)
     return sampler

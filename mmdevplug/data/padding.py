@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 from mmdevplug.config.pad_to import PadTo, Size, round_up
 from mmdevplug.errors import DevPlugError, ModelError
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.patching import replace_attribute
 
 #: Names of the same attribute in different libraries.
 PAD_VALUE = ('pad_value', 'pad_val')
@@ -43,7 +42,7 @@ class PaddedForward:
         if isinstance(augments, nn.ModuleList):
             augments.insert(0, _Fill(self))
         elif augments is not None:
-            replace_attribute(preprocessor, 'batch_augments', _Fill(self, augments))
+            preprocessor.batch_augments = _Fill(self, augments)
 
     def __call__(self, data: Any, training: bool = False) -> Any:
         """Preprocess a batch; see :meth:`mmengine.model.BaseDataPreprocessor.forward`."""
@@ -149,7 +148,7 @@ def install_padding(model: nn.Module, pad_to: PadTo) -> None:
         if forward is not None:
             forward.pad_to = pad_to
         else:
-            replace_attribute(part, 'forward', PaddedForward(part, pad_to))
+            part.forward = PaddedForward(part, pad_to)
     sizes = (
         f'the next multiple of {pad_to.multiple}'
         if pad_to.multiple is not None

@@ -16,7 +16,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from mmdevplug.accelerators.random_states import host_random_state
 from mmdevplug.errors import SampleError
-from mmdevplug.utils.patching import patch_symbol, replace_attribute
+from mmdevplug.utils.patching import patch_symbol
 from mmdevplug.utils.torch_compat import asks_samplers_for_batches
 
 from .stateful import stateful_part
@@ -153,7 +153,7 @@ class WorkerInit:
         fetch = partial(_fetch_seeded, dataset, getattr(dataset, '__getitems__', None))
         # Only this process is changed.
         if asks_samplers_for_batches():  # the fetcher looks for it on the object
-            replace_attribute(dataset, '__getitems__', fetch)
+            dataset.__getitems__ = fetch
         else:
             patch_symbol(
                 _MapDatasetFetcher, 'fetch', lambda self, indices: self.collate_fn(fetch(indices))
@@ -193,10 +193,10 @@ def make_resumable(loader: DataLoader, seed: Optional[int] = None) -> Optional[R
     if isinstance(loader.dataset, IterableDataset) or stateful_part(loader) is not None:
         return None
     batches = ResumableBatches(loader.batch_sampler)
-    replace_attribute(loader, 'batch_sampler', batches, direct=True)  # DataLoader's setter refuses
+    object.__setattr__(loader, 'batch_sampler', batches)  # DataLoader's setter refuses
     if loader.num_workers > 0 and seed is not None:
         seed_workers(batches, seed)
-        replace_attribute(loader, 'worker_init_fn', WorkerInit(loader.worker_init_fn))
+        loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
     return batches
 
 

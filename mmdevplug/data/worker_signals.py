@@ -8,8 +8,6 @@ from functools import partial
 
 from torch.utils.data import DataLoader
 
-from mmdevplug.utils.patching import replace_attribute
-
 
 def keep_workers_from_signals(loader: DataLoader) -> None:
     """Let only the training process end the workers of a data loader."""
@@ -21,7 +19,7 @@ def keep_workers_from_signals(loader: DataLoader) -> None:
     if not isinstance(before, partial):
         before = partial(before)
     keeping = KeepFromSignals(before.func, *before.args, **before.keywords)
-    replace_attribute(loader, 'worker_init_fn', keeping)
+    loader.worker_init_fn = keeping
 
 
 class KeepFromSignals(partial):

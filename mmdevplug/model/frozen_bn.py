@@ -9,8 +9,6 @@ from mmengine.model.utils import _BatchNormXd
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mmdevplug.utils.patching import replace_attribute
-
 from .normalize import normalize_frozen
 
 
@@ -57,4 +55,4 @@ def give_frozen_gradients(module: nn.Module) -> None:
     """
     for part in module.modules():
         if type(part) in REPLACED_BY:
-            replace_attribute(part, '__class__', REPLACED_BY[type(part)])
+            part.__class__ = REPLACED_BY[type(part)]

@@ -18,7 +18,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import DevPlugError, ModelError, first_line
-from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .host_copies import HostCopies
@@ -53,17 +52,15 @@ def compute_losses_on_host(model: nn.Module, wanted: Union[bool, str] = 'auto') 
     truth = HostTruth(model, casts=point_encoders(model) is None)
     make_queries_on_host(model, truth)
     for head in heads:
-        replace_attribute(head, 'loss_by_feat', HostLosses(head))
+        head.loss_by_feat = HostLosses(head)
         if callable(getattr(head, 'loss', None)):
-            replace_attribute(head, 'loss', WithHostTruth(head, truth))
+            head.loss = WithHostTruth(head, truth)
         for part in _further_losses(head):
-            replace_attribute(part, 'loss', HostLosses(part, 'loss'))
+            part.loss = HostLosses(part, 'loss')
     for teacher in _teachers(model):
-        replace_attribute(
-            teacher, 'get_label_assignment', HostLosses(teacher, 'get_label_assignment')
-        )
+        teacher.get_label_assignment = HostLosses(teacher, 'get_label_assignment')
     if hasattr(model, 'parse_losses'):
-        replace_attribute(model, 'parse_losses', _on_one_device(model.parse_losses))
+        model.parse_losses = _on_one_device(model.parse_losses)
     return heads
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from mmdevplug.accelerators.context import current_accelerator
-from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .host_copies import HostCopies
@@ -31,7 +30,7 @@ def combine_masks_on_host(model: nn.Module) -> None:
     for part in model.modules():
         boxes, masks = (getattr(part, f'{name}_head', None) for name in ('bbox', 'mask'))
         if masks is not None and hasattr(boxes, 'get_positive_infos'):
-            replace_attribute(masks, 'forward', _Masks(masks, boxes))
+            masks.forward = _Masks(masks, boxes)
 
 
 class _Masks:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmdevplug.accelerators.context import current_accelerator
-from mmdevplug.utils.patching import replace_attribute
 
 
 def make_queries_on_host(model: nn.Module, truth: Any) -> None:
@@ -33,8 +32,8 @@ def make_queries_on_host(model: nn.Module, truth: Any) -> None:
             return _padded_queries(self, kind, truth.of(samples))
 
         # PyTorch would call `forward`, which these modules do not have.
-        replace_attribute(generator, '__class__', type(kind.__name__, (kind,), {'__call__': call}))
-        replace_attribute(head, 'split_outputs', _WithoutPadding(head))
+        generator.__class__ = type(kind.__name__, (kind,), {'__call__': call})
+        head.split_outputs = _WithoutPadding(head)
 
 
 def _padded_queries(generator: Any, kind: type, samples: Any) -> Tuple[Any, ...]:

@@ -20,7 +20,6 @@ from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.accelerators.lazy_predictions import is_prediction
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import DevPlugError, ModelError, first_line
-from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
 from .host_copies import HostCopies
@@ -37,24 +36,24 @@ def split_stages(model: nn.Module, losses: bool) -> None:
     for part in two_stage_detectors(model):
         steps = Steps(part)
         for method in ('loss', 'predict') if losses else ('predict',):
-            replace_attribute(part, method, _Step(steps, method))
-            replace_attribute(part.roi_head, method, _SecondStage(steps, method))
+            setattr(part, method, _Step(steps, method))
+            setattr(part.roi_head, method, _SecondStage(steps, method))
         for head in part.children():
             if head is part.roi_head or not {'predict', 'predict_by_feat'} & set(dir(head)):
                 continue
-            replace_attribute(head, 'forward', _FirstStage(steps, head))
+            head.forward = _FirstStage(steps, head)
             for stage in head.modules():
                 for method in ('loss_by_feat', 'predict_by_feat'):
                     if stage is not head and callable(getattr(stage, method, None)):
-                        replace_attribute(stage, method, _OfStage(steps, getattr(stage, method)))
+                        setattr(stage, method, _OfStage(steps, getattr(stage, method)))
         for child in part.roi_head.children():
             for network in child if isinstance(child, nn.ModuleList) else [child]:
                 if next(network.parameters(), None) is None:
                     network.register_forward_hook(steps.note_extracted)
                     continue
-                replace_attribute(network, 'forward', _Network(steps, network))
+                network.forward = _Network(steps, network)
                 if losses and hasattr(network, 'loss_and_target'):
-                    replace_attribute(network, 'loss_and_target', _Losses(steps, network))
+                    network.loss_and_target = _Losses(steps, network)
 
 
 class Steps:

@@ -8,7 +8,6 @@ from mmengine.structures import BaseDataElement
 from torch import nn
 
 from mmdevplug.accelerators.move_nested import to_device
-from mmdevplug.utils.patching import replace_attribute
 from mmdevplug.utils.pytree import tensors_in
 
 
@@ -33,10 +32,10 @@ class HostTruth:
         if not isinstance(preprocessor, BaseDataPreprocessor):
             return
         if not casts:
-            replace_attribute(preprocessor, 'cast_data', lambda data: to_device(data, 'cpu'))
+            preprocessor.cast_data = lambda data: to_device(data, 'cpu')
         else:
             self._cast = preprocessor.cast_data
-            replace_attribute(preprocessor, 'cast_data', self._cast_inputs)
+            preprocessor.cast_data = self._cast_inputs
             preprocessor.register_forward_hook(self._send)
 
     def _cast_inputs(self, data: Any) -> Any:

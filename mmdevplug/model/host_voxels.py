@@ -5,7 +5,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmdevplug.accelerators.context import current_accelerator
-from mmdevplug.utils.patching import replace_attribute
 
 from .host_losses import HostLosses, point_encoders
 from .host_rois import ToDevice
@@ -24,8 +23,8 @@ def encode_voxels_on_host(model: nn.Module) -> None:
     if parts is None:
         return
     encoder, scatter = parts
-    replace_attribute(encoder, 'forward', HostLosses(encoder, 'forward'))
-    replace_attribute(scatter, 'forward', _Scatter(scatter))
+    encoder.forward = HostLosses(encoder, 'forward')
+    scatter.forward = _Scatter(scatter)
 
 
 class _Scatter:

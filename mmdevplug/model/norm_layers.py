@@ -12,7 +12,6 @@ from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.backend import backend_of, takes_tensors, waits_for_backward
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.patching import replace_attribute
 
 from .frozen_bn import FrozenGradient, give_frozen_gradients
 from .statistics_exchange import prepare_statistics_group
@@ -122,7 +121,7 @@ def _change_class(layer: nn.Module, cls: type) -> None:
 
     A new layer in its place would have to be put at every place that holds the old one.
     """
-    replace_attribute(layer, '__class__', cls)
+    layer.__class__ = cls
     attributes = vars(cls(1))
     for name, value in attributes.items():
         vars(layer).setdefault(name, value)

@@ -14,7 +14,6 @@ from mmdevplug.device_guard.mode import HAS_MODES
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import PlacementError
 from mmdevplug.utils.model import unwrap_model
-from mmdevplug.utils.patching import replace_attribute
 
 from . import DevicePlan, module_sizes, probe_capacities
 from .choose_devices import MEMORY_UNKNOWN, TrainingStrategy, resolve_strategy
@@ -149,7 +148,7 @@ class Parallelism:
         watch = GuardedSteps(DeviceGuard(policy=self.options.guard, model=bare))
         for name in STEPS:
             if hasattr(model, name):
-                replace_attribute(model, name, functools.partial(watch, model, name))
+                setattr(model, name, functools.partial(watch, model, name))
         return model
 
     def log(self, logger: MMLogger) -> None:
@@ -208,7 +207,7 @@ def compute_in(model: nn.Module, precision: Optional[str], accelerator: Accelera
     if name in ('bfloat16', 'float16'):
         before = vars(model).get('forward') or functools.partial(type(model).forward, model)
         forward = functools.partial(_forward_in, getattr(torch, name), accelerator, before)
-        replace_attribute(model, 'forward', forward)
+        model.forward = forward
 
 
 def _forward_in(

@@ -13,7 +13,6 @@ from mmdevplug.accelerators import available_accelerators, get_accelerator
 from mmdevplug.errors import PlacementError, first_line
 from mmdevplug.model.move import keep_parameters, place_by_plan, same_device
 from mmdevplug.staged.shared_memory import host_name
-from mmdevplug.utils.patching import replace_attribute
 
 from .device_plan import DevicePlan
 from .walk_modules import named_tensors, tied_names
@@ -91,7 +90,7 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
     for name in ('to', 'cuda', 'npu', 'mlu', 'musa', 'sdaa', 'neuron', 'xpu'):
         # accelerate's warn of a move, and a copy of the model would move the original.
         vars(model).pop(name, None)
-    replace_attribute(model, '_apply', functools.partial(_apply_in_place, model))
+    model._apply = functools.partial(_apply_in_place, model)
     align_methods(model, plan)
     model.device_plan, model.device_ties = plan, tied_names(named_tensors(model))
     return model
@@ -217,7 +216,7 @@ def align_methods(model: nn.Module, plan: DevicePlan) -> None:
         for method in METHODS:
             if callable(getattr(type(module), method, None)) and method not in vars(module):
                 there = functools.partial(_call_there, module, method, device)
-                replace_attribute(module, method, there)
+                setattr(module, method, there)
 
 
 def _call_there(

@@ -1,7 +1,7 @@
 """Replace symbols of other packages for a while, record what is replaced, and restore it.
 
 Every replacement goes through :func:`patch_symbol` and is listed in
-:mod:`mmdevplug.utils.patched_symbols`, or concerns one object: :func:`replace_attribute`.
+:mod:`mmdevplug.utils.patched_symbols`. An attribute of one object is simply assigned.
 """
 
 import threading
@@ -74,23 +74,6 @@ def patch_symbol(
         _write(owner, name, replacement)
         _RECORD.active.append(patch)
     return patch
-
-
-def replace_attribute(
-    instance: object, name: str, replacement: object, direct: bool = False
-) -> None:
-    """Replace an attribute of one object, whose class stays as it is.
-
-    Args:
-        instance (object): Of another package.
-        name (str): The attribute.
-        replacement: The new value.
-        direct (bool): Bypass ``__setattr__`` of the object. Defaults to False.
-
-    Examples:
-        >>> replace_attribute(loader, 'batch_sampler', batches, direct=True)
-    """
-    (object.__setattr__ if direct else setattr)(instance, name, replacement)
 
 
 def active_patches(*periods: Period) -> List[Patch]:

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from mmdevplug.utils.patching import Patch, patch_symbol, replace_attribute
+from mmdevplug.utils.patching import Patch, patch_symbol
 
 EXTENSION = 'mmcv._ext'
 #: Gets the function, its arguments, and those by name.
@@ -83,4 +83,4 @@ class Interception(MetaPathFinder):
             if self in sys.meta_path:
                 self.replace(module)
 
-        replace_attribute(loader, 'exec_module', exec_module)
+        loader.exec_module = exec_module
