@@ -94,10 +94,19 @@ REASONS = {
         '有冻结的权重或累积梯度时训练会中断。',
         'torch_xla 在设备内复制时使用各自的缓冲区。',
     ),
+    **dict.fromkeys(
+        ('torch.Tensor.cuda', 'torch.Tensor.is_cuda'),
+        (
+            '模型、损失和指标会调用 `.cuda()`，或在 `is_cuda` 为真时才调用，'
+            '指的都是本进程的设备。',
+            '模型库向张量询问其设备。',
+        ),
+    ),
     'torch.Tensor.type': (
         'PyTorch 1.10 无法命名 T20 张量的类型，因此 `SyncBuffersHook`、`ZeroRedundancyOptimizer` '
         '和打印 `ParameterList` 会失败；而且没有任何 PyTorch 接受 torch_xla 张量类型的名字：'
-        'BasicVSR 的 `x.type(y.type())` 会失败。',
+        'BasicVSR 的 `x.type(y.type())` 会失败。没有 CUDA 时，`torch.cuda.FloatTensor` '
+        '也不被接受。',
         'torch_xla 注册其类型的名字。',
     ),
     **dict.fromkeys(

@@ -36,6 +36,7 @@ from mmdevplug.utils.patching import patch_symbol, restore_patches
 
 from .autocast import patch_autocast
 from .load_weights import load_state_dict
+from .module_device import patch_cuda_calls
 from .results import patch_result_collection
 from .torch_load import safe_loading
 from .torch_xla import patch_tensor_methods
@@ -63,6 +64,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
     - Averaged weights (``EMAHook``) have memory of their own on torch_xla.
     - ``tensor.type()`` names the tensors of torch_xla, also on a T20, and casts to these names;
       ``index_select`` takes indices that ``sort`` returns.
+    - ``tensor.cuda()`` moves to it, where there is no CUDA.
 
     Args:
         accelerator (str, dict or Accelerator, optional): See
@@ -79,7 +81,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
         >>> DetInferencer('rtmdet-tiny')  # computes on xla
     """
     restore_patches(JOB, LAZY_MODEL, MODEL)
-    chosen, _ = enter_rank_device(accelerator)
+    chosen, device = enter_rank_device(accelerator)
     patch_symbol(device_utils, 'DEVICE', chosen.device_type)
     if chosen.device_type == 'npu':
         _find_npu()
@@ -94,6 +96,7 @@ def patch_mmengine(accelerator: AcceleratorConfig = None) -> Accelerator:
         update = _in_own_memory(BaseAveragedModel.update_parameters)
         patch_symbol(BaseAveragedModel, 'update_parameters', update)
         patch_tensor_methods()
+    patch_cuda_calls(device)
     patch_autocast(chosen)
     return chosen
 

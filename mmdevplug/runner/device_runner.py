@@ -4,7 +4,7 @@ import copy
 import os
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Callable, Dict, List, Optional, Union
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Union
 from weakref import ref
 
 from mmengine.config import Config
@@ -429,13 +429,7 @@ class DeviceRunner(Runner):
 
     def train(self) -> nn.Module:
         """Train; an error of one rank ends all ranks, and their messages name it."""
-        if _process_group() != self._group:
-            raise LaunchError(
-                'the process group is not the one that this runner was built with: delete '
-                'destroy_process_group() and init_process_group() from the script; the runner '
-                'starts the group, with the backend of accelerator.backend.'
-            )
-        with explained(self, 'train'), ExitStack() as held:
+        with self._run('train'), ExitStack() as held:
             for hook in self.hooks:
                 if isinstance(hook, CompilationHook):
                     held.callback(hook.close)
@@ -448,13 +442,22 @@ class DeviceRunner(Runner):
 
     def val(self) -> dict:
         """Validate; see :meth:`train`."""
-        with explained(self, 'val'):
+        with self._run('val'):
             return repeat_beside(super().val(), self._misfit)
 
     def test(self) -> dict:
         """Test; see :meth:`train`."""
-        with explained(self, 'test'):
+        with self._run('test'):
             return repeat_beside(super().test(), self._misfit)
+
+    def _run(self, stage: str) -> ContextManager[None]:
+        if _process_group() != self._group:
+            raise LaunchError(
+                'the process group is not the one that this runner was built with: delete '
+                'destroy_process_group() and init_process_group() from the script; the runner '
+                'starts the group, with the backend of accelerator.backend.'
+            )
+        return explained(self, stage)
 
 
 def _process_group() -> Any:

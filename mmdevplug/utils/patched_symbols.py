@@ -140,11 +140,19 @@ PATCHED_SYMBOLS: Sequence[PatchedSymbol] = (
         'Copies within a device of torch_xla have buffers of their own.',
     ),
     *_symbols(
+        'torch.Tensor: cuda is_cuda',
+        JOB,
+        'Models, losses and metrics call `.cuda()`, or do so where `is_cuda` is true: they mean '
+        'the device of this process.',
+        'Model repositories ask a tensor for its device.',
+    ),
+    *_symbols(
         'torch.Tensor: type',
         JOB,
         "PyTorch 1.10 has no name for the type of a T20's tensors, so `SyncBuffersHook`, "
         '`ZeroRedundancyOptimizer` and printing a `ParameterList` fail; and no PyTorch takes the '
-        'name that tensors of torch_xla have: `x.type(y.type())` of BasicVSR fails.',
+        'name that tensors of torch_xla have: `x.type(y.type())` of BasicVSR fails. Nor does it '
+        'take `torch.cuda.FloatTensor` where there is no CUDA.',
         'torch_xla registers the names of its types.',
     ),
     *(

@@ -58,3 +58,36 @@ def generate(accelerator):
 @pytest.mark.parametrize('accelerator', ['zeta', pytest.param('xla', marks=pytest.mark.xla)])
 def test_noise_is_made_on_the_device_of_the_module(accelerator):
     run_ranks(generate, 0, accelerator)
+
+
+def ask_for_cuda(accelerator):
+    """Models, losses and metrics that call ``.cuda()``, as some of mmagic and mmrotate do."""
+    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
+
+    install_card(accelerator)
+    patch_mmengine(accelerator)
+    here = torch.ones(2).to(accelerator)
+    device = here.device
+    assert torch.zeros(2).cuda().device == nn.Linear(2, 2).cuda().weight.device == device
+    assert torch.zeros(2, dtype=torch.int).type(torch.cuda.FloatTensor).add(here).device == device
+    mask = torch.ones(2)
+    if here.is_cuda:
+        mask = mask.cuda()
+    assert (here * mask).device == device
+    assert not torch.ones(2).is_cuda
+    assert not has_kernel(here)
+    restore_mmengine()
+    assert not here.is_cuda
+    assert not {'cuda', 'is_cuda', 'type'} & set(vars(torch.Tensor))
+
+
+def has_kernel(tensor):
+    return tensor.is_cuda and torch.cuda.is_available()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='CUDA is there, and stays as it is')
+@pytest.mark.parametrize(
+    'accelerator', ['cpu', 'zeta', pytest.param('xla', marks=pytest.mark.xla)]
+)
+def test_a_call_of_cuda_moves_to_the_device_of_this_process(accelerator):
+    run_ranks(ask_for_cuda, 0, accelerator)
