@@ -1,5 +1,6 @@
 """Refuse checkpoints from which training cannot go on as the config says, and say what to do."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
@@ -15,15 +16,8 @@ from .reading import read_checkpoint
 from .states import stateful_hooks
 
 #: Arguments that releases of PyTorch have added, and how the step is computed.
-_OPTIONAL = {
-    'capturable',
-    'decoupled_weight_decay',
-    'differentiable',
-    'foreach',
-    'fused',
-    'maximize',
-}
-_LIKE_PARAMETERS = ('momentum_buffer', 'exp_avg', 'exp_avg_sq', 'square_avg')
+_OPTIONAL = {'capturable', 'decoupled_weight_decay', 'differentiable', 'foreach', 'fused'}
+_OPTIONAL |= {'maximize'}
 
 
 def check_complete(
@@ -41,10 +35,12 @@ def check_complete(
     if not lacking:
         return
     folders = [*dict.fromkeys([Path(filename).parent, Path(work_dir)])]
-    complete = _newest_complete(folders, filename, with_schedulers)
-    advice = f'Resume from the newest complete one, {complete}'
-    if complete is None:
-        advice = f'There is none in {" or ".join(map(str, folders))}: save the optimizer, too'
+    advice = f'There is none in {" or ".join(map(str, folders))}: save the optimizer, too'
+    for path in newest_files(folders):
+        with suppress(CheckpointError, OSError):
+            if not _lacking(read_checkpoint(str(path)), with_schedulers):
+                advice = f'Resume from the newest complete one, {path}'
+                break
     if lacking == ['param_schedulers']:
         advice += "; or take the config's schedules, with --resume-settings config"
     raise CheckpointError(
@@ -62,52 +58,28 @@ def _lacking(checkpoint: Mapping[str, Any], with_schedulers: bool) -> List[str]:
     return lacking + [f'meta.{key}' for key in ('epoch', 'iter') if key not in meta]
 
 
-def _newest_complete(
-    folders: Sequence[Path], refused: str, with_schedulers: bool
-) -> Optional[Path]:
-    for path in newest_files(folders):
-        if path.resolve() == Path(refused).resolve():
-            continue
-        try:
-            found = read_checkpoint(str(path))
-        except (CheckpointError, OSError):
-            continue
-        if isinstance(found, dict) and not _lacking(found, with_schedulers):
-            return path
-    return None
-
-
-# optimizers and schedulers ----------------------------------------------------------------------
-
-
-def optimizer_states(
-    checkpoint: Mapping[str, Any], names: Sequence[str], where: str
-) -> List[Mapping[str, Any]]:
-    """Return the state of each optimizer; refuse a checkpoint with others."""
-    saved = checkpoint['optimizer']
+def check_names(saved: Mapping[str, Any], names: Sequence[str], where: str) -> None:
+    """Refuse the states of other optimizers than those of the config, '' being a single one."""
     found = [''] if 'param_groups' in saved else sorted(saved)
     if found != sorted(names):
-        raise CheckpointError(
-            f'{where} holds {_several(found)}, and the config has {_several(names)}. '
-            f'{_ways_out(where)}'
-        )
-    return [saved if name == '' else saved[name] for name in names]
+        raise _refusal(where, _several(found), _several(sorted(names)))
 
 
-def _several(names: Sequence[str]) -> str:
-    return 'one optimizer' if list(names) == [''] else f'optimizers {", ".join(sorted(names))}'
+def _several(names: List[str]) -> str:
+    return 'one optimizer' if names == [''] else f'optimizers {", ".join(names)}'
 
 
-def _ways_out(where: str) -> str:
-    return (
-        f'Expected the same; resume with the config of the checkpoint, or take its weights alone, '
-        f'without --resume: --cfg-options load_from={where}.'
+def _refusal(where: str, saved: str, configured: str) -> CheckpointError:
+    return CheckpointError(
+        f'{where} holds {saved}, and the config has {configured}. Expected the same; resume with '
+        f'the config of the checkpoint, or take its weights alone, without --resume: '
+        f'--cfg-options load_from={where}.'
     )
 
 
 def check_optimizer(
     optimizer: Optimizer,
-    kind: str,
+    kinds: Mapping[str, Any],
     saved: Mapping[str, Any],
     saved_kind: Optional[str],
     where: str,
@@ -116,65 +88,25 @@ def check_optimizer(
 
     Args:
         optimizer (Optimizer): Of the config.
-        kind (str): Its class.
+        kinds (dict): With the name of its class as ``'optimizer'``.
         saved (dict): The state.
         saved_kind (str, optional): The class of which it is, unless any with its settings will do.
         where (str): The checkpoint.
     """
-    groups, mine = saved['param_groups'], optimizer.param_groups
-    lacking = sorted(set(optimizer.defaults) - _OPTIONAL - set(groups[0]))
-    if (saved_kind is not None and saved_kind != kind) or lacking:
+    groups, mine, kind = saved['param_groups'], optimizer.param_groups, kinds['optimizer']
+    if set(optimizer.defaults) - _OPTIONAL - set(groups[0]) or saved_kind not in (None, kind):
         states = sorted({name for one in saved['state'].values() for name in one})
         named = saved_kind or f'an optimizer with {", ".join(states) or "no state"}'
-        raise CheckpointError(
-            f'{where} holds the state of {named}, and optim_wrapper.optimizer of the config is '
-            f'{kind}. {_ways_out(where)}'
-        )
-    sizes = [len(group['params']) for group in groups]
-    own = [len(group['params']) for group in mine]
+        raise _refusal(where, f'the state of {named}', f'optim_wrapper.optimizer {kind}')
+    sizes, own = ([len(group['params']) for group in some] for some in (groups, mine))
     if sizes != own:
-        raise CheckpointError(
-            f'{where} holds {_describe_groups(sizes)} of the optimizer {kind}, and the config has '
-            f'{_describe_groups(own)} (paramwise_cfg, or what requires gradients). '
-            f'{_ways_out(where)}'
-        )
-    numbers = [number for group in groups for number in group['params']]
-    params = [param for group in mine for param in group['params']]
-    for number, param in zip(numbers, params):
-        state = saved['state'].get(number, {})
-        for name in _LIKE_PARAMETERS:
-            shape = getattr(state.get(name), 'shape', param.shape)
-            if shape != param.shape:
-                raise CheckpointError(
-                    f'{where} holds {name} of shape {tuple(shape)} for parameter {number} of the '
-                    f'optimizer, which has shape {tuple(param.shape)} in the model of the config. '
-                    f'{_ways_out(where)}'
-                )
+        unlike = f'{_groups(own)} (paramwise_cfg, or what requires gradients)'
+        raise _refusal(where, f'{_groups(sizes)} of the optimizer {kind}', unlike)
 
 
-def _describe_groups(sizes: List[int]) -> str:
+def _groups(sizes: List[int]) -> str:
     shown = ', '.join(map(str, sizes[:8])) + (', ...' if len(sizes) > 8 else '')
     return f'{len(sizes)} group(s) of {shown} parameter(s)'
-
-
-def scheduler_kinds(
-    saved: Sequence[Mapping[str, Any]], saved_kinds: Optional[Sequence[str]]
-) -> List[str]:
-    """Describe saved states of schedulers by their classes, or by what is in them."""
-    if saved_kinds is not None and len(saved_kinds) == len(saved):
-        return list(saved_kinds)
-    names = ('param_name', 'begin', 'end')
-    return [' '.join(f'{name}={one.get(name)}' for name in names) for one in saved]
-
-
-def refuse_schedulers(saved: Sequence[str], configured: Sequence[str], where: str) -> None:
-    """Refuse the states of other schedulers than those of the config."""
-    raise CheckpointError(
-        f'{where} holds the states of {len(saved)} scheduler(s) ({", ".join(saved)}), and '
-        f'param_scheduler of the config has {len(configured)} ({", ".join(configured)}). Expected '
-        f"the same; to take the config's, at the step that training has reached, resume with "
-        f"--resume-settings config (accelerator.resume_settings='config')."
-    )
 
 
 # hooks ------------------------------------------------------------------------------------------
@@ -186,41 +118,31 @@ def adapt_to_hooks(runner: AnyRunner, checkpoint: Dict[str, Any], where: str) ->
     A checkpoint of EMAHook has the averaged weights in the place of the weights; without the hook,
     training goes on with the weights that were trained.
     """
-    averages = any(isinstance(hook, EMAHook) for hook in runner.hooks)
     saved = checkpoint.get('ema_state_dict')
     begin_anew = [
         name
         for name in stateful_hooks(runner)
         if name not in checkpoint.get('mmdevplug', {}).get('hooks', [name])
     ]
+    anew = f'take its weights alone, without --resume: --cfg-options load_from={where}.'
     if begin_anew:
         log_warning(
             f'The config has hooks whose state {where} lacks, so they begin anew: '
-            f'{", ".join(begin_anew)}. To start everything anew, take its weights alone, without '
-            f'--resume: --cfg-options load_from={where}.'
+            f'{", ".join(begin_anew)}. To start everything anew, {anew}'
         )
-    if averages and saved is None:
-        log_warning(
-            f'The config has an EMAHook and {where} holds no averaged weights (ema_state_dict): '
-            f"averaging begins with the checkpoint's weights. For averages from the beginning, "
-            f'train anew, or take the weights alone, without --resume: '
-            f'--cfg-options load_from={where}.'
-        )
-    elif saved is not None:
-        weights = checkpoint['state_dict']
-        names = [name[len('module.') :] for name in saved if name.startswith('module.')]
-        lacking = [name for name in names if name not in weights]
-        if lacking:
-            raise CheckpointError(
-                f'{where} holds averages (ema_state_dict) of {len(lacking)} weights that its '
-                f'state_dict lacks, such as {lacking[0]}. Expected the same names; take its '
-                f'weights alone, without --resume: --cfg-options load_from={where}.'
-            )
-        if not averages:
-            for name in names:
-                weights[name] = saved[f'module.{name}']
+    if any(isinstance(hook, EMAHook) for hook in runner.hooks):
+        if saved is None:
             log_warning(
-                f'{where} holds averaged weights of an EMAHook, which the config lacks: training '
-                f'goes on with the weights that were trained, and without averages. To keep them, '
-                f"add custom_hooks=[dict(type='EMAHook')]."
+                f'The config has an EMAHook and {where} holds no averaged weights '
+                f"(ema_state_dict): averaging begins with the checkpoint's weights. For averages "
+                f'from the beginning, train anew, or {anew}'
             )
+    elif saved is not None:
+        for name in saved:
+            if name.startswith('module.'):
+                checkpoint['state_dict'][name[len('module.') :]] = saved[name]
+        log_warning(
+            f'{where} holds averaged weights of an EMAHook, which the config lacks: training '
+            f'goes on with the weights that were trained, and without averages. To keep them, '
+            f"add custom_hooks=[dict(type='EMAHook')]."
+        )

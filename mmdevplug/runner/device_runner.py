@@ -392,7 +392,7 @@ class DeviceRunner(Runner):
         model = unwrap_model(self.model)
         self._misfit = load_model(model, checkpoint, filename, strict, revise_keys, self._resuming)
         if self._resuming:
-            self.resumption.compare(checkpoint, filename, self.work_dir)
+            self.resumption.compare(checkpoint, filename)
         self._has_loaded = True
         self.logger.info(f'Load checkpoint from {filename}')
         self.device_context.materialize()
@@ -417,7 +417,7 @@ class DeviceRunner(Runner):
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         if self.param_schedulers is not None:
             self.param_schedulers = self.build_param_scheduler(self.param_schedulers)
-        self.resumption, self._resuming = ResumeSettings.of_runner(self), True
+        self.resumption, self._resuming = ResumeSettings(self), True
         try:
             with explaining_other_run(filename):
                 super().resume(filename, map_location=location)

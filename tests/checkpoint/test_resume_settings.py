@@ -2,6 +2,7 @@
 
 import pytest
 
+from mmdevplug.checkpoint.resume_settings import Length
 from mmdevplug.errors import CheckpointError
 from tests.checkpoint.changed_settings import (
     CASES,
@@ -9,7 +10,10 @@ from tests.checkpoint.changed_settings import (
     LONGER_AND_OTHER,
     OTHER_SCHEDULES,
     PLATEAU,
-    Case,
+    STEPS,
+    TWO,
+    Simulated,
+    changed_two,
     plan,
     resumed,
     run,
@@ -23,92 +27,125 @@ def check(found, whole, stop):
     assert sorted(found) == list(range(stop, max(whole) + 1))
 
 
-@pytest.mark.parametrize('name', CASES)
-def test_the_config_is_taken(folder, tmp_path, name):
-    case = CASES[name]
-    found, said = resumed(folder, tmp_path, case, 'config')
-    check(found, trained(tmp_path / 'whole', case.after), case.stop)
-    assert len(said) == 1
-    assert all(each.format('', '(taken)').replace(' ,', ',') in said[0] for each in case.said)
-    assert '(taken), config' not in said[0]
+# in simulated trainings -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize('kinds', [True, False], ids=['ours', 'mmengines'])
 @pytest.mark.parametrize('name', CASES)
-def test_the_checkpoint_is_taken(folder, tmp_path, name):
+def test_either_choice(name, kinds):
     case = CASES[name]
-    found, said = resumed(folder, tmp_path, case, 'checkpoint')
-    check(found, trained(tmp_path / 'whole', case.before), case.stop)
-    assert len(said) == 1
-    assert all(each.format('(taken)', '').rstrip() in said[0] for each in case.said)
-    assert '--resume-settings config' in said[0]
+    found, said = resumed(case, 'config', kinds)
+    check(found, trained(case.after), case.stop)
+    assert all(each.format('', '(taken)').replace(' ,', ',') in said for each in case.said)
+    assert '(taken), config' not in said
+    found, said = resumed(case, 'checkpoint', kinds)
+    check(found, trained(case.before), case.stop)
+    assert all(each.format('(taken)', '').rstrip() in said for each in case.said)
+    assert 'config' in said
+    assert '(taken);' not in said.replace('(taken), config', '')
 
 
 @pytest.mark.parametrize('choice', ['checkpoint', 'config'])
 @pytest.mark.parametrize('name', LONGER)
-def test_defaults_follow_a_longer_run(folder, tmp_path, name, choice):
+def test_defaults_follow_a_longer_run(name, choice):
     case = LONGER[name]
-    found, said = resumed(folder, tmp_path, case, choice)
-    check(found, trained(tmp_path / 'whole', case.kept), case.stop)
-    assert len(said) == 1
-    assert all(each in said[0] for each in case.said)
-
-
-@pytest.mark.parametrize('name', OTHER_SCHEDULES)
-def test_other_schedulers_are_refused_or_the_configs_taken(folder, tmp_path, name):
-    case = OTHER_SCHEDULES[name]
-    with pytest.raises(CheckpointError, match='--resume-settings config'):
-        resumed(folder, tmp_path, case, 'checkpoint')
-    found, said = resumed(folder, tmp_path, case, 'config')
-    check(found, trained(tmp_path / 'whole', case.after), case.stop)
-    assert len(said) == 1
-    assert all(each in said[0] for each in case.said)
+    found, said = resumed(case, choice)
+    check(found, trained(case.kept), case.stop)
+    assert all(each in said for each in case.said)
 
 
 @pytest.mark.parametrize('name', LONGER_AND_OTHER)
-def test_a_longer_run_with_the_settings_of_the_checkpoint(folder, tmp_path, name):
+def test_a_longer_run_with_the_settings_of_the_checkpoint(name):
     case = LONGER_AND_OTHER[name]
-    found, said = resumed(folder, tmp_path, case, 'checkpoint')
-    check(found, trained(tmp_path / 'whole', case.kept), case.stop)
-    assert all(each in said[0] for each in case.said)
-    # OneCycleLR cannot go on, which a second warning says.
-    assert len(said) == (2 if name == 'steps_of_a_cycle' else 1)
-    whole = trained(tmp_path / 'config', case.after)
-    check(resumed(folder, tmp_path, case, 'config')[0], whole, case.stop)
+    found, said = resumed(case, 'checkpoint')
+    check(found, trained(case.kept), case.stop)
+    assert all(each in said for each in case.said)
+    check(resumed(case, 'config')[0], trained(case.after), case.stop)
 
 
-@pytest.mark.parametrize('stop', [8, 20])
-def test_a_longer_run_whose_schedule_ends_before_says_so(folder, tmp_path, stop):
-    """MMEngine would train on with the last rate."""
-    before = plan(dict(type='CosineAnnealingLR', T_max=4, end=4))
-    case = Case(before, dict(before, length=6), [], stop=stop)
-    found, said = resumed(folder, tmp_path, case, 'checkpoint')
-    assert len({found[number][0]['lr'] for number in range(20, 30)}) == 1
-    assert 'max_epochs: checkpoint 4, config 6 (taken)' in said[0]
-    assert 'end before (CosineAnnealingLR with end=4)' in said[1]
+@pytest.mark.parametrize('name', OTHER_SCHEDULES)
+def test_other_schedulers_are_refused_or_the_configs_taken(name):
+    case = OTHER_SCHEDULES[name]
+    with pytest.raises(CheckpointError, match='--resume-settings config'):
+        resumed(case, 'checkpoint')
+    found, said = resumed(case, 'config')
+    check(found, trained(case.after), case.stop)
+    assert all(each in said for each in case.said)
 
 
 @pytest.mark.parametrize('choice', ['checkpoint', 'config'])
-def test_a_longer_run_whose_rate_rises_again_says_so(folder, tmp_path, choice):
-    """As with a config that names the number of epochs twice."""
-    before = plan(dict(type='CosineAnnealingLR', T_max=4))
-    case = Case(before, dict(before, length=6), [], stop=20)
-    found, said = resumed(folder, tmp_path, case, choice)
-    rates = [found[number][0]['lr'] for number in (20, 25)]
-    assert float(rates[0]) < float(rates[1])
-    assert 'CosineAnnealingLR with T_max=4 has its lowest rate before' in said[1]
-    assert 'the learning rate rises again' in said[1]
+@pytest.mark.parametrize(
+    'schedule',
+    [STEPS, dict(type='PolyLR', convert_to_iter_based=True)],
+    ids=['by_epoch', 'converted'],
+)
+def test_rates_are_scaled_as_the_log_says(schedule, choice):
+    """Batches of 2 in place of 4, so an epoch has 10 iterations in place of 5."""
+    before, after = Simulated(plan(schedule)), Simulated(plan(schedule, lr=0.01), epoch=10)
+    before.train(0, 10)
+    said = after.resume(before.checkpoint(), before.length, 10, choice, scaled=True)
+    assert 'lr: checkpoint 0.02, config 0.01 (taken, as auto_scale_lr says)' in said
+    whole = Simulated(plan(schedule, lr=0.01), epoch=10).train()
+    assert after.train(20) == {number: whole[number] for number in range(20, 40)}
 
 
-def test_what_a_metric_has_done_stays(folder, tmp_path):
-    rates = {}
+EARLY = dict(
+    at_an_end=(dict(type='CosineAnnealingLR', T_max=4, end=4), 'at 4), and from there it stays'),
+    at_T_max=(dict(type='CosineAnnealingLR', T_max=4), 'at 4), and from there it rises again'),
+    follows=(dict(type='PolyLR'), None),
+)
+
+
+@pytest.mark.parametrize('name', EARLY)
+def test_a_longer_run_whose_schedule_ends_before_says_so(name):
+    """MMEngine would train on with the last rate."""
+    schedule, said = EARLY[name]
+    settings, then = Simulated(plan(schedule, length=6)).settings, Length(4, 20, 5)
+    found = settings.describe_early_end(then, Length(6, 30, 5))
+    assert found is None if said is None else said in found
+    assert settings.describe_early_end(then, then) is None
+
+
+def test_what_a_metric_has_done_stays_or_the_resumption_is_refused():
+    before, after = Simulated(plan(PLATEAU)), Simulated(plan(PLATEAU, length=6))
+    one = before.schedulers[0]
+    for loss in (1.0, 2.0, 3.0):  # the first is the best, so the rate is halved twice
+        one.step(dict(loss_error=loss))
     for choice in ('checkpoint', 'config'):
-        found, said = resumed(folder, tmp_path, PLATEAU, choice)
-        assert len(said) == 1
-        assert all(each in said[0] for each in PLATEAU.said)
-        rates[choice] = [float(found[number][0]['lr']) for number in sorted(found)]
-    # The rate was halved twice in the three epochs before.
-    assert rates['checkpoint'] == [0.005, 0.005]
-    assert rates['config'] == [0.025, 0.025]
+        after = Simulated(plan(PLATEAU, length=6))
+        after.resume(before.checkpoint(), before.length, 15, choice)
+        assert after.wrapper.get_lr()['lr'] == [0.005]
+        assert (after.schedulers[0].best, after.schedulers[0].end) == (1.0, 6)
+        other = Simulated(plan(dict(PLATEAU, factor=0.1)))
+        if choice == 'config':
+            with pytest.raises(CheckpointError, match=r'factor: checkpoint 0.5, config 0.1'):
+                other.resume(before.checkpoint(), before.length, 15, choice)
+        else:
+            other.resume(before.checkpoint(), before.length, 15, choice)
+            assert other.schedulers[0].factor == 0.5
+
+
+# in real ones -----------------------------------------------------------------------------------
+
+
+def interrupted(work_dir, options):
+    """The checkpoint of a training that was interrupted after iteration 8; an epoch has 5."""
+    run(work_dir, options, stop=8)
+    return next(work_dir.glob('interrupted*.pth')).rename(work_dir / 'kept.pth')
+
+
+@pytest.mark.parametrize('choice', ['checkpoint', 'config'])
+def test_training_goes_on_with_the_settings_that_are_taken(tmp_path, choice):
+    """Two optimizers with schedules of their own."""
+    changes = {'optim_wrapper.second.optimizer.lr': 0.03, 'param_scheduler.first.0.gamma': 0.7}
+    after = changed_two(**changes)
+    path = interrupted(tmp_path / 'before', TWO)
+    found, (said,) = run(tmp_path / 'after', after, path, choice=choice)
+    whole, _ = run(tmp_path / 'whole', after if choice == 'config' else TWO)
+    check(found, whole, 8)
+    assert 'optim_wrapper.second.optimizer.lr: checkpoint 0.01' in said
+    assert 'param_scheduler.first[0] (MultiStepLR).gamma: checkpoint 0.1' in said
+    assert ('--resume-settings config' in said) == (choice == 'checkpoint')
 
 
 def test_a_finished_run_says_so_or_becomes_longer(tmp_path):
@@ -119,5 +156,14 @@ def test_a_finished_run_says_so_or_becomes_longer(tmp_path):
     assert not found
     assert 'nothing is left to train' in said[0]
     found, said = run(tmp_path / 'longer', case.after, path)
-    check(found, trained(tmp_path / 'whole', case.after), 20)
+    check(found, run(tmp_path / 'whole', case.after)[0], 20)
     assert len(said) == 1
+    assert 'train_cfg.max_epochs: checkpoint 4, config 6 (taken)' in said[0]
+
+
+def test_a_longer_run_goes_on_with_the_last_rate_and_says_so(tmp_path):
+    before = plan(dict(type='CosineAnnealingLR', T_max=4, end=4))
+    path = interrupted(tmp_path / 'before', before)
+    found, said = run(tmp_path / 'after', dict(before, length=6), path)
+    assert len({found[number][0]['lr'] for number in range(20, 30)}) == 1
+    assert 'Training goes on to max_epochs=6, but the schedules of the learning rate' in said[1]
