@@ -64,8 +64,11 @@ needs_bfloat16 = pytest.mark.skipif(
 #: Folders for a process that starts afresh: without transformers, which takes long, and with few
 #: garbage collections.
 LEAN = [str(ROOT / 'tests' / 'standins' / name) for name in ('lean', 'quick')]
-#: PYTHONPATH of a process that starts afresh.
-PATHS = os.pathsep.join([str(ROOT), *LEAN, str(ROOT / 'tests' / 'standins' / 'lazy')])
+#: PYTHONPATH of a process that starts afresh; what this one has may be where MMEngine is.
+PATHS = os.pathsep.join(
+    [str(ROOT), *LEAN, str(ROOT / 'tests' / 'standins' / 'lazy')]
+    + [path for path in [os.environ.get('PYTHONPATH')] if path]
+)
 
 
 def need_mmcv_operations():
@@ -102,6 +105,7 @@ def digits_config(accelerator, work_dir, **options):
     cfg.merge_from_dict({key.replace('__', '.'): value for key, value in options.items()})
     base = Config.fromfile(mmdevplug.base_config(base_config_of(accelerator)))
     base.accelerator.type = accelerator
+    base.accelerator.initial_weights = 'host'  # equal on all devices
     for key, value in base.items():
         cfg.setdefault(key, value)
     cfg.work_dir = str(work_dir)

@@ -180,6 +180,8 @@ class Accelerator(ABC):
         package (str, optional): The vendor's package; None for devices of PyTorch itself.
         gloo_takes_tensors (bool): Whether gloo reads and writes tensors on these devices.
         shares_devices (bool): Whether all ranks of a host use one device (true for the CPU).
+        draws_weights (bool): Whether a model's first weights are drawn on the device by default,
+            and not on the host.
         only_by_name (bool): Whether automatic detection leaves it out.
         refused_backends (dict): Backends that do not work here, and why, as a sentence.
         copies (Copies): Copies between the host and the devices.
@@ -194,6 +196,7 @@ class Accelerator(ABC):
     package: Optional[str] = None
     gloo_takes_tensors: bool = False
     shares_devices: bool = False
+    draws_weights: bool = False
     only_by_name: bool = False
     refused_backends: Dict[str, str] = {}
 

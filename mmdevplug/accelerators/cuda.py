@@ -14,6 +14,7 @@ class CUDAAccelerator(TorchNativeAccelerator):
     name = device_type = 'cuda'
     native_backend = 'nccl'
     gloo_takes_tensors = True
+    draws_weights = True  # as MMEngine alone, whose earlier runs people want to repeat
 
     def __init__(self) -> None:
         """Keep the attributes of the class, which a subclass may set."""

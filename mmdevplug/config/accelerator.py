@@ -61,6 +61,13 @@ class AcceleratorOptions(Options):
         accepts="'auto', bool",
         check=choice('auto', True, False),
     )
+    initial_weights: str = option(
+        'auto',
+        "Where a model's first weights are drawn: `'host'` gives equal ones on all devices for "
+        "one seed, `'device'` those that MMEngine alone draws there. `'auto'`: on the device with "
+        'CUDA, on the host elsewhere and for a model over several devices.',
+        check=choice('auto', 'host', 'device'),
+    )
     memory: bool = flag(
         True, 'Log memory of the host and the device, and warn if that of the host doubles.'
     )

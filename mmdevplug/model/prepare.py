@@ -1,6 +1,7 @@
 """Place a bare model on this rank's device and make it ready for training."""
 
 import inspect
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any, Callable, Dict, Mapping, Optional, Type, Union
 
@@ -174,11 +175,17 @@ def on_our_wrapper(kind: Type[DistributedDataParallel]) -> Type[DistributedDataP
     return type(kind.__name__, (kind, ours), dict(__init__=construct))
 
 
-def initialize_weights(model: nn.Module, context: DeviceContext) -> None:
-    """Initialize the weights of a bare model on the host, and broadcast them to all ranks."""
+def initialize_weights(model: nn.Module, context: DeviceContext, place: str = 'auto') -> None:
+    """Initialize the weights of a bare model, and broadcast them to all ranks.
+
+    ``place`` is the option ``accelerator.initial_weights``.
+    """
     if not hasattr(model, 'init_weights'):
         return
-    with weights_on_host(model, context.accelerator):
+    on_device = context.accelerator.draws_weights and not context.more_devices
+    if place != 'auto':
+        on_device = place == 'device'
+    with nullcontext() if on_device else weights_on_host(model, context.accelerator):
         # What `init_cfg` names is loaded by MMEngine, see `patch_mmengine`; this is for a model's
         # own `init_weights`.
         with safe_loading('named in init_cfg', forced=False):

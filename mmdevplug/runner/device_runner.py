@@ -67,8 +67,8 @@ class DeviceRunner(Runner):
     """MMEngine's runner on any accelerator.
 
     It starts the process group itself, moves the model to this rank's device before wrapping it,
-    initializes weights on the host, and resumes on any release of PyTorch. Everything else is
-    MMEngine's.
+    initializes weights on the host or the device, and resumes on any release of PyTorch. Everything
+    else is MMEngine's.
 
     Args:
         *args: See :class:`mmengine.runner.Runner`.
@@ -208,8 +208,9 @@ class DeviceRunner(Runner):
             return self.parallelism.guard(placed)
 
     def _init_model_weights(self) -> None:
-        """Initialize weights on the host and make them equal on all ranks."""
-        initialize_weights(unwrap_model(self.model), self.device_context)
+        """Initialize weights where the config says, and make them equal on all ranks."""
+        place = self.accelerator_options.initial_weights
+        initialize_weights(unwrap_model(self.model), self.device_context, place)
 
     def _maybe_compile(self, target: str) -> None:
         """Compile as MMEngine does, if the config says so, but not our own functions."""

@@ -11,6 +11,35 @@ def train_plain(accelerator, work_dir):
     return train_digits(accelerator, work_dir, **PLAIN)
 
 
+def first_weights(accelerator, work_dir):
+    """Where weights are drawn, and which, by our runner with each choice and by MMEngine's."""
+    from mmengine.registry import MODELS
+    from mmengine.runner import Runner
+
+    from mmdevplug.runner import DeviceRunner
+    from tests.features.parts import FeatureNet
+    from tests.features.rows import row_config
+
+    @MODELS.register_module(force=True)
+    class Placed(FeatureNet):
+        def init_weights(self):
+            self.drawn_on = self.head.weight.device.type
+            super().init_weights()
+
+    install_card(accelerator)
+    found = {}
+    for place in ('auto', 'host', 'device', 'mmengine'):
+        cfg = row_config('sgd', accelerator, work_dir)
+        cfg.model = dict(type='Placed')
+        cfg.optim_wrapper.optimizer.lr = 0.0
+        cfg.experiment_name = place
+        cfg.accelerator.initial_weights = 'auto' if place == 'mmengine' else place
+        runner = (Runner if place == 'mmengine' else DeviceRunner).from_cfg(cfg)
+        runner.train()
+        found[place] = runner.model.drawn_on, weights_of(runner.model)
+    return found
+
+
 def page_locked(accelerator):
     """Train where gradients pass through page-locked memory of the host.
 

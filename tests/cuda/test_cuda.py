@@ -12,7 +12,7 @@ import mmdevplug
 from tests.columns import CUDA, NATIVE, device_of, gpus, job_of, within
 from tests.conformance.card import Asked
 from tests.conformance.test_collectives import compare
-from tests.cuda.jobs import carry_objects, infer, page_locked, train_plain
+from tests.cuda.jobs import carry_objects, first_weights, infer, page_locked, train_plain
 from tests.features.rows import ROWS, train_rows
 from tests.jobs import largest_difference, train_digits
 from tests.native import needs_native
@@ -52,6 +52,19 @@ def test_features_in_a_single_rank_of_a_group(tmp_path, accelerator):
         assert 'error' not in found[name], found[name]['error']
         difference = largest_difference(found[name]['weights'], expected[name]['weights'])
         assert difference <= within(accelerator, ROWS[name].tolerance), name
+
+
+@each
+def test_first_weights_are_drawn_where_the_config_says(tmp_path, accelerator):
+    (found,) = run_ranks(
+        first_weights, 0, accelerator, tmp_path, timeout=200, **job_of(accelerator, 1)
+    )
+    drawn_on = {name: place for name, (place, _) in found.items()}
+    default = accelerator if accelerator == 'cuda' else 'cpu'
+    assert drawn_on == dict(auto=default, host='cpu', device=accelerator, mmengine=accelerator)
+    assert largest_difference(found['device'][1], found['mmengine'][1]) == 0.0
+    like = 'device' if accelerator == 'cuda' else 'host'
+    assert largest_difference(found['auto'][1], found[like][1]) == 0.0
 
 
 @each

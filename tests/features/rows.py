@@ -249,7 +249,9 @@ def base_config(accelerator, work_dir):
         train_cfg=dict(type='IterBasedTrainLoop', max_iters=STEPS, val_interval=10**9),
         default_hooks=dict(checkpoint=None),
         launcher='pytorch' if 'RANK' in os.environ else 'none',
-        accelerator=dict(type=accelerator, backend=backend_of(accelerator)),
+        accelerator=dict(
+            type=accelerator, backend=backend_of(accelerator), initial_weights='host'
+        ),
         default_scope='mmengine',
         randomness=dict(seed=0),
         log_level='WARNING',

@@ -12,6 +12,7 @@ from mmengine.registry import DATASETS, HOOKS, MODELS, RUNNERS
 from torch import nn
 
 from mmdevplug.hooks import memory_hook
+from tests.columns import backend_of
 from tests.jobs import install_card
 
 ITERATIONS = 140
@@ -89,7 +90,7 @@ def config(work_dir, accelerator='cpu', hooks=(), iterations=ITERATIONS, **optio
     )
     return dict(
         runner_type='DeviceRunner',
-        accelerator=dict(dict(type=accelerator), **options),
+        accelerator=dict(dict(type=accelerator, backend=backend_of(accelerator)), **options),
         work_dir=str(work_dir),
         # Runs of one process that begin in the same second would share a log otherwise.
         experiment_name=Path(work_dir).name,

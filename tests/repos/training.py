@@ -15,6 +15,7 @@ from typing import Any, Dict, Tuple
 
 import torch.distributed
 from mmengine.config import Config
+from mmengine.device import utils as mmengine_device
 from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
@@ -91,8 +92,8 @@ def write_config(path: Path, recipe: Recipe, accelerator: str = '') -> Path:
     if accelerator:
         name = base_config_of(accelerator)
         bases += f", __import__('mmdevplug').base_config({name!r})"
-        if name == 'auto':
-            lines.append(f'accelerator = dict(type={accelerator!r})')
+        # Equal weights on all devices.
+        lines.append(f"accelerator = dict(type={accelerator!r}, initial_weights='host')")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text('\n'.join([f'_base_ = [{bases}]', *lines, '']))
     return path
@@ -214,6 +215,9 @@ def _prepare(recipe: Recipe, accelerator: str = 'cpu') -> None:
     if accelerator == 'gcu' and T20_STANDIN not in sys.path:
         sys.path.insert(0, T20_STANDIN)
     install_card(accelerator)
+    if accelerator == 'cpu':
+        # MMEngine's own runner takes a GPU where there is one, as it found at its import.
+        os.environ['CUDA_VISIBLE_DEVICES'], mmengine_device.DEVICE = '', 'cpu'
     for module in recipe.modules:
         module = import_module(module)
         # As tools/train.py of a library does for registries that do not know their modules.
