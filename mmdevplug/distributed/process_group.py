@@ -24,6 +24,7 @@ from mmdevplug.accelerators import (
     set_device_context,
 )
 from mmdevplug.accelerators.backend import (
+    HOST_BACKENDS,
     KNOWN_TO_MMENGINE,
     backend_of,
     resolve_backend,
@@ -54,6 +55,7 @@ from mmdevplug.fault_tolerance.store_barrier import (
     next_meeting,
     run_on_every_rank,
 )
+from mmdevplug.staged.shared_memory import host_name
 from mmdevplug.utils.logs import log_warning
 
 #: In seconds, 31 years, for infinite ones: nanoseconds of it fit into 64 bits.
@@ -126,7 +128,13 @@ def start_distributed(
     if launcher != 'none' and exists:
         name = _check_group(choice.accelerator)
     elif launcher != 'none':
-        resolve = partial(resolve_backend, choice.accelerator, forced_backend, backend)
+
+        def resolve() -> str:
+            found = resolve_backend(choice.accelerator, forced_backend, backend)
+            own_device = partial(_refuse_shared_device, choice.accelerator, devices[0], found)
+            own_device(store, env, one_agent=launcher == 'pytorch')
+            return found
+
         name = run_on_every_rank(store, env, 'backend', resolve, wait)
         _start_group(store, env, with_host_backend(name, choice.accelerator), wait, kwargs)
     context = DeviceContext(
@@ -185,6 +193,41 @@ def _prepare_devices(
     for device in reversed(devices):
         unsupported = probe_device(choice.accelerator, device)
     return choice, devices, tuple(unsupported)
+
+
+def _refuse_shared_device(
+    accelerator: Accelerator,
+    device: torch.device,
+    backend: str,
+    store: 'torch_dist.Store',
+    env: LaunchEnv,
+    one_agent: bool,
+) -> None:
+    """Refuse a device that another rank of this host has, which a vendor's backend cannot serve.
+
+    Nccl says so in its first collective alone. Where ranks were started by ``one_agent``, equal
+    indices are equal devices; a task of Slurm may see its own device as number 0.
+    """
+    of_device = dict(part.split(':', 1) for part in backend.split(',') if ':' in part)
+    by_host = of_device.get(device.type, backend) in HOST_BACKENDS
+    identity = accelerator.hardware_id(device)
+    if identity is None and one_agent:
+        identity = str(accelerator.device_id(device))
+    if by_host or identity is None or accelerator.compilation.lazy:
+        return
+    key = f'mmdevplug/devices/{host_name()}/{device.type}:{identity}'
+    holder = int(store.compare_set(key, '', str(env.rank)))
+    if holder != env.rank:
+        gloo = f"accelerator=dict(type={accelerator.name!r}, backend='gloo')"
+        if accelerator.name == 'cuda':
+            gloo = f"base_config('cuda_gloo') or {gloo}"
+        raise LaunchError(
+            f'ranks {holder} and {env.rank} of this host would both use {device}, which backend '
+            f'{backend!r} refuses: LOCAL_RANK={env.local_rank}, and this process sees '
+            f'{accelerator.device_count()} {accelerator.name} device(s) '
+            f'({accelerator.describe_visibility()}). Start one process for each device, or let '
+            f'them share it over gloo: {gloo}.'
+        )
 
 
 def _check_group(accelerator: Accelerator) -> str:

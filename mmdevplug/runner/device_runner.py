@@ -67,8 +67,8 @@ class DeviceRunner(Runner):
     """MMEngine's runner on any accelerator.
 
     It starts the process group itself, moves the model to this rank's device before wrapping it,
-    initializes weights on the host or the device, and resumes on any release of PyTorch. Everything
-    else is MMEngine's.
+    initializes weights on the host or the device, and resumes on any release of PyTorch. All else
+    is MMEngine's.
 
     Args:
         *args: See :class:`mmengine.runner.Runner`.
