@@ -39,6 +39,3 @@ def follow_runner_type() -> None:
         return flexible(cls, cfg)
 
     patch_symbol(module.FlexibleRunner, 'from_cfg', classmethod(build_flexible))
-    from .mmengine import patch_device_id  # which imports all of MMEngine, as the runner has
-
-    patch_device_id()  # building a runner logs, before it has patched MMEngine

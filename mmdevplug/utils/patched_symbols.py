@@ -15,7 +15,7 @@ class Period(NamedTuple):
 
 
 JOB = Period('a runner starts, or `patch_mmengine()`', '`restore_mmengine()`')
-LOG_FILES = Period('a base config of ours is read, or `init_device()`', '`restore_mmengine()`')
+LOG_FILES = Period('our runner is looked up, or `init_device()`', '`restore_mmengine()`')
 MODEL = Period('a model is moved to a device that is not CUDA', '`restore_mmengine()`')
 LAZY_MODEL = Period('a model is moved to a lazy device', '`restore_mmengine()`')
 AUTOCAST = Period(

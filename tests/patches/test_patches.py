@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import os
 import sys
 import types
 from contextlib import suppress
@@ -23,6 +24,7 @@ from mmdevplug.utils.patching import (
     restore_patches,
 )
 from tests.columns import job_of
+from tests.commands import python
 from tests.jobs import ROOT, need_mmcv_operations, train_digits
 from tests.ranks import run_ranks
 
@@ -231,23 +233,19 @@ def test_log_files_have_mmengines_device_without_a_runner():
     assert run_ranks(device_id_without_a_runner, 2) == [(0, 0), (1, 1)]
 
 
-def log_of_ranks_that_share_a_gpu():
-    import mmengine.runner  # noqa: F401
-    from mmengine.logging import logger
-
-    import mmdevplug
-
-    torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
-    try:
-        before = logger._get_device_id()
-    except IndexError:
-        before = None
-    mmdevplug.follow_runner_type()
-    return before, logger._get_device_id()
+SHARED_GPU = """
+import torch
+from mmengine.registry import RUNNERS
+import mmdevplug
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 1
+print(RUNNERS.get('DeviceRunner').__name__)  # the registry logs it
+"""
 
 
-def test_ranks_that_share_a_gpu_have_log_files():
-    assert run_ranks(log_of_ranks_that_share_a_gpu, 2) == [(0, 0), (None, 1)]
+def test_the_second_rank_of_a_gpu_can_look_the_runner_up():
+    """MMEngine alone fails with an IndexError where there are fewer GPUs than ranks."""
+    done = python('-c', SHARED_GPU, env=dict(os.environ, LOCAL_RANK='1'), mmengine=False)
+    assert done.stdout.splitlines()[-1] == 'DeviceRunner', done.stderr[-2000:]
 
 
 # the helper -------------------------------------------------------------------------------------
