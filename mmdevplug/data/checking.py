@@ -1,10 +1,10 @@
-"""Check before training that every rank has data, and the same number of batches."""
+"""Check before training that this rank has data."""
 
 import os
 import tempfile
 import traceback
 from contextlib import contextmanager
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Iterator, Mapping
 
 from mmengine.dataset import BaseDataset
 from mmengine.dist import get_rank
@@ -13,10 +13,7 @@ from mmengine.runner.loops import _InfiniteDataloaderIterator
 from torch import multiprocessing
 from torch.utils.data import DataLoader
 
-from mmdevplug.distributed.waiting import decide_together
 from mmdevplug.errors import LaunchError, SampleError
-from mmdevplug.fault_tolerance.failure import raise_if_another_failed
-from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
 from mmdevplug.utils.loops import length_of, loader_of
 
 #: At most this number of ranks, or of inner datasets, is listed in a message.
@@ -71,7 +68,7 @@ def check_batches(loop: BaseLoop) -> None:
     :func:`explain_no_batch`.
     """
     loader = loader_of(loop)
-    if _by_epoch(loop) and length_of(loader) == 0:
+    if by_epoch(loop) and length_of(loader) == 0:
         raise _no_batch_error(loader)
 
 
@@ -94,68 +91,26 @@ def _no_batch_error(loader: Any) -> SampleError:
     share = length_of(getattr(getattr(loader, 'batch_sampler', None), 'sampler', None))
     return SampleError(
         f'rank {get_rank()}: train_dataloader has no batch in an epoch: '
-        f'{_describe(loader.dataset)} has {samples} samples, of which this rank gets {share}, '
+        f'{describe(loader.dataset)} has {samples} samples, of which this rank gets {share}, '
         f'with batch_size={size} and drop_last={getattr(loader, "drop_last", None)}. Set a '
         f'smaller train_dataloader.batch_size, train_dataloader.drop_last=False, or start '
         f'fewer ranks.'
     )
 
 
-def compare_batches(loop: BaseLoop) -> None:
-    """Refuse epochs that have more batches on one rank than on another, before they hang.
-
-    All ranks have to call it. Loops that count iterations restart their data, so they are not
-    checked, nor are data loaders of unknown length. The rank with the fewest batches raises
-    SampleError, the others RankFailedError.
-    """
-    loader = loader_of(loop)
-    mine = dict(
-        batches=length_of(loader) if _by_epoch(loop) else None,
-        samples=length_of(getattr(loader, 'dataset', None)),
-        dataset=_describe(getattr(loader, 'dataset', None)),
-    )
-    found = decide_together('data preparation', mine, _find_fewest)
-    if found is None:
-        return
-    rank, counts = found
-    if get_rank() != rank:
-        raise_if_another_failed(wait=2 * GRACE_SECONDS)
-    raise SampleError(
-        f'train_dataloader has not the same number of batches on all ranks: {counts}. Every rank '
-        f'has to see the same number, or the others wait for it in the middle of an epoch. Give '
-        f'all ranks the same samples and the sampler DefaultSampler, which divides them, or train '
-        f'by iterations: train_cfg = dict(by_epoch=False, max_iters=...) with the sampler '
-        f'InfiniteSampler.'
-    )
-
-
-def _by_epoch(loop: BaseLoop) -> bool:
+def by_epoch(loop: BaseLoop) -> bool:
+    """Whether a loop trains by MMEngine's epochs, in which ranks need as many batches."""
     return getattr(type(loop), 'run_epoch', None) is EpochBasedTrainLoop.run_epoch
 
 
-def _find_fewest(ranks: List[Dict[str, Any]]) -> Optional[Tuple[int, str]]:
-    """Return the rank with the fewest batches, and a list of counts; None if all are equal."""
-    counts = [each['batches'] for each in ranks]
-    if None in counts or len(set(counts)) == 1:
-        return None
-    order = sorted(range(len(ranks)), key=lambda rank: (counts[rank], rank))
-    # Of many ranks, those with the fewest batches and the one with the most.
-    listed = order if len(order) <= MAX_LISTED else order[: MAX_LISTED - 1] + order[-1:]
-    return order[0], '; '.join(
-        f'rank {rank} has {counts[rank]} ({ranks[rank]["samples"]} samples of '
-        f'{ranks[rank]["dataset"]})'
-        for rank in listed
-    )
-
-
-def _describe(dataset: object) -> str:
+def describe(dataset: object) -> str:
     """Name the type of a dataset and where its samples come from, also those inside wrappers."""
     sources = {name.strip('_'): getattr(dataset, name, None) for name in _SOURCES}
     parts = [f'{name}={value!r}' for name, value in sources.items() if not _is_empty(value)]
     inner = getattr(dataset, 'datasets', None) or getattr(dataset, 'dataset', None)
     if inner is not None:
         each = inner if isinstance(inner, (list, tuple)) else [inner]
-        parts.append('of ' + ', '.join(_describe(one) for one in each[:MAX_LISTED]))
+        parts.append('of ' + ', '.join(describe(one) for one in each[:MAX_LISTED]))
     return f'{type(dataset).__name__}({", ".join(parts)})'
 
 
@@ -166,7 +121,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _no_samples(dataset: object, config: object) -> SampleError:
-    message = f'rank {get_rank()}: {_describe(dataset)} has 0 samples'
+    message = f'rank {get_rank()}: {describe(dataset)} has 0 samples'
     unfiltered = _count_unfiltered(dataset)
     if unfiltered:
         message += (

@@ -26,6 +26,7 @@ from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.loops import length_of, loader_of, loaders_of
 
+from .checking import MAX_LISTED, by_epoch, describe
 from .resumable_loader import build_sampler, sampler_of
 
 #: At most this number of indices of a sampler, and of entries of a list, is compared.
@@ -36,31 +37,30 @@ _WITHOUT_STATE = (DefaultSampler, DistributedSampler, SequentialSampler)
 
 
 def compare_data(runner: AnyRunner) -> None:
-    """Warn, or refuse to compute a metric, if ranks do not divide a data set between them.
+    """Warn, or refuse to go on, if ranks do not divide a data set between them.
 
     All ranks have to call it when the loops are built; it is one exchange for all their loaders.
 
     Raises:
-        SampleError: Where samples would be validated or tested twice or not at all.
+        SampleError: On one rank, where samples would be validated or tested twice or not at all,
+            or ranks would wait for each other in an epoch; the others raise RankFailedError.
     """
     mine = {}
     for kind in ('train', 'val', 'test'):
-        configs = getattr(runner, f'_{kind}_dataloader')
-        loop = getattr(runner, f'_{kind}_loop')
+        configs, loop = getattr(runner, f'_{kind}_dataloader'), getattr(runner, f'_{kind}_loop')
         for index, loader in enumerate(loaders_of(loop)):
             several = isinstance(configs, (list, tuple)) and index < len(configs)
             config = configs[index] if several else configs
-            by_iteration = isinstance(loop, IterBasedTrainLoop)
             name = f'{kind}_dataloader{f"[{index}]" if index else ""}'
-            mine[name] = _facts(runner, loader, config, by_iteration)
+            mine[name] = _facts(runner, loop, loader, config)
             mine[name]['metric'] = kind != 'train'
-    for name, message, wrong in decide_together('comparing the data', mine, _judge):
-        if not wrong or name.startswith('train'):
+    for name, message, culprit in decide_together('comparing the data', mine, _judge):
+        if culprit is None:
             log_warning(f'{name}: {message}')
             continue
-        if get_rank():
+        if get_rank() != culprit:
             raise_if_another_failed(wait=2 * GRACE_SECONDS)
-        raise SampleError(f'{name}: {message} Metrics would be wrong.')
+        raise SampleError(f'{name}: {message}')
 
 
 def wait_for_first_iteration(runner: AnyRunner, batch: object) -> None:
@@ -79,7 +79,7 @@ def wait_for_first_iteration(runner: AnyRunner, batch: object) -> None:
         )
 
 
-def _facts(runner: AnyRunner, loader: Any, config: Any, by_iteration: bool) -> Dict[str, Any]:
+def _facts(runner: AnyRunner, loop: Any, loader: Any, config: Any) -> Dict[str, Any]:
     dataset, own = getattr(loader, 'dataset', None), sampler_of(loader)
     size = length_of(dataset)
     seed = None if runner._randomness_cfg.get('diff_rank_seed') else runner.seed
@@ -87,19 +87,21 @@ def _facts(runner: AnyRunner, loader: Any, config: Any, by_iteration: bool) -> D
     sampler = build_sampler(loader, config, getattr(own, 'seed', seed))
     if sampler is None and type(own) in _WITHOUT_STATE:
         sampler = own
-    drawn = count = None
+    drawn = share = None
     if size is not None and sampler is not None:
         # A sampler without an end gives each rank a share of a pass before it repeats samples.
-        count = None if by_iteration else length_of(sampler)
-        most = size // runner.world_size if count is None else count
+        share = None if isinstance(loop, IterBasedTrainLoop) else length_of(sampler)
+        most = size // runner.world_size if share is None else share
         drawn = [str(index) for index in islice(iter(sampler), min(most, MOST_INDICES))]
     set_host_random_state(state)
     return dict(
         size=size,
         batch=getattr(loader, 'batch_size', None) or 1,
+        batches=length_of(loader) if by_epoch(loop) else None,
+        dataset=describe(dataset),
         sampler=type(own).__name__,
         drawn=drawn,
-        count=count,
+        whole=share is not None and share == size,
         lists=dict(_lists(dataset)),
     )
 
@@ -144,18 +146,38 @@ def _entries(value: Any) -> List[Any]:
     return entries if plain and ' at 0x' not in repr(entries[:3]) else []
 
 
-def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, bool]]:
-    """What is wrong with each loader, and whether that is certain; called on rank 0."""
+def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optional[int]]]:
+    """What is wrong with each loader, and the rank that refuses it; called on rank 0."""
     found = []
     for name in ranks[0]:
         facts = [each[name] for each in ranks if name in each]
-        if len(facts) == len(ranks):
-            found += [(name, *problem) for problem in _judge_one(facts)]
+        for message, certain in _judge_one(facts) if len(facts) == len(ranks) else ():
+            if certain and facts[0]['metric']:
+                found.append((name, f'{message} Metrics would be wrong.', 0))
+            else:
+                found.append((name, message, None))
+        counts = [each['batches'] for each in facts]
+        if None not in counts and len(set(counts)) > 1:
+            # The rank with the fewest and some with more.
+            order = sorted(range(len(counts)), key=lambda rank: (counts[rank], rank))
+            listed = '; '.join(
+                f'rank {rank} has {counts[rank]} ({facts[rank]["size"]} samples of '
+                f'{facts[rank]["dataset"]})'
+                for rank in [*order[: MAX_LISTED - 1], *order[MAX_LISTED - 1 :][-1:]]
+            )
+            message = (
+                f'ranks have different numbers of batches, and would wait in the middle of an '
+                f'epoch: {listed}. Give all ranks the same samples and the sampler '
+                f'DefaultSampler, which divides them, or train by iterations: '
+                f'train_cfg=dict(by_epoch=False, max_iters=...) with InfiniteSampler.'
+            )
+            found.append((name, message, order[0]))
     return found
 
 
 def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
-    first, lists = facts[0], facts[0]['lists']
+    """What is wrong with a loader, and whether that is certain."""
+    lists, sizes = facts[0]['lists'], [each['size'] for each in facts]
     differing = [
         (rank, name, lists[name], each['lists'][name])
         for rank, each in enumerate(facts)
@@ -166,7 +188,6 @@ def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
     changed = [
         one for one in differing if one not in moved and one[2][0] and one[2][3] != one[3][3]
     ]
-    sizes = [each['size'] for each in facts]
     doubled = _describe_doubled(facts)
     if doubled is not None:
         if not changed and len(set(sizes)) == 1:  # else each rank may have a share of its own
@@ -181,15 +202,7 @@ def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
             bool(moved) and of_first[0],
         )
     elif len(set(sizes)) > 1:
-        yield f'ranks have data sets of different lengths: {sizes[:8]}.', False
-    counts = [each['count'] for each in facts]
-    known = doubled is None and None not in (*counts, first['size'])
-    if known and sum(counts) + len(facts) * first['batch'] < first['size']:
-        yield (
-            f'{first["sampler"]} draws {sum(counts)} of {first["size"]} samples in a pass, on all '
-            f'ranks together.',
-            False,
-        )
+        yield f'ranks have data sets of different lengths: {sizes[:MAX_LISTED]}.', False
 
 
 def _describe_doubled(facts: List[Dict[str, Any]]) -> Optional[str]:
@@ -203,7 +216,7 @@ def _describe_doubled(facts: List[Dict[str, Any]]) -> Optional[str]:
     if pair is not None:
         return f'{sampler} gives ranks {pair[0]} and {pair[1]} the same samples'
     # Not more: a sampler may count frames of videos.
-    whole = all(each['count'] == size > first['batch'] for each in facts)
+    whole = all(each['whole'] and size > first['batch'] for each in facts)
     repeats = any(len(one) < len(each) for one, each in zip(sets, drawn))
     shared = sum(map(len, sets)) - len(set().union(*sets))
     # Training may draw what it likes, such as rare classes more often.

@@ -3,7 +3,6 @@
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from mmdevplug.data.checking import compare_batches
 from mmdevplug.data.same_samples import compare_data, wait_for_first_iteration
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients.unused_parameters import refuse_unreduced
@@ -23,7 +22,6 @@ class PhaseHook(Hook):
 
     def before_run(self, runner: AnyRunner) -> None:
         """Wait for the data of all ranks and compare it; prepare metrics to gather results."""
-        compare_batches(runner._train_loop)
         compare_data(runner)
         prepare_metrics([runner._val_loop, runner._test_loop])
         enter_phase('preparing the model')
