@@ -29,7 +29,7 @@ from torch import nn
 
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import DevicePlan, module_sizes, plan
-from mmdevplug.model_parallel.blocks import find_units, group_units, order_units, shared_names
+from mmdevplug.model_parallel.blocks import find_units, group_units, shared_names
 from mmdevplug.model_parallel.device_plan import balance_score, imbalance
 from mmdevplug.model_parallel.partition import Partition
 from mmdevplug.model_parallel.unsplittable import WholeModules
@@ -43,7 +43,7 @@ ROUNDS = 7
 
 def block_sizes(model: nn.Module) -> List[int]:
     """Bytes of what is put on a device as one, in order."""
-    units = order_units(find_units(model, WholeModules(model)), {})
+    units = find_units(model, WholeModules(model))
     return [group.bytes for group in group_units(units, module_sizes(model), shared_names(model))]
 
 

@@ -1,7 +1,6 @@
 """Write ``docs/en/patches.md`` and ``docs/zh_cn/patches.md`` from the list of patched symbols."""
 
 import sys
-from itertools import groupby
 from typing import Any, Dict, List
 
 from tables import DOCS, table, write_pages
@@ -20,6 +19,71 @@ for restore in (restore_mmengine, restore_barrier, restore_mmcv_ops):
     restore()
 ```"""
 
+#: Periods in English: the beginning and the end.
+PERIODS_EN = {
+    listed.JOB: (
+        'a runner starts, or `patch_mmengine()`',
+        '`restore_mmengine()`',
+    ),
+    listed.LOG_FILES: (
+        'our runner is looked up, or `init_device()`',
+        '`restore_mmengine()`',
+    ),
+    listed.MODEL: (
+        'a model is moved to a device that is not CUDA',
+        '`restore_mmengine()`',
+    ),
+    listed.LAZY_MODEL: (
+        'a model is moved to a lazy device',
+        '`restore_mmengine()`',
+    ),
+    listed.AUTOCAST: (
+        '`patch_mmengine()` or `DeviceAmpOptimWrapper`, on a device whose mixed precision'
+        ' MMEngine does not know',
+        '`restore_mmengine()`',
+    ),
+    listed.VIDEOS: (
+        'a run of several ranks begins that has imported mmdet',
+        '`restore_mmengine()`',
+    ),
+    listed.PROCESS_GROUP: (
+        '`init_device()`, where PyTorch finds no accelerator',
+        '`restore_barrier()`',
+    ),
+    listed.MMCV_OPS: (
+        '`init_device()`',
+        '`restore_mmcv_ops()`',
+    ),
+    listed.LOADING: (
+        'a checkpoint begins to load, or `init_weights()` begins',
+        'its end',
+    ),
+    listed.CONFIG: (
+        '`mmdevplug` begins to read a config, without pkg_resources',
+        'its end',
+    ),
+    listed.GUARD: (
+        'a `DeviceGuard` that moves operands is entered',
+        'its exit',
+    ),
+    listed.AUTOPATCH: (
+        'a base config of ours is read in a script, or `mmdevplug.autopatch` is imported',
+        'the end of the process',
+    ),
+    listed.WATCH: (
+        'a distributed job begins to watch its ranks',
+        'the end of the process',
+    ),
+    listed.A_RANK: (
+        'a rank of `mmdevplug train --nproc` starts, without `--verbose`',
+        'its end',
+    ),
+    listed.WORKER: (
+        'a worker process of a data loader starts, with PyTorch before 1.13',
+        'the end of the worker process',
+    ),
+}
+
 #: Periods in Chinese: the beginning and the end.
 PERIODS = {
     listed.LOG_FILES: ('查找我们的 runner，或调用 `init_device()`', '`restore_mmengine()`'),
@@ -34,7 +98,6 @@ PERIODS = {
     listed.PROCESS_GROUP: ('`init_device()`，且 PyTorch 找不到加速器', '`restore_barrier()`'),
     listed.MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
     listed.LOADING: ('开始加载检查点，或 `init_weights()` 开始', '该操作结束'),
-    listed.PLANNING: ('开始在 meta 设备上测量模型', '该操作结束'),
     listed.CONFIG: ('没有 pkg_resources 时，`mmdevplug` 开始读取配置', '该操作结束'),
     listed.GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
     listed.AUTOPATCH: ('脚本读取我们的基础配置，或导入 `mmdevplug.autopatch`', '进程结束'),
@@ -43,6 +106,161 @@ PERIODS = {
     listed.WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
 }
 
+
+#: Reason and condition in English, by the first symbol of a row.
+REASONS_EN = {
+    'mmengine.device.utils.DEVICE': (
+        '`get_device()` returns this constant, which is chosen at import from the devices'
+        ' that MMEngine lists.',
+        'MMEngine asks `torch.accelerator` or a registry.',
+    ),
+    'mmengine.device.utils.IS_NPU_AVAILABLE': (
+        'MMEngine takes an error of `torch.npu.set_compile_mode`, which it calls at '
+        'import, for a host without NPUs.',
+        'MMEngine asks `torch.npu.is_available()` alone.',
+    ),
+    'mmengine.logging.logger._get_device_id': (
+        'It names the log files of ranks after the variables of CUDA and MUSA, and after '
+        'the local rank on any other device; and it fails where ranks share a GPU.',
+        'MMEngine names log files after the rank alone.',
+    ),
+    'mmengine.dist.dist.collect_results_cpu': (
+        'Metrics gather results through a folder, which hosts need not share and which '
+        'may not be writable, or with those of all ranks on every rank.',
+        'MMEngine sends results to rank 0 in pieces.',
+    ),
+    'torch.distributed.broadcast_object_list': (
+        'Ranks that wait for a metric of rank 0 give up after the timeout of collectives,'
+        ' though it is alive.',
+        'MMEngine computes metrics outside of collectives.',
+    ),
+    'mmengine.dist.dist._broadcast_object_list': (
+        'The same, on an NPU.',
+        'MMEngine computes metrics outside of collectives.',
+    ),
+    'mmdet.evaluation.metrics.base_video_metric.collect_tracking_results_cpu': (
+        'Metrics of videos gather results through a folder.',
+        "mmdet calls MMEngine's function.",
+    ),
+    'mmengine.runner.checkpoint.load_state_dict': (
+        'It goes on with random weights where nothing of a checkpoint fits the model, and'
+        ' lists all names where some do; inferencers and `init_cfg` call it.',
+        'MMEngine returns what was loaded, and refuses a checkpoint of another model.',
+    ),
+    'mmengine.structures.instance_data.BoolTypeTensor': (
+        '`InstanceData` takes indices of the CPU, CUDA, NPU, MLU and MUSA alone.',
+        'MMEngine checks the dtype of an index and not its class.',
+    ),
+    'mmengine.infer.infer.BaseInferencer._init_model': (
+        'Inferencers keep synchronized batch normalization, and on a lazy device compute '
+        'every sample as a graph of its own.',
+        'MMEngine has a place where an inferencer prepares its model.',
+    ),
+    'mmengine.model.averaged_model.BaseAveragedModel.update_parameters': (
+        'Averaged weights share buffers with weights on torch_xla, which an update then '
+        'deletes: training ends at frozen weights, and where gradients accumulate.',
+        'Copies within a device of torch_xla have buffers of their own.',
+    ),
+    'torch.Tensor.cuda': (
+        'Models, losses and metrics call `.cuda()`, or do so where `is_cuda` is true: '
+        'they mean the device of this process.',
+        'Model repositories ask a tensor for its device.',
+    ),
+    'torch.Tensor.type': (
+        "PyTorch 1.10 has no name for the type of a T20's tensors, so `SyncBuffersHook`, "
+        '`ZeroRedundancyOptimizer` and printing a `ParameterList` fail; and no PyTorch '
+        'takes the name that tensors of torch_xla have: `x.type(y.type())` of BasicVSR '
+        'fails. Nor does it take `torch.cuda.FloatTensor` where there is no CUDA.',
+        'torch_xla registers the names of its types.',
+    ),
+    'torch.index_select': (
+        'torch_xla 2.9 aborts the process if the indices are what `sort` or `topk` '
+        "returned, as those of mmcv's `nms_rotated` are; they are copied.",
+        'torch_xla reads the shape of one of several outputs of an operator.',
+    ),
+    'torch.Tensor.index_select': (
+        'torch_xla 2.9 aborts the process if the indices are what `sort` or `topk` '
+        "returned, as those of mmcv's `nms_rotated` are; they are copied.",
+        'torch_xla reads the shape of one of several outputs of an operator.',
+    ),
+    'mmagic.models.utils.model_utils.get_module_device': (
+        'It returns the CPU for the modules of any device that is not CUDA, so noise is '
+        'made there; it is replaced in each module that imported it.',
+        'It returns the device of the first parameter.',
+    ),
+    'mmgen.models.architectures.common.get_module_device': (
+        'It returns the CPU for the modules of any device that is not CUDA, so noise is '
+        'made there; it is replaced in each module that imported it.',
+        'It returns the device of the first parameter.',
+    ),
+    'mmrazor.models.utils.utils.get_module_device': (
+        'It returns the CPU for the modules of any device that is not CUDA, so noise is '
+        'made there; it is replaced in each module that imported it.',
+        'It returns the device of the first parameter.',
+    ),
+    'mmengine.runner.amp.autocast.func': (
+        'It refuses devices that MMEngine does not list, or casts for the CPU; models '
+        'have imported the function, so the generator in its closure is replaced.',
+        'MMEngine passes the device type on to `torch.autocast`.',
+    ),
+    'mmseg.models.losses.accuracy.accuracy': (
+        'It indexes with a mask, whose varying size makes a lazy device compile every '
+        'iteration anew; it is replaced in each module of the model that imported it.',
+        'mmseg multiplies with the mask.',
+    ),
+    'torch._shape_as_tensor': (
+        'Deformable attention sends the sizes that it returns to the device and reads '
+        'them there, each number with an execution of its own; the replacement keeps them'
+        ' on the host.',
+        'mmcv and mmdet read the sizes of feature maps from `Tensor.shape`.',
+    ),
+    'torch.distributed.barrier': (
+        'It asks PyTorch for the accelerator, which fails where a vendor registers no '
+        '`PrivateUse1HooksInterface`; the replacement synchronizes with a host element.',
+        'The vendor registers one, or a barrier over host tensors asks for no device.',
+    ),
+    'mmcv._ext.*': (
+        'The build of mmcv may have no kernel for the device, and those for the CPU take '
+        'no half precision; the replacement runs the operator on the host, in float32.',
+        'mmcv registers a fallback to the CPU, or has kernels for the device and the precision.',
+    ),
+    'torch.load': (
+        'Code that is not ours calls it without the classes that a checkpoint of MMEngine'
+        ' needs, or with `weights_only=False`; other threads get the original.',
+        'MMEngine loads with `weights_only=True` and names its own classes.',
+    ),
+    'mmengine.config.config.is_installed': (
+        'It looks for packages with pkg_resources, which setuptools removed in release 81.',
+        'MMEngine uses `importlib.metadata`.',
+    ),
+    'torch.autograd.function.BackwardCFunction.apply': (
+        'Autograd refuses gradients of custom functions that are on another device than '
+        'their operand.',
+        'PyTorch offers a hook on the gradients that a custom function returns.',
+    ),
+    'mmengine.runner.runner.Runner.from_cfg': (
+        'Scripts that call `Runner.from_cfg` ignore `runner_type`.',
+        'MMEngine reads `runner_type` in `Runner.from_cfg`.',
+    ),
+    'mmengine.runner._flexible_runner.FlexibleRunner.from_cfg': (
+        'It would ignore the key `accelerator` and train where MMEngine does.',
+        'MMEngine has removed `FlexibleRunner`.',
+    ),
+    'sys.excepthook': (
+        'A rank that stops because of another prints one line, not a traceback that hides'
+        " the other's.",
+        'torchrun prints the error of the rank that failed first.',
+    ),
+    'warnings.showwarning': (
+        'Each rank of a host prints the same warnings to one terminal.',
+        'torchrun shows once what several ranks print.',
+    ),
+    'torch.utils.data._utils.fetch._MapDatasetFetcher.fetch': (
+        'PyTorch before 1.13 does not ask the dataset for `__getitems__`, where the seed '
+        'of a batch is set.',
+        'PyTorch 1.13.',
+    ),
+}
 
 #: Reason and condition in Chinese, by the first symbol of a row.
 REASONS = {
@@ -94,13 +312,9 @@ REASONS = {
         '有冻结的权重或累积梯度时训练会中断。',
         'torch_xla 在设备内复制时使用各自的缓冲区。',
     ),
-    **dict.fromkeys(
-        ('torch.Tensor.cuda', 'torch.Tensor.is_cuda'),
-        (
-            '模型、损失和指标会调用 `.cuda()`，或在 `is_cuda` 为真时才调用，'
-            '指的都是本进程的设备。',
-            '模型库向张量询问其设备。',
-        ),
+    'torch.Tensor.cuda': (
+        '模型、损失和指标会调用 `.cuda()`，或在 `is_cuda` 为真时才调用，指的都是本进程的设备。',
+        '模型库向张量询问其设备。',
     ),
     'torch.Tensor.type': (
         'PyTorch 1.10 无法命名 T20 张量的类型，因此 `SyncBuffersHook`、`ZeroRedundancyOptimizer` '
@@ -158,10 +372,6 @@ REASONS = {
         '其他线程仍得到原函数。',
         'MMEngine 以 `weights_only=True` 加载，并登记自己的类。',
     ),
-    'torch.autocast': (
-        '模型会为其张量所在的设备关闭 autocast，而较旧的 PyTorch 拒绝 meta 设备。',
-        '所用最旧的 PyTorch 在 `torch.autocast` 中接受 `meta`。',
-    ),
     'mmengine.config.config.is_installed': (
         '它用 pkg_resources 查找包，而 setuptools 81 已将其移除。',
         'MMEngine 使用 `importlib.metadata`。',
@@ -194,8 +404,8 @@ REASONS = {
 
 LANGUAGES: Dict[str, Dict[str, Any]] = dict(
     en=dict(
-        period=lambda period: period,
-        reasons=lambda symbol: (symbol.reason, symbol.until),
+        period=PERIODS_EN.__getitem__,
+        reasons=REASONS_EN,
         heading='# Patches of other packages',
         intro="""\
 Every symbol of another package that mmdevplug replaces in a running process. Nothing is patched at
@@ -206,7 +416,7 @@ during and after a job.""",
         when='## When patches are active',
         periods=('#', 'from', 'to'),
         ends="""\
-Patches of a context (loading, measuring, reading a config, the guard) end with it, also when it
+Patches of a context (loading, reading a config, the guard) end with it, also when it
 fails. The end of `runner.train()`, `val()` or `test()` restores nothing: inferencers and other
 loops in the same process use the same device. A second runner, or a second call, first restores
 what belongs to the device of the first. The other patches stay until they are restored:""",
@@ -218,7 +428,7 @@ another package has replaced the same symbol in the meantime, its function stays
     ),
     zh_cn=dict(
         period=PERIODS.__getitem__,
-        reasons=lambda symbol: REASONS[str(symbol)],
+        reasons=REASONS,
         heading='# 对其他包的补丁',
         intro="""\
 mmdevplug 在运行的进程中替换的其他包的全部符号。导入时不打任何补丁，只有专为此导入的
@@ -228,7 +438,7 @@ PyTorch 的所有属性与它对比。""",
         when='## 补丁何时有效',
         periods=('#', '开始', '结束'),
         ends="""\
-限于某个上下文的补丁（加载、测量、读取配置、设备检查）随其结束而恢复，出错时也一样。
+限于某个上下文的补丁（加载、读取配置、设备检查）随其结束而恢复，出错时也一样。
 `runner.train()`、`val()` 或 `test()` 结束时不恢复任何补丁：同一进程中的推理器和其他循环使用同一
 设备。第二个 runner 或第二次调用会先恢复属于前一个设备的补丁。其余补丁一直有效，直到被恢复：""",
         restore="""\
@@ -240,15 +450,23 @@ runner 仍在使用时需要这些补丁：请在最后一次使用 runner 之�
 )
 
 
+def grouped() -> List[List[Any]]:
+    """The symbols of each row, which have one reason."""
+    rows: List[List[Any]] = []
+    for symbol in listed.PATCHED_SYMBOLS:
+        if str(symbol) in REASONS_EN:
+            rows.append([])
+        rows[-1].append(symbol)
+    return rows
+
+
 def render(texts: Dict[str, Any]) -> List[str]:
     """The parts of the page in one language."""
-    # Symbols of one owner that share period and reason.
-    alike = groupby(listed.PATCHED_SYMBOLS, key=lambda symbol: symbol._replace(name=''))
-    groups = [list(symbols) for _, symbols in alike]
+    groups = grouped()
     periods = list(dict.fromkeys(group[0].period for group in groups))
     rows = []
     for group in groups:
-        reason, until = texts['reasons'](group[0])
+        reason, until = texts['reasons'][str(group[0])]
         names = ' '.join(f'`{symbol.name}`' for symbol in group)
         number = str(periods.index(group[0].period) + 1)
         rows.append([f'`{group[0].owner}`: {names}', number, reason, until])

@@ -38,10 +38,6 @@ needs_modes = pytest.mark.skipif(
     reason='DeviceGuard needs PyTorch 1.13, which has TorchFunctionMode',
 )
 
-needs_meta_pass = pytest.mark.skipif(
-    not hasattr(torch, 'func'), reason='PyTorch before 2.0 cannot run a model without memory'
-)
-
 needs_scaler = pytest.mark.skipif(
     not hasattr(getattr(torch, 'amp', None), 'GradScaler'),
     reason='PyTorch before 2.3 has no gradient scaler for the CPU',

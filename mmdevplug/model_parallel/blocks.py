@@ -3,14 +3,13 @@
 import os
 import re
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from torch import Tensor, nn
 
 from .sizes import ModuleSizes
 from .unsplittable import WholeModules
-from .walk_modules import all_modules, class_or_own, named_tensors, nearest, prefixes, tied_names
+from .walk_modules import all_modules, class_or_own, named_tensors, nearest, tied_names
 
 
 @dataclass
@@ -25,11 +24,10 @@ class Unit:
 
 @dataclass
 class Group:
-    """Units that share a device, in order of execution."""
+    """Units that share a device, in order of registration."""
 
     units: List[Unit]
     bytes: int
-    traffic: int = 0  # bytes that enter the first unit
     depth: int = 0  # how many modules the cut before it splits
 
     @property
@@ -67,41 +65,16 @@ def _holds(module: nn.Module) -> bool:
     )
 
 
-def order_units(units: List[Unit], calls: Mapping[str, int]) -> List[Unit]:
-    """Sort modules by when they run first; each tensor goes before the first module beside it.
-
-    ``calls`` is that of a :class:`Trace`; empty to keep the order of registration.
-    """
-    modules = [unit for unit in units if unit.owner is None]
-    when: Dict[str, int] = {}
-    latest = -1
-    for unit in modules:
-        # What is never called stays behind what is registered before it.
-        latest = calls.get(unit.name, latest)
-        when[unit.name] = latest
-    modules.sort(key=lambda unit: when[unit.name])
-    first_inside: Dict[str, str] = {}
-    for unit in modules:
-        for prefix in prefixes(unit.name):
-            first_inside.setdefault(prefix, unit.name)
-    before: Dict[str, List[Unit]] = {}
-    for unit in units:
-        if unit.owner is not None:
-            before.setdefault(first_inside[unit.owner], []).append(unit)
-    return [u for module in modules for u in [*before.get(module.name, []), module]]
-
-
 def group_units(
     units: List[Unit],
     sizes: ModuleSizes,
     shared: Iterable[List[str]] = (),
-    traffic: Mapping[str, int] = MappingProxyType({}),
 ) -> List[Group]:
-    """Group units, which are in order of execution, that have to share a device.
+    """Group units, which are in order of registration, that have to share a device.
 
     A tensor of a split module goes with the module after it; a module without parameters with the
     group before it; and units that share a tensor (see :func:`shared_names`) with the first of
-    them. ``traffic`` has the bytes that enter each module, where measured.
+    them.
     """
     raw: List[List[Unit]] = []
     pending: List[Unit] = []
@@ -119,8 +92,7 @@ def group_units(
     joined = _join_shared(raw, shared)
     groups = []
     for index, found in enumerate(joined):
-        first = next((u for u in found if u.owner is None), found[0])
-        group = Group(found, sum(sizes[u.name] for u in found), traffic.get(first.name, 0))
+        group = Group(found, sum(sizes[u.name] for u in found))
         if index:
             before, after = joined[index - 1][-1].name.split('.'), found[0].name.split('.')
             group.depth = len(os.path.commonprefix([before, after]))

@@ -82,7 +82,7 @@ class DevicePlan:
     loads: Dict[str, int]  #: Bytes that each holds.
     strategy: str  #: ``'auto'``, ``'balanced'`` or ``'dynamic'``.
     steps: List[str]  #: What was tried and why, in sentences.
-    blocks: List[PlannedBlock]  #: In order of execution.
+    blocks: List[PlannedBlock]  #: In order of registration.
     parts: Dict[str, int]  #: Bytes of the model by what they are for.
     signature: Signature  #: Of the model it was made for.
     model: str = ''  #: The class of the model.

@@ -64,12 +64,11 @@ def _ends(
     if not devices:
         return None if groups else []
     weights = device_weights(devices, {n: s for n, s in limits.items() if n in devices})
-    measured = any(group.traffic for group in groups)
     return Partition(
         [group.bytes for group in groups],
         [weights[name] for name in devices],
         [limits.get(name, float('inf')) for name in devices],
-        [group.traffic if measured else group.depth for group in groups],
+        [group.depth for group in groups],
         allow_empty=not full,
     ).best()
 

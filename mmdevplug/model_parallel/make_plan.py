@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from mmdevplug.errors import PlacementError, first_line
 from mmdevplug.utils.logs import log_warning
 
-from .blocks import Unit, find_units, group_units, order_units, shared_names
+from .blocks import Unit, find_units, group_units, shared_names
 from .device_plan import WARNING, DevicePlan, PlannedBlock, signature_of
 from .evenness import describe_unevenness, idle_devices
 from .fitting import fit
@@ -37,7 +37,6 @@ def make_plan(
     dtype: Union[None, str, torch.dtype] = None,
     training: bool = False,
     optimizer: Union[str, int, float] = 'adamw',
-    sample_inputs: object = None,
     device_type: Optional[str] = None,
 ) -> DevicePlan:
     """Decide which device holds which part of a model. No device need be present.
@@ -48,8 +47,8 @@ def make_plan(
         model (nn.Module): Any, on any device, also the meta device. It is not changed.
         devices (str, int or list): ``'cuda:0-3'``, a list, or a number of ``device_type``.
         strategy (str): ``'auto'`` is HF accelerate's ``infer_auto_device_map``; ``'balanced'`` the
-            best contiguous split in order of execution; ``'dynamic'`` the first where it is even
-            enough, else the second.
+            best contiguous split in order of registration; ``'dynamic'`` the first where it is
+            even enough, else the second.
         max_memory (dict or str, optional): Bytes, or figures as ``'10GB'``, of devices or their
             indices. Devices get loads in proportion. Defaults to None: equal devices.
         no_split (Iterable[str], optional): Classes or modules that must stay whole, besides those
@@ -62,8 +61,6 @@ def make_plan(
         dtype (torch.dtype or str, optional): What floating tensors will be cast to.
         training (bool): Whether to count gradients and the state of the optimizer.
         optimizer (str or number): As for :func:`mmdevplug.model_parallel.module_sizes`.
-        sample_inputs (Any, optional): One batch, for the order of execution, activations and
-            what crosses between devices. See :func:`mmdevplug.model_parallel.trace.trace`.
         device_type (str, optional): Of devices given as numbers.
 
     Returns:
@@ -86,7 +83,7 @@ def make_plan(
     job = _Job(model, names, limits, strategy, as_dtype(dtype))
     job.force_balance = force_balance if force_balance is None else bool(force_balance)
     job.threshold = balance_threshold
-    job.measure(no_split, training, optimizer, sample_inputs)
+    job.measure(no_split, training, optimizer)
     return job.checked(getattr(job, strategy)())
 
 
@@ -132,16 +129,13 @@ class _Job:
         no_split: Union[None, str, Iterable[str]],
         training: bool,
         optimizer: Union[str, int, float],
-        sample_inputs: object,
     ) -> None:
-        """Weigh the units and sort them by the order of execution."""
+        """Weigh the units."""
         self.whole = WholeModules(self.model, no_split)
-        self.sizes, seen = measure(
-            self.model, self.tensors, self.dtype, training, optimizer, sample_inputs
-        )
-        self.units = order_units(find_units(self.model, self.whole), seen.calls)
+        self.sizes = measure(self.tensors, self.dtype, training, optimizer)
+        self.units = find_units(self.model, self.whole)
         shared = shared_names(self.model, self.tensors)
-        self.groups = group_units(self.units, self.sizes, shared, seen.traffic)
+        self.groups = group_units(self.units, self.sizes, shared)
         # What is computed before the first block and kept.
         self.groups[0].bytes += self.sizes[''] - sum(group.bytes for group in self.groups)
 
@@ -304,7 +298,7 @@ class _Job:
 
 
 def clean_map(device_of: Mapping[str, str], units: Iterable[Unit]) -> Dict[str, str]:
-    """Map the outermost modules that are on one device to it, in order of execution."""
+    """Map the outermost modules that are on one device to it, in order of registration."""
     inside: Dict[str, set] = {}
     for unit in units:
         for prefix in prefixes(unit.name):

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from mmdevplug.errors import PlacementError, first_line
 
-from .trace import Trace, trace
 from .walk_modules import named_tensors, prefixes, tensor_bytes
 
 #: Counted where nothing names another one.
@@ -33,8 +32,6 @@ class ModuleSizes:
     gradients: Dict[str, int] = field(default_factory=dict)
     #: The state of the optimizer, if training.
     optimizer: Dict[str, int] = field(default_factory=dict)
-    #: What the forward pass keeps for the backward pass, if training; empty unless measured.
-    activations: Dict[str, int] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> int:
         return sum(self.parts(name).values())
@@ -94,7 +91,6 @@ def module_sizes(
     dtype: Union[None, str, torch.dtype] = None,
     training: bool = False,
     optimizer: Union[str, int, float] = 'adamw',
-    sample_inputs: object = None,
 ) -> ModuleSizes:
     """Measure every module of a model, which may be on the meta device.
 
@@ -105,28 +101,23 @@ def module_sizes(
             require gradients, in the parameters' dtype.
         optimizer (str or number): A name of :data:`STATE_VALUES`, or how many values it keeps for
             each value of a parameter.
-        sample_inputs (Any, optional): One batch (a tensor, a tuple of arguments or a dict of
-            keyword arguments), with which to measure activations on the meta device.
 
     Returns:
         ModuleSizes: Bytes by name.
 
     Raises:
-        PlacementError: If an argument cannot be read, or the pass fails.
+        PlacementError: If an argument cannot be read.
     """
-    tensors, dtype = named_tensors(model), as_dtype(dtype)
-    return measure(model, tensors, dtype, training, optimizer, sample_inputs)[0]
+    return measure(named_tensors(model), as_dtype(dtype), training, optimizer)
 
 
 def measure(
-    model: nn.Module,
     tensors: Iterable[Tuple[str, Tensor]],
     dtype: Optional[torch.dtype],
     training: bool,
     optimizer: Union[str, int, float],
-    sample_inputs: object,
-) -> Tuple[ModuleSizes, Trace]:
-    """As :func:`module_sizes`, from the named tensors; also return what a trace showed, if any."""
+) -> ModuleSizes:
+    """As :func:`module_sizes`, from the named tensors."""
     factor = state_values(optimizer)
     sizes = ModuleSizes()
     seen: Set[int] = set()
@@ -142,10 +133,7 @@ def measure(
         if training and tensor.requires_grad:
             _add(sizes.gradients, name, size)
             _add(sizes.optimizer, name, int(factor * size))
-    shown = Trace() if sample_inputs is None else trace(model, sample_inputs, training, dtype)
-    for name, value in shown.activations.items():
-        _add(sizes.activations, name, value)
-    return sizes, shown
+    return sizes
 
 
 def _add(part: Dict[str, int], name: str, value: int) -> None:

@@ -11,7 +11,7 @@ from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any, Callable, Iterator, List, Optional
 
-from .patched_symbols import PatchedSymbol, Period, find_symbol
+from .patched_symbols import PatchedSymbol, find_symbol
 
 Handler = Callable[..., Any]
 
@@ -76,13 +76,13 @@ def patch_symbol(
     return patch
 
 
-def active_patches(*periods: Period) -> List[Patch]:
+def active_patches(*periods: str) -> List[Patch]:
     """The active patches of some or all periods, in the order in which they were applied."""
     with _RECORD.lock:
         return [patch for patch in _RECORD.active if not periods or patch.symbol.period in periods]
 
 
-def restore_patches(*periods: Period) -> None:
+def restore_patches(*periods: str) -> None:
     """Restore the patches of some periods, the latest first."""
     for patch in reversed(active_patches(*periods) if periods else []):
         patch.restore()

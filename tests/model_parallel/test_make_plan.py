@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import DevicePlan, plan
 from mmdevplug.model_parallel.meta_build import can_build_on_meta
-from tests.jobs import needs_meta_pass
 from tests.model_parallel.brute import best_score
 from tests.model_parallel.models import MODELS, Patched, make, without_memory
 
@@ -111,14 +110,6 @@ def test_training_counts():
     assert loads(plan(model, 'cuda:0-1', training=True)) == [24, 32]
     assert sorted(loads(plan(model, 'cuda:0-1', training=True, optimizer='sgd'))) == [16, 24]
     assert loads(plan(model, 'cuda:0-1')) == [16, 16]
-
-
-@needs_meta_pass
-def test_the_cut_with_the_least_traffic_among_equals():
-    # Before the second layer 2 values of each sample cross, before the third 4.
-    model = nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in [(4, 2), (2, 4), (4, 2)]))
-    made = plan(model, 'cuda:0-1', sample_inputs=torch.zeros(3, 4))
-    assert [block.device for block in made.blocks] == ['cuda:0', 'cuda:1', 'cuda:1']
 
 
 # strategies ---------------------------------------------------------------------------------
