@@ -7,12 +7,11 @@ from difflib import get_close_matches
 from typing import Any, Callable, Iterator, Mapping, Sequence, Tuple
 
 import torch
-from torch import distributed as torch_dist, nn
+from torch import nn
 
 from mmdevplug.accelerators import available_accelerators, get_accelerator
 from mmdevplug.errors import PlacementError, first_line
 from mmdevplug.model.move import keep_parameters, place_by_plan, same_device
-from mmdevplug.staged.shared_memory import host_name
 
 from .device_plan import DevicePlan
 from .walk_modules import named_tensors, tied_names
@@ -47,9 +46,8 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
 
     Raises:
         PlacementError: If HF accelerate is missing, the plan is none or was made for another
-            model, a device is not there, a tensor did not go where it was sent, accelerate takes
-            a rank of a job for the only process, or another rank of the host has a model on the
-            same devices.
+            model, a device is not there, a tensor did not go where it was sent, or accelerate
+            takes a rank of a job for the only process.
     """
     if isinstance(model, DevicePlan):
         raise PlacementError(
@@ -72,7 +70,6 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
         ) from error
     _check_present(plan.devices)
     _check_ranks()
-    _claim_devices(plan.devices)
     main = plan.devices[0]
     on_host = 'cpu' in plan.device_map.values()
     with keep_parameters(model), warnings.catch_warnings():
@@ -163,32 +160,6 @@ def _check_ranks() -> None:
     if AcceleratorState._shared_state:  # an Accelerator was made, not only its logger
         raise PlacementError(message)
     warnings.warn(message, stacklevel=3)
-
-
-def _claim_devices(devices: Sequence[str]) -> None:
-    """Note in the store of the process group which devices this rank takes, and say who has them.
-
-    Ranks that see other devices under the same names, as those of PJRT do, are not compared.
-    """
-    cards = [torch.device(name) for name in devices if not name.startswith(('cpu', 'xla'))]
-    if not (torch_dist.is_available() and torch_dist.is_initialized()) or not cards:
-        return
-    rank, store = torch_dist.get_rank(), torch_dist.distributed_c10d._get_default_store()
-    for card in cards:
-        identity = get_accelerator(card.type).device_id(card)
-        key = f'mmdevplug/dispatch/{host_name()}/{card.type}:{identity}'
-        holder = int(store.compare_set(key, '', str(rank)))
-        if holder == rank:
-            continue
-        message = (
-            f'rank {rank} dispatches a model to {card}, where rank {holder} of this host has one '
-            f'already: they share its memory and wait for each other. Start fewer ranks, or give '
-            f"each rank devices of its own: local_rank = int(os.environ['LOCAL_RANK']), "
-            f"plan(model, f'{card.type}:{{{len(cards)} * local_rank}}-...')."
-        )
-        if len(cards) > 1:
-            raise PlacementError(message)
-        warnings.warn(message, stacklevel=3)
 
 
 def _apply_in_place(

@@ -43,8 +43,7 @@ def test_every_device_of_a_card_is_tried(tmp_path, children):
     findings = examine('zeta', path)
     the(findings, 'ok', 'zeta: 4 device(s)', 'zeta:0', 'zeta:3')
     for index in range(4):
-        probed = the(findings, 'ok', f'zeta:{index} computes matmul, convolution, reduction')
-        assert 'tolerance 0.01' in probed.found
+        assert the(findings, 'ok', f'zeta:{index} computes as the CPU does')
     (lacking,) = [finding for finding in findings if finding.level != 'ok']
     assert lacking.found == ('zeta: torch.zeta does not offer: Event (copies to the host wait).')
 
@@ -78,10 +77,6 @@ from mmdevplug.registry import ACCELERATORS
 
 class RustyCopies(Copies):
     def to_host(self, tensors):
-        if tensors[0].ndim == 4:
-            raise RuntimeError('no kernel for this card')
-        if tensors[0].ndim == 1:
-            tensors = [tensors[0][:1]]
         return [tensor * {factor} for tensor in super().to_host(tensors)]
 
 @ACCELERATORS.register_module(name='rusty')
@@ -96,10 +91,7 @@ def test_device_that_computes_something_else(tmp_path, children, factor):
     (tmp_path / 'rusty.py').write_text(WRONG.format(factor=f'float("{factor}")'))
     children(tmp_path)
     findings = examine('rusty', config(tmp_path, 'rusty', accelerator='rusty'))
-    found = the(findings, 'error', 'computes wrongly').found
-    for word in ('matmul differs', 'softmax backward differs', 'no kernel for this card'):
-        assert word in found
-    assert 'reduction differs by inf' in found
+    assert the(findings, 'error', 'computes a matrix product that differs from the CPU')
 
 
 def test_device_that_fails_the_last_check_leaves_the_others_to_be_tried(monkeypatch):
@@ -120,8 +112,8 @@ def test_device_that_fails_the_last_check_leaves_the_others_to_be_tried(monkeypa
     listed, broken, fine = accelerators._examine_devices(Pair(), 2, steps.append)
     assert [listed.level, broken.level, fine.level] == ['ok', 'error', 'ok']
     assert broken.found == 'device cpu:0 failed its first operation'
-    assert fine.found.startswith('cpu:1 computes matmul')
-    assert steps[-1] == 'int64 and float64 on cpu:1'
+    assert fine.found == 'cpu:1 computes as the CPU does'
+    assert steps[-1] == 'computing on cpu:1'
 
 
 def test_card_that_was_asked_for_and_is_not_there(children):

@@ -1,5 +1,6 @@
 """The accelerator that the tests look at, in the process of one of them."""
 
+import re
 from typing import List, NamedTuple, Optional, Sequence
 
 import pytest
@@ -9,13 +10,22 @@ from torch import Tensor
 
 from mmdevplug.accelerators import Accelerator, get_accelerator
 from mmdevplug.accelerators.probe import difference
-from mmdevplug.checks.accelerators import accelerator_options, missing_kernel
+from mmdevplug.checks.accelerators import accelerator_options
 from tests.ranks import RanksFailed, run_ranks
 
 #: Relative to the largest expected value: of operations, and of losses and weights of a training.
 TOLERANCE = 1e-3
 #: The same where matrices are multiplied, which some devices do in bfloat16 or TF32.
 PRODUCT_TOLERANCE = 1e-2
+_MISSING_KERNEL = re.compile(
+    r"Could not run '([\w:.]+)'|[Oo]perator '([\w:.]+)' is not currently implemented"
+)
+
+
+def missing_kernel(text: str) -> Optional[str]:
+    """The operator for which the device has no kernel, if an error says that."""
+    found = _MISSING_KERNEL.search(text)
+    return None if found is None else found.group(1) or found.group(2)
 
 
 class Asked(NamedTuple):

@@ -1,9 +1,7 @@
 """What a loop that is not MMEngine's meets around ``dispatch``."""
 
 import copy
-import os
 import re
-import warnings
 
 import pytest
 import torch
@@ -218,49 +216,6 @@ def test_the_report_says_that_nothing_was_dispatched():
     with DeviceGuard('move', model=model) as guard:
         model(torch.ones(4, 6))
     assert 'All parameters of Tied are on cpu: no plan was dispatched.' in guard.report()
-
-
-def spread_by_rank(devices):
-    """Dispatch in two ranks, which take turns; what each was told."""
-    install_card('zeta')
-    rank = int(os.environ['RANK'])
-    torch.distributed.init_process_group('gloo')
-    store = torch.distributed.distributed_c10d._get_default_store()
-    if rank == 1:
-        store.wait(['first'])
-    told = ''
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter('always')
-        for _ in range(2):  # a rank may have several models on its devices
-            model = Tied()
-            try:
-                dispatch(model, plan(model, devices[rank], strategy='balanced'))
-            except PlacementError as error:
-                told = f'refused: {error}'
-    if rank == 0:
-        store.set('first', '')
-    return told, [str(each.message) for each in seen if each.category is UserWarning]
-
-
-def test_ranks_with_the_same_devices():
-    need_card()
-    first, (told, _) = run_ranks(spread_by_rank, 2, {0: 'zeta:0-1', 1: 'zeta:1-2'})
-    assert first == ('', [])
-    assert 'rank 1 dispatches a model to zeta:1, where rank 0 of this host has one' in told
-    assert "plan(model, f'zeta:{2 * local_rank}-...')" in told
-
-
-def test_ranks_that_share_a_single_device_are_warned():
-    need_card()
-    first, (told, seen) = run_ranks(spread_by_rank, 2, {0: 'zeta:2', 1: 'zeta:2'})
-    assert first == ('', [])
-    assert not told
-    assert 'where rank 0 of this host has one' in seen[0]
-
-
-def test_ranks_with_devices_of_their_own():
-    need_card()
-    assert run_ranks(spread_by_rank, 2, {0: 'zeta:0-1', 1: 'zeta:2-3'}) == [('', [])] * 2
 
 
 @pytest.fixture
