@@ -114,8 +114,9 @@ def _check(heads: Sequence[Head], call_tag: str, group: AnyGroup) -> None:
         if head.call_tag != heads[0].call_tag:
             raise SampleError(
                 f'rank {rank} calls {head.call_tag!r} while rank 0 calls {heads[0].call_tag!r} '
-                '(a + stands for allow_pickle=True, a * for same_structure=False); expected the '
-                'same call with the same options on all ranks, in the same order.'
+                '(a + stands for allow_pickle=True, a * for same_structure=False, a # for '
+                'stacked=True); expected the same call with the same options on all ranks, in '
+                'the same order.'
             )
     total = sum(head.size for head in heads)
     limit = min(head.limit for head in heads)

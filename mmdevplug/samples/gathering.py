@@ -1,5 +1,6 @@
 """Gather the samples of all ranks on every rank, or let all ranks refuse them together."""
 
+from contextlib import suppress
 from itertools import chain
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -22,6 +23,7 @@ from .columns import (
     unflatten_samples,
     write_groups,
 )
+from .stacking import are_alike, build_batch, stack_samples
 
 Device = Union[str, torch.device, None]
 _NUMBERS = {'bool', 'int', 'float', 'complex', 'scalar'}
@@ -38,6 +40,7 @@ class ExchangeOptions(NamedTuple):
     same_structure: bool
     allow_pickle: bool
     device: Device
+    stacked: bool = False
 
 
 class Job(NamedTuple):
@@ -57,8 +60,8 @@ class Job(NamedTuple):
     def call_tag(self) -> str:
         """The function, with the options that must be the same on all ranks."""
         short = self.name.partition('_')[0]
-        same, pickled = self.options.same_structure, self.options.allow_pickle
-        return f'{short}{"" if same else "*"}{"+" if pickled else ""}'
+        _, same, pickled, _, stacked = self.options
+        return f'{short}{"" if same else "*"}{"+" if pickled else ""}{"#" if stacked else ""}'
 
     def raise_together(self, errors: Sequence[Optional[str]]) -> None:
         """Raise this rank's error, or RankFailedError with the errors of other ranks."""
@@ -84,7 +87,8 @@ def gather_samples(
     allow_pickle: bool = False,
     device: Device = None,
     max_bytes: Optional[int] = None,
-) -> List[Any]:
+    stacked: bool = False,
+) -> Union[List[Any], Any]:
     """Give every rank the samples of all ranks.
 
     A sample is a tensor, a NumPy array, a number, a string, bytes, None, or a ``dict``, ``list``,
@@ -106,32 +110,48 @@ def gather_samples(
             this rank's device.
         max_bytes (int, optional): The largest size of the pool. Defaults to None: the free memory
             of the host.
+        stacked (bool): Whether to return a batch in place of a list: what :func:`stack_samples`
+            makes of the pool, but without an object for each received sample where samples are
+            all alike. Defaults to False.
 
     Returns:
-        list: The pool: the samples of rank 0, then those of rank 1, and so on. This rank's own are
-        the objects that were passed, unless they had to be moved.
+        list or Any: The pool: the samples of rank 0, then those of rank 1, and so on. This rank's
+        own are the objects that were passed, unless they had to be moved. With ``stacked`` one
+        batch on the device.
 
     Raises:
-        SampleError: If samples cannot be sent, differ in structure, or are too many bytes.
+        SampleError: If samples cannot be sent, differ in structure, are too many bytes, or cannot
+            be stacked.
         RankFailedError: If that happens on another rank, or another rank failed.
 
     Examples:
         >>> pool = gather_samples([dict(answer='7', reward=torch.tensor(1.0))])
         >>> len(pool)  # in a job of 4 ranks
         4
+        >>> gather_samples([dict(reward=torch.tensor(1.0))], stacked=True)['reward'].shape
+        torch.Size([4])
     """
     problem = None
     if max_bytes is not None and (type(max_bytes) is not int or max_bytes < 1):
         problem = f'max_bytes={max_bytes!r}: expected a number of bytes above 0.'
-    options = ExchangeOptions(flatten, same_structure, allow_pickle, device)
+    options = ExchangeOptions(flatten, same_structure, allow_pickle, device, stacked)
     with fail_together('gather_samples()'):
         job = begin('gather_samples', samples, group, options, problem)
         if job.world_size == 1:
-            return copy_own_samples(job.samples, job.device)
+            return _result(job, copy_own_samples(job.samples, job.device))
         return _gather(job, max_bytes if job.error is None else None)
 
 
-def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
+def _result(job: Job, pool: List[Any]) -> Union[List[Any], Any]:
+    if not job.options.stacked:
+        return pool
+    try:
+        return stack_samples(pool, job.device)
+    except SampleError as error:
+        raise known_to_all(error) from None
+
+
+def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
     own = to_device(job.groups, 'cpu')
     data = write_groups(own) if job.error is None else dumps(str(job.error))
     parts = gather_bytes(data, job.group, job.call_tag, max_bytes)
@@ -140,6 +160,9 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
     received = [read_groups(part, job.device, pickled) for part in parts]
     parts.clear()
     job.raise_together([each if isinstance(each, str) else None for each in received])
+    if job.options.stacked and are_alike(received):
+        with suppress(SampleError):  # stack_samples() names the place
+            return build_batch(received, job.device)
     examples = [list_examples(rank, groups) for rank, groups in enumerate(received)]
     job.refuse_differences(list(chain.from_iterable(examples)))
     received[job.rank] = []
@@ -151,7 +174,7 @@ def _gather(job: Job, max_bytes: Optional[int]) -> List[Any]:
             pool += copy_own_samples(job.samples, job.device)
         else:
             pool += unflatten_samples(groups, job.device)
-    return pool
+    return _result(job, pool)
 
 
 def begin(

@@ -43,6 +43,18 @@ def fingerprint(samples):
     return hashlib.sha256(repr(bits(samples)).encode(errors='surrogatepass')).hexdigest()
 
 
+def batch_of(function):
+    """The bits of a batch, or why there is none; None for an error of PyTorch."""
+    from mmdevplug.errors import SampleError
+
+    try:
+        return bits(function())
+    except SampleError as error:
+        return str(error)
+    except (RuntimeError, TypeError, ValueError, OverflowError):
+        return None
+
+
 def exchange_in_groups(largest, examples):
     """Check the properties of pools in groups of 1 to ``largest`` ranks."""
     from torch import distributed as torch_dist
@@ -64,7 +76,7 @@ def exchange_in_groups(largest, examples):
 def check_properties(rank, size, group, examples):
     """Pool and slices of any samples, however they are spread over ranks."""
     from mmdevplug.distributed.byte_exchange import gather_json
-    from mmdevplug.samples import balance_samples, gather_samples
+    from mmdevplug.samples import balance_samples, gather_samples, stack_samples
 
     seen = []
 
@@ -79,6 +91,12 @@ def check_properties(rank, size, group, examples):
         # Once more with what the ranks say themselves.
         same = same and len(set(gather_json(fingerprint(pool), group))) == 1
         assert all_agree(same, group), 'the pool is not that of all ranks in their order'
+
+        expected_batch = batch_of(lambda: stack_samples(pool, 'cpu'))
+        # Every rank knows whether PyTorch would raise an error of its own.
+        if expected_batch is not None:
+            found = batch_of(lambda: gather_samples(held[rank], group, stacked=True, **options))
+            assert all_agree(found == expected_batch, group), 'the batch is not the stacked pool'
 
         mine = balance_samples(held[rank], group=group, **options)
         slices = gather_samples([mine], group, same_structure=False)

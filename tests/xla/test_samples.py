@@ -61,6 +61,9 @@ def executions(first, others):
         pool, gathered = count(lambda: gather_samples(rollouts(held)))
         mine, balanced = count(lambda: balance_samples(rollouts(held)))
         batch, stacked = count(lambda mine=mine: stack_samples(mine, device))
+        whole, at_once = count(lambda: gather_samples(rollouts(held), stacked=True))
+        assert at_once[0] == (held > 0)
+        assert whole['y'].cpu().tolist() == [float(each['y']) for each in pool]
         seen.append((gathered, balanced, stacked))
     return seen, [float(each['y']) for each in pool], batch['y'].cpu().tolist()
 
