@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections import Counter
 from math import inf
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from mmengine.optim import OptimWrapperDict
 from mmengine.registry import PARAM_SCHEDULERS
@@ -120,50 +120,33 @@ def _arguments(instance: object) -> Set[str]:
 # schedules --------------------------------------------------------------------------------------
 
 
-class Length(NamedTuple):
-    """How long a run is; None where that is not known."""
-
-    max_epochs: Optional[int]
-    max_iters: Optional[int]
-    #: Iterations of an epoch.
-    epoch: int
-
-    def of(self, by_epoch: bool) -> Optional[int]:
-        """Return the length in epochs or in iterations."""
-        return self.max_epochs if by_epoch else self.max_iters
-
-
-class Past(NamedTuple):
-    """The training before a resumption: epochs (0 in a loop over iterations) and iterations."""
-
-    epochs: int
-    iterations: int
-    #: Iterations of an epoch, when they were done.
-    length: int
-
-
-def replay(schedulers: Sequence[Any], converted: Sequence[bool], past: Past, length: int) -> None:
+def replay(
+    schedulers: Sequence[Any],
+    converted: Sequence[bool],
+    done: Tuple[int, int],
+    epoch: Sequence[int],
+) -> None:
     """Step schedulers that are where they were built through the training before.
 
     Args:
         schedulers (list): Of one optimizer.
         converted (list[bool]): By scheduler, whether its iterations were made of epochs.
-        past (Past): The steps.
-        length (int): Iterations of an epoch from now on.
+        done (tuple): Epochs, 0 in a loop over iterations, and iterations.
+        epoch (tuple): Iterations of an epoch, when they were done and from now on.
     """
+    (epochs, iterations), (then, now) = done, epoch
     for one in schedulers:
         # PyTorch's order of calls does not hold: the optimizer's steps were done before.
-        one.optimizer._global_step = past.iterations
-    for epoch in range(past.epochs + 1):
-        whole = epoch < past.epochs
-        done = past.length if whole else past.iterations - past.epochs * past.length
-        of_converted = done * length // past.length
-        for number in range(max(done, of_converted)):
+        one.optimizer._global_step = iterations
+    for number in range(epochs + 1):
+        steps = then if number < epochs else iterations - epochs * then
+        of_converted = steps * now // then
+        for step in range(max(steps, of_converted)):
             for one, converts in zip(schedulers, converted):
-                if not one.by_epoch and number < (of_converted if converts else done):
+                if not one.by_epoch and step < (of_converted if converts else steps):
                     one.step()
         for one in schedulers:
-            if one.by_epoch and whole:
+            if one.by_epoch and number < epochs:
                 one.step()
 
 
@@ -199,32 +182,33 @@ class OptimizerSettings:
         self.kept_states: List[Dict[str, Any]] = []
 
     def compare(
-        self, checkpoint: Mapping[str, Any], where: str, choice: str, scaled: bool, then: Length
+        self, checkpoint: Mapping[str, Any], where: str, run: 'ResumeSettings'
     ) -> List[Difference]:
-        """Return how a checkpoint differs, or refuse it.
-
-        Args:
-            checkpoint (dict): The checkpoint.
-            where (str): The file.
-            choice (str): ``'checkpoint'`` or ``'config'``.
-            scaled (bool): Whether ``auto_scale_lr`` has set learning rates: they are taken.
-            then (Length): Of the run that saved the checkpoint.
-        """
+        """Return how a checkpoint, read from a file, differs; or refuse it."""
         state = checkpoint['optimizer'][self.name] if self.name else checkpoint['optimizer']
         kinds = (checkpoint['meta'].get('kinds') or {}).get(self.name) or {}
         check_optimizer(self.wrapper.optimizer, self.kinds, state, kinds.get('optimizer'), where)
         states = checkpoint.get('param_schedulers') or []
         states = states.get(self.name, []) if isinstance(states, Mapping) else states
-        found = self._compare_groups(state, choice, scaled)
-        other = self._compare_kinds(states, kinds.get('schedulers'))
-        if other and choice == 'checkpoint':
+        found = self._compare_groups(state, run)
+        saved, mine = kinds.get('schedulers'), self.kinds['schedulers']
+        if saved is None:  # of MMEngine's runner, which saves no names of classes
+            one, other = (
+                [(each.keys(), each.get('param_name')) for each in some]
+                for some in (states, self.states)
+            )
+            saved = mine if one == other else [f'a schedule of {name}' for _, name in one]
+        if saved == mine:
+            found += self._compare_schedulers(states, run)
+        else:
+            found.append(Difference(self._name('param_scheduler'), saved, mine, 'config'))
+        self.taken = {one.taken for one in found}
+        if saved != mine and run.choice == 'checkpoint':
             raise CheckpointError(
-                f'{where} differs from the config in its schedulers: {describe(other)}. Expected '
-                f"the same; to take the config's, at the step that training has reached, "
+                f'{where} differs from the config in its schedulers: {describe(found[-1:])}. '
+                f"Expected the same; to take the config's, at the step that training has reached, "
                 f'{_TAKE_CONFIG}'
             )
-        found += other or self._compare_schedulers(states, choice, then)
-        self.taken = {one.taken for one in found}
         real = [one for one in found if one.taken == 'config' and one.because_of != _LENGTH]
         if self._follows_metric and real:
             raise CheckpointError(
@@ -250,70 +234,50 @@ class OptimizerSettings:
     def _name(self, first: str, *rest: str) -> str:
         return '.'.join(filter(None, (first, self.name, *rest)))
 
-    def _compare_groups(
-        self, state: Mapping[str, Any], choice: str, scaled: bool
-    ) -> List[Difference]:
+    def _compare_groups(self, state: Mapping[str, Any], run: 'ResumeSettings') -> List[Difference]:
         optimizer, found = self.wrapper.optimizer, []
         for saved, mine in zip(state['param_groups'], self.groups):
             one, other = unscheduled(saved), unscheduled(mine)
             for key in differing(group_settings(optimizer, mine), one, other):
-                taken = ('config', 'auto_scale_lr') if scaled and key == 'lr' else (choice, None)
-                found.append(
-                    Difference(
-                        self._name('optim_wrapper', 'optimizer', key), one[key], other[key], *taken
-                    )
-                )
+                scaled = run.scaled and key == 'lr'
+                taken = ('config', 'auto_scale_lr') if scaled else (run.choice, None)
+                name = self._name('optim_wrapper', 'optimizer', key)
+                found.append(Difference(name, one[key], other[key], *taken))
         base = state.get('base_param_settings')
-        of_rate = {'lr', 'initial_lr'} if scaled else set()
+        of_rate = {'lr', 'initial_lr'} if run.scaled else set()
         self.kept_groups = [
             {name: saved[name] for name in group_settings(optimizer, saved) - of_rate}
             for saved in state['param_groups'] + ([base] if base else [])
         ]
         return found
 
-    def _compare_kinds(
-        self, saved: Sequence[Mapping[str, Any]], kinds: Optional[List[str]]
-    ) -> List[Difference]:
-        mine = self.kinds['schedulers']
-        if kinds is None:  # of MMEngine's runner, which saves no names of classes
-            one, other = (
-                [(each.keys(), each.get('param_name')) for each in states]
-                for states in (saved, self.states)
-            )
-            kinds = mine if one == other else [f'a schedule of {name}' for _, name in one]
-        return (
-            []
-            if kinds == mine
-            else [Difference(self._name('param_scheduler'), kinds, mine, 'config')]
-        )
-
     def _compare_schedulers(
-        self, states: Sequence[Mapping[str, Any]], choice: str, then: Length
+        self, states: Sequence[Mapping[str, Any]], run: 'ResumeSettings'
     ) -> List[Difference]:
         found = []
         for index, (one, saved, mine) in enumerate(zip(self.schedulers, states, self.states)):
             differ = set(differing(scheduler_settings(one, mine), saved, mine))
-            before = self._as_before(index, then) if differ else None
+            before = self._as_before(index, run) if differ else None
             # What only follows the length of the run or of an epoch follows it.
             real = set(differing(differ, saved, before or mine))
             if 'total_steps' in real:
                 real |= differ & {'end'}  # OneCycleLR refuses steps beyond them
-            for keys, *taken in ((real, choice), (differ - real, 'config', _LENGTH)):
+            for keys, *taken in ((real, run.choice), (differ - real, 'config', _LENGTH)):
                 # What a scheduler derives from its arguments is left out, unless it is all.
                 for key in sorted(keys & _arguments(one)) or sorted(keys):
                     name = f'{self._name("param_scheduler")}[{index}] ({type(one).__name__}).{key}'
                     found.append(Difference(name, plain(saved[key]), plain(mine[key]), *taken))
-            kept = real if choice == 'checkpoint' else set()
+            kept = real if run.choice == 'checkpoint' else set()
             self.kept_states.append({name: saved[name] for name in kept})
         return found
 
-    def _as_before(self, index: int, then: Length) -> Optional[Dict[str, Any]]:
+    def _as_before(self, index: int, run: 'ResumeSettings') -> Optional[Dict[str, Any]]:
         """The state of a scheduler if the run and its epochs were as long as the checkpoint's."""
         options = copy.deepcopy(dict(self.configs[index]))
-        end = then.of(options.get('by_epoch', True))
+        end = run.then[options.get('by_epoch', True)]
         if not options or end is None:
             return None
-        default = dict(optimizer=self.wrapper, epoch_length=then.epoch, end=end)
+        default = dict(optimizer=self.wrapper, epoch_length=run.epoch[0], end=end)
         try:
             return PARAM_SCHEDULERS.build(options, default_args=default).state_dict()
         except (ValueError, AssertionError):
@@ -322,7 +286,7 @@ class OptimizerSettings:
             for group, values in zip(param_groups(self.wrapper), self.groups):
                 group.update(values)
 
-    def apply(self, past: Past, length: int) -> None:
+    def apply(self, run: 'ResumeSettings') -> None:
         """Set what is the config's, after the saved states were loaded."""
         if 'config' not in self.taken:
             return
@@ -348,20 +312,21 @@ class OptimizerSettings:
             one.load_state_dict(dict(kept, base_values=base_values, last_step=-1, _global_step=-1))
             one.step()
         converted = [bool(one.get('convert_to_iter_based')) for one in self.configs]
-        replay(self.schedulers, converted, past, length)
+        replay(self.schedulers, converted, run.done, run.epoch)
 
-    def describe_early_end(self, then: Length, now: Length) -> Optional[str]:
+    def describe_early_end(self, run: 'ResumeSettings') -> Optional[str]:
         """Say where the schedules of the rate end, if the run ended there and no longer does."""
-        rates = [
+        lasts = [
             (one, min(one.end, one.begin + getattr(one, 'T_max', one.end)))
             for one in self.schedulers
             if one.param_name == 'lr'
         ]
-        ended = any(last >= (then.of(one.by_epoch) or inf) for one, last in rates)
-        if not ended or any(last >= (now.of(one.by_epoch) or 0) for one, last in rates):
+        if not any(last >= (run.then[one.by_epoch] or inf) for one, last in lasts) or any(
+            last >= (run.now[one.by_epoch] or 0) for one, last in lasts
+        ):
             return None
-        rises = any(one.end > last for one, last in rates)
-        ends = ', '.join(f'{type(one).__name__} at {last}' for one, last in rates)
+        ends = ', '.join(f'{type(one).__name__} at {last}' for one, last in lasts)
+        rises = any(one.end > last for one, last in lasts)
         return (
             f'the schedules of the learning rate end before ({ends}), and from there it '
             f'{"rises again" if rises else "stays as it is"}'
@@ -385,12 +350,15 @@ class ResumeSettings:
     def __init__(self, runner: AnyRunner) -> None:
         loop, config = runner.train_loop, runner.scheduler_config
         self.optimizers = list_optimizers(runner.optim_wrapper, runner.param_schedulers, config)
-        self.now = Length(loop.max_epochs, loop.max_iters, length_of(loader_of(loop)) or 1)
         self.by_epoch = isinstance(loop, EpochBasedTrainLoop)
         self.choice = runner.accelerator_options.resume_settings
         self.scaled = bool((runner.auto_scale_lr or {}).get('enable'))
         self.work_dir = runner.work_dir
-        self.then, self.past = self.now, Past(0, 0, 1)
+        #: How long the run was and is, in epochs (True) and in iterations; None if not known.
+        self.now = {True: loop.max_epochs, False: loop.max_iters}
+        self.then: Dict[bool, Optional[int]] = self.now
+        #: Iterations of an epoch, then and now; epochs and iterations that are done.
+        self.epoch, self.done = [length_of(loader_of(loop)) or 1] * 2, (0, 0)
 
     def compare(self, checkpoint: Mapping[str, Any], where: str) -> None:
         """Compare with a checkpoint, and say in one warning what differs and which is taken.
@@ -402,17 +370,16 @@ class ResumeSettings:
         check_complete(checkpoint, where, scheduled and self.choice == 'checkpoint', self.work_dir)
         check_names(checkpoint['optimizer'], [one.name for one in self.optimizers], where)
         info, meta = checkpoint['message_hub'].get('runtime_info') or {}, checkpoint['meta']
-        epochs, iters, epoch = info.get('max_epochs'), info.get('max_iters'), self.now.epoch
-        if self.by_epoch and epochs and iters:
-            epoch = max(1, iters // epochs)
-        self.then = Length(epochs, iters, epoch)
-        self.past = Past(meta['epoch'] if self.by_epoch else 0, meta['iter'], epoch)
-        before, now = self.then.of(self.by_epoch), self.now.of(self.by_epoch)
+        self.then = {True: info.get('max_epochs'), False: info.get('max_iters')}
+        if self.by_epoch and all(self.then.values()):
+            self.epoch[0] = max(1, self.then[False] // self.then[True])
+        self.done = (meta['epoch'] if self.by_epoch else 0, meta['iter'])
+        before, now = self.then[self.by_epoch], self.now[self.by_epoch]
         found = []
         if None not in (before, now) and before != now:
             found.append(Difference(f'train_cfg.{self._limit}', before, now, 'config'))
         for one in self.optimizers:
-            found += one.compare(checkpoint, where, self.choice, self.scaled, self.then)
+            found += one.compare(checkpoint, where, self)
         advice = f"To take the config's, {_TAKE_CONFIG}"
         if self.choice == 'config':
             advice = "They are taken as accelerator.resume_settings='config' says."
@@ -431,10 +398,10 @@ class ResumeSettings:
     def apply(self) -> None:
         """Set the settings that are taken, after MMEngine has loaded the checkpoint's states."""
         for one in self.optimizers:
-            one.apply(self.past, self.now.epoch)
-            early = one.describe_early_end(self.then, self.now)
+            one.apply(self)
+            early = one.describe_early_end(self)
             if early:
-                limit = f'{self._limit}={self.now.of(self.by_epoch)}'
+                limit = f'{self._limit}={self.now[self.by_epoch]}'
                 log_warning(
                     f'Training goes on to {limit}, but {early}. Raise that in the config and '
                     f'{_TAKE_CONFIG}'

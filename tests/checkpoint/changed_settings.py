@@ -4,6 +4,7 @@ import copy
 import itertools
 import logging
 import re
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from mmengine.config import Config
@@ -12,9 +13,7 @@ from mmengine.optim import _ParamScheduler, build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS, RUNNERS
 
 from mmdevplug.checkpoint.resume_settings import (
-    Length,
     OptimizerSettings,
-    Past,
     describe,
     param_groups,
 )
@@ -119,14 +118,14 @@ class Simulated:
     def __init__(self, options, epoch=5):
         model, self.config = NoisyModel(), options.get('param_scheduler') or []
         self.by_epoch, count = options.get('by_epoch', True), options.get('length')
-        self.epochs = (count or 4) if self.by_epoch else None
-        iters = epoch * self.epochs if self.by_epoch else (count or 20)
         # MMEngine's loops of iterations say max_epochs=1.
-        self.length = Length(self.epochs or 1, iters, epoch)
+        epochs = (count or 4) if self.by_epoch else 1
+        iters = epoch * epochs if self.by_epoch else (count or 20)
+        self.length, self.epoch = {True: epochs, False: iters}, epoch
         self.wrapper = build_optim_wrapper(model, Config(options['optim_wrapper'])._cfg_dict)
         self.schedulers = [
             PARAM_SCHEDULERS.build(
-                dict(one, end=one.get('end', self.length.of(one.get('by_epoch', True)))),
+                dict(one, end=one.get('end', self.length[one.get('by_epoch', True)])),
                 default_args=dict(optimizer=self.wrapper, epoch_length=epoch),
             )
             for one in self.config
@@ -136,10 +135,10 @@ class Simulated:
     def train(self, first=0, last=None):
         """Return the settings of all groups by iteration."""
         seen = {}
-        for number in range(first, last or self.length.max_iters):
+        for number in range(first, last or self.length[False]):
             seen[number] = described(self.wrapper)
             self.wrapper.step()
-            ends = self.by_epoch and (number + 1) % self.length.epoch == 0
+            ends = self.by_epoch and (number + 1) % self.epoch == 0
             for by_epoch in [False] + [True] * ends:
                 for one in self.schedulers:
                     if one.by_epoch == by_epoch:
@@ -156,14 +155,22 @@ class Simulated:
             )
         )
 
-    def resume(self, checkpoint, then, done, choice, scaled=False):
-        """Resume as the runner does; return what differs, in words."""
-        found = self.settings.compare(checkpoint, 'a.pth', choice, scaled, then)
+    def resume(self, before, done, choice, scaled=False, kinds=True):
+        """Resume another one as the runner does; return what differs, in words."""
+        checkpoint = before.checkpoint(kinds)
+        run = SimpleNamespace(
+            choice=choice,
+            scaled=scaled,
+            then=before.length,
+            now=self.length,
+            epoch=(before.epoch, self.epoch),
+            done=(done // before.epoch if self.by_epoch else 0, done),
+        )
+        found = self.settings.compare(checkpoint, 'a.pth', run)
         self.wrapper.load_state_dict(checkpoint['optimizer'])
         for one, state in zip(self.schedulers, checkpoint['param_schedulers']):
             one.load_state_dict(state)
-        past = Past(done // then.epoch if self.by_epoch else 0, done, then.epoch)
-        self.settings.apply(past, self.length.epoch)
+        self.settings.apply(run)
         return describe(found)
 
 
@@ -171,8 +178,7 @@ def resumed(case, choice, kinds=True):
     """Interrupt and resume a simulated training; return settings by iteration and what is said."""
     before, after = Simulated(case.before), Simulated(case.after)
     before.train(0, case.stop)
-    checkpoint = before.checkpoint(kinds)
-    said = after.resume(checkpoint, before.length, case.stop, choice)
+    said = after.resume(before, case.stop, choice, kinds=kinds)
     return after.train(case.stop), said
 
 

@@ -1,8 +1,9 @@
 """Each setting of optimizer and schedule is changed, and training resumes with either choice."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from mmdevplug.checkpoint.resume_settings import Length
 from mmdevplug.errors import CheckpointError
 from tests.checkpoint.changed_settings import (
     CASES,
@@ -83,7 +84,7 @@ def test_rates_are_scaled_as_the_log_says(schedule, choice):
     """Batches of 2 in place of 4, so an epoch has 10 iterations in place of 5."""
     before, after = Simulated(plan(schedule)), Simulated(plan(schedule, lr=0.01), epoch=10)
     before.train(0, 10)
-    said = after.resume(before.checkpoint(), before.length, 10, choice, scaled=True)
+    said = after.resume(before, 10, choice, scaled=True)
     assert 'lr: checkpoint 0.02, config 0.01 (taken, as auto_scale_lr says)' in said
     whole = Simulated(plan(schedule, lr=0.01), epoch=10).train()
     assert after.train(20) == {number: whole[number] for number in range(20, 40)}
@@ -100,10 +101,12 @@ EARLY = dict(
 def test_a_longer_run_whose_schedule_ends_before_says_so(name):
     """MMEngine would train on with the last rate."""
     schedule, said = EARLY[name]
-    settings, then = Simulated(plan(schedule, length=6)).settings, Length(4, 20, 5)
-    found = settings.describe_early_end(then, Length(6, 30, 5))
+    settings, then = Simulated(plan(schedule, length=6)).settings, {True: 4, False: 20}
+    run = SimpleNamespace(then=then, now={True: 6, False: 30})
+    found = settings.describe_early_end(run)
     assert found is None if said is None else said in found
-    assert settings.describe_early_end(then, then) is None
+    run.now = then
+    assert settings.describe_early_end(run) is None
 
 
 def test_what_a_metric_has_done_stays_or_the_resumption_is_refused():
@@ -113,15 +116,15 @@ def test_what_a_metric_has_done_stays_or_the_resumption_is_refused():
         one.step(dict(loss_error=loss))
     for choice in ('checkpoint', 'config'):
         after = Simulated(plan(PLATEAU, length=6))
-        after.resume(before.checkpoint(), before.length, 15, choice)
+        after.resume(before, 15, choice)
         assert after.wrapper.get_lr()['lr'] == [0.005]
         assert (after.schedulers[0].best, after.schedulers[0].end) == (1.0, 6)
         other = Simulated(plan(dict(PLATEAU, factor=0.1)))
         if choice == 'config':
             with pytest.raises(CheckpointError, match=r'factor: checkpoint 0.5, config 0.1'):
-                other.resume(before.checkpoint(), before.length, 15, choice)
+                other.resume(before, 15, choice)
         else:
-            other.resume(before.checkpoint(), before.length, 15, choice)
+            other.resume(before, 15, choice)
             assert other.schedulers[0].factor == 0.5
 
 
