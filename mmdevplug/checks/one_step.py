@@ -11,18 +11,26 @@ from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
 from mmengine.runner.loops import _InfiniteDataloaderIterator
+from torch import nn
 
+from mmdevplug.accelerators import devices_of
 from mmdevplug.device_guard import DeviceGuard
 from mmdevplug.device_guard.explain import describe_place
 from mmdevplug.device_guard.mode import HAS_MODES
 from mmdevplug.errors import DevPlugError, first_line
 from mmdevplug.gradients.unused_parameters import REMEDY, describe_unused, listing_unused
-from mmdevplug.model.move import describe_misplaced, misplaced_by_plan, misplaced_tensors
+from mmdevplug.model.move import (
+    describe_misplaced,
+    misplaced_by_plan,
+    misplaced_tensors,
+    same_device,
+)
 from mmdevplug.runner import DeviceRunner
 from mmdevplug.runner.explain_errors import explained
+from mmdevplug.utils.model import list_optim_wrappers
+from mmdevplug.utils.pytree import tensors_in
 
 from .findings import Finding, Section, exit_status
-from .step_devices import ModuleDevices, StepDevices
 
 section = Section('config')
 _WHY = 'a training stops or computes something else there.'
@@ -32,7 +40,6 @@ class Step(NamedTuple):
     """What one training step showed."""
 
     devices: str  # of this process
-    modules: List[ModuleDevices]
     moved: str  # what the guard reports of operands on several devices
     findings: List[Finding]
 
@@ -65,10 +72,8 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
             said = (
                 f'torch {torch.__version__} cannot look at single operations; 1.13 and later can'
             )
-            findings.append(section.note(said, 'the devices of whole modules are looked at.'))
-        with StepDevices(runner.model, runner.optim_wrapper) as seen, listing_unused(
-            runner.model
-        ) as unused:
+            findings.append(section.note(said, 'the devices of weights are looked at.'))
+        with listing_unused(runner.model) as unused:
             with _noting(findings, runner, 'train', 'the step'), guard or nullcontext():
                 runner.model.train_step(batch, optim_wrapper=runner.optim_wrapper)
                 runner.device_context.materialize()
@@ -80,11 +85,11 @@ def train_one_step(cfg: Config, policy: str = 'error') -> Step:
         if policy == 'warn' and sites:
             said = 'operations got operands of different devices; see above'
             findings.append(section.error(said, _WHY))
-        wrong = [*_misplaced(runner), *seen.problems()]
+        wrong = [*_misplaced(runner), *_apart(runner.model, runner.optim_wrapper)]
         findings += [section.error(found, _WHY) for found in wrong]
         moved = guard.report() if policy != 'error' and sites else ''
         devices = ', '.join(map(str, runner.device_context.devices))
-        return Step(devices, seen.modules(), moved, findings)
+        return Step(devices, moved, findings)
 
 
 @contextmanager
@@ -97,7 +102,7 @@ def _noting(
     except DevPlugError as error:
         findings.append(section.error(str(error), _WHY))
     except Exception as error:
-        # Whatever the model raises is what the user has to see, after the table.
+        # Whatever the model raises is what the user has to see.
         traceback.print_exc()
         said = f'{what} fails with {type(error).__name__}: {first_line(error)}'
         findings.append(section.error(said + describe_place(error, runner.model), _WHY))
@@ -183,3 +188,20 @@ def _misplaced(runner: DeviceRunner) -> List[str]:
         ]
     found = misplaced_tensors(runner.model, device)
     return [f'not on {device}: {describe_misplaced(found)}'] if found else []
+
+
+def _apart(model: nn.Module, optim_wrapper: Any) -> Iterator[str]:
+    """Describe tensors that have to be on one device and are not, in one line each."""
+    for name, module in model.named_modules():
+        own = devices_of([*module.parameters(recurse=False), *module.buffers(recurse=False)])
+        if len(own) > 1:
+            devices = ', '.join(map(str, own))
+            yield f'{name or type(module).__name__} has tensors of its own on {devices}'
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for wrapper in list_optim_wrappers(optim_wrapper):
+        for parameter, state in wrapper.optimizer.state.items():
+            # Scalars are on the host by design.
+            for device in devices_of(each for each in tensors_in(state) if each.dim()):
+                if not same_device(device, parameter.device):
+                    name = names.get(id(parameter), 'a parameter')
+                    yield f'{name} is on {parameter.device}, but its optimizer state on {device}'

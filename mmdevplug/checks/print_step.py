@@ -1,7 +1,7 @@
 """Print what ``mmdevplug check`` finds."""
 
 from dataclasses import replace
-from typing import Optional, Sequence
+from typing import Sequence
 
 from mmengine.config import Config
 from rich.console import Console
@@ -13,11 +13,9 @@ from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel.apply_options import Parallelism
-from mmdevplug.utils.byte_sizes import format_bytes
 
 from .findings import Finding
-from .report import COLOURS, titled_table
-from .step_devices import ModuleDevices
+from .report import COLOURS
 
 CHOICES = {True: 'true', False: 'false', None: 'auto'}
 
@@ -58,15 +56,3 @@ def print_strategies(cfg: Config, env: LaunchEnv, console: Console) -> None:
         console.print(Text(f'{mark} model_parallel.enable={word:6}{outcome}', style))
     if plan is not None:
         console.print(Text(str(plan)))
-
-
-def print_modules(rows: Sequence[ModuleDevices], depth: Optional[int], console: Console) -> None:
-    """Print on which devices a step found each module, down to a level."""
-    table = titled_table('one training step; each module with all that is inside it')
-    for heading in ('module', 'class', 'bytes', *ModuleDevices._fields[3:]):
-        table.add_column(heading, justify='right' if heading == 'bytes' else 'left', no_wrap=True)
-    for row in rows:
-        if depth is None or row.name.count('.') + bool(row.name) <= depth:
-            devices = [' '.join(found) or '-' for found in row[3:]]
-            table.add_row(row.name or '(the model)', row.kind, format_bytes(row.size), *devices)
-    console.print(table)

@@ -2,19 +2,12 @@
 
 from typing import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from .findings import LEVELS, Finding
 
 COLOURS = {'error': 'bold red', 'warning': 'yellow', 'note': 'cyan', 'ok': 'green'}
-
-
-def titled_table(title: str) -> Table:
-    """Make an empty table below a bold title."""
-    return Table(title=title, title_justify='left', title_style='bold', box=SIMPLE_HEAD)
 
 
 def print_finding(finding: Finding, console: Console) -> None:

@@ -7,7 +7,6 @@ somewhere inside whatever imported them: :func:`explain_versions` says what to t
 import glob
 import platform
 import re
-import subprocess
 import sys
 import traceback
 from contextlib import contextmanager, suppress
@@ -51,7 +50,7 @@ _MMCV = '>=2.0.0,<2.2.0'
 
 
 def examine() -> Iterator[Finding]:
-    """Ask pip what does not go together, and import each library in a process of its own."""
+    """Import each library in a process of its own."""
     names = modules_to_try()
     packages = [name for name in map(distribution, names) if name is not None]
     installed = {'python': platform.python_version()}
@@ -68,7 +67,6 @@ def examine() -> Iterator[Finding]:
                 if package == 'torch'
                 else f'pip install {package}',
             )
-    yield from _unmet_requirements()
     broken = False
     for finding in run_isolated(__name__, names[:1], {}, IMPORT_SECONDS):
         broken |= finding.level == 'error'
@@ -81,23 +79,6 @@ def examine() -> Iterator[Finding]:
 def modules_to_try() -> List[str]:
     """List installed modules; those of vendors belong to the section *accelerators*."""
     return [name for name in (*REQUIRED, *OTHERS) if find_spec(name.split('.')[0]) is not None]
-
-
-def _unmet_requirements() -> Iterator[Finding]:
-    """Report what ``pip check`` finds."""
-    command = [sys.executable, '-m', 'pip', 'check', '--disable-pip-version-check']
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode not in (0, 1) or 'No module named pip' in done.stderr:
-        yield section.note(f'requirements were not compared: {first_line(done.stderr)}')
-    elif done.returncode:
-        for line in done.stdout.splitlines():
-            yield section.warning(
-                f'pip check: {line}',
-                'packages that do not go together fail when they are imported, or later.',
-                'install what the package asks for, or another release of it',
-            )
-    else:
-        yield section.ok('pip check: no requirement of an installed package is unmet')
 
 
 def work(task: str, options: Dict[str, Any], say: Callable[[str], None]) -> Iterator[Finding]:

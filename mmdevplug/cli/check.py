@@ -11,7 +11,7 @@ from mmdevplug.checks import launch as launch_variables
 from mmdevplug.checks.findings import Finding, exit_status
 from mmdevplug.checks.isolated import run_isolated
 from mmdevplug.checks.one_step import section, train_one_step
-from mmdevplug.checks.print_step import CHOICES, print_findings, print_modules, print_strategies
+from mmdevplug.checks.print_step import CHOICES, print_findings, print_strategies
 from mmdevplug.checks.versions import explain_versions
 from mmdevplug.device_guard import POLICIES
 from mmdevplug.errors import PlacementError
@@ -28,8 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog='mmdevplug check',
         description='Start a training of a config as `mmdevplug train` does, train one step, and '
-        'show what is wrong and on which device everything is. Nothing is saved. The exit status '
-        'is 1 if something is wrong.',
+        'show what is wrong. Nothing is saved. The exit status is 1 if something is wrong.',
     )
     parser.add_argument(
         '--model-parallel',
@@ -47,9 +46,6 @@ def build_parser() -> argparse.ArgumentParser:
         help='what happens to an operation that mixes devices: it ends the step, is reported, or '
         'its operands are moved (default: error)',
     )
-    parser.add_argument(
-        '--depth', type=int, help='show modules down to this level (default: all of them)'
-    )
     parser.set_defaults(launcher='none', local_rank=None, work_dir=None)
     return parser
 
@@ -57,14 +53,13 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[List[str]] = None) -> None:
     """Check a config; the exit status is 1 if something is wrong."""
     args = build_parser().parse_args(argv)
-    # One line for each module, however narrow the terminal is.
+    # One line for each finding, however narrow the terminal is.
     console = Console(soft_wrap=True, width=WIDTH)
     print_findings(launch_variables.examine(), console)
     env = check_launch_variables(args)
     cfg = _load(args)
     print_strategies(cfg, env, console)
     step = train_one_step(cfg, args.guard)
-    print_modules(step.modules, args.depth, console)
     if step.moved:
         console.print(Text(step.moved))
     print_findings(step.findings, console)

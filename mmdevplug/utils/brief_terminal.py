@@ -13,8 +13,6 @@ LEFT_OUT = (
     'Saving checkpoint at ',
     'paramwise_options -- ',  # one for each option of each parameter
     'Device map: ',
-    'Communication, mean of ',
-    'Communication drawn in ',
     'The prefix is not set in metric class ',
     '"FileClient" will be deprecated in future',
     '"HardDiskBackend" is the alias of ',

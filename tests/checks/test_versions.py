@@ -11,17 +11,6 @@ from mmdevplug.checks.isolated import run_isolated
 from .running import examined, the
 
 
-def test_requirements_that_are_not_met(tmp_path, monkeypatch):
-    info = tmp_path / 'needy-1.0.dist-info'
-    info.mkdir()
-    (info / 'METADATA').write_text(
-        'Metadata-Version: 2.1\nName: needy\nVersion: 1.0\nRequires-Dist: numpy<1\n'
-    )
-    monkeypatch.setenv('PYTHONPATH', str(tmp_path), prepend=':')
-    found = the(list(versions._unmet_requirements()), 'warning', 'needy 1.0')
-    assert 'numpy<1' in found.found
-
-
 def broken(folder, name, line):
     package = folder / name
     package.mkdir()

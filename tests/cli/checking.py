@@ -27,10 +27,3 @@ def check(arguments, folder):
 def checked(*arguments, folder='.', **environ):
     (found,) = run_ranks(check, 0, arguments, folder, environ=environ)
     return found
-
-
-def rows_of(printed):
-    """The table of modules: for each name the cells after it."""
-    lines = printed.split('inside it')[1].splitlines()
-    cells = [[cell for cell in line.split('  ') if cell] for line in lines]
-    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells if len(row) == 8}

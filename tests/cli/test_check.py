@@ -10,13 +10,12 @@ from mmengine.optim import OptimWrapper
 from mmengine.structures import InstanceData
 from torch import nn
 
-from mmdevplug.checks.step_devices import ModuleDevices, StepDevices
+from mmdevplug.checks.one_step import _apart
 from tests.checks.test_config import SPARE_HEAD
-from tests.cli.checking import checked, rows_of
+from tests.cli.checking import checked
 from tests.jobs import ROOT, need_card, needs_modes
 
 CONFIG = 'configs/digits/digits_cpu.py'
-PARTS = ['data_preprocessor', 'backbone', *(f'backbone.{i}' for i in range(7)), 'head']
 
 #: A model on several devices that forgets to bring together what it adds.
 PLANTED = """
@@ -57,39 +56,20 @@ class WithKeywords(nn.Module):
 def one_step(model, **optimizer):
     wrapper = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1, **optimizer))
     sample = InstanceData(points=torch.ones(3, 2))
-    with StepDevices(model, wrapper) as seen:
-        wrapper.update_params(model(sample, mask=torch.ones(2))['scores'].sum())
-    return seen
+    wrapper.update_params(model(sample, mask=torch.ones(2))['scores'].sum())
+    return model, wrapper
 
 
-def test_keyword_arguments_and_data_samples_are_seen():
-    whole, part = one_step(WithKeywords(), momentum=0.9).modules()
-    assert whole == ModuleDevices('', 'WithKeywords', 24, *[('cpu',)] * 5)
-    assert part == ModuleDevices('part', 'Linear', 24, *[('cpu',)] * 5)
-
-
-def test_nothing_is_watched_afterwards():
-    model = WithKeywords()
-    seen = one_step(model)
-    model.to('meta')(InstanceData(points=torch.ones(3, 2, device='meta')), mask=1)
-    assert seen.modules()[1][3:6] == (('meta',), ('cpu',), ('cpu',))
-
-
-def test_state_elsewhere_is_a_problem():
-    model = WithKeywords()
-    seen = one_step(model, momentum=0.9)
-    assert list(seen.problems()) == []
-    (state, _) = seen._optim_wrapper.optimizer.state.values()
+def test_what_is_apart_is_a_problem():
+    model, wrapper = one_step(WithKeywords(), momentum=0.9)
+    assert list(_apart(model, wrapper)) == []
+    (state, _) = wrapper.optimizer.state.values()
     state['momentum_buffer'] = state['momentum_buffer'].to('meta')
-    assert list(seen.problems()) == ['part.weight is on cpu, but its optimizer state on meta']
-    assert seen.modules()[1].state == ('meta', 'cpu')
-
-
-def test_a_module_with_tensors_on_two_devices_is_a_problem():
-    model = WithKeywords()
+    assert list(_apart(model, wrapper)) == [
+        'part.weight is on cpu, but its optimizer state on meta'
+    ]
     model.part.register_buffer('mean', torch.ones(2, device='meta'))
-    (problem,) = one_step(model).problems()
-    assert problem == 'part has tensors of its own on cpu, meta'
+    assert next(_apart(model, wrapper)) == 'part has tensors of its own on cpu, meta'
 
 
 @pytest.fixture(scope='module')
@@ -113,11 +93,6 @@ def digits():
 def test_a_consistent_step(digits):
     assert digits.returncode == 0, digits.stderr
     assert digits.stdout.splitlines()[-1] == 'consistent: one training step on cpu'
-    rows = rows_of(digits.stdout)
-    assert list(rows) == ['module', '(the model)', *PARTS]
-    assert rows['head'] == ['Linear', '40.04 KiB', *['cpu'] * 5]
-    # Nothing to be trained, and nothing to be kept.
-    assert rows['backbone.2'] == ['ReLU', '0 bytes', '-', 'cpu', 'cpu', '-', '-']
 
 
 @needs_modes
@@ -234,8 +209,6 @@ def test_a_planted_mismatch_is_named(planted):
     for told in ('operands on zeta:0, zeta:1', 'in: add (Sum)', f'planted_model.py:{line}: '):
         assert told in out
     assert out.splitlines()[-1].startswith('NOT consistent: 1 problem(s)')
-    # What was reached is in the table all the same.
-    assert rows_of(out)['add'] == ['Sum', '0 bytes', '-', 'zeta:0 zeta:1', *['-'] * 3]
 
 
 @pytest.mark.parametrize(('guard', 'expected'), [('warn', 1), ('move', 0)])
@@ -246,14 +219,12 @@ def test_other_policies_for_a_planted_mismatch(planted, guard, expected):
     assert '1 operation(s) at 1 place(s) had operands on different devices' in out
     # With a warning the card itself refuses to add, as it would in a training.
     assert ('RuntimeError' in out) == (guard == 'warn')
-    assert rows_of(out)['first'][-2] == ('-' if guard == 'warn' else 'zeta:0')  # the gradient
 
 
 def test_the_same_without_the_mismatch(planted):
     options, config = planted('.to(one.device)')
     status, out, err = checked(config, **options)
     assert status == 0, out + err
-    assert rows_of(out)['first'] == ['Linear', '2.54 KiB', *['zeta:0'] * 5]
     assert 'different devices' not in out
 
 
@@ -290,7 +261,7 @@ class OnMeta(BaseModel):
         ("return x + torch.ones(10, device='meta')", 'got operands on cpu, meta'),
         ("return x * torch.ones(1, device='meta').item()", 'the step fails with RuntimeError'),
         ("return x + torch.ones(10, device='meta').to('cpu')", 'the step fails with NotImpl'),
-        ("return x.to('meta')", 'error: scale returns a tensor on meta, which holds no values'),
+        ("return x.to('meta')", 'NotImplementedError: Cannot copy out of meta tensor; no data!'),
     ],
 )
 def test_a_tensor_without_values(tmp_path, line, told):
@@ -304,7 +275,7 @@ def test_a_tensor_without_values(tmp_path, line, told):
     status, out, _ = checked(config, folder=tmp_path)
     assert status == 1
     assert told in out
-    if 'returns' not in told:
+    if 'Cannot copy' not in told:
         assert f'  in: scale (Scale)\n  at: {tmp_path / "on_meta.py"}:10: {line}\n' in out
 
 

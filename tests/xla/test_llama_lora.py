@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.cli.checking import checked, rows_of
+from tests.cli.checking import checked
 from tests.examples.training import TEN_STEPS, train_llama
 from tests.jobs import ROOT, largest_difference
 from tests.ranks import run_ranks
@@ -91,11 +91,3 @@ def test_the_check_sees_all_three():
     assert status == 0, out + err
     assert out.splitlines()[-1] == 'consistent: one training step on xla:0, xla:1, xla:2'
     assert '* model_parallel.enable=true  model_parallel on xla:0, xla:1, xla:2' in out
-    rows = rows_of(out)
-    every = 'xla:0 xla:1 xla:2'
-    assert rows['(the model)'][2:] == [every, 'xla:0', 'xla:0', every, every]
-    layers = [rows[f'llama.base_model.model.model.layers.{i}'] for i in range(3)]
-    for row in layers:
-        # Weights, outputs, gradients and the optimizer's state of a layer are on one device.
-        assert len({row[2], *row[4:]}) == 1
-    assert [row[2] for row in layers] == sorted(row[2] for row in layers)
