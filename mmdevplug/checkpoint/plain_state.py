@@ -23,8 +23,7 @@ from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import unwrap_model
 
-from .state_copier import StateCopier
-from .states import keeps_state, named_hooks, switches_pipeline
+from .participants import keeps_state, named_hooks
 
 #: Of one attribute: more would make checkpoints large, and is a cache more often than a state.
 MOST_BYTES = 16 * 2**20
@@ -46,6 +45,8 @@ _NO_STATE = (
 )
 #: Of every module, and what mmdet's dense heads compute in every iteration.
 _OF_MODULES = {*vars(nn.Module()), '_raw_positive_infos'}
+#: Of mmdet's hooks that replace the pipeline of the training data, once: they do it again.
+_OF_HOOKS = {'_has_switched', '_restart_dataloader'}
 _MISSING = object()
 #: In place of the path of an owner: which parameters a hook has unfrozen or frozen.
 _TRAINED = 'requires_grad'
@@ -74,7 +75,7 @@ class PlainState:
         self._first_trained = self._trained()
         self._warned: Set[str] = set()
 
-    def changed(self) -> Dict[str, Dict[str, Any]]:
+    def state_dict(self) -> Dict[str, Dict[str, Any]]:
         """By path of its owner and name, what has changed and can be saved, on the host.
 
         Each value comes with whether its tensors were on the device.
@@ -104,10 +105,10 @@ class PlainState:
         trained = self._trained().items() - self._first_trained.items()
         if trained:
             found[_TRAINED] = {name: (False, flag) for name, flag in sorted(trained)}
-        return StateCopier(rank_device()[0])(found)
+        return found
 
-    def restore(self, saved: Dict[str, Dict[str, Any]]) -> None:
-        """Restore what :meth:`changed` returned in an earlier run."""
+    def load_state_dict(self, saved: Dict[str, Dict[str, Any]]) -> None:
+        """Restore what :meth:`state_dict` returned in an earlier run."""
         saved = dict(saved)
         parameters = dict(unwrap_model(self._runner.model).named_parameters())
         for name, (_, flag) in saved.pop(_TRAINED, {}).items():
@@ -163,8 +164,8 @@ def _owners(runner: AnyRunner) -> Iterator[Owner]:
     todo: List[Tuple[str, Any, int, bool]] = []
     late = False
     for name, hook in named_hooks(runner):
-        # Others save their state, or have to do their work again.
-        if not (keeps_state(hook) or switches_pipeline(hook)):
+        # Others save their state.
+        if not keeps_state(hook):
             todo.append((f'hook {name}', hook, 0, late))
         late = late or isinstance(hook, CheckpointHook)
     todo.append(('model', unwrap_model(runner.model), 0, False))
@@ -201,6 +202,7 @@ def _attributes(value: object) -> Dict[str, Any]:
         left_out = _OF_MODULES
         found.update((name, value._buffers[name]) for name in value._non_persistent_buffers_set)
     elif isinstance(value, Hook):
+        left_out = set(_OF_HOOKS)
         # What the methods of MMEngine's own hooks name is theirs.
         for kind in type(value).__mro__:
             if kind is not Hook and kind.__module__.split('.')[0] in ('mmengine', 'mmdevplug'):

@@ -11,9 +11,8 @@ from mmdevplug.errors import CheckpointError
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.logs import log_warning
 
-from .finding import newest_files
-from .reading import read_checkpoint
-from .states import stateful_hooks
+from .participants import stateful_hooks
+from .reading import newest_files, read_checkpoint
 
 #: Arguments that releases of PyTorch have added, and how the step is computed.
 _OPTIONAL = {'capturable', 'decoupled_weight_decay', 'differentiable', 'foreach', 'fused'}

@@ -27,10 +27,9 @@ from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.model import unwrap_model
 
-from .finding import write_pointer
 from .resume_settings import describe_kinds
 from .state_copier import StateCopier
-from .writing import UNFINISHED, is_local, replacing, write_checkpoint
+from .writing import UNFINISHED, is_local, replacing, write_checkpoint, write_pointer
 
 #: How long an aborting process waits for a checkpoint that is being written, in seconds.
 ABORT_SECONDS = 5.0

@@ -26,6 +26,8 @@ from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.progress import log_progress
 from mmdevplug.utils.pytree import tensor_bytes, tensors_in
 
+#: Files in a work directory: the newest checkpoint, when the run began, and its end.
+POINTER, STARTED, FINISHED = 'last_checkpoint', '.started', '.finished'
 #: Each time this many bytes are there, the disk begins to write them.
 _STRETCH = 32 << 20
 #: SYNC_FILE_RANGE_WRITE of Linux: begin to write, and do not wait.
@@ -216,3 +218,25 @@ def _free_space(folder: Path) -> str:
     except OSError as error:
         return f'{folder}: {error.strerror}'
     return f'{format_bytes(free)} are free there'
+
+
+# marks of a run in its folder --------------------------------------------------------------------
+
+
+def write_pointer(work_dir: PathLike, checkpoint: str) -> None:
+    """Write the path of the newest checkpoint to ``last_checkpoint``, as MMEngine does."""
+    write_text(str(checkpoint), Path(work_dir) / POINTER)
+
+
+def mark_start(work_dir: PathLike) -> None:
+    """Note when a run began from scratch, so that a restart ignores older files."""
+    write_text('', Path(work_dir) / STARTED)
+
+
+def mark_finished(work_dir: PathLike, iteration: Optional[int]) -> None:
+    """Note that a run has ended, its last validation included; None removes the note."""
+    path = Path(work_dir) / FINISHED
+    if iteration is not None:
+        write_text(str(iteration), path)
+    elif path.exists():
+        path.unlink()

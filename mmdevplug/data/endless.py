@@ -15,14 +15,9 @@ from torch.utils.data import (
 
 from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.errors import SampleError
-from mmdevplug.utils.loops import UNKNOWN, length_of
+from mmdevplug.utils.loops import length_of
 
-from .resumable_loader import (
-    MOST_PASSES,
-    build_batch_sampler,
-    build_sampler,
-    resumable_batches,
-)
+from .resumable_loader import MOST_PASSES, ResumableLoader, build_batch_sampler, build_sampler
 
 #: Their passes end, so nothing has to be tried.
 _ENDING = (DefaultSampler, DistributedSampler, RandomSampler, SequentialSampler)
@@ -35,7 +30,7 @@ def check_endless(loop: BaseLoop, key: str, config: object, seed: Optional[int])
 
     Samplers are built a second time from their config and read to their end, because reading may
     change them. Those that are not built from a config are stopped when they have given twice
-    their length, see :class:`.ResumableBatches`.
+    their length, see :class:`.Order`.
 
     Args:
         loop: A loop that is built.
@@ -55,9 +50,8 @@ def check_endless(loop: BaseLoop, key: str, config: object, seed: Optional[int])
             f'{key}: {type(loader.dataset).__name__} has no length, and {type(loop).__name__} '
             f'passes it to the metrics. Give the dataset a method __len__.'
         )
-    batches = resumable_batches(loader)
-    if batches is not None:
-        batches.ends = True
+    if getattr(loader, 'order', None) is not None:
+        loader.order.ends = True
     state = host_random_state()
     found = _find_endless(loader, config, seed)
     set_host_random_state(state)
@@ -83,10 +77,8 @@ def check_endless(loop: BaseLoop, key: str, config: object, seed: Optional[int])
 
 def take_for_endless(loader: Any) -> None:
     """Give the loader of a stream a length: schedulers and hooks ask for it."""
-    kind = type(loader)
-    if isinstance(loader, DataLoader) and length_of(loader) is None:
-        endless = type(kind.__name__, (kind,), dict(__len__=lambda self: UNKNOWN))
-        loader.__class__ = endless
+    if isinstance(loader, ResumableLoader) and length_of(loader) is None:
+        loader.unknown_length = True
 
 
 def _find_endless(loader: DataLoader, config: object, seed: Optional[int]) -> Any:

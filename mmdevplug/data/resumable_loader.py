@@ -1,25 +1,28 @@
-"""Let a data loader begin a pass at any batch, and seed its workers for each batch."""
+"""Data loaders that count the batches they have yielded, and go on there in a resumed run."""
 
 import copy
 import hashlib
 import random
-from functools import partial
+from collections import deque
+from functools import lru_cache, partial
+from inspect import isgenerator
+from itertools import chain, islice
 from math import inf
-from typing import Any, Callable, Iterable, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from weakref import ref
 
 import numpy as np
 import torch
-from mmengine.dist import get_rank
+from mmengine.dist import get_rank, get_world_size
 from mmengine.registry import DATA_SAMPLERS
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
-from mmdevplug.accelerators.random_states import host_random_state
+from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
 from mmdevplug.errors import SampleError
+from mmdevplug.utils.loops import UNKNOWN
 from mmdevplug.utils.patching import patch_symbol
 from mmdevplug.utils.torch_compat import asks_samplers_for_batches
-
-from .stateful import stateful_part
 
 #: A pass that gives more than this many times the length of its sampler has no end.
 MOST_PASSES = 2
@@ -31,107 +34,338 @@ class SeededBatch(list):
     seed: int = 0  # below 2**63
 
 
-class ResumableBatches:
-    """Wrap the batch sampler of a data loader, so that a pass can begin at any batch.
+class Order:
+    """The batches of indices that a loader reads, pass after pass; a pass can begin at any batch.
 
-    After :meth:`resume` the next pass leaves out batches that were trained on before, without
-    loading them. Random augmentation in worker processes depends only on the seed, the rank, the
-    epoch and the index of the batch, not on the number of workers or on where a run began.
-
-    Args:
-        batches (Iterable): A batch sampler; a pass is one epoch.
+    Reading the batches that are left out draws no random numbers. Random augmentation in worker
+    processes depends only on the seed, the rank, the pass and the index of the batch, not on the
+    number of workers or on where a run began.
     """
 
-    def __init__(self, batches: Iterable[Sequence[int]]) -> None:
-        self.batches = batches
+    def __init__(self, batches: Any, sampler: Any) -> None:
+        self.batches, self.sampler = batches, sampler
         self.seed: Optional[int] = None  # of this rank, for workers; None: they are not seeded
-        self.epoch = -1
         #: Whether a pass has to end, as that of a loop over epochs.
         self.ends = False
-        #: How many batches were drawn from the batch sampler, and how many before this pass.
-        self.drawn = self.drawn_before = 0
         #: Whether each pass passes its number to the sampler: who reads may count from 0 again.
         self.sets_epoch = False
-        #: The random state of the host when the current pass began. With workers, a loop over
-        #: iterations begins the first pass when it is built.
-        self.state_at_start: Any = None
-        self._skip = self._drop = 0
-        self._before_pass: Optional[Callable[[], None]] = None
-        self._after_skip: Optional[Callable[[], None]] = None
+        #: How many passes were begun, and the number of the newest that has given a batch.
+        self.passes, self.begun = 0, -1
+        #: The random state of the host when that one began.
+        self.start: Any = None
+        #: How many batches were drawn from the sampler, and how many before that pass.
+        self.drawn = self.drawn_before = 0
+        #: Of the next pass: batches, then samples to leave out, and epoch and random state.
+        self.resumed: Optional[Tuple[int, int, Optional[int], Any]] = None
 
-    def resume(
-        self,
-        epoch: int,
-        skip: int,
-        before_pass: Optional[Callable[[], None]] = None,
-        after_skip: Optional[Callable[[], None]] = None,
-        drop: int = 0,
-    ) -> None:
-        """Set where the next pass begins.
+    def __len__(self) -> int:
+        return len(self.batches)
 
-        Args:
-            epoch (int): Index of that pass.
-            skip (int): Number of batches to leave out.
-            before_pass (callable, optional): Called before the wrapped sampler is started.
-            after_skip (callable, optional): Called before the first batch is loaded.
-            drop (int): Number of samples to leave out of the first batch. Defaults to 0.
-        """
-        self.epoch = epoch - 1
-        self._skip, self._drop = skip, drop
-        self._before_pass, self._after_skip = before_pass, after_skip
-
-    def __iter__(self) -> Iterator[List[int]]:
-        # A generator: this runs when the data loader takes the first batch, after it has drawn its
-        # own random number.
-        self.epoch += 1
-        epoch, skip, drop = self.epoch, self._skip, self._drop
-        before_pass, after_skip = self._before_pass, self._after_skip
-        self._skip, self._drop, self._before_pass, self._after_skip = 0, 0, None, None
-        if self.sets_epoch:
-            self.batches.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
-        if before_pass is not None:
-            before_pass()
-        self.state_at_start = host_random_state()
+    def __iter__(self) -> Iterator[Any]:
+        # A generator: this runs when the first batch is asked for. PyTorch calls it twice for a
+        # pass with workers, and reads the second.
+        resumed, self.resumed = self.resumed, None
+        number, skip, drop = self.passes - 1, 0, 0
+        if resumed is None:
+            if self.sets_epoch:
+                self.sampler.set_epoch(number)
+            self.start = host_random_state()
+            batches = iter(self.batches)
+        else:
+            skip, drop, epoch, start = resumed
+            now = host_random_state()
+            # Not earlier: DistSamplerSeedHook sets the epoch of the loop, which is always 0 in
+            # one over iterations.
+            if epoch is not None and hasattr(self.sampler, 'set_epoch'):
+                self.sampler.set_epoch(epoch)
+            set_host_random_state(start or now)
+            self.start = start or now
+            batches = iter(self.batches)
+            # One at least: samplers draw when their first index is asked for.
+            ahead = deque(islice(batches, max(skip, 1)), maxlen=1)
+            batches = batches if skip else chain(ahead, batches)
+            set_host_random_state(now)
+        self.begun, self.drawn_before = number, self.drawn
+        self.drawn += skip
         most = MOST_PASSES * max(len(self), 1) if self.ends else inf
-        self.drawn_before = self.drawn
-        for number, batch in enumerate(self.batches):
+        for index, batch in enumerate(batches, skip):
             self.drawn += 1
-            if number > most:
-                sampler = getattr(self.batches, 'sampler', None)
+            if index > most:
                 raise SampleError(
-                    f'{type(self.batches).__name__} over {type(sampler).__name__} says that it '
-                    f'has {len(self)} batches, but has given {number} in one pass, which seems '
+                    f'{type(self.batches).__name__} over {type(self.sampler).__name__} says that '
+                    f'it has {len(self)} batches, but has given {index} in one pass, which seems '
                     f"to have no end. Train by iterations (train_cfg.type='IterBasedTrainLoop', "
                     f"max_iters=...), or set sampler=dict(type='DefaultSampler')."
                 )
-            if number < skip:
-                continue
-            if after_skip is not None:
-                after_skip()
-                after_skip = None
-            if drop and number == skip:
+            if drop and index == skip:
                 batch = batch[drop:]
-                if not batch:  # An incomplete one, which was trained on.
+                if not batch:  # an incomplete one, which was trained on
                     continue
-            yield self._seeded(batch, epoch, number)
-        if after_skip is not None:  # All batches of the epoch were skipped.
-            after_skip()
+            if self.seed is not None and isinstance(batch, (list, tuple)):
+                batch = SeededBatch(batch)
+                batch.seed = derive_seed(self.seed, number, index)
+            yield batch
 
-    def _seeded(self, batch: Sequence[int], epoch: int, number: int) -> Any:
-        if self.seed is None or not isinstance(batch, (list, tuple)):
-            return batch
-        seeded = SeededBatch(batch)
-        seeded.seed = derive_seed(self.seed, epoch, number)
-        return seeded
+
+class Reading:
+    """An iterator over a loader, which counts what it yields."""
+
+    def __init__(self, loader: 'ResumableLoader') -> None:
+        self._loader = loader
+        self.yielded, self.ended = 0, False
+        self._inner: Any = None
+        self._start()
+
+    def _start(self) -> None:
+        self.yielded = self._loader.begin_pass()
+        self._inner = self._loader.start_pass()
+
+    def restart(self) -> None:
+        """Begin again when the next batch is asked for, where the loader says then."""
+        self._inner = None
+
+    def __iter__(self) -> 'Reading':
+        return self
+
+    def __next__(self) -> Any:
+        if self._inner is None:
+            self._start()
+        called, self._loader.before_next = self._loader.before_next, None
+        if called is not None:
+            called()
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            self.ended = True
+            raise
+        self.yielded += 1
+        return batch
 
     def __len__(self) -> int:
-        return len(self.batches)  # type: ignore[arg-type]
+        return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        # `sampler`, `batch_size`, `drop_last`, and other attributes of the batch sampler.
-        if name == 'batches':
+        if name == '_inner':
             raise AttributeError(name)
-        return getattr(self.batches, name)
+        return getattr(self._inner, name)
+
+
+class ResumableLoader(DataLoader):
+    """A data loader of PyTorch's with ``state_dict`` and ``load_state_dict``.
+
+    :func:`make_resumable` mixes it into the class of a loader. Where a loader like torchdata's,
+    or a stream without worker processes, has these methods itself, they are called.
+    """
+
+    order: Optional[Order] = None
+    #: The config that it was built from, and the runner's seed, for random numbers of workers.
+    config: Any = None
+    seed: Optional[int] = None
+    #: Whether it has a length although its stream has none.
+    unknown_length = False
+    #: Called once before the next batch is loaded.
+    before_next: Optional[Callable[[], Any]] = None
+    #: After :meth:`load_state_dict`: what is not as it was, and how many batches of the pass under
+    #: way were yielded, None between two passes.
+    inexact = ''
+    resumed_at: Optional[int] = None
+    _passes = 0
+    _silent = False
+    _newest: Callable[[], Optional[Reading]] = staticmethod(lambda: None)
+
+    def __iter__(self) -> Reading:
+        reading = Reading(self)
+        self._newest = ref(reading)  # no circle, which would keep workers alive
+        return reading
+
+    def __len__(self) -> int:
+        try:
+            return super().__len__()
+        except TypeError:
+            if self.unknown_length:
+                return UNKNOWN
+            raise
+
+    @property
+    def _index_sampler(self) -> Any:
+        return super()._index_sampler if self.order is None else self.order
+
+    def begin_pass(self) -> int:
+        """Count a pass; return how many of its batches are left out."""
+        self._passes += 1
+        if self.order is None:
+            return 0
+        self.order.passes = self._passes
+        return self.order.resumed[0] if self.order.resumed else 0
+
+    def start_pass(self) -> Any:
+        """PyTorch's own iterator."""
+        return super().__iter__()
+
+    def _get_iterator(self) -> Any:
+        silent, self._silent = self._silent, False
+        if not silent:
+            return super()._get_iterator()
+        # A run that goes on has drawn the seed of this iterator already.
+        generator, self.generator = self.generator, torch.Generator()
+        try:
+            return super()._get_iterator()
+        finally:
+            self.generator = generator
+
+    @property
+    def knows_place(self) -> bool:
+        """Whether it can be resumed, unless nothing was read yet."""
+        return not self._passes or self.order is not None or self._source() is not None
+
+    def _source(self) -> Any:
+        """What knows its place by itself: a loader of torchdata's, or a stream; else None."""
+        parts = [super()]
+        # With worker processes the dataset that is read is a copy in each of them.
+        if isinstance(self.dataset, IterableDataset) and self.num_workers == 0:
+            parts.append(self.dataset)
+        return next((part for part in parts if _has_state(part)), None)
+
+    def state_dict(self) -> Dict[str, Any]:
+        """Where it is; nothing before it was read from."""
+        if not self._passes or not self.knows_place:
+            return {}
+        reading, order, source = self._newest(), self.order, self._source()
+        under_way = reading is not None and not reading.ended
+        state = dict(
+            passes=self._passes,
+            yielded=reading.yielded if under_way else None,
+            workers_run=getattr(self, 'persistent_workers', False) and bool(self._iterator),
+            ranks=get_world_size(),
+            batch_size=batch_size_of(self),
+            seed=self.seed,
+        )
+        if source is not None:
+            return dict(state, source=source.state_dict())
+        assert order is not None
+        begun = under_way and order.begun == self._passes - 1
+        drawn = order.drawn_before if begun else order.drawn
+        return dict(
+            state,
+            start=order.start if begun else None,
+            drawn=drawn if draws_on(order.sampler) else 0,
+            sampler_seed=getattr(order.sampler, 'seed', None),
+            sampler_epoch=getattr(order.sampler, 'epoch', None),
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass, or one that has yielded nothing yet, go on where a loader was."""
+        reading, source, yielded = self._newest(), self._source(), state['yielded']
+        under_way = yielded is not None
+        if reading is not None and not reading.ended:
+            if reading.yielded:
+                self.inexact = (
+                    'a data loader is read from before training is resumed, so it goes on with '
+                    'its next batch: begin to read it in before_train or later'
+                )
+                return
+            reading.restart()
+            self._iterator = None
+        self._passes = state['passes'] - under_way
+        self.resumed_at = yielded
+        self._silent = under_way or state['workers_run']
+        if 'source' in state and source is not None and state['ranks'] == get_world_size():
+            # torchdata's starts the pass that has ended, and then the next one.
+            self._silent = self._silent or source is not self.dataset
+            source.load_state_dict(state['source'])
+        elif self.order is not None and 'drawn' in state:
+            self._resume_order(self.order, state)
+        elif yielded:
+            self.inexact = 'the data loader has no batch sampler that can skip batches'
+
+    def _resume_order(self, order: Order, state: Mapping[str, Any]) -> None:
+        if self.seed is not None and order.seed is not None:
+            self.seed = state['seed']
+            order.seed = derive_seed(self.seed, get_rank())
+        self._renew_sampler(order, state['sampler_seed'])
+        order.sets_epoch = state['sampler_epoch'] == state['passes'] - 1 > 0
+        deque(islice(iter(order.batches) if state['drawn'] else (), state['drawn']), maxlen=0)
+        order.drawn = state['drawn']
+        if state['yielded'] is None:
+            return
+        start = state['start'] if state['ranks'] == get_world_size() else None
+        skip, drop, differs = self._batches_to_skip(order, state)
+        self.inexact = '; '.join(filter(None, (self.inexact, differs)))
+        self.resumed_at = skip
+        if skip or drop or start is not None:
+            order.resumed = (skip, drop, state['sampler_epoch'], start)
+
+    def _batches_to_skip(self, order: Order, state: Mapping[str, Any]) -> Tuple[int, int, str]:
+        """The batches that were yielded, of this job's size, samples of the next, what differs."""
+        yielded, inexact = state['yielded'], []
+        before = (state['batch_size'] or 1) * state['ranks']
+        mine, ranks = batch_size_of(self) or 1, get_world_size()
+        plain = type(order.batches) is BatchSampler
+        if yielded and not plain and state['ranks'] != ranks:
+            kind = type(order.batches).__name__
+            inexact.append(f'{kind} forms other batches than on {state["ranks"]} rank(s)')
+        if before == mine * ranks:
+            return yielded, 0, '; '.join(inexact)
+        skip, rest = divmod(yielded * before // ranks, mine)
+        # Samplers deal samples out to the ranks in turn. One sample alone would be too few for
+        # batch norm.
+        drop = min(rest, max(0, mine - 2)) if plain else 0
+        if yielded:
+            inexact.append(
+                f'batches had {before} samples on all ranks together and have {mine * ranks} now; '
+                f'continuing after {(skip * mine + drop) * ranks} of {yielded * before} samples '
+                f'of this epoch'
+            )
+        return skip, drop, '; '.join(inexact)
+
+    def _renew_sampler(self, order: Order, seed: Optional[int]) -> None:
+        """Replace the sampler by a new one: it may have been read from already."""
+        sampler = build_sampler(self, self.config, seed)
+        if sampler is None:
+            if order.drawn and draws_on(order.sampler):
+                self.inexact = f'{type(order.sampler).__name__} was read from before, by workers'
+            return
+        order.sampler = sampler
+        order.batches = build_batch_sampler(self, self.config, sampler)
+        vars(self)['batch_sampler'] = order.batches  # DataLoader's setter refuses
+        if not isinstance(self.config.get('batch_sampler'), Mapping):
+            vars(self)['sampler'] = sampler
+
+
+@lru_cache(maxsize=None)
+def _resumable_kind(kind: type) -> type:
+    return type(kind.__name__, (ResumableLoader, kind), {})
+
+
+def make_resumable(loader: Any, seed: Optional[int] = None, config: Any = None) -> Any:
+    """Let a data loader of PyTorch's save and restore where it is.
+
+    Args:
+        loader (DataLoader): Changed in place, unless it was before; anything else is left alone.
+        seed (int, optional): Of the runner, for random augmentation in workers. Defaults to None:
+            workers are not seeded.
+        config (dict, optional): What the loader was built from; its sampler is built again when
+            the loader is resumed.
+
+    Returns:
+        ResumableLoader or None: The loader.
+    """
+    if not isinstance(loader, DataLoader):
+        return None
+    if not isinstance(loader, ResumableLoader):
+        loader.__class__ = _resumable_kind(type(loader))
+        streams = isinstance(loader.dataset, IterableDataset)
+        if not streams and loader._source() is None:
+            batches = loader._index_sampler
+            loader.order = Order(batches, sampler_of(loader))
+            if loader.num_workers > 0 and seed is not None:
+                loader.seed = seed
+                # It may be the same on all ranks.
+                loader.order.seed = derive_seed(seed, get_rank())
+                loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
+    if isinstance(config, Mapping):
+        loader.config = config
+    return loader
 
 
 def derive_seed(*numbers: int) -> int:
@@ -173,51 +407,32 @@ def _fetch_seeded(
     return [dataset[index] for index in indices] if fetch is None else fetch(indices)
 
 
-def make_resumable(loader: DataLoader, seed: Optional[int] = None) -> Optional[ResumableBatches]:
-    """Let a data loader begin in the middle of an epoch.
-
-    Args:
-        loader (DataLoader): Changed in place, unless it was before.
-        seed (int, optional): Of the runner, for random augmentation in workers. Defaults to None:
-            workers are not seeded.
-
-    Returns:
-        ResumableBatches or None: The new batch sampler; None if the loader has no batch sampler,
-        as for an ``IterableDataset``, or saves its place itself.
-    """
-    batches = resumable_batches(loader)
-    if batches is not None:
-        return batches
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-        return None
-    if isinstance(loader.dataset, IterableDataset) or stateful_part(loader) is not None:
-        return None
-    batches = ResumableBatches(loader.batch_sampler)
-    object.__setattr__(loader, 'batch_sampler', batches)  # DataLoader's setter refuses
-    if loader.num_workers > 0 and seed is not None:
-        seed_workers(batches, seed)
-        loader.worker_init_fn = WorkerInit(loader.worker_init_fn)
-    return batches
+def _has_state(part: object) -> bool:
+    return all(callable(getattr(part, name, None)) for name in ('state_dict', 'load_state_dict'))
 
 
-def resumable_batches(loader: Optional[DataLoader]) -> Optional[ResumableBatches]:
-    """Return the :class:`ResumableBatches` of a data loader, None if it has none."""
-    batches = getattr(loader, 'batch_sampler', None)
-    return batches if isinstance(batches, ResumableBatches) else None
+def draws_on(sampler: Any) -> bool:
+    """Whether a sampler goes on where the last pass has left it, as MMEngine's InfiniteSampler."""
+    held = list(getattr(sampler, '__dict__', {}).values())
+    held += [part for each in held if isinstance(each, dict) for part in each.values()]
+    return any(isgenerator(part) for part in held)
 
 
-def seed_workers(batches: ResumableBatches, seed: int) -> None:
-    """Seed the batches of this rank by the runner's seed, which may be the same on all ranks."""
-    batches.seed = derive_seed(seed, get_rank())
+def batch_size_of(loader: Any) -> Optional[int]:
+    """The number of samples of a batch, None if it is not known."""
+    size = getattr(loader, 'batch_size', None)
+    if size is None:
+        size = getattr(getattr(loader, 'batch_sampler', None), 'batch_size', None)
+    return size if isinstance(size, int) else None
 
 
-def sampler_of(loader: DataLoader) -> Any:
+def sampler_of(loader: Any) -> Any:
     """Return the sampler that shuffles: that of the batch sampler, or of the data loader."""
     batches = getattr(loader, 'batch_sampler', None)
     return getattr(batches, 'sampler', None) or getattr(loader, 'sampler', None)
 
 
-def build_sampler(loader: DataLoader, config: object, seed: Optional[int]) -> Any:
+def build_sampler(loader: Any, config: object, seed: Optional[int]) -> Any:
     """Build the sampler of a loader again from its config; None if the config has none."""
     sampler = config.get('sampler') if isinstance(config, Mapping) else None
     if not isinstance(sampler, Mapping):
@@ -226,21 +441,10 @@ def build_sampler(loader: DataLoader, config: object, seed: Optional[int]) -> An
     return DATA_SAMPLERS.build(copy.deepcopy(dict(sampler)), default_args=defaults)
 
 
-def build_batch_sampler(loader: DataLoader, config: Any, sampler: Sampler) -> Any:
+def build_batch_sampler(loader: Any, config: Any, sampler: Sampler) -> Any:
     """Build the batch sampler of a loader again from its config, over a sampler."""
     batches = config.get('batch_sampler')
     if not isinstance(batches, Mapping):
         return BatchSampler(sampler, loader.batch_size, loader.drop_last)
     defaults = dict(sampler=sampler, batch_size=config.get('batch_size'))
     return DATA_SAMPLERS.build(copy.deepcopy(dict(batches)), default_args=defaults)
-
-
-def renew_sampler(loader: DataLoader, config: Any, seed: Optional[int]) -> None:
-    """Replace the sampler of a loader by a new one: it may have been read from already."""
-    batches = resumable_batches(loader)
-    sampler = None if batches is None else build_sampler(loader, config, seed)
-    if batches is None or sampler is None:
-        return
-    batches.batches = build_batch_sampler(loader, config, sampler)
-    if not isinstance(config.get('batch_sampler'), Mapping):
-        vars(loader)['sampler'] = sampler

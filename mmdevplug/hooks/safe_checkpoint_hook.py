@@ -8,34 +8,36 @@ from typing import Any, Dict, Optional, Set
 
 import numpy as np
 import torch
-from mmengine.dist import get_world_size, is_main_process
+from mmengine.dist import is_main_process
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
-from mmengine.runner import BaseLoop, Runner
+from mmengine.runner import Runner
 
-from mmdevplug.accelerators import rank_device, rank_devices
-from mmdevplug.accelerators.random_states import random_state, set_random_state
-from mmdevplug.checkpoint.exact_resume import (
+from mmdevplug.checkpoint.participants import (
     KEY,
-    VERSION,
+    Participants,
+    RandomStates,
+    RankBuffers,
+    add_hooks,
+    gather_states,
+    stateful_hooks,
+    states_of_this_rank,
+)
+from mmdevplug.checkpoint.plain_state import PlainState
+from mmdevplug.checkpoint.reading import finished_at, read_checkpoint
+from mmdevplug.checkpoint.resuming import (
     Resumption,
-    capture,
     is_complete,
-    of_this_rank,
+    repeat_validation,
     validation_follows,
 )
-from mmdevplug.checkpoint.finding import finished_at, mark_finished
-from mmdevplug.checkpoint.other_loaders import OtherLoaders
-from mmdevplug.checkpoint.plain_state import PlainState
-from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import CheckpointFile, CheckpointSaver
-from mmdevplug.checkpoint.states import repeat_validation
-from mmdevplug.checkpoint.training_position import Position, current_position
 from mmdevplug.checkpoint.writing import (
     is_local,
     join,
     make_folder,
+    mark_finished,
     remove_unfinished,
     write_checkpoint,
 )
@@ -78,23 +80,33 @@ class SafeCheckpointHook(CheckpointHook):
         ours = CheckpointOptions.read(options)
         super().__init__(*args, **{name: options[name] for name in options if name not in ours})
         self._saver = CheckpointSaver(CheckpointOptions(**ours), self.backend_args)
-        self._position: Optional[Position] = None
+        #: Whether the validation that follows was done; None before anything was trained.
+        self._validated: Optional[bool] = None
+        #: Whether a checkpoint was saved since the last iteration.
+        self._saved_here = False
         self._exact: Optional[Dict] = None
-        self._loaded: Optional[Dict] = None
+        #: The number of ranks of the checkpoint that is resumed.
+        self._ranks = 0
         self._resumption: Optional[Resumption] = None
+        self._participants, self._random = Participants(), RandomStates()
         self._plain: Optional[PlainState] = None
-        self._others = OtherLoaders()
         #: Of the validation that has just ended, while ``after_val_epoch`` of hooks is called.
         self._metrics: Optional[Dict[str, Any]] = None
         self._warned_of_accumulation = False
         self._warned: Set[str] = set()
 
+    def state_dict(self) -> Dict[str, Any]:
+        """What is known of the validation that follows."""
+        return dict(validated=self._validated, metrics=self._metrics)
+
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._validated, self._metrics = state['validated'], state['metrics']
+
     def before_run(self, runner: AnyRunner) -> None:
         """Find loaders; refuse options that neither this hook nor ``save_checkpoint`` takes."""
-        self._others = getattr(runner, 'other_loaders', self._others)
-        loop = getattr(runner, '_train_loop', None)
-        if isinstance(loop, BaseLoop):  # not where a model is only tested
-            self._others.find_in(loop, runner.seed)
+        self._participants = getattr(runner, 'participants', self._participants)
+        self._participants.add_loops(runner)
         taken = signature(runner.save_checkpoint).parameters
         if any(one.kind is Parameter.VAR_KEYWORD for one in taken.values()):
             return
@@ -106,21 +118,11 @@ class SafeCheckpointHook(CheckpointHook):
 
     def after_load_checkpoint(self, runner: AnyRunner, checkpoint: dict) -> None:
         """Keep the states for exact resuming."""
-        found = checkpoint.get(KEY)
-        if found is None:
-            return
-        if found['version'] != VERSION:
-            runner.logger.warning(
-                f'The checkpoint holds states of version {found["version"]!r} for exact resuming, '
-                f'expected {VERSION}. Resuming as MMEngine does; to go on exactly, use the '
-                f'release of mmdevplug that saved it.'
-            )
-            return
-        self._loaded = dict(found, iter=checkpoint['meta']['iter'])
-        if runner._resume or getattr(runner, '_resuming', False):
-            # Before hooks begin to read from loaders of theirs.
-            ranks = (found['world_size'], get_world_size())
-            self._others.restore(of_this_rank(found)['loaders'], ranks)
+        resumed = getattr(runner, '_resuming', None) or getattr(runner, '_resume', False)
+        if KEY in checkpoint and resumed:
+            found = checkpoint[KEY]
+            self._participants.load_state_dict(states_of_this_rank(found, str(resumed)))
+            self._ranks = len(found['ranks'])
 
     def before_train(self, runner: AnyRunner) -> None:
         """Prepare the folder, if it can be written to, and restore an interrupted run."""
@@ -150,19 +152,27 @@ class SafeCheckpointHook(CheckpointHook):
         for key in self.key_indicators if self.save_best and starts else ():
             if len(usual) == len(metrics) and not key.startswith(('auto', *starts)):
                 self._warn_of_best(runner, f'{key!r} lacks its prefix, as in {starts[0] + key!r}')
+        self._add_participants(runner)
+        if self._ranks:
+            self._resume(runner, finished)
+
+    def _add_participants(self, runner: AnyRunner) -> None:
         if self._plain is None:
-            self._plain = PlainState(runner)
-        loaded, self._loaded = self._loaded, None
-        # A checkpoint that was only loaded from starts training at iteration 0.
-        if loaded is not None and loaded['iter'] == runner.iter > 0:
-            self._resumption = Resumption(runner, loaded)
-            self._resumption.prepare()
-            self._plain.restore(of_this_rank(loaded)['plain'])
-            validated = finished or loaded['validated']
-            self._position = Position(loaded['epoch'], loaded['batch'], validated)
-            repeat_validation(runner, self, loaded.get('metrics'))
-            if not validated:
-                self._resumption.validate_if_due()
+            self._plain, self._buffers = PlainState(runner), RankBuffers(runner)
+            add_hooks(self._participants, runner)
+            for name in ('random', 'buffers', 'plain'):
+                self._participants.add(name, getattr(self, f'_{name}'))
+
+    def _resume(self, runner: AnyRunner, finished: bool) -> None:
+        self._participants.begin()
+        ranks, self._ranks = self._ranks, 0
+        self._resumption = Resumption(runner, ranks, self._buffers, self._random)
+        metrics, self._metrics = self._metrics, None
+        self._validated = finished or self._validated
+        repeat_validation(runner, self, metrics)
+        if not self._validated:
+            self._saved_here = True
+            self._resumption.validate_if_due()
 
     def _prepare(self, runner: AnyRunner) -> Optional[int]:
         ended_at = finished_at(runner.work_dir)
@@ -189,13 +199,13 @@ class SafeCheckpointHook(CheckpointHook):
         if self._resumption is None:
             return
         self._resumption = None
-        if hasattr(runner.model, 'warm_up'):
-            accelerator, devices = rank_device()[0], rank_devices()
-            state = random_state(accelerator, devices)
-            plain = [] if self._plain is None else self._plain.copy()
+        self._participants.warn_of_waiting()
+        if hasattr(runner.model, 'warm_up') and self._plain is not None:
+            self._random.note()
+            plain = self._plain.copy()
             runner.model.warm_up(data_batch, runner.optim_wrapper)
             PlainState.put_back(plain)
-            set_random_state(state, accelerator, devices)
+            self._random.restore()
 
     def after_train_iter(
         self,
@@ -205,21 +215,23 @@ class SafeCheckpointHook(CheckpointHook):
         outputs: Optional[dict] = None,
     ) -> None:
         """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
-        self._position = current_position(runner, batch_idx)
+        self._validated = self._saved_here = False
         super().after_train_iter(runner, batch_idx, data_batch, outputs)
 
     def after_train_epoch(self, runner: AnyRunner) -> None:
         """Save at the interval; see :class:`mmengine.hooks.CheckpointHook`."""
         if not hasattr(runner.train_loop, 'dataloader_iterator'):
-            self._position = Position(runner.epoch + 1, -1)
+            self._validated = False
         super().after_train_epoch(runner)
 
     def after_val_epoch(
         self, runner: AnyRunner, metrics: Optional[Dict[str, float]] = None
     ) -> None:
         """Save the best checkpoint; see :class:`mmengine.hooks.CheckpointHook`."""
-        if self._position is not None:
-            self._position = self._position._replace(validated=True)
+        if self._validated is False:
+            self._validated = True
+            if self._saved_here:
+                self._random.restore(only_lazy=True)
         self._metrics = {
             name: value for name, value in (metrics or {}).items() if isinstance(value, _NUMBERS)
         }
@@ -330,8 +342,7 @@ class SafeCheckpointHook(CheckpointHook):
         """Wait for the background, and publish."""
         self._saver.finish()
         super().after_train(runner)
-        validated = self._position is not None and self._position.validated
-        ended = validated or not validation_follows(runner)
+        ended = self._validated or not validation_follows(runner)
         if not (is_main_process() and is_complete(runner) and ended):
             return
         try:
@@ -352,10 +363,9 @@ class SafeCheckpointHook(CheckpointHook):
             **self.args,
         )
         self._exact = None
-        if options['save_optimizer'] and self._position is not None:
-            assert self._plain is not None
-            states = capture(runner, self._position, self._plain, self._others)
-            self._exact = dict(states, metrics=self._metrics)
+        if options['save_optimizer'] and self._validated is not None:
+            self._exact = gather_states(self._participants, stateful_hooks(runner))
+            self._saved_here = True
         self._saver.save(runner, file, meta, options)
 
     def _publish_model(self, runner: AnyRunner, ckpt_path: str) -> None:

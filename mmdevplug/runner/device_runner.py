@@ -20,10 +20,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
-from mmdevplug.checkpoint.finding import find_resume_point
 from mmdevplug.checkpoint.fit_weights import explaining_other_run, load_model, repeat_beside
-from mmdevplug.checkpoint.other_loaders import OtherLoaders
-from mmdevplug.checkpoint.reading import read_for_model
+from mmdevplug.checkpoint.participants import Participants
+from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
 from mmdevplug.checkpoint.refuse_resume import adapt_to_hooks
 from mmdevplug.checkpoint.resume_settings import ResumeSettings
 from mmdevplug.checkpoint.saving import collect_checkpoint
@@ -87,8 +86,8 @@ class DeviceRunner(Runner):
         >>> RUNNERS.build(cfg).train()
     """
 
-    #: Whether a checkpoint is being loaded to resume from, and what of the last did not fit.
-    _resuming = False
+    #: The checkpoint that is being loaded to resume from, and what of the last did not fit.
+    _resuming: Optional[str] = None
     _misfit: Optional[str] = None
 
     def __init__(
@@ -108,9 +107,10 @@ class DeviceRunner(Runner):
         self.scheduler_config: Any = None
         #: Compares the settings of a checkpoint that is resumed with those of the config.
         self.resumption: Optional[ResumeSettings] = None
-        self.other_loaders = OtherLoaders()
+        #: What takes part when a checkpoint is saved and resumed from.
+        self.participants = Participants()
         # A static method, which does not know for which runner it builds.
-        self.build_dataloader = self.other_loaders.noting(  # type: ignore[method-assign]
+        self.build_dataloader = self.participants.noting(  # type: ignore[method-assign]
             type(self).build_dataloader
         )
         # MMEngine's default is backend='nccl'.
@@ -274,7 +274,7 @@ class DeviceRunner(Runner):
             lambda: Runner.build_dataloader(dataloader, seed, diff_rank_seed), dataloader
         )
         check_temporary_folder(loader)
-        make_resumable(loader, seed)
+        make_resumable(loader, seed, dataloader)
         keep_workers_from_signals(loader)
         return loader
 
@@ -289,6 +289,19 @@ class DeviceRunner(Runner):
         return built
 
     # checkpoints --------------------------------------------------------------------------------
+
+    def add_participant(self, name: str, thing: Any) -> None:
+        """Save the state of something with each checkpoint, and restore it when resuming.
+
+        Args:
+            name (str): The same in every run of a config.
+            thing (object): With ``state_dict()`` and ``load_state_dict(state)``; each rank saves
+                its own. A hook that has these methods takes part by itself.
+
+        Examples:
+            >>> runner.add_participant('curriculum', curriculum)
+        """
+        self.participants.add(name, thing)
 
     def register_hook(
         self, hook: Union[Hook, Dict], priority: Optional[Union[str, int, Priority]] = None
@@ -391,7 +404,9 @@ class DeviceRunner(Runner):
         # From here on as MMEngine's method.
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
         model = unwrap_model(self.model)
-        self._misfit = load_model(model, checkpoint, filename, strict, revise_keys, self._resuming)
+        self._misfit = load_model(
+            model, checkpoint, filename, strict, revise_keys, bool(self._resuming)
+        )
         if self._resuming:
             self.resumption.compare(checkpoint, filename)
         self._has_loaded = True
@@ -418,12 +433,12 @@ class DeviceRunner(Runner):
         self.optim_wrapper = self.build_optim_wrapper(self.optim_wrapper)
         if self.param_schedulers is not None:
             self.param_schedulers = self.build_param_scheduler(self.param_schedulers)
-        self.resumption, self._resuming = ResumeSettings(self), True
+        self.resumption, self._resuming = ResumeSettings(self), filename
         try:
             with explaining_other_run(filename):
                 super().resume(filename, map_location=location)
         finally:
-            self._resuming = False
+            self._resuming = None
         self.resumption.apply()
 
     # runs ---------------------------------------------------------------------------------------

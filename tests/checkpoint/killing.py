@@ -13,8 +13,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import loops
 
-from mmdevplug.checkpoint.finding import check_file
-from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.reading import check_file, read_checkpoint
 from mmdevplug.utils import atomic_files
 
 # The pause of MMEngine's loop between two passes over the data.

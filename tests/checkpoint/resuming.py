@@ -18,8 +18,8 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import loops
 from mmengine.visualization import Visualizer
 
+from mmdevplug.checkpoint.participants import unpack
 from mmdevplug.checkpoint.reading import read_checkpoint
-from mmdevplug.checkpoint.states import unpack
 from mmdevplug.hooks.preemption_hook import save_now
 from mmdevplug.runner import DeviceRunner
 from tests.checkpoint.test_round_trip import check_equal
@@ -136,7 +136,7 @@ def final_state(work_dir):
     for name in ('time', 'experiment_name', 'cfg', 'mmengine_version'):
         state['meta'].pop(name)
     exact = state['mmdevplug']
-    exact['of_ranks'] = [unpack(packed) for packed in exact['of_ranks']]
+    exact['ranks'] = [unpack(packed, str(path)) for packed in exact['ranks']]
     hub = state['message_hub']
     for name in ('cfg', 'experiment_name', 'interrupted_ckpt', 'eta', 'mmengine_version'):
         hub['runtime_info'].pop(name, None)

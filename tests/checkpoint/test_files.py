@@ -16,18 +16,22 @@ import torch
 from mmengine.logging import HistoryBuffer
 
 from mmdevplug.accelerators import get_accelerator
-from mmdevplug.checkpoint import finding, writing
-from mmdevplug.checkpoint.finding import (
+from mmdevplug.checkpoint import reading, writing
+from mmdevplug.checkpoint.reading import (
     check_file,
     find_good_checkpoint,
-    mark_start,
+    read_checkpoint,
     read_pointer,
-    write_pointer,
 )
-from mmdevplug.checkpoint.reading import read_checkpoint
 from mmdevplug.checkpoint.saving import BackgroundWriter
 from mmdevplug.checkpoint.state_copier import StateCopier
-from mmdevplug.checkpoint.writing import UNFINISHED, remove_unfinished, write_checkpoint
+from mmdevplug.checkpoint.writing import (
+    UNFINISHED,
+    mark_start,
+    remove_unfinished,
+    write_checkpoint,
+    write_pointer,
+)
 from mmdevplug.environments.base import LaunchEnv
 from mmdevplug.errors import CheckpointError, DevPlugError
 from mmdevplug.utils import atomic_files
@@ -185,7 +189,7 @@ def three(tmp_path):
 @pytest.mark.parametrize('sixteenth', range(16))
 def test_a_truncated_newest_file(tmp_path, sixteenth, monkeypatch):
     messages = []
-    monkeypatch.setattr(finding, 'log_warning', messages.append)
+    monkeypatch.setattr(reading, 'log_warning', messages.append)
     paths = three(tmp_path)
     os.truncate(paths[2], os.path.getsize(paths[2]) * sixteenth // 16)
     assert find_good_checkpoint(tmp_path) == paths[1]
@@ -405,10 +409,10 @@ def test_one_after_the_other():
 
 def test_a_new_run_in_a_used_folder_says_what_is_there(tmp_path, monkeypatch):
     messages = []
-    monkeypatch.setattr(finding, 'log_warning', messages.append)
+    monkeypatch.setattr(reading, 'log_warning', messages.append)
     monkeypatch.delenv('TORCHELASTIC_RESTART_COUNT', raising=False)
-    assert finding._find(str(tmp_path), None, False, LaunchEnv()) is None
+    assert reading._find(str(tmp_path), None, False, LaunchEnv()) is None
     assert not messages
     (tmp_path / 'epoch_3.pth').write_bytes(b'')
-    assert finding._find(str(tmp_path), None, False, LaunchEnv()) is None
+    assert reading._find(str(tmp_path), None, False, LaunchEnv()) is None
     assert 'holds 1 checkpoint(s) of an earlier run, epoch_3.pth the newest' in messages[0]

@@ -11,8 +11,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 
 from mmdevplug.checkpoint import writing
-from mmdevplug.checkpoint.finding import check_file
-from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.reading import check_file, read_checkpoint
 from mmdevplug.checkpoint.saving import CheckpointFile
 from mmdevplug.errors import CheckpointError
 from mmdevplug.hooks import SafeCheckpointHook, default_hooks

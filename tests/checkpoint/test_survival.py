@@ -16,8 +16,7 @@ import pytest
 import torch
 from mmengine.config import Config
 
-from mmdevplug.checkpoint.finding import check_file
-from mmdevplug.checkpoint.reading import read_checkpoint
+from mmdevplug.checkpoint.reading import check_file, read_checkpoint
 from tests.checkpoint.killing import PLACES, make_plan, make_terminations
 from tests.checkpoint.test_round_trip import check_equal
 from tests.checkpoint.training import config

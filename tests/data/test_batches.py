@@ -1,14 +1,15 @@
-"""Data loaders that begin anywhere, and random augmentation that depends on the batch alone."""
+"""Data loaders that go on anywhere, and random augmentation that depends on the batch alone."""
 
 import random
 
 import numpy as np
 import pytest
 import torch
+from mmengine.dataset import InfiniteSampler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from mmdevplug.data import ResumableBatches, make_resumable
-from mmdevplug.data.resumable_loader import derive_seed, seed_workers
+from mmdevplug.data import ResumableLoader, make_resumable
+from mmdevplug.data.resumable_loader import derive_seed
 
 
 class Augmented(Dataset):
@@ -29,7 +30,7 @@ class ByBatch(Augmented):
 
 def loader_with(workers, seed=3, dataset=None, **options):
     loader = DataLoader(dataset or Augmented(), batch_size=2, num_workers=workers, **options)
-    return loader, make_resumable(loader, seed)
+    return make_resumable(loader, seed)
 
 
 def epochs(loader, count=2):
@@ -37,54 +38,93 @@ def epochs(loader, count=2):
 
 
 def test_workers_draw_the_same_however_many_there_are():
-    first = epochs(loader_with(1)[0])
+    first = epochs(loader_with(1))
     for options in (dict(workers=3), dict(workers=2, persistent_workers=True)):
-        for one, other in zip(first, epochs(loader_with(**options)[0])):
+        for one, other in zip(first, epochs(loader_with(**options))):
             assert torch.equal(one, other)
-    assert torch.equal(first[0], epochs(loader_with(2, dataset=ByBatch())[0])[0])
+    assert torch.equal(first[0], epochs(loader_with(2, dataset=ByBatch()))[0])
     # No two batches, epochs, seeds or ranks draw the same.
-    draws = torch.cat([first[0], first[1], epochs(loader_with(1, seed=4)[0])[0]])[..., 1:]
+    draws = torch.cat([first[0], first[1], epochs(loader_with(1, seed=4))[0]])[..., 1:]
     assert draws.flatten().unique().numel() == draws.numel()
     assert derive_seed(3, 0) != derive_seed(3, 1)
 
 
-@pytest.mark.parametrize('workers', [0, 2])
-def test_a_pass_that_begins_in_the_middle(workers):
-    whole = epochs(loader_with(workers)[0], 3)
-    loader, batches = loader_with(workers)
-    order = []
-    batches.resume(1, 4, lambda: order.append('pass'), lambda: order.append('batch'))
-    rest, following = epochs(loader)
-    assert order == ['pass', 'batch']
-    assert rest[..., 0].tolist() == whole[1][4:][..., 0].tolist()
-    if workers:
-        assert torch.equal(rest, whole[1][4:])
-        assert torch.equal(following, whole[2])
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(workers=0, shuffle=True),
+        dict(workers=2, shuffle=True),
+        dict(workers=2, shuffle=True, persistent_workers=True),
+        dict(workers=2, sampler='InfiniteSampler'),
+    ],
+    ids=['plain', 'workers', 'persistent', 'infinite'],
+)
+@pytest.mark.parametrize('read', [0, 3, 6, 'all'])
+def test_what_was_yielded_is_not_yielded_again(options, read):
+    """In the middle of a pass, at its end and after it, with the same random numbers."""
+
+    def passes(loader, reading=None):
+        batches = list(zip(range(9), loader if reading is None else reading))
+        return torch.stack([batch for _, batch in batches + list(zip(range(9), loader))])
+
+    def fresh():
+        copied = dict(options)
+        if 'sampler' not in copied:
+            return loader_with(**copied)
+        loader = loader_with(**dict(copied, sampler=InfiniteSampler(range(12), seed=5)))
+        return make_resumable(loader, 3, dict(sampler=dict(type='InfiniteSampler')))
+
+    if 'sampler' in options and read == 'all':
+        read = 9  # a pass of it has no end
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    loader = fresh()
+    if 'sampler' not in options:  # MMEngine's gives no more after that
+        list(zip(range(5), loader))  # a pass that is given up
+    reading = iter(loader)
+    for _ in range(9 if read == 'all' else read):
+        next(reading, None)
+    reading = None if read == 'all' else reading
+    state = loader.state_dict()
+    states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    expected = passes(loader, reading)
+
+    def restore():
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+    again = fresh()
+    begun = iter(again)  # as a loop over iterations does before it is resumed
+    again.load_state_dict(state)
+    if read == 'all':
+        restore()
+        assert torch.equal(passes(again), expected)
+    else:
+        again.before_next = restore
+        assert torch.equal(passes(again, begun), expected)
 
 
 def test_nothing_of_the_loader_changes():
     plain = DataLoader(Augmented(), batch_size=5, drop_last=True)
     loader = DataLoader(Augmented(), batch_size=5, drop_last=True)
-    batches = make_resumable(loader, 3)
-    assert isinstance(batches, ResumableBatches)
-    assert make_resumable(loader, 3) is batches
-    for name in ('batch_size', 'drop_last'):
-        assert getattr(loader, name) == getattr(plain, name) == getattr(batches, name)
-    assert len(loader) == len(plain) == 2
+    batches = loader.batch_sampler
+    assert isinstance(make_resumable(loader, 3), ResumableLoader)
+    assert make_resumable(loader, 3) is loader
+    assert loader.batch_sampler is batches
+    assert len(loader) == len(plain) == len(iter(loader)) == 2
     assert loader.batch_sampler.sampler is loader.sampler
 
 
-def test_a_loader_without_batches_is_left_alone():
+def test_a_place_that_is_not_known():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(range(3))
 
-    for loader in (DataLoader(Stream()), DataLoader(Augmented(), batch_size=None), dict(), None):
-        assert make_resumable(loader, 3) is None
-
-
-def test_the_seed_of_a_rank_can_change():
-    _, batches = loader_with(1)
-    before = batches.seed
-    seed_workers(batches, 99)
-    assert batches.seed != before
+    loader = make_resumable(DataLoader(Stream()), 3)
+    assert loader.knows_place  # nothing was read
+    assert len(list(loader)) == 3
+    assert not loader.knows_place
+    assert loader.state_dict() == {}
+    assert make_resumable(dict()) is make_resumable(None) is None

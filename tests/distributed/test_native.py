@@ -16,7 +16,7 @@ import mmdevplug
 from mmdevplug import init_device
 from mmdevplug.accelerators import backend as backends
 from mmdevplug.accelerators.backend import group_device
-from mmdevplug.checkpoint.states import gather_buffers
+from mmdevplug.checkpoint.participants import RankBuffers
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.gradients.model_signature import check_same_model
@@ -304,8 +304,8 @@ def send(name, made_by, backend):
     layers = nn.BatchNorm1d(2).to(device)
     layers.running_mean.fill_(rank)
     check_same_model(layers)
-    buffers = gather_buffers(layers, context.accelerator)
-    got['buffers'] = [view_as_dtype(each[:4], torch.float32).item() for each in buffers]
+    buffers = RankBuffers(SimpleNamespace(model=layers, hooks=[])).state_dict()
+    got['buffers'] = view_as_dtype(buffers[0][:4], torch.float32).item()
     got['hosts'] = group_by_host(gather_json(host_name()), rank).ranks
     got['settled'] = refused(FinitePolicy(True).stop, [f'weight of {rank}'])
 
@@ -401,7 +401,7 @@ def test_messages_travel_where_the_backend_takes_them(name, made_by, backend):
         assert got['drawn'] == (device, 2)
         assert got['groups'] == [(place, [0, 1]), ('cpu', [0, 1])]
         assert got['broadcast'] == [[1, 1, 1], [1, 1]]
-        assert got['buffers'] == [0, 1]
+        assert got['buffers'] == rank
         assert got['hosts'] == [[0, 1]]
         assert got['settled'].startswith('gradients are not finite')
         assert got['all_reduce'] == ('cpu', 3)

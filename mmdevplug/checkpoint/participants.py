@@ -1,0 +1,371 @@
+"""What takes part in resuming: things by name, each with ``state_dict`` and ``load_state_dict``.
+
+Saving asks each for its state, and resuming gives each its own back. Every rank has states of its
+own, which are gathered once: a checkpoint holds them as the bytes of a file for each rank.
+"""
+
+import hashlib
+import io
+from functools import wraps
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Tuple
+from weakref import ref
+
+import torch
+from mmengine.dist import get_rank, get_world_size
+from mmengine.hooks import EarlyStoppingHook, Hook, SyncBuffersHook
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from mmdevplug.accelerators import rank_device, rank_devices
+from mmdevplug.accelerators.random_states import random_state, set_random_state
+from mmdevplug.data import ResumableLoader, make_resumable
+from mmdevplug.distributed.byte_exchange import gather_bytes, gather_json, to_bytes, to_tensor
+from mmdevplug.errors import CheckpointError
+from mmdevplug.patches.torch_load import safe_loading
+from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.loops import loader_of, loaders_of
+from mmdevplug.utils.model import unwrap_model
+from mmdevplug.utils.torch_compat import view_as_dtype
+from mmdevplug.version import __version__
+
+from .state_copier import StateCopier
+from .writing import save_with_warning
+
+#: The key in a checkpoint, and the version of what is under it.
+KEY, VERSION = 'mmdevplug', 2
+#: Of the buffers of one rank; more is no statistics, and would make a checkpoint too large.
+MOST_BYTES = 64 * 2**20
+#: Sizes of states vary by some bytes; copies in the background use memory of one size again.
+_ROUND = 64 * 2**10
+#: What is of one rank alone, and of no use to a job with another number of ranks.
+_OF_ONE_RANK = ('random', 'buffers')
+#: What MMEngine's own hooks change while training, and do not derive from the runner.
+_ATTRIBUTES = {
+    EarlyStoppingHook: ('wait_count', 'best_score'),
+    SyncBuffersHook: ('called_in_train',),
+}
+
+
+class Participants:
+    """The participants of a runner, in the order in which they were added.
+
+    Examples:
+        >>> runner.participants.add('curriculum', curriculum)
+    """
+
+    def __init__(self) -> None:
+        self._things: Dict[str, Callable[[], Any]] = {}
+        #: States whose participants are not there yet.
+        self._waiting: Dict[str, Any] = {}
+        #: Whether only loaders get their states: all others do when training begins.
+        self._loaders_only = True
+        self._built = 0
+        self._unknown: Dict[int, str] = {}
+        self._warned = False
+
+    def add(self, name: str, thing: Any) -> None:
+        """Add a participant; one with a saved state gets it when training begins, or at once.
+
+        Args:
+            name (str): The same in every run of a config.
+            thing (object): With ``state_dict()``, which returns numbers, strings, tensors, arrays
+                and containers of these, and ``load_state_dict(state)``.
+
+        Raises:
+            CheckpointError: If it lacks a method, or the name is taken.
+        """
+        if not has_state(thing):
+            raise CheckpointError(
+                f'participant {name!r} is a {type(thing).__name__}; expected something with the '
+                f'methods state_dict() and load_state_dict(state). Add them.'
+            )
+        now = self._things.get(name, lambda: None)()
+        if now is not None and now is not thing:
+            raise CheckpointError(
+                f'two participants are named {name!r}: a {type(now).__name__} and a '
+                f'{type(thing).__name__}. Expected a name for each: choose another one.'
+            )
+        # A loader that a loop holds gets the name that it has there.
+        self._things = {k: get for k, get in self._things.items() if get() is not thing}
+        # Loaders may be built again and again.
+        self._things[name] = ref(thing) if isinstance(thing, DataLoader) else lambda: thing
+        self._give(name)
+
+    def noting(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a function add the loaders that it builds."""
+
+        @wraps(build)
+        def built(*args: object, **kwargs: object) -> Any:
+            loader = build(*args, **kwargs)
+            self._built += 1
+            kind = type(getattr(loader, 'dataset', loader)).__name__
+            self._add_loader(f'loader {kind}/{self._built}', loader)
+            return loader
+
+        return built
+
+    def add_loops(self, runner: AnyRunner) -> None:
+        """Add the loops of a runner, and all loaders that they hold."""
+        for kind in ('train', 'val'):
+            loop = getattr(runner, f'_{kind}_loop', None)
+            if loop is None or isinstance(loop, dict):
+                continue
+            for index, loader in enumerate(loaders_of(loop)):
+                make_resumable(loader, runner.seed)
+                self._add_loader(f'{kind}_loader{f"/{index + 1}" if index else ""}', loader)
+            if has_state(loop):
+                self.add(f'{kind}_loop', loop)
+
+    def _add_loader(self, name: str, loader: Any) -> None:
+        if has_state(loader):
+            self.add(name, loader)
+        else:
+            self._unknown[id(loader)] = name
+
+    def state_dict(self) -> Dict[str, Any]:
+        """The states of all participants that have one; all ranks take part."""
+        states, unknown = dict(self._waiting), list(self._unknown.values())
+        for name, get in self._things.items():
+            thing = get()
+            state = None if thing is None else thing.state_dict()
+            if isinstance(thing, ResumableLoader) and not thing.knows_place:
+                unknown.append(name)
+            elif state or not isinstance(thing, (DataLoader, type(None))):
+                states[name] = state
+        if unknown and not self._warned:
+            self._warned = True
+            log_warning(
+                f'Data loader(s) {", ".join(unknown)}: where they are is not saved, and a resumed '
+                f'run begins with their first batch. Expected a loader of PyTorch with a batch '
+                f'sampler, or state_dict() and load_state_dict() of it or of its iterable '
+                f'dataset, built by runner.build_dataloader before training begins.'
+            )
+        return states
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Give loaders their states, before anyone reads from them, now or when they are built."""
+        self._waiting, self._loaders_only = dict(states), True
+        for name in list(self._things):
+            self._give(name)
+
+    def begin(self) -> None:
+        """Give all others their states, when everything is built that training needs."""
+        self._loaders_only = False
+        for name in list(self._things):
+            self._give(name)
+
+    def warn_of_waiting(self) -> None:
+        """Name the states that nothing has asked for, when training has begun."""
+        if self._waiting:
+            log_warning(
+                f'The checkpoint holds states of {", ".join(sorted(self._waiting))}, which this '
+                f'run does not have when training begins. They are not restored.'
+            )
+
+    def _give(self, name: str) -> None:
+        thing = self._things[name]()
+        if name in self._waiting and (isinstance(thing, DataLoader) or not self._loaders_only):
+            thing.load_state_dict(self._waiting.pop(name))
+
+
+def has_state(thing: object) -> bool:
+    """Whether something can take part."""
+    return all(callable(getattr(thing, name, None)) for name in ('state_dict', 'load_state_dict'))
+
+
+# the states of all ranks ------------------------------------------------------------------------
+
+
+def gather_states(participants: Participants, hooks: List[str]) -> Dict[str, Any]:
+    """Collect the states of all ranks for the key :data:`KEY`; all ranks take part.
+
+    Args:
+        participants (Participants): Of this rank.
+        hooks (list[str]): Which hooks have a state, to be compared with those of a config.
+    """
+    stream = io.BytesIO()
+    states = StateCopier(rank_device()[0])(participants.state_dict())
+    save_with_warning(states, stream, 'a state of this rank')
+    data = stream.getvalue()
+    mine = to_tensor(len(data).to_bytes(8, 'little') + data + bytes(-(len(data) + 8) % _ROUND))
+    ranks = [mine] if get_world_size() == 1 else gather_bytes(mine, call_tag='states')
+    return dict(version=VERSION, release=__version__, hooks=hooks, ranks=ranks)
+
+
+def states_of_this_rank(saved: Mapping[str, Any], filename: str) -> Dict[str, Any]:
+    """Unpack what :func:`gather_states` returned: of this rank, or of rank 0 for other jobs.
+
+    Raises:
+        CheckpointError: If another release has written it in another way.
+    """
+    if saved['version'] != VERSION:
+        raise CheckpointError(
+            f'checkpoint {filename} was written by mmdevplug {saved.get("release", "0.1.0")} with '
+            f'states of version {saved["version"]!r} for exact resuming; expected version '
+            f'{VERSION}, of mmdevplug {__version__}. Finish that run with the release that wrote '
+            f'it; or train on from its weights: load_from={filename!r}, without --resume.'
+        )
+    same = len(saved['ranks']) == get_world_size()
+    states = unpack(saved['ranks'][get_rank() if same else 0], filename)
+    return {name: each for name, each in states.items() if same or name not in _OF_ONE_RANK}
+
+
+def unpack(packed: Tensor, filename: str) -> Dict[str, Any]:
+    """Unpack the states of one rank."""
+    data = to_bytes(packed)
+    with safe_loading(filename):
+        return torch.load(io.BytesIO(data[8 : 8 + int.from_bytes(data[:8], 'little')]))
+
+
+# hooks ------------------------------------------------------------------------------------------
+
+
+class _Attributes:
+    """The attributes of one of MMEngine's own hooks that are a state."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+
+    def state_dict(self) -> Dict[str, Any]:
+        kinds = [names for kind, names in _ATTRIBUTES.items() if isinstance(self._hook, kind)]
+        return {name: getattr(self._hook, name) for names in kinds for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        vars(self._hook).update(state)
+
+
+def keeps_state(hook: Hook) -> bool:
+    """Whether the state of a hook is saved by its methods, or is that of MMEngine's own hooks."""
+    return has_state(hook) or isinstance(hook, tuple(_ATTRIBUTES))
+
+
+def stateful_hooks(runner: AnyRunner) -> List[str]:
+    """Name the hooks that restore a state."""
+    return [name for name, hook in named_hooks(runner) if keeps_state(hook)]
+
+
+def add_hooks(participants: Participants, runner: AnyRunner) -> None:
+    """Add all hooks that keep a state."""
+    for name, hook in named_hooks(runner):
+        if keeps_state(hook):
+            participants.add(f'hook {name}', hook if has_state(hook) else _Attributes(hook))
+
+
+def named_hooks(runner: AnyRunner) -> Iterator[Tuple[str, Hook]]:
+    """All hooks with names that are the same in every run of a config."""
+    counts: Dict[str, int] = {}
+    for hook in runner.hooks:
+        name = type(hook).__name__
+        counts[name] = counts.get(name, 0) + 1
+        yield f'{name}/{counts[name]}', hook
+
+
+# random numbers and buffers ---------------------------------------------------------------------
+
+
+class RandomStates:
+    """The random states of this rank, which are restored when training is where it was."""
+
+    def __init__(self) -> None:
+        self._saved: Optional[Dict[str, Any]] = None
+
+    def state_dict(self) -> Dict[str, Any]:
+        """The states as they are now."""
+        rank_device()[0].renew_rng()
+        return self.note()
+
+    def note(self) -> Dict[str, Any]:
+        """Note the states, for :meth:`restore`."""
+        self._saved = random_state(rank_device()[0], rank_devices())
+        return self._saved
+
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        """Take the states that :meth:`restore` is to restore."""
+        self._saved = state
+
+    def restore(self, only_lazy: bool = False) -> None:
+        """Restore what was saved, noted or loaded last.
+
+        Args:
+            only_lazy (bool): Whether to restore that of a lazy device alone. It moves with
+                executions, of which a resumed run may have other numbers in a validation.
+        """
+        accelerator, device = rank_device()
+        if self._saved is None or (only_lazy and not accelerator.compilation.lazy):
+            return
+        state = self._saved
+        if only_lazy:
+            state = dict(random_state(accelerator, rank_devices()), device=state['device'])
+        left = set_random_state(state, accelerator, rank_devices())
+        if left is not None and not only_lazy:
+            log_warning(
+                f'Random numbers on {device} differ from those of an uninterrupted run: {left}.'
+            )
+
+
+class RankBuffers:
+    """The buffers of a model and of its moving averages, where they differ between ranks."""
+
+    inexact = ''
+
+    def __init__(self, runner: AnyRunner) -> None:
+        self._runner, self._warned = runner, False
+
+    def _models(self) -> List[nn.Module]:
+        kept = [getattr(hook, 'ema_model', None) for hook in self._runner.hooks]
+        averaged = [model for model in kept if isinstance(model, nn.Module)]
+        return [unwrap_model(self._runner.model), *averaged]
+
+    def state_dict(self) -> Dict[int, Tensor]:
+        """The bytes of the buffers by model, without those that are equal on all ranks."""
+        found: Dict[int, Tensor] = {}
+        if get_world_size() == 1:
+            return found
+        for index, model in enumerate(self._models()):
+            host = rank_device()[0].copies.to_host(list(model.buffers()))
+            parts = [view_as_dtype(each.contiguous().reshape(-1), torch.uint8) for each in host]
+            found[index] = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        digests = {k: hashlib.sha256(each.numpy()).hexdigest() for k, each in found.items()}
+        ranks = gather_json([[digests[k], found[k].numel()] for k in found])
+        for index, each in enumerate(zip(*ranks)):
+            size = max(numel for _, numel in each)
+            differ = any(one != each[0] for one in each)
+            if differ and size > MOST_BYTES and not self._warned:
+                self._warned = True
+                log_warning(
+                    f'Buffers of the model differ between ranks and have {size >> 20} MB on each, '
+                    f'more than {MOST_BYTES >> 20}: those of rank 0 are saved alone.'
+                )
+            if not differ or size > MOST_BYTES:
+                del found[index]
+        return found
+
+    def load_state_dict(self, state: Mapping[int, Tensor]) -> None:
+        """Restore them in models of the same sizes."""
+        accelerator = rank_device()[0]
+        models = self._models()
+        for index, packed in state.items():
+            buffers = list(models[index].buffers()) if index < len(models) else []
+            sizes = [each.numel() * each.element_size() for each in buffers]
+            if sum(sizes) != packed.numel():
+                self.inexact = 'the model has other buffers than the checkpoint'
+                continue
+            values = [
+                # A copy, because a view needs an aligned start.
+                view_as_dtype(part.clone(), buffer.dtype).reshape(buffer.shape)
+                for part, buffer in zip(packed.split(sizes), buffers)
+            ]
+            # A moving average counts its steps in a buffer that stays on the host.
+            pairs = [(v, b) for v, b in zip(values, buffers) if b.device.type != 'cpu']
+            with torch.no_grad():
+                for value, buffer in zip(values, buffers):
+                    if buffer.device.type == 'cpu':
+                        buffer.copy_(value)
+                accelerator.copies.into_device([v for v, _ in pairs], [b for _, b in pairs])
+
+
+def main_loader(runner: AnyRunner) -> Any:
+    """The loader of the training loop, which decides where training is."""
+    loader = loader_of(runner.train_loop)
+    return loader if isinstance(loader, ResumableLoader) else None

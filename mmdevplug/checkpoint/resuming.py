@@ -1,0 +1,146 @@
+"""Take up training where a checkpoint has left it: loops, random numbers, a due validation."""
+
+from typing import Any, Mapping, Optional, Tuple
+
+from mmengine.dist import get_world_size
+from mmengine.hooks import Hook
+from mmengine.runner import BaseLoop
+from mmengine.runner.loops import (
+    EpochBasedTrainLoop,
+    IterBasedTrainLoop,
+    _InfiniteDataloaderIterator,
+)
+
+from mmdevplug.data.resumable_loader import Reading
+from mmdevplug.utils.annotations import AnyRunner
+from mmdevplug.utils.logs import log_warning
+
+from .participants import RandomStates, RankBuffers, keeps_state, main_loader
+
+
+class Resumption:
+    """Let a runner, whose participants have their states, train as if it had not stopped.
+
+    Args:
+        runner (Runner): Before training begins.
+        ranks (int): Of the checkpoint.
+        buffers (RankBuffers): Of the runner.
+        random (RandomStates): With the states to restore.
+    """
+
+    def __init__(
+        self, runner: AnyRunner, ranks: int, buffers: RankBuffers, random: RandomStates
+    ) -> None:
+        self.runner, self._random = runner, random
+        loader = main_loader(runner)
+        at = None if loader is None else loader.resumed_at
+        #: Whether random states are restored only before the next epoch begins.
+        self._between_epochs = at is None
+        inexact = [getattr(loader, 'inexact', ''), buffers.inexact]
+        if ranks != get_world_size():
+            inexact.insert(
+                0, f'the checkpoint is of {ranks} rank(s) and this job has {get_world_size()}'
+            )
+        loop = runner.train_loop
+        if isinstance(loop, IterBasedTrainLoop) and isinstance(
+            getattr(loop.dataloader_iterator, '_iterator', None), Reading
+        ):
+            loop.dataloader_iterator = _Advanced(loop.dataloader_iterator, loop.iter)
+        if at is not None:
+            loader.before_next = random.restore
+            if isinstance(loop, EpochBasedTrainLoop) and at:
+                _number_batches_from(loop, at)
+        if any(inexact):
+            log_warning(
+                f'Resuming, but not exactly: {"; ".join(filter(None, inexact))}. Random numbers, '
+                f'and maybe the order of the data, differ from those of an uninterrupted run.'
+            )
+
+    def begin_epoch(self) -> None:
+        """Restore random states if the run was interrupted between two epochs."""
+        if self._between_epochs:
+            self._between_epochs = False
+            self._random.restore()
+
+    def validate_if_due(self) -> None:
+        """Validate if the checkpoint was saved before the validation that was due."""
+        by_epoch = isinstance(self.runner.train_loop, EpochBasedTrainLoop)
+        if not validation_follows(self.runner) or (by_epoch and not self._between_epochs):
+            return
+        self.runner.logger.info(
+            'Validating first: the checkpoint was saved before the validation that followed, and '
+            'has no results of it.'
+        )
+        # Validation draws random numbers too, and training goes on after them.
+        self._random.restore()
+        self.runner.val_loop.run()
+        self._random.note()
+
+
+class _Advanced(_InfiniteDataloaderIterator):
+    """The iterator of a loop over iterations whose loader begins where training continues.
+
+    MMEngine's loop takes and drops as many batches as were trained on, but not in 0.10.0, nor in
+    OneDL's, which calls ``skip_iter``: here ``steps`` only counts them.
+    """
+
+    def __init__(self, iterator: Any, steps: int) -> None:
+        vars(self).update(vars(iterator))
+        constants = map(str, IterBasedTrainLoop.run.__code__.co_consts)
+        drops = any('Advance dataloader' in text for text in constants)
+        self._steps = steps if drops and not hasattr(iterator, 'skip_iter') else 0
+
+    def skip_iter(self, num_iters: int) -> None:
+        """Do nothing: the loader begins where training continues."""
+
+    def __next__(self) -> Any:
+        if self._steps > 0:
+            self._steps -= 1
+            return None
+        return super().__next__()
+
+
+def _number_batches_from(loop: EpochBasedTrainLoop, first: int) -> None:
+    """Pass hooks the true index of each batch in the epoch that was interrupted."""
+    run_iter, epoch = loop.run_iter, loop.epoch
+
+    def run_numbered(idx: int, data_batch: object) -> None:
+        run_iter(idx + first if loop.epoch == epoch else idx, data_batch)
+
+    loop.run_iter = run_numbered  # type: ignore[method-assign]
+
+
+def repeat_validation(
+    runner: AnyRunner, checkpoint_hook: Hook, metrics: Optional[Mapping[str, Any]]
+) -> None:
+    """Call ``after_val_epoch`` of the hooks whose turn came after the checkpoint was saved."""
+    hooks = runner.hooks
+    for hook in hooks[hooks.index(checkpoint_hook) + 1 :] if metrics is not None else ():
+        if keeps_state(hook):
+            hook.after_val_epoch(runner, metrics=dict(metrics))
+
+
+def validation_follows(runner: AnyRunner) -> bool:
+    """Whether training is where a validation comes next."""
+    loop = runner.train_loop
+    progress = _progress(loop)
+    if runner.val_loop is None or progress is None:
+        return False
+    loop._decide_current_val_interval()
+    count, last = progress
+    return count >= loop.val_begin and (count % loop.val_interval == 0 or count == last)
+
+
+def is_complete(runner: AnyRunner) -> bool:
+    """Whether the loop has trained as many epochs or iterations as the config asks for."""
+    progress = _progress(runner.train_loop)
+    return progress is not None and progress[0] >= progress[1]
+
+
+def _progress(loop: BaseLoop) -> Optional[Tuple[int, int]]:
+    """How many epochs or iterations were trained, and of how many; None for an unknown loop."""
+    if isinstance(loop, EpochBasedTrainLoop):
+        return loop.epoch, loop.max_epochs
+    if isinstance(loop, IterBasedTrainLoop):
+        return loop.iter, loop.max_iters
+    return None
