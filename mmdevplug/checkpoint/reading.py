@@ -98,6 +98,9 @@ def check_file(path: PathLike) -> None:
         raise CheckpointError(f'{path} is {kind}')
     try:
         with zipfile.ZipFile(str(path)) as archive:
+            if min((each.header_offset for each in archive.infolist()), default=1):
+                # Another archive inside of it: the bytes of states are one, too.
+                raise zipfile.BadZipFile('it is truncated')
             damaged = archive.testzip()
     except (zipfile.BadZipFile, EOFError, NotImplementedError, ValueError) as error:
         raise CheckpointError(f'{path} is damaged: {error}') from error
