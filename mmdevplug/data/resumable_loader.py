@@ -169,7 +169,7 @@ class ResumableLoader(DataLoader):
     #: way were yielded, None between two passes.
     inexact = ''
     resumed_at: Optional[int] = None
-    _passes = 0
+    _passes = _left_out = 0
     _silent = False
     _newest: Callable[[], Optional[Reading]] = staticmethod(lambda: None)
 
@@ -193,10 +193,10 @@ class ResumableLoader(DataLoader):
     def begin_pass(self) -> int:
         """Count a pass; return how many of its batches are left out."""
         self._passes += 1
-        if self.order is None:
-            return 0
-        self.order.passes = self._passes
-        return self.order.resumed[0] if self.order.resumed else 0
+        if self.order is not None:
+            self.order.passes = self._passes
+        left_out, self._left_out = self._left_out, 0
+        return left_out
 
     def start_pass(self) -> Any:
         """PyTorch's own iterator."""
@@ -273,6 +273,7 @@ class ResumableLoader(DataLoader):
             # torchdata's starts the pass that has ended, and then the next one.
             self._silent = self._silent or source is not self.dataset
             source.load_state_dict(state['source'])
+            self._left_out = yielded or 0
         elif self.order is not None and 'drawn' in state:
             self._resume_order(self.order, state)
         elif yielded:
@@ -291,7 +292,7 @@ class ResumableLoader(DataLoader):
         start = state['start'] if state['ranks'] == get_world_size() else None
         skip, drop, differs = self._batches_to_skip(order, state)
         self.inexact = '; '.join(filter(None, (self.inexact, differs)))
-        self.resumed_at = skip
+        self.resumed_at = self._left_out = skip
         if skip or drop or start is not None:
             order.resumed = (skip, drop, state['sampler_epoch'], start)
 
