@@ -4,19 +4,16 @@ MMEngine does it through a folder, which hosts need not share and which may not 
 with all results of all ranks on every rank.
 """
 
-import os
-import tempfile
 from typing import Any, Dict, List, Optional, Sequence
 
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import to_device
-from mmdevplug.errors import LaunchError, SampleError, first_line
+from mmdevplug.errors import SampleError, first_line
 from mmdevplug.fault_tolerance.failure import enter_phase, known_to_all, raise_if_another_failed
 from mmdevplug.fault_tolerance.failure_watch import GRACE_SECONDS
 
 from .byte_exchange import exchange_bytes
-from .waiting import decide_together, run_on_main
 from .wire import dumps, loads
 
 #: Bytes of results that are sent at a time, approximately.
@@ -89,36 +86,3 @@ def _receive(ranks: Sequence[int]) -> List[List[Any]]:
             if not more:
                 sending.remove(rank)
     return list(received.values())
-
-
-def check_shared_folder(folder: str, key: str) -> None:
-    """Refuse a folder that not all ranks see; all ranks have to call it.
-
-    Raises:
-        LaunchError: On rank 0, which names the ranks; RankFailedError on the others.
-    """
-
-    def refused(why: str) -> LaunchError:
-        return LaunchError(
-            f'{key}={folder!r}: {why}. Leave it out, so that results travel through the process '
-            f'group, or name a folder that all ranks share.'
-        )
-
-    def create() -> str:
-        try:
-            os.makedirs(folder, exist_ok=True)
-            number, path = tempfile.mkstemp(prefix='.seen-by-all-ranks-', dir=folder)
-        except OSError as error:
-            raise refused(f'rank 0 cannot write to it ({error})') from error
-        os.close(number)
-        return os.path.basename(path)
-
-    path = os.path.join(folder, run_on_main(f'writing to {key}', create))
-
-    def decide(seen: List[bool]) -> None:
-        os.remove(path)
-        missing = [str(rank) for rank, sees in enumerate(seen) if not sees]
-        if missing:
-            raise refused(f'rank {", ".join(missing)} cannot see what rank 0 writes there')
-
-    decide_together(f'looking into {key}', os.path.exists(path), decide)

@@ -6,7 +6,7 @@ from mmengine.registry import HOOKS
 from mmdevplug.data.same_samples import compare_data, wait_for_first_iteration
 from mmdevplug.fault_tolerance.failure import enter_phase
 from mmdevplug.gradients.unused_parameters import refuse_unreduced
-from mmdevplug.patches.results import prepare_metrics
+from mmdevplug.patches.results import patch_video_metrics
 from mmdevplug.utils.annotations import AnyRunner
 
 
@@ -23,7 +23,7 @@ class PhaseHook(Hook):
     def before_run(self, runner: AnyRunner) -> None:
         """Wait for the data of all ranks and compare it; prepare metrics to gather results."""
         compare_data(runner)
-        prepare_metrics([runner._val_loop, runner._test_loop])
+        patch_video_metrics()
         enter_phase('preparing the model')
 
     def before_train(self, runner: AnyRunner) -> None:

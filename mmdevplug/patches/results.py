@@ -3,17 +3,15 @@
 import sys
 from functools import wraps
 from itertools import chain, zip_longest
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Optional
 
 from mmengine.dist import dist as dist_functions, get_world_size
 from torch import distributed as torch_dist
 
-from mmdevplug.accelerators import to_device
-from mmdevplug.distributed.results import check_shared_folder, gather_results
+from mmdevplug.distributed.results import gather_results
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.fault_tolerance.failure import current_watch
 from mmdevplug.utils.annotations import AnyGroup
-from mmdevplug.utils.loops import metrics_of
 from mmdevplug.utils.patching import patch_symbol
 
 #: For how long a rank that is alive is waited for.
@@ -22,20 +20,9 @@ _TRACKING = 'mmdet.evaluation.metrics.base_video_metric'
 
 
 def patch_result_collection() -> None:
-    """Replace what ``mmengine.dist.collect_results`` calls for each ``collect_device``.
-
-    With a ``collect_dir`` of the config MMEngine's own function uses that folder.
-    """
-    in_folder = dist_functions.collect_results_cpu
-
-    @wraps(in_folder)
-    def collect_results_cpu(result_part: list, size: int, tmpdir: Optional[str] = None) -> Any:
-        if tmpdir is not None:
-            return in_folder(to_device(result_part, 'cpu'), size, tmpdir)
-        return _collect_results(result_part, size)
-
-    patch_symbol(dist_functions, 'collect_results_cpu', collect_results_cpu)
-    patch_symbol(dist_functions, '_collect_results_device', _collect_results)
+    """Replace what ``mmengine.dist.collect_results`` calls for each ``collect_device``."""
+    for name in ('collect_results_cpu', '_collect_results_device'):
+        patch_symbol(dist_functions, name, _collect_results)
     for owner, name in (
         (torch_dist, 'broadcast_object_list'),
         (dist_functions, '_broadcast_object_list'),
@@ -61,24 +48,19 @@ def _after_main(broadcast: Callable) -> Callable:
     return wait_and_broadcast
 
 
-def prepare_metrics(loops: List[Any]) -> None:
-    """Check the folders that metrics of some loops name, and patch mmdet's metrics of videos.
-
-    All ranks have to call it, when the loops are built.
-    """
-    for loop in loops:
-        for metric in metrics_of(loop):
-            folder = getattr(metric, 'collect_dir', None)
-            if folder is not None:
-                check_shared_folder(folder, f'{type(metric).__name__}.collect_dir')
+def patch_video_metrics() -> None:
+    """Let mmdet's metrics of videos gather results as others do, if mmdet was imported."""
     module = sys.modules.get(_TRACKING)
     of_mmdet = getattr(module, 'collect_tracking_results_cpu', None)
     if of_mmdet is not None and not hasattr(of_mmdet, '__wrapped__'):
         patch_symbol(module, of_mmdet.__name__, _collecting_videos(of_mmdet))
 
 
-def _collect_results(results: list, size: int) -> Optional[list]:
-    """See ``mmengine.dist.collect_results``: results of all ranks by turns, without None."""
+def _collect_results(results: list, size: int, tmpdir: Optional[str] = None) -> Optional[list]:
+    """See ``mmengine.dist.collect_results``: results of all ranks by turns, without None.
+
+    A folder, such as a metric's ``collect_dir``, is not needed.
+    """
     if get_world_size() == 1:
         return results[:size]
     parts = gather_results(results)
@@ -90,7 +72,7 @@ def _collect_results(results: list, size: int) -> Optional[list]:
 def _collecting_videos(of_mmdet: Callable) -> Callable:
     @wraps(of_mmdet)
     def collect(result_part: list, tmpdir: Optional[str] = None) -> Optional[list]:
-        if tmpdir is not None or get_world_size() == 1:
+        if get_world_size() == 1:
             return of_mmdet(result_part, tmpdir)
         parts = gather_results(result_part)
         return None if parts is None else list(chain.from_iterable(parts))
