@@ -41,10 +41,9 @@ class Pool(NamedTuple):
                     f'DynamicSampler: {name}={value!r}: expected a whole number of at least '
                     f'{least}.'
                 )
-        if self.on_short not in ('error', 'fewer', 'repeat'):
+        if self.on_short not in ('error', 'fewer'):
             raise SampleError(
-                f"DynamicSampler: on_short={self.on_short!r}: expected 'error', 'fewer' or "
-                f"'repeat'."
+                f"DynamicSampler: on_short={self.on_short!r}: expected 'error' or 'fewer'."
             )
         whole = self.per_group * world_size
         if self.target % whole:
@@ -133,7 +132,7 @@ def too_few(tally: Tally, pool: Pool) -> SampleError:
         f'{data}. Valid samples: {first_few(by_rank)}. In this pool '
         f'{tally.generated * size} samples were generated and {sum(tally.new) * size} of them '
         f'valid. Raise max_resamples or generate more in a round, check is_valid, or set '
-        f"on_short='fewer' or 'repeat'."
+        f"on_short='fewer'."
     )
 
 

@@ -14,7 +14,6 @@ from mmdevplug.utils.logs import log
 
 from .balancing import balance_samples
 from .columns import flatten_samples, read_groups, unflatten_samples, write_groups
-from .gathering import gather_samples
 from .rounds import (
     DESCRIBED,
     GO_ON,
@@ -47,7 +46,7 @@ class SamplingReport(NamedTuple):
     surplus: int  #: Valid ones that are left for the next pool.
     by_rank: Tuple[int, ...]  #: What each rank had to give, whether drawn for this pool or before.
     slice: Tuple[int, int]  #: Which part of the pool this rank got, as ``[begin:end]``.
-    short: Optional[str] = None  #: ``'fewer'`` or ``'repeat'`` if there were too few.
+    short: Optional[str] = None  #: ``'fewer'`` if there were too few.
 
     @property
     def kept(self) -> float:
@@ -77,10 +76,9 @@ class DynamicSampler:
         max_resamples (int): How many rounds may follow the first. Defaults to 10.
         per_group (int): Samples of a group, which stays whole. Defaults to 1.
         on_short (str): What happens if ``max_resamples`` is reached, or the data of all ranks have
-            ended: ``'error'``, ``'fewer'``: the largest number of groups that all ranks can share
-            evenly, or ``'repeat'``: valid groups are repeated in order. With ``'error'`` an
-            unfinished pool at the end of the data is dropped with a warning, unless it is the
-            first. Defaults to ``'error'``.
+            ended: ``'error'``, or ``'fewer'``: the largest number of groups that all ranks can
+            share evenly. With ``'error'`` an unfinished pool at the end of the data is dropped
+            with a warning, unless it is the first. Defaults to ``'error'``.
         group (ProcessGroup, optional): The ranks that share a pool. Defaults to None: all ranks.
         collate (str or callable, optional): How a rank's samples become its batch. None:
             what is alike in all samples is stacked; what differs (tensors of several shapes, None
@@ -232,19 +230,7 @@ class DynamicSampler:
             if per_rank == 0:
                 return self._give_up(found, 'too few for all ranks to get one group each')
             return self._share(tally, per_rank * self._world_size, on_short)
-        if on_short == 'error' or found == 0:
-            raise too_few(tally, self._pool)
-        return self._repeat(tally)
-
-    def _repeat(self, tally: Tally) -> List[Any]:
-        """Return this rank's slice of the pool, whose groups are repeated in order."""
-        enter_phase('sharing samples')
-        pool = gather_samples(self._held, **self._exchange)
-        per_rank = self._pool.groups // self._world_size
-        begin = self._rank * per_rank
-        mine = [pool[(begin + index) % len(pool)] for index in range(per_rank)]
-        self._held = []
-        return self._finish(mine, tally, tally.after(tally.by_rank), 'repeat')
+        raise too_few(tally, self._pool)
 
     def _give_up(self, groups: int, why: str) -> None:
         self._held = []

@@ -3,9 +3,6 @@
 import ctypes
 import os
 from pathlib import Path
-from typing import Optional, Tuple
-
-import psutil
 
 #: What ``mallopt`` of glibc sets: its number there, the name of the setting, and the size. Blocks
 #: up to the first size, the largest that glibc takes, come from memory that was freed before; of
@@ -53,37 +50,3 @@ def usable_cores(root: str = '/sys/fs/cgroup') -> int:
         if quota > 0:  # -1 is no limit, too
             cores = min(cores, -(-quota // period))
     return cores
-
-
-def available_memory(root: str = '/sys/fs/cgroup') -> Tuple[int, str]:
-    """The bytes that processes may still allocate, and what limits them.
-
-    ``root`` is the mount point of control groups.
-    """
-    host = psutil.virtual_memory().available
-    for limit, used in (
-        ('memory.max', 'memory.current'),
-        ('memory/memory.limit_in_bytes', 'memory/memory.usage_in_bytes'),
-    ):
-        free = _free_in_group(Path(root) / limit, Path(root) / used)
-        if free is not None and free < host:
-            return free, f'limited by {Path(root) / limit}'
-    return host, 'of the host'
-
-
-def _free_in_group(limit: Path, used: Path) -> Optional[int]:
-    try:
-        free = int(limit.read_text()) - int(used.read_text()) + _inactive_files(used.parent)
-    except (OSError, ValueError):
-        return None  # no such group, or no limit: 'max'
-    return max(0, free)
-
-
-def _inactive_files(group: Path) -> int:
-    """Bytes of the file cache that the kernel frees when a process needs memory."""
-    try:
-        lines = (group / 'memory.stat').read_text().splitlines()
-    except OSError:
-        return 0
-    found = dict(line.split() for line in lines if len(line.split()) == 2)
-    return int(found.get('total_inactive_file', found.get('inactive_file', 0)))

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -244,13 +245,13 @@ def test_hosts_that_come_and_go_resume(started, capsys):
 
 
 def test_more_processes_than_memory_holds_are_refused(monkeypatch):
-    monkeypatch.setattr(starting, 'available_memory', lambda: (1 << 30, 'of the host'))
+    memory = SimpleNamespace(available=1 << 30)
+    monkeypatch.setattr(starting.psutil, 'virtual_memory', lambda: memory)
     with pytest.raises(LaunchError) as caught:
         starting.check_room(100000, say)
     told = str(caught.value)
     assert '--nproc=100000' in told
-    assert '1.00 GiB, of the host' in told
-    assert 'at most 6 processes of 150.00 MiB' in told
+    assert '(1.00 GiB) holds at most 6 processes of 150.00 MiB' in told
     assert '--oversubscribe' in told
 
 

@@ -103,7 +103,7 @@ def test_too_few_after_all_resamples_is_an_error():
     assert '6 of target=8 samples, 2 too few, after 2 resample(s) of max_resamples=2' in message
     assert 'rank 0: 6' in message
     assert 'no data have ended' in message
-    assert "on_short='fewer' or 'repeat'" in message
+    assert "on_short='fewer'" in message
     # What was found is not lost.
     assert numbers(next(sampler)) == [100, 101, 200, 201, 300, 301, 400, 401]
 
@@ -119,18 +119,6 @@ def test_fewer_than_one_for_each_ends():
     assert list(Source(0, repeat=True).sampler(on_short='fewer')) == []
 
 
-def test_repeat():
-    sampler = Source(3, 0, repeat=True).sampler(max_resamples=1, on_short='repeat')
-    assert numbers(next(sampler)) == [100, 101, 102, 100, 101, 102, 100, 101]
-    assert sampler.last.short == 'repeat'
-    assert sampler.last.surplus == 0
-
-
-def test_nothing_to_repeat():
-    with pytest.raises(SampleError, match='0 of target=8'):
-        next(Source(0, repeat=True).sampler(on_short='repeat'))
-
-
 @pytest.mark.parametrize(
     ('on_short', 'sizes', 'told'), [('error', [8], '5 valid'), ('fewer', [8, 5], None)]
 )
@@ -143,14 +131,9 @@ def test_the_end_of_the_data(on_short, sizes, told, log):
     assert told is None or told in dropped[0]
 
 
-def test_repeating_at_the_end_of_the_data():
-    assert [numbers(batch)[-1] for batch in Source(8, 5).sampler(on_short='repeat')] == [107, 202]
-
-
-@pytest.mark.parametrize('on_short', ['error', 'repeat'])
-def test_no_data_at_all_is_an_error(on_short):
+def test_no_data_at_all_is_an_error():
     with pytest.raises(SampleError, match='the data of all ranks have ended'):
-        next(Source().sampler(on_short=on_short))
+        next(Source().sampler())
 
 
 def test_another_pass_over_the_data():
@@ -217,7 +200,7 @@ def test_the_error_names_who_was_short():
         (dict(target=True), 'target=True'),
         (dict(per_group=0), 'per_group=0'),
         (dict(max_resamples=-1), 'max_resamples=-1: expected a whole number of at least 0'),
-        (dict(on_short='wait'), "on_short='wait': expected 'error', 'fewer' or 'repeat'"),
+        (dict(on_short='wait'), "on_short='wait': expected 'error' or 'fewer'"),
         (dict(generate=[1]), r'generate=[1]: expected a function'),
         (dict(is_valid=None), 'is_valid=None: expected a function'),
         (dict(collate='pad'), "collate='pad': expected None, 'stack'"),
