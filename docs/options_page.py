@@ -18,7 +18,8 @@ TEXTS: Dict[str, Dict[str, Any]] = dict(
     en=dict(
         heading='# Options',
         intro="""\
-The options of `accelerator`, `model_parallel`, `model_wrapper_cfg` and `default_hooks.checkpoint`.
+The options of `accelerator`, `model_parallel`, `sharding`, `model_wrapper_cfg` and
+`default_hooks.checkpoint`.
 A value that an option cannot have is refused when the job starts, and so is an unknown name; the
 message suggests the nearest.
 
@@ -34,6 +35,10 @@ The key may also be `True` or `False`, which is `enable` alone; without the key 
 one device. See [models over several devices](model_parallel.md).""",
         required='required',
         sections={
+            'sharding': """\
+## Options of `sharding`
+
+The key may also be `True`, which is all defaults. See [sharded training](sharding.md).""",
             'model_wrapper_cfg': """\
 ## Options of the model wrapper
 
@@ -50,7 +55,7 @@ arguments of that hook. See [resuming](resuming.md).""",
     zh_cn=dict(
         heading='# 选项',
         intro="""\
-以下配置键的选项：`accelerator`、`model_parallel`、`model_wrapper_cfg` 和
+以下配置键的选项：`accelerator`、`model_parallel`、`sharding`、`model_wrapper_cfg` 和
 `default_hooks.checkpoint`。
 选项的取值不可能或名称未知时，作业在启动时拒绝，报错给出最接近的名称。
 
@@ -66,6 +71,10 @@ arguments of that hook. See [resuming](resuming.md).""",
 见[把模型放在多个设备上](model_parallel.md)。""",
         required='必填',
         sections={
+            'sharding': """\
+## `sharding` 的选项
+
+该键也可以是 `True`，即全部取默认值。见[分片训练](sharding.md)。""",
             'model_wrapper_cfg': """\
 ## 模型包装器的选项
 
@@ -117,6 +126,15 @@ arguments of that hook. See [resuming](resuming.md).""",
             'model_parallel.check_r_consistency': 'LoRA 适配器的秩不一致时是否警告。',
             'model_parallel.strict_r_check': '是否拒绝秩不一致的 LoRA 适配器。',
             'model_parallel.plan': '直接采用的计划，由 `mmdevplug plan --json` 写出。',
+            'sharding.blocks': '逐个完整收集的类或模块；`None` 表示自动查找。',
+            'sharding.ranks': '共同持有一份模型的 rank 数，其余 rank 持有更多份；'
+            '`None`：所有 rank。',
+            'sharding.reshard_after_forward': '前向传播之后是否释放各块，反向传播时再次收集；'
+            '`False` 占用内存，通信量少三分之一。',
+            'sharding.mixed_precision': "`'bf16'`：各块以 bfloat16 收集并计算，"
+            '梯度以 float32 平均；权重与优化器保持不变。',
+            'sharding.sharded_checkpoint': '各 rank 是否把检查点中自己的分片写入 `.pth` '
+            '文件旁的目录，其余内容在该文件中；可在任意数量的 rank 上恢复。',
             'model_wrapper_cfg.bucket_cap_mb': '一条消息的大小，单位 MB；`None` 时，梯度经主机'
             '中转为 5，其 rank 共享内存时为 16，惰性设备为 8，其他情况为 PyTorch 自己的值。',
             'model_wrapper_cfg.grad_compression': "传输什么来代替 float32：`'bf16'` 是 PyTorch "
@@ -152,10 +170,12 @@ def kinds() -> List[Type]:
     from mmdevplug.config.checkpoint import CheckpointOptions
     from mmdevplug.config.model_parallel import ModelParallelOptions
     from mmdevplug.config.model_wrapper import WrapperOptions
+    from mmdevplug.config.sharding import ShardingOptions
 
     return [
         AcceleratorOptions,
         ModelParallelOptions,
+        ShardingOptions,
         WrapperOptions,
         CheckpointOptions,
     ]

@@ -22,24 +22,30 @@ from mmdevplug.utils.logs import log_warning
 from .writing import FINISHED, POINTER, STARTED, PathLike, is_local, mark_start
 
 
-def read_checkpoint(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
+def read_checkpoint(
+    filename: str, map_location: Any = 'cpu', mapped: bool = False
+) -> Dict[str, Any]:
     """Read a checkpoint from a path, or an address that MMEngine knows (``https://``, ...).
 
+    With ``mapped`` the tensors of a file stay on the disk until they are copied.
     A file that is no checkpoint, or holds classes other than MMEngine's, raises CheckpointError.
     """
     filename = os.path.expanduser(str(filename))
     with safe_loading(filename):
         if os.path.isfile(filename):
-            read = torch.load(filename, map_location=map_location)
+            options = dict(mmap=True) if mapped else {}
+            read = torch.load(filename, map_location=map_location, **options)
         else:
             read = CheckpointLoader.load_checkpoint(filename, map_location)
     # The T20's rebuild function sends tensors to the current card, whatever map_location says.
     return to_device(read, 'cpu') if map_location == 'cpu' else read
 
 
-def read_for_model(filename: str, map_location: Any = 'cpu') -> Dict[str, Any]:
+def read_for_model(
+    filename: str, map_location: Any = 'cpu', mapped: bool = False
+) -> Dict[str, Any]:
     """Read a checkpoint that has weights, alone or under ``state_dict``, where they are then."""
-    checkpoint = read_checkpoint(filename, map_location)
+    checkpoint = read_checkpoint(filename, map_location, mapped)
     if not isinstance(checkpoint, dict):
         raise CheckpointError(
             f'checkpoint {filename} is of type {type(checkpoint).__name__}; expected a dict with '

@@ -1,6 +1,7 @@
 """Save a checkpoint of a runner: on rank 0, in the background, or by the runner's own method."""
 
 import os
+import shutil
 import time
 from concurrent.futures import Future, wait
 from functools import lru_cache
@@ -23,6 +24,7 @@ from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.failure import before_abort
 from mmdevplug.optim import join_consolidation
+from mmdevplug.sharding.states import KEY as SHARDS, collect_states, folder_of
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import loader_of
 from mmdevplug.utils.model import unwrap_model
@@ -96,15 +98,15 @@ class CheckpointSaver:
         if not _collects_as_mmengine(runner):
             self._save_by_runner(runner, file, meta, options)
             return
-        if options.get('save_optimizer') and not is_main_process():
-            join_consolidation(runner.optim_wrapper)
+        if not is_main_process():
+            join_collecting(runner, options.get('save_optimizer', True), file.path)
         if self.options.async_save:
             if is_main_process():
                 self._start(runner, file, meta, options)
             return
 
         def write() -> None:
-            checkpoint = collect_checkpoint(runner, meta=meta, **options)
+            checkpoint = collect_checkpoint(runner, meta=meta, path=file.path, **options)
             self._put(runner.work_dir, StateCopier(rank_device()[0])(checkpoint), file)
 
         _run_on_main(file, write)
@@ -127,6 +129,7 @@ class CheckpointSaver:
                 continue
             if backend.isfile(path):
                 backend.remove(path)
+                shutil.rmtree(folder_of(path), ignore_errors=True)  # mostly there is none
             elif backend.isdir(path):
                 backend.rmtree(path)  # as DeepSpeed saves them
 
@@ -135,7 +138,8 @@ class CheckpointSaver:
         self._background.join()
         if self._kept_copy is None:
             self._kept_copy = StateCopier(rank_device()[0], keep=True)
-        copied = self._kept_copy(collect_checkpoint(runner, meta=meta, **options))
+        found = collect_checkpoint(runner, meta=meta, path=file.path, **options)
+        copied = self._kept_copy(found)
         work_dir = runner.work_dir
         self._background.start(lambda: self._put(work_dir, copied, file))
 
@@ -178,16 +182,25 @@ def collect_checkpoint(
     save_param_scheduler: bool = True,
     meta: Optional[Dict[str, Any]] = None,
     by_epoch: bool = True,
+    path: Optional[str] = None,
 ) -> Dict[str, Any]:
-    """Collect what ``Runner.save_checkpoint`` of MMEngine writes, tensors where they are."""
+    """Collect what ``Runner.save_checkpoint`` of MMEngine writes, tensors where they are.
+
+    Sharded ones are gathered, or written beside ``path``: other ranks call
+    :func:`join_collecting`.
+    """
     if meta is not None and not isinstance(meta, dict):
         raise TypeError(f'meta should be a dict or None, but got {type(meta)}')
+    folder = _shards_folder(runner, path)
+    # Children may be wrapped, too; their names are saved without `module.`.
+    weights = get_state_dict(unwrap_model(runner.model))
     checkpoint: Dict[str, Any] = {
         'meta': _meta(runner, dict(meta or {}), by_epoch),
-        # Children may be wrapped, too; their names are saved without `module.`.
-        'state_dict': get_state_dict(unwrap_model(runner.model)),
+        'state_dict': collect_states(weights, folder, 'state_dict'),
         'message_hub': runner.message_hub.state_dict(),
     }
+    if folder is not None:
+        checkpoint[SHARDS] = os.path.basename(folder)
     if save_optimizer:
         if not isinstance(runner.optim_wrapper, OptimWrapper):
             raise CheckpointError(
@@ -195,7 +208,8 @@ def collect_checkpoint(
                 f'expected an OptimWrapper or OptimWrapperDict. Save without it: '
                 f'default_hooks.checkpoint.save_optimizer=False.'
             )
-        checkpoint['optimizer'] = runner.optim_wrapper.state_dict()
+        state = runner.optim_wrapper.state_dict()
+        checkpoint['optimizer'] = collect_states(state, folder, 'optimizer')
         kinds = describe_kinds(runner.optim_wrapper, runner.param_schedulers)
         checkpoint['meta']['kinds'] = kinds
     if save_param_scheduler and runner.param_schedulers is None:
@@ -204,6 +218,29 @@ def collect_checkpoint(
         checkpoint['param_schedulers'] = _scheduler_states(runner.param_schedulers)
     runner.call_hook('before_save_checkpoint', checkpoint=checkpoint)
     return checkpoint
+
+
+def join_collecting(runner: AnyRunner, save_optimizer: bool, path: str) -> None:
+    """Send what is sharded to rank 0, or write it, on ranks that save no checkpoint."""
+    if save_optimizer:
+        join_consolidation(runner.optim_wrapper)
+    if getattr(getattr(runner, 'sharding', None), 'active', False):
+        folder = _shards_folder(runner, path)
+        collect_states(get_state_dict(unwrap_model(runner.model)), folder, 'state_dict')
+        if save_optimizer:
+            collect_states(runner.optim_wrapper.state_dict(), folder, 'optimizer')
+
+
+def _shards_folder(runner: AnyRunner, path: Optional[str]) -> Optional[str]:
+    sharding = getattr(runner, 'sharding', None)
+    if path is None or sharding is None or not sharding.writes_shards:
+        return None
+    if not is_local(path):
+        raise CheckpointError(
+            f'sharding.sharded_checkpoint=True, and checkpoints go to {path}: expected a folder '
+            f'of a file system. Set default_hooks.checkpoint.out_dir, or leave the option out.'
+        )
+    return folder_of(path)
 
 
 def _meta(runner: AnyRunner, meta: Dict[str, Any], by_epoch: bool) -> Dict[str, Any]:

@@ -28,7 +28,7 @@ _get_installed_path = LocalPatch(config_module, 'get_installed_path')
 _READ_BESIDE = (
     *('accelerator', 'activation_checkpointing', 'checkpoint_classes', 'compile'),
     *('custom_imports', 'efficient_conv_bn_eval', 'find_unused_parameters', 'model_parallel'),
-    *('model_wrapper_cfg', 'runner_type', 'sync_bn', 'tta_model', 'tta_pipeline'),
+    *('model_wrapper_cfg', 'runner_type', 'sharding', 'sync_bn', 'tta_model', 'tta_pipeline'),
 )
 _MODULES = {package: module for module, package in MODULE2PACKAGE.items()}
 

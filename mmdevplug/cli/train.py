@@ -30,6 +30,11 @@ def build_parser() -> argparse.ArgumentParser:
         choices=['checkpoint', 'config'],
         help='whose settings of optimizers and schedulers are taken where they differ on resuming',
     )
+    parser.add_argument(
+        '--sharded',
+        action='store_true',
+        help='shard the model over the ranks, which hold a part of its weights each',
+    )
     parser.add_argument('--amp', action='store_true', help='train with mixed precision')
     parser.add_argument(
         '--auto-scale-lr', action='store_true', help='scale the learning rate with the batch'
@@ -53,6 +58,8 @@ def main(argv: Optional[List[str]] = None) -> None:
         from mmdevplug.optim import use_amp
 
         use_amp(cfg)
+    if args.sharded:
+        cfg.sharding = cfg.get('sharding') or True
     if args.auto_scale_lr:
         _scale_lr(cfg)
     if args.resume is not None:

@@ -41,5 +41,5 @@ def refuse_flexible_runner(cfg: ConfigType) -> None:
     raise DevPlugError(
         f"{found} asks for MMEngine's FlexibleRunner, which trains on none of the accelerators of "
         f"mmdevplug: expected runner_type='DeviceRunner' and no key strategy; the key "
-        f'model_parallel spreads a model over several devices.'
+        f'sharding shards a model over the ranks.'
     )

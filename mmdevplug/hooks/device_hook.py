@@ -14,6 +14,7 @@ from mmdevplug.accelerators import rank_device, rank_devices, to_device
 from mmdevplug.data.endless import check_endless
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
 from mmdevplug.optim import log_norms
+from mmdevplug.sharding.states import is_sharded
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.byte_sizes import format_bytes
 from mmdevplug.utils.loops import metrics_of
@@ -192,6 +193,7 @@ def _device_map(model: nn.Module, optimizers: List[Optimizer]) -> str:
     ):
         for device in sorted({str(tensor.device) for tensor in tensors}):
             here = [tensor for tensor in tensors if str(tensor.device) == device]
+            here = [each.to_local() if is_sharded(each) else each for each in here]
             size = sum(tensor.numel() * tensor.element_size() for tensor in here)
             parts.append(f'{device} holds {len(here)} {kind} ({format_bytes(size)})')
     return '; '.join(parts)

@@ -36,14 +36,18 @@ def _after_main(broadcast: Callable) -> Callable:
 
     @wraps(broadcast)
     def wait_and_broadcast(
-        objects: list, src: Optional[int] = 0, group: AnyGroup = None, *args: Any, **options: Any
+        object_list: list,
+        src: Optional[int] = 0,
+        group: AnyGroup = None,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         of_all = group is None or group == torch_dist.GroupMember.WORLD
         if of_all and not (src or options.get('group_src')):
             # While it lives, which its heartbeat tells; else the timeout holds.
             limit = None if current_watch() is None else MOST_SECONDS
             run_on_main('computing metrics', lambda: None, limit)
-        return broadcast(objects, src, group, *args, **options)
+        return broadcast(object_list, src, group, *args, **options)
 
     return wait_and_broadcast
 

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, Callable, ContextManager, Dict, List, Optional, Union
 from weakref import ref
@@ -25,12 +25,13 @@ from mmdevplug.checkpoint.participants import Participants
 from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
 from mmdevplug.checkpoint.refuse_resume import adapt_to_hooks
 from mmdevplug.checkpoint.resume_settings import ResumeSettings
-from mmdevplug.checkpoint.saving import collect_checkpoint
+from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
 from mmdevplug.checkpoint.state_copier import StateCopier
 from mmdevplug.checkpoint.writing import join, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.config.prepare import prepare_config
+from mmdevplug.config.sharding import ShardingOptions
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
 from mmdevplug.data.endless import take_for_endless
@@ -45,9 +46,11 @@ from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.prepare import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.apply_options import Parallelism
-from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers, join_consolidation
+from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers
 from mmdevplug.optim.adapt_config import describe_fp16
 from mmdevplug.patches.torch_load import trust_classes
+from mmdevplug.sharding import Sharding
+from mmdevplug.sharding.states import CopyingWhole, attach_shards
 from mmdevplug.utils.brief_terminal import shorten_terminal
 from mmdevplug.utils.model import unwrap_model
 from mmdevplug.utils.torch_compat import keep_from_tracing
@@ -78,6 +81,9 @@ class DeviceRunner(Runner):
         model_parallel (dict or bool, optional): Whether and how the model is spread over several
             devices: options of :class:`mmdevplug.config.model_parallel.ModelParallelOptions`.
             Defaults to None: the key ``model_parallel`` of ``cfg``.
+        sharding (dict or bool, optional): Whether and how the model is sharded over the ranks:
+            options of :class:`mmdevplug.config.sharding.ShardingOptions`. Defaults to None: the
+            key ``sharding`` of ``cfg``.
         **kwargs: See :class:`mmengine.runner.Runner`.
 
     Examples:
@@ -95,6 +101,7 @@ class DeviceRunner(Runner):
         *args: Any,
         accelerator: Optional[Union[str, Dict]] = None,
         model_parallel: Union[None, bool, Dict] = None,
+        sharding: Union[None, bool, Dict] = None,
         **kwargs: Any,
     ) -> None:
         cfg = kwargs.get('cfg') or {}
@@ -102,6 +109,9 @@ class DeviceRunner(Runner):
             accelerator = cfg.get('accelerator')
         if model_parallel is None:
             model_parallel = cfg.get('model_parallel')
+        if sharding is None:
+            sharding = cfg.get('sharding')
+        self.sharding = Sharding(ShardingOptions.from_config(sharding))
         self.accelerator_options = AcceleratorOptions.from_config(accelerator)
         #: The config of the schedulers, which MMEngine replaces by what it builds.
         self.scheduler_config: Any = None
@@ -184,7 +194,8 @@ class DeviceRunner(Runner):
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
         """Build the model; with the option ``pad_to`` it pads batches to a few sizes."""
         with fail_together('building the model'):
-            built = super().build_model(model)
+            self.sharding.check(self.device_context, self.cfg, self.parallelism.wanted)
+            built = self.sharding.build(lambda: super(DeviceRunner, self).build_model(model))
             if self.accelerator_options.pad_to is not None:
                 install_padding(built, self.accelerator_options.pad_to)
             return built
@@ -194,6 +205,9 @@ class DeviceRunner(Runner):
         if is_model_wrapper(model):
             return super().wrap_model(model_wrapper_cfg, model)
         with fail_together('wrapping the model'):
+            if self.sharding.wanted:
+                sync_bn, trains = self.cfg.get('sync_bn'), self._train_loop is not None
+                return self.sharding.place(model, self.device_context, sync_bn, trains)
             placed = place_model(
                 model,
                 self.device_context,
@@ -209,8 +223,12 @@ class DeviceRunner(Runner):
 
     def _init_model_weights(self) -> None:
         """Initialize weights where the config says, and make them equal on all ranks."""
-        place = self.accelerator_options.initial_weights
-        initialize_weights(unwrap_model(self.model), self.device_context, place)
+        model = unwrap_model(self.model)
+        if self.sharding.active:
+            self.sharding.initialize(model, self.device_context)
+        else:
+            place = self.accelerator_options.initial_weights
+            initialize_weights(model, self.device_context, place)
 
     def _maybe_compile(self, target: str) -> None:
         """Compile as MMEngine does, if the config says so, but not our own functions."""
@@ -233,10 +251,12 @@ class DeviceRunner(Runner):
             ModelError: If the optimizer cannot work with the process group, the device cannot
                 work with the model's sparse gradients, or ranks have nothing to train.
         """
-        if self.device_context.backend is not None and not is_model_wrapper(self.model):
+        bare = self.device_context.backend is not None and not is_model_wrapper(self.model)
+        if bare and not any(each.requires_grad for each in self.model.parameters()):
             refuse_frozen(self.model)
         cfg = adapt_optim_wrapper_cfg(optim_wrapper, self.device_context.accelerator)
         built = super().build_optim_wrapper(cfg)
+        self.sharding.watch(built)
         check_optimizers(built, self.device_context)
         check_sparse_gradients(self.model, self.device_context)
         return built
@@ -308,6 +328,7 @@ class DeviceRunner(Runner):
     ) -> None:
         """Register a hook, ours in place of some of MMEngine's: see ``hooks/default_hooks.py``."""
         super().register_hook(replace_hook(hook), priority)
+        self.sharding.check_hooks(self._hooks)
 
     def save_checkpoint(
         self,
@@ -324,9 +345,9 @@ class DeviceRunner(Runner):
 
         If the file cannot be written, an earlier one of that name stays.
         """
+        path = join(out_dir, filename, backend_args)
         if not is_main_process():
-            if save_optimizer:
-                join_consolidation(self.optim_wrapper)
+            join_collecting(self, save_optimizer, path)
             return
         if file_client_args is not None:
             super().save_checkpoint(
@@ -339,9 +360,11 @@ class DeviceRunner(Runner):
                 by_epoch,
             )
             return
-        checkpoint = collect_checkpoint(self, save_optimizer, save_param_scheduler, meta, by_epoch)
+        checkpoint = collect_checkpoint(
+            self, save_optimizer, save_param_scheduler, meta, by_epoch, path
+        )
         on_host = StateCopier(self.device_context.accelerator)(checkpoint)
-        write_checkpoint(on_host, join(out_dir, filename, backend_args), backend_args)
+        write_checkpoint(on_host, path, backend_args)
 
     save_checkpoint.collects_as_mmengine = True  # type: ignore[attr-defined]
 
@@ -396,7 +419,8 @@ class DeviceRunner(Runner):
 
         See :meth:`mmengine.runner.Runner.load_checkpoint`.
         """
-        checkpoint = read_for_model(filename, map_location)
+        checkpoint = read_for_model(filename, map_location, mapped=self.sharding.active)
+        attach_shards(checkpoint, filename, unwrap_model(self.model))
         if self._resuming:
             adapt_to_hooks(self, checkpoint, filename)
         # torch_gcu 1.10 keeps a model's first weights if it has not yet computed them.
@@ -404,9 +428,10 @@ class DeviceRunner(Runner):
         # From here on as MMEngine's method.
         self.call_hook('after_load_checkpoint', checkpoint=checkpoint)
         model = unwrap_model(self.model)
-        self._misfit = load_model(
-            model, checkpoint, filename, strict, revise_keys, bool(self._resuming)
-        )
+        with CopyingWhole() if self.sharding.active else nullcontext():
+            self._misfit = load_model(
+                model, checkpoint, filename, strict, revise_keys, bool(self._resuming)
+            )
         if self._resuming:
             self.resumption.compare(checkpoint, filename)
         self._has_loaded = True

@@ -17,6 +17,7 @@ VIDEOS = 'videos'
 PROCESS_GROUP = 'process group'
 MMCV_OPS = 'mmcv ops'
 LOADING = 'loading'
+BUILDING = 'building'
 CONFIG = 'config'
 GUARD = 'guard'
 AUTOPATCH = 'autopatch'
@@ -68,6 +69,7 @@ _LISTED = {
     PROCESS_GROUP: ('torch.distributed: barrier',),
     MMCV_OPS: ('mmcv._ext: *',),
     LOADING: ('torch: load',),
+    BUILDING: ('torch.nn.modules.module.Module: register_parameter',),
     CONFIG: ('mmengine.config.config: is_installed get_installed_path',),
     GUARD: ('torch.autograd.function.BackwardCFunction: apply',),
     AUTOPATCH: (

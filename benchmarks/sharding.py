@@ -1,0 +1,216 @@
+"""Sharded training beside DDP on the CPU: memory of a rank, iterations a second, bytes sent.
+
+The whole job is a training by DeviceRunner with random weights and AdamW. Memory is the most that
+a rank held (``VmHWM``) above what it held before it built the model, so weights, gradients, states
+of the optimizer, activations and buffers of messages. Bytes are those of the loopback interface:
+run it as root in a network of its own, ``unshare -n``, or nothing else should use it.
+
+python benchmarks/sharding.py [--models gpt2-medium vit-l] [--ways ddp sharded] [--nproc 2 4]
+                              [--iters 4] [--json FILE]
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+MODELS = ('gpt2-medium', 'vit-l', 'gpt2-tiny')
+
+
+def memory(name):
+    """A figure of this process in MB: ``VmHWM`` or ``VmRSS``."""
+    text = Path('/proc/self/status').read_text(encoding='ascii')
+    return int(re.search(rf'{name}:\s+(\d+)', text).group(1)) / 1024
+
+
+def sent():
+    """Bytes that the loopback interface has sent."""
+    text = Path('/proc/net/dev').read_text(encoding='ascii')
+    return int(re.search(r'lo:\s*(.*)', text).group(1).split()[8])
+
+
+def build_model(name):
+    """A model of MMEngine around transformers' GPT-2, or ViT-L of mmseg under a linear head."""
+    from mmengine.model import BaseModel
+    from torch import nn
+
+    class Language(BaseModel):
+        def __init__(self):
+            super().__init__()
+            from transformers import GPT2Config, GPT2LMHeadModel
+
+            sizes = dict(n_embd=1024, n_layer=24, n_head=16)
+            if name == 'gpt2-tiny':
+                sizes = dict(n_embd=512, n_layer=8, n_head=8, vocab_size=4096)
+            self.net = GPT2LMHeadModel(GPT2Config(n_positions=64, use_cache=False, **sizes))
+
+        def forward(self, inputs, mode='tensor'):
+            return dict(loss=self.net(input_ids=inputs, labels=inputs).loss)
+
+    class Vision(BaseModel):
+        def __init__(self):
+            super().__init__()
+            from mmseg.models.backbones import VisionTransformer
+
+            self.net = VisionTransformer(
+                img_size=(64, 64), embed_dims=1024, num_layers=24, num_heads=16, out_indices=(23,)
+            )
+            self.head = nn.Conv2d(1024, 10, 1)
+
+        def forward(self, inputs, mode='tensor'):
+            images = inputs.float().view(len(inputs), 1, 1, -1).expand(-1, 3, 64, 64)
+            return dict(loss=self.head(self.net(images)[0]).square().mean())
+
+    return Vision if name == 'vit-l' else Language
+
+
+def train(model, way, iters):
+    """Train in this rank, and print its figures as JSON."""
+    import torch
+    from mmengine.config import Config
+    from mmengine.hooks import Hook
+    from mmengine.registry import DATASETS, MODELS, RUNNERS
+
+    import mmdevplug  # noqa: F401
+
+    MODELS.register_module(name='Measured', module=build_model(model))
+    times, bytes_sent = [], []
+
+    class Note(Hook):
+        priority = 'LOWEST'
+
+        def after_train_iter(self, runner, *args, **kwargs):
+            if way != 'alone':
+                torch.distributed.barrier()
+            times.append(time.perf_counter())
+            bytes_sent.append(sent())
+
+    vocabulary = 4096 if model == 'gpt2-tiny' else 50257
+
+    @DATASETS.register_module()
+    class MeasuredTokens(torch.utils.data.Dataset):
+        def __len__(self):
+            return 64
+
+        def __getitem__(self, index):
+            seeded = torch.Generator().manual_seed(index)
+            return dict(inputs=torch.randint(0, vocabulary, (64,), generator=seeded))
+
+    cfg = Config(
+        dict(
+            model=dict(type='Measured'),
+            work_dir=tempfile.mkdtemp(),
+            launcher='pytorch',
+            runner_type='DeviceRunner',
+            accelerator=dict(type='cpu', backend='gloo', memory=False),
+            train_dataloader=dict(
+                batch_size=1,
+                num_workers=0,
+                dataset=dict(type='MeasuredTokens'),
+                sampler=dict(type='DefaultSampler', shuffle=False),
+                collate_fn=dict(type='default_collate'),
+            ),
+            train_cfg=dict(type='IterBasedTrainLoop', max_iters=iters),
+            optim_wrapper=dict(
+                type='OptimWrapper', optimizer=dict(type='AdamW', lr=1e-5, foreach=False)
+            ),
+            default_hooks=dict(checkpoint=None),
+            log_level='ERROR',
+            **(dict(sharding=True) if way == 'sharded' else {}),
+        )
+    )
+    # What a first use of transformers and mmseg takes is none of the model's.
+    build_model(model)
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+
+    before = memory('VmRSS')
+    runner = RUNNERS.build(cfg)
+    runner.register_hook(Note())
+    built = memory('VmHWM') - before
+    runner.train()
+    size = sum(p.numel() * p.element_size() for p in runner.model.parameters()) / 2**20
+    last = len(times) - 1
+    print(
+        json.dumps(
+            dict(
+                rank=int(os.environ['RANK']),
+                weights=size,
+                built=built,
+                peak=memory('VmHWM') - before,
+                seconds=(times[last] - times[0]) / last,
+                sent=(bytes_sent[last] - bytes_sent[0]) / last / 2**20,
+            )
+        ),
+        flush=True,
+    )
+
+
+def measure(model, way, nproc, iters):
+    """Run one job and return the figures of its ranks."""
+    environ = dict(
+        os.environ, OMP_NUM_THREADS='1', MASTER_ADDR='127.0.0.1', GLOO_SOCKET_IFNAME='lo'
+    )
+    environ.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
+    environ['MASTER_PORT'] = str(20000 + os.getpid() % 20000)
+    command = [sys.executable, __file__, '--rank-of', model, way, '--iters', str(iters)]
+    jobs = [
+        subprocess.Popen(
+            command,
+            env=dict(environ, RANK=str(rank), LOCAL_RANK=str(rank)),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(nproc)
+    ]
+    lines = [job.communicate()[0].strip().splitlines() for job in jobs]
+    return [json.loads(line[-1]) for line in lines]
+
+
+def main():
+    """Measure every way and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--models', nargs='+', choices=MODELS, default=MODELS[:2])
+    parser.add_argument(
+        '--ways', nargs='+', choices=('ddp', 'sharded'), default=('ddp', 'sharded')
+    )
+    parser.add_argument('--nproc', nargs='+', type=int, default=(2, 4))
+    parser.add_argument('--iters', type=int, default=4)
+    parser.add_argument('--json')
+    parser.add_argument('--rank-of', nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_of:
+        train(*args.rank_of, args.iters)
+        return
+    rows = []
+    for model in args.models:
+        for nproc in args.nproc:
+            for way in args.ways:
+                ranks = measure(model, way, nproc, args.iters)
+                peak = max(rank['peak'] for rank in ranks)
+                others = [rank['peak'] for rank in ranks[1:]] or [peak]
+                row = dict(
+                    model=model,
+                    way=way,
+                    nproc=nproc,
+                    peak_mb=round(peak),
+                    peak_of_others_mb=round(max(others)),
+                    built_mb=round(max(rank['built'] for rank in ranks)),
+                    seconds=round(ranks[0]['seconds'], 3),
+                    sent_mb=round(ranks[0]['sent']),
+                    weights_mb=round(ranks[0]['weights']),
+                )
+                rows.append(row)
+                print(row, flush=True)
+    if args.json:
+        from result_file import write_results
+
+        write_results(args.json, rows)
+
+
+if __name__ == '__main__':
+    main()

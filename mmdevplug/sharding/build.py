@@ -1,0 +1,119 @@
+"""Build and initialize a model whose whole weights only rank 0 holds, on the host."""
+
+import copy
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, Callable, Dict, Iterator, Optional
+
+import torch
+from torch import Tensor, distributed as torch_dist, nn
+
+from mmdevplug.accelerators import DeviceContext
+from mmdevplug.accelerators.random_states import host_random_state, set_host_random_state
+from mmdevplug.distributed.byte_exchange import gather_json
+from mmdevplug.distributed.coalesced import broadcast_tensors
+from mmdevplug.patches.torch_load import safe_loading
+from mmdevplug.utils.logs import log_warning
+from mmdevplug.utils.patching import patch_symbol
+
+from .states import CopyingWhole, is_sharded
+
+
+@contextmanager
+def drawing_as_first_rank() -> Iterator[None]:
+    """Continue with the random state of rank 0, on ranks that had its state before."""
+    before = gather_json(host_random_state())
+    yield
+    after = gather_json(host_random_state() if torch_dist.get_rank() == 0 else None)[0]
+    if before[torch_dist.get_rank()] == before[0]:
+        set_host_random_state(after)
+
+
+def build_without_weights(build: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model; on all ranks but the first its parameters are on the meta device."""
+    with drawing_as_first_rank():
+        state = host_random_state()
+        try:
+            if torch_dist.get_rank() > 0:
+                with _parameters_on_meta():
+                    return build()
+        except (RuntimeError, NotImplementedError) as error:
+            if 'meta' not in str(error).lower():
+                raise
+            log_warning('sharding: the model reads its weights while it is built: all are built.')
+        set_host_random_state(state)
+        return build()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device when a module registers it; tied ones stay tied."""
+    from torch.utils.weak import WeakIdKeyDictionary  # since PyTorch 2.0
+
+    register = nn.Module.register_parameter
+    moved = WeakIdKeyDictionary()
+
+    def register_on_meta(self: nn.Module, name: str, param: Any) -> None:
+        if param is not None and param.device.type != 'meta':
+            if param not in moved:
+                moved[param] = _on_device(param, torch.device('meta'))
+            param = moved[param]
+        register(self, name, param)
+
+    patch = patch_symbol(nn.Module, 'register_parameter', register_on_meta)
+    try:
+        yield
+    finally:
+        patch.restore()
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a tensor with its class and attributes; one of the meta device gets memory."""
+    if tensor.device == device:
+        return tensor
+    on_meta = tensor.device.type == 'meta'
+    value = torch.empty_like(tensor, device=device) if on_meta else tensor.detach().to(device)
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, tensor.requires_grad)
+        value.__class__ = type(tensor)
+    vars(value).update(vars(tensor))
+    return value
+
+
+def place(module: nn.Module, context: DeviceContext) -> None:
+    """Put what is not sharded yet on the device of this rank, with the values of rank 0."""
+    made: Dict[int, Tensor] = {}
+    for part in module.modules():
+        for slots in (part._parameters, part._buffers):
+            for name, tensor in slots.items():
+                if tensor is not None and not is_sharded(tensor):
+                    moved = _on_device(tensor, context.device)
+                    slots[name] = made.setdefault(id(tensor), moved)
+    broadcast_tensors(list(made.values()), context.accelerator)
+
+
+def keep_whole(model: nn.Module) -> Optional[nn.Module]:
+    """On rank 0, copy the modules of a model that is about to be sharded, not its weights."""
+    weights: Dict[int, Any] = {id(each): each for each in model.parameters()}
+    return copy.deepcopy(model, weights) if torch_dist.get_rank() == 0 else None
+
+
+def initialize(model: nn.Module, whole: Optional[nn.Module], context: DeviceContext) -> None:
+    """Call ``init_weights`` of the whole model, which rank 0 has, and shard the result.
+
+    Random numbers are drawn for whole weights, in the order of one process: so are the values.
+    """
+    values: Dict[str, Any] = {}
+    with drawing_as_first_rank():
+        if whole is not None:
+            with safe_loading('named in init_cfg', forced=False):
+                whole.init_weights()
+            values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+    trained = gather_json([name for name, each in values.items() if each.requires_grad])[0]
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        missing = torch.empty(tensor.shape, dtype=tensor.dtype, device='meta')
+        value = _on_device(values.pop(name, missing), context.device).detach()
+        broadcast_tensors([value], context.accelerator)
+        with torch.no_grad(), CopyingWhole():
+            tensor.copy_(value)
+        tensor.requires_grad_(name in trained)

@@ -1,0 +1,187 @@
+"""Shard the model of a runner in place, by PyTorch's ``fully_shard``."""
+
+import functools
+from typing import Any, Iterable, Mapping, Optional
+
+import torch
+from mmengine.hooks import EMAHook
+from mmengine.logging import print_log
+from torch import distributed as torch_dist, nn
+from torch.optim import Optimizer
+
+from mmdevplug.accelerators import DeviceContext
+from mmdevplug.config.sharding import ShardingOptions
+from mmdevplug.distributed.byte_exchange import gather_json
+from mmdevplug.errors import ModelError, first_line
+from mmdevplug.fault_tolerance.failure import fail_together
+from mmdevplug.model.move import set_preprocessor_devices
+from mmdevplug.model.norm_layers import check_sync_bn, convert_norm_layers
+from mmdevplug.model.running_stats import keep_running_statistics
+from mmdevplug.utils.torch_compat import is_at_least
+
+from .blocks import find_blocks
+from .build import build_without_weights, initialize, keep_whole, place
+from .states import shard_optimizer_state
+
+#: The first release whose ``fully_shard`` is public, and the first whose DTensor gathers tensors
+#: of devices without functional collectives of their own.
+FIRST, FIRST_ON_CARDS = '2.6', '2.13'
+
+
+class Sharding:
+    """Builds, shards and initializes the model of a runner, if its config says so.
+
+    The model stays the object that it is, with its class, its names and its ``train_step``:
+    PyTorch's FSDP2 replaces its parameters by DTensors, of which each rank holds a part, and
+    gathers those of a block while the block computes.
+    """
+
+    def __init__(self, options: Optional[ShardingOptions]) -> None:
+        self.options = options
+        #: Whether it is asked for and there are ranks, and whether the model is sharded.
+        self.wanted = self.active = False
+        #: Whether each rank writes what it holds of a checkpoint.
+        self.writes_shards = False
+        self._watched: Any = None
+        #: On rank 0, until weights are initialized.
+        self._whole: Optional[nn.Module] = None
+
+    def check(self, context: DeviceContext, cfg: Mapping[str, Any], spread: bool) -> None:
+        """Refuse what cannot be sharded before the model is built."""
+        if self.options is None:
+            return
+        ranks, device, version = self.options.ranks or 1, context.device, torch.__version__
+        self.wanted = context.backend is not None
+        world_size = torch_dist.get_world_size() if self.wanted else ranks
+        given = [key for key in ('model_wrapper_cfg', 'compile') if cfg.get(key)]
+        given += ['model_parallel'] if spread else []
+        needed = FIRST if device.type in ('cpu', 'cuda') else FIRST_ON_CARDS
+        _refuse(
+            context.accelerator.compilation.lazy,
+            f'on {device}: FSDP2 frees gathered weights between operations, and those of a lazy '
+            f'device have no memory before a graph runs. Use model_parallel, or an eager device',
+        )
+        _refuse(not is_at_least(needed), f'needs PyTorch {needed}; found {version}. Upgrade')
+        streams = device.type == 'cpu' or hasattr(getattr(torch, device.type, 0), 'Stream')
+        _refuse(not streams, f'on {device} needs torch.{device.type}.Stream')
+        _refuse(given, f'and {", ".join(given)}: each arranges the model its own way. Keep one')
+        _refuse(world_size % ranks, f'with ranks={ranks}: expected a divisor of {world_size}')
+        if not self.wanted:
+            print_log('sharding has no effect in a single process: start more.', 'current')
+
+    def build(self, build: Any) -> nn.Module:
+        """Build the model, with weights on rank 0 alone."""
+        return build_without_weights(build) if self.wanted else build()
+
+    def place(
+        self, model: nn.Module, context: DeviceContext, sync_bn: Optional[str], trains: bool
+    ) -> nn.Module:
+        """Put the model on the device of this rank block by block, each sharded at once."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        options = self.options
+        check_sync_bn(sync_bn)
+        _check_parameters(model)
+        device, world_size = context.device, torch_dist.get_world_size()
+        model = convert_norm_layers(model, context.accelerator, device, sync_bn)
+        self._whole = keep_whole(model) if trains else None
+        keep_running_statistics(model, context.accelerator, device)
+        ranks = options.ranks or world_size
+        copies, names = (world_size // ranks, ranks), ('replicate', 'shard')
+        first = int(ranks == world_size)  # without copies the mesh has one dimension
+        bf16 = options.mixed_precision is not None
+        dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else {}
+        wrap: Any = functools.partial(
+            fully_shard,
+            mesh=init_device_mesh(device.type, copies[first:], mesh_dim_names=names[first:]),
+            mp_policy=MixedPrecisionPolicy(**dtypes),
+        )
+        modules, blocks = dict(model.named_modules()), find_blocks(model, options.blocks)
+        for name in reversed(blocks):  # those inside of others first
+            place(modules[name], context)
+            wrap(modules[name], reshard_after_forward=options.reshard_after_forward)
+        place(model, context)
+        output = dict(dtypes, output_dtype=torch.float32) if bf16 else {}
+        wrap(model, mp_policy=MixedPrecisionPolicy(**output))
+        set_preprocessor_devices(model, device)
+        model.register_forward_hook(_free_unless_training)
+        if hasattr(model, 'train_step'):
+            model.train_step = functools.partial(_train_step, model)  # type: ignore[assignment]
+        print_log(f'sharding: {len(blocks)} blocks over {ranks} of {world_size} ranks.', 'current')
+        self.active, self.writes_shards = True, options.sharded_checkpoint
+        return model
+
+    def initialize(self, model: nn.Module, context: DeviceContext) -> None:
+        """Initialize the weights as one process does."""
+        if hasattr(model, 'init_weights'):
+            initialize(model, self._whole, context)
+        self._whole = None
+
+    def watch(self, optim_wrapper: Any) -> None:
+        """Let the optimizer load whole states, and check its gradients before each update."""
+        if not self.active or optim_wrapper is self._watched:
+            return
+        self._watched = optim_wrapper
+        optimizer = getattr(optim_wrapper, 'optimizer', optim_wrapper)
+        kind = type(optimizer).__name__
+        _refuse(
+            not isinstance(optimizer, Optimizer) or kind == 'ZeroRedundancyOptimizer',
+            f'with {kind}: expected one Optimizer of PyTorch, whose states are sharded as the '
+            f'weights are, and a model that is called as a whole',
+        )
+        optimizer.register_load_state_dict_pre_hook(shard_optimizer_state)
+        optimizer.register_step_pre_hook(_check_gradients)
+
+    def check_hooks(self, hooks: Iterable[object]) -> None:
+        """Refuse a hook that copies the model."""
+        found = [type(hook).__name__ for hook in hooks if isinstance(hook, EMAHook)]
+        _refuse(self.active and found, f'with {found}, which copies the whole model. Keep one')
+
+
+def _refuse(found: object, text: str) -> None:
+    if found:
+        raise ModelError(f'sharding {text}.')
+
+
+def _train_step(model: nn.Module, *args: object, **kwargs: object) -> Any:
+    with fail_together('training'):
+        try:
+            return type(model).train_step(model, *args, **kwargs)
+        except RuntimeError as error:
+            _refuse(
+                'mixed torch.Tensor and DTensor' in str(error),
+                f'gathers weights when their block is called, and these were read before: '
+                f'{first_line(error)[:80]} Name in sharding.blocks what is called',
+            )
+            raise
+
+
+def _free_unless_training(model: Any, *_: object) -> None:
+    # FSDP2 keeps the outermost module gathered for a backward pass, which does not come then.
+    if not torch.is_grad_enabled():
+        model.reshard()
+
+
+def _check_gradients(optimizer: Optimizer, *_: object) -> None:
+    """Refuse an update for which ranks have gradients of different parameters."""
+    trained = [p for group in optimizer.param_groups for p in group['params'] if p.requires_grad]
+    without = [number for number, each in enumerate(trained) if each.grad is None]
+    of_ranks = gather_json(without)
+    _refuse(
+        any(each != without for each in of_ranks),
+        f'averages gradients that all ranks have, and in this step the parameters of the '
+        f'optimizer at {of_ranks}, by rank, have none. Let every rank use the same parts of the '
+        f'model, or add 0 * the sum of the others to the loss',
+    )
+
+
+def _check_parameters(model: nn.Module) -> None:
+    problems = [f'{n} has no dimension' for n, p in model.named_parameters() if p.dim() == 0]
+    problems += [f'{n} has a hook' for n, p in model.named_parameters() if p._backward_hooks]
+    problems += [f'{n} has sparse=True' for n, m in model.named_modules() if vars(m).get('sparse')]
+    _refuse(
+        problems,
+        f'of {type(model).__name__}: {"; ".join(problems[:5])} ({len(problems)} in all). Expected '
+        f'parameters of one dimension or more, with dense gradients and no hooks',
+    )

@@ -1,0 +1,120 @@
+"""What cannot be sharded is refused with the reason and the way out."""
+
+import pytest
+import torch
+from mmengine.model import BaseModel
+from mmengine.registry import MODELS
+from torch import nn
+
+from mmdevplug.config.sharding import ShardingOptions
+from mmdevplug.errors import DevPlugError, ModelError
+from mmdevplug.sharding.blocks import find_blocks
+from tests.columns import lazy
+from tests.ranks import run_ranks
+
+from . import jobs
+from .jobs import train
+from .test_training import pytestmark  # noqa: F401
+
+
+@MODELS.register_module()
+class ShardedOddly(BaseModel):
+    """A parameter without a dimension, or heads of which each rank uses another."""
+
+    def __init__(self, scalar=False, data_preprocessor=None):
+        super().__init__(data_preprocessor)
+        self.scale = nn.Parameter(torch.ones(()) if scalar else torch.ones(1))
+        self.heads = nn.ModuleList(nn.Linear(3 * 8 * 8, 4) for _ in range(2))
+
+    def forward(self, inputs, labels, mode='tensor'):
+        rank = torch.distributed.get_rank()
+        return dict(loss=(self.scale * self.heads[rank](inputs.flatten(1))).square().mean())
+
+
+CASES = dict(
+    model_parallel=(dict(model_parallel=dict(enable=None)), 'model_parallel: each arranges'),
+    wrapper=(
+        dict(model_wrapper_cfg=dict(type='MMDistributedDataParallel')),
+        'model_wrapper_cfg: each arranges',
+    ),
+    ema=(dict(custom_hooks=[dict(type='EMAHook')]), 'EMAHook'),
+    ranks=(dict(sharding=dict(ranks=3)), 'a divisor of 2'),
+    blocks=(dict(sharding=dict(blocks=['Blok'])), "'Blok'], which is neither a class"),
+    not_called=(
+        dict(
+            sharding=dict(blocks=['FCNHead']),
+            model=dict(jobs.vit(), _delete_=True),
+            train_dataloader__dataset__type='SpreadScenes',
+            train_dataloader__collate_fn__type='pseudo_collate',
+            default_scope='mmseg',
+        ),
+        'Name in sharding.blocks what is called',
+    ),
+    scalar=(dict(model=dict(_delete_=True, type='ShardedOddly', scalar=True)), 'no dimension'),
+    gradients=(
+        dict(model=dict(_delete_=True, type='ShardedOddly')),
+        'averages gradients that all ranks have',
+    ),
+)
+
+
+def refuse(accelerator, work_dir, options):
+    try:
+        train('twice', accelerator, work_dir, **dict(dict(sharding=True), **options))
+    except DevPlugError as error:
+        return str(error)
+    return ''
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_what_cannot_be_sharded_is_refused(name, tmp_path):
+    options, expected = CASES[name]
+    for said in run_ranks(refuse, 2, 'cpu', str(tmp_path), options, together=True):
+        assert 'sharding' in said
+        assert expected in said
+
+
+@pytest.mark.parametrize('accelerator', [lazy('lazy')])
+def test_lazy_devices_are_refused_with_the_reason(accelerator, tmp_path):
+    for said in run_ranks(refuse, 2, accelerator, str(tmp_path), {}, together=True):
+        assert 'those of a lazy device have no memory before a graph runs' in said
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split('.')[:2])) < (2, 13), reason='needs PyTorch 2.13'
+)
+def test_a_card_without_streams_is_refused(tmp_path):
+    for said in run_ranks(refuse, 2, 'zeta', str(tmp_path), {}, together=True):
+        assert 'needs torch.zeta.Stream' in said
+
+
+def test_one_process_trains_without_sharding(tmp_path):
+    assert run_ranks(refuse, 0, 'cpu', str(tmp_path), {}) == ['']
+
+
+@pytest.mark.parametrize(
+    ('value', 'said'),
+    [
+        ('yes', 'expected True, False or a dict'),
+        (dict(rank=2), "did you mean 'ranks'"),
+        (dict(mixed_precision='fp16'), "expected 'bf16'"),
+        (dict(blocks='Block'), 'a list of names'),
+    ],
+)
+def test_impossible_options_are_refused(value, said):
+    with pytest.raises(ModelError, match=said.replace('(', r'\(')):
+        ShardingOptions.from_config(value)
+
+
+def test_a_block_that_shares_a_weight_stays_with_the_rest():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+    blocks = nn.ModuleList(Block() for _ in range(3))
+    model = nn.ModuleDict(dict(blocks=blocks, head=nn.Linear(4, 4)))
+    assert find_blocks(model) == ['blocks.0', 'blocks.1', 'blocks.2']
+    model['head'].weight = model['blocks'][1].inner.weight
+    assert find_blocks(model) == ['blocks.0', 'blocks.2']
+    assert find_blocks(model, ['head']) == []

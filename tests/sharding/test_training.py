@@ -1,0 +1,109 @@
+"""A sharded training is that of one process, on any number of ranks and any eager device."""
+
+import pytest
+import torch
+
+from tests.columns import NATIVE, job_of
+from tests.jobs import need_mmcv_operations, need_peft
+from tests.ranks import run_ranks
+
+from .jobs import train_all
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split('.')[:2])) < (2, 6), reason='FSDP2 needs PyTorch 2.6'
+)
+
+ADAM = dict(_delete_=True, type='AdamW', lr=0.001, weight_decay=0.05)
+NO_DECAY = dict(norm_decay_mult=0.0, bias_decay_mult=0.0, custom_keys=dict(head=dict(lr_mult=2.0)))
+#: Kinds of models, how they are sharded, and other options of the training.
+CASES = dict(
+    twice=('twice', True, dict(optim_wrapper__clip_grad=dict(max_norm=0.5))),
+    llama=(
+        'tied_llama',
+        True,
+        dict(optim_wrapper__accumulative_counts=2, optim_wrapper__optimizer=ADAM),
+    ),
+    lora=('lora', dict(reshard_after_forward=False), {}),
+    # Its normalization takes biases away again: AdamW would make steps of rounding.
+    segformer=(
+        'segformer',
+        True,
+        dict(optim_wrapper__paramwise_cfg=NO_DECAY, optim_wrapper__optimizer__weight_decay=0.05),
+    ),
+    vit=('vit', dict(blocks=['backbone.layers.1', 'FFN']), {}),
+    detr=('detr', True, dict(optim_wrapper__clip_grad=dict(max_norm=0.1))),
+    bn=('classifier', True, dict(sync_bn='auto')),
+)
+
+
+def compare(names, world_size, device, tmp_path, **sharding):
+    need_mmcv_operations()
+    need_peft()
+    cases = [CASES[name] for name in names]
+    (alone,) = run_ranks(train_all, 0, cases, 'cpu', str(tmp_path), False)
+    if sharding:
+        cases = [(kind, sharding, options) for kind, _, options in cases]
+    more = job_of(device, world_size)
+    job = run_ranks(train_all, world_size, cases, device, str(tmp_path), True, **more)
+    for of_rank in job:
+        for name, found, expected in zip(names, of_rank, alone):
+            assert found['active'], name
+            part = found['all'] / sharding.get('ranks', world_size)
+            assert found['held'] < part * 1.1 + 200, name
+            assert len(found['losses']) == 10
+            for key in ('losses', 'norms'):
+                close = dict(rtol=1e-5, atol=1e-5, msg=f'{name}: {key}')
+                torch.testing.assert_close(found[key], expected[key], **close)
+            for key, weight in expected['weights'].items():
+                where = f'{name}: {key}'
+                torch.testing.assert_close(
+                    found['weights'][key], weight, rtol=0, atol=1e-5, msg=where
+                )
+
+
+def test_two_ranks_train_as_one_process(tmp_path):
+    compare(list(CASES), 2, 'cpu', tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('ranks', [1, 4])
+def test_other_numbers_of_ranks_train_as_one_process(ranks, tmp_path):
+    compare(list(CASES), ranks, 'cpu', tmp_path)
+
+
+def test_two_copies_of_two_ranks_each_train_as_one_process(tmp_path):
+    compare(['twice', 'segformer'], 4, 'cpu', tmp_path, ranks=2)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split('.')[:2])) < (2, 13),
+    reason='DTensor on a card needs PyTorch 2.13',
+)
+@pytest.mark.parametrize('device', ['streams', NATIVE])
+def test_cards_train_as_one_process(device, tmp_path):
+    compare(['twice', 'segformer', 'vit'], 2, device, tmp_path)
+
+
+AMP = dict(optim_wrapper__type='AmpOptimWrapper', optim_wrapper__loss_scale='dynamic')
+
+
+def test_mixed_precision_is_that_of_data_parallel_training(tmp_path):
+    cases = [
+        ('llama', True, dict(AMP, optim_wrapper__dtype=dtype)) for dtype in ('float16', 'bfloat16')
+    ]
+    sharded, parallel = (
+        run_ranks(train_all, 2, cases, 'cpu', str(tmp_path), way)[0] for way in (True, False)
+    )
+    for found, expected in zip(sharded, parallel):
+        assert (found['active'], expected['active']) == (True, False)
+        torch.testing.assert_close(found['losses'], expected['losses'], rtol=0, atol=1e-3)
+        for name, weight in expected['weights'].items():
+            torch.testing.assert_close(found['weights'][name], weight, rtol=0, atol=1e-4)
+
+
+def test_blocks_in_bfloat16_leave_weights_in_float32(tmp_path):
+    cases = [('twice', sharding, {}) for sharding in (True, dict(mixed_precision='bf16'))]
+    plain, half = run_ranks(train_all, 2, cases, 'cpu', str(tmp_path), True)[0]
+    assert {str(each.dtype) for each in half['weights'].values()} == {'torch.float32'}
+    torch.testing.assert_close(half['losses'], plain['losses'], rtol=0, atol=0.05)
+    assert half['losses'] != plain['losses']
