@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from statistics import pvariance
 from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
@@ -30,7 +31,7 @@ from torch import nn
 from mmdevplug.errors import PlacementError
 from mmdevplug.model_parallel import DevicePlan, module_sizes, plan
 from mmdevplug.model_parallel.blocks import find_units, group_units, shared_names
-from mmdevplug.model_parallel.device_plan import balance_score, imbalance
+from mmdevplug.model_parallel.device_plan import imbalance
 from mmdevplug.model_parallel.partition import Partition
 from mmdevplug.model_parallel.unsplittable import WholeModules
 
@@ -142,7 +143,9 @@ def _split(name: str, sizes: Sequence[int], ends: Sequence[int]) -> Dict[str, An
 
 
 def _planned(name: str, made: DevicePlan) -> Dict[str, Any]:
-    return _figures(name, list(made.counts.values()), list(made.loads.values()))
+    devices = [block.device for block in made.blocks]
+    counts = [devices.count(name) for name in made.devices]
+    return _figures(name, counts, list(made.loads.values()))
 
 
 def _figures(name: str, counts: Sequence[int], loads: Sequence[int]) -> Dict[str, Any]:
@@ -151,7 +154,7 @@ def _figures(name: str, counts: Sequence[int], loads: Sequence[int]) -> Dict[str
         name=name,
         counts=list(counts),
         by_count=imbalance(counts, even),
-        score=balance_score(counts),
+        score=1.0 / (1.0 + pvariance(counts)),
         loads=[round(load / 1e9, 2) for load in loads],
         by_bytes=imbalance(loads, even),
     )

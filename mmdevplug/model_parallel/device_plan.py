@@ -22,7 +22,7 @@ Signature = Tuple[Tuple[str, Tuple[int, ...]], ...]
 #: Begins the step of a plan that says that it is uneven.
 WARNING = 'warning: '
 #: Of :meth:`DevicePlan.to_dict`; changes when a key changes its meaning or goes.
-SCHEMA = 1
+SCHEMA = 2
 
 
 def ideal_loads(loads: Collection[float], weights: Collection[float]) -> List[float]:
@@ -39,12 +39,6 @@ def imbalance(loads: Collection[float], weights: Collection[float]) -> float:
         if ideal or load
     ]
     return max(relative, default=0.0)
-
-
-def balance_score(values: Collection[float]) -> float:
-    """``1 / (1 + variance)``; 1 is perfect."""
-    mean = sum(values) / len(values)
-    return 1.0 / (1.0 + sum((value - mean) ** 2 for value in values) / len(values))
 
 
 def signature_of(tensors: Iterable[Tuple[str, Tensor]]) -> Signature:
@@ -102,27 +96,10 @@ class DevicePlan:
         return imbalance([self.loads[name] for name in weights], weights.values())
 
     @property
-    def balance_score(self) -> float:
-        """``1 / (1 + variance)`` of the number of blocks on each device; 1 is perfect."""
-        return balance_score([self.counts[name] for name in self.weights])
-
-    @property
-    def byte_balance_score(self) -> float:
-        """The same of ``load / ideal`` in bytes."""
-        return balance_score(self._relative_loads() or [0.0])
-
-    @property
     def bottleneck(self) -> float:
         """The largest load relative to its ideal; 1 is perfect."""
-        return max(self._relative_loads(), default=0.0)
-
-    @property
-    def counts(self) -> Dict[str, int]:
-        """The number of blocks on each device."""
-        counts = dict.fromkeys(self.devices, 0)
-        for block in self.blocks:
-            counts[block.device] += 1
-        return counts
+        relative = [self.loads[name] / ideal for name, ideal in self.ideals.items() if ideal]
+        return max(relative, default=0.0)
 
     @property
     def ideals(self) -> Dict[str, float]:
@@ -136,9 +113,6 @@ class DevicePlan:
         """Why the plan is uneven; ``''`` if it is even enough."""
         found = (step for step in self.steps if step.startswith(WARNING))
         return next(found, '').replace(WARNING, f'The plan of {self.model} is ')
-
-    def _relative_loads(self) -> List[float]:
-        return [self.loads[name] / ideal for name, ideal in self.ideals.items() if ideal]
 
     def device_of(self, name: str) -> torch.device:
         """Where a module or tensor is.
@@ -213,8 +187,6 @@ class DevicePlan:
             **{name: value for name, value in asdict(self).items() if name != 'signature'},
             signature=[[name, list(shape)] for name, shape in self.signature],
             imbalance=self.imbalance,
-            balance_score=self.balance_score,
-            byte_balance_score=self.byte_balance_score,
         )
 
     @classmethod
@@ -265,8 +237,5 @@ class DevicePlan:
                 here[0] or 'all' if here else '',
                 here[-1] or 'all' if here else '',
             )
-        figures = (
-            f'imbalance {self.imbalance:.3f} in bytes; balance score {self.balance_score:.3f} in '
-            f'blocks, {self.byte_balance_score:.3f} in bytes'
-        )
-        return Group(table, Text(figures), *[Text(f'- {step}') for step in self.steps])
+        figures = Text(f'imbalance {self.imbalance:.3f} in bytes')
+        return Group(table, figures, *[Text(f'- {step}') for step in self.steps])

@@ -74,14 +74,10 @@ def test_figures_follow_from_the_loads():
     assert loads(made) == [4, 4, 4]
     assert made.imbalance == 0
     assert made.bottleneck == 1
-    assert made.counts == {'cuda:0': 1, 'cuda:1': 2, 'cuda:2': 2}
-    assert made.balance_score == pytest.approx(1 / (1 + 2 / 9))
-    assert made.byte_balance_score == 1
     uneven = plan(layers(6, 3, 3), 'cuda:0-1', no_split=['1', '2'])
     assert loads(uneven) == [6, 6]
     lopsided = plan(layers(9, 1), 'cuda:0-1')
     assert lopsided.imbalance == pytest.approx(4 / 5)
-    assert lopsided.byte_balance_score == pytest.approx(1 / (1 + 0.64))
 
 
 def test_loads_follow_the_memory():
@@ -187,7 +183,6 @@ def test_one_device_holds_all():
         made = plan(make('gpt2'), 'xla:3', strategy)
         assert made.device_map == {'': 'xla:3'}
         assert made.imbalance == 0
-        assert made.balance_score == made.byte_balance_score == 1
 
 
 # uneven plans -------------------------------------------------------------------------------
@@ -410,7 +405,7 @@ def test_a_plan_survives_json():
     assert made.to_dict()['imbalance'] == made.imbalance
 
 
-@pytest.mark.parametrize('broken', [{}, {'schema': 99}, {'schema': 1}, [], None])
+@pytest.mark.parametrize('broken', [{}, {'schema': 99}, {'schema': 2}, [], None])
 def test_what_is_no_plan(broken):
     with pytest.raises(PlacementError, match='no plan|schema=99'):
         DevicePlan.from_dict(broken)
