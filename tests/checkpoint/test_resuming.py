@@ -66,7 +66,7 @@ def _on_ranks(folder, names):
 
 
 #: Those of which the ranks' data, buffers and hooks differ most from those of one.
-FEW = ('multi_step', 'default_sampler_by_iter', 'plain', 'zipped')
+FEW = ('multi_step', 'default_sampler_by_iter', 'plain', 'zipped', 'participant')
 
 
 @pytest.mark.parametrize(

@@ -308,6 +308,26 @@ def test_stock_mmengine_resumes_from_ours_and_we_from_its(tmp_path):
             assert found['iter'] == 52
 
 
+def test_states_of_another_format_are_refused(tmp_path):
+    run_ranks(train, 0, tmp_path)
+    path = tmp_path / 'epoch_4.pth'
+    checkpoint = read_checkpoint(str(path))
+    checkpoint['mmdevplug'] = dict(version=1, epoch=4, batch=-1, ranks=[{}], world_size=1)
+    torch.save(checkpoint, path)
+    with pytest.raises(RanksFailed) as raised:
+        run_ranks(resume_from, 0, tmp_path / 'second', str(path))
+    kind, message, _ = raised.value.errors[0]
+    assert kind == 'CheckpointError'
+    assert f'{path} was written by mmdevplug 0.1.0 with states of version 1' in message
+    assert 'expected version 2' in message
+    # Its weights are taken all the same.
+    run_ranks(begin_from, 0, tmp_path / 'third', str(path))
+
+
+def begin_from(work_dir, path):
+    return train(work_dir, load_from=path)['iter']
+
+
 class Box:
     def __init__(self):
         self.size = 3
