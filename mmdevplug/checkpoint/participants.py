@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.accelerators.random_states import random_state, set_random_state
-from mmdevplug.data import ResumableLoader, make_resumable
+from mmdevplug.data.resumable_loader import ResumableLoader, has_state, make_resumable
 from mmdevplug.distributed.byte_exchange import gather_bytes, gather_json, to_bytes, to_tensor
 from mmdevplug.errors import CheckpointError
 from mmdevplug.patches.torch_load import safe_loading
@@ -167,11 +167,6 @@ class Participants:
         thing = self._things[name]()
         if name in self._waiting and (isinstance(thing, DataLoader) or not self._loaders_only):
             thing.load_state_dict(self._waiting.pop(name))
-
-
-def has_state(thing: object) -> bool:
-    """Whether something can take part."""
-    return all(callable(getattr(thing, name, None)) for name in ('state_dict', 'load_state_dict'))
 
 
 # the states of all ranks ------------------------------------------------------------------------

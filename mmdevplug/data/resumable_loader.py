@@ -224,7 +224,7 @@ class ResumableLoader(DataLoader):
         # With worker processes the dataset that is read is a copy in each of them.
         if isinstance(self.dataset, IterableDataset) and self.num_workers == 0:
             parts.append(self.dataset)
-        return next((part for part in parts if _has_state(part)), None)
+        return next((part for part in parts if has_state(part)), None)
 
     def state_dict(self) -> Dict[str, Any]:
         """Where it is; nothing before it was read from."""
@@ -408,8 +408,9 @@ def _fetch_seeded(
     return [dataset[index] for index in indices] if fetch is None else fetch(indices)
 
 
-def _has_state(part: object) -> bool:
-    return all(callable(getattr(part, name, None)) for name in ('state_dict', 'load_state_dict'))
+def has_state(thing: object) -> bool:
+    """Whether something has the two methods by which a state is saved and restored."""
+    return all(callable(getattr(thing, name, None)) for name in ('state_dict', 'load_state_dict'))
 
 
 def draws_on(sampler: Any) -> bool:

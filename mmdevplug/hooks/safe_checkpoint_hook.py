@@ -131,18 +131,12 @@ class SafeCheckpointHook(CheckpointHook):
         )
         complete = runner.iter > 0 and is_complete(runner)
         finished = complete and ended_at == runner.iter
-        if complete and not finished:
-            runner.logger.warning(
-                f'The checkpoint is of epoch {runner.epoch} and iteration {runner.iter}, and '
-                f'train_cfg has max_epochs={runner.max_epochs}, max_iters={runner.max_iters}: '
-                f'nothing is left to train. Raise them to train longer.'
-            )
-        if finished:
-            runner.logger.info(
-                f'This run was already finished, after {runner.epoch} epoch(s) and {runner.iter} '
-                f'iterations: there is nothing left to train. Raise max_epochs or max_iters of '
-                f'train_cfg to train longer.'
-            )
+        if complete:
+            begun = f'epoch {runner.epoch} and iteration {runner.iter}: nothing is left to train.'
+            limits = f'max_epochs={runner.max_epochs} or max_iters={runner.max_iters}'
+            said = 'This run was already finished, at' if finished else 'The checkpoint is of'
+            log = runner.logger.info if finished else runner.logger.warning
+            log(f'{said} {begun} Raise {limits} of train_cfg to train longer.')
         super().before_train(runner)
         metrics = getattr(getattr(runner.val_loop, 'evaluator', None), 'metrics', [])
         usual = [
