@@ -66,9 +66,7 @@ def _holds(module: nn.Module) -> bool:
 
 
 def group_units(
-    units: List[Unit],
-    sizes: ModuleSizes,
-    shared: Iterable[List[str]] = (),
+    units: List[Unit], sizes: ModuleSizes, shared: Iterable[List[str]] = ()
 ) -> List[Group]:
     """Group units, which are in order of registration, that have to share a device.
 

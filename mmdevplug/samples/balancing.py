@@ -10,21 +10,8 @@ from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 from mmdevplug.utils.annotations import AnyGroup
 
-from .columns import (
-    flatten_samples,
-    read_groups,
-    read_structure,
-    unflatten_samples,
-    write_groups,
-)
-from .gathering import (
-    Device,
-    ExchangeOptions,
-    Job,
-    begin,
-    copy_own_samples,
-    list_examples,
-)
+from .columns import flatten_samples, read_groups, read_structure, unflatten_samples, write_groups
+from .gathering import Device, ExchangeOptions, Job, begin, copy_own_samples, list_examples
 
 
 def balance_samples(

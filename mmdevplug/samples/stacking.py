@@ -115,9 +115,7 @@ def _stack_alike(values: List[Any], path: str, ragged: bool) -> Any:
     # Column by column: an object for each sample would trigger Python's garbage collector.
     parts = [
         _stack(
-            [container.part(value, name) for value in values],
-            path + container.step(name),
-            ragged,
+            [container.part(value, name) for value in values], path + container.step(name), ragged
         )
         for name in names
     ]
