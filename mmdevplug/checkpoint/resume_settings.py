@@ -326,11 +326,8 @@ class OptimizerSettings:
         ):
             return None
         ends = ', '.join(f'{type(one).__name__} at {last}' for one, last in lasts)
-        rises = any(one.end > last for one, last in lasts)
-        return (
-            f'the schedules of the learning rate end before ({ends}), and from there it '
-            f'{"rises again" if rises else "stays as it is"}'
-        )
+        then = 'rises again' if any(one.end > last for one, last in lasts) else 'stays as it is'
+        return f'the schedules of the learning rate end before ({ends}), and from there it {then}'
 
 
 def _copy(group: Mapping[str, Any]) -> Dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from itertools import zip_longest
 from typing import List
 
 from torch import distributed as torch_dist, nn
@@ -49,14 +50,6 @@ def _signature(module: nn.Module) -> List[List[str]]:
 
 
 def _first_difference(one: List[List[str]], other: List[List[str]]) -> str:
-    for (name, kind), (other_name, other_kind) in zip(one, other):
-        if name != other_name:
-            return f'has {name} ({kind}) where rank 0 has {other_name} ({other_kind})'
-        if kind != other_kind:
-            return f'has {name} as {kind}, rank 0 as {other_kind}'
-    longer, who = (one, 'this rank') if len(one) > len(other) else (other, 'rank 0')
-    name, kind = longer[min(len(one), len(other))]
-    return (
-        f'has {len(one)} parameters and buffers, rank 0 has {len(other)}; only {who} has {name} '
-        f'({kind})'
-    )
+    pairs = zip_longest(one, other, fillvalue=('nothing more', 'none'))
+    (name, kind), (other_name, other_kind) = next(pair for pair in pairs if pair[0] != pair[1])
+    return f'has {name} ({kind}) where rank 0 has {other_name} ({other_kind})'

@@ -49,16 +49,12 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
             model, a device is not there, a tensor did not go where it was sent, or accelerate
             takes a rank of a job for the only process.
     """
-    if isinstance(model, DevicePlan):
-        raise PlacementError(
-            f'dispatch() got a DevicePlan as model and {type(plan).__name__} as plan: they are '
-            f'swapped. Write dispatch(model, plan).'
-        )
-    if not isinstance(plan, DevicePlan):
+    if isinstance(model, DevicePlan) or not isinstance(plan, DevicePlan):
         given = repr(plan) if isinstance(plan, (str, list, tuple, int)) else 'devices'
         raise PlacementError(
-            f'dispatch(model, plan) got plan of type {type(plan).__name__}: expected what plan() '
-            f'returns. Write dispatch(model, plan(model, {given}, training=True)).'
+            f'dispatch() got {type(model).__name__} as model and {type(plan).__name__} as plan: '
+            f'expected a module, and what plan() returns. Write dispatch(model, plan(model, '
+            f'{given}, training=True)).'
         )
     plan.check(model)
     try:

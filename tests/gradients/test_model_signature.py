@@ -39,11 +39,11 @@ def a_buffer(module):
 
 
 MESSAGES = {
-    'another_shape': 'rank 1: has parameter 2.weight as 5x8 torch.float32, rank 0 as 4x8 torch.fl',
-    'one_more': 'has 5 parameters and buffers, rank 0 has 4; only this rank has parameter 3.w',
-    'another_dtype': 'has parameter 0.weight as 8x8 torch.float64, rank 0 as 8x8 torch.float32',
-    'frozen': 'has parameter 0.bias as 8 torch.float32, frozen, rank 0 as 8 torch.float32',
-    'a_buffer': 'only this rank has buffer scale (3 torch.float32)',
+    'another_shape': 'rank 1: has parameter 2.weight (5x8 torch.float32) where rank 0 has parameter 2',
+    'one_more': 'has parameter 3.weight (4x4 torch.float32) where rank 0 has nothing more',
+    'another_dtype': '(8x8 torch.float64) where rank 0 has parameter 0.weight (8x8 torch.float32)',
+    'frozen': '0.bias (8 torch.float32, frozen) where rank 0 has parameter 0.bias (8 torch.',
+    'a_buffer': 'has buffer scale (3 torch.float32) where rank 0 has',
 }
 
 

@@ -90,7 +90,7 @@ def test_ranks_that_change_other_parameters_end_with_their_names():
         run_ranks(other_parameters, 2, together=True)
     for kind, message, _ in raised.value.errors.values():
         assert kind == 'ModelError'
-        assert 'rank 1: has parameter 0.weight as 4x4 torch.float32, rank 0 as' in message
+        assert 'rank 1: has parameter 0.weight (4x4 torch.float32) where rank 0 has' in message
 
 
 def unfreeze_on_one_rank():

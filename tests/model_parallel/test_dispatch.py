@@ -274,9 +274,11 @@ def test_the_advice_where_torch_has_no_cuda(monkeypatch):
 def test_swapped_and_mistaken_arguments():
     model = Tied()
     made = plan(model, 'zeta:0-1', training=True, strategy='balanced')
-    with pytest.raises(PlacementError, match=r'as model and Tied as plan: they are swapped'):
+    with pytest.raises(
+        PlacementError, match=r'got DevicePlan as model and Tied as plan: expected'
+    ):
         dispatch(made, model)
-    with pytest.raises(PlacementError, match=r'plan of type Tied: expected') as refused:
+    with pytest.raises(PlacementError, match=r'Tied as plan: expected a module') as refused:
         dispatch(model, model)
     assert 'Linear' not in str(refused.value)
     with pytest.raises(PlacementError, match=r'devices is of type dict: .*not a device map'):
