@@ -39,7 +39,7 @@ def a_buffer(module):
 
 
 MESSAGES = {
-    'another_shape': 'rank 1: has parameter 2.weight (5x8 torch.float32) where rank 0 has parameter 2',
+    'another_shape': 'rank 1: has parameter 2.weight (5x8 torch.float32) where rank 0',
     'one_more': 'has parameter 3.weight (4x4 torch.float32) where rank 0 has nothing more',
     'another_dtype': '(8x8 torch.float64) where rank 0 has parameter 0.weight (8x8 torch.float32)',
     'frozen': '0.bias (8 torch.float32, frozen) where rank 0 has parameter 0.bias (8 torch.',
