@@ -55,9 +55,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def register_on_meta(self: nn.Module, name: str, param: Any) -> None:
         if param is not None and param.device.type != 'meta':
-            if param not in moved:
-                moved[param] = _on_device(param, torch.device('meta'))
-            param = moved[param]
+            param = moved.setdefault(param, _on_device(param, torch.device('meta')))
         register(self, name, param)
 
     patch = patch_symbol(nn.Module, 'register_parameter', register_on_meta)
@@ -87,8 +85,7 @@ def place(module: nn.Module, context: DeviceContext) -> None:
         for slots in (part._parameters, part._buffers):
             for name, tensor in slots.items():
                 if tensor is not None and not is_sharded(tensor):
-                    moved = _on_device(tensor, context.device)
-                    slots[name] = made.setdefault(id(tensor), moved)
+                    slots[name] = made.setdefault(id(tensor), _on_device(tensor, context.device))
     broadcast_tensors(list(made.values()), context.accelerator)
 
 
@@ -107,7 +104,7 @@ def initialize(model: nn.Module, whole: Optional[nn.Module], context: DeviceCont
     with drawing_as_first_rank():
         if whole is not None:
             with safe_loading('named in init_cfg', forced=False):
-                whole.init_weights()
+                getattr(whole, 'init_weights', list)()
             values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     trained = gather_json([name for name, each in values.items() if each.requires_grad])[0]
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):

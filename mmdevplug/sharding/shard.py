@@ -1,6 +1,7 @@
 """Shard the model of a runner in place, by PyTorch's ``fully_shard``."""
 
 import functools
+from dataclasses import replace
 from typing import Any, Iterable, Mapping, Optional
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from mmdevplug.accelerators import DeviceContext
 from mmdevplug.config.sharding import ShardingOptions
 from mmdevplug.distributed.byte_exchange import gather_json
+from mmdevplug.distributed.staged_groups import staged_counterpart
 from mmdevplug.errors import ModelError, first_line
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.move import set_preprocessor_devices
@@ -23,9 +25,9 @@ from .blocks import find_blocks
 from .build import build_without_weights, initialize, keep_whole, place
 from .states import shard_optimizer_state
 
-#: The first release whose ``fully_shard`` is public, and the first whose DTensor gathers tensors
-#: of devices without functional collectives of their own.
-FIRST, FIRST_ON_CARDS = '2.6', '2.13'
+#: The first release whose ``fully_shard`` works on the CPU, and the first whose DTensor gathers
+#: tensors of devices without functional collectives of their own.
+FIRST, FIRST_ON_CARDS = '2.7', '2.13'
 
 
 class Sharding:
@@ -77,7 +79,7 @@ class Sharding:
         self, model: nn.Module, context: DeviceContext, sync_bn: Optional[str], trains: bool
     ) -> nn.Module:
         """Put the model on the device of this rank block by block, each sharded at once."""
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         options = self.options
@@ -88,34 +90,35 @@ class Sharding:
         self._whole = keep_whole(model) if trains else None
         keep_running_statistics(model, context.accelerator, device)
         ranks = options.ranks or world_size
-        copies, names = (world_size // ranks, ranks), ('replicate', 'shard')
-        first = int(ranks == world_size)  # without copies the mesh has one dimension
-        bf16 = options.mixed_precision is not None
-        dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else {}
-        wrap: Any = functools.partial(
-            fully_shard,
-            mesh=init_device_mesh(device.type, copies[first:], mesh_dim_names=names[first:]),
-            mp_policy=MixedPrecisionPolicy(**dtypes),
-        )
+        if ranks == world_size and torch_dist.get_backend() in ('gloo', 'staged'):
+            # Shared memory inside a host, where gloo takes sockets.
+            mesh = DeviceMesh.from_group(staged_counterpart(), device.type)
+        else:
+            shape = (world_size // ranks, ranks)
+            mesh = init_device_mesh(device.type, shape, mesh_dim_names=('copies', 'shard'))
+            mesh = mesh if ranks < world_size else mesh['shard']
+        half, full = (torch.bfloat16, torch.float32) if options.mixed_precision else (None, None)
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full)
+        wrap: Any = functools.partial(fully_shard, mesh=mesh)
         modules, blocks = dict(model.named_modules()), find_blocks(model, options.blocks)
-        for name in reversed(blocks):  # those inside of others first
-            place(modules[name], context)
-            wrap(modules[name], reshard_after_forward=options.reshard_after_forward)
+        for block in [modules[name] for name in reversed(blocks)]:  # inner ones first
+            place(block, context)
+            wrap(block, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
         place(model, context)
-        output = dict(dtypes, output_dtype=torch.float32) if bf16 else {}
-        wrap(model, mp_policy=MixedPrecisionPolicy(**output))
+        wrap(model, mp_policy=replace(policy, output_dtype=full))
+        for part in (model, *(modules[name] for name in blocks)):
+            part.unshard()  # once outside of inference mode, or weights could not be trained
+            part.reshard()
         set_preprocessor_devices(model, device)
         model.register_forward_hook(_free_unless_training)
-        if hasattr(model, 'train_step'):
-            model.train_step = functools.partial(_train_step, model)  # type: ignore[assignment]
+        model.train_step = functools.partial(_train_step, model)  # type: ignore[assignment]
         print_log(f'sharding: {len(blocks)} blocks over {ranks} of {world_size} ranks.', 'current')
         self.active, self.writes_shards = True, options.sharded_checkpoint
         return model
 
     def initialize(self, model: nn.Module, context: DeviceContext) -> None:
         """Initialize the weights as one process does."""
-        if hasattr(model, 'init_weights'):
-            initialize(model, self._whole, context)
+        initialize(model, self._whole, context)
         self._whole = None
 
     def watch(self, optim_wrapper: Any) -> None:

@@ -5,12 +5,13 @@ import torch
 
 from tests.columns import NATIVE, job_of
 from tests.jobs import need_mmcv_operations, need_peft
+from tests.parallel_jobs import build
 from tests.ranks import run_ranks
 
 from .jobs import train_all
 
 pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split('.')[:2])) < (2, 6), reason='FSDP2 needs PyTorch 2.6'
+    tuple(map(int, torch.__version__.split('.')[:2])) < (2, 7), reason='FSDP2 needs PyTorch 2.7'
 )
 
 ADAM = dict(_delete_=True, type='AdamW', lr=0.001, weight_decay=0.05)
@@ -82,6 +83,18 @@ def test_two_copies_of_two_ranks_each_train_as_one_process(tmp_path):
 @pytest.mark.parametrize('device', ['streams', NATIVE])
 def test_cards_train_as_one_process(device, tmp_path):
     compare(['twice', 'segformer', 'vit'], 2, device, tmp_path)
+
+
+def infer_then_train(work_dir):
+    runner = build('twice', 'cpu', work_dir, sharding=True, default_scope='mmengine')
+    with torch.inference_mode():
+        runner.model(torch.ones(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))
+    runner.train()
+    return runner.iter
+
+
+def test_a_model_that_has_inferred_is_trained(tmp_path):
+    assert run_ranks(infer_then_train, 2, str(tmp_path)) == [10, 10]
 
 
 AMP = dict(optim_wrapper__type='AmpOptimWrapper', optim_wrapper__loss_scale='dynamic')
