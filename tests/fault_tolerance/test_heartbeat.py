@@ -150,7 +150,7 @@ def test_few_operations_on_the_store():
     for count in run_ranks(count_operations, 3, 8):
         # Each second two looks for events and half a beat, of two or three operations. Before
         # PyTorch 1.12 a beat is written and read as some 20 numbers.
-        assert 1 <= count <= 8 * (40 if torch_before('1.12.0') else 4)
+        assert 1 <= count <= 8 * (44 if torch_before('1.12.0') else 4)
 
 
 def start_ranks(function, world_size, *args):

@@ -13,7 +13,7 @@ from mmdevplug.gradients.unused_parameters import refuse_unreduced
 from tests.columns import NATIVE, backend_of, job_of
 from tests.features.parts import TinyGAN
 from tests.hooks.memory_jobs import build, config
-from tests.jobs import install_card
+from tests.jobs import install_card, torch_before
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -124,6 +124,9 @@ def train_tables(work_dir, accelerator, model, wrapper):
     return runner.iter
 
 
+@pytest.mark.skipif(
+    torch_before('1.11.0'), reason='PyTorch 1.10 has neither use_reentrant nor static_graph'
+)
 @pytest.mark.parametrize(
     ('model', 'wrapper', 'expected'),
     [
