@@ -1,9 +1,11 @@
 """Sharded training beside DDP on the CPU: memory of a rank, iterations a second, bytes sent.
 
-The whole job is a training by DeviceRunner with random weights and AdamW. Memory is the most that
-a rank held (``VmHWM``) above what it held before it built the model, so weights, gradients, states
-of the optimizer, activations and buffers of messages. Bytes are those of the loopback interface:
-run it as root in a network of its own, ``unshare -n``, or nothing else should use it.
+The whole job is a training by DeviceRunner with random weights and AdamW. ``tensors_mb`` is the
+most that a rank's tensors took: weights, gradients, states of the optimizer and gathered blocks,
+looked at after each block's forward pass, before its backward pass and around the update.
+``peak_mb`` is the most that the process held (``VmHWM``) above what it held before it built the
+model, with modules that it imported then and what the allocator kept. Bytes are those of the
+loopback interface: run it as root in a network of its own, ``unshare -n``.
 
 python benchmarks/sharding.py [--models gpt2-medium vit-l] [--ways ddp sharded] [--nproc 2 4]
                               [--iters 4] [--json FILE]
@@ -32,6 +34,20 @@ def sent():
     """Bytes that the loopback interface has sent."""
     text = Path('/proc/net/dev').read_text(encoding='ascii')
     return int(re.search(r'lo:\s*(.*)', text).group(1).split()[8])
+
+
+def tensor_bytes():
+    """Bytes of the storages that Python's tensors refer to."""
+    import gc
+
+    import torch
+
+    storages = {}
+    for each in gc.get_objects():
+        if isinstance(each, torch.Tensor) and each.device.type == 'cpu':
+            each = getattr(each, '_local_tensor', each)
+            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return sum(storages.values())
 
 
 def build_model(name):
@@ -79,10 +95,27 @@ def train(model, way, iters):
     import mmdevplug  # noqa: F401
 
     MODELS.register_module(name='Measured', module=build_model(model))
-    times, bytes_sent = [], []
+    times, bytes_sent, tensors = [], [], []
+
+    def look(*_):
+        if len(times) == iters - 1:  # the last iteration, whose time does not count
+            tensors.append(tensor_bytes())
+
+    def look_twice(module, args, output):
+        look()
+        output = output[0] if isinstance(output, tuple) else output
+        output.register_hook(look)
 
     class Note(Hook):
         priority = 'LOWEST'
+
+        def before_train(self, runner):
+            for part in runner.model.modules():
+                if type(part).__name__.endswith(('GPT2Block', 'TransformerEncoderLayer')):
+                    part.register_forward_hook(look_twice)
+            optimizer = runner.optim_wrapper.optimizer
+            optimizer.register_step_pre_hook(look)
+            optimizer.register_step_post_hook(look)
 
         def after_train_iter(self, runner, *args, **kwargs):
             if way != 'alone':
@@ -134,7 +167,7 @@ def train(model, way, iters):
     built = memory('VmHWM') - before
     runner.train()
     size = sum(p.numel() * p.element_size() for p in runner.model.parameters()) / 2**20
-    last = len(times) - 1
+    last = len(times) - 2
     print(
         json.dumps(
             dict(
@@ -142,6 +175,7 @@ def train(model, way, iters):
                 weights=size,
                 built=built,
                 peak=memory('VmHWM') - before,
+                tensors=max(tensors) / 2**20,
                 seconds=(times[last] - times[0]) / last,
                 sent=(bytes_sent[last] - bytes_sent[0]) / last / 2**20,
             )
@@ -199,6 +233,7 @@ def main():
                     nproc=nproc,
                     peak_mb=round(peak),
                     peak_of_others_mb=round(max(others)),
+                    tensors_mb=round(max(rank['tensors'] for rank in ranks)),
                     built_mb=round(max(rank['built'] for rank in ranks)),
                     seconds=round(ranks[0]['seconds'], 3),
                     sent_mb=round(ranks[0]['sent']),
