@@ -69,6 +69,7 @@ def _convert(
         for name, layer in _layers(module, kinds).items()
         if not isinstance(layer, DeviceSyncBatchNorm)
     }
+    layers.update(_of_repositories(module, accelerator, device))
     if not layers:
         return module
     if torch_sync_bn_works(accelerator, device):
@@ -114,6 +115,26 @@ def _layers(module: nn.Module, kinds: Tuple[type, ...]) -> Dict[str, nn.Module]:
             f'batch normalization of another kind would not run; kept as it is.'
         )
     return {name: part for name, part in found.items() if name not in others}
+
+
+def _of_repositories(
+    module: nn.Module, accelerator: Accelerator, device: torch.device
+) -> Dict[str, nn.Module]:
+    """The synchronized layers of mmcv, which has them for CUDA, and of mmdet3d and others.
+
+    The latter pass tensors of the device to collectives, which a lazy device cannot. What is
+    computed on the host, such as an encoder of voxels, may keep them.
+    """
+    on_host = [
+        part for one in module.modules() if 'forward' in vars(one) for part in one.modules()
+    ]
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if 'SyncBatchNorm' in type(part).__name__ and not isinstance(part, SYNCHRONIZED)
+        if (accelerator.compilation.lazy and part not in on_host)
+        or (device.type != 'cuda' and not isinstance(part, _BatchNorm))
+    }
 
 
 def _change_class(layer: nn.Module, cls: type) -> None:

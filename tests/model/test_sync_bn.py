@@ -331,3 +331,49 @@ def test_each_rank_by_itself_trains_otherwise(tmp_path, single_process_weights):
     # That the comparison above can fail.
     for result in run_ranks(train_normalized, 2, 'cpu', tmp_path, 'per_rank'):
         assert largest_difference(result['weights'], single_process_weights) > 1e-3
+
+
+# layers of repositories -------------------------------------------------------------------------
+
+
+class NaiveSyncBatchNorm1d(nn.BatchNorm1d):
+    """As mmdet3d has it: it passes tensors of the device to a collective."""
+
+    def forward(self, input):
+        torch.distributed.all_reduce(input.mean(0))
+        return super().forward(input)
+
+
+class SyncBatchNorm(nn.Module):
+    """As mmcv has it, for CUDA."""
+
+    def __init__(self, num_features):
+        super().__init__()
+        layer = nn.BatchNorm1d(num_features)
+        self.num_features, self.eps, self.momentum = num_features, layer.eps, layer.momentum
+        self.affine = self.track_running_stats = True
+        self.weight, self.bias = layer.weight, layer.bias
+        for name, value in layer.named_buffers():
+            self.register_buffer(name, value)
+
+    def forward(self, input):
+        raise AssertionError('only support Half or Float Tensor')
+
+
+def normalize_as_repositories_do(accelerator):
+    context = start(accelerator)
+    ours = []
+    for layer in (NaiveSyncBatchNorm1d(2), SyncBatchNorm(2), nn.SyncBatchNorm(2)):
+        model = convert_norm_layers(nn.Sequential(layer), context.accelerator, context.device)
+        batch = torch.arange(8.0).reshape(4, 2) * (1 + torch.distributed.get_rank())
+        output = model.to(context.device)(batch.to(context.device))
+        ours.append((type(model[0]).__name__, output.detach().cpu()))
+    return ours
+
+
+@pytest.mark.parametrize(('accelerator', 'ranks'), [('cpu', 2), ('zeta', 2), lazy('lazy', 2)])
+def test_layers_of_repositories_are_synchronized(accelerator, ranks):
+    for found in run_ranks(normalize_as_repositories_do, ranks, accelerator):
+        (naive, first), (_, of_mmcv), (torchs, right) = found
+        assert torch.equal(of_mmcv, right)
+        assert (naive == torchs) == torch.equal(first, right) == (accelerator == 'lazy')
