@@ -61,7 +61,8 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
                 f"{self.accelerator.name!r}. PyTorch's sharded gradient scaler is for CUDA; "
                 f'remove the key, and use data parallel training.'
             )
-        self.cast_dtype = _read_dtype(dtype, self.valid_dtypes) or self.accelerator.precision.dtype
+        self.precision = self.accelerator.precision  # torch.compile cannot trace a cached property
+        self.cast_dtype = _read_dtype(dtype, self.valid_dtypes) or self.precision.dtype
         options = _read_loss_scale(loss_scale)
         self._scale_update_param = options['init_scale'] if _is_number(loss_scale) else None
         self.loss_scaler = self._build_scaler(loss_scale, options)
@@ -140,7 +141,7 @@ class DeviceAmpOptimWrapper(DeviceOptimWrapper, AmpOptimWrapper):
     def optim_context(self, model: nn.Module) -> Iterator[None]:
         """Cast inside, and skip the averaging of gradients while they accumulate."""
         with OptimWrapper.optim_context(self, model):
-            with self.accelerator.precision.autocast(dtype=self.cast_dtype):
+            with self.precision.autocast(dtype=self.cast_dtype):
                 yield
 
     def state_dict(self) -> dict:

@@ -13,7 +13,6 @@ from mmengine.runner.amp import autocast
 from mmdevplug.accelerators import Accelerator, current_accelerator
 from mmdevplug.utils.patched_symbols import AUTOCAST
 from mmdevplug.utils.patching import active_patches, patch_symbol
-from mmdevplug.utils.torch_compat import autocast_state
 
 #: The devices with a gradient scaler that MMEngine knows; 0.10.0 does not know MUSA.
 _KNOWN = ('cuda', 'npu', 'mlu', 'musa')
@@ -29,14 +28,17 @@ def mmengine_supports(accelerator: Accelerator) -> bool:
     return kind in _KNOWN and available is not None and available()
 
 
-def patch_autocast(accelerator: Accelerator) -> None:
+def patch_autocast(accelerator: Accelerator, compiled: bool = False) -> None:
     """Let ``mmengine.runner.amp.autocast`` cast on an accelerator that MMEngine does not know.
 
     Models have imported the function already, so the generator in its closure is replaced. At
-    each call it looks up the current accelerator, and calls MMEngine's for devices that MMEngine
-    knows and for other device types that the caller names.
+    each call it looks up the current accelerator, and calls MMEngine's for other device types
+    that the caller names. If the model is ``compiled``, it is replaced on every accelerator:
+    MMEngine's parses the version of PyTorch, at which torch.compile fails with InvalidVersion.
     """
-    if not mmengine_supports(accelerator) and not active_patches(AUTOCAST):
+    if compiled:
+        _ = accelerator.precision  # made here, which torch.compile cannot trace
+    if (compiled or not mmengine_supports(accelerator)) and not active_patches(AUTOCAST):
         patch_symbol(autocast, 'func', _autocast)
 
 
@@ -48,14 +50,10 @@ def _autocast(
 ) -> Iterator[None]:
     """See :func:`mmengine.runner.amp.autocast`."""
     accelerator = current_accelerator()
-    ours = device_type in (None, accelerator.name, accelerator.device_type)
-    if not ours or mmengine_supports(accelerator):
+    if device_type not in (None, accelerator.name, accelerator.device_type):
         yield from _of_mmengine(device_type, dtype, enabled, cache_enabled)
         return
     # The T20's autocast refuses None.
     options: Any = {} if cache_enabled is None else dict(cache_enabled=cache_enabled)
-    enabled_around, dtype_around = autocast_state(accelerator.device_type) or (False, None)
-    if enabled and enabled_around:
-        dtype = dtype or dtype_around  # an inner context without a dtype inherits it
     with accelerator.precision.autocast(dtype=dtype, enabled=enabled, **options):
         yield

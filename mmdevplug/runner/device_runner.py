@@ -48,6 +48,7 @@ from mmdevplug.model.sparse_gradients import check_sparse_gradients
 from mmdevplug.model_parallel.apply_options import Parallelism
 from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers
 from mmdevplug.optim.adapt_config import describe_fp16
+from mmdevplug.patches.autocast import patch_autocast
 from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.sharding import Sharding
 from mmdevplug.sharding.states import CopyingWhole, attach_shards
@@ -59,9 +60,9 @@ from .device_log_processor import device_log_processor
 from .explain_errors import explained
 from .init_device import init_from_options
 
-#: Collectives, checks and copies, at which torch.compile would break its graphs. The model and the
+#: Collectives and checks, at which torch.compile would break its graphs. The model and the
 #: optimizer that they call are compiled all the same.
-UNTRACED = 'accelerators distributed fault_tolerance gradients hooks model optim patches utils'
+UNTRACED = 'distributed fault_tolerance gradients hooks model staged utils'
 
 
 @RUNNERS.register_module()
@@ -234,6 +235,7 @@ class DeviceRunner(Runner):
         """Compile as MMEngine does, if the config says so, but not our own functions."""
         if self.cfg.get('compile'):
             keep_from_tracing(*[f'mmdevplug.{part}' for part in UNTRACED.split()])
+            patch_autocast(self.device_context.accelerator, compiled=True)
         super()._maybe_compile(target)
 
     # the optimizer ------------------------------------------------------------------------------

@@ -180,23 +180,10 @@ def plain_tensor_functions() -> AbstractContextManager:
 
 
 def default_autocast_dtype(device_type: str) -> torch.dtype:
-    """The dtype that autocast casts to by default, which PyTorch reports from 2.4 on."""
+    """The dtype that autocast casts to by default: from PyTorch 2.4 on, that of the one around."""
     if hasattr(torch, 'get_autocast_dtype'):
         return torch.get_autocast_dtype(device_type)
     return torch.bfloat16 if device_type in ('cpu', 'xla') else torch.float16
-
-
-def autocast_state(device_type: str) -> Optional[Tuple[bool, torch.dtype]]:
-    """Whether autocast is on, and its dtype.
-
-    None before PyTorch 2.4, which cannot tell, and on devices that autocast does not know.
-    """
-    if not is_at_least('2.4.0'):
-        return None
-    try:
-        return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    except RuntimeError:
-        return None
 
 
 def is_functional(tensor: Tensor) -> bool:

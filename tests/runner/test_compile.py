@@ -3,13 +3,31 @@
 import shutil
 
 import pytest
+import torch
+from mmengine.registry import MODELS
+from mmengine.runner.amp import autocast
 
+from tests.features.parts import FeatureNet
 from tests.features.rows import row_config
 from tests.jobs import largest_difference, torch_before, weights_of
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.skipif(
+    torch_before('2.4.0'), reason="the compiler of PyTorch 2.1 fails in PyTorch's own SGD"
+)
 
-def train_compiled(compile_cfg, work_dir):
+
+@MODELS.register_module(force=True)
+class CastsInside(FeatureNet):
+    """As models of mmdet and mmseg do, whose losses are in float32."""
+
+    def features(self, inputs):
+        features = super().features(inputs)
+        with autocast(enabled=False):
+            return features.float() * 1.0
+
+
+def train_compiled(compile_cfg, work_dir, row='sgd', **options):
     from torch._dynamo import trace_rules
     from torch._dynamo.utils import counters
 
@@ -20,17 +38,15 @@ def train_compiled(compile_cfg, work_dir):
     from mmdevplug.runner import DeviceRunner
     from tests.features import parts  # noqa: F401
 
-    cfg = row_config('sgd', 'cpu', work_dir)
+    cfg = row_config(row, 'cpu', work_dir)
     cfg.compile = compile_cfg
+    cfg.update(options)
     runner = DeviceRunner.from_cfg(cfg)
     runner.train()
     model = getattr(runner.model, 'module', runner.model)
     return weights_of(model), counters['stats']['unique_graphs'], sorted(counters['graph_break'])
 
 
-@pytest.mark.skipif(
-    torch_before('2.4.0'), reason="the compiler of PyTorch 2.1 fails in PyTorch's own SGD"
-)
 @pytest.mark.skipif(shutil.which('gcc') is None, reason='inductor needs a C++ compiler')
 def test_two_compiled_ranks_equal_one_process(tmp_path):
     ((expected, graphs, _),) = run_ranks(train_compiled, 0, False, tmp_path / 'one')
@@ -42,3 +58,50 @@ def test_two_compiled_ranks_equal_one_process(tmp_path):
         assert largest_difference(weights, expected) <= 1e-5
         # Of the averaging: MMEngine's own reasons are backward() and reading the losses.
         assert not [text for text in breaks if 'GradBucket' in text or 'collective' in text]
+
+
+def train_with_amp(compile_cfg, work_dir, norm):
+    options = dict(model=dict(type='CastsInside', norm=norm), sync_bn='auto')
+    options['custom_hooks'] = [dict(type='EMAHook', momentum=0.1)]
+    return train_compiled(compile_cfg, work_dir, 'amp', **options)
+
+
+@pytest.mark.parametrize(('ranks', 'norm'), [(0, True), (2, False), (2, True)])
+def test_mixed_precision_is_compiled(tmp_path, ranks, norm):
+    """MMEngine's own `autocast` parses versions, which the compiler refuses: InvalidVersion."""
+    eager = run_ranks(train_with_amp, ranks, False, tmp_path / 'eager', norm)
+    compiled = run_ranks(
+        train_with_amp, ranks, dict(backend='aot_eager'), tmp_path / 'compiled', norm
+    )
+    for (weights, graphs, breaks), (expected, _, _) in zip(compiled, eager):
+        assert graphs > 0
+        assert largest_difference(weights, expected) <= 1e-3
+        ours = [text for text in breaks if 'mmdevplug/' in text or 'autocast' in text]
+        # Statistics of all ranks are exchanged between two graphs.
+        assert not [text for text in ours if 'sync_bn' not in text], ours
+
+
+def test_mmengines_autocast_is_replaced_on_every_device_where_a_model_is_compiled():
+    (found,) = run_ranks(compile_with_autocast, 0)
+    assert found == [torch.bfloat16, torch.float32, torch.float32]
+
+
+def compile_with_autocast():
+    """On CUDA MMEngine's own wrapper casts, by this function."""
+    from mmdevplug.accelerators import CPUAccelerator, DeviceContext, set_device_context
+    from mmdevplug.patches import autocast as patch
+
+    accelerator = CPUAccelerator()
+    set_device_context(DeviceContext(accelerator, 'a test', accelerator.device()))
+    patch.mmengine_supports = lambda accelerator: True
+    patch.patch_autocast(accelerator, compiled=True)
+
+    @torch.compile(backend='eager', fullgraph=True)
+    def step(inputs):
+        with autocast(dtype=torch.bfloat16):
+            cast = inputs @ inputs
+            with autocast(enabled=False):
+                plain = inputs @ inputs
+        return cast, plain, inputs @ inputs
+
+    return [result.dtype for result in step(torch.ones(2, 2))]
