@@ -3,8 +3,11 @@
     python benchmarks/training_loop.py [--models segformer retinanet] [--blocks 15] [--json FILE]
     PJRT_DEVICE=CPU CPU_NUM_DEVICES=2 python benchmarks/training_loop.py --device xla \\
         --models segformer [--ranks 1]
+    python benchmarks/training_loop.py --device cuda --ranks 0 1 --size 512 --batch 8 --blocks 5 \\
+        --length 20 --variants fp32 amp compile amp-compile
 
-SegFormer-B0 of mmseg and RetinaNet (ResNet-50) of mmdet, as their configs are, on random images.
+SegFormer-B0 of mmseg, RetinaNet (ResNet-50) of mmdet and ResNet-50 of mmpretrain, as their configs
+are, on random images. With ``--ranks 0`` there is no process group, and so no nccl.
 In every process the runners train the same model; they take turns of a few
 iterations, so that a machine that slows down slows all. A figure is the median over the turns.
 
@@ -19,18 +22,21 @@ measured by itself, too: the time in ``call_hook``.
 """
 
 import argparse
+import itertools
 import json
+import math
 import os
 import statistics
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
 import torch
-from hosts import run_ranks
+from hosts import HostsError, run_ranks
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.registry import DATASETS, init_default_scope
@@ -40,11 +46,17 @@ from result_file import write_results
 from torch.utils.data import Dataset
 
 #: For each device, what ours are compared with first.
-WAYS = dict(cpu=('mmengine', 'ours', 'ours-bare'), xla=('ours-bare', 'ours'))
+WAYS = dict(
+    cpu=('mmengine', 'ours', 'ours-bare'), xla=('ours-bare', 'ours'), cuda=('mmengine', 'ours')
+)
 CONFIGS = dict(
     segformer=('mmseg', 'segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py'),
     retinanet=('mmdet', 'retinanet/retinanet_r50_fpn_1x_coco.py'),
+    resnet50=('mmpretrain', 'resnet/resnet50_8xb32_in1k.py'),
 )
+#: Those without mixed precision.
+PLAIN = ('fp32', 'compile')
+VARIANTS = ('fp32', 'amp', 'compile', 'amp-compile')
 #: What of ours can be left out.
 BARE = dict(memory=False, compilations=False, preemption=False)
 
@@ -72,6 +84,10 @@ class RandomImages(Dataset):
             labels = torch.randint(0, 80, (1, *size), generator=random)
             sample = SegDataSample(metainfo=shapes, gt_sem_seg=PixelData(data=labels))
             return dict(inputs=image, data_samples=sample)
+        if self.repository == 'mmpretrain':
+            from mmpretrain.structures import DataSample
+
+            return dict(inputs=image, data_samples=DataSample().set_gt_label(index % 80))
         from mmdet.structures import DetDataSample
         from mmdet.structures.bbox import HorizontalBoxes
 
@@ -110,7 +126,8 @@ class Turns(Hook):
         """Wait for the turn of a way."""
         with self.change:
             self.change.wait_for(lambda: self.ways[self.now] == way)
-        torch.distributed.barrier()
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
 
     def end(self) -> None:
         """Let the next one train."""
@@ -121,7 +138,11 @@ class Turns(Hook):
     def train(self, way: str, train: Callable) -> None:
         """Train from the first turn of a way to its last; only one at a time communicates."""
         self.wait(way)
-        train()
+        try:
+            train()
+        except BaseException:  # the others would wait for this one's turns
+            traceback.print_exc()
+            os._exit(1)
         self.end()
 
     def hook(self, way: str) -> Hook:
@@ -193,15 +214,19 @@ def config_of(way: str, settings: Dict[str, Any], folder: str) -> Config:
     cfg.randomness = dict(seed=0)
     cfg.work_dir = str(Path(folder) / way)
     cfg.experiment_name = way
-    cfg.launcher = 'pytorch'
-    cfg.env_cfg.dist_cfg.backend = 'gloo'
+    cfg.launcher = 'pytorch' if settings['ranks'] else 'none'
+    cfg.env_cfg.dist_cfg.backend = 'nccl' if settings['device'] == 'cuda' else 'gloo'
     cfg.log_level = 'WARNING'
-    if way == 'mmengine':
+    if 'amp' in settings['variant']:
+        cfg.optim_wrapper.type = 'AmpOptimWrapper'
+    if 'compile' in settings['variant']:
+        cfg.compile = True
+    if way == 'mmengine' and settings['device'] != 'cuda':
         # Without device_ids, which MMEngine's runner would add on a machine without cards.
         cfg.model_wrapper_cfg = dict(
             type='MMDistributedDataParallel', broadcast_buffers=False, device_ids=None
         )
-    else:
+    elif way != 'mmengine':
         cfg.accelerator = dict(type=settings['device'], **(BARE if way == 'ours-bare' else {}))
         finite = 'ignore' if way == 'ours-bare' else 'stop'
         cfg.model_wrapper_cfg = dict(
@@ -214,6 +239,8 @@ def settle_of(device: str) -> Callable:
     """What waits until a device has done what it was given."""
     if device == 'cpu':
         return lambda: None
+    if device == 'cuda':
+        return torch.cuda.synchronize
     import torch_xla.core.xla_model as xm
 
     return xm.wait_device_ops
@@ -224,6 +251,9 @@ def work(settings: Dict[str, Any]) -> None:
     from mmdevplug.runner import DeviceRunner
 
     torch.set_num_threads(1)
+    if not settings['ranks']:
+        for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'):
+            del os.environ[name]
     settle = settle_of(settings['device'])
     turns = Turns(settings['ways'], settings['length'], settings['blocks'], settle)
     with tempfile.TemporaryDirectory() as folder:
@@ -244,16 +274,20 @@ def work(settings: Dict[str, Any]) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    if os.environ['RANK'] == '0':
+    if os.environ.get('RANK', '0') == '0':
         print(json.dumps(dict(times=turns.times, hooks=turns.hooks)), flush=True)
-    torch.distributed.barrier()
+    if settings['ranks']:
+        torch.distributed.barrier()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--models', nargs='+', choices=list(CONFIGS), default=list(CONFIGS))
+    parser.add_argument(
+        '--models', nargs='+', choices=list(CONFIGS), default=['segformer', 'retinanet']
+    )
+    parser.add_argument('--variants', nargs='+', choices=VARIANTS, default=['fp32'])
     parser.add_argument('--device', choices=list(WAYS), default='cpu')
-    parser.add_argument('--ranks', type=int, default=2)
+    parser.add_argument('--ranks', type=int, nargs='+', default=[2], help='0: no process group')
     parser.add_argument('--size', type=int, default=128, help='height and width of images')
     parser.add_argument('--batch', type=int, default=2)
     parser.add_argument('--length', type=int, default=3, help='iterations in a turn')
@@ -262,23 +296,37 @@ def main() -> None:
     args = parser.parse_args()
     rows, ways = [], WAYS[args.device]
     print(
-        'ms an iteration, then ms in hooks, and how much more hooks of ours are, of an iteration'
+        'ms an iteration, then ms in hooks, how much more hooks of ours are, of an iteration, and '
+        'ours / the first'
     )
-    print(f'{"model":<12}' + ''.join(f'{way:>12}' for way in 2 * ways) + f'{"more":>12}')
-    for model in args.models:
-        settings = dict(vars(args), model=model, ways=list(ways))
+    head = f'{"model":<12}{"variant":<12}{"ranks":>6}' + ''.join(f'{way:>12}' for way in 2 * ways)
+    print(f'{head}{"more":>12}{"ratio":>8}')
+    for model, variant, ranks in itertools.product(args.models, args.variants, args.ranks):
+        # MMEngine's mixed precision asks for a card.
+        here = [
+            way for way in ways if (way, args.device) != ('mmengine', 'cpu') or variant in PLAIN
+        ]
+        settings = dict(vars(args), model=model, variant=variant, ranks=ranks, ways=here)
         environ = dict(TRAINING_LOOP=json.dumps(settings), PYTHONWARNINGS='ignore')
-        printed = run_ranks([sys.executable, __file__], args.ranks, environ=environ)[0]
+        try:
+            printed = run_ranks([sys.executable, __file__], max(ranks, 1), environ=environ)[0]
+        except HostsError as error:  # the other figures count all the same
+            print(f'{model:<12}{variant:<12}{ranks:>6}  failed: {error}', flush=True)
+            rows.append(dict(model=model, variant=variant, ranks=ranks, error=str(error)))
+            continue
         found = json.loads(printed.splitlines()[-1])
         ms, hooks = (
-            {way: statistics.median(found[kind][way]) for way in ways}
+            {way: statistics.median(found[kind][way]) for way in here}
             for kind in ('times', 'hooks')
         )
-        row = ''.join(f'{ms[way]:12.1f}' for way in ways)
-        row += ''.join(f'{hooks[way]:12.2f}' for way in ways)
-        share = (hooks['ours'] - hooks[ways[0]]) / ms[ways[0]]
-        print(f'{model:<12}{row}{share:12.2%}', flush=True)
-        rows.append(dict(model=model, ranks=args.ranks, ms=ms, hooks_ms=hooks, share=share))
+        row = ''.join(f'{ms.get(way, math.nan):12.1f}' for way in ways)
+        row += ''.join(f'{hooks.get(way, math.nan):12.2f}' for way in ways)
+        share = (hooks['ours'] - hooks[here[0]]) / ms[here[0]]
+        ratio = ms['ours'] / ms[here[0]]
+        print(f'{model:<12}{variant:<12}{ranks:>6}{row}{share:12.2%}{ratio:8.3f}', flush=True)
+        rows.append(
+            dict(model=model, variant=variant, ranks=ranks, ms=ms, hooks_ms=hooks, share=share)
+        )
     if args.json:
         write_results(args.json, rows)
 
