@@ -183,11 +183,9 @@ test-cuda: install  ## Run the tests that need a GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder -m cuda
 
 # An iteration of ours and MMEngine's in turns: with nccl, without it, in mixed precision, compiled.
-LOOPS = $(BIN)/python benchmarks/training_loop.py --models resnet50 retinanet segformer \
-	--variants fp32 amp compile amp-compile
-
 benchmark-cuda: install  ## Measure an iteration beside MMEngine's on one GPU
-	$(LOOPS) --device cuda --ranks 0 1 --size 512 --batch 8 --length 20 --blocks 5
+	$(BIN)/python benchmarks/training_loop.py --device cuda --models resnet50 retinanet segformer \
+		--variants fp32 amp compile amp-compile --ranks 0 1 --size 512 --batch 8 --length 20 --blocks 5
 
 benchmark: install  ## Measure the averaging of gradients on the CPU, and plans
 	$(BIN)/python benchmarks/grad_sync.py --device cpu
