@@ -181,7 +181,9 @@ def config(kind, accelerator, work_dir, **options):
             experiment_name=f'{kind}_{os.path.basename(str(work_dir))}',
             launcher='pytorch' if 'RANK' in os.environ else 'none',
             runner_type='DeviceRunner',
-            accelerator=dict(type=accelerator, backend=backend_of(accelerator)),
+            accelerator=dict(
+                type=accelerator, backend=backend_of(accelerator), initial_weights='host'
+            ),
             train_dataloader=dict(
                 batch_size=8 // world_size,
                 num_workers=0,

@@ -1,8 +1,10 @@
 """Dispatch a planned model to its devices with HF accelerate, and do what that leaves undone."""
 
 import functools
+import logging
 import os
 import warnings
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any, Callable, Iterator, Mapping, Sequence, Tuple
 
@@ -68,7 +70,7 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
     _check_ranks()
     main = plan.devices[0]
     on_host = 'cpu' in plan.device_map.values()
-    with keep_parameters(model), warnings.catch_warnings():
+    with keep_parameters(model), warnings.catch_warnings(), _silent_about_meta():
         # Tensors that a split module holds by itself are placed below.
         warnings.filterwarnings('ignore', message='.*do not match any submodules.*')
         accelerate.dispatch_model(
@@ -87,6 +89,21 @@ def dispatch(model: nn.Module, plan: DevicePlan) -> nn.Module:
     align_methods(model, plan)
     model.device_plan, model.device_ties = plan, tied_names(named_tensors(model))
     return model
+
+
+@contextmanager
+def _silent_about_meta() -> Iterator[None]:
+    """Drop accelerate's warning that what is on the host is on the meta device: nothing is."""
+    told = logging.getLogger('accelerate.big_modeling')
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return 'on the meta device' not in record.getMessage()
+
+    told.addFilter(is_other)
+    try:
+        yield
+    finally:
+        told.removeFilter(is_other)
 
 
 def _check_present(devices: Sequence[str]) -> None:

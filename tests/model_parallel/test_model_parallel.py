@@ -1,5 +1,6 @@
 """Models over several cards of a stand-in, against the same training on one."""
 
+import logging
 import os
 import re
 
@@ -9,6 +10,7 @@ import torch
 from mmdevplug.cli.common import load_config
 from mmdevplug.cli.train import build_parser
 from tests.columns import CUDA, within
+from tests.features.rows import Told
 from tests.jobs import (
     ROOT,
     install_card,
@@ -112,14 +114,17 @@ def train_beside_the_host(accelerator, work_dir):
     """On one card, and on a card and the host."""
     limits = {f'{accelerator}:0': '4KB'}
     parallel = dict(devices=[f'{accelerator}:0', 'cpu'], exclude_cpu=False, max_memory=limits)
+    told = Told()
+    logging.getLogger('accelerate').addHandler(told)
     one = train('classifier', accelerator, f'{work_dir}/one')
     two = train('classifier', accelerator, f'{work_dir}/two', 2, parallel=parallel)
-    return one, two
+    return one, two, told.messages
 
 
 @pytest.mark.parametrize('accelerator', ['zeta', CUDA])
 def test_a_card_and_the_host(tmp_path, accelerator):
-    ((one, two),) = run_ranks(train_beside_the_host, 0, accelerator, str(tmp_path))
+    ((one, two, told),) = run_ranks(train_beside_the_host, 0, accelerator, str(tmp_path))
+    assert not [text for text in told if 'meta device' in text]  # nothing is
     assert two['devices'] == ['cpu', f'{accelerator}:0']
     assert largest_difference(one['weights'], two['weights']) <= within(accelerator, 1e-6)
 
