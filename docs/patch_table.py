@@ -95,7 +95,8 @@ PERIODS = {
     listed.MODEL: ('模型移动到非 CUDA 的设备', '`restore_mmengine()`'),
     listed.LAZY_MODEL: ('模型移动到惰性设备', '`restore_mmengine()`'),
     listed.AUTOCAST: (
-        '`patch_mmengine()` 或 `DeviceAmpOptimWrapper`，且 MMEngine 不支持该设备的混合精度；或 runner 编译模型',
+        '`patch_mmengine()` 或 `DeviceAmpOptimWrapper`，且 MMEngine 不支持该设备的混合精度；'
+        '或 runner 编译模型',
         '`restore_mmengine()`',
     ),
     listed.VIDEOS: ('已导入 mmdet 的多 rank 运行开始', '`restore_mmengine()`'),
