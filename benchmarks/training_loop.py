@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List
 
 import torch
-from hosts import HostsError, run_ranks
+from hosts import HostsError, launch_variables, run_ranks
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.registry import DATASETS, init_default_scope
@@ -250,7 +250,7 @@ def work(settings: Dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     if not settings['ranks']:
-        for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE'):
+        for name in launch_variables(0, 0, 1, None, 0):
             del os.environ[name]
     settle = settle_of(settings['device'])
     turns = Turns(settings['ways'], settings['length'], settings['blocks'], settle)
