@@ -62,7 +62,7 @@ from .init_device import init_from_options
 
 #: Collectives and checks, at which torch.compile would break its graphs. The model and the
 #: optimizer that they call are compiled all the same.
-UNTRACED = 'distributed fault_tolerance gradients hooks model staged utils'
+UNTRACED = 'distributed fault_tolerance gradients hooks model staged'
 
 
 @RUNNERS.register_module()
