@@ -97,7 +97,8 @@ arguments of that hook. See [resuming](resuming.md).""",
             "在主机上计算损失。`'auto'`：损失中的形状取决于数值、否则每个 batch 都要重新编译时。",
             'accelerator.initial_weights': "模型最初的权重在哪里抽取：`'host'` 在同一种子下"
             "使所有设备得到相同的权重，`'device'` 得到只用 MMEngine 时在该设备上抽取的权重。"
-            "`'auto'`：CUDA 上在设备上，其他设备以及分布在多个设备上的模型在主机上。",
+            "`'auto'`：CUDA 上在设备上，其他设备以及分布在多个设备上的模型在主机上。"
+            '分片的模型总是在主机上抽取。',
             'accelerator.memory': '记录主机与设备的内存；主机内存翻倍时警告。',
             'accelerator.pad_to': '把一批图像填充到的尺寸：某数的倍数、一个尺寸，'
             '或多个尺寸，取能容纳该批的最小者。',

@@ -65,7 +65,8 @@ class AcceleratorOptions(Options):
         'auto',
         "Where a model's first weights are drawn: `'host'` gives equal ones on all devices for "
         "one seed, `'device'` those that MMEngine alone draws there. `'auto'`: on the device with "
-        'CUDA, on the host elsewhere and for a model over several devices.',
+        'CUDA, on the host elsewhere and for a model over several devices. Those of a sharded '
+        'model are always drawn on the host.',
         check=choice('auto', 'host', 'device'),
     )
     memory: bool = flag(
