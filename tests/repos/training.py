@@ -131,7 +131,10 @@ class Recorder(Hook):
         self.losses.append({name: value.item() for name, value in outputs.items()})
 
     def after_val_epoch(self, runner, metrics=None):
-        self.metrics.append(dict(metrics))
+        # The metrics of mmagic are tensors.
+        self.metrics.append(
+            {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in metrics.items()}
+        )
 
 
 def train_stock(recipe: Recipe, folder: Path) -> Dict[str, Any]:
