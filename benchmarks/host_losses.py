@@ -191,9 +191,9 @@ class LossTimer:
 def work(name: str, way: str) -> None:
     """Train in this process, and print a line of JSON after each iteration."""
     from mmdevplug import init_device
-    from mmdevplug.accelerators.lazy_predictions import training_step
+    from mmdevplug.model.host.predictions import training_step
     from mmdevplug.model.prepare import place_model
-    from mmdevplug.optim import DeviceOptimWrapper
+    from mmdevplug.optim.device_optim_wrapper import DeviceOptimWrapper
 
     torch.set_num_threads(1)
     package = 'mmseg' if name.startswith('fcn_') else 'mmdet'

@@ -23,33 +23,24 @@ except ModuleNotFoundError as error:
         f'uninstalling the other one has removed its files.'
     )
 else:
-    from .registry import register_lazily
+    from .registry import MODULES, register_lazily
 
-    register_lazily(RUNNERS, 'mmdevplug.runner', 'DeviceRunner')
-    register_lazily(
-        *(MODEL_WRAPPERS, 'mmdevplug.gradients', 'DeviceDistributedDataParallel'),
-        'DeviceSeparateDistributedDataParallel',
-    )
-    register_lazily(
-        *(OPTIM_WRAPPERS, 'mmdevplug.optim', 'DeviceAmpOptimWrapper', 'DeviceOptimWrapper'),
-    )
-    register_lazily(
-        *(HOOKS, 'mmdevplug.hooks', 'CompilationHook', 'DeviceHook'),
-        *('DeviceEmptyCacheHook', 'DeviceIterTimerHook', 'DeviceProfilerHook'),
-        *('MemoryHook', 'PhaseHook', 'PreemptionHook', 'SafeCheckpointHook'),
-    )
+    register_lazily(RUNNERS, 'mmdevplug.runner', DeviceRunner='device_runner')
+    register_lazily(MODEL_WRAPPERS, 'mmdevplug.gradients', **MODULES['gradients'])
+    register_lazily(OPTIM_WRAPPERS, 'mmdevplug.optim', **MODULES['optim'])
+    register_lazily(HOOKS, 'mmdevplug.hooks', **MODULES['hooks'])
 
 _LAZY = {
     'ACCELERATORS': 'mmdevplug.registry',
     'base_config': 'mmdevplug.config.base_config',
     'available_accelerators': 'mmdevplug.accelerators',
     'get_accelerator': 'mmdevplug.accelerators',
-    'DeviceDistributedDataParallel': 'mmdevplug.gradients',
-    'DeviceHook': 'mmdevplug.hooks',
+    'DeviceDistributedDataParallel': 'mmdevplug.gradients.wrapper',
+    'DeviceHook': 'mmdevplug.hooks.device_hook',
     'DeviceRunner': 'mmdevplug.runner',
     'follow_runner_type': 'mmdevplug.patches.runner_type',
     'init_device': 'mmdevplug.runner',
-    'patch_mmengine': 'mmdevplug.patches.mmengine',
+    'patch_mmengine': 'mmdevplug.model.inferencers',
     'enter_rank_device': 'mmdevplug.accelerators',
 }
 

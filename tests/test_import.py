@@ -185,8 +185,12 @@ assert wrapper is mmengine.model.MMDistributedDataParallel
 
 def test_every_registered_name_is_known_before_its_module_is_imported():
     run_with_torch("""
+import importlib, pkgutil
 import mmdevplug.gradients, mmdevplug.hooks, mmdevplug.optim, mmdevplug.runner
 from mmengine import registry
+for room in (mmdevplug.gradients, mmdevplug.hooks, mmdevplug.optim, mmdevplug.runner):
+    for module in pkgutil.iter_modules(room.__path__, f'{room.__name__}.'):
+        importlib.import_module(module.name)
 for name in 'HOOKS MODEL_WRAPPERS OPTIM_WRAPPERS RUNNERS'.split():
     found = getattr(registry, name).module_dict
     ours = {one for one, kind in found.items() if kind.__module__.startswith('mmdevplug.')}

@@ -1,4 +1,9 @@
-"""Accelerators: one object for each family of devices, and choosing one of them."""
+"""Accelerators: one object for each family of devices, and choosing one of them.
+
+A family's module is imported when its name is looked up, see :mod:`mmdevplug.registry`.
+"""
+
+from mmdevplug.registry import importing
 
 from .base import Accelerator, Compilation, Copies, Precision, devices_of
 from .context import (
@@ -12,18 +17,25 @@ from .context import (
     set_device_context,
 )
 from .cpu import CPUAccelerator
-from .cuda import CUDAAccelerator
 from .detection import (
     available_accelerators,
     choose_accelerator,
     get_accelerator,
 )
-from .gcu import S60Accelerator, T20Accelerator
 from .move_nested import to_device
-from .probe import probe_device
-from .torch_native import TorchNativeAccelerator
-from .tpu import TPUAccelerator
-from .xla import XLAAccelerator
+
+__getattr__ = importing(
+    __name__,
+    dict(
+        CUDAAccelerator='cuda',
+        S60Accelerator='gcu',
+        T20Accelerator='gcu',
+        TPUAccelerator='tpu',
+        TorchNativeAccelerator='torch_native',
+        XLAAccelerator='xla',
+        probe_device='probe',
+    ),
+)
 
 __all__ = [
     'Accelerator',

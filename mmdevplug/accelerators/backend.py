@@ -9,14 +9,15 @@ from torch import distributed as torch_dist
 
 from mmdevplug.environments.launch_variables import LaunchEnv
 from mmdevplug.errors import LaunchError, first_line
-from mmdevplug.staged import staged_group as staged
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.logs import log_warning
 
 from . import Accelerator, current_accelerator, device_context, rank_device
 
+#: The backend of :mod:`mmdevplug.staged`, which is imported where it is used.
+STAGED = 'staged'
 #: Backends of torch.distributed for host tensors; what they do with others differs.
-HOST_BACKENDS = ('gloo', 'mpi', 'ucc', staged.NAME)
+HOST_BACKENDS = ('gloo', 'mpi', 'ucc', STAGED)
 
 #: With these MMEngine sends its messages in tensors of that device type, and with all others in
 #: host tensors.
@@ -33,9 +34,9 @@ def available_backends() -> List[str]:
         'xccl': getattr(torch_dist, 'is_xccl_available', lambda: False)(),
     }
     if present['gloo']:
-        present[staged.NAME] = True
+        present[STAGED] = True
     listed = getattr(torch_dist.Backend, 'backend_list', list(present))
-    plugged_in = [name for name in listed if name not in (*present, staged.NAME, 'undefined')]
+    plugged_in = [name for name in listed if name not in (*present, STAGED, 'undefined')]
     return sorted([name for name, there in present.items() if there] + plugged_in)
 
 
@@ -44,8 +45,8 @@ def backend_of(group: AnyGroup = None) -> str:
 
     Groups of PyTorch 1 have one backend for all tensors: its name.
     """
-    if torch_dist.get_backend(group) == staged.NAME:
-        return staged.NAME  # for every type
+    if torch_dist.get_backend(group) == STAGED:
+        return STAGED  # for every type
     ask = getattr(torch_dist.distributed_c10d, 'get_backend_config', None)
     return str(torch_dist.get_backend(group) if ask is None else ask(group)).lower()
 
@@ -76,7 +77,7 @@ def takes_tensors(accelerator: Accelerator, backend: str) -> bool:
         backend = dict(part.split(':', 1) for part in backend.split(',')).get(kind, '')
     if backend == 'gloo':
         return accelerator.gloo_takes_tensors
-    if backend in (staged.NAME, accelerator.native_backend):
+    if backend in (STAGED, accelerator.native_backend):
         return True
     if accelerator.compilation.lazy or backend in HOST_BACKENDS:
         return False
@@ -107,7 +108,7 @@ def suits_native_ddp(
         LaunchError: If it cannot, and the group takes no host tensors either.
     """
     backend = backend_of(group)
-    if backend == staged.NAME or not takes_tensors(accelerator, backend):
+    if backend == STAGED or not takes_tensors(accelerator, backend):
         return False
     if accelerator.name in ('cpu', 'cuda', 'xpu'):  # PyTorch's own backends
         return True
@@ -141,6 +142,8 @@ def check_backend(backend: str, accelerator: Accelerator, origin: str) -> str:
             f'{", ".join(available_backends())}.'
         )
     backend = backend.lower()
+    if backend == 'gloo' and getattr(torch_dist, 'is_gloo_available', lambda: True)():
+        return backend
     names = _names(backend, origin)
     available = available_backends()
     # Gloo works everywhere: tensors that it does not take are staged on the host.
@@ -216,8 +219,10 @@ def resolve_backend(
                 raise
             chosen = default_backend(accelerator)
     if chosen == 'gloo' and not accelerator.gloo_takes_tensors:
-        staged.register()
-        return staged.NAME
+        from mmdevplug.staged.staged_group import register
+
+        register()
+        return STAGED
     return chosen
 
 
@@ -241,7 +246,7 @@ def network_hint(env: LaunchEnv) -> str:
         )
     if 'hccl' in backend:
         return ' If all ranks are well: HCCL_SOCKET_IFNAME names the network interface to use.'
-    if ('gloo' in backend or backend == 'staged') and not env.single_host:
+    if ('gloo' in backend or backend == STAGED) and not env.single_host:
         return (
             ' If all ranks are well: GLOO_SOCKET_IFNAME names the network interface to use on '
             'each host.'

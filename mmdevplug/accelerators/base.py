@@ -4,7 +4,8 @@ import os
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Union
+from operator import attrgetter
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -15,7 +16,14 @@ from mmdevplug.utils.torch_compat import default_autocast_dtype
 
 def devices_of(tensors: Iterable[Tensor]) -> List[torch.device]:
     """The devices that tensors are on, each once, in the order in which they occur."""
-    return list(dict.fromkeys(tensor.device for tensor in tensors))
+    return list(dict.fromkeys(map(attrgetter('device'), tensors)))
+
+
+def privateuse1_name() -> Optional[str]:
+    """The name that a vendor gave to PyTorch's PrivateUse1 device, None if none did."""
+    get_name = getattr(torch._C, '_get_privateuse1_backend_name', None)
+    name = get_name() if get_name is not None else 'privateuseone'
+    return None if name == 'privateuseone' else name
 
 
 class Part:
@@ -49,15 +57,6 @@ class Copies(Part):
             target.copy_(source)
 
 
-class KeptGraphs(NamedTuple):
-    """Counts of graphs in a cache of compiled graphs on disk."""
-
-    folder: str
-    read: int  # instead of compiled
-    missed: int  # not in the cache, and compiled
-    unreadable: int  # in the cache, but compiled again
-
-
 class Compilation(Part):
     """When operations run, and the graphs compiled for them: at once, and none, unless overridden.
 
@@ -85,9 +84,6 @@ class Compilation(Part):
         self, devices: Sequence[torch.device], wanted: Sequence[Tensor] = ()
     ) -> None:
         """Materialize several devices; see :meth:`materialize`."""
-        for device in devices:
-            here = [tensor for tensor in wanted if tensor.device == device]
-            self.materialize(device, here if len(devices) > 1 else wanted)
 
     def count(self) -> Optional[int]:
         """The number of graphs that this process has compiled; None if it is unknown."""
@@ -103,8 +99,8 @@ class Compilation(Part):
         """
         return f'accelerator {self.accelerator.name!r} offers no cache of compiled graphs'
 
-    def kept_graphs(self) -> Optional[KeptGraphs]:
-        """The counts since :meth:`keep_graphs`; None without a cache."""
+    def kept_graphs(self) -> Any:
+        """The counts since :meth:`keep_graphs`, as KeptGraphs; None without a cache."""
         return None
 
 

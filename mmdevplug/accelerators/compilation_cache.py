@@ -2,10 +2,20 @@
 
 import os
 import warnings
+from typing import NamedTuple
 
 from mmdevplug.errors import AcceleratorError
 
-from .base import Accelerator, KeptGraphs
+from .base import Accelerator
+
+
+class KeptGraphs(NamedTuple):
+    """Counts of graphs in a cache of compiled graphs on disk."""
+
+    folder: str
+    read: int  # instead of compiled
+    missed: int  # not in the cache, and compiled
+    unreadable: int  # in the cache, but compiled again
 
 
 def start_compilation_cache(accelerator: Accelerator, folder: str, rank: int) -> None:

@@ -19,6 +19,7 @@ class CPUAccelerator(Accelerator):
     native_backend = 'mpi'
     gloo_takes_tensors = True
     shares_devices = True
+    draws_weights = True  # this device is the host
 
     def is_available(self) -> bool:
         return True

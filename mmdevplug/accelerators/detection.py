@@ -12,8 +12,7 @@ from mmdevplug.config.accelerator import suggest_option, to_dict
 from mmdevplug.errors import AcceleratorError, DevPlugError
 from mmdevplug.registry import ACCELERATORS
 
-from .base import Accelerator
-from .torch_native import TorchNativeAccelerator, privateuse1_name
+from .base import Accelerator, privateuse1_name
 
 ENVIRONMENT_VARIABLE = 'MMDEVPLUG_ACCELERATOR'
 #: The group of entry points with which other packages name their accelerators.
@@ -91,18 +90,40 @@ def available_accelerators() -> List[str]:
 
 
 def _build(name: str, options: Mapping[str, Any], origin: str) -> Accelerator:
+    """Build an accelerator; report options that it does not take, and errors inside it."""
     kind = find_registered(name)
     if kind is None and (name == privateuse1_name() or {'package', 'register'} & options.keys()):
+        from .torch_native import TorchNativeAccelerator
+
         kind = partial(TorchNativeAccelerator, name)
-    if kind is not None:
-        return _call(kind, name, options)
-    raise AcceleratorError(
-        f'{origin} names the accelerator {name!r}, which is unknown. Known: '
-        f'{", ".join(sorted(registered_names()))}; usable here: '
-        f'{", ".join(available_accelerators())}. Correct the name; for a device that a vendor '
-        f'registers with PyTorch under that name, import its package first: '
-        f"accelerator=dict(type={name!r}, package='torch_{name}')."
-    )
+    if kind is None:
+        raise AcceleratorError(
+            f'{origin} names the accelerator {name!r}, which is unknown. Known: '
+            f'{", ".join(sorted(registered_names()))}; usable here: '
+            f'{", ".join(available_accelerators())}. Correct the name; for a device that a vendor '
+            f'registers with PyTorch under that name, import its package first: '
+            f"accelerator=dict(type={name!r}, package='torch_{name}')."
+        )
+    try:
+        signature(kind).bind(**options)
+    except TypeError as error:
+        raise AcceleratorError(
+            f'accelerator=dict(type={name!r}, ...) has an option it does not take: {error}'
+            f'{suggest_option(options, signature(kind).parameters)} Given: {sorted(options)}. '
+            f'Correct the name or remove it; docs/en/options.md lists the options.'
+        ) from error
+    try:
+        return kind(**options)
+    except DevPlugError:
+        raise
+    except Exception as error:
+        # A vendor's class may raise anything.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise AcceleratorError(
+            f'accelerator {name!r} fails when it is built, at {place.filename}:{place.lineno} '
+            f'with {type(error).__name__}: {error}. Correct that class, or choose another '
+            f'accelerator with accelerator=dict(type=...) or {ENVIRONMENT_VARIABLE}.'
+        ) from error
 
 
 def find_registered(name: str) -> Optional[Callable]:
@@ -133,12 +154,14 @@ def find_registered(name: str) -> Optional[Callable]:
                 f'no accelerator {name!r}. Expected a subclass of Accelerator, or a module that '
                 f'registers one under that name; correct the package that has it.'
             )
-    return ACCELERATORS.module_dict.get(name)
+        return ACCELERATORS.module_dict[name]
+    return None
 
 
 def registered_names() -> List[str]:
     """The names of all registered accelerators, those of other packages included."""
-    return list(dict.fromkeys([*ACCELERATORS.module_dict, *_entry_points()]))
+    known = [*DETECTION_ORDER, *ACCELERATORS.module_dict, *_entry_points()]
+    return list(dict.fromkeys(known))
 
 
 def _entry_points() -> Dict[str, Any]:
@@ -146,30 +169,6 @@ def _entry_points() -> Dict[str, Any]:
     if hasattr(found, 'select'):
         return {each.name: each for each in found.select(group=ENTRY_POINTS)}
     return {each.name: each for each in found.get(ENTRY_POINTS, ())}  # before Python 3.10
-
-
-def _call(kind: Callable, name: str, options: Mapping[str, Any]) -> Accelerator:
-    """Build an accelerator; report options that it does not take, and errors inside it."""
-    try:
-        signature(kind).bind(**options)
-    except TypeError as error:
-        raise AcceleratorError(
-            f'accelerator=dict(type={name!r}, ...) has an option it does not take: {error}'
-            f'{suggest_option(options, signature(kind).parameters)} Given: {sorted(options)}. '
-            f'Correct the name or remove it; docs/en/options.md lists the options.'
-        ) from error
-    try:
-        return kind(**options)
-    except DevPlugError:
-        raise
-    except Exception as error:
-        # A vendor's class may raise anything.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise AcceleratorError(
-            f'accelerator {name!r} fails when it is built, at {place.filename}:{place.lineno} '
-            f'with {type(error).__name__}: {error}. Correct that class, or choose another '
-            f'accelerator with accelerator=dict(type=...) or {ENVIRONMENT_VARIABLE}.'
-        ) from error
 
 
 def _is_usable(accelerator: Accelerator) -> bool:

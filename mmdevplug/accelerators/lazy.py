@@ -38,6 +38,14 @@ class LazyCompilation(Compilation):
             return nullcontext()
         return log_progress('compiling the first graphs')
 
+    def materialize_all(
+        self, devices: Sequence[torch.device], wanted: Sequence[Tensor] = ()
+    ) -> None:
+        """See :meth:`Compilation.materialize_all`."""
+        for device in devices:
+            here = [tensor for tensor in wanted if tensor.device == device]
+            self.materialize(device, here if len(devices) > 1 else wanted)
+
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
         """Keep the compiler from merging later operations on these tensors with earlier ones.
 

@@ -3,7 +3,7 @@
 import base64
 import json
 import random
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 import torch
@@ -43,9 +43,12 @@ def random_state(accelerator: Accelerator, devices: Sequence[torch.device]) -> R
     ``device`` is None if the vendor reports no state; ``more_devices`` is there for a model that
     is spread over several.
     """
-    first, *others = (_saved(accelerator, device) for device in devices)
-    state = dict(host_random_state(), accelerator=accelerator.name, device=first)
-    return dict(state, more_devices=others) if others else state
+    saved: List[Optional[str]] = []
+    for device in devices:
+        on_device = accelerator.save_rng(device)
+        saved.append(None if on_device is None else _encode(on_device))
+    state = dict(host_random_state(), accelerator=accelerator.name, device=saved[0])
+    return dict(state, more_devices=saved[1:]) if saved[1:] else state
 
 
 def set_random_state(
@@ -64,11 +67,6 @@ def set_random_state(
     if len(saved) != len(devices):
         return f'they were saved of {len(saved)} device(s), and this rank has {len(devices)}'
     return None
-
-
-def _saved(accelerator: Accelerator, device: torch.device) -> Optional[str]:
-    on_device = accelerator.save_rng(device)
-    return None if on_device is None else _encode(on_device)
 
 
 def _encode(data: bytes) -> str:

@@ -8,7 +8,7 @@ import torch
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
-from .base import Accelerator, Precision
+from .base import Accelerator, Precision, privateuse1_name
 from .vendor import import_vendor, register_vendor
 
 
@@ -56,13 +56,6 @@ FUNCTIONS: Dict[str, Function] = {
 _DELEGATED = ('is_available', 'device_count')
 #: Functions that change nothing, which are called to see whether the vendor answers.
 _READS = ('current_device', 'synchronize', 'get_rng_state', 'memory_allocated')
-
-
-def privateuse1_name() -> Optional[str]:
-    """The name that a vendor gave to PyTorch's PrivateUse1 device, None if none did."""
-    get_name = getattr(torch._C, '_get_privateuse1_backend_name', None)
-    name = get_name() if get_name is not None else 'privateuseone'
-    return None if name == 'privateuseone' else name
 
 
 def _answer(answer: object) -> Any:

@@ -10,7 +10,8 @@ import torch
 from mmdevplug.errors import AcceleratorError
 from mmdevplug.registry import ACCELERATORS
 
-from .torch_native import TorchNativeAccelerator, privateuse1_name
+from .base import privateuse1_name
+from .torch_native import TorchNativeAccelerator
 
 #: What TorchTPU's runtime reads when it starts in one of several processes: an address of each
 #: process, for the network between the chips, and how the chips lie, e.g. ``'2,2,1'``.

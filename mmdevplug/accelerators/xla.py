@@ -12,7 +12,8 @@ from torch import Tensor
 
 from mmdevplug.registry import ACCELERATORS
 
-from .base import Copies, KeptGraphs, devices_of
+from .base import Copies, devices_of
+from .compilation_cache import KeptGraphs
 from .lazy import LazyAccelerator, LazyCompilation
 from .vendor import import_vendor
 

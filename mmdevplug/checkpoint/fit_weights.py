@@ -55,13 +55,6 @@ def load_model(
     return text
 
 
-def repeat_beside(metrics: Dict[str, Any], misfit: Optional[str]) -> Dict[str, Any]:
-    """Repeat beside metrics what of the checkpoint does not fit the model; return the metrics."""
-    if misfit is not None:
-        log_warning(f'These results are of such weights: {misfit}')
-    return metrics
-
-
 class _Weights(dict):
     """A ``state_dict`` with the releases of the modules that wrote it."""
 

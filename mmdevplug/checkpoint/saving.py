@@ -23,7 +23,7 @@ from mmdevplug.config.checkpoint import CheckpointOptions
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.errors import CheckpointError
 from mmdevplug.fault_tolerance.failure import before_abort
-from mmdevplug.optim import join_consolidation
+from mmdevplug.optim.adapt_config import join_consolidation
 from mmdevplug.sharding.states import KEY as SHARDS, collect_states, folder_of
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import loader_of

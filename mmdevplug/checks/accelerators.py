@@ -12,12 +12,12 @@ from mmengine.config import Config
 
 from mmdevplug.accelerators import (
     Accelerator,
-    TorchNativeAccelerator,
     available_accelerators,
     choose_accelerator,
     probe_device,
 )
 from mmdevplug.accelerators.detection import DETECTION_ORDER, find_registered, registered_names
+from mmdevplug.accelerators.torch_native import TorchNativeAccelerator
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.errors import DevPlugError
 from mmdevplug.registry import ACCELERATORS

@@ -15,7 +15,6 @@ from mmengine import registry
 from mmengine.config import Config, DictAction, config as config_module
 from mmengine.config.utils import MODULE2PACKAGE
 
-from mmdevplug.checks.versions import explain_import, folder_of
 from mmdevplug.config.accelerator import AcceleratorOptions, to_dict
 from mmdevplug.config.base_config import base_config
 from mmdevplug.config.fields import did_you_mean
@@ -30,7 +29,7 @@ _READ_BESIDE = (
     *('custom_imports', 'efficient_conv_bn_eval', 'find_unused_parameters', 'model_parallel'),
     *('model_wrapper_cfg', 'runner_type', 'sharding', 'sync_bn', 'tta_model', 'tta_pipeline'),
 )
-_MODULES = {package: module for module, package in MODULE2PACKAGE.items()}
+_MODULES = dict(zip(MODULE2PACKAGE.values(), MODULE2PACKAGE))
 
 
 def load_file(path: str, import_modules: bool = True) -> Config:
@@ -45,6 +44,8 @@ def load_file(path: str, import_modules: bool = True) -> Config:
             _register_modules(cfg.default_scope)
         return cfg
     except Exception as error:
+        from mmdevplug.checks.versions import explain_import
+
         # A config runs code, which may fail in any way.
         if isinstance(error, DevPlugError) or explain_import(error):
             raise
@@ -64,9 +65,14 @@ def load_file(path: str, import_modules: bool = True) -> Config:
 def _register_modules(scope: str) -> None:
     """Register what a repository's registries do not import themselves, as its scripts do."""
     _import_if_there(f'{scope}.registry')
-    roots = [one for one in vars(registry).values() if isinstance(one, registry.Registry)]
-    own = [each for each in (one._search_child(scope) for one in roots) if each is not None]
-    if scope == 'mmengine' or (own and all(one._locations for one in own)):
+    if scope == 'mmengine':
+        return
+    own = []
+    for root in vars(registry).values():
+        child = root._search_child(scope) if isinstance(root, registry.Registry) else None
+        if child is not None:
+            own.append(bool(child._locations))
+    if own and all(own):
         return
     register = getattr(_import_if_there(f'{scope}.utils'), 'register_all_modules', None)
     if register is not None:
@@ -99,6 +105,8 @@ def _packages_found() -> Iterator[None]:
 
 def _folder(package: str) -> Optional[str]:
     """The folder of a package, by the name of its distribution or its module."""
+    from mmdevplug.checks.versions import folder_of
+
     return folder_of(_MODULES.get(package, package))
 
 

@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse all arguments; refuse what is none, before a missing one is missed."""
         args = list(sys.argv[1:] if args is None else args)
-        known = [name for name in self._option_string_actions if name.startswith('--')]
+        known = list(self._option_string_actions)
         for word in args:
             name = word.partition('=')[0]
             if name.startswith('--') and name not in known:

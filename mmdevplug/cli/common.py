@@ -15,7 +15,6 @@ from mmdevplug.checks.config_file import (
     load_file,
     overlay_accelerator,
 )
-from mmdevplug.checks.versions import explain_versions
 from mmdevplug.config.prepare import refuse_flexible_runner
 from mmdevplug.environments.launch_variables import (
     LAUNCHERS,
@@ -139,7 +138,7 @@ def check_launch_variables(args: argparse.Namespace) -> LaunchEnv:
     """Read the launch variables before anything else does, and ignore an earlier job's."""
     of_pod = find_environment().per_host
     stale = forget_stale_variables(args.launcher)
-    if not of_pod:
+    if stale and not of_pod:
         report_stale(args.launcher, stale, say)
     if args.local_rank is not None:
         os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
@@ -152,12 +151,20 @@ def run(main: Callable[[Optional[List[str]]], None], argv: Optional[List[str]] =
     # By MMEngine, and by each repository, in each process.
     warnings.filterwarnings('ignore', 'pkg_resources is deprecated')
     try:
-        with explain_versions():
-            main(argv)
+        main(argv)
     except KeyboardInterrupt:
         say('ended by SIGINT.')
         return 128 + signal.SIGINT
-    except DevPlugError as error:
+    except Exception as found:
+        error: Exception = found
+        if not isinstance(error, DevPlugError):
+            from mmdevplug.checks.versions import explain_import
+
+            # A package that cannot be imported raises errors of any kind.
+            problem = explain_import(error)
+            if problem is None:
+                raise
+            error = DevPlugError(str(problem))
         note_for_agent(error)
         brief = getattr(error, 'brief', None)  # another rank of this host prints it all
         text, note = f'{type(error).__name__}: {brief or error}', note_path()

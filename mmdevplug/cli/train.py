@@ -55,7 +55,7 @@ def main(argv: Optional[List[str]] = None) -> None:
     keys = ('model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
     cfg = load_complete_config(args, keys)
     if args.amp:
-        from mmdevplug.optim import use_amp
+        from mmdevplug.optim.adapt_config import use_amp
 
         use_amp(cfg)
     if args.sharded:

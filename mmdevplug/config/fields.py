@@ -2,7 +2,9 @@
 
 import dataclasses
 from difflib import get_close_matches
+from itertools import filterfalse
 from numbers import Real
+from operator import attrgetter
 from typing import (
     Any,
     Callable,
@@ -69,7 +71,7 @@ def _is(kind: type, value: object) -> bool:
 
 def choice(*words: object) -> Check:
     """Check that a value is one of some words or flags."""
-    names = [repr(word) for word in words]
+    names = list(map(repr, words))
     expected = f'{", ".join(names[:-1])} or {names[-1]}'
     return Check(lambda value: value in words, expected, ', '.join(names))
 
@@ -103,10 +105,7 @@ def option(
     if accepts is None and check is not None:
         accepts = check.accepts
     metadata = dict(default=default, accepts=accepts, meaning=meaning, check=check, read=read)
-    held = default if read is None else read(default, '')
-    if isinstance(held, dict):
-        return dataclasses.field(default_factory=held.copy, metadata=metadata)
-    return dataclasses.field(default=held, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def options_of(kind: type) -> List[dataclasses.Field]:
@@ -129,7 +128,7 @@ class Options:
     @classmethod
     def names(cls) -> List[str]:
         """The names of the options."""
-        return [one.name for one in options_of(cls)]
+        return list(map(attrgetter('name'), options_of(cls)))
 
     @classmethod
     def check(cls, name: str, value: object, origin: Optional[str] = None) -> None:
@@ -180,7 +179,7 @@ def refuse_unknown(
 ) -> None:
     """Refuse options that do not exist, and suggest the nearest that does."""
     known = list(known)
-    unknown = [name for name in given if name not in known]
+    unknown = list(filterfalse(known.__contains__, given))
     if unknown:
         raise error(
             f'{where} has no option {", ".join(map(repr, unknown))}{did_you_mean(unknown, known)} '

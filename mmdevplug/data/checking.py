@@ -105,8 +105,11 @@ def by_epoch(loop: BaseLoop) -> bool:
 
 def describe(dataset: object) -> str:
     """Name the type of a dataset and where its samples come from, also those inside wrappers."""
-    sources = {name.strip('_'): getattr(dataset, name, None) for name in _SOURCES}
-    parts = [f'{name}={value!r}' for name, value in sources.items() if not _is_empty(value)]
+    parts = []
+    for name in _SOURCES:
+        value = getattr(dataset, name, None)
+        if not _is_empty(value):
+            parts.append(f'{name.strip("_")}={value!r}')
     inner = getattr(dataset, 'datasets', None) or getattr(dataset, 'dataset', None)
     if inner is not None:
         each = inner if isinstance(inner, (list, tuple)) else [inner]

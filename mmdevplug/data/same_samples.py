@@ -8,6 +8,7 @@ import pickle
 import re
 import zlib
 from itertools import islice
+from operator import itemgetter
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
@@ -92,7 +93,7 @@ def _facts(runner: AnyRunner, loop: Any, loader: Any, config: Any) -> Dict[str, 
         # A sampler without an end gives each rank a share of a pass before it repeats samples.
         share = None if isinstance(loop, IterBasedTrainLoop) else length_of(sampler)
         most = size // runner.world_size if share is None else share
-        drawn = [str(index) for index in islice(iter(sampler), min(most, MOST_INDICES))]
+        drawn = list(map(str, islice(iter(sampler), min(most, MOST_INDICES))))
     set_host_random_state(state)
     return dict(
         size=size,
@@ -156,7 +157,7 @@ def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optio
                 found.append((name, f'{message} Metrics would be wrong.', 0))
             else:
                 found.append((name, message, None))
-        counts = [each['batches'] for each in facts]
+        counts = list(map(itemgetter('batches'), facts))
         if None not in counts and len(set(counts)) > 1:
             # The rank with the fewest and some with more.
             order = sorted(range(len(counts)), key=lambda rank: (counts[rank], rank))
@@ -177,29 +178,30 @@ def _judge(ranks: List[Dict[str, Dict[str, Any]]]) -> List[Tuple[str, str, Optio
 
 def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
     """What is wrong with a loader, and whether that is certain."""
-    lists, sizes = facts[0]['lists'], [each['size'] for each in facts]
-    differing = [
-        (rank, name, lists[name], each['lists'][name])
-        for rank, each in enumerate(facts)
-        for name in lists
-        if name in each['lists'] and each['lists'][name][:3] != lists[name][:3]
-    ]
-    moved = [one for one in differing if one[2][2] == one[3][2]]
-    changed = [
-        one for one in differing if one not in moved and one[2][0] and one[2][3] != one[3][3]
-    ]
+    lists, sizes = facts[0]['lists'], list(map(itemgetter('size'), facts))
+    moved: List[Any] = []  # the first list whose order differs from that of rank 0
+    changed: List[Any] = []  # or whose entries do
+    for rank, each in enumerate(facts):
+        for name, (whole, order, content, shown) in lists.items():
+            here = each['lists'].get(name, lists[name])
+            if here[:3] == [whole, order, content]:
+                continue
+            if here[2] == content:
+                moved = moved or [rank, name, here[3]]
+            elif whole and here[3] != shown:
+                changed = changed or [rank, name, here[3]]
     doubled = _describe_doubled(facts)
     if doubled is not None:
         if not changed and len(set(sizes)) == 1:  # else each rank may have a share of its own
             yield f'{doubled}. Set sampler=dict(type="DefaultSampler"), which divides them.', True
     elif moved or changed:
-        rank, name, of_first, of_other = (moved or changed)[0]
+        rank, name, shown = moved or changed
         same = 'the same samples in another order' if moved else 'other samples'
         yield (
-            f'{name} lists {same} on rank {rank} ({of_other[3]}, ...) than on rank 0 '
-            f'({of_first[3]}, ...). Ranks divide indices, so some samples are read twice and '
+            f'{name} lists {same} on rank {rank} ({shown}, ...) than on rank 0 '
+            f'({lists[name][3]}, ...). Ranks divide indices, so some samples are read twice and '
             f'others never. Sort the list, and give all ranks the same files.',
-            bool(moved) and of_first[0],
+            bool(moved) and lists[name][0],
         )
     elif len(set(sizes)) > 1:
         yield f'ranks have data sets of different lengths: {sizes[:MAX_LISTED]}.', False
@@ -208,16 +210,18 @@ def _judge_one(facts: List[Dict[str, Any]]) -> Iterator[Tuple[str, bool]]:
 def _describe_doubled(facts: List[Dict[str, Any]]) -> Optional[str]:
     """Say which ranks read the same samples; None if they divide them, but for a filled batch."""
     first, ranks = facts[0], len(facts)
-    size, drawn = first['size'], [each['drawn'] for each in facts]
-    if None in (size, *drawn) or size <= ranks:
-        return None
-    sampler, sets = first['sampler'], [set(each) for each in drawn]
-    pair = _equal_pair([sorted(each) for each in sets])
+    size, sampler = first['size'], first['sampler']
+    sets, whole, repeats = [], True, False
+    for each in facts:
+        if None in (size, each['drawn']) or size <= ranks:
+            return None
+        sets.append(set(each['drawn']))
+        # Not more: a sampler may count frames of videos.
+        whole = whole and each['whole'] and size > first['batch']
+        repeats = repeats or len(sets[-1]) < len(each['drawn'])
+    pair = _equal_pair(list(map(sorted, sets)))
     if pair is not None:
         return f'{sampler} gives ranks {pair[0]} and {pair[1]} the same samples'
-    # Not more: a sampler may count frames of videos.
-    whole = all(each['whole'] and size > first['batch'] for each in facts)
-    repeats = any(len(one) < len(each) for one, each in zip(sets, drawn))
     shared = sum(map(len, sets)) - len(set().union(*sets))
     # Training may draw what it likes, such as rare classes more often.
     overlap = first['metric'] and not repeats and shared > ranks * first['batch']

@@ -9,6 +9,7 @@ from typing import Any, Callable, FrozenSet, List, Mapping, NamedTuple, Sequence
 import torch
 from torch import Tensor
 
+from mmdevplug.accelerators.detection import DETECTION_ORDER
 from mmdevplug.registry import ACCELERATORS
 
 from .operands import RECURRENT, Found, argument_names
@@ -91,7 +92,8 @@ class Call(NamedTuple):
 def lazy_types() -> Set[str]:
     """The device types of lazy accelerators, e.g. ``{'xla'}``."""
     found = set()
-    for family in ACCELERATORS.module_dict.values():
+    for name in dict.fromkeys((*DETECTION_ORDER, *ACCELERATORS.module_dict)):
+        family = ACCELERATORS.module_dict[name]
         # A cached property of a class; a function that chooses among families has none.
         compilation = getattr(family, 'compilation', None)
         if getattr(getattr(compilation, 'func', compilation), 'lazy', False):

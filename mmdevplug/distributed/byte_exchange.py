@@ -9,7 +9,7 @@ ranks and five times as long on 4: it copies into a common buffer and out of it.
 import json
 import os
 import struct
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import psutil
 import torch
@@ -38,14 +38,6 @@ _MAGIC = b'mmds'
 _NO_LIMIT = 2**63 - 1
 
 
-class Head(NamedTuple):
-    """The header of a rank's first message."""
-
-    call_tag: str  # what is exchanged, the same on all ranks
-    size: int  # bytes of its buffer
-    limit: int  # bytes that this rank accepts from all ranks together
-
-
 def gather_bytes(
     data: Tensor, group: AnyGroup = None, call_tag: str = '', limit: Optional[int] = None
 ) -> List[Tensor]:
@@ -66,22 +58,25 @@ def gather_bytes(
     first = to_tensor(head + to_bytes(data[:room]).ljust(room, b'\0'))
     blocks = all_gather(first.to(place), group)
     heads = [_read_head(to_bytes(block[: _HEAD.size])) for block in blocks]
-    longest = _HEAD.size + max(head.size for head in heads)
+    tags, sizes, limits = zip(*heads)
+    longest = _HEAD.size + max(sizes)
     wanted = -(-(longest + longest // 16) // _FIRST_BYTES) * _FIRST_BYTES
     learned['first_bytes'] = wanted if wanted <= _MOST_FIRST_BYTES else _FIRST_BYTES
     try:
-        _check(heads, call_tag, group)
+        _check(tags, sizes, min(limits), group)
     except SampleError as error:
         raise known_to_all(error) from None
     parts = []
-    for rank, (block, head) in enumerate(zip(blocks, heads)):
-        part = block[_HEAD.size :][: head.size]
+    for rank, (block, size) in enumerate(zip(blocks, sizes)):
+        part = block[_HEAD.size :][:size]
         if rank == torch_dist.get_rank(group):
             part = data
-        elif head.size > room:
-            part = torch.empty(head.size, dtype=torch.uint8, device=place)
+        elif size > room:
+            part = torch.empty(size, dtype=torch.uint8, device=place)
             part[:room] = block[_HEAD.size :]
         parts.append(part)
+    if max(sizes) <= room:
+        return parts
     works = [
         torch_dist.broadcast(piece, get_global_rank(group, rank), group=group, async_op=True)
         for rank, part in enumerate(parts)
@@ -99,36 +94,35 @@ def gather_json(value: object, group: AnyGroup = None) -> List[Any]:
     return [json.loads(to_bytes(part)) for part in parts]
 
 
-def _read_head(text: bytes) -> Head:
+def _read_head(text: bytes) -> Tuple[str, int, int]:
+    """Read what is exchanged, the bytes of a rank's buffer and the most that it accepts of all."""
     magic, call_tag, *numbers = _HEAD.unpack(text)
     if magic != _MAGIC:
         raise SampleError(
             'a rank sent something else than samples: some ranks have called another collective. '
             'All ranks must call gather_samples() and balance_samples() in the same order.'
         )
-    return Head(call_tag.rstrip(b'\0').decode(), *numbers)
+    return (call_tag.rstrip(b'\0').decode(), *numbers)
 
 
-def _check(heads: Sequence[Head], call_tag: str, group: AnyGroup) -> None:
-    for rank, head in enumerate(heads):
-        if head.call_tag != heads[0].call_tag:
+def _check(tags: Sequence[str], sizes: Sequence[int], limit: int, group: AnyGroup) -> None:
+    for rank, tag in enumerate(tags):
+        if tag != tags[0]:
             raise SampleError(
-                f'rank {rank} calls {head.call_tag!r} while rank 0 calls {heads[0].call_tag!r} '
+                f'rank {rank} calls {tag!r} while rank 0 calls {tags[0]!r} '
                 '(a + stands for allow_pickle=True, a * for same_structure=False, a # for '
                 'stacked=True); expected the same call with the same options on all ranks, in '
                 'the same order.'
             )
-    total = sum(head.size for head in heads)
-    limit = min(head.limit for head in heads)
-    limited_by = 'max_bytes'
+    total, limited_by = sum(sizes), 'max_bytes'
     if limit == _NO_LIMIT and total > _UNCHECKED_BYTES:
         limit, limited_by = _free_memory(group), 'the memory that is free for it'
     if total > limit:
-        largest = max(range(len(heads)), key=lambda rank: heads[rank].size)
+        largest = sizes.index(max(sizes))
         raise SampleError(
-            f'{call_tag}: the samples of all ranks are {total:,} bytes together, more than '
+            f'{tags[0]}: the samples of all ranks are {total:,} bytes together, more than '
             f'{limited_by}, {limit:,} bytes; rank {largest} has the most, '
-            f'{heads[largest].size:,}. Gather fewer or smaller samples, share them out with '
+            f'{sizes[largest]:,}. Gather fewer or smaller samples, share them out with '
             f'balance_samples(), or raise max_bytes.'
         )
 
@@ -149,14 +143,17 @@ def exchange_bytes(
 ) -> Dict[int, Tensor]:
     """Send a uint8 tensor to each of some ranks, and receive those of the ranks in ``sources``."""
     place = group_device(group)
-    sent = {rank: data.to(place) for rank, data in outgoing.items()}
-    sizes = {rank: torch.tensor([data.numel()], device=place) for rank, data in sent.items()}
-    expected = {rank: torch.zeros(1, dtype=torch.int64, device=place) for rank in sources}
-    _swap(sizes, expected, group)
-    received = {
-        rank: torch.empty(int(size), dtype=torch.uint8, device=place)
-        for rank, size in expected.items()
-    }
+    sent: Dict[int, Tensor] = {}
+    sizes: Dict[int, Tensor] = {}
+    received: Dict[int, Tensor] = {}
+    for rank, data in outgoing.items():
+        sent[rank] = data.to(place)
+        sizes[rank] = torch.tensor([data.numel()], device=place)
+    for rank in sources:
+        received[rank] = torch.zeros(1, dtype=torch.int64, device=place)
+    _swap(sizes, received, group)
+    for rank, size in received.items():
+        received[rank] = torch.empty(int(size), dtype=torch.uint8, device=place)
     _swap(sent, received, group)
     return received
 

@@ -1,6 +1,6 @@
 """Broadcast many tensors in few messages."""
 
-from typing import List, Sequence
+from typing import Sequence
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -13,7 +13,6 @@ from mmdevplug.utils.torch_compat import get_global_rank, view_as_dtype
 from .byte_exchange import group_by_bytes
 
 MESSAGE_BYTES = 64 << 20
-_HOST = CPUAccelerator()
 
 
 def broadcast_tensors(
@@ -25,30 +24,29 @@ def broadcast_tensors(
     unless the backend takes no tensors of the host. Number, shapes, dtypes and order are the same
     on every rank; tensors may be on the accelerator's device or on the host.
     """
-    place = group_device(group)
-    tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
-    tensors.sort(key=lambda tensor: tensor.device.type != 'cpu')
-    for part in group_by_bytes(tensors, MESSAGE_BYTES):
-        copier = _HOST if part[0].device.type == 'cpu' else accelerator
-        _broadcast(part, copier, place, group)
-
-
-def _broadcast(
-    tensors: List[Tensor], accelerator: Accelerator, place: torch.device, group: AnyGroup
-) -> None:
-    here = torch_dist.get_rank(group) == 0
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    if here:
-        values = accelerator.copies.to_host(tensors) if place.type == 'cpu' else tensors
-        message = torch.cat([view_as_dtype(v.contiguous().view(-1), torch.uint8) for v in values])
-        message = message.to(place)
-    else:
+    place, main = group_device(group), get_global_rank(group, 0)
+    on_host, elsewhere = [], []
+    for tensor in tensors:
+        if tensor.numel():
+            (on_host if tensor.device.type == 'cpu' else elsewhere).append(tensor.detach())
+    for part in group_by_bytes([*on_host, *elsewhere], MESSAGE_BYTES):
+        there = part[0].device.type != 'cpu'
+        if torch_dist.get_rank(group) == 0:
+            copied = there and place.type == 'cpu'
+            message = _join(accelerator.copies.to_host(part) if copied else part).to(place)
+            torch_dist.broadcast(message, main, group=group)
+            continue
+        sizes = [tensor.numel() * tensor.element_size() for tensor in part]
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=place)
-    torch_dist.broadcast(message, get_global_rank(group, 0), group=group)
-    if not here:
+        torch_dist.broadcast(message, main, group=group)
         # Copies, because a piece of the message may start at an address that its dtype refuses.
         received = [
             view_as_dtype(piece.clone(), tensor.dtype).view(tensor.shape)
-            for piece, tensor in zip(message.split(sizes), tensors)
+            for piece, tensor in zip(message.split(sizes), part)
         ]
-        accelerator.copies.into_device(received, tensors)
+        (accelerator if there else CPUAccelerator()).copies.into_device(received, part)
+
+
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors, one after the other."""
+    return torch.cat([view_as_dtype(t.contiguous().view(-1), torch.uint8) for t in tensors])

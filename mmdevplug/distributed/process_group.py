@@ -20,7 +20,6 @@ from mmdevplug.accelerators import (
     Accelerator,
     DeviceContext,
     choose_accelerator,
-    probe_device,
     set_device_context,
 )
 from mmdevplug.accelerators.backend import (
@@ -31,7 +30,6 @@ from mmdevplug.accelerators.backend import (
     takes_host_tensors,
     with_host_backend,
 )
-from mmdevplug.accelerators.compilation_cache import start_compilation_cache
 from mmdevplug.accelerators.detection import AcceleratorConfig, Choice
 from mmdevplug.environments.launch_variables import (
     LaunchEnv,
@@ -40,11 +38,7 @@ from mmdevplug.environments.launch_variables import (
     restart_count,
 )
 from mmdevplug.environments.loopback import is_loopback, loopback_store
-from mmdevplug.environments.stale import (
-    AGENT_VARIABLES,
-    stale_variables_hidden,
-    unset_line,
-)
+from mmdevplug.environments.stale import AGENT_VARIABLES, stale_variables_hidden, unset_line
 from mmdevplug.errors import LaunchError, first_line
 from mmdevplug.fault_tolerance.abort import say
 from mmdevplug.fault_tolerance.failure import current_watch, enter_phase, watch_for_failures
@@ -55,9 +49,12 @@ from mmdevplug.fault_tolerance.store_barrier import (
     next_meeting,
     run_on_every_rank,
 )
-from mmdevplug.staged.shared_memory import host_name
 from mmdevplug.utils.logs import log_warning
 
+_HELD_BY_TORCHRUN = (
+    ' TORCHELASTIC_USE_AGENT_STORE=True says that torchrun holds the store; if torchrun did not '
+    'start this process, remove what it left: '
+)
 #: In seconds, 31 years, for infinite ones: nanoseconds of it fit into 64 bits.
 LONGEST_TIMEOUT = 1e9
 
@@ -131,8 +128,9 @@ def start_distributed(
 
         def resolve() -> str:
             found = resolve_backend(choice.accelerator, forced_backend, backend)
-            own_device = partial(_refuse_shared_device, choice.accelerator, devices[0], found)
-            own_device(store, env, one_agent=launcher == 'pytorch')
+            if not choice.accelerator.shares_devices:
+                own_device = partial(_refuse_shared_device, choice.accelerator, devices[0], found)
+                own_device(store, env, one_agent=launcher == 'pytorch')
             return found
 
         name = run_on_every_rank(store, env, 'backend', resolve, wait)
@@ -184,14 +182,22 @@ def _prepare_devices(
     """Choose the accelerator, and try this rank's devices; also what dtypes they do not keep."""
     choice = choose_accelerator(config)
     if compilation_cache is not None:
+        from mmdevplug.accelerators.compilation_cache import start_compilation_cache
+
         start_compilation_cache(choice.accelerator, compilation_cache, env.rank)
     if choose_devices is None:
         devices: Sequence[torch.device] = [choice.accelerator.device(env.local_rank)]
     else:
         devices = choose_devices(choice.accelerator, env)
     # The first one last, so that it stays the current one.
+    unsupported: Sequence[str] = ()
     for device in reversed(devices):
-        unsupported = probe_device(choice.accelerator, device)
+        if device.type != 'cpu':
+            from mmdevplug.accelerators.probe import probe_device
+
+            unsupported = probe_device(choice.accelerator, device)
+        else:
+            choice.accelerator.set_device(device)
     return choice, devices, tuple(unsupported)
 
 
@@ -215,6 +221,8 @@ def _refuse_shared_device(
         identity = str(accelerator.device_id(device))
     if by_host or identity is None or accelerator.compilation.lazy:
         return
+    from mmdevplug.staged.shared_memory import host_name
+
     key = f'mmdevplug/devices/{host_name()}/{device.type}:{identity}'
     holder = int(store.compare_set(key, '', str(env.rank)))
     if holder != env.rank:
@@ -335,12 +343,6 @@ def to_timeout(
     return timedelta(seconds=min(float(seconds), LONGEST_TIMEOUT))
 
 
-_HELD_BY_TORCHRUN = (
-    ' TORCHELASTIC_USE_AGENT_STORE=True says that torchrun holds the store; if torchrun did not '
-    f'start this process, remove what it left: {unset_line(AGENT_VARIABLES)}'
-)
-
-
 def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Tuple[Any, str]:
     """Get the store that all ranks share, before any backend is chosen, and its keys' prefix."""
     by_agent = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
@@ -361,7 +363,8 @@ def _rendezvous(env: LaunchEnv, timeout: timedelta) -> Tuple[Any, str]:
             f'MASTER_PORT={env.master_port} within {timeout.total_seconds():.0f} s: '
             f'{first_line(error).rstrip(". ")}. Check that rank 0 runs there, that all '
             f'{env.world_size} ranks were started with the same values, and that the port is free '
-            f'and not behind a firewall.' + (_HELD_BY_TORCHRUN if by_agent else '')
+            f'and not behind a firewall.'
+            + (f'{_HELD_BY_TORCHRUN}{unset_line(AGENT_VARIABLES)}' if by_agent else '')
         ) from error
     del held  # `store` is connected to the same server.
     store.set_timeout(timeout)
@@ -402,6 +405,6 @@ def _use_loopback(env: LaunchEnv, backend: str) -> None:
     by_gloo = 'gloo' in backend or backend == 'staged'
     if not by_gloo or not env.single_host or 'GLOO_SOCKET_IFNAME' in os.environ:
         return
-    loopback = [name for _, name in socket.if_nameindex() if name in ('lo', 'lo0')]
-    if loopback:
-        os.environ['GLOO_SOCKET_IFNAME'] = loopback[0]
+    for _, name in socket.if_nameindex():
+        if name in ('lo', 'lo0'):
+            os.environ['GLOO_SOCKET_IFNAME'] = name

@@ -2,23 +2,33 @@
 
 import logging
 import os
-from typing import Dict, Mapping, Optional, Tuple, Type
+from importlib import import_module
+from typing import Any, Dict, Mapping, Optional
 
 from mmdevplug.errors import LaunchError
 
 from .base import DEFAULT_PORT, Environment, Hosts, LaunchEnv, format_variables
-from .kubernetes import Kubernetes, refuse_to_run_alone as refuse_pod_to_run_alone
-from .mpi import MPI
-from .none import NoLauncher
-from .slurm import Slurm
 from .stale import open_job, report_stale, stale_variables, unset_line
 from .torchrun import Torchrun
 
 __all__ = ['DEFAULT_PORT', 'Environment', 'Hosts', 'LaunchEnv']
 
-#: Recognized in this order: a launcher may itself run in a job of those after it.
-ENVIRONMENTS: Tuple[Type[Environment], ...] = (Torchrun, MPI, Slurm, Kubernetes, NoLauncher)
-LAUNCHERS = tuple(sorted((one.name for one in ENVIRONMENTS), key=lambda name: name != 'none'))
+#: The module and the class of each launcher. They are recognized in this order, ``'none'`` last: a
+#: launcher may itself run in a job of those after it.
+_CLASSES = dict(
+    none='none:NoLauncher',
+    pytorch='torchrun:Torchrun',
+    mpi='mpi:MPI',
+    slurm='slurm:Slurm',
+    kubernetes='kubernetes:Kubernetes',
+)
+LAUNCHERS = tuple(_CLASSES)
+
+
+def environment_of(launcher: str) -> Any:
+    """Return the subclass of :class:`Environment` for a launcher."""
+    module, _, name = _CLASSES[launcher].partition(':')
+    return getattr(import_module(f'.{module}', __package__), name)
 
 
 def find_environment(environ: Optional[Mapping[str, str]] = None) -> Environment:
@@ -27,8 +37,11 @@ def find_environment(environ: Optional[Mapping[str, str]] = None) -> Environment
     Args:
         environ (Mapping, optional): Defaults to ``os.environ``.
     """
-    found = (kind(environ) for kind in ENVIRONMENTS)
-    return next((one for one in found if one.detect()), NoLauncher(environ))
+    for launcher in LAUNCHERS[1:]:
+        found = environment_of(launcher)(environ)
+        if found.detect():
+            return found
+    return environment_of('none')(environ)
 
 
 def read_launch_env(
@@ -42,14 +55,13 @@ def read_launch_env(
         environ (Mapping, optional): Defaults to ``os.environ``.
         port (int, optional): The master's port, instead of ``MASTER_PORT``. Defaults to None.
     """
-    kind = next((one for one in ENVIRONMENTS if one.name == launcher), None)
-    if kind is None:
+    if launcher not in LAUNCHERS:
         raise LaunchError(
             f'launcher={launcher!r} is unknown; expected one of {", ".join(LAUNCHERS)}. Pass '
             f'--launcher pytorch under torchrun, slurm under srun, mpi under mpirun, '
             f'kubernetes in a pod.'
         )
-    return kind(environ).read(port)
+    return environment_of(launcher)(environ).read(port)
 
 
 def find_job(environ: Optional[Mapping[str, str]] = None) -> Optional[Environment]:
@@ -61,8 +73,8 @@ def find_job(environ: Optional[Mapping[str, str]] = None) -> Optional[Environmen
 
 def refuse_to_stay_alone(starts: bool, environ: Optional[Mapping[str, str]] = None) -> None:
     """Refuse a process, or one that starts others here, where its job holds more than this."""
-    for kind in ENVIRONMENTS:
-        kind(environ).refuse_to_stay_alone(starts)
+    for launcher in LAUNCHERS:
+        environment_of(launcher)(environ).refuse_to_stay_alone(starts)
 
 
 def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
@@ -72,6 +84,8 @@ def refuse_to_run_alone(environ: Optional[Mapping[str, str]] = None) -> None:
         LaunchError: With what says so, and the ways out: each process would train alone and write
             the same files.
     """
+    from .kubernetes import refuse_to_run_alone as refuse_pod_to_run_alone
+
     refuse_pod_to_run_alone(environ)
     job = find_job(environ)
     if job is not None:
@@ -126,6 +140,8 @@ def forget_stale_variables(launcher: str) -> Dict[str, str]:
     """
     job = None
     if launcher == 'none':
+        from .kubernetes import refuse_to_run_alone as refuse_pod_to_run_alone
+
         refuse_pod_to_run_alone()
         job = find_job()
     if job is not None and job.name == Torchrun.name:
@@ -143,7 +159,7 @@ def read_local_rank() -> int:
 
 def restart_count(environ: Optional[Mapping[str, str]] = None) -> int:
     """How often torchrun has restarted this job's workers; 0 without torchrun."""
-    return Torchrun(environ).restarts()
+    return Torchrun(environ).number('TORCHELASTIC_RESTART_COUNT', default=0)
 
 
 def restarts(launcher: str, environ: Optional[Mapping[str, str]] = None) -> int:
@@ -151,4 +167,6 @@ def restarts(launcher: str, environ: Optional[Mapping[str, str]] = None) -> int:
     if launcher not in ('pytorch', 'slurm'):
         return 0
     count = restart_count(environ) if launcher == 'pytorch' else 0
-    return count + Slurm(environ).number('SLURM_RESTART_COUNT', default=0)
+    if 'SLURM_RESTART_COUNT' not in (os.environ if environ is None else environ):
+        return count
+    return count + environment_of('slurm')(environ).number('SLURM_RESTART_COUNT')

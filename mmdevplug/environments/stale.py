@@ -36,7 +36,7 @@ def stale_variables(launcher: str, environ: Optional[Mapping[str, str]] = None) 
     if launcher == 'none':
         names = RANK_VARIABLES + TORCHRUN_VARIABLES + AGENT_VARIABLES
     elif launcher == 'pytorch':
-        complete = all(name in environ for name in AGENT_VARIABLES)
+        complete = set(AGENT_VARIABLES).issubset(environ)
         names = () if complete else AGENT_VARIABLES
     else:
         names = TORCHRUN_VARIABLES + AGENT_VARIABLES

@@ -36,7 +36,7 @@ class Torchrun(Environment):
         Kubernetes have some of the same names.
         """
         names = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')
-        if not any(name in self.environ for name in names) or not runs_below_torchrun():
+        if self.environ.keys().isdisjoint(names) or not runs_below_torchrun():
             return {}
         found = (*names, 'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT', AGENT_VARIABLES[0])
         return {name: self.environ[name] for name in found if name in self.environ}
@@ -44,10 +44,6 @@ class Torchrun(Environment):
     def node_rank(self) -> Optional[int]:
         """Read the index of this host, None where it is not known."""
         return self.number('GROUP_RANK', default=None)
-
-    def restarts(self) -> int:
-        """How often the ranks were started again; 0 without torchrun."""
-        return self.number('TORCHELASTIC_RESTART_COUNT', default=0)
 
 
 def runs_below_torchrun() -> bool:
@@ -64,6 +60,7 @@ def runs_below_torchrun() -> bool:
             words = parent.cmdline()
         except psutil.Error:  # It ended, or belongs to another user.
             continue
-        if any(re.fullmatch(_PATTERN, word) for word in words):
-            return True
+        for word in words:
+            if re.fullmatch(_PATTERN, word):
+                return True
     return False

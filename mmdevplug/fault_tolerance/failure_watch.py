@@ -85,7 +85,7 @@ class FailureWatch:
         self.heartbeat = Heartbeat(watch_store, env, self._clock)
         self.before_abort: List[Callable[[], Any]] = []
         self._neighbour = (env.rank + 1) % env.world_size
-        self.others = [rank for rank in range(env.world_size) if rank != env.rank]
+        self.others = [*range(env.rank), *range(env.rank + 1, env.world_size)]
         self._reported = threading.Event()
         self._report: Dict[str, Any] = {}
         self._report_at = 0.0

@@ -1,6 +1,5 @@
 """Average gradients over ranks: the model wrappers and what they use."""
 
-from .separate_wrapper import DeviceSeparateDistributedDataParallel
-from .wrapper import DeviceDistributedDataParallel
+from mmdevplug.registry import MODULES, importing
 
-__all__ = ['DeviceDistributedDataParallel', 'DeviceSeparateDistributedDataParallel']
+__getattr__ = importing(__name__, MODULES['gradients'])

@@ -1,5 +1,6 @@
 """Average the buckets of PyTorch's DDP: compress them, and check for NaN."""
 
+from contextlib import suppress
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
@@ -7,7 +8,6 @@ from torch import Tensor, distributed as torch_dist, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from mmdevplug.errors import ModelError, first_line
-from mmdevplug.staged.staged_group import StagedProcessGroup
 
 from .nonfinite import (
     FinitePolicy,
@@ -76,11 +76,16 @@ class BucketAveraging:
     # Without annotations: DDP accepts only those of its release.
     def hook(self, state, bucket):
         """Average a bucket; returns a future."""
-        self._enter_iteration()
+        if not self._in_iteration:
+            # Without a backward, a rank that has left DDP's `join` answers the others.
+            with suppress(RuntimeError):
+                torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_ddp)
+                self._in_iteration = True
         flat = bucket.buffer()
         plain = flat.is_floating_point() and not flat.is_sparse
-        if plain and not self.compress and isinstance(self.group, StagedProcessGroup):
-            return self._average_on_host(bucket, flat)
+        by_staged = hasattr(self.group, 'average')
+        if plain and not self.compress and (by_staged or flat.device.type == 'cpu'):
+            return self._average_on_host(bucket, flat, by_staged)
         compressible = self.compress and flat.dtype == torch.float32 and plain
         # PyTorch's hook divides by itself.
         self._scale(bucket, 1.0 if compressible else 1 / self.world_size)
@@ -91,21 +96,18 @@ class BucketAveraging:
             future = work.get_future().then(lambda done: done.value()[0])
         return future.then(lambda done: self._complete(done.value()))
 
-    def _enter_iteration(self) -> None:
-        if self._in_iteration:
-            return
-        try:
-            torch.autograd.Variable._execution_engine.queue_callback(self._wait_for_ddp)
-        except RuntimeError:
-            return  # no backward: a rank that has left DDP's `join` answers the others
-        self._in_iteration = True
-
     def _average_on_host(
-        self, bucket: 'torch_dist.GradBucket', flat: Tensor
+        self, bucket: 'torch_dist.GradBucket', flat: Tensor, by_staged: bool
     ) -> torch.futures.Future:
         watched = self.policy.active and self._in_iteration
-        work = self.group.average(flat, keeps_nonfinite=watched)
-        named = list(zip(bucket.parameters(), bucket.gradients())) if watched else []
+        named: List[Tuple[nn.Parameter, Tensor]] = []
+        if by_staged:
+            work = self.group.average(flat, keeps_nonfinite=watched)
+            if watched:
+                named = list(zip(bucket.parameters(), bucket.gradients()))
+        else:
+            self._scale(bucket, 1 / self.world_size)
+            work = torch_dist.all_reduce(flat, group=self.group, async_op=True)
         started = _Started(work, flat, torch.futures.Future(), watched, named)
         if self._waits_inside or not self._in_iteration:
             future = work.get_future().then(lambda _: flat)
@@ -138,7 +140,10 @@ class BucketAveraging:
             started.work.wait()
             if not self._waits_inside:
                 started.future.set_result(started.flat)
-            if started.watched and not started.work.finite:
+            finite = getattr(started.work, 'finite', None)  # of `staged`
+            if finite is None:
+                finite = not is_marked_nonfinite(started.flat)
+            if started.watched and not finite:
                 self._not_finite = True
                 named = [(self._names[id(p)], own) for p, own in started.named]
                 self._found += names_of_nonfinite(named)

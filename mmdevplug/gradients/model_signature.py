@@ -39,13 +39,14 @@ def check_same_model(module: nn.Module, group: AnyGroup = None) -> None:
 
 
 def _signature(module: nn.Module) -> List[List[str]]:
-    named = [(f'parameter {name}', tensor) for name, tensor in module.named_parameters()]
-    named += [(f'buffer {name}', tensor) for name, tensor in module.named_buffers()]
     signature = []
-    for name, tensor in named:
-        shape = 'x'.join(map(str, tensor.shape)) or 'scalar'
-        frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        signature.append([name, f'{shape} {tensor.dtype}{", frozen" if frozen else ""}'])
+    named = dict(parameter=module.named_parameters(), buffer=module.named_buffers())
+    for kind, tensors in named.items():
+        for name, tensor in tensors:
+            shape = 'x'.join(map(str, tensor.shape)) or 'scalar'
+            frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+            found = f'{shape} {tensor.dtype}{", frozen" if frozen else ""}'
+            signature.append([f'{kind} {name}', found])
     return signature
 
 

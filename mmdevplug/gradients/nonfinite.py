@@ -12,13 +12,14 @@ from torch import Tensor
 
 from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.errors import ModelError
-from mmdevplug.staged.host_buffers import scale
 from mmdevplug.utils.annotations import AnyGroup
 
 
 def scale_and_check(flat: Tensor, factor: float) -> bool:
     """Multiply a real tensor, dense or sparse, in place; return whether it has NaN or infinity."""
-    return not scale(stored_values(flat), factor)
+    values = stored_values(flat).mul_(factor)
+    # A sum of finite values may overflow, but one of NaN or infinity is never finite.
+    return not (bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all()))
 
 
 def stored_values(tensor: Tensor) -> Tensor:

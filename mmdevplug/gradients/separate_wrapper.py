@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from mmdevplug.accelerators import devices_of, enter_rank_device
 from mmdevplug.accelerators.detection import AcceleratorConfig
-from mmdevplug.accelerators.lazy_predictions import training_step
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
+from mmdevplug.model.host.predictions import training_step
 from mmdevplug.model.move import move_module
-from mmdevplug.optim import log_norms
+from mmdevplug.optim.device_optim_wrapper import log_norms
 from mmdevplug.utils.annotations import AnyOptimWrapper
 
 from .lazy_staging import LazyStaging

@@ -52,9 +52,10 @@ def list_names(names: Iterable[str]) -> str:
 def _averaged_by_ddp(model: nn.Module) -> List[Tuple[str, Any]]:
     """What PyTorch's DDP wraps, a model or its children, with what precedes names in it."""
     inner = getattr(model, 'module', None)
+    if vars(model).get('reducer') is not None:
+        return [('', model)]
     children = [] if inner is None else inner.named_children()
-    parts = [('', model), *((f'{name}.', child) for name, child in children)]
-    return [(prefix, part) for prefix, part in parts if vars(part).get('reducer') is not None]
+    return [(f'{name}.', one) for name, one in children if vars(one).get('reducer') is not None]
 
 
 def _averaged_names(ddp: nn.Module, prefix: str) -> List[str]:

@@ -16,9 +16,7 @@ from torch import Tensor, distributed as torch_dist, nn
 from mmdevplug.accelerators import devices_of, enter_rank_device
 from mmdevplug.accelerators.backend import suits_native_ddp
 from mmdevplug.accelerators.detection import AcceleratorConfig
-from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
-from mmdevplug.distributed.staged_groups import staged_counterpart
 from mmdevplug.errors import ModelError
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.model.loss_path import check_loss
@@ -28,13 +26,11 @@ from mmdevplug.model.move import (
     move_module,
 )
 from mmdevplug.model.norm_layers import convert_norm_layers
-from mmdevplug.optim import log_norms, set_overflow_source
 from mmdevplug.utils.annotations import AnyGroup, AnyOptimWrapper
 from mmdevplug.utils.model import list_optim_wrappers
 from mmdevplug.utils.torch_compat import is_at_least
 
 from .ddp_hook import BucketAveraging
-from .lazy_staging import LazyStaging
 from .model_signature import check_same_model
 from .trainable_set import TrainableSet, check_optimizers, wait_for_change
 from .unused_parameters import naming_parameters, refuse_unreduced
@@ -45,6 +41,7 @@ from .wrapper_arguments import (
     host_defaults,
     read_options,
     suits_ddp,
+    suits_gloo,
     trainable,
 )
 
@@ -84,7 +81,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
     """
 
     #: Averages gradients through host memory; None where PyTorch's DDP averages.
-    staging: Optional[LazyStaging] = None
+    staging: Any = None  # a LazyStaging
     #: Whether `train_step` has materialized the iteration; `DeviceHook` resets it.
     step_materialized = False
     _loss_checked = False
@@ -108,10 +105,14 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         chosen, device = enter_rank_device(accelerator)
         group = torch_dist.group.WORLD if process_group is None else process_group
         on_host = device.type == 'cpu' or not suits_native_ddp(chosen, device, group)
-        averaging_group = staged_counterpart(group) if on_host else group
+        check_same_model(module, process_group)
+        averaging_group = group
+        if on_host and not suits_gloo(module, own, device, group):
+            from mmdevplug.distributed.staged_groups import staged_counterpart
+
+            averaging_group = staged_counterpart(group)
         lazy = chosen.compilation.lazy
         staged = on_host and (lazy or not suits_ddp(chosen, find_unused_parameters))
-        check_same_model(module, process_group)
         convert_norm_layers(module, chosen, device)
         averaging = averaging_options(own, module, process_group, on_host)
         options = dict(
@@ -150,6 +151,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         )
         self.detect_anomalous_params = detect_anomalous_params
         if lazy:
+            from mmdevplug.model.host.predictions import materialize_predictions
+
             materialize_predictions(module, chosen, self._devices)
 
     def _init_without_reducer(
@@ -183,6 +186,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         self._start_staging()
 
     def _start_staging(self) -> None:
+        from .lazy_staging import LazyStaging
+
         with self._trainable.requiring_gradients():
             self.staging = LazyStaging(
                 self._trainable.named, self.accelerator, before=self.staging, **self._averaging
@@ -274,8 +279,8 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
 
     def _build_params_for_reducer(self) -> Any:
         """Keep the names of the parameters that PyTorch's DDP knows by their numbers."""
-        names = [name for name, _ in trainable(self.module)]
-        self.averaged_names = [name for name in names if name not in self.parameters_to_ignore]
+        ignored = self.parameters_to_ignore
+        self.averaged_names = [n for n, _ in trainable(self.module) if n not in ignored]
         return super()._build_params_for_reducer()
 
     def train_step(
@@ -299,21 +304,29 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
                 check_loss(parsed_loss, self.module)
                 self._loss_checked = True
             self.follow_scaler(optim_wrapper)
-            set_overflow_source(optim_wrapper, self.staging)
+            if self.staging is not None:
+                from mmdevplug.optim.device_amp_optim_wrapper import set_overflow_source
+
+                set_overflow_source(optim_wrapper, self.staging)
             check_optimizers(self.module, [self._trainable], optim_wrapper)
             optim_wrapper.update_params(parsed_loss)
             if self.detect_anomalous_params:
                 detect_anomalous_params(parsed_loss, model=self)
             self.accelerator.compilation.materialize_all(self._devices)
             self.step_materialized = True
-            log_norms(optim_wrapper)
+            if self.accelerator.compilation.lazy:
+                from mmdevplug.optim.device_optim_wrapper import log_norms
+
+                log_norms(optim_wrapper)
         return log_vars
 
     def follow_scaler(self, optim_wrapper: AnyOptimWrapper) -> None:
         """Leave NaN to a gradient scaler, if there is one, which skips the update."""
-        wrappers = list_optim_wrappers(optim_wrapper)
-        scalers = [getattr(wrapper, 'loss_scaler', None) for wrapper in wrappers]
-        self.policy.suspended = any(each is not None and each.is_enabled() for each in scalers)
+        self.policy.suspended = False
+        for wrapper in list_optim_wrappers(optim_wrapper):
+            scaler = getattr(wrapper, 'loss_scaler', None)
+            if scaler is not None and scaler.is_enabled():
+                self.policy.suspended = True
 
     def warm_up(self, data: Union[dict, tuple, list], optim_wrapper: OptimWrapper) -> None:
         """Run a backward pass, so that PyTorch's DDP orders its buckets before training resumes.

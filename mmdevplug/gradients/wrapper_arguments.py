@@ -15,7 +15,6 @@ from mmdevplug.config.model_wrapper import WrapperOptions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.errors import LaunchError, ModelError
 from mmdevplug.model.move import check_materialized
-from mmdevplug.staged.host_buffers import can_pin
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.torch_compat import is_at_least
 
@@ -149,8 +148,29 @@ def suits_ddp(accelerator: Accelerator, find_unused_parameters: bool) -> bool:
     """Whether PyTorch's DDP works on an eager device, over a group that averages on the host."""
     if accelerator.gloo_takes_tensors:
         return True
+    from mmdevplug.staged.host_buffers import can_pin
+
     # PyTorch 1 does not know these groups. To find unused parameters DDP pins memory.
     return is_at_least('2.0') and (can_pin() or not find_unused_parameters)
+
+
+def suits_gloo(
+    module: nn.Module, own: WrapperOptions, device: torch.device, group: AnyGroup
+) -> bool:
+    """Whether the group itself averages as well as one of the backend ``staged``.
+
+    So it is with few gradients, for which ranks share no memory, of types that gloo adds up.
+    """
+    if torch_dist.get_backend(group) != 'gloo' or own.grad_compression != 'none':
+        return False
+    if device.type != 'cpu' or not is_at_least('2.0'):
+        return False
+    size = 0
+    for parameter in module.parameters():
+        if parameter.dtype not in (torch.float32, torch.float64):
+            return False
+        size += parameter.numel() * parameter.element_size()
+    return size < _LEAST_SHARED_BYTES
 
 
 def trainable(module: nn.Module) -> Sequence[Tuple[str, nn.Parameter]]:

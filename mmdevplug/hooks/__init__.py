@@ -1,23 +1,5 @@
-"""Hooks of MMEngine, one in each file."""
+"""Hooks of MMEngine, one in each file, which is imported when its hook is named."""
 
-from .compilation_hook import CompilationHook
-from .device_hook import DeviceHook
-from .empty_cache_hook import DeviceEmptyCacheHook
-from .iter_timer_hook import DeviceIterTimerHook
-from .memory_hook import MemoryHook
-from .phase_hook import PhaseHook
-from .preemption_hook import PreemptionHook
-from .profiler_hook import DeviceProfilerHook
-from .safe_checkpoint_hook import SafeCheckpointHook
+from mmdevplug.registry import MODULES, importing
 
-__all__ = [
-    'CompilationHook',
-    'DeviceEmptyCacheHook',
-    'DeviceHook',
-    'DeviceIterTimerHook',
-    'DeviceProfilerHook',
-    'MemoryHook',
-    'PhaseHook',
-    'PreemptionHook',
-    'SafeCheckpointHook',
-]
+__getattr__ = importing(__name__, MODULES['hooks'])

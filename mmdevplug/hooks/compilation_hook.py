@@ -77,7 +77,7 @@ class CompilationHook(Hook):
             f'first needed, which takes far longer than running it.'
         )
 
-    def close(self) -> None:
+    def close_silence_watch(self) -> None:
         """End the lines; also called where an error ends the training."""
         if self._silence is not None:
             self._silence.close()
@@ -85,7 +85,7 @@ class CompilationHook(Hook):
 
     def after_train(self, runner: AnyRunner) -> None:
         """End the lines."""
-        self.close()
+        self.close_silence_watch()
 
     def after_run(self, runner: AnyRunner) -> None:
         """Log the use of compiled graphs that are kept on disk."""

@@ -1,7 +1,8 @@
 """Check that everything is on this rank's device, and materialize lazy devices."""
 
 import traceback
-from typing import Any, Dict, Iterator, List, Tuple
+from operator import itemgetter
+from typing import Any, Dict, Iterable, Iterator, List, Tuple
 
 import torch
 from mmengine.hooks import Hook
@@ -13,7 +14,6 @@ from torch.optim import Optimizer
 from mmdevplug.accelerators import rank_device, rank_devices, to_device
 from mmdevplug.data.endless import check_endless
 from mmdevplug.model.move import describe_misplaced, misplaced_tensors, move_module, same_device
-from mmdevplug.optim import log_norms
 from mmdevplug.sharding.states import is_sharded
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.byte_sizes import format_bytes
@@ -49,8 +49,10 @@ class DeviceHook(Hook):
         _, device = rank_device()
         model = unwrap_model(runner.model)
         # A wrapper that has not been built yet is a config.
-        wrappers = list_optim_wrappers(runner.optim_wrapper)
-        optimizers = [each.optimizer for each in wrappers if isinstance(each, OptimWrapper)]
+        optimizers: List[Optimizer] = []
+        for each in list_optim_wrappers(runner.optim_wrapper):
+            if isinstance(each, OptimWrapper):
+                optimizers.append(each.optimizer)
         found = {**misplaced_tensors(model, device), **_misplaced_state(optimizers, device)}
         if found:
             runner.logger.warning(
@@ -85,11 +87,17 @@ class DeviceHook(Hook):
 
     def before_train(self, runner: AnyRunner) -> None:
         """Let optimizer wrappers log gradient norms only at the end of an iteration."""
-        log_norms(runner.optim_wrapper)
+        self._log_norms(runner)
         # A repository's wrapper may have a `train_step` that does not call ours.
         follow_scaler = getattr(runner.model, 'follow_scaler', None)
         if follow_scaler is not None:
             follow_scaler(runner.optim_wrapper)
+
+    def _log_norms(self, runner: AnyRunner) -> None:
+        if rank_device()[0].compilation.lazy:
+            from mmdevplug.optim.device_optim_wrapper import log_norms
+
+            log_norms(runner.optim_wrapper)
 
     def before_train_epoch(self, runner: AnyRunner) -> None:
         """Forget the modes of the last epoch."""
@@ -115,9 +123,12 @@ class DeviceHook(Hook):
     def before_val(self, runner: AnyRunner) -> None:
         """Note the modes of the model's parts, and which hook validates inside an epoch."""
         self._note_modes(runner)
-        callers = (frame.f_locals.get('self') for frame, _ in traceback.walk_stack(None))
-        hooks = (type(each).__name__ for each in callers if isinstance(each, Hook))
-        self._validating = next((name for name in hooks if name != type(self).__name__), '')
+        self._validating = ''
+        for frame, _ in traceback.walk_stack(None):
+            caller = frame.f_locals.get('self')
+            if isinstance(caller, Hook) and caller is not self:
+                self._validating = type(caller).__name__
+                break
 
     before_test = before_val
 
@@ -132,19 +143,24 @@ class DeviceHook(Hook):
             runner.model.step_materialized = False
         else:
             rank_device()[0].compilation.materialize_all(rank_devices())
-        log_norms(runner.optim_wrapper)
+        self._log_norms(runner)
 
     def before_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Note how many results the metrics have."""
-        self._results = MetricResults(metrics_of(runner.val_loop))
+        self._note_results(runner.val_loop)
+
+    def _note_results(self, loop: Any) -> None:
+        on_host = rank_device()[1].type == 'cpu'
+        self._results = None if on_host else MetricResults(metrics_of(loop))
 
     def after_val_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Copy the metrics' results of this batch to the host."""
-        self._results.fetch_new()
+        if self._results is not None:
+            self._results.fetch_new()
 
     def before_test_iter(self, runner: AnyRunner, *args: object, **kwargs: object) -> None:
         """Note how many results the metrics have."""
-        self._results = MetricResults(metrics_of(runner.test_loop))
+        self._note_results(runner.test_loop)
 
     after_test_iter = after_val_iter
 
@@ -169,34 +185,39 @@ def _state(optimizers: List[Optimizer]) -> Iterator[Tuple[str, Tensor, Tensor]]:
 
 
 def _misplaced_state(optimizers: List[Optimizer], device: torch.device) -> Dict[str, torch.device]:
-    found = {
-        name: value.device
-        for name, value, parameter in _state(optimizers)
-        if not same_device(value.device, _place_of_state(parameter, device))
-    }
-    devices = rank_devices()
+    found, devices = {}, rank_devices()
+    for name, value, parameter in _state(optimizers):
+        if not same_device(value.device, _place_of_state(parameter, device)):
+            found[name] = value.device
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group['params']):
-                if not any(same_device(parameter.device, one) for one in devices):
+                for one in devices:
+                    if same_device(parameter.device, one):
+                        break
+                else:
                     name = f'{type(optimizer).__name__} parameter {index} of group {number}'
                     found[name] = parameter.device
     return found
 
 
 def _device_map(model: nn.Module, optimizers: List[Optimizer]) -> str:
-    parts = []
-    for kind, tensors in (
-        ('parameters', list(model.parameters())),
-        ('buffers', list(model.buffers())),
-        ('optimizer state', [value for _, value, _ in _state(optimizers)]),
-    ):
-        for device in sorted({str(tensor.device) for tensor in tensors}):
-            here = [tensor for tensor in tensors if str(tensor.device) == device]
-            here = [each.to_local() if is_sharded(each) else each for each in here]
-            size = sum(tensor.numel() * tensor.element_size() for tensor in here)
-            parts.append(f'{device} holds {len(here)} {kind} ({format_bytes(size)})')
-    return '; '.join(parts)
+    held: Dict[Tuple[str, str], List[int]] = {}
+    kinds: Dict[str, Iterable[Tensor]] = dict(
+        parameters=model.parameters(),
+        buffers=model.buffers(),
+        **{'optimizer state': list(map(itemgetter(1), _state(optimizers)))},
+    )
+    for kind, tensors in kinds.items():
+        for tensor in tensors:
+            tensor = tensor.to_local() if is_sharded(tensor) else tensor
+            count_and_size = held.setdefault((kind, str(tensor.device)), [0, 0])
+            count_and_size[0] += 1
+            count_and_size[1] += tensor.numel() * tensor.element_size()
+    return '; '.join(
+        f'{device} holds {count} {kind} ({format_bytes(size)})'
+        for (kind, device), (count, size) in held.items()
+    )
 
 
 class MetricResults:

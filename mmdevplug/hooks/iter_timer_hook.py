@@ -26,11 +26,12 @@ class DeviceIterTimerHook(IterTimerHook):
         outputs: object = None,
         mode: str = 'train',
     ) -> None:
-        loggers = [hook for hook in runner.hooks if isinstance(hook, LoggerHook)]
         loader = loader_of(getattr(runner, f'{mode}_loop'))
-        if self.end_of_epoch(loader, batch_idx) or any(
-            hook.every_n_inner_iters(batch_idx, hook.interval) for hook in loggers
-        ):
+        due = self.end_of_epoch(loader, batch_idx)
+        for hook in runner.hooks:
+            if isinstance(hook, LoggerHook):
+                due = due or hook.every_n_inner_iters(batch_idx, hook.interval)
+        if due:
             accelerator, _ = rank_device()
             for device in rank_devices():
                 accelerator.synchronize(device)

@@ -61,12 +61,14 @@ class MemoryHook(Hook):
         of_workers, workers = self._measure_workers()
         used = self._process.memory_info().rss + of_workers
         shown = {'train/host_memory': used // MB}
-        peaks = {device: accelerator.max_memory_allocated(device) for device in devices}
-        known = {device: peak for device, peak in peaks.items() if peak is not None}
-        if known and not _shown_by_mmengine():
-            shown['train/memory'] = known.get(devices[0], 0) // MB
-        if len(known) > 1:  # a model over several devices
-            shown.update((f'train/memory_{d}', peak // MB) for d, peak in known.items())
+        for device in devices:
+            peak = accelerator.max_memory_allocated(device)
+            if peak is None:
+                continue
+            if device == devices[0] and not _shown_by_mmengine():
+                shown['train/memory'] = peak // MB
+            if len(devices) > 1:  # a model over several
+                shown[f'train/memory_{device}'] = peak // MB
         runner.message_hub.update_scalars(shown, resumed=False)
         if self._done == SETTLED:
             self._settled = used
@@ -76,7 +78,10 @@ class MemoryHook(Hook):
 
     def _measure_workers(self) -> Tuple[int, int]:
         """Return the bytes that loader workers hold alone, and how many workers there are."""
-        running = {child.pid: psutil.Process(child.pid) for child in active_children()}
+        children = active_children()
+        if not children:
+            return 0, 0
+        running = {child.pid: psutil.Process(child.pid) for child in children}
         self._inherited = {pid: kept for pid, kept in self._inherited.items() if pid in running}
         exact = [pid for pid in running if pid not in self._inherited]
         if self._inherited and self._spent <= TIME_FOR_READING * (perf_counter() - self._began):

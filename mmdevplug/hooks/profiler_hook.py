@@ -9,7 +9,7 @@ from mmengine.registry import HOOKS
 from torch.profiler import ProfilerActivity
 
 from mmdevplug.accelerators import rank_device
-from mmdevplug.accelerators.torch_native import privateuse1_name
+from mmdevplug.accelerators.base import privateuse1_name
 from mmdevplug.utils.annotations import AnyRunner
 
 

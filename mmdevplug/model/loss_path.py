@@ -29,7 +29,7 @@ def check_loss(loss: Tensor, module: nn.Module) -> None:
 
 def _reaches_parameter(loss: Tensor, module: nn.Module) -> bool:
     """Search the autograd graph depth first, until the first parameter."""
-    parameters = {id(parameter) for parameter in module.parameters()}
+    parameters = set(map(id, module.parameters()))
     if loss.grad_fn is None:
         return id(loss) in parameters
     seen: Set[object] = set()
@@ -43,5 +43,6 @@ def _reaches_parameter(loss: Tensor, module: nn.Module) -> bool:
             return True
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             return True  # e.g. a checkpointed segment, whose parameters its graph does not show
-        pending.extend(following for following, _ in node.next_functions)
+        for following, _ in node.next_functions:
+            pending.append(following)
     return False

@@ -77,8 +77,9 @@ def misplaced_tensors(module: nn.Module, device: torch.device) -> Dict[str, torc
 
     Where the module has a plan, parameters and buffers that are not where the plan has them.
     """
-    misplaced = misplaced_by_plan(module, plan_of(module), device)
-    found = {name: tensor.device for name, tensor, _ in misplaced}
+    found = {}
+    for name, tensor, _ in misplaced_by_plan(module, plan_of(module), device):
+        found[name] = tensor.device
     for name, part in module.named_modules():
         if _is_preprocessor(part) and not same_device(part.device, device):
             found[f'{name or type(part).__name__} (data preprocessor)'] = part.device

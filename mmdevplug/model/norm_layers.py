@@ -13,10 +13,6 @@ from mmdevplug.accelerators.backend import backend_of, takes_tensors, waits_for_
 from mmdevplug.errors import ModelError
 from mmdevplug.utils.logs import log_warning
 
-from .frozen_bn import FrozenGradient, give_frozen_gradients
-from .statistics_exchange import prepare_statistics_group
-from .sync_bn import DeviceSyncBatchNorm
-
 SYNC_BN = {
     None: 'the synchronized layers of the model are made to work, others stay as they are',
     'auto': "all layers are synchronized, by PyTorch's own layer where that works, or by ours",
@@ -26,8 +22,6 @@ SYNC_BN = {
 #: MMEngine's values, of configs that were written for it: they name a package's layer, and mean
 #: ``'auto'`` here.
 OF_MMENGINE = ('torch', 'mmcv')
-
-SYNCHRONIZED = (nn.SyncBatchNorm, DeviceSyncBatchNorm)
 
 
 def check_sync_bn(sync_bn: Optional[str]) -> None:
@@ -50,25 +44,31 @@ def convert_norm_layers(
     class.
     """
     check_sync_bn(sync_bn)
-    module = _convert(module, accelerator, device, sync_bn)
+    if sync_bn is not None or any(map(_is_synchronized, module.modules())):
+        module = _convert(module, accelerator, device, sync_bn)
     if accelerator.compilation.lazy:
+        from .frozen_bn import give_frozen_gradients
+
         give_frozen_gradients(module)
     return module
+
+
+def _is_synchronized(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.SyncBatchNorm) or 'SyncBatchNorm' in type(layer).__name__
 
 
 def _convert(
     module: nn.Module, accelerator: Accelerator, device: torch.device, sync_bn: Optional[str]
 ) -> nn.Module:
+    from .statistics_exchange import prepare_statistics_group
+    from .sync_bn import DeviceSyncBatchNorm
+
     if sync_bn == 'per_rank':
-        for layer in _layers(module, SYNCHRONIZED).values():
+        for layer in _layers(module, (nn.SyncBatchNorm, DeviceSyncBatchNorm)).values():
             _change_class(layer, _BatchNormXd)
         return revert_sync_batchnorm(module)  # mmcv's
-    kinds = SYNCHRONIZED if sync_bn is None else (_BatchNorm,)
-    layers = {
-        name: layer
-        for name, layer in _layers(module, kinds).items()
-        if not isinstance(layer, DeviceSyncBatchNorm)
-    }
+    found = _layers(module, (nn.SyncBatchNorm if sync_bn is None else _BatchNorm,))
+    layers = {k: each for k, each in found.items() if not isinstance(each, DeviceSyncBatchNorm)}
     layers.update(_of_repositories(module, accelerator, device))
     if not layers:
         return module
@@ -105,6 +105,9 @@ def torch_sync_bn_works(accelerator: Accelerator, device: torch.device) -> bool:
 
 def _layers(module: nn.Module, kinds: Tuple[type, ...]) -> Dict[str, nn.Module]:
     """The batch normalizations of some kinds, less those that do more than normalize."""
+    from .frozen_bn import FrozenGradient
+    from .sync_bn import DeviceSyncBatchNorm
+
     found = {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
     plain = (_BatchNorm, nn.SyncBatchNorm, DeviceSyncBatchNorm, FrozenGradient)
     known = [kind.forward for kind in plain]
@@ -125,13 +128,16 @@ def _of_repositories(
     The latter pass tensors of the device to collectives, which a lazy device cannot. What is
     computed on the host, such as an encoder of voxels, may keep them.
     """
+    from .sync_bn import DeviceSyncBatchNorm
+
+    ours = (nn.SyncBatchNorm, DeviceSyncBatchNorm)
     on_host = [
         part for one in module.modules() if 'forward' in vars(one) for part in one.modules()
     ]
     return {
         name: part
         for name, part in module.named_modules()
-        if 'SyncBatchNorm' in type(part).__name__ and not isinstance(part, SYNCHRONIZED)
+        if 'SyncBatchNorm' in type(part).__name__ and not isinstance(part, ours)
         if (accelerator.compilation.lazy and part not in on_host)
         or (device.type != 'cuda' and not isinstance(part, _BatchNorm))
     }

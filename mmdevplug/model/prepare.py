@@ -12,24 +12,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmdevplug.accelerators import DeviceContext
-from mmdevplug.accelerators.lazy_predictions import materialize_predictions
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.errors import DevPlugError, ModelError, first_line
-from mmdevplug.patches.deformable_attention import patch_deformable_attention
-from mmdevplug.patches.mmseg import patch_accuracy
-from mmdevplug.patches.module_device import patch_module_device
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.torch_compat import checkpoints_any_generator
 
-from .frozen_bn import give_frozen_gradients
-from .host_losses import compute_losses_on_host
-from .host_masks import combine_masks_on_host
-from .host_rois import split_stages
-from .host_voxels import encode_voxels_on_host
 from .move import check_materialized, move_module, weights_on_host
 from .norm_layers import check_sync_bn, convert_norm_layers
-from .running_stats import keep_running_statistics
 
 WRAPPER = 'DeviceDistributedDataParallel'
 SEPARATE_WRAPPER = 'DeviceSeparateDistributedDataParallel'
@@ -59,21 +49,19 @@ def place_model(
     :data:`.norm_layers.SYNC_BN`, and in a single process no layer is synchronized; a model that
     has nothing to train can be tested, and needs no wrapper; ``spread`` puts
     the model on several devices; ``host_losses`` says which losses a lazy device leaves to the
-    host, see :func:`.host_losses.compute_losses_on_host`, for models on one device.
+    host, see :func:`.host.losses.compute_losses_on_host`, for models on one device.
     """
     check_sync_bn(sync_bn)
     accelerator, device = context.accelerator, context.device
     if device.type not in ('cpu', 'cuda'):
+        from mmdevplug.patches.module_device import patch_module_device
+
         patch_module_device()
     if accelerator.compilation.lazy:
-        patch_accuracy(model)
-        patch_deformable_attention(accelerator.device_type)
+        from .host.prepare import prepare_for_lazy_device
+
+        prepare_for_lazy_device(model, accelerator, host_losses, spread is None)
         _warn_of_checkpointed_dropout(model)
-        if spread is None:
-            if compute_losses_on_host(model, host_losses):
-                encode_voxels_on_host(model)
-            combine_masks_on_host(model)
-            split_stages(model, losses=host_losses is not False)
     if spread is None:
         check_materialized(model, lazy_allowed=context.backend is None)
     if context.backend is None or not any(p.requires_grad for p in model.parameters()):
@@ -82,14 +70,17 @@ def place_model(
         if context.backend is not None:
             broadcast_tensors([*model.parameters(), *model.buffers()], accelerator)
         if accelerator.compilation.lazy:
+            from .frozen_bn import give_frozen_gradients
+            from .host.predictions import materialize_predictions
+
             give_frozen_gradients(model)
             materialize_predictions(model, accelerator, context.devices)
         else:
-            keep_running_statistics(model, accelerator, device)
+            _keep_running_statistics(model, context)
         return model
     model = convert_norm_layers(model, accelerator, device, sync_bn)
     if not accelerator.compilation.lazy:
-        keep_running_statistics(model, accelerator, device)
+        _keep_running_statistics(model, context)
     if spread is not None:
         model = move_module(spread(model), device)
     cfg = wrapper_config(model_wrapper_cfg, find_unused_parameters)
@@ -121,6 +112,13 @@ def _warn_of_checkpointed_dropout(model: nn.Module) -> None:
             f'random numbers of CUDA alone, so other elements are dropped then, and gradients are '
             f'wrong. Expected: no dropout there. Set its rate to 0, or with_cp=False.'
         )
+
+
+def _keep_running_statistics(model: nn.Module, context: DeviceContext) -> None:
+    if context.accelerator.package is not None:  # PyTorch's own devices do it right
+        from .running_stats import keep_running_statistics
+
+        keep_running_statistics(model, context.accelerator, context.device)
 
 
 def wrapper_config(

@@ -38,7 +38,6 @@ class Parallelism:
     of its state; if it is None, AdamW's is taken.
 
     Attributes:
-        wanted (bool): Whether several devices are possible.
         strategy (TrainingStrategy, optional): Known after :meth:`choose_devices`.
         plan (DevicePlan, optional): Known with it, unless the model is on one device.
     """
@@ -54,9 +53,14 @@ class Parallelism:
         self.strategy: Optional[TrainingStrategy] = None
         self.plan: Optional[DevicePlan] = None
         self._model, self._scope = model, scope
-        self.wanted = options.enable is not False
-        factor = state_factor(optimizer)[0] if self.wanted else None
+        factor = state_factor(optimizer)[0]
         self._state_factor = USUAL_STATE if factor is None else factor
+
+    @classmethod
+    def from_config(cls, config: Any, *args: Any) -> Optional['Parallelism']:
+        """Read the config key ``model_parallel``; None if it asks for one device."""
+        options = ModelParallelOptions.from_config(config)
+        return None if options.enable is False else cls(options, *args)
 
     def choose_devices(self, accelerator: Accelerator, env: LaunchEnv) -> Sequence[torch.device]:
         """Resolve the strategy, plan, and return the devices of this rank."""

@@ -7,8 +7,8 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 import torch
 
 from mmdevplug.accelerators import Accelerator
+from mmdevplug.accelerators.detection import registered_names
 from mmdevplug.errors import PlacementError
-from mmdevplug.registry import ACCELERATORS
 from mmdevplug.utils.byte_sizes import parse_bytes
 
 Devices = Union[str, int, torch.device, Sequence[Union[str, int, torch.device]]]
@@ -126,7 +126,7 @@ def _check_type(device_type: str) -> None:
     try:
         torch.device(device_type)
     except RuntimeError:
-        known = {*ACCELERATORS.module_dict, 'cpu', 'cuda', 'xla', 'xpu', 'mps', 'hpu'} - {'auto'}
+        known = registered_names()
         close = get_close_matches(device_type, sorted(known), n=1, cutoff=0.75)
         if close and device_type not in known:
             raise PlacementError(

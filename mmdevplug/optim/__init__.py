@@ -1,21 +1,8 @@
 """Optimizer wrappers for lazy devices and for mixed precision."""
 
-from .adapt_config import (
-    adapt_optim_wrapper_cfg,
-    check_optimizers,
-    join_consolidation,
-    use_amp,
-)
-from .device_amp_optim_wrapper import DeviceAmpOptimWrapper, set_overflow_source
-from .device_optim_wrapper import DeviceOptimWrapper, log_norms
+from mmdevplug.registry import MODULES, importing
 
-__all__ = [
-    'DeviceAmpOptimWrapper',
-    'DeviceOptimWrapper',
-    'adapt_optim_wrapper_cfg',
-    'check_optimizers',
-    'join_consolidation',
-    'log_norms',
-    'set_overflow_source',
-    'use_amp',
-]
+__getattr__ = importing(
+    __name__,
+    dict(MODULES['optim'], adapt_optim_wrapper_cfg='adapt_config', use_amp='adapt_config'),
+)

@@ -16,9 +16,6 @@ from mmdevplug.utils.annotations import AnyOptimWrapper
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.model import list_optim_wrappers
 
-from .device_amp_optim_wrapper import DeviceAmpOptimWrapper
-from .device_optim_wrapper import DeviceOptimWrapper
-
 try:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 except ImportError:  # as MMEngine does, for builds of PyTorch without it
@@ -82,9 +79,9 @@ def _wrappers(cfg: Dict[str, Any], key: str) -> Iterator[Tuple[str, Dict[str, An
 def _replacement(kind: object, accelerator: Accelerator) -> Optional[Type[OptimWrapper]]:
     found = OPTIM_WRAPPERS.get(kind) if isinstance(kind, str) else kind
     if found is OptimWrapper and accelerator.compilation.lazy:
-        return DeviceOptimWrapper
+        return OPTIM_WRAPPERS.get('DeviceOptimWrapper')
     if found is AmpOptimWrapper and not mmengine_supports(accelerator):
-        return DeviceAmpOptimWrapper
+        return OPTIM_WRAPPERS.get('DeviceAmpOptimWrapper')
     return None
 
 

@@ -15,21 +15,17 @@ from mmdevplug.utils.patching import patch_symbol, restore_patches
 def patch_barrier() -> None:
     """Replace ``torch.distributed.barrier`` where it needs a device and finds none."""
     restore_barrier()
-    if torch_dist.is_available() and torch_dist.is_initialized() and not _knows_accelerator():
+    if not (torch_dist.is_available() and torch_dist.is_initialized()):
+        return
+    try:
+        getattr(torch._C, '_get_accelerator', lambda: None)()  # not in PyTorch before 2.3
+    except RuntimeError:  # the vendor registered no PrivateUse1HooksInterface
         patch_symbol(torch_dist, 'barrier', _barrier_without_device(torch_dist.barrier))
 
 
 def restore_barrier() -> None:
     """Restore what :func:`patch_barrier` replaced."""
     restore_patches(PROCESS_GROUP)
-
-
-def _knows_accelerator() -> bool:
-    try:
-        getattr(torch._C, '_get_accelerator', lambda: None)()  # not in PyTorch before 2.3
-    except RuntimeError:  # the vendor registered no PrivateUse1HooksInterface
-        return False
-    return True
 
 
 def _barrier_without_device(original: Callable) -> Callable:

@@ -9,7 +9,6 @@ from typing import Any, Set, Tuple
 import torch
 from torch import Tensor, nn
 
-from mmdevplug.device_guard.stack_location import is_of_user, user_frame
 from mmdevplug.utils.logs import log_warning
 from mmdevplug.utils.patching import patch_symbol
 
@@ -49,6 +48,8 @@ def patch_cuda_calls(device: torch.device) -> None:
     of_type = Tensor.type
 
     def cuda(tensor: Tensor, *_: object, **__: object) -> Tensor:
+        from mmdevplug.device_guard.stack_location import user_frame
+
         frame = user_frame()
         place = (frame.f_code.co_filename, frame.f_lineno) if frame else ('', 0)
         if place not in told:
@@ -62,8 +63,12 @@ def patch_cuda_calls(device: torch.device) -> None:
         return of_type(tensor, dtype, *args, **kwargs)
 
     def is_cuda(tensor: Tensor) -> bool:
+        if tensor.device.type != device.type:
+            return False
+        from mmdevplug.device_guard.stack_location import is_of_user
+
         frame = sys._getframe(1)
-        return tensor.device.type == device.type and is_of_user(frame) and _decides(frame.f_code)
+        return is_of_user(frame) and _decides(frame.f_code)
 
     patch_symbol(Tensor, 'cuda', cuda)
     patch_symbol(Tensor, 'type', cast)

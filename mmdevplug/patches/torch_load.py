@@ -54,7 +54,7 @@ def allowed_classes() -> List[Any]:
         np.dtype,
         _multiarray._reconstruct,
         _multiarray.scalar,
-        *dict.fromkeys(type(np.dtype(name)) for name in _NUMPY_DTYPES),
+        *dict.fromkeys(map(type, map(np.dtype, _NUMPY_DTYPES))),
     ]
 
 
@@ -237,8 +237,7 @@ def _allowed_with_names() -> List[Any]:
         for function in (_multiarray._reconstruct, _multiarray.scalar)
         for module in ('numpy.core.multiarray', 'numpy._core.multiarray')
     ]
-    renamed += [(replacement, name) for name, replacement in _REPLACED.items()]
-    return [*allowed_classes(), *renamed]
+    return [*allowed_classes(), *renamed, *zip(_REPLACED.values(), _REPLACED)]
 
 
 def _first_refused(error: Exception) -> Optional[str]:

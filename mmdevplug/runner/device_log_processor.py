@@ -8,7 +8,6 @@ from mmengine.runner import LogProcessor
 
 from mmdevplug.accelerators import rank_device
 from mmdevplug.errors import DevPlugError
-from mmdevplug.samples import gather_samples
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.loops import length_of, loader_of
 
@@ -78,6 +77,8 @@ class DeviceLogProcessor(LogProcessor):
 
 def _average(values: Dict[str, float]) -> Dict[str, float]:
     """The mean of each value over the ranks that have it; this rank keeps its names."""
+    from mmdevplug.samples import gather_samples
+
     ranks = gather_samples([values], same_structure=False)
     means = {}
     for name in values:

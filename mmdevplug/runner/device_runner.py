@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from mmdevplug.accelerators.environment_report import describe_devices
-from mmdevplug.checkpoint.fit_weights import explaining_other_run, load_model, repeat_beside
 from mmdevplug.checkpoint.participants import Participants
 from mmdevplug.checkpoint.reading import find_resume_point, read_for_model
 from mmdevplug.checkpoint.refuse_resume import adapt_to_hooks
@@ -29,25 +28,24 @@ from mmdevplug.checkpoint.saving import collect_checkpoint, join_collecting
 from mmdevplug.checkpoint.state_copier import StateCopier
 from mmdevplug.checkpoint.writing import join, write_checkpoint
 from mmdevplug.config.accelerator import AcceleratorOptions
-from mmdevplug.config.model_parallel import ModelParallelOptions
 from mmdevplug.config.prepare import prepare_config
 from mmdevplug.config.sharding import ShardingOptions
 from mmdevplug.data import make_resumable
 from mmdevplug.data.checking import build_nonempty, check_batches, check_temporary_folder
 from mmdevplug.data.endless import take_for_endless
-from mmdevplug.data.padding import install_padding
 from mmdevplug.data.worker_signals import keep_workers_from_signals
 from mmdevplug.distributed.waiting import wait_for_everyone
 from mmdevplug.errors import LaunchError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.gradients.wrapper_arguments import refuse_frozen
-from mmdevplug.hooks.compilation_hook import CompilationHook
 from mmdevplug.hooks.default_hooks import missing_hooks, replace_hook
 from mmdevplug.model.prepare import initialize_weights, place_model
 from mmdevplug.model.sparse_gradients import check_sparse_gradients
-from mmdevplug.model_parallel.apply_options import Parallelism
-from mmdevplug.optim import adapt_optim_wrapper_cfg, check_optimizers
-from mmdevplug.optim.adapt_config import describe_fp16
+from mmdevplug.optim.adapt_config import (
+    adapt_optim_wrapper_cfg,
+    check_optimizers,
+    describe_fp16,
+)
 from mmdevplug.patches.autocast import patch_autocast
 from mmdevplug.patches.torch_load import trust_classes
 from mmdevplug.sharding import Sharding
@@ -127,12 +125,17 @@ class DeviceRunner(Runner):
         # MMEngine's default is backend='nccl'.
         kwargs.setdefault('env_cfg', {})
         optim_wrapper = kwargs.get('optim_wrapper')
-        self.parallelism = Parallelism(
-            ModelParallelOptions.from_config(model_parallel),
-            kwargs['model'] if 'model' in kwargs else next(iter(args), None),
-            optim_wrapper.get('optimizer') if isinstance(optim_wrapper, dict) else None,
-            kwargs.get('default_scope') or 'mmengine',
-        )
+        #: Spreads the model over several devices; None where that was not asked for.
+        self.parallelism: Any = None
+        if model_parallel is not None and model_parallel is not False:
+            from mmdevplug.model_parallel.apply_options import Parallelism
+
+            self.parallelism = Parallelism.from_config(
+                model_parallel,
+                kwargs['model'] if 'model' in kwargs else next(iter(args), None),
+                optim_wrapper.get('optimizer') if isinstance(optim_wrapper, dict) else None,
+                kwargs.get('default_scope') or 'mmengine',
+            )
         super().__init__(*args, **kwargs)
 
     @classmethod
@@ -152,7 +155,8 @@ class DeviceRunner(Runner):
         if self.device_context.backend is not None:
             # What runs is what the log shows.
             env_cfg['dist_cfg'] = dict(dist_cfg, backend=self.device_context.backend)
-        trust_classes(self.cfg.get('checkpoint_classes') or [])
+        if self.cfg.get('checkpoint_classes'):
+            trust_classes(self.cfg.checkpoint_classes)
         super().setup_env(env_cfg)
 
     def set_randomness(
@@ -170,7 +174,7 @@ class DeviceRunner(Runner):
         no_effect = describe_fp16(self.cfg)
         if no_effect is not None:
             logger.warning(no_effect)
-        if self.parallelism.wanted:
+        if self.parallelism is not None:
             self.parallelism.log(logger)
         return logger
 
@@ -195,9 +199,11 @@ class DeviceRunner(Runner):
     def build_model(self, model: Union[nn.Module, Dict]) -> nn.Module:
         """Build the model; with the option ``pad_to`` it pads batches to a few sizes."""
         with fail_together('building the model'):
-            self.sharding.check(self.device_context, self.cfg, self.parallelism.wanted)
+            self.sharding.check(self.device_context, self.cfg, self.parallelism is not None)
             built = self.sharding.build(lambda: super(DeviceRunner, self).build_model(model))
             if self.accelerator_options.pad_to is not None:
+                from mmdevplug.data.padding import install_padding
+
                 install_padding(built, self.accelerator_options.pad_to)
             return built
 
@@ -215,12 +221,12 @@ class DeviceRunner(Runner):
                 model_wrapper_cfg,
                 sync_bn=self.cfg.get('sync_bn'),
                 find_unused_parameters=self.cfg.get('find_unused_parameters', False),
-                spread=partial(self.parallelism.place, context=self.device_context)
-                if self.parallelism.wanted
-                else None,
+                spread=None
+                if self.parallelism is None
+                else partial(self.parallelism.place, context=self.device_context),
                 host_losses=self.accelerator_options.host_losses,
             )
-            return self.parallelism.guard(placed)
+            return placed if self.parallelism is None else self.parallelism.guard(placed)
 
     def _init_model_weights(self) -> None:
         """Initialize weights where the config says, and make them equal on all ranks."""
@@ -421,6 +427,8 @@ class DeviceRunner(Runner):
 
         See :meth:`mmengine.runner.Runner.load_checkpoint`.
         """
+        from mmdevplug.checkpoint.fit_weights import load_model
+
         checkpoint = read_for_model(filename, map_location, mapped=self.sharding.active)
         attach_shards(checkpoint, filename, unwrap_model(self.model))
         if self._resuming:
@@ -453,6 +461,8 @@ class DeviceRunner(Runner):
         By default the file is read to the host: PyTorch cannot load to every device, and the
         states are copied to the device of the parameters in any case.
         """
+        from mmdevplug.checkpoint.fit_weights import explaining_other_run
+
         location = 'cpu' if map_location == 'default' else map_location
         if not (resume_optimizer and resume_param_scheduler):
             super().resume(filename, resume_optimizer, resume_param_scheduler, location)
@@ -474,8 +484,8 @@ class DeviceRunner(Runner):
         """Train; an error of one rank ends all ranks, and their messages name it."""
         with self._run('train'), ExitStack() as held:
             for hook in self.hooks:
-                if isinstance(hook, CompilationHook):
-                    held.callback(hook.close)
+                if hasattr(hook, 'close_silence_watch'):  # of CompilationHook
+                    held.callback(hook.close_silence_watch)
             enter_phase('data preparation')
             model = super().train()
             wait_for_everyone('end of training')
@@ -486,12 +496,17 @@ class DeviceRunner(Runner):
     def val(self) -> dict:
         """Validate; see :meth:`train`."""
         with self._run('val'):
-            return repeat_beside(super().val(), self._misfit)
+            return self._repeat_misfit(super().val())
 
     def test(self) -> dict:
         """Test; see :meth:`train`."""
         with self._run('test'):
-            return repeat_beside(super().test(), self._misfit)
+            return self._repeat_misfit(super().test())
+
+    def _repeat_misfit(self, metrics: dict) -> dict:
+        if self._misfit is not None:
+            self.logger.warning(f'These results are of such weights: {self._misfit}')
+        return metrics
 
     def _run(self, stage: str) -> ContextManager[None]:
         if _process_group() != self._group:

@@ -5,7 +5,6 @@ from typing import Any, Iterator
 
 from mmdevplug.accelerators import device_context
 from mmdevplug.data.checking import explain_no_batch
-from mmdevplug.device_guard.explain import explain_mixed_devices
 from mmdevplug.fault_tolerance.failure import fail_together
 from mmdevplug.utils.model import unwrap_model
 
@@ -14,10 +13,14 @@ from mmdevplug.utils.model import unwrap_model
 def explained(runner: Any, stage: str) -> Iterator[None]:
     """Explain an error of a loop, ``'train'``, ``'val'`` or ``'test'``; tell the other ranks."""
     with fail_together(stage), explain_no_batch():
-        context = device_context()
-        if context is None:
+        try:
             yield
-            return
-        place = f'rank {runner.rank}, {stage}'
-        with explain_mixed_devices(unwrap_model(runner.model), context.devices, place):
-            yield
+        except (RuntimeError, TypeError, ValueError):
+            context = device_context()
+            if context is None:
+                raise
+            from mmdevplug.device_guard.explain import explain_mixed_devices
+
+            place = f'rank {runner.rank}, {stage}'
+            with explain_mixed_devices(unwrap_model(runner.model), context.devices, place):
+                raise

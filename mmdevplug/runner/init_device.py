@@ -6,10 +6,10 @@ from mmdevplug.accelerators import DeviceContext
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.config.accelerator import AcceleratorOptions
 from mmdevplug.distributed.process_group import start_distributed
-from mmdevplug.model_parallel.apply_options import Parallelism
+from mmdevplug.model.inferencers import patch_mmengine
 from mmdevplug.patches.barrier import patch_barrier
 from mmdevplug.patches.mmcv_ops import patch_mmcv_ops
-from mmdevplug.patches.mmengine import patch_device_id, patch_mmengine
+from mmdevplug.patches.mmengine import patch_device_id
 from mmdevplug.utils.host import keep_freed_memory
 from mmdevplug.utils.torch_compat import import_version_module
 
@@ -51,7 +51,7 @@ def init_device(
 def init_from_options(
     launcher: str,
     options: AcceleratorOptions,
-    parallelism: Parallelism,
+    parallelism: Any,
     work_dir: str,
     dist_cfg: Dict[str, Any],
 ) -> DeviceContext:
@@ -61,7 +61,7 @@ def init_from_options(
         options.device,
         forced_backend=options.backend,
         compilation_cache=options.compilation_folder(work_dir),
-        choose_devices=parallelism.choose_devices if parallelism.wanted else None,
+        choose_devices=None if parallelism is None else parallelism.choose_devices,
         **dist_cfg,
     )
     patch_mmengine()

@@ -21,17 +21,16 @@ def keep_freed_memory() -> bool:
     iteration touches. What the environment sets is left as it is.
     """
     mallopt = getattr(ctypes.CDLL(None), 'mallopt', None) if os.name == 'posix' else None
-    if mallopt is None or any(_is_set(name) for _, name, _ in _KEPT):
+    tunables = os.environ.get('GLIBC_TUNABLES', '')
+    for _, name, _ in _KEPT:
+        if f'MALLOC_{name.upper()}_' in os.environ or f'glibc.malloc.{name}' in tunables:
+            return False
+    if mallopt is None:
         return False
-    # mallopt returns 1, or 0 where it refuses a size.
-    return sum(mallopt(number, size) for number, _, size in _KEPT) == len(_KEPT)
-
-
-def _is_set(name: str) -> bool:
-    tunable = f'glibc.malloc.{name}'
-    return f'MALLOC_{name.upper()}_' in os.environ or tunable in os.environ.get(
-        'GLIBC_TUNABLES', ''
-    )
+    done = 0
+    for number, _, size in _KEPT:
+        done += mallopt(number, size)  # 1, or 0 where it refuses a size
+    return done == len(_KEPT)
 
 
 def usable_cores(root: str = '/sys/fs/cgroup') -> int:

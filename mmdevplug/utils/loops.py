@@ -17,13 +17,19 @@ def loader_of(loop: Any) -> Any:
 def loaders_of(loop: Any) -> List[Any]:
     """List the data loaders of a loop, whatever attributes hold them."""
     own = loader_of(loop)
-    found = [each for each in _parts(loop) if isinstance(each, DataLoader) or each is own]
-    return found if own is None or any(each is own for each in found) else [own, *found]
+    found = [] if own is None else [own]
+    for each in _parts(loop):
+        if isinstance(each, DataLoader) and each is not own:
+            found.append(each)
+    return found
 
 
 def metrics_of(loop: Any) -> List[Any]:
     """List the metrics of all evaluators of a loop, whatever attributes hold these."""
-    return [metric for each in _parts(loop) for metric in getattr(each, 'metrics', None) or ()]
+    found: List[Any] = []
+    for each in _parts(loop):
+        found += getattr(each, 'metrics', None) or ()
+    return found
 
 
 def _parts(loop: Any) -> List[Any]:
@@ -31,7 +37,7 @@ def _parts(loop: Any) -> List[Any]:
     held: List[Any] = []
     for value in getattr(loop, '__dict__', {}).values():
         held += value if isinstance(value, (list, tuple)) else [value]
-    return list({id(each): each for each in held if each is not None}.values())
+    return list(dict(zip(map(id, held), held)).values())
 
 
 def length_of(thing: Any) -> Optional[int]:

@@ -23,5 +23,7 @@ def list_optim_wrappers(optim_wrapper: AnyOptimWrapper) -> List[OptimWrapper]:
 
 def accumulative_counts(optim_wrapper: AnyOptimWrapper) -> int:
     """The iterations between two updates, the most of several optimizers."""
-    wrappers = list_optim_wrappers(optim_wrapper)
-    return max(getattr(each, '_accumulative_counts', 1) for each in wrappers)
+    most = 1
+    for each in list_optim_wrappers(optim_wrapper):
+        most = max(most, getattr(each, '_accumulative_counts', 1))
+    return most

@@ -5,7 +5,7 @@ replaced, and until when that is necessary, stands in ``docs/patch_table.py``, w
 ``patches.md``, and where it is replaced.
 """
 
-from typing import NamedTuple
+from typing import List, NamedTuple
 
 #: Periods in which patches are active.
 JOB = 'job'
@@ -80,12 +80,12 @@ _LISTED = {
     A_RANK: ('warnings: showwarning',),
     WORKER: ('torch.utils.data._utils.fetch._MapDatasetFetcher: fetch',),
 }
-PATCHED_SYMBOLS = tuple(
-    PatchedSymbol(owner, name, period)
-    for period, listed in _LISTED.items()
-    for owner, names in (each.split(': ') for each in listed)
-    for name in names.split()
-)
+PATCHED_SYMBOLS: List[PatchedSymbol] = []
+for _period, _listed in _LISTED.items():
+    for _owner_and_names in _listed:
+        _owner, _, _names = _owner_and_names.partition(': ')
+        for _name in _names.split():
+            PATCHED_SYMBOLS.append(PatchedSymbol(_owner, _name, _period))
 
 
 def find_symbol(owner: str, name: str) -> PatchedSymbol:

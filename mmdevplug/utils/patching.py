@@ -19,15 +19,9 @@ Handler = Callable[..., Any]
 _INHERITED = object()
 
 
-class _Record:
-    """The patches of this process that are active, in the order in which they were applied."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.active: List[Patch] = []
-
-
-_RECORD = _Record()
+#: The patches of this process that are active, in the order in which they were applied.
+_ACTIVE: List['Patch'] = []
+_LOCK = threading.RLock()
 
 
 class Patch:
@@ -39,11 +33,11 @@ class Patch:
 
     def restore(self) -> None:
         """Restore the original, unless another package has replaced the symbol since."""
-        with _RECORD.lock:
-            if self not in _RECORD.active:
+        with _LOCK:
+            if self not in _ACTIVE:
                 return
-            _RECORD.active.remove(self)
-            for later in _RECORD.active:
+            _ACTIVE.remove(self)
+            for later in _ACTIVE:
                 same = later.owner is self.owner and later.name == self.name
                 if same and later.original is self.replacement:
                     later.original = self.original
@@ -69,23 +63,24 @@ def patch_symbol(
         >>> patch.restore()
     """
     symbol = find_symbol(listed_owner or full_name(owner), name)
-    with _RECORD.lock:
+    with _LOCK:
         patch = Patch(symbol, owner, name, replacement)
         _write(owner, name, replacement)
-        _RECORD.active.append(patch)
+        _ACTIVE.append(patch)
     return patch
 
 
 def active_patches(*periods: str) -> List[Patch]:
     """The active patches of some or all periods, in the order in which they were applied."""
-    with _RECORD.lock:
-        return [patch for patch in _RECORD.active if not periods or patch.symbol.period in periods]
+    with _LOCK:
+        return [patch for patch in _ACTIVE if not periods or patch.symbol.period in periods]
 
 
 def restore_patches(*periods: str) -> None:
     """Restore the patches of some periods, the latest first."""
-    for patch in reversed(active_patches(*periods) if periods else []):
-        patch.restore()
+    for patch in list(reversed(_ACTIVE)):
+        if patch.symbol.period in periods:
+            patch.restore()
 
 
 def full_name(owner: Any) -> str:

@@ -1,23 +1,19 @@
 """What accelerators need of MMEngine's registry, where MMEngine is not installed."""
 
-from importlib import import_module
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Mapping, Optional
 
 
 class Registry:
     """Names of classes, which register with a decorator; arguments are those of MMEngine's."""
 
-    def __init__(
-        self, name: str, build_func: Callable, scope: str, locations: Sequence[str] = ()
-    ) -> None:
-        self.name, self.scope, self._locations = name, scope, locations
-        self._build = build_func
-        self._classes: Dict[str, Callable] = {}
+    def __init__(self, name: str, build_func: Callable, scope: str) -> None:
+        self.name, self.scope, self._build = name, scope, build_func
+        self._module_dict: Dict[str, Callable] = {}
 
     @property
     def module_dict(self) -> Dict[str, Callable]:
         """The registered classes by name."""
-        return self._classes
+        return self._module_dict
 
     def register_module(
         self, name: Optional[str] = None, force: bool = False, module: Optional[Callable] = None
@@ -29,17 +25,17 @@ class Registry:
         """
         if module is None:
             return lambda found: self.register_module(name, force, found)
-        known = self._classes.setdefault(name or module.__name__, module)
-        if known is not module and not force:
-            raise KeyError(f'{name or module.__name__} is already registered in {self.name}')
-        self._classes[name or module.__name__] = module
+        name = name or module.__name__
+        if not force and name in self._module_dict:
+            raise KeyError(f'{name} is already registered in {self.name}')
+        self._module_dict[name] = module
         return module
 
     def get(self, name: str) -> Optional[Callable]:
         """Return what is registered by a name, None if there is nothing."""
-        for location in self._locations:
-            import_module(location)
-        return self._classes.get(name)
+        if name not in self._module_dict:  # a table that imports answers this, and get() not
+            return None
+        return self._module_dict[name]
 
     def build(self, cfg: Mapping[str, Any]) -> Any:
         """Build an object from a dict with its ``type`` and its arguments."""

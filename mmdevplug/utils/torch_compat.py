@@ -7,7 +7,7 @@ import zlib
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from importlib import import_module
-from typing import Callable, Optional, Tuple
+from typing import Callable, Optional
 
 import torch
 from torch import Tensor, distributed as torch_dist
@@ -19,23 +19,10 @@ from mmdevplug.utils.annotations import AnyGroup
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@lru_cache(maxsize=None)
-def _views_change_sizes() -> bool:
-    try:
-        torch.empty(4, dtype=torch.uint8).view(torch.int32)
-    except RuntimeError:  # PyTorch 1.10
-        return False
-    return True
-
-
 def is_at_least(release: str) -> bool:
-    """Whether this is a release of PyTorch, or a later one."""
-    return _numbers(torch.__version__) >= _numbers(release)
-
-
-def _numbers(release: str) -> Tuple[int, ...]:
-    """``'2.1.0a0+git1'`` as (2, 1, 0)."""
-    return tuple(int(part) for part in re.findall(r'\d+', release)[:3])
+    """Whether this is a release of PyTorch, e.g. ``'2.1.0a0+git1'``, or a later one."""
+    found = list(map(int, re.findall(r'\d+', torch.__version__)[:3]))
+    return found >= list(map(int, release.split('.')))
 
 
 def asks_samplers_for_batches() -> bool:
@@ -212,7 +199,7 @@ def view_as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
     ``Tensor.view(dtype)`` can do it from PyTorch 1.11 on; in 1.10 only host tensors are possible.
     """
-    if _views_change_sizes():
+    if is_at_least('1.11'):
         return tensor.view(dtype)
     if not tensor.numel():
         return torch.empty(0, dtype=dtype)

@@ -14,7 +14,8 @@ from mmdevplug.checkpoint import writing
 from mmdevplug.checkpoint.reading import check_file, read_checkpoint
 from mmdevplug.checkpoint.saving import CheckpointFile
 from mmdevplug.errors import CheckpointError
-from mmdevplug.hooks import SafeCheckpointHook, default_hooks
+from mmdevplug.hooks import default_hooks
+from mmdevplug.hooks.safe_checkpoint_hook import SafeCheckpointHook
 from tests.checkpoint.training import build, config, train
 from tests.jobs import largest_difference, torch_before
 from tests.ranks import RanksFailed, run_ranks
@@ -39,7 +40,7 @@ OPTIONS = [
 def both(work_dir, options):
     """The files and what the message hub knows, with MMEngine's hook and with ours."""
     os.environ['TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD'] = '1'  # MMEngine's way to publish needs it
-    default_hooks.REPLACED_BY.pop(CheckpointHook)
+    default_hooks.REPLACED_BY.pop('CheckpointHook')
     found = []
     for kind in ('CheckpointHook', 'SafeCheckpointHook'):
         folder = work_dir / kind

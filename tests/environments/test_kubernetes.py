@@ -7,8 +7,9 @@ import pytest
 from mmdevplug.environments.base import Hosts
 from mmdevplug.environments.kubernetes import Kubernetes, refuse_to_run_alone
 from mmdevplug.environments.launch_variables import (
-    ENVIRONMENTS,
+    LAUNCHERS,
     LaunchEnv,
+    environment_of,
     find_environment,
     read_launch_env,
 )
@@ -107,7 +108,7 @@ def test_every_launcher_answers_the_same_questions():
                    SLURM_TASKS_PER_NODE='2(x2)', MASTER_ADDR='a'),
         kubernetes=dict(POD, MASTER_ADDR='a'),
     )  # fmt: skip
-    for kind in ENVIRONMENTS:
+    for kind in map(environment_of, LAUNCHERS):
         if kind.name == 'none':
             continue
         environment = kind(place[kind.name])

@@ -198,9 +198,9 @@ def train_detector(
         executions and compilations of the device, by default those of torch_xla.
     """
     from mmdevplug import init_device
-    from mmdevplug.accelerators.lazy_predictions import training_step
+    from mmdevplug.model.host.predictions import training_step
     from mmdevplug.model.prepare import place_model
-    from mmdevplug.optim import DeviceOptimWrapper
+    from mmdevplug.optim.device_optim_wrapper import DeviceOptimWrapper
 
     count = counts or xla_counts
     model = _built(config)

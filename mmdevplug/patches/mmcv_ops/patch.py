@@ -6,18 +6,12 @@ import torch
 from torch import Tensor
 
 from mmdevplug.accelerators.context import PROCESS
-from mmdevplug.device_guard.stack_location import (
-    LIBRARIES,
-    module_and_backward,
-    source_of,
-    user_frame,
-)
 from mmdevplug.errors import DeviceMismatchError, ModelError, first_line
 from mmdevplug.utils.logs import log_warning
 
 from .host_call import call_on_host, is_reduced
 from .interception import Interception
-from .kernels import Kernels, called_for_vendor, lacks_kernel
+from .kernels import called_for_vendor, lacks_kernel
 
 _HOST = torch.device('cpu')
 
@@ -29,7 +23,7 @@ class OperatorPatch:
         #: How often each operator ran on the host.
         self.calls: Dict[str, int] = {}
         self.interception = Interception(self.call)
-        self._kernels = Kernels()
+        self._kernels: Any = None
 
     def call(self, function: Callable, args: Sequence[Any], kwargs: Dict[str, Any]) -> Any:
         """Call a function of ``mmcv._ext`` where it has a kernel."""
@@ -39,6 +33,10 @@ class OperatorPatch:
             if any(map(is_reduced, values)):
                 return call_on_host(function, args, kwargs, _HOST)
             return function(*args, **kwargs)
+        if self._kernels is None:
+            from .kernels import Kernels
+
+            self._kernels = Kernels()
         if self._kernels.has_kernel(function.__name__, device, self.interception.originals):
             try:
                 return function(*args, **kwargs)
@@ -85,6 +83,13 @@ def _no_kernel(name: str, device: torch.device) -> str:
 
 def _where() -> str:
     """The current module or backward, and the line, as far as they are known."""
+    from mmdevplug.device_guard.stack_location import (
+        LIBRARIES,
+        module_and_backward,
+        source_of,
+        user_frame,
+    )
+
     module, backward = module_and_backward(None)
     frame = innermost = user_frame()
     # The line in mmcv says no more than the name of the operator.

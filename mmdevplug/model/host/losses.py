@@ -20,9 +20,9 @@ from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
-from .host_copies import HostCopies
-from .host_queries import make_queries_on_host
-from .host_truth import HostTruth, WithHostTruth
+from .copies import HostCopies
+from .queries import make_queries_on_host
+from .truth import HostTruth, WithHostTruth
 
 #: A parameter, a buffer or another tensor of a module: the module, the dict in it, the name there.
 _Slot = Tuple[nn.Module, str, str]

@@ -17,13 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mmdevplug.accelerators import devices_of
 from mmdevplug.accelerators.context import current_accelerator
-from mmdevplug.accelerators.lazy_predictions import is_prediction
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import DevPlugError, ModelError, first_line
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
-from .host_copies import HostCopies
-from .host_losses import HostLosses, two_stage_detectors
+from .copies import HostCopies
+from .losses import HostLosses, two_stage_detectors
+from .predictions import is_prediction
 
 
 def split_stages(model: nn.Module, losses: bool) -> None:

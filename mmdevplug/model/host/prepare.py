@@ -1,17 +1,39 @@
-"""Encode point clouds on the host: the number of voxels of a batch is a shape of the encoder."""
+"""Prepare a model for a lazy device: what has other shapes in each batch goes to the host."""
 
-from typing import Any
+from typing import Any, Union
 
 from torch import Tensor, nn
 
+from mmdevplug.accelerators import Accelerator
 from mmdevplug.accelerators.context import current_accelerator
+from mmdevplug.patches.deformable_attention import patch_deformable_attention
+from mmdevplug.patches.mmseg import patch_accuracy
 
-from .host_losses import HostLosses, point_encoders
-from .host_rois import ToDevice
+from .losses import HostLosses, compute_losses_on_host, point_encoders
+from .masks import combine_masks_on_host
+from .rois import ToDevice, split_stages
+
+
+def prepare_for_lazy_device(
+    model: nn.Module, accelerator: Accelerator, host_losses: Union[bool, str], on_one: bool
+) -> None:
+    """Patch what a bare model calls; if it is ``on_one`` device, also leave parts to the host.
+
+    ``host_losses`` says which losses these are, see :func:`.losses.compute_losses_on_host`.
+    """
+    patch_accuracy(model)
+    patch_deformable_attention(accelerator.device_type)
+    if on_one:
+        if compute_losses_on_host(model, host_losses):
+            encode_voxels_on_host(model)
+        combine_masks_on_host(model)
+        split_stages(model, losses=host_losses is not False)
 
 
 def encode_voxels_on_host(model: nn.Module) -> None:
     """Keep points and voxels of a model on the host, up to the image that is made of them.
+
+    The number of voxels of a batch is a shape of the encoder.
 
     These are models of mmdet3d with an encoder of voxels and a scatter without parameters, which
     puts voxels into an image of one size, as PointPillars and CenterPoint have them.

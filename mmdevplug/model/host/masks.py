@@ -12,9 +12,9 @@ from torch import nn
 from mmdevplug.accelerators.context import current_accelerator
 from mmdevplug.utils.pytree import replace_parts, tensors_in
 
-from .host_copies import HostCopies
-from .host_losses import HostLosses
-from .host_rois import refusing_mixed_devices
+from .copies import HostCopies
+from .losses import HostLosses
+from .rois import refusing_mixed_devices
 
 
 def combine_masks_on_host(model: nn.Module) -> None:
