@@ -83,9 +83,8 @@ class BucketAveraging:
                 self._in_iteration = True
         flat = bucket.buffer()
         plain = flat.is_floating_point() and not flat.is_sparse
-        by_staged = hasattr(self.group, 'average')
-        if plain and not self.compress and (by_staged or flat.device.type == 'cpu'):
-            return self._average_on_host(bucket, flat, by_staged)
+        if plain and not self.compress and hasattr(self.group, 'average'):  # of `staged`
+            return self._average_on_host(bucket, flat)
         compressible = self.compress and flat.dtype == torch.float32 and plain
         # PyTorch's hook divides by itself.
         self._scale(bucket, 1.0 if compressible else 1 / self.world_size)
@@ -97,17 +96,11 @@ class BucketAveraging:
         return future.then(lambda done: self._complete(done.value()))
 
     def _average_on_host(
-        self, bucket: 'torch_dist.GradBucket', flat: Tensor, by_staged: bool
+        self, bucket: 'torch_dist.GradBucket', flat: Tensor
     ) -> torch.futures.Future:
         watched = self.policy.active and self._in_iteration
-        named: List[Tuple[nn.Parameter, Tensor]] = []
-        if by_staged:
-            work = self.group.average(flat, keeps_nonfinite=watched)
-            if watched:
-                named = list(zip(bucket.parameters(), bucket.gradients()))
-        else:
-            self._scale(bucket, 1 / self.world_size)
-            work = torch_dist.all_reduce(flat, group=self.group, async_op=True)
+        work = self.group.average(flat, keeps_nonfinite=watched)
+        named = list(zip(bucket.parameters(), bucket.gradients())) if watched else []
         started = _Started(work, flat, torch.futures.Future(), watched, named)
         if self._waits_inside or not self._in_iteration:
             future = work.get_future().then(lambda _: flat)
@@ -140,10 +133,7 @@ class BucketAveraging:
             started.work.wait()
             if not self._waits_inside:
                 started.future.set_result(started.flat)
-            finite = getattr(started.work, 'finite', None)  # of `staged`
-            if finite is None:
-                finite = not is_marked_nonfinite(started.flat)
-            if started.watched and not finite:
+            if started.watched and not started.work.finite:
                 self._not_finite = True
                 named = [(self._names[id(p)], own) for p, own in started.named]
                 self._found += names_of_nonfinite(named)

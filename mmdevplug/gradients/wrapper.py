@@ -41,7 +41,6 @@ from .wrapper_arguments import (
     host_defaults,
     read_options,
     suits_ddp,
-    suits_gloo,
     trainable,
 )
 
@@ -107,7 +106,7 @@ class DeviceDistributedDataParallel(MMDistributedDataParallel):
         on_host = device.type == 'cpu' or not suits_native_ddp(chosen, device, group)
         check_same_model(module, process_group)
         averaging_group = group
-        if on_host and not suits_gloo(module, own, device, group):
+        if on_host:
             from mmdevplug.distributed.staged_groups import staged_counterpart
 
             averaging_group = staged_counterpart(group)

@@ -154,25 +154,6 @@ def suits_ddp(accelerator: Accelerator, find_unused_parameters: bool) -> bool:
     return is_at_least('2.0') and (can_pin() or not find_unused_parameters)
 
 
-def suits_gloo(
-    module: nn.Module, own: WrapperOptions, device: torch.device, group: AnyGroup
-) -> bool:
-    """Whether the group itself averages as well as one of the backend ``staged``.
-
-    So it is with few gradients, for which ranks share no memory, of types that gloo adds up.
-    """
-    if torch_dist.get_backend(group) != 'gloo' or own.grad_compression != 'none':
-        return False
-    if device.type != 'cpu' or not is_at_least('2.0'):
-        return False
-    size = 0
-    for parameter in module.parameters():
-        if parameter.dtype not in (torch.float32, torch.float64):
-            return False
-        size += parameter.numel() * parameter.element_size()
-    return size < _LEAST_SHARED_BYTES
-
-
 def trainable(module: nn.Module) -> Sequence[Tuple[str, nn.Parameter]]:
     """List the parameters that require a gradient, with their names."""
     return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
