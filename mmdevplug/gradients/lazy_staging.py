@@ -6,7 +6,7 @@ batched fetches of at most ``FETCH_BYTES`` and one batched send.
 """
 
 import threading
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from mmdevplug.accelerators import Accelerator, devices_of
 from mmdevplug.distributed.byte_exchange import group_by_bytes
 from mmdevplug.errors import ModelError
 from mmdevplug.staged.staged_group import StagedProcessGroup
+from mmdevplug.staged.work import StagedWork
 from mmdevplug.utils.pytree import tensors_in
 
 from .buckets import Bucket, divide
@@ -31,7 +32,8 @@ class _Started(NamedTuple):
     """A bucket that is being averaged, and its memory."""
 
     bucket: Bucket
-    average: Any  # a SharedSum or a HostSum
+    memory: Tensor  # flat, on the host
+    average: StagedWork
 
 
 class LazyStaging:
@@ -81,7 +83,7 @@ class LazyStaging:
         even = -(-size // max(1, round(size / BUCKET_BYTES)))
         self._bucket_bytes = bucket_bytes or even
         self._divided: Optional[Tuple[List[int], List[Bucket]]] = None
-        #: Where ranks do not share memory: as much as all gradients of a dtype need.
+        #: As much as all gradients of a dtype need.
         self._memory: Dict[torch.dtype, Tensor] = {}
         self._begin_iteration()
         if before is not None:
@@ -139,7 +141,7 @@ class LazyStaging:
 
     def _materialize_and_agree(self) -> List[bool]:
         """Compute the gradients, and return which parameters any rank used."""
-        flags = torch.tensor(self._used, dtype=torch.int32)
+        flags = torch.tensor(self._used, dtype=torch.int32, device='cpu')
         agreed = self.group.allreduce([flags])
         gradients = [p.grad for p, here in zip(self.parameters, self._used) if here]
         # The all-reduce runs while a lazy device computes.
@@ -154,41 +156,31 @@ class LazyStaging:
             half = torch.bfloat16 if self.compress else None
             buckets = divide(self.parameters, indices, self._bucket_bytes, half)
             self._divided = indices, buckets
-            sizes = [_size_of(each) for each in buckets]
-            self.group.make_room(sum(sizes), self.devices[0].type)
             self._memory = {}
         return self._divided[1]
 
     def _start(self, bucket: Bucket) -> None:
         """Fetch a bucket and start to average it."""
-        average = self.group.begin_sum(
-            bucket.numel, bucket.dtype, self.devices[0].type, self._room(bucket)
-        )
-        views = bucket.views(average.own, self.parameters)
+        memory = self._room(bucket)
+        views = bucket.views(memory, self.parameters)
         here = [place for place, index in enumerate(bucket.indices) if self._used[index]]
         if len(here) < len(bucket.indices):
-            average.own.zero_()
+            memory.zero_()
         gradients = [self._dense_gradient(bucket.indices[place]) for place in here]
         self._fetch(gradients, [views[place] for place in here])
-        average.start(average=True)
-        self._started.append(_Started(bucket, average))
+        self._started.append(_Started(bucket, memory, self.group.average(memory)))
 
-    def _room(self, bucket: Bucket) -> Any:
-        """A function that returns memory for a bucket beside those that have started."""
-
-        def room() -> Tensor:
-            memory = self._memory.get(bucket.dtype)
-            if memory is None:
-                buckets = self._divided[1] if self._divided is not None else []
-                numel = sum(each.numel for each in buckets if each.dtype == bucket.dtype)
-                memory = torch.empty(numel, dtype=bucket.dtype)
-                self._memory[bucket.dtype] = memory
-            start = sum(
-                each.bucket.numel for each in self._started if each.bucket.dtype == bucket.dtype
-            )
-            return memory[start : start + bucket.numel]
-
-        return room
+    def _room(self, bucket: Bucket) -> Tensor:
+        """Host memory for a bucket, beside those that have started."""
+        memory = self._memory.get(bucket.dtype)
+        if memory is None:
+            buckets = self._divided[1] if self._divided is not None else []
+            numel = sum(each.numel for each in buckets if each.dtype == bucket.dtype)
+            memory = torch.empty(numel, dtype=bucket.dtype, device='cpu')
+            self._memory[bucket.dtype] = memory
+        started = [each.bucket for each in self._started if each.bucket.dtype == bucket.dtype]
+        start = sum(each.numel for each in started)
+        return memory[start : start + bucket.numel]
 
     def _dense_gradient(self, index: int) -> Tensor:
         gradient = self.parameters[index].grad
@@ -211,18 +203,17 @@ class LazyStaging:
         Those are not sent, so the device still has this rank's own gradients.
         """
         nonfinite = []
-        for bucket, average in self._started:
+        for bucket, memory, average in self._started:
             average.wait()
             ignored = not self.policy.active and not self.policy.suspended
             if not average.finite and not ignored:
                 nonfinite.append(bucket)
             # A gradient scaler checks the averages on the device.
             if average.finite or ignored or self.policy.suspended:
-                self._send(bucket, average, used)
-            average.close()
+                self._send(bucket, memory, used)
         return nonfinite
 
-    def _send(self, bucket: Bucket, average: Any, used: Sequence[bool]) -> None:
+    def _send(self, bucket: Bucket, memory: Tensor, used: Sequence[bool]) -> None:
         sources, targets = [], []
         stops = [*bucket.starts[1:], bucket.numel]
         for index, start, stop in zip(bucket.indices, bucket.starts, stops):
@@ -231,7 +222,7 @@ class LazyStaging:
             parameter = self.parameters[index]
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            sources.append(_in_shape(average.read(start, stop), parameter))
+            sources.append(_in_shape(memory[start:stop], parameter))
             targets.append(parameter.grad)
         self.accelerator.copies.into_device(sources, targets)
 
@@ -247,10 +238,6 @@ class LazyStaging:
         self.policy.stop(
             names_of_nonfinite([(self.names[i], own) for i, own in zip(indices, fetched)])
         )
-
-
-def _size_of(bucket: Bucket) -> int:
-    return bucket.numel * torch.empty(0, dtype=bucket.dtype).element_size()
 
 
 def _in_shape(flat: Tensor, parameter: Tensor) -> Tensor:

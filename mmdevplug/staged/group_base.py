@@ -1,10 +1,14 @@
 """What all collectives of a staged group share: how they begin, and what is checked before."""
 
 import atexit
+import ctypes
+import json
 import os
 import threading
+import time
 import weakref
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Callable, Deque, List, Optional, Sequence, Tuple, Union
 
@@ -17,8 +21,8 @@ from mmdevplug.utils.torch_compat import is_at_least
 
 from .host_buffers import HostBuffers, as_bytes, check_reduction
 from .large_sums import LargeSums
-from .shared_sum import SharedSum
-from .work import DeferredWork, StagedWork
+from .shared_memory import has_ended, host_name
+from .work import SLICE, DeferredWork, OpenWorks, StagedWork, tensors_in
 
 NAME = 'staged'
 #: A tensor for each rank, or one for all.
@@ -48,7 +52,10 @@ class GroupBase(_Base):
         # Not registered with the group of C++, which PyTorch's DDP may free last, holding the lock
         # of the interpreter: gloo would wait for its threads, and they for that lock.
         self._gloo: Any = gloo
-        self.large = LargeSums(gloo, store, rank, size, timeout)
+        self._open = OpenWorks()
+        self.large = LargeSums(gloo, store, rank, size, timeout, self._open.start_thread)
+        self._store, self._limit = store, timeout
+        store.set(f'staged/process/{rank}', json.dumps([host_name(), os.getpid()]))
         self._deferred: Deque[DeferredWork] = deque()
         self._deferring = threading.Lock()
         self._name = self._description = ''
@@ -58,17 +65,30 @@ class GroupBase(_Base):
         atexit.unregister(_end_all)
         atexit.register(_end_all)
 
-    def shutdown(self) -> None:
-        """End gloo's threads; PyTorch's :func:`destroy_process_group` calls it, or Python's end.
+    def shutdown(self, limit: Optional[float] = None) -> None:
+        """End what is under way and gloo's threads, in so many seconds or those of the group.
 
-        Until then a thread of gloo may hold tensors of the last collective. Freeing them takes the
-        interpreter; a thread that finds it ending aborts the process ("terminate called without an
-        active exception"). Others keep this group longer than that: PyTorch's DDP does.
+        PyTorch's :func:`destroy_process_group` calls it, or Python's end. Until then a thread may
+        hold tensors of the last collective. Freeing them takes the interpreter; a thread that
+        finds it ending aborts the process ("terminate called without an active exception").
+        Others keep this group longer than that: PyTorch's DDP does.
         """
         _GROUPS.discard(self)
-        if os.getpid() == self._process:  # gloo's threads are not in a process forked from it
-            self._gloo = None
-            self.large.close()
+        if os.getpid() != self._process or self._gloo is None:
+            return  # gloo's threads are not in a process forked from it
+        end = time.monotonic() + (self._limit.total_seconds() if limit is None else limit)
+        with suppress(RuntimeError):
+            self._begin_deferred()
+        for work in list(self._open.works.values()):
+            while work.end(SLICE) is not None and time.monotonic() < end:
+                pass
+        self.large.close()
+        self._open.join()
+        if self._open.works:
+            # Other ranks are lost or late. Gloo's threads go on, with what they may free.
+            for kept in (self._gloo, *self._open.works.values()):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        self._gloo = None
 
     def rank(self) -> int:
         """This process in the group."""
@@ -125,6 +145,11 @@ class GroupBase(_Base):
         """
         self._check_tensors(name, tensors)
         self._begin_deferred()
+        between_two = name.startswith(('send', 'recv'))
+        written = [] if name.startswith('send') else tensors_in(results)
+        if self._open.works and not between_two:
+            self._open.finish_completed()
+            self._open.finish_before(tensors, written)
         buffers = HostBuffers()
         try:
             if op is not None:
@@ -132,22 +157,35 @@ class GroupBase(_Base):
             with torch.no_grad():
                 works = start(buffers)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise StagedError(
-                f'{self._describe(name, tensors)} cannot begin: {first_line(error)}'
-            ) from error
+            told = f'{first_line(error)}{self._lost()}'
+            raise StagedError(f'{self._describe(name, tensors)} cannot begin: {told}') from error
+        described = self._describe(name, tensors)
         work = StagedWork(
             works,
             buffers.copy_back,
             results,
-            self._describe(name, tensors),
+            lambda error: f'{described} failed: {first_line(error)}{self._lost()}',
             buffers,
+            self._open,
+            tracked=not between_two,
         )
-        for part in works:
-            if isinstance(part, SharedSum):
-                part.reclaim = work.wait
+        work.inference = work.inference or any(each.is_inference() for each in tensors)
+        work.read, work.written = list(tensors), written
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _lost(self) -> str:
+        """Name the ranks of this host whose process has ended."""
+        lost = []
+        with suppress(RuntimeError):
+            for rank in range(self._size):
+                key = f'staged/process/{rank}'
+                if rank != self._rank and self._store.check([key]):
+                    host, pid = json.loads(self._store.get(key))
+                    if host == host_name() and has_ended(pid):
+                        lost.append(f'rank {rank} (process {pid}) has ended')
+        return f' ({", ".join(lost)})' if lost else ''
 
     def _describe(self, name: str, tensors: Sequence[Tensor]) -> str:
         kinds = sorted({f'{list(each.shape)} {each.dtype} on {each.device}' for each in tensors})
@@ -183,7 +221,7 @@ class GroupBase(_Base):
         deferred = DeferredWork(buffers.wait_for_copies, begin, self._begin_deferred)
         self._deferred.append(deferred)
         # Other ranks need it, even if nothing here waits or calls another collective for long.
-        threading.Thread(target=self._begin_deferred, name='staged', daemon=True).start()
+        self._open.start_thread(self._begin_deferred)
         return deferred
 
     def _begin_deferred(self) -> None:
@@ -212,7 +250,7 @@ class GroupBase(_Base):
     def _end_coalescing(self, device: torch.device) -> StagedWork:
         """Return one work for all that were collected."""
         works, self._coalesced = self._coalesced or [], None
-        return StagedWork(works, lambda: None, [], 'coalesced collectives', None)
+        return StagedWork(works, lambda: None, [], first_line, None, self._open)
 
     def _rooms(self, buffers: HostBuffers, parts: Parts) -> List[Tensor]:
         """Room for what each rank sends: a tensor for each, or one for all."""
@@ -254,16 +292,6 @@ class GroupBase(_Base):
 
 def _end_all() -> None:
     """End the groups before the interpreter does, but do not wait for lost ranks for ever."""
-
-    def end() -> None:
-        for group in list(_GROUPS):
-            group.shutdown()
-
-    ending = threading.Thread(target=end, name='staged', daemon=True)
-    ending.start()
-    ending.join(_END_SECONDS)
-
-
-def tensors_in(parts: Sequence[Parts]) -> List[Tensor]:
-    """All tensors, in order."""
-    return [tensor for part in parts for tensor in ([part] if isinstance(part, Tensor) else part)]
+    end = time.monotonic() + _END_SECONDS
+    for group in list(_GROUPS):
+        group.shutdown(max(0.0, end - time.monotonic()))

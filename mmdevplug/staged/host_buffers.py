@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from mmdevplug.utils.torch_compat import is_at_least, is_functional, view_as_dtype
+from mmdevplug.utils.torch_compat import is_at_least, view_as_dtype
 
 #: Types that are added up in a wider one and rounded once.
 _WIDER: Dict[torch.dtype, torch.dtype] = {
@@ -64,7 +64,7 @@ def pins_memory(device_type: str) -> bool:
 def can_pin() -> bool:
     """Whether PyTorch has page-locked memory for the accelerator of this process."""
     try:
-        return torch.empty(1, pin_memory=True).is_pinned()
+        return torch.empty(1, dtype=torch.uint8, device='cpu', pin_memory=True).is_pinned()
     except RuntimeError:  # no accelerator, or one without such memory
         return False
 
@@ -119,7 +119,8 @@ class HostBuffers:
     @staticmethod
     def _room(tensor: Tensor) -> Tensor:
         pinned = pins_memory(tensor.device.type)
-        return torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=pinned)
+        place = dict(dtype=tensor.dtype, device='cpu')
+        return torch.empty(tensor.numel(), pin_memory=pinned, **place)
 
     def change(self, tensor: Tensor) -> Tensor:
         """Return the values of a tensor, which the collective replaces, flat; see ``later``."""
@@ -128,6 +129,10 @@ class HostBuffers:
             _refuse_overlap(tensor)
             self._written.append((tensor, values))
         return values
+
+    def copy_later(self, tensor: Tensor, values: Tensor) -> None:
+        """Give a tensor what another one has got by then."""
+        self._written.append((tensor, values))
 
     def before_copying(self, function: Callable[[], Any]) -> None:
         """Call a function when gloo has finished."""
@@ -141,10 +146,9 @@ class HostBuffers:
             tensor.copy_(values.view(tensor.shape))
 
 
-def copy_from_device(source: Tensor, target: Tensor) -> None:
-    """Copy a tensor of any device to one of the host."""
-    fetched = source.cpu() if source.device.type != 'cpu' and is_functional(source) else source
-    target.view(source.shape).copy_(fetched)
+def size_of(tensor: Tensor) -> int:
+    """The bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _refuse_overlap(tensor: Tensor) -> None:
@@ -206,13 +210,13 @@ def averaged(total: Tensor, count: int) -> Tensor:
 def scale(flat: Tensor, factor: float) -> bool:
     """Multiply a tensor in place; returns whether all its values are finite."""
     if flat.dtype not in (torch.float32, torch.float64):
-        exact = flat.float()  # PyTorch 1 multiplies no halves on the CPU
+        exact = flat.to(torch.float32)  # PyTorch 1 multiplies no halves on the CPU
         finite = scale(exact, factor)
         flat.copy_(exact)
-        return finite and is_finite(flat.float())
+        return finite and is_finite(flat.to(torch.float32))
     if _has_fused_kernel() and flat.dtype != torch.float64:
-        found = torch.zeros(1, device=flat.device)
-        factor_there = torch.tensor([factor], device=flat.device)
+        place = dict(dtype=torch.float32, device=flat.device)
+        found, factor_there = torch.zeros(1, **place), torch.tensor([factor], **place)
         torch._amp_foreach_non_finite_check_and_unscale_([flat], found, factor_there)
         return not found.item()
     flat.mul_(factor)
@@ -229,8 +233,9 @@ def is_finite(flat: Tensor) -> bool:
 def _has_fused_kernel() -> bool:
     """Whether this PyTorch has the kernel of the gradient scaler for the CPU."""
     try:
+        place = dict(dtype=torch.float32, device='cpu')
         torch._amp_foreach_non_finite_check_and_unscale_(
-            [torch.ones(1)], torch.zeros(1), torch.ones(1)
+            [torch.ones(1, **place)], torch.zeros(1, **place), torch.ones(1, **place)
         )
     except (RuntimeError, AttributeError):  # NotImplementedError is a RuntimeError
         return False

@@ -3,14 +3,14 @@
 import json
 import warnings
 from datetime import timedelta
-from typing import Any, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 import torch
-from torch import distributed as torch_dist
+from torch import Tensor, distributed as torch_dist
 
-from .host_buffers import pins_memory
-from .shared_memory import group_by_host, host_name
-from .shared_sum import SharedSum, SharedSums
+from .host_buffers import pins_memory, size_of
+from .shared_memory import group_by_host, host_name, share_memory
+from .shared_sum import SharedSums, memory_size
 
 #: Of fewer bytes, the message takes less time than the barriers in its place.
 LEAST_BYTES = 1 << 20
@@ -26,6 +26,7 @@ class LargeSums:
         rank (int): This process in the group.
         size (int): Processes in the group.
         timeout (timedelta): How long a sum waits for the other ranks.
+        start_thread (Callable): Starts a thread; returns whether it could.
 
     Attributes:
         sums (SharedSums, optional): None until the first large sum, and where ranks do not share.
@@ -38,38 +39,30 @@ class LargeSums:
         rank: int,
         size: int,
         timeout: timedelta,
+        start_thread: Callable[[Callable[[], None]], bool],
     ) -> None:
         self._gloo: Any = gloo
+        self._start_thread = start_thread
         self._store, self._rank, self._size = store, rank, size
         self._timeout = timeout
         self.sums: Optional[SharedSums] = None
         self._sought = size == 1
 
-    def begin(self, numel: int, dtype: torch.dtype, device_type: str) -> Optional[SharedSum]:
-        """Open a sum in shared memory; None on all ranks where there is none."""
-        size = numel * torch.empty(0, dtype=dtype).element_size()
-        if dtype not in _DTYPES or size < LEAST_BYTES:
+    def suiting(self, tensor: Tensor) -> Optional[SharedSums]:
+        """Where ranks add up a tensor in shared memory; None on all ranks where they do not."""
+        size = size_of(tensor)
+        if tensor.dtype not in _DTYPES or size < LEAST_BYTES or not size:
             return None
-        sums = self._find(device_type)
-        return None if sums is None else sums.begin(numel, dtype)
-
-    def make_room(self, size: int, device_type: str) -> None:
-        """Share memory for ``size`` bytes of sums that are open at a time."""
-        sums = self._find(device_type) if size >= LEAST_BYTES else None
-        if sums is not None:
-            sums.make_room(size)
+        if not self._sought:
+            self._sought = True
+            self.sums = self._share(tensor.device.type)
+        return self.sums
 
     def close(self) -> None:
         """Let go of gloo, whose threads end with the last who knows it."""
         self._gloo = None
         if self.sums is not None:
             self.sums.close()
-
-    def _find(self, device_type: str) -> Optional[SharedSums]:
-        if not self._sought:
-            self._sought = True
-            self.sums = self._share(device_type)
-        return self.sums
 
     def _share(self, device_type: str) -> Optional[SharedSums]:
         """Agree whether ranks add up in shared memory; a message between all of them."""
@@ -86,14 +79,19 @@ class LargeSums:
         hosts = group_by_host(names, self._rank)
         counts = [len(ranks) for ranks in hosts.ranks]
         if all(suiting) and len(set(counts)) == 1 and counts[0] > 1:
-            return SharedSums(hosts, self._gather, self._make_group, self._rank, self._size)
+            parts = share_memory(memory_size(counts[0]), hosts, self._gather, self._rank)
+            if parts is not None:
+                peers = [ranks[hosts.local_rank] for ranks in hosts.ranks]
+                between = self._make_group(peers) if len(peers) > 1 else None
+                limits = self._size, self._timeout
+                return SharedSums(parts, hosts, between, *limits, self._start_thread)
         return None
 
     def _gather(self, value: object) -> List[Any]:
         return _gather_json(value, self._gloo, self._size)
 
-    def _make_group(self, name: str, ranks: Sequence[int]) -> Any:
-        store = torch_dist.PrefixStore(f'staged/{name}', self._store)
+    def _make_group(self, ranks: Sequence[int]) -> Any:
+        store = torch_dist.PrefixStore(f'staged/between/{ranks[0]}', self._store)
         place = list(ranks).index(self._rank)
         return torch_dist.ProcessGroupGloo(store, place, len(ranks), self._timeout)
 
@@ -101,12 +99,13 @@ class LargeSums:
 def _gather_json(value: object, gloo: 'torch_dist.ProcessGroupGloo', size: int) -> List[Any]:
     """Give every rank the values of all ranks, of what JSON can write, in the order of ranks."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    gloo.allgather([lengths], [torch.tensor([text.numel()])]).wait()
+    whole, byte = (dict(dtype=each, device='cpu') for each in (torch.int64, torch.uint8))
+    lengths = [torch.zeros(1, **whole) for _ in range(size)]
+    gloo.allgather([lengths], [torch.tensor([text.numel()], **whole)]).wait()
     longest = max(int(length) for length in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded = torch.zeros(longest, **byte)
     padded[: text.numel()] = text
-    found = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
+    found = [torch.zeros(longest, **byte) for _ in range(size)]
     gloo.allgather([found], [padded]).wait()
     pairs = zip(found, lengths)
     return [json.loads(each[: int(length)].numpy().tobytes()) for each, length in pairs]

@@ -1,62 +1,24 @@
 """The collectives of a staged group that compute: sums, averages, minima."""
 
-from typing import Any, Callable, List, Optional, Sequence, Union
+from typing import Any, List, Optional, Sequence
 
-import torch
 from torch import Tensor, distributed as torch_dist
 from torch.distributed import ReduceOp, distributed_c10d as c10d
 
-from .group_base import GroupBase, Parts, tensors_in
+from mmdevplug.utils.torch_compat import is_functional
+
+from .group_base import GroupBase, Parts
 from .host_buffers import (
     HALVES,
     HostBuffers,
     averaged,
     combine,
-    copy_from_device,
     is_average,
     scale,
     summand,
 )
-from .shared_sum import SharedSum
-from .work import StagedWork
-
-
-class HostSum:
-    """A sum or average in memory of the caller on the host, as a :class:`.shared_sum.SharedSum`.
-
-    Attributes:
-        own (Tensor): The values, flat.
-        finite (bool): Whether an average has no NaN and no infinity, the same on all ranks.
-    """
-
-    def __init__(self, own: Tensor, gloo: 'torch_dist.ProcessGroupGloo', size: int) -> None:
-        self.own, self.finite = own, True
-        self._gloo: Any = gloo
-        self._size = size
-        self._average = False
-
-    def start(self, average: bool) -> None:
-        """Begin to add up what the ranks have written."""
-        self._average = average
-        self._summed = summand(self.own)
-        self._work = self._gloo.allreduce([self._summed], torch_dist.AllreduceOptions())
-        self._gloo = None  # the program may keep this sum longer than the group
-
-    def wait(self, timeout: object = None) -> bool:
-        """Wait until the sum may be read."""
-        self._work.wait()
-        if self._average:
-            self._average, self.finite = False, scale(self._summed, 1 / self._size)
-        if self._summed is not self.own:
-            self.own.copy_(self._summed)
-        return True
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """The sum from one element to another."""
-        return self.own[start:stop]
-
-    def close(self) -> None:
-        """The memory is the caller's."""
+from .shared_sum import SharedSum, SharedSums
+from .work import StagedWork, overlap, tensors_in
 
 
 class Reductions(GroupBase):
@@ -78,7 +40,16 @@ class Reductions(GroupBase):
         op = ReduceOp.SUM if opts is None else opts.reduceOp
 
         def start(buffers: HostBuffers) -> List[Any]:
-            return [self._reduce(buffers, tensor, op) for tensor in tensors]
+            # A tensor that is there twice is added up once, as by gloo.
+            sources = [
+                tensor.detach().clone() if overlap([tensor], tensors[:place]) else tensor
+                for place, tensor in enumerate(tensors)
+            ]
+            works = [self._reduce(buffers, source, op) for source in sources]
+            for tensor, source in zip(tensors, sources):
+                if source is not tensor:
+                    buffers.copy_later(tensor, source)
+            return works
 
         return self._run(name, tensors, tensors, start, op)
 
@@ -102,10 +73,9 @@ class Reductions(GroupBase):
             return self._reduce_sparse(buffers, tensor, op)
         average = is_average(op)
         if root is None and (average or op == ReduceOp.SUM):
-            shared = self.large.begin(tensor.numel(), tensor.dtype, tensor.device.type)
-            if shared is not None:
-                self._start_shared(buffers, shared, tensor, average)
-                return shared
+            sums = self.large.suiting(tensor)
+            if sums is not None:
+                return self._start_shared(buffers, sums, tensor, average)
         flat = buffers.change(tensor)
         if root is None:
             call, options = self._gloo.allreduce, torch_dist.AllreduceOptions()
@@ -149,14 +119,14 @@ class Reductions(GroupBase):
         """Average a floating-point tensor of all ranks.
 
         ``finite`` of the work says whether the result has neither NaN nor infinity, the same on
-        all ranks. If it has one, ``keeps_nonfinite`` leaves each rank its own values.
+        all ranks. If it has one, ``keeps_nonfinite`` leaves each rank its own values, of a tensor
+        in shared memory those of the piece.
         """
 
         def start(buffers: HostBuffers) -> List[Any]:
-            shared = self.large.begin(tensor.numel(), tensor.dtype, tensor.device.type)
-            if shared is not None:
-                self._start_shared(buffers, shared, tensor, True, keeps_nonfinite)
-                return [shared]
+            sums = self.large.suiting(tensor)
+            if sums is not None:
+                return [self._start_shared(buffers, sums, tensor, True, keeps_nonfinite)]
             read = buffers.read(tensor, later=True)
 
             def begin() -> Any:
@@ -178,40 +148,19 @@ class Reductions(GroupBase):
 
         return self._run('average', [tensor], [tensor], start)
 
-    def begin_sum(
-        self, numel: int, dtype: torch.dtype, device_type: str, room: Callable[[], Tensor]
-    ) -> Union[SharedSum, HostSum]:
-        """Open a sum whose memory the caller fills and reads, see :class:`SharedSum`.
-
-        It is ``room()`` where the ranks do not share memory.
-        """
-        self._check_process('begin_sum')
-        self._begin_deferred()
-        shared = self.large.begin(numel, dtype, device_type)
-        return HostSum(room(), self._gloo, self.size()) if shared is None else shared
-
-    def make_room(self, size: int, device_type: str) -> None:
-        """Share memory for ``size`` bytes of sums that are open at a time."""
-        self.large.make_room(size, device_type)
-
     def _start_shared(
-        self,
-        buffers: HostBuffers,
-        shared: SharedSum,
-        tensor: Tensor,
-        average: bool,
-        keeps: bool = False,
-    ) -> None:
-        copy_from_device(tensor.detach(), shared.own)
-        shared.start(average)
+        self, buffers: HostBuffers, sums: SharedSums, tensor: Tensor, *how: bool
+    ) -> SharedSum:
+        """Add up pieces of the tensor itself, or of its copy on the host."""
+        values = tensor.detach()
+        plain = values.is_contiguous() and not values.is_neg() and not is_functional(values)
+        shared = sums.begin(values.view(-1) if plain else buffers.change(tensor), *how)
 
         def finish() -> None:
             buffers.finite = shared.finite
-            if shared.finite or not keeps:
-                shared.copy_to(tensor.detach())
-            shared.close()
 
         buffers.before_copying(finish)
+        return shared
 
     def reduce_scatter(
         self,

@@ -40,9 +40,17 @@ def host_name() -> str:
         return f'{os.uname().nodename}'
 
 
+class SharedPart(NamedTuple):
+    """Describe the memory of one rank, which all ranks of its host can read and write."""
+
+    rank: int
+    pid: int
+    memory: mmap.mmap
+
+
 def share_memory(
     size: int, hosts: RanksByHost, gather: Gather, rank: int
-) -> Optional[List[mmap.mmap]]:
+) -> Optional[List[SharedPart]]:
     """Give each rank of a host memory that all ranks of this host can read and write.
 
     Returns that of each rank of this host, or None on all ranks if any could not share. The size,
@@ -57,10 +65,13 @@ def share_memory(
         error = f'{type(caught).__name__}: {caught} (asked for {size} bytes)'
     files = gather(dict(pid=os.getpid(), file=file, inode=inode, error=error))
     errors = [other['error'] for other in files]
-    shared: List[mmap.mmap] = []
+    shared: List[SharedPart] = []
     if not any(errors):
         try:
-            shared = [_map(files[each], size) for each in hosts.ranks[hosts.here]]
+            shared = [
+                SharedPart(each, files[each]['pid'], _map(files[each], size))
+                for each in hosts.ranks[hosts.here]
+            ]
         except OSError as caught:
             error = f'{type(caught).__name__}: {caught}'
         # Each rank keeps its file open until all ranks have opened it: this message waits.
@@ -77,6 +88,15 @@ def share_memory(
             stacklevel=2,
         )
     return None
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this host is gone, or only its exit status is left."""
+    try:
+        with open(f'/proc/{pid}/stat', encoding='utf-8', errors='replace') as file:
+            return file.read().rpartition(')')[2].split()[0] in 'ZX'
+    except OSError:
+        return True
 
 
 def _map(owner: Dict[str, Any], size: int) -> mmap.mmap:

@@ -1,342 +1,372 @@
-"""Add up tensors of all ranks in memory that the ranks of a host share."""
+"""Add up tensors of all ranks, piece by piece, in memory that the ranks of a host share."""
 
 import mmap
+import os
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, Deque, Generator, List, Optional, Sequence
+from datetime import timedelta
+from typing import Any, Callable, Deque, List, Optional, Tuple
 
 import torch
 from torch import Tensor, distributed as torch_dist
-from torch.distributed import ReduceOp
 
 from .host_buffers import HALVES, is_finite, scale
-from .shared_memory import Gather, RanksByHost, share_memory
+from .shared_memory import RanksByHost, SharedPart, has_ended
 
-#: What is shared at first, and how many of the largest tensors have room at a time.
-LEAST_CAPACITY = 64 << 20
-ROOM_FOR = 4
-#: Seconds after which a waiting thread looks whether the one that did its work has left.
-_TAKE_OVER = 0.002
-
-#: Seconds after which sums go on that nothing here waits for.
-_POLL = 0.01
-
-#: Makes a group of gloo of these ranks, which all call it with the same name.
-MakeGroup = Callable[[str, Sequence[int]], Any]
-#: Yields the message that it waits for.
-Steps = Generator[Any, None, None]
+#: What the ranks of a host share for one group, all together, whatever they add up.
+SHARED_BYTES = 64 << 20
+#: Pieces that are under way at a time: while one is added up, others are copied.
+SLOTS = 4
+#: Larger pieces leave the processor's cache before they are read again.
+MOST_OF_A_PIECE = 4 << 20
+#: Seconds without a sum after which the memory goes back to the system.
+_KEEP = 0.2
+#: Seconds between two looks of the thread that takes the steps of sums that nothing waits for.
+_POLL = 0.005
+#: Seconds that a waiting rank sleeps at least and at most, and after which it looks for others.
+_NAP, _LONG_NAP, _LOOK = 5e-5, 1e-3, 0.25
+#: Words of 8 bytes at the head of a rank's memory. The first three count pieces.
+_WRITTEN, _ADDED, _READ, _CLOSED, _WRONG = 0, 8, 16, 24, 32
+_HEAD = mmap.PAGESIZE
 
 
 class SharedSum:
-    """The sum or average of a tensor of each rank: write to ``own``, start, wait, read, close.
+    """The sum or average of a flat tensor of each rank, in its place.
 
     Attributes:
-        own (Tensor): This rank's part of the memory, flat.
         finite (bool): Whether an average has no NaN and no infinity, the same on all ranks.
     """
 
-    def __init__(
-        self, number: int, start: int, parts: List[Tensor], local_rank: int, sums: 'SharedSums'
-    ) -> None:
-        self.number = number
-        self.own = parts[local_rank]
-        self.finite = True
-        self.finished = threading.Event()
-        self.closed = False
-        self.place = start, start + self.own.numel() * self.own.element_size()
-        self.parts, self._sums = parts, sums
-        self.spans = _split(self.own.numel(), len(parts))
-        self.taken = 0
-        #: Reads and closes it, where its memory is needed before anybody waited for it.
-        self.reclaim: Optional[Callable[[], Any]] = None
-        self._error: Optional[Exception] = None
+    def __init__(self, flat: Tensor, average: bool, keeps: bool, sums: 'SharedSums') -> None:
+        self.flat, self.average, self.keeps = flat, average, keeps
+        self._sums = sums
+        self.begun = 0  # elements whose piece is under way
+        self.finite, self.finished = True, False
+        self.started = time.monotonic()
+        self.error: Optional[RuntimeError] = None
 
-    def start(self, average: bool) -> None:
-        """Begin to add up what the ranks have written."""
-        self._steps = self._sums.steps(self, average)
-        self._message = next(self._steps)
-        self._sums.add(self)
-
-    def wait(self, timeout: object = None) -> bool:
-        """Wait until the sum may be read; the limit is that of the group."""
-        self._sums.finish(self)
-        if self._error is not None:
-            raise self._error
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        """Wait until the sum is there."""
+        self._sums.finish(self, timeout)
+        if self.error is not None:
+            raise self.error
         return True
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        if not self.finished.is_set():
+        if not self.finished:
             self._sums.advance()
-        return self.finished.is_set()
+        return self.finished
 
-    def copy_to(self, target: Tensor) -> None:
-        """Copy the sum to a tensor of any device."""
-        if target.is_contiguous():
-            flat = target.view(-1)
-            for part, span in zip(self.parts, self.spans):
-                flat[span].copy_(part[span])
-        else:
-            whole = torch.cat([part[span] for part, span in zip(self.parts, self.spans)])
-            target.copy_(whole.view(target.shape))
 
-    def read(self, start: int, stop: int) -> Tensor:
-        """The sum from one element to another, valid until :meth:`close`."""
-        spans = list(zip(self.parts, self.spans))
-        owners = [each for each in spans if each[1].start < stop and start < each[1].stop]
-        if len(owners) == 1:
-            return owners[0][0][start:stop]
-        # Copied into this rank's memory, which the other ranks have read already.
-        for part, span in owners:
-            if part is not self.own:
-                piece = slice(max(start, span.start), min(stop, span.stop))
-                self.own[piece] = part[piece]
-        return self.own[start:stop]
+class _Piece:
+    """Elements of a sum that are added up in one slot of each rank."""
 
-    def close(self) -> None:
-        """Leave the memory to later sums: this rank has read what it needs."""
-        self.closed, self.reclaim = True, None
-        self._sums.forget_closed()
-
-    def advance(self, blocks: bool) -> None:
-        """Take the next step, if it need not wait or may."""
-        if not blocks and not self._message.is_completed():
-            return
-        try:
-            self._message.wait()
-            self._message = next(self._steps)
-            self.taken += 1
-        except StopIteration:
-            self.finished.set()
-        except RuntimeError as error:
-            self.fail(error)
-
-    def fail(self, error: Exception) -> None:
-        """End it without a sum."""
-        self._error = self._error or error
-        self.finished.set()
-
-    @property
-    def error(self) -> Optional[Exception]:
-        """Why there is no sum."""
-        return self._error
+    def __init__(self, of: SharedSum, start: int, stop: int, slots: List[Tensor]) -> None:
+        self.of, self.values, self.slots = of, of.flat[start:stop], slots
+        self.is_last = stop == of.flat.numel()
+        length = -(-(stop - start) // len(slots))
+        length = -(-length // 64) * 64  # shares begin at cache lines
+        edges = [min(k * length, stop - start) for k in range(len(slots) + 1)]
+        self.spans = [slice(*pair) for pair in zip(edges, edges[1:])]
+        self.message: Any = None
 
 
 class SharedSums:
     """All sums of a process group, whose hosts have the same number of ranks each.
 
-    Each rank copies its tensor into its part of the memory, adds up a share of it, read from the
-    parts of the others, and averages that share with the ranks of other hosts that have the same
-    local rank. Then everybody copies all shares. This is a reduce-scatter and an all-gather
-    without messages but barriers, around an all-reduce of ``1 / local_world_size`` of the bytes.
+    A tensor is cut into pieces, and the memory of each rank into a few slots, which the pieces
+    take in turn. Each rank copies its piece into its slot, adds up a share of it, read from the
+    slots of the others, and averages that share with the ranks of other hosts that have the same
+    local rank. Then everybody copies all shares. Each rank counts in its memory the pieces that it
+    has written, added up and read, and waits for the counts of the others: no messages are needed
+    inside a host, and whoever is missing is known.
 
-    All ranks start the same sums in the same order. Whoever waits for one takes its steps, and
-    those of the others that need not wait; a thread takes those of sums that nothing waits for.
+    All ranks start the same sums in the same order. Whoever waits for one takes the steps of all;
+    a thread takes those of sums that nothing waits for.
+
+    Args:
+        parts (list[SharedPart]): The memory of each rank of this host.
+        hosts (RanksByHost): Where the ranks are.
+        between (ProcessGroupGloo, optional): The ranks with this local rank, if there are hosts.
+        size (int): Processes in the group.
+        timeout (timedelta): How long a sum waits for the other ranks.
+        start_thread (Callable): Starts a thread; returns whether it could.
     """
 
     def __init__(
-        self, hosts: RanksByHost, gather: Gather, make_group: MakeGroup, rank: int, size: int
+        self,
+        parts: List[SharedPart],
+        hosts: RanksByHost,
+        between: Any,
+        size: int,
+        timeout: timedelta,
+        start_thread: Callable[[Callable[[], None]], bool],
     ) -> None:
-        self._hosts, self._gather, self._rank, self._size = hosts, gather, rank, size
-        # One for each kind of message, so that their order between sums does not matter.
-        here = hosts.ranks[hosts.here]
-        self._written: Any = make_group(f'written{hosts.here}', here)
-        self._added: Any = make_group(f'added{hosts.here}', here)
-        peers = [ranks[hosts.local_rank] for ranks in hosts.ranks]
-        between = f'between{hosts.local_rank}'
-        self._between: Any = make_group(between, peers) if len(peers) > 1 else None
-        self._memory: List[mmap.mmap] = []
-        self._capacity = self._stop = 0
-        self._open: Deque[SharedSum] = deque()  # as far as this rank knows, some rank reads them
-        self._begun = self._read = self._read_by_all = 0
-        self._active: Deque[SharedSum] = deque()
-        self._working = threading.Lock()
-        self._keeper: Optional[threading.Thread] = None
-        self._keeping = threading.Lock()
+        self.parts, self._here, self._size = parts, hosts.local_rank, size
+        self._between: Any = between
+        self._timeout, self._start_thread = timeout, start_thread
+        self._heads = [memoryview(part.memory).cast('q') for part in parts]
+        self._slot_bytes = slot_bytes(len(parts))
+        self._waiting: Deque[SharedSum] = deque()  # whose last piece is not under way
+        self._pieces: Deque[_Piece] = deque()  # those that this rank has not read
+        self._added = 0  # pieces to which this rank has added; the others are counted in its head
+        self._working, self._attended = threading.Lock(), False
+        self._error: Optional[RuntimeError] = None
+        self._stopped, self._is_held = False, True
+        self.count = 0  # of sums that have begun
 
-    def begin(self, numel: int, dtype: torch.dtype) -> Optional[SharedSum]:
-        """Find memory for a tensor; all ranks call it in the same order.
+    def begin(self, flat: Tensor, average: bool, keeps: bool = False) -> SharedSum:
+        """Begin to add up a flat tensor of any device; all ranks call it in the same order.
 
-        Returns None on all ranks if they cannot share as much.
+        ``keeps``: pieces of an average that are not finite are left as they are.
         """
-        size = numel * torch.empty(0, dtype=dtype).element_size()
-        start = self._allocate(size)
-        if start is None:
-            return None
-        place = dict(dtype=dtype, count=numel, offset=start)
-        parts = [torch.frombuffer(memory, **place) for memory in self._memory]
-        begun = SharedSum(self._begun, start, parts, self._hosts.local_rank, self)
-        self._begun += 1
-        self._open.append(begun)
+        begun = SharedSum(flat, average, keeps, self)
+        with self._working:
+            if self._error is not None:
+                raise self._error
+            self.count += 1
+            self._waiting.append(begun)
+        self.advance()
+        with self._working:
+            if not self._attended:
+                self._attended = self._start_thread(self._attend)
         return begun
 
-    def make_room(self, size: int) -> None:
-        """Share memory for ``size`` bytes of tensors that are open at a time."""
-        if size > self._capacity:
-            self._share(size)
+    def finish(self, wanted: SharedSum, timeout: Optional[timedelta] = None) -> None:
+        """Take steps until a sum has ended; threads may wait for several at a time."""
+        began, nap, tries = time.monotonic(), _NAP, 0
+        limit = (timeout or self._timeout).total_seconds()
+        next_look = began + min(_LOOK, limit)
+        while not wanted.finished:
+            if self.advance():
+                nap, tries = _NAP, 0
+                continue
+            tries += 1
+            if tries < 20:
+                os.sched_yield()  # the others may need this processor
+                continue
+            time.sleep(nap)
+            nap = min(1.2 * nap, _LONG_NAP)
+            now = time.monotonic()
+            if now >= next_look:
+                next_look = now + _LOOK
+                self._look(wanted, now - began, limit)
 
     def close(self) -> None:
-        """Let go of gloo, but for sums that have not ended."""
-        with self._working:
-            if not self._active:
-                self._written = self._added = self._between = None
+        """Let the others know that this rank takes no more steps, and forget the memory.
 
-    def add(self, started: SharedSum) -> None:
-        """Take note of a sum that has started, and take steps of others that need not wait."""
-        self._active.append(started)
-        if len(self._active) > 1:
-            self.advance()
-        with self._keeping:
-            if self._keeper is None:
-                self._keeper = threading.Thread(
-                    target=self._keep_going, name='staged', daemon=True
-                )
-                self._keeper.start()
-
-    def advance(self) -> None:
-        """Take steps that need not wait, unless somebody does."""
-        if self._working.acquire(blocking=False):
-            try:
-                if self._active:
-                    self._take_steps(blocks=False)
-            finally:
-                self._working.release()
-
-    def _keep_going(self) -> None:
-        """Take steps while there are sums: ranks that wait for one need those of this rank."""
-        while True:
-            time.sleep(_POLL)
-            self.advance()
-            with self._keeping:
-                if not self._active:
-                    self._keeper = None
-                    return
-
-    def steps(self, its: SharedSum, average: bool) -> Steps:
-        """The steps of a sum."""
-        # Beside the barrier, the ranks learn which sums all of them have read.
-        read = torch.tensor([self._read])
-        yield _all_reduce(self._written, read, ReduceOp.MIN)
-        self._read_by_all = max(self._read_by_all, int(read))
-        local_rank = self._hosts.local_rank
-        own = its.own[its.spans[local_rank]]
-        share = own.float() if own.dtype in HALVES else own
-        for number, part in enumerate(its.parts):
-            if number != local_rank:
-                share.add_(part[its.spans[local_rank]])
-        finite = scale(share, 1 / self._size) if average else True
-        if share is not own:
-            own.copy_(share)
-        if self._between is not None and own.numel():  # the same on all hosts
-            yield _all_reduce(self._between, own, ReduceOp.SUM)
-            finite = is_finite(own) if average else True
-        wrong = torch.tensor([float(not finite)])
-        yield _all_reduce(self._added, wrong, ReduceOp.SUM)
-        its.finite = not wrong.item()
-
-    def finish(self, wanted: SharedSum) -> None:
-        """Take steps until a sum has ended; threads may wait for several at a time."""
-        while not wanted.finished.is_set():
-            if not self._working.acquire(blocking=False):
-                wanted.finished.wait(_TAKE_OVER)
-                continue
-            try:
-                while not wanted.finished.is_set():
-                    self._take_steps(blocks=True)
-            finally:
-                self._working.release()
-
-    def _take_steps(self, blocks: bool) -> None:
-        """Take a step of the first sum, and of others what need not wait.
-
-        Other ranks may start later sums only after this one has ended. Steps are taken in the
-        order of the sums, because that tells messages of a group apart.
+        What others still read stays until they forget it, too.
         """
-        with torch.no_grad():
-            active = list(self._active)
-            active[0].advance(blocks)
-            for before, other in zip(active, active[1:]):
-                if before.finished.is_set() or other.taken < before.taken:
-                    other.advance(blocks=False)
-        while self._active and self._active[0].finished.is_set():
-            error = self._active.popleft().error
-            if error is not None:  # those after it wait for the same rank
-                for other in self._active:
-                    other.fail(error)
+        with self._working:
+            if not self._stopped:
+                self._stopped = True
+                self._publish(_CLOSED, 1)
+                self._fail(RuntimeError('the group has ended'))
+                self._between, self.parts, self._heads = None, [], []
 
-    def forget_closed(self) -> None:
-        """Count the sums that this rank has read."""
-        self._read = next(
-            (each.number for each in list(self._open) if not each.closed), self._begun
-        )
+    def advance(self) -> bool:
+        """Take all steps that need not wait, unless another thread does; returns if any was."""
+        if not self._working.acquire(blocking=False):
+            return False
+        try:
+            moved = False
+            while not self._stopped and self._error is None and self._step():
+                moved = True
+            return moved
+        except RuntimeError as error:
+            self._fail(error)
+            return True
+        finally:
+            self._working.release()
 
-    def _drain(self) -> None:
-        for each in list(self._active):
-            each.wait()
-        for each in list(self._open):
-            if each.reclaim is not None:
-                each.reclaim()
+    def _step(self) -> bool:
+        """Take the step that other ranks need first, if one can be taken; returns if it was."""
+        head = self._heads[self._here]
+        written, read = head[_WRITTEN], head[_READ]
+        if self._waiting and self._least(_READ) > written - SLOTS:
+            self._write(written)
+        elif self._added < written and self._least(_WRITTEN) > self._added:
+            self._add(self._added, self._pieces[self._added - read])
+        elif head[_ADDED] < self._added and self._is_between(self._pieces[head[_ADDED] - read]):
+            pass
+        elif read < self._added and self._least(_ADDED) > read:
+            self._read(read, self._pieces.popleft())
+        else:
+            return False
+        return True
 
-    def _allocate(self, size: int) -> Optional[int]:
-        """Find room for a tensor: the same on all ranks."""
-        if size > self._capacity and not self._share(
-            max(LEAST_CAPACITY, ROOM_FOR * _round_up(size, mmap.PAGESIZE))
-        ):
-            return None
-        start = self._stop if self._stop + size <= self._capacity else 0
-        while self._open and self._open[0].number < self._read_by_all:
-            self._open.popleft()
-        in_use = [
-            each.number
-            for each in self._open
-            if each.place[0] < start + size and start < each.place[1]
-        ]
-        if in_use and self._read_by_all <= max(in_use):
-            # What the message of the last sum tells is the same on all ranks, and no less than
-            # what any of them knew before.
-            self._drain()
-            if self._read_by_all <= max(in_use):
-                self._await_readers()
-        self._stop = _round_up(start + size, 64)
-        return start
+    def _write(self, number: int) -> None:
+        its = self._waiting[0]
+        elements = self._slot_bytes // its.flat.element_size()
+        stop = min(its.begun + elements, its.flat.numel())
+        start = _HEAD + (number % SLOTS) * self._slot_bytes
+        place = dict(dtype=its.flat.dtype, count=stop - its.begun, offset=start)
+        with torch.inference_mode(False):
+            slots = [torch.frombuffer(part.memory, **place) for part in self.parts]
+        piece = _Piece(its, its.begun, stop, slots)
+        with _mode_of(its.flat):
+            slots[self._here].copy_(piece.values)
+        self._pieces.append(piece)
+        its.begun, self._is_held = stop, True
+        if piece.is_last:
+            self._waiting.popleft()
+        self._publish(_WRITTEN, number + 1)
 
-    def _await_readers(self) -> None:
-        """Wait until all ranks of this host have read all sums, as this one has.
+    def _add(self, number: int, piece: _Piece) -> None:
+        here, average = self._here, piece.of.average
+        span = piece.spans[here]
+        own = piece.slots[here][span]
+        with torch.inference_mode(False), torch.no_grad():
+            share = own.to(torch.float32) if own.dtype in HALVES else own
+            for local_rank, slot in enumerate(piece.slots):
+                if local_rank != here:
+                    share.add_(slot[span])
+            finite = scale(share, 1 / self._size) if average else True
+            if share is not own:
+                own.copy_(share)
+        self._added += 1
+        if self._between is not None and own.numel():  # the same on all hosts
+            piece.message = self._between.allreduce([own], torch_dist.AllreduceOptions())
+        else:
+            self._end_share(number, finite)
+
+    def _is_between(self, piece: _Piece) -> bool:
+        """Whether the share is added up over hosts; then the others may read it."""
+        number = self._heads[self._here][_ADDED]
+        if not piece.message.is_completed():
+            return False
+        piece.message.wait()
+        own = piece.slots[self._here][piece.spans[self._here]]
+        self._end_share(number, is_finite(own) if piece.of.average else True)
+        return True
+
+    def _end_share(self, number: int, finite: bool) -> None:
+        self._publish(_WRONG + number % SLOTS, int(not finite))
+        self._publish(_ADDED, number + 1)
+
+    def _read(self, number: int, piece: _Piece) -> None:
+        its = piece.of
+        finite = not any(head[_WRONG + number % SLOTS] for head in self._heads)
+        its.finite = its.finite and finite
+        if finite or not its.keeps:
+            with _mode_of(its.flat):
+                for slot, span in zip(piece.slots, piece.spans):
+                    if span.start < span.stop:
+                        piece.values[span].copy_(slot[span])
+        self._publish(_READ, number + 1)
+        its.finished = its.finished or piece.is_last
+
+    def _least(self, word: int) -> int:
+        """How many pieces all ranks of this host have written, added up or read."""
+        least = min(head[word] for head in self._heads)
+        self._fence()
+        return least
+
+    def _publish(self, word: int, value: int) -> None:
+        self._fence()
+        self._heads[self._here][word] = value
+
+    @staticmethod
+    def _fence() -> None:
+        """Keep the order of what is written and counted, on processors that change it."""
+        lock = threading.Lock()
+        for _ in range(2):
+            lock.acquire()
+            lock.release()
+
+    def _fail(self, error: RuntimeError) -> None:
+        """End all sums: those that are under way wait for the same ranks."""
+        self._error = self._error or error
+        for its in [*self._waiting, *(piece.of for piece in self._pieces)]:
+            its.error = its.error or error
+            its.finished = True
+        self._waiting.clear()
+        self._pieces.clear()
+
+    def _look(self, wanted: SharedSum, waited: float, limit: float) -> None:
+        """Give up if a rank that has something to do is gone, or late.
 
         Raises:
-            ValueError: If a sum is open here, whose memory would be used again.
+            RuntimeError: If a limit shorter than that of the group has passed.
         """
-        if self._read < self._begun:
-            raise ValueError(
-                f'{self._begun - self._read} sums are open, more than {self._capacity} bytes; '
-                f'close the first ones, or call make_room() before'
-            )
-        _all_reduce(self._added, torch.zeros(1), ReduceOp.SUM).wait()
-        self._read_by_all = self._begun
-        self._open.clear()
+        late, what = self._late()
+        total = self._timeout.total_seconds()
+        over = time.monotonic() - wanted.started >= total
+        gone = [part for part in late if has_ended(part.pid)]
+        left = [part for part in late if memoryview(part.memory).cast('q')[_CLOSED]]
+        if gone or left or over:
+            error = f'{_named(gone)} ended' if gone else f'{_named(left)} left the group'
+            if not (gone or left):
+                error = f'timed out after {total:g} s, {_missing(late, what)}'
+            with self._working:
+                self._fail(RuntimeError(error))
+        elif waited >= limit:
+            raise RuntimeError(f'timed out after {limit:g} s, {_missing(late, what)}')
 
-    def _share(self, capacity: int) -> bool:
-        self._drain()
-        self._await_readers()
-        self._memory = []  # before more is asked for
-        memory = share_memory(capacity, self._hosts, self._gather, self._rank)
-        self._memory, self._stop = memory or [], 0
-        self._capacity = 0 if memory is None else capacity
-        return memory is not None
+    def _late(self) -> Tuple[List[SharedPart], str]:
+        """The ranks that this one waits for, and what they have not done."""
+        if not self._heads:
+            return [], ''
+        own = self._heads[self._here]
+        goals = (
+            (_WRITTEN, own[_WRITTEN], 'begin it'),
+            (_ADDED, self._added, 'add it up'),
+            (_READ, own[_WRITTEN] - SLOTS + 1, 'read the last ones'),
+        )
+        for word, goal, what in goals:
+            pairs = zip(self.parts, self._heads)
+            late = [part for part, head in pairs if head is not own and head[word] < goal]
+            if late:
+                return late, what
+        return [], ''
+
+    def _attend(self) -> None:
+        """Take steps while there are sums: ranks that wait for one need those of this rank."""
+        idle_since = time.monotonic()
+        while not self._stopped:
+            self.advance()
+            with self._working:
+                if self._waiting or self._pieces:
+                    idle_since = time.monotonic()
+                elif (
+                    time.monotonic() - idle_since > _KEEP
+                    and not self._stopped
+                    and self._least(_READ) >= self._heads[self._here][_WRITTEN]
+                ):
+                    self._give_back()
+                    self._attended = False
+                    return
+            time.sleep(_POLL)
+
+    def _give_back(self) -> None:
+        """Give the slots of this rank back to the system; they stay where they are."""
+        if self._is_held and hasattr(mmap, 'MADV_REMOVE'):
+            memory = self.parts[self._here].memory
+            memory.madvise(mmap.MADV_REMOVE, _HEAD, len(memory) - _HEAD)
+            self._is_held = False
 
 
-def _all_reduce(group: 'torch_dist.ProcessGroup', tensor: Tensor, op: ReduceOp) -> Any:
-    options = torch_dist.AllreduceOptions()
-    options.reduceOp = op
-    return group.allreduce([tensor], options)
+def slot_bytes(ranks: int) -> int:
+    """The size of a piece, for so many ranks of a host."""
+    most = (SHARED_BYTES // ranks - _HEAD) // SLOTS
+    return min(MOST_OF_A_PIECE, most) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
-def _split(size: int, parts: int) -> List[slice]:
-    """Split ``size`` elements into parts that begin at cache lines."""
-    length = _round_up(-(-size // parts), 64)
-    return [slice(min(i * length, size), min((i + 1) * length, size)) for i in range(parts)]
+def memory_size(ranks: int) -> int:
+    """What each of so many ranks of a host shares, in bytes."""
+    return _HEAD + SLOTS * slot_bytes(ranks)
 
 
-def _round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
+def _mode_of(flat: Tensor) -> Any:
+    """PyTorch changes a tensor of its inference mode in that mode alone."""
+    return torch.inference_mode() if flat.is_inference() else torch.no_grad()
+
+
+def _missing(late: List[SharedPart], what: str) -> str:
+    return f'{_named(late)} did not {what}' if late else 'ranks of other hosts did not answer'
+
+
+def _named(parts: List[SharedPart]) -> str:
+    return ', '.join(f'rank {part.rank} (process {part.pid})' for part in parts)

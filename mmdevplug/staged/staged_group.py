@@ -10,10 +10,10 @@ from torch.distributed import distributed_c10d as c10d
 from mmdevplug.errors import StagedError
 from mmdevplug.utils.torch_compat import is_at_least
 
-from .group_base import NAME, Parts, tensors_in
+from .group_base import NAME, Parts
 from .host_buffers import HostBuffers, as_bytes
 from .reductions import Reductions
-from .work import StagedWork
+from .work import StagedWork, tensors_in
 
 
 def register() -> None:
@@ -216,14 +216,23 @@ class StagedProcessGroup(Reductions):
     # The group -----------------------------------------------------------------------------------
 
     def barrier(self, opts: Optional['c10d.BarrierOptions'] = None) -> StagedWork:
-        """See :func:`torch.distributed.barrier`; waits on the host, whatever the device."""
-        return self._run('barrier', [], [], lambda buffers: [self._gloo.barrier()])
+        """See :func:`torch.distributed.barrier`; waits on the host, whatever the device.
+
+        What began before has its results then.
+        """
+        before = list(self._open.works.values())
+
+        def start(buffers: HostBuffers) -> List[Any]:
+            buffers.before_copying(lambda: [work.wait() for work in before])
+            return [self._gloo.barrier()]
+
+        return self._run('barrier', [], [], start)
 
     def monitored_barrier(
         self, timeout: Optional[timedelta] = None, wait_all_ranks: bool = False
     ) -> None:
         """See :func:`torch.distributed.monitored_barrier`."""
-        limit = dict(timeout=timeout) if timeout else {}
+        limit = {} if timeout is None else dict(timeout=timeout)
         self._gloo.monitored_barrier(wait_all_ranks=wait_all_ranks, **limit)
 
 

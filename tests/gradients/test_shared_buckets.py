@@ -47,7 +47,7 @@ def wrap(model, least_bytes=0, **options):
 def shared_sums(model):
     """How many sums were in shared memory."""
     sums = model._averaging_group.large.sums
-    return 0 if sums is None else sums._begun
+    return 0 if sums is None else sums.count
 
 
 def train(least_bytes=0, static=False):

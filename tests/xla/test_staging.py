@@ -13,24 +13,22 @@ pytestmark = pytest.mark.xla
 
 
 def allocations():
-    """Host memory that averaging needs: what is shared, in units of the gradients' size."""
+    """Host memory that averaging needs: what is shared, in bytes."""
     context = start('xla')
     wrapper = wrap(deep(layers=16, width=512))
-    size = sum(p.numel() * p.element_size() for p in wrapper.staging.parameters)
     found = []
     for step in range(3):
         wrapper.zero_grad()
         wrapper(batch(step, context.device, 512)).square().mean().backward()
         sums = wrapper._averaging_group.large.sums
-        found.append((sums._capacity / size, [id(each) for each in sums._memory]))
-    return found, wrapper.staging._memory
+        found.append([(len(each.memory), id(each.memory)) for each in sums.parts])
+    return found
 
 
-def test_host_memory_has_the_gradients_once():
-    for found, beside in run_ranks(allocations, 2, **job_of('xla', 2)):
+def test_shared_memory_is_allocated_once():
+    for found in run_ranks(allocations, 2, **job_of('xla', 2)):
         assert found[0] == found[1] == found[2]
-        assert 1 <= found[0][0] < 1.01
-        assert beside == {}
+        assert sum(size for size, _ in found[0]) <= 64 << 20
 
 
 def test_bfloat16_rounds():
