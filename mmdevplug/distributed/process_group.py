@@ -31,6 +31,7 @@ from mmdevplug.accelerators.backend import (
     with_host_backend,
 )
 from mmdevplug.accelerators.detection import AcceleratorConfig, Choice
+from mmdevplug.accelerators.probe import probe_device
 from mmdevplug.environments.launch_variables import (
     LaunchEnv,
     read_launch_env,
@@ -192,12 +193,7 @@ def _prepare_devices(
     # The first one last, so that it stays the current one.
     unsupported: Sequence[str] = ()
     for device in reversed(devices):
-        if device.type != 'cpu':
-            from mmdevplug.accelerators.probe import probe_device
-
-            unsupported = probe_device(choice.accelerator, device)
-        else:
-            choice.accelerator.set_device(device)
+        unsupported = probe_device(choice.accelerator, device)
     return choice, devices, tuple(unsupported)
 
 
