@@ -42,8 +42,10 @@ class Resumption:
                 0, f'the checkpoint is of {ranks} rank(s) and this job has {get_world_size()}'
             )
         loop = runner.train_loop
-        if isinstance(loop, IterBasedTrainLoop) and isinstance(
-            getattr(loop.dataloader_iterator, '_iterator', None), Reading
+        iterator = getattr(getattr(loop, 'dataloader_iterator', None), '_iterator', None)
+        # What has no place begins anew, and MMEngine's loop drops the batches trained on.
+        if isinstance(loop, IterBasedTrainLoop) and (
+            isinstance(iterator, Reading) and (loader is None or loader.has_place)
         ):
             loop.dataloader_iterator = _Advanced(loop.dataloader_iterator, loop.iter)
         if at is not None:

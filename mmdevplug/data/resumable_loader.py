@@ -216,7 +216,12 @@ class ResumableLoader(DataLoader):
     @property
     def knows_place(self) -> bool:
         """Whether it can be resumed, unless nothing was read yet."""
-        return not self._passes or self.order is not None or self._source() is not None
+        return not self._passes or self.has_place
+
+    @property
+    def has_place(self) -> bool:
+        """Whether it or what it reads has an order, or a state."""
+        return self.order is not None or self._source() is not None
 
     def _source(self) -> Any:
         """What knows its place by itself: a loader of torchdata's, or a stream; else None."""
