@@ -91,7 +91,7 @@ PERIODS_EN = {
 #: Periods in Chinese: the beginning and the end.
 PERIODS = {
     listed.LOG_FILES: ('查找我们的 runner，或调用 `init_device()`', '`restore_mmengine()`'),
-    listed.JOB: ('runner 或 strategy 启动，或调用 `patch_mmengine()`', '`restore_mmengine()`'),
+    listed.JOB: ('runner 启动，或调用 `patch_mmengine()`', '`restore_mmengine()`'),
     listed.MODEL: ('模型移动到非 CUDA 的设备', '`restore_mmengine()`'),
     listed.LAZY_MODEL: ('模型移动到惰性设备', '`restore_mmengine()`'),
     listed.AUTOCAST: (

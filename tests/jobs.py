@@ -172,4 +172,4 @@ def largest_difference(one, other):
 def ranks_of(work_dir):
     """The number of ranks that saved the newest checkpoint of a work directory."""
     path = (Path(work_dir) / 'last_checkpoint').read_text()
-    return load_file(path)['mmdevplug']['world_size']
+    return len(load_file(path)['mmdevplug']['ranks'])

@@ -2,4 +2,5 @@
 
 from mmdevplug.registry import MODULES, importing
 
+__all__ = [*MODULES['gradients']]
 __getattr__ = importing(__name__, MODULES['gradients'])

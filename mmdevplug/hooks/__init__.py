@@ -2,4 +2,5 @@
 
 from mmdevplug.registry import MODULES, importing
 
+__all__ = [*MODULES['hooks']]
 __getattr__ = importing(__name__, MODULES['hooks'])

@@ -70,7 +70,7 @@ class OpenWorks:
 
     def __init__(self) -> None:
         self.works: Dict[int, StagedWork] = {}
-        self.dropped: Deque[StagedWork] = deque(maxlen=1024)
+        self.dropped: Deque[StagedWork] = deque(maxlen=128)
         self.threads: List[threading.Thread] = []
         self.ending = False
 

@@ -62,7 +62,8 @@ def test_noise_is_made_on_the_device_of_the_module(accelerator):
 
 def ask_for_cuda(accelerator):
     """Models, losses and metrics that call ``.cuda()``, as some of mmagic and mmrotate do."""
-    from mmdevplug.patches.mmengine import patch_mmengine, restore_mmengine
+    from mmdevplug.model.inferencers import patch_mmengine
+    from mmdevplug.patches.mmengine import restore_mmengine
 
     install_card(accelerator)
     patch_mmengine(accelerator)
