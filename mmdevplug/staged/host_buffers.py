@@ -139,10 +139,12 @@ class HostBuffers:
         self._due.append(function)
 
     def copy_back(self) -> None:
-        """Give the tensors their new values."""
-        for function in self._due:
+        """Give the tensors their new values, and forget what would keep these alive."""
+        due, self._due = self._due, []
+        written, self._written = self._written, []
+        for function in due:
             function()
-        for tensor, values in self._written:
+        for tensor, values in written:
             tensor.copy_(values.view(tensor.shape))
 
 

@@ -173,6 +173,8 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
                 self._finished = True
                 self._kept = self._finish = None  # type: ignore[assignment]
                 self.read, self.written = [], []
+                if self._tracked:
+                    self._works = []  # these hold tensors, and gloo's connections
                 self._open.works.pop(id(self), None)
         self._complete_future()
         return None
@@ -249,7 +251,7 @@ class StagedWork(getattr(torch_dist, 'Work', object)):  # type: ignore[misc]
         """Live on for C++, which calls the methods of this half and does not keep it."""
         if self._tracked and self._finished:
             if sum(map(size_of, tensors_in(self._results))) > _KEPT_BYTES:
-                self._results = []
+                self._results, self._future = [], None
             self._open.dropped.append(self)
 
 

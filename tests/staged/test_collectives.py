@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -438,6 +439,7 @@ def test_the_import_registers_and_does_nothing_else():
 
 WITHOUT_MMENGINE = """
 import sys
+import time
 
 class Hidden:
     def find_spec(self, name, path=None, target=None):
@@ -466,3 +468,51 @@ def test_it_needs_nothing_of_mmengine(tmp_path):
     assert done.stdout.strip() == str([f'mmdevplug{name}' for name in own])
     last = done.stderr.strip().splitlines()[-1]
     assert 'ModuleNotFoundError: mmdevplug extends MMEngine, and ' in last
+
+
+def memory_left(device):
+    """Bytes that this process gains with collectives on new tensors."""
+    where = start(device)
+
+    def resident():
+        with open('/proc/self/statm', encoding='ascii') as file:
+            return int(file.read().split()[1]) * os.sysconf('SC_PAGE_SIZE')
+
+    def turn(count):
+        for _ in range(count):
+            for dtype in (torch.int64, torch.float32):  # by messages, and in shared memory
+                tensor = torch.ones(1 << 19, dtype=dtype, device=where)
+                torch_dist.all_reduce(tensor)
+                torch_dist.all_reduce(tensor, async_op=True).get_future().wait()
+                torch_dist.all_reduce(tensor, async_op=True)
+        torch_dist.barrier()
+
+    turn(10)
+    before = resident()
+    turn(40)
+    return resident() - before
+
+
+@pytest.mark.parametrize('device', ['cpu', 'zeta'])
+def test_a_collective_that_has_ended_holds_no_tensors(device):
+    for gained in run_ranks(memory_left, 2, device):
+        assert gained < 80 << 20  # of 240 MB in tensors that are gone
+
+
+def let_go(device):
+    """A rank that has destroyed its group is missed at once."""
+    where = start(device)
+    torch_dist.all_reduce(torch.ones(3, device=where))
+    torch_dist.barrier()
+    if torch_dist.get_rank() == 1:
+        torch_dist.destroy_process_group()
+        time.sleep(8)
+        return True
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match='all_reduce'):
+        torch_dist.all_reduce(torch.ones(3, device=where))
+    return time.monotonic() - began < 6
+
+
+def test_a_destroyed_group_keeps_no_connections():
+    assert run_ranks(let_go, 2, 'cpu') == [True, True]
