@@ -50,6 +50,7 @@ from mmdevplug.fault_tolerance.store_barrier import (
     next_meeting,
     run_on_every_rank,
 )
+from mmdevplug.staged import group_base as staged
 from mmdevplug.utils.logs import log_warning
 
 _HELD_BY_TORCHRUN = (
@@ -298,9 +299,14 @@ def _end_groups() -> None:
     watch = current_watch()
     if not torch_dist.is_initialized() or (watch is not None and watch.ending):
         return  # A rank that failed may have collectives under way that never complete.
+    staged.end_all()  # in a time of its own
     ending = threading.Thread(target=_destroy_groups, name='mmdevplug-groups', daemon=True)
-    ending.start()
-    ending.join(LEAVE_SECONDS)
+    try:
+        ending.start()
+    except RuntimeError:  # Python 3.12.0 and 3.12.1 start no thread as late as this
+        _destroy_groups()
+    else:
+        ending.join(LEAVE_SECONDS)
 
 
 def _destroy_groups() -> None:

@@ -33,6 +33,8 @@ _Base: Any = ProcessGroup if is_at_least('2.0') else object
 _GROUPS: 'weakref.WeakSet[GroupBase]' = weakref.WeakSet()
 #: How long the end of the interpreter waits for collectives that never complete.
 _END_SECONDS = 10.0
+#: How long a rank whose collective timed out waits for others to say the same.
+_OTHERS_SECONDS = 1.0
 
 
 class GroupBase(_Base):
@@ -61,9 +63,10 @@ class GroupBase(_Base):
         self._name = self._description = ''
         self._process = os.getpid()
         self._coalesced: Optional[List[StagedWork]] = None
+        self._count = 0  # of collectives that have begun
         _GROUPS.add(self)
-        atexit.unregister(_end_all)
-        atexit.register(_end_all)
+        atexit.unregister(end_all)
+        atexit.register(end_all)
 
     def shutdown(self, limit: Optional[float] = None) -> None:
         """End what is under way and gloo's threads, in so many seconds or those of the group.
@@ -145,6 +148,7 @@ class GroupBase(_Base):
         """
         self._check_tensors(name, tensors)
         self._begin_deferred()
+        self._count += 1
         between_two = name.startswith(('send', 'recv'))
         written = [] if name.startswith('send') else tensors_in(results)
         if self._open.works and not between_two:
@@ -157,14 +161,14 @@ class GroupBase(_Base):
             with torch.no_grad():
                 works = start(buffers)
         except (RuntimeError, ValueError, TypeError) as error:
-            told = f'{first_line(error)}{self._lost()}'
-            raise StagedError(f'{self._describe(name, tensors)} cannot begin: {told}') from error
+            told = f'{self._describe(name, tensors)} cannot begin: {self._explain(error)}'
+            raise StagedError(told) from error
         described = self._describe(name, tensors)
         work = StagedWork(
             works,
             buffers.copy_back,
             results,
-            lambda error: f'{described} failed: {first_line(error)}{self._lost()}',
+            lambda error: f'{described} failed: {self._explain(error)}',
             buffers,
             self._open,
             tracked=not between_two,
@@ -175,17 +179,27 @@ class GroupBase(_Base):
             self._coalesced.append(work)
         return work
 
-    def _lost(self) -> str:
-        """Name the ranks of this host whose process has ended."""
-        lost = []
-        with suppress(RuntimeError):
-            for rank in range(self._size):
+    def _explain(self, error: BaseException) -> str:
+        """What to say of an error, with the ranks that are gone or late as far as they show."""
+        told, late = first_line(error), 'imed out' in str(error)
+        if 'process' in told:  # in shared memory, where they are known
+            return told
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        with suppress(RuntimeError):  # the store may be gone with its rank
+            prefix = f'staged/late/{self._count}'
+            self._store.set(f'{prefix}/{self._rank}', '')
+            end = time.monotonic() + (_OTHERS_SECONDS if late else 0.0)
+            while late and others and time.monotonic() < end:
+                others = [each for each in others if not self._store.check([f'{prefix}/{each}'])]
+                time.sleep(0.02)
+            for rank in others:
                 key = f'staged/process/{rank}'
-                if rank != self._rank and self._store.check([key]):
-                    host, pid = json.loads(self._store.get(key))
-                    if host == host_name() and has_ended(pid):
-                        lost.append(f'rank {rank} (process {pid}) has ended')
-        return f' ({", ".join(lost)})' if lost else ''
+                host, pid = json.loads(self._store.get(key)) if self._store.check([key]) else '??'
+                if host == host_name() and has_ended(pid):
+                    told += f'; rank {rank} (process {pid}) has ended'
+                elif late:
+                    told += f'; rank {rank} (process {pid}) did not wait for it'
+        return told
 
     def _describe(self, name: str, tensors: Sequence[Tensor]) -> str:
         kinds = sorted({f'{list(each.shape)} {each.dtype} on {each.device}' for each in tensors})
@@ -290,7 +304,7 @@ class GroupBase(_Base):
         return [count * of_one for count in splits]
 
 
-def _end_all() -> None:
+def end_all() -> None:
     """End the groups before the interpreter does, but do not wait for lost ranks for ever."""
     end = time.monotonic() + _END_SECONDS
     for group in list(_GROUPS):

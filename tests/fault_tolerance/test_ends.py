@@ -35,7 +35,7 @@ def test_no_rank_ends_with_another_status():
     assert found == dict(jobs=STARTS, bad=[])
 
 
-def end(failing):
+def end(failing, late=False):
     """Whether a process group exists, and which threads, after each step of an ordinary end."""
     from mmdevplug import init_device
     from mmdevplug.distributed import process_group
@@ -46,6 +46,12 @@ def end(failing):
     watch = failure.current_watch()
     if failing:
         watch.end()
+    if late:  # as Python 3.12.0 and 3.12.1 do when they end
+
+        def start(thread):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+        threading.Thread.start = start
     process_group._end_groups()
     left = torch_dist.is_initialized()
     names = [thread.name for thread in threading.enumerate()]
@@ -59,3 +65,7 @@ def end(failing):
 def test_groups_end_before_the_watch_unless_a_rank_failed(failing):
     """Collectives of a rank that failed may never complete: nothing waits for them."""
     assert run_ranks(end, 2, failing) == [(failing, [])] * 2
+
+
+def test_groups_end_where_no_thread_can_be_started():
+    assert run_ranks(end, 2, False, True) == [(False, [])] * 2

@@ -516,3 +516,24 @@ def let_go(device):
 
 def test_a_destroyed_group_keeps_no_connections():
     assert run_ranks(let_go, 2, 'cpu') == [True, True]
+
+
+def one_is_late():
+    import mmdevplug.staged  # noqa: F401
+
+    torch_dist.init_process_group('staged', timeout=timedelta(seconds=4))
+    torch_dist.barrier()
+    if torch_dist.get_rank() == 1:
+        time.sleep(8)
+        return ''
+    with pytest.raises(RuntimeError) as raised:
+        torch_dist.all_reduce(torch.ones(3))
+    return str(raised.value)
+
+
+def test_a_rank_that_is_late_is_named():
+    zero, _, two = run_ranks(one_is_late, 3)
+    for told in (zero, two):
+        assert re.search(r'rank 1 \(process \d+\) did not wait for it', told), told
+        assert 'rank 2 (' not in told
+        assert 'rank 0 (' not in told
