@@ -53,7 +53,23 @@ def _autocast(
     if device_type not in (None, accelerator.name, accelerator.device_type):
         yield from _of_mmengine(device_type, dtype, enabled, cache_enabled)
         return
+    if enabled and dtype is None:
+        dtype = _dtype_around(accelerator.device_type)
     # The T20's autocast refuses None.
     options: Any = {} if cache_enabled is None else dict(cache_enabled=cache_enabled)
     with accelerator.precision.autocast(dtype=dtype, enabled=enabled, **options):
         yield
+
+
+def _dtype_around(device_type: str) -> Optional[torch.dtype]:
+    """The dtype of the context around, which an inner one without a dtype inherits.
+
+    None where there is none, before PyTorch 2.4, and on devices that autocast does not know.
+    """
+    if not hasattr(torch, 'get_autocast_dtype'):
+        return None
+    try:
+        around = torch.is_autocast_enabled(device_type)
+        return torch.get_autocast_dtype(device_type) if around else None
+    except RuntimeError:
+        return None

@@ -69,7 +69,7 @@ class GroupBase(_Base):
         atexit.register(end_all)
 
     def shutdown(self, limit: Optional[float] = None) -> None:
-        """End what is under way and gloo's threads, in so many seconds or those of the group.
+        """End what is under way and gloo's threads, within ``limit`` seconds or the group's.
 
         PyTorch's :func:`destroy_process_group` calls it, or Python's end. Until then a thread may
         hold tensors of the last collective. Freeing them takes the interpreter; a thread that

@@ -349,13 +349,13 @@ class SharedSums:
 
 
 def slot_bytes(ranks: int) -> int:
-    """The size of a piece, for so many ranks of a host."""
+    """The bytes of a piece, where a host has this number of ranks."""
     most = (SHARED_BYTES // ranks - _HEAD) // SLOTS
     return min(MOST_OF_A_PIECE, most) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def memory_size(ranks: int) -> int:
-    """What each of so many ranks of a host shares, in bytes."""
+    """The bytes that each rank of a host shares, where the host has this number of ranks."""
     return _HEAD + SLOTS * slot_bytes(ranks)
 
 

@@ -16,7 +16,7 @@ from .host_buffers import size_of
 _NO_LIMIT = timedelta(0)
 #: How long a thread waits at a time, so that Python's end need not wait for it.
 SLICE = timedelta(milliseconds=50)
-#: Results of so many bytes are kept for callers in C++, which do not keep the work's Python half.
+#: The largest results, in bytes, kept for callers in C++ after Python has dropped the work.
 _KEPT_BYTES = 4096
 
 

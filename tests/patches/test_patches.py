@@ -71,11 +71,16 @@ def changed(before, after):
 
 def recorded():
     """The active patches that change something: a constant may be what it was."""
+    inherited = {
+        (patch.owner, patch.name)
+        for patch in active_patches()
+        if patch.original is patching._INHERITED  # not there before
+    }
     return {
         (full_name(patch.owner), patch.name)
         for patch in active_patches()
         if patch.replacement is not patch.original
-        and patch.original is not patching._INHERITED  # not there before
+        and (patch.owner, patch.name) not in inherited
         and patch.symbol.period != patched_symbols.AUTOPATCH  # since a base config was first read
         and package_of(full_name(patch.owner)) in PACKAGES
     }
