@@ -187,14 +187,13 @@ class GroupBase(_Base):
         others = [rank for rank in range(self._size) if rank != self._rank]
         with suppress(RuntimeError):  # the store may be gone with its rank
             prefix = f'staged/late/{self._count}'
-            self._store.set(f'{prefix}/{self._rank}', '')
+            self._store.add(f'{prefix}/{self._rank}', 1)
             end = time.monotonic() + (_OTHERS_SECONDS if late else 0.0)
             while late and others and time.monotonic() < end:
-                others = [each for each in others if not self._store.check([f'{prefix}/{each}'])]
+                others = [each for each in others if not self._store.add(f'{prefix}/{each}', 0)]
                 time.sleep(0.02)
             for rank in others:
-                key = f'staged/process/{rank}'
-                host, pid = json.loads(self._store.get(key)) if self._store.check([key]) else '??'
+                host, pid = json.loads(self._store.get(f'staged/process/{rank}'))
                 if host == host_name() and has_ended(pid):
                     told += f'; rank {rank} (process {pid}) has ended'
                 elif late:
