@@ -24,7 +24,7 @@ gc.enable()
 
 def _hide_end_of_command(kind: type, error: BaseException, trace: Any) -> None:
     """Say nothing where a signal ends the command while it asks this process for a rank."""
-    if kind is not EOFError:
+    if kind not in (EOFError, FileNotFoundError):  # Python 3.8 misses the command's semaphores
         sys.__excepthook__(kind, error, trace)  # type: ignore[arg-type]
 
 
