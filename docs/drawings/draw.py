@@ -34,16 +34,16 @@ def layers(say: Say) -> Drawing:
     d.frame(40, 174, 780, 218, 'mmdevplug')
     d.box(60, 200, 740, 44, 'ours', 'runner', say('where the parts meet', '各部分在此汇合'))
     parts = (
-        ('hooks', say('checkpoints,\nmemory, signals', '检查点、\n内存、信号')),
+        ('hooks', say('memory, time,\nsignals', '内存、时间、\n信号')),
         ('gradients,\nmodel', say('wrapper, averaging,\nsync BN', '模型封装、梯度、\n同步 BN')),
         ('optim', say('updates,\nmixed precision', '更新、\n混合精度')),
-        ('model_parallel', say('several devices', '多个设备')),
-        ('data', say('continued in the\nmiddle of an epoch', '从 epoch\n中间继续')),
+        ('model_parallel,\nsharding', say('larger than\none device', '大于一个设备\n的模型')),
+        ('checkpoint,\ndata', say('continued in the\nmiddle of an epoch', '从 epoch\n中间继续')),
     )
     for number, (name, words) in enumerate(parts):
         d.box(60 + number * 150, 252, 140, 66, 'ours', name, words, 13)
     names = say('process group, host staging, samples', '进程组、经主机中转、样本')
-    d.box(60, 326, 360, 54, 'ours', 'distributed, samples', names)
+    d.box(60, 326, 360, 54, 'ours', 'distributed, staged, samples', names)
     names = say('one small class for each family', '每一类设备一个小的类')
     d.box(440, 326, 360, 54, 'ours', 'accelerators', names)
     d.arrow(240, 380, 240, 416)

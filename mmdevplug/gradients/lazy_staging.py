@@ -79,7 +79,7 @@ class LazyStaging:
         self._lock = threading.Lock()
         self._synchronize = False
         size = sum(p.numel() * p.element_size() for p in self.parameters)
-        # All buckets wait for backward, so a small last one hides nothing and costs its barriers.
+        # All buckets wait for backward, so a small last one hides nothing and costs its waiting.
         even = -(-size // max(1, round(size / BUCKET_BYTES)))
         self._bucket_bytes = bucket_bytes or even
         self._divided: Optional[Tuple[List[int], List[Bucket]]] = None

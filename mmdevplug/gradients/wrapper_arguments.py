@@ -73,7 +73,7 @@ def read_options(wrapper: type, kwargs: Dict[str, Any]) -> WrapperOptions:
     return options
 
 
-#: Of gradients of fewer bytes, messages take less time than the barriers of shared memory.
+#: Of gradients of fewer bytes, messages take less time than waiting for each other in shared memory.
 _LEAST_SHARED_BYTES = 4 << 20
 #: The part of the gradients that a bucket between hosts holds, whose link works from the first
 #: bucket to the end; and its least and most bytes.
@@ -85,7 +85,7 @@ def host_defaults(
 ) -> Dict[str, Any]:
     """Arguments of DDP on a group that averages on the host: gradients are views of a bucket.
 
-    The message of a small bucket starts earlier; where ranks share memory, barriers cost more.
+    The message of a small bucket starts earlier; where ranks share memory, waiting costs more.
     """
     size = sum(each.numel() * each.element_size() for _, each in named_parameters)
     if not (shares and size >= _LEAST_SHARED_BYTES):

@@ -12,7 +12,7 @@ from .host_buffers import pins_memory, size_of
 from .shared_memory import group_by_host, host_name, share_memory
 from .shared_sum import SharedSums, memory_size
 
-#: Of fewer bytes, the message takes less time than the barriers in its place.
+#: Of fewer bytes, the message takes less time than waiting for the others in shared memory.
 LEAST_BYTES = 1 << 20
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
