@@ -90,8 +90,6 @@ arguments of that hook. See [resuming](resuming.md).""",
         meanings={
             'accelerator.backend': 'torch.distributed 的后端，优先于 '
             "`env_cfg.dist_cfg.backend`。`'auto'` 仅在 `env_cfg` 的后端适合该设备时使用它。",
-            'accelerator.compilation_cache': '目录，各 rank '
-            '在其中保留编译好的图，供以后运行使用；`True` 表示位于工作目录中。',
             'accelerator.compilations': '在惰性设备上记录 `device/compiles`；编译不止时警告。',
             'accelerator.host_losses': '在惰性设备上，检测器和分割器的头是否根据网络输出的副本'
             "在主机上计算损失。`'auto'`：损失中的形状取决于数值、否则每个 batch 都要重新编译时。",

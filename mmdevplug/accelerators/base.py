@@ -89,20 +89,6 @@ class Compilation(Part):
         """The number of graphs that this process has compiled; None if it is unknown."""
         return None
 
-    def keep_graphs(self, folder: str) -> Optional[str]:
-        """Read compiled graphs from a folder of this process, and write new ones to it.
-
-        Called before the device is first used.
-
-        Returns:
-            str, optional: Why this does not work here, as the end of a sentence; None if it does.
-        """
-        return f'accelerator {self.accelerator.name!r} offers no cache of compiled graphs'
-
-    def kept_graphs(self) -> Any:
-        """The counts since :meth:`keep_graphs`, as KeptGraphs; None without a cache."""
-        return None
-
 
 class Precision(Part):
     """Mixed precision: PyTorch's autocast and gradient scaler unless overridden."""

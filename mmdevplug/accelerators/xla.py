@@ -13,7 +13,6 @@ from torch import Tensor
 from mmdevplug.registry import ACCELERATORS
 
 from .base import Copies, devices_of
-from .compilation_cache import KeptGraphs
 from .lazy import LazyAccelerator, LazyCompilation
 from .vendor import import_vendor
 
@@ -59,8 +58,6 @@ class XLACopies(Copies):
 class XLACompilation(LazyCompilation):
     """Graphs of torch_xla."""
 
-    _keeps_in: Optional[str] = None
-
     def materialize(
         self, device: Optional[torch.device] = None, wanted: Sequence[Tensor] = ()
     ) -> None:
@@ -84,32 +81,6 @@ class XLACompilation(LazyCompilation):
 
         measured = metrics.metric_data('CompileTime')
         return measured[0] if measured else 0
-
-    def keep_graphs(self, folder: str) -> Optional[str]:
-        import torch_xla
-        import torch_xla.runtime as xr
-
-        if not hasattr(xr, 'initialize_cache'):
-            return f'torch_xla {torch_xla.__version__} has no torch_xla.runtime.initialize_cache'
-        if _xlac()._xla_computation_cache_is_initialized():
-            return 'this process compiled a graph before the folder was known'
-        xr.initialize_cache(folder, readonly=False)
-        self._keeps_in = folder
-        if xr.device_type() == 'CPU':
-            return (
-                "PJRT's CPU client writes compiled graphs but cannot read them (seen with "
-                'torch_xla 2.9), so the next run compiles again'
-            )
-        return None
-
-    def kept_graphs(self) -> Optional[KeptGraphs]:
-        from torch_xla.debug import metrics
-
-        if self._keeps_in is None:
-            return None
-        counters = ('Hit', 'Miss', 'DeserializeFailure')
-        counts = [metrics.counter_value(f'PersistentCache{name}') or 0 for name in counters]
-        return KeptGraphs(self._keeps_in, *counts)
 
     def optimization_barrier(self, tensors: Sequence[Tensor]) -> None:
         _xm().optimization_barrier_(list(tensors))

@@ -1,6 +1,5 @@
 """The config key ``accelerator``: every option of ours, and the arguments of the accelerator."""
 
-import os
 from dataclasses import dataclass, field
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Union
 
@@ -8,23 +7,6 @@ from mmdevplug.errors import AcceleratorError, DevPlugError
 
 from .fields import Options, choice, did_you_mean, flag, option
 from .pad_to import PadTo, read_pad_to
-
-
-def find_compilation_cache(value: object, work_dir: Optional[str] = None) -> Optional[str]:
-    """Return the folder of ``accelerator.compilation_cache``, None for none."""
-    if value is None or value is False:
-        return None
-    if value is True and work_dir is not None:
-        return os.path.join(work_dir, 'compilation_cache')
-    if isinstance(value, (str, os.PathLike)) and str(value):
-        return os.path.abspath(value)
-    also = '' if work_dir is None else ', or True for one in the work directory'
-    raise AcceleratorError(f'accelerator.compilation_cache={value!r}: expected a folder{also}.')
-
-
-def _read_compilation_cache(value: object, key: str) -> Union[None, bool, str]:
-    # The work directory is not known yet.
-    return True if value is True else find_compilation_cache(value, os.curdir)
 
 
 @dataclass(frozen=True)
@@ -43,13 +25,6 @@ class AcceleratorOptions(Options):
         "`'auto'` takes that of `env_cfg` only where it suits the device.",
         accepts="None, 'auto', str",
     )  # checked by accelerators/backend.py, since every accelerator takes others
-    compilation_cache: Union[None, bool, str] = option(
-        None,
-        'Folder in which each rank keeps compiled graphs between runs; `True` for one in '
-        'the work directory.',
-        accepts='None, bool, str',
-        read=_read_compilation_cache,
-    )
     compilations: bool = flag(
         True, 'On a lazy device: log `device/compiles`, and warn where compiling does not end.'
     )
@@ -112,10 +87,6 @@ class AcceleratorOptions(Options):
         given = {**defaults, **to_dict(config)}
         device = {name: value for name, value in given.items() if name not in cls.names()}
         return cls(device=device, **cls.read(given, problems))
-
-    def compilation_folder(self, work_dir: Optional[str]) -> Optional[str]:
-        """Return the folder in which compiled graphs are kept, None for none."""
-        return find_compilation_cache(self.compilation_cache, work_dir)
 
 
 def suggest_option(names: Iterable[str], others: Iterable[str] = ()) -> str:

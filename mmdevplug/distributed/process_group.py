@@ -72,7 +72,6 @@ def start_distributed(
     timeout: Optional[Real] = None,
     port: Optional[int] = None,
     init_backend: str = 'torch',
-    compilation_cache: Optional[str] = None,
     choose_devices: Optional[ChooseDevices] = None,
     **kwargs: object,
 ) -> DeviceContext:
@@ -92,8 +91,6 @@ def start_distributed(
         timeout (int or float, optional): In seconds, as in MMEngine. Defaults to None: 1800.
         port (int, optional): The port of rank 0. Defaults to None: ``MASTER_PORT``.
         init_backend (str): ``'torch'``, or ``'deepspeed'``, which uses the same process group.
-        compilation_cache (str, optional): A folder in which each rank keeps the graphs that it
-            compiles. Defaults to None: they are not kept.
         choose_devices (callable, optional): Takes the accelerator and a :class:`LaunchEnv`,
             returns the devices of this rank. Defaults to None: the one of its local rank.
         **kwargs: Passed on to ``torch.distributed.init_process_group``.
@@ -116,7 +113,7 @@ def start_distributed(
         _refuse_to_train_alone(exists)
     elif not exists:
         store = _join_job(env, wait, kwargs)
-    prepare = partial(_prepare_devices, accelerator, env, compilation_cache, choose_devices)
+    prepare = partial(_prepare_devices, accelerator, env, choose_devices)
     # Without a launcher the variables stay as they are, but no vendor's package must read them.
     with stale_variables_hidden('none') if launcher == 'none' else nullcontext():
         choice, devices, unsupported = run_on_every_rank(store, env, 'device check', prepare, wait)
@@ -178,15 +175,10 @@ def _join_job(env: LaunchEnv, wait: timedelta, options: Dict[str, Any]) -> Any:
 def _prepare_devices(
     config: AcceleratorConfig,
     env: LaunchEnv,
-    compilation_cache: Optional[str],
     choose_devices: Optional[ChooseDevices],
 ) -> Tuple[Choice, Sequence[torch.device], Tuple[str, ...]]:
     """Choose the accelerator, and try this rank's devices; also what dtypes they do not keep."""
     choice = choose_accelerator(config)
-    if compilation_cache is not None:
-        from mmdevplug.accelerators.compilation_cache import start_compilation_cache
-
-        start_compilation_cache(choice.accelerator, compilation_cache, env.rank)
     if choose_devices is None:
         devices: Sequence[torch.device] = [choice.accelerator.device(env.local_rank)]
     else:

@@ -1,13 +1,11 @@
 """Count the graphs that a lazy device compiles, and warn if that does not end."""
 
-import logging
 from typing import Optional
 
 from mmengine.hooks import Hook, LoggerHook
 from mmengine.registry import HOOKS
 
 from mmdevplug.accelerators import rank_device
-from mmdevplug.accelerators.compilation_cache import describe_kept
 from mmdevplug.utils.annotations import AnyRunner
 from mmdevplug.utils.progress import SilenceWatch
 
@@ -86,10 +84,3 @@ class CompilationHook(Hook):
     def after_train(self, runner: AnyRunner) -> None:
         """End the lines."""
         self.close_silence_watch()
-
-    def after_run(self, runner: AnyRunner) -> None:
-        """Log the use of compiled graphs that are kept on disk."""
-        kept = rank_device()[0].compilation.kept_graphs()
-        if kept is not None:
-            level = logging.WARNING if kept.unreadable else logging.INFO
-            runner.logger.log(level, describe_kept(kept))

@@ -149,7 +149,7 @@ class DeviceRunner(Runner):
         """Start the process group on this rank's device, then do the rest as MMEngine does."""
         dist_cfg = dict(env_cfg.get('dist_cfg') or {})
         self.device_context = init_from_options(
-            self._launcher, self.accelerator_options, self.parallelism, self.work_dir, dist_cfg
+            self._launcher, self.accelerator_options, self.parallelism, dist_cfg
         )
         self._group = _process_group()
         if self.device_context.backend is not None:

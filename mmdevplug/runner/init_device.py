@@ -52,7 +52,6 @@ def init_from_options(
     launcher: str,
     options: AcceleratorOptions,
     parallelism: Any,
-    work_dir: str,
     dist_cfg: Dict[str, Any],
 ) -> DeviceContext:
     """Call :func:`init_device` for a runner, and patch MMEngine."""
@@ -60,7 +59,6 @@ def init_from_options(
         launcher,
         options.device,
         forced_backend=options.backend,
-        compilation_cache=options.compilation_folder(work_dir),
         choose_devices=None if parallelism is None else parallelism.choose_devices,
         **dist_cfg,
     )

@@ -22,7 +22,6 @@ from mmdevplug.accelerators import (
     XLAAccelerator,
 )
 from mmdevplug.accelerators.backend import default_backend, takes_tensors
-from mmdevplug.accelerators.compilation_cache import start_compilation_cache
 from mmdevplug.accelerators.torch_native import FAMILIES
 from mmdevplug.errors import AcceleratorError
 from tests.jobs import need_card, needs_scaler
@@ -253,19 +252,6 @@ def test_contexts_can_be_compared_and_hashed():
     cpu = CPUAccelerator()
     first, second = (DeviceContext(cpu, 'a test', torch.device('cpu')) for _ in range(2))
     assert len({first, second}) == 1
-
-
-@pytest.mark.parametrize('accelerator', [CPUAccelerator(), T20Accelerator()])
-def test_why_graphs_are_not_kept(accelerator):
-    why_not = accelerator.compilation.keep_graphs('x')
-    assert why_not == f'accelerator {accelerator.name!r} offers no cache of compiled graphs'
-
-
-def test_folder_for_graphs_that_cannot_be_made_is_refused_with_the_cause(tmp_path):
-    (tmp_path / 'file').write_text('')
-    with pytest.raises(AcceleratorError, match='rank_0 cannot be made') as raised:
-        start_compilation_cache(CPUAccelerator(), str(tmp_path / 'file'), 0)
-    assert isinstance(raised.value.__cause__, NotADirectoryError)
 
 
 # CUDA's and ROCm's names ---------------------------------------------------------------------

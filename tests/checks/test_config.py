@@ -135,7 +135,6 @@ def test_an_unknown_type_is_named(examine):
             (f'accelerator = dict({option})', f'accelerator.{option}')
             for option in (
                 "pad_to='large'",
-                'compilation_cache=3',
                 'compilations=7',
                 "memory='all'",
             )

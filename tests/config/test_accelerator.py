@@ -1,7 +1,6 @@
 """The config key ``accelerator``: how it is parsed, and what is refused."""
 
 import dataclasses
-import os
 
 import pytest
 from mmengine.config import Config
@@ -60,22 +59,10 @@ def test_defaults_of_a_caller_give_way_to_the_config():
         ('pad_to', 64, PadTo(multiple=64)),
         ('pad_to', False, None),
         ('preemption', 1, True),
-        ('compilation_cache', False, None),
-        ('compilation_cache', 'kept', os.path.abspath('kept')),
     ],
 )
 def test_values_are_parsed_once(option, value, held):
     assert getattr(read({option: value}), option) == held
-
-
-def test_the_compilation_cache_may_be_in_the_work_directory():
-    options = read(dict(compilation_cache=True))
-    assert options.compilation_folder('/work_dir') == os.path.join(
-        '/work_dir', 'compilation_cache'
-    )
-    assert read(None).compilation_folder('/work_dir') is None
-    with pytest.raises(AcceleratorError, match='expected a folder\\.'):
-        options.compilation_folder(None)
 
 
 def test_options_cannot_be_changed():
@@ -84,7 +71,6 @@ def test_options_cannot_be_changed():
 
 
 WRONG = [
-    ('compilation_cache', 3, 'expected a folder, or True'),
     ('compilations', 7, 'expected True or False'),
     ('compilations', dict(warmup=3), 'expected True or False'),
     ('memory', dict(interval=500), 'expected True or False'),
