@@ -135,7 +135,8 @@ arguments of that hook. See [resuming](resuming.md).""",
             'sharding.sharded_checkpoint': '各 rank 是否把检查点中自己的分片写入 `.pth` '
             '文件旁的目录，其余内容在该文件中；可在任意数量的 rank 上恢复。',
             'model_wrapper_cfg.bucket_cap_mb': '一条消息的大小，单位 MB；`None` 时，梯度经主机'
-            '中转为 5，其 rank 共享内存时为 16（跨多台主机时更小），惰性设备为 8，其他情况为 PyTorch 自己的值。',
+            '中转为 5，其 rank 共享内存时为 16（跨多台主机时更小），惰性设备为 8，'
+            '其他情况为 PyTorch 自己的值。',
             'model_wrapper_cfg.grad_compression': "传输什么来代替 float32：`'bf16'` 是 PyTorch "
             '的钩子，用于主机之间的慢链路；其他钩子由 `register_comm_hook` 注册。',
             'model_wrapper_cfg.nonfinite_grads': '某个 rank 的梯度出现 NaN 或无穷大时所有 rank '

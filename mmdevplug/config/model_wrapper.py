@@ -17,7 +17,8 @@ class WrapperOptions(Options):
     bucket_cap_mb: Optional[float] = option(
         None,
         'Size of a message in MB; `None` for 5 where gradients pass through the host, 16 where '
-        "its ranks share memory (less over several hosts), 8 on lazy devices, and PyTorch's own elsewhere.",
+        "its ranks share memory (less over several hosts), 8 on lazy devices, and PyTorch's own "
+        'elsewhere.',
         check=positive(zero=True).or_none(),
     )
     grad_compression: str = option(

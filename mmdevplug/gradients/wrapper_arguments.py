@@ -73,7 +73,7 @@ def read_options(wrapper: type, kwargs: Dict[str, Any]) -> WrapperOptions:
     return options
 
 
-#: Of gradients of fewer bytes, messages take less time than waiting for each other in shared memory.
+#: Gradients of fewer bytes take less time in messages than in shared memory, where ranks wait.
 _LEAST_SHARED_BYTES = 4 << 20
 #: The part of the gradients that a bucket between hosts holds, whose link works from the first
 #: bucket to the end; and its least and most bytes.
