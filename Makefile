@@ -34,6 +34,8 @@ PYTHON_T20 ?= $(shell for python in python3.8 $${PYENV_ROOT:-$$HOME/.pyenv}/vers
 
 # MMEngine's own tests, in an archive beside the checkout or wherever a release of MMEngine lies.
 PEERS ?= ../shared/peers/mmengine-tests.tar.gz
+# More of PyTorch's own tests: an archive of its sources, or their folder. Some are installed with it.
+PEERS_TORCH ?= ../shared/peers/pytorch-tests.tar.gz
 
 # Files of tests that run at a time: most of a test is waiting.
 WORKERS ?= 3
@@ -169,7 +171,9 @@ test-tpu: install-tpu  ## Run the tests on TorchTPU's released package, over XLA
 test-kills: install  ## Kill jobs 100 times and stop them 50 times (test-long: 18, 9), compare the bits
 	MMDEVPLUG_KILLS=100 $(BIN)/python -m pytest tests/checkpoint/test_survival.py -m "not xla and not tpu and not opencl"
 
-test-peers: install install-xla  ## Run MMEngine's own tests on the CPU, torch_xla and a stand-in, if $(PEERS) is there
+test-peers: install install-xla  ## Run PyTorch's own tests over `staged`, and MMEngine's if $(PEERS) is there
+	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device cpu
+	$(BIN)/python tests/peers/run_pytorch.py $(wildcard $(PEERS_TORCH)) --device zeta
 ifeq ($(wildcard $(PEERS)),)
 	@echo "Skipped: no tests of MMEngine at $(PEERS). To run them: make test-peers PEERS=sources-of-mmengine.tar.gz"
 else
