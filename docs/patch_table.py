@@ -1,12 +1,88 @@
-"""Write ``docs/en/patches.md`` and ``docs/zh_cn/patches.md`` from the list of patched symbols."""
+"""List every symbol of another package that is replaced, and write ``patches.md`` of it."""
 
-import sys
-from typing import Any, Dict, List
+from typing import Any, Dict, List, NamedTuple
 
-from tables import DOCS, table, write_pages
+from tables import table, write_pages
 
-sys.path.insert(0, str(DOCS.parent))
-from mmdevplug.utils import patched_symbols as listed  # noqa: E402
+#: Periods in which patches are active.
+JOB = 'job'
+LOG_FILES = 'log files'
+MODEL = 'model'
+LAZY_MODEL = 'lazy model'
+AUTOCAST = 'autocast'
+VIDEOS = 'videos'
+PROCESS_GROUP = 'process group'
+MMCV_OPS = 'mmcv ops'
+LOADING = 'loading'
+BUILDING = 'building'
+CONFIG = 'config'
+GUARD = 'guard'
+AUTOPATCH = 'autopatch'
+WATCH = 'watch'
+A_RANK = 'a rank'
+WORKER = 'worker'
+
+
+class PatchedSymbol(NamedTuple):
+    """A symbol of another package that is replaced for a while."""
+
+    owner: str  #: Full name of the module, the class, or the function whose closure holds it.
+    name: str  #: Its name there; ``'*'`` for every public function.
+    period: str  #: When the patch is active.
+
+    def __str__(self) -> str:
+        return f'{self.owner}.{self.name}'
+
+
+#: By period, the symbols of an owner as ``'owner: name name'``.
+_LISTED = {
+    JOB: (
+        'mmengine.device.utils: DEVICE',
+        'mmengine.device.utils: IS_NPU_AVAILABLE',
+        'mmengine.dist.dist: collect_results_cpu _collect_results_device',
+        'torch.distributed: broadcast_object_list',
+        'mmengine.dist.dist: _broadcast_object_list',
+        'mmengine.runner.checkpoint: load_state_dict',
+        'mmengine.structures.instance_data: BoolTypeTensor LongTypeTensor IndexType',
+        'mmengine.infer.infer.BaseInferencer: _init_model',
+        'mmengine.model.averaged_model.BaseAveragedModel: update_parameters',
+        'torch.Tensor: cuda is_cuda',
+        'torch.Tensor: type',
+        'torch: index_select',
+        'torch.Tensor: index_select',
+    ),
+    LOG_FILES: ('mmengine.logging.logger: _get_device_id',),
+    MODEL: (
+        'mmagic.models.utils.model_utils: get_module_device',
+        'mmgen.models.architectures.common: get_module_device',
+        'mmrazor.models.utils.utils: get_module_device',
+    ),
+    LAZY_MODEL: (
+        'mmseg.models.losses.accuracy: accuracy',
+        'torch: _shape_as_tensor',
+    ),
+    AUTOCAST: ('mmengine.runner.amp.autocast: func',),
+    VIDEOS: ('mmdet.evaluation.metrics.base_video_metric: collect_tracking_results_cpu',),
+    PROCESS_GROUP: ('torch.distributed: barrier',),
+    MMCV_OPS: ('mmcv._ext: *',),
+    LOADING: ('torch: load',),
+    BUILDING: ('torch.nn.modules.module.Module: register_parameter',),
+    CONFIG: ('mmengine.config.config: is_installed get_installed_path',),
+    GUARD: ('torch.autograd.function.BackwardCFunction: apply',),
+    AUTOPATCH: (
+        'mmengine.runner.runner.Runner: from_cfg',
+        'mmengine.runner._flexible_runner.FlexibleRunner: from_cfg',
+    ),
+    WATCH: ('sys: excepthook',),
+    A_RANK: ('warnings: showwarning',),
+    WORKER: ('torch.utils.data._utils.fetch._MapDatasetFetcher: fetch',),
+}
+PATCHED_SYMBOLS: List[PatchedSymbol] = []
+for _period, _listed in _LISTED.items():
+    for _owner_and_names in _listed:
+        _owner, _, _names = _owner_and_names.partition(': ')
+        for _name in _names.split():
+            PATCHED_SYMBOLS.append(PatchedSymbol(_owner, _name, _period))
 
 SCRIPT = """```python
 from mmdevplug.patches.barrier import restore_barrier
@@ -14,75 +90,75 @@ from mmdevplug.patches.mmcv_ops import restore_mmcv_ops
 from mmdevplug.patches.mmengine import restore_mmengine
 from mmdevplug.utils.patching import active_patches
 
-print([str(patch.symbol) for patch in active_patches()])
+print(list(map(str, active_patches())))
 for restore in (restore_mmengine, restore_barrier, restore_mmcv_ops):
     restore()
 ```"""
 
 #: Periods in English: the beginning and the end.
 PERIODS_EN = {
-    listed.JOB: (
+    JOB: (
         'a runner starts, or `patch_mmengine()`',
         '`restore_mmengine()`',
     ),
-    listed.LOG_FILES: (
+    LOG_FILES: (
         'our runner is looked up, or `init_device()`',
         '`restore_mmengine()`',
     ),
-    listed.MODEL: (
+    MODEL: (
         'a model is moved to a device that is not CUDA',
         '`restore_mmengine()`',
     ),
-    listed.LAZY_MODEL: (
+    LAZY_MODEL: (
         'a model is moved to a lazy device',
         '`restore_mmengine()`',
     ),
-    listed.AUTOCAST: (
+    AUTOCAST: (
         '`patch_mmengine()` or `DeviceAmpOptimWrapper`, on a device whose mixed precision'
         ' MMEngine does not know; or a runner compiles its model',
         '`restore_mmengine()`',
     ),
-    listed.VIDEOS: (
+    VIDEOS: (
         'a run of several ranks begins that has imported mmdet',
         '`restore_mmengine()`',
     ),
-    listed.PROCESS_GROUP: (
+    PROCESS_GROUP: (
         '`init_device()`, where PyTorch finds no accelerator',
         '`restore_barrier()`',
     ),
-    listed.MMCV_OPS: (
+    MMCV_OPS: (
         '`init_device()`',
         '`restore_mmcv_ops()`',
     ),
-    listed.LOADING: (
+    LOADING: (
         'a checkpoint begins to load, or `init_weights()` begins',
         'its end',
     ),
-    listed.BUILDING: (
+    BUILDING: (
         'a rank other than the first builds a model to shard',
         'its end',
     ),
-    listed.CONFIG: (
+    CONFIG: (
         '`mmdevplug` begins to read a config, without pkg_resources',
         'its end',
     ),
-    listed.GUARD: (
+    GUARD: (
         'a `DeviceGuard` that moves operands is entered',
         'its exit',
     ),
-    listed.AUTOPATCH: (
+    AUTOPATCH: (
         'a base config of ours is read in a script, or `mmdevplug.autopatch` is imported',
         'the end of the process',
     ),
-    listed.WATCH: (
+    WATCH: (
         'a distributed job begins to watch its ranks',
         'the end of the process',
     ),
-    listed.A_RANK: (
+    A_RANK: (
         'a rank of `mmdevplug train --nproc` starts, without `--verbose`',
         'its end',
     ),
-    listed.WORKER: (
+    WORKER: (
         'a worker process of a data loader starts, with PyTorch before 1.13',
         'the end of the worker process',
     ),
@@ -90,26 +166,26 @@ PERIODS_EN = {
 
 #: Periods in Chinese: the beginning and the end.
 PERIODS = {
-    listed.LOG_FILES: ('查找我们的 runner，或调用 `init_device()`', '`restore_mmengine()`'),
-    listed.JOB: ('runner 启动，或调用 `patch_mmengine()`', '`restore_mmengine()`'),
-    listed.MODEL: ('模型移动到非 CUDA 的设备', '`restore_mmengine()`'),
-    listed.LAZY_MODEL: ('模型移动到惰性设备', '`restore_mmengine()`'),
-    listed.AUTOCAST: (
+    LOG_FILES: ('查找我们的 runner，或调用 `init_device()`', '`restore_mmengine()`'),
+    JOB: ('runner 启动，或调用 `patch_mmengine()`', '`restore_mmengine()`'),
+    MODEL: ('模型移动到非 CUDA 的设备', '`restore_mmengine()`'),
+    LAZY_MODEL: ('模型移动到惰性设备', '`restore_mmengine()`'),
+    AUTOCAST: (
         '`patch_mmengine()` 或 `DeviceAmpOptimWrapper`，且 MMEngine 不支持该设备的混合精度；'
         '或 runner 编译模型',
         '`restore_mmengine()`',
     ),
-    listed.VIDEOS: ('已导入 mmdet 的多 rank 运行开始', '`restore_mmengine()`'),
-    listed.PROCESS_GROUP: ('`init_device()`，且 PyTorch 找不到加速器', '`restore_barrier()`'),
-    listed.MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
-    listed.LOADING: ('开始加载检查点，或 `init_weights()` 开始', '该操作结束'),
-    listed.BUILDING: ('rank 0 以外的 rank 开始构建要分片的模型', '该操作结束'),
-    listed.CONFIG: ('没有 pkg_resources 时，`mmdevplug` 开始读取配置', '该操作结束'),
-    listed.GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
-    listed.AUTOPATCH: ('脚本读取我们的基础配置，或导入 `mmdevplug.autopatch`', '进程结束'),
-    listed.WATCH: ('分布式作业开始监视各 rank', '进程结束'),
-    listed.A_RANK: ('`mmdevplug train --nproc` 的 rank 启动，且没有 `--verbose`', '该 rank 结束'),
-    listed.WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
+    VIDEOS: ('已导入 mmdet 的多 rank 运行开始', '`restore_mmengine()`'),
+    PROCESS_GROUP: ('`init_device()`，且 PyTorch 找不到加速器', '`restore_barrier()`'),
+    MMCV_OPS: ('`init_device()`', '`restore_mmcv_ops()`'),
+    LOADING: ('开始加载检查点，或 `init_weights()` 开始', '该操作结束'),
+    BUILDING: ('rank 0 以外的 rank 开始构建要分片的模型', '该操作结束'),
+    CONFIG: ('没有 pkg_resources 时，`mmdevplug` 开始读取配置', '该操作结束'),
+    GUARD: ('进入会移动操作数的 `DeviceGuard`', '退出时'),
+    AUTOPATCH: ('脚本读取我们的基础配置，或导入 `mmdevplug.autopatch`', '进程结束'),
+    WATCH: ('分布式作业开始监视各 rank', '进程结束'),
+    A_RANK: ('`mmdevplug train --nproc` 的 rank 启动，且没有 `--verbose`', '该 rank 结束'),
+    WORKER: ('PyTorch 早于 1.13 时，数据加载器的工作进程启动', '工作进程结束'),
 }
 
 
@@ -424,9 +500,8 @@ LANGUAGES: Dict[str, Dict[str, Any]] = dict(
         intro="""\
 Every symbol of another package that mmdevplug replaces in a running process. Nothing is patched at
 import, except by `mmdevplug.autopatch`, which is imported for that. The list is
-`mmdevplug/utils/patched_symbols.py`: the one function that patches refuses a symbol that is not
-in it, and a test compares with it all attributes of MMEngine, mmcv, mmseg and PyTorch before,
-during and after a job.""",
+`docs/patch_table.py`; one function patches, and a test compares with the list all attributes of
+MMEngine, mmcv, mmseg and PyTorch before, during and after a job.""",
         when='## When patches are active',
         periods=('#', 'from', 'to'),
         ends="""\
@@ -446,9 +521,9 @@ another package has replaced the same symbol in the meantime, its function stays
         heading='# 对其他包的补丁',
         intro="""\
 mmdevplug 在运行的进程中替换的其他包的全部符号。导入时不打任何补丁，只有专为此导入的
-`mmdevplug.autopatch` 例外。列表位于 `mmdevplug/utils/patched_symbols.py`：
-唯一的补丁函数拒绝列表以外的符号；有测试在作业之前、期间和之后将 MMEngine、mmcv、mmseg 和
-PyTorch 的所有属性与它对比。""",
+`mmdevplug.autopatch` 例外。列表位于 `docs/patch_table.py`；
+补丁都由同一个函数完成，有测试在作业之前、期间和之后将 MMEngine、mmcv、mmseg 和
+PyTorch 的所有属性与列表对比。""",
         when='## 补丁何时有效',
         periods=('#', '开始', '结束'),
         ends="""\
@@ -467,7 +542,7 @@ runner 仍在使用时需要这些补丁：请在最后一次使用 runner 之�
 def grouped() -> List[List[Any]]:
     """The symbols of each row, which have one reason."""
     rows: List[List[Any]] = []
-    for symbol in listed.PATCHED_SYMBOLS:
+    for symbol in PATCHED_SYMBOLS:
         if str(symbol) in REASONS_EN:
             rows.append([])
         rows[-1].append(symbol)

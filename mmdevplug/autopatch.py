@@ -9,7 +9,7 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 
 from .runner import DeviceRunner
-from .utils.patching import patch_symbol
+from .utils.patching import OWN, patch_symbol
 
 _from_cfg = Runner.from_cfg.__func__
 
@@ -18,4 +18,4 @@ def _build_device_runner(cls: type, cfg: Config) -> Runner:
     return DeviceRunner.from_cfg(cfg) if cls is Runner else _from_cfg(cls, cfg)
 
 
-patch_symbol(Runner, 'from_cfg', classmethod(_build_device_runner))
+patch_symbol(Runner, 'from_cfg', classmethod(_build_device_runner), OWN)

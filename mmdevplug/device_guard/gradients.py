@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from mmdevplug.utils.patching import Patch, patch_symbol
+from mmdevplug.utils.patching import OWN, Patch, patch_symbol
 
 from .moving import size_of
 from .stats import MoveStats, Site
@@ -33,7 +33,7 @@ class GradientReturns:
         """Start; calls can be nested."""
         with self._lock:
             if not self._installed:
-                GradientReturns._patch = patch_symbol(BackwardCFunction, 'apply', _apply)
+                GradientReturns._patch = patch_symbol(BackwardCFunction, 'apply', _apply, OWN)
             self._installed.append(self)
 
     def remove(self) -> None:

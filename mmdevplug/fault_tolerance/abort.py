@@ -12,7 +12,7 @@ from typing import Any, Callable, Optional, Sequence, Type
 from mmdevplug.errors import RankFailedError, first_line
 from mmdevplug.utils.atomic_files import write_text
 from mmdevplug.utils.logs import current_logger
-from mmdevplug.utils.patching import patch_symbol
+from mmdevplug.utils.patching import OWN, patch_symbol
 
 #: How long the functions that are called before an abort may take together.
 ABORT_SECONDS = 10.0
@@ -34,7 +34,7 @@ def shorten_tracebacks() -> None:
         else:
             before(kind, error, trace)
 
-    patch_symbol(sys, 'excepthook', hook)
+    patch_symbol(sys, 'excepthook', hook, OWN)
 
 
 def note_for_agent(error: BaseException) -> None:

@@ -11,8 +11,7 @@ from mmengine import device as mmengine_device
 from mmengine.runner.amp import autocast
 
 from mmdevplug.accelerators import Accelerator, current_accelerator
-from mmdevplug.utils.patched_symbols import AUTOCAST
-from mmdevplug.utils.patching import active_patches, patch_symbol
+from mmdevplug.utils.patching import KEPT, active_patches, patch_symbol
 
 #: The devices with a gradient scaler that MMEngine knows; 0.10.0 does not know MUSA.
 _KNOWN = ('cuda', 'npu', 'mlu', 'musa')
@@ -38,8 +37,8 @@ def patch_autocast(accelerator: Accelerator, compiled: bool = False) -> None:
     """
     if compiled:
         _ = accelerator.precision  # made here, which torch.compile cannot trace
-    if (compiled or not mmengine_supports(accelerator)) and not active_patches(AUTOCAST):
-        patch_symbol(autocast, 'func', _autocast)
+    if (compiled or not mmengine_supports(accelerator)) and not active_patches(autocast):
+        patch_symbol(autocast, 'func', _autocast, KEPT)
 
 
 def _autocast(

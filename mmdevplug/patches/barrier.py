@@ -8,8 +8,7 @@ from torch import distributed as torch_dist
 
 from mmdevplug.accelerators.backend import takes_host_tensors
 from mmdevplug.utils.annotations import AnyGroup
-from mmdevplug.utils.patched_symbols import PROCESS_GROUP
-from mmdevplug.utils.patching import patch_symbol, restore_patches
+from mmdevplug.utils.patching import OWN, active_patches, patch_symbol
 
 
 def patch_barrier() -> None:
@@ -20,12 +19,15 @@ def patch_barrier() -> None:
     try:
         getattr(torch._C, '_get_accelerator', lambda: None)()  # not in PyTorch before 2.3
     except RuntimeError:  # the vendor registered no PrivateUse1HooksInterface
-        patch_symbol(torch_dist, 'barrier', _barrier_without_device(torch_dist.barrier))
+        barrier = _barrier_without_device(torch_dist.barrier)
+        patch_symbol(torch_dist, 'barrier', barrier, OWN)
 
 
 def restore_barrier() -> None:
     """Restore what :func:`patch_barrier` replaced."""
-    restore_patches(PROCESS_GROUP)
+    for patch in active_patches(torch_dist):
+        if patch.name == 'barrier':
+            patch.restore()
 
 
 def _barrier_without_device(original: Callable) -> Callable:

@@ -22,15 +22,7 @@ from torch import Tensor, nn
 from mmdevplug.accelerators import Accelerator, device_context, enter_rank_device
 from mmdevplug.accelerators.detection import AcceleratorConfig
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.patched_symbols import (
-    AUTOCAST,
-    JOB,
-    LAZY_MODEL,
-    LOG_FILES,
-    MODEL,
-    VIDEOS,
-)
-from mmdevplug.utils.patching import patch_symbol, restore_patches
+from mmdevplug.utils.patching import JOB, KEPT, patch_symbol, restore_patches
 
 from .autocast import patch_autocast
 from .module_device import patch_cuda_calls
@@ -43,7 +35,7 @@ _KNOWN = ('cpu', 'cuda')
 
 def patch_functions(accelerator: AcceleratorConfig = None) -> Accelerator:
     """Patch all but inferencers; see :func:`mmdevplug.patch_mmengine`."""
-    restore_patches(JOB, LAZY_MODEL, MODEL)
+    restore_patches(JOB)
     chosen, device = enter_rank_device(accelerator)
     patch_symbol(device_utils, 'DEVICE', chosen.device_type)
     if chosen.device_type == 'npu':
@@ -73,7 +65,7 @@ def _load_state_dict(*args: Any, **options: Any) -> Any:
 
 def restore_mmengine() -> None:
     """Restore all functions of MMEngine, mmseg and mmdet."""
-    restore_patches(JOB, LOG_FILES, LAZY_MODEL, MODEL, AUTOCAST, VIDEOS)
+    restore_patches(JOB, KEPT)
     _register_loaders(safe=False)
 
 
@@ -102,7 +94,7 @@ def _find_npu() -> None:
 def patch_device_id() -> None:
     """Name the log files of ranks after the visible devices of this process."""
     if logger_module._get_device_id is not _device_id:
-        patch_symbol(logger_module, '_get_device_id', _device_id)
+        patch_symbol(logger_module, '_get_device_id', _device_id, KEPT)
 
 
 _id_of_mmengine: Callable[[], Union[int, str]] = logger_module._get_device_id

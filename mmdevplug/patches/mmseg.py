@@ -27,7 +27,7 @@ def patch_accuracy(model: nn.Module) -> int:
     users = [sys.modules[place] for place in sorted(places) if place in sys.modules]
     users = [user for user in users if getattr(user, 'accuracy', None) is original]
     for user in users:
-        patch_symbol(user, 'accuracy', _masked(original), listed_owner=_ACCURACY)
+        patch_symbol(user, 'accuracy', _masked(original))
     return len(users)
 
 

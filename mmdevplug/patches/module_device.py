@@ -26,7 +26,7 @@ def patch_module_device() -> None:
         original = getattr(sys.modules.get(owner), 'get_module_device', None)
         for user in list(sys.modules.values()) if original not in (None, _device_of) else ():
             if getattr(user, '__dict__', {}).get('get_module_device') is original:
-                patch_symbol(user, 'get_module_device', _device_of, listed_owner=owner)
+                patch_symbol(user, 'get_module_device', _device_of)
 
 
 def _device_of(module: nn.Module) -> torch.device:

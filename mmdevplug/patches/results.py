@@ -12,7 +12,7 @@ from mmdevplug.distributed.results import gather_results
 from mmdevplug.distributed.waiting import run_on_main
 from mmdevplug.fault_tolerance.failure import current_watch
 from mmdevplug.utils.annotations import AnyGroup
-from mmdevplug.utils.patching import patch_symbol
+from mmdevplug.utils.patching import KEPT, patch_symbol
 
 #: For how long a rank that is alive is waited for.
 MOST_SECONDS = 30 * 24 * 3600.0
@@ -57,7 +57,7 @@ def patch_video_metrics() -> None:
     module = sys.modules.get(_TRACKING)
     of_mmdet = getattr(module, 'collect_tracking_results_cpu', None)
     if of_mmdet is not None and not hasattr(of_mmdet, '__wrapped__'):
-        patch_symbol(module, of_mmdet.__name__, _collecting_videos(of_mmdet))
+        patch_symbol(module, of_mmdet.__name__, _collecting_videos(of_mmdet), KEPT)
 
 
 def _collect_results(results: list, size: int, tmpdir: Optional[str] = None) -> Optional[list]:

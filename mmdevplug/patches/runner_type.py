@@ -6,7 +6,7 @@ from typing import Any
 from mmengine.registry import RUNNERS
 
 from mmdevplug.config.prepare import refuse_flexible_runner
-from mmdevplug.utils.patching import active_patches, patch_symbol
+from mmdevplug.utils.patching import OWN, active_patches, patch_symbol
 
 
 def follow_runner_type() -> None:
@@ -21,7 +21,7 @@ def follow_runner_type() -> None:
     module = sys.modules.get('mmengine.runner')
     if module is None:
         return
-    if any(patch.owner is module.FlexibleRunner for patch in active_patches()):
+    if active_patches(module.FlexibleRunner):
         return  # this process has read one of them before
     runner_class = module.Runner
     from_cfg = runner_class.from_cfg.__func__
@@ -30,7 +30,7 @@ def follow_runner_type() -> None:
         named = cls is runner_class and cfg.get('runner_type') == 'DeviceRunner'
         return RUNNERS.build(cfg) if named else from_cfg(cls, cfg)
 
-    patch_symbol(runner_class, 'from_cfg', classmethod(build_named))
+    patch_symbol(runner_class, 'from_cfg', classmethod(build_named), OWN)
     flexible = module.FlexibleRunner.from_cfg.__func__
 
     def build_flexible(cls: type, cfg: Any) -> Any:
@@ -38,4 +38,4 @@ def follow_runner_type() -> None:
             refuse_flexible_runner(dict(runner_type=cls.__name__))
         return flexible(cls, cfg)
 
-    patch_symbol(module.FlexibleRunner, 'from_cfg', classmethod(build_flexible))
+    patch_symbol(module.FlexibleRunner, 'from_cfg', classmethod(build_flexible), OWN)

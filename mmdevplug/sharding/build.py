@@ -14,7 +14,7 @@ from mmdevplug.distributed.byte_exchange import gather_json
 from mmdevplug.distributed.coalesced import broadcast_tensors
 from mmdevplug.patches.torch_load import safe_loading
 from mmdevplug.utils.logs import log_warning
-from mmdevplug.utils.patching import patch_symbol
+from mmdevplug.utils.patching import OWN, patch_symbol
 
 from .states import CopyingWhole, is_sharded
 
@@ -58,7 +58,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = moved.setdefault(param, _on_device(param, torch.device('meta')))
         register(self, name, param)
 
-    patch = patch_symbol(nn.Module, 'register_parameter', register_on_meta)
+    patch = patch_symbol(nn.Module, 'register_parameter', register_on_meta, OWN)
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Replace symbols of other packages for a while, record what is replaced, and restore it.
 
-Every replacement goes through :func:`patch_symbol` and is listed in
-:mod:`mmdevplug.utils.patched_symbols`. An attribute of one object is simply assigned.
+Every replacement goes through :func:`patch_symbol`, and stands with its reason in
+``docs/patch_table.py``. An attribute of one object is simply assigned.
 """
 
 import threading
@@ -11,10 +11,11 @@ from functools import wraps
 from types import FunctionType, ModuleType
 from typing import Any, Callable, Iterator, List, Optional
 
-from .patched_symbols import PatchedSymbol, find_symbol
-
 Handler = Callable[..., Any]
 
+#: When patches end: with the next job or ``restore_mmengine()``, with the latter alone, or where
+#: the code that made one restores it, if ever.
+JOB, KEPT, OWN = 'job', 'kept', 'own'
 #: What a class holds of a symbol that it inherits.
 _INHERITED = object()
 
@@ -27,9 +28,12 @@ _LOCK = threading.RLock()
 class Patch:
     """A symbol that is replaced until :meth:`restore`; :func:`patch_symbol` creates it."""
 
-    def __init__(self, symbol: PatchedSymbol, owner: object, name: str, replacement: Any) -> None:
-        self.symbol, self.owner, self.name = symbol, owner, name
+    def __init__(self, owner: object, name: str, replacement: Any, period: str) -> None:
+        self.owner, self.name, self.period = owner, name, period
         self.original, self.replacement = _read(owner, name), replacement
+
+    def __str__(self) -> str:
+        return f'{full_name(self.owner)}.{self.name}'
 
     def restore(self) -> None:
         """Restore the original, unless another package has replaced the symbol since."""
@@ -45,41 +49,37 @@ class Patch:
                 _write(self.owner, self.name, self.original)
 
 
-def patch_symbol(
-    owner: object, name: str, replacement: object, listed_owner: Optional[str] = None
-) -> Patch:
-    """Replace a symbol of another package, which must be listed in ``PATCHED_SYMBOLS``.
+def patch_symbol(owner: object, name: str, replacement: object, period: str = JOB) -> Patch:
+    """Replace a symbol of another package.
 
     Args:
         owner (module, type or function): What holds the symbol. If it is a function, the variable
             in its closure is replaced.
         name (str): The name there.
         replacement: The new value. In a class, as the class holds it, e.g. a ``classmethod``.
-        listed_owner (str, optional): The owner's name in the list, if the symbol was imported
-            into another module. Defaults to None: the full name of ``owner``.
+        period (str): When :func:`restore_patches` restores it. Defaults to ``JOB``.
 
     Examples:
-        >>> patch = patch_symbol(torch, 'load', load_safely)
+        >>> patch = patch_symbol(torch, 'load', load_safely, OWN)
         >>> patch.restore()
     """
-    symbol = find_symbol(listed_owner or full_name(owner), name)
     with _LOCK:
-        patch = Patch(symbol, owner, name, replacement)
+        patch = Patch(owner, name, replacement, period)
         _write(owner, name, replacement)
         _ACTIVE.append(patch)
     return patch
 
 
-def active_patches(*periods: str) -> List[Patch]:
-    """The active patches of some or all periods, in the order in which they were applied."""
+def active_patches(owner: object = None) -> List[Patch]:
+    """The active patches, of one owner or of all, in the order in which they were applied."""
     with _LOCK:
-        return [patch for patch in _ACTIVE if not periods or patch.symbol.period in periods]
+        return [patch for patch in _ACTIVE if owner is None or patch.owner is owner]
 
 
 def restore_patches(*periods: str) -> None:
     """Restore the patches of some periods, the latest first."""
     for patch in list(reversed(_ACTIVE)):
-        if patch.symbol.period in periods:
+        if patch.period in periods:
             patch.restore()
 
 
@@ -157,4 +157,4 @@ class LocalPatch:
                 return original(*args, **kwargs)
             return handler(original, *args, **kwargs)
 
-        self._patch = patch_symbol(self._owner, self._name, dispatch)
+        self._patch = patch_symbol(self._owner, self._name, dispatch, OWN)

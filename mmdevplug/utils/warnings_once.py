@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .patching import patch_symbol
+from .patching import OWN, patch_symbol
 
 
 def show_warnings_once(folder: Path) -> None:
@@ -25,7 +25,7 @@ def show_warnings_once(folder: Path) -> None:
             shown.add(text)
         show(message, category, filename, lineno, *more, **options)
 
-    patch_symbol(warnings, 'showwarning', show_first)
+    patch_symbol(warnings, 'showwarning', show_first, OWN)
 
 
 def says_first(text: str, folder: Path) -> bool:

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from mmdevplug.utils.patching import Patch, patch_symbol
+from mmdevplug.utils.patching import OWN, Patch, patch_symbol
 
 EXTENSION = 'mmcv._ext'
 #: Gets the function, its arguments, and those by name.
@@ -51,7 +51,7 @@ class Interception(MetaPathFinder):
         for name, function in list(vars(module).items()):
             if callable(function) and not name.startswith('_'):
                 self.originals[name] = function
-                patch = patch_symbol(module, name, self._replacement(function), EXTENSION)
+                patch = patch_symbol(module, name, self._replacement(function), OWN)
                 self._patches.append(patch)
 
     def _replacement(self, function: Callable) -> Callable:
