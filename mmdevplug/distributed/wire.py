@@ -1,20 +1,23 @@
 """Write values for other ranks, and read theirs without running anything that they choose.
 
-A message is a pickle of protocol 5. Tensors and arrays lie behind it, in its order:
+A message is a pickle that refers to tensors and arrays by numbers. Those of one dtype and shape
+lie behind it as the rows of a block:
 
-    version, number of buffers, length of the pickle | sizes of the buffers | pickle | buffers
+    version, length of the table, length of the pickle | table, in JSON | pickle | blocks
 
-Each buffer starts at a multiple of 64 bytes, so that any dtype can be read there.
+The table has the dtype, the shape and the number of rows of each block. Each block starts at a
+multiple of 64 bytes, so that any dtype can be read there.
 """
 
 import io
+import json
 import pickle
 import struct
 import sys
 from contextlib import contextmanager
 from itertools import accumulate
 from math import prod
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -22,31 +25,28 @@ from torch import Tensor
 
 from mmdevplug.accelerators.move_nested import move_tensors
 from mmdevplug.errors import SampleError, first_line
-from mmdevplug.utils.pytree import container_of
+from mmdevplug.utils.pytree import DATACLASS, NAMED_TUPLE, container_of, is_registered
 from mmdevplug.utils.torch_compat import view_as_dtype
 
-VERSION = 5
+VERSION = 6
 _HEAD = struct.Struct('<IIQ')
 _ALIGNMENT = 64
 #: The kinds of NumPy's dtypes that are plain bytes: numbers, strings and times.
 ARRAY_KINDS = 'biufcSUmM'
 CPU = torch.device('cpu')
-#: Stands for each buffer while its value is pickled; the bytes are copied once, to their place.
-_PLACE = bytearray(1)
+#: Types that a pickle holds itself, looked up first: most values are of these.
+_BUILT_IN = frozenset({str, bytes, bool, int, float, type(None), dict, list, tuple})
 
 
-class Block(NamedTuple):
-    """Tensors of one dtype and shape, which travel as one buffer."""
-
-    dtype: torch.dtype
-    shape: Tuple[int, ...]  # of each tensor
-    tensors: Union[Tensor, List[Tensor]]  # stacked where they were received
-
-
-class Kind(NamedTuple):
-    """A class that a message names; a message can neither call nor change it."""
+class _Parts(NamedTuple):
+    """A container that is built when the pickle, which cannot change it then, has been read."""
 
     kind: type
+    names: Tuple[Any, ...]
+    parts: List[Any]
+
+    def build(self) -> Any:
+        return container_of(self.kind).build(self.kind, self.names, list(map(_built, self.parts)))
 
 
 def to_tensor(data: bytes) -> Tensor:
@@ -64,56 +64,65 @@ def is_plain(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta)
 
 
-def dumps(value: object) -> Tensor:
+def dumps(value: object, trusted: bool = False) -> Tensor:
     """Write a value as a one-dimensional uint8 tensor.
 
-    Tensors arrive detached. Others than tensors, arrays and what containers hold can be written,
-    but only be read by a rank that trusts this one.
+    Tensors arrive detached. With ``trusted``, objects of any class travel as pickles, which only a
+    rank that trusts this one reads.
     """
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _Pickler(file, trusted)
     pickler.dump(value)
-    sizes = list(map(_nbytes, pickler.buffers))
-    head = _HEAD.pack(VERSION, len(sizes), file.tell()) + struct.pack(f'<{len(sizes)}Q', *sizes)
-    begin = len(head) + file.tell()
-    places = list(accumulate([_aligned(begin), *map(_aligned, sizes)]))
+    table = [(*key, len(rows)) for key, (_, rows) in pickler.blocks.items()]
+    text = json.dumps(table).encode()
+    head = _HEAD.pack(VERSION, len(text), file.tell()) + text + file.getvalue()
+    places = _places(len(head), table)
     # NumPy's zeros take no time until they are written.
     message = np.zeros(places[-1], np.uint8)
     message[: len(head)] = np.frombuffer(head, np.uint8)
-    message[len(head) : begin] = np.frombuffer(file.getbuffer(), np.uint8)
-    data = torch.from_numpy(message)
-    for value, place, size in zip(pickler.buffers, places, sizes):
-        if not size:
-            continue
-        if isinstance(value, np.ndarray):
-            message[place : place + size] = np.frombuffer(value.tobytes(), np.uint8)
-        else:
-            column = view_as_dtype(data[place : place + size], value.dtype)
-            torch.stack(value.tensors, out=column.view(len(value.tensors), *value.shape))
-    return data
+    for (name, shape, count), begin, (_, rows) in zip(table, places, pickler.blocks.values()):
+        block = message[begin : begin + _block_bytes(name, shape, count)]
+        if block.size and isinstance(rows[0], np.ndarray):
+            np.stack(rows, out=block.view(name).reshape(count, *shape))
+        elif block.size:
+            flat = view_as_dtype(torch.from_numpy(block), rows[0].dtype)
+            torch.stack(rows, out=flat.view(count, *shape))
+    return torch.from_numpy(message)
 
 
 def loads(message: Tensor, device: torch.device = CPU, trusted: bool = False) -> Any:
     """Read what :func:`dumps` wrote on another rank.
 
     Args:
-        message (Tensor): Blocks are views of it.
-        device (torch.device): Where tensors outside of blocks arrive. Defaults to the host.
+        message (Tensor): Nothing that is returned shares its memory.
+        device (torch.device): Where tensors arrive, all in one call. Defaults to the host.
         trusted (bool): Whether objects of any class are made, which lets the sender run code.
 
     Raises:
         SampleError: If the message is not valid, or names what may not be made.
     """
     with refused():
-        version, count, length = _HEAD.unpack(to_bytes(message[: _HEAD.size]))
-        begin = _HEAD.size + 8 * count
-        sizes = struct.unpack(f'<{count}Q', to_bytes(message[_HEAD.size : begin]))
-        places = list(accumulate([_aligned(begin + length), *map(_aligned, sizes)]))
-        if version != VERSION or places[-1] != message.numel():
-            raise ValueError(f'version {version}, {message.numel()} bytes')
-        file = io.BytesIO(to_bytes(message[begin : begin + length]))
-        buffers = [message[place : place + size] for place, size in zip(places, sizes)]
-        return _Unpickler(file, buffers, device, trusted).load()
+        version, length, pickled = _HEAD.unpack(to_bytes(message[: _HEAD.size]))
+        if version != VERSION:
+            raise ValueError(f'version {version}')
+        begin = _HEAD.size + length
+        table = json.loads(to_bytes(message[_HEAD.size : begin]))
+        places = _places(begin + pickled, table)
+        if places[-1] != message.numel():
+            raise ValueError(f'{message.numel()} bytes')
+        file = io.BytesIO(to_bytes(message[begin : begin + pickled]))
+        blocks = [
+            _read_block(message[place : place + _block_bytes(*entry)], *entry)
+            for entry, place in zip(table, places)
+        ]
+        views = [row for block in blocks if isinstance(block, Tensor) for row in block.unbind()]
+        moved = zip(views, move_tensors(views, device))
+        own = iter([tensor.clone() if tensor is view else tensor for view, tensor in moved])
+        rows = [
+            [next(own) for _ in block] if isinstance(block, Tensor) else block for block in blocks
+        ]
+        value = _Unpickler(file, rows, trusted).load()
+        return value if trusted else _built(value)
 
 
 @contextmanager
@@ -130,117 +139,141 @@ def refused() -> Iterator[None]:
         ) from error
 
 
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+def _places(begin: int, table: Sequence[Sequence[Any]]) -> List[int]:
+    """Where each block begins, and at last where the message ends."""
+    sizes = [begin, *(_block_bytes(*entry) for entry in table)]
+    return list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
 
 
-def _nbytes(value: Union[Block, np.ndarray]) -> int:
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    itemsize = torch.empty(0, dtype=value.dtype).element_size()
-    return len(value.tensors) * prod(value.shape) * itemsize
+def _block_bytes(name: str, shape: Sequence[int], count: int) -> int:
+    dtype = _read_dtype(name)
+    of_arrays = isinstance(dtype, np.dtype)
+    itemsize = dtype.itemsize if of_arrays else torch.empty(0, dtype=dtype).element_size()
+    return count * prod(shape) * itemsize
 
 
-class _Pickler(pickle.Pickler):
-    """Collects tensors and arrays, which are written behind the pickle."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        # What the callback returns says that no buffer belongs into the pickle.
-        super().__init__(file, protocol=5, buffer_callback=lambda buffer: False)
-        self.buffers: List[Union[Block, np.ndarray]] = []
-
-    def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if kind is Block:
-            return _read_block, (*_dtype_and_shape(value), len(value.tensors), self._place(value))
-        if kind is Tensor and is_plain(value):
-            block = Block(value.dtype, tuple(value.shape), [value.detach().cpu()])
-            return _read_tensor, (*_dtype_and_shape(block), self._place(block))
-        if isinstance(value, (np.str_, np.bytes_)):
-            # As an array it would lose zeros at its end.
-            return _read_text, (value.item(),)
-        if isinstance(value, np.generic) and value.dtype.kind in ARRAY_KINDS:
-            return _read_scalar, (value.dtype.str, value.tobytes())
-        if kind is np.ndarray and value.dtype.kind in ARRAY_KINDS:
-            return _read_array, (value.dtype.str, value.shape, self._place(value))
-        return NotImplemented
-
-    def _place(self, value: Union[Block, np.ndarray]) -> pickle.PickleBuffer:
-        self.buffers.append(value)
-        return pickle.PickleBuffer(_PLACE)
-
-
-def _dtype_and_shape(block: Block) -> Tuple[str, Tuple[int, ...]]:
-    return str(block.dtype).replace('torch.', ''), tuple(block.shape)
-
-
-class _Reader(NamedTuple):
-    """A function that a message may call, and not change."""
-
-    function: Callable
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self, file: io.BytesIO, buffers: Sequence[Tensor], device: torch.device, trusted: bool
-    ) -> None:
-        super().__init__(file, buffers=buffers)
-        self._device, self._trusted = device, trusted
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (__name__, '_read_tensor'):
-            return _Reader(lambda *args: move_tensors([_read_tensor(*args)], self._device)[0])
-        if (module, name) in _READERS:
-            return _READERS[module, name]
-        if self._trusted:
-            return super().find_class(module, name)
-        found: Any = sys.modules.get(module)
-        for part in name.split('.'):
-            found = getattr(found, '__dict__', {}).get(part)  # a module's __getattr__ may import
-        if isinstance(found, type) and container_of(found) is not None:
-            return Kind(found)
-        raise SampleError(
-            f'a rank sent a {module}.{name}, which this rank does not know as a class of samples. '
-            f'Import its module on all ranks, outside of functions and of __main__ blocks; '
-            f'register a class that is no container with register_sample_type(), or pass '
-            f'allow_pickle=True if you trust all ranks.'
-        )
-
-
-def _read_block(name: str, shape: Sequence[int], rows: int, buffer: Tensor) -> Block:
-    dtype = vars(torch).get(name)
-    if not isinstance(dtype, torch.dtype):
+def _read_dtype(name: str) -> Union[torch.dtype, np.dtype]:
+    """The dtype of tensors, e.g. ``'float32'``, or of arrays, e.g. ``'<f4'``."""
+    if name[0] in '<>|=':
+        dtype = np.dtype(name)
+        if dtype.kind not in ARRAY_KINDS:
+            raise ValueError(f'arrays of dtype {name}')
+        return dtype
+    found = vars(torch).get(name)
+    if not isinstance(found, torch.dtype):
         raise SampleError(
             f'a rank sent a tensor of dtype {name!r}, which torch {torch.__version__} of this '
             f'rank does not have. Install the same release of torch on all ranks.'
         )
-    return Block(dtype, tuple(shape), view_as_dtype(buffer, dtype).view(rows, *shape))
+    return found
 
 
-def _read_tensor(name: str, shape: Sequence[int], buffer: Tensor) -> Tensor:
-    # A view would keep the whole message in memory.
-    return _read_block(name, shape, 1, buffer).tensors[0].clone()
+def _read_block(data: Tensor, name: str, shape: Sequence[int], count: int) -> Any:
+    """A stacked tensor, or a list of arrays with memory of their own."""
+    dtype = _read_dtype(name)
+    if isinstance(dtype, torch.dtype):
+        return view_as_dtype(data, dtype).view(count, *shape)
+    rows = np.frombuffer(to_bytes(data), np.uint8).reshape(count, -1)
+    return [np.ndarray(shape, dtype, bytearray(row)) for row in rows]
 
 
-def _read_array(text: str, shape: Sequence[int], buffer: Tensor) -> np.ndarray:
-    dtype = np.dtype(text if isinstance(text, str) else 'O')
-    if dtype.kind not in ARRAY_KINDS or buffer.numel() != dtype.itemsize * prod(shape):
-        raise ValueError(f'an array of dtype {text!r} and shape {shape!r}')
-    return np.ndarray(shape, dtype, bytearray(to_bytes(buffer)))
+class _Pickler(pickle.Pickler):
+    """Collects tensors and arrays, and takes containers apart unless receivers are trusted."""
+
+    def __init__(self, file: io.BytesIO, trusted: bool) -> None:
+        super().__init__(file, protocol=5)
+        self._trusted = trusted
+        # Without its memory: an object that is in two samples arrives as two.
+        self.fast = not trusted
+        #: By dtype and shape: the number of the block, and its rows.
+        self.blocks: Dict[Tuple[str, Tuple[int, ...]], Tuple[int, List[Any]]] = {}
+
+    def persistent_id(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _BUILT_IN:
+            return None
+        if isinstance(value, Tensor) and is_plain(value):
+            name = str(value.dtype).replace('torch.', '')
+            return self._add(name, tuple(value.shape), value.detach().cpu())
+        if kind is np.ndarray and value.dtype.kind in ARRAY_KINDS:
+            return self._add(value.dtype.str, value.shape, value)
+        if isinstance(value, (np.str_, np.bytes_)):
+            return 'text', value.item()  # an array would lose zeros at its end
+        if isinstance(value, np.generic) and value.dtype.kind in ARRAY_KINDS:
+            return ('scalar', *self._add(value.dtype.str, (), np.asarray(value)))
+        if kind is complex:
+            return 'complex', value.real, value.imag
+        container = container_of(kind)
+        if container is None or (self._trusted and not is_registered(kind)):
+            return None
+        names, parts = container.names(value), container.parts(value)
+        return 'parts', kind.__module__, kind.__qualname__, names, parts
+
+    def _add(self, dtype: str, shape: Tuple[int, ...], value: Any) -> Tuple[int, int]:
+        block, rows = self.blocks.setdefault((dtype, shape), (len(self.blocks), []))
+        rows.append(value)
+        return block, len(rows) - 1
 
 
-def _read_scalar(text: str, data: bytes) -> np.generic:
-    return _read_array(text, (), to_tensor(data))[()]
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, rows: Sequence[List[Any]], trusted: bool) -> None:
+        super().__init__(file)
+        self._rows, self._trusted = rows, trusted
+
+    def find_class(self, module: str, name: str) -> Any:
+        if self._trusted:
+            return super().find_class(module, name)
+        raise _unknown(module, name)
+
+    def persistent_load(self, pid: Sequence[Any]) -> Any:
+        code, *rest = pid
+        if isinstance(code, int):
+            return self._rows[code][rest[0]]
+        if code == 'scalar':
+            return self._rows[rest[0]][rest[1]][()]
+        if code == 'text':
+            return np.str_(rest[0]) if isinstance(rest[0], str) else np.bytes_(rest[0])
+        if code == 'complex':
+            return complex(*rest)
+        module, name, names, parts = rest
+        found: Any = sys.modules.get(module)
+        for part in name.split('.'):
+            found = getattr(found, '__dict__', {}).get(part)  # a module's __getattr__ may import
+        container = container_of(found) if isinstance(found, type) else None
+        if container is None:
+            raise _unknown(module, name)
+        if container in (NAMED_TUPLE, DATACLASS):
+            expected = found._fields if container is NAMED_TUPLE else found.__dataclass_fields__
+            if names != tuple(expected):
+                raise SampleError(
+                    f'a rank sent a {name} with the fields {list(names)}, which here has '
+                    f'{list(expected)}. Run the same code on all ranks.'
+                )
+        if len(dict.fromkeys(names)) != len(parts):
+            raise ValueError(f'{len(parts)} parts for the names {names!r:.80}')
+        made = _Parts(found, names, parts)
+        return made.build() if self._trusted else made
 
 
-def _read_text(value: Union[str, bytes]) -> np.generic:
-    return np.str_(value) if isinstance(value, str) else np.bytes_(value)
+def _unknown(module: str, name: str) -> SampleError:
+    return SampleError(
+        f'a rank sent a {module}.{name}, which this rank does not know as a class of samples. '
+        f'Import its module on all ranks, outside of functions and of __main__ blocks; '
+        f'register a class that is no container with register_sample_type(), or pass '
+        f'allow_pickle=True if you trust all ranks.'
+    )
 
 
-_READERS: Dict[Tuple[str, str], Any] = {
-    (function.__module__, function.__name__): _Reader(function)
-    for function in (_read_block, _read_array, _read_scalar, _read_text, complex)
-}
+def _built(value: Any) -> Any:
+    """Build the containers that a message has as their parts."""
+    kind = type(value)
+    if kind is _Parts:
+        return value.build()
+    if kind is dict:
+        for key, part in value.items():
+            value[key] = _built(part)
+    elif kind is list:
+        value[:] = map(_built, value)
+    elif kind is tuple:
+        return tuple(map(_built, value))
+    return value

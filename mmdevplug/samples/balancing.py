@@ -3,15 +3,14 @@
 from itertools import accumulate
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
-from mmdevplug.accelerators import to_device
 from mmdevplug.distributed.byte_exchange import exchange_bytes, gather_bytes
-from mmdevplug.distributed.wire import dumps, loads
+from mmdevplug.distributed.wire import CPU, dumps, loads
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 from mmdevplug.utils.annotations import AnyGroup
 
-from .columns import flatten_samples, read_groups, read_structure, unflatten_samples, write_groups
-from .gathering import Device, ExchangeOptions, Job, begin, copy_own_samples, list_examples
+from .gathering import Device, ExchangeOptions, Job, begin, copy_own_samples
+from .structures import list_examples
 
 
 def balance_samples(
@@ -102,7 +101,7 @@ def _count(job: Job, per_rank: Optional[int]) -> List[int]:
     """The number of samples of each rank."""
     own: Any = str(job.error)
     if job.error is None:
-        own = [len(job.samples), per_rank, list_examples(job.rank, job.groups)]
+        own = [len(job.samples), per_rank, list_examples(job.rank, job.structures)]
     gathered = gather_bytes(dumps(own), job.group, job.call_tag)
     answers = list(map(loads, gathered))
     job.raise_together([answer if isinstance(answer, str) else None for answer in answers])
@@ -115,8 +114,7 @@ def _count(job: Job, per_rank: Optional[int]) -> List[int]:
                     f'expected the same on all ranks.'
                 )
             )
-    examples = [example for *_, found in answers for example in found]
-    job.refuse_differences([(r, index, read_structure(s)) for r, index, s in examples])
+    job.refuse_differences([example for *_, found in answers for example in found])
     return [answer[0] for answer in answers]
 
 
@@ -130,14 +128,13 @@ def _swap(job: Job, slices: Sequence[range], held: Sequence[range]) -> List[Any]
     pieces = {job.rank: copy_own_samples(own, job.device)}
     if job.world_size > 1:
         allow_pickle = job.options.allow_pickle
-        chosen = [
-            flatten_samples(job.samples[part.start - begin : part.stop - begin], allow_pickle)
-            for part in outgoing.values()
-        ]
         # One call, and so one execution on a lazy device, for all ranks.
-        data = dict(zip(outgoing, map(write_groups, to_device(chosen, 'cpu'))))
+        chosen = copy_own_samples(
+            [job.samples[part.start - begin : part.stop - begin] for part in outgoing.values()],
+            CPU,
+        )
+        data = {rank: dumps(each, allow_pickle) for rank, each in zip(outgoing, chosen)}
         arrived = exchange_bytes(data, sources, job.group)
         for rank in sources:
-            received = read_groups(arrived.pop(rank), job.device, allow_pickle)
-            pieces[rank] = unflatten_samples(received, job.device)
+            pieces[rank] = loads(arrived.pop(rank), job.device, allow_pickle)
     return [sample for rank in sorted(pieces) for sample in pieces[rank]]

@@ -1,36 +1,23 @@
 """Gather the samples of all ranks on every rank, or let all ranks refuse them together."""
 
-from contextlib import suppress
 from itertools import chain
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from torch import distributed as torch_dist
 
 from mmdevplug.accelerators import rank_device, to_device
 from mmdevplug.distributed.byte_exchange import gather_bytes
-from mmdevplug.distributed.wire import dumps
+from mmdevplug.distributed.wire import CPU, dumps, loads
 from mmdevplug.errors import RankFailedError, SampleError
 from mmdevplug.fault_tolerance.failure import fail_together, known_to_all
 from mmdevplug.utils.annotations import AnyGroup
-from mmdevplug.utils.pytree import DICT, ELEMENT, container_of, replace_parts, tensors_in
+from mmdevplug.utils.pytree import replace_parts, tensors_in
 
-from .columns import (
-    Group,
-    Structure,
-    flatten_samples,
-    read_groups,
-    unflatten_samples,
-    write_groups,
-)
-from .stacking import are_alike, build_batch, stack_samples
+from .stacking import stack_samples
+from .structures import Example, Structure, describe_difference, describe_samples, list_examples
 
 Device = Union[str, torch.device, None]
-_NUMBERS = {'bool', 'int', 'float', 'complex', 'scalar'}
-
-
-#: A rank, the index of one of its samples, and the structure of it.
-Example = Tuple[int, int, Structure]
 
 
 class ExchangeOptions(NamedTuple):
@@ -48,7 +35,7 @@ class Job(NamedTuple):
 
     name: str  # of the function that was called
     samples: List[Any]  # of this rank
-    groups: List[Group]  # the same, flattened
+    structures: List[Structure]  # of these
     error: Optional[Exception]  # why this rank cannot take part
     group: Any  # None for all ranks
     rank: int  # in the group
@@ -93,7 +80,7 @@ def gather_samples(
 
     A sample is a tensor, a NumPy array, a number, a string, bytes, None, or a ``dict``, ``list``,
     ``tuple``, named tuple, dataclass, or data element of MMEngine that consists of samples.
-    Tensors are sent as raw bytes, the rest as typed plain values: received data cannot run code.
+    Tensors are sent as raw bytes, the rest as plain values: received data cannot run code.
     Tensors arrive detached.
 
     Args:
@@ -111,8 +98,7 @@ def gather_samples(
         max_bytes (int, optional): The largest size of the pool. Defaults to None: the free memory
             of the host.
         stacked (bool): Whether to return a batch in place of a list: what :func:`stack_samples`
-            makes of the pool, but without an object for each received sample where samples are
-            all alike. Defaults to False.
+            makes of the pool, on the host before one copy to the device. Defaults to False.
 
     Returns:
         list or Any: The pool: the samples of rank 0, then those of rank 1, and so on. This rank's
@@ -152,29 +138,26 @@ def _result(job: Job, pool: List[Any]) -> Union[List[Any], Any]:
 
 
 def _gather(job: Job, max_bytes: Optional[int]) -> Union[List[Any], Any]:
-    own = to_device(job.groups, 'cpu')
-    data = write_groups(own) if job.error is None else dumps(str(job.error))
+    stacked, pickled = job.options.stacked, job.options.allow_pickle
+    examples = list_examples(job.rank, job.structures)
+    if job.error is None:
+        data = dumps((examples, copy_own_samples(job.samples, CPU)), pickled)
+    else:
+        data = dumps(str(job.error))
     parts = gather_bytes(data, job.group, job.call_tag, max_bytes)
     del data
-    pickled = job.options.allow_pickle
-    received = [read_groups(part, job.device, pickled) for part in parts]
-    parts.clear()
-    job.raise_together([each if isinstance(each, str) else None for each in received])
-    if job.options.stacked and are_alike(received):
-        with suppress(SampleError):  # stack_samples() names the place
-            return build_batch(received, job.device)
-    examples = [list_examples(rank, groups) for rank, groups in enumerate(received)]
-    job.refuse_differences(list(chain.from_iterable(examples)))
-    received[job.rank] = []
-    pool: List[Any] = []
+    received: List[Any] = []
     for rank in range(job.world_size):
         # The buffer of a rank is freed before the samples of the next are copied out of theirs.
-        groups = received.pop(0)
-        if rank == job.rank:
-            pool += copy_own_samples(job.samples, job.device)
+        part = parts.pop(0)
+        if rank == job.rank and not (stacked or job.error):
+            received.append((examples, copy_own_samples(job.samples, job.device)))
         else:
-            pool += unflatten_samples(groups, job.device)
-    return _result(job, pool)
+            received.append(loads(part, CPU if stacked else job.device, pickled))
+    job.raise_together([each if isinstance(each, str) else None for each in received])
+    found, pools = zip(*received)
+    job.refuse_differences(list(chain.from_iterable(found)))
+    return _result(job, list(chain.from_iterable(pools)))
 
 
 def begin(
@@ -184,7 +167,7 @@ def begin(
     options: ExchangeOptions,
     problem: Optional[str] = None,
 ) -> Job:
-    """Check the arguments of a function and flatten this rank's samples.
+    """Check the arguments of a function and describe this rank's samples.
 
     ``problem`` says what is wrong with another argument of the function. Errors that the other
     ranks do not know yet are kept in the job.
@@ -193,17 +176,17 @@ def begin(
     device = rank_device()[1] if options.device is None else torch.device(options.device)
     error: Optional[Exception] = None
     chosen: List[Any] = []
-    groups: List[Group] = []
+    structures: List[Structure] = []
     try:
         _check(samples, problem)
         chosen = _flat(samples) if options.flatten else list(samples)
-        groups = flatten_samples(chosen, options.allow_pickle)
+        structures = describe_samples(chosen, options.allow_pickle)
     except SampleError as caught:
         error = SampleError(f'{name}(): {caught}')
-    job = Job(name, chosen, groups, error, group, rank, world_size, options, device)
+    job = Job(name, chosen, structures, error, group, rank, world_size, options, device)
     if world_size == 1:
         job.raise_together([])
-        job.refuse_differences(list_examples(rank, groups))
+        job.refuse_differences(list_examples(rank, structures))
     return job
 
 
@@ -241,14 +224,6 @@ def _flat(samples: Sequence[Any]) -> List[Any]:
     return flat
 
 
-def list_examples(rank: int, groups: Sequence[Group]) -> List[Example]:
-    """The first sample of each structure."""
-    first: Dict[Structure, int] = {}
-    for group in groups:
-        first.setdefault(group.structure, group.rows[0])
-    return [(rank, sample, structure) for structure, sample in first.items()]
-
-
 def copy_own_samples(samples: List[Any], device: torch.device) -> List[Any]:
     """This rank's samples as if received: on its device and without gradients."""
     tensors = tensors_in(samples)
@@ -257,58 +232,3 @@ def copy_own_samples(samples: List[Any], device: torch.device) -> List[Any]:
     elif all(tensor.device == device for tensor in tensors):
         return samples
     return to_device(samples, device)
-
-
-def describe_difference(examples: Sequence[Example]) -> Optional[str]:
-    """Describe the first difference in structure; None if there is none.
-
-    Numbers of all kinds count as one, None fits everything, and lists may differ in length.
-    """
-    if not examples:
-        return None
-    expected: Dict[str, Dict[Any, str]] = {}
-    for place, category, text in _places(examples[0][2]):
-        expected.setdefault(place, {})[category] = text
-    for rank, index, structure in examples[1:]:
-        for place, category, text in _places(structure):
-            known = expected.get(place, {})
-            # Inside of None or of an empty list there is nothing to compare with.
-            if not known or category in known or None in (category, *known):
-                continue
-            return (
-                f'samples differ in structure: sample {index} of rank {rank} has {text} at '
-                f'sample{place}, where sample {examples[0][1]} of rank {examples[0][0]} has '
-                f'{" or ".join(known.values())}. Make the same kind of samples on all ranks, or '
-                f'pass same_structure=False if they are to differ.'
-            )
-    return None
-
-
-def _places(structure: Structure, place: str = '') -> Iterator[Tuple[str, Any, str]]:
-    """The containers and leaves of a structure: place, category and description of each."""
-    if isinstance(structure, str):
-        word, _, rest = structure.partition(' ')
-        if word == 'NoneType':
-            yield place, None, 'None'
-        elif word == 'list':
-            yield place, list, f'a {structure}'
-            for item in rest.split():
-                yield from _places(item, f'{place}[...]')
-        elif word in _NUMBERS and rest not in ('str_', 'bytes_'):
-            yield place, 'number', f'a {structure}'
-        elif word == 'array' and rest.strip('<>|')[0] in 'SU':
-            yield place, 'array of strings', f'a {structure}'  # whatever their length
-        else:
-            yield place, structure, f'a {structure}'
-        return
-    kind, names, parts = structure
-    container, text = container_of(kind), f'a {kind.__name__}'
-    if kind is tuple:
-        text = f'a tuple of {len(parts)}'
-    elif container in (DICT, ELEMENT):
-        keys = [name[-1] if container is ELEMENT else name for name in names]
-        text = f'a {kind.__name__} with the {"keys" if container is DICT else "fields"} {keys}'
-    yield place, kind if kind is list else (kind, len(parts), frozenset(names)), text
-    for name, part in zip(names or range(len(parts)), parts):
-        step = '[...]' if kind is list else container.step(name)
-        yield from _places(part, place + step)

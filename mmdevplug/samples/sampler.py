@@ -6,14 +6,13 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tu
 
 from mmdevplug.accelerators import rank_device, rank_devices
 from mmdevplug.accelerators.move_nested import to_device
-from mmdevplug.distributed.wire import CPU
+from mmdevplug.distributed.wire import dumps, loads
 from mmdevplug.errors import SampleError
 from mmdevplug.fault_tolerance.failure import enter_phase, fail_together
 from mmdevplug.utils.annotations import AnyGroup
 from mmdevplug.utils.logs import log
 
 from .balancing import balance_samples
-from .columns import flatten_samples, read_groups, unflatten_samples, write_groups
 from .rounds import (
     DESCRIBED,
     GO_ON,
@@ -28,6 +27,7 @@ from .rounds import (
     too_few,
 )
 from .stacking import stack_samples
+from .structures import describe_samples
 
 #: Pools between two that rank 0 logs.
 LOG_INTERVAL = 10
@@ -294,7 +294,8 @@ class DynamicSampler:
         Returns:
             dict: ``pools``, how many there were, and ``surplus``, a tensor of bytes.
         """
-        return dict(pools=self._pools, surplus=write_groups(flatten_samples(self._held)))
+        describe_samples(self._held)  # refuses what cannot be read again
+        return dict(pools=self._pools, surplus=dumps(self._held))
 
     def load_state_dict(self, *states: Dict[str, Any]) -> None:
         """Continue from :meth:`state_dict`; all ranks must do so.
@@ -303,6 +304,5 @@ class DynamicSampler:
             *states (dict): That of this rank; none or several where there were less or more ranks.
         """
         self._pools = max([0, *(state['pools'] for state in states)])
-        groups = [read_groups(state['surplus']) for state in states]
-        self._held = [group for each in groups for group in unflatten_samples(each, CPU)]
+        self._held = [group for state in states for group in loads(state['surplus'])]
         self._tally = None

@@ -1,7 +1,6 @@
-"""Stack samples, or received columns of them, into one batch on one device."""
+"""Stack samples into one batch on one device."""
 
 from contextlib import suppress
-from itertools import chain
 from typing import Any, List, Sequence, Union
 
 import numpy as np
@@ -10,12 +9,8 @@ from torch import Tensor
 
 from mmdevplug.accelerators.move_nested import to_device
 from mmdevplug.errors import SampleError, first_line
-from mmdevplug.utils.pytree import LEAVES, LIST, TUPLE, container_of, is_opaque, tensors_in
+from mmdevplug.utils.pytree import LIST, TUPLE, container_of, is_opaque, tensors_in
 
-from .columns import Block, Group, Structure, build
-
-#: Leaves whose values are what :func:`gather_samples` returns.
-_PLAIN = {kind.__name__ for kind in LEAVES}
 #: Their values become a tensor.
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -53,32 +48,6 @@ def stack_samples(
     if any(tensor.device.type != 'cpu' for tensor in tensors_in(samples)):
         samples = to_device(samples, device)
     return to_device(_stack(samples, 'sample', ragged), device)
-
-
-def are_alike(received: Sequence[List[Group]]) -> bool:
-    """Whether the samples of all ranks, at least one, are alike and become tensors and lists."""
-    filled = [groups for groups in received if groups]
-    kinds = {(group.structure, group.shapes) for groups in filled for group in groups}
-    return len(kinds) == 1 and _is_plain(filled[0][0].structure)
-
-
-def _is_plain(structure: Structure) -> bool:
-    if isinstance(structure, str):
-        return structure in _PLAIN or structure.startswith('tensor ')
-    return not is_opaque(structure[0]) and all(map(_is_plain, structure[2]))
-
-
-def build_batch(received: Sequence[List[Group]], device: torch.device) -> Any:
-    """Stack the samples of all ranks, which are alike, as ``stack_samples`` does."""
-    groups = [groups[0] for groups in received if groups]
-    leaves = [
-        torch.cat([block.tensors for block in column])
-        if isinstance(column[0], Block)
-        else _stack(list(chain.from_iterable(column)), 'sample', ragged=False)
-        for column in zip(*[group.leaves for group in groups])
-    ]
-    (batch,) = build(groups[0].structure, [[leaf] for leaf in leaves], 1)
-    return to_device(batch, device)
 
 
 def _stack(values: List[Any], path: str, ragged: bool) -> Any:

@@ -165,9 +165,14 @@ def register_sample_type(
     container_of.cache_clear()
 
 
+def is_registered(kind: type) -> bool:
+    """Whether users have registered a class."""
+    return kind in _registered
+
+
 def is_opaque(kind: type) -> bool:
     """Whether objects of a class are never stacked: a data element, or a class of users."""
-    return kind in _registered or container_of(kind) is ELEMENT
+    return is_registered(kind) or container_of(kind) is ELEMENT
 
 
 def replace_parts(

@@ -9,7 +9,7 @@ from mmengine.structures import InstanceData
 
 from mmdevplug.errors import SampleError
 from mmdevplug.samples import gather_samples, stack_samples
-from mmdevplug.samples.columns import flatten_samples
+from mmdevplug.samples.structures import describe_samples
 from tests.columns import NATIVE, device_of, job_of
 from tests.ranks import run_ranks
 
@@ -122,7 +122,7 @@ def test_a_single_process_stacks_too(name):
 
 def test_keys_that_are_equal_but_of_another_type_are_refused():
     with pytest.raises(SampleError, match='sample 1 is a dict with the key'):
-        flatten_samples([dict(x=0), {np.str_('x'): 0}])
+        describe_samples([dict(x=0), {np.str_('x'): 0}])
 
 
 def test_the_default_dtype_is_that_of_stacked_numbers():
