@@ -8,6 +8,8 @@ import pytest
 import torch
 from mmengine.registry import DefaultScope
 
+from tests.tiers import mark_long
+
 #: Files that take longest, by waiting (first) or computing: they come first, since a worker that
 #: met one last would go on alone.
 LONG = (
@@ -91,8 +93,12 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Without ``-m``, leave out tests for other environments; with it, run what was asked for."""
+    unused = mark_long(items)
+    if unused and len(items) > 1000:
+        raise pytest.UsageError(f'tests/tiers.py names tests that there are not: {unused}')
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.nodeid.split('::')[0], len(LONG)))
     if not torch.cuda.is_available():

@@ -1,0 +1,132 @@
+"""Which tests of the default environment are left to ``make test-long``, which the gate runs.
+
+``make test`` has one test of each kind, on the devices that take different paths through the
+code: a native card, a card without a backend, a lazy device. What is here takes more than some
+three seconds of a core and is of a kind that has a quicker test there.
+"""
+
+import pytest
+
+#: Beginnings of the names of tests, below ``tests/``.
+LONG = (
+    # The table of MMEngine's assumptions, of which a page is made.
+    'sites/test_sites.py',
+    # Equality with one process, which gradients/test_wrapper_parity.py looks at.
+    'optim/test_training.py::test_weights_equal_those_of_one_process[cpu',
+    'optim/test_training.py::test_weights_equal_those_of_one_process[npu',
+    'optim/test_training.py::test_scenarios_differ_from_each_other',
+    'optim/test_training.py::test_resuming_restores_the_loss_scale',
+    'optim/test_mixed_precision.py::test_all_ranks_skip_the_step_in_which_one_overflowed[cpu',
+    'optim/test_mixed_precision.py::test_all_ranks_skip_the_step_in_which_one_overflowed[zeta',
+    'runner/test_digits.py::test_accuracy[cpu',
+    'runner/test_digits.py::test_accuracy[lazy',
+    'runner/test_digits.py::test_weights_equal_those_of_one_process[cpu',
+    'sharding/test_training.py::test_cards_train_as_one_process',
+    'sharding/test_training.py::test_two_copies_of_two_ranks',
+    'sharding/test_training.py::test_mixed_precision_is_that',
+    'sharding/test_checkpoints.py::test_a_resumed_run_is_the_run_that_was_interrupted[True',
+    'repos/test_mmdet.py::test_losses_are_those_of_one_process[cpu',
+    'repos/test_mmdet.py::test_tools_train_of_mmdet_itself',
+    'repos/test_mmseg.py::test_losses_are_those_of_one_process[cpu',
+    'repos/test_mmseg.py::test_tools_',
+    # Resuming: one of each kind on the card without a backend or on the CPU stays.
+    'checkpoint/test_exact_resume.py::test_a_single_process[True-20',
+    'checkpoint/test_exact_resume.py::test_a_single_process[True-9',
+    'checkpoint/test_exact_resume.py::test_a_single_process[False',
+    'checkpoint/test_exact_resume.py::test_several_ranks[True-4',
+    'checkpoint/test_exact_resume.py::test_several_ranks[False',
+    'checkpoint/test_exact_resume.py::test_an_eager_card[lazy',
+    'checkpoint/test_exact_resume.py::test_an_eager_card[zeta-1',
+    'checkpoint/test_exact_resume.py::test_an_eager_card[npu',
+    'checkpoint/test_exact_resume.py::test_a_finished_run_is_not_validated_again[False',
+    'checkpoint/test_exact_resume.py::test_a_seed_that_nobody_chose',
+    'checkpoint/test_exact_resume.py::test_pytorchs_own_sampler',
+    'checkpoint/test_exact_resume.py::test_between_epochs_with_validation_pending[False',
+    'checkpoint/test_files.py::test_the_interpreter_waits_for_the_background_before_exit',
+    'checkpoint/test_resuming.py::test_everything_else_with_a_state[workers',
+    'checkpoint/test_resuming.py::test_schedules_and_optimizers[Constant',
+    'checkpoint/test_resuming.py::test_schedules_and_optimizers[Step',
+    'checkpoint/test_resuming.py::test_schedules_and_optimizers[Poly',
+    'checkpoint/test_safe_checkpoint_hook.py::test_no_room_ends_all_ranks',
+    # Commands and their processes.
+    'cli/test_brief_terminal.py::test_the_terminal_shows_results_and_the_file_everything[words1',
+    'cli/test_brief_terminal.py::test_a_warning_of_several_ranks_is_shown_once[words1',
+    'cli/test_configs.py::test_a_package_whose_import_fails',
+    'cli/test_containers.py::test_doctor_in_a_container_without_rights',
+    'cli/test_containers.py::test_saves_in_time[1',
+    'cli/test_launch_config.py::test_devices_are_counted_and_missing_ones_refused',
+    'cli/test_ranks.py::test_forked_ranks_find_what_started_ones_do',
+    'cli/test_ranks.py::test_one_rank_alone_prints_no_warnings',
+    'cli/test_ranks.py::test_a_failure_is_told_in_one_line[sys.exit',
+    'cli/test_signals.py::test_a_signal_to_a_rank_or_to_everybody_saves',
+    'cli/test_signals.py::test_nothing_is_left_where_one_is_killed[command',
+    'cli/test_signals.py::test_nothing_is_left_where_one_is_killed[server',
+    'cli/test_slurm.py::test_a_job_trains_in_all_tasks',
+    'cli/test_tools.py',
+    'checks/test_report.py::test_errors_make_the_exit_status',
+    'model_parallel/test_choose_devices.py::test_a_live_launcher_is_followed[accelerate',
+    'model_parallel/test_model_parallel.py::test_two_ranks_of_two_devices_each_are_one_device_with'
+    '_all_the_data[segmentor',
+    'model_parallel/test_model_parallel.py::test_features_across_devices[clipping',
+    'runner/test_native.py::test_the_command_trains_two_ranks',
+    'runner/test_native.py::test_digits[tpu',
+    'runner/test_freed_memory.py',
+    'runner/test_compile.py::test_mixed_precision_is_compiled',
+    'runner/test_loops.py::test_a_stream_trains_by_iterations_and_resumes[Stream-64',
+    'patches/test_patches.py::test_a_job_changes_what_the_list_says_and_all_of_it_is_restored[cpu',
+    'patches/test_patches.py::test_a_job_changes_what_the_list_says_and_all_of_it_is_restored[zeta-1',
+    'patches/mmcv_ops/test_operators.py::test_faster_rcnn_trains_on_the_cpu_in_bfloat16',
+    'test_add_an_accelerator.py::test_conformance_knows_an_installed_package',
+    'test_add_an_accelerator.py::test_more_ranks_than_cards',
+    'test_install.py::test_nothing_is_installed_over_onedl[[',
+    'test_soak.py',
+    'conformance/test_operations.py::test_operations[cpu',
+    # Ranks that are late, lost or wrong.
+    'distributed/test_waiting.py::test_a_rank_that_dies_while_others_wait[0',
+    'distributed/test_waiting.py::test_a_timeout_names_the_missing_rank_on_all',
+    'fault_tolerance/test_failure.py::test_a_rank_that_leaves_by_itself_was_not_killed',
+    'fault_tolerance/test_failure.py::test_process_group_on_the_loopback_interface',
+    'fault_tolerance/test_failure.py::test_a_rank_that_never_comes',
+    'fault_tolerance/test_heartbeat.py::test_a_rank_that_holds_the_interpreter',
+    'fault_tolerance/test_heartbeat.py::test_few_operations_on_the_store',
+    'fault_tolerance/test_places.py::test_gathering_samples_says_for_whom_it_waits',
+    'fault_tolerance/test_places.py::test_a_rank_that_comes_before_the_store_says_so',
+    'samples/test_exchange.py::test_pools_and_slices_of_any_samples',
+    'samples/test_faults.py::test_the_rank_is_named[stay_away-balance',
+    'samples/test_sampling_faults.py::test_a_rank_that_is_killed_is_named',
+    'staged/test_collectives.py::test_a_destroyed_group_keeps_no_connections',
+    'staged/test_shared_sum.py::test_averages_arrive_in_whatever_order_they_are_waited_for[cpu',
+    'staged/test_training.py::test_no_thread_of_gloo_outlives_the_program[destroy',
+    'staged/test_training.py::test_no_thread_of_gloo_outlives_the_program[leave',
+    'staged/test_training.py::test_no_thread_of_gloo_outlives_the_program[accelerate',
+    'staged/test_training.py::test_the_script_for_accelerate',
+)
+
+#: Kinds of devices, and another whose way through the code is the same.
+SAME_PATH = {'cpu': 'zeta', 'mlu': 'npu'}
+#: Files that train much on each kind of device: `make test` does on the card without a backend.
+ON_ONE_CARD = ('features/test_features.py',)
+
+
+def mark_long(items):
+    """Mark what takes long. A beginning in :data:`LONG` that is no test's is an error."""
+    used, cases = set(), {_case(item) for item in items}
+    for item in items:
+        name = item.nodeid.split('tests/', 1)[-1]
+        found = [start for start in LONG if name.startswith(start)]
+        used.update(found)
+        *place, device = _case(item)
+        twin = (*place, SAME_PATH.get(device, '')) in cases
+        alone = name.startswith(ON_ONE_CARD) and device not in (None, 'zeta')
+        if found or twin or alone:
+            item.add_marker(pytest.mark.long)
+    files = {item.nodeid.split('tests/', 1)[-1].split('::')[0] for item in items}
+    unused = [each for each in set(LONG) - used if each.split('::')[0] in files]
+    return sorted(unused)
+
+
+def _case(item):
+    """A test with its parameters but the kind of device, and that kind."""
+    params = dict(getattr(getattr(item, 'callspec', None), 'params', {}))
+    device = params.pop('accelerator', None)
+    return item.nodeid.split('[')[0], repr(sorted(params.items(), key=str)), device
